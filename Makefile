@@ -1,0 +1,51 @@
+# `make generate` and `make test` need nothing but Python 3.11 and the network: they set up .venv themselves, once.
+#
+# torch is installed first and alone, as constraints.txt pins it. On Linux the default package index serves its CUDA
+# build, which runs on a CPU too but is large. For the CPU build point pip at an index that has it, by pip's usual
+# variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) or pip.conf: 2.13.0+cpu then satisfies the pin and wins.
+
+PYTHON ?= $(shell command -v python3.11 || echo python3)
+BIN := .venv/bin
+READY := .venv/.ready
+
+# Taken as it stands, `$` included, and handed to the shell through the environment: no character needs quoting twice.
+override PROMPT := $(value PROMPT)
+export PROMPT
+
+.DEFAULT_GOAL := help
+.PHONY: help generate test lint wheel clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
+
+generate: $(READY) ## answer a few prompts, or yours: PROMPT="..."; more options: ARGS="--max-tokens 200"
+	@$(BIN)/attn-backends generate $${PROMPT:+--prompt "$$PROMPT"} $(ARGS) </dev/null
+
+test: $(READY) ## run the tests; a part of them: ARGS="tests/test_config.py -x"
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: $(READY) ## ruff and mypy, as .ci/run runs them
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict attn_backends registry.py
+
+wheel: $(READY) ## build dist/*.whl and check what is in it
+	rm -rf build dist
+	$(BIN)/python -m build --wheel
+	$(BIN)/python .ci/check_wheel.py dist/*.whl
+
+clean: ## remove .venv and everything built
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(READY): pyproject.toml setup.cfg constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt -e ".[hf,dev]"
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo \
+	  "$(PYTHON) is not Python 3.11 or newer. Install it (Debian: apt install python3.11 python3.11-venv)," \
+	  "or name one: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' || { echo \
+	  "$(PYTHON) cannot make a virtual environment. On Debian: apt install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv .venv

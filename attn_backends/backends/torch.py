@@ -1,0 +1,510 @@
+"""TORCH: paged attention in plain torch, on any device. The one to read first, and the default on a CPU.
+
+The builder turns a batch into work items: one `DecodeBatch` for decode rows that are cheap to gather together, and a
+`Row` for every other row. Each item names the keys to gather and a bias that holds all that depends on positions
+(causality, window, chunks, ALiBi, padding), shared by all layers of the group. What is left to the Impl: write the new
+keys, gather, attend, write the output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field
+
+from attn_backends.batch import CommonAttentionMetadata
+from attn_backends.interface import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionState,
+    AttentionStep,
+    Capabilities,
+    Rejection,
+    Unsupported,
+)
+from attn_backends.kv_cache import KVCache, dequantise, gather_pages, gather_slots, write_slots
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType
+
+_FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+
+
+class TorchOptions(BaseModel):
+    """The `backend_options` of TORCH."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    gather_together_bytes: Annotated[int, Field(ge=0)] = 32 << 20
+    """Decode rows are gathered together while their keys and values take at most this; longer ones go one at a time,
+    through a scratch that stays in the CPU's caches. benchmarks/torch_decode.py shows both sides."""
+
+
+class TorchBackend(AttentionBackend):
+    """Attention by `scaled_dot_product_attention`, or by hand where that cannot say it (soft cap, sinks, LSE)."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "TORCH"
+
+    @staticmethod
+    def get_impl_cls() -> type[TorchImpl]:
+        return TorchImpl
+
+    @staticmethod
+    def get_metadata_cls() -> type[TorchMetadata]:
+        return TorchMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[TorchMetadataBuilder]:
+        return TorchMetadataBuilder
+
+    @staticmethod
+    def get_state_cls() -> type[TorchState]:
+        return TorchState
+
+    @staticmethod
+    def capabilities() -> Capabilities:
+        return Capabilities(
+            devices=frozenset({"cpu", "cuda"}),
+            dtypes=_FLOATS,
+            cache_dtypes=_FLOATS | frozenset(FP8_DTYPES),
+            layouts=frozenset({"NHD", "HND"}),
+            attention_types=frozenset(AttentionType),
+            window=True,
+            soft_cap=True,
+            alibi=True,
+            sinks=True,
+            chunks=True,
+            non_causal=True,
+            unequal_head_dims=True,
+            lse=True,
+            cascade=True,
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row that is attended alone."""
+
+    queries: slice  # its tokens in the batch
+    new_keys: slice  # its tokens in `key` and `value`: what is attended when there is no cache
+    pages: torch.Tensor | None  # [num_pages] i32 to gather; None: attend the new keys
+    keys: slice  # of the gathered tokens, those that some query may see
+    bias: torch.Tensor | None  # [1, Hkv | 1, G | 1, query_len, num_keys], added to the logits; None: nothing to add
+    is_causal: bool  # bias is None because plain causal attention over a square needs none
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """Decode rows that are gathered and attended together: the batch's first `num_rows` tokens."""
+
+    num_rows: int
+    slots: torch.Tensor  # [num_rows * num_keys] i64; a row with fewer keys repeats its last, which the bias hides
+    bias: torch.Tensor | None  # [num_rows, Hkv | 1, G | 1, 1, num_keys]
+
+
+@dataclass(frozen=True)
+class TorchMetadata(AttentionMetadata):
+    """Work items of one step. Rows come decodes first; queries and keys are the view's own (they start at 0)."""
+
+    num_tokens: int  # padding included
+    has_idle_tokens: bool  # padding, or rows without keys: their output is zero
+    num_new_kv: int
+    num_decode_new_kv: int
+    prefix_pages: torch.Tensor | None  # [common_prefix_len / page_size] i32: attended once for all decode rows
+    decode_batch: DecodeBatch | None
+    decode_rows: tuple[Row, ...]
+    prefill_rows: tuple[Row, ...]
+
+    @property
+    def decode_metadata(self) -> TorchMetadata | None:
+        if not self.num_decodes:
+            return None
+        tokens, new_kv = self.num_decode_tokens, self.num_decode_new_kv
+        return replace(self, num_prefills=0, num_prefill_tokens=0, num_tokens=tokens,
+                       num_new_kv=new_kv, slot_mapping=self.slot_mapping[:new_kv], prefill_rows=())  # fmt: skip
+
+    @property
+    def prefill_metadata(self) -> TorchMetadata | None:
+        if not self.num_prefills:
+            return None
+        tokens, new_kv = self.num_prefill_tokens, self.num_new_kv - self.num_decode_new_kv
+        rows = tuple(
+            replace(row, queries=_moved(row.queries, self.num_decode_tokens),
+                    new_keys=_moved(row.new_keys, self.num_decode_new_kv))
+            for row in self.prefill_rows
+        )  # fmt: skip
+        return replace(self, num_decodes=0, num_decode_tokens=0, num_decode_new_kv=0, num_tokens=tokens,
+                       num_new_kv=new_kv, prefix_pages=None, decode_batch=None,
+                       slot_mapping=self.slot_mapping[self.num_decode_new_kv : self.num_new_kv],
+                       common_prefix_len=0, decode_rows=(), prefill_rows=rows)  # fmt: skip
+
+
+def _moved(tokens: slice, by: int) -> slice:
+    return slice(tokens.start - by, tokens.stop - by)
+
+
+class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
+    """Decode rows are the leading rows of one query token; any other order is served too, row by row."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> TorchMetadata:
+        common, spec = common_attn_metadata, self.group.spec
+        actual = common.num_actual_reqs
+        query_starts = common.query_start_loc_cpu[: actual + 1].numpy()
+        seq_lens = common.seq_lens_cpu[:actual].numpy()
+        new_kv_starts = common.new_kv_start_loc_cpu.numpy()
+        longer = np.flatnonzero(np.diff(query_starts) > 1)
+        num_decodes = int(longer[0]) if len(longer) else actual
+        use_cache = not common.is_profile_run and spec.attention_type is not AttentionType.ENCODER
+
+        prefix_len = self._prefix_len(common_prefix_len, common, num_decodes) if use_cache else 0
+        batch = self._decode_batch(common, seq_lens[:num_decodes], prefix_len) if use_cache else None
+        rows = []
+        for i in range(batch.num_rows if batch else 0, actual):
+            queries = slice(int(query_starts[i]), int(query_starts[i + 1]))
+            new_keys = slice(int(new_kv_starts[i]), int(new_kv_starts[i + 1]))
+            if not use_cache:
+                rows.append(self._row(None, queries, new_keys, 0, new_keys.stop - new_keys.start))
+            elif seq_lens[i]:
+                first_key = prefix_len if i < num_decodes else 0
+                rows.append(self._row(common.page_table[i], queries, new_keys, first_key, int(seq_lens[i])))
+        num_decode_rows = sum(row.queries.start < num_decodes for row in rows)
+        return TorchMetadata(
+            group_index=self.group.index,
+            num_decodes=num_decodes,
+            num_decode_tokens=num_decodes,
+            num_prefills=actual - num_decodes,
+            num_prefill_tokens=common.num_actual_tokens - num_decodes,
+            slot_mapping=common.slot_mapping,
+            common_prefix_len=prefix_len,
+            is_profile_run=common.is_profile_run,
+            num_tokens=common.num_tokens,
+            has_idle_tokens=common.num_tokens > common.num_actual_tokens or bool((seq_lens == 0).any()),
+            num_new_kv=common.num_new_kv,
+            num_decode_new_kv=int(new_kv_starts[num_decodes]),
+            prefix_pages=common.page_table[0, : prefix_len // common.page_size] if prefix_len else None,
+            decode_batch=batch,
+            decode_rows=tuple(rows[:num_decode_rows]),
+            prefill_rows=tuple(rows[num_decode_rows:]),
+        )
+
+    def _prefix_len(self, asked: int, common: CommonAttentionMetadata, num_decodes: int) -> int:
+        """How much of the shared prefix is attended once for all decode rows: all of it, or nothing."""
+        shortest = int(common.context_lens_cpu[: common.num_actual_reqs].min())
+        if asked % common.page_size or not 0 <= asked <= shortest:
+            raise ValueError(
+                f"common_prefix_len is {asked}; it must be a multiple of the page size ({common.page_size}) and at "
+                f"most the shortest context ({shortest})"
+            )
+        spec = self.group.spec
+        positional = spec.window_left >= 0 or spec.chunk_size is not None or spec.alibi_slopes is not None
+        cross = spec.attention_type is AttentionType.CROSS
+        return 0 if positional or cross or num_decodes < 2 else asked
+
+    def _first_visible(self, position: int) -> int:
+        """Position of the oldest key that a query at `position` sees."""
+        spec = self.group.spec
+        if spec.window_left >= 0:
+            return max(0, position - spec.window_left)
+        return position // spec.chunk_size * spec.chunk_size if spec.chunk_size else 0
+
+    def _decode_batch(
+        self, common: CommonAttentionMetadata, seq_lens: np.ndarray[tuple[int], np.dtype[np.int32]], prefix_len: int
+    ) -> DecodeBatch | None:
+        """All decode rows as one gather, if that is cheap: few bytes, and at most half of them padding."""
+        spec, num_rows = self.group.spec, len(seq_lens)
+        first = np.array([max(prefix_len, self._first_visible(n - 1)) for n in seq_lens.tolist()], np.int64)
+        counts = seq_lens - first
+        if num_rows < 2 or counts.min() < 1 or spec.attention_type is AttentionType.CROSS:
+            return None
+        padded = num_rows * int(counts.max())
+        bytes_per_key = spec.num_kv_heads * (spec.head_dim + spec.head_dim_vo) * spec.dtype.itemsize
+        options = self.options or TorchOptions()
+        if padded * bytes_per_key > options.gather_together_bytes or padded > 2 * int(counts.sum()):
+            return None
+        last = torch.from_numpy(seq_lens.astype(np.int64) - 1).to(self.device)[:, None]  # [num_rows, 1]
+        wanted = torch.from_numpy(first).to(self.device)[:, None] + torch.arange(int(counts.max()), device=self.device)
+        positions = torch.minimum(wanted, last)  # [num_rows, num_keys]
+        pages = common.page_table[:num_rows].long().gather(1, positions // common.page_size)
+        slots = pages * common.page_size + positions % common.page_size
+        bias = None
+        if spec.alibi_slopes is not None or counts.min() != counts.max():
+            bias = _bias(spec, last[:, :, None], wanted[:, None], wanted[:, None] <= last[:, :, None])
+        return DecodeBatch(num_rows, slots.view(-1), bias)
+
+    def _row(
+        self, page_row: torch.Tensor | None, queries: slice, new_keys: slice, first_key: int, num_keys: int
+    ) -> Row:
+        """One row over keys `first_key` to `num_keys`, less those in front that no query of it sees."""
+        spec, query_len = self.group.spec, queries.stop - queries.start
+        # Query i sits at the position of its own key; for cross attention positions mean nothing and all is visible.
+        first_query = num_keys - query_len if spec.attention_type is not AttentionType.CROSS else 0
+        first_key = max(first_key, self._first_visible(first_query))
+        bias, is_causal = None, spec.causal and query_len > 1
+        square = first_key == first_query and spec.window_left < 0 and spec.chunk_size is None
+        if spec.alibi_slopes is not None or (query_len > 1 and not self._all_visible() and not square):
+            positions = torch.arange(first_query, first_query + query_len, device=self.device)
+            keys = torch.arange(first_key, num_keys, device=self.device)
+            bias, is_causal = (
+                _bias(spec, positions[None, :, None], keys[None, None], _visible(spec, positions, keys)),
+                False,
+            )
+        if page_row is None:
+            return Row(queries, new_keys, None, slice(first_key, num_keys), bias, is_causal)
+        first_page = first_key // self.cache.page_size
+        pages = page_row[first_page : -(-num_keys // self.cache.page_size)]
+        skipped = first_page * self.cache.page_size
+        return Row(queries, new_keys, pages, slice(first_key - skipped, num_keys - skipped), bias, is_causal)
+
+    def _all_visible(self) -> bool:
+        spec = self.group.spec
+        return not spec.causal and spec.window_left < 0 and spec.chunk_size is None
+
+
+def _visible(spec: AttentionSpec, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Which key each query sees, by position: [query_len, num_keys] bool."""
+    query, key = queries[:, None], keys[None]
+    visible = key >= query - spec.window_left if spec.window_left >= 0 else torch.ones_like(key >= query)
+    if spec.causal:
+        visible &= key <= query
+    if spec.chunk_size is not None:
+        visible &= key // spec.chunk_size == query // spec.chunk_size
+    return visible
+
+
+def _bias(spec: AttentionSpec, queries: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """What is added to the logits: 0 or ALiBi's slope · (key - query) where visible, -inf elsewhere.
+
+    `queries` [B, query_len, 1] and `keys` [B, 1, num_keys] are positions, `visible` broadcasts over them.
+    Returns [B, Hkv | 1, G | 1, query_len, num_keys] in the layer's dtype.
+    """
+    if spec.alibi_slopes is None:
+        added = torch.zeros(visible.shape, dtype=spec.dtype, device=keys.device)[..., None, None, :, :]
+    else:
+        slopes = torch.tensor(spec.alibi_slopes, device=keys.device).view(spec.num_kv_heads, spec.group_size, 1, 1)
+        added = (slopes * (keys - queries)[:, None, None]).to(spec.dtype)
+    hidden = ~visible.view(-1, 1, 1, *visible.shape[-2:])
+    return added.view(-1, *added.shape[-4:]).masked_fill(hidden, float("-inf"))
+
+
+@dataclass(frozen=True)
+class TorchStep(AttentionStep[TorchMetadata]):
+    """A step with the state's scratch for gathered keys and values."""
+
+    scratch: tuple[torch.Tensor, torch.Tensor] | None  # two of [bytes] u8; None: gather into fresh tensors
+
+
+class TorchState(AttentionState[TorchMetadata]):
+    """Owns one scratch for the keys and one for the values of one row, sized for the longest row of any group.
+
+    A fresh allocation of that size is returned to the system after each layer on a CPU, which costs more than the
+    gather. On a GPU torch's caching allocator keeps it, and there is no scratch.
+    """
+
+    backend_name = "TORCH"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scratch: tuple[torch.Tensor, torch.Tensor] | None = None
+        if self.device.type == "cpu":
+            page_size = self.cache.page_size
+            tokens = -(-self.limits.max_model_len // page_size) * page_size
+            specs = [group.spec for group in self.groups]
+            per_key = max(s.num_kv_heads * s.head_dim * s.cache_dtype.itemsize for s in specs)
+            per_value = max(s.num_kv_heads * s.head_dim_vo * s.cache_dtype.itemsize for s in specs)
+            self.scratch = (
+                torch.empty(tokens * per_key, dtype=torch.uint8),
+                torch.empty(tokens * per_value, dtype=torch.uint8),
+            )
+
+    def begin_forward(self, metadata: TorchMetadata) -> TorchStep:
+        return TorchStep(metadata, self.scratch)
+
+
+class TorchImpl(AttentionImpl[TorchMetadata]):
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: KVCache | None,
+        step: AttentionStep[TorchMetadata],
+        output: torch.Tensor | None = None,
+        *,
+        lse: torch.Tensor | None = None,
+        output_scale: float | None = None,
+    ) -> torch.Tensor:
+        metadata = self._check(query, step, output_scale)
+        if output is None:
+            output = query.new_empty(query.shape[0], self.spec.num_qo_heads, self.spec.head_dim_vo)
+        if kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
+            live = metadata.num_new_kv
+            write_slots(key[:live], value[:live], kv_cache, metadata.slot_mapping[:live], self.k_scale, self.v_scale)
+        if metadata.has_idle_tokens:
+            output.zero_()
+            if lse is not None:
+                lse.fill_(float("-inf"))
+        for tokens, attended in self._attend_items(query, key, value, kv_cache, step, lse is not None):
+            output[tokens] = attended.output
+            if lse is not None and attended.lse is not None:
+                lse[tokens] = attended.lse
+        return output
+
+    def _check(
+        self, query: torch.Tensor, step: AttentionStep[TorchMetadata], output_scale: float | None
+    ) -> TorchMetadata:
+        metadata = step.metadata
+        if not isinstance(metadata, TorchMetadata):
+            raise TypeError(f"TORCH got {type(metadata).__name__}; build the step with TorchMetadataBuilder")
+        expected = (metadata.num_tokens, self.spec.num_qo_heads, self.spec.head_dim)
+        if query.shape != expected:
+            raise ValueError(f"query has shape {tuple(query.shape)}; this step and layer need {expected}")
+        if output_scale is not None:
+            raise Unsupported("TORCH", [Rejection("output_scale", str(output_scale), "None", "Quantise the output.")])
+        return metadata
+
+    def _attend_items(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: KVCache | None,
+        step: AttentionStep[TorchMetadata],
+        want_lse: bool,
+    ) -> Iterator[tuple[slice, Attended]]:
+        """Every work item's tokens and result: decode rows together, then row by row."""
+        metadata = step.metadata
+        scratch = step.scratch if isinstance(step, TorchStep) else None
+        shared = None
+        if metadata.prefix_pages is not None and kv_cache is not None:
+            everything = slice(0, metadata.common_prefix_len)
+            keys, values = self._gather(kv_cache, metadata.prefix_pages, everything, scratch)
+            # Queries of all rows in one row: without causality their order means nothing.
+            decodes = query[None, : metadata.num_decode_tokens]
+            shared = self._attend(decodes, keys, values, None, False, True, with_sinks=False)
+        if metadata.decode_batch is not None and kv_cache is not None:
+            batch = metadata.decode_batch
+            keys, values = (
+                dequantise(
+                    gather_slots(cached, batch.slots).view(batch.num_rows, -1, *cached.shape[2:]), query.dtype, scale
+                )
+                for cached, scale in ((kv_cache.key, self.k_scale), (kv_cache.value, self.v_scale))
+            )
+            tokens = slice(0, batch.num_rows)
+            attended = self._attend(
+                query[tokens, None], keys, values, batch.bias, False, want_lse or shared is not None
+            )
+            yield tokens, _merge(attended.flat(), shared, tokens)
+        for row in metadata.decode_rows + metadata.prefill_rows:
+            if row.pages is not None and kv_cache is not None:
+                keys, values = self._gather(kv_cache, row.pages, row.keys, scratch)
+            elif key is not None and value is not None:
+                keys, values = key[None, row.new_keys], value[None, row.new_keys]
+            else:
+                raise ValueError("this step reads a cache or fresh keys, and neither was given: pass kv_cache or key")
+            with_shared = shared if row.queries.stop <= metadata.num_decode_tokens else None
+            attended = self._attend(
+                query[None, row.queries], keys, values, row.bias, row.is_causal, want_lse or with_shared is not None
+            )
+            yield row.queries, _merge(attended.flat(), with_shared, row.queries)
+
+    def _gather(
+        self,
+        kv_cache: KVCache,
+        pages: torch.Tensor,
+        keys: slice,
+        scratch: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of some pages as [1, num_keys, num_kv_heads, dim] in the query's dtype."""
+        gathered = []
+        for i, (cached, scale) in enumerate(zip(kv_cache, (self.k_scale, self.v_scale), strict=True)):
+            out = None
+            if scratch is not None:
+                shape = (pages.shape[0], *cached.shape[1:])
+                out = scratch[i][: math.prod(shape) * cached.itemsize].view(cached.dtype).view(shape)
+            gathered.append(dequantise(gather_pages(cached, pages, out)[None, keys], self.spec.dtype, scale))
+        return gathered[0], gathered[1]
+
+    def _attend(
+        self,
+        query: torch.Tensor,  # [B, query_len, num_qo_heads, head_dim]
+        key: torch.Tensor,  # [B, num_keys, num_kv_heads, head_dim]
+        value: torch.Tensor,  # [B, num_keys, num_kv_heads, head_dim_vo]
+        bias: torch.Tensor | None,  # [1 | B, Hkv | 1, G | 1, query_len, num_keys]
+        is_causal: bool,
+        want_lse: bool,
+        with_sinks: bool = True,
+    ) -> Attended:
+        spec = self.spec
+        sinks = self.sinks if with_sinks else None
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+        if want_lse or sinks is not None or spec.logits_soft_cap is not None:
+            heads = query.reshape(*query.shape[:2], spec.num_kv_heads, spec.group_size, -1).permute(0, 2, 3, 1, 4)
+            return _attend_by_hand(heads, key, value, bias, is_causal, spec, sinks)
+        if query.shape[1] == 1:  # the query heads of one KV head as its query tokens: no key is read twice
+            heads = query.reshape(-1, spec.num_kv_heads, spec.group_size, spec.head_dim)  # [B, Hkv, G, D]
+            mask = None if bias is None else bias[:, :, :, 0]
+            out = F.scaled_dot_product_attention(heads, key, value, mask, scale=spec.scale)
+            return Attended(out.flatten(1, 2)[:, None], None)
+        mask = None if bias is None else bias.flatten(1, 2)  # [B, Hq | 1, query_len, num_keys]
+        out = F.scaled_dot_product_attention(
+            query.transpose(1, 2), key, value, mask, is_causal=is_causal, scale=spec.scale,
+            enable_gqa=spec.group_size > 1,
+        )  # fmt: skip
+        return Attended(out.transpose(1, 2), None)
+
+
+@dataclass(frozen=True)
+class Attended:
+    """An attention result, by [B, query_len] or flat over tokens."""
+
+    output: torch.Tensor  # [..., num_qo_heads, head_dim_vo]
+    lse: torch.Tensor | None  # [..., num_qo_heads] f32 or f64
+
+    def flat(self) -> Attended:
+        return Attended(self.output.flatten(0, 1), None if self.lse is None else self.lse.flatten(0, 1))
+
+
+def _attend_by_hand(
+    query: torch.Tensor,  # [B, Hkv, G, query_len, D]
+    key: torch.Tensor,  # [B, Hkv, num_keys, D]
+    value: torch.Tensor,  # [B, Hkv, num_keys, Dv]
+    bias: torch.Tensor | None,
+    is_causal: bool,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None,  # [Hq]
+) -> Attended:
+    """Attention as in "Attention Is All You Need", eq. 1, with soft cap, bias, sinks and LSE; in float32 or wider."""
+    work = torch.promote_types(query.dtype, torch.float32)
+    logits = torch.matmul(query.to(work), key.to(work).mT[:, :, None]) * spec.scale  # [B, Hkv, G, query_len, num_keys]
+    if spec.logits_soft_cap is not None:
+        logits = torch.tanh(logits / spec.logits_soft_cap) * spec.logits_soft_cap
+    if bias is not None:
+        logits = logits + bias
+    if is_causal:
+        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
+        logits = logits.masked_fill(hidden, float("-inf"))
+    lse = logits.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(work).view(spec.num_kv_heads, spec.group_size, 1))
+    out = torch.matmul((logits - lse[..., None]).exp(), value.to(work)[:, :, None])
+    return Attended(out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype), lse.permute(0, 3, 1, 2).flatten(2, 3))
+
+
+def _merge(attended: Attended, shared: Attended | None, tokens: slice) -> Attended:
+    """Join attention over two disjoint sets of keys: each output weighs exp(its LSE)."""
+    if shared is None or shared.lse is None or attended.lse is None:
+        return attended
+    shared_out, shared_lse = shared.output[0, tokens], shared.lse[0, tokens]
+    lse = torch.logaddexp(attended.lse, shared_lse)
+    own, other = (attended.lse - lse).exp()[..., None], (shared_lse - lse).exp()[..., None]
+    return Attended((attended.output * own + shared_out * other).to(attended.output.dtype), lse)

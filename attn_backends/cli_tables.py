@@ -1,0 +1,94 @@
+"""How the `attn-backends` command shows things: tables on a terminal, whole lines in a pipe, JSON on request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from attn_backends.support import Support
+    from attn_backends.testing.conformance import CheckResult
+    from attn_backends.verdicts import Explanation
+
+_SETS = ("devices", "dtypes", "cache_dtypes", "head_dims", "page_sizes", "layouts", "attention_types")
+
+
+def print_json(value: Any) -> None:
+    """Values as JSON on standard output."""
+    print(json.dumps(value, indent=2))
+
+
+def print_list(found: Sequence[Support]) -> None:
+    """One line a backend: can it be used here, and if not, what to type."""
+    rows = [
+        (row.name, row.package or "", row.version or "", "yes" if row.usable else "no", row.reason or "", row.fix or "")
+        for row in found
+    ]
+    _console().print(_table("backend", "package", "version", "usable here", "why not", "fix", rows=rows))
+
+
+def print_support(found: Sequence[Support]) -> None:
+    """One line a backend: what it honours, in Markdown, to paste into the README."""
+    rows = []
+    for row in found:
+        can = row.capabilities or {}
+        flags = ", ".join(key for key, value in can.items() if value is True)
+        rows.append((row.name, *(_words(can[key]) if can else "?" for key in _SETS), flags, can.get("cuda_graph", "?")))
+    titles = (*(key.replace("_", " ") for key in _SETS), "honours", "CUDA graphs")
+    _console().print(_table("backend", *titles, rows=rows, style=box.MARKDOWN))
+
+
+def print_doctor(row: Support, results: Sequence[CheckResult]) -> None:
+    """What a backend is, what it honours, and how its checks went."""
+    console = _console()
+    console.print(f"{row.name}: {row.package or 'no package'} {row.version or ''}", highlight=False)
+    if row.usable:
+        console.print(f"device: {row.device}", highlight=False)
+    else:
+        console.print(f"[red]cannot be used here:[/red] {escape(row.reason or '')}", highlight=False)
+    if row.fix:
+        console.print(f"try: {escape(row.fix)}", highlight=False)
+    if row.capabilities:
+        console.print(_table("capability", "value", rows=[(key, _words(v)) for key, v in row.capabilities.items()]))
+    if results:
+        rows = [(result.name, "ok" if result.ok else "FAILED", result.detail) for result in results]
+        console.print(_table("check against the reference", "result", "detail", rows=rows))
+
+
+def print_explanation(explanation: Explanation) -> None:
+    """Every backend's verdict with its reasons, and the one chosen."""
+    rows = [
+        (verdict.name, "yes" if verdict.usable else "no", "\n".join(verdict.reasons))
+        for verdict in explanation.verdicts
+    ]
+    console = _console()
+    console.print(_table("backend", "serves every layer", "why not", rows=rows))
+    console.print(f"chosen: {explanation.chosen or 'none'}\n{escape(explanation.reason)}", highlight=False)
+
+
+def _table(*titles: str, rows: Sequence[Sequence[str]], style: box.Box = box.ROUNDED) -> Table:
+    table = Table(*titles, box=style)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
+def _console() -> Console:
+    """Standard output; a pipe or a file gets whole lines."""
+    console = Console()
+    return console if console.is_terminal else Console(width=400)
+
+
+def _words(value: object) -> str:
+    """A plain capability value, for a table."""
+    if value is None:
+        return "any"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

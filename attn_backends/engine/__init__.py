@@ -1,0 +1,1 @@
+"""A small engine that runs Hugging Face models on any registered backend."""

@@ -1,0 +1,297 @@
+"""The only file that knows transformers: load a model whose attention calls ours, and learn its layers by one dry run.
+
+Contract (transformers 5.17 to 5.23): a function registered under a name is called once per attention layer with queries
+and keys after RoPE, `scaling`, and per-layer keyword arguments (`sliding_window`, `softcap`, `s_aux`); extra keyword
+arguments given to the model reach it. Batches are flattened: one row of all requests' tokens, with explicit positions.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import transformers
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from attn_backends.config import EngineConfig
+from attn_backends.engine.checkpoint import ModelError, Report, find_model
+from attn_backends.engine.packed_linear import pack_linears
+from attn_backends.spec import AttentionSpec
+
+ATTENTION_NAME = "attn_backends"  # must not contain "flash", "sdpa" or "/": transformers gives those a meaning
+SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+
+
+class AttentionContext(Protocol):
+    """What travels through the model to its attention layers, as the keyword argument `attention_context`."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim]
+        key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim_vo]
+        constants: Mapping[str, Any],  # scaling, sliding_window, softcap, s_aux, …
+    ) -> torch.Tensor: ...  # [num_tokens, num_qo_heads, head_dim_vo]
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, num_qo_heads, num_tokens, head_dim]
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    attention_context: AttentionContext | None = None,
+    **constants: Any,
+) -> tuple[torch.Tensor, None]:
+    if attention_context is None or attention_mask is not None:
+        raise RuntimeError(
+            "this model was loaded for attn_backends' engine and has no attention of its own: "
+            "run it with attn_backends.LLM, not with model.generate()"
+        )
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return attention_context.attend(module, query, key, value, constants)[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)
+
+
+@dataclass(frozen=True)
+class LayerProbe:
+    """What one attention layer showed in the dry run."""
+
+    spec: AttentionSpec
+    sinks: torch.Tensor | None  # [num_qo_heads]
+
+
+class _Probe:
+    """An attention context that records what each layer asks for, and answers with zeros."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerProbe] = {}
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        constants: Mapping[str, Any],
+    ) -> torch.Tensor:
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or layer in self.layers:
+            raise ModelError(
+                f"attention layer {layer!r} ran twice in one pass or has no index: layers that share keys and values "
+                "are not supported"
+            )
+        if constants.get("position_bias") is not None:
+            raise ModelError("the model adds a learned position bias to its attention, which no backend takes")
+        window, sinks = constants.get("sliding_window"), constants.get("s_aux")
+        spec = AttentionSpec(
+            num_qo_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_dim=query.shape[2],
+            head_dim_vo=value.shape[2],
+            scale=constants["scaling"],
+            window_left=-1 if window is None else window - 1,  # Hugging Face counts the query's own key
+            logits_soft_cap=constants.get("softcap"),
+            sinks=sinks is not None,
+            causal=getattr(module, "is_causal", True),
+            dtype=query.dtype,
+        )
+        self.layers[layer] = LayerProbe(spec, sinks)
+        return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A causal language model ready for the engine."""
+
+    module: torch.nn.Module
+    tokenizer: Any  # transformers.PreTrainedTokenizerBase
+    layers: dict[int, LayerProbe]
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,  # [num_tokens] i64
+        positions: torch.Tensor,  # [num_tokens] i64
+        logits_at: torch.Tensor,  # [num_logits] i64
+        context: AttentionContext,
+    ) -> torch.Tensor:  # [num_logits, vocab]
+        logits: torch.Tensor = self.module(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=logits_at,
+            attention_context=context,
+        ).logits[0]
+        return logits
+
+
+def load_model(config: EngineConfig, device: torch.device, report: Report = lambda message: None) -> LoadedModel:
+    """Load weights (safetensors or GGUF) and tokenizer; refuse a model that would not run right.
+
+    Raises:
+        ModelError: nothing to load, damaged weights, or a model whose attention cannot be replaced.
+    """
+    path = find_model(config.model, convert_gguf, report)
+    hf_config = _read_config(path, config)
+    report("loading the weights")
+    with _quietly():
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=hf_config,
+                dtype=model_dtype(config, hf_config, device),
+                attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+            )
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+            raise ModelError(f"cannot load {path}: {error}") from error
+    model, info = loaded
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(f"the weights in {path} lack {len(missing)} tensors, such as {missing[:3]}: fetch them again")
+    model.eval().requires_grad_(False).to(device)
+    if config.pack_linears:
+        pack_linears(model)
+    layers = probe_layers(model)
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = tokenizer.eos_token_id
+    return LoadedModel(
+        module=model,
+        tokenizer=tokenizer,
+        layers=layers,
+        max_model_len=model.config.get_text_config().max_position_embeddings,
+        eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+    )
+
+
+def layer_specs(config: EngineConfig, device: torch.device) -> dict[int, AttentionSpec]:
+    """The attention layers of the config's model, from its config file alone: no weights are read or allocated."""
+    hf_config = _read_config(find_model(config.model, convert_gguf), config)
+    dtype = model_dtype(config, hf_config, device)
+    with _quietly(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=config.trust_remote_code
+        )
+    return {layer: probe.spec for layer, probe in probe_layers(model.eval()).items()}
+
+
+def convert_gguf(file: Path, target: Path) -> None:
+    """Dequantise a GGUF file to float32 safetensors, with config and tokenizer beside it.
+
+    Raises:
+        ModelError: the file is damaged, cut short or of a kind that transformers cannot read.
+    """
+    try:
+        with _quietly():
+            model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except (OSError, ValueError, KeyError, IndexError, RuntimeError, NotImplementedError, ImportError) as error:
+        raise ModelError(f"cannot read {file}: damaged, cut short or of an unknown kind: {error}") from error
+    # save_pretrained refuses a model that still says it is quantised; its tensors no longer are.
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def model_dtype(config: EngineConfig, hf_config: Any, device: torch.device) -> torch.dtype:
+    """The config's dtype; for `auto` the checkpoint's, but float32 for a float16 checkpoint on a CPU."""
+    if config.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        return dtype
+    stored = hf_config.get_text_config().dtype or torch.float32
+    return torch.float32 if stored is torch.float16 and device.type == "cpu" else stored
+
+
+def probe_layers(model: Any) -> dict[int, LayerProbe]:
+    """Run two tokens through the model and record what every attention layer asks for.
+
+    Raises:
+        ModelError: a layer does not come through the attention interface, or hides part of its mask from it.
+    """
+    probe = _Probe()
+    hf_config = model.config.get_text_config()
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    with torch.inference_mode():
+        model(input_ids=tokens, position_ids=torch.arange(2, device=model.device)[None], use_cache=False,
+              attention_context=probe)  # fmt: skip
+    name = type(model).__name__
+    if sorted(probe.layers) != list(range(hf_config.num_hidden_layers)):
+        raise ModelError(
+            f"{name} has {hf_config.num_hidden_layers} layers, but only {sorted(probe.layers)} came through the "
+            "attention interface: the others would keep their own attention and ignore the cache"
+        )
+    kinds = getattr(hf_config, "layer_types", None) or ["attention"] * len(probe.layers)
+    for layer, kind in enumerate(kinds):
+        windowed = probe.layers[layer].spec.window_left >= 0
+        if kind not in SERVED_LAYER_TYPES or (kind == "sliding_attention" and not windowed):
+            raise ModelError(
+                f"layer {layer} of {name} is {kind!r}, whose mask does not reach the attention function; "
+                f"served: {sorted(SERVED_LAYER_TYPES)}"
+            )
+    return dict(sorted(probe.layers.items()))
+
+
+def check_config(hf_config: Any) -> None:
+    """Refuse a model that would load, and then not run right.
+
+    Raises:
+        ModelError: the model has an encoder, hides a mask from its attention function, or bypasses the interface.
+    """
+    text = hf_config.get_text_config()
+    if getattr(hf_config, "is_encoder_decoder", False):
+        raise ModelError(f"{hf_config.model_type} is an encoder-decoder model; the engine runs decoder-only models")
+    if getattr(text, "attention_chunk_size", None) and "chunked_attention" in (
+        getattr(text, "layer_types", None) or ()
+    ):
+        raise ModelError(
+            f"{hf_config.model_type} applies local attention (chunked_attention layers) through a mask that never "
+            "reaches the attention function; it would run with full attention instead"
+        )
+    cls: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
+    if cls is not None and not cls._supports_attention_backend:
+        raise ModelError(
+            f"{cls.__name__} does not use transformers' attention interface: it would ignore the paged cache. "
+            "Use a model that does (llama, qwen, mistral, gemma, phi3, gpt_oss, …)"
+        )
+
+
+def _read_config(path: Path, config: EngineConfig) -> Any:
+    """The model's config, as our own copy: transformers reads the attention's name from it at call time."""
+    try:
+        with _quietly():
+            hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot read the config of {path}: {error}") from error
+    check_config(hf_config)
+    return copy.deepcopy(hf_config)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without transformers' own progress bars and notes, which would tear ours."""
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

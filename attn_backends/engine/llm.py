@@ -1,0 +1,229 @@
+"""`LLM`: prompts in, text out. Loads a model, chooses the backend, and runs scheduler, runner and sampler in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from attn_backends.config import EngineConfig, SamplingParams
+from attn_backends.engine.checkpoint import Report
+from attn_backends.engine.detokenizer import Detokenizer
+from attn_backends.engine.hf import LoadedModel, load_model
+from attn_backends.engine.outputs import Prompt, RequestOutput, Stats, TextChunk
+from attn_backends.engine.page_allocator import PageAllocator
+from attn_backends.engine.request import Request
+from attn_backends.engine.runner import ModelRunner
+from attn_backends.engine.sampler import Sampler
+from attn_backends.engine.scheduler import Scheduler
+from attn_backends.kv_cache import page_bytes
+from attn_backends.registry import select_backend, validate_options
+from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
+
+
+@dataclass
+class _Live:
+    """A request on its way, with its text."""
+
+    index: int
+    prompt: Prompt
+    request: Request
+    detokenizer: Detokenizer
+
+
+class LLM:
+    """A model on a paged KV cache. Make one with `from_pretrained`.
+
+    >>> llm = LLM.from_pretrained("smollm2-135m-instruct")  # doctest: +SKIP
+    >>> llm.generate(["The capital of France is"])[0].text  # doctest: +SKIP
+    """
+
+    def __init__(self, config: EngineConfig, model: LoadedModel, device: torch.device) -> None:
+        self.config = config
+        self.model = model
+        self.stats = Stats()
+        specs = {layer: with_cache_dtype(probe.spec, config) for layer, probe in model.layers.items()}
+        trial = KVCacheSpec(1, config.cache.page_size, config.cache.layout)
+        self.selection = select_backend(config.backend, specs, trial, device)
+        backend = self.selection.backend
+        options = validate_options(self.selection.name, config.backend_options)
+        max_model_len = min(model.max_model_len, config.scheduler.max_model_len or model.max_model_len)
+        num_pages = config.cache.num_pages or config.cache.memory_bytes // page_bytes(backend, specs, trial)
+        if num_pages < 1:
+            raise ValueError(
+                f"cache.memory is {config.cache.memory_bytes} bytes, and one page takes "
+                f"{page_bytes(backend, specs, trial)}: raise cache.memory or lower cache.page_size"
+            )
+        cache = KVCacheSpec(num_pages, config.cache.page_size, config.cache.layout)
+        limits = Limits(config.scheduler.max_num_requests, config.scheduler.max_num_tokens, max_model_len)
+        self.allocator = PageAllocator(num_pages, cache.page_size, config.cache.prefix_caching)
+        self.scheduler = Scheduler(config.scheduler, self.allocator, max_model_len)
+        self.runner = ModelRunner(
+            model, backend, specs, cache, limits, device,
+            k_scale=config.cache.k_scale, v_scale=config.cache.v_scale, options=options,
+        )  # fmt: skip
+        self.sampler = Sampler(config.seed)
+        self._num_requests = 0
+        self._live: dict[str, _Live] = {}
+
+    @classmethod
+    def from_pretrained(
+        cls, model: str | Path | None = None, config: EngineConfig | None = None, report: Report = lambda message: None
+    ) -> LLM:
+        """Load a model and everything around it.
+
+        Args:
+            model: the built-in default's name, a Hugging Face folder or a GGUF file; None: `config.model`.
+            config: settings; None for the defaults.
+            report: told in words what is being loaded.
+
+        Raises:
+            ModelError: the model cannot be loaded, or would not run right on a paged cache.
+            Unsupported: the named backend cannot serve the model's layers; the reasons are in it.
+        """
+        config = config or EngineConfig()
+        if model is not None:
+            config = config.model_copy(update={"model": str(model)})
+        device = resolve_device(config.device)
+        loaded = load_model(config, device, report)
+        report("setting up the engine")
+        return cls(config, loaded, device)
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Texts for all prompts, in their order, batched continuously.
+
+        Args:
+            prompts: texts or token ids.
+            sampling: for all, or one a prompt; None: `config.sampling`.
+
+        A prompt that cannot be served has `finish_reason` "error" and says why; the others are not touched by it.
+        """
+        finished = [chunk.output for chunk in self.stream(prompts, sampling) if chunk.output]
+        return sorted(finished, key=lambda output: output.index)
+
+    def stream(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[TextChunk]:
+        """The same, piece by piece as tokens are made. Closing the iterator early aborts what still runs."""
+        if self._live:
+            raise RuntimeError("this LLM is already streaming: exhaust or close that iterator first")
+        started = time.perf_counter()
+        self.stats = Stats(num_prompts=len(prompts), num_pages=self.allocator.num_pages)
+        before = self._counters()
+        self.allocator.reset_peak()
+        try:
+            self._admit(prompts, sampling)
+            yield from self._close_finished()
+            while self.scheduler.has_unfinished:
+                yield from self._step()
+                self.stats.seconds = time.perf_counter() - started
+        finally:
+            for item in self._live.values():
+                self.scheduler.abort(item.request.request_id)
+            self._live.clear()
+            hits, preemptions = (now - then for now, then in zip(self._counters(), before, strict=True))
+            self.stats.num_prefix_hit_tokens, self.stats.num_preemptions = hits, preemptions
+            self.stats.peak_pages = self.allocator.peak_used
+            self.stats.seconds = time.perf_counter() - started
+
+    def render_prompt(self, text: str, chat: bool | None = None) -> Prompt:
+        """A user's message as the model wants it: wrapped in its chat template, or as it is.
+
+        Args:
+            chat: None wraps if the model has a template. An empty text is never wrapped, and fails as a prompt.
+
+        Raises:
+            ValueError: `chat` is True and the model has no template.
+        """
+        template = self.model.tokenizer.chat_template
+        if chat and not template:
+            raise ValueError("this model has no chat template: use chat=False (--raw)")
+        if chat is False or not template or not text.strip():
+            return text.strip() and text
+        messages = [{"role": "user", "content": text}]
+        token_ids = self.model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return [int(token_id) for token_id in token_ids]
+
+    def abort(self, index: int) -> None:
+        """End one prompt of the running `stream` early; its last chunk then comes with `finish_reason` "abort"."""
+        for item in self._live.values():
+            if item.index == index:
+                self.scheduler.abort(item.request.request_id)
+
+    def _admit(self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None) -> None:
+        if isinstance(prompts, str):
+            raise TypeError("prompts is one string; pass a list: generate([prompt])")
+        each = sampling if isinstance(sampling, Sequence) else [sampling or self.config.sampling] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: pass one, or one a prompt")
+        for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+            token_ids = self.model.tokenizer(prompt).input_ids if isinstance(prompt, str) else [int(t) for t in prompt]
+            request = Request(str(self._num_requests), token_ids, params)
+            self._num_requests += 1
+            self._live[request.request_id] = _Live(
+                index, prompt, request, Detokenizer(self.model.tokenizer, params.stop)
+            )
+            self.scheduler.add(request)
+            self.stats.num_prompt_tokens += len(token_ids)
+
+    def _step(self) -> Iterator[TextChunk]:
+        """Schedule, run, sample, hand out."""
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            logits = self.runner.run(batch)
+            sampled = [batch.requests[row] for row in batch.sample_rows]
+            tokens = self.sampler.sample(logits, sampled)
+            self.scheduler.update(batch, tokens, self.model.eos_token_ids)
+            self.stats.num_steps += 1
+            self.stats.num_new_tokens += len(tokens)
+            for request, token in zip(sampled, tokens, strict=True):
+                yield from self._hand_out(self._live[request.request_id], token)
+        yield from self._close_finished()
+
+    def _hand_out(self, item: _Live, token: int) -> Iterator[TextChunk]:
+        """The text that one token adds. A token that ends the text is not part of it."""
+        text = "" if item.request.finish_reason == "stop" else item.detokenizer.add(token)
+        if item.detokenizer.stopped:
+            self.scheduler.finish(item.request, "stop")
+        if text:
+            yield TextChunk(item.index, text)
+
+    def _close_finished(self) -> Iterator[TextChunk]:
+        finished = [item for item in self._live.values() if item.request.finish_reason]
+        for item in finished:
+            del self._live[item.request.request_id]
+            yield TextChunk(item.index, item.detokenizer.finish(), self._output(item))
+
+    def _output(self, item: _Live) -> RequestOutput:
+        request = item.request
+        reason = request.finish_reason or "abort"
+        text = item.detokenizer.text
+        return RequestOutput(item.index, item.prompt, text, tuple(request.output_token_ids), reason, request.error)
+
+    def _counters(self) -> tuple[int, int]:
+        return self.scheduler.num_prefix_hit_tokens, self.scheduler.num_preemptions
+
+
+def resolve_device(device: str) -> torch.device:
+    """The config's device: `auto` is a GPU if there is one.
+
+    Raises:
+        ValueError: torch knows no such device, or has none here.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r} cannot be used here: {error}. Use auto, cpu or cuda") from error
+    return torch.device(device)
+
+
+def with_cache_dtype(spec: AttentionSpec, config: EngineConfig) -> AttentionSpec:
+    """A layer of the model with the config's cache dtype."""
+    return spec if config.cache.dtype == "auto" else replace(spec, cache_dtype=getattr(torch, config.cache.dtype))

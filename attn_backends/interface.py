@@ -1,0 +1,378 @@
+"""The five classes of a backend, what a backend can say of itself, and the step that layers receive.
+
+    scheduler ─SequenceGroups─▶ CommonAttentionMetadata ─▶ builder ─Metadata─▶ state.begin_forward ─Step─▶ impl × layers
+
+A backend is a static class that names the four others. Builders are pure; one state owns everything that lasts.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar
+
+import torch
+
+from attn_backends.batch import CommonAttentionMetadata, SequenceGroup
+from attn_backends.kv_cache import KVCache
+from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Layout, Limits, PlanGroup
+
+
+class CudaGraphSupport(enum.IntEnum):
+    """Which batches a backend can run inside a captured CUDA graph; a higher level includes the lower ones."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1  # one query token a row
+    UNIFORM_BATCH = 2  # the same number of query tokens in every row, as in speculative verify
+    ALWAYS = 3  # mixed batches too
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """One reason why a backend cannot serve a layer: what was asked, what is possible, what to type next."""
+
+    code: str  # stable, machine-readable: "head_dim", "page_size", "sinks", …
+    got: str
+    supported: str
+    hint: str
+
+    def __str__(self) -> str:
+        return f"{self.code}: got {self.got}; supported: {self.supported}. {self.hint}"
+
+
+class Unsupported(NotImplementedError):
+    """A backend was asked for something it declares it cannot do; `rejections` says what, and what it can."""
+
+    def __init__(self, backend: str, rejections: Sequence[Rejection]) -> None:
+        super().__init__(backend, tuple(rejections))
+        self.backend = backend
+        self.rejections = tuple(rejections)
+
+    def __str__(self) -> str:
+        return "\n  ".join([f"{self.backend} cannot serve this:", *map(str, self.rejections)])
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend honours. `None` for a set means any value. What is not declared here is refused, never dropped."""
+
+    devices: frozenset[str]  # torch device types
+    dtypes: frozenset[torch.dtype]  # of queries and outputs
+    cache_dtypes: frozenset[torch.dtype]
+    head_dims: frozenset[int] | None = None
+    page_sizes: frozenset[int] | None = None
+    page_size_multiple: int = 1
+    layouts: frozenset[Layout] = frozenset({"NHD"})
+    attention_types: frozenset[AttentionType] = frozenset({AttentionType.DECODER})
+    window: bool = False
+    soft_cap: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    chunks: bool = False  # AttentionSpec.chunk_size
+    non_causal: bool = False  # of a decoder layer
+    unequal_head_dims: bool = False  # head_dim_vo != head_dim
+    lse: bool = False  # Impl.forward fills `lse`
+    output_scale: bool = False  # Impl.forward quantises its output
+    cascade: bool = False  # uses common_prefix_len; without it the value is only a hint that changes nothing
+    cuda_graph: CudaGraphSupport = CudaGraphSupport.NEVER
+    min_compute_capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """One step of one plan group: this step's tensors and host numbers. Rows are ordered decodes first, or not split.
+
+    Frozen: a backend's subclass adds its own fields, and nothing changes them after `build`.
+    """
+
+    group_index: int  # PlanGroup.index of the layers that this serves
+    num_decodes: int  # rows with at most `decode_threshold` query tokens, at the front
+    num_decode_tokens: int
+    num_prefills: int
+    num_prefill_tokens: int
+    slot_mapping: torch.Tensor  # [num_new_kv + padding] i64; -1 is never written
+    common_prefix_len: int  # leading keys that all rows share, in the same pages; 0 for none
+    is_profile_run: bool
+
+    @property
+    @abstractmethod
+    def decode_metadata(self) -> AttentionMetadata | None:
+        """A view of the decode rows alone, or None without any."""
+
+    @property
+    @abstractmethod
+    def prefill_metadata(self) -> AttentionMetadata | None:
+        """A view of the prefill rows alone, or None without any."""
+
+
+MetadataT = TypeVar("MetadataT", bound=AttentionMetadata)
+
+
+@dataclass(frozen=True)
+class AttentionStep(Generic[MetadataT]):
+    """What every layer's Impl receives: metadata bound to what the state planned for it (a subclass adds wrappers)."""
+
+    metadata: MetadataT
+
+
+class AttentionMetadataBuilder(ABC, Generic[MetadataT]):
+    """Turns a batch into one plan group's metadata. Reusable over any batches; remembers no values of the last one.
+
+    Args:
+        group: the layers served; `group.spec` holds their constants.
+        cache: page size and layout of the pool.
+        limits: the most that one batch may hold.
+        device: where the metadata's tensors live.
+        options: the backend's own options, validated (see the registry); None for its defaults.
+    """
+
+    decode_threshold: ClassVar[int] = 1  # most query tokens of a row that counts as decode
+
+    def __init__(
+        self,
+        group: PlanGroup[Any],
+        cache: KVCacheSpec,
+        limits: Limits,
+        device: torch.device | str,
+        *,
+        options: Any = None,
+    ) -> None:
+        self.group = group
+        self.cache = cache
+        self.limits = limits
+        self.device = torch.device(device)
+        self.options = options
+
+    @abstractmethod
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> MetadataT:
+        """Metadata of one step.
+
+        Args:
+            common_prefix_len: leading keys that all rows share in the same pages, a multiple of the page size.
+            common_attn_metadata: the batch.
+            fast_build: prefer a quick build over the quickest kernels.
+        """
+
+    def build_from_groups(
+        self, groups: Sequence[SequenceGroup], num_padded_reqs: int = 0, common_prefix_len: int = 0
+    ) -> MetadataT:
+        """The scheduler's road: compile the groups, then `build`. Equal to compiling them yourself."""
+        common = CommonAttentionMetadata.from_sequence_groups(
+            groups, self.cache.page_size, self.device, num_padded_reqs
+        )
+        return self.build(common_prefix_len, common)
+
+
+class AttentionState(ABC, Generic[MetadataT]):
+    """Everything that outlives a step: workspaces, persistent buffers, plans, graphs. One for all plan groups.
+
+    Sized once, from `limits`, as the largest need of all groups. Arguments as for the builder, with all `groups`.
+    """
+
+    backend_name: ClassVar[str]
+
+    def __init__(
+        self,
+        groups: Sequence[PlanGroup[Any]],
+        cache: KVCacheSpec,
+        limits: Limits,
+        device: torch.device | str,
+        *,
+        options: Any = None,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.cache = cache
+        self.limits = limits
+        self.device = torch.device(device)
+        self.options = options
+
+    @abstractmethod
+    def begin_forward(self, metadata: MetadataT) -> AttentionStep[MetadataT]:
+        """Plan one group's step. Called once a step and group, before its layers run; the only place that plans."""
+
+    def graph_capture(self, max_batch_size: int) -> AbstractContextManager[None]:
+        """Hold the buffers for capturing decode graphs of up to `max_batch_size` rows."""
+        self._no_graphs()
+
+    def graph_capture_get_metadata_for_batch(self, batch_size: int) -> MetadataT:
+        """Metadata over the persistent buffers, to capture a decode of `batch_size` rows with."""
+        self._no_graphs()
+
+    def graph_clone(self, batch_size: int) -> AttentionState[MetadataT]:
+        """The state that one captured batch size keeps."""
+        self._no_graphs()
+
+    def get_graph_input_buffers(self, metadata: MetadataT) -> dict[str, torch.Tensor]:
+        """The persistent tensors that a captured graph reads, by name."""
+        self._no_graphs()
+
+    def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: MetadataT) -> None:
+        """Fill the persistent tensors for the next replay."""
+        self._no_graphs()
+
+    def _no_graphs(self) -> NoReturn:
+        raise Unsupported(
+            self.backend_name,
+            [Rejection("cuda_graph", "graph capture", "eager only", "Run eager: set graphs to none.")],
+        )
+
+
+class AttentionImpl(ABC, Generic[MetadataT]):
+    """One layer's attention. Holds the layer's constants, nothing of a step; never syncs with the device.
+
+    Args:
+        spec, cache: the layer and the pool.
+        device: where it runs.
+        sinks: [num_qo_heads] float, needed exactly if `spec.sinks`.
+        k_scale, v_scale: a cached value times its scale is the real one (fp8 caches; 1.0 elsewhere).
+        options: the backend's own options, validated; None for its defaults.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        cache: KVCacheSpec,
+        device: torch.device | str,
+        *,
+        sinks: torch.Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        options: Any = None,
+    ) -> None:
+        if (sinks is not None) != spec.sinks or (sinks is not None and sinks.shape != (spec.num_qo_heads,)):
+            got = "no tensor" if sinks is None else f"shape {tuple(sinks.shape)}"
+            raise ValueError(
+                f"sinks: got {got} where spec.sinks is {spec.sinks}; pass [{spec.num_qo_heads}] exactly then"
+            )
+        if not (k_scale > 0 and v_scale > 0):
+            raise ValueError(f"k_scale ({k_scale}) and v_scale ({v_scale}) must be positive")
+        self.spec = spec
+        self.cache = cache
+        self.device = torch.device(device)
+        self.options = options
+        self.sinks = sinks
+        self.k_scale = k_scale
+        self.v_scale = v_scale
+
+    @abstractmethod
+    def forward(
+        self,
+        query: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim]
+        key: torch.Tensor | None,  # [num_new_kv, num_kv_heads, head_dim]; None: nothing new to write
+        value: torch.Tensor | None,  # [num_new_kv, num_kv_heads, head_dim_vo]
+        kv_cache: KVCache | None,  # None in a profile run and for encoder attention
+        step: AttentionStep[MetadataT],
+        output: torch.Tensor | None = None,  # [num_tokens, num_qo_heads, head_dim_vo], written in place
+        *,
+        lse: torch.Tensor | None = None,  # [num_tokens, num_qo_heads] f32, natural log, written in place
+        output_scale: float | None = None,
+    ) -> torch.Tensor:
+        """Write the new keys and values to their slots, attend, and return `output` (allocated if None).
+
+        Padded rows come back as zeros. `lse` is the log of the softmax denominator, sinks included.
+        Raises `Unsupported` for an argument the backend does not honour.
+        """
+
+
+class AttentionBackend(ABC):
+    """A name, four classes and some facts. Static: it is never instantiated and holds no tensors."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> AttentionBackend:
+        raise TypeError(f"{cls.__name__} is static: call its methods on the class")
+
+    @staticmethod
+    @abstractmethod
+    def get_name() -> str:
+        """The registry name, in upper case."""
+
+    @staticmethod
+    @abstractmethod
+    def get_impl_cls() -> type[AttentionImpl[Any]]: ...
+
+    @staticmethod
+    @abstractmethod
+    def get_metadata_cls() -> type[AttentionMetadata]: ...
+
+    @staticmethod
+    @abstractmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]: ...
+
+    @staticmethod
+    @abstractmethod
+    def get_state_cls() -> type[AttentionState[Any]]: ...
+
+    @staticmethod
+    @abstractmethod
+    def capabilities() -> Capabilities: ...
+
+    @staticmethod
+    def get_kv_cache_shapes(spec: AttentionSpec, cache: KVCacheSpec) -> tuple[tuple[int, ...], ...]:
+        """Logical shapes of one layer's key and value cache: [num_pages, page_size, num_kv_heads, dim]."""
+        rows = (cache.num_pages, cache.page_size, spec.num_kv_heads)
+        return (*rows, spec.head_dim), (*rows, spec.head_dim_vo)
+
+    @staticmethod
+    def get_kv_cache_stride_order(layout: Layout) -> tuple[int, ...]:
+        """Logical dimensions in the order they lie in memory, outermost first."""
+        return (0, 1, 2, 3) if layout == "NHD" else (0, 2, 1, 3)
+
+    @classmethod
+    def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
+        """Every reason why this backend cannot serve such a layer here; empty if it can.
+
+        Compares the layer with `capabilities()`. A backend extends it for what a table of sets cannot say.
+        """
+        can = cls.capabilities()
+        device = torch.device(device)
+        asked: list[tuple[str, Hashable, frozenset[Any] | None, str]] = [
+            ("device", device.type, can.devices, "Set device to one of these."),
+            ("dtype", spec.dtype, can.dtypes, "Load the model in one of these."),
+            ("cache_dtype", spec.cache_dtype, can.cache_dtypes, "Set cache.dtype to one of these."),
+            ("head_dim", spec.head_dim, can.head_dims, "Choose a backend that takes this head_dim."),
+            ("head_dim_vo", spec.head_dim_vo, can.head_dims, "Choose a backend that takes this head_dim_vo."),
+            ("page_size", cache.page_size, can.page_sizes, "Set cache.page_size to one of these."),
+            ("layout", cache.layout, can.layouts, "Set cache.layout to one of these."),
+            ("attention_type", spec.attention_type, can.attention_types, "Choose a backend that serves this type."),
+        ]
+        found = [
+            Rejection(code, _word(got), ", ".join(sorted(map(_word, allowed))), hint)
+            for code, got, allowed, hint in asked
+            if allowed is not None and got not in allowed
+        ]
+        if cache.page_size % can.page_size_multiple:
+            multiple = can.page_size_multiple
+            found.append(Rejection("page_size", str(cache.page_size), f"multiples of {multiple}",
+                                   f"Set cache.page_size to {multiple}."))  # fmt: skip
+        features = [
+            ("window", spec.window_left >= 0, can.window, f"window_left={spec.window_left}"),
+            ("soft_cap", spec.logits_soft_cap is not None, can.soft_cap, f"logits_soft_cap={spec.logits_soft_cap}"),
+            ("alibi", spec.alibi_slopes is not None, can.alibi, "alibi_slopes"),
+            ("sinks", spec.sinks, can.sinks, "sinks"),
+            ("chunks", spec.chunk_size is not None, can.chunks, f"chunk_size={spec.chunk_size}"),
+            ("non_causal", spec.attention_type is AttentionType.DECODER and not spec.causal, can.non_causal,
+             "causal=False"),
+            ("unequal_head_dims", spec.head_dim != spec.head_dim_vo, can.unequal_head_dims,
+             f"head_dim={spec.head_dim}, head_dim_vo={spec.head_dim_vo}"),
+        ]  # fmt: skip
+        found += [
+            Rejection(code, got, "layers without it", "Choose a backend that honours it: attn-backends list.")
+            for code, wanted, honoured, got in features
+            if wanted and not honoured
+        ]
+        needed = can.min_compute_capability
+        if needed and device.type == "cuda" and torch.cuda.get_device_capability(device) < needed:
+            got = ".".join(map(str, torch.cuda.get_device_capability(device)))
+            found.append(Rejection("compute_capability", got, f"{needed[0]}.{needed[1]} and newer",
+                                   "Use a newer GPU or another backend."))  # fmt: skip
+        return found
+
+
+def _word(value: object) -> str:
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    return str(value).removeprefix("torch.")

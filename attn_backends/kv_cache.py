@@ -1,0 +1,176 @@
+"""The paged cache: allocate a pool once, write new keys and values by slot, copy and swap pages.
+
+Every cache tensor is indexed `[page, offset in page, KV head, dim]`, whatever its layout: HND differs in strides alone.
+Values are stored divided by their scale, and rounded: real value = stored value * scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec, Layout
+
+LayerT = TypeVar("LayerT", bound=Hashable)
+
+
+class CacheGeometry(Protocol):
+    """The two questions that a pool asks a backend class (`AttentionBackend` answers them)."""
+
+    @staticmethod
+    def get_kv_cache_shapes(spec: AttentionSpec, cache: KVCacheSpec) -> tuple[tuple[int, ...], ...]: ...
+    @staticmethod
+    def get_kv_cache_stride_order(layout: Layout) -> tuple[int, ...]: ...
+
+
+class KVCache(NamedTuple):
+    """One layer's cache."""
+
+    key: torch.Tensor  # [num_pages, page_size, num_kv_heads, head_dim]
+    value: torch.Tensor  # [num_pages, page_size, num_kv_heads, head_dim_vo]
+
+
+@dataclass(frozen=True)
+class KVCachePool(Generic[LayerT]):
+    """Every layer's cache, cut from one allocation that never grows."""
+
+    buffer: torch.Tensor  # [num_bytes] u8
+    layers: dict[LayerT, KVCache]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.buffer.numel()
+
+
+def page_bytes(backend: CacheGeometry, specs: Mapping[LayerT, AttentionSpec], cache: KVCacheSpec) -> int:
+    """Bytes that one page takes over all layers."""
+    return sum(
+        math.prod(shape[1:]) * spec.cache_dtype.itemsize
+        for spec in specs.values()
+        for shape in backend.get_kv_cache_shapes(spec, cache)
+    )
+
+
+def allocate_kv_cache(
+    backend: CacheGeometry,
+    specs: Mapping[LayerT, AttentionSpec],
+    cache: KVCacheSpec,
+    device: torch.device | str,
+    *,
+    pin_memory: bool = False,
+) -> KVCachePool[LayerT]:
+    """Allocate the pool, zeroed, with the shapes and stride order that the backend asks for.
+
+    `pin_memory` makes a host pool that `swap_pages` copies to and from without a detour.
+    """
+    total = page_bytes(backend, specs, cache) * cache.num_pages
+    buffer = torch.zeros(total, dtype=torch.uint8, device=device, pin_memory=pin_memory)
+    order = backend.get_kv_cache_stride_order(cache.layout)
+    inverse = [order.index(dim) for dim in range(len(order))]
+    start = 0
+    layers: dict[LayerT, KVCache] = {}
+    for layer, spec in specs.items():
+        tensors = []
+        for shape in backend.get_kv_cache_shapes(spec, cache):
+            num_bytes = math.prod(shape) * spec.cache_dtype.itemsize
+            flat = buffer[start : start + num_bytes].view(spec.cache_dtype)
+            tensors.append(flat.view([shape[dim] for dim in order]).permute(inverse))
+            start += num_bytes
+        layers[layer] = KVCache(*tensors)
+    return KVCachePool(buffer, layers)
+
+
+def write_kv(
+    key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim_vo]
+    kv_cache: KVCache,
+    slot_mapping: torch.Tensor,  # [num_tokens] i64; -1 is never written
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """Write tokens to their slots. Reads the mapping to drop padding: inside a step use `write_slots`."""
+    live = slot_mapping >= 0
+    write_slots(key[live], value[live], kv_cache, slot_mapping[live], k_scale, v_scale)
+
+
+def write_slots(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: KVCache,
+    slots: torch.Tensor,  # [num_tokens] i64, all of them live
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """`write_kv` for a mapping without padding: no read of the device."""
+    for new, cached, scale in ((key, kv_cache.key, k_scale), (value, kv_cache.value, v_scale)):
+        stored = _bits(quantise(new, cached.dtype, scale))
+        if cached.is_contiguous():
+            _bits(cached).flatten(0, 1).index_copy_(0, slots, stored)
+        else:
+            page_size = cached.shape[1]
+            _bits(cached)[slots // page_size, slots % page_size] = stored
+
+
+def quantise(tensor: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """Real values to what a cache of `dtype` stores: `tensor / scale`, saturated for fp8."""
+    if dtype in FP8_DTYPES:
+        limit = torch.finfo(dtype).max
+        return (tensor.float() / scale).clamp(-limit, limit).to(dtype)
+    return (tensor if scale == 1.0 else tensor.float() / scale).to(dtype)
+
+
+def dequantise(stored: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """What a cache stores to real values of `dtype`: `stored * scale`, computed in float32 if it is not 1."""
+    return stored.to(dtype) if scale == 1.0 else (stored.float() * scale).to(dtype)
+
+
+def copy_pages(caches: Sequence[KVCache], pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy whole pages (source, destination) within each layer's cache, as when a shared page is about to change."""
+    if pairs:
+        source, destination = torch.tensor(pairs, device=caches[0].key.device).unbind(1)
+        for tensor in (t for cache in caches for t in cache):
+            _bits(tensor)[destination] = _bits(tensor)[source]
+
+
+def swap_pages(sources: Sequence[KVCache], destinations: Sequence[KVCache], pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy pages (source, destination) from one pool to another, such as device to host and back.
+
+    Returns once the destination holds the pages.
+    """
+    if not pairs:
+        return
+    source, destination = torch.tensor(pairs).unbind(1)
+    for from_cache, to_cache in zip(sources, destinations, strict=True):
+        for from_tensor, to_tensor in zip(from_cache, to_cache, strict=True):
+            moved = _bits(from_tensor)[source.to(from_tensor.device)].to(to_tensor.device)
+            _bits(to_tensor)[destination.to(to_tensor.device)] = moved
+
+
+def gather_pages(cached: torch.Tensor, pages: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Pages of one cache tensor in order, as tokens: [len(pages) * page_size, num_kv_heads, dim], stored dtype.
+
+    `out` is reused if it is given; it must have that size. A cache that is not contiguous ignores it.
+    """
+    bits = _bits(cached)
+    if cached.is_contiguous() and out is not None:
+        gathered = torch.index_select(bits, 0, pages, out=_bits(out))
+    else:
+        gathered = bits[pages]
+    return gathered.reshape(-1, *cached.shape[2:]).view(cached.dtype)
+
+
+def gather_slots(cached: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Tokens of one cache tensor by slot: [len(slots), num_kv_heads, dim], stored dtype."""
+    bits, page_size = _bits(cached), cached.shape[1]
+    if cached.is_contiguous():
+        return bits.flatten(0, 1).index_select(0, slots).view(cached.dtype)
+    return bits[slots // page_size, slots % page_size].view(cached.dtype)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """fp8 as bytes: torch has no indexing for fp8 on every device."""
+    return tensor.view(torch.uint8) if tensor.dtype in FP8_DTYPES else tensor

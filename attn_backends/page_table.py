@@ -1,0 +1,83 @@
+"""One compiler: page lists of a batch → CSR, dense table and slot mapping, in numpy, with no loop over pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
+PAD_SLOT = -1  # in a slot mapping: padding, never written
+
+
+@dataclass(frozen=True)
+class CompiledPageTable:
+    """The same page table in the three forms that kernels take.
+
+    Rows from `num_reqs` on are padding for a graph: no pages, `last_page_len` 0, slots -1.
+    """
+
+    page_table: IntArray  # [num_rows, max_pages] i32; columns past a row's pages are 0
+    paged_kv_indptr: IntArray  # [num_rows + 1] i32
+    paged_kv_indices: IntArray  # [paged_kv_indptr[-1]] i32
+    paged_kv_last_page_len: IntArray  # [num_rows] i32; 1 to page_size, 0 for a row with no keys
+    slot_mapping: NDArray[np.int64]  # [num_new_kv + padded tokens] i64
+
+
+def token_positions(starts: IntArray, counts: IntArray) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Row and position of every token where row i holds `counts[i]` tokens from position `starts[i]` on.
+
+    >>> token_positions(np.array([5, 0]), np.array([1, 2]))[1].tolist()
+    [5, 0, 1]
+    """
+    rows = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+    first = np.cumsum(counts, dtype=np.int64) - counts
+    return rows, np.arange(len(rows), dtype=np.int64) - (first - starts)[rows]
+
+
+def compile_page_table(
+    pages: Sequence[IntArray],
+    seq_lens: IntArray,
+    new_kv_lens: IntArray,
+    page_size: int,
+    num_padded_rows: int = 0,
+    num_padded_tokens: int = 0,
+) -> CompiledPageTable:
+    """Compile a batch's page lists.
+
+    Args:
+        pages: one i32 array a row, the row's pages in order. Lookahead pages beyond `ceil(seq_len / page_size)` may
+            follow and are left out of every form.
+        seq_lens: [num_rows] i32, keys a row has after this step.
+        new_kv_lens: [num_rows] i32, how many of them (the last ones) this step writes.
+        num_padded_rows, num_padded_tokens: padding added behind the batch.
+
+    Raises:
+        ValueError: a row has fewer pages than its length needs.
+    """
+    num_rows = len(pages)
+    used = -(-seq_lens // page_size)
+    for row in np.flatnonzero(np.fromiter(map(len, pages), np.int64, num_rows) < used).tolist():
+        raise ValueError(
+            f"row {row} has {len(pages[row])} pages of {page_size} slots for {seq_lens[row]} keys; "
+            f"it needs {used[row]}: allocate the missing pages before the step"
+        )
+    rows_total = num_rows + num_padded_rows
+    trimmed = [row_pages[:count] for row_pages, count in zip(pages, used.tolist(), strict=True)]
+    table = np.zeros((rows_total, max(1, int(used.max(initial=0)))), np.int32)
+    for i, row_pages in enumerate(trimmed):
+        table[i, : len(row_pages)] = row_pages
+
+    indptr = np.zeros(rows_total + 1, np.int32)
+    np.cumsum(used, out=indptr[1 : num_rows + 1])
+    indptr[num_rows + 1 :] = indptr[num_rows]
+    last_page_len = np.zeros(rows_total, np.int32)
+    last_page_len[:num_rows] = np.where(seq_lens > 0, (seq_lens - 1) % page_size + 1, 0)
+
+    rows, positions = token_positions(seq_lens - new_kv_lens, new_kv_lens)
+    slots = np.full(len(rows) + num_padded_tokens, PAD_SLOT, np.int64)
+    slots[: len(rows)] = table[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
+    indices = np.concatenate(trimmed, dtype=np.int32) if trimmed else np.zeros(0, np.int32)
+    return CompiledPageTable(table, indptr, indices, last_page_len, slots)

@@ -1,0 +1,176 @@
+"""Which backends exist, and which one serves these layers on this device. Importing it loads no kernel library.
+
+Known? `backends`. Importable? `get_backend`. Fit? `select_backend` and `explain`. The table's rows are in `entries`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from attn_backends.entries import (
+    AUTO,
+    ENTRY_POINT,
+    BackendEntry,
+    BackendImportError,
+    UnknownBackendError,
+    backends,
+    get_backend,
+    get_entry,
+    import_target,
+    register_backend,
+)
+from attn_backends.verdicts import Explanation, LayerRejection, Selection, Verdict
+
+if TYPE_CHECKING:
+    import torch
+    from pydantic import BaseModel
+
+    from attn_backends.interface import Rejection
+    from attn_backends.spec import AttentionSpec, KVCacheSpec, PlanGroup
+
+    Specs = Mapping[Any, AttentionSpec] | Iterable[AttentionSpec]  # by layer, or in order; equal ones are asked once
+    Groups = tuple[PlanGroup[Any], ...]
+
+__all__ = [
+    "AUTO",
+    "BackendEntry",
+    "BackendImportError",
+    "Explanation",
+    "LayerRejection",
+    "Selection",
+    "UnknownBackendError",
+    "Verdict",
+    "backends",
+    "explain",
+    "get_backend",
+    "get_entry",
+    "register_backend",
+    "select_backend",
+    "validate_options",
+]
+
+logger = logging.getLogger(__name__)
+
+
+def select_backend(name: str, specs: Specs, cache: KVCacheSpec, device: torch.device | str) -> Selection:
+    """The backend to run these layers with. A named one is used or refused; only AUTO chooses.
+
+    AUTO takes the first by priority that serves every layer, and logs why it passed over each earlier one.
+
+    Raises:
+        UnknownBackendError: no backend has this name.
+        BackendImportError: the named backend cannot be imported.
+        Unsupported: the named backend, or with AUTO every backend, refuses; the rejections say why.
+    """
+    groups = _groups(specs)
+    if name.upper() != AUTO:
+        get_backend(name)  # a missing package is an ImportError here, and only a verdict with AUTO
+    verdicts: list[Verdict] = []
+    for entry in _auto_entries() if name.upper() == AUTO else [get_entry(name)]:
+        verdict = _verdict(entry, groups, cache, device)
+        verdicts.append(verdict)
+        if verdict.usable:
+            return Selection(entry.name, get_backend(entry.name), tuple(verdicts), _reason(name, verdicts))
+        logger.info("%s passed over %s: %s", name.upper(), entry.name, "; ".join(verdict.reasons))
+    raise _refusal(name, verdicts)
+
+
+def explain(name: str, specs: Specs, cache: KVCacheSpec, device: torch.device | str) -> Explanation:
+    """What `select_backend` would do and why, with every known backend's verdict. Imports all of them.
+
+    Raises:
+        UnknownBackendError: no backend has this name.
+    """
+    asked, groups = AUTO if name.upper() == AUTO else get_entry(name).name, _groups(specs)
+    verdicts = {entry.name: _verdict(entry, groups, cache, device) for entry in backends.values()}
+    tried = [verdicts[entry.name] for entry in _auto_entries()] if asked == AUTO else [verdicts[asked]]
+    usable = [verdict for verdict in tried if verdict.usable]
+    if not usable:
+        return Explanation(asked, tuple(verdicts.values()), None, str(_refusal(asked, tried)))
+    passed = tried[: tried.index(usable[0]) + 1]
+    return Explanation(asked, tuple(verdicts.values()), usable[0].name, _reason(asked, passed))
+
+
+def validate_options(name: str, options: Mapping[str, Any]) -> BaseModel | None:
+    """A backend's `backend_options`, validated by its own model; None for a backend that has none and is given none.
+
+    Raises:
+        ConfigError: an option is unknown or out of range, or the backend takes none.
+    """
+    from pydantic import ValidationError
+
+    from attn_backends.config_errors import ConfigError, config_error
+
+    get_backend(name)  # an installed plugin states its options in its module
+    entry = get_entry(name)
+    model: type[BaseModel] | None = import_target(entry.options) if isinstance(entry.options, str) else entry.options
+    if model is None:
+        if options:
+            raise ConfigError(
+                f"backend_options: {entry.name} takes none; given: {', '.join(options)}. Remove them, or choose the "
+                "backend that they are for"
+            )
+        return None
+    try:
+        return model.model_validate(dict(options))
+    except ValidationError as error:
+        raise config_error(error, model, lambda path: f"options of {entry.name}", ("backend_options",)) from error
+
+
+def _auto_entries() -> list[BackendEntry]:
+    """AUTO's order. Installed plugins are imported first: only their code states a priority."""
+    for entry in [entry for entry in backends.values() if entry.source == ENTRY_POINT]:
+        try:
+            get_backend(entry.name)
+        except BackendImportError as error:
+            logger.warning("%s", error)
+    ranked = [(entry.priority, entry) for entry in backends.values() if entry.priority is not None]
+    return [entry for _, entry in sorted(ranked, key=lambda pair: -pair[0])]
+
+
+def _groups(specs: Specs) -> Groups:
+    from attn_backends.spec import plan_groups  # it loads torch
+
+    return plan_groups(specs if isinstance(specs, Mapping) else dict(enumerate(specs)))
+
+
+def _verdict(entry: BackendEntry, groups: Groups, cache: KVCacheSpec, device: torch.device | str) -> Verdict:
+    try:
+        backend = get_backend(entry.name)
+    except BackendImportError as error:
+        return Verdict(entry.name, entry.priority, import_error=f"{error.reason}. Try: {error.fix}")
+    layers: dict[Rejection, list[Hashable]] = {}
+    for group in groups:
+        for rejection in backend.reject(group.spec, cache, device):
+            layers.setdefault(rejection, []).extend(group.layers)
+    rejections = tuple(LayerRejection(rejection, tuple(names)) for rejection, names in layers.items())
+    return Verdict(entry.name, backends[entry.name].priority, rejections)  # the import may have stated the priority
+
+
+def _refusal(name: str, verdicts: Iterable[Verdict]) -> Exception:
+    """The error of a refusal; AUTO's has the reasons of every backend, each with its name."""
+    from attn_backends.interface import Rejection, Unsupported  # it loads torch
+
+    if name.upper() != AUTO:
+        return Unsupported(name.upper(), [found.rejection for verdict in verdicts for found in verdict.rejections])
+    found = [
+        replace(layers.rejection, supported=f"{layers.rejection.supported} ({verdict.name})")
+        for verdict in verdicts
+        for layers in verdict.rejections
+    ] + [
+        Rejection("import", verdict.name, "backends that can be imported", verdict.import_error)
+        for verdict in verdicts
+        if verdict.import_error
+    ]
+    return Unsupported(AUTO, found)
+
+
+def _reason(name: str, verdicts: list[Verdict]) -> str:
+    """Why the last verdict's backend is used."""
+    if name.upper() != AUTO:
+        return f"{verdicts[-1].name} was asked for by name and serves every layer"
+    passed = "; ".join(f"{verdict.name} was passed over: {verdict.reasons[0]}" for verdict in verdicts[:-1])
+    return f"AUTO: the first by priority that serves every layer{'; ' if passed else ''}{passed}"

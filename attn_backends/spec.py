@@ -1,0 +1,138 @@
+"""What a layer asks of attention, in plain values: `AttentionSpec`, `KVCacheSpec`, `Limits`, plan groups."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar, cast
+
+import torch
+
+Layout = Literal["NHD", "HND"]
+LayerT = TypeVar("LayerT", bound=Hashable)
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class AttentionType(enum.StrEnum):
+    """Who attends to whom, and where keys and values come from."""
+
+    DECODER = "decoder"  # causal self-attention over the paged cache
+    ENCODER = "encoder"  # self-attention over this step's tokens alone; no cache
+    CROSS = "encoder_decoder"  # decoder tokens over an encoder's cached keys and values
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention layer, as numbers. Equal specs share a plan (see `plan_groups`).
+
+    `None` given for `head_dim_vo`, `scale` or `cache_dtype` is resolved on construction, so a reader always finds a
+    value there. Raises `ValueError` for a combination that has no meaning.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int  # of queries and keys
+    head_dim_vo: int = cast(int, None)  # of values and outputs; None: head_dim
+    scale: float = cast(float, None)  # multiplies q·k before soft cap and softmax; None: head_dim ** -0.5
+    window_left: int = -1  # keys visible to the left, self excluded; -1 is unlimited
+    logits_soft_cap: float | None = None  # c · tanh(logit / c), after the scale
+    alibi_slopes: tuple[float, ...] | None = None  # one a query head: slope · (key position - query position)
+    sinks: bool = False  # one learned logit a query head joins the softmax and is dropped (the Impl gets the values)
+    causal: bool = True
+    attention_type: AttentionType = AttentionType.DECODER
+    chunk_size: int | None = None  # local attention: a query sees its own chunk of this many positions only
+    dtype: torch.dtype = torch.float32  # of queries and outputs
+    cache_dtype: torch.dtype = cast(torch.dtype, None)  # of cached keys and values; None: dtype
+
+    def __post_init__(self) -> None:
+        resolved = {
+            "head_dim_vo": self.head_dim if self.head_dim_vo is None else self.head_dim_vo,
+            "scale": float(self.head_dim**-0.5 if self.scale is None else self.scale),
+            "cache_dtype": self.dtype if self.cache_dtype is None else self.cache_dtype,
+            "attention_type": AttentionType(self.attention_type),
+            "alibi_slopes": None if self.alibi_slopes is None else tuple(float(s) for s in self.alibi_slopes),
+        }
+        for name, value in resolved.items():
+            object.__setattr__(self, name, value)
+        self._check()
+
+    def _check(self) -> None:
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_qo_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_qo_heads ({self.num_qo_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
+            )
+        if self.window_left < -1:
+            raise ValueError(f"window_left is {self.window_left}; use -1 for no window, or 0 and more")
+        if self.logits_soft_cap is not None and self.logits_soft_cap <= 0:
+            raise ValueError(f"logits_soft_cap is {self.logits_soft_cap}; use None for no cap, or a positive number")
+        if self.alibi_slopes is not None and len(self.alibi_slopes) != self.num_qo_heads:
+            raise ValueError(f"alibi_slopes has {len(self.alibi_slopes)} values for {self.num_qo_heads} query heads")
+        if self.chunk_size is not None and (self.chunk_size < 1 or self.window_left >= 0):
+            raise ValueError(f"chunk_size is {self.chunk_size}; it must be at least 1 and excludes window_left")
+        if self.attention_type is not AttentionType.DECODER and self.causal:
+            raise ValueError(f"{self.attention_type.value} attention sees every key: pass causal=False")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """The paged pool that every layer has one cache of: `num_pages` pages of `page_size` slots."""
+
+    num_pages: int
+    page_size: int = 16
+    layout: Layout = "NHD"
+
+    def __post_init__(self) -> None:
+        if self.num_pages < 1 or self.page_size < 1:
+            raise ValueError(f"num_pages ({self.num_pages}) and page_size ({self.page_size}) must be at least 1")
+        if self.layout not in ("NHD", "HND"):
+            raise ValueError(f"layout is {self.layout!r}; allowed: 'NHD', 'HND'")
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_pages * self.page_size
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that one step may hold. States are sized from these, once."""
+
+    max_num_requests: int
+    max_num_tokens: int  # query tokens a step
+    max_model_len: int  # tokens of one request, cached and new
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class PlanGroup(Generic[LayerT]):
+    """Layers with equal specs: one builder and one plan serve them all."""
+
+    index: int
+    spec: AttentionSpec
+    layers: tuple[LayerT, ...]
+
+
+def plan_groups(specs: Mapping[LayerT, AttentionSpec]) -> tuple[PlanGroup[LayerT], ...]:
+    """Group a model's layers by equal specs, in order of first appearance.
+
+    >>> full, local = AttentionSpec(8, 2, 64), AttentionSpec(8, 2, 64, window_left=127)
+    >>> [g.layers for g in plan_groups({0: local, 1: full, 2: local})]
+    [(0, 2), (1,)]
+    """
+    layers: dict[AttentionSpec, list[LayerT]] = {}
+    for layer, spec in specs.items():
+        layers.setdefault(spec, []).append(layer)
+    return tuple(PlanGroup(i, spec, tuple(names)) for i, (spec, names) in enumerate(layers.items()))

@@ -1,0 +1,113 @@
+"""What each backend can do, and whether it can do it here: data for the `list` and `doctor` commands."""
+
+from __future__ import annotations
+
+import enum
+import importlib.metadata
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from attn_backends.entries import BackendEntry, BackendImportError, backends, get_backend
+
+if TYPE_CHECKING:
+    from attn_backends.interface import Capabilities
+
+
+@dataclass(frozen=True)
+class Support:
+    """One backend on this machine."""
+
+    name: str
+    package: str | None
+    version: str | None  # None: not installed
+    usable: bool
+    device: str | None  # torch device type that it runs on here
+    reason: str | None  # why it is not usable
+    fix: str | None  # the command that makes it so, if one does
+    capabilities: dict[str, Any] | None  # plain values; None if it cannot be imported
+
+
+def support(entry: BackendEntry) -> Support:
+    """Import a backend and ask what it needs of a device. A failing import is a reason, not an error."""
+    package, version = entry.package, _version(entry.package)
+    try:
+        can = get_backend(entry.name).capabilities()
+    except BackendImportError as error:
+        return Support(entry.name, package, version, False, None, error.reason, error.fix, None)
+    device = next((device for device in devices_here() if device in can.devices), None)
+    reason = _too_old(can) if device else _elsewhere(can)
+    return Support(entry.name, package, version, reason is None, device, reason, None, plain(can))
+
+
+def all_support() -> list[Support]:
+    """`support` of every known backend."""
+    return [support(entry) for entry in backends.values()]
+
+
+def plain(capabilities: Capabilities) -> dict[str, Any]:
+    """Capabilities as values that JSON has: sets are sorted lists, dtypes and enums their names, None is any value."""
+    return {field.name: _plain(getattr(capabilities, field.name)) for field in fields(capabilities)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, frozenset):
+        return sorted(map(_plain, value))
+    if isinstance(value, tuple):
+        return ".".join(map(str, value))
+    if isinstance(value, enum.Enum):
+        return value.value if isinstance(value.value, str) else value.name.lower()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return str(value).removeprefix("torch.")
+
+
+def devices_here() -> list[str]:
+    """Torch device types of this machine, an accelerator first."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return [accelerator.type, "cpu"] if accelerator else ["cpu"]
+
+
+def choose_device(row: Support, asked: str) -> str:
+    """Where to try a backend out: `asked`, or for "auto" where it runs here.
+
+    Raises:
+        ValueError: this machine has no such device, or the backend does not run on it.
+    """
+    import torch
+
+    if asked == "auto" and row.device:
+        return row.device
+    try:
+        kind = torch.empty(0, device=asked).device.type
+    except (RuntimeError, AssertionError) as error:
+        cause = str(error).splitlines()[0]
+        raise ValueError(
+            f"--device {asked!r} cannot be used here ({cause}); here: {', '.join(devices_here())}"
+        ) from error
+    runs_on = row.capabilities["devices"] if row.capabilities else []
+    if kind not in runs_on:
+        raise ValueError(f"{row.name} does not run on {kind}; it runs on: {', '.join(runs_on)}")
+    return asked
+
+
+def _elsewhere(can: Capabilities) -> str:
+    return f"needs a device of type {' or '.join(sorted(can.devices))}; here: {', '.join(devices_here())}"
+
+
+def _too_old(can: Capabilities) -> str | None:
+    """Why this machine's GPU cannot run it, or None."""
+    import torch
+
+    needed = can.min_compute_capability
+    if needed is None or "cpu" in can.devices or torch.cuda.get_device_capability() >= needed:
+        return None
+    return f"needs compute capability {_plain(needed)}; this GPU has {_plain(torch.cuda.get_device_capability())}"
+
+
+def _version(package: str | None) -> str | None:
+    try:
+        return importlib.metadata.version(package) if package else None
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,128 @@
+"""A batch whose right answer is known: requests with queries, keys and values, over a pool that holds their past."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from attn_backends.batch import CommonAttentionMetadata, SequenceData, SequenceGroup
+from attn_backends.kv_cache import KVCache
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
+from attn_backends.testing.reference import reference_attention
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request's step and all that it attends to, cached and new."""
+
+    data: SequenceData
+    query: torch.Tensor  # [query_len, num_qo_heads, head_dim]
+    key: torch.Tensor  # [seq_len, num_kv_heads, head_dim], before it is quantised for the cache
+    value: torch.Tensor  # [seq_len, num_kv_heads, head_dim_vo]
+
+    @property
+    def num_cached(self) -> int:
+        """Keys that are in the pool before the step."""
+        return self.data.seq_len - self.data.new_kv_len
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows over one pool. The pool is a template: a run works on a clone of it."""
+
+    spec: AttentionSpec
+    cache: KVCacheSpec
+    device: torch.device
+    rows: tuple[Row, ...]
+    pool: KVCache | None  # holds what is cached before the step, poison elsewhere; None: nothing is cached
+    sinks: torch.Tensor | None  # [num_qo_heads] f32
+    k_scale: float
+    v_scale: float
+
+    @property
+    def groups(self) -> tuple[SequenceGroup, ...]:
+        return tuple(SequenceGroup(f"request-{i}", (row.data,)) for i, row in enumerate(self.rows))
+
+    @property
+    def query(self) -> torch.Tensor:  # [num_tokens, num_qo_heads, head_dim]
+        return torch.cat([row.query for row in self.rows]).to(self.device)
+
+    @property
+    def key(self) -> torch.Tensor:  # [num_new_kv, num_kv_heads, head_dim]
+        return torch.cat([row.key[row.num_cached :] for row in self.rows]).to(self.device)
+
+    @property
+    def value(self) -> torch.Tensor:  # [num_new_kv, num_kv_heads, head_dim_vo]
+        return torch.cat([row.value[row.num_cached :] for row in self.rows]).to(self.device)
+
+    def common(self, num_padded_reqs: int = 0) -> CommonAttentionMetadata:
+        return CommonAttentionMetadata.from_sequence_groups(
+            self.groups, self.cache.page_size, self.device, num_padded_reqs
+        )
+
+    def fresh_pool(self) -> KVCache | None:
+        return None if self.pool is None else KVCache(self.pool.key.clone(), self.pool.value.clone())
+
+    def pool_after(self) -> KVCache | None:
+        """What the pool must hold after the step: the new keys and values in their slots, all else as before."""
+        pool = self.fresh_pool()
+        if pool is not None:
+            for row in self.rows:
+                self.store(pool, row, row.num_cached, row.data.seq_len)
+        return pool
+
+    def attended(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        """A row's keys and values in float64, as they read back from the cache if there is one."""
+        if self.pool is None:
+            return row.key.double(), row.value.double()
+        key, value = self._stored(row)
+        return key.double() * self.k_scale, value.double() * self.v_scale
+
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The reference: out [num_tokens, num_qo_heads, head_dim_vo] and lse [num_tokens, num_qo_heads], f64, cpu."""
+        parts = [
+            reference_attention(
+                row.query, *self.attended(row), self.spec, context_len=row.data.context_len, sinks=self.sinks
+            )
+            for row in self.rows
+        ]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+    def cut(self, parts: Sequence[tuple[int, int, int]]) -> Batch:
+        """The batch of some rows' query tokens: (row, first, stop) each. Reorders, drops and chunks requests."""
+        return replace(self, rows=tuple(_cut(self.rows[row], first, stop) for row, first, stop in parts))
+
+    def reordered(self, order: Sequence[int]) -> Batch:
+        return replace(self, rows=tuple(self.rows[i] for i in order))
+
+    def _stored(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = self.spec.cache_dtype
+        return stored(row.key, dtype, self.k_scale), stored(row.value, dtype, self.v_scale)
+
+    def store(self, pool: KVCache, row: Row, first: int, stop: int) -> None:
+        """Put positions `first` to `stop` of a row where its page list says."""
+        positions = torch.arange(first, stop)
+        pages = torch.as_tensor(np.asarray(row.data.pages, np.int64))[positions // self.cache.page_size]
+        for cached, real in zip(pool, self._stored(row), strict=True):
+            as_bits(cached)[pages, positions % self.cache.page_size] = as_bits(real[first:stop].to(cached.device))
+
+
+def _cut(row: Row, first: int, stop: int) -> Row:
+    context_len, query_len = row.data.context_len + first, stop - first
+    seq_len = context_len + query_len
+    data = SequenceData(context_len, query_len, row.data.pages)
+    return Row(data, row.query[first:stop], row.key[:seq_len], row.value[:seq_len])
+
+
+def stored(tensor: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """What a cache of `dtype` holds for real values: `tensor / scale`, fp8 saturated at the largest finite value."""
+    scaled = tensor.float() / scale if tensor.dtype != torch.float64 else tensor / scale
+    limit = torch.finfo(dtype).max if dtype in FP8_DTYPES else torch.inf
+    return scaled.clamp(-limit, limit).to(dtype)
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype in FP8_DTYPES else tensor

@@ -1,0 +1,31 @@
+"""The conformance kit: one class that any backend passes, ours or a third party's. Needs pytest.
+
+    from attn_backends.testing.conformance import BackendConformance
+
+    class TestMine(BackendConformance):
+        backend_name = "MINE"
+
+It drives a backend through the interface alone and compares with the float64 reference. A case is never skipped, except
+for want of hardware: a feature that `capabilities()` does not declare must be refused, which is checked instead.
+"""
+
+from __future__ import annotations
+
+from attn_backends.testing.kit.building import Building
+from attn_backends.testing.kit.contract import Contract
+from attn_backends.testing.kit.numerics import Numerics
+from attn_backends.testing.kit.refusals import Refusals
+from attn_backends.testing.kit.visibility import Visibility
+
+
+class BackendConformance(Numerics, Visibility, Contract, Building, Refusals):
+    """Subclass it, name the backend, and run pytest.
+
+    Attributes:
+        backend_name: as registered.
+        device: where to run; "cpu" if not given. "cuda" skips where there is none.
+        dtypes: of queries and outputs; every declared one of float32, float16, bfloat16 and float64 if not given.
+            Cases that are not about dtypes use the first.
+
+    A backend whose plain layer has a shape of its own (MLA) overrides `make_spec(**changes)`.
+    """

@@ -1,0 +1,1 @@
+"""Data files of the test tools; read through `attn_backends.testing.cases`."""

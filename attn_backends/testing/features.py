@@ -1,0 +1,57 @@
+"""What a layer can ask of attention beyond the plain case: a table of changes and the capabilities they need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from attn_backends.spec import AttentionType
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Changes to a plain layer. `needs` are names of `Capabilities` flags, which are also the codes of refusals."""
+
+    name: str
+    needs: tuple[str, ...] = ()
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    alibi: bool = False
+
+    def spec_changes(self, num_qo_heads: int) -> dict[str, Any]:
+        """Arguments of `AttentionSpec`, for a layer of so many query heads."""
+        slopes = tuple(2.0 ** (-0.5 * head) for head in range(num_qo_heads))
+        return {**self.changes, **({"alibi_slopes": slopes} if self.alibi else {})}
+
+
+def _encoder_or_cross(kind: AttentionType) -> dict[str, Any]:
+    return {"attention_type": kind, "causal": False}
+
+
+FEATURES = (
+    Feature("plain"),
+    Feature("scale", changes={"scale": 0.3}),
+    Feature("window_0", ("window",), {"window_left": 0}),
+    Feature("window_1", ("window",), {"window_left": 1}),
+    Feature("window_15", ("window",), {"window_left": 15}),
+    Feature("window_16", ("window",), {"window_left": 16}),
+    Feature("window_300", ("window",), {"window_left": 300}),
+    Feature("soft_cap", ("soft_cap",), {"logits_soft_cap": 1.5}),
+    Feature("alibi", ("alibi",), alibi=True),
+    Feature("sinks", ("sinks",), {"sinks": True}),
+    Feature("chunks", ("chunks",), {"chunk_size": 8}),
+    Feature("chunks_24", ("chunks",), {"chunk_size": 24}),
+    Feature("non_causal", ("non_causal",), {"causal": False}),
+    Feature("non_causal_window", ("non_causal", "window"), {"causal": False, "window_left": 5}),
+    Feature("gemma2", ("window", "soft_cap"), {"window_left": 20, "logits_soft_cap": 2.0, "scale": 0.2}),
+    Feature("gpt_oss", ("window", "sinks"), {"window_left": 20, "sinks": True}),
+    Feature("soft_cap_and_sinks", ("soft_cap", "sinks"), {"logits_soft_cap": 1.5, "sinks": True}),
+    Feature("alibi_and_window", ("alibi", "window"), {"window_left": 20}, alibi=True),
+    Feature("alibi_and_soft_cap", ("alibi", "soft_cap"), {"logits_soft_cap": 1.5}, alibi=True),
+)
+ENCODER = Feature("encoder", ("attention_type",), _encoder_or_cross(AttentionType.ENCODER))
+CROSS = Feature("cross", ("attention_type",), _encoder_or_cross(AttentionType.CROSS))
+
+
+def feature(name: str) -> Feature:
+    return next(f for f in (*FEATURES, ENCODER, CROSS) if f.name == name)

@@ -1,0 +1,165 @@
+"""Drives a backend through the interface alone: plan group, builder, state, impl, one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attn_backends.interface import AttentionBackend, AttentionState, AttentionStep
+from attn_backends.kv_cache import KVCache
+from attn_backends.spec import Limits, PlanGroup, plan_groups
+from attn_backends.testing.batches import Batch
+from attn_backends.testing.cases import load_cases
+
+Backend = type[AttentionBackend]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one step gave back. Padded rows are the last ones of `output` and `lse`."""
+
+    output: torch.Tensor  # [num_tokens, num_qo_heads, head_dim_vo]
+    lse: torch.Tensor | None  # [num_tokens, num_qo_heads] f32
+    kv_cache: KVCache | None
+
+
+class Layer:
+    """One layer: its builder, its impl, and a state that it may share with layers of other plan groups."""
+
+    def __init__(
+        self, backend: Backend, group: PlanGroup[Any], state: AttentionState[Any], batch: Batch, limits: Limits
+    ) -> None:
+        self.state = state
+        self.builder = backend.get_builder_cls()(group, batch.cache, limits, batch.device)
+        self.impl = backend.get_impl_cls()(
+            batch.spec, batch.cache, batch.device, sinks=batch.sinks, k_scale=batch.k_scale, v_scale=batch.v_scale
+        )
+
+    def begin(self, batch: Batch, common_prefix_len: int = 0, num_padded_reqs: int = 0) -> AttentionStep[Any]:
+        """Build and plan a step."""
+        return self.state.begin_forward(self.builder.build(common_prefix_len, batch.common(num_padded_reqs)))
+
+    def forward(
+        self,
+        batch: Batch,
+        step: AttentionStep[Any],
+        *,
+        num_padded_reqs: int = 0,
+        want_lse: bool = False,
+        kv_cache: KVCache | None = None,
+    ) -> Result:
+        """Run a planned step over a clone of the batch's pool, or over `kv_cache` if it is given."""
+        kv_cache = batch.fresh_pool() if kv_cache is None else kv_cache
+        query = padded(batch.query, num_padded_reqs)
+        key, value = (padded(new, num_padded_reqs) if len(new) else None for new in (batch.key, batch.value))
+        lse = torch.full(query.shape[:2], torch.nan, device=batch.device) if want_lse else None
+        return Result(self.impl.forward(query, key, value, kv_cache, step, lse=lse), lse, kv_cache)
+
+
+def make_layers(backend: Backend, layers: Sequence[Batch], *more: Batch, num_padded_reqs: int = 0) -> tuple[Layer, ...]:
+    """Layers that share one state, a plan group each, sized for their batches and `more`, and nothing larger."""
+    limits = limits_for(*layers, *more, num_padded_reqs=num_padded_reqs)
+    groups = plan_groups({i: batch.spec for i, batch in enumerate(layers)})
+    state = backend.get_state_cls()(groups, layers[0].cache, limits, layers[0].device)
+    return tuple(Layer(backend, group, state, batch, limits) for group, batch in zip(groups, layers, strict=True))
+
+
+def make_layer(backend: Backend, *batches: Batch, num_padded_reqs: int = 0) -> Layer:
+    """One layer for any of some batches that differ in their rows alone."""
+    (layer,) = make_layers(backend, batches[:1], *batches[1:], num_padded_reqs=num_padded_reqs)
+    return layer
+
+
+def run_backend(
+    backend: Backend,
+    batch: Batch,
+    *,
+    common_prefix_len: int = 0,
+    num_padded_reqs: int = 0,
+    want_lse: bool = False,
+    kv_cache: KVCache | None = None,
+) -> Result:
+    """One step, from a new builder to the output."""
+    layer = make_layer(backend, batch, num_padded_reqs=num_padded_reqs)
+    step = layer.begin(batch, common_prefix_len, num_padded_reqs)
+    return layer.forward(batch, step, num_padded_reqs=num_padded_reqs, want_lse=want_lse, kv_cache=kv_cache)
+
+
+def limits_for(*batches: Batch, num_padded_reqs: int = 0) -> Limits:
+    """Exactly what these batches need, so that a buffer sized a little too small shows."""
+    return Limits(
+        max_num_requests=max(len(batch.rows) for batch in batches) + num_padded_reqs,
+        max_num_tokens=max(sum(row.data.query_len for row in batch.rows) for batch in batches) + num_padded_reqs,
+        max_model_len=max(max(1, row.data.seq_len) for batch in batches for row in batch.rows),
+    )
+
+
+def padded(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """`num_rows` of NaN behind a tensor: what stands there must not matter."""
+    return torch.cat([tensor, tensor.new_full((num_rows, *tensor.shape[1:]), torch.nan)])
+
+
+def output_error(output: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest relative error of a token, norm(out - ref) / norm(ref); inf where something is not finite."""
+    got = output.detach().to("cpu", torch.float64).flatten(1)
+    expected = expected.flatten(1)
+    if got.shape != expected.shape or not bool(torch.isfinite(got).all()):
+        return float("inf")
+    errors = (got - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-30)
+    return float(errors.max()) if len(errors) else 0.0
+
+
+def lse_error(lse: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest error of an LSE, relative to it where it is above 1; inf where it is not infinite as expected, or NaN."""
+    got = lse.detach().to("cpu", torch.float64)
+    if got.shape != expected.shape or not torch.equal(got == -torch.inf, expected == -torch.inf):
+        return float("inf")
+    live = expected > -torch.inf
+    errors = (got[live] - expected[live]).abs() / expected[live].abs().clamp_min(1.0)
+    return float(errors.nan_to_num(nan=torch.inf).max()) if errors.numel() else 0.0
+
+
+Expected = tuple[torch.Tensor, torch.Tensor]
+
+
+def assert_matches(result: Result, batch: Batch, what: str = "the batch", expected: Expected | None = None) -> None:
+    """The result equals the reference: outputs, the LSE if there is one, and zeros in padded rows.
+
+    Raises:
+        AssertionError: it does not; says which of them, by how much, and what is allowed.
+    """
+    out, lse = batch.expected() if expected is None else expected
+    allowed, live = load_cases().tolerance(batch.spec.dtype), len(out)
+    assert result.output.dtype == batch.spec.dtype, f"{what}: output is {result.output.dtype}, not {batch.spec.dtype}"
+    error = output_error(result.output[:live], out)
+    assert error <= allowed, f"{what}: output is off by {error:.2e} (relative, worst token); allowed {allowed:.0e}"
+    idle = result.output[live:]
+    assert bool((idle == 0).all()), f"{what}: padded rows of the output are not zero: {idle.flatten()[:4].tolist()}"
+    if result.lse is not None:
+        allowed = max(allowed, load_cases().tolerance(torch.float32))
+        error = lse_error(result.lse[:live], lse)
+        assert error <= allowed, (
+            f"{what}: lse is off by {error:.2e} (natural log, sinks included); allowed {allowed:.0e}"
+        )
+        assert bool((result.lse[live:] == -torch.inf).all()), f"{what}: lse of padded rows is not -inf"
+
+
+def assert_pool(kv_cache: KVCache | None, expected: KVCache | None, what: str = "the batch") -> None:
+    """The pool after a step, byte for byte: the new slots as they should be, and every other byte as it was.
+
+    Raises:
+        AssertionError: it is not; says which slots differ.
+    """
+    assert (kv_cache is None) == (expected is None), f"{what}: the pool is {kv_cache}"
+    if kv_cache is not None and expected is not None:
+        for name, got, want in zip(kv_cache._fields, kv_cache, expected, strict=True):
+            bytes_differ = slot_bytes(got) != slot_bytes(want)
+            slots = bytes_differ.any(dim=1).nonzero().flatten().tolist()
+            assert not slots, f"{what}: {len(slots)} slots of the {name} cache are not as they should be: {slots[:8]}"
+
+
+def slot_bytes(cached: torch.Tensor) -> torch.Tensor:  # [num_slots, bytes of a slot] u8, cpu
+    return cached.cpu().contiguous().view(torch.uint8).reshape(cached.shape[0] * cached.shape[1], -1)

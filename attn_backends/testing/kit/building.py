@@ -1,0 +1,140 @@
+"""Builders and metadata: pure, reusable, frozen, and the same by either road."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields, replace
+from typing import Any
+
+import pytest
+
+from attn_backends.batch import SequenceGroup
+from attn_backends.interface import AttentionMetadata, AttentionStep
+from attn_backends.testing.batches import Batch
+from attn_backends.testing.cases import BatchShape
+from attn_backends.testing.harness import Result, assert_matches, assert_pool, make_layer
+from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
+from attn_backends.testing.snapshot import differences, snapshot
+
+POOL_PAGES = 64  # one size for batches that share a builder
+
+
+def assert_same_metadata(one: object, other: object, what: str) -> None:
+    found = differences(snapshot(one), snapshot(other))
+    assert not found, f"{what}: the metadata differs in {found}"
+
+
+class Building(KitBase):
+    def two_batches(self) -> tuple[Batch, Batch]:
+        spec, shapes = self.make_spec(), ("mixed_small", "page_edges_16")
+        one, other = (self.make_batch(spec, shape, num_pages=POOL_PAGES, seed=i) for i, shape in enumerate(shapes))
+        return one, other
+
+    def test_builder_is_pure(self) -> None:
+        """Builds of A, B and A again: both As are equal, the first is not touched by B, and all three run right."""
+        a, b = self.two_batches()
+        layer = make_layer(self.backend, a, b)
+        first = layer.builder.build(0, a.common())
+        before = snapshot(first)
+        between = layer.builder.build(0, b.common())
+        found = differences(before, snapshot(first))
+        assert not found, f"building batch B changed the metadata of batch A: {found}"
+        again = layer.builder.build(0, a.common())
+        assert_same_metadata(first, again, "batch A before and after batch B")
+        for batch, metadata in ((a, first), (b, between), (a, again)):
+            step = layer.state.begin_forward(metadata)
+            assert_matches(layer.forward(batch, step), batch, "a reused builder")
+
+    def test_builder_serves_any_next_batch(self) -> None:
+        """Shapes that grow and shrink through one builder and one state."""
+        spec = self.make_spec()
+        shapes: tuple[BatchShape | str, ...] = (
+            "mixed_small",
+            "small_decode",
+            WHOLE_PROMPTS,
+            "page_edges_16",
+            "small_prefill",
+            "small_decode",
+        )
+        batches = [self.make_batch(spec, shape, num_pages=POOL_PAGES, seed=i) for i, shape in enumerate(shapes)]
+        layer = make_layer(self.backend, *batches)
+        for shape, batch in zip(shapes, batches, strict=True):
+            assert_matches(layer.forward(batch, layer.begin(batch)), batch, f"{shape} after other batches")
+
+    def test_same_shape_with_other_pages(self) -> None:
+        """The next batch of equal lengths, in other pages: nothing of the last one may be remembered."""
+        spec = self.make_spec()
+        for shape in ("small_decode", "mixed_small"):
+            batches = [self.make_batch(spec, shape, num_pages=POOL_PAGES, seed=seed) for seed in (0, 1)]
+            layer = make_layer(self.backend, *batches)
+            for batch in batches:
+                assert_matches(layer.forward(batch, layer.begin(batch)), batch, f"{shape} in other pages")
+
+    def test_fast_build_gives_the_same_outputs(self) -> None:
+        batch = self.make_batch(self.make_spec(), "mixed_small")
+        layer = make_layer(self.backend, batch)
+        step = layer.state.begin_forward(layer.builder.build(0, batch.common(), fast_build=True))
+        assert_matches(layer.forward(batch, step), batch, "fast_build=True")
+
+    @pytest.mark.parametrize("num_padded_reqs", [0, 3])
+    @pytest.mark.parametrize("shape", ["mixed_small", "page_edges_16"])
+    def test_both_roads_agree(self, shape: str, num_padded_reqs: int) -> None:
+        """A scheduler's groups, and common metadata compiled from them. Sequences of one group are rows too."""
+        batch = self.make_batch(self.make_spec(), shape)
+        layer = make_layer(self.backend, batch, num_padded_reqs=num_padded_reqs)
+        compiled = layer.builder.build(0, batch.common(num_padded_reqs))
+        direct = layer.builder.build_from_groups(batch.groups, num_padded_reqs)
+        assert_same_metadata(compiled, direct, "both roads")
+        one = SequenceGroup("one", tuple(row.data for row in batch.rows[:2]))
+        joined = layer.builder.build_from_groups([one, *batch.groups[2:]], num_padded_reqs)
+        assert_same_metadata(compiled, joined, "two sequences in one group")
+
+    def test_both_roads_agree_without_pages_and_with_a_prefix(self) -> None:
+        profile = self.make_batch(self.make_spec(), WHOLE_PROMPTS, cached=False)
+        prefix = 2 * self.page_size
+        shared = self.make_batch(self.make_spec(), _longer(prefix), shared_prefix_len=prefix)
+        for batch, length in ((profile, 0), (shared, prefix)):
+            builder = make_layer(self.backend, batch).builder
+            direct = builder.build_from_groups(batch.groups, common_prefix_len=length)
+            assert_same_metadata(builder.build(length, batch.common()), direct, "both roads")
+
+    def test_metadata_and_step_are_frozen(self) -> None:
+        batch = self.make_batch(self.make_spec(), "mixed_small")
+        layer = make_layer(self.backend, batch)
+        metadata = layer.builder.build(0, batch.common())
+        assert type(metadata) is self.backend.get_metadata_cls(), f"build() gave {type(metadata).__name__}"
+        views = (metadata.decode_metadata, metadata.prefill_metadata, layer.state.begin_forward(metadata))
+        for frozen in (metadata, *views):
+            if frozen is not None:
+                self.check_frozen(frozen)
+
+    def check_frozen(self, frozen: AttentionMetadata | AttentionStep[Any]) -> None:
+        for field in fields(frozen):
+            try:
+                setattr(frozen, field.name, None)
+            except FrozenInstanceError:
+                continue
+            raise AssertionError(f"{type(frozen).__name__}.{field.name} can be changed: freeze the dataclass")
+
+    @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", "small_prefill"])
+    def test_views_split_the_batch(self, shape: str) -> None:
+        """`decode_metadata` and `prefill_metadata`: each part has its counts and runs alone, giving what it gave."""
+        batch = self.make_batch(self.make_spec(), shape)
+        layer = make_layer(self.backend, batch)
+        metadata = layer.builder.build(0, batch.common())
+        tokens = (metadata.num_decode_tokens, metadata.num_prefill_tokens)
+        assert sum(tokens) == len(batch.query), f"decode and prefill tokens are {tokens} of {len(batch.query)}"
+        assert metadata.num_decodes + metadata.num_prefills == len(batch.rows), "decodes and prefills are not all rows"
+        rows = (batch.rows[: metadata.num_decodes], batch.rows[metadata.num_decodes :])
+        for part, view in zip(rows, (metadata.decode_metadata, metadata.prefill_metadata), strict=True):
+            assert (view is None) == (not part), f"the view of {len(part)} rows is {view}"
+            if view is not None:
+                self.check_view(layer.state.begin_forward(view), replace(batch, rows=part), layer.forward)
+
+    def check_view(self, step: AttentionStep[Any], part: Batch, forward: Any) -> None:
+        result: Result = forward(part, step)
+        assert_matches(result, part, f"the view {type(step.metadata).__name__} of {len(part.rows)} rows")
+        assert_pool(result.kv_cache, part.pool_after(), "a view alone")
+
+
+def _longer(prefix: int) -> BatchShape:
+    return BatchShape(seq_lens=(prefix + 3, prefix + 9, prefix + 20), query_lens=(1, 1, 4))

@@ -1,0 +1,181 @@
+"""Does it keep to its own tensors: slots, inputs, outputs, poison, and steps that do not depend on how work is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, Layout
+from attn_backends.testing.batches import Batch, Row
+from attn_backends.testing.cases import BatchShape, load_cases
+from attn_backends.testing.features import feature
+from attn_backends.testing.harness import (
+    Result,
+    assert_matches,
+    assert_pool,
+    make_layer,
+    make_layers,
+    output_error,
+    padded,
+    run_backend,
+)
+from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
+from attn_backends.testing.snapshot import differences, snapshot
+
+CHUNKED = BatchShape(seq_lens=(40, 23, 7), query_lens=(40, 23, 7))
+CHUNK_EDGES = (5, 16, 17, 33, 40)  # query tokens done after each step
+POSITIONAL = ["plain", "window_15", "chunks", "alibi", "sinks", "soft_cap"]
+
+
+class Contract(KitBase):
+    @pytest.mark.parametrize("layout", ["NHD", "HND"])
+    @pytest.mark.parametrize("cache_dtype", [None, *FP8_DTYPES], ids=str)
+    def test_writes_its_slots_and_no_others(self, cache_dtype: torch.dtype | None, layout: Layout) -> None:
+        spec = self.make_spec(cache_dtype=cache_dtype)
+        scales = {"k_scale": 0.5, "v_scale": 2.0} if cache_dtype else {}  # powers of two: exact in any order of work
+        if self.serves(spec, may_refuse=True, layout=layout):
+            for shape in ("mixed_small", "page_edges_16", WHOLE_PROMPTS):
+                batch = self.make_batch(spec, shape, layout=layout, lookahead=1, **scales)
+                for num_padded_reqs in (0, 2):
+                    result = run_backend(self.backend, batch, num_padded_reqs=num_padded_reqs)
+                    assert_pool(result.kv_cache, batch.pool_after(), f"{shape} and {num_padded_reqs} padded rows")
+
+    def test_cross_writes_at_the_first_step_only(self) -> None:
+        spec = self.make_spec(attention_type=AttentionType.CROSS, causal=False)
+        if self.serves(spec):
+            shape = BatchShape(seq_lens=(40, 7), query_lens=(1, 1))
+            for new_kv_lens in (None, (0, 7), (0, 0)):
+                batch = self.make_batch(spec, shape, new_kv_lens=new_kv_lens)
+                result = run_backend(self.backend, batch)
+                assert_pool(result.kv_cache, batch.pool_after(), f"cross attention, new keys {new_kv_lens}")
+
+    @pytest.mark.parametrize("shape", ["page_edges_16", "spec_verify", "small_prefill", "mixed_medium"])
+    def test_reordering_requests_permutes_outputs(self, shape: str) -> None:
+        batch = self.make_batch(self.make_spec(), shape)
+        single = [i for i, row in enumerate(batch.rows) if row.data.query_len == 1]
+        longer = [i for i, row in enumerate(batch.rows) if row.data.query_len > 1]
+        order = [*single[::-1], *longer[1:], *longer[:1]]
+        parts = torch.split(run_backend(self.backend, batch).output, [row.data.query_len for row in batch.rows])
+        expected = torch.cat([parts[i] for i in order]).double().cpu()
+        error = output_error(run_backend(self.backend, batch.reordered(order)).output, expected)
+        allowed = load_cases().tolerance(batch.spec.dtype)
+        assert error <= allowed, f"requests in the order {order} give other outputs: off by {error:.2e}"
+
+    @pytest.mark.parametrize("name", POSITIONAL)
+    def test_chunked_prefill_equals_whole(self, name: str) -> None:
+        for _, spec in self.served([feature(name)]):
+            self.check_chunked(spec)
+
+    @pytest.mark.parametrize("cache_dtype", FP8_DTYPES, ids=str)
+    def test_chunked_prefill_equals_whole_in_fp8(self, cache_dtype: torch.dtype) -> None:
+        spec = self.make_spec(cache_dtype=cache_dtype)
+        if self.serves(spec, may_refuse=True):
+            self.check_chunked(spec, k_scale=0.37, v_scale=1.9)
+
+    def check_chunked(self, spec: AttentionSpec, **how: float) -> None:
+        """One builder and one pool; short requests end early, and steps of one token are decodes among prefills."""
+        batch = self.make_batch(spec, CHUNKED, **how)
+        layer = make_layer(self.backend, batch)
+        whole = layer.forward(batch, layer.begin(batch))
+        assert_matches(whole, batch, "the whole prefill")
+        out, lse = (torch.split(part, list(CHUNKED.query_lens)) for part in batch.expected())
+        pool, done = batch.fresh_pool(), 0
+        for edge in CHUNK_EDGES:
+            parts = [(i, done, min(n, edge)) for i, n in enumerate(CHUNKED.query_lens) if n > done]
+            parts.sort(key=lambda part: part[2] - part[1] > 1)
+            step = batch.cut(parts)
+            expected = tuple(torch.cat([whole[i][a:b] for i, a, b in parts]) for whole in (out, lse))
+            result = layer.forward(step, layer.begin(step), kv_cache=pool)
+            assert_matches(result, step, f"tokens {done} to {edge} of a chunked prefill", (expected[0], expected[1]))
+            done = edge
+        assert_pool(pool, whole.kv_cache, "chunked against whole")
+
+    @pytest.mark.parametrize("cache_dtype", [None, *FP8_DTYPES], ids=str)
+    @pytest.mark.parametrize("name", POSITIONAL)
+    def test_nan_never_leaks(self, name: str, cache_dtype: torch.dtype | None) -> None:
+        """NaN in unused pages, page tails, slots not yet written, and the padded rows of q, k and v."""
+        spec = self.feature_spec(feature(name), cache_dtype=cache_dtype)
+        if self.serves(spec, may_refuse=cache_dtype is not None):
+            for shape in ("mixed_small", "page_edges_16", "spec_verify", WHOLE_PROMPTS):
+                batch = self.make_batch(spec, shape, poison=float("nan"), lookahead=1)
+                for want_lse in self.lse_modes:
+                    result = run_backend(self.backend, batch, num_padded_reqs=2, want_lse=want_lse)
+                    assert_matches(result, batch, f"{shape} in a pool of NaN")
+
+    @pytest.mark.parametrize("num_padded_reqs", [1, 5])
+    @pytest.mark.parametrize("shape", ["small_decode", "page_edges_16", "mixed_small", "single_decode"])
+    def test_padded_rows_are_zero(self, shape: str, num_padded_reqs: int) -> None:
+        """Rows that only fill a graph's batch: outputs of zeros, nothing written, no other row disturbed."""
+        batch = self.make_batch(self.make_spec(), shape)
+        for want_lse in self.lse_modes:
+            result = run_backend(self.backend, batch, num_padded_reqs=num_padded_reqs, want_lse=want_lse)
+            assert_matches(result, batch, f"{shape} and {num_padded_reqs} padded rows")
+            assert_pool(result.kv_cache, batch.pool_after(), f"{shape} and {num_padded_reqs} padded rows")
+
+    @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", WHOLE_PROMPTS], ids=str)
+    def test_inputs_are_not_changed(self, shape: BatchShape | str) -> None:
+        batch = self.make_batch(self.make_spec(), shape)
+        layer, common, groups = make_layer(self.backend, batch), batch.common(), batch.groups
+        inputs = (batch.query, batch.key, batch.value, common, groups)
+        before = snapshot(inputs)
+        step = layer.state.begin_forward(layer.builder.build(0, common))
+        planned = snapshot(step.metadata)
+        layer.impl.forward(*inputs[:3], batch.fresh_pool(), step)
+        found = differences(before, snapshot(inputs)) + differences(planned, snapshot(step.metadata))
+        assert not found, f"a step changed what it was given: {found}"
+
+    @pytest.mark.parametrize("num_padded_reqs", [0, 2])
+    def test_output_is_written_in_place(self, num_padded_reqs: int) -> None:
+        """`output=` is returned itself, and written exactly: it is the middle of a larger tensor here."""
+        batch = self.make_batch(self.make_spec(), "mixed_small")
+        layer = make_layer(self.backend, batch, num_padded_reqs=num_padded_reqs)
+        query, key, value = (padded(new, num_padded_reqs) for new in (batch.query, batch.key, batch.value))
+        around = query.new_full((len(query) + 2, batch.spec.num_qo_heads, batch.spec.head_dim_vo), torch.nan)
+        output = around[1:-1]
+        step = layer.begin(batch, num_padded_reqs=num_padded_reqs)
+        returned = layer.impl.forward(query, key, value, batch.fresh_pool(), step, output)
+        assert returned is output, "forward() returns another tensor than the output it was given"
+        assert_matches(Result(output, None, None), batch, "output=")
+        assert bool(around[[0, -1]].isnan().all()), "forward() wrote outside the output it was given"
+
+    def test_profile_run(self) -> None:
+        """No pages and no cache yet: causal attention among the new tokens."""
+        for name in POSITIONAL:
+            for _, spec in self.served([feature(name)]):
+                for shape in (WHOLE_PROMPTS, BatchShape(seq_lens=(64,), query_lens=(64,))):
+                    batch = self.make_batch(spec, shape, cached=False)
+                    assert_matches(run_backend(self.backend, batch), batch, f"{name}, profile run")
+
+    def test_lookahead_pages_change_nothing(self) -> None:
+        ahead = self.make_batch(self.make_spec(), "page_edges_16", lookahead=2)
+        exact = replace(ahead, rows=tuple(_without_lookahead(row, ahead) for row in ahead.rows))
+        layer = make_layer(self.backend, ahead)
+        metadata = [snapshot(layer.builder.build(0, batch.common())) for batch in (ahead, exact)]
+        assert not differences(*metadata), f"lookahead pages change the metadata: {differences(*metadata)}"
+        result = layer.forward(ahead, layer.begin(ahead))
+        assert_matches(result, ahead, "with lookahead pages")
+        assert_pool(result.kv_cache, ahead.pool_after(), "with lookahead pages")
+
+    def test_layers_keep_to_their_own_cache(self) -> None:
+        """One step serves two layers, each with a pool of its own."""
+        first, second = (self.make_batch(self.make_spec(), "mixed_small", seed=seed) for seed in (1, 1))
+        second = _with_other_values(second)
+        (layer,) = make_layers(self.backend, [first])
+        step = layer.begin(first)
+        for batch in (first, second, first):
+            result = layer.forward(batch, step)
+            assert_matches(result, batch, "one of two layers of a step")
+            assert_pool(result.kv_cache, batch.pool_after(), "one of two layers of a step")
+
+
+def _without_lookahead(row: Row, batch: Batch) -> Row:
+    pages: Sequence[int] = list(row.data.pages if row.data.pages is not None else [])
+    return replace(row, data=replace(row.data, pages=pages[: -(-row.data.seq_len // batch.cache.page_size)]))
+
+
+def _with_other_values(batch: Batch) -> Batch:
+    """The same requests in the same pages, as another layer sees them: other queries and new values."""
+    return replace(batch, rows=tuple(replace(row, query=-row.query) for row in batch.rows))

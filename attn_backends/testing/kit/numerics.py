@@ -1,0 +1,129 @@
+"""Does it compute attention: every shape, feature, dtype, layout and page size against the float64 reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends.spec import FP8_DTYPES, Layout
+from attn_backends.testing.cases import BatchShape, load_cases
+from attn_backends.testing.features import CROSS, ENCODER, FEATURES, feature
+from attn_backends.testing.harness import Result, assert_matches, make_layer, make_layers, run_backend
+from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
+
+FEATURE_SHAPES = ("small_prefill", "mixed_small", "page_edges_16", "spec_verify", WHOLE_PROMPTS)
+K_SCALE, V_SCALE = 0.37, 1.9  # of fp8 caches; far apart, so that one used for the other shows
+PREFIX_PAGES = 3
+
+
+class Numerics(KitBase):
+    @pytest.mark.parametrize("shape", load_cases().batches)
+    def test_matches_the_reference(self, shape: str, dtype: torch.dtype) -> None:
+        spec = self.make_spec(dtype=dtype)
+        assert self.serves(spec)
+        self.check(spec, [shape])
+
+    @pytest.mark.parametrize("name", [f.name for f in FEATURES])
+    def test_features(self, name: str, dtype: torch.dtype) -> None:
+        for _, spec in self.served([feature(name)], dtype=dtype):
+            self.check(spec, FEATURE_SHAPES, name)
+
+    @pytest.mark.parametrize("name", [f.name for f in FEATURES if f.name != "plain"])
+    def test_features_on_long_mixed_batches(self, name: str) -> None:
+        for _, spec in self.served([feature(name)]):
+            self.check(spec, ["mixed_medium"], name)
+
+    @pytest.mark.parametrize(("num_qo_heads", "num_kv_heads"), [(1, 1), (4, 4), (6, 2), (8, 1), (9, 3)])
+    def test_heads(self, num_qo_heads: int, num_kv_heads: int) -> None:
+        spec = self.make_spec(num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads)
+        if self.serves(spec, may_refuse=True):
+            self.check(spec, ["mixed_small", WHOLE_PROMPTS])
+
+    @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 192, 256, 512])
+    def test_head_dims(self, head_dim: int) -> None:
+        spec = self.make_spec(head_dim=head_dim)
+        if self.serves(spec):
+            self.check(spec, ["mixed_small"])
+
+    def test_values_narrower_than_keys(self) -> None:
+        dims = sorted(self.can.head_dims or {32, 64})
+        spec = self.make_spec(head_dim=dims[-1], head_dim_vo=dims[0] if len(dims) > 1 else max(1, dims[0] // 2))
+        if self.serves(spec, may_refuse=True):
+            self.check(spec, ["mixed_small", WHOLE_PROMPTS])
+
+    @pytest.mark.parametrize("layout", ["NHD", "HND"])
+    @pytest.mark.parametrize("page_size", [1, 16, 32, 64, 256])
+    def test_page_sizes_and_layouts(self, page_size: int, layout: Layout) -> None:
+        """Lengths on both sides of each page's edge."""
+        spec = self.make_spec()
+        edges = [n for pages in (1, 2) for n in (pages * page_size - 1, pages * page_size, pages * page_size + 1) if n]
+        decodes = BatchShape(seq_lens=tuple(edges), query_lens=(1,) * len(edges))
+        prefills = BatchShape(seq_lens=tuple(edges), query_lens=tuple(min(n, 5) for n in edges))
+        if self.serves(spec, may_refuse=True, page_size=page_size, layout=layout):
+            self.check(spec, [decodes, prefills, "mixed_small"], page_size=page_size, layout=layout)
+
+    @pytest.mark.parametrize("layout", ["NHD", "HND"])
+    @pytest.mark.parametrize("cache_dtype", [*FP8_DTYPES, torch.bfloat16], ids=str)
+    def test_cache_dtypes(self, cache_dtype: torch.dtype, layout: Layout, dtype: torch.dtype) -> None:
+        """A cache in another dtype than the queries; fp8 with scales, which the reference reads in the same fp8."""
+        spec = self.make_spec(dtype=dtype, cache_dtype=cache_dtype)
+        scales: dict[str, Any] = {"k_scale": K_SCALE, "v_scale": V_SCALE} if cache_dtype in FP8_DTYPES else {}
+        if self.serves(spec, may_refuse=True, layout=layout):
+            self.check(spec, ["small_decode", "mixed_small", "page_edges_16"], layout=layout, **scales)
+
+    def test_encoder(self, dtype: torch.dtype) -> None:
+        """Both ways over this step's own tokens, with no cache."""
+        for _, spec in self.served([ENCODER], dtype=dtype):
+            self.check(spec, [WHOLE_PROMPTS, BatchShape(seq_lens=(1, 1), query_lens=(1, 1))])
+
+    def test_cross(self, dtype: torch.dtype) -> None:
+        """The first step writes the encoder's keys, later ones write nothing; a row may have no keys at all."""
+        for _, spec in self.served([CROSS], dtype=dtype):
+            encoder = (40, 7, 33, 0)
+            first = BatchShape(seq_lens=encoder, query_lens=(1, 1, 4, 3))
+            later = BatchShape(seq_lens=encoder, query_lens=(1, 1, 1, 1))
+            self.check(spec, [first], "cross, first step,")
+            self.check(spec, [later, first], "cross, later step,", new_kv_lens=(0, 0, 0, 0))
+            self.check(spec, [first], "cross, some rows new,", new_kv_lens=(0, 7, 0, 0))
+
+    @pytest.mark.parametrize("cached_prefix", [True, False], ids=["hint", "no_hint"])
+    @pytest.mark.parametrize("name", ["plain", "soft_cap", "sinks", "window_15", "alibi", "chunks", "non_causal"])
+    def test_shared_prefix(self, name: str, cached_prefix: bool) -> None:
+        """Rows whose first pages are the same ones, with and without saying so (cascade)."""
+        prefix = PREFIX_PAGES * self.page_size
+        tails, queries = (1, 9, 30, 3, 20), (1, 1, 1, 3, 12)
+        shape = BatchShape(seq_lens=tuple(prefix + n for n in tails), query_lens=queries)
+        for _, spec in self.served([feature(name)]):
+            for rows in (3, 5, 1):
+                batch = self.make_batch(spec, shape, shared_prefix_len=prefix)
+                batch = replace(batch, rows=batch.rows[:rows])
+                for want_lse in self.lse_modes:
+                    hint = prefix if cached_prefix else 0
+                    result = run_backend(self.backend, batch, common_prefix_len=hint, want_lse=want_lse)
+                    assert_matches(result, batch, f"{name}, {rows} rows, prefix {hint}")
+
+    def test_plan_groups_share_one_state(self) -> None:
+        """Two groups of other constants, both planned before either runs; a plan serves many layers."""
+        spec = self.make_spec()
+        others = [self.feature_spec(feature(name)) for name in ("scale", "window_15", "soft_cap")]
+        specs = [spec, *(other for other in others if self.serves(other))]
+        batches = [self.make_batch(spec, "mixed_small", seed=3) for spec in specs]
+        layers = make_layers(self.backend, batches)
+        steps = [layer.begin(batch) for layer, batch in zip(layers, batches, strict=True)]
+        for _ in range(2):
+            for layer, step, batch in zip(layers, steps, batches, strict=True):
+                assert_matches(layer.forward(batch, step), batch, f"plan group {batch.spec}")
+
+    def test_views_of_one_projection(self, dtype: torch.dtype) -> None:
+        """Queries, keys and values as models hand them over: strided views of one matrix product."""
+        batch = self.make_batch(self.make_spec(dtype=dtype), "mixed_small")
+        tensors = (batch.query, batch.key, batch.value)
+        fused = torch.cat([tensor.flatten(1) for tensor in tensors], dim=1)
+        parts = torch.split(fused, [tensor[0].numel() for tensor in tensors], dim=1)
+        query, key, value = (part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True))
+        layer = make_layer(self.backend, batch)
+        output = layer.impl.forward(query, key, value, batch.fresh_pool(), layer.begin(batch))
+        assert_matches(Result(output, None, None), batch, "strided inputs")

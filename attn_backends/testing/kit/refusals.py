@@ -1,0 +1,116 @@
+"""Nothing silent: what a backend does not declare is refused, with the reason, at selection or in the call."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from attn_backends.interface import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionState,
+    CudaGraphSupport,
+    Unsupported,
+)
+from attn_backends.registry import get_backend
+from attn_backends.spec import FP8_DTYPES, AttentionType
+from attn_backends.testing.features import CROSS, ENCODER, FEATURES, Feature
+from attn_backends.testing.harness import make_layer
+from attn_backends.testing.kit.base import KitBase
+from attn_backends.testing.plain import FLOATS, plain_cache
+
+
+def refuses(call: Callable[[], object], code: str, what: str) -> None:
+    """`call()` raises `Unsupported` and names `code`."""
+    try:
+        call()
+    except Unsupported as refusal:
+        codes = [rejection.code for rejection in refusal.rejections]
+        assert code in codes, f"{what}: refused for {codes}, which does not name {code!r}"
+        return
+    raise AssertionError(f"{what} is not declared, and was accepted in silence: raise Unsupported")
+
+
+class Refusals(KitBase):
+    def test_is_a_static_backend_of_its_name(self) -> None:
+        backend = self.backend
+        assert issubclass(backend, AttentionBackend)
+        assert backend.get_name() == self.backend_name.upper(), f"get_name() is {backend.get_name()}"
+        with pytest.raises(TypeError):
+            backend()
+        assert pickle.loads(pickle.dumps(get_backend(self.backend_name))) is get_backend(self.backend_name)
+        for got, base in (
+            (backend.get_impl_cls(), AttentionImpl),
+            (backend.get_metadata_cls(), AttentionMetadata),
+            (backend.get_builder_cls(), AttentionMetadataBuilder),
+            (backend.get_state_cls(), AttentionState),
+        ):
+            assert issubclass(got, base), f"{got.__name__} is not a {base.__name__}"
+
+    def test_serves_a_plain_layer(self) -> None:
+        """A backend that refuses everything would pass every other case."""
+        assert self.serves(self.make_spec()), "the plain layer of make_spec() must be served"
+
+    @pytest.mark.parametrize("dtype_asked", [*FLOATS, torch.int8], ids=str)
+    def test_declared_dtypes(self, dtype_asked: torch.dtype) -> None:
+        assert self.serves(self.make_spec(dtype=dtype_asked), may_refuse=True) <= (dtype_asked in self.can.dtypes)
+
+    @pytest.mark.parametrize("cache_dtype", [*FP8_DTYPES, torch.int8], ids=str)
+    def test_declared_cache_dtypes(self, cache_dtype: torch.dtype) -> None:
+        served = self.serves(self.make_spec(cache_dtype=cache_dtype), may_refuse=True)
+        assert served <= (cache_dtype in self.can.cache_dtypes)
+
+    @pytest.mark.parametrize("feature", [*FEATURES, ENCODER, CROSS], ids=lambda feature: feature.name)
+    def test_declared_features(self, feature: Feature) -> None:
+        """Each feature is served or refused by name: `serves` checks which, and that selection says the same."""
+        assert self.can.attention_types <= frozenset(AttentionType)
+        list(self.served([feature]))
+
+    def test_other_devices_are_refused(self) -> None:
+        codes = {r.code for r in self.backend.reject(self.make_spec(), plain_cache(self.can), "meta")}
+        assert "device" in codes, "a device that is not declared is not refused"
+
+    def test_output_scale(self) -> None:
+        if not self.can.output_scale:
+            batch = self.make_batch(self.make_spec(), "small_decode")
+            layer = make_layer(self.backend, batch)
+            step, pool = layer.begin(batch), batch.fresh_pool()
+            tensors = (batch.query, batch.key, batch.value)
+            refuses(lambda: layer.impl.forward(*tensors, pool, step, output_scale=2.0), "output_scale", "output_scale")
+
+    def test_lse(self) -> None:
+        """Refused where it is not declared; where it is, every other case asks for it."""
+        if not self.can.lse:
+            batch = self.make_batch(self.make_spec(), "small_decode")
+            layer = make_layer(self.backend, batch)
+            step = layer.begin(batch)
+            refuses(lambda: layer.forward(batch, step, want_lse=True), "lse", "lse")
+
+    def test_graph_verbs(self) -> None:
+        """Without graphs every verb refuses."""
+        if self.can.cuda_graph is CudaGraphSupport.NEVER:
+            batch = self.make_batch(self.make_spec(), "small_decode")
+            layer = make_layer(self.backend, batch)
+            metadata = layer.builder.build(0, batch.common())
+            state = layer.state
+            for name, call in {
+                "graph_capture": lambda: state.graph_capture(2).__enter__(),
+                "graph_capture_get_metadata_for_batch": lambda: state.graph_capture_get_metadata_for_batch(2),
+                "graph_clone": lambda: state.graph_clone(2),
+                "get_graph_input_buffers": lambda: state.get_graph_input_buffers(metadata),
+                "prepare_graph_input_buffers": lambda: state.prepare_graph_input_buffers({}, metadata),
+            }.items():
+                refuses(call, "cuda_graph", name)
+
+    def test_sinks_are_given_exactly_where_they_are_used(self) -> None:
+        """Sinks that a layer's spec does not mention would be dropped; a missing tensor would be zeros."""
+        spec, sinks = self.make_spec(), torch.zeros(self.make_spec().num_qo_heads, device=self.device)
+        with pytest.raises(ValueError, match="sinks"):
+            self.backend.get_impl_cls()(spec, plain_cache(self.can), self.device, sinks=sinks)
+        with pytest.raises(ValueError, match="sinks"):
+            self.backend.get_impl_cls()(self.make_spec(sinks=True), plain_cache(self.can), self.device)

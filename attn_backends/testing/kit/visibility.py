@@ -1,0 +1,128 @@
+"""Which keys a query sees, exactly.
+
+With queries of zeros every visible key weighs the same, and with one-hot values each output element is the weight of
+one key: 0 where the key is hidden, 1 / n where it is one of n. A tolerance cannot see one key of 2048; this can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attn_backends.spec import AttentionSpec
+from attn_backends.testing.batches import Batch
+from attn_backends.testing.cases import BatchShape, WindowCase, load_cases
+from attn_backends.testing.features import ENCODER, feature
+from attn_backends.testing.harness import Backend, make_layer
+from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
+from attn_backends.testing.random_batch import with_pool
+from attn_backends.testing.reference import sees
+
+
+def one_hot(batch: Batch, backend: Backend, first_key: int) -> Batch:
+    """The batch with queries of zeros and values that are one-hot for `head_dim_vo` keys from `first_key` on."""
+    rows = []
+    for row in batch.rows:
+        value = torch.zeros_like(row.value)
+        for d in range(min(value.shape[2], value.shape[0] - first_key)):
+            value[first_key + d, :, d] = 1
+        rows.append(replace(row, query=torch.zeros_like(row.query), value=value))
+    changed = replace(batch, rows=tuple(rows))
+    return changed if batch.pool is None else with_pool(changed, backend)
+
+
+class Visibility(KitBase):
+    def key_weights(self, spec: AttentionSpec, shape: BatchShape, first_keys: Sequence[int]) -> torch.Tensor:
+        """Weights [num_tokens, num_qo_heads, len(first_keys) * head_dim_vo] of the keys in blocks from `first_keys`."""
+        batch = self.make_batch(spec, shape)
+        layer = make_layer(self.backend, batch)
+        blocks = []
+        for first_key in first_keys:
+            block = one_hot(batch, self.backend, first_key)
+            blocks.append(layer.forward(block, layer.begin(block)).output.float().cpu())
+        return torch.cat(blocks, dim=-1)
+
+    def check_visible(self, spec: AttentionSpec, shape: BatchShape) -> None:
+        """Every query of the batch sees the keys it should and no other, each with the same weight."""
+        width = spec.head_dim_vo
+        weights = self.key_weights(spec, shape, range(0, max(shape.seq_lens), width))
+        token = 0
+        for seq_len, query_len in zip(shape.seq_lens, shape.query_lens, strict=True):
+            for position in range(seq_len - query_len, seq_len):
+                want = [j for j in range(seq_len) if sees(spec, position, j)]
+                for head in range(spec.num_qo_heads):
+                    got = weights[token, head].nonzero().flatten().tolist()
+                    assert got == want, (
+                        f"the query at position {position} of {seq_len} (head {head}) sees {spans(got)}, "
+                        f"not {spans(want)}: window_left {spec.window_left}, chunk_size {spec.chunk_size}, "
+                        f"causal {spec.causal}"
+                    )
+                    seen = weights[token, head, want]
+                    assert torch.allclose(seen, torch.full_like(seen, 1 / len(want)), rtol=1e-2), (
+                        f"the query at position {position} weighs {len(want)} equal keys differently: {seen.tolist()}"
+                    )
+                token += 1
+
+    @pytest.mark.parametrize("window_left", [0, 1, 15, 16, 17, 47])
+    def test_window_edges(self, window_left: int) -> None:
+        """Lengths around the window's and the pages' edges, one query and several."""
+        spec = self.make_spec(window_left=window_left)
+        if self.serves(spec):
+            lengths = sorted({1, 16, 17, 33, 64, *(max(1, window_left + n) for n in (0, 1, 2, 18))})
+            ones = (1,) * len(lengths)
+            self.check_visible(spec, BatchShape(seq_lens=tuple(lengths), query_lens=ones))
+            queries = tuple(min(n, 19) for n in lengths)
+            self.check_visible(spec, BatchShape(seq_lens=tuple(lengths), query_lens=queries))
+            for length in lengths:
+                self.check_visible(spec, BatchShape(seq_lens=(length,), query_lens=(1,)))
+
+    @pytest.mark.parametrize("case", load_cases().window, ids=lambda case: str(case.seq_len))
+    def test_long_window_edges(self, case: WindowCase) -> None:
+        """The worked cases of `cases.json`: the first and the last keys of a sequence as long as the window."""
+        spec = self.make_spec(window_left=case.window_left)
+        if self.serves(spec):
+            self.check_long_window(spec, case)
+
+    def check_long_window(self, spec: AttentionSpec, case: WindowCase) -> None:
+        width = spec.head_dim_vo
+        for query_len in (1, 3):
+            shape = BatchShape(seq_lens=(case.seq_len,), query_lens=(query_len,))
+            last_query = self.key_weights(spec, shape, [0, case.seq_len - width])[-1]
+            for head, weights in enumerate(last_query):
+                first, last = weights[:width].nonzero().flatten().tolist(), weights[width:]
+                assert first[:1] == [case.oldest_key_of_last_query], f"head {head} sees keys {spans(first)} of {case}"
+                assert bool(last.all()), f"head {head} does not see all of the last {width} keys of {case}"
+                if spec.dtype is torch.float32:
+                    assert round(1 / float(last[-1])) == case.keys, f"{1 / float(last[-1])} keys share {case}"
+
+    @pytest.mark.parametrize("chunk_size", [1, 7, 16, 24])
+    def test_chunk_edges(self, chunk_size: int) -> None:
+        spec = self.make_spec(chunk_size=chunk_size)
+        if self.serves(spec):
+            lengths = tuple(max(1, chunk_size * k + n) for k in (1, 2) for n in (-1, 0, 1))
+            self.check_visible(spec, BatchShape(seq_lens=lengths, query_lens=(1,) * len(lengths)))
+            self.check_visible(spec, BatchShape(seq_lens=lengths, query_lens=tuple(min(n, 9) for n in lengths)))
+
+    @pytest.mark.parametrize("name", ["plain", "non_causal", "non_causal_window"])
+    def test_future_keys(self, name: str) -> None:
+        for _, spec in self.served([feature(name)]):
+            for shape in (BatchShape(seq_lens=(1, 16, 33, 40), query_lens=(1, 1, 5, 24)), WHOLE_PROMPTS):
+                self.check_visible(spec, shape)
+
+    def test_encoder_sees_everything(self) -> None:
+        for _, spec in self.served([ENCODER]):
+            self.check_visible(spec, WHOLE_PROMPTS)
+
+
+def spans(keys: Sequence[int]) -> str:
+    """[0, 1, 2, 7] as "0-2, 7"."""
+    runs: list[list[int]] = []
+    for key in keys:
+        if runs and key == runs[-1][-1] + 1:
+            runs[-1].append(key)
+        else:
+            runs.append([key])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "no key"

@@ -1,0 +1,88 @@
+"""Tokens per second of `LLM.generate` against transformers' own `generate`, in one run, greedy, end tokens ignored.
+
+transformers runs each batch as its users would: alone, and as a left-padded batch. Prompts have different lengths.
+
+    python benchmarks/generate.py [--model FOLDER] [--new-tokens 64]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+
+import torch
+from harness import report
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from attn_backends import LLM, EngineConfig, SamplingParams
+from attn_backends.engine.checkpoint import DEFAULT_MODEL, find_model
+from attn_backends.engine.hf import convert_gguf
+
+TOPICS = [
+    "the sea", "how bread is made", "the history of the bicycle", "why leaves fall", "chess", "a small town in winter",
+    "the moon", "learning to swim", "old maps", "the sound of rain", "coffee", "a train journey", "stars", "gardens",
+    "the colour blue", "a lost letter",
+]  # fmt: skip
+
+
+def prompts(count: int) -> list[str]:
+    """Different lengths: some 8 to 60 tokens."""
+    return [f"Here is a short text about {topic}. " + "It begins slowly. " * (i % 5) for i, topic in
+            zip(range(count), TOPICS, strict=False)]  # fmt: skip
+
+
+def ours(llm: LLM, texts: list[str], new_tokens: int) -> tuple[float, list[list[int]]]:
+    sampling = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+    outputs = llm.generate(texts, sampling)
+    return llm.stats.tokens_per_second, [list(output.token_ids) for output in outputs]
+
+
+def theirs(model, tokenizer, texts: list[str], new_tokens: int) -> tuple[float, list[list[int]]]:  # type: ignore[no-untyped-def]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True)
+    started = time.perf_counter()
+    with torch.inference_mode():
+        ids = model.generate(**inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False)
+    seconds = time.perf_counter() - started
+    new = ids[:, inputs.input_ids.shape[1] :]
+    return new.numel() / seconds, new.tolist()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3, help="the best of this many runs counts, for both")
+    arguments = parser.parse_args()
+    folder = find_model(arguments.model, convert_gguf)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        llm = LLM.from_pretrained(folder, EngineConfig(dtype=dtype, cache={"prefix_caching": False}))
+        for count in (1, 4, 16):
+            texts = prompts(count)
+            best_ours = best_theirs = 0.0
+            for _ in range(arguments.repeats):
+                speed, own_ids = ours(llm, texts, arguments.new_tokens)
+                best_ours = max(best_ours, speed)
+                speed, their_ids = theirs(model, tokenizer, texts, arguments.new_tokens)
+                best_theirs = max(best_theirs, speed)
+            same = sum(a == b for a, b in zip(own_ids, their_ids, strict=True))
+            rows.append(
+                {
+                    "dtype": dtype,
+                    "requests": count,
+                    "attn_backends tokens/s": best_ours,
+                    "transformers tokens/s": best_theirs,
+                    "ratio": best_ours / best_theirs,
+                    "equal texts": f"{same} of {count}",
+                }
+            )
+        del model, llm
+        gc.collect()
+    report("generate", f"greedy generation, {arguments.new_tokens} new tokens a request", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+from attn_backends.testing.conformance import BackendConformance
+
+
+class TestNaive(BackendConformance):
+    backend_name = "NAIVE"

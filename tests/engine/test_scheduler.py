@@ -1,0 +1,381 @@
+"""The scheduler with a model that is a function of the tokens found in the pages: wrong sharing changes its output."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attn_backends.batch import CommonAttentionMetadata
+from attn_backends.config import SamplingParams, SchedulerConfig
+from attn_backends.engine.page_allocator import PageAllocator
+from attn_backends.engine.request import Request
+from attn_backends.engine.scheduler import ScheduledBatch, Scheduler
+
+EOS = 0
+VOCAB = 4  # so few that prompts and outputs often share pages
+
+
+def next_token(tokens: list[int]) -> int:
+    """The fake model: depends on every token before."""
+    state = len(tokens)
+    for token in tokens:
+        state = (state * 31 + token + 7) % 1009
+    return state % VOCAB
+
+
+def expected_output(prompt: list[int], sampling: SamplingParams, limit: int) -> tuple[list[int], str]:
+    """What a request gives alone, without any scheduler."""
+    tokens = list(prompt)
+    while True:
+        tokens.append(token := next_token(tokens))
+        if token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos):
+            return tokens[len(prompt) :], "stop"
+        if len(tokens) - len(prompt) >= sampling.max_tokens or len(tokens) >= limit:
+            return tokens[len(prompt) :], "length"
+
+
+class Engine:
+    """Scheduler, allocator, and a pool whose slots hold (token, position) in place of keys and values."""
+
+    def __init__(self, config: SchedulerConfig, num_pages: int, page_size: int, prefix_caching: bool = True) -> None:
+        self.config = config
+        self.allocator = PageAllocator(num_pages, page_size, prefix_caching)
+        self.scheduler = Scheduler(config, self.allocator, config.max_model_len or 10_000)
+        self.pool = np.full((num_pages * page_size, 2), -1, np.int64)
+        self.batches: list[ScheduledBatch] = []
+
+    def add(self, name: str, prompt: list[int], priority: int = 0, **sampling: object) -> Request:
+        request = Request(name, prompt, SamplingParams.model_validate(sampling), priority)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> bool:
+        batch = self.scheduler.schedule()
+        if batch is None:
+            assert not self.scheduler.has_unfinished
+            return False
+        self.batches.append(batch)
+        self._check(batch)
+        tokens = self._forward(batch)
+        finished = self.scheduler.update(batch, [tokens[row] for row in batch.sample_rows], frozenset({EOS}))
+        assert all(request.finish_reason and not request.num_pages for request in finished)
+        self._check_pages()
+        return True
+
+    def run(self, most_steps: int = 2000) -> None:
+        for _ in range(most_steps):
+            if not self.step():
+                return
+        raise AssertionError(f"not done after {most_steps} steps")
+
+    def _check(self, batch: ScheduledBatch) -> None:
+        assert len(batch.requests) <= self.config.max_num_requests
+        assert batch.query_lens.min() >= 1
+        assert batch.query_lens.sum() == len(batch.token_ids) == len(batch.positions) <= self.config.max_num_tokens
+        assert (batch.query_lens > 1).tolist() == sorted(batch.query_lens > 1)  # short rows first
+        assert batch.context_lens.dtype == batch.query_lens.dtype == np.int32
+        assert set(batch.requests) <= set(self.scheduler.running)
+        self._check_pages()
+
+    def _check_pages(self) -> None:
+        held = {page for request in self.scheduler.running for page in request.page_ids.tolist()}
+        assert self.allocator.num_used == len(held)
+        assert not any(request.num_pages or request.num_computed_tokens for request in self.scheduler.waiting)
+
+    def _forward(self, batch: ScheduledBatch) -> list[int]:
+        """Write all new tokens through the builders' own slot mapping, then read back every row's whole history."""
+        page_size = self.allocator.page_size
+        groups = batch.groups()
+        slots = CommonAttentionMetadata.from_sequence_groups(groups, page_size).slot_mapping.numpy()
+        owners = [page for request in self.scheduler.running for page in set(request.page_ids.tolist())]
+        assert all(owners.count(page) == 1 for page in set((slots // page_size).tolist()))  # no write to a shared page
+        self.pool[slots] = np.stack([batch.token_ids, batch.positions], axis=1)
+        tokens = []
+        for request, group in zip(batch.requests, groups, strict=True):
+            (row,) = group.sequences
+            positions = np.arange(row.seq_len)
+            history = self.pool[np.asarray(row.pages)[positions // page_size] * page_size + positions % page_size]
+            assert history[:, 0].tolist() == request.token_ids[: row.seq_len]
+            assert history[:, 1].tolist() == positions.tolist()
+            tokens.append(next_token(history[:, 0].tolist()))
+        return tokens
+
+
+prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14)
+requests = st.tuples(prompts, st.integers(0, 2), st.integers(1, 12), st.booleans(), st.booleans())
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    load=st.lists(requests, min_size=1, max_size=8),
+    num_pages=st.integers(1, 14),
+    page_size=st.integers(1, 4),
+    max_num_requests=st.integers(1, 5),
+    max_num_tokens=st.integers(1, 24),
+    max_model_len=st.sampled_from([None, 12]),
+    chunked=st.booleans(),
+    prefix_caching=st.booleans(),
+    data=st.data(),
+)
+def test_any_load_gives_each_request_what_it_gives_alone(
+    load: list[tuple[list[int], int, int, bool, bool]],
+    num_pages: int,
+    page_size: int,
+    max_num_requests: int,
+    max_num_tokens: int,
+    max_model_len: int | None,
+    chunked: bool,
+    prefix_caching: bool,
+    data: st.DataObject,
+) -> None:
+    config = SchedulerConfig(
+        max_num_requests=max_num_requests,
+        max_num_tokens=max_num_tokens,
+        max_model_len=max_model_len,
+        chunked_prefill=chunked,
+    )
+    engine = Engine(config, num_pages, page_size, prefix_caching)
+    limit = min(max_model_len or 10_000, num_pages * page_size)
+    added = []
+    for i, (prompt, priority, max_tokens, ignore_eos, with_stop) in enumerate(load):
+        for _ in range(data.draw(st.integers(0, 3))):
+            engine.step()
+        if added and data.draw(st.integers(0, 9)) == 0:
+            engine.scheduler.abort(data.draw(st.sampled_from(added)).request_id)
+        stop = [VOCAB - 1] if with_stop else []
+        sampling = {"max_tokens": max_tokens, "ignore_eos": ignore_eos, "stop_token_ids": stop}
+        added.append(engine.add(str(i), prompt, priority, **sampling))
+    engine.run()
+    for request in added:
+        prompt = request.prompt_token_ids
+        if request.finish_reason == "error":
+            assert len(prompt) >= limit or (not chunked and len(prompt) > max_num_tokens)
+            continue
+        output, reason = expected_output(prompt, request.sampling, limit)
+        if request.finish_reason == "abort":
+            assert request.output_token_ids == output[: request.num_output_tokens]
+        else:
+            assert (request.output_token_ids, request.finish_reason) == (output, reason)
+    assert engine.allocator.num_used == 0
+    assert engine.scheduler.num_preemptions == sum(request.num_preemptions for request in added)
+    assert engine.scheduler.num_prefix_hit_tokens == sum(request.num_prefix_hit_tokens for request in added)
+
+
+def test_preemption_gives_the_same_tokens_and_finds_its_pages_again() -> None:
+    engine = Engine(SchedulerConfig(), num_pages=7, page_size=4)
+    first = engine.add("first", [1, 2, 3, 1, 2], max_tokens=16, ignore_eos=True)
+    second = engine.add("second", [3, 2, 1, 3, 3], max_tokens=16, ignore_eos=True)
+    engine.run()
+    assert (first.num_preemptions, second.num_preemptions) == (0, 1)  # the later one gives way
+    for request in (first, second):
+        assert request.output_token_ids == expected_output(request.prompt_token_ids, request.sampling, 28)[0]
+    assert engine.scheduler.num_preemptions == 1
+    assert engine.scheduler.num_prefix_hit_tokens == 0  # pages found again after a preemption are not counted
+    (resumed,) = [b for b in engine.batches if second in b.requests and b.query_lens[-1] > 1][1:]
+    assert resumed.context_lens.tolist() == [8]  # two of its pages were still cached
+
+
+def test_pages_computed_again_after_a_preemption_can_be_found() -> None:
+    engine = Engine(SchedulerConfig(), num_pages=8, page_size=2)
+    engine.add("first", [1, 2, 3], max_tokens=13, ignore_eos=True)  # ends up with all pages
+    second = engine.add("second", [3, 3, 3], max_tokens=9, ignore_eos=True)
+    engine.run()
+    assert second.num_preemptions == 1
+    follow_up = engine.add("follow-up", second.token_ids, max_tokens=1)
+    engine.run()
+    assert follow_up.num_prefix_hit_tokens == 10
+
+
+def test_without_chunked_prefill_a_preempted_request_may_outgrow_a_step() -> None:
+    config = SchedulerConfig(max_num_tokens=4, chunked_prefill=False)
+    engine = Engine(config, num_pages=6, page_size=2, prefix_caching=False)
+    engine.add("first", [1, 2, 3], max_tokens=8, ignore_eos=True)
+    second = engine.add("second", [3, 3, 3], max_tokens=8, ignore_eos=True)
+    engine.run()
+    resumed = [b for b in engine.batches if second in b.requests and b.query_lens[-1] > 1][1:]
+    assert second.num_preemptions == 1
+    assert [b.query_lens.tolist() for b in resumed] == [[4], [3]]
+    assert second.output_token_ids == expected_output([3, 3, 3], second.sampling, 12)[0]
+
+
+def test_admission_leaves_a_page_for_each_running_request() -> None:
+    engine = Engine(SchedulerConfig(), num_pages=8, page_size=4)
+    for name in "abcd":
+        engine.add(name, [1, 2, 3, 1, 2], max_tokens=8, ignore_eos=True)
+    engine.step()
+    assert [request.request_id for request in engine.scheduler.running] == ["a", "b", "c"]  # 6 pages, 2 left
+    engine.run()
+
+
+def test_a_preempted_request_comes_before_later_arrivals() -> None:
+    engine = Engine(SchedulerConfig(max_num_requests=2), num_pages=6, page_size=2, prefix_caching=False)
+    early = [engine.add(name, [1, 2, 3], max_tokens=6, ignore_eos=True) for name in "ab"]
+    late = engine.add("c", [1, 2, 3], max_tokens=6, ignore_eos=True)
+    while not early[1].num_preemptions:
+        engine.step()
+    assert engine.scheduler.waiting == [early[1], late]
+    engine.run()
+    assert early[1].num_output_tokens == late.num_output_tokens == 6
+
+
+def test_first_come_first_served_within_a_priority() -> None:
+    engine = Engine(SchedulerConfig(max_num_requests=1), num_pages=8, page_size=4)
+    names = [("a", 1), ("b", 0), ("c", 1), ("d", 0)]
+    for name, priority in names:
+        engine.add(name, [1, 2], priority, max_tokens=1)
+    engine.run()
+    assert [b.requests[0].request_id for b in engine.batches] == ["b", "d", "a", "c"]
+
+
+def test_a_large_first_request_is_not_overtaken() -> None:
+    engine = Engine(SchedulerConfig(), num_pages=8, page_size=2)
+    engine.add("running", [1, 2, 3, 1, 2, 3, 1], max_tokens=5, ignore_eos=True)
+    engine.step()
+    large = engine.add("large", [2] * 9, max_tokens=1)
+    small = engine.add("small", [3], max_tokens=1)
+    engine.step()
+    assert engine.scheduler.waiting == [large, small]
+    engine.run()
+
+
+def test_chunked_prefill_keeps_to_the_budget_beside_decodes() -> None:
+    engine = Engine(SchedulerConfig(max_num_tokens=4), num_pages=16, page_size=4)
+    engine.add("decoding", [1, 2], max_tokens=8, ignore_eos=True)
+    engine.step()
+    long = engine.add("long", [3, 2, 1, 2, 3, 2, 1, 1], max_tokens=2, ignore_eos=True)
+    engine.run()
+    steps = [b for b in engine.batches if long in b.requests]
+    assert [b.query_lens.tolist() for b in steps] == [[1, 3], [1, 3], [1, 2], [1, 1]]
+    assert [b.context_lens.tolist()[1] for b in steps] == [0, 3, 6, 8]
+    assert [b.sample_rows.tolist() for b in steps] == [[0], [0], [0, 1], [0, 1]]
+    assert steps[1].positions.tolist() == [3, 3, 4, 5]
+
+
+def test_a_prompt_of_higher_priority_does_not_hold_up_decoding() -> None:
+    engine = Engine(SchedulerConfig(max_num_tokens=4), num_pages=16, page_size=4)
+    decoding = engine.add("decoding", [1, 2], priority=1, max_tokens=8, ignore_eos=True)
+    engine.step()
+    engine.add("urgent", [3, 2, 1, 2, 3, 2, 1, 1], priority=0, max_tokens=1)
+    engine.run()
+    assert all(decoding in b.requests for b in engine.batches)
+
+
+def test_without_chunked_prefill_a_prompt_waits_for_a_whole_step() -> None:
+    engine = Engine(SchedulerConfig(max_num_tokens=6, chunked_prefill=False), num_pages=16, page_size=4)
+    engine.add("first", [1, 2, 3, 1], max_tokens=1)
+    engine.add("second", [3, 2, 1], max_tokens=1)
+    refused = engine.add("third", [1] * 7)
+    engine.run()
+    assert [b.query_lens.tolist() for b in engine.batches] == [[4], [3]]
+    assert refused.error is not None
+    assert "7 tokens and a step takes 6: turn scheduler.chunked_prefill on" in refused.error
+
+
+def test_prefix_hits_are_counted_and_one_token_is_always_computed() -> None:
+    engine = Engine(SchedulerConfig(), num_pages=16, page_size=4)
+    prompt = [1, 2, 3, 1, 2, 3, 1, 2]
+    first = engine.add("first", prompt, max_tokens=1)
+    engine.run()
+    same, longer = engine.add("same", prompt, max_tokens=1), engine.add("longer", [*prompt, 3], max_tokens=1)
+    engine.run()
+    assert [r.num_prefix_hit_tokens for r in (first, same, longer)] == [0, 4, 8]
+    assert engine.scheduler.num_prefix_hit_tokens == 12
+    assert sorted(engine.batches[-1].query_lens.tolist()) == [1, 4]
+    assert first.output_token_ids == same.output_token_ids
+
+
+def test_generated_pages_are_found_by_the_next_turn() -> None:
+    engine = Engine(SchedulerConfig(), num_pages=16, page_size=2)
+    turn = engine.add("turn", [1, 2, 3], max_tokens=4, ignore_eos=True)
+    engine.run()
+    follow_up = engine.add("follow-up", [*turn.token_ids, 1], max_tokens=1)
+    engine.run()
+    assert follow_up.num_prefix_hit_tokens == 6  # all but the token that was never fed back, and the new one
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "the prompt is empty"),
+        ([1] * 40, "40 tokens and a request may have 40, new ones included: shorten the prompt to 39"),
+        ([1] * 32, "32 tokens; with one new token it needs 9 pages of 4, and the pool has 8: raise cache.memory"),
+    ],
+)
+def test_a_request_that_can_never_run_fails_alone(prompt: list[int], message: str) -> None:
+    engine = Engine(SchedulerConfig(max_model_len=40), num_pages=8, page_size=4)
+    bad, good = engine.add("bad", prompt), engine.add("good", [1, 2], max_tokens=2, ignore_eos=True)
+    engine.run()
+    assert (bad.finish_reason, good.finish_reason) == ("error", "length")
+    assert bad.error is not None
+    assert message in bad.error
+
+
+@pytest.mark.parametrize(("max_model_len", "num_pages", "length"), [(9, 8, 9), (100, 3, 12)])
+def test_model_and_pool_limit_the_length(max_model_len: int, num_pages: int, length: int) -> None:
+    engine = Engine(SchedulerConfig(max_model_len=max_model_len), num_pages, page_size=4)
+    request = engine.add("long", [1, 2, 3], max_tokens=50, ignore_eos=True)
+    engine.run()
+    assert (len(request.token_ids), request.finish_reason) == (length, "length")
+
+
+def test_abort_frees_a_running_and_a_waiting_request() -> None:
+    engine = Engine(SchedulerConfig(max_num_requests=1), num_pages=8, page_size=4)
+    running, waiting = engine.add("running", [1, 2, 3]), engine.add("waiting", [1, 2, 3])
+    engine.step()
+    assert engine.allocator.num_used == 1
+    for request in (running, waiting):
+        engine.scheduler.abort(request.request_id)
+        engine.scheduler.abort(request.request_id)  # twice is no error
+    assert (running.finish_reason, waiting.finish_reason) == ("abort", "abort")
+    assert not engine.scheduler.has_unfinished
+    assert engine.allocator.num_used == 0
+    assert engine.scheduler.schedule() is None
+
+
+def test_pages_of_a_prompt_aborted_half_way_are_found_only_as_far_as_computed() -> None:
+    engine = Engine(SchedulerConfig(max_num_tokens=5), num_pages=16, page_size=2)
+    prompt = [1, 2, 3, 1, 2, 3, 1, 2]
+    engine.add("aborted", prompt)
+    engine.step()
+    engine.scheduler.abort("aborted")
+    again = engine.add("again", prompt, max_tokens=1)
+    engine.run()
+    assert again.num_prefix_hit_tokens == 4
+
+
+def test_a_request_aborted_while_the_step_runs_keeps_its_tokens() -> None:
+    engine = Engine(SchedulerConfig(), num_pages=8, page_size=4)
+    gone, stays = engine.add("gone", [1, 2, 3]), engine.add("stays", [3, 2, 1])
+    batch = engine.scheduler.schedule()
+    assert batch is not None
+    engine.scheduler.abort("gone")
+    engine.scheduler.update(batch, [1, 2], frozenset())
+    assert (gone.output_token_ids, stays.output_token_ids) == ([], [2])
+    with pytest.raises(ValueError, match="1 tokens for 2 sampling rows"):
+        engine.scheduler.update(batch, [1], frozenset())
+
+
+def test_finish_by_the_caller() -> None:
+    engine = Engine(SchedulerConfig(), num_pages=8, page_size=4)
+    request = engine.add("text", [1, 2, 3])
+    engine.step()
+    engine.scheduler.finish(request, "stop")  # as for a stop string
+    assert (request.finish_reason, engine.allocator.num_used) == ("stop", 0)
+    again = engine.add("text", [1, 2, 3])  # the id is free again
+    engine.scheduler.finish(request, "length")
+    assert engine.scheduler.waiting == [again]
+    with pytest.raises(ValueError, match="'text' is in use"):
+        engine.add("text", [1])
+
+
+def test_pages_of_a_request_grow_in_place() -> None:
+    request = Request("r", [1], SamplingParams())
+    for start in range(0, 60, 3):
+        request.add_pages(np.arange(start, start + 3, dtype=np.int32))
+    assert request.page_ids.tolist() == list(range(60))
+    assert request.page_ids.dtype == np.int32
+    assert request.page_ids.base is not None  # a view, not a copy
+    request.clear_cache()
+    assert request.num_pages == len(request.page_ids) == 0

@@ -1,0 +1,56 @@
+"""Tiny random Hugging Face models, one a family, with windows short enough to matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "mistral": ("MistralConfig", {"sliding_window": 7, "head_dim": 16}),
+    "phi3": ("Phi3Config", {}),
+    "gemma2": (
+        "Gemma2Config",
+        {"sliding_window": 8, "head_dim": 16, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 24,
+         "layer_types": ALTERNATING},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"sliding_window": 8, "head_dim": 16, "query_pre_attn_scalar": 24, "layer_types": ALTERNATING},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"sliding_window": 8, "head_dim": 16, "layer_types": ALTERNATING, "num_local_experts": 4,
+         "num_experts_per_tok": 2},
+    ),
+}  # fmt: skip
+
+
+def tiny_model(family: str, **changes: Any) -> transformers.PreTrainedModel:
+    """A model of the family with random weights, large enough that attention shapes the logits."""
+    name, own = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**COMMON | own | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() > 1 or "sinks" in parameter_name:
+                parameter.normal_(0, 0.15)
+    return model.eval()
