@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 COMMON: dict[str, Any] = {
     "vocab_size": 97,
@@ -54,3 +56,20 @@ def tiny_model(family: str, **changes: Any) -> transformers.PreTrainedModel:
             if parameter.dim() > 1 or "sinks" in parameter_name:
                 parameter.normal_(0, 0.15)
     return model.eval()
+
+
+def save_tiny(folder: Path, family: str = "llama", **changes: Any) -> Path:
+    """A tiny model as a Hugging Face folder, with a tokenizer of one token a byte (ids from 3 on; 0 to 2 are special)."""
+    model = tiny_model(family, vocab_size=259, **changes)
+    with torch.no_grad():  # far apart, or a greedy text would be one token over and over
+        model.get_input_embeddings().weight.normal_(0, 2)
+    model.save_pretrained(folder)
+    specials = {"<pad>": 0, "<s>": 1, "</s>": 2}
+    alphabet = {char: 3 + i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=specials | alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    ).save_pretrained(folder)
+    return folder

@@ -8,6 +8,7 @@ arguments given to the model reach it. Batches are flattened: one row of all req
 from __future__ import annotations
 
 import copy
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from attn_backends.engine.packed_linear import pack_linears
 from attn_backends.spec import AttentionSpec
 
 ATTENTION_NAME = "attn_backends"  # must not contain "flash", "sdpa" or "/": transformers gives those a meaning
+# A damaged file sends the parser anywhere: past the end (struct), into text that is none, to absurd sizes.
+GGUF_ERRORS = (OSError, ValueError, LookupError, RuntimeError, ImportError, ArithmeticError, MemoryError, struct.error)
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 
 
@@ -201,7 +204,7 @@ def convert_gguf(file: Path, target: Path) -> None:
         with _quietly():
             model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except (OSError, ValueError, KeyError, IndexError, RuntimeError, NotImplementedError, ImportError) as error:
+    except GGUF_ERRORS as error:
         raise ModelError(f"cannot read {file}: damaged, cut short or of an unknown kind: {error}") from error
     # save_pretrained refuses a model that still says it is quantised; its tensors no longer are.
     del model.config.quantization_config

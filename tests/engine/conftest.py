@@ -1,4 +1,4 @@
-"""The default model, fetched and converted once a machine; and tiny models saved as folders."""
+"""The default model, fetched and converted once a machine; and a tiny one as a folder."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ import pytest
 
 from attn_backends.engine.checkpoint import DEFAULT_MODEL, find_model
 from attn_backends.engine.hf import convert_gguf
+from tests.tiny_models import save_tiny
 
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     return find_model(DEFAULT_MODEL, convert_gguf)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "llama")

@@ -17,7 +17,6 @@ from attn_backends.testing.harness import (
     assert_matches,
     assert_pool,
     make_layer,
-    make_layers,
     output_error,
     padded,
     run_backend,
@@ -161,9 +160,9 @@ class Contract(KitBase):
 
     def test_layers_keep_to_their_own_cache(self) -> None:
         """One step serves two layers, each with a pool of its own."""
-        first, second = (self.make_batch(self.make_spec(), "mixed_small", seed=seed) for seed in (1, 1))
-        second = _with_other_values(second)
-        (layer,) = make_layers(self.backend, [first])
+        first = self.make_batch(self.make_spec(), "mixed_small")
+        second = replace(first, rows=tuple(map(_of_another_layer, first.rows)))
+        layer = make_layer(self.backend, first)
         step = layer.begin(first)
         for batch in (first, second, first):
             result = layer.forward(batch, step)
@@ -176,6 +175,7 @@ def _without_lookahead(row: Row, batch: Batch) -> Row:
     return replace(row, data=replace(row.data, pages=pages[: -(-row.data.seq_len // batch.cache.page_size)]))
 
 
-def _with_other_values(batch: Batch) -> Batch:
-    """The same requests in the same pages, as another layer sees them: other queries and new values."""
-    return replace(batch, rows=tuple(replace(row, query=-row.query) for row in batch.rows))
+def _of_another_layer(row: Row) -> Row:
+    """The same request in the same pages with other queries, and other keys and values to write."""
+    sign = torch.where(torch.arange(row.data.seq_len) < row.num_cached, 1, -1)[:, None, None]
+    return replace(row, query=-row.query, key=row.key * sign, value=row.value * sign)

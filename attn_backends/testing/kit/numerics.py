@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -100,10 +101,13 @@ class Numerics(KitBase):
             for rows in (3, 5, 1):
                 batch = self.make_batch(spec, shape, shared_prefix_len=prefix)
                 batch = replace(batch, rows=batch.rows[:rows])
-                for want_lse in self.lse_modes:
-                    hint = prefix if cached_prefix else 0
-                    result = run_backend(self.backend, batch, common_prefix_len=hint, want_lse=want_lse)
-                    assert_matches(result, batch, f"{name}, {rows} rows, prefix {hint}")
+                expected, hint = batch.expected(), prefix if cached_prefix else 0
+                for want_lse, padded in itertools.product(self.lse_modes, (0, 2)):
+                    result = run_backend(
+                        self.backend, batch, common_prefix_len=hint, num_padded_reqs=padded, want_lse=want_lse
+                    )
+                    what = f"{name}, {rows} rows and {padded} padded ones, prefix {hint}"
+                    assert_matches(result, batch, what, expected)
 
     def test_plan_groups_share_one_state(self) -> None:
         """Two groups of other constants, both planned before either runs; a plan serves many layers."""

@@ -1,0 +1,55 @@
+"""Text from tokens: whole characters only, and stop strings never shown, however tokens cut them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from attn_backends.engine.detokenizer import Detokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_llama: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny_llama)
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], Detokenizer]:
+    """What is shown for each token (one a byte), and at the end."""
+    detokenizer = Detokenizer(tokenizer, stop)
+    shown = []
+    for token in tokenizer(text).input_ids:
+        shown.append(detokenizer.add(token))
+        if detokenizer.stopped:
+            break
+    shown.append(detokenizer.finish())
+    return shown, detokenizer
+
+
+@given(text=st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=20))
+def test_any_text_comes_out_whole(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    shown, detokenizer = pieces(tokenizer, text)
+    assert "".join(shown) == detokenizer.text == text
+
+
+def test_no_half_characters(tokenizer: PreTrainedTokenizerBase) -> None:
+    shown, _ = pieces(tokenizer, "aé€😀")
+    assert [piece for piece in shown if piece] == ["a", "é", "€", "😀"]
+
+
+@given(before=st.text("abE", max_size=8), after=st.text("abEND", max_size=8))
+def test_stop_strings_never_show(tokenizer: PreTrainedTokenizerBase, before: str, after: str) -> None:
+    text = before + "END" + after
+    shown, detokenizer = pieces(tokenizer, text, ("END", "ENDx"))
+    assert "".join(shown) == detokenizer.text == text.partition("END")[0]
+    assert detokenizer.stopped
+
+
+def test_what_could_have_become_a_stop_string_is_shown_at_the_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    shown, detokenizer = pieces(tokenizer, "the EN", ("END",))
+    assert shown[-1] == "EN"
+    assert detokenizer.text == "the EN"
+    assert not detokenizer.stopped

@@ -1,0 +1,165 @@
+"""The engine from outside, on a tiny model: what a caller gets, also when something is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from attn_backends import LLM, EngineConfig, SamplingParams
+from tests.tiny_models import save_tiny
+
+LONG = SamplingParams(max_tokens=24, ignore_eos=True)
+PROMPTS = ["a", "one two three", "the quick brown fox", "xyz" * 12, "the quick brown dog"]
+
+
+def engine(folder: Path, **settings: object) -> LLM:
+    return LLM.from_pretrained(folder, EngineConfig.model_validate({"cache": {"num_pages": 64}} | settings))
+
+
+def tokens(llm: LLM, prompts: list[str], sampling: SamplingParams = LONG) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in llm.generate(prompts, sampling)]
+
+
+def test_matches_transformers_generate(tiny_llama: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama).eval()
+    llm = engine(tiny_llama)
+    for prompt, got in zip(PROMPTS, tokens(llm, PROMPTS), strict=True):
+        ids = torch.tensor([llm.model.tokenizer(prompt).input_ids])
+        expected = model.generate(ids, max_new_tokens=24, min_new_tokens=24, do_sample=False, eos_token_id=None)
+        assert list(got) == expected[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("settings", [
+    {"cache": {"num_pages": 5, "page_size": 16}},
+    {"cache": {"num_pages": 17, "page_size": 4}, "scheduler": {"max_num_tokens": 7}},
+    {"cache": {"num_pages": 64, "prefix_caching": False}, "scheduler": {"max_num_requests": 2}},
+    {"cache": {"num_pages": 64, "layout": "HND"}},
+])  # fmt: skip
+def test_any_pool_and_budget_give_the_same_tokens(tiny_llama: Path, settings: dict[str, object]) -> None:
+    llm = engine(tiny_llama, **settings)
+    assert tokens(llm, PROMPTS * 3) == tokens(engine(tiny_llama), PROMPTS) * 3
+    assert llm.allocator.num_used == 0
+
+
+def test_a_pool_far_too_small_finishes_every_request_by_preemption(tiny_llama: Path) -> None:
+    llm = engine(tiny_llama, cache={"num_pages": 5, "page_size": 16})
+    outputs = llm.generate(PROMPTS * 4, LONG)
+    assert [len(output.token_ids) for output in outputs] == [24] * 20
+    assert llm.stats.num_preemptions > 0
+    assert llm.stats.peak_pages <= llm.stats.num_pages == 5
+
+
+def test_the_pool_is_allocated_once_within_the_bytes_asked_for(tiny_llama: Path) -> None:
+    llm = engine(tiny_llama, cache={"memory": "1MiB"})
+    buffer = llm.runner.pool.buffer
+    page_bytes = 4 * 2 * 16 * 2 * 16 * 4  # layers, K and V, tokens, heads, dim, float32
+    assert 2**20 - page_bytes < buffer.numel() <= 2**20
+    tokens(llm, PROMPTS * 3)
+    assert llm.runner.pool.buffer is buffer
+
+
+def test_a_pool_without_room_for_one_page_is_refused(tiny_llama: Path) -> None:
+    with pytest.raises(ValueError, match=r"one page takes 16384: raise cache\.memory"):
+        engine(tiny_llama, cache={"memory": 1000})
+
+
+def test_stream_adds_up_to_generate(tiny_llama: Path) -> None:
+    llm = engine(tiny_llama)
+    texts, outputs = [""] * len(PROMPTS), {}
+    for chunk in llm.stream(PROMPTS, LONG):
+        texts[chunk.index] += chunk.text
+        if chunk.output:
+            outputs[chunk.index] = chunk.output
+    assert [outputs[i].text for i in range(len(PROMPTS))] == texts
+    assert [output.text for output in llm.generate(PROMPTS, LONG)] == texts
+
+
+def test_prompts_that_cannot_be_served_fail_alone(tiny_llama: Path) -> None:
+    llm = engine(tiny_llama, cache={"num_pages": 8, "page_size": 16}, scheduler={"max_model_len": 200})
+    empty, fine, over_pool, over_model = llm.generate(["", "hello", "x" * 150, "x" * 250], LONG)
+    assert empty.finish_reason == over_pool.finish_reason == over_model.finish_reason == "error"
+    assert "the prompt is empty" in (empty.error or "")
+    assert "150 tokens" in (over_pool.error or "")
+    assert "250 tokens" in (over_model.error or "")
+    assert fine.finish_reason == "length"
+    assert fine.token_ids == tokens(engine(tiny_llama), ["hello"])[0]
+
+
+def test_a_closed_stream_frees_everything(tiny_llama: Path) -> None:
+    llm = engine(tiny_llama)
+    stream = llm.stream(PROMPTS, LONG)
+    next(stream)
+    with pytest.raises(RuntimeError, match="already streaming"):
+        llm.generate(["more"])
+    stream.close()
+    assert llm.allocator.num_used == 0
+    assert not llm.scheduler.has_unfinished
+    assert tokens(llm, PROMPTS) == tokens(engine(tiny_llama), PROMPTS)
+
+
+def test_abort_ends_one_prompt(tiny_llama: Path) -> None:
+    llm = engine(tiny_llama)
+    reasons = {}
+    for chunk in llm.stream(PROMPTS, LONG):
+        llm.abort(1)
+        if chunk.output:
+            reasons[chunk.index] = chunk.output.finish_reason
+    assert reasons == {0: "length", 1: "abort", 2: "length", 3: "length", 4: "length"}
+
+
+def test_stop_ids_and_strings_cut_the_text(tiny_llama: Path) -> None:
+    llm = engine(tiny_llama)
+    whole = llm.generate(["one two three"], LONG)[0]
+    by_id = llm.generate(["one two three"], SamplingParams(max_tokens=24, stop_token_ids=(whole.token_ids[5],)))[0]
+    assert by_id.finish_reason == "stop"
+    assert by_id.token_ids == whole.token_ids[: whole.token_ids.index(whole.token_ids[5]) + 1]
+    at = max(i for i, char in enumerate(whole.text) if char.isascii() and char.isprintable())
+    by_text = llm.generate(["one two three"], LONG.model_copy(update={"stop": (whole.text[at],)}))[0]
+    assert by_text.finish_reason == "stop"
+    assert by_text.text == whole.text.partition(whole.text[at])[0]
+
+
+def test_seeds_do_not_depend_on_the_batch(tiny_llama: Path) -> None:
+    llm = engine(tiny_llama)
+    drawn = SamplingParams(max_tokens=12, temperature=1.0, top_k=50, top_p=0.95, seed=7, ignore_eos=True)
+    alone = llm.generate([PROMPTS[2]], drawn)[0].token_ids
+    assert tokens(llm, PROMPTS, drawn)[2] == alone
+    assert tokens(llm, [PROMPTS[2]], drawn.model_copy(update={"seed": 8}))[0] != alone
+
+
+def test_wrong_calls(tiny_llama: Path) -> None:
+    llm = engine(tiny_llama)
+    with pytest.raises(TypeError, match="pass a list"):
+        llm.generate("one string")
+    with pytest.raises(ValueError, match="2 sampling parameters for 1 prompts"):
+        llm.generate(["a"], [LONG, LONG])
+    with pytest.raises(ValueError, match="no chat template"):
+        llm.render_prompt("hello", chat=True)
+    assert llm.render_prompt("hello") == "hello"
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "bfloat16"])
+def test_a_smaller_cache_dtype_runs(tiny_llama: Path, dtype: str) -> None:
+    llm = engine(tiny_llama, cache={"num_pages": 64, "dtype": dtype})
+    assert [len(ids) for ids in tokens(llm, PROMPTS)] == [24] * len(PROMPTS)
+    assert llm.runner.pool.layers[0].key.dtype is getattr(torch, dtype)
+
+
+def test_a_named_backend_is_used_or_refused(tmp_path: Path, tiny_llama: Path) -> None:
+    assert engine(tiny_llama, backend="torch").selection.name == "TORCH"
+    with pytest.raises(ValueError, match="TORCH"):
+        engine(tiny_llama, backend="TORHC")
+    with pytest.raises(ValueError, match="cannot be used here"):
+        engine(tiny_llama, device="meteor")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="Use auto, cpu or cuda"):
+            engine(tiny_llama, device="cuda")
+
+
+def test_window_models_run_with_preemption(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "gemma2", "gemma2", tie_word_embeddings=False)
+    small = engine(folder, cache={"num_pages": 16, "page_size": 4}, scheduler={"max_num_tokens": 9})
+    assert tokens(small, PROMPTS) == tokens(engine(folder), PROMPTS)

@@ -1,0 +1,160 @@
+"""The pool: allocated once, written by slot in every layout and dtype, copied and swapped by page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attn_backends.interface import AttentionBackend
+from attn_backends.kv_cache import (
+    KVCache,
+    KVCachePool,
+    allocate_kv_cache,
+    copy_pages,
+    dequantise,
+    gather_pages,
+    gather_slots,
+    page_bytes,
+    quantise,
+    swap_pages,
+    write_kv,
+)
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec, Layout
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, *FP8_DTYPES)
+LAYOUTS: tuple[Layout, ...] = ("NHD", "HND")
+PAGES, PAGE_SIZE, HEADS, DIM, DIM_VO = 5, 4, 2, 8, 6
+
+
+def make_pool(layout: Layout, cache_dtype: torch.dtype, num_layers: int = 1) -> KVCachePool[int]:
+    spec = AttentionSpec(4, HEADS, DIM, DIM_VO, cache_dtype=cache_dtype)
+    cache = KVCacheSpec(PAGES, PAGE_SIZE, layout)
+    return allocate_kv_cache(AttentionBackend, dict.fromkeys(range(num_layers), spec), cache, "cpu")
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def randomise(cache: KVCache) -> None:
+    for tensor in cache:
+        tensor.copy_(torch.randn(tensor.shape).to(tensor.dtype))
+
+
+each_cache = pytest.mark.parametrize(("layout", "dtype"), [(a, b) for a in LAYOUTS for b in DTYPES], ids=str)
+
+
+@each_cache
+def test_shapes_strides_and_bytes(layout: Layout, dtype: torch.dtype) -> None:
+    pool = make_pool(layout, dtype, num_layers=3)
+    one_page = PAGE_SIZE * HEADS * (DIM + DIM_VO) * dtype.itemsize
+    assert pool.num_bytes == 3 * PAGES * one_page
+    key, value = pool.layers[1]
+    assert key.shape == (PAGES, PAGE_SIZE, HEADS, DIM)
+    assert value.shape == (PAGES, PAGE_SIZE, HEADS, DIM_VO)
+    row = (HEADS * DIM, DIM) if layout == "NHD" else (DIM, PAGE_SIZE * DIM)
+    assert key.stride() == (PAGE_SIZE * HEADS * DIM, *row, 1)
+    assert bool((pool.buffer == 0).all())
+    assert all(
+        t.untyped_storage().data_ptr() == pool.buffer.data_ptr() for layer in pool.layers.values() for t in layer
+    )
+
+
+def test_page_bytes_adds_layers_of_different_sizes() -> None:
+    specs = {"a": AttentionSpec(4, 2, 8), "b": AttentionSpec(4, 1, 16, dtype=torch.bfloat16)}
+    cache = KVCacheSpec(3, 4)
+    assert page_bytes(AttentionBackend, specs, cache) == 4 * (2 * 8 * 2 * 4 + 1 * 16 * 2 * 2)
+    pool = allocate_kv_cache(AttentionBackend, specs, cache, "cpu")
+    assert pool.num_bytes == 3 * page_bytes(AttentionBackend, specs, cache)
+    for index, layer in enumerate(pool.layers.values()):
+        for offset, tensor in enumerate(layer):
+            tensor.fill_(10 * index + offset)
+    assert [[int(t.unique()) for t in layer] for layer in pool.layers.values()] == [[0, 1], [10, 11]]
+
+
+@each_cache
+@given(data=st.data())
+@settings(deadline=None)
+def test_writes_go_to_their_slots_alone(layout: Layout, dtype: torch.dtype, data: st.DataObject) -> None:
+    slots = data.draw(st.lists(st.integers(0, PAGES * PAGE_SIZE - 1), unique=True, max_size=8))
+    padded = data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots)))
+    mapping = [-1 if pad else slot for slot, pad in zip(slots, padded, strict=True)]
+    k_scale, v_scale = data.draw(st.sampled_from([(1.0, 1.0), (0.5, 3.0)]))
+    cache = make_pool(layout, dtype).layers[0]
+    randomise(cache)
+    before = KVCache(*(tensor.clone() for tensor in cache))
+    key, value = torch.randn(len(slots), HEADS, DIM), torch.randn(len(slots), HEADS, DIM_VO)
+    write_kv(key, value, cache, torch.tensor(mapping, dtype=torch.int64), k_scale, v_scale)
+    for cached, old, new, scale in zip(cache, before, (key, value), (k_scale, v_scale), strict=True):
+        expected = old.clone()
+        for token, slot in enumerate(mapping):
+            if slot >= 0:
+                expected[slot // PAGE_SIZE, slot % PAGE_SIZE] = (new[token] / scale).to(dtype)
+        assert torch.equal(as_bytes(cached), as_bytes(expected))
+
+
+@pytest.mark.parametrize("dtype", FP8_DTYPES, ids=str)
+def test_fp8_saturates_and_reads_back_scaled(dtype: torch.dtype) -> None:
+    limit = torch.finfo(dtype).max
+    real = torch.tensor([1e9, -1e9, 3.0, 0.0, limit])
+    stored = quantise(real, dtype, 2.0)
+    assert stored.float().tolist() == [limit, -limit, 1.5, 0.0, limit / 2]
+    assert dequantise(stored, torch.float32, 2.0).tolist() == [2 * limit, -2 * limit, 3.0, 0.0, limit]
+    assert dequantise(stored, torch.bfloat16, 2.0).dtype is torch.bfloat16
+
+
+@each_cache
+def test_copy_pages_within_each_layer(layout: Layout, dtype: torch.dtype) -> None:
+    layers = list(make_pool(layout, dtype, num_layers=2).layers.values())
+    for cache in layers:
+        randomise(cache)
+    before = [[tensor.clone() for tensor in cache] for cache in layers]
+    copy_pages(layers, [(0, 3), (2, 1)])
+    for cache, old in zip(layers, before, strict=True):
+        for tensor, was in zip(cache, old, strict=True):
+            expected = was[[0, 2, 2, 0, 4]] if dtype not in FP8_DTYPES else was.view(torch.uint8)[[0, 2, 2, 0, 4]]
+            assert torch.equal(as_bytes(tensor), as_bytes(expected))
+
+
+@each_cache
+def test_swap_out_and_in_again(layout: Layout, dtype: torch.dtype) -> None:
+    device, host = ([*make_pool(layout, dtype, 2).layers.values()] for _ in range(2))
+    for cache in device:
+        randomise(cache)
+    before = [as_bytes(tensor).clone() for cache in device for tensor in cache]
+    swap_pages(device, host, [(1, 4), (3, 0)])
+    for cache in device:
+        for tensor in cache:
+            tensor[[1, 3]] = torch.zeros_like(tensor[[1, 3]]) if dtype not in FP8_DTYPES else tensor[[0, 0]]
+    swap_pages(host, device, [(4, 1), (0, 3)])
+    assert all(
+        torch.equal(as_bytes(tensor), old)
+        for tensor, old in zip([t for cache in device for t in cache], before, strict=True)
+    )
+    untouched = [as_bytes(tensor)[[1, 2, 3]] for cache in host for tensor in cache]
+    assert not any(bool(tensor.any()) for tensor in untouched)
+
+
+def test_no_pairs_is_no_work() -> None:
+    cache = make_pool("NHD", torch.float32).layers[0]
+    copy_pages([cache], [])
+    swap_pages([cache], [cache], [])
+
+
+@each_cache
+def test_gathers(layout: Layout, dtype: torch.dtype) -> None:
+    cache = make_pool(layout, dtype).layers[0]
+    randomise(cache)
+    pages, slots = torch.tensor([4, 1]), torch.tensor([7, 0, 19])
+    tokens = as_bytes(cache.key).view(PAGES * PAGE_SIZE, -1)
+    by_page = gather_pages(cache.key, pages)
+    assert by_page.shape == (2 * PAGE_SIZE, HEADS, DIM)
+    assert by_page.dtype is dtype
+    assert torch.equal(as_bytes(by_page).view(8, -1), torch.cat([tokens[16:20], tokens[4:8]]))
+    assert torch.equal(as_bytes(gather_slots(cache.key, slots)).view(3, -1), tokens[slots])
+    scratch: Any = torch.empty(2, PAGE_SIZE, HEADS, DIM, dtype=dtype)
+    assert torch.equal(as_bytes(gather_pages(cache.key, pages, scratch)), as_bytes(by_page))

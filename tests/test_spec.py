@@ -1,0 +1,85 @@
+"""Specs resolve their defaults, refuse what has no meaning, and group layers."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits, plan_groups
+
+
+def test_defaults_are_resolved() -> None:
+    spec = AttentionSpec(8, 2, 64, dtype=torch.bfloat16)
+    assert (spec.head_dim_vo, spec.scale, spec.cache_dtype) == (64, 64**-0.5, torch.bfloat16)
+    assert spec.group_size == 4
+    assert spec == AttentionSpec(8, 2, 64, 64, 0.125, dtype=torch.bfloat16, cache_dtype=torch.bfloat16)
+    assert hash(spec) == hash(replace(spec))
+    with pytest.raises(FrozenInstanceError):
+        spec.scale = 1.0  # type: ignore[misc]
+
+
+def test_values_are_normalised() -> None:
+    spec = AttentionSpec(2, 1, 4, scale=1, alibi_slopes=[1, 2], attention_type="encoder", causal=False)  # type: ignore[arg-type]
+    assert spec.alibi_slopes == (1.0, 2.0)
+    assert spec.attention_type is AttentionType.ENCODER
+    assert isinstance(spec.scale, float)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_heads": 3}, r"num_qo_heads \(8\) must be a multiple of num_kv_heads \(3\)"),
+        ({"num_kv_heads": 0}, "num_kv_heads is 0; it must be at least 1"),
+        ({"head_dim": 0, "scale": 1.0}, "head_dim is 0"),
+        ({"head_dim_vo": -1}, "head_dim_vo is -1"),
+        ({"window_left": -2}, "window_left is -2; use -1 for no window"),
+        ({"logits_soft_cap": 0.0}, "logits_soft_cap is 0.0; use None"),
+        ({"alibi_slopes": (1.0,)}, "alibi_slopes has 1 values for 8 query heads"),
+        ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"chunk_size": 4, "window_left": 3}, "excludes window_left"),
+        ({"attention_type": AttentionType.ENCODER}, "encoder attention sees every key: pass causal=False"),
+        ({"attention_type": AttentionType.CROSS}, "encoder_decoder attention sees every key: pass causal=False"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AttentionSpec(**{"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64, **changes})
+
+
+def test_cache_spec_and_limits() -> None:
+    assert KVCacheSpec(10, 16).num_slots == 160
+    with pytest.raises(ValueError, match=r"num_pages \(0\) and page_size \(16\) must be at least 1"):
+        KVCacheSpec(0)
+    with pytest.raises(ValueError, match="layout is 'DHN'; allowed: 'NHD', 'HND'"):
+        KVCacheSpec(1, layout="DHN")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_num_tokens is 0; it must be at least 1"):
+        Limits(1, 0, 1)
+
+
+SPECS = st.builds(
+    AttentionSpec,
+    st.just(4),
+    st.sampled_from([1, 2]),
+    st.just(8),
+    window_left=st.sampled_from([-1, 3]),
+    logits_soft_cap=st.sampled_from([None, 5.0]),
+    sinks=st.booleans(),
+)
+
+
+@given(st.dictionaries(st.text(max_size=3), SPECS, max_size=8))
+@settings(deadline=None)
+def test_plan_groups_are_a_partition_by_equal_specs(specs: dict[str, AttentionSpec]) -> None:
+    groups = plan_groups(specs)
+    assert [group.index for group in groups] == list(range(len(groups)))
+    assert sorted(layer for group in groups for layer in group.layers) == sorted(specs)
+    assert all(specs[layer] == group.spec for group in groups for layer in group.layers)
+    assert len({group.spec for group in groups}) == len(groups)
+    firsts = [list(specs).index(group.layers[0]) for group in groups]
+    assert firsts == sorted(firsts)
+    assert all(list(group.layers) == [layer for layer in specs if layer in group.layers] for group in groups)
