@@ -12,7 +12,7 @@ import torch
 from attn_backends.page_table import CompiledPageTable, IntArray, compile_page_table
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SequenceData:
     """One row of a batch: which tokens are new, and which pages hold its keys.
 
@@ -42,7 +42,7 @@ class SequenceData:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SequenceGroup:
     """One request as a scheduler sees it: one sequence, or several that sample from one prompt."""
 
@@ -50,7 +50,7 @@ class SequenceGroup:
     sequences: tuple[SequenceData, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CommonAttentionMetadata:
     """One step's batch, the same for every layer and backend. Frozen; made by `from_sequence_groups`.
 
@@ -133,7 +133,7 @@ class CommonAttentionMetadata:
             num_actual_reqs=len(rows),
             num_tokens=int(query_start_loc[-1]),
             num_actual_tokens=int(query_start_loc[-1]) - num_padded_tokens,
-            max_query_len=int(query_lens.max()),
+            max_query_len=max(int(query_lens.max()), padded_query_len if num_padded_reqs else 0),
             max_seq_len=int(seq_lens.max()),
             query_start_loc=on_device[0],
             query_start_loc_cpu=host[0],

@@ -92,7 +92,7 @@ def doctor(
         results = []
         if row.usable:
             chosen = choose_device(row, device)
-            from attn_backends.testing.conformance import quick_check
+            from attn_backends.testing.quick_check import quick_check
 
             results = quick_check(get_backend(name), chosen)
     healthy = row.usable and all(result.ok for result in results)

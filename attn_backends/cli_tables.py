@@ -13,7 +13,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from attn_backends.support import Support
-    from attn_backends.testing.conformance import CheckResult
+    from attn_backends.testing.quick_check import CheckResult
     from attn_backends.verdicts import Explanation
 
 _SETS = ("devices", "dtypes", "cache_dtypes", "head_dims", "page_sizes", "layouts", "attention_types")

@@ -73,7 +73,8 @@ def allocate_kv_cache(
     inverse = [order.index(dim) for dim in range(len(order))]
     start = 0
     layers: dict[LayerT, KVCache] = {}
-    for layer, spec in specs.items():
+    # Wide dtypes first: then every tensor starts at a multiple of its own item size.
+    for layer, spec in sorted(specs.items(), key=lambda item: -item[1].cache_dtype.itemsize):
         tensors = []
         for shape in backend.get_kv_cache_shapes(spec, cache):
             num_bytes = math.prod(shape) * spec.cache_dtype.itemsize
@@ -81,7 +82,7 @@ def allocate_kv_cache(
             tensors.append(flat.view([shape[dim] for dim in order]).permute(inverse))
             start += num_bytes
         layers[layer] = KVCache(*tensors)
-    return KVCachePool(buffer, layers)
+    return KVCachePool(buffer, {layer: layers[layer] for layer in specs})
 
 
 def write_kv(
@@ -120,12 +121,14 @@ def quantise(tensor: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Te
     if dtype in FP8_DTYPES:
         limit = torch.finfo(dtype).max
         return (tensor.float() / scale).clamp(-limit, limit).to(dtype)
-    return (tensor if scale == 1.0 else tensor.float() / scale).to(dtype)
+    return (tensor if scale == 1.0 else tensor.to(torch.promote_types(dtype, torch.float32)) / scale).to(dtype)
 
 
 def dequantise(stored: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """What a cache stores to real values of `dtype`: `stored * scale`, computed in float32 if it is not 1."""
-    return stored.to(dtype) if scale == 1.0 else (stored.float() * scale).to(dtype)
+    """What a cache stores to real values of `dtype`: `stored * scale`, computed in float32 or wider if it is not 1."""
+    if scale == 1.0:
+        return stored.to(dtype)
+    return (stored.to(torch.promote_types(dtype, torch.float32)) * scale).to(dtype)
 
 
 def copy_pages(caches: Sequence[KVCache], pairs: Sequence[tuple[int, int]]) -> None:

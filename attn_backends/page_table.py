@@ -55,7 +55,7 @@ def compile_page_table(
         num_padded_rows, num_padded_tokens: padding added behind the batch.
 
     Raises:
-        ValueError: a row has fewer pages than its length needs.
+        ValueError: a row has fewer pages than its length needs, or a page id is negative.
     """
     num_rows = len(pages)
     used = -(-seq_lens // page_size)
@@ -66,6 +66,9 @@ def compile_page_table(
         )
     rows_total = num_rows + num_padded_rows
     trimmed = [row_pages[:count] for row_pages, count in zip(pages, used.tolist(), strict=True)]
+    indices = np.concatenate(trimmed, dtype=np.int32) if trimmed else np.zeros(0, np.int32)
+    if indices.min(initial=0) < 0:
+        raise ValueError(f"page id {indices.min()} in the page lists: ids count from 0")
     table = np.zeros((rows_total, max(1, int(used.max(initial=0)))), np.int32)
     for i, row_pages in enumerate(trimmed):
         table[i, : len(row_pages)] = row_pages
@@ -79,5 +82,4 @@ def compile_page_table(
     rows, positions = token_positions(seq_lens - new_kv_lens, new_kv_lens)
     slots = np.full(len(rows) + num_padded_tokens, PAD_SLOT, np.int64)
     slots[: len(rows)] = table[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
-    indices = np.concatenate(trimmed, dtype=np.int32) if trimmed else np.zeros(0, np.int32)
     return CompiledPageTable(table, indptr, indices, last_page_len, slots)

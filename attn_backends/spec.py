@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar, cast
@@ -74,6 +75,11 @@ class AttentionSpec:
             raise ValueError(f"alibi_slopes has {len(self.alibi_slopes)} values for {self.num_qo_heads} query heads")
         if self.chunk_size is not None and (self.chunk_size < 1 or self.window_left >= 0):
             raise ValueError(f"chunk_size is {self.chunk_size}; it must be at least 1 and excludes window_left")
+        if not math.isfinite(self.scale):
+            raise ValueError(f"scale is {self.scale}; use None for head_dim ** -0.5, or a finite number")
+        positional = self.window_left >= 0 or self.chunk_size is not None or self.alibi_slopes is not None
+        if self.attention_type is AttentionType.CROSS and positional:
+            raise ValueError("cross attention has no common positions: leave out window_left, chunk_size, alibi_slopes")
         if self.attention_type is not AttentionType.DECODER and self.causal:
             raise ValueError(f"{self.attention_type.value} attention sees every key: pass causal=False")
 

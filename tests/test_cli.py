@@ -43,7 +43,7 @@ def _own_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def quick_check(monkeypatch: pytest.MonkeyPatch) -> list[CheckResult]:
     """What the conformance kit's quick check is to answer."""
     results = [CheckResult("decode", True, "max error 1e-7")]
-    kit = ModuleType("attn_backends.testing.conformance")
+    kit = ModuleType("attn_backends.testing.quick_check")
     kit.quick_check = lambda backend, device: results  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, kit.__name__, kit)
     return results

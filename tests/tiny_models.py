@@ -59,7 +59,7 @@ def tiny_model(family: str, **changes: Any) -> transformers.PreTrainedModel:
 
 
 def save_tiny(folder: Path, family: str = "llama", **changes: Any) -> Path:
-    """A tiny model as a Hugging Face folder, with a tokenizer of one token a byte (ids from 3 on; 0 to 2 are special)."""
+    """A tiny model as a Hugging Face folder, with a tokenizer of one token a byte (ids 0 to 2 are special)."""
     model = tiny_model(family, vocab_size=259, **changes)
     with torch.no_grad():  # far apart, or a greedy text would be one token over and over
         model.get_input_embeddings().weight.normal_(0, 2)

@@ -290,7 +290,10 @@ def _bias(spec: AttentionSpec, queries: torch.Tensor, keys: torch.Tensor, visibl
     if spec.alibi_slopes is None:
         added = torch.zeros(visible.shape, dtype=spec.dtype, device=keys.device)[..., None, None, :, :]
     else:
-        slopes = torch.tensor(spec.alibi_slopes, device=keys.device).view(spec.num_kv_heads, spec.group_size, 1, 1)
+        exact = torch.promote_types(spec.dtype, torch.float32)
+        slopes = torch.tensor(spec.alibi_slopes, dtype=exact, device=keys.device).view(
+            spec.num_kv_heads, spec.group_size, 1, 1
+        )
         added = (slopes * (keys - queries)[:, None, None]).to(spec.dtype)
     hidden = ~visible.view(-1, 1, 1, *visible.shape[-2:])
     return added.view(-1, *added.shape[-4:]).masked_fill(hidden, float("-inf"))

@@ -121,6 +121,7 @@ class LoadedModel:
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
     layers: dict[int, LayerProbe]
     max_model_len: int
+    vocab_size: int
     eos_token_ids: frozenset[int]
 
     def forward(
@@ -179,6 +180,7 @@ def load_model(config: EngineConfig, device: torch.device, report: Report = lamb
         tokenizer=tokenizer,
         layers=layers,
         max_model_len=model.config.get_text_config().max_position_embeddings,
+        vocab_size=model.get_input_embeddings().num_embeddings,
         eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
     )
 

@@ -168,7 +168,14 @@ class LLM:
             self._live[request.request_id] = _Live(
                 index, prompt, request, Detokenizer(self.model.tokenizer, params.stop)
             )
-            self.scheduler.add(request)
+            unknown = [token for token in token_ids if not 0 <= token < self.model.vocab_size]
+            if unknown:
+                request.error = (
+                    f"token id {unknown[0]} is not in the vocabulary: ids are 0 to {self.model.vocab_size - 1}"
+                )
+                request.finish_reason = "error"
+            else:
+                self.scheduler.add(request)
             self.stats.num_prompt_tokens += len(token_ids)
 
     def _step(self) -> Iterator[TextChunk]:

@@ -31,8 +31,8 @@ class Sampler:
         """
         if len(requests) != len(logits):
             raise ValueError(f"logits have {len(logits)} rows for {len(requests)} requests: pass one row a request")
-        tokens = logits.argmax(dim=-1)  # [num_rows] i64; NaN counts as largest
-        largest = logits.gather(1, tokens[:, None])  # [num_rows, 1]
+        largest, tokens = logits.max(dim=-1)  # [num_rows]; NaN counts as largest
+        largest = largest[:, None]
         _check_finite(largest, requests)
         drawn = [row for row, request in enumerate(requests) if not _is_greedy(request.sampling)]
         if drawn:

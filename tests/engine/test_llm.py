@@ -85,6 +85,7 @@ def test_prompts_that_cannot_be_served_fail_alone(tiny_llama: Path) -> None:
     assert "150 tokens" in (over_pool.error or "")
     assert "250 tokens" in (over_model.error or "")
     assert fine.finish_reason == "length"
+    assert "token id 999 is not in the vocabulary" in (llm.generate([[3, 999]])[0].error or "")
     assert fine.token_ids == tokens(engine(tiny_llama), ["hello"])[0]
 
 

@@ -45,7 +45,7 @@ def make_batch(texts: list[list[int]], spans: list[tuple[int, int]], pages: np.n
 def runner_of(model) -> ModelRunner:  # type: ignore[no-untyped-def]
     model.set_attn_implementation(ATTENTION_NAME)
     layers = probe_layers(model)
-    loaded = LoadedModel(model, None, layers, 256, frozenset())
+    loaded = LoadedModel(model, None, layers, 256, 97, frozenset())
     specs = {layer: probe.spec for layer, probe in layers.items()}
     return ModelRunner(
         loaded, get_backend("TORCH"), specs, KVCacheSpec(64, PAGE_SIZE), Limits(8, 64, 64), torch.device("cpu")
