@@ -6,25 +6,56 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attn_backends.batch import CommonAttentionMetadata, SequenceData, SequenceGroup
-    from attn_backends.config import EngineConfig, SamplingParams, load_config
-    from attn_backends.engine.llm import LLM
-    from attn_backends.engine.outputs import RequestOutput, TextChunk
-    from attn_backends.interface import (
-        AttentionBackend,
-        AttentionImpl,
-        AttentionMetadata,
-        AttentionMetadataBuilder,
-        AttentionState,
-        AttentionStep,
-        Capabilities,
-        CudaGraphSupport,
-        Rejection,
-        Unsupported,
+    from attn_backends.batch import (
+        CommonAttentionMetadata as CommonAttentionMetadata,
+        SequenceData as SequenceData,
+        SequenceGroup as SequenceGroup,
     )
-    from attn_backends.kv_cache import KVCache, allocate_kv_cache, copy_pages, swap_pages, write_kv
-    from attn_backends.registry import backends, explain, get_backend, register_backend, select_backend
-    from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits, PlanGroup, plan_groups
+    from attn_backends.config import (
+        EngineConfig as EngineConfig,
+        SamplingParams as SamplingParams,
+        load_config as load_config,
+    )
+    from attn_backends.engine.llm import (
+        LLM as LLM,
+    )
+    from attn_backends.engine.outputs import (
+        RequestOutput as RequestOutput,
+        TextChunk as TextChunk,
+    )
+    from attn_backends.interface import (
+        AttentionBackend as AttentionBackend,
+        AttentionImpl as AttentionImpl,
+        AttentionMetadata as AttentionMetadata,
+        AttentionMetadataBuilder as AttentionMetadataBuilder,
+        AttentionState as AttentionState,
+        AttentionStep as AttentionStep,
+        Capabilities as Capabilities,
+        CudaGraphSupport as CudaGraphSupport,
+        Rejection as Rejection,
+        Unsupported as Unsupported,
+    )
+    from attn_backends.kv_cache import (
+        KVCache as KVCache,
+        allocate_kv_cache as allocate_kv_cache,
+        copy_pages as copy_pages,
+        swap_pages as swap_pages,
+        write_kv as write_kv,
+    )
+    from attn_backends.registry import (
+        explain as explain,
+        get_backend as get_backend,
+        register_backend as register_backend,
+        select_backend as select_backend,
+    )
+    from attn_backends.spec import (
+        AttentionSpec as AttentionSpec,
+        AttentionType as AttentionType,
+        KVCacheSpec as KVCacheSpec,
+        Limits as Limits,
+        PlanGroup as PlanGroup,
+        plan_groups as plan_groups,
+    )
 
 _HOME = {
     name: module
@@ -36,7 +67,7 @@ _HOME = {
         "interface": "AttentionBackend AttentionImpl AttentionMetadata AttentionMetadataBuilder AttentionState "
         "AttentionStep Capabilities CudaGraphSupport Rejection Unsupported",
         "kv_cache": "KVCache allocate_kv_cache copy_pages swap_pages write_kv",
-        "registry": "backends explain get_backend register_backend select_backend",
+        "registry": "explain get_backend register_backend select_backend",
         "spec": "AttentionSpec AttentionType KVCacheSpec Limits PlanGroup plan_groups",
     }.items()
     for name in names.split()

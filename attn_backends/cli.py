@@ -152,8 +152,7 @@ def generate(
 ) -> None:
     """Answer prompts: from --prompt, a file, or stdin; without any, four examples. All are generated at once."""
     with clear_errors():
-        from attn_backends.cli_generate import generate as run
-        from attn_backends.cli_generate import read_prompts
+        from attn_backends.cli_generate import generate as run, read_prompts
         from attn_backends.config import load_config
 
         overrides = {

@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from attn_backends.config import EngineConfig
 from attn_backends.engine.checkpoint import ModelError, Report, find_model
-from attn_backends.engine.packed_linear import pack_linears
+from attn_backends.engine.linears import MIN_TOKENS, merge_projections, pack_linears
 from attn_backends.spec import AttentionSpec
 
 ATTENTION_NAME = "attn_backends"  # must not contain "flash", "sdpa" or "/": transformers gives those a meaning
@@ -123,6 +123,7 @@ class LoadedModel:
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
+    min_tokens: int = 1  # a step of fewer is slower than one padded to this many
 
     def forward(
         self,
@@ -169,8 +170,9 @@ def load_model(config: EngineConfig, device: torch.device, report: Report = lamb
     if missing:
         raise ModelError(f"the weights in {path} lack {len(missing)} tensors, such as {missing[:3]}: fetch them again")
     model.eval().requires_grad_(False).to(device)
-    if config.pack_linears:
-        pack_linears(model)
+    if config.merge_projections:
+        merge_projections(model)
+    packed = pack_linears(model) if config.pack_linears else 0
     layers = probe_layers(model)
     eos = getattr(model.generation_config, "eos_token_id", None)
     if eos is None:
@@ -182,6 +184,7 @@ def load_model(config: EngineConfig, device: torch.device, report: Report = lamb
         max_model_len=model.config.get_text_config().max_position_embeddings,
         vocab_size=model.get_input_embeddings().num_embeddings,
         eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+        min_tokens=MIN_TOKENS if packed else 1,
     )
 
 

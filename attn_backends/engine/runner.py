@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from attn_backends.batch import CommonAttentionMetadata
 from attn_backends.engine.hf import LoadedModel
@@ -80,15 +81,24 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> torch.Tensor:
         """Logits [len(batch.sample_rows), vocab] of the rows whose last token is their last known one."""
-        common = CommonAttentionMetadata.from_sequence_groups(batch.groups(), self.cache.page_size, self.device)
+        padding = max(0, self.model.min_tokens - len(batch.token_ids))
+        common = CommonAttentionMetadata.from_sequence_groups(
+            batch.groups(), self.cache.page_size, self.device, num_padded_reqs=padding
+        )
         steps: dict[int, AttentionStep[Any]] = {}
         for group, builder in zip(self.groups, self.builders, strict=True):
             step = self.state.begin_forward(builder.build(0, common))
             steps.update(dict.fromkeys(group.layers, step))
         last_tokens = np.cumsum(batch.query_lens, dtype=np.int64) - 1
-        return self.model.forward(
-            torch.from_numpy(batch.token_ids).to(self.device),
-            torch.from_numpy(batch.positions).to(self.device),
-            torch.from_numpy(last_tokens[batch.sample_rows]).to(self.device),
+        logits_at = last_tokens[batch.sample_rows]
+        logits = self.model.forward(
+            self._tensor(batch.token_ids, padding),
+            self._tensor(batch.positions, padding),
+            self._tensor(logits_at, max(0, self.model.min_tokens - len(logits_at))),
             StepContext(self.impls, self.pool.layers, steps),
         )
+        return logits[: len(logits_at)]
+
+    def _tensor(self, values: NDArray[np.int64], padding: int) -> torch.Tensor:
+        """On the device, with zeros behind."""
+        return torch.from_numpy(np.pad(values, (0, padding))).to(self.device)

@@ -1,0 +1,109 @@
+"""Linear layers made ready for decoding, where a step is little more than one read of all weights.
+
+Merged: projections of one input (q, k, v; gate, up) become one product. The model's code goes on calling its two or
+three layers; the first call of a step computes all columns, the others return theirs.
+
+Packed: on a CPU the weights are reordered once for oneDNN. torch reorders them on every call otherwise, or hands small
+batches to a slower routine. Both change results by rounding alone; benchmarks/linears.py measures them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as Hugging Face models name them
+BATCH_HINT = 16  # tokens that the blocking is chosen for
+MIN_TOKENS = 4  # a packed product of fewer is slower than one of four: see benchmarks/linears.py
+
+
+class PackedLinear(torch.nn.Module):
+    """`torch.nn.Linear` for inference, over a reordered copy of its weight (oneDNN's own format; not for saving)."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), BATCH_HINT)
+        self.bias = linear.bias
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # [..., in_features] -> [..., out_features]
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(tokens, self.packed, self.bias, "none", [], "")
+        return out
+
+
+class _SharedProduct:
+    """One merged layer and, between the calls of its slices, its result."""
+
+    def __init__(self, layer: torch.nn.Module, widths: list[int]) -> None:
+        self.layer = layer
+        self.widths = widths
+        self.tokens: torch.Tensor | None = None
+        self.columns: tuple[torch.Tensor, ...] = ()
+
+    def slice(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
+        if tokens is not self.tokens:
+            self.tokens, self.columns = tokens, self.layer(tokens).split(self.widths, -1)
+        out = self.columns[index]
+        if index == len(self.widths) - 1:  # the last to be called: nothing of a step outlives it
+            self.tokens, self.columns = None, ()
+        return out
+
+
+class MergedSlice(torch.nn.Module):
+    """Takes the place of one merged layer: returns its columns of the shared product."""
+
+    def __init__(self, product: _SharedProduct, index: int) -> None:
+        super().__init__()
+        self.product = product
+        self.index = index
+        self.layer = product.layer if index == 0 else None  # registered once, so that the weights are counted once
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # [..., in_features] -> [..., out_features]
+        return self.product.slice(tokens, self.index)
+
+
+def merge_projections(model: torch.nn.Module) -> int:
+    """Merge every set of sibling projections; returns how many sets were. Plain `Linear` layers only."""
+    merged = 0
+    for parent in list(model.modules()):
+        for names in SIBLINGS:
+            linears = [child for name in names if type(child := getattr(parent, name, None)) is torch.nn.Linear]
+            if len(linears) == len(names) and len({linear.bias is None for linear in linears}) == 1:
+                product = _SharedProduct(_concatenated(linears), [linear.out_features for linear in linears])
+                for index, name in enumerate(names):
+                    setattr(parent, name, MergedSlice(product, index))
+                merged += 1
+    return merged
+
+
+def pack_linears(model: torch.nn.Module) -> int:
+    """Replace every plain `Linear` that is on the CPU, of a dtype it has fast products for, by a packed one.
+
+    Returns how many were.
+    """
+    packed = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is torch.nn.Linear and _packs(child.weight):
+                layer = PackedLinear(child)
+                setattr(parent, name, layer)
+                if isinstance(parent, MergedSlice):
+                    parent.product.layer = layer
+                packed += 1
+    return packed
+
+
+def _concatenated(linears: Sequence[torch.nn.Linear]) -> torch.nn.Linear:
+    weight = torch.cat([linear.weight for linear in linears])
+    merged = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
+    merged.weight = torch.nn.Parameter(weight, requires_grad=False)
+    if linears[0].bias is not None:
+        merged.bias = torch.nn.Parameter(torch.cat([linear.bias for linear in linears]), requires_grad=False)
+    return merged
+
+
+def _packs(weight: torch.Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    bf16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype is torch.float32 or (weight.dtype is torch.bfloat16 and bf16)
