@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from attn_backends.config import EngineConfig
 from attn_backends.engine.checkpoint import ModelError, Report, find_model
+from attn_backends.engine.fused_layer import fuse_layers
 from attn_backends.engine.linears import MIN_TOKENS, merge_projections, pack_linears
 from attn_backends.spec import AttentionSpec
 
@@ -170,10 +171,8 @@ def load_model(config: EngineConfig, device: torch.device, report: Report = lamb
     if missing:
         raise ModelError(f"the weights in {path} lack {len(missing)} tensors, such as {missing[:3]}: fetch them again")
     model.eval().requires_grad_(False).to(device)
-    if config.merge_projections:
-        merge_projections(model)
-    packed = pack_linears(model) if config.pack_linears else 0
     layers = probe_layers(model)
+    packed = _prepare(model, config)
     eos = getattr(model.generation_config, "eos_token_id", None)
     if eos is None:
         eos = tokenizer.eos_token_id
@@ -186,6 +185,17 @@ def load_model(config: EngineConfig, device: torch.device, report: Report = lamb
         eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
         min_tokens=MIN_TOKENS if packed else 1,
     )
+
+
+def _prepare(model: Any, config: EngineConfig) -> int:
+    """Make the model fast, after it was checked as it is; returns how many layers and products are oneDNN's now."""
+    base = model.base_model
+    fused = 0
+    if config.fuse_layers and hasattr(base, "rotary_emb"):
+        fused = fuse_layers(base.layers, base.rotary_emb)
+    if config.merge_projections:
+        merge_projections(model)
+    return fused + (pack_linears(model) if config.pack_linears else 0)
 
 
 def layer_specs(config: EngineConfig, device: torch.device) -> dict[int, AttentionSpec]:

@@ -23,7 +23,7 @@ class PackedLinear(torch.nn.Module):
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), BATCH_HINT)
+        self.packed = reordered(linear.weight)
         self.bias = linear.bias
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # [..., in_features] -> [..., out_features]
@@ -84,7 +84,7 @@ def pack_linears(model: torch.nn.Module) -> int:
     packed = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is torch.nn.Linear and _packs(child.weight):
+            if type(child) is torch.nn.Linear and packable(child.weight):
                 layer = PackedLinear(child)
                 setattr(parent, name, layer)
                 if isinstance(parent, MergedSlice):
@@ -102,7 +102,14 @@ def _concatenated(linears: Sequence[torch.nn.Linear]) -> torch.nn.Linear:
     return merged
 
 
-def _packs(weight: torch.Tensor) -> bool:
+def reordered(weight: torch.Tensor) -> torch.Tensor:
+    """A [out_features, in_features] weight in oneDNN's own format: opaque, and good for its products alone."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), BATCH_HINT)
+    return packed
+
+
+def packable(weight: torch.Tensor) -> bool:
+    """Whether oneDNN has fast products for such a weight on this machine."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     bf16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -1,0 +1,126 @@
+"""Decoder layers of the Llama form with fewer, fused operations: what a CPU decodes with.
+
+A Hugging Face decoder layer is some forty small operations, whose overhead costs as much as the attention at a few
+tokens. Here q, k and v are one product, both rotations are one, and oneDNN adds the residuals and applies SiLU and the
+gate inside its products. A layer is replaced only if its fused form agrees with it on random input.
+
+Rotation: Su et al., "RoFormer", in the half-split form of Llama; normalisation: Zhang and Sennrich, "RMSNorm".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from attn_backends.engine.linears import packable, reordered
+
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative, ‖fused - original‖ / ‖original‖
+PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+class FusedLayer(torch.nn.Module):
+    """Takes the place of a decoder layer; `attention_context` gets q, k and v as from the original."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self.attention = attention  # named by the attention context: layer_idx, scaling
+        self.norms = tuple((n.weight, n.variance_epsilon) for n in (layer.input_layernorm, layer.post_attention_layernorm))
+        self.head_dim = attention.head_dim
+        self.widths = [attention.q_proj.out_features, attention.k_proj.out_features, attention.v_proj.out_features]
+        self.qkv = reordered(torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]))
+        self.out = reordered(attention.o_proj.weight)
+        self.gate, self.up, self.down = (reordered(p.weight) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [1, num_tokens, hidden]
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos and sin, [1, num_tokens, head_dim]
+        attention_context: Any,
+        **unused: Any,
+    ) -> torch.Tensor:
+        hidden = hidden_states[0]
+        qkv = _linear(self._norm(hidden, 0), self.qkv, None, "none", [], "")
+        rotated_width = self.widths[0] + self.widths[1]
+        query_key = self._rotate(qkv[:, :rotated_width].unflatten(1, (-1, self.head_dim)), *position_embeddings)
+        query, key = query_key.split([self.widths[0] // self.head_dim, self.widths[1] // self.head_dim], 1)
+        value = qkv[:, rotated_width:].unflatten(1, (-1, self.head_dim))
+        attended = attention_context.attend(self.attention, query, key, value, {"scaling": self.attention.scaling})
+        hidden = _linear.binary(attended.flatten(1), hidden, self.out, None, "add")
+        normed = self._norm(hidden, 1)
+        gated = _linear(normed, self.gate, None, "swish", [], "")
+        gated = _linear.binary(normed, gated, self.up, None, "mul")
+        return _linear.binary(gated, hidden, self.down, None, "add")[None]
+
+    def _norm(self, hidden: torch.Tensor, index: int) -> torch.Tensor:
+        weight, epsilon = self.norms[index]
+        return F.rms_norm(hidden, weight.shape, weight, epsilon)
+
+    def _rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        first, second = heads.chunk(2, -1)  # [num_tokens, heads, head_dim / 2]
+        return torch.addcmul(heads * cos[0, :, None], torch.cat((-second, first), -1), sin[0, :, None])
+
+
+_linear = torch.ops.mkldnn._linear_pointwise
+
+
+def fuse_layers(layers: torch.nn.ModuleList, rotary: Any) -> int:
+    """Replace the layers of the Llama form whose fused form agrees with them; returns how many were.
+
+    Args:
+        layers: a model's decoder layers, on the CPU.
+        rotary: the model's rotary embedding: (hidden, position_ids) to cos and sin.
+    """
+    replaced = 0
+    for index, layer in enumerate(layers):
+        if _has_llama_form(layer):
+            fused = FusedLayer(layer)
+            if _agree(layer, fused, rotary):
+                layers[index] = fused
+                replaced += 1
+    return replaced
+
+
+def _has_llama_form(layer: Any) -> bool:
+    """The same parts and nothing besides; plain products without biases, that the CPU has packed ones for."""
+    if sorted(name for name, _ in layer.named_children()) != sorted(PARTS):
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    if sorted(name for name, _ in attention.named_children()) != sorted(PROJECTIONS):
+        return False
+    projections = [getattr(attention, name, None) for name in PROJECTIONS]
+    projections += [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    return (
+        all(type(p) is torch.nn.Linear and p.bias is None and packable(p.weight) for p in projections)
+        and all(hasattr(norm, "variance_epsilon") for norm in (layer.input_layernorm, layer.post_attention_layernorm))
+        and hasattr(attention, "head_dim")
+        and hasattr(attention, "scaling")
+    )
+
+
+class _Trial:
+    """A stand-in for attention: mixes queries, keys and values of each token, so that an error in any of them shows."""
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, constants: Mapping[str, Any]
+    ) -> torch.Tensor:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        return (query * key).sum(-1, keepdim=True).tanh() * constants["scaling"] + value
+
+
+def _agree(layer: Any, fused: FusedLayer, rotary: Any) -> bool:
+    weight = fused.norms[0][0]
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 7, weight.shape[0], generator=generator).to(weight.dtype)
+    positions = torch.arange(3, 10)[None]
+    arguments = {"position_embeddings": rotary(hidden, positions), "attention_context": _Trial()}
+    with torch.inference_mode():
+        expected, got = layer(hidden, **arguments), fused(hidden, **arguments)
+    error = (got - expected).float().norm() / expected.float().norm()
+    return bool(error < TOLERANCES[weight.dtype])  # NaN is no agreement
