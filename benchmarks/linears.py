@@ -1,6 +1,6 @@
 """Linear layers of one decode step of SmolLM2-135M (211 products, random weights): as they are, merged, packed, both.
 
-    python benchmarks/linears.py
+python benchmarks/linears.py
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Layer(torch.nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        shapes = {"q_proj": (HIDDEN, HIDDEN), "k_proj": (HIDDEN, KV), "v_proj": (HIDDEN, KV), "o_proj": (HIDDEN, HIDDEN),
-                  "gate_proj": (HIDDEN, INTERMEDIATE), "up_proj": (HIDDEN, INTERMEDIATE),
-                  "down_proj": (INTERMEDIATE, HIDDEN)}  # fmt: skip
+        shapes = {"q_proj": (HIDDEN, HIDDEN), "k_proj": (HIDDEN, KV), "v_proj": (HIDDEN, KV),
+                  "o_proj": (HIDDEN, HIDDEN), "gate_proj": (HIDDEN, INTERMEDIATE),
+                  "up_proj": (HIDDEN, INTERMEDIATE), "down_proj": (INTERMEDIATE, HIDDEN)}  # fmt: skip
         for name, (inputs, outputs) in shapes.items():
             self.add_module(name, torch.nn.Linear(inputs, outputs, bias=False, dtype=dtype))
 

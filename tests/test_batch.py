@@ -7,8 +7,7 @@ from dataclasses import FrozenInstanceError
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from attn_backends.batch import CommonAttentionMetadata, SequenceData, SequenceGroup
 

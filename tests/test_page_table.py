@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from attn_backends.page_table import CompiledPageTable, compile_page_table, token_positions
 from attn_backends.testing.cases import CsrCase, load_cases

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from attn_backends.engine.linears import packable, reordered
 
@@ -25,11 +24,13 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 class FusedLayer(torch.nn.Module):
     """Takes the place of a decoder layer; `attention_context` gets q, k and v as from the original."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, rotate: _Rotation) -> None:
         super().__init__()
+        self.rotate = rotate
         attention, mlp = layer.self_attn, layer.mlp
-        self.attention = attention  # named by the attention context: layer_idx, scaling
-        self.norms = tuple((n.weight, n.variance_epsilon) for n in (layer.input_layernorm, layer.post_attention_layernorm))
+        self.place = torch.nn.Module()  # stands for the attention module, without its weights
+        self.place.layer_idx, self.place.scaling = attention.layer_idx, attention.scaling
+        self.norms = [_Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)]
         self.head_dim = attention.head_dim
         self.widths = [attention.q_proj.out_features, attention.k_proj.out_features, attention.v_proj.out_features]
         self.qkv = reordered(torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]))
@@ -45,25 +46,54 @@ class FusedLayer(torch.nn.Module):
         **unused: Any,
     ) -> torch.Tensor:
         hidden = hidden_states[0]
-        qkv = _linear(self._norm(hidden, 0), self.qkv, None, "none", [], "")
+        qkv = _linear(self.norms[0](hidden), self.qkv, None, "none", [], "")
         rotated_width = self.widths[0] + self.widths[1]
-        query_key = self._rotate(qkv[:, :rotated_width].unflatten(1, (-1, self.head_dim)), *position_embeddings)
+        query_key = self.rotate(qkv[:, :rotated_width].unflatten(1, (-1, self.head_dim)), position_embeddings)
         query, key = query_key.split([self.widths[0] // self.head_dim, self.widths[1] // self.head_dim], 1)
         value = qkv[:, rotated_width:].unflatten(1, (-1, self.head_dim))
-        attended = attention_context.attend(self.attention, query, key, value, {"scaling": self.attention.scaling})
+        attended = attention_context.attend(self.place, query, key, value, {"scaling": self.place.scaling})
         hidden = _linear.binary(attended.flatten(1), hidden, self.out, None, "add")
-        normed = self._norm(hidden, 1)
+        normed = self.norms[1](hidden)
         gated = _linear(normed, self.gate, None, "swish", [], "")
         gated = _linear.binary(normed, gated, self.up, None, "mul")
-        return _linear.binary(gated, hidden, self.down, None, "add")[None]
+        out: torch.Tensor = _linear.binary(gated, hidden, self.down, None, "add")
+        return out[None]
 
-    def _norm(self, hidden: torch.Tensor, index: int) -> torch.Tensor:
-        weight, epsilon = self.norms[index]
-        return F.rms_norm(hidden, weight.shape, weight, epsilon)
 
-    def _rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        first, second = heads.chunk(2, -1)  # [num_tokens, heads, head_dim / 2]
-        return torch.addcmul(heads * cos[0, :, None], torch.cat((-second, first), -1), sin[0, :, None])
+class _Rotation:
+    """The rotation of queries and keys, its angles prepared once a step: every layer gets the same two tensors."""
+
+    def __init__(self) -> None:
+        self.angles: tuple[torch.Tensor, torch.Tensor] | None = None  # as they came
+        self.prepared: tuple[torch.Tensor, torch.Tensor] | None = None  # [num_tokens, 1, head_dim] each
+
+    def __call__(self, heads: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """`heads` [num_tokens, num_heads, head_dim] rotated by `angles`, cos and sin [1, num_tokens, head_dim]."""
+        half = heads.shape[-1] // 2
+        if self.prepared is None or angles is not self.angles:
+            cos, sin = angles[0][0, :, None], angles[1][0, :, None]
+            self.prepared = (
+                cos,
+                torch.cat((-sin[..., :half], sin[..., half:]), -1),
+            )  # the first half takes minus the second
+            self.angles = angles
+        cos, signed_sin = self.prepared
+        rotated: torch.Tensor = torch.addcmul(heads * cos, heads.roll(half, -1), signed_sin)
+        return rotated
+
+
+class _Norm:
+    """x · w / √(mean x² + ε), as x · (√n w) / hypot(‖x‖, √(n ε)): four operations in place of eight."""
+
+    def __init__(self, norm: Any) -> None:
+        size = norm.weight.shape[0]
+        self.weight = norm.weight.float() * size**0.5
+        self.epsilon = torch.tensor((size * norm.variance_epsilon) ** 0.5)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:  # [num_tokens, hidden]
+        length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
+        normed: torch.Tensor = (hidden / torch.hypot(length, self.epsilon) * self.weight).to(hidden.dtype)
+        return normed
 
 
 _linear = torch.ops.mkldnn._linear_pointwise
@@ -76,10 +106,10 @@ def fuse_layers(layers: torch.nn.ModuleList, rotary: Any) -> int:
         layers: a model's decoder layers, on the CPU.
         rotary: the model's rotary embedding: (hidden, position_ids) to cos and sin.
     """
-    replaced = 0
+    replaced, rotate = 0, _Rotation()
     for index, layer in enumerate(layers):
         if _has_llama_form(layer):
-            fused = FusedLayer(layer)
+            fused = FusedLayer(layer, rotate)
             if _agree(layer, fused, rotary):
                 layers[index] = fused
                 replaced += 1
@@ -115,12 +145,12 @@ class _Trial:
 
 
 def _agree(layer: Any, fused: FusedLayer, rotary: Any) -> bool:
-    weight = fused.norms[0][0]
+    weight = layer.input_layernorm.weight
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 7, weight.shape[0], generator=generator).to(weight.dtype)
     positions = torch.arange(3, 10)[None]
     arguments = {"position_embeddings": rotary(hidden, positions), "attention_context": _Trial()}
     with torch.inference_mode():
         expected, got = layer(hidden, **arguments), fused(hidden, **arguments)
-    error = (got - expected).float().norm() / expected.float().norm()
-    return bool(error < TOLERANCES[weight.dtype])  # NaN is no agreement
+    error: torch.Tensor = (got - expected).float().norm() / expected.float().norm()
+    return error.item() < TOLERANCES[weight.dtype]  # NaN is no agreement

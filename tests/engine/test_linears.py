@@ -1,0 +1,94 @@
+"""Merged, packed and fused layers give what the originals give, and take the place of nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends.engine.fused_layer import FusedLayer, fuse_layers
+from attn_backends.engine.hf import ATTENTION_NAME
+from attn_backends.engine.linears import MergedSlice, PackedLinear, merge_projections, pack_linears, packable
+from tests.tiny_models import tiny_model
+
+needs_packing = pytest.mark.skipif(not packable(torch.ones(2, 2)), reason="this CPU's torch has no oneDNN")
+
+
+class Mix:
+    """An attention context for tests: any function of the three will do."""
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, constants: object
+    ) -> torch.Tensor:
+        groups = query.shape[1] // key.shape[1]
+        return query * module.layer_idx + (key - value).repeat_interleave(groups, 1)
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.arange(3, 14)[None]
+    with torch.inference_mode():
+        out: torch.Tensor = model(input_ids=ids, position_ids=ids, use_cache=False, attention_context=Mix()).logits
+    return out
+
+
+def ours(family: str, **changes: Any) -> Any:
+    model = tiny_model(family, **changes).requires_grad_(False)
+    model.set_attn_implementation(ATTENTION_NAME)
+    return model
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_merged_projections(bias: bool) -> None:
+    model = ours("llama", attention_bias=bias)
+    expected = logits(model)
+    assert merge_projections(model) == 8  # qkv and gate-up of four layers
+    torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-5)
+    assert isinstance(model.model.layers[0].self_attn.k_proj, MergedSlice)
+
+
+def test_layers_without_siblings_are_left_alone() -> None:
+    assert merge_projections(ours("phi3")) == 0  # qkv_proj and gate_up_proj already
+
+
+@needs_packing
+@pytest.mark.parametrize("merge", [False, True])
+def test_packed_linears(merge: bool) -> None:
+    model = ours("llama")
+    expected = logits(model)
+    if merge:
+        merge_projections(model)
+    assert pack_linears(model) == (4 * 4 + 1 if merge else 4 * 7 + 1)
+    assert not any(type(module) is torch.nn.Linear for module in model.modules())
+    torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-5)
+
+
+@needs_packing
+def test_float16_is_not_packed() -> None:
+    assert pack_linears(torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.float16))) == 0
+
+
+@needs_packing
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_fused_layers(family: str) -> None:
+    model = ours(family)
+    expected = logits(model)
+    assert fuse_layers(model.model.layers, model.model.rotary_emb) == 4
+    torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-5)
+    assert not any(isinstance(module, (torch.nn.Linear, PackedLinear)) for module in model.model.layers.modules())
+
+
+@needs_packing
+@pytest.mark.parametrize(("family", "changes"), [
+    ("qwen3", {}),  # norms of queries and keys
+    ("gemma2", {}),  # four norms a layer
+    ("phi3", {}),  # other projections
+    ("llama", {"attention_bias": True}),
+    ("llama", {"hidden_act": "gelu"}),  # has the form, and disagrees
+])  # fmt: skip
+def test_other_layers_are_not_fused(family: str, changes: dict[str, Any]) -> None:
+    model = ours(family, **changes)
+    expected = logits(model)
+    assert fuse_layers(model.model.layers, model.model.rotary_emb) == 0
+    assert not any(isinstance(layer, FusedLayer) for layer in model.model.layers)
+    torch.testing.assert_close(logits(model), expected)
