@@ -141,7 +141,8 @@ class _Trial:
     ) -> torch.Tensor:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        return (query * key).sum(-1, keepdim=True).tanh() * constants["scaling"] + value
+        mixed: torch.Tensor = (query * key).sum(-1, keepdim=True).tanh() * constants["scaling"] + value
+        return mixed
 
 
 def _agree(layer: Any, fused: FusedLayer, rotary: Any) -> bool:
@@ -152,5 +153,5 @@ def _agree(layer: Any, fused: FusedLayer, rotary: Any) -> bool:
     arguments = {"position_embeddings": rotary(hidden, positions), "attention_context": _Trial()}
     with torch.inference_mode():
         expected, got = layer(hidden, **arguments), fused(hidden, **arguments)
-    error: torch.Tensor = (got - expected).float().norm() / expected.float().norm()
-    return error.item() < TOLERANCES[weight.dtype]  # NaN is no agreement
+    error = (got - expected).float().norm() / expected.float().norm()
+    return bool(error < TOLERANCES[weight.dtype])  # NaN is no agreement
