@@ -164,3 +164,13 @@ def test_window_models_run_with_preemption(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "gemma2", "gemma2", tie_word_embeddings=False)
     small = engine(folder, cache={"num_pages": 16, "page_size": 4}, scheduler={"max_num_tokens": 9})
     assert tokens(small, PROMPTS) == tokens(engine(folder), PROMPTS)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_a_gpu_gives_the_same_tokens(tmp_path: Path, family: str) -> None:
+    folder = save_tiny(tmp_path / family, family, tie_word_embeddings=False)
+    small = {"num_pages": 16, "page_size": 4}
+    on_gpu = engine(folder, device="cuda", cache=small, scheduler={"max_num_tokens": 9})
+    assert tokens(on_gpu, PROMPTS) == tokens(engine(folder, device="cpu"), PROMPTS)
