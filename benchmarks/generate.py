@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import time
 
 import torch
@@ -52,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3, help="the best of this many runs counts, for both")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each; the median counts")
     arguments = parser.parse_args()
     folder = find_model(arguments.model, convert_gguf)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
@@ -62,20 +63,20 @@ def main() -> None:
         llm = LLM.from_pretrained(folder, EngineConfig(dtype=dtype, cache={"prefix_caching": False}))
         for count in (1, 4, 16):
             texts = prompts(count)
-            best_ours = best_theirs = 0.0
-            for _ in range(arguments.repeats):
-                speed, own_ids = ours(llm, texts, arguments.new_tokens)
-                best_ours = max(best_ours, speed)
-                speed, their_ids = theirs(model, tokenizer, texts, arguments.new_tokens)
-                best_theirs = max(best_theirs, speed)
+            taken = [  # in turns, so that a slow minute of the machine hits both; the first turn warms up
+                (ours(llm, texts, arguments.new_tokens), theirs(model, tokenizer, texts, arguments.new_tokens))
+                for _ in range(arguments.repeats + 1)
+            ]
+            own_speed, their_speed = (statistics.median(turn[side][0] for turn in taken[1:]) for side in (0, 1))
+            own_ids, their_ids = taken[0][0][1], taken[0][1][1]
             same = sum(a == b for a, b in zip(own_ids, their_ids, strict=True))
             rows.append(
                 {
                     "dtype": dtype,
                     "requests": count,
-                    "attn_backends tokens/s": best_ours,
-                    "transformers tokens/s": best_theirs,
-                    "ratio": best_ours / best_theirs,
+                    "attn_backends tokens/s": own_speed,
+                    "transformers tokens/s": their_speed,
+                    "ratio": own_speed / their_speed,
                     "equal texts": f"{same} of {count}",
                 }
             )

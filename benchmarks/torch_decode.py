@@ -52,7 +52,6 @@ def measure(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> dict[s
     query = torch.randn(batch, num_qo_heads, head_dim).to(dtype)
     key, value = (torch.randn(batch, num_kv_heads, head_dim).to(dtype) for _ in range(2))
     output = torch.empty_like(query)
-    state = backend.get_state_cls()([group], cache, limits, "cpu")
     impl = backend.get_impl_cls()(spec, cache, "cpu")
 
     def paged(together_bytes: int | None):  # type: ignore[no-untyped-def]
@@ -60,6 +59,7 @@ def measure(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> dict[s
             None if together_bytes is None else validate_options("TORCH", {"gather_together_bytes": together_bytes})
         )
         builder = backend.get_builder_cls()(group, cache, limits, "cpu", options=options)
+        state = backend.get_state_cls()([group], cache, limits, "cpu", options=options)
         step = state.begin_forward(builder.build_from_groups(groups))
         return lambda: impl.forward(query, key, value, kv, step, output)
 
@@ -75,7 +75,7 @@ def measure(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> dict[s
         {
             "contiguous": lambda: F.scaled_dot_product_attention(folded, keys, values),
             "default": paged(None),
-            "together": paged(1 << 40),
+            "together": paged(1 << 27),
             "row by row": paged(0),
         }
     )

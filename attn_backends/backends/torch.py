@@ -306,11 +306,26 @@ class TorchStep(AttentionStep[TorchMetadata]):
     scratch: tuple[torch.Tensor, torch.Tensor] | None  # two of [bytes] u8; None: gather into fresh tensors
 
 
-class TorchState(AttentionState[TorchMetadata]):
-    """Owns one scratch for the keys and one for the values of one row, sized for the longest row of any group.
+def _room(
+    step: AttentionStep[TorchMetadata], kv_cache: KVCache, num_tokens: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The step's scratch as two tensors [num_tokens, num_kv_heads, dim] like the cache's; None where it has no room."""
+    if not isinstance(step, TorchStep) or step.scratch is None:
+        return None, None
+    rooms: list[torch.Tensor | None] = []
+    for scratch, cached in zip(step.scratch, kv_cache, strict=True):
+        shape = (num_tokens, *cached.shape[2:])
+        num_bytes = math.prod(shape) * cached.itemsize
+        fits = num_bytes <= scratch.numel()
+        rooms.append(scratch[:num_bytes].view(cached.dtype).view(shape) if fits else None)
+    return rooms[0], rooms[1]
 
-    A fresh allocation of that size is returned to the system after each layer on a CPU, which costs more than the
-    gather. On a GPU torch's caching allocator keeps it, and there is no scratch.
+
+class TorchState(AttentionState[TorchMetadata]):
+    """Owns one scratch for gathered keys and one for values: the longest row of any group, or rows taken together.
+
+    On a CPU a fresh allocation of that size goes back to the system after each layer, which costs more than the gather.
+    On a GPU torch's caching allocator keeps it, and there is no scratch.
     """
 
     backend_name = "TORCH"
@@ -324,9 +339,10 @@ class TorchState(AttentionState[TorchMetadata]):
             specs = [group.spec for group in self.groups]
             per_key = max(s.num_kv_heads * s.head_dim * s.cache_dtype.itemsize for s in specs)
             per_value = max(s.num_kv_heads * s.head_dim_vo * s.cache_dtype.itemsize for s in specs)
+            together = (self.options or TorchOptions()).gather_together_bytes
             self.scratch = (
-                torch.empty(tokens * per_key, dtype=torch.uint8),
-                torch.empty(tokens * per_value, dtype=torch.uint8),
+                torch.empty(max(tokens * per_key, together), dtype=torch.uint8),
+                torch.empty(max(tokens * per_value, together), dtype=torch.uint8),
             )
 
     def begin_forward(self, metadata: TorchMetadata) -> TorchStep:
@@ -386,22 +402,19 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
     ) -> Iterator[tuple[slice, Attended]]:
         """Every work item's tokens and result: decode rows together, then row by row."""
         metadata = step.metadata
-        scratch = step.scratch if isinstance(step, TorchStep) else None
         shared = None
         if metadata.prefix_pages is not None and kv_cache is not None:
             everything = slice(0, metadata.common_prefix_len)
-            keys, values = self._gather(kv_cache, metadata.prefix_pages, everything, scratch)
+            keys, values = self._gather(kv_cache, metadata.prefix_pages, everything, step)
             # Queries of all rows in one row: without causality their order means nothing.
             decodes = query[None, : metadata.num_decode_tokens]
             shared = self._attend(decodes, keys, values, None, False, True, with_sinks=False)
         if metadata.decode_batch is not None and kv_cache is not None:
             batch = metadata.decode_batch
-            keys, values = (
-                dequantise(
-                    gather_slots(cached, batch.slots).view(batch.num_rows, -1, *cached.shape[2:]), query.dtype, scale
-                )
-                for cached, scale in ((kv_cache.key, self.k_scale), (kv_cache.value, self.v_scale))
-            )
+            key_room, value_room = _room(step, kv_cache, len(batch.slots))
+            keys = dequantise(gather_slots(kv_cache.key, batch.slots, key_room), query.dtype, self.k_scale)
+            values = dequantise(gather_slots(kv_cache.value, batch.slots, value_room), query.dtype, self.v_scale)
+            keys, values = (tensor.view(batch.num_rows, -1, *tensor.shape[1:]) for tensor in (keys, values))
             tokens = slice(0, batch.num_rows)
             attended = self._attend(
                 query[tokens, None], keys, values, batch.bias, False, want_lse or shared is not None
@@ -409,7 +422,7 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
             yield tokens, _merge(attended.flat(), shared, tokens)
         for row in metadata.decode_rows + metadata.prefill_rows:
             if row.pages is not None and kv_cache is not None:
-                keys, values = self._gather(kv_cache, row.pages, row.keys, scratch)
+                keys, values = self._gather(kv_cache, row.pages, row.keys, step)
             elif key is not None and value is not None:
                 keys, values = key[None, row.new_keys], value[None, row.new_keys]
             else:
@@ -421,21 +434,14 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
             yield row.queries, _merge(attended.flat(), with_shared, row.queries)
 
     def _gather(
-        self,
-        kv_cache: KVCache,
-        pages: torch.Tensor,
-        keys: slice,
-        scratch: tuple[torch.Tensor, torch.Tensor] | None,
+        self, kv_cache: KVCache, pages: torch.Tensor, tokens: slice, step: AttentionStep[TorchMetadata]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of some pages as [1, num_keys, num_kv_heads, dim] in the query's dtype."""
-        gathered = []
-        for i, (cached, scale) in enumerate(zip(kv_cache, (self.k_scale, self.v_scale), strict=True)):
-            out = None
-            if scratch is not None:
-                shape = (pages.shape[0], *cached.shape[1:])
-                out = scratch[i][: math.prod(shape) * cached.itemsize].view(cached.dtype).view(shape)
-            gathered.append(dequantise(gather_pages(cached, pages, out)[None, keys], self.spec.dtype, scale))
-        return gathered[0], gathered[1]
+        key_room, value_room = _room(step, kv_cache, len(pages) * self.cache.page_size)
+        keys = gather_pages(kv_cache.key, pages, key_room)[None, tokens]
+        values = gather_pages(kv_cache.value, pages, value_room)[None, tokens]
+        dtype = self.spec.dtype
+        return dequantise(keys, dtype, self.k_scale), dequantise(values, dtype, self.v_scale)
 
     def _attend(
         self,
