@@ -13,24 +13,13 @@ import statistics
 import time
 
 import torch
+from generate_prompts import prompts
 from harness import report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attn_backends import LLM, EngineConfig, SamplingParams
 from attn_backends.engine.checkpoint import DEFAULT_MODEL, find_model
 from attn_backends.engine.hf import convert_gguf
-
-TOPICS = [
-    "the sea", "how bread is made", "the history of the bicycle", "why leaves fall", "chess", "a small town in winter",
-    "the moon", "learning to swim", "old maps", "the sound of rain", "coffee", "a train journey", "stars", "gardens",
-    "the colour blue", "a lost letter",
-]  # fmt: skip
-
-
-def prompts(count: int) -> list[str]:
-    """Different lengths: some 8 to 60 tokens."""
-    return [f"Here is a short text about {topic}. " + "It begins slowly. " * (i % 5) for i, topic in
-            zip(range(count), TOPICS, strict=False)]  # fmt: skip
 
 
 def ours(llm: LLM, texts: list[str], new_tokens: int) -> tuple[float, list[list[int]]]:

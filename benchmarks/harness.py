@@ -45,8 +45,8 @@ def _timed_ms(run: Callable[[], object]) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def machine() -> dict[str, Any]:
-    """What the numbers were measured on, and with."""
+def machine(packages: tuple[str, ...]) -> dict[str, Any]:
+    """What the numbers were measured on, and with which versions of these packages."""
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),
@@ -58,11 +58,13 @@ def machine() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("torch", "numpy", "transformers")},
+        "versions": {name: version(name) for name in packages},
     }
 
 
-def report(name: str, title: str, rows: list[dict[str, Any]]) -> None:
+def report(
+    name: str, title: str, rows: list[dict[str, Any]], packages: tuple[str, ...] = ("torch", "numpy", "transformers")
+) -> None:
     """Print the rows as a table and write them to `results/<name>.json` beside the machine's description."""
     table = Table(title=title)
     for column in rows[0]:
@@ -72,5 +74,5 @@ def report(name: str, title: str, rows: list[dict[str, Any]]) -> None:
     Console().print(table)
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"benchmark": name, "title": title, **machine(), "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"benchmark": name, "title": title, **machine(packages), "rows": rows}, indent=1) + "\n")
     Console().print(f"written to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")

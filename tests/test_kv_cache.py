@@ -155,5 +155,7 @@ def test_gathers(layout: Layout, dtype: torch.dtype) -> None:
     assert by_page.dtype is dtype
     assert torch.equal(as_bytes(by_page).view(8, -1), torch.cat([tokens[16:20], tokens[4:8]]))
     assert torch.equal(as_bytes(gather_slots(cache.key, slots)).view(3, -1), tokens[slots])
-    scratch: Any = torch.empty(2, PAGE_SIZE, HEADS, DIM, dtype=dtype)
+    scratch: Any = torch.empty(2 * PAGE_SIZE, HEADS, DIM, dtype=dtype)
     assert torch.equal(as_bytes(gather_pages(cache.key, pages, scratch)), as_bytes(by_page))
+    few: Any = torch.empty(3, HEADS, DIM, dtype=dtype)
+    assert torch.equal(as_bytes(gather_slots(cache.key, slots, few)).view(3, -1), tokens[slots])
