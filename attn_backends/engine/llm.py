@@ -20,7 +20,7 @@ from attn_backends.engine.runner import ModelRunner
 from attn_backends.engine.sampler import Sampler
 from attn_backends.engine.scheduler import Scheduler
 from attn_backends.kv_cache import page_bytes
-from attn_backends.registry import select_backend, validate_options
+from attn_backends.registry import AUTO, get_backend, select_backend, validate_options
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
 
 
@@ -81,12 +81,15 @@ class LLM:
             report: told in words what is being loaded.
 
         Raises:
+            UnknownBackendError, BackendImportError: no backend has the configured name, or it cannot be imported.
             ModelError: the model cannot be loaded, or would not run right on a paged cache.
             Unsupported: the named backend cannot serve the model's layers; the reasons are in it.
         """
         config = config or EngineConfig()
         if model is not None:
             config = config.model_copy(update={"model": str(model)})
+        if config.backend.upper() != AUTO:
+            get_backend(config.backend)  # a wrong name or a missing package is said before the weights are read
         device = resolve_device(config.device)
         loaded = load_model(config, device, report)
         report("setting up the engine")

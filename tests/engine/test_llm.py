@@ -152,7 +152,7 @@ def test_a_smaller_cache_dtype_runs(tiny_llama: Path, dtype: str) -> None:
 def test_a_named_backend_is_used_or_refused(tmp_path: Path, tiny_llama: Path) -> None:
     assert engine(tiny_llama, backend="torch").selection.name == "TORCH"
     with pytest.raises(ValueError, match="TORCH"):
-        engine(tiny_llama, backend="TORHC")
+        engine(tmp_path / "no model, and never looked for", backend="TORHC")
     with pytest.raises(ValueError, match="cannot be used here"):
         engine(tiny_llama, device="meteor")
     if not torch.cuda.is_available():
