@@ -109,7 +109,7 @@ class Session:
         if alone:
             print()
 
-    def silent(self, chunks: Iterator[TextChunk], console: Console, max_tokens: int) -> None:
+    def silent(self, chunks: Iterator[TextChunk], console: Console) -> None:
         """A bar of finished prompts only."""
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("generating", total=len(self.prompts))
@@ -153,7 +153,7 @@ def generate(config: EngineConfig, prompts: list[str], *, chat: bool | None, str
     interrupted = False
     try:
         if as_json or not stream:
-            session.silent(chunks, err, config.sampling.max_tokens)
+            session.silent(chunks, err)
         elif out.is_terminal and len(prompts) > 1:
             session.live(chunks)
         else:

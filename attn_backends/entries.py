@@ -122,7 +122,7 @@ def get_entry(name: str) -> BackendEntry:
         return backends[name]
     near = get_close_matches(str(name).upper(), backends, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise UnknownBackendError(f"no backend is named {name!r}; {hint}Known: {', '.join([AUTO, *backends])}")
+    raise UnknownBackendError(f"no backend is named {name!r}; {hint}known: {', '.join([AUTO, *backends])}")
 
 
 def get_backend(name: str) -> type[AttentionBackend]:

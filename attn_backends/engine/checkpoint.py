@@ -59,12 +59,16 @@ def _check_folder(path: Path) -> None:
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} has no config.json: give the folder that holds it")
     index = path / "model.safetensors.index.json"
-    if index.is_file():
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        shards = ["model.safetensors"]
-    for shard in shards:
+    for shard in _shards(index) if index.is_file() else ["model.safetensors"]:
         _check_shard(path / shard)
+
+
+def _shards(index: Path) -> list[str]:
+    """File names of a checkpoint in several files."""
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is not an index of weights: {error}. Fetch it again") from error
 
 
 def _check_shard(file: Path) -> None:

@@ -58,6 +58,13 @@ def test_missing_shard(folder: Path) -> None:
         find_model(str(folder), convert_gguf)
 
 
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"weight_map": 3}'])
+def test_damaged_index(folder: Path, text: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelError, match="not an index of weights"):
+        find_model(str(folder), convert_gguf)
+
+
 def test_lacking_tensors(folder: Path) -> None:
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
