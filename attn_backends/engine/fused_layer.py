@@ -1,8 +1,8 @@
 """Decoder layers of the Llama form with fewer, fused operations: what a CPU decodes with.
 
-A Hugging Face decoder layer is some forty small operations, whose overhead costs as much as the attention at a few
-tokens. Here q, k and v are one product, both rotations are one, and oneDNN adds the residuals and applies SiLU and the
-gate inside its products. A layer is replaced only if its fused form agrees with it on random input.
+A Hugging Face decoder layer is many small operations, each with an overhead that counts at a few tokens. Here q, k and
+v are one product, both rotations are one, and oneDNN adds the residuals and applies SiLU and the gate inside its
+products. A layer is replaced only if its fused form agrees with it on random input.
 
 Rotation: Su et al., "RoFormer", in the half-split form of Llama; normalisation: Zhang and Sennrich, "RMSNorm".
 """
@@ -72,10 +72,8 @@ class _Rotation:
         half = heads.shape[-1] // 2
         if self.prepared is None or angles is not self.angles:
             cos, sin = angles[0][0, :, None], angles[1][0, :, None]
-            self.prepared = (
-                cos,
-                torch.cat((-sin[..., :half], sin[..., half:]), -1),
-            )  # the first half takes minus the second
+            # The first half of a rotated head takes minus the second half.
+            self.prepared = cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
             self.angles = angles
         cos, signed_sin = self.prepared
         rotated: torch.Tensor = torch.addcmul(heads * cos, heads.roll(half, -1), signed_sin)

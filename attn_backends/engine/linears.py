@@ -31,10 +31,11 @@ class PackedLinear(torch.nn.Module):
         return out
 
 
-class _SharedProduct:
-    """One merged layer and, between the calls of its slices, its result."""
+class _SharedProduct(torch.nn.Module):
+    """One merged layer and, between the calls of its slices, its result. A child of each slice, found once by walks."""
 
     def __init__(self, layer: torch.nn.Module, widths: list[int]) -> None:
+        super().__init__()
         self.layer = layer
         self.widths = widths
         self.tokens: torch.Tensor | None = None
@@ -56,7 +57,6 @@ class MergedSlice(torch.nn.Module):
         super().__init__()
         self.product = product
         self.index = index
-        self.layer = product.layer if index == 0 else None  # registered once, so that the weights are counted once
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # [..., in_features] -> [..., out_features]
         return self.product.slice(tokens, self.index)
@@ -85,10 +85,7 @@ def pack_linears(model: torch.nn.Module) -> int:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is torch.nn.Linear and packable(child.weight):
-                layer = PackedLinear(child)
-                setattr(parent, name, layer)
-                if isinstance(parent, MergedSlice):
-                    parent.product.layer = layer
+                setattr(parent, name, PackedLinear(child))
                 packed += 1
     return packed
 
