@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 import numpy as np
 import torch
 
+from attn_backends.derive import PagedCsr, csr_of
 from attn_backends.page_table import CompiledPageTable, IntArray, compile_page_table
 
 
@@ -70,18 +72,46 @@ class CommonAttentionMetadata:
     seq_lens: torch.Tensor  # [R] i32; 0 for padding
     seq_lens_cpu: torch.Tensor  # [R] i32
     context_lens_cpu: torch.Tensor  # [R] i32
-    page_table: torch.Tensor  # [R, max_pages] i32; page_table, CSR and slots are empty in a profile run
+    page_table: torch.Tensor  # [R, max_pages] i32; it and the slots are empty in a profile run
     slot_mapping: torch.Tensor  # [N + padding] i64; -1 is padding, always behind the real slots
     num_new_kv: int  # N
     new_kv_start_loc_cpu: (
         torch.Tensor
     )  # [R + 1] i32: which new keys are whose; query_start_loc except for cross attention
-    paged_kv_indptr: torch.Tensor  # [R + 1] i32
-    paged_kv_indptr_cpu: torch.Tensor  # [R + 1] i32
-    paged_kv_indices: torch.Tensor  # [paged_kv_indptr[-1]] i32
-    paged_kv_last_page_len: torch.Tensor  # [R] i32
-    paged_kv_last_page_len_cpu: torch.Tensor  # [R] i32
     is_profile_run: bool
+    seq_lens_are_upper_bounds: bool = False  # host lengths (`_cpu`, `max_seq_len`) may exceed those on the device
+    for_graph: bool = False  # padded to a captured shape: metadata must not depend on host lengths
+    csr: PagedCsr | None = None  # None: worked out from the table at first use
+
+    @cached_property
+    def _csr(self) -> PagedCsr:
+        if self.csr is not None:
+            return self.csr
+        return csr_of(self.page_table, self.seq_lens, self.page_size, int(self.paged_kv_indptr_cpu[-1]))
+
+    @property
+    def paged_kv_indptr(self) -> torch.Tensor:  # [R + 1] i32
+        return self._csr.indptr
+
+    @property
+    def paged_kv_indices(self) -> torch.Tensor:  # [paged_kv_indptr_cpu[-1]] i32
+        return self._csr.indices
+
+    @property
+    def paged_kv_last_page_len(self) -> torch.Tensor:  # [R] i32
+        return self._csr.last_page_len
+
+    @cached_property
+    def paged_kv_indptr_cpu(self) -> torch.Tensor:  # [R + 1] i32
+        pages = 0 if self.is_profile_run else -(-self.seq_lens_cpu.numpy() // self.page_size)
+        indptr = np.zeros(self.num_reqs + 1, np.int32)
+        np.cumsum(np.broadcast_to(pages, self.num_reqs), out=indptr[1:])
+        return torch.from_numpy(indptr)
+
+    @cached_property
+    def paged_kv_last_page_len_cpu(self) -> torch.Tensor:  # [R] i32
+        lens = np.zeros(self.num_reqs, np.int32) if self.is_profile_run else self.seq_lens_cpu.numpy()
+        return torch.from_numpy(np.where(lens > 0, (lens - 1) % self.page_size + 1, 0).astype(np.int32))
 
     @property
     def query_lens_cpu(self) -> torch.Tensor:  # [R] i32
@@ -146,12 +176,8 @@ class CommonAttentionMetadata:
             new_kv_start_loc_cpu=torch.from_numpy(
                 np.cumsum(np.concatenate([[0], new_kv_lens, padded]), dtype=np.int32)
             ),
-            paged_kv_indptr=on_device[3],
-            paged_kv_indptr_cpu=host[3],
-            paged_kv_indices=on_device[4],
-            paged_kv_last_page_len=on_device[5],
-            paged_kv_last_page_len_cpu=host[5],
             is_profile_run=bool(without),
+            csr=PagedCsr(on_device[3], on_device[4], on_device[5]),
         )
 
 

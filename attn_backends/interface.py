@@ -11,8 +11,8 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NoReturn, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -111,6 +111,13 @@ class AttentionMetadata:
 MetadataT = TypeVar("MetadataT", bound=AttentionMetadata)
 
 
+class SwappableRows(Protocol):
+    """A batch under construction whose rows can still change places, as `reorder_batch` needs it."""
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Exchange two rows, with all that belongs to them."""
+
+
 @dataclass(frozen=True)
 class AttentionStep(Generic[MetadataT]):
     """What every layer's Impl receives: metadata bound to what the state planned for it (a subclass adds wrappers)."""
@@ -130,6 +137,7 @@ class AttentionMetadataBuilder(ABC, Generic[MetadataT]):
     """
 
     decode_threshold: ClassVar[int] = 1  # most query tokens of a row that counts as decode
+    needs_exact_lengths: ClassVar[bool] = False  # refuses a batch whose host lengths are upper bounds
 
     def __init__(
         self,
@@ -156,7 +164,36 @@ class AttentionMetadataBuilder(ABC, Generic[MetadataT]):
             common_prefix_len: leading keys that all rows share in the same pages, a multiple of the page size.
             common_attn_metadata: the batch.
             fast_build: prefer a quick build over the quickest kernels.
+
+        For a batch with `for_graph` set, nothing in the metadata may depend on host lengths but the shapes.
         """
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MetadataT:
+        """Metadata to capture a graph with, from a batch of the padded shape. Replays are built by `build`."""
+        return self.build(0, replace(common_attn_metadata, for_graph=True))
+
+    def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Whether a batch within the backend's `Capabilities.cuda_graph` may replay a graph after all."""
+        return True
+
+    def reorder_batch(self, batch: SwappableRows, query_lens: Sequence[int]) -> bool:
+        """Bring a batch's rows, of `query_lens` new tokens each, into the order this builder wants.
+
+        Returns whether rows changed places. The default wants none: any order is served.
+        """
+        return False
+
+    def check_lengths(self, common_attn_metadata: CommonAttentionMetadata) -> None:
+        """Refuse upper bounds where exact lengths are needed.
+
+        Raises:
+            ValueError: `needs_exact_lengths`, and the batch knows upper bounds alone.
+        """
+        if self.needs_exact_lengths and common_attn_metadata.seq_lens_are_upper_bounds:
+            raise ValueError(
+                f"{type(self).__name__} plans with exact lengths on the host, and this batch knows upper bounds alone "
+                "(seq_lens_are_upper_bounds): wait for the lengths, or choose a backend that reads them on the device"
+            )
 
     def build_from_groups(
         self, groups: Sequence[SequenceGroup], num_padded_reqs: int = 0, common_prefix_len: int = 0
@@ -195,24 +232,30 @@ class AttentionState(ABC, Generic[MetadataT]):
     def begin_forward(self, metadata: MetadataT) -> AttentionStep[MetadataT]:
         """Plan one group's step. Called once a step and group, before its layers run; the only place that plans."""
 
+    # CUDA graphs. `with graph_capture(n)` allocates the persistent buffers; `graph_clone(size)` gives the state of one
+    # captured size, whose `begin_forward` fills its buffers, plans, and returns a step over them. Capture and replay
+    # both go through it: what the graph reads is always where the clone put it.
+
     def graph_capture(self, max_batch_size: int) -> AbstractContextManager[None]:
-        """Hold the buffers for capturing decode graphs of up to `max_batch_size` rows."""
+        """Hold the buffers for capturing decode graphs of up to `max_batch_size` rows. They stay, and never grow."""
         self._no_graphs()
 
-    def graph_capture_get_metadata_for_batch(self, batch_size: int) -> MetadataT:
-        """Metadata over the persistent buffers, to capture a decode of `batch_size` rows with."""
+    def graph_clone(self, batch_size: int, query_len: int = 1) -> AttentionState[MetadataT]:
+        """The state that one captured size keeps: `batch_size` rows of `query_len` tokens each."""
         self._no_graphs()
 
-    def graph_clone(self, batch_size: int) -> AttentionState[MetadataT]:
-        """The state that one captured batch size keeps."""
+    def graph_capture_get_metadata_for_batch(
+        self, batch_size: int, query_len: int = 1, group_index: int = 0
+    ) -> MetadataT:
+        """Metadata of one plan group to capture with, over the persistent buffers, without a builder or a batch."""
         self._no_graphs()
 
     def get_graph_input_buffers(self, metadata: MetadataT) -> dict[str, torch.Tensor]:
-        """The persistent tensors that a captured graph reads, by name."""
+        """The persistent tensors that a captured graph reads, by the name of what fills them."""
         self._no_graphs()
 
     def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: MetadataT) -> None:
-        """Fill the persistent tensors for the next replay."""
+        """Fill the persistent tensors with a step's. Device to device: it reads nothing on the host."""
         self._no_graphs()
 
     def _no_graphs(self) -> NoReturn:

@@ -85,11 +85,4 @@ def other_forward(around: Callable[..., torch.Tensor]) -> Backend:
 def with_seq_lens(common: Common, seq_lens: torch.Tensor) -> Common:
     """The batch as if its rows had these lengths, in every form that a builder may read."""
     seq_lens = seq_lens.to(torch.int32)
-    last = (seq_lens - 1) % common.page_size + 1
-    return replace(
-        common,
-        seq_lens=seq_lens,
-        seq_lens_cpu=seq_lens,
-        paged_kv_last_page_len=last,
-        paged_kv_last_page_len_cpu=last,
-    )
+    return replace(common, seq_lens=seq_lens, seq_lens_cpu=seq_lens, csr=None)
