@@ -265,6 +265,21 @@ class AttentionState(ABC, Generic[MetadataT]):
         )
 
 
+def check_capture_size(batch_size: int, query_len: int, limits: Limits) -> None:
+    """What every state asks before it allocates graph buffers.
+
+    Raises:
+        ValueError: the size is not positive, or above the limits that the state was sized from.
+    """
+    if batch_size < 1 or query_len < 1:
+        raise ValueError(f"a graph of {batch_size} rows of {query_len} tokens: both must be at least 1")
+    if batch_size > limits.max_num_requests or batch_size * query_len > limits.max_num_tokens:
+        raise ValueError(
+            f"a graph of {batch_size} rows of {query_len} tokens is above the limits (max_num_requests "
+            f"{limits.max_num_requests}, max_num_tokens {limits.max_num_tokens}): capture smaller sizes, or raise these"
+        )
+
+
 class AttentionImpl(ABC, Generic[MetadataT]):
     """One layer's attention. Holds the layer's constants, nothing of a step; never syncs with the device.
 

@@ -93,9 +93,20 @@ def write_kv(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Write tokens to their slots. Reads the mapping to drop padding: inside a step use `write_slots`."""
+    """Write tokens to their slots, wherever padding stands, without a read of the device.
+
+    A scatter has no "nowhere" to send padding to, so padding repeats the write of some real token, byte for byte. With
+    no real token at all it writes back what slot 0 holds.
+    """
+    if not slot_mapping.numel():
+        return
     live = slot_mapping >= 0
-    write_slots(key[live], value[live], kv_cache, slot_mapping[live], k_scale, v_scale)
+    some = live.to(torch.uint8).argmax(0, keepdim=True)  # [1], a real token if there is one
+    slots = torch.where(live, slot_mapping, slot_mapping[some].clamp(min=0))
+    for new, cached, scale in ((key, kv_cache.key, k_scale), (value, kv_cache.value, v_scale)):
+        stored = _bits(quantise(new, cached.dtype, scale))
+        stored = torch.where(live[:, None, None], stored, stored[some])
+        _scatter(torch.where(live[some], stored, _bits(gather_slots(cached, slots))), cached, slots)
 
 
 def write_slots(
@@ -106,14 +117,17 @@ def write_slots(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """`write_kv` for a mapping without padding: no read of the device."""
+    """`write_kv` for a mapping without padding: a plain scatter."""
     for new, cached, scale in ((key, kv_cache.key, k_scale), (value, kv_cache.value, v_scale)):
-        stored = _bits(quantise(new, cached.dtype, scale))
-        if cached.is_contiguous():
-            _bits(cached).flatten(0, 1).index_copy_(0, slots, stored)
-        else:
-            page_size = cached.shape[1]
-            _bits(cached)[slots // page_size, slots % page_size] = stored
+        _scatter(_bits(quantise(new, cached.dtype, scale)), cached, slots)
+
+
+def _scatter(stored: torch.Tensor, cached: torch.Tensor, slots: torch.Tensor) -> None:
+    if cached.is_contiguous():
+        _bits(cached).flatten(0, 1).index_copy_(0, slots, stored)
+    else:
+        page_size = cached.shape[1]
+        _bits(cached)[slots // page_size, slots % page_size] = stored
 
 
 def quantise(tensor: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:

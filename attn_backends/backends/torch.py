@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -27,11 +28,14 @@ from attn_backends.interface import (
     AttentionState,
     AttentionStep,
     Capabilities,
+    CudaGraphSupport,
     Rejection,
     Unsupported,
+    check_capture_size,
 )
-from attn_backends.kv_cache import KVCache, dequantise, gather_pages, gather_slots, write_slots
-from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType
+from attn_backends.kv_cache import KVCache, dequantise, gather_pages, gather_slots, write_kv, write_slots
+from attn_backends.page_table import PAD_SLOT
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, Limits, PlanGroup
 
 _FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
@@ -44,6 +48,9 @@ class TorchOptions(BaseModel):
     gather_together_bytes: Annotated[int, Field(ge=0)] = 32 << 20
     """Decode rows are gathered together while their keys and values take at most this; longer ones go one at a time,
     through a scratch that stays in the CPU's caches. benchmarks/torch_decode.py shows both sides."""
+    graph_max_seq_len: Annotated[int, Field(ge=1)] = 1024
+    """In a CUDA graph every row gathers this many keys, masked (fewer if the model or a window is shorter). A batch
+    with a longer row runs eager."""
 
 
 class TorchBackend(AttentionBackend):
@@ -86,6 +93,7 @@ class TorchBackend(AttentionBackend):
             unequal_head_dims=True,
             lse=True,
             cascade=True,
+            cuda_graph=CudaGraphSupport.UNIFORM_BATCH,
         )
 
 
@@ -103,11 +111,13 @@ class Row:
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """Decode rows that are gathered and attended together: the batch's first `num_rows` tokens."""
+    """Rows that are gathered and attended together: the batch's first `num_rows * query_len` tokens."""
 
     num_rows: int
     slots: torch.Tensor  # [num_rows * num_keys] i64; a row with fewer keys repeats its last, which the bias hides
-    bias: torch.Tensor | None  # [num_rows, Hkv | 1, G | 1, 1, num_keys]
+    bias: torch.Tensor | None  # [num_rows, Hkv | 1, G | 1, query_len, num_keys]
+    query_len: int = 1
+    live: torch.Tensor | None = None  # in a graph, [num_rows * query_len] bool: False is padding, whose output is zero
 
 
 @dataclass(frozen=True)
@@ -122,6 +132,11 @@ class TorchMetadata(AttentionMetadata):
     decode_batch: DecodeBatch | None
     decode_rows: tuple[Row, ...]
     prefill_rows: tuple[Row, ...]
+
+    @property
+    def is_static(self) -> bool:
+        """For a graph: which tokens are padding is known on the device alone."""
+        return self.decode_batch is not None and self.decode_batch.live is not None
 
     @property
     def decode_metadata(self) -> TorchMetadata | None:
@@ -154,10 +169,15 @@ def _moved(tokens: slice, by: int) -> slice:
 class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
     """Decode rows are the leading rows of one query token; any other order is served too, row by row."""
 
+    needs_exact_lengths = True
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> TorchMetadata:
         common, spec = common_attn_metadata, self.group.spec
+        if common.for_graph:
+            return self._build_static(common)
+        self.check_lengths(common)
         actual = common.num_actual_reqs
         query_starts = common.query_start_loc_cpu[: actual + 1].numpy()
         seq_lens = common.seq_lens_cpu[:actual].numpy()
@@ -195,6 +215,35 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             decode_batch=batch,
             decode_rows=tuple(rows[:num_decode_rows]),
             prefill_rows=tuple(rows[num_decode_rows:]),
+        )
+
+    def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Self-attention over the cache, with no row longer than graphs gather."""
+        common = common_attn_metadata
+        cached = not common.is_profile_run and self.group.spec.attention_type is AttentionType.DECODER
+        return cached and common.max_seq_len <= _graph_max_seq_len(self.options, self.limits)
+
+    def _build_static(self, common: CommonAttentionMetadata) -> TorchMetadata:
+        """Every row in one `DecodeBatch` whose shape depends on nothing but the graph's; lengths stay on the device."""
+        spec, num_rows = self.group.spec, common.num_reqs
+        query_len = common.num_tokens // num_rows
+        first_query = common.seq_lens.long()[:, None] - query_len  # [num_rows, 1]
+        first = torch.zeros_like(first_query)
+        if spec.window_left >= 0:
+            first = (first_query - spec.window_left).clamp_(min=0)
+        elif spec.chunk_size is not None:
+            first = first_query.clamp(min=0) // spec.chunk_size * spec.chunk_size
+        num_keys = _graph_num_keys(spec, query_len, self.options, self.limits)
+        keys = first + torch.arange(num_keys, device=self.device)  # [num_rows, num_keys]
+        positions = torch.minimum(keys, common.seq_lens[:, None] - 1).clamp_(min=0)
+        pages = common.page_table.gather(1, positions // common.page_size)
+        slots = pages * common.page_size + positions % common.page_size
+        queries = first_query + torch.arange(query_len, device=self.device)  # [num_rows, query_len]
+        visible = _visible(spec, queries, keys) & (keys < common.seq_lens[:, None])[:, None]
+        bias = _bias(spec, queries[:, :, None], keys[:, None], visible)
+        live = (common.seq_lens > 0).repeat_interleave(query_len)
+        return _static_metadata(
+            self.group.index, common.slot_mapping, DecodeBatch(num_rows, slots.view(-1), bias, query_len, live)
         )
 
     def _prefix_len(self, asked: int, common: CommonAttentionMetadata, num_decodes: int) -> int:
@@ -270,9 +319,44 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         return not spec.causal and spec.window_left < 0 and spec.chunk_size is None
 
 
+def _graph_max_seq_len(options: TorchOptions | None, limits: Limits) -> int:
+    return min((options or TorchOptions()).graph_max_seq_len, limits.max_model_len)
+
+
+def _graph_num_keys(spec: AttentionSpec, query_len: int, options: TorchOptions | None, limits: Limits) -> int:
+    """Keys that `query_len` neighbouring queries can see together, of a row that graphs serve."""
+    longest = _graph_max_seq_len(options, limits)
+    if spec.window_left >= 0:
+        return min(longest, spec.window_left + query_len)
+    return min(longest, spec.chunk_size - 1 + query_len) if spec.chunk_size else longest
+
+
+def _static_metadata(group_index: int, slot_mapping: torch.Tensor, batch: DecodeBatch) -> TorchMetadata:
+    """One `DecodeBatch` and nothing else. Padded rows count as decodes: which they are is known on the device alone."""
+    num_tokens = batch.num_rows * batch.query_len
+    return TorchMetadata(
+        group_index=group_index,
+        num_decodes=batch.num_rows,
+        num_decode_tokens=num_tokens,
+        num_prefills=0,
+        num_prefill_tokens=0,
+        slot_mapping=slot_mapping,
+        common_prefix_len=0,
+        is_profile_run=False,
+        num_tokens=num_tokens,
+        has_idle_tokens=False,
+        num_new_kv=num_tokens,
+        num_decode_new_kv=num_tokens,
+        prefix_pages=None,
+        decode_batch=batch,
+        decode_rows=(),
+        prefill_rows=(),
+    )
+
+
 def _visible(spec: AttentionSpec, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Which key each query sees, by position: [query_len, num_keys] bool."""
-    query, key = queries[:, None], keys[None]
+    """Which key each query sees, by position: [..., query_len, num_keys] bool."""
+    query, key = queries[..., :, None], keys[..., None, :]
     visible = key >= query - spec.window_left if spec.window_left >= 0 else torch.ones_like(key >= query)
     if spec.causal:
         visible &= key <= query
@@ -295,7 +379,7 @@ def _bias(spec: AttentionSpec, queries: torch.Tensor, keys: torch.Tensor, visibl
             spec.num_kv_heads, spec.group_size, 1, 1
         )
         added = (slopes * (keys - queries)[:, None, None]).to(spec.dtype)
-    hidden = ~visible.view(-1, 1, 1, *visible.shape[-2:])
+    hidden = ~visible.reshape(-1, 1, 1, *visible.shape[-2:])
     return added.view(-1, *added.shape[-4:]).masked_fill(hidden, float("-inf"))
 
 
@@ -345,8 +429,88 @@ class TorchState(AttentionState[TorchMetadata]):
                 torch.empty(max(tokens * per_value, together), dtype=torch.uint8),
             )
 
+        self._clones: dict[tuple[int, int], TorchGraphState] | None = None  # while capturing
+
     def begin_forward(self, metadata: TorchMetadata) -> TorchStep:
         return TorchStep(metadata, self.scratch)
+
+    @contextmanager
+    def graph_capture(self, max_batch_size: int) -> Iterator[None]:
+        check_capture_size(max_batch_size, 1, self.limits)
+        self._clones = {}
+        try:
+            yield
+        finally:
+            self._clones = None
+
+    def graph_clone(self, batch_size: int, query_len: int = 1) -> TorchGraphState:
+        check_capture_size(batch_size, query_len, self.limits)
+        if self._clones is None:
+            raise RuntimeError(
+                "graph buffers are allocated inside `with state.graph_capture(...)`, and never grow after"
+            )
+        clone = TorchGraphState(self, batch_size, query_len)
+        self._clones[batch_size, query_len] = clone
+        return clone
+
+    def graph_capture_get_metadata_for_batch(
+        self, batch_size: int, query_len: int = 1, group_index: int = 0
+    ) -> TorchMetadata:
+        clone = (self._clones or {}).get((batch_size, query_len)) or self.graph_clone(batch_size, query_len)
+        return clone.steps[group_index].metadata
+
+
+class TorchGraphState(TorchState):
+    """The state of one captured size. Its steps are made once, over buffers that every `begin_forward` fills."""
+
+    def __init__(self, parent: TorchState, batch_size: int, query_len: int) -> None:
+        AttentionState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
+        self._clones = None
+        self.scratch = parent.scratch
+        self.num_tokens = batch_size * query_len
+        self.steps = {group.index: self._step(group, batch_size, query_len) for group in parent.groups}
+
+    def _step(self, group: PlanGroup[Any], num_rows: int, query_len: int) -> TorchStep:
+        spec, device = group.spec, self.device
+        num_keys = _graph_num_keys(spec, query_len, self.options, self.limits)
+        heads = (spec.num_kv_heads, spec.group_size) if spec.alibi_slopes is not None else (1, 1)
+        batch = DecodeBatch(
+            num_rows,
+            torch.zeros(num_rows * num_keys, dtype=torch.int64, device=device),
+            torch.zeros(num_rows, *heads, query_len, num_keys, dtype=spec.dtype, device=device),
+            query_len,
+            torch.zeros(self.num_tokens, dtype=torch.bool, device=device),
+        )
+        slot_mapping = torch.full((self.num_tokens,), PAD_SLOT, dtype=torch.int64, device=device)
+        return TorchStep(_static_metadata(group.index, slot_mapping, batch), self.scratch)
+
+    def begin_forward(self, metadata: TorchMetadata) -> TorchStep:
+        if (
+            metadata.num_tokens != self.num_tokens
+            or metadata.decode_batch is None
+            or metadata.decode_batch.live is None
+        ):
+            raise ValueError(
+                f"this graph was captured for {self.num_tokens} tokens of static shape, and the metadata has "
+                f"{metadata.num_tokens}: pad the batch to the captured size, and build it with for_graph=True"
+            )
+        self.prepare_graph_input_buffers(self.get_graph_input_buffers(metadata), metadata)
+        return self.steps[metadata.group_index]
+
+    def get_graph_input_buffers(self, metadata: TorchMetadata) -> dict[str, torch.Tensor]:
+        return _inputs(self.steps[metadata.group_index].metadata)
+
+    def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: TorchMetadata) -> None:
+        for name, tensor in _inputs(metadata).items():
+            buffers[name].copy_(tensor)
+
+
+def _inputs(metadata: TorchMetadata) -> dict[str, torch.Tensor]:
+    """What a graph reads of static metadata."""
+    batch = metadata.decode_batch
+    if batch is None or batch.bias is None or batch.live is None:
+        raise ValueError("this metadata is for eager steps: build it with for_graph=True")
+    return {"slot_mapping": metadata.slot_mapping, "slots": batch.slots, "bias": batch.bias, "live": batch.live}
 
 
 class TorchImpl(AttentionImpl[TorchMetadata]):
@@ -366,8 +530,7 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         if output is None:
             output = query.new_empty(query.shape[0], self.spec.num_qo_heads, self.spec.head_dim_vo)
         if kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
-            live = metadata.num_new_kv
-            write_slots(key[:live], value[:live], kv_cache, metadata.slot_mapping[:live], self.k_scale, self.v_scale)
+            self._write(key, value, kv_cache, metadata)
         if metadata.has_idle_tokens:
             output.zero_()
             if lse is not None:
@@ -377,6 +540,13 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
             if lse is not None and attended.lse is not None:
                 lse[tokens] = attended.lse
         return output
+
+    def _write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, metadata: TorchMetadata) -> None:
+        slots, num_new = metadata.slot_mapping, metadata.num_new_kv
+        if metadata.is_static:
+            write_kv(key, value, kv_cache, slots, self.k_scale, self.v_scale)
+        else:
+            write_slots(key[:num_new], value[:num_new], kv_cache, slots[:num_new], self.k_scale, self.v_scale)
 
     def _check(
         self, query: torch.Tensor, step: AttentionStep[TorchMetadata], output_scale: float | None
@@ -415,11 +585,10 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
             keys = dequantise(gather_slots(kv_cache.key, batch.slots, key_room), query.dtype, self.k_scale)
             values = dequantise(gather_slots(kv_cache.value, batch.slots, value_room), query.dtype, self.v_scale)
             keys, values = (tensor.view(batch.num_rows, -1, *tensor.shape[1:]) for tensor in (keys, values))
-            tokens = slice(0, batch.num_rows)
-            attended = self._attend(
-                query[tokens, None], keys, values, batch.bias, False, want_lse or shared is not None
-            )
-            yield tokens, _merge(attended.flat(), shared, tokens)
+            tokens = slice(0, batch.num_rows * batch.query_len)
+            queries = query[tokens].unflatten(0, (batch.num_rows, batch.query_len))
+            attended = self._attend(queries, keys, values, batch.bias, False, want_lse or shared is not None).flat()
+            yield tokens, _merge(attended.of(batch.live), shared, tokens)
         for row in metadata.decode_rows + metadata.prefill_rows:
             if row.pages is not None and kv_cache is not None:
                 keys, values = self._gather(kv_cache, row.pages, row.keys, step)
@@ -481,6 +650,13 @@ class Attended:
 
     def flat(self) -> Attended:
         return Attended(self.output.flatten(0, 1), None if self.lse is None else self.lse.flatten(0, 1))
+
+    def of(self, live: torch.Tensor | None) -> Attended:
+        """With nothing in the flat tokens that are not live: they saw no key, and hold NaN. None: all are."""
+        if live is None:
+            return self
+        lse = None if self.lse is None else self.lse.masked_fill(~live[:, None], float("-inf"))
+        return Attended(self.output.masked_fill(~live[:, None, None], 0), lse)
 
 
 def _attend_by_hand(
