@@ -66,6 +66,8 @@ class SchedulerConfig(_Settings):
     """Most query tokens in one step, over all requests."""
     max_model_len: Positive | None = None
     """Longest request, prompt and new tokens together; None is the model's own limit."""
+    decode_steps_per_launch: Positive = 1
+    """Decode steps that run before the host looks at tokens again: fewer round trips, text in larger pieces."""
     chunked_prefill: bool = True
     """Split a prompt over steps when it does not fit into one beside the requests that are decoding."""
 
@@ -102,6 +104,19 @@ class CacheConfig(_Settings):
         return parse_bytes(self.memory)
 
 
+class GraphsConfig(_Settings):
+    """CUDA graphs: a step captured once for each padded size, then replayed."""
+
+    mode: Literal["auto", "none", "piecewise", "full"] = "auto"
+    """full: a decode step as one graph; piecewise: any step, with attention between the graphs; none: eager.
+    auto is full on a GPU if the backend can, else none."""
+    sizes: tuple[Positive, ...] | None = None
+    """Sizes that steps are padded to, rows of a full graph or tokens of a piecewise one. None: 1, 2, 4, 8, 12, 16, 24
+    and so on in growing strides, to scheduler.max_num_requests."""
+    query_lens: tuple[Positive, ...] = (1,)
+    """Tokens a row that full graphs are captured for. More than 1 serves the verify steps of speculative decoding."""
+
+
 class EngineConfig(_Settings):
     """Everything an engine is built from."""
 
@@ -129,6 +144,8 @@ class EngineConfig(_Settings):
     """The KV pool."""
     scheduler: SchedulerConfig = SchedulerConfig()
     """Batching."""
+    graphs: GraphsConfig = GraphsConfig()
+    """CUDA graphs."""
     sampling: SamplingParams = SamplingParams()
     """For requests that bring none of their own."""
 

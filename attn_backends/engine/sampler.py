@@ -29,19 +29,32 @@ class Sampler:
         Raises:
             FloatingPointError: a row has no finite largest logit (NaN, +inf, or all -inf); its request is named.
         """
+        tokens, finite = self.choose(logits, requests)
+        check_finite(finite, requests)
+        return tokens.tolist()
+
+    def choose(
+        self, logits: torch.Tensor, requests: Sequence[Request], num_ahead: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [num_rows] i64, and whether their logits were finite [num_rows] bool: a token is 0 if they were not.
+
+        Both are on the device. Greedy rows, and rows without top-k and top-p, are chosen without reading it.
+
+        Args:
+            num_ahead: tokens already chosen for these requests that they do not hold yet.
+        """
         if len(requests) != len(logits):
             raise ValueError(f"logits have {len(logits)} rows for {len(requests)} requests: pass one row a request")
-        largest, tokens = logits.max(dim=-1)  # [num_rows]; NaN counts as largest
-        largest = largest[:, None]
-        _check_finite(largest, requests)
+        largest, tokens = logits.max(dim=-1, keepdim=True)  # [num_rows, 1]; NaN counts as largest
         drawn = [row for row, request in enumerate(requests) if not _is_greedy(request.sampling)]
         if drawn:
             rows = torch.tensor(drawn, device=logits.device)
             shifted = logits[rows].float().sub_(largest[rows].float())  # largest is 0: nothing below can overflow
-            tokens[rows] = self._draw(shifted, [requests[row] for row in drawn])
-        return tokens.tolist()
+            tokens[rows, 0] = self._draw(shifted, [requests[row] for row in drawn], num_ahead)
+        finite = largest.isfinite()
+        return tokens.masked_fill_(~finite, 0)[:, 0], finite[:, 0]
 
-    def _draw(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+    def _draw(self, logits: torch.Tensor, requests: Sequence[Request], num_ahead: int) -> torch.Tensor:
         """Tokens [num_rows] i64 from float32 logits whose largest is 0, which are overwritten.
 
         By inversion of the cumulative distribution, in the order of the vocabulary.
@@ -56,16 +69,16 @@ class Sampler:
             weights[limited] = some.masked_fill_(some < _thresholds(some, [params[row] for row in limited]), 0)
         cumulative = weights.double().cumsum_(-1)  # [num_rows, vocab]
         total = cumulative[:, -1:]
-        uniform = torch.tensor([[self._uniform(request)] for request in requests], dtype=torch.float64, device=device)
+        uniform = torch.tensor([[self._uniform(r, num_ahead)] for r in requests], dtype=torch.float64, device=device)
         # Below the total even after rounding: the first entry above it always has a weight of its own.
         height = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
         return torch.searchsorted(cumulative, height, right=True)[:, 0]
 
-    def _uniform(self, request: Request) -> float:
+    def _uniform(self, request: Request, num_ahead: int) -> float:
         """In [0, 1), 53 bits."""
         seed = request.sampling.seed
         stream = f"engine {self.seed} request {request.request_id}" if seed is None else f"seed {seed}"
-        digest = blake2b(f"{stream} token {request.num_output_tokens}".encode(), digest_size=8).digest()
+        digest = blake2b(f"{stream} token {request.num_output_tokens + num_ahead}".encode(), digest_size=8).digest()
         return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
 
 
@@ -97,12 +110,19 @@ def _thresholds(
     return thresholds
 
 
-def _check_finite(largest: torch.Tensor, requests: Sequence[Request]) -> None:
-    bad = (~largest.isfinite()).flatten().tolist()
-    names = [request.request_id for request, is_bad in zip(requests, bad, strict=True) if is_bad]
+def check_finite(finite: torch.Tensor, requests: Sequence[Request]) -> None:
+    """Raise for rows whose tokens mean nothing.
+
+    Args:
+        finite: [num_rows] bool, as `Sampler.choose` returns it.
+
+    Raises:
+        FloatingPointError: a row has no finite largest logit; its request is named.
+    """
+    names = [request.request_id for request, fine in zip(requests, finite.tolist(), strict=True) if not fine]
     if names:
         raise FloatingPointError(
-            f"logits of request {', '.join(map(repr, names[:5]))} are not finite ({len(names)} of {len(bad)} rows); "
-            "check the model's weights and dtype (float16 overflows where bfloat16 and float32 do not), "
+            f"logits of request {', '.join(map(repr, names[:5]))} are not finite ({len(names)} of {len(requests)} "
+            "rows); check the model's weights and dtype (float16 overflows where bfloat16 and float32 do not), "
             "or try another backend"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 
@@ -30,9 +30,10 @@ class ScheduledBatch:
     token_ids: NDArray[np.int64]  # [T] the new tokens, row after row
     positions: NDArray[np.int64]  # [T]
     sample_rows: IntArray  # rows whose last new token is their last known one; chunks inside a prompt are not
+    num_steps: int = 1  # decode steps to run before `update`; above 1 all rows decode, and own the pages for it
 
     @staticmethod
-    def from_rows(rows: Sequence[tuple[Request, int]]) -> ScheduledBatch:
+    def from_rows(rows: Sequence[tuple[Request, int]], num_steps: int = 1) -> ScheduledBatch:
         """Requests, in the order of the batch, with how many of their pending tokens are computed now."""
         requests = tuple(request for request, _ in rows)
         context_lens = np.array([request.num_computed_tokens for request in requests], np.int32)
@@ -41,7 +42,12 @@ class ScheduledBatch:
         token_ids = np.fromiter(chain.from_iterable(spans), np.int64, int(query_lens.sum()))
         sample_rows = [row for row, (request, n) in enumerate(rows) if n == request.num_pending_tokens]
         _, positions = token_positions(context_lens, query_lens)
-        return ScheduledBatch(requests, context_lens, query_lens, token_ids, positions, np.array(sample_rows, np.int32))
+        sample = np.array(sample_rows, np.int32)
+        return ScheduledBatch(requests, context_lens, query_lens, token_ids, positions, sample, num_steps)
+
+    def in_order(self, order: Sequence[int]) -> ScheduledBatch:
+        """The same work with row `order[i]` as row i."""
+        return ScheduledBatch.from_rows([(self.requests[i], int(self.query_lens[i])) for i in order], self.num_steps)
 
     def groups(self) -> list[SequenceGroup]:
         """What metadata builders take: one group a row, with a view of the request's pages."""
@@ -72,6 +78,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # in order of service
         self.num_preemptions = 0
         self.num_prefix_hit_tokens = 0  # tokens of prompts that were found in the prefix cache
+        self.on_release: Callable[[Request], None] = lambda request: None  # told when a request's pages are freed
         self._unfinished: dict[str, Request] = {}
         self._arrivals = count()
 
@@ -111,13 +118,14 @@ class Scheduler:
             rows.append((request, min(request.num_pending_tokens, budget)))
             budget -= rows[-1][1]
         rows.sort(key=lambda row: row[1] > 1)
-        return ScheduledBatch.from_rows(rows) if rows else None
+        return ScheduledBatch.from_rows(rows, self._secure_steps(rows)) if rows else None
 
     def update(
         self, batch: ScheduledBatch, sampled_token_ids: Sequence[int], eos_token_ids: frozenset[int]
     ) -> list[Request]:
         """Take in a step's result: one token for each of `batch.sample_rows`. Returns the requests that it finished.
 
+        After a batch of several steps it is called once for each of them, in order, with the same batch.
         A request that was aborted or finished while the step ran is left as it is, and its token dropped.
         """
         if len(sampled_token_ids) != len(batch.sample_rows):
@@ -188,11 +196,29 @@ class Scheduler:
             insort(self.waiting, last, key=_order)
             if last is request:
                 return False
-        if missing:
+        if missing > 0:
             request.add_pages(self.allocator.allocate(missing))
         return True
 
+    def _secure_steps(self, rows: Sequence[tuple[Request, int]]) -> int:
+        """Decode steps that these rows can take at once, with the pages for them; 1 if any row is inside a prompt.
+
+        No row can reach its length limit before the last of them. Nobody is preempted for more than one step.
+        """
+        requests = [request for request, _ in rows]
+        if self.config.decode_steps_per_launch == 1 or any(request.num_pending_tokens > 1 for request in requests):
+            return 1
+        num_steps = min(self.config.decode_steps_per_launch, *(self._tokens_left(request) for request in requests))
+        goals = [self.allocator.pages_for(len(request.token_ids) + num_steps - 1) for request in requests]
+        missing = [max(0, goal - request.num_pages) for goal, request in zip(goals, requests, strict=True)]
+        if sum(missing) > self.allocator.num_available:
+            return 1
+        for request, num_pages in zip(requests, missing, strict=True):
+            request.add_pages(self.allocator.allocate(num_pages))
+        return num_steps
+
     def _release(self, request: Request) -> None:
+        self.on_release(request)
         self.allocator.free(request.page_ids)
         request.clear_cache()
 
@@ -210,8 +236,12 @@ class Scheduler:
         token, sampling = request.token_ids[-1], request.sampling
         if token in sampling.stop_token_ids or (token in eos_token_ids and not sampling.ignore_eos):
             return "stop"
-        limit = min(self.max_model_len, self.pool_tokens)
-        return "length" if request.num_output_tokens >= sampling.max_tokens or len(request.token_ids) >= limit else None
+        return "length" if self._tokens_left(request) <= 0 else None
+
+    def _tokens_left(self, request: Request) -> int:
+        """How many more tokens a request may get."""
+        room = min(self.max_model_len, self.pool_tokens) - len(request.token_ids)
+        return min(room, request.sampling.max_tokens - request.num_output_tokens)
 
     def _why_never(self, request: Request) -> str | None:
         """What stops a request from ever making one token, and what to change."""

@@ -117,7 +117,7 @@ def test_a_large_top_k_keeps_them_all() -> None:
 def test_extreme_random_numbers_stay_among_tokens_that_have_a_weight(
     monkeypatch: pytest.MonkeyPatch, uniform: float, token: int
 ) -> None:
-    monkeypatch.setattr(Sampler, "_uniform", lambda self, request: uniform)
+    monkeypatch.setattr(Sampler, "_uniform", lambda self, request, num_ahead: uniform)
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, -1.0, -torch.inf]])
     assert Sampler().sample(logits, [make(temperature=1.0)]) == [token]
 
