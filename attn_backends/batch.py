@@ -87,7 +87,8 @@ class CommonAttentionMetadata:
     def _csr(self) -> PagedCsr:
         if self.csr is not None:
             return self.csr
-        return csr_of(self.page_table, self.seq_lens, self.page_size, int(self.paged_kv_indptr_cpu[-1]))
+        lens = torch.zeros_like(self.seq_lens) if self.is_profile_run else self.seq_lens  # no pages hold its keys
+        return csr_of(self.page_table, lens, self.page_size, int(self.paged_kv_indptr_cpu[-1]))
 
     @property
     def paged_kv_indptr(self) -> torch.Tensor:  # [R + 1] i32

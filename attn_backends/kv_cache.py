@@ -7,7 +7,7 @@ Values are stored divided by their scale, and rounded: real value = stored value
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -44,6 +44,24 @@ class KVCachePool(Generic[LayerT]):
     @property
     def num_bytes(self) -> int:
         return self.buffer.numel()
+
+
+def get_kv_cache_layout(layouts: Collection[Layout], wish: Layout | None = None) -> Layout:
+    """The layout of a pool: the one wished for, used or refused; without a wish NHD where it can be had.
+
+    Args:
+        layouts: what the backend serves, `Capabilities.layouts`. For a pool that backends share, what all of them do.
+
+    Raises:
+        ValueError: the wish is not among them, or there are none.
+    """
+    served = sorted(layouts, reverse=True)  # NHD first: new tokens are written there in one piece
+    if not served or (wish is not None and wish not in served):
+        raise ValueError(
+            f"layout is {wish!r}; served here: {', '.join(served) or 'none'}. Set cache.layout to one that is, or "
+            "choose another backend"
+        )
+    return wish or served[0]
 
 
 def page_bytes(backend: CacheGeometry, specs: Mapping[LayerT, AttentionSpec], cache: KVCacheSpec) -> int:

@@ -83,3 +83,39 @@ def compile_page_table(
     slots = np.full(len(rows) + num_padded_tokens, PAD_SLOT, np.int64)
     slots[: len(rows)] = table[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
     return CompiledPageTable(table, indptr, indices, last_page_len, slots)
+
+
+def common_prefix_len(
+    page_lists: Sequence[IntArray | Sequence[int]], context_lens: IntArray | Sequence[int], page_size: int
+) -> int:
+    """Leading keys that all rows share in the same pages: what a builder is given as `common_prefix_len`.
+
+    Whole pages only, and no more than the shortest context: pages that this step writes are never shared. A single row
+    shares all of its context with itself.
+
+    Args:
+        page_lists: one a row, the row's pages in order, as `SequenceData.pages`.
+        context_lens: one a row, tokens already in the cache.
+
+    Raises:
+        ValueError: no rows, unequal counts, or a row with fewer pages than its context needs.
+
+    >>> common_prefix_len([[4, 5, 6], [4, 5, 9]], [40, 37], 16)
+    32
+    """
+    if not page_lists or len(page_lists) != len(context_lens):
+        raise ValueError(
+            f"{len(page_lists)} page lists for {len(context_lens)} context lengths: need one of each a row, and a row"
+        )
+    for row, (pages, context_len) in enumerate(zip(page_lists, context_lens, strict=True)):
+        if len(pages) * page_size < context_len:
+            raise ValueError(f"row {row} has {len(pages)} pages of {page_size} slots for a context of {context_len}")
+    shared = int(min(context_lens)) // page_size
+    if not shared or any(pages[0] != page_lists[0][0] for pages in page_lists):
+        return 0  # most batches end here, before any list becomes an array
+    first = np.asarray(page_lists[0][:shared])
+    for pages in page_lists[1:]:
+        differs = np.asarray(pages[:shared]) != first[:shared]
+        if differs.any():
+            shared = int(differs.argmax())
+    return shared * page_size

@@ -17,6 +17,7 @@ from attn_backends.kv_cache import (
     dequantise,
     gather_pages,
     gather_slots,
+    get_kv_cache_layout,
     page_bytes,
     quantise,
     swap_pages,
@@ -159,3 +160,17 @@ def test_gathers(layout: Layout, dtype: torch.dtype) -> None:
     assert torch.equal(as_bytes(gather_pages(cache.key, pages, scratch)), as_bytes(by_page))
     few: Any = torch.empty(3, HEADS, DIM, dtype=dtype)
     assert torch.equal(as_bytes(gather_slots(cache.key, slots, few)).view(3, -1), tokens[slots])
+
+
+@pytest.mark.parametrize("layouts", [{"NHD"}, {"HND"}, {"HND", "NHD"}], ids=sorted)
+def test_layout(layouts: set[Layout]) -> None:
+    """A wish is used or refused; without one it is NHD if that is served."""
+    assert get_kv_cache_layout(layouts) == ("NHD" if "NHD" in layouts else "HND")
+    for wish in ("NHD", "HND"):
+        if wish in layouts:
+            assert get_kv_cache_layout(layouts, wish) == wish
+        else:
+            with pytest.raises(ValueError, match=f"layout is '{wish}'; served here: {next(iter(layouts))}. Set cache"):
+                get_kv_cache_layout(layouts, wish)
+    with pytest.raises(ValueError, match="served here: none"):
+        get_kv_cache_layout(set())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from attn_backends.page_table import CompiledPageTable, compile_page_table, token_positions
+from attn_backends.page_table import CompiledPageTable, common_prefix_len, compile_page_table, token_positions
 from attn_backends.testing.cases import CsrCase, load_cases
 
 
@@ -121,3 +121,44 @@ def test_slots_beyond_two_to_the_31_do_not_wrap() -> None:
         [np.array([2**30], np.int32)], np.array([3], np.int32), np.array([3], np.int32), page_size=16
     )
     assert table.slot_mapping.tolist() == [2**34, 2**34 + 1, 2**34 + 2]
+
+
+@st.composite
+def shared_prefixes(draw: st.DrawFn) -> tuple[list[list[int]], list[int], int]:
+    """Rows that take pages of few numbers, so that many share some, and contexts that their pages can hold."""
+    page_size = draw(st.integers(1, 4))
+    prefix = draw(st.lists(st.integers(0, 2), max_size=4))
+    tails = draw(st.lists(st.lists(st.integers(0, 1), max_size=3), min_size=1, max_size=5))
+    pages = [prefix + tail for tail in tails]
+    return pages, [draw(st.integers(0, len(row) * page_size)) for row in pages], page_size
+
+
+@given(shared_prefixes(), st.sampled_from([list, tuple, np.array]))
+@settings(deadline=None)
+def test_common_prefix_is_that_of_a_loop(case: tuple[list[list[int]], list[int], int], kind: type) -> None:
+    pages, context_lens, page_size = case
+    shared = 0
+    while all(context_len >= (shared + 1) * page_size for context_len in context_lens) and (
+        len({row[shared] for row in pages}) == 1
+    ):
+        shared += 1
+    got = common_prefix_len([kind(row) for row in pages], kind(context_lens), page_size)
+    assert got == shared * page_size
+    assert type(got) is int
+
+
+def test_common_prefix_of_many_rows() -> None:
+    """256 rows of 1024 pages that part at page 900, one of them at 700."""
+    rows = [np.concatenate([np.arange(900), 1000 + 200 * i + np.arange(124)]).astype(np.int32) for i in range(256)]
+    assert common_prefix_len(rows, np.full(256, 16 * 1024 - 1), 16) == 900 * 16
+    rows[200][700] = 5
+    assert common_prefix_len(rows, np.full(256, 16 * 1024 - 1), 16) == 700 * 16
+    assert common_prefix_len(rows, [16 * 1024] * 255 + [1000], 16) == 992
+
+
+def test_common_prefix_errors() -> None:
+    with pytest.raises(ValueError, match="row 1 has 1 pages of 4 slots for a context of 5"):
+        common_prefix_len([[0, 1], [0]], [5, 5], 4)
+    for pages, lens in (([[0]], [1, 1]), ([], [])):
+        with pytest.raises(ValueError, match=f"{len(pages)} page lists for {len(lens)} context lengths"):
+            common_prefix_len(pages, lens, 4)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from attn_backends.interface import AttentionBackend, Capabilities
+from attn_backends.kv_cache import get_kv_cache_layout
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -22,7 +23,7 @@ def plain_spec(can: Capabilities, **changes: Any) -> AttentionSpec:
 def plain_cache(can: Capabilities) -> KVCacheSpec:
     """Pages of 16, or the smallest that is allowed; NHD, or what there is."""
     sizes = can.page_sizes or {max(16, can.page_size_multiple)}
-    return KVCacheSpec(64, 16 if 16 in sizes else min(sizes), "NHD" if "NHD" in can.layouts else "HND")
+    return KVCacheSpec(64, 16 if 16 in sizes else min(sizes), get_kv_cache_layout(can.layouts))
 
 
 def undeclared(backend: type[AttentionBackend], spec: AttentionSpec, cache: KVCacheSpec, device: str) -> set[str]:
