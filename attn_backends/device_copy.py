@@ -1,0 +1,152 @@
+"""A GPU's side of a step table: brought up to date by one copy a step; one launch derives the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from attn_backends.derive import PagedCsr, StepBuffers, StepShape, advance_step, fill_csr, fill_step, write_pages
+from attn_backends.page_rows import PageRows, PageRuns
+from attn_backends.page_table import IntArray
+from attn_backends.staging import Event, StagingRing
+from attn_backends.step_device import HostStep
+
+_MAX_PAGES_A_COPY = 1 << 16  # 256 KiB
+
+
+class PackedShape(NamedTuple):
+    """Where things lie in the one copy of a step, in i32, one behind the other:
+
+    seq_lens [R], query_lens [R], token_ids [num_token_ids]; of each of E runs (see `PageRuns`) rows [E], first [E] and
+    starts [E + 1]; pages [num_pages].
+    """
+
+    num_rows: int  # of the table: those of the step, and those that have new pages
+    num_reqs: int  # R; 0: pages alone
+    num_token_ids: int  # T, or 0: they are on the device already
+    num_runs: int  # E
+    num_pages: int
+
+    @property
+    def runs(self) -> int:
+        return 2 * self.num_reqs + self.num_token_ids
+
+    @property
+    def pages(self) -> int:
+        return self.runs + 3 * self.num_runs + 1
+
+    @property
+    def size(self) -> int:
+        return self.pages + self.num_pages
+
+
+class DeriveStep(Protocol):
+    """Fills the buffers: pages into the table, then what follows from lengths. In stream order behind the copy."""
+
+    def __call__(self, packed: PackedShape, shape: StepShape, num_indices: int, num_advanced: int) -> None:
+        """`num_advanced` is 0 for a step just packed; later calls for the same step count from 1."""
+
+
+class TorchDerive:
+    """`DeriveStep` in torch operations, on any device."""
+
+    def __init__(self, buffers: StepBuffers, packed: torch.Tensor) -> None:
+        self.buffers = buffers
+        self.packed = packed
+        self._ones = torch.ones_like(buffers.seq_lens)
+
+    def __call__(self, packed: PackedShape, shape: StepShape, num_indices: int, num_advanced: int) -> None:
+        if num_advanced:
+            advance_step(self.buffers, shape, self._ones)
+        else:
+            self._write_pages(packed)
+            if not packed.num_reqs:
+                return
+            lens, ids = self.packed[: 2 * packed.num_reqs].chunk(2), self.packed[2 * packed.num_reqs : packed.runs]
+            self.buffers.tokens(packed.num_token_ids).token_ids.copy_(ids)
+            fill_step(self.buffers, shape, *lens)
+        fill_csr(self.buffers, shape.num_reqs, num_indices)
+
+    def _write_pages(self, packed: PackedShape) -> None:
+        count, pages = packed.num_runs, self.packed[packed.pages : packed.size]
+        if count:
+            rows, first, starts = self.packed[packed.runs : packed.pages].split([count, count, count + 1])
+            write_pages(self.buffers.page_table, rows, first, starts, pages)
+
+
+class DeviceCopy:
+    """`DeviceSide` for memory that is not the host's.
+
+    Args:
+        make_derive: what derives, given the buffers and where copies arrive.
+        max_pages_a_copy: a step that needs more pages is preceded by copies of pages alone.
+        make_event: see `StagingRing`.
+    """
+
+    def __init__(
+        self,
+        rows: PageRows,
+        device: torch.device,
+        make_derive: Callable[[StepBuffers, torch.Tensor], DeriveStep] = TorchDerive,
+        *,
+        max_pages_a_copy: int = _MAX_PAGES_A_COPY,
+        make_event: Callable[[], Event] | None = None,
+    ) -> None:
+        page_table = torch.zeros(rows.page_table.shape, dtype=torch.int32, device=device)
+        self.buffers = StepBuffers(rows.limits, rows.cache, page_table, with_indices=True)
+        self.max_pages = min(max_pages_a_copy, page_table.numel())
+        size = 1 + 5 * rows.limits.max_num_requests + rows.limits.max_num_tokens + self.max_pages
+        self.ring = StagingRing(size, device, make_event=make_event)
+        self.derive = make_derive(self.buffers, self.ring.on_device)
+        self.packed = PackedShape(0, 0, 0, 0, 0)
+
+    def step(self, rows: PageRows, step: HostStep) -> PagedCsr:
+        runs = rows.take_unsent(self.max_pages)
+        while rows.has_unsent:
+            self._send(rows.num_rows, runs, None)
+            runs = rows.take_unsent(self.max_pages)
+        self.packed = self._send(rows.num_rows, runs, step)
+        if step.context_lens_on_device is not None:
+            lens, actual = self.ring.on_device, step.shape.num_actual_reqs
+            queries = lens[step.shape.num_reqs :][:actual]
+            torch.add(step.context_lens_on_device, queries, out=lens[:actual])
+        return self._derive(step.shape, step.seq_lens, 0)
+
+    def advance(self, shape: StepShape, seq_lens: IntArray, num_advanced: int) -> PagedCsr:
+        return self._derive(shape, seq_lens, num_advanced)
+
+    def _derive(self, shape: StepShape, seq_lens: IntArray, num_advanced: int) -> PagedCsr:
+        page_size = self.buffers.page_size
+        num_indices = int(np.add.reduce((seq_lens + (page_size - 1)) // page_size))
+        self.derive(self.packed, shape, num_indices, num_advanced)
+        rows = self.buffers.rows(shape.num_reqs)
+        indices = self.buffers.paged_kv_indices[:num_indices]
+        return PagedCsr(rows.paged_kv_indptr, indices, rows.paged_kv_last_page_len)
+
+    def _send(self, num_rows: int, runs: PageRuns | None, step: HostStep | None) -> PackedShape:
+        """Pack and copy. Without a step pages alone, which are put in place at once: the next copy overwrites them."""
+        buffer = self.ring.next_buffer()
+        num_reqs = num_token_ids = num_runs = num_pages = 0
+        if step is not None:
+            num_reqs = step.shape.num_reqs
+            buffer[:num_reqs] = step.seq_lens
+            buffer[num_reqs : 2 * num_reqs] = step.query_lens
+            if step.token_ids is not None:
+                num_token_ids = step.shape.num_tokens
+                ids = buffer[2 * num_reqs : 2 * num_reqs + num_token_ids]
+                ids[: len(step.token_ids)] = step.token_ids
+                ids[len(step.token_ids) :] = 0
+        if runs is not None:
+            num_runs, num_pages = len(runs.rows), len(runs.pages)
+            at = 2 * num_reqs + num_token_ids
+            for values in runs:
+                buffer[at : at + len(values)] = values
+                at += len(values)
+        packed = PackedShape(max(num_rows, num_reqs), num_reqs, num_token_ids, num_runs, num_pages)
+        self.ring.send(packed.size)
+        if step is None:
+            self.derive(packed, StepShape(0, 0, 0, 0), 0, 0)
+        return packed

@@ -1,0 +1,261 @@
+"""The rows of running requests and the pages of each, on the host: edited in place as requests come, grow and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from attn_backends.page_sets import PageSets, RowArray
+from attn_backends.page_table import IntArray, token_positions
+from attn_backends.spec import KVCacheSpec, Limits
+
+
+class PageRuns(NamedTuple):
+    """Pages that the device does not have yet, in E runs, at most one a row.
+
+    Run i is `pages[starts[i]:starts[i + 1]]`, for columns `first[i]` and on of row `rows[i]`.
+    """
+
+    rows: RowArray  # [E] i64, each once
+    first: IntArray  # [E] i32
+    starts: IntArray  # [E + 1] i32
+    pages: IntArray  # [starts[-1]] i32
+
+
+class PageRows:
+    """Rows 0 to `num_rows - 1` are the running requests. Every edit costs what it edits, not what is there.
+
+    An edit with wrong input raises `ValueError`, which names the request and the numbers, and changes nothing.
+
+    Attributes:
+        page_table: [max_num_requests, capacity] i32. Columns past a row's pages hold 0 or a former page.
+        num_pages: [max_num_requests] i32, pages of a row, lookahead included.
+        num_sent: [max_num_requests] i32, how many of them the last step's tensors on the device have.
+        request_ids: whose the rows are.
+        has_unsent: whether `num_sent` may be behind `num_pages` in some row.
+        num_moves: how often rows changed places so far.
+        capacity: most pages of a row, `ceil(max_model_len / page_size)`.
+    """
+
+    def __init__(self, limits: Limits, cache: KVCacheSpec) -> None:
+        self.limits = limits
+        self.cache = cache
+        self.capacity = -(-limits.max_model_len // cache.page_size)
+        self.page_table = np.zeros((limits.max_num_requests, self.capacity), np.int32)
+        self.num_pages = np.zeros(limits.max_num_requests, np.int32)
+        self.num_sent = np.zeros(limits.max_num_requests, np.int32)
+        self.request_ids: list[str] = []
+        self._row_of: dict[str, int] = {}
+        self._sets = PageSets(limits.max_num_requests, cache.num_pages)
+        self.has_unsent = False
+        self.num_moves = 0
+        self._appended: tuple[RowArray, IntArray, IntArray] | None = None  # rows, columns, pages: all that is unsent
+        self._counted = np.arange(limits.max_num_requests + 1, dtype=np.int32)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.request_ids)
+
+    def row_of(self, request_id: str) -> int:
+        """Raises `ValueError` for a request without a row."""
+        row = self._row_of.get(request_id)
+        if row is None:
+            raise ValueError(f"request {request_id!r} has no row: enter it first")
+        return row
+
+    def pages_of(self, request_id: str) -> IntArray:
+        """A view, good until the next edit."""
+        row = self.row_of(request_id)
+        return self.page_table[row, : self.num_pages[row]]
+
+    def enter(self, request_id: str, pages: IntArray | Sequence[int]) -> int:
+        """Give a request the next row. A preempted one left, and enters anew. Returns the row."""
+        if request_id in self._row_of:
+            raise ValueError(f"request {request_id!r} has row {self._row_of[request_id]} already: extend it")
+        if self.num_rows == self.limits.max_num_requests:
+            raise ValueError(
+                f"request {request_id!r} would be number {self.num_rows + 1}, and max_num_requests is "
+                f"{self.limits.max_num_requests}: let one leave first"
+            )
+        row, added = self.num_rows, as_int32(pages, lambda _: f"request {request_id!r}: page id")
+        self._check_pages(request_id, row, added)
+        self.request_ids.append(request_id)
+        self._row_of[request_id] = row
+        self._add(row, added)
+        return row
+
+    def extend(self, request_id: str, pages: IntArray | Sequence[int]) -> None:
+        """Append pages to a request."""
+        row, added = self.row_of(request_id), as_int32(pages, lambda _: f"request {request_id!r}: page id")
+        self._check_pages(request_id, row, added)
+        self._add(row, added)
+
+    def append(self, rows: RowArray | Sequence[int], pages: IntArray | Sequence[int]) -> None:
+        """Append one page each to different rows: what decoding needs. Costs the number of rows."""
+        at = np.asarray(rows, np.int64)
+        added = as_int32(pages, lambda i: f"row {at[i]}: page id")
+        if at.shape != added.shape:
+            raise ValueError(f"{at.size} rows and {added.size} pages: append takes one page for each row")
+        if np.count_nonzero(at[1:] <= at[:-1]) or (len(at) and not 0 <= at[0] <= at[-1] < self.num_rows):
+            self._check_rows(at)  # not sorted, or worse
+        # Read as unsigned, a negative number is a large one; and counting is the quickest question to an array.
+        wrong_pages = np.count_nonzero(added.view(np.uint32) >= self.cache.num_pages)
+        columns = self.num_pages[at]
+        if wrong_pages or np.count_nonzero(columns >= self.capacity) or not self._sets.add_each(at, added):
+            for row, page in zip(at.tolist(), added[:, None], strict=True):
+                self._check_pages(self.request_ids[row], row, page)
+        self.page_table[at, columns] = added
+        self.num_pages[at] = columns + 1
+        self._appended = None if self.has_unsent else (at, columns, added)
+        self.has_unsent = True
+
+    def leave(self, request_id: str) -> int:
+        """Take a request's row away; the last row moves into its place. Returns the place."""
+        row, last = self.row_of(request_id), self.num_rows - 1
+        if row != last:
+            self.swap_rows(row, last)
+        self.num_moves += 1
+        self._sets.clear(last)
+        self.num_pages[last] = self.num_sent[last] = 0
+        self.request_ids.pop()
+        del self._row_of[request_id]
+        return row
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Exchange two rows, with all that belongs to them."""
+        if not (0 <= first < self.num_rows and 0 <= second < self.num_rows):
+            raise ValueError(f"rows {first} and {second} are not both among rows 0 to {self.num_rows - 1}")
+        if first == second:
+            return
+        pair, swapped = [first, second], [second, first]
+        width = int(self.num_pages[pair].max())
+        self.page_table[pair, :width] = self.page_table[swapped, :width]
+        self.num_pages[pair] = self.num_pages[swapped]
+        self.num_sent[pair] = 0
+        self._sets.swap(first, second)
+        self.num_moves += 1
+        for row, request_id in zip(swapped, [self.request_ids[row] for row in pair], strict=True):
+            self.request_ids[row] = request_id
+            self._row_of[request_id] = row
+        self._has_changed()
+
+    def arrange(
+        self, request_ids: Sequence[str], query_lens: IntArray | Sequence[int], decode_threshold: int = 1
+    ) -> RowArray:
+        """Bring the requests of a step to rows 0 to n - 1, decodes first; all others behind. As few swaps as it takes.
+
+        Args:
+            query_lens: [n] new tokens of each; up to `decode_threshold` it is a decode.
+
+        Returns:
+            [n] order: row i is that of `request_ids[order[i]]`, so `query_lens[order]` is in the order of rows.
+        """
+        asked = as_int32(query_lens, lambda i: f"request {request_ids[i]!r}: query length")
+        if len(asked) != len(request_ids):
+            raise ValueError(f"{len(request_ids)} requests and {len(asked)} query lengths: pass one for each")
+        is_prefill = asked > decode_threshold
+        in_place = not is_prefill.any() or not (is_prefill[:-1] > is_prefill[1:]).any()
+        if in_place and self.request_ids[: len(asked)] == list(request_ids):
+            return np.arange(len(asked))
+        rows = np.array([self.row_of(request_id) for request_id in request_ids], np.int64)
+        self._check_rows(rows)
+        kinds = np.full(self.num_rows, _UNSCHEDULED)
+        kinds[rows] = is_prefill
+        for first, second in _swaps(kinds, np.sort(kinds)):
+            self.swap_rows(first, second)
+        return np.argsort([self._row_of[request_id] for request_id in request_ids])
+
+    def take_unsent(self, most: int) -> PageRuns | None:
+        """Pages that the device lacks, at most so many, and count them as sent; None if it lacks none."""
+        if not self.has_unsent:
+            return None
+        if self._appended is not None and len(self._appended[0]) <= most:
+            rows, first, pages = self._appended
+            starts = self._counted[: len(rows) + 1]
+            self.num_sent[rows] = first + 1
+            self.has_unsent = False
+        else:
+            counts = self.num_pages[: self.num_rows] - self.num_sent[: self.num_rows]
+            before = np.cumsum(counts, dtype=np.int64) - counts
+            taken = np.clip(most - before, 0, counts).astype(np.int32)
+            self.has_unsent = bool((taken < counts).any())
+            rows = np.flatnonzero(taken)
+            first, taken = self.num_sent[rows], taken[rows]
+            starts = np.concatenate([[0], np.cumsum(taken)], dtype=np.int32)
+            which, columns = token_positions(first, taken)
+            pages = self.page_table[rows[which], columns]
+            self.num_sent[rows] = first + taken
+        self._appended = None
+        return PageRuns(rows, first, starts, pages)
+
+    def mark_sent(self) -> None:
+        """Count all pages as sent: the device sees them where they are."""
+        if self.has_unsent:
+            self.num_sent[: self.num_rows] = self.num_pages[: self.num_rows]
+            self._has_changed(False)
+
+    def _has_changed(self, has_unsent: bool = True) -> None:
+        self.has_unsent, self._appended = has_unsent, None
+
+    def _add(self, row: int, pages: IntArray) -> None:
+        count = int(self.num_pages[row])
+        self.page_table[row, count : count + len(pages)] = pages
+        self.num_pages[row] = count + len(pages)
+        self._sets.add_all(row, pages)
+        self._has_changed()
+
+    def _check_rows(self, rows: RowArray) -> None:
+        for row in rows[(rows < 0) | (rows >= self.num_rows)].tolist():
+            raise ValueError(f"row {row} is not one of rows 0 to {self.num_rows - 1}")
+        for row in np.flatnonzero(np.bincount(rows) > 1).tolist():
+            raise ValueError(f"request {self.request_ids[row]!r} (row {row}) is named twice")
+
+    def _check_pages(self, request_id: str, row: int, added: IntArray) -> None:
+        """Whether a row can take these pages behind its own."""
+        for page in added[(added < 0) | (added >= self.cache.num_pages)].tolist():
+            raise ValueError(f"request {request_id!r}: page id {page} is not one of 0 to {self.cache.num_pages - 1}")
+        count = int(self.num_pages[row]) + len(added)
+        if count > self.capacity:
+            raise ValueError(
+                f"request {request_id!r} would have {count} pages of {self.cache.page_size} slots; "
+                f"max_model_len is {self.limits.max_model_len}, which {self.capacity} pages hold"
+            )
+        ordered = np.sort(added)
+        twice = np.concatenate([added[self._sets.has(row, added)], ordered[1:][ordered[1:] == ordered[:-1]]])
+        for page in twice.tolist():
+            raise ValueError(f"request {request_id!r} would have page {page} twice")
+
+
+_UNSCHEDULED = 2  # after decodes (0) and prefills (1)
+
+
+def _swaps(kinds: RowArray, wanted: RowArray) -> Iterator[tuple[int, int]]:
+    """Pairs of rows to swap, the fewest that bring three kinds of rows where they are wanted."""
+    wrong = {(place, kind): np.flatnonzero((wanted == place) & (kinds == kind)).tolist()
+             for place, kind in product(range(3), repeat=2)}  # fmt: skip
+    for place, kind in ((0, 1), (0, 2), (1, 2)):
+        for row in wrong[place, kind]:
+            other = 3 - place - kind
+            if wrong[kind, place]:
+                yield row, wrong[kind, place].pop()
+            else:  # a cycle of three: the row goes where neither of the two belongs, and moves on later
+                through = wrong[other, place].pop()
+                wrong[other, kind].append(through)
+                yield row, through
+
+
+def as_int32(values: IntArray | Sequence[int], what: Callable[[int], str]) -> IntArray:
+    """[n] i32. Raises `ValueError` for anything else, with `what(i)` for the first value that does not fit."""
+    array = np.asarray(values)
+    if array.dtype == np.int32 and array.ndim == 1:
+        return array
+    if array.ndim != 1:
+        raise ValueError(f"{what(0)}: got an array of shape {list(array.shape)}; pass one dimension")
+    fits = (array >= -(2**31)) & (array < 2**31) if array.dtype.kind in "iu" else np.zeros(len(array), np.bool_)
+    if not fits.all():
+        at = int(fits.argmin())
+        raise ValueError(f"{what(at)} {array[at]} is no 32-bit integer")
+    return array.astype(np.int32)

@@ -1,0 +1,76 @@
+"""Host memory that is copied to the device while the host goes on: a ring of pinned buffers with an event each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+
+from attn_backends.page_table import IntArray
+
+_GRAIN = 256  # ints; copies are rounded up to it, so that their views repeat
+
+
+class Event(Protocol):
+    """What is needed of `torch.cuda.Event`. One that was never recorded counts as done."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+class AlwaysDone:
+    """The event of a copy that is over when it returns, as between two places in host memory."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+class StagingRing:
+    """A ring of host buffers, and the one buffer on the device that all of them are copied to.
+
+    Copies run on the current stream, in order with the kernels that read what they bring.
+
+    Args:
+        size: i32 that one copy may bring.
+        depth: buffers in the ring: how many copies the host may be ahead before it waits.
+        make_event: for tests; by default CUDA events on a GPU.
+    """
+
+    def __init__(
+        self, size: int, device: torch.device, depth: int = 4, make_event: Callable[[], Event] | None = None
+    ) -> None:
+        size = -(-size // _GRAIN) * _GRAIN
+        on_gpu = device.type == "cuda"
+        make_event = make_event or (torch.cuda.Event if on_gpu else AlwaysDone)
+        self.on_device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu) for _ in range(depth)]
+        self.buffers: list[IntArray] = [host.numpy() for host in self._hosts]
+        self._events = [make_event() for _ in range(depth)]
+        self._slot = 0
+        self._views = lru_cache(maxsize=256)(self._make_views)
+
+    def next_buffer(self) -> IntArray:
+        """[size] i32 to write the next copy into. Waits for the copy that last read it, if that still runs."""
+        self._slot = (self._slot + 1) % len(self._hosts)
+        event = self._events[self._slot]
+        if not event.query():
+            event.synchronize()
+        return self.buffers[self._slot]
+
+    def send(self, count: int) -> None:
+        """Copy the first `count` ints of that buffer to `on_device`, without waiting."""
+        host, on_device = self._views(self._slot, -(-count // _GRAIN))
+        on_device.copy_(host, non_blocking=True)
+        self._events[self._slot].record()
+
+    def _make_views(self, slot: int, grains: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._hosts[slot][: grains * _GRAIN], self.on_device[: grains * _GRAIN]

@@ -1,0 +1,258 @@
+"""The page table that lives on: rows owned by running requests, on the host and on the device, one copy a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from attn_backends.batch import CommonAttentionMetadata
+from attn_backends.derive import PagedCsr, StepShape
+from attn_backends.device_copy import DeviceCopy
+from attn_backends.page_rows import PageRows, as_int32
+from attn_backends.page_table import IntArray
+from attn_backends.spec import KVCacheSpec, Limits
+from attn_backends.step_device import DeviceSide, HostStep, SharedMemory
+
+
+@dataclass(frozen=True, eq=False)
+class StepBatch:
+    """One step, for builders and the model. Its tensors on the device are the table's: valid until its next step."""
+
+    common: CommonAttentionMetadata
+    token_ids: torch.Tensor  # [T] i64 on the device; 0 for padding. Without ids given, what was there before
+    positions: torch.Tensor  # [T] i64 on the device; 0 for padding
+    num_advanced: int = 0  # how often `advance` has been called since `StepTable.step`
+
+
+class StepTable(PageRows):
+    """`CommonAttentionMetadata` without building anew: a step costs its rows and tokens, however long the contexts.
+
+    Requests own rows (`enter`, `extend`, `append`, `leave`, `swap_rows`, `arrange`); `step` takes the first n rows.
+    It equals `CommonAttentionMetadata.from_sequence_groups` of the same rows, but for `page_table`, which is all
+    `capacity` columns wide with valid ids behind a row's pages. All work on the device is queued on the current stream.
+
+    On a CPU the device's page table is the host's: edit rows when the last step has been used.
+
+    Args:
+        limits: all buffers are sized from these, once. Padding counts as requests and tokens too.
+        device: where metadata is wanted.
+        make_side: makes the device's side; chosen by `device` if None.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        cache: KVCacheSpec,
+        device: torch.device | str = "cpu",
+        *,
+        make_side: Callable[[PageRows], DeviceSide] | None = None,
+    ) -> None:
+        super().__init__(limits, cache)
+        self.device = torch.device(device)
+        self.side = make_side(self) if make_side else _side(self, self.device)
+        self._latest: StepBatch | None = None
+        self._moves_at_latest = 0
+        self._decode_fields = lru_cache(maxsize=limits.max_num_requests)(self._make_decode_fields)
+
+    def step(
+        self,
+        context_lens: IntArray | Sequence[int],
+        query_lens: IntArray | Sequence[int],
+        token_ids: NDArray[np.int64] | Sequence[int] | None = None,
+        *,
+        num_padded_reqs: int = 0,
+        padded_query_len: int = 1,
+        context_lens_on_device: torch.Tensor | None = None,
+        for_graph: bool = False,
+    ) -> StepBatch:
+        """The next step of rows 0 to n - 1.
+
+        Args:
+            context_lens, query_lens: [n] tokens in the cache, and new ones.
+            token_ids: the new ones, row after row; None leaves what is in `StepBatch.token_ids` on the device.
+            num_padded_reqs: rows added behind the batch for a CUDA graph, each of `padded_query_len` tokens.
+            context_lens_on_device: [n] i32 on the device, where only it knows (asynchronous scheduling, speculative
+                decoding). `context_lens` are then upper bounds, and the batch is marked `seq_lens_are_upper_bounds`.
+            for_graph: as in the batch.
+
+        Raises:
+            ValueError: a length without meaning, without pages or over a limit; nothing has changed then.
+        """
+        context, query = as_int32(context_lens, self._context_of), as_int32(query_lens, self._query_of)
+        shape = self._check(context, query, num_padded_reqs, padded_query_len)
+        ids = None if token_ids is None else np.asarray(token_ids, np.int64)
+        if ids is not None and ids.shape != (shape.num_actual_tokens,):
+            raise ValueError(f"token_ids has shape {list(ids.shape)}; the step has {shape.num_actual_tokens} tokens")
+        self._check_on_device(context_lens_on_device, len(context))
+        if num_padded_reqs:
+            context = np.concatenate([context, np.zeros(num_padded_reqs, np.int32)])
+            query = np.concatenate([query, np.full(num_padded_reqs, padded_query_len, np.int32)])
+            seq_lens = context + query
+            seq_lens[shape.num_actual_reqs :] = 0
+        else:
+            seq_lens, context = context + query, context.copy()
+        csr = self.side.step(self, HostStep(shape, seq_lens, query, ids, context_lens_on_device))
+        return self._made(shape, seq_lens, context, query, csr, context_lens_on_device is not None, for_graph, 0)
+
+    def advance(self, step: StepBatch, token_ids: torch.Tensor | None = None) -> StepBatch:
+        """The next decode step of the same rows, without the host's lists: every row has one token more, its new one.
+
+        Lengths, positions, slots and CSR move on in place on the device, and the host's with them: exact ones stay
+        exact, upper bounds stay bounds. Padded rows stay idle.
+
+        Args:
+            step: the last one that `step` or `advance` returned; its tensors become the new one's.
+            token_ids: [n] i64 on the device, what was sampled; None if it was written into `step.token_ids`.
+
+        Raises:
+            ValueError: rows have moved since, or a row has no page for its token. Pages that were added since the
+                last `step` do not count: the device has not seen them.
+        """
+        common = step.common
+        if step is not self._latest or self._moves_at_latest != self.num_moves:
+            raise ValueError("only the last step can be advanced, and not once rows have moved: call step")
+        actual = common.num_actual_reqs
+        seq_lens = common.seq_lens_cpu.numpy().copy()
+        seq_lens[:actual] += 1
+        context = common.seq_lens_cpu.numpy()
+        query = np.ones(common.num_reqs, np.int32)
+        self._check_room(self.num_sent[:actual], context[:actual], query[:actual])
+        shape = StepShape(common.num_reqs, actual, common.num_reqs, actual)
+        csr = self.side.advance(shape, seq_lens, step.num_advanced + 1)
+        if token_ids is not None:
+            self.side.buffers.tokens(actual).token_ids.copy_(token_ids, non_blocking=True)
+        return self._made(
+            shape, seq_lens, context, query, csr, common.seq_lens_are_upper_bounds, common.for_graph,
+            step.num_advanced + 1,
+        )  # fmt: skip
+
+    def _made(
+        self, shape: StepShape, seq_lens: IntArray, context_lens: IntArray, query_lens: IntArray, csr: PagedCsr | None,
+        are_upper_bounds: bool, for_graph: bool, num_advanced: int,
+    ) -> StepBatch:  # fmt: skip
+        if shape.num_tokens == shape.num_reqs:
+            fields = self._decode_fields(shape)
+        else:
+            starts = np.zeros(shape.num_reqs + 1, np.int32)
+            np.cumsum(query_lens, out=starts[1:])
+            fields = self._fields(shape, torch.from_numpy(starts), int(query_lens.max()))
+        # Not by its __init__, which for a frozen class of that many fields takes a tenth of a step's time.
+        common = object.__new__(CommonAttentionMetadata)
+        common.__dict__.update(
+            fields, csr=csr, max_seq_len=int(seq_lens.max()), seq_lens_cpu=torch.from_numpy(seq_lens),
+            context_lens_cpu=torch.from_numpy(context_lens), seq_lens_are_upper_bounds=are_upper_bounds,
+            for_graph=for_graph,
+        )  # fmt: skip
+        tokens = self.side.buffers.tokens(shape.num_tokens)
+        self._latest = StepBatch(common, tokens.token_ids, tokens.positions, num_advanced)
+        self._moves_at_latest = self.num_moves
+        return self._latest
+
+    def _make_decode_fields(self, shape: StepShape) -> dict[str, Any]:
+        return self._fields(shape, torch.arange(shape.num_reqs + 1, dtype=torch.int32), 1)
+
+    def _fields(self, shape: StepShape, starts: torch.Tensor, max_query_len: int) -> dict[str, Any]:
+        """What a batch holds beside its lengths."""
+        num_reqs, actual_reqs, num_tokens, actual_tokens = shape
+        rows, tokens = self.side.buffers.rows(num_reqs), self.side.buffers.tokens(num_tokens)
+        return {
+            "page_size": self.cache.page_size,
+            "num_reqs": num_reqs,
+            "num_actual_reqs": actual_reqs,
+            "num_tokens": num_tokens,
+            "num_actual_tokens": actual_tokens,
+            "max_query_len": max_query_len,
+            "query_start_loc": rows.query_start_loc,
+            "query_start_loc_cpu": starts,
+            "seq_lens": rows.seq_lens,
+            "page_table": rows.page_table,
+            "slot_mapping": tokens.slot_mapping,
+            "num_new_kv": actual_tokens,
+            "new_kv_start_loc_cpu": starts if num_tokens == actual_tokens else starts.clamp(max=actual_tokens),
+            "is_profile_run": False,
+        }
+
+    def _check(
+        self, context_lens: IntArray, query_lens: IntArray, num_padded_reqs: int, padded_query_len: int
+    ) -> StepShape:
+        """The step's shape, once all of it is found to be within limits and pages."""
+        count = len(context_lens)
+        if not 1 <= count <= self.num_rows or len(query_lens) != count:
+            raise ValueError(
+                f"{count} context lengths and {len(query_lens)} query lengths for {self.num_rows} rows: pass one of "
+                "each for one or more of the first rows"
+            )
+        is_decode = self._check_room(self.num_pages[:count], context_lens, query_lens)
+        num_tokens = count if is_decode else int(query_lens.sum())
+        shape = StepShape(count + num_padded_reqs, count, num_tokens + num_padded_reqs * padded_query_len, num_tokens)
+        limits = self.limits
+        if num_padded_reqs < 0 or (num_padded_reqs and padded_query_len < 1):
+            raise ValueError(f"num_padded_reqs is {num_padded_reqs} and padded_query_len {padded_query_len}")
+        if shape.num_reqs > limits.max_num_requests or shape.num_tokens > limits.max_num_tokens:
+            raise ValueError(
+                f"the step has {shape.num_reqs} requests and {shape.num_tokens} tokens, {num_padded_reqs} padded "
+                f"requests included (the first is {self.request_ids[0]!r}); the limits are max_num_requests "
+                f"{limits.max_num_requests} and max_num_tokens {limits.max_num_tokens}"
+            )
+        return shape
+
+    def _check_room(self, num_pages: IntArray, context_lens: IntArray, query_lens: IntArray) -> bool:
+        """Refuses lengths that have no meaning or no pages. Returns whether every row has one new token."""
+        room = np.minimum(num_pages * self.cache.page_size, self.limits.max_model_len)
+        is_decode = not np.count_nonzero(query_lens - 1)
+        if is_decode:  # read as unsigned, a negative length is a large one
+            wrong = context_lens.view(np.uint32) >= room.view(np.uint32)
+        else:  # in this order nothing overflows
+            wrong = (context_lens < 0) | (query_lens < 1) | (context_lens > room - query_lens)
+        if np.count_nonzero(wrong):
+            row = int(wrong.argmax())
+            self._refuse(row, int(num_pages[row]), int(context_lens[row]), int(query_lens[row]))
+        return is_decode
+
+    def _refuse(self, row: int, num_pages: int, context_len: int, query_len: int) -> NoReturn:
+        name = f"request {self.request_ids[row]!r} (row {row})"
+        if query_len < 1 or context_len < 0:
+            raise ValueError(
+                f"{name} has context length {context_len} and query length {query_len}: need context_len >= 0 and "
+                "query_len >= 1"
+            )
+        seq_len, slots = context_len + query_len, num_pages * self.cache.page_size
+        if seq_len > self.limits.max_model_len:
+            raise ValueError(f"{name} would have {seq_len} tokens; max_model_len is {self.limits.max_model_len}")
+        raise ValueError(
+            f"{name} has {num_pages} pages of {self.cache.page_size} slots, which hold {slots} keys, but its length "
+            f"is {seq_len}: extend or append before the step"
+        )
+
+    def _context_of(self, row: int) -> str:
+        return f"request {self.request_ids[row]!r}: context length"
+
+    def _query_of(self, row: int) -> str:
+        return f"request {self.request_ids[row]!r}: query length"
+
+    def _check_on_device(self, context_lens: torch.Tensor | None, count: int) -> None:
+        if context_lens is None:
+            return
+        on_device = context_lens.device.type == self.device.type
+        if context_lens.dtype != torch.int32 or context_lens.shape != (count,) or not on_device:
+            raise ValueError(
+                f"context_lens_on_device is {context_lens.dtype} {list(context_lens.shape)} on {context_lens.device}; "
+                f"it must be torch.int32 [{count}] on {self.device}"
+            )
+
+
+def _side(rows: PageRows, device: torch.device) -> DeviceSide:
+    if device.type == "cpu":
+        return SharedMemory(rows)
+    if device.type != "cuda" or not find_spec("triton"):
+        return DeviceCopy(rows, device)
+    from attn_backends.derive_triton import TritonDerive
+
+    return DeviceCopy(rows, device, TritonDerive)

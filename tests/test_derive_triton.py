@@ -1,0 +1,118 @@
+"""The fused kernel against the plain compiler: interpreted where there is no GPU, and compiled for one all the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attn_backends.batch import CommonAttentionMetadata
+from attn_backends.device_copy import DeviceCopy
+from attn_backends.spec import KVCacheSpec, Limits
+from attn_backends.step_table import StepBatch, StepTable
+from tests.step_walk import CACHE, LIMITS, StepWalk, assert_both_sides_equal, assert_step, compiled
+
+triton = pytest.importorskip("triton", reason="needs triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreted, in a process of its own")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@pytest.mark.skipif(triton.__version__ < "3.7", reason="the interpreter of triton 3.6 fails with numpy 2.4")
+def test_interpreted() -> None:
+    """Triton decides at its first import whether kernels are interpreted."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parent.parent,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+def interpreted(limits: Limits, cache: KVCacheSpec, max_pages_a_copy: int = 5) -> StepTable:
+    from attn_backends.derive_triton import TritonDerive
+
+    return StepTable(
+        limits, cache,
+        make_side=lambda rows: DeviceCopy(
+            rows, torch.device("cpu"), TritonDerive, max_pages_a_copy=max_pages_a_copy
+        ),
+    )  # fmt: skip
+
+
+@only_interpreted
+def test_random_steps() -> None:
+    walk = StepWalk([interpreted(LIMITS, CACHE)], seed=3)
+    walk.run(60)
+    assert {"advance", "chunk", "decode", "verify"} <= set(walk.seen)
+
+
+LONG = Limits(3, 2600, 2600), KVCacheSpec(2700, 1)
+
+
+def check_rows_longer_than_a_block(table: StepTable) -> None:
+    """More pages, new pages and tokens than one program handles at once (1024), for one row of three."""
+    table.enter("a", range(40))
+    table.enter("b", range(2599, -1, -1))
+    table.enter("c", range(5))
+    for context, query in (([39, 0, 4], [1, 2590, 1]), ([30, 2588, 3], [2, 3, 2]), ([1, 1, 1], [1, 1, 1])):
+        step = table.step(context, query, list(range(sum(query))))
+        assert_step(step, compiled(table, context, query), list(range(sum(query))))
+        assert_both_sides_equal(table)
+    ends = [c + q for c, q in zip(context, query, strict=True)]
+    assert_step(table.advance(step), compiled(table, ends, [1, 1, 1]))
+
+
+@only_interpreted
+def test_rows_longer_than_a_block() -> None:
+    check_rows_longer_than_a_block(interpreted(*LONG, max_pages_a_copy=4000))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_rows_longer_than_a_block_on_a_gpu() -> None:
+    check_rows_longer_than_a_block(StepTable(*LONG, "cuda"))
+
+
+@only_interpreted
+def test_lengths_that_only_the_device_knows() -> None:
+    table = interpreted(LIMITS, CACHE)
+    table.enter("a", [3, 40, 5])
+    table.enter("b", [9, 2])
+    exact = torch.tensor([4, 1], dtype=torch.int32)
+    step = table.step([10, 3], [1, 2], num_padded_reqs=1, context_lens_on_device=exact)
+    assert_follows_from(step, compiled(table, [4, 1], [1, 2], 1))
+    assert_follows_from(table.advance(step), compiled(table, [5, 3], [1, 1], 1))
+
+
+def assert_follows_from(step: StepBatch, exact: CommonAttentionMetadata) -> None:
+    """Lengths on the device are exact, those on the host are not: of the indices some are left over, and 0."""
+    for name in ("seq_lens", "slot_mapping", "query_start_loc", "paged_kv_indptr", "paged_kv_last_page_len"):
+        assert getattr(step.common, name).tolist() == getattr(exact, name).tolist(), name
+    indices, used = step.common.paged_kv_indices.tolist(), exact.paged_kv_indices.tolist()
+    assert len(indices) > len(used)
+    assert indices == used + [0] * (len(indices) - len(used))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled when interpreted")
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_it_compiles_without_a_gpu(capability: int) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from attn_backends.derive_triton import derive_step_kernel
+
+    constants = {"CAPACITY": 1024, "PAGE_SIZE": 16, "MAX_ROWS": 256, "BLOCK": 1024}
+    is_wide = {"slot_mapping", "positions", "token_ids"}
+    types = {
+        name: "constexpr" if name in constants else "i32" if name.startswith("num_") else "*i64" if name in is_wide
+        else "*i32"
+        for name in derive_step_kernel.arg_names
+    }  # fmt: skip
+    source = ASTSource(derive_step_kernel, types, constants)
+    assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]

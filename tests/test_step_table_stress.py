@@ -1,0 +1,17 @@
+"""10,000 random scheduler steps, with every tensor checked against the plain compiler at each of them."""
+
+from __future__ import annotations
+
+from attn_backends.step_table import StepTable
+from tests.step_walk import CACHE, LIMITS, SIDES, StepWalk
+
+EVENTS = {"admit", "resume", "prefix hit", "chunk", "decode", "verify", "preempt", "swap", "abort", "finish", "advance"}
+
+
+def test_ten_thousand_steps() -> None:
+    """On memory shared with the host, and on a copy that is brought up to date by copies of few pages."""
+    tables = [StepTable(LIMITS, CACHE, make_side=side) for side in SIDES.values()]
+    walk = StepWalk(tables, seed=0)
+    walk.run(10_000)
+    assert set(walk.seen) == EVENTS
+    assert min(walk.seen.values()) > 100, walk.seen
