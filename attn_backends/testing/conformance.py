@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from attn_backends.testing.kit.building import Building
 from attn_backends.testing.kit.contract import Contract
+from attn_backends.testing.kit.graphs import Graphs
 from attn_backends.testing.kit.numerics import Numerics
 from attn_backends.testing.kit.refusals import Refusals
 from attn_backends.testing.kit.visibility import Visibility
 
 
-class BackendConformance(Numerics, Visibility, Contract, Building, Refusals):
+class BackendConformance(Numerics, Visibility, Contract, Building, Graphs, Refusals):
     """Subclass it, name the backend, and run pytest.
 
     Attributes:

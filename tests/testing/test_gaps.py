@@ -9,7 +9,7 @@ import torch
 
 from attn_backends import entries
 from attn_backends.backends.torch import TorchBackend, TorchImpl, TorchState
-from attn_backends.interface import Capabilities, Rejection, Unsupported
+from attn_backends.interface import AttentionState, Capabilities, Rejection, Unsupported
 from attn_backends.testing.conformance import BackendConformance
 from attn_backends.testing.quick_check import quick_check
 
@@ -23,6 +23,9 @@ class PoorImpl(TorchImpl):
 
 class PoorState(TorchState):
     backend_name = "POOR"
+    graph_capture = AttentionState.graph_capture
+    graph_capture_get_metadata_for_batch = AttentionState.graph_capture_get_metadata_for_batch
+    graph_clone = AttentionState.graph_clone
 
 
 class PoorBackend(TorchBackend):

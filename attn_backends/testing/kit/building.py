@@ -11,7 +11,9 @@ from attn_backends.batch import SequenceGroup
 from attn_backends.interface import AttentionMetadata, AttentionStep
 from attn_backends.testing.batches import Batch
 from attn_backends.testing.cases import BatchShape
+from attn_backends.testing.features import feature
 from attn_backends.testing.harness import Result, assert_matches, assert_pool, make_layer
+from attn_backends.testing.host_reads import forbid_host_reads
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
 from attn_backends.testing.snapshot import differences, snapshot
 
@@ -96,6 +98,15 @@ class Building(KitBase):
             builder = make_layer(self.backend, batch).builder
             direct = builder.build_from_groups(batch.groups, common_prefix_len=length)
             assert_same_metadata(builder.build(length, batch.common()), direct, "both roads")
+
+    @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", "small_prefill"])
+    def test_building_reads_nothing_from_the_device(self, shape: str) -> None:
+        """What a build needs to know is on the host: a read of the device would wait for all that is queued there."""
+        for spec in [spec for _, spec in self.served([feature("plain"), feature("window_15")])]:
+            batch = self.make_batch(spec, shape)
+            layer, common = make_layer(self.backend, batch), batch.common()
+            with forbid_host_reads(self.device, [common, layer.state]):
+                layer.state.begin_forward(layer.builder.build(0, common))
 
     def test_metadata_and_step_are_frozen(self) -> None:
         batch = self.make_batch(self.make_spec(), "mixed_small")

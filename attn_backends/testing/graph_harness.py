@@ -1,0 +1,102 @@
+"""Drives captured steps through the interface alone: one state, some layers, one padded size, one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attn_backends.batch import CommonAttentionMetadata
+from attn_backends.cuda_graphs import CudaRecorder, GraphRecorder
+from attn_backends.interface import AttentionState, AttentionStep
+from attn_backends.kv_cache import KVCache
+from attn_backends.testing.batches import Batch
+from attn_backends.testing.graph_simulator import GraphSimulator
+from attn_backends.testing.harness import Layer, Result
+
+
+def make_recorder(device: torch.device | str) -> GraphRecorder:
+    """CUDA graphs on a GPU; on a CPU the simulator."""
+    return CudaRecorder() if torch.device(device).type == "cuda" else GraphSimulator()
+
+
+def graph_batch(batch: Batch, num_rows: int, query_len: int) -> CommonAttentionMetadata:
+    """A batch, padded to the rows of a graph."""
+    common = CommonAttentionMetadata.from_sequence_groups(
+        batch.groups, batch.cache.page_size, batch.device, num_rows - len(batch.rows), query_len
+    )
+    return replace(common, for_graph=True)
+
+
+class CapturedStep:
+    """A graph over layers that share a state, each with inputs and a pool that stay where they are.
+
+    Args:
+        layers: as `make_layers` makes them.
+        clone: of their state, for `num_rows` rows of `query_len` tokens.
+        examples: one batch a layer, to capture with.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        clone: AttentionState[Any],
+        examples: Sequence[Batch],
+        num_rows: int,
+        query_len: int,
+        recorder: GraphRecorder,
+    ) -> None:
+        self.layers = layers
+        self.clone = clone
+        self.num_rows = num_rows
+        self.query_len = query_len
+        self.inputs = [self._empty_inputs(batch) for batch in examples]
+        self.outputs = [self._empty_output(batch) for batch in examples]
+        self.caches = [pool for batch in examples if (pool := batch.fresh_pool()) is not None]
+        self._put_in(examples)
+        steps = [
+            clone.begin_forward(layer.builder.build_for_cudagraph_capture(graph_batch(batch, num_rows, query_len)))
+            for layer, batch in zip(layers, examples, strict=True)
+        ]
+        held = [clone, self.inputs, self.outputs, self.caches, [layer.impl for layer in layers]]
+        self.graph = recorder.capture(lambda: self._run(steps), held)
+
+    def _empty_inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        num_tokens = self.num_rows * self.query_len
+        query, key, value = (t.new_zeros(num_tokens, *t.shape[1:]) for t in (batch.query, batch.key, batch.value))
+        return query, key, value
+
+    def _empty_output(self, batch: Batch) -> torch.Tensor:
+        spec = batch.spec
+        return batch.query.new_zeros(self.num_rows * self.query_len, spec.num_qo_heads, spec.head_dim_vo)
+
+    def _run(self, steps: Sequence[AttentionStep[Any]]) -> torch.Tensor:
+        for layer, step, given, cache, output in zip(
+            self.layers, steps, self.inputs, self.caches, self.outputs, strict=True
+        ):
+            layer.impl.forward(*given, cache, step, output)
+        return self.outputs[-1]
+
+    def _put_in(self, batches: Sequence[Batch]) -> None:
+        for given, cache, batch in zip(self.inputs, self.caches, batches, strict=True):
+            for static, new in zip(given, (batch.query, batch.key, batch.value), strict=True):
+                static.fill_(torch.nan)  # what stands in padded rows must not matter
+                static[: len(new)].copy_(new)
+            for cached, now in zip(cache, batch.pool or (), strict=True):
+                cached.copy_(now)
+
+    def fill(self, batches: Sequence[Batch]) -> None:
+        """Put a batch a layer, of equal rows, where the graph reads."""
+        self._put_in(batches)
+        for layer, batch in zip(self.layers, batches, strict=True):
+            self.clone.begin_forward(layer.builder.build(0, graph_batch(batch, self.num_rows, self.query_len)))
+
+    def replay(self) -> list[Result]:
+        """What the graph made of it, a result a layer; the outputs of padded rows behind the others."""
+        self.graph.replay()
+        return [
+            Result(output.clone(), None, KVCache(cache.key.clone(), cache.value.clone()))
+            for output, cache in zip(self.outputs, self.caches, strict=True)
+        ]

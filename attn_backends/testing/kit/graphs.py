@@ -1,0 +1,160 @@
+"""CUDA graphs: what was captured once serves every batch that fits, and no earlier batch shows in a later one.
+
+On a CPU the simulator records and replays, and poisons whatever a GPU might have reused in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from attn_backends.interface import CudaGraphSupport
+from attn_backends.spec import AttentionSpec
+from attn_backends.testing.batches import Batch
+from attn_backends.testing.cases import BatchShape
+from attn_backends.testing.features import FEATURES, feature
+from attn_backends.testing.graph_harness import CapturedStep, graph_batch, make_recorder
+from attn_backends.testing.harness import Layer, assert_matches, assert_pool, make_layer, make_layers
+from attn_backends.testing.host_reads import forbid_host_reads
+from attn_backends.testing.kit.base import KitBase
+
+ROWS = 4
+PAGES = 64  # one pool size for batches that share a graph
+LENGTHS = ((40, 17, 33, 9), (3,), (16, 64), (50, 4, 48), (5, 6, 7, 8))  # small batches after large ones, and back
+
+
+class Graphs(KitBase):
+    """Of a backend that declares `Capabilities.cuda_graph`."""
+
+    def graph_batches(self, spec: AttentionSpec, query_len: int, **how: Any) -> list[Batch]:
+        """Batches of different rows over pools of one shape, the largest first."""
+        shapes = [BatchShape(seq_lens=lens, query_lens=(query_len,) * len(lens)) for lens in LENGTHS]
+        batches = [
+            self.make_batch(spec, shape, num_pages=PAGES, seed=i, poison=float("nan"), **how)
+            for i, shape in enumerate(shapes)
+        ]
+        return [replace(batch, sinks=batches[0].sinks) for batch in batches]  # they are the layer's, not the batch's
+
+    def capture(self, layers: Sequence[Layer], examples: Sequence[Batch], query_len: int = 1) -> CapturedStep:
+        state = layers[0].state
+        with state.graph_capture(ROWS):
+            clone = state.graph_clone(ROWS, query_len)
+            return CapturedStep(layers, clone, examples, ROWS, query_len, make_recorder(self.device))
+
+    def check_replays(self, captured: CapturedStep, batches: Sequence[Sequence[Batch]], what: str) -> None:
+        for each in batches:
+            captured.fill(each)
+            for i, (result, batch) in enumerate(zip(captured.replay(), each, strict=True)):
+                name = f"{what}, layer {i}, replay of {[row.data.seq_len for row in batch.rows]}"
+                assert_matches(result, batch, name)
+                assert_pool(result.kv_cache, batch.pool_after(), name)
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        """Tokens a row that graphs are declared for; none without graphs."""
+        level = self.can.cuda_graph
+        return (1, 3)[: 2 if level >= CudaGraphSupport.UNIFORM_BATCH else min(1, level)]
+
+    @pytest.mark.parametrize("name", [f.name for f in FEATURES])
+    def test_replays_equal_the_reference(self, name: str) -> None:
+        for query_len in self.query_lens:
+            for _, spec in self.served([feature(name)]):
+                batches = self.graph_batches(spec, query_len)
+                layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
+                captured = self.capture([layer], batches[:1], query_len)
+                self.check_replays(captured, [[batch] for batch in batches], f"{name} query_len={query_len}")
+
+    def test_replays_in_every_dtype(self, dtype: Any) -> None:
+        for query_len in self.query_lens:
+            batches = self.graph_batches(self.make_spec(dtype=dtype), query_len)
+            layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
+            captured = self.capture([layer], batches[:1], query_len)
+            self.check_replays(captured, [[batch] for batch in batches], str(dtype))
+
+    def test_plan_groups_share_a_state(self) -> None:
+        """Layers of different shapes and features in one graph: the state holds the largest need of all groups."""
+        plain = self.make_spec()
+        wider = self.make_spec(num_qo_heads=2 * plain.num_qo_heads, scale=0.5)
+        windowed = [spec for _, spec in self.served([feature("window_15")])]
+        specs = [*windowed, plain, wider]
+        for _ in self.query_lens[:1]:
+            each = list(zip(*(self.graph_batches(spec, 1) for spec in specs), strict=True))
+            layers = make_layers(self.backend, each[0], *(batch for more in each for batch in more))
+            self.check_replays(self.capture(layers, each[0]), each, "plan groups")
+
+    def test_sizes_share_a_state(self) -> None:
+        """Graphs of two sizes, replayed in turns."""
+        for _ in self.query_lens[:1]:
+            batches = self.graph_batches(self.make_spec(), 1)
+            layer = make_layer(self.backend, *batches)
+            small = [batch for batch in batches if len(batch.rows) <= 2]
+            recorder = make_recorder(self.device)
+            with layer.state.graph_capture(ROWS):
+                steps = [
+                    CapturedStep([layer], layer.state.graph_clone(rows), batches[1:2], rows, 1, recorder)
+                    for rows in (ROWS, 2)
+                ]
+            for first, second in zip(batches, small * 3, strict=False):
+                self.check_replays(steps[0], [[first]], "the larger size")
+                self.check_replays(steps[1], [[second]], "the smaller size")
+
+    def test_verbs(self) -> None:
+        """Metadata without a batch, the buffers by name, and a fill that `begin_forward` repeats."""
+        for query_len in self.query_lens:
+            batch = self.graph_batches(self.make_spec(), query_len)[0]
+            layer = make_layer(self.backend, batch, num_padded_reqs=ROWS * query_len)
+            with layer.state.graph_capture(ROWS):
+                clone = layer.state.graph_clone(ROWS, query_len)
+                idle = layer.state.graph_capture_get_metadata_for_batch(ROWS, query_len)
+            assert type(idle) is self.backend.get_metadata_cls()
+            metadata = layer.builder.build(0, graph_batch(batch, ROWS, query_len))
+            buffers = clone.get_graph_input_buffers(metadata)
+            addresses = {name: buffer.data_ptr() for name, buffer in buffers.items()}
+            clone.prepare_graph_input_buffers(buffers, metadata)
+            filled = {name: buffer.clone() for name, buffer in buffers.items()}
+            clone.begin_forward(idle)
+            clone.begin_forward(metadata)
+            again = clone.get_graph_input_buffers(metadata)
+            assert buffers, "a captured graph reads no persistent tensor"
+            assert {name: buffer.data_ptr() for name, buffer in again.items()} == addresses
+            for name, buffer in again.items():
+                assert buffer.equal(filled[name]), f"begin_forward fills {name} with something else"
+
+    def test_graph_limits(self) -> None:
+        """Sizes above the limits, sizes of nothing, and growth after capture are refused by name."""
+        for _ in self.query_lens[:1]:
+            layer = make_layer(self.backend, self.graph_batches(self.make_spec(), 1)[0])
+            state = layer.state
+            for size, query_len in ((ROWS + 1, 1), (ROWS, 2), (0, 1), (1, 0)):
+                with state.graph_capture(ROWS), pytest.raises(ValueError, match=f"{size} rows of {query_len} tokens"):
+                    state.graph_clone(size, query_len)
+            with pytest.raises(ValueError, match=f"{ROWS + 1} rows"):
+                state.graph_capture(ROWS + 1).__enter__()
+            with pytest.raises(RuntimeError, match="graph_capture"):
+                state.graph_clone(2)
+            with state.graph_capture(ROWS - 1), pytest.raises(RuntimeError, match=f"graph_capture.{ROWS}"):
+                state.graph_clone(ROWS)
+
+    def test_filling_reads_nothing_from_the_device(self) -> None:
+        for query_len in self.query_lens:
+            batches = self.graph_batches(self.make_spec(), query_len)
+            layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
+            with layer.state.graph_capture(ROWS):
+                clone = layer.state.graph_clone(ROWS, query_len)
+            common = graph_batch(batches[0], ROWS, query_len)
+            with forbid_host_reads(self.device, [common, clone]):
+                clone.begin_forward(layer.builder.build(0, common))
+
+    def test_a_batch_of_another_size_is_refused(self) -> None:
+        for _ in self.query_lens[:1]:
+            batch = self.graph_batches(self.make_spec(), 1)[1]
+            layer = make_layer(self.backend, batch, num_padded_reqs=ROWS)
+            with layer.state.graph_capture(ROWS):
+                clone = layer.state.graph_clone(ROWS)
+            with pytest.raises(ValueError, match="captured"):
+                clone.begin_forward(layer.builder.build(0, graph_batch(batch, ROWS - 1, 1)))
+            with pytest.raises(ValueError, match="for_graph"):
+                clone.begin_forward(layer.builder.build(0, replace(graph_batch(batch, ROWS, 1), for_graph=False)))
