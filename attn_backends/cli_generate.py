@@ -62,7 +62,11 @@ def loading_bar(console: Console) -> Iterator[Report]:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=None)
-        yield lambda message: progress.update(task, description=message)
+
+        def report(message: str, done: int = 0, total: int | None = None) -> None:
+            progress.update(task, description=message, completed=done, total=total)
+
+        yield report
 
 
 class Session:
@@ -122,10 +126,11 @@ def stats_table(llm: LLM) -> Table:
     """The figures of the last run."""
     stats = llm.stats
     table = Table(show_header=False, title="run")
+    replayed = f", {stats.num_graph_steps} of them from graphs" if stats.num_graph_steps else ""
     for name, value in {
         "backend": f"{llm.selection.name} ({llm.selection.reason})",
         "prompts": f"{stats.num_prompts} ({stats.num_prompt_tokens} tokens)",
-        "new tokens": f"{stats.num_new_tokens} in {stats.seconds:.2f} s, {stats.num_steps} steps",
+        "new tokens": f"{stats.num_new_tokens} in {stats.seconds:.2f} s, {stats.num_steps} steps{replayed}",
         "tokens/s": f"{stats.tokens_per_second:.1f}",
         "KV pages at peak": f"{stats.peak_pages} of {stats.num_pages}",
         "prefix-cache hits": f"{stats.num_prefix_hit_tokens} tokens",

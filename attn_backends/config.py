@@ -140,6 +140,9 @@ class EngineConfig(_Settings):
     """On a CPU, replace decoder layers of the Llama form by fused ones that agree with them within rounding."""
     merge_projections: bool = True
     """Compute projections of one input (q, k, v; gate, up) as one product: faster, equal within rounding."""
+    compile: Literal["none", "model"] = "none"
+    """model: the whole model by torch.compile, in place of the three above. Faster steps, after a minute or two of
+    compiling at each start; on a CPU it needs a C++ compiler and holds the weights twice."""
     cache: CacheConfig = CacheConfig()
     """The KV pool."""
     scheduler: SchedulerConfig = SchedulerConfig()

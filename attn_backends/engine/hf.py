@@ -21,9 +21,9 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 from transformers.utils import logging as transformers_logging
 
 from attn_backends.config import EngineConfig
-from attn_backends.engine.checkpoint import ModelError, Report, find_model
+from attn_backends.engine.checkpoint import ModelError, Report, find_model, silent
 from attn_backends.engine.fused_layer import fuse_layers
-from attn_backends.engine.linears import MIN_TOKENS, merge_projections, pack_linears
+from attn_backends.engine.linears import merge_projections, min_tokens, pack_linears
 from attn_backends.spec import AttentionSpec
 
 ATTENTION_NAME = "attn_backends"  # must not contain "flash", "sdpa" or "/": transformers gives those a meaning
@@ -143,7 +143,7 @@ class LoadedModel:
         return logits
 
 
-def load_model(config: EngineConfig, device: torch.device, report: Report = lambda message: None) -> LoadedModel:
+def load_model(config: EngineConfig, device: torch.device, report: Report = silent) -> LoadedModel:
     """Load weights (safetensors or GGUF) and tokenizer; refuse a model that would not run right.
 
     Raises:
@@ -183,12 +183,14 @@ def load_model(config: EngineConfig, device: torch.device, report: Report = lamb
         max_model_len=model.config.get_text_config().max_position_embeddings,
         vocab_size=model.get_input_embeddings().num_embeddings,
         eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
-        min_tokens=MIN_TOKENS if packed else 1,
+        min_tokens=min_tokens(model.dtype) if packed else 1,
     )
 
 
 def _prepare(model: Any, config: EngineConfig) -> int:
     """Make the model fast, after it was checked as it is; returns how many layers and products are oneDNN's now."""
+    if config.compile == "model":  # torch.compile does all of this itself, and cannot trace what we put in place
+        return 0
     base = model.base_model
     fused = 0
     if config.fuse_layers and hasattr(base, "rotary_emb"):

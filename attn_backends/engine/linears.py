@@ -9,13 +9,15 @@ batches to a slower routine. Both change results by rounding alone; benchmarks/l
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as Hugging Face models name them
 BATCH_HINT = 16  # tokens that the blocking is chosen for
-MIN_TOKENS = 4  # a packed product of fewer is slower than one of four: see benchmarks/linears.py
+FEW_TOKENS = (1, 4)  # on some CPUs a packed product of one token takes longer than one of four
 
 
 class PackedLinear(torch.nn.Module):
@@ -88,6 +90,24 @@ def pack_linears(model: torch.nn.Module) -> int:
                 setattr(parent, name, PackedLinear(child))
                 packed += 1
     return packed
+
+
+@cache
+def min_tokens(dtype: torch.dtype) -> int:
+    """How many tokens a step of one is padded to: that of `FEW_TOKENS` for which packed products are faster.
+
+    Measured once a process, on more weights than caches hold: 0.1 s.
+    """
+    weights = [reordered(torch.zeros(1536, 576, dtype=dtype)) for _ in range(32)]
+    taken: dict[int, float] = {}
+    for num_tokens in FEW_TOKENS * 5:
+        tokens = torch.zeros(num_tokens, 576, dtype=dtype)
+        started = time.perf_counter()
+        for weight in weights:
+            torch.ops.mkldnn._linear_pointwise(tokens, weight, None, "none", [], "")
+        seconds = time.perf_counter() - started
+        taken[num_tokens] = min(seconds, taken.get(num_tokens, seconds))
+    return min(taken, key=taken.__getitem__)
 
 
 def _concatenated(linears: Sequence[torch.nn.Linear]) -> torch.nn.Linear:

@@ -10,15 +10,16 @@ from pathlib import Path
 import torch
 
 from attn_backends.config import EngineConfig, SamplingParams
-from attn_backends.engine.checkpoint import Report
+from attn_backends.cuda_graphs import GraphRecorder
+from attn_backends.engine.checkpoint import Report, silent
 from attn_backends.engine.detokenizer import Detokenizer
 from attn_backends.engine.hf import LoadedModel, load_model
 from attn_backends.engine.outputs import Prompt, RequestOutput, Stats, TextChunk
 from attn_backends.engine.page_allocator import PageAllocator
 from attn_backends.engine.request import Request
 from attn_backends.engine.runner import ModelRunner
-from attn_backends.engine.sampler import Sampler
-from attn_backends.engine.scheduler import Scheduler
+from attn_backends.engine.sampler import Sampler, check_finite
+from attn_backends.engine.scheduler import ScheduledBatch, Scheduler
 from attn_backends.kv_cache import page_bytes
 from attn_backends.registry import AUTO, get_backend, select_backend, validate_options
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
@@ -41,7 +42,14 @@ class LLM:
     >>> llm.generate(["The capital of France is"])[0].text  # doctest: +SKIP
     """
 
-    def __init__(self, config: EngineConfig, model: LoadedModel, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: LoadedModel,
+        device: torch.device,
+        report: Report = silent,
+        recorder: GraphRecorder | None = None,
+    ) -> None:
         self.config = config
         self.model = model
         self.stats = Stats()
@@ -65,13 +73,19 @@ class LLM:
             model, backend, specs, cache, limits, device,
             k_scale=config.cache.k_scale, v_scale=config.cache.v_scale, options=options,
         )  # fmt: skip
+        self.scheduler.on_release = self.runner.forget
+        self.runner.capture_graphs(backend, config.graphs, config.scheduler.max_num_requests, report, recorder)
         self.sampler = Sampler(config.seed)
         self._num_requests = 0
         self._live: dict[str, _Live] = {}
 
     @classmethod
     def from_pretrained(
-        cls, model: str | Path | None = None, config: EngineConfig | None = None, report: Report = lambda message: None
+        cls,
+        model: str | Path | None = None,
+        config: EngineConfig | None = None,
+        report: Report = silent,
+        recorder: GraphRecorder | None = None,
     ) -> LLM:
         """Load a model and everything around it.
 
@@ -79,6 +93,7 @@ class LLM:
             model: the built-in default's name, a Hugging Face folder or a GGUF file; None: `config.model`.
             config: settings; None for the defaults.
             report: told in words what is being loaded.
+            recorder: captures `config.graphs`; None: CUDA graphs, on a GPU alone.
 
         Raises:
             UnknownBackendError, BackendImportError: no backend has the configured name, or it cannot be imported.
@@ -92,8 +107,12 @@ class LLM:
             get_backend(config.backend)  # a wrong name or a missing package is said before the weights are read
         device = resolve_device(config.device)
         loaded = load_model(config, device, report)
+        if config.compile == "model":
+            from attn_backends.engine.compiled import compile_model  # loads the compiler: half a second
+
+            loaded = compile_model(loaded, device, report)
         report("setting up the engine")
-        return cls(config, loaded, device)
+        return cls(config, loaded, device, report, recorder)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
@@ -129,8 +148,9 @@ class LLM:
             for item in self._live.values():
                 self.scheduler.abort(item.request.request_id)
             self._live.clear()
-            hits, preemptions = (now - then for now, then in zip(self._counters(), before, strict=True))
+            hits, preemptions, replays = (now - then for now, then in zip(self._counters(), before, strict=True))
             self.stats.num_prefix_hit_tokens, self.stats.num_preemptions = hits, preemptions
+            self.stats.num_graph_steps = replays
             self.stats.peak_pages = self.allocator.peak_used
             self.stats.seconds = time.perf_counter() - started
 
@@ -185,15 +205,30 @@ class LLM:
         """Schedule, run, sample, hand out."""
         batch = self.scheduler.schedule()
         if batch is not None:
-            logits = self.runner.run(batch)
+            batch = self.runner.arrange(batch)
             sampled = [batch.requests[row] for row in batch.sample_rows]
-            tokens = self.sampler.sample(logits, sampled)
-            self.scheduler.update(batch, tokens, self.model.eos_token_ids)
-            self.stats.num_steps += 1
-            self.stats.num_new_tokens += len(tokens)
-            for request, token in zip(sampled, tokens, strict=True):
-                yield from self._hand_out(self._live[request.request_id], token)
+            self.stats.num_steps += batch.num_steps
+            for tokens in self._run(batch, sampled):
+                live = [(r, token) for r, token in zip(sampled, tokens, strict=True) if not r.finish_reason]
+                self.scheduler.update(batch, tokens, self.model.eos_token_ids)
+                self.stats.num_new_tokens += len(live)
+                for request, token in live:
+                    yield from self._hand_out(self._live[request.request_id], token)
         yield from self._close_finished()
+
+    def _run(self, batch: ScheduledBatch, sampled: Sequence[Request]) -> list[list[int]]:
+        """Tokens of every sampling row, a list for each of the batch's steps. The host waits for them once."""
+        logits = self.runner.run(batch)
+        chosen, finite = self.sampler.choose(logits, sampled)
+        each = [chosen]
+        for num_ahead in range(1, batch.num_steps):
+            logits = self.runner.run_next(each[-1])
+            chosen, also_finite = self.sampler.choose(logits, sampled, num_ahead)
+            each.append(chosen)
+            finite &= also_finite
+        tokens: list[list[int]] = torch.stack(each).tolist()
+        check_finite(finite, sampled)
+        return tokens
 
     def _hand_out(self, item: _Live, token: int) -> Iterator[TextChunk]:
         """The text that one token adds. A token that ends the text is not part of it."""
@@ -215,8 +250,8 @@ class LLM:
         text = item.detokenizer.text
         return RequestOutput(item.index, item.prompt, text, tuple(request.output_token_ids), reason, request.error)
 
-    def _counters(self) -> tuple[int, int]:
-        return self.scheduler.num_prefix_hit_tokens, self.scheduler.num_preemptions
+    def _counters(self) -> tuple[int, int, int]:
+        return self.scheduler.num_prefix_hit_tokens, self.scheduler.num_preemptions, self.runner.num_replays
 
 
 def resolve_device(device: str) -> torch.device:

@@ -37,6 +37,7 @@ class Stats:
     num_prompt_tokens: int = 0
     num_new_tokens: int = 0
     num_steps: int = 0
+    num_graph_steps: int = 0  # of them, replayed from graphs
     seconds: float = 0.0
     peak_pages: int = 0
     num_pages: int = 0

@@ -1,49 +1,33 @@
-"""Runs one scheduled batch: metadata for each plan group, one pass through the model, logits of sampling rows."""
+"""Runs scheduled batches: page table and metadata brought up to date, one pass through the model, eager or captured."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from attn_backends.batch import CommonAttentionMetadata
+from attn_backends.config import GraphsConfig
+from attn_backends.cuda_graphs import CudaRecorder, GraphRecorder
+from attn_backends.engine.checkpoint import Report, silent
+from attn_backends.engine.graphs import FullGraphs, GraphKey, PiecewiseGraphs, default_sizes, graph_mode
 from attn_backends.engine.hf import LoadedModel
+from attn_backends.engine.layers import Layers
+from attn_backends.engine.request import Request
 from attn_backends.engine.scheduler import ScheduledBatch
-from attn_backends.interface import AttentionBackend, AttentionImpl, AttentionStep
-from attn_backends.kv_cache import KVCache, allocate_kv_cache
+from attn_backends.interface import AttentionBackend
+from attn_backends.kv_cache import allocate_kv_cache
+from attn_backends.page_table import common_prefix_len
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, plan_groups
+from attn_backends.step_table import StepBatch, StepTable
 
-
-class StepContext:
-    """One step, as the model's attention layers see it: each layer's Impl, cache and planned step."""
-
-    def __init__(
-        self,
-        impls: Mapping[int, AttentionImpl[Any]],
-        caches: Mapping[int, KVCache],
-        steps: Mapping[int, AttentionStep[Any]],
-    ) -> None:
-        self.impls = impls
-        self.caches = caches
-        self.steps = steps
-
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        constants: Mapping[str, Any],
-    ) -> torch.Tensor:
-        layer: int = module.layer_idx  # type: ignore[assignment]  # the dry run has checked it
-        return self.impls[layer].forward(query, key, value, self.caches[layer], self.steps[layer])
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """A model, its KV pool, and one backend's builders, state and impls.
+    """A model, its KV pool, its page table, and one backend's builders, state and impls.
 
     Args:
         specs: the layers as the backend was selected for them (cache dtype included).
@@ -63,42 +47,124 @@ class ModelRunner:
         v_scale: float = 1.0,
         options: object = None,
     ) -> None:
-        self.model = model
-        self.cache = cache
+        # One row more than requests: padding that makes up a number of tokens is one row.
+        num_tokens = max(limits.max_num_tokens, model.min_tokens)
+        self.limits = Limits(limits.max_num_requests + 1, num_tokens, limits.max_model_len)
         self.device = device
-        self.groups = plan_groups(specs)
         self.pool = allocate_kv_cache(backend, specs, cache, device)
-        self.state = backend.get_state_cls()(self.groups, cache, limits, device, options=options)
+        self.table = StepTable(self.limits, cache, device)
+        groups = plan_groups(specs)
+        self.state = backend.get_state_cls()(groups, cache, self.limits, device, options=options)
         builder = backend.get_builder_cls()
-        self.builders = [builder(group, cache, limits, device, options=options) for group in self.groups]
-        self.impls = {
+        impls = {
             layer: backend.get_impl_cls()(
                 spec, cache, device, sinks=model.layers[layer].sinks, k_scale=k_scale, v_scale=v_scale, options=options
             )
             for layer, spec in specs.items()
         }
+        builders = [builder(group, cache, self.limits, device, options=options) for group in groups]
+        self.layers = Layers(model, groups, builders, impls, self.pool.layers)
+        self.num_replays = 0
+        self._num_pages: dict[str, int] = {}  # of requests in the table
+        self.graphs: FullGraphs | PiecewiseGraphs | None = None
+        self._cascade = backend.capabilities().cascade
+        self._page_size = cache.page_size
+
+    def capture_graphs(
+        self,
+        backend: type[AttentionBackend],
+        config: GraphsConfig,
+        max_num_requests: int,
+        report: Report = silent,
+        recorder: GraphRecorder | None = None,
+    ) -> None:
+        """Capture every size that the config asks for; nothing if it asks for none.
+
+        Args:
+            recorder: what captures; None: CUDA graphs, on a GPU alone.
+
+        Raises:
+            ValueError: graphs are asked for and the device has none, or a size is above the limits.
+            Unsupported: the backend cannot run in the graphs that are asked for.
+        """
+        mode = graph_mode(config, backend, self.device, recorder is not None)
+        if mode == "none":
+            return
+        parts = (self.layers, self.state, self.table, recorder or CudaRecorder())
+        sizes = config.sizes or default_sizes(min(max_num_requests, self.limits.max_num_tokens))
+        graphs = FullGraphs(*parts, sizes, config.query_lens) if mode == "full" else PiecewiseGraphs(*parts, sizes)
+        try:
+            with torch.inference_mode():
+                graphs.capture(report)
+        except RuntimeError as error:
+            if config.mode != "auto":
+                raise
+            logger.warning("steps run eager: graphs.mode is auto, and this model cannot be captured: %s", error)
+        else:
+            self.graphs = graphs
+
+    def forget(self, request: Request) -> None:
+        """Give up a request's row: its pages are no longer its own."""
+        if self._num_pages.pop(request.request_id, None) is not None:
+            self.table.leave(request.request_id)
+
+    def arrange(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """Bring the page table up to date with a batch's requests; returns the batch in the order of its rows."""
+        for request in batch.requests:
+            known = self._num_pages.get(request.request_id)
+            if known is None:
+                self.table.enter(request.request_id, request.page_ids)
+            elif known < request.num_pages:
+                self.table.extend(request.request_id, request.page_ids[known:])
+            self._num_pages[request.request_id] = request.num_pages
+        order = self.table.arrange([request.request_id for request in batch.requests], batch.query_lens).tolist()
+        return batch if order == sorted(order) else batch.in_order(order)
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Logits [len(batch.sample_rows), vocab] of the rows whose last token is their last known one."""
-        padding = max(0, self.model.min_tokens - len(batch.token_ids))
-        common = CommonAttentionMetadata.from_sequence_groups(
-            batch.groups(), self.cache.page_size, self.device, num_padded_reqs=padding
-        )
-        steps: dict[int, AttentionStep[Any]] = {}
-        for group, builder in zip(self.groups, self.builders, strict=True):
-            step = self.state.begin_forward(builder.build(0, common))
-            steps.update(dict.fromkeys(group.layers, step))
-        last_tokens = np.cumsum(batch.query_lens, dtype=np.int64) - 1
-        logits_at = last_tokens[batch.sample_rows]
-        logits = self.model.forward(
-            self._tensor(batch.token_ids, padding),
-            self._tensor(batch.positions, padding),
-            self._tensor(logits_at, max(0, self.model.min_tokens - len(logits_at))),
-            StepContext(self.impls, self.pool.layers, steps),
-        )
-        return logits[: len(logits_at)]
+        """Logits [len(batch.sample_rows), vocab] of the rows whose last token is their last known one.
 
-    def _tensor(self, values: NDArray[np.int64], padding: int) -> torch.Tensor:
-        """On the device, with zeros behind."""
-        return torch.from_numpy(np.pad(values, (0, padding))).to(self.device)
+        The batch is in the order of the table's rows (see `arrange`). The result is good until the next run.
+        """
+        self._logits_at = (np.cumsum(batch.query_lens, dtype=np.int64) - 1)[batch.sample_rows]
+        self._prefix_len = self._common_prefix_len(batch)
+        self._step, self._key = self._begin(batch)
+        return self._launch()
+
+    @torch.inference_mode()
+    def run_next(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of the next step of a batch that decodes, given each row's token [num_rows] i64 on the device."""
+        self._step.token_ids[: len(tokens)].copy_(tokens)
+        self._step = self.table.advance(self._step)
+        return self._launch()
+
+    def _begin(self, batch: ScheduledBatch) -> tuple[StepBatch, GraphKey | None]:
+        """The step's tensors, padded to a captured size or to what the model needs."""
+        graphs = self.graphs
+        key = graphs.fit(batch.query_lens) if graphs else None
+        missing = max(0, self.layers.model.min_tokens - len(batch.token_ids))
+        padding = graphs.padding(key, batch.query_lens) if graphs and key else (int(missing > 0), missing)
+        step = self.table.step(
+            batch.context_lens, batch.query_lens, batch.token_ids, num_padded_reqs=padding[0],
+            padded_query_len=padding[1], for_graph=bool(graphs and key and graphs.for_graph),
+        )  # fmt: skip
+        if graphs is None or key is None or graphs.serves(step.common):
+            return step, key
+        return replace(step, common=replace(step.common, for_graph=False)), None
+
+    def _launch(self) -> torch.Tensor:
+        if self.graphs and self._key:
+            self.num_replays += 1
+            return self.graphs.run(self._key, self._step, self._logits_at)
+        steps = self.layers.plan(self.state, self._step.common, self._prefix_len)
+        rows = np.pad(self._logits_at, (0, max(0, self.layers.model.min_tokens - len(self._logits_at))))
+        logits_at = torch.from_numpy(rows).to(self.device)
+        context = self.layers.context(steps)
+        logits = self.layers.model.forward(self._step.token_ids, self._step.positions, logits_at, context)
+        return logits[: len(self._logits_at)]
+
+    def _common_prefix_len(self, batch: ScheduledBatch) -> int:
+        """Leading keys that all requests share in the same pages, for a backend that reads them once."""
+        if not self._cascade or len(batch.requests) < 2:
+            return 0
+        return common_prefix_len([request.page_ids for request in batch.requests], batch.context_lens, self._page_size)

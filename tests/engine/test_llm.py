@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from attn_backends import LLM, EngineConfig, SamplingParams
+from attn_backends.backends.torch import TorchMetadata, TorchMetadataBuilder
 from tests.tiny_models import save_tiny
 
 LONG = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -42,6 +44,48 @@ def test_any_pool_and_budget_give_the_same_tokens(tiny_llama: Path, settings: di
     llm = engine(tiny_llama, **settings)
     assert tokens(llm, PROMPTS * 3) == tokens(engine(tiny_llama), PROMPTS) * 3
     assert llm.allocator.num_used == 0
+
+
+@pytest.mark.parametrize("num_steps", [2, 5, 64])
+@pytest.mark.parametrize("settings", [
+    {"cache": {"num_pages": 64}},
+    {"cache": {"num_pages": 17, "page_size": 4}, "scheduler": {"max_num_tokens": 7}},
+])  # fmt: skip
+def test_several_steps_a_launch_stop_at_the_same_tokens(
+    tiny_llama: Path, settings: dict[str, dict[str, object]], num_steps: int
+) -> None:
+    """Greedy and drawn, ended by length, by stop tokens and by strings."""
+    llm = engine(tiny_llama, **settings)
+    greedy = tokens(llm, PROMPTS)
+    stops = SamplingParams(max_tokens=24, ignore_eos=True, stop_token_ids=[greedy[0][5], greedy[3][10]])
+    drawn = SamplingParams(max_tokens=17, temperature=1.5, top_p=0.9, seed=3, stop=["e", "th"])
+    scheduler = settings.get("scheduler", {}) | {"decode_steps_per_launch": num_steps}
+    several = engine(tiny_llama, **settings | {"scheduler": scheduler})
+    for sampling in (LONG, stops, drawn):
+        outputs, expected = several.generate(PROMPTS, sampling), llm.generate(PROMPTS, sampling)
+        assert [(o.text, o.token_ids, o.finish_reason) for o in outputs] == [
+            (o.text, o.token_ids, o.finish_reason) for o in expected
+        ]
+        assert several.stats.num_new_tokens == llm.stats.num_new_tokens
+    assert several.allocator.num_used == 0
+
+
+def test_a_shared_prefix_is_found_and_changes_nothing(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    build = TorchMetadataBuilder.build
+
+    def spy(self: TorchMetadataBuilder, length: int, *rest: Any, **named: Any) -> TorchMetadata:
+        asked.append(length)
+        return build(self, length, *rest, **named)
+
+    prompts = ["the same words at the start of every prompt, " + end for end in ("a", "be", "see")]
+    expected = tokens(engine(tiny_llama, cache={"num_pages": 64, "prefix_caching": False}), prompts)
+    llm = engine(tiny_llama)
+    tokens(llm, prompts[:1])
+    monkeypatch.setattr(TorchMetadataBuilder, "build", spy)
+    assert tokens(llm, prompts) == expected
+    assert set(asked[1:]) == {32}
+    assert llm.stats.num_prefix_hit_tokens >= 3 * 32
 
 
 def test_a_pool_far_too_small_finishes_every_request_by_preemption(tiny_llama: Path) -> None:

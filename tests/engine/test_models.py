@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
 
-from attn_backends import KVCacheSpec, Limits, SequenceData, SequenceGroup, get_backend
+from attn_backends import KVCacheSpec, Limits, SamplingParams, get_backend
 from attn_backends.engine.hf import ATTENTION_NAME, LoadedModel, ModelError, check_config, probe_layers
+from attn_backends.engine.request import Request
 from attn_backends.engine.runner import ModelRunner
+from attn_backends.engine.scheduler import ScheduledBatch
 from tests.tiny_models import FAMILIES, tiny_model
 
 PAGE_SIZE = 4
 PROMPTS = (23, 1, 12)  # tokens
 
 
-@dataclass
-class Batch:
-    """The part of a `ScheduledBatch` that the runner reads, made by hand."""
-
-    rows: list[SequenceData]
-    token_ids: np.ndarray
-    positions: np.ndarray
-    sample_rows: np.ndarray
-
-    @property
-    def query_lens(self) -> np.ndarray:
-        return np.array([row.query_len for row in self.rows], np.int32)
-
-    def groups(self) -> list[SequenceGroup]:
-        return [SequenceGroup(str(i), (row,)) for i, row in enumerate(self.rows)]
-
-
-def make_batch(texts: list[list[int]], spans: list[tuple[int, int]], pages: np.ndarray) -> Batch:
-    """Row i computes tokens `spans[i]` of `texts[i]`."""
-    rows = [SequenceData(start, stop - start, pages[i]) for i, (start, stop) in enumerate(spans)]
-    tokens = [token for text, (start, stop) in zip(texts, spans, strict=True) for token in text[start:stop]]
-    positions = np.concatenate([np.arange(start, stop) for start, stop in spans])
-    return Batch(rows, np.array(tokens), positions, np.arange(len(rows)))
+def run(runner: ModelRunner, requests: list[Request], spans: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    """Compute tokens `spans[i]` of request i; the logits of those whose last token is among them, by request."""
+    for request, (start, _) in zip(requests, spans, strict=True):
+        request.num_computed_tokens = start
+    rows = [(request, stop - start) for request, (start, stop) in zip(requests, spans, strict=True)]
+    batch = runner.arrange(ScheduledBatch.from_rows(rows))
+    names = [batch.requests[row].request_id for row in batch.sample_rows]
+    return dict(zip(names, runner.run(batch).clone(), strict=True))
 
 
 def runner_of(model) -> ModelRunner:  # type: ignore[no-untyped-def]
@@ -57,22 +42,25 @@ def test_matches_transformers_eager(family: str) -> None:
     reference, runner = tiny_model(family), runner_of(tiny_model(family))
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in PROMPTS]
+    requests = [Request(str(i), text, SamplingParams()) for i, text in enumerate(texts)]
     pages = np.random.default_rng(0).permutation(64)[: 3 * 16].reshape(3, 16).astype(np.int32)
+    for request, own in zip(requests, pages, strict=True):
+        request.add_pages(own)
     halves = [(0, -(-n // 2)) for n in PROMPTS]
     steps = [halves, [(stop if n > 1 else 0, n) for (_, stop), n in zip(halves, PROMPTS, strict=True)]]
     for _ in range(11):
         for spans in steps:
-            logits = runner.run(make_batch(texts, spans, pages))
-        for row, text in enumerate(texts):
+            logits = run(runner, requests, spans)
+        for request in requests:
             with torch.inference_mode():
-                expected = reference(torch.tensor([text]), use_cache=False).logits[0, -1]
-            torch.testing.assert_close(logits[row], expected, atol=1e-5, rtol=1e-5)
-            text.append(int(expected.argmax()))
-        steps = [[(len(text) - 1, len(text)) for text in texts]]
+                expected = reference(torch.tensor([request.token_ids]), use_cache=False).logits[0, -1]
+            torch.testing.assert_close(logits[request.request_id], expected, atol=1e-5, rtol=1e-5)
+            request.token_ids.append(int(expected.argmax()))
+        steps = [[(len(request.token_ids) - 1, len(request.token_ids)) for request in requests]]
 
 
 def test_alternating_layers_make_plan_groups() -> None:
-    groups = runner_of(tiny_model("gemma2")).groups
+    groups = runner_of(tiny_model("gemma2")).layers.groups
     assert [(group.layers, group.spec.window_left, group.spec.logits_soft_cap) for group in groups] == [
         ((0, 2), 7, 5.0),
         ((1, 3), -1, 5.0),
@@ -82,7 +70,7 @@ def test_alternating_layers_make_plan_groups() -> None:
 
 def test_sinks_reach_the_layer() -> None:
     runner = runner_of(tiny_model("gpt_oss"))
-    assert all(impl.sinks is not None and impl.sinks.abs().sum() > 0 for impl in runner.impls.values())
+    assert all(impl.sinks is not None and impl.sinks.abs().sum() > 0 for impl in runner.layers.impls.values())
 
 
 @pytest.mark.parametrize("name", ["BloomConfig", "FalconConfig"])

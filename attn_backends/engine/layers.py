@@ -1,0 +1,59 @@
+"""What every step of a model goes through, eager or captured: plans for all groups, then one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attn_backends.batch import CommonAttentionMetadata
+from attn_backends.engine.hf import AttentionContext, LoadedModel
+from attn_backends.interface import AttentionImpl, AttentionMetadataBuilder, AttentionState, AttentionStep
+from attn_backends.kv_cache import KVCache
+from attn_backends.spec import PlanGroup
+
+Steps = Mapping[int, AttentionStep[Any]]  # by layer
+
+
+class StepContext:
+    """One step, as the model's attention layers see it: each layer's Impl, cache and planned step."""
+
+    def __init__(self, impls: Mapping[int, AttentionImpl[Any]], caches: Mapping[int, KVCache], steps: Steps) -> None:
+        self.impls = impls
+        self.caches = caches
+        self.steps = steps
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        constants: Mapping[str, Any],
+    ) -> torch.Tensor:
+        layer: int = module.layer_idx  # type: ignore[assignment]  # the dry run has checked it
+        return self.impls[layer].forward(query, key, value, self.caches[layer], self.steps[layer])
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A model with a builder for each plan group, and an impl and a cache for each layer."""
+
+    model: LoadedModel
+    groups: Sequence[PlanGroup[int]]
+    builders: Sequence[AttentionMetadataBuilder[Any]]
+    impls: Mapping[int, AttentionImpl[Any]]
+    caches: Mapping[int, KVCache]
+
+    def plan(self, state: AttentionState[Any], common: CommonAttentionMetadata, common_prefix_len: int = 0) -> Steps:
+        """Build and plan a batch for every group. A graph's state fills its buffers here, at capture as at replay."""
+        steps: dict[int, AttentionStep[Any]] = {}
+        for group, builder in zip(self.groups, self.builders, strict=True):
+            step = state.begin_forward(builder.build(common_prefix_len, common))
+            steps.update(dict.fromkeys(group.layers, step))
+        return steps
+
+    def context(self, steps: Steps) -> AttentionContext:
+        return StepContext(self.impls, self.caches, steps)
