@@ -96,7 +96,7 @@ class CommonAttentionMetadata:
 
     @property
     def paged_kv_indices(self) -> torch.Tensor:  # [paged_kv_indptr_cpu[-1]] i32
-        return self._csr.indices
+        return self._csr.indices[: int(self.paged_kv_indptr_cpu[-1])]
 
     @property
     def paged_kv_last_page_len(self) -> torch.Tensor:  # [R] i32

@@ -17,7 +17,7 @@ class PagedCsr:
     """A page table as FlashInfer reads it: row i owns `indices[indptr[i]:indptr[i + 1]]`."""
 
     indptr: torch.Tensor  # [R + 1] i32
-    indices: torch.Tensor  # [indptr[-1] or more] i32; 0 behind
+    indices: torch.Tensor  # [indptr[-1] or more] i32
     last_page_len: torch.Tensor  # [R] i32; 1 to page_size, 0 for a row without keys
 
 

@@ -9,28 +9,39 @@ import triton
 import triton.language as tl
 
 from attn_backends.derive import StepBuffers, StepShape
-from attn_backends.device_copy import PackedShape
+from attn_backends.device_copy import AheadShape, PackedShape
+from attn_backends.staging import StagingRing
 
-_NOT_CONSTANT = ["num_reqs", "num_token_ids", "num_runs", "num_indices", "num_advanced"]
+_NOT_CONSTANT = ["num_reqs", "num_token_ids", "num_runs", "num_indices"]
 _BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=_NOT_CONSTANT)  # type: ignore[untyped-decorator]
 def derive_step_kernel(  # type: ignore[no-untyped-def]
-    packed, page_table, query_start_loc, seq_lens, indptr, indices, last_page_len, slot_mapping, positions, token_ids,
-    num_reqs, num_token_ids, num_runs, num_indices, num_advanced,
+    packed, ahead, page_table, query_start_loc, seq_lens, indptr, indices, last_page_len, slot_mapping, positions,
+    token_ids, num_reqs, num_token_ids, num_runs, num_indices,
     CAPACITY: tl.constexpr, PAGE_SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ADVANCE: tl.constexpr,
 ):  # fmt: skip
     """One program a row. The row's new pages are read from the copy itself, and all others from the table: no program
-    waits for a store, its own or another's. Lengths are those of the copy plus `num_advanced`, so that a program may
-    store its row's length while others still sum up lengths.
+    waits for a store, its own or another's. Lengths are those of the last step's copy plus how often it was advanced,
+    so that a program may store its row's length while others still sum up lengths.
+
+    To advance, sizes and new pages are in a copy of their own (see `AheadShape`), and the last step's stays.
     """
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     rows = tl.arange(0, MAX_ROWS)
 
+    num_advanced = 0
     runs = packed + 2 * num_reqs + num_token_ids
-    is_run = (rows < num_runs) & (num_advanced == 0)
+    if ADVANCE:
+        num_reqs = tl.load(ahead)
+        num_runs = tl.load(ahead + 1)
+        num_advanced = tl.load(ahead + 2)
+        num_indices = tl.load(ahead + 3)
+        runs = ahead + 4
+    is_run = rows < num_runs
     is_mine = is_run & (tl.load(runs + rows, mask=is_run, other=-1) == row)
     run_first = tl.load(runs + num_runs + rows, mask=is_mine, other=0)
     run_start = tl.load(runs + 2 * num_runs + rows, mask=is_mine, other=0)
@@ -47,8 +58,10 @@ def derive_step_kernel(  # type: ignore[no-untyped-def]
     if row < num_reqs:
         lens = tl.load(packed + rows, mask=rows < num_reqs, other=0)
         lens += tl.where(lens > 0, num_advanced, 0)
-        query_lens = tl.load(packed + num_reqs + rows, mask=rows < num_reqs, other=0)
-        query_lens = tl.where((num_advanced > 0) & (rows < num_reqs), 1, query_lens)
+        if ADVANCE:
+            query_lens = tl.where(rows < num_reqs, 1, 0)
+        else:
+            query_lens = tl.load(packed + num_reqs + rows, mask=rows < num_reqs, other=0)
         used = (lens + PAGE_SIZE - 1) // PAGE_SIZE
         seq_len = tl.sum(tl.where(rows == row, lens, 0), 0)
         query_len = tl.sum(tl.where(rows == row, query_lens, 0), 0)
@@ -84,34 +97,62 @@ def derive_step_kernel(  # type: ignore[no-untyped-def]
             at = first_token + token
             tl.store(slot_mapping + at, tl.where(live, slot, -1), mask=token < query_len)
             tl.store(positions + at, tl.where(live, position, 0).to(tl.int64), mask=token < query_len)
-            given = (token < query_len) & (num_token_ids > 0) & (num_advanced == 0)
-            token_id = tl.load(packed + 2 * num_reqs + at, mask=given, other=0)
-            tl.store(token_ids + at, token_id.to(tl.int64), mask=given)
+            if not ADVANCE:
+                given = (token < query_len) & (num_token_ids > 0)
+                token_id = tl.load(packed + 2 * num_reqs + at, mask=given, other=0)
+                tl.store(token_ids + at, token_id.to(tl.int64), mask=given)
 
 
 class TritonDerive:
-    """`DeriveStep` in one launch."""
+    """`DeriveStep` in one launch; to advance, that of a graph: the copy from a slot of the ring, and the kernel."""
 
-    def __init__(self, buffers: StepBuffers, packed: torch.Tensor) -> None:
+    def __init__(self, buffers: StepBuffers, packed: torch.Tensor, ring: StagingRing) -> None:
         num_rows, capacity = buffers.page_table.shape
+        self.ring = ring
+        self.num_rows = num_rows
         self._tensors = (
-            packed, buffers.page_table, buffers.query_start_loc, buffers.seq_lens, buffers.paged_kv_indptr,
-            buffers.paged_kv_indices, buffers.paged_kv_last_page_len, buffers.slot_mapping, buffers.positions,
-            buffers.token_ids,
+            packed, ring.on_device, buffers.page_table, buffers.query_start_loc, buffers.seq_lens,
+            buffers.paged_kv_indptr, buffers.paged_kv_indices, buffers.paged_kv_last_page_len, buffers.slot_mapping,
+            buffers.positions, buffers.token_ids,
         )  # fmt: skip
         self._constants = (capacity, buffers.page_size, triton.next_power_of_2(num_rows), _BLOCK)
         self._addresses = tuple(tensor.data_ptr() for tensor in self._tensors)
         self._compiled: Any = None
+        self._graphs: list[torch.cuda.CUDAGraph] = []
         if packed.device.type == "cuda":  # elsewhere the kernel is interpreted, and there is nothing to compile
             with torch.cuda.device(packed.device):
                 # No rows: it compiles, and writes nothing.
-                self._compiled = derive_step_kernel[(1,)](*self._tensors, 0, 0, 0, 0, 0, *self._constants)
+                self._compiled = derive_step_kernel[(1,)](*self._tensors, 0, 0, 0, 0, *self._constants, False)
+                self._launch_advance()
+                self._graphs = [self._capture(host) for host in ring.hosts]
 
-    def __call__(self, packed: PackedShape, shape: StepShape, num_indices: int, num_advanced: int) -> None:
-        sizes = (packed.num_reqs, packed.num_token_ids, packed.num_runs, num_indices, num_advanced)
+    def __call__(self, packed: PackedShape, shape: StepShape, num_indices: int) -> None:
+        sizes = (packed.num_reqs, packed.num_token_ids, packed.num_runs, num_indices)
         grid = (packed.num_rows, 1, 1)
         if self._compiled is None:
-            derive_step_kernel[grid](*self._tensors, *sizes, *self._constants)
+            derive_step_kernel[grid](*self._tensors, *sizes, *self._constants, False)
         else:
             # All arguments but the sizes are the same for ever, so what triton does to find the kernel is done once.
-            self._compiled[grid](*self._addresses, *sizes, *self._constants)
+            self._compiled[grid](*self._addresses, *sizes, *self._constants, False)
+
+    def advance(self, ahead: AheadShape, shape: StepShape, num_pages: int) -> None:
+        if self._graphs:
+            self._graphs[self.ring.slot].replay()
+            self.ring.sent()
+        else:
+            self.ring.send(ahead.size(num_pages))
+            self._launch_advance()
+
+    def _launch_advance(self) -> None:
+        derive_step_kernel[(self.num_rows,)](*self._tensors, 0, 0, 0, 0, *self._constants, True)
+
+    def _capture(self, host: torch.Tensor) -> torch.cuda.CUDAGraph:
+        """All of a slot: how much of it counts is in its head, so one graph serves every advance."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin()
+            self.ring.on_device.copy_(host, non_blocking=True)
+            self._launch_advance()
+            graph.capture_end()
+        return graph

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -43,37 +44,55 @@ class PackedShape(NamedTuple):
         return self.pages + self.num_pages
 
 
+class AheadShape(NamedTuple):
+    """The copy of an advance begins with these, i32; then come E runs and their pages, as in `PackedShape`."""
+
+    num_reqs: int  # R of the step that is advanced; 0: pages alone
+    num_runs: int  # E
+    num_advanced: int  # how often, this time included
+    num_indices: int  # of the CSR, where lengths are upper bounds; else 0: the device knows
+
+    def size(self, num_pages: int) -> int:
+        return len(self) + 3 * self.num_runs + 1 + num_pages
+
+
 class DeriveStep(Protocol):
     """Fills the buffers: pages into the table, then what follows from lengths. In stream order behind the copy."""
 
-    def __call__(self, packed: PackedShape, shape: StepShape, num_indices: int, num_advanced: int) -> None:
-        """`num_advanced` is 0 for a step just packed; later calls for the same step count from 1."""
+    def __call__(self, packed: PackedShape, shape: StepShape, num_indices: int) -> None:
+        """For a step just packed and sent."""
+
+    def advance(self, ahead: AheadShape, shape: StepShape, num_pages: int) -> None:
+        """Send what was packed into the ring of advances, and move the last step on by one token."""
 
 
 class TorchDerive:
     """`DeriveStep` in torch operations, on any device."""
 
-    def __init__(self, buffers: StepBuffers, packed: torch.Tensor) -> None:
+    def __init__(self, buffers: StepBuffers, packed: torch.Tensor, ring: StagingRing) -> None:
         self.buffers = buffers
         self.packed = packed
+        self.ring = ring
         self._ones = torch.ones_like(buffers.seq_lens)
 
-    def __call__(self, packed: PackedShape, shape: StepShape, num_indices: int, num_advanced: int) -> None:
-        if num_advanced:
-            advance_step(self.buffers, shape, self._ones)
-        else:
-            self._write_pages(packed)
-            if not packed.num_reqs:
-                return
+    def __call__(self, packed: PackedShape, shape: StepShape, num_indices: int) -> None:
+        self._write_pages(self.packed[packed.runs : packed.size], packed.num_runs)
+        if packed.num_reqs:
             lens, ids = self.packed[: 2 * packed.num_reqs].chunk(2), self.packed[2 * packed.num_reqs : packed.runs]
             self.buffers.tokens(packed.num_token_ids).token_ids.copy_(ids)
             fill_step(self.buffers, shape, *lens)
-        fill_csr(self.buffers, shape.num_reqs, num_indices)
+            fill_csr(self.buffers, shape.num_reqs, num_indices)
 
-    def _write_pages(self, packed: PackedShape) -> None:
-        count, pages = packed.num_runs, self.packed[packed.pages : packed.size]
+    def advance(self, ahead: AheadShape, shape: StepShape, num_pages: int) -> None:
+        self.ring.send(ahead.size(num_pages))
+        self._write_pages(self.ring.on_device[len(ahead) : ahead.size(num_pages)], ahead.num_runs)
+        if ahead.num_reqs:
+            advance_step(self.buffers, shape, self._ones)
+            fill_csr(self.buffers, shape.num_reqs, ahead.num_indices or len(self.buffers.paged_kv_indices))
+
+    def _write_pages(self, runs: torch.Tensor, count: int) -> None:
         if count:
-            rows, first, starts = self.packed[packed.runs : packed.pages].split([count, count, count + 1])
+            rows, first, starts, pages = runs.split([count, count, count + 1, len(runs) - 3 * count - 1])
             write_pages(self.buffers.page_table, rows, first, starts, pages)
 
 
@@ -90,7 +109,7 @@ class DeviceCopy:
         self,
         rows: PageRows,
         device: torch.device,
-        make_derive: Callable[[StepBuffers, torch.Tensor], DeriveStep] = TorchDerive,
+        make_derive: Callable[[StepBuffers, torch.Tensor, StagingRing], DeriveStep] = TorchDerive,
         *,
         max_pages_a_copy: int = _MAX_PAGES_A_COPY,
         make_event: Callable[[], Event] | None = None,
@@ -100,8 +119,13 @@ class DeviceCopy:
         self.max_pages = min(max_pages_a_copy, page_table.numel())
         size = 1 + 5 * rows.limits.max_num_requests + rows.limits.max_num_tokens + self.max_pages
         self.ring = StagingRing(size, device, make_event=make_event)
-        self.derive = make_derive(self.buffers, self.ring.on_device)
+        # An advance brings about a page a row; its copies are of one size, and small.
+        self.max_pages_ahead = min(self.max_pages, rows.limits.max_num_requests)
+        ahead = AheadShape(0, rows.limits.max_num_requests, 0, 0).size(self.max_pages_ahead)
+        self.ring_ahead = StagingRing(ahead, device, depth=16, group=4, make_event=make_event)
+        self.derive = make_derive(self.buffers, self.ring.on_device, self.ring_ahead)
         self.packed = PackedShape(0, 0, 0, 0, 0)
+        self.csr = lru_cache(maxsize=rows.limits.max_num_requests)(self._csr)
 
     def step(self, rows: PageRows, step: HostStep) -> PagedCsr:
         runs = rows.take_unsent(self.max_pages)
@@ -113,18 +137,41 @@ class DeviceCopy:
             lens, actual = self.ring.on_device, step.shape.num_actual_reqs
             queries = lens[step.shape.num_reqs :][:actual]
             torch.add(step.context_lens_on_device, queries, out=lens[:actual])
-        return self._derive(step.shape, step.seq_lens, 0)
+        return self._derive(step.shape, step.seq_lens)
 
-    def advance(self, shape: StepShape, seq_lens: IntArray, num_advanced: int) -> PagedCsr:
-        return self._derive(shape, seq_lens, num_advanced)
+    def advance(
+        self, rows: PageRows, shape: StepShape, seq_lens: torch.Tensor, num_advanced: int, are_upper_bounds: bool
+    ) -> PagedCsr:
+        runs = rows.take_unsent(self.max_pages_ahead)
+        while rows.has_unsent:
+            self._send_ahead(AheadShape(0, 0, 0, 0), shape, runs)
+            runs = rows.take_unsent(self.max_pages_ahead)
+        num_indices = self._num_indices(seq_lens.numpy()) if are_upper_bounds else 0
+        self._send_ahead(AheadShape(shape.num_reqs, 0, num_advanced, num_indices), shape, runs)
+        return self.csr(shape.num_reqs)
 
-    def _derive(self, shape: StepShape, seq_lens: IntArray, num_advanced: int) -> PagedCsr:
+    def _send_ahead(self, ahead: AheadShape, shape: StepShape, runs: PageRuns | None) -> None:
+        buffer, num_pages, at = self.ring_ahead.next_buffer(), 0, len(ahead)
+        if runs is not None:
+            ahead, num_pages = ahead._replace(num_runs=len(runs.rows)), len(runs.pages)
+            for values in runs:
+                buffer[at : at + len(values)] = values
+                at += len(values)
+        buffer[: len(ahead)] = ahead
+        self.derive.advance(ahead, shape, num_pages)
+
+    def _derive(self, shape: StepShape, seq_lens: IntArray) -> PagedCsr:
+        self.derive(self.packed, shape, self._num_indices(seq_lens))
+        return self.csr(shape.num_reqs)
+
+    def _num_indices(self, seq_lens: IntArray) -> int:
         page_size = self.buffers.page_size
-        num_indices = int(np.add.reduce((seq_lens + (page_size - 1)) // page_size))
-        self.derive(self.packed, shape, num_indices, num_advanced)
-        rows = self.buffers.rows(shape.num_reqs)
-        indices = self.buffers.paged_kv_indices[:num_indices]
-        return PagedCsr(rows.paged_kv_indptr, indices, rows.paged_kv_last_page_len)
+        return int(np.add.reduce((seq_lens + (page_size - 1)) // page_size))
+
+    def _csr(self, num_reqs: int) -> PagedCsr:
+        """All of the indices: how many count is for `CommonAttentionMetadata` to say, and only if it is asked."""
+        rows = self.buffers.rows(num_reqs)
+        return PagedCsr(rows.paged_kv_indptr, self.buffers.paged_kv_indices, rows.paged_kv_last_page_len)
 
     def _send(self, num_rows: int, runs: PageRuns | None, step: HostStep | None) -> PackedShape:
         """Pack and copy. Without a step pages alone, which are put in place at once: the next copy overwrites them."""
@@ -148,5 +195,5 @@ class DeviceCopy:
         packed = PackedShape(max(num_rows, num_reqs), num_reqs, num_token_ids, num_runs, num_pages)
         self.ring.send(packed.size)
         if step is None:
-            self.derive(packed, StepShape(0, 0, 0, 0), 0, 0)
+            self.derive(packed, StepShape(0, 0, 0, 0), 0)
         return packed

@@ -42,35 +42,53 @@ class StagingRing:
     Args:
         size: i32 that one copy may bring.
         depth: buffers in the ring: how many copies the host may be ahead before it waits.
+        group: buffers that one event guards, the last of them recording it: an event takes longer than a copy.
         make_event: for tests; by default CUDA events on a GPU.
+
+    Attributes:
+        slot: of the buffer that is written now.
+        hosts: [depth] of [size] i32, pinned where there is a GPU.
+        on_device: [size] i32.
     """
 
     def __init__(
-        self, size: int, device: torch.device, depth: int = 4, make_event: Callable[[], Event] | None = None
+        self,
+        size: int,
+        device: torch.device,
+        depth: int = 4,
+        group: int = 1,
+        make_event: Callable[[], Event] | None = None,
     ) -> None:
         size = -(-size // _GRAIN) * _GRAIN
         on_gpu = device.type == "cuda"
         make_event = make_event or (torch.cuda.Event if on_gpu else AlwaysDone)
         self.on_device = torch.zeros(size, dtype=torch.int32, device=device)
-        self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu) for _ in range(depth)]
-        self.buffers: list[IntArray] = [host.numpy() for host in self._hosts]
-        self._events = [make_event() for _ in range(depth)]
-        self._slot = 0
+        self.hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu) for _ in range(depth)]
+        self.buffers: list[IntArray] = [host.numpy() for host in self.hosts]
+        self.slot = -1
+        self._group = group
+        self._events = [make_event() for _ in range(depth // group)]
         self._views = lru_cache(maxsize=256)(self._make_views)
 
     def next_buffer(self) -> IntArray:
-        """[size] i32 to write the next copy into. Waits for the copy that last read it, if that still runs."""
-        self._slot = (self._slot + 1) % len(self._hosts)
-        event = self._events[self._slot]
-        if not event.query():
-            event.synchronize()
-        return self.buffers[self._slot]
+        """[size] i32 to write the next copy into. Waits for the copies that last read its group, if they still run."""
+        self.slot = (self.slot + 1) % len(self.hosts)
+        if self.slot % self._group == 0:
+            event = self._events[self.slot // self._group]
+            if not event.query():
+                event.synchronize()
+        return self.buffers[self.slot]
 
     def send(self, count: int) -> None:
         """Copy the first `count` ints of that buffer to `on_device`, without waiting."""
-        host, on_device = self._views(self._slot, -(-count // _GRAIN))
+        host, on_device = self._views(self.slot, -(-count // _GRAIN))
         on_device.copy_(host, non_blocking=True)
-        self._events[self._slot].record()
+        self.sent()
+
+    def sent(self) -> None:
+        """The buffer's copy is queued, by `send` or by a graph that holds it."""
+        if (self.slot + 1) % self._group == 0:
+            self._events[self.slot // self._group].record()
 
     def _make_views(self, slot: int, grains: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._hosts[slot][: grains * _GRAIN], self.on_device[: grains * _GRAIN]
+        return self.hosts[slot][: grains * _GRAIN], self.on_device[: grains * _GRAIN]

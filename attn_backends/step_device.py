@@ -31,11 +31,13 @@ class DeviceSide(Protocol):
     def step(self, rows: PageRows, step: HostStep) -> PagedCsr | None:
         """A new step, with all pages that the rows have. Returns views of its CSR, or None: nobody needed it yet."""
 
-    def advance(self, shape: StepShape, seq_lens: IntArray, num_advanced: int) -> PagedCsr | None:
-        """The last step, one token further in every row but padding.
+    def advance(
+        self, rows: PageRows, shape: StepShape, seq_lens: torch.Tensor, num_advanced: int, are_upper_bounds: bool
+    ) -> PagedCsr | None:
+        """The last step, one token further in every row but padding, with all pages that the rows have now.
 
         Args:
-            seq_lens: [R] i32, what the host now takes for the lengths.
+            seq_lens: [R] i32 on the host, what it now takes for the lengths; exact unless `are_upper_bounds`.
             num_advanced: how often the step was advanced, this time included.
         """
 
@@ -61,5 +63,8 @@ class SharedMemory:
             self._token_ids[len(step.token_ids) : step.shape.num_tokens] = 0
         fill_step(self.buffers, step.shape, seq_lens, query_lens)
 
-    def advance(self, shape: StepShape, seq_lens: IntArray, num_advanced: int) -> None:
+    def advance(
+        self, rows: PageRows, shape: StepShape, seq_lens: torch.Tensor, num_advanced: int, are_upper_bounds: bool
+    ) -> None:
+        rows.mark_sent()
         advance_step(self.buffers, shape, self._ones)

@@ -6,19 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from attn_backends.batch import CommonAttentionMetadata
-from attn_backends.derive import PagedCsr, StepShape
+from attn_backends.derive import StepShape, TokenViews
 from attn_backends.device_copy import DeviceCopy
 from attn_backends.page_rows import PageRows, as_int32
 from attn_backends.page_table import IntArray
 from attn_backends.spec import KVCacheSpec, Limits
 from attn_backends.step_device import DeviceSide, HostStep, SharedMemory
+
+_MOST_AHEAD = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +31,15 @@ class StepBatch:
     token_ids: torch.Tensor  # [T] i64 on the device; 0 for padding. Without ids given, what was there before
     positions: torch.Tensor  # [T] i64 on the device; 0 for padding
     num_advanced: int = 0  # how often `advance` has been called since `StepTable.step`
+
+
+class _Shaped(NamedTuple):
+    """What steps of one shape have in common. A view takes about as long as a small kernel's launch."""
+
+    shape: StepShape
+    fields: dict[str, Any]  # of their `CommonAttentionMetadata`
+    tokens: TokenViews
+    increments: IntArray  # [R] i32: 1, and 0 for padding
 
 
 class StepTable(PageRows):
@@ -59,7 +70,8 @@ class StepTable(PageRows):
         self.side = make_side(self) if make_side else _side(self, self.device)
         self._latest: StepBatch | None = None
         self._moves_at_latest = 0
-        self._decode_fields = lru_cache(maxsize=limits.max_num_requests)(self._make_decode_fields)
+        self._coming: list[torch.Tensor] = []  # lengths of steps that `advance` may take without a look at pages
+        self._decode = lru_cache(maxsize=limits.max_num_requests)(self._make_decode)
 
     def step(
         self,
@@ -99,7 +111,22 @@ class StepTable(PageRows):
         else:
             seq_lens, context = context + query, context.copy()
         csr = self.side.step(self, HostStep(shape, seq_lens, query, ids, context_lens_on_device))
-        return self._made(shape, seq_lens, context, query, csr, context_lens_on_device is not None, for_graph, 0)
+        self._coming = []
+        if shape.num_tokens == shape.num_reqs:
+            shaped = self._decode(shape.num_reqs, shape.num_actual_reqs)
+        else:
+            starts = np.zeros(shape.num_reqs + 1, np.int32)
+            np.cumsum(query, out=starts[1:])
+            shaped = self._shaped(shape, torch.from_numpy(starts), int(query.max()))
+        lens = {
+            "seq_lens_cpu": torch.from_numpy(seq_lens),
+            "context_lens_cpu": torch.from_numpy(context),
+            "max_seq_len": int(seq_lens.max()),
+            "csr": csr,
+            "seq_lens_are_upper_bounds": context_lens_on_device is not None,
+            "for_graph": for_graph,
+        }
+        return self._made(shaped, lens, 0)
 
     def advance(self, step: StepBatch, token_ids: torch.Tensor | None = None) -> StepBatch:
         """The next decode step of the same rows, without the host's lists: every row has one token more, its new one.
@@ -113,50 +140,57 @@ class StepTable(PageRows):
 
         Raises:
             ValueError: rows have moved since, or a row has no page for its token. Pages that were added since the
-                last `step` do not count: the device has not seen them.
+                last step travel along.
         """
         common = step.common
         if step is not self._latest or self._moves_at_latest != self.num_moves:
             raise ValueError("only the last step can be advanced, and not once rows have moved: call step")
-        actual = common.num_actual_reqs
-        seq_lens = common.seq_lens_cpu.numpy().copy()
-        seq_lens[:actual] += 1
-        context = common.seq_lens_cpu.numpy()
-        query = np.ones(common.num_reqs, np.int32)
-        self._check_room(self.num_sent[:actual], context[:actual], query[:actual])
-        shape = StepShape(common.num_reqs, actual, common.num_reqs, actual)
-        csr = self.side.advance(shape, seq_lens, step.num_advanced + 1)
+        decode, context_lens = self._decode(common.num_reqs, common.num_actual_reqs), common.seq_lens_cpu
+        if self.has_unsent or not self._coming:
+            self._coming = self._look_ahead(decode, context_lens.numpy())
+        seq_lens = self._coming.pop()
+        are_bounds, num_advanced = common.seq_lens_are_upper_bounds, step.num_advanced + 1
+        csr = self.side.advance(self, decode.shape, seq_lens, num_advanced, are_bounds)
         if token_ids is not None:
-            self.side.buffers.tokens(actual).token_ids.copy_(token_ids, non_blocking=True)
-        return self._made(
-            shape, seq_lens, context, query, csr, common.seq_lens_are_upper_bounds, common.for_graph,
-            step.num_advanced + 1,
-        )  # fmt: skip
+            self.side.buffers.tokens(common.num_actual_reqs).token_ids.copy_(token_ids, non_blocking=True)
+        lens = {
+            "seq_lens_cpu": seq_lens,
+            "context_lens_cpu": context_lens,
+            "max_seq_len": common.max_seq_len + 1,
+            "csr": csr,
+            "seq_lens_are_upper_bounds": are_bounds,
+            "for_graph": common.for_graph,
+        }
+        return self._made(decode, lens, num_advanced)
 
-    def _made(
-        self, shape: StepShape, seq_lens: IntArray, context_lens: IntArray, query_lens: IntArray, csr: PagedCsr | None,
-        are_upper_bounds: bool, for_graph: bool, num_advanced: int,
-    ) -> StepBatch:  # fmt: skip
-        if shape.num_tokens == shape.num_reqs:
-            fields = self._decode_fields(shape)
-        else:
-            starts = np.zeros(shape.num_reqs + 1, np.int32)
-            np.cumsum(query_lens, out=starts[1:])
-            fields = self._fields(shape, torch.from_numpy(starts), int(query_lens.max()))
+    def _look_ahead(self, decode: _Shaped, seq_lens: IntArray) -> list[torch.Tensor]:
+        """Lengths of the next steps, as far as all rows have pages, the next one last. At once, they cost little."""
+        room = self._room_of(len(seq_lens))
+        num_steps = int((room - seq_lens)[: decode.shape.num_actual_reqs].min())
+        if num_steps < 1:
+            row = int((seq_lens >= room).argmax())
+            self._refuse(row, int(self.num_pages[row]), int(seq_lens[row]), 1)
+        further = np.arange(min(num_steps, _MOST_AHEAD), 0, -1, dtype=np.int32)
+        return list(torch.from_numpy(seq_lens + further[:, None] * decode.increments).unbind())
+
+    def _made(self, shaped: _Shaped, lens: dict[str, Any], num_advanced: int) -> StepBatch:
         # Not by its __init__, which for a frozen class of that many fields takes a tenth of a step's time.
         common = object.__new__(CommonAttentionMetadata)
-        common.__dict__.update(
-            fields, csr=csr, max_seq_len=int(seq_lens.max()), seq_lens_cpu=torch.from_numpy(seq_lens),
-            context_lens_cpu=torch.from_numpy(context_lens), seq_lens_are_upper_bounds=are_upper_bounds,
-            for_graph=for_graph,
-        )  # fmt: skip
-        tokens = self.side.buffers.tokens(shape.num_tokens)
-        self._latest = StepBatch(common, tokens.token_ids, tokens.positions, num_advanced)
+        common.__dict__.update(shaped.fields)
+        common.__dict__.update(lens)
+        self._latest = StepBatch(common, shaped.tokens.token_ids, shaped.tokens.positions, num_advanced)
         self._moves_at_latest = self.num_moves
         return self._latest
 
-    def _make_decode_fields(self, shape: StepShape) -> dict[str, Any]:
-        return self._fields(shape, torch.arange(shape.num_reqs + 1, dtype=torch.int32), 1)
+    def _make_decode(self, num_reqs: int, num_actual_reqs: int) -> _Shaped:
+        shape = StepShape(num_reqs, num_actual_reqs, num_reqs, num_actual_reqs)
+        return self._shaped(shape, torch.arange(num_reqs + 1, dtype=torch.int32), 1)
+
+    def _shaped(self, shape: StepShape, starts: torch.Tensor, max_query_len: int) -> _Shaped:
+        increments = np.zeros(shape.num_reqs, np.int32)
+        increments[: shape.num_actual_reqs] = 1
+        fields = self._fields(shape, starts, max_query_len)
+        return _Shaped(shape, fields, self.side.buffers.tokens(shape.num_tokens), increments)
 
     def _fields(self, shape: StepShape, starts: torch.Tensor, max_query_len: int) -> dict[str, Any]:
         """What a batch holds beside its lengths."""
@@ -189,7 +223,7 @@ class StepTable(PageRows):
                 f"{count} context lengths and {len(query_lens)} query lengths for {self.num_rows} rows: pass one of "
                 "each for one or more of the first rows"
             )
-        is_decode = self._check_room(self.num_pages[:count], context_lens, query_lens)
+        is_decode = self._check_room(context_lens, query_lens)
         num_tokens = count if is_decode else int(query_lens.sum())
         shape = StepShape(count + num_padded_reqs, count, num_tokens + num_padded_reqs * padded_query_len, num_tokens)
         limits = self.limits
@@ -203,9 +237,9 @@ class StepTable(PageRows):
             )
         return shape
 
-    def _check_room(self, num_pages: IntArray, context_lens: IntArray, query_lens: IntArray) -> bool:
+    def _check_room(self, context_lens: IntArray, query_lens: IntArray) -> bool:
         """Refuses lengths that have no meaning or no pages. Returns whether every row has one new token."""
-        room = np.minimum(num_pages * self.cache.page_size, self.limits.max_model_len)
+        room = self._room_of(len(context_lens))
         is_decode = not np.count_nonzero(query_lens - 1)
         if is_decode:  # read as unsigned, a negative length is a large one
             wrong = context_lens.view(np.uint32) >= room.view(np.uint32)
@@ -213,8 +247,12 @@ class StepTable(PageRows):
             wrong = (context_lens < 0) | (query_lens < 1) | (context_lens > room - query_lens)
         if np.count_nonzero(wrong):
             row = int(wrong.argmax())
-            self._refuse(row, int(num_pages[row]), int(context_lens[row]), int(query_lens[row]))
+            self._refuse(row, int(self.num_pages[row]), int(context_lens[row]), int(query_lens[row]))
         return is_decode
+
+    def _room_of(self, num_rows: int) -> IntArray:
+        """[num_rows] i32, how many tokens each of the first rows has pages for."""
+        return np.minimum(self.num_pages[:num_rows] * self.cache.page_size, self.limits.max_model_len)
 
     def _refuse(self, row: int, num_pages: int, context_len: int, query_len: int) -> NoReturn:
         name = f"request {self.request_ids[row]!r} (row {row})"

@@ -100,14 +100,15 @@ def assert_follows_from(step: StepBatch, exact: CommonAttentionMetadata) -> None
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled when interpreted")
+@pytest.mark.parametrize("advance", [False, True])
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_it_compiles_without_a_gpu(capability: int) -> None:
+def test_it_compiles_without_a_gpu(capability: int, advance: bool) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from attn_backends.derive_triton import derive_step_kernel
 
-    constants = {"CAPACITY": 1024, "PAGE_SIZE": 16, "MAX_ROWS": 256, "BLOCK": 1024}
+    constants = {"CAPACITY": 1024, "PAGE_SIZE": 16, "MAX_ROWS": 256, "BLOCK": 1024, "ADVANCE": advance}
     is_wide = {"slot_mapping", "positions", "token_ids"}
     types = {
         name: "constexpr" if name in constants else "i32" if name.startswith("num_") else "*i64" if name in is_wide

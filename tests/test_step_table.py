@@ -88,6 +88,21 @@ def test_lengths_that_only_the_device_knows(table: StepTable) -> None:
     assert step.positions.tolist() == [10, 4, 9, 0]
 
 
+def test_pages_travel_along_with_an_advance(table: StepTable) -> None:
+    """One a row, and so many at once that they go ahead in copies of their own."""
+    step = table.step([11, 7], [1, 1])
+    table.append([0, 1], [30, 31])
+    step = table.advance(step)
+    assert_step(step, compiled(table, [12, 8], [1, 1]))
+    assert_both_sides_equal(table)
+    table.extend("a", [32, 33, 34, 35, 36, 37, 38])
+    table.extend("b", [39, 40, 41])
+    for further in range(1, 4):
+        step = table.advance(step)
+        assert_step(step, compiled(table, [12 + further, 8 + further], [1, 1]))
+        assert_both_sides_equal(table)
+
+
 def test_advance_is_the_step_after(table: StepTable) -> None:
     """From chunks too, over the edge of a page, with padded rows that stay idle."""
     table.extend("a", [31])

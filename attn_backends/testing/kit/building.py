@@ -108,6 +108,18 @@ class Building(KitBase):
             with forbid_host_reads(self.device, [common, layer.state]):
                 layer.state.begin_forward(layer.builder.build(0, common))
 
+    def test_lengths_that_are_upper_bounds(self) -> None:
+        """A builder that needs exact lengths says so; any other takes those of the device."""
+        batch = self.make_batch(self.make_spec(), "small_decode")
+        layer, common = make_layer(self.backend, batch, num_padded_reqs=4), batch.common()
+        bounds = replace(common, seq_lens_are_upper_bounds=True, seq_lens_cpu=common.seq_lens_cpu + 1,
+                         max_seq_len=common.max_seq_len + 1)  # fmt: skip
+        if layer.builder.needs_exact_lengths:
+            with pytest.raises(ValueError, match="upper bounds"):
+                layer.builder.build(0, bounds)
+        else:
+            assert_matches(layer.forward(batch, layer.state.begin_forward(layer.builder.build(0, bounds))), batch)
+
     def test_metadata_and_step_are_frozen(self) -> None:
         batch = self.make_batch(self.make_spec(), "mixed_small")
         layer = make_layer(self.backend, batch)
