@@ -70,7 +70,7 @@ class StepTable(PageRows):
         self.side = make_side(self) if make_side else _side(self, self.device)
         self._latest: StepBatch | None = None
         self._moves_at_latest = 0
-        self._coming: list[torch.Tensor] = []  # lengths of steps that `advance` may take without a look at pages
+        self._coming_cpu: list[torch.Tensor] = []  # lengths of steps that `advance` may take without a look at pages
         self._decode = lru_cache(maxsize=limits.max_num_requests)(self._make_decode)
 
     def step(
@@ -111,7 +111,7 @@ class StepTable(PageRows):
         else:
             seq_lens, context = context + query, context.copy()
         csr = self.side.step(self, HostStep(shape, seq_lens, query, ids, context_lens_on_device))
-        self._coming = []
+        self._coming_cpu = []
         if shape.num_tokens == shape.num_reqs:
             shaped = self._decode(shape.num_reqs, shape.num_actual_reqs)
         else:
@@ -146,9 +146,9 @@ class StepTable(PageRows):
         if step is not self._latest or self._moves_at_latest != self.num_moves:
             raise ValueError("only the last step can be advanced, and not once rows have moved: call step")
         decode, context_lens = self._decode(common.num_reqs, common.num_actual_reqs), common.seq_lens_cpu
-        if self.has_unsent or not self._coming:
-            self._coming = self._look_ahead(decode, context_lens.numpy())
-        seq_lens = self._coming.pop()
+        if self.has_unsent or not self._coming_cpu:
+            self._coming_cpu = self._look_ahead(decode, context_lens.numpy())
+        seq_lens = self._coming_cpu.pop()
         are_bounds, num_advanced = common.seq_lens_are_upper_bounds, step.num_advanced + 1
         csr = self.side.advance(self, decode.shape, seq_lens, num_advanced, are_bounds)
         if token_ids is not None:
