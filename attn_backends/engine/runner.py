@@ -148,15 +148,15 @@ class ModelRunner:
             batch.context_lens, batch.query_lens, batch.token_ids, num_padded_reqs=padding[0],
             padded_query_len=padding[1], for_graph=bool(graphs and key and graphs.for_graph),
         )  # fmt: skip
-        if graphs is None or key is None or graphs.serves(step.common):
-            return step, key
-        return replace(step, common=replace(step.common, for_graph=False)), None
+        return step, key
 
     def _launch(self) -> torch.Tensor:
-        if self.graphs and self._key:
+        common = self._step.common
+        if self.graphs and self._key and self.graphs.serves(common):
             self.num_replays += 1
             return self.graphs.run(self._key, self._step, self._logits_at)
-        steps = self.layers.plan(self.state, self._step.common, self._prefix_len)
+        eager = replace(common, for_graph=False) if common.for_graph else common
+        steps = self.layers.plan(self.state, eager, self._prefix_len)
         rows = np.pad(self._logits_at, (0, max(0, self.layers.model.min_tokens - len(self._logits_at))))
         logits_at = torch.from_numpy(rows).to(self.device)
         context = self.layers.context(steps)

@@ -48,8 +48,10 @@ def test_batches_between_sizes_are_padded_and_larger_ones_run_eager(tiny_llama: 
     assert 0 < llm.stats.num_graph_steps < llm.stats.num_steps - 1
 
 
-def test_rows_longer_than_graphs_gather_run_eager(tiny_llama: Path) -> None:
-    llm = engine(tiny_llama, backend="TORCH", backend_options={"graph_max_seq_len": 50})
+@pytest.mark.parametrize("num_steps", [1, 5])
+def test_rows_longer_than_graphs_gather_run_eager(tiny_llama: Path, num_steps: int) -> None:
+    options = {"backend": "TORCH", "backend_options": {"graph_max_seq_len": 50}}
+    llm = engine(tiny_llama, **options, scheduler={"decode_steps_per_launch": num_steps})
     assert tokens(llm) == tokens(engine(tiny_llama, simulate=False))
     assert 0 < llm.stats.num_graph_steps < llm.stats.num_steps
 
