@@ -265,8 +265,10 @@ class PiecewiseGraphs:
         return None if size is None else GraphKey(1, size)
 
     def padding(self, key: GraphKey, query_lens: IntArray) -> tuple[int, int]:
-        """Rows to add, and tokens of each."""
+        """Rows to add, and tokens of each: of one where there is room, so that the step can be advanced."""
         missing = key.num_tokens - int(query_lens.sum())
+        if len(query_lens) + missing <= self.table.limits.max_num_requests:
+            return missing, 1
         return int(missing > 0), missing
 
     def serves(self, common: CommonAttentionMetadata) -> bool:

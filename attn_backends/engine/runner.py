@@ -151,10 +151,10 @@ class ModelRunner:
         return step, key
 
     def _launch(self) -> torch.Tensor:
-        common = self._step.common
-        if self.graphs and self._key and self.graphs.serves(common):
+        common, key = self._step.common, self._key
+        if self.graphs and key and key.num_tokens == common.num_tokens and self.graphs.serves(common):
             self.num_replays += 1
-            return self.graphs.run(self._key, self._step, self._logits_at)
+            return self.graphs.run(key, self._step, self._logits_at)
         eager = replace(common, for_graph=False) if common.for_graph else common
         steps = self.layers.plan(self.state, eager, self._prefix_len)
         rows = np.pad(self._logits_at, (0, max(0, self.layers.model.min_tokens - len(self._logits_at))))

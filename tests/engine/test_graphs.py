@@ -69,6 +69,15 @@ def test_the_default_model_in_small(tmp_path: Path) -> None:
     assert llm.stats.num_prefix_hit_tokens > 0
 
 
+@pytest.mark.parametrize("max_num_requests", [5, 16])
+def test_several_steps_a_launch_in_pieces(tiny_llama: Path, max_num_requests: int) -> None:
+    """Padding of one token a row is advanced with the rest; with a row of several the launch goes on eager."""
+    scheduler = {"decode_steps_per_launch": 4, "max_num_requests": max_num_requests}
+    llm = engine(tiny_llama, graphs={"mode": "piecewise", "sizes": [1, 16]}, scheduler=scheduler)
+    assert tokens(llm) == tokens(engine(tiny_llama, simulate=False))
+    assert (llm.stats.num_graph_steps > llm.stats.num_steps / 2) == (max_num_requests == 16)
+
+
 def test_rows_of_several_tokens_have_graphs_of_their_own(tiny_llama: Path) -> None:
     """Prompts of three tokens, as a verify step would be: one graph, with the logits of eager."""
     llm = engine(tiny_llama, graphs={"mode": "full", "sizes": [2, 4], "query_lens": [1, 3]})
