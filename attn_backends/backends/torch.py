@@ -9,7 +9,7 @@ keys, gather, attend, write the output.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 
 from attn_backends.batch import CommonAttentionMetadata
+from attn_backends.batch_order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
 from attn_backends.interface import (
     AttentionBackend,
     AttentionImpl,
@@ -219,6 +220,10 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             decode_rows=tuple(rows[:num_decode_rows]),
             prefill_rows=tuple(rows[num_decode_rows:]),
         )
+
+    def reorder_batch(self, batch: SwappableRows, query_lens: Sequence[int]) -> bool:
+        """Decodes first: only then are they gathered together."""
+        return reorder_batch_to_split_decodes_and_prefills(batch, query_lens)
 
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
         """Self-attention over the cache, with no row longer than graphs gather."""
@@ -554,6 +559,54 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
             if lse is not None and attended.lse is not None:
                 lse[tokens] = attended.lse
         return output
+
+    def trace_inputs(self, metadata: TorchMetadata) -> tuple[torch.Tensor, ...] | None:
+        """Slots, one for each new key; which token's key goes there; slots to gather [rows, keys]; what hides them.
+
+        For steps that decode, all rows together. A padded row does as the first one does: it writes the same once more.
+        """
+        batch = self._whole_batch(metadata)
+        if batch is None or metadata.num_tokens < 2 or len(batch.slots) < 2 * batch.num_rows:
+            return None
+        slots, bias = batch.slots.view(batch.num_rows, -1), batch.bias
+        if bias is None:
+            bias = torch.zeros(batch.num_rows, 1, 1, 1, slots.shape[1], dtype=self.spec.dtype)
+        rows = torch.arange(metadata.num_tokens)
+        if metadata.num_tokens == batch.num_rows:
+            return metadata.slot_mapping, rows, slots, bias
+        rows[batch.num_rows :] = 0
+        return metadata.slot_mapping[rows], rows, slots[rows], bias[rows]
+
+    def _whole_batch(self, metadata: TorchMetadata) -> DecodeBatch | None:
+        """A step of decode rows, all with keys, on a CPU, as one batch; None for any other step."""
+        num_rows, batch, rows = metadata.num_decodes, metadata.decode_batch, metadata.decode_rows
+        plain = not (metadata.is_static or metadata.num_prefills or metadata.common_prefix_len)
+        plain = plain and self.spec.cache_dtype not in FP8_DTYPES
+        if not plain or metadata.num_new_kv != num_rows or self.device.type != "cpu":
+            return None
+        if batch is not None:
+            return None if rows else batch
+        if num_rows != 1 or not rows or rows[0].pages is None:
+            return None
+        page_size = self.cache.page_size
+        slots = (rows[0].pages.long()[:, None] * page_size + torch.arange(page_size)).view(-1)[rows[0].keys]
+        return DecodeBatch(1, slots, rows[0].bias)
+
+    def trace(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: KVCache,
+        inputs: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
+        slot_mapping, rows, slots, bias = inputs
+        write_slots(key[rows], value[rows], kv_cache, slot_mapping, self.k_scale, self.v_scale)
+        keys, values = (
+            dequantise(gather_slots(cached, slots.view(-1)), query.dtype, scale).unflatten(0, slots.shape)
+            for cached, scale in ((kv_cache.key, self.k_scale), (kv_cache.value, self.v_scale))
+        )
+        return self._attend(query[:, None], keys, values, bias, False, False).output[:, 0]
 
     def _write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, metadata: TorchMetadata) -> None:
         slots, num_new = metadata.slot_mapping, metadata.num_new_kv

@@ -1,21 +1,21 @@
 """`compile: model`: the Hugging Face model as one graph, made by torch.compile for a CPU or a GPU.
 
-Python objects cannot enter a graph. Attention is one operator in it, `attn_backends::attend`, which has its layer's
-number and finds its step in a context variable, set around each forward and restored behind it. Between the layers
-there is no Python of ours, so that on a GPU the forward can be captured like any other.
+On a CPU a graph holds a whole decode step, attention included, if the backend lets the compiler see through it
+(`AttentionImpl.trace`): no Python runs between the layers. Other steps, those with prompts, run as without it.
+
+Elsewhere attention is one operator in the graph (attend_operator.py), which runs Python of ours; on a GPU the forward
+can be captured like any other.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
-from functools import cache
 from itertools import count
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,154 +23,257 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._inductor import config as inductor_config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+from torch.fx.experimental import _config
+from torch.utils.dlpack import from_dlpack
 
+from attn_backends.batch import SequenceData, SequenceGroup
+from attn_backends.engine.attend_operator import Blank, Operator, during
 from attn_backends.engine.checkpoint import ModelError, Report, silent
-from attn_backends.engine.hf import AttentionContext, LoadedModel
+from attn_backends.engine.hf import AttentionContext, LoadedModel, run_module
+from attn_backends.engine.layers import StepContext
+from attn_backends.interface import AttentionImpl, AttentionMetadataBuilder
+from attn_backends.kv_cache import KVCache
 
-Graph = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # tokens, positions, logits_at to logits
+Graph = Callable[..., torch.Tensor]  # tokens, positions, logits_at, … to logits
+Inputs = tuple[tuple[torch.Tensor, ...], ...]  # what a traced step reads, by plan group
+Caches = tuple[KVCache, ...]  # by layer
+Others = Callable[[int], tuple[Any, ...]]  # a number of tokens to a graph's other arguments, as its first run has them
 
-# Tokens and logits that a graph is made with, and its products tuned for. torch would keep equal ones equal, and a size
-# of 1 constant: a graph for any size is for 2 and more.
+# Tokens and logits that a graph is made with, and its products tuned for. A size of 1 would be constant: a graph for
+# any size is for 2 and more.
 SEVERAL, TWO, ONE = (16, 15), (3, 2), (1, 1)
+TRACED_KEYS = 64  # that a decode graph is made with, a row
 
-FROZEN = {"freezing": True}  # weights reordered into constants of the graph; the originals stay
-# Per shape, the faster of oneDNN's product and torch's own, with AMX where the CPU has it: measured while compiling.
-TUNED = FROZEN | {
+# Calls of kernels and of the libraries' products from C++, not from Python; those calls compiled without much effort.
+CPP = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
+# Weights reordered into constants of the graph; the originals stay. Per shape, the faster of oneDNN's product and
+# torch's own, with AMX where the CPU has it: measured while compiling.
+TUNED = CPP | {
+    "freezing": True,
     "max_autotune": True,
     "max_autotune_gemm_backends": "ATEN,CPP",
     "max_autotune_report_choices_stats": False,
     "autotune_num_choices_displayed": 0,
 }
 
+CPU = torch.device("cpu")
+shapes_config: Any = _config  # its `patch` is made at run time
 _numbers = count()  # of compiled functions
-_step: ContextVar[AttentionContext] = ContextVar("attn_backends_step")
 
 
-@contextmanager
-def during(context: AttentionContext) -> Iterator[None]:
-    """`context` is the step of every `attend` inside."""
-    token = _step.set(context)
-    try:
-        yield
-    finally:
-        _step.reset(token)
+def _nothing(num_tokens: int) -> tuple[Any, ...]:
+    return ()
 
 
-@cache
-def _place(layer: int) -> torch.nn.Module:
-    """Stands for an attention module, of which a context needs the number."""
-    place = torch.nn.Module()
-    place.layer_idx = layer  # type: ignore[assignment]
-    return place
+@dataclass(frozen=True)
+class Graphs:
+    """One graph for few tokens and one for more; either may be missing."""
+
+    few: Graph | None
+    most_few: int  # tokens
+    more: Graph | None
+
+    def fit(self, num_tokens: int) -> Graph | None:
+        return self.few if self.few is not None and num_tokens <= self.most_few else self.more
 
 
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
-    """As `AttentionContext.attend` of the current step; the layer's impl has the constants."""
-    with torch.inference_mode():  # as without a graph: a backend's buffers may have been made in it
-        return _step.get().attend(_place(layer), query, key, value, {})
-
-
-def _attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
-    """What it returns, by shape alone: [num_tokens, num_qo_heads, head_dim_vo]."""
-    return query.new_empty(*query.shape[:2], value.shape[2])
-
-
-# By hand, as `torch.library.custom_op` checks every call for aliases, once a layer and step.
-_library = torch.library.Library("attn_backends", "FRAGMENT")
-_library.define("attend(Tensor query, Tensor key, Tensor value, int layer) -> Tensor")
-_library.impl("attend", _attend, "CompositeExplicitAutograd")
-torch.library.register_fake("attn_backends::attend", _attended, lib=_library)
-
-
-class _InGraph:
-    """The attention context that a graph is traced with: puts the operator where attention is."""
-
-    def attend(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, constants: Mapping[str, Any]
-    ) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.attn_backends.attend(query, key, value, module.layer_idx)
-        return out
-
-
-class _Blank:
-    """The step of a graph's first run, which makes it: attention gives zeros."""
-
-    def attend(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, constants: Mapping[str, Any]
-    ) -> torch.Tensor:
-        return query.new_zeros(*query.shape[:2], value.shape[2])
+def run_graph(
+    graph: Graph, token_ids: torch.Tensor, positions: torch.Tensor, logits_at: torch.Tensor, *others: Any
+) -> torch.Tensor:
+    padded = F.pad(logits_at, (0, max(0, min(2, len(token_ids)) - len(logits_at))))
+    return graph(token_ids, positions, padded, *others)[: len(logits_at)]
 
 
 @dataclass(frozen=True)
 class CompiledModel(LoadedModel):
-    """A model whose forward is compiled: one graph for few tokens, if it has one, and one for more."""
+    """A model whose forward is a graph, attention an operator in it; it runs as it is where there is no graph."""
 
-    few: Graph | None = field(default=None, kw_only=True)
-    most_few: int = field(default=0, kw_only=True)  # tokens
-    more: Graph = field(kw_only=True)
+    graphs: Graphs = field(kw_only=True)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, logits_at: torch.Tensor, context: AttentionContext
     ) -> torch.Tensor:
-        graph = self.few if self.few is not None and len(token_ids) <= self.most_few else self.more
-        padded = F.pad(logits_at, (0, max(0, min(2, len(token_ids)) - len(logits_at))))
+        graph = self.graphs.fit(len(token_ids))
+        if graph is None:
+            return super().forward(token_ids, positions, logits_at, context)
         with during(context):
-            return graph(token_ids, positions, padded)[: len(logits_at)]
+            return run_graph(graph, token_ids, positions, logits_at)
 
 
-def compile_model(model: LoadedModel, device: torch.device, report: Report = silent) -> CompiledModel:
-    """Compile a model that no layer of was replaced.
+@dataclass(frozen=True)
+class TracedModel(LoadedModel):
+    """A model whose decode steps are a graph, attention in it; other steps run the model as it is."""
+
+    graphs: Graphs = field(kw_only=True)
+    first_layers: tuple[int, ...] = field(kw_only=True)  # one of each plan group
+    caches: Caches = field(kw_only=True)  # as the graphs take them
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, logits_at: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:
+        graph = self.graphs.fit(len(token_ids))
+        inputs = self._inputs(cast(StepContext, context)) if graph is not None else None
+        if graph is None or inputs is None:
+            return super().forward(token_ids, positions, logits_at, context)
+        return run_graph(graph, token_ids, positions, logits_at, inputs, self.caches)
+
+    def _inputs(self, step: StepContext) -> Inputs | None:
+        inputs = []
+        for layer in self.first_layers:
+            of_group = step.impls[layer].trace_inputs(step.steps[layer].metadata)
+            if of_group is None:
+                return None
+            inputs.append(of_group)
+        return tuple(inputs)
+
+
+@dataclass(frozen=True)
+class ModelToCompile(LoadedModel):
+    """A model for a CPU, compiled once its layers' impls and caches are known."""
+
+    report: Report = field(kw_only=True)
+
+    def prepared(
+        self,
+        builders: Sequence[AttentionMetadataBuilder[Any]],
+        impls: Mapping[int, AttentionImpl[Any]],
+        caches: Mapping[int, KVCache],
+    ) -> LoadedModel:
+        """The compiled model. Its first runs write to the caches: they hold nothing yet."""
+        with _told(self.report):
+            if _example_inputs(builders, impls, 2) is None:
+                return CompiledModel(**_kept(self), graphs=_cpu_graphs(self, _with_operator(self.source)))
+            own = tuple(_alone(cache) for _, cache in sorted(caches.items()))
+            traced = _with_attention(self.source, builders, impls)
+            graphs = _cpu_graphs(self, traced, lambda rows: (_example_inputs(builders, impls, rows), own))
+        first_layers = tuple(builder.group.layers[0] for builder in builders)
+        return TracedModel(**_kept(self), graphs=graphs, first_layers=first_layers, caches=own)
+
+
+def compile_model(model: LoadedModel, device: torch.device, report: Report = silent) -> LoadedModel:
+    """Compile a model; on a CPU, have it compiled by `prepared`.
 
     Raises:
         ModelError: no C++ compiler for a CPU, or the model's code cannot be one graph.
     """
     if device.type == "cpu":
         _check_compiler()
-    report("compiling the model: a minute or two, less when it was compiled before")
-    started = time.perf_counter()
-    dtype = next(model.module.parameters()).dtype
-    kept: dict[str, Any] = {each.name: getattr(model, each.name) for each in fields(LoadedModel)}
-    graphs: dict[str, Any]
-    if device.type != "cpu":
-        graphs = {"few": _graph(model.module, device, ONE, {}), "most_few": 1}
-        graphs["more"] = _graph(model.module, device, SEVERAL, {})
-    elif dtype is torch.float32:  # products of two tokens are faster on the weights as they are, which are kept anyway
-        graphs = {"few": _graph(model.module, device, TWO, {}), "most_few": 2}
-        graphs["more"] = _graph(model.module, device, SEVERAL, FROZEN)
-        kept["min_tokens"] = 2  # torch writes a product of one token as a loop, which takes longer
-    else:
-        graphs = {"more": _graph(model.module, device, SEVERAL, TUNED)}
-        kept["min_tokens"] = 2
-    report(f"compiled the model in {time.perf_counter() - started:.0f} s")
-    return CompiledModel(**kept, **graphs)
+        # torch writes a product of one token as a loop, which takes longer than two tokens.
+        return ModelToCompile(**_kept(model) | {"min_tokens": 2}, report=report)
+    with _told(report):
+        whole = _with_operator(model.source)
+        graphs = Graphs(_graph(whole, ONE, {}, device=device), 1, _graph(whole, SEVERAL, {}, device=device))
+    return CompiledModel(**_kept(model), graphs=graphs)
 
 
-def _graph(module: Any, device: torch.device, sizes: tuple[int, int], settings: Mapping[str, Any]) -> Graph:
-    """The graph for 2 tokens and logits or more, or for `ONE` and nothing else; made by a first run."""
+def _cpu_graphs(model: LoadedModel, whole: Graph, others: Others = _nothing) -> Graphs:
+    if next(model.source.parameters()).dtype is torch.float32:
+        # Products of two tokens are faster on the weights as they are; of more, in the fused layers of the eager model.
+        return Graphs(_graph(whole, TWO, CPP, others), 2, None)
+    return Graphs(None, 0, _graph(whole, SEVERAL, TUNED, others))
+
+
+def _with_operator(module: Any) -> Graph:
+    """The module's forward, attention as the operator."""
 
     def whole(token_ids: torch.Tensor, positions: torch.Tensor, logits_at: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = module(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=logits_at,
-            attention_context=_InGraph(),
-        ).logits[0]
-        return logits
+        return run_module(module, token_ids, positions, logits_at, Operator())
 
+    return whole
+
+
+class _Traced:
+    """The attention context that a decode graph is traced with: each layer's impl, inputs and cache."""
+
+    def __init__(self, impls: Mapping[int, AttentionImpl[Any]], inputs: Mapping[int, Any], caches: Caches) -> None:
+        self.impls, self.inputs, self.caches = impls, inputs, caches
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, constants: Mapping[str, Any]
+    ) -> torch.Tensor:
+        layer = module.layer_idx
+        return self.impls[layer].trace(query, key, value, self.caches[layer], self.inputs[layer])
+
+
+def _with_attention(
+    module: Any, builders: Sequence[AttentionMetadataBuilder[Any]], impls: Mapping[int, AttentionImpl[Any]]
+) -> Graph:
+    """The module's forward, attention in it, given the inputs of each plan group and each layer's cache."""
+    impls = dict(impls)
+    groups = {layer: index for index, builder in enumerate(builders) for layer in builder.group.layers}
+
+    def whole(
+        token_ids: torch.Tensor, positions: torch.Tensor, logits_at: torch.Tensor, inputs: Inputs, caches: Caches
+    ) -> torch.Tensor:
+        context = _Traced(impls, {layer: inputs[group] for layer, group in groups.items()}, caches)
+        return run_module(module, token_ids, positions, logits_at, context)
+
+    return whole
+
+
+def _example_inputs(
+    builders: Sequence[AttentionMetadataBuilder[Any]], impls: Mapping[int, AttentionImpl[Any]], num_rows: int
+) -> Inputs | None:
+    """What the layers read of a step of rows that decode; None if a group cannot be traced."""
+    inputs = []
+    for builder in builders:
+        pages = [0] * (-(-TRACED_KEYS // builder.cache.page_size))
+        row = SequenceData(TRACED_KEYS - 1, 1, pages)
+        groups = [SequenceGroup(str(index), (row,)) for index in range(num_rows)]
+        of_group = impls[builder.group.layers[0]].trace_inputs(builder.build_from_groups(groups))
+        if of_group is None:
+            return None
+        inputs.append(tuple(tensor.clone() for tensor in of_group))  # the graph would hold on to how views came about
+    return tuple(inputs)
+
+
+def _alone(cache: KVCache) -> KVCache:
+    """The same memory, as tensors that share it with no other layer's, else the compiler copies whole caches."""
+    alone = KVCache(*map(from_dlpack, cache))
+    for tensor in alone:
+        torch._dynamo.mark_static(tensor)
+    return alone
+
+
+def _graph(
+    whole: Graph,
+    sizes: tuple[int, int],
+    settings: Mapping[str, Any],
+    others: Others = _nothing,
+    device: torch.device = CPU,
+) -> Graph:
+    """The graph for 2 tokens and logits or more, or for `ONE` and nothing else; made by a first run."""
     # A model does not change once loaded: all that can is its input's sizes.
     options: dict[str, Any] = {"guard_filter_fn": _only_sizes}
     graph: Graph = torch.compile(_own(whole), fullgraph=True, dynamic=sizes is not ONE, options=options)
     tokens, logits = (torch.arange(size, device=device) for size in sizes)
     try:
-        # Around the run, not in the options: tracing has to see `freezing` too.
-        with torch.no_grad(), inductor_config.patch(dict(settings)), during(_Blank()):
-            graph(torch.zeros_like(tokens), tokens, logits)
+        # Around the run, not in the options: tracing has to see `freezing` too. Numbers of keys that are equal in the
+        # example need not stay equal: no duck shapes.
+        with (
+            torch.no_grad(),
+            inductor_config.patch(dict(settings)),
+            shapes_config.patch(use_duck_shape=others is _nothing),
+            during(Blank()),
+        ):
+            graph(torch.zeros_like(tokens), tokens, logits, *others(sizes[0]))
     except (TorchDynamoException, CppCompileError) as error:
         raise ModelError(
-            f"{type(module).__name__} cannot be compiled as one graph; set compile: none to run it as it is: {error}"
+            f"the model cannot be compiled as one graph; set compile: none to run it as it is: {error}"
         ) from error
     return graph
+
+
+@contextmanager
+def _told(report: Report) -> Iterator[None]:
+    report("compiling the model: a minute or two, less when it was compiled before")
+    started = time.perf_counter()
+    yield
+    report(f"compiled the model in {time.perf_counter() - started:.0f} s")
+
+
+def _kept(model: LoadedModel) -> dict[str, Any]:
+    return {each.name: getattr(model, each.name) for each in fields(LoadedModel)}
 
 
 def _own(function: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,8 @@ from attn_backends.config import EngineConfig
 from attn_backends.engine.checkpoint import ModelError, Report, find_model, silent
 from attn_backends.engine.fused_layer import fuse_layers
 from attn_backends.engine.linears import merge_projections, min_tokens, pack_linears
+from attn_backends.interface import AttentionImpl, AttentionMetadataBuilder
+from attn_backends.kv_cache import KVCache
 from attn_backends.spec import AttentionSpec
 
 ATTENTION_NAME = "attn_backends"  # must not contain "flash", "sdpa" or "/": transformers gives those a meaning
@@ -125,6 +127,16 @@ class LoadedModel:
     vocab_size: int
     eos_token_ids: frozenset[int]
     min_tokens: int = 1  # a step of fewer is slower than one padded to this many
+    source: Any = None  # what a compiler reads: `module` as transformers made it, over the same weights
+
+    def prepared(
+        self,
+        builders: Sequence[AttentionMetadataBuilder[Any]],
+        impls: Mapping[int, AttentionImpl[Any]],
+        caches: Mapping[int, KVCache],
+    ) -> LoadedModel:
+        """The model to run, now that its layers' impls and empty caches are known: itself, unless it is compiled."""
+        return self
 
     def forward(
         self,
@@ -133,14 +145,21 @@ class LoadedModel:
         logits_at: torch.Tensor,  # [num_logits] i64
         context: AttentionContext,
     ) -> torch.Tensor:  # [num_logits, vocab]
-        logits: torch.Tensor = self.module(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=logits_at,
-            attention_context=context,
-        ).logits[0]
-        return logits
+        return run_module(self.module, token_ids, positions, logits_at, context)
+
+
+def run_module(
+    module: Any, token_ids: torch.Tensor, positions: torch.Tensor, logits_at: torch.Tensor, context: AttentionContext
+) -> torch.Tensor:
+    """`LoadedModel.forward` of a Hugging Face model."""
+    logits: torch.Tensor = module(
+        input_ids=token_ids[None],
+        position_ids=positions[None],
+        use_cache=False,
+        logits_to_keep=logits_at,
+        attention_context=context,
+    ).logits[0]
+    return logits
 
 
 def load_model(config: EngineConfig, device: torch.device, report: Report = silent) -> LoadedModel:
@@ -172,6 +191,7 @@ def load_model(config: EngineConfig, device: torch.device, report: Report = sile
         raise ModelError(f"the weights in {path} lack {len(missing)} tensors, such as {missing[:3]}: fetch them again")
     model.eval().requires_grad_(False).to(device)
     layers = probe_layers(model)
+    source = _twin(model) if config.compile == "model" else None
     packed = _prepare(model, config)
     eos = getattr(model.generation_config, "eos_token_id", None)
     if eos is None:
@@ -184,12 +204,13 @@ def load_model(config: EngineConfig, device: torch.device, report: Report = sile
         vocab_size=model.get_input_embeddings().num_embeddings,
         eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
         min_tokens=min_tokens(model.dtype) if packed else 1,
+        source=source,
     )
 
 
 def _prepare(model: Any, config: EngineConfig) -> int:
     """Make the model fast, after it was checked as it is; returns how many layers and products are oneDNN's now."""
-    if config.compile == "model":  # torch.compile does all of this itself, and cannot trace what we put in place
+    if config.compile == "model" and model.device.type != "cpu":  # it is never run as it is
         return 0
     base = model.base_model
     fused = 0
@@ -198,6 +219,12 @@ def _prepare(model: Any, config: EngineConfig) -> int:
     if config.merge_projections:
         merge_projections(model)
     return fused + (pack_linears(model) if config.pack_linears else 0)
+
+
+def _twin(model: Any) -> Any:
+    """Another model over the same weights, which keeps its form when this one's layers are replaced."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
 
 
 def layer_specs(config: EngineConfig, device: torch.device) -> dict[int, AttentionSpec]:

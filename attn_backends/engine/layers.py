@@ -47,6 +47,9 @@ class Layers:
     impls: Mapping[int, AttentionImpl[Any]]
     caches: Mapping[int, KVCache]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", self.model.prepared(self.builders, self.impls, self.caches))
+
     def plan(self, state: AttentionState[Any], common: CommonAttentionMetadata, common_prefix_len: int = 0) -> Steps:
         """Build and plan a batch for every group. A graph's state fills its buffers here, at capture as at replay."""
         steps: dict[int, AttentionStep[Any]] = {}

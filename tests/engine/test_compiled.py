@@ -16,7 +16,8 @@ from attn_backends.engine.hf import LoadedModel
 from tests.tiny_models import save_tiny
 
 PROMPTS = ["a", "one two three", "xyz" * 12]
-SETTINGS = {"cache": {"num_pages": 64}, "scheduler": {"max_num_tokens": 9}, "device": "cpu"}  # prompts in chunks
+TIGHT = {"num_pages": 16, "page_size": 4}  # preemptions
+SETTINGS = {"cache": TIGHT, "scheduler": {"max_num_tokens": 9}, "device": "cpu"}  # prompts in chunks
 LONG = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
@@ -25,31 +26,67 @@ def engine(folder: Path, compile: str, **settings: Any) -> LLM:
 
 
 def tokens(llm: LLM) -> list[tuple[int, ...]]:
-    together = [output.token_ids for output in llm.generate(PROMPTS, LONG)]
-    return together + [output.token_ids for output in llm.generate(PROMPTS[:1], LONG)]  # and steps of one token
+    """Together, with rows that come and go, prompts in between, a shared prefix and preemptions; then one alone."""
+    prompts = [*PROMPTS, PROMPTS[2] + "b"]
+    lengths = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (12, 2, 9, 14)]
+    together = [output.token_ids for output in llm.generate(prompts, lengths)]
+    assert min(llm.stats.num_preemptions, llm.stats.num_prefix_hit_tokens) > 0
+    return together + [output.token_ids for output in llm.generate(PROMPTS[:1], LONG)]
+
+
+@pytest.fixture
+def graph_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of every step that ran in a graph."""
+    sizes: list[int] = []
+    run = compiled.run_graph
+
+    def counted(graph: compiled.Graph, token_ids: torch.Tensor, *others: Any) -> torch.Tensor:
+        sizes.append(len(token_ids))
+        return run(graph, token_ids, *others)
+
+    monkeypatch.setattr(compiled, "run_graph", counted)
+    return sizes
 
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("llama", {}), ("qwen3", {}), ("gemma2", {"layer_types": ["sliding_attention", "full_attention"]})],
+    [
+        ("llama", {"num_hidden_layers": 1}),
+        ("qwen3", {"num_hidden_layers": 1}),
+        ("gemma2", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
+    ],
 )
-def test_the_same_tokens(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
-    folder = save_tiny(tmp_path / family, family, num_hidden_layers=2, **changes)
+def test_the_same_tokens(tmp_path: Path, family: str, changes: dict[str, Any], graph_sizes: list[int]) -> None:
+    folder = save_tiny(tmp_path / family, family, **changes)
     llm = engine(folder, "model")
-    assert isinstance(llm.model, compiled.CompiledModel)
-    assert tokens(llm) == tokens(engine(folder, "none"))
+    assert isinstance(llm.runner.layers.model, compiled.TracedModel)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        got = tokens(llm)
+    assert got == tokens(engine(folder, "none"))
+    assert set(graph_sizes) == {2}
     assert not inductor_config.freezing  # nothing of ours stays in torch's settings
 
 
-def test_bfloat16(tmp_path: Path) -> None:
-    """One token each: later ones may differ by rounding."""
+def test_attention_that_cannot_be_traced(tmp_path: Path, graph_sizes: list[int]) -> None:
+    """It is an operator in the graph then."""
     folder = save_tiny(tmp_path / "llama", num_hidden_layers=1)
-    one = SamplingParams(max_tokens=1)
+    settings = {"cache": TIGHT | {"dtype": "float8_e4m3fn"}}
+    llm = engine(folder, "model", **settings)
+    assert isinstance(llm.runner.layers.model, compiled.CompiledModel)
+    assert tokens(llm) == tokens(engine(folder, "none", **settings))
+    assert graph_sizes
+
+
+def test_bfloat16(tmp_path: Path, graph_sizes: list[int]) -> None:
+    """Two tokens each, the second from a graph: later ones may differ by rounding."""
+    folder = save_tiny(tmp_path / "llama", num_hidden_layers=1)
+    two = SamplingParams(max_tokens=2, ignore_eos=True)
     got, expected = (
-        [output.token_ids for output in engine(folder, how, dtype="bfloat16").generate(PROMPTS, one)]
+        [output.token_ids for output in engine(folder, how, dtype="bfloat16").generate(["ab", "cd", "ef"], two)]
         for how in ("model", "none")
     )
     assert got == expected
+    assert max(graph_sizes) > 2
 
 
 def test_attention_outside_of_a_step_is_an_error() -> None:
@@ -74,6 +111,6 @@ class Branching(torch.nn.Module):
 
 
 def test_a_model_that_is_no_graph() -> None:
-    model = LoadedModel(Branching(), None, {}, 8, 8, frozenset())
+    model = LoadedModel(Branching(), None, {}, 8, 8, frozenset(), source=Branching())
     with pytest.raises(ModelError, match="compile: none"):
-        compiled.compile_model(model, torch.device("cpu"))
+        compiled.compile_model(model, torch.device("cpu")).prepared([], {}, {})
