@@ -141,8 +141,8 @@ class EngineConfig(_Settings):
     merge_projections: bool = True
     """Compute projections of one input (q, k, v; gate, up) as one product: faster, equal within rounding."""
     compile: Literal["none", "model"] = "none"
-    """model: the whole model by torch.compile, in place of the three above. Faster steps, after a minute or two of
-    compiling at each start; on a CPU it needs a C++ compiler and holds the weights twice."""
+    """model: by torch.compile. On a GPU the whole model, in place of the three above; on a CPU decode steps, attention
+    included, for which it needs a C++ compiler and holds the weights again. Minutes of compiling at each start."""
     cache: CacheConfig = CacheConfig()
     """The KV pool."""
     scheduler: SchedulerConfig = SchedulerConfig()
