@@ -249,8 +249,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         num_keys = _graph_num_keys(spec, query_len, self.options, self.limits)
         keys = first + torch.arange(num_keys, device=self.device)  # [num_rows, num_keys]
         positions = torch.minimum(keys, common.seq_lens[:, None] - 1).clamp_(min=0)
-        pages = common.page_table.gather(1, positions // common.page_size)
-        slots = pages * common.page_size + positions % common.page_size
+        slots = _slots(common, positions)
         queries = first_query + torch.arange(query_len, device=self.device)  # [num_rows, query_len]
         visible = _visible(spec, queries, keys) & (keys < common.seq_lens[:, None])[:, None]
         bias = _bias(spec, queries[:, :, None], keys[:, None], visible)
@@ -302,8 +301,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         )
         wanted = first_key + torch.arange(int(counts.max()), device=self.device)
         positions = torch.minimum(wanted, last)  # [num_rows, num_keys]
-        pages = common.page_table[:num_rows].long().gather(1, positions // common.page_size)
-        slots = pages * common.page_size + positions % common.page_size
+        slots = _slots(common, positions)
         bias = None
         if spec.alibi_slopes is not None or counts.min() != counts.max():
             bias = _bias(spec, last[:, :, None], wanted[:, None], wanted[:, None] <= last[:, :, None])
@@ -336,6 +334,12 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
     def _all_visible(self) -> bool:
         spec = self.group.spec
         return not spec.causal and spec.window_left < 0 and spec.chunk_size is None
+
+
+def _slots(common: CommonAttentionMetadata, positions: torch.Tensor) -> torch.Tensor:
+    """Where the first rows' positions [num_rows, num_keys] i64 are cached, of the same shape."""
+    pages = common.page_table[: len(positions)].gather(1, positions // common.page_size).long()
+    return pages * common.page_size + positions % common.page_size
 
 
 def _graph_max_seq_len(options: TorchOptions | None, limits: Limits) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from attn_backends.page_table import IntArray
 from attn_backends.step_table import StepBatch, StepTable
 
 CAPTURE = "graph capture"  # a request id
+KeptT = TypeVar("KeptT")
 
 
 class GraphKey(NamedTuple):
@@ -124,17 +125,8 @@ def idle_step(
     return step
 
 
-class FullGraphs:
-    """Decode steps of one query length, each as one graph. Other batches are eager.
-
-    Args:
-        query_lens: tokens a row that sizes are captured for.
-
-    Raises:
-        ValueError: a size is above the limits of the table.
-    """
-
-    for_graph = True  # metadata takes the static form
+class _StepGraphs(Generic[KeptT]):
+    """Graphs by size over one engine's layers, state and table; with each what its replays are filled through."""
 
     def __init__(
         self,
@@ -143,28 +135,46 @@ class FullGraphs:
         table: StepTable,
         recorder: GraphRecorder,
         sizes: Sequence[int],
-        query_lens: Sequence[int],
     ) -> None:
         self.layers = layers
         self.state = state
         self.table = table
         self.recorder = recorder
-        for query_len in query_lens:
-            for size in sizes:
-                check_capture_size(size, query_len, table.limits)
         self.ladder = SizeLadder(sizes)
+        self._captured: dict[GraphKey, tuple[KeptT, Graph]] = {}
+
+    def _capture_all(self, keys: Sequence[GraphKey], report: Report) -> None:
+        for done, key in enumerate(keys):
+            report("capturing CUDA graphs", done, len(keys))
+            with unless_out_of_memory(key):
+                self._captured[key] = self._capture(key)
+
+    def _capture(self, key: GraphKey) -> tuple[KeptT, Graph]:
+        raise NotImplementedError
+
+
+class FullGraphs(_StepGraphs[AttentionState[Any]]):
+    """Decode steps of one query length, each as one graph. Other batches are eager.
+
+    Args:
+        query_lens: tokens a row that sizes are captured for.
+    """
+
+    for_graph = True  # metadata takes the static form
+
+    def __init__(self, *engine: Any, query_lens: Sequence[int]) -> None:
+        super().__init__(*engine)
         self.query_lens = frozenset(query_lens)
-        self._captured: dict[GraphKey, tuple[AttentionState[Any], Graph]] = {}
 
     def capture(self, report: Report) -> None:
-        """Capture every size, largest first."""
+        """Capture every size, largest first.
+
+        Raises:
+            ValueError: a size is above the limits of the state.
+        """
         keys = [GraphKey(size, query_len) for query_len in sorted(self.query_lens) for size in self.ladder]
-        keys.sort(key=lambda key: -key.num_tokens)
         with self.state.graph_capture(max(self.ladder.sizes)):
-            for done, key in enumerate(keys):
-                report("capturing CUDA graphs", done, len(keys))
-                with unless_out_of_memory(key):
-                    self._captured[key] = self._capture(key)
+            self._capture_all(sorted(keys, key=lambda key: -key.num_tokens), report)
 
     def _capture(self, key: GraphKey) -> tuple[AttentionState[Any], Graph]:
         state = self.state.graph_clone(*key)
@@ -198,36 +208,21 @@ class FullGraphs:
         return logits[: len(logits_at)] if key.query_len == 1 else logits[torch.from_numpy(logits_at)]
 
 
-class PiecewiseGraphs:
+class PiecewiseGraphs(_StepGraphs[torch.Tensor]):
     """Any step as graphs of what lies between attention layers, by its number of tokens; attention runs eager."""
 
     for_graph = False
-
-    def __init__(
-        self,
-        layers: Layers,
-        state: AttentionState[Any],
-        table: StepTable,
-        recorder: GraphRecorder,
-        sizes: Sequence[int],
-    ) -> None:
-        self.layers = layers
-        self.state = state
-        self.table = table
-        self.recorder = recorder
-        for size in sizes:
-            check_capture_size(1, size, table.limits)
-        self.ladder = SizeLadder(sizes)
-        self.steps: Steps | None = None  # of the step that is replayed; None while capturing
-        self._captured: dict[GraphKey, tuple[torch.Tensor, Graph]] = {}
+    steps: Steps | None = None  # of the step that is replayed; None while capturing
 
     def capture(self, report: Report) -> None:
-        """Capture every size, largest first."""
-        for done, size in enumerate(self.ladder):
-            report("capturing CUDA graphs", done, len(self.ladder.sizes))
-            key = GraphKey(1, size)
-            with unless_out_of_memory(key):
-                self._captured[key] = self._capture(key)
+        """Capture every size, largest first.
+
+        Raises:
+            ValueError: a size is above the limits of the table.
+        """
+        for size in self.ladder:
+            check_capture_size(1, size, self.table.limits)
+        self._capture_all([GraphKey(1, size) for size in self.ladder], report)
 
     def _capture(self, key: GraphKey) -> tuple[torch.Tensor, Graph]:
         idle = idle_step(self.table, 1, int(key.num_tokens > 1), key.num_tokens - 1)

@@ -90,9 +90,9 @@ class ModelRunner:
         mode = graph_mode(config, backend, self.device, recorder is not None)
         if mode == "none":
             return
-        parts = (self.layers, self.state, self.table, recorder or CudaRecorder())
         sizes = config.sizes or default_sizes(min(max_num_requests, self.limits.max_num_tokens))
-        graphs = FullGraphs(*parts, sizes, config.query_lens) if mode == "full" else PiecewiseGraphs(*parts, sizes)
+        parts = (self.layers, self.state, self.table, recorder or CudaRecorder(), sizes)
+        graphs = FullGraphs(*parts, query_lens=config.query_lens) if mode == "full" else PiecewiseGraphs(*parts)
         try:
             with torch.inference_mode():
                 graphs.capture(report)
