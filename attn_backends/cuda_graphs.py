@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from attn_backends.staging import no_garbage_collection
+
 Run = Callable[[], torch.Tensor]
 
 
@@ -49,11 +51,12 @@ class CudaRecorder:
             run()
             torch.cuda.synchronize()
             self._pieces = []
-            self._begin()
-            try:
-                output = run()
-            finally:
-                self._end()
+            with no_garbage_collection():
+                self._begin()
+                try:
+                    output = run()
+                finally:
+                    self._end()
         torch.cuda.current_stream().wait_stream(stream)
         return _CudaGraph(tuple(self._pieces), output, tuple(persistent))
 

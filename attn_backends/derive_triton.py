@@ -10,7 +10,7 @@ import triton.language as tl
 
 from attn_backends.derive import StepBuffers, StepShape
 from attn_backends.device_copy import AheadShape, PackedShape
-from attn_backends.staging import StagingRing
+from attn_backends.staging import StagingRing, no_garbage_collection
 
 _NOT_CONSTANT = ["num_reqs", "num_token_ids", "num_runs", "num_indices"]
 _BLOCK = 1024
@@ -124,7 +124,7 @@ class TritonDerive:
                 # No rows: it compiles, and writes nothing.
                 self._compiled = derive_step_kernel[(1,)](*self._tensors, 0, 0, 0, 0, *self._constants, False)
                 self._launch_advance()
-                self._graphs = [self._capture(host) for host in ring.hosts]
+                self._graphs = [self._capture(host) for host in ring.hosts_cpu]
 
     def __call__(self, packed: PackedShape, shape: StepShape, num_indices: int) -> None:
         sizes = (packed.num_reqs, packed.num_token_ids, packed.num_runs, num_indices)
@@ -150,7 +150,7 @@ class TritonDerive:
         """All of a slot: how much of it counts is in its head, so one graph serves every advance."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), no_garbage_collection():
             graph.capture_begin()
             self.ring.on_device.copy_(host, non_blocking=True)
             self._launch_advance()

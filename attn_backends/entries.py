@@ -40,6 +40,7 @@ class BackendEntry:
     priority: int | None = None  # AUTO tries the highest first, and never a backend without one
     options: type[BaseModel] | str | None = None  # pydantic model of its `backend_options`, or "package.module:Class"
     source: Literal["built-in", "entry point", "registered"] = "registered"
+    module: str | None = None  # of the kernels, imported with the backend; None: its target imports them
 
 
 BUILT_IN = (
@@ -50,6 +51,16 @@ BUILT_IN = (
         install="pip install torch",
         priority=0,
         options="attn_backends.backends.torch:TorchOptions",
+        source="built-in",
+    ),
+    BackendEntry(
+        "FLASHINFER",
+        "attn_backends.backends.flashinfer.backend:FlashInferBackend",
+        package="flashinfer-python",
+        module="flashinfer",
+        install="pip install flashinfer-python",
+        priority=10,
+        options="attn_backends.backends.flashinfer.options:FlashInferOptions",
         source="built-in",
     ),
 )
@@ -135,12 +146,20 @@ def get_backend(name: str) -> type[AttentionBackend]:
     entry = get_entry(name)
     if entry.name not in _classes:
         try:
-            backend = import_target(entry.target)
-            _check_class(entry.name, backend)
+            if entry.module:
+                importlib.import_module(entry.module)
+            backend = get_class(entry)
         except Exception as error:  # kernel libraries raise anything on import: AssertionError, OSError, …
             raise _import_error(entry, error) from error
         _classes[entry.name] = backend
     return _classes[entry.name]
+
+
+def get_class(entry: BackendEntry) -> type[AttentionBackend]:
+    """A row's class, whether or not its kernels (`BackendEntry.module`) are installed."""
+    backend: type[AttentionBackend] = import_target(entry.target)
+    _check_class(entry.name, backend)
+    return backend
 
 
 def import_target(target: str) -> Any:

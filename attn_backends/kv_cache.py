@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -16,6 +17,8 @@ import torch
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec, Layout
 
 LayerT = TypeVar("LayerT", bound=Hashable)
+
+_HAS_TRITON = find_spec("triton") is not None
 
 
 class CacheGeometry(Protocol):
@@ -118,6 +121,11 @@ def write_kv(
     """
     if not slot_mapping.numel():
         return
+    if _has_kernel(kv_cache.key):
+        from attn_backends.kv_write_triton import write_kv as write_in_one_launch
+
+        write_in_one_launch(key, value, *kv_cache, slot_mapping, k_scale, v_scale)
+        return
     live = slot_mapping >= 0
     some = live.to(torch.uint8).argmax(0, keepdim=True)  # [1], a real token if there is one
     slots = torch.where(live, slot_mapping, slot_mapping[some].clamp(min=0))
@@ -125,6 +133,11 @@ def write_kv(
         stored = _bits(quantise(new, cached.dtype, scale))
         stored = torch.where(live[:, None, None], stored, stored[some])
         _scatter(torch.where(live[some], stored, _bits(gather_slots(cached, slots))), cached, slots)
+
+
+def _has_kernel(cached: torch.Tensor) -> bool:
+    """Whether one kernel of ours writes to such a cache."""
+    return cached.is_cuda and cached.dtype is not torch.float64 and _HAS_TRITON
 
 
 def write_slots(
@@ -200,10 +213,13 @@ def gather_pages(cached: torch.Tensor, pages: torch.Tensor, out: torch.Tensor | 
 
 
 def gather_slots(cached: torch.Tensor, slots: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Tokens of one cache tensor by slot: [len(slots), num_kv_heads, dim], stored dtype. `out` as in `gather_pages`."""
+    """Tokens of one cache tensor by slot: [len(slots), num_kv_heads, dim], stored dtype.
+
+    `out` as in `gather_pages`; it may be longer.
+    """
     bits, page_size = _bits(cached), cached.shape[1]
     if cached.is_contiguous():
-        room = None if out is None else _bits(out)
+        room = None if out is None else _bits(out)[: len(slots)]
         return torch.index_select(bits.flatten(0, 1), 0, slots, out=room).view(cached.dtype)
     return bits[slots // page_size, slots % page_size].view(cached.dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -68,7 +69,7 @@ class StepTable(PageRows):
         super().__init__(limits, cache)
         self.device = torch.device(device)
         self.side = make_side(self) if make_side else _side(self, self.device)
-        self._latest: StepBatch | None = None
+        self._latest: Callable[[], StepBatch | None] = lambda: None  # a weak reference: its batch is the caller's
         self._moves_at_latest = 0
         self._coming_cpu: list[torch.Tensor] = []  # lengths of steps that `advance` may take without a look at pages
         self._decode = lru_cache(maxsize=limits.max_num_requests)(self._make_decode)
@@ -143,7 +144,7 @@ class StepTable(PageRows):
                 last step travel along.
         """
         common = step.common
-        if step is not self._latest or self._moves_at_latest != self.num_moves:
+        if step is not self._latest() or self._moves_at_latest != self.num_moves:
             raise ValueError("only the last step can be advanced, and not once rows have moved: call step")
         decode, context_lens = self._decode(common.num_reqs, common.num_actual_reqs), common.seq_lens_cpu
         if self.has_unsent or not self._coming_cpu:
@@ -178,9 +179,10 @@ class StepTable(PageRows):
         common = object.__new__(CommonAttentionMetadata)
         common.__dict__.update(shaped.fields)
         common.__dict__.update(lens)
-        self._latest = StepBatch(common, shaped.tokens.token_ids, shaped.tokens.positions, num_advanced)
+        step = StepBatch(common, shaped.tokens.token_ids, shaped.tokens.positions, num_advanced)
+        self._latest = weakref.ref(step)
         self._moves_at_latest = self.num_moves
-        return self._latest
+        return step
 
     def _make_decode(self, num_reqs: int, num_actual_reqs: int) -> _Shaped:
         shape = StepShape(num_reqs, num_actual_reqs, num_reqs, num_actual_reqs)

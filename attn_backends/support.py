@@ -7,7 +7,7 @@ import importlib.metadata
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from attn_backends.entries import BackendEntry, BackendImportError, backends, get_backend
+from attn_backends.entries import BackendEntry, BackendImportError, backends, get_backend, get_class
 
 if TYPE_CHECKING:
     from attn_backends.interface import Capabilities
@@ -24,7 +24,7 @@ class Support:
     device: str | None  # torch device type that it runs on here
     reason: str | None  # why it is not usable
     fix: str | None  # the command that makes it so, if one does
-    capabilities: dict[str, Any] | None  # plain values; None if it cannot be imported
+    capabilities: dict[str, Any] | None  # plain values; None if its class cannot be imported
 
 
 def support(entry: BackendEntry) -> Support:
@@ -33,7 +33,8 @@ def support(entry: BackendEntry) -> Support:
     try:
         can = get_backend(entry.name).capabilities()
     except BackendImportError as error:
-        return Support(entry.name, package, version, False, None, error.reason, error.fix, None)
+        known = plain(get_class(entry).capabilities()) if entry.module else None
+        return Support(entry.name, package, version, False, None, error.reason, error.fix, known)
     device = next((device for device in devices_here() if device in can.devices), None)
     reason = _too_old(can) if device else _elsewhere(can)
     return Support(entry.name, package, version, reason is None, device, reason, None, plain(can))

@@ -24,6 +24,8 @@ FLOORS = [  # a module imports from its own floor and those above it in this lis
         "page_rows",
         "derive",
         "derive_triton",
+        "csr_triton",
+        "kv_write_triton",
         "staging",
         "step_device",
         "device_copy",

@@ -1,0 +1,11 @@
+"""FLASHINFER: paged attention by FlashInfer's wrappers (package `flashinfer-python`), planned on the host.
+
+backend.py    what the backend can do, and its five classes
+options.py    the backend's options
+metadata.py   a batch as rows for FlashInfer's kernels, on the device and, for the plans, on the host
+state.py      workspaces, plans, graph buffers
+impl.py       one layer: write the new keys, run what was planned
+plans.py      one wrapper of FlashInfer and its plans
+library.py    FlashInfer itself: which version, and where versions differ
+workspace.py  how large the workspaces must be
+"""

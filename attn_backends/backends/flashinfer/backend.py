@@ -1,0 +1,66 @@
+"""FLASHINFER: what it can do, and its five classes. Importing them does not import FlashInfer: its state does."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_backends.backends.flashinfer.impl import FlashInferImpl
+from attn_backends.backends.flashinfer.library import FA3_HEAD_DIMS
+from attn_backends.backends.flashinfer.metadata import FlashInferMetadata, FlashInferMetadataBuilder
+from attn_backends.backends.flashinfer.state import FlashInferState
+from attn_backends.interface import AttentionBackend, Capabilities, CudaGraphSupport, Rejection
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec
+
+_HALF = frozenset({torch.float16, torch.bfloat16})
+
+
+class FlashInferBackend(AttentionBackend):
+    """Decode, paged and ragged prefill by FlashInfer's wrappers."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASHINFER"
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashInferImpl]:
+        return FlashInferImpl
+
+    @staticmethod
+    def get_metadata_cls() -> type[FlashInferMetadata]:
+        return FlashInferMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashInferMetadataBuilder]:
+        return FlashInferMetadataBuilder
+
+    @staticmethod
+    def get_state_cls() -> type[FlashInferState]:
+        return FlashInferState
+
+    @staticmethod
+    def capabilities() -> Capabilities:
+        return Capabilities(
+            devices=frozenset({"cuda"}),
+            dtypes=_HALF,
+            cache_dtypes=_HALF | frozenset(FP8_DTYPES),
+            head_dims=FA3_HEAD_DIMS,
+            layouts=frozenset({"NHD", "HND"}),
+            attention_types=frozenset(AttentionType),
+            window=True,
+            soft_cap=True,
+            sinks=True,
+            non_causal=True,
+            lse=True,
+            cascade=True,
+            cuda_graph=CudaGraphSupport.UNIFORM_BATCH,
+            min_compute_capability=(8, 0),
+        )
+
+    @classmethod
+    def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
+        found = super().reject(spec, cache, device)
+        if spec.dtype in _HALF and spec.cache_dtype in _HALF - {spec.dtype}:
+            supported = f"{spec.dtype}, float8_e4m3fn, float8_e5m2".removeprefix("torch.")
+            hint = "Leave cache.dtype out, or set it to one of these."
+            found.append(Rejection("cache_dtype", str(spec.cache_dtype).removeprefix("torch."), supported, hint))
+        return found

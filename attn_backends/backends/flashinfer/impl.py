@@ -1,0 +1,117 @@
+"""One layer: write the new keys, run what was planned, join what was attended in parts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from attn_backends.backends.flashinfer.library import paged
+from attn_backends.backends.flashinfer.metadata import FlashInferMetadata
+from attn_backends.backends.flashinfer.plans import KeysAndValues
+from attn_backends.backends.flashinfer.state import FlashInferStep
+from attn_backends.interface import AttentionImpl, AttentionStep, Rejection, Unsupported
+from attn_backends.kv_cache import KVCache, write_kv
+
+# FlashInfer's infinity is 5e4, so that a token without keys has an LSE of minus that; two of them merged a little more.
+EMPTY_LSE = -4.9e4
+
+
+class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
+    """Sinks take their share behind the kernels, from the LSE: FlashInfer's own sink kernels are compiled on first
+    use, know no soft cap, and are prefill kernels for decode."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: KVCache | None,
+        step: AttentionStep[FlashInferMetadata],
+        output: torch.Tensor | None = None,
+        *,
+        lse: torch.Tensor | None = None,
+        output_scale: float | None = None,
+    ) -> torch.Tensor:
+        planned = self._check(query, step, output_scale)
+        metadata, spec = planned.metadata, self.spec
+        if output is None:
+            output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)
+        written = output if output.is_contiguous() else torch.empty_like(output)
+        if kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
+            write_kv(key, value, kv_cache, metadata.slot_mapping[: len(key)], self.k_scale, self.v_scale)
+        log2_sums = lse
+        if lse is None and (spec.sinks or planned.prefix is not None):
+            log2_sums = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        if not metadata.for_graph and metadata.num_tokens > metadata.num_decode_tokens + metadata.num_prefill_tokens:
+            written.zero_()
+            if log2_sums is not None:
+                log2_sums.fill_(-math.inf)
+        self._attend(query, self._keys_and_values(planned, key, value, kv_cache), planned, written, log2_sums)
+        if log2_sums is not None:
+            self._finish(written, log2_sums)
+        return output if written is output else output.copy_(written)
+
+    def _check(
+        self, query: torch.Tensor, step: AttentionStep[FlashInferMetadata], output_scale: float | None
+    ) -> FlashInferStep:
+        if not isinstance(step, FlashInferStep):
+            raise TypeError(
+                f"FLASHINFER got a {type(step).__name__} of {type(step.metadata).__name__}: build the metadata with "
+                "FlashInferMetadataBuilder, and plan it with the state's begin_forward before any layer runs"
+            )
+        if step.spec is not self.spec and step.spec != self.spec:
+            differs = [name for name, value in vars(self.spec).items() if getattr(step.spec, name) != value]
+            raise ValueError(
+                f"this step was planned for layers that differ from this one in {', '.join(differs)}: give the layer "
+                "the step of its own plan group"
+            )
+        expected = (step.metadata.num_tokens, self.spec.num_qo_heads, self.spec.head_dim)
+        if query.shape != expected:
+            raise ValueError(f"query has shape {tuple(query.shape)}; this step and layer need {expected}")
+        if output_scale is not None:
+            rejection = Rejection("output_scale", str(output_scale), "None", "Quantise the output.")
+            raise Unsupported("FLASHINFER", [rejection])
+        return step
+
+    def _keys_and_values(
+        self, step: FlashInferStep, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache | None
+    ) -> KeysAndValues:
+        """The cache; or this step's own keys, where the step reads no pages."""
+        rows = step.metadata.decode or step.metadata.prefill
+        if rows is not None and rows.csr is not None and kv_cache is not None:
+            return paged(kv_cache, self.cache)
+        if rows is not None and rows.csr is None and key is not None and value is not None:
+            return key[: rows.num_tokens], value[: rows.num_tokens]
+        raise ValueError("this step reads a cache or fresh keys, and neither was given: pass kv_cache or key")
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        keys_and_values: KeysAndValues,
+        step: FlashInferStep,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Run the step's plans, each over its rows' tokens; `lse` is base 2."""
+        scales = {name: scale for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)) if scale != 1.0}
+        metadata, done = step.metadata, 0
+        for plan, rows in ((step.decode, metadata.decode), (step.prefill, metadata.prefill)):
+            if plan is not None and rows is not None:
+                tokens = slice(done, done + rows.num_tokens)
+                plan.run(query[tokens], keys_and_values, output[tokens], None if lse is None else lse[tokens], scales)
+                done = tokens.stop
+        if step.prefix is not None and metadata.prefix is not None and lse is not None:
+            tokens = slice(0, metadata.prefix.num_tokens)
+            shared, shared_lse = torch.empty_like(output[tokens]), torch.empty_like(lse[tokens])
+            step.prefix.run(query[tokens], keys_and_values, shared, shared_lse, scales)
+            step.prefix.library.merge(output[tokens], lse[tokens], shared, shared_lse)
+
+    def _finish(self, output: torch.Tensor, lse: torch.Tensor) -> None:
+        """LSEs to natural logarithms, and sinks, which take their share of the softmax and give nothing, in place."""
+        lse.masked_fill_(lse <= EMPTY_LSE, -math.inf).mul_(math.log(2))
+        if self.sinks is None:
+            return
+        with_sinks = torch.logaddexp(lse, self.sinks.float())
+        output.mul_((lse - with_sinks).exp()[..., None].to(output.dtype))
+        lse.copy_(torch.where(lse == -math.inf, lse, with_sinks))

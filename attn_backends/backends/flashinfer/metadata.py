@@ -1,0 +1,248 @@
+"""A batch as FlashInfer's kernels take it: rows by kind, as CSR on the device and as lengths on the host.
+
+Rows of one query token at the front are decoded; all others are prefilled, whatever their lengths (chunks of prompts,
+verified drafts). A plan needs lengths on the host: metadata has both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from attn_backends.backends.flashinfer.options import FlashInferOptions
+from attn_backends.batch import CommonAttentionMetadata
+from attn_backends.batch_order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
+from attn_backends.derive import PagedCsr, csr_of
+from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
+from attn_backends.page_table import IntArray
+from attn_backends.spec import AttentionType
+
+# A shared prefix is read once for all rows if that saves this many keys: see benchmarks/cascade.py.
+CASCADE_MIN_KEYS = 16384
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that one kernel attends: `num_tokens` query tokens over pages, or over keys of this step."""
+
+    num_tokens: int
+    qo_indptr: torch.Tensor  # [R + 1] i32: which query tokens are whose, from 0 on
+    qo_indptr_cpu: torch.Tensor  # [R + 1] i32
+    csr: PagedCsr | None  # the pages; None: keys are this step's own, by kv_indptr
+    kv_indptr: torch.Tensor  # [R + 1] i32, of pages, or of this step's keys
+    kv_indptr_cpu: torch.Tensor  # [R + 1] i32
+    kv_lens_cpu: torch.Tensor  # [R] i32, keys of each row in those pages
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.kv_lens_cpu)
+
+
+@dataclass(frozen=True)
+class FlashInferMetadata(AttentionMetadata):
+    """Rows of one step, decodes first."""
+
+    num_tokens: int  # padding included
+    num_new_kv: int
+    num_decode_new_kv: int
+    for_graph: bool  # all rows, padding included, are decodes of one query length
+    decode: Rows | None  # one query token each
+    prefill: Rows | None
+    prefix: Rows | None  # the shared prefix as one row, its queries the tokens of all decode rows
+
+    @property
+    def decode_metadata(self) -> FlashInferMetadata | None:
+        if not self.num_decodes:
+            return None
+        new_kv = self.num_decode_new_kv
+        return replace(self, num_prefills=0, num_prefill_tokens=0, num_tokens=self.num_decode_tokens, prefill=None,
+                       num_new_kv=new_kv, slot_mapping=self.slot_mapping[:new_kv])  # fmt: skip
+
+    @property
+    def prefill_metadata(self) -> FlashInferMetadata | None:
+        if not self.num_prefills:
+            return None
+        before, num_tokens = self.num_decode_new_kv, self.num_prefill_tokens
+        return replace(self, num_decodes=0, num_decode_tokens=0, num_decode_new_kv=0, num_tokens=num_tokens,
+                       num_new_kv=self.num_new_kv - before, slot_mapping=self.slot_mapping[before : self.num_new_kv],
+                       common_prefix_len=0, decode=None, prefix=None)  # fmt: skip
+
+
+class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
+    """Plans need exact lengths on the host."""
+
+    needs_exact_lengths = True
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> FlashInferMetadata:
+        common = common_attn_metadata
+        self.check_lengths(common)
+        if common.for_graph:
+            return self._build_for_graph(common)
+        actual = common.num_actual_reqs
+        query_starts = common.query_start_loc_cpu.numpy()
+        use_cache = not common.is_profile_run and self.group.spec.attention_type is not AttentionType.ENCODER
+        num_decodes = _num_decodes(query_starts, actual) if use_cache else 0
+        new_kv_starts = common.new_kv_start_loc_cpu.numpy()
+        pages = _Pages(common, self.group.spec.window_left) if use_cache else None
+        prefix_len = self._prefix_len(common_prefix_len, common, num_decodes)
+        decode = prefill = prefix = None
+        if pages is None:
+            prefill = _fresh_rows(common, actual)
+        else:
+            if num_decodes:
+                own = pages if not prefix_len else pages.without(prefix_len // common.page_size)
+                decode = _paged_rows(common, own, 0, num_decodes)
+            if num_decodes < actual:
+                prefill = _paged_rows(common, pages, num_decodes, actual)
+            if prefix_len:
+                prefix = _prefix_row(common, prefix_len, num_decodes)
+        return FlashInferMetadata(
+            group_index=self.group.index,
+            num_decodes=num_decodes,
+            num_decode_tokens=num_decodes,
+            num_prefills=actual - num_decodes,
+            num_prefill_tokens=common.num_actual_tokens - num_decodes,
+            slot_mapping=common.slot_mapping,
+            common_prefix_len=prefix_len,
+            is_profile_run=common.is_profile_run,
+            num_tokens=common.num_tokens,
+            num_new_kv=common.num_new_kv,
+            num_decode_new_kv=int(new_kv_starts[num_decodes]),
+            for_graph=False,
+            decode=decode,
+            prefill=prefill,
+            prefix=prefix,
+        )
+
+    def reorder_batch(self, batch: SwappableRows, query_lens: Sequence[int]) -> bool:
+        """Decodes first: decode kernels read keys once for one query token, and split them."""
+        return reorder_batch_to_split_decodes_and_prefills(batch, query_lens)
+
+    def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Self-attention over the cache, with splits that FlashInfer may balance."""
+        cached = not common_attn_metadata.is_profile_run and self.group.spec.attention_type is AttentionType.DECODER
+        return cached and (self.options or FlashInferOptions()).fixed_split_size is None
+
+    def _build_for_graph(self, common: CommonAttentionMetadata) -> FlashInferMetadata:
+        """All rows as decodes, padding included: a padded row has no keys."""
+        if not self.can_run_in_cudagraph(common):
+            raise ValueError(
+                "graphs of FLASHINFER serve cached self-attention without fixed_split_size: run this batch eager"
+            )
+        rows = _paged_rows(common, _Pages(common, self.group.spec.window_left), 0, common.num_reqs)
+        is_decode = common.num_tokens == common.num_reqs
+        return graph_metadata(self.group.index, common.slot_mapping, rows, is_decode)
+
+    def _prefix_len(self, asked: int, common: CommonAttentionMetadata, num_decodes: int) -> int:
+        """How much of the prefix is attended once for all decode rows: all of it, or nothing if that is slower."""
+        shortest = int(common.context_lens_cpu[: common.num_actual_reqs].min())
+        if asked % common.page_size or not 0 <= asked <= shortest:
+            raise ValueError(
+                f"common_prefix_len is {asked}; it must be a multiple of the page size ({common.page_size}) and at "
+                f"most the shortest context ({shortest})"
+            )
+        spec = self.group.spec
+        plain = spec.window_left < 0 and spec.attention_type is AttentionType.DECODER
+        return asked if plain and asked * (num_decodes - 1) >= CASCADE_MIN_KEYS else 0
+
+
+def graph_metadata(group_index: int, slot_mapping: torch.Tensor, rows: Rows, is_decode: bool) -> FlashInferMetadata:
+    """Metadata whose rows all count as decodes, of one query token or of several."""
+    return FlashInferMetadata(
+        group_index=group_index,
+        num_decodes=rows.num_rows,
+        num_decode_tokens=rows.num_tokens,
+        num_prefills=0,
+        num_prefill_tokens=0,
+        slot_mapping=slot_mapping,
+        common_prefix_len=0,
+        is_profile_run=False,
+        num_tokens=rows.num_tokens,
+        num_new_kv=rows.num_tokens,
+        num_decode_new_kv=rows.num_tokens,
+        for_graph=True,
+        decode=rows if is_decode else None,
+        prefill=None if is_decode else rows,
+        prefix=None,
+    )
+
+
+class _Pages:
+    """A batch's pages as CSR, without those that no query sees; lengths count from each row's first page."""
+
+    def __init__(self, common: CommonAttentionMetadata, window_left: int) -> None:
+        self.common = common
+        self.csr = PagedCsr(common.paged_kv_indptr, common.paged_kv_indices, common.paged_kv_last_page_len)
+        self.indptr_cpu = common.paged_kv_indptr_cpu
+        self.kv_lens_cpu = common.seq_lens_cpu
+        if window_left >= 0:
+            visible = common.seq_lens_cpu.numpy() - common.query_lens_cpu.numpy() - window_left
+            on_device = (common.seq_lens - common.query_start_loc.diff()).sub_(window_left).clamp_(min=0)
+            self._leave_out(np.maximum(visible, 0) // common.page_size, on_device // common.page_size)
+
+    def without(self, num_pages: int) -> _Pages:
+        """Without the first pages of every row; those rows have them all."""
+        pages = _Pages(self.common, -1)
+        used = self.kv_lens_cpu.numpy() > 0
+        pages._leave_out(np.where(used, num_pages, 0).astype(np.int32),
+                         torch.full_like(self.common.seq_lens, num_pages))  # fmt: skip
+        return pages
+
+    def _leave_out(self, first_pages: IntArray, on_device: torch.Tensor) -> None:
+        common, page_size = self.common, self.common.page_size
+        lens = common.seq_lens_cpu.numpy() - first_pages * page_size
+        indptr = np.zeros(len(lens) + 1, np.int32)
+        np.cumsum(np.maximum(-(-lens // page_size), 0), out=indptr[1:])
+        self.kv_lens_cpu, self.indptr_cpu = torch.from_numpy(lens), torch.from_numpy(indptr)
+        table = (common.page_table, common.seq_lens, page_size, int(indptr[-1]), on_device)
+        if common.seq_lens.is_cuda:
+            from attn_backends.csr_triton import csr_of as csr_in_one_launch
+
+            self.csr = csr_in_one_launch(*table)
+        else:
+            self.csr = csr_of(*table)
+
+
+def _num_decodes(query_starts: IntArray, num_rows: int) -> int:
+    """Leading rows of one query token."""
+    longer = np.flatnonzero(np.diff(query_starts[: num_rows + 1]) > 1)
+    return int(longer[0]) if len(longer) else num_rows
+
+
+def _paged_rows(common: CommonAttentionMetadata, pages: _Pages, first: int, stop: int) -> Rows:
+    """Rows `first` to `stop` over the cache."""
+    starts_cpu = common.query_start_loc_cpu[first : stop + 1]
+    before = int(starts_cpu[0])
+    starts = common.query_start_loc[first : stop + 1]
+    csr, kv_indptr = pages.csr, pages.csr.indptr[first : stop + 1]
+    return Rows(
+        num_tokens=int(starts_cpu[-1]) - before,
+        qo_indptr=starts - before if before else starts,
+        qo_indptr_cpu=starts_cpu - before if before else starts_cpu,
+        csr=PagedCsr(kv_indptr, csr.indices, csr.last_page_len[first:stop]),
+        kv_indptr=kv_indptr,
+        kv_indptr_cpu=pages.indptr_cpu[first : stop + 1],
+        kv_lens_cpu=pages.kv_lens_cpu[first:stop],
+    )
+
+
+def _fresh_rows(common: CommonAttentionMetadata, num_rows: int) -> Rows:
+    """Rows over this step's own keys: a profile run, or an encoder."""
+    starts, starts_cpu = common.query_start_loc[: num_rows + 1], common.query_start_loc_cpu[: num_rows + 1]
+    return Rows(common.num_actual_tokens, starts, starts_cpu, None, starts, starts_cpu, starts_cpu.diff())
+
+
+def _prefix_row(common: CommonAttentionMetadata, prefix_len: int, num_tokens: int) -> Rows:
+    """The shared prefix as one row of all decode rows' tokens. Full pages: what is last in the CSR is the page size."""
+    num_pages, device = prefix_len // common.page_size, common.page_table.device
+    pair, pages = torch.tensor([0, num_tokens], dtype=torch.int32), torch.tensor([0, num_pages], dtype=torch.int32)
+    last = torch.full((1,), common.page_size, dtype=torch.int32, device=device)
+    on_device = torch.stack([pair, pages]).to(device, non_blocking=True)
+    csr = PagedCsr(on_device[1], common.page_table[0, :num_pages].contiguous(), last)
+    lens = torch.tensor([prefix_len], dtype=torch.int32)
+    return Rows(num_tokens, on_device[0], pair, csr, on_device[1], pages, lens)

@@ -1,0 +1,189 @@
+"""One wrapper of FlashInfer and its plans.
+
+A wrapper's public `plan` chooses and loads the kernels, and sets what never changes: scale, soft cap, window, dtypes.
+It is called once. From then on lengths alone change, and the C++ scheduler behind it is called with them directly:
+what else the public method does in Python takes up to ten times as long as the scheduler itself. Its pinned buffers
+come from a ring, as nothing in FlashInfer waits for the copy that reads them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attn_backends.backends.flashinfer.library import Library, missing_module
+from attn_backends.backends.flashinfer.metadata import Rows
+from attn_backends.spec import AttentionSpec
+from attn_backends.staging import HostRing
+
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+
+
+class Plan:
+    """What FlashInfer has planned for the layers of one plan group.
+
+    Args:
+        wrapper: FlashInfer's, made for this plan alone.
+        spec: of those layers. All of it is in the plan but the lengths.
+        page_size: of the cache; 1 for keys that lie together.
+        ring: pinned buffers as large as the wrapper's int workspace.
+        split_size: see `FlashInferOptions.fixed_split_size`.
+        in_graph: the wrapper is for a graph: its tensors stay where they are.
+    """
+
+    def __init__(
+        self, library: Library, wrapper: Any, spec: AttentionSpec, page_size: int, ring: HostRing, *,
+        split_size: int | None = None, in_graph: bool = False,
+    ) -> None:  # fmt: skip
+        self.library = library
+        self.wrapper = wrapper
+        self.spec = spec
+        self.page_size = page_size
+        self.ring = ring
+        self.split_size = split_size
+        self.in_graph = in_graph
+        self.is_planned = False
+
+    def __call__(self, rows: Rows) -> None:
+        """Plan these rows, reading nothing of the device.
+
+        Raises:
+            RuntimeError: the kernels are to be compiled and cannot be; says what is missing.
+        """
+        pinned = self.ring.next_host().view(torch.uint8)
+        if self.is_planned:
+            self._plan_lengths(rows, pinned)
+        else:
+            self.wrapper._pin_memory_int_workspace_buffer = pinned
+            with missing_module(self.spec):
+                self._plan_all(rows)
+            self.is_planned = True
+        self.ring.sent()
+
+    def run(
+        self,
+        query: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim]
+        keys_and_values: KeysAndValues,
+        output: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim_vo], contiguous
+        lse: torch.Tensor | None,  # [num_tokens, num_qo_heads] f32, base 2
+        scales: dict[str, float],  # k_scale, v_scale where they are not 1
+    ) -> None:
+        self.wrapper.run(query, keys_and_values, out=output, lse=lse, return_lse=lse is not None, **scales)
+
+    def _plan_all(self, rows: Rows) -> None:
+        raise NotImplementedError
+
+    def _plan_lengths(self, rows: Rows, pinned: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def _constants(self) -> dict[str, Any]:
+        """What every public `plan` takes, by keyword."""
+        spec = self.spec
+        split = {} if self.split_size is None else {"fixed_split_size": self.split_size}
+        return {
+            "window_left": spec.window_left, "logits_soft_cap": spec.logits_soft_cap, "sm_scale": spec.scale,
+            "q_data_type": spec.dtype, "kv_data_type": spec.cache_dtype, **split,
+        }  # fmt: skip
+
+    def _schedule(self, *arguments: Any) -> None:
+        """Call the scheduler behind the wrapper; the workspaces come first."""
+        wrapper = self.wrapper
+        wrapper._plan_info = wrapper._cached_module.plan(
+            wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, *arguments
+        )
+
+    def _schedule_tiles(self, rows: Rows, pinned: torch.Tensor, causal: bool) -> None:
+        """The scheduler of fa2 and fa3."""
+        spec = self.spec
+        splits = self.library.split_arguments(self.split_size) if self.wrapper._backend == "fa2" else ()
+        self._schedule(
+            pinned, rows.qo_indptr_cpu, rows.kv_indptr_cpu, rows.kv_lens_cpu, rows.num_tokens, rows.num_rows,
+            spec.num_qo_heads, spec.num_kv_heads, self.page_size, self.in_graph, spec.head_dim, spec.head_dim_vo,
+            causal, spec.window_left, *splits,
+        )  # fmt: skip
+
+    def _point_at(self, rows: Rows) -> None:
+        """Without a graph, kernels read the step's own tensors; with one, the state has filled its persistent ones."""
+        wrapper, csr = self.wrapper, rows.csr
+        if self.in_graph or csr is None:
+            return
+        wrapper._qo_indptr_buf = rows.qo_indptr
+        wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf = csr.indptr, csr.indices
+        wrapper._paged_kv_last_page_len_buf = csr.last_page_len
+
+    def _pages(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Pages as the public `plan` takes them: what it would read of them on the host is there."""
+        lens = rows.kv_lens_cpu
+        last_page_len = torch.where(lens > 0, (lens - 1) % self.page_size + 1, 0).to(torch.int32)
+        assert rows.csr is not None
+        return rows.kv_indptr_cpu, rows.csr.indices, last_page_len
+
+
+class DecodePlan(Plan):
+    """Rows of one query token."""
+
+    def _plan_all(self, rows: Rows) -> None:
+        spec = self.spec
+        self.wrapper.plan(
+            *self._pages(rows), spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, self.page_size,
+            **self._constants(),
+        )  # fmt: skip
+        self._point_at(rows)
+
+    def _plan_lengths(self, rows: Rows, pinned: torch.Tensor) -> None:
+        self._point_at(rows)
+        if self.wrapper.use_tensor_cores:
+            self._schedule_tiles(rows, pinned, causal=False)
+            return
+        spec = self.spec
+        self._schedule(
+            pinned, rows.kv_indptr_cpu, rows.num_rows, spec.num_qo_heads, spec.num_kv_heads, self.page_size,
+            self.in_graph, spec.window_left, spec.logits_soft_cap or 0.0, spec.head_dim, spec.head_dim_vo,
+            torch.empty(0, dtype=spec.dtype), torch.empty(0, dtype=spec.cache_dtype),
+        )  # fmt: skip
+
+
+class PrefillPlan(Plan):
+    """Rows of any number of query tokens over pages. Not `causal` for a shared prefix, which all tokens see."""
+
+    def __init__(self, *args: Any, causal: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.causal = causal
+
+    def _plan_all(self, rows: Rows) -> None:
+        spec = self.spec
+        self.wrapper.plan(
+            rows.qo_indptr_cpu, *self._pages(rows), spec.num_qo_heads, spec.num_kv_heads, spec.head_dim,
+            self.page_size, head_dim_vo=spec.head_dim_vo, causal=self.causal, **self._constants(),
+        )  # fmt: skip
+        self._point_at(rows)
+
+    def _plan_lengths(self, rows: Rows, pinned: torch.Tensor) -> None:
+        self._point_at(rows)
+        self.wrapper._qo_indptr_last, self.wrapper._batch_size = rows.num_tokens, rows.num_rows
+        self._schedule_tiles(rows, pinned, self.causal)
+
+
+class RaggedPlan(Plan):
+    """Rows over keys of this step, which are as the model made them: no cache, no scales."""
+
+    def _plan_all(self, rows: Rows) -> None:
+        spec = self.spec
+        self.wrapper.plan(
+            rows.qo_indptr_cpu, rows.kv_indptr_cpu, spec.num_qo_heads, spec.num_kv_heads, spec.head_dim,
+            head_dim_vo=spec.head_dim_vo, causal=spec.causal, **(self._constants() | {"kv_data_type": spec.dtype}),
+        )  # fmt: skip
+
+    def _plan_lengths(self, rows: Rows, pinned: torch.Tensor) -> None:
+        wrapper = self.wrapper
+        wrapper._qo_indptr_buf = wrapper._o_indptr_buf = rows.qo_indptr
+        wrapper._kv_indptr_buf = wrapper._v_indptr_buf = rows.kv_indptr
+        wrapper._qo_indptr_last = rows.num_tokens
+        self._schedule_tiles(rows, pinned, self.spec.causal)
+
+    def run(
+        self, query: torch.Tensor, keys_and_values: KeysAndValues, output: torch.Tensor, lse: torch.Tensor | None,
+        scales: dict[str, float],
+    ) -> None:  # fmt: skip
+        self.wrapper.run(query, *keys_and_values, out=output, lse=lse, return_lse=lse is not None)

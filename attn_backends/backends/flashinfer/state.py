@@ -1,0 +1,363 @@
+"""What outlives a step: workspaces, plans, and the tensors that captured graphs read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from attn_backends.backends.flashinfer.library import (
+    CUDA_CORE_GROUPS,
+    FA3_HEAD_DIMS,
+    GraphTensors,
+    Library,
+    has_fa3,
+    num_multiprocessors,
+)
+from attn_backends.backends.flashinfer.metadata import FlashInferMetadata, Rows, graph_metadata
+from attn_backends.backends.flashinfer.options import FlashInferOptions
+from attn_backends.backends.flashinfer.plans import DecodePlan, Plan, PrefillPlan, RaggedPlan
+from attn_backends.backends.flashinfer.workspace import Need, eager_need, graph_need
+from attn_backends.derive import PagedCsr
+from attn_backends.interface import AttentionState, AttentionStep, Rejection, Unsupported, check_capture_size
+from attn_backends.page_table import PAD_SLOT
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, PlanGroup
+from attn_backends.staging import HostRing
+
+FA3_MIN_QUERY_LEN = 64  # of the average row: below, fa2 packs a KV head's query heads into its tiles and fa3 does not
+
+Kind = Literal["decode", "prefill fa2", "prefill fa3", "ragged fa2", "ragged fa3", "prefix"]
+
+
+@dataclass(frozen=True)
+class FlashInferStep(AttentionStep[FlashInferMetadata]):
+    """A step and its plans; a kind of rows that the step lacks has none."""
+
+    spec: AttentionSpec  # of the layers that it was planned for
+    decode: Plan | None
+    prefill: Plan | None
+    prefix: Plan | None
+
+
+class FlashInferState(AttentionState[FlashInferMetadata]):
+    """One float workspace for all layers, as they run one after the other; a schedule and a wrapper a plan.
+
+    Args:
+        as for every state.
+
+    Raises:
+        ValueError: `workspace_bytes` is too small for the limits, or an option that the layers cannot be served with.
+    """
+
+    backend_name = "FLASHINFER"
+    make_library: ClassVar[type[Library]] = Library  # another one in tests
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.library = self.make_library()
+        self.options = self.options or FlashInferOptions()
+        self._num_sms = num_multiprocessors(self.device)
+        self._specs = {group.index: group.spec for group in self.groups}
+        for spec in self._specs.values():
+            self._check_options(spec)
+        split, page_size = self.options.fixed_split_size, self.cache.page_size
+        needs = [eager_need(s, self.limits, self._num_sms, split, page_size) for s in self._specs.values()]
+        self.need = reduce(or_, needs)
+        self.float_workspace = self._float_workspace(self.need)
+        self._ring = self._host_ring(self.need)
+        self._plans: dict[tuple[int, Kind], Plan] = {}
+        self._graphs: _GraphBuffers | None = None  # kept for good once graphs were captured
+        self._max_batch_size = 0  # while capturing
+        self._clones: dict[tuple[int, int], FlashInferGraphState] = {}
+
+    def begin_forward(self, metadata: FlashInferMetadata) -> FlashInferStep:
+        """Plan a step's rows.
+
+        Raises:
+            RuntimeError: a graph is being captured: plan before, the graph reads what was planned.
+        """
+        refuse_while_capturing(self.device)
+        group = metadata.group_index
+        decode = prefill = prefix = None
+        if metadata.decode is not None:
+            decode = self._planned(group, "decode", metadata.decode)
+        if metadata.prefill is not None:
+            prefill = self._planned(group, self._prefill_kind(self._specs[group], metadata.prefill), metadata.prefill)
+        if metadata.prefix is not None:
+            prefix = self._planned(group, "prefix", metadata.prefix)
+        return FlashInferStep(metadata, self._specs[group], decode, prefill, prefix)
+
+    def reset_workspace_buffer(self, float_workspace: torch.Tensor) -> None:
+        """Use another float workspace, such as one that an engine shares between its libraries.
+
+        Args:
+            float_workspace: [bytes] u8 on the device.
+
+        Raises:
+            ValueError: it is smaller than `need`, or elsewhere.
+            RuntimeError: graphs were captured over the present one.
+        """
+        if self._graphs is not None:
+            raise RuntimeError("captured graphs read the present workspace: replace it before graphs are captured")
+        if float_workspace.numel() * float_workspace.itemsize < self.need.float_bytes:
+            raise ValueError(
+                f"the workspace has {float_workspace.numel() * float_workspace.itemsize} bytes; these limits need "
+                f"{self.need.float_bytes}"
+            )
+        if float_workspace.device.type != self.device.type:
+            raise ValueError(f"the workspace is on {float_workspace.device}; the state is on {self.device}")
+        self.float_workspace = float_workspace
+        self._plans = {}
+
+    # Graphs.
+
+    @contextmanager
+    def graph_capture(self, max_batch_size: int) -> Iterator[None]:
+        check_capture_size(max_batch_size, 1, self.limits)
+        if self.options.fixed_split_size is not None:
+            hint = "Leave fixed_split_size out of backend_options, or set graphs.mode to none."
+            got = str(self.options.fixed_split_size)
+            raise Unsupported(self.backend_name, [Rejection("fixed_split_size", got, "None in CUDA graphs", hint)])
+        if self._graphs is None or self._graphs.max_num_rows < max_batch_size:
+            self._graphs = _GraphBuffers(self, max_batch_size)
+        self._max_batch_size, self._clones = max_batch_size, {}
+        try:
+            yield
+        finally:
+            self._max_batch_size = 0
+
+    def graph_clone(self, batch_size: int, query_len: int = 1) -> FlashInferGraphState:
+        check_capture_size(batch_size, query_len, self.limits)
+        if self._graphs is None or batch_size > self._max_batch_size:
+            raise RuntimeError(
+                f"graph buffers never grow: clone {batch_size} rows inside `with state.graph_capture({batch_size})`"
+            )
+        needs = [graph_need(spec, batch_size, query_len, self._num_sms) for spec in self._specs.values()]
+        need = reduce(or_, needs)
+        if need.float_bytes > self.float_workspace.numel():
+            # Graphs of earlier sizes go on with the workspace that they have.
+            self.float_workspace = self._float_workspace(need)
+        if need.int_bytes > self._ring.hosts_cpu[0].numel() * 4:
+            self._ring = self._host_ring(need)
+        clone = FlashInferGraphState(self, self._graphs, batch_size, query_len, need)
+        self._clones[batch_size, query_len] = clone
+        return clone
+
+    def graph_capture_get_metadata_for_batch(
+        self, batch_size: int, query_len: int = 1, group_index: int = 0
+    ) -> FlashInferMetadata:
+        clone = self._clones.get((batch_size, query_len)) or self.graph_clone(batch_size, query_len)
+        return clone.idle_metadata(group_index)
+
+    # Plans.
+
+    def _planned(self, group: int, kind: Kind, rows: Rows) -> Plan:
+        plan = self._plans.get((group, kind))
+        if plan is None:
+            plan = self._plans[group, kind] = self._make_plan(group, kind)
+        plan(rows)
+        return plan
+
+    def _make_plan(self, group: int, kind: Kind) -> Plan:
+        spec, library, cache, floats = self._specs[group], self.library, self.cache, self.float_workspace
+        kernels = "fa3" if kind.endswith("fa3") else "fa2"
+        if kind == "decode":
+            wrapper = library.decode_wrapper(floats, cache, self._tensor_cores(spec), None)
+        elif kind.startswith("ragged"):
+            wrapper = library.ragged_wrapper(floats, kernels)
+        else:
+            wrapper = library.prefill_wrapper(floats, cache, kernels, None)
+        ints = torch.empty(self.need.int_bytes, dtype=torch.uint8, device=self.device)
+        give_workspaces(wrapper, floats, ints)
+        split = {"split_size": self.options.fixed_split_size}
+        if kind == "decode":
+            return DecodePlan(library, wrapper, spec, cache.page_size, self._ring, **split)
+        if kind.startswith("ragged"):
+            return RaggedPlan(library, wrapper, spec, 1, self._ring, **split)
+        causal = spec.causal and kind != "prefix"
+        return PrefillPlan(library, wrapper, spec, cache.page_size, self._ring, causal=causal, **split)
+
+    def _prefill_kind(self, spec: AttentionSpec, rows: Rows) -> Kind:
+        wanted = self.options.prefill_kernels
+        if wanted == "auto":
+            long = rows.num_tokens >= FA3_MIN_QUERY_LEN * rows.num_rows
+            wanted = "fa3" if long and self._serves_fa3(spec, rows.csr is not None) else "fa2"
+        if rows.csr is None:
+            return "ragged fa3" if wanted == "fa3" else "ragged fa2"
+        return "prefill fa3" if wanted == "fa3" else "prefill fa2"
+
+    def _serves_fa3(self, spec: AttentionSpec, paged: bool) -> bool:
+        plain = spec.causal or spec.window_left < 0  # fa3's window is for causal layers
+        small_cache = paged and spec.cache_dtype in FP8_DTYPES
+        split = self.options.fixed_split_size is not None
+        return has_fa3(self.device) and spec.head_dim in FA3_HEAD_DIMS and plain and not small_cache and not split
+
+    def _tensor_cores(self, spec: AttentionSpec) -> bool:
+        if self.options.tensor_cores != "auto":
+            return bool(self.options.tensor_cores == "on")
+        on_cuda_cores = spec.group_size == 1 and spec.cache_dtype not in FP8_DTYPES
+        return not on_cuda_cores or self.options.fixed_split_size is not None
+
+    def _check_options(self, spec: AttentionSpec) -> None:
+        options = self.options
+        if options.prefill_kernels == "fa3" and not self._serves_fa3(spec, True):
+            raise ValueError(
+                "prefill_kernels is fa3, which needs a Hopper GPU, a 16-bit cache, head_dim 64, 128 or 256, no "
+                "fixed_split_size, and a causal layer where there is a window: set it to auto"
+            )
+        if options.tensor_cores == "off" and spec.group_size not in CUDA_CORE_GROUPS:
+            raise ValueError(
+                f"tensor_cores is off, and decode on CUDA cores is compiled for {sorted(CUDA_CORE_GROUPS)} query heads "
+                f"a KV head, not for {spec.group_size}: set it to auto"
+            )
+        if options.tensor_cores == "off" and options.fixed_split_size is not None:
+            raise ValueError("fixed_split_size needs tensor cores: set tensor_cores to auto")
+
+    def _float_workspace(self, need: Need) -> torch.Tensor:
+        given = self.options.workspace_bytes
+        if given is not None and given < need.float_bytes:
+            raise ValueError(
+                f"workspace_bytes is {given}, and these limits need {need.float_bytes} (max_num_tokens "
+                f"{self.limits.max_num_tokens}, max_num_requests {self.limits.max_num_requests}, the layers' heads): "
+                f"set workspace_bytes to {need.float_bytes} or leave it out"
+            )
+        return torch.zeros(given or need.float_bytes, dtype=torch.uint8, device=self.device)
+
+    def _host_ring(self, need: Need) -> HostRing:
+        # A step plans at most three kinds of rows for each group; one step may be under way while the next is planned.
+        return HostRing(-(-need.int_bytes // 4), self.device, depth=6 * len(self.groups))
+
+
+def give_workspaces(wrapper: Any, floats: torch.Tensor, ints: torch.Tensor) -> None:
+    """Replace the workspaces that a wrapper has made itself; its pinned buffer is the ring's at every plan."""
+    wrapper.reset_workspace_buffer(floats, ints)
+    wrapper._pin_memory_int_workspace_buffer = None
+
+
+def refuse_while_capturing(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "FLASHINFER plans on the host, and a CUDA graph is being captured: call begin_forward before the capture, "
+            "and capture the layers alone"
+        )
+
+
+class _GraphBuffers:
+    """What captured kernels read of a batch. All sizes share it, as one of them is replayed at a time.
+
+    Groups without a window have one CSR; those with one have a shorter one each.
+    """
+
+    def __init__(self, state: FlashInferState, max_num_rows: int) -> None:
+        self.max_num_rows = max_num_rows
+        device, limits, page_size = state.device, state.limits, state.cache.page_size
+        self.slot_mapping = torch.full((limits.max_num_tokens,), PAD_SLOT, dtype=torch.int64, device=device)
+        self.qo_indptr = torch.zeros(max_num_rows + 1, dtype=torch.int32, device=device)
+        self._csrs: dict[int, PagedCsr] = {}  # by window_left
+        all_pages = -(-limits.max_model_len // page_size)
+        longest_query = max(1, limits.max_num_tokens)
+        for group in state.groups:
+            window = group.spec.window_left
+            # A window begins anywhere in a page: one page more than its keys fill.
+            pages = all_pages if window < 0 else min(all_pages, (window + longest_query - 1) // page_size + 2)
+            if window not in self._csrs:
+                self._csrs[window] = PagedCsr(
+                    torch.zeros(max_num_rows + 1, dtype=torch.int32, device=device),
+                    torch.zeros(max_num_rows * pages, dtype=torch.int32, device=device),
+                    torch.zeros(max_num_rows, dtype=torch.int32, device=device),
+                )
+
+    def of(self, group: PlanGroup[Any], num_rows: int) -> GraphTensors:
+        csr = self._csrs[group.spec.window_left]
+        return GraphTensors(
+            self.qo_indptr[: num_rows + 1], csr.indptr[: num_rows + 1], csr.indices, csr.last_page_len[:num_rows]
+        )
+
+
+class FlashInferGraphState(FlashInferState):
+    """The state of one captured size: a plan a group, over the shared buffers that every `begin_forward` fills."""
+
+    def __init__(
+        self, parent: FlashInferState, buffers: _GraphBuffers, num_rows: int, query_len: int, need: Need
+    ) -> None:
+        AttentionState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
+        self.num_rows = num_rows
+        self.num_tokens = num_rows * query_len
+        self.is_decode = query_len == 1
+        self._specs = parent._specs
+        self._slot_mapping = buffers.slot_mapping[: self.num_tokens]
+        self._tensors = {group.index: buffers.of(group, num_rows) for group in self.groups}
+        self._plans_of = {group.index: self._graph_plan(parent, group.index, need) for group in self.groups}
+        self._starts_cpu = torch.arange(num_rows + 1, dtype=torch.int32) * query_len
+
+    def _graph_plan(self, parent: FlashInferState, group: int, need: Need) -> Plan:
+        spec, tensors, library = self._specs[group], self._tensors[group], parent.library
+        ints = torch.empty(need.int_bytes, dtype=torch.uint8, device=self.device)
+        if self.is_decode:
+            wrapper = library.decode_wrapper(parent.float_workspace, self.cache, parent._tensor_cores(spec), tensors)
+            give_workspaces(wrapper, parent.float_workspace, ints)
+            return DecodePlan(library, wrapper, spec, self.cache.page_size, parent._ring, in_graph=True)
+        wrapper = library.prefill_wrapper(parent.float_workspace, self.cache, "fa2", tensors)
+        give_workspaces(wrapper, parent.float_workspace, ints)
+        return PrefillPlan(
+            library, wrapper, spec, self.cache.page_size, parent._ring, causal=spec.causal, in_graph=True
+        )
+
+    def begin_forward(self, metadata: FlashInferMetadata) -> FlashInferStep:
+        refuse_while_capturing(self.device)
+        rows = metadata.decode if self.is_decode else metadata.prefill
+        if not metadata.for_graph or rows is None or metadata.num_tokens != self.num_tokens:
+            raise ValueError(
+                f"this graph was captured for {self.num_rows} rows and {self.num_tokens} tokens, and the metadata has "
+                f"{metadata.num_tokens} tokens: pad the batch to the captured size, and build it with for_graph=True"
+            )
+        group = metadata.group_index
+        self.prepare_graph_input_buffers(self.get_graph_input_buffers(metadata), metadata)
+        plan = self._plans_of[group]
+        plan(rows)
+        decode, prefill = (plan, None) if self.is_decode else (None, plan)
+        return FlashInferStep(self._bound(metadata, rows), self._specs[group], decode, prefill, None)
+
+    def get_graph_input_buffers(self, metadata: FlashInferMetadata) -> dict[str, torch.Tensor]:
+        tensors = self._tensors[metadata.group_index]
+        return {
+            "slot_mapping": self._slot_mapping, "qo_indptr": tensors.qo_indptr, "paged_kv_indptr": tensors.indptr,
+            "paged_kv_indices": tensors.indices, "paged_kv_last_page_len": tensors.last_page_len,
+        }  # fmt: skip
+
+    def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: FlashInferMetadata) -> None:
+        rows = metadata.decode or metadata.prefill
+        if rows is None or rows.csr is None:
+            raise ValueError("this metadata is for eager steps: build it with for_graph=True")
+        indices = buffers["paged_kv_indices"]
+        given = rows.csr.indices
+        if len(given) > len(indices):
+            raise ValueError(f"the batch has {len(given)} pages; graphs were captured for at most {len(indices)}")
+        filled = [buffers["slot_mapping"].view(torch.int32), buffers["paged_kv_indptr"],
+                  buffers["paged_kv_last_page_len"], indices[: len(given)], buffers["qo_indptr"]]  # fmt: skip
+        news = [metadata.slot_mapping.view(torch.int32), rows.csr.indptr, rows.csr.last_page_len, given, rows.qo_indptr]
+        torch._foreach_copy_(filled, news)
+
+    def idle_metadata(self, group_index: int) -> FlashInferMetadata:
+        """Full pages, as many a row as its tokens need, to capture with."""
+        num_rows, page_size = self.num_rows, self.cache.page_size
+        num_pages = -(-self.num_tokens // (num_rows * page_size))
+        tensors = self._tensors[group_index]
+        indptr_cpu = torch.arange(num_rows + 1, dtype=torch.int32) * num_pages
+        tensors.indptr.copy_(indptr_cpu)
+        tensors.indices[: num_rows * num_pages].zero_()
+        tensors.last_page_len.fill_(page_size)
+        tensors.qo_indptr.copy_(self._starts_cpu)
+        csr = PagedCsr(tensors.indptr, tensors.indices[: num_rows * num_pages], tensors.last_page_len)
+        lens = torch.full((num_rows,), num_pages * page_size, dtype=torch.int32)
+        rows = Rows(self.num_tokens, tensors.qo_indptr, self._starts_cpu, csr, tensors.indptr, indptr_cpu, lens)
+        return graph_metadata(group_index, self._slot_mapping, rows, self.is_decode)
+
+    def _bound(self, metadata: FlashInferMetadata, rows: Rows) -> FlashInferMetadata:
+        """The step's metadata with the persistent slots: what the layers read is where it stays."""
+        return graph_metadata(metadata.group_index, self._slot_mapping, rows, self.is_decode)

@@ -1,0 +1,68 @@
+"""New keys and values into their slots, in one launch on a GPU."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from attn_backends.spec import FP8_DTYPES
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(  # type: ignore[no-untyped-def]
+    new, cached, token, page, offset, scale, new_token, new_head, page_stride, offset_stride, head_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """One token's heads, [HEADS, DIM], quantised as `kv_cache.quantise` does."""
+    lane = tl.arange(0, BLOCK)
+    head, dim, live = lane // DIM, lane % DIM, lane < HEADS * DIM
+    value = tl.load(new + token * new_token + head * new_head + dim, mask=live, other=0.0)
+    if SCALED:
+        value = value.to(tl.float32) / scale
+    if LIMIT > 0:
+        value = tl.minimum(tl.maximum(value.to(tl.float32), -LIMIT), LIMIT)
+    to = cached + page * page_stride + offset * offset_stride + head * head_stride + dim
+    tl.store(to, value.to(cached.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["k_scale", "v_scale"])  # type: ignore[untyped-decorator]
+def write_kv_kernel(  # type: ignore[no-untyped-def]
+    key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale,
+    key_token, key_head, value_token, value_head,
+    key_page, key_offset, key_cache_head, value_page, value_offset, value_cache_head,
+    PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, LIMIT: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """One program a token. A slot of -1 is padding."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
+        _store(key, key_cache, token, page, offset, k_scale, key_token, key_head, key_page, key_offset,
+               key_cache_head, HEADS, KEY_DIM, KEY_BLOCK, LIMIT, SCALED)  # fmt: skip
+        _store(value, value_cache, token, page, offset, v_scale, value_token, value_head, value_page, value_offset,
+               value_cache_head, HEADS, VALUE_DIM, VALUE_BLOCK, LIMIT, SCALED)  # fmt: skip
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float,
+    v_scale: float,
+) -> None:
+    """`attn_backends.kv_cache.write_kv`, in one launch."""
+    key, value = (new if new.stride(2) == 1 else new.contiguous() for new in (key, value))
+    num_heads, key_dim, value_dim = key.shape[1], key.shape[2], value.shape[2]
+    limit = torch.finfo(key_cache.dtype).max if key_cache.dtype in FP8_DTYPES else 0.0
+    write_kv_kernel[(len(slot_mapping),)](
+        key, value, key_cache, value_cache, slot_mapping, float(k_scale), float(v_scale),
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        *key_cache.stride()[:3], *value_cache.stride()[:3],
+        key_cache.shape[1], num_heads, key_dim, value_dim,
+        triton.next_power_of_2(num_heads * key_dim), triton.next_power_of_2(num_heads * value_dim),
+        limit, k_scale != 1.0 or v_scale != 1.0,
+    )  # fmt: skip

@@ -1,0 +1,50 @@
+"""FlashInfer 0.6.12 played on a CPU: decode, paged and ragged prefill, cascades, with its plans, checks and traps.
+
+    from attn_backends.testing.emulated import flashinfer
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(2**27, dtype=torch.uint8))
+
+What a plan decides is in the int workspace and the list that it returns: a run on a plan that is too old attends only
+the keys planned then. Window, soft cap and scale are those of the plan. Runs read no tensor on the host.
+"""
+
+from __future__ import annotations
+
+from attn_backends.testing.emulated import (
+    flashinfer_cascade as cascade,
+    flashinfer_decode as decode,
+    flashinfer_prefill as prefill,
+)
+from attn_backends.testing.emulated.flashinfer_cascade import (
+    MultiLevelCascadeAttentionWrapper,
+    merge_state,
+    merge_state_in_place,
+    merge_states,
+)
+from attn_backends.testing.emulated.flashinfer_decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
+)
+from attn_backends.testing.emulated.flashinfer_prefill import (
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+)
+
+__version__ = "0.6.12"
+DEVICES = frozenset({"cpu", "cuda"})
+
+__all__ = [
+    "DEVICES",
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
+    "cascade",
+    "decode",
+    "fast_decode_plan",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+    "prefill",
+]

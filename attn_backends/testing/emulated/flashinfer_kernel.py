@@ -1,0 +1,122 @@
+"""The arithmetic of the emulated FlashInfer: attention over ragged rows, in float32, without reading the device.
+
+All shapes come from the arguments' shapes, so that an operation recorded in a graph is the one that replay needs. Every
+query meets every key slot of the batch in one product, and a mask keeps those of its own row: for small batches that is
+faster than a gather a token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+LOG2E = math.log2(math.e)
+# `math::inf` of the real package is 5e4, and what a query without keys has as its lse is minus that: a finite number.
+EMPTY_LSE = -5e4
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What an attention variant does, as baked in at plan."""
+
+    scale: float
+    causal: bool
+    window_left: int  # -1: unlimited
+    soft_cap: float  # 0: none
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where each row's queries and keys are. On the device; int64."""
+
+    qo_indptr: torch.Tensor  # [batch_size + 1]
+    key_indptr: torch.Tensor  # [batch_size + 1], in key slots: pages times page size
+    kv_lens: torch.Tensor  # [batch_size]: how many of its slots hold keys now
+    planned_kv_lens: torch.Tensor  # [batch_size]: how many the plan's work list reaches
+    planned_qo_lens: torch.Tensor  # [batch_size]
+
+
+def attend(
+    query: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim_qk]
+    key: torch.Tensor,  # [num_slots, num_kv_heads, head_dim_qk] f32
+    value: torch.Tensor,  # [num_slots, num_kv_heads, head_dim_vo] f32
+    rows: Rows,
+    rules: Rules,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of every row, over its first min(length now, length planned) keys.
+
+    A row's query i of qo_len sees key j of kv_len if j + qo_len + window_left >= kv_len + i (with a window) and
+    j + qo_len <= kv_len + i (if causal), as in FlashInfer's `variants.cuh` and `prefill.cuh`.
+
+    Returns:
+        out [num_tokens, num_qo_heads, head_dim_vo] f32, zeros where no key is seen; lse [num_tokens, num_qo_heads] f32,
+        log2, `EMPTY_LSE` there; covered [num_tokens] bool, the tokens that the plan knows of.
+    """
+    seen, covered = _seen(len(query), len(key), rows, rules)
+    num_tokens, num_kv_heads, group_size = len(query), key.shape[1], query.shape[1] // key.shape[1]
+    grouped = query.float().reshape(num_tokens, num_kv_heads, group_size, -1).transpose(0, 1).flatten(1, 2)
+    logits = torch.matmul(grouped * rules.scale, key.permute(1, 2, 0))  # [num_kv_heads, num_tokens * group_size, slots]
+    if rules.soft_cap > 0:
+        logits = rules.soft_cap * torch.tanh(logits / rules.soft_cap)
+    logits = logits.view(num_kv_heads, num_tokens, group_size, -1)
+    logits = logits.masked_fill(~seen[:, None], -math.inf)
+    lse = torch.logsumexp(logits, -1)  # [num_kv_heads, num_tokens, group_size]
+    empty = lse == -math.inf
+    weights = torch.exp(logits - lse.masked_fill(empty, 0.0)[..., None])
+    out = _weighted(weights, value, seen)
+    out = out.permute(1, 0, 2, 3).reshape(num_tokens, -1, value.shape[2])
+    lse = (lse * LOG2E).masked_fill(empty, EMPTY_LSE).transpose(0, 1).reshape(num_tokens, -1)
+    return out, lse, covered
+
+
+def _weighted(weights: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Sum of values by weight. One that is not finite reaches the queries that see it, as NaN, and no other."""
+    sums = torch.matmul(weights.flatten(1, 2), torch.nan_to_num(value, 0.0, 0.0, 0.0).transpose(0, 1))
+    not_finite = (~torch.isfinite(value)).any(-1).float()  # [num_slots, num_kv_heads]
+    reached = torch.matmul(seen.float(), not_finite).t() > 0  # [num_kv_heads, num_tokens]
+    return sums.view(*weights.shape[:3], -1).masked_fill(reached[..., None, None], math.nan)
+
+
+def _seen(num_tokens: int, num_slots: int, rows: Rows, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
+    """seen [num_tokens, num_slots] bool, and covered [num_tokens] bool."""
+    row, index, in_row = _place(num_tokens, rows.qo_indptr, rows.planned_qo_lens)
+    reached = torch.minimum(rows.kv_lens, rows.planned_kv_lens)
+    key_row, key_index, is_key = _place(num_slots, rows.key_indptr, reached)
+    qo_lens = rows.qo_indptr[1:] - rows.qo_indptr[:-1]
+    position = ((rows.kv_lens - qo_lens)[row] + index)[:, None]  # of each query among the keys of its row
+    seen = (row[:, None] == key_row) & is_key & in_row[:, None]
+    if rules.causal:
+        seen = seen & (key_index <= position)
+    if rules.window_left >= 0:
+        seen = seen & (key_index + rules.window_left >= position)
+    return seen, in_row
+
+
+def _place(count: int, indptr: torch.Tensor, lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each of `count` slots its row, its place in that row, and whether the row reaches so far. [count] each."""
+    slots = torch.arange(count, dtype=torch.int64, device=indptr.device)
+    last = len(indptr) - 2
+    found = torch.searchsorted(indptr[1:], slots, right=True)
+    row = found.clamp(max=last)
+    index = slots - indptr[row]
+    return row, index, (found <= last) & (index >= 0) & (index < lens[row])
+
+
+def gather_pages(
+    cache: torch.Tensor,  # [num_pages, page_size, num_kv_heads, head_dim], any strides
+    indices: torch.Tensor,  # [num_indices] i32; behind the last row's pages anything may stand
+    indptr: torch.Tensor,  # [batch_size + 1] i64, in pages
+) -> torch.Tensor:
+    """The pages of all rows one after the other: [num_indices * page_size, num_kv_heads, head_dim] f32.
+
+    Raises:
+        IndexError: a page that a row owns is not in the pool.
+    """
+    slots = torch.arange(len(indices), dtype=torch.int64, device=indices.device)
+    owned = (slots >= indptr[0]) & (slots < indptr[-1])
+    pages = indices.long().masked_fill(~owned, 0)
+    if cache.itemsize == 1:  # fp8 is moved as bytes, and read as the value that it is
+        return cache.view(torch.uint8).index_select(0, pages).view(cache.dtype).float().flatten(0, 1)
+    return cache.index_select(0, pages).float().flatten(0, 1)
