@@ -1,0 +1,226 @@
+"""Time of a layer's attention on a GPU, by our backends and by the bare kernels they use, in one run and in turns.
+
+    python benchmarks/attention.py [--backend FLASHINFER ...] [--shapes decode|prefill|skewed|all] [--no-bare]
+
+Every contender is one CUDA graph that attends over several copies of the cache, more than the L2 holds, and its output
+is first checked against float64. Ours goes builder → state → impl: for decode through the state's clone for graphs, for
+prefill planned eagerly, with the impls' launches captured. "us" writes no new keys, as bare kernels do not; "with KV
+write" does. A backend's ratio is against the fastest bare kernel of its shape. "of copy" is the bandwidth (keys and
+values once a request, queries, outputs) as a share of what a copy within the device reads and writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import bare_kernels
+import torch
+from gpu_harness import Copy, free_memory, in_turns_us, installed, make_copy, reason
+from harness import report
+from paged_problem import Call, Contender, Problem, Shape, make_contender, make_problem
+
+from attn_backends import get_backend, plan_groups, select_backend
+from attn_backends.interface import AttentionBackend, AttentionImpl, AttentionStep, CudaGraphSupport
+from attn_backends.kv_cache import gather_slots
+from attn_backends.registry import validate_options
+
+GQA, SMALL = (32, 8, 128), (9, 3, 64)
+SHAPES = {
+    "decode": [
+        Shape((8192,), GQA),
+        Shape((4096,) * 16, GQA),
+        Shape((4096,) * 64, GQA),
+        Shape((1024,) * 256, GQA),
+        Shape((8192,) * 128, (64, 8, 128)),
+        Shape((4096,) * 64, SMALL),
+        Shape((2048,) * 64, (32, 32, 128)),
+    ],
+    "prefill": [
+        Shape((8192,), GQA, is_prefill=True),
+        Shape((2048,) * 8, GQA, is_prefill=True),
+        Shape((32768,), GQA, is_prefill=True),
+    ],
+    "skewed": [Shape((32768,) + (512,) * 63, GQA)],
+    "tiny": [  # to see that the script runs
+        Shape((40,) * 3, (4, 2, 64)),
+        Shape((90, 7, 8), (4, 2, 64)),
+        Shape((24, 31), (4, 2, 64), is_prefill=True),
+    ],
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+COPY, WITH_WRITE = "copy", " with KV write"
+BARE = bare_kernels.DECODE.keys() | bare_kernels.PREFILL.keys()
+PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn", "vllm", "numpy")
+
+
+Made = dict[str, Contender]
+
+
+class Parts(NamedTuple):
+    """A backend's builder, state and impl for one problem."""
+
+    backend: type[AttentionBackend]
+    builder: Any
+    state: Any
+    impl: Any
+
+
+def parts_of(name: str, problem: Problem, options: dict[str, Any]) -> Parts:
+    """One plan group, whose layers are the copies of the cache.
+
+    Raises:
+        Unsupported: the backend cannot serve it.
+    """
+    spec, cache, device = problem.spec, problem.cache, problem.device
+    backend = select_backend(name, [spec], cache, device).backend
+    group = plan_groups(dict.fromkeys(range(len(problem.caches)), spec))[0]
+    given = {"options": validate_options(name, options)}
+    builder = backend.get_builder_cls()(group, cache, problem.limits, device, **given)
+    state = backend.get_state_cls()([group], cache, problem.limits, device, **given)
+    return Parts(backend, builder, state, backend.get_impl_cls()(spec, cache, device, **given))
+
+
+def ours(name: str, problem: Problem, options: dict[str, Any]) -> Made:
+    """A backend without and with the write of new keys, over one plan. It gets the problem as it can serve it."""
+    fitting = problem.fitting(get_backend(name))
+    label = name if fitting.cache.page_size == problem.cache.page_size else f"{name}, page {fitting.cache.page_size}"
+    backend, builder, state, impl = parts_of(name, fitting, options)
+
+    def captured(step: AttentionStep[Any], held: object) -> Made:
+        calls = {label: our_call(impl, fitting, step), label + WITH_WRITE: _writing_call(impl, fitting, step)}
+        return {name: make_contender(fitting, call, (state, held)) for name, call in calls.items()}
+
+    common = replace(fitting.common, for_graph=True)
+    is_capturable = backend.capabilities().cuda_graph > CudaGraphSupport.NEVER and not problem.shape.is_prefill
+    if not is_capturable or not builder.can_run_in_cudagraph(common):
+        return captured(state.begin_forward(builder.build(0, fitting.common)), None)
+    with state.graph_capture(common.num_reqs):
+        clone = state.graph_clone(common.num_reqs)
+        made = captured(clone.begin_forward(builder.build_for_cudagraph_capture(common)), clone)
+    clone.begin_forward(builder.build(0, common))  # as before every replay
+    return made
+
+
+def our_call(impl: AttentionImpl[Any], problem: Problem, step: AttentionStep[Any]) -> Call:
+    queries, caches, outputs = problem.queries, problem.caches, problem.outputs
+    return lambda i: impl.forward(queries[i], None, None, caches[i], step, outputs[i])
+
+
+def _writing_call(impl: AttentionImpl[Any], problem: Problem, step: AttentionStep[Any]) -> Call:
+    """With new keys and values: those that the cache holds already, so that the answer stays what it is."""
+    queries, caches, outputs = problem.queries, problem.caches, problem.outputs
+    keys, values = (
+        [gather_slots(c, problem.common.slot_mapping) for c in cached] for cached in zip(*caches, strict=True)
+    )
+    return lambda i: impl.forward(queries[i], keys[i], values[i], caches[i], step, outputs[i])
+
+
+def all_made(problem: Problem, names: Sequence[str], options: dict[str, Any], bare: bool) -> tuple[Made, list[str]]:
+    """The contenders for one problem, each warm and captured; and who dropped out why."""
+    makers: dict[str, Callable[[], Made]] = {name: partial(ours, name, problem, options) for name in names}
+    table = bare_kernels.PREFILL if problem.shape.is_prefill else bare_kernels.DECODE
+    for name, kernel in table.items() if bare else ():
+        makers[name] = lambda name=name, kernel=kernel: {name: kernel.contender(problem)}
+    made: Made = {}
+    dropped = []
+    for name, make in makers.items():
+        try:
+            made |= make()
+        except Exception as error:  # whatever a kernel library raises
+            dropped.append(f"{problem.shape.name}: {name}: {reason(error)}")
+    return made, dropped
+
+
+def checked(made: Made) -> tuple[dict[str, float], list[str]]:
+    """The error of each contender that is right; and who is not."""
+    errors, dropped = {}, []
+    for name, contender in made.items():
+        try:
+            errors[name] = contender.check()
+        except (ValueError, RuntimeError) as error:
+            dropped.append(f"{contender.problem.shape.name}: {name}: {reason(error)}")
+    return errors, dropped
+
+
+@torch.inference_mode()
+def measure(shape: Shape, copy: Copy, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows of one shape, and who dropped out."""
+    device = torch.device(arguments.device)
+    problem = make_problem(shape, DTYPES[arguments.dtype], arguments.page_size, device)
+    made, dropped = all_made(problem, arguments.backend, arguments.options, arguments.bare)
+    errors, wrong = checked(made)
+    replays = {name: made[name].replay for name in errors} | {COPY: copy.replay}
+    times = in_turns_us(replays, arguments.rounds, device)
+    copied = copy.num_bytes / times.pop(COPY)  # bytes a us
+    us = {name: made[name].us(replay_us) for name, replay_us in times.items()}
+    best = min((time for name, time in us.items() if name in BARE), default=None)
+    rows = []
+    for name, time in us.items():
+        if not name.endswith(WITH_WRITE):
+            figures = {"us": time, "with KV write us": us.get(name + WITH_WRITE)} | speeds(problem, time, copied)
+            against = {"vs best bare": best and time / best, "error": errors[name]}
+            rows.append({"shape": shape.name, "contender": name, **figures, **against})
+    return rows, dropped + wrong
+
+
+def speeds(problem: Problem, us: float, copied: float) -> dict[str, float]:
+    """What a time of one call comes to, beside a copy's bytes a microsecond."""
+    moved = problem.shape.num_bytes(problem.spec.dtype) / us
+    return {
+        "TB/s": moved / 1e6,
+        "TFLOP/s": problem.shape.flops / us / 1e6,
+        "of copy": moved / copied,
+        "copy TB/s": copied / 1e6,
+    }
+
+
+def show(rows: list[dict[str, Any]], dropped: list[str]) -> None:
+    """At once, for whoever waits."""
+    lines = [f"{row['shape']}: {row['contender']}: {row['us']:.1f} us" for row in rows]
+    print("\n".join([*lines, *(f"dropped out: {line}" for line in dropped)]), flush=True)
+
+
+def shapes_of(names: Sequence[str]) -> list[Shape]:
+    """The shapes of these sets; `all` is all but tiny."""
+    return [shape for kind, of_kind in SHAPES.items() for shape in of_kind
+            if kind in names or ("all" in names and kind != "tiny")]  # fmt: skip
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", nargs="*", type=str.upper, default=["FLASHINFER"])
+    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, "all"], default=["all"])
+    parser.add_argument("--match", default="", help="only shapes whose name has this in it")
+    parser.add_argument("--bare", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--options", type=json.loads, default={}, help="backend_options, as JSON")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    arguments = parser.parse_args(given)
+    device = torch.device(arguments.device)
+    copy, rows, dropped = make_copy(device), [], []
+    for shape in shapes_of(arguments.shapes):
+        if arguments.match in shape.name:
+            measured, out = measure(shape, copy, arguments)
+            show(measured, out)
+            rows, dropped = rows + measured, dropped + out
+            free_memory(device)
+    name = "_".join(["attention", *map(str.lower, arguments.backend)])
+    if arguments.shapes != ["all"] or arguments.match:
+        name += "_" + "_".join([*arguments.shapes, *arguments.match.split()])
+    if rows:
+        report(
+            name, f"attention of one layer, {arguments.dtype}, page {arguments.page_size}", rows, installed(*PACKAGES)
+        )
+    if any(f": {backend}" in line for backend in arguments.backend for line in dropped):
+        raise SystemExit("a backend of ours dropped out")
+
+
+if __name__ == "__main__":
+    main()

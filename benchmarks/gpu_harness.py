@@ -1,0 +1,105 @@
+"""What benchmarks of kernels share: replays of CUDA graphs timed by events, in turns, beside a plain copy.
+
+On a CPU a function stands for its graph and the host's clock for events: it shows that a script runs, no more.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from attn_backends.cuda_graphs import CudaRecorder
+
+FRONT_BYTES = 1 << 30
+TURN_US = 5_000  # that one turn of a contender takes, about
+MOST_REPLAYS = 50  # in one turn
+
+Run = Callable[[], object]
+
+
+def capture(run: Callable[[], torch.Tensor], device: torch.device) -> Run:
+    """What replays the launches of a function as one CUDA graph, after one run to warm up."""
+    return run if device.type == "cpu" else CudaRecorder().capture(run, [run]).replay
+
+
+class Copy(NamedTuple):
+    """A copy within the device, to compare bandwidths with."""
+
+    replay: Run
+    num_bytes: int  # read and written
+
+
+def make_copy(device: torch.device) -> Copy:
+    size = FRONT_BYTES if device.type == "cuda" else 1 << 16
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    # Not in a graph, whose copies are slower: those of a GiB need none.
+    return Copy(lambda: target.copy_(source), 2 * size)
+
+
+class EventClock:
+    """Time of replays on the GPU. A fill in front keeps it busy while the host queues them, and empties the L2."""
+
+    def __init__(self) -> None:
+        self.front = torch.empty(FRONT_BYTES, dtype=torch.uint8, device="cuda")
+
+    def __call__(self, replay: Run, count: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.front.zero_()
+        start.record()
+        for _ in range(count):
+            replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / count
+
+
+def host_clock(replay: Run, count: int) -> float:
+    started = time.perf_counter()
+    for _ in range(count):
+        replay()
+    return (time.perf_counter() - started) * 1e6 / count
+
+
+def in_turns_us(replays: dict[str, Run], rounds: int, device: torch.device) -> dict[str, float]:
+    """Median time of one replay of each contender, in microseconds, over rounds in which each has its turn."""
+    clock = host_clock if device.type == "cpu" else EventClock()
+    counts = {}
+    for name, replay in replays.items():
+        clock(replay, 2)  # to warm up
+        counts[name] = max(1, min(MOST_REPLAYS, round(TURN_US / max(1e-3, clock(replay, 1)))))
+    taken: dict[str, list[float]] = {name: [] for name in replays}
+    for _ in range(rounds):
+        for name, replay in replays.items():
+            taken[name].append(clock(replay, counts[name]))
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what the last shape's tensors and graphs held."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line, for a contender that drops out."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def installed(*packages: str) -> tuple[str, ...]:
+    """Those of these distributions that are here and can tell their version."""
+    return tuple(name for name in packages if _is_installed(name))
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return bool(importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return False

@@ -1,0 +1,99 @@
+"""The benchmarks of attention run: on tiny shapes, without a GPU, with FlashInfer emulated."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import pytest
+import torch
+
+from attn_backends import AttentionSpec
+from attn_backends.testing.reference import reference_attention
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+class Script(Protocol):
+    def __call__(self, name: str, *arguments: str) -> list[dict[str, Any]]: ...
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Script:
+    """Runs a script; returns the rows that it wrote."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(load("harness"), "RESULTS", tmp_path)
+
+    def run(name: str, *arguments: str) -> list[dict[str, Any]]:
+        load(name).main(["--device", "cpu", "--backend", "TORCH", *arguments])
+        (path,) = tmp_path.iterdir()
+        rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+        return rows
+
+    return run
+
+
+@pytest.fixture
+def _flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", load("attn_backends.testing.emulated.flashinfer"))
+
+
+@pytest.mark.usefixtures("_flashinfer")
+def test_every_contender_of_every_shape_is_right(script: Script) -> None:
+    rows = script("attention", "--shapes", "tiny", "--rounds", "1")
+    assert [row["contender"] for row in rows if row["with KV write us"]] == ["TORCH"] * 3
+    bare = {row["contender"] for row in rows} - {"TORCH"}
+    assert bare == {"FlashInfer tensor-core", "FlashInfer CUDA-core", "FlashInfer tensor-core, fixed lengths",
+                    "FlashInfer CUDA-core, fixed lengths", "FlashInfer fa2", "FlashInfer fa3"}  # fmt: skip
+    assert all(row["vs best bare"] > 0 and row["error"] < 1e-2 for row in rows)
+
+
+@pytest.mark.usefixtures("_flashinfer")
+def test_plans_are_timed_eager_and_for_graphs(script: Script) -> None:
+    rows = script("plan_host_time", "--requests", "2", "--tokens", "64", "--steps", "4")
+    ours = [row["contender"] for row in rows if row["contender"].startswith("TORCH")]
+    assert ours == [f"TORCH, {kind}, {how}" for kind in ("eager", "graph") for how in ("step", "advance")]
+    assert len(rows) == len(ours) + 10
+    assert all(row["with table us"] >= row["plan us"] > 0 for row in rows)
+
+
+@pytest.mark.usefixtures("_flashinfer")
+def test_a_shared_prefix_is_used_and_checked(script: Script) -> None:
+    (row,) = script("cascade", "--requests", "3", "--prefixes", "32", "--own", "20", "--rounds", "1")
+    assert row["prefix used"] == 32
+    assert all(row[f"{name} us"] > 0 for name in ("plain", "shared", "bare plain", "bare cascade"))
+
+
+def test_a_contender_that_is_missing_or_wrong_drops_out(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    kernel = load("bare_kernels").Bare(lambda problem: lambda i: problem.outputs[i].zero_())
+    monkeypatch.setitem(load("bare_kernels").DECODE, "FA3", kernel)
+    rows = script("attention", "--shapes", "tiny", "--rounds", "1")
+    assert {row["contender"] for row in rows} == {"TORCH"}
+
+
+def test_reference_is_that_of_the_kit(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = load("paged_problem")
+    monkeypatch.setattr(problem, "CHUNK", 4 * 9 * 3)  # three queries at a time
+    query, key, value = torch.randn(8, 4, 6), torch.randn(9, 2, 6), torch.randn(9, 2, 6)
+    spec = AttentionSpec(4, 2, 6)
+    expected, _ = reference_attention(query, key, value, spec)
+    torch.testing.assert_close(problem.reference(query, key, value, spec.scale), expected)
+
+
+def test_other_pages_hold_the_same_memory(script: Script) -> None:
+    problem = load("paged_problem")
+    small = problem.make_problem(problem.Shape((64, 32), (4, 2, 8)), torch.float32, 16, torch.device("cpu"))
+    large = small.repaged(32)
+    assert large.cache.num_pages == 3
+    assert all(a.key.data_ptr() == b.key.data_ptr() for a, b in zip(small.caches, large.caches, strict=True))
+    with pytest.raises(ValueError, match="no multiples of page size 48"):
+        small.repaged(48)
