@@ -96,7 +96,7 @@ class CommonAttentionMetadata:
 
     @property
     def paged_kv_indices(self) -> torch.Tensor:  # [paged_kv_indptr_cpu[-1]] i32
-        return self._csr.indices[: int(self.paged_kv_indptr_cpu[-1])]
+        return self._csr.indices[: int(self.paged_kv_indptr_cpu.numpy()[-1])]
 
     @property
     def paged_kv_last_page_len(self) -> torch.Tensor:  # [R] i32
@@ -104,9 +104,9 @@ class CommonAttentionMetadata:
 
     @cached_property
     def paged_kv_indptr_cpu(self) -> torch.Tensor:  # [R + 1] i32
-        pages = 0 if self.is_profile_run else -(-self.seq_lens_cpu.numpy() // self.page_size)
         indptr = np.zeros(self.num_reqs + 1, np.int32)
-        np.cumsum(np.broadcast_to(pages, self.num_reqs), out=indptr[1:])
+        if not self.is_profile_run:
+            np.cumsum((self.seq_lens_cpu.numpy() + (self.page_size - 1)) // self.page_size, out=indptr[1:])
         return torch.from_numpy(indptr)
 
     @cached_property

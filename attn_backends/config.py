@@ -137,7 +137,7 @@ class EngineConfig(_Settings):
     pack_linears: bool = True
     """On a CPU, reorder the weights of linear layers once for the matmul library: faster, same size."""
     fuse_layers: bool = True
-    """On a CPU, replace decoder layers of the Llama form by fused ones that agree with them within rounding."""
+    """Replace decoder layers of the Llama form by fused ones that agree with them within rounding."""
     merge_projections: bool = True
     """Compute projections of one input (q, k, v; gate, up) as one product: faster, equal within rounding."""
     compile: Literal["none", "model"] = "none"

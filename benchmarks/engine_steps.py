@@ -1,9 +1,10 @@
-"""Milliseconds a decode step of the whole engine: eager, in CUDA graphs, compiled, and both. One run, one model.
+"""Milliseconds a decode step of the whole engine, scheduler included: eager, in CUDA graphs, compiled, fused.
 
-    python benchmarks/engine_steps.py --device cuda [--model FOLDER_OR_GGUF] [--dtype bfloat16]
+    python benchmarks/engine_steps.py [--model SHAPE_OR_FOLDER] [--mode NAME ...] [--requests 1 32 256]
 
-Graphs need a GPU; on a CPU they are left out. Prompts are not counted: a step's time is the difference between a run of
-many new tokens and one of few, by the difference of their steps.
+A model is a shape with random weights (SmolLM2-135M, Llama-8B), a folder or a GGUF file. Graphs need a GPU; on a CPU
+they are left out. Prompts are not counted: a step's time is the difference between a run of many new tokens and one of
+few, by the difference of their steps.
 """
 
 from __future__ import annotations
@@ -12,63 +13,97 @@ import argparse
 import gc
 import statistics
 import time
+from typing import Any
 
 import torch
+from gpu_harness import installed
 from harness import report
+from random_models import SHAPES, random_model
 
 from attn_backends import LLM, EngineConfig, SamplingParams
-from attn_backends.engine.checkpoint import DEFAULT_MODEL
+from attn_backends.engine.checkpoint import DEFAULT_MODEL, silent
 
-MODES = {  # name: settings
-    "eager": {"graphs": {"mode": "none"}},
-    "graph": {"graphs": {"mode": "full"}},
-    "piecewise": {"graphs": {"mode": "piecewise"}},
+PLAIN: dict[str, Any] = {"fuse_layers": False, "merge_projections": False}  # the model as it is
+MODES: dict[str, dict[str, Any]] = {  # name: settings
+    "eager": PLAIN | {"graphs": {"mode": "none"}},
+    "graph": PLAIN,
+    "piecewise": PLAIN | {"graphs": {"mode": "piecewise"}},
+    "merged": PLAIN | {"merge_projections": True},
     "compiled": {"graphs": {"mode": "none"}, "compile": "model"},
-    "compiled, graph": {"graphs": {"mode": "full"}, "compile": "model"},
+    "compiled, graph": {"compile": "model"},
+    "fused": {},
+    "fused, 8 steps": {"scheduler": {"decode_steps_per_launch": 8}},
 }
-
-
 FEW = 8  # new tokens of the shorter run
 
 
-def step_ms(llm: LLM, count: int, new_tokens: int, repeats: int = 5) -> float:
-    """Median time of a decode step with `count` requests of 32 tokens each."""
+def step_ms(llm: LLM, count: int, arguments: argparse.Namespace) -> float:
+    """Median time of a decode step with so many requests."""
     generator = torch.Generator().manual_seed(0)
-    texts = torch.randint(100, 40_000, (count, 32), generator=generator).tolist()
-    taken: dict[int, list[float]] = {FEW: [], new_tokens: []}
+    texts = torch.randint(100, 40_000, (count, arguments.prompt_tokens), generator=generator).tolist()
+    taken: dict[int, list[float]] = {FEW: [], arguments.new_tokens: []}
     steps = {}
-    for _ in range(repeats + 1):  # the first warms up
+    for _ in range(arguments.repeats + 1):  # the first warms up
         for length, seconds in taken.items():
             llm.generate(texts, SamplingParams(max_tokens=length, ignore_eos=True))
             seconds.append(llm.stats.seconds)
             steps[length] = llm.stats.num_steps
-    few, many = (statistics.median(taken[length][1:]) for length in (FEW, new_tokens))
-    return (many - few) * 1e3 / (steps[new_tokens] - steps[FEW])
+    few, many = (statistics.median(taken[length][1:]) for length in (FEW, arguments.new_tokens))
+    return (many - few) * 1e3 / (steps[arguments.new_tokens] - steps[FEW])
+
+
+def engine(arguments: argparse.Namespace, settings: dict[str, Any]) -> LLM:
+    """An engine over the model, with settings of a mode; graphs of the measured sizes alone."""
+    graphs = {"mode": "full" if arguments.device == "cuda" else "none", "sizes": arguments.requests}
+    given: dict[str, Any] = {
+        "device": arguments.device, "dtype": arguments.dtype, "backend": arguments.backend,
+        "cache": {"prefix_caching": False, "memory": arguments.memory},
+    }  # fmt: skip
+    given |= settings
+    given["graphs"] = graphs | settings.get("graphs", {})
+    given["scheduler"] = {"max_num_requests": max(arguments.requests)} | settings.get("scheduler", {})
+    config = EngineConfig.model_validate(given)
+    if arguments.model not in SHAPES:
+        return LLM.from_pretrained(arguments.model, config)
+    model, device = random_model(arguments.model, config), torch.device(arguments.device)
+    if config.compile == "model":
+        from attn_backends.engine.compiled import compile_model
+
+        model = compile_model(model, device)
+    return LLM(config, model, device, silent)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--backend", default="AUTO")
+    parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--new-tokens", type=int, default=72)
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--memory", default="24GiB", help="of the KV cache")
+    parser.add_argument("--prompt-tokens", type=int, default=384)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     rows: list[dict[str, object]] = [{"requests": count} for count in arguments.requests]
-    for name, settings in MODES.items():
-        if arguments.device == "cpu" and settings["graphs"] != {"mode": "none"}:
+    for name in arguments.mode:
+        settings = MODES[name]
+        if arguments.device == "cpu" and settings.get("graphs", {}).get("mode") != "none":
             continue
-        config = {"device": arguments.device, "dtype": arguments.dtype, "cache": {"prefix_caching": False}} | settings
         started = time.perf_counter()
-        llm = LLM.from_pretrained(arguments.model, EngineConfig.model_validate(config))
-        print(f"{name}: ready after {time.perf_counter() - started:.1f} s")
+        llm = engine(arguments, settings)
+        print(f"{name}: {llm.selection.name}, ready after {time.perf_counter() - started:.1f} s", flush=True)
         for row, count in zip(rows, arguments.requests, strict=True):
-            row[f"{name} ms"] = step_ms(llm, count, arguments.new_tokens)
+            row[f"{name} ms"] = step_ms(llm, count, arguments)
+            print(f"  {count} requests: {row[f'{name} ms']:.2f} ms", flush=True)
         del llm
         gc.collect()
         if arguments.device != "cpu":
             torch.cuda.empty_cache()
-    report(f"engine_steps_{arguments.device}", f"a decode step of the engine, {arguments.dtype}", rows)
+    name = f"engine_steps_{arguments.model.lower()}" if arguments.model in SHAPES else "engine_steps"
+    packages = installed("torch", "triton", "transformers", "flashinfer-python")
+    report(f"{name}_{arguments.device}", f"a decode step of {arguments.model}, {arguments.dtype}", rows, packages)
 
 
 if __name__ == "__main__":

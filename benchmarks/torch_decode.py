@@ -1,8 +1,8 @@
 """TORCH decode through the paged cache against `scaled_dot_product_attention` on contiguous keys of the same work.
 
 Contiguous SDPA reads ready keys and gathers nothing: it is the floor. The query heads of one KV head are folded into
-its query length, as TORCH does, so that the two differ by the paging alone. Gathering all rows together and one at a
-time are both timed: `gather_together_bytes` chooses between them.
+its query length, as TORCH does, so that the two differ by the paging alone. Gathering all rows together and in
+pieces are both timed: `gather_together_bytes` chooses between them.
 
     python benchmarks/torch_decode.py
 """
@@ -76,7 +76,7 @@ def measure(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> dict[s
             "contiguous": lambda: F.scaled_dot_product_attention(folded, keys, values),
             "default": paged(None),
             "together": paged(1 << 27),
-            "row by row": paged(0),
+            "in pieces": paged(0),
         }
     )
     return {
@@ -85,7 +85,7 @@ def measure(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> dict[s
         "contiguous SDPA ms": times["contiguous"],
         "TORCH ms": times["default"],
         "together ms": times["together"],
-        "row by row ms": times["row by row"],
+        "in pieces ms": times["in pieces"],
         "TORCH / SDPA": times["default"] / times["contiguous"],
     }
 

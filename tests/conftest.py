@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
 
 
 @pytest.fixture(autouse=True)
 def _cascade_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TORCH attends a shared prefix once however short it is, so that small cases go that way."""
+    """A shared prefix is attended once however short it is, so that small cases go that way."""
     monkeypatch.setattr("attn_backends.backends.torch.CASCADE_MIN_BYTES", 0)
+    monkeypatch.setattr("attn_backends.backends.flashinfer.metadata.CASCADE_MIN_KEYS", 0)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Annotated, Any
 
 import numpy as np
@@ -50,8 +51,10 @@ class TorchOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     gather_together_bytes: Annotated[int, Field(ge=0)] = 32 << 20
-    """Decode rows are gathered together while their keys and values take at most this; longer ones go one at a time,
-    through a scratch that stays in the CPU's caches. benchmarks/torch_decode.py shows both sides."""
+    """Decode rows are gathered together while their keys and values take at most this; more go in pieces on a CPU, and
+    one row at a time elsewhere. benchmarks/torch_decode.py shows both sides."""
+    piece_bytes: Annotated[int, Field(ge=1)] = 1 << 20
+    """Keys and values of a piece: what one core gathers and then attends, while it is still in its own cache."""
     graph_max_seq_len: Annotated[int, Field(ge=1)] = 1024
     """In a CUDA graph every row gathers this many keys, masked (fewer if the model or a window is shorter). A batch
     with a longer row runs eager."""
@@ -115,11 +118,15 @@ class Row:
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """Rows that are gathered and attended together: the batch's first `num_rows * query_len` tokens."""
+    """Rows that are gathered and attended together: the batch's first `num_rows * query_len` tokens.
+
+    In pieces, each of `num_pieces` takes the place of a row, and holds some keys of the row that `owners` names.
+    """
 
     num_rows: int
     slots: torch.Tensor  # [num_rows * num_keys] i64; a row with fewer keys repeats its last, which the bias hides
     bias: torch.Tensor | None  # [num_rows, Hkv | 1, G | 1, query_len, num_keys]
+    owners: torch.Tensor | None = None  # [num_pieces] i64; None: the rows are whole
     query_len: int = 1
     live: torch.Tensor | None = None  # in a graph, [num_rows * query_len] bool: False is padding, whose output is zero
 
@@ -249,13 +256,13 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         num_keys = _graph_num_keys(spec, query_len, self.options, self.limits)
         keys = first + torch.arange(num_keys, device=self.device)  # [num_rows, num_keys]
         positions = torch.minimum(keys, common.seq_lens[:, None] - 1).clamp_(min=0)
-        slots = _slots(common, positions)
+        slots = _slots(common, torch.arange(num_rows, device=self.device), positions)
         queries = first_query + torch.arange(query_len, device=self.device)  # [num_rows, query_len]
         visible = _visible(spec, queries, keys) & (keys < common.seq_lens[:, None])[:, None]
         bias = _bias(spec, queries[:, :, None], keys[:, None], visible)
         live = (common.seq_lens > 0).repeat_interleave(query_len)
         return _static_metadata(
-            self.group.index, common.slot_mapping, DecodeBatch(num_rows, slots.view(-1), bias, query_len, live)
+            self.group.index, common.slot_mapping, DecodeBatch(num_rows, slots.view(-1), bias, None, query_len, live)
         )
 
     def _prefix_len(self, asked: int, common: CommonAttentionMetadata, num_decodes: int) -> int:
@@ -283,29 +290,39 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
     def _decode_batch(
         self, common: CommonAttentionMetadata, seq_lens: np.ndarray[tuple[int], np.dtype[np.int32]], prefix_len: int
     ) -> DecodeBatch | None:
-        """All decode rows as one gather, if that is cheap: few bytes, and at most half of them padding."""
+        """All decode rows as one gather if that is cheap (few bytes, at most half of them padding), or in pieces."""
         spec, num_rows = self.group.spec, len(seq_lens)
+        owners = np.arange(num_rows)
         first = np.array([max(prefix_len, self._first_visible(n - 1)) for n in seq_lens.tolist()], np.int64)
         counts = seq_lens - first
-        if num_rows < 2 or counts.min() < 1 or spec.attention_type is AttentionType.CROSS:
+        if not num_rows or counts.min() < 1 or spec.attention_type is AttentionType.CROSS:
             return None
         padded = num_rows * int(counts.max())
         bytes_per_key = spec.num_kv_heads * (spec.head_dim + spec.head_dim_vo) * spec.dtype.itemsize
         options = self.options or TorchOptions()
-        if padded * bytes_per_key > options.gather_together_bytes or padded > 2 * int(counts.sum()):
+        together = padded * bytes_per_key <= options.gather_together_bytes and padded <= 2 * int(counts.sum())
+        if not together:
+            if not _gives_lse(self.device, spec):
+                return None
+            # Every row in pieces of nearly equal lengths, the longest of which all are padded to.
+            pieces = -(-counts * bytes_per_key // options.piece_bytes)  # [num_rows]
+            owners = owners.repeat(pieces)
+            nth, of = np.arange(len(owners)) - (pieces.cumsum() - pieces)[owners], pieces[owners]
+            start, stop = (counts[owners] * n // of for n in (nth, nth + 1))
+            first, counts = first[owners] + start, stop - start
+        if len(owners) < 2:
             return None
         # Without waiting: pageable memory is staged before `to` returns.
-        last, first_key = (
-            torch.from_numpy(lens).to(self.device, non_blocking=True)[:, None]  # [num_rows, 1]
-            for lens in (seq_lens.astype(np.int64) - 1, first)
+        owner, query, first_key, last = (
+            torch.from_numpy(array).to(self.device, non_blocking=True)[:, None]  # [num_rows, 1]
+            for array in (owners, seq_lens.astype(np.int64)[owners] - 1, first, first + counts - 1)
         )
-        wanted = first_key + torch.arange(int(counts.max()), device=self.device)
-        positions = torch.minimum(wanted, last)  # [num_rows, num_keys]
-        slots = _slots(common, positions)
+        wanted = first_key + torch.arange(int(counts.max()), device=self.device)  # [num_rows, num_keys]
+        slots = _slots(common, owner[:, 0], torch.minimum(wanted, last))
         bias = None
         if spec.alibi_slopes is not None or counts.min() != counts.max():
-            bias = _bias(spec, last[:, :, None], wanted[:, None], wanted[:, None] <= last[:, :, None])
-        return DecodeBatch(num_rows, slots.view(-1), bias)
+            bias = _bias(spec, query[:, :, None], wanted[:, None], wanted[:, None] <= last[:, :, None])
+        return DecodeBatch(num_rows, slots.view(-1), bias, None if together else owner[:, 0])
 
     def _row(
         self, page_row: torch.Tensor | None, queries: slice, new_keys: slice, first_key: int, num_keys: int
@@ -336,9 +353,9 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         return not spec.causal and spec.window_left < 0 and spec.chunk_size is None
 
 
-def _slots(common: CommonAttentionMetadata, positions: torch.Tensor) -> torch.Tensor:
-    """Where the first rows' positions [num_rows, num_keys] i64 are cached, of the same shape."""
-    pages = common.page_table[: len(positions)].gather(1, positions // common.page_size).long()
+def _slots(common: CommonAttentionMetadata, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Where positions [len(rows), num_keys] i64 of these rows [len(rows)] i64 are cached, of the same shape."""
+    pages = common.page_table[rows[:, None], positions // common.page_size].long()
     return pages * common.page_size + positions % common.page_size
 
 
@@ -445,10 +462,11 @@ class TorchState(AttentionState[TorchMetadata]):
             specs = [group.spec for group in self.groups]
             per_key = max(s.num_kv_heads * s.head_dim * s.cache_dtype.itemsize for s in specs)
             per_value = max(s.num_kv_heads * s.head_dim_vo * s.cache_dtype.itemsize for s in specs)
-            together = (self.options or TorchOptions()).gather_together_bytes
+            options = self.options or TorchOptions()
+            at_once = max(options.gather_together_bytes, torch.get_num_threads() * options.piece_bytes)
             self.scratch = (
-                torch.empty(max(tokens * per_key, together), dtype=torch.uint8),
-                torch.empty(max(tokens * per_value, together), dtype=torch.uint8),
+                torch.empty(max(tokens * per_key, at_once), dtype=torch.uint8),
+                torch.empty(max(tokens * per_value, at_once), dtype=torch.uint8),
             )
 
         self._clones: dict[tuple[int, int], TorchGraphState] | None = None  # while capturing
@@ -501,6 +519,7 @@ class TorchGraphState(TorchState):
             num_rows,
             torch.zeros(num_rows * num_keys, dtype=torch.int64, device=device),
             torch.zeros(num_rows, *heads, query_len, num_keys, dtype=spec.dtype, device=device),
+            None,
             query_len,
             torch.zeros(self.num_tokens, dtype=torch.bool, device=device),
         )
@@ -588,8 +607,11 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         plain = plain and self.spec.cache_dtype not in FP8_DTYPES
         if not plain or metadata.num_new_kv != num_rows or self.device.type != "cpu":
             return None
-        if batch is not None:
+        if batch is not None and (rows or batch.owners is None):
             return None if rows else batch
+        if batch is not None:  # the pieces of one row, side by side
+            bias = None if batch.bias is None else batch.bias.permute(1, 2, 3, 0, 4).flatten(3)[None]
+            return DecodeBatch(1, batch.slots, bias) if num_rows == 1 else None
         if num_rows != 1 or not rows or rows[0].pages is None:
             return None
         page_size = self.cache.page_size
@@ -650,8 +672,12 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
             # Queries of all rows in one row: without causality their order means nothing.
             decodes = query[None, : metadata.num_decode_tokens]
             shared = self._attend(decodes, keys, values, None, False, True, with_sinks=False)
-        if metadata.decode_batch is not None and kv_cache is not None:
-            batch = metadata.decode_batch
+        batch = metadata.decode_batch
+        if batch is not None and batch.owners is not None and kv_cache is not None:
+            tokens = slice(0, batch.num_rows)
+            attended = self._attend_pieces(query[tokens], kv_cache, batch, batch.owners, step)
+            yield tokens, _merge(attended, shared, tokens)
+        elif batch is not None and kv_cache is not None:
             key_room, value_room = _room(step, kv_cache, len(batch.slots))
             keys = dequantise(gather_slots(kv_cache.key, batch.slots, key_room), query.dtype, self.k_scale)
             values = dequantise(gather_slots(kv_cache.value, batch.slots, value_room), query.dtype, self.v_scale)
@@ -672,6 +698,39 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
                 query[None, row.queries], keys, values, row.bias, row.is_causal, want_lse or with_shared is not None
             )
             yield row.queries, _merge(attended.flat(), with_shared, row.queries)
+
+    def _attend_pieces(
+        self,
+        query: torch.Tensor,  # [num_rows, num_qo_heads, head_dim]
+        kv_cache: KVCache,
+        batch: DecodeBatch,
+        owners: torch.Tensor,
+        step: AttentionStep[TorchMetadata],
+    ) -> Attended:
+        """One piece a core, gathered and attended before the next; at the end each row's are joined."""
+        spec, num_pieces, at_once = self.spec, len(owners), torch.get_num_threads()
+        num_keys = len(batch.slots) // num_pieces
+        heads = query.unflatten(1, (spec.num_kv_heads, -1))  # [num_rows, Hkv, G, D]
+        outs = heads.index_select(0, owners)  # queries, each of which makes place for its output
+        lses = torch.empty(outs.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+        masks = repeat(None) if batch.bias is None else batch.bias[:, :, :, 0].split(at_once)
+        key_room, value_room = _room(step, kv_cache, min(at_once, num_pieces) * num_keys)
+        shape = (-1, num_keys, spec.num_kv_heads, spec.head_dim)
+        parts = (batch.slots.split(at_once * num_keys), outs.split(at_once), lses.split(at_once))
+        for slots, out, lse, mask in zip(*parts, masks, strict=False):
+            keys = dequantise(gather_slots(kv_cache.key, slots, key_room), spec.dtype, self.k_scale).view(shape)
+            values = dequantise(gather_slots(kv_cache.value, slots, value_room), spec.dtype, self.v_scale).view(shape)
+            attended = _flash(out, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, scale=spec.scale)
+            out.copy_(attended[0])
+            lse.copy_(attended[1])
+        # Each output weighs exp(its LSE).
+        top = lses.new_full(heads.shape[:3], float("-inf"))
+        top.scatter_reduce_(0, owners[:, None, None].expand_as(lses), lses, "amax")
+        weights = lses.sub_(top.index_select(0, owners)).exp_()
+        total = torch.zeros_like(top).index_add_(0, owners, weights)
+        out = total.new_zeros(heads.shape).index_add_(0, owners, outs.to(lses.dtype).mul_(weights[..., None]))
+        out = (out / total[..., None]).to(query.dtype)
+        return _with_sinks(Attended(out.flatten(1, 2), (top + total.log()).flatten(1, 2)), self.sinks)
 
     def _gather(
         self, kv_cache: KVCache, pages: torch.Tensor, tokens: slice, step: AttentionStep[TorchMetadata]
@@ -700,7 +759,7 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         # Queries that differ in nothing but their vectors can be one KV head's: no key is read twice.
         together = alone or (bias is None and not is_causal)
         wants_sum = want_lse or sinks is not None
-        if spec.logits_soft_cap is not None or (wants_sum and not (together and _gives_lse(query, spec))):
+        if spec.logits_soft_cap is not None or (wants_sum and not (together and _gives_lse(query.device, spec))):
             heads = query.reshape(*query.shape[:2], spec.num_kv_heads, spec.group_size, -1).permute(0, 2, 3, 1, 4)
             return _attend_by_hand(heads, key, value, bias, is_causal, spec, sinks)
         if together:
@@ -739,9 +798,9 @@ class Attended:
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # what SDPA runs on a CPU, with its LSE
 
 
-def _gives_lse(query: torch.Tensor, spec: AttentionSpec) -> bool:
+def _gives_lse(device: torch.device, spec: AttentionSpec) -> bool:
     """Whether a fused kernel returns the LSE too."""
-    return query.device.type == "cpu" and spec.head_dim == spec.head_dim_vo
+    return device.type == "cpu" and spec.head_dim == spec.head_dim_vo and spec.logits_soft_cap is None
 
 
 def _unfolded(out: torch.Tensor, lse: torch.Tensor | None, query: torch.Tensor) -> Attended:

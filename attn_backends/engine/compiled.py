@@ -29,8 +29,11 @@ from torch.utils.dlpack import from_dlpack
 from attn_backends.batch import SequenceData, SequenceGroup
 from attn_backends.engine.attend_operator import Blank, Operator, during
 from attn_backends.engine.checkpoint import ModelError, Report, silent
+from attn_backends.engine.fused_layer import FusedLayer
 from attn_backends.engine.hf import AttentionContext, LoadedModel, run_module
 from attn_backends.engine.layers import StepContext
+from attn_backends.engine.linears import MergedSlice, PackedLinear
+from attn_backends.engine.mkl_linear import MklLinear
 from attn_backends.interface import AttentionImpl, AttentionMetadataBuilder
 from attn_backends.kv_cache import KVCache
 
@@ -140,12 +143,13 @@ class ModelToCompile(LoadedModel):
         caches: Mapping[int, KVCache],
     ) -> LoadedModel:
         """The compiled model. Its first runs write to the caches: they hold nothing yet."""
+        module = self.module if _has_operators(self.module) else self.source
         with _told(self.report):
             if _example_inputs(builders, impls, 2) is None:
-                return CompiledModel(**_kept(self), graphs=_cpu_graphs(self, _with_operator(self.source)))
+                return CompiledModel(**_kept(self), graphs=_cpu_graphs(module, _with_operator(module)))
             own = tuple(_alone(cache) for _, cache in sorted(caches.items()))
-            traced = _with_attention(self.source, builders, impls)
-            graphs = _cpu_graphs(self, traced, lambda rows: (_example_inputs(builders, impls, rows), own))
+            traced = _with_attention(module, builders, impls)
+            graphs = _cpu_graphs(module, traced, lambda rows: (_example_inputs(builders, impls, rows), own))
         first_layers = tuple(builder.group.layers[0] for builder in builders)
         return TracedModel(**_kept(self), graphs=graphs, first_layers=first_layers, caches=own)
 
@@ -166,9 +170,17 @@ def compile_model(model: LoadedModel, device: torch.device, report: Report = sil
     return CompiledModel(**_kept(model), graphs=graphs)
 
 
-def _cpu_graphs(model: LoadedModel, whole: Graph, others: Others = _nothing) -> Graphs:
-    if next(model.source.parameters()).dtype is torch.float32:
-        # Products of two tokens are faster on the weights as they are; of more, in the fused layers of the eager model.
+def _has_operators(module: torch.nn.Module) -> bool:
+    """Whether a model's products are operators of ours, every one, and its layers fused."""
+    kinds = {type(each) for each in module.modules()}
+    return {FusedLayer, MklLinear} <= kinds and not kinds & {torch.nn.Linear, PackedLinear, MergedSlice}
+
+
+def _cpu_graphs(module: Any, whole: Graph, others: Others = _nothing) -> Graphs:
+    if _has_operators(module):
+        return Graphs(None, 0, _graph(whole, SEVERAL, CPP, others))
+    if next(module.parameters()).dtype is torch.float32:
+        # Products of two tokens are faster on the weights as they are; of more, in the layers of the eager model.
         return Graphs(_graph(whole, TWO, CPP, others), 2, None)
     return Graphs(None, 0, _graph(whole, SEVERAL, TUNED, others))
 

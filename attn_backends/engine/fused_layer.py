@@ -2,23 +2,23 @@
 
 A Hugging Face decoder layer is many small operations, each with an overhead that counts at a few tokens. Here q, k and
 v are one product, both rotations are one, and oneDNN adds the residuals and applies SiLU and the gate inside its
-products. A layer is replaced only if its fused form agrees with it on random input.
+products. MKL does not, where its products are preferred: there gate and up are one product too. A layer is replaced
+only if its fused form agrees with it on random input.
 
 Rotation: Su et al., "RoFormer", in the half-split form of Llama; normalisation: Zhang and Sennrich, "RMSNorm".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from attn_backends.engine.linears import packable, reordered
+from attn_backends.engine.linears import PackedLinear, packable, packed_linear, prefers_mkl
+from attn_backends.engine.llama_form import agree, has_llama_form
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative, ‖fused - original‖ / ‖original‖
-PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class FusedLayer(torch.nn.Module):
@@ -32,10 +32,12 @@ class FusedLayer(torch.nn.Module):
         self.place.layer_idx, self.place.scaling = attention.layer_idx, attention.scaling
         self.norms = [_Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)]
         self.head_dim = attention.head_dim
-        self.widths = [attention.q_proj.out_features, attention.k_proj.out_features, attention.v_proj.out_features]
-        self.qkv = reordered(torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]))
-        self.out = reordered(attention.o_proj.weight)
-        self.gate, self.up, self.down = (reordered(p.weight) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        self.num_queries = attention.q_proj.out_features // self.head_dim
+        self.num_rotated = self.num_queries + attention.k_proj.out_features // self.head_dim
+        self.qkv = packed_linear(torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]))
+        self.out, self.down = packed_linear(attention.o_proj.weight), packed_linear(mlp.down_proj.weight)
+        gated = _MergedGate if prefers_mkl(mlp.up_proj.weight.dtype) else _FusedGate
+        self.gated = gated(mlp.gate_proj.weight, mlp.up_proj.weight)
 
     def forward(
         self,
@@ -46,18 +48,37 @@ class FusedLayer(torch.nn.Module):
         **unused: Any,
     ) -> torch.Tensor:
         hidden = hidden_states[0]
-        qkv = _linear(self.norms[0](hidden), self.qkv, None, "none", [], "")
-        rotated_width = self.widths[0] + self.widths[1]
-        query_key = self.rotate(qkv[:, :rotated_width].unflatten(1, (-1, self.head_dim)), position_embeddings)
-        query, key = query_key.split([self.widths[0] // self.head_dim, self.widths[1] // self.head_dim], 1)
-        value = qkv[:, rotated_width:].unflatten(1, (-1, self.head_dim))
+        heads = self.qkv(self.norms[0](hidden)).unflatten(1, (-1, self.head_dim))
+        rotated = self.rotate(heads[:, : self.num_rotated], position_embeddings)
+        query, key, value = rotated[:, : self.num_queries], rotated[:, self.num_queries :], heads[:, self.num_rotated :]
         attended = attention_context.attend(self.place, query, key, value, {"scaling": self.place.scaling})
-        hidden = _linear.binary(attended.flatten(1), hidden, self.out, None, "add")
-        normed = self.norms[1](hidden)
-        gated = _linear(normed, self.gate, None, "swish", [], "")
-        gated = _linear.binary(normed, gated, self.up, None, "mul")
-        out: torch.Tensor = _linear.binary(gated, hidden, self.down, None, "add")
+        hidden = self.out.plus(attended.flatten(1), hidden)
+        out: torch.Tensor = self.down.plus(self.gated(self.norms[1](hidden)), hidden)
         return out[None]
+
+
+class _FusedGate(torch.nn.Module):
+    """SiLU of the gate's product times that of up, both in oneDNN's products."""
+
+    def __init__(self, gate: torch.Tensor, up: torch.Tensor) -> None:
+        super().__init__()
+        self.gate, self.up = PackedLinear(gate), PackedLinear(up)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.up.times(tokens, self.gate(tokens, "swish"))
+
+
+class _MergedGate(torch.nn.Module):
+    """The same after one product for both."""
+
+    def __init__(self, gate: torch.Tensor, up: torch.Tensor) -> None:
+        super().__init__()
+        self.both = packed_linear(torch.cat([gate, up]))
+        self.width = len(gate)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        both = self.both(tokens)
+        return F.silu(both[:, : self.width]).mul_(both[:, self.width :])
 
 
 class _Rotation:
@@ -70,14 +91,20 @@ class _Rotation:
     def __call__(self, heads: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """`heads` [num_tokens, num_heads, head_dim] rotated by `angles`, cos and sin [1, num_tokens, head_dim]."""
         half = heads.shape[-1] // 2
-        if self.prepared is None or angles is not self.angles:
-            cos, sin = angles[0][0, :, None], angles[1][0, :, None]
-            # The first half of a rotated head takes minus the second half.
-            self.prepared = cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
-            self.angles = angles
-        cos, signed_sin = self.prepared
-        rotated: torch.Tensor = torch.addcmul(heads * cos, heads.roll(half, -1), signed_sin)
-        return rotated
+        if torch.compiler.is_compiling():
+            cos, signed_sin = _signed(angles, half)
+        else:
+            if self.prepared is None or angles is not self.angles:
+                self.prepared, self.angles = _signed(angles, half), angles
+            cos, signed_sin = self.prepared
+        swapped = heads.unflatten(-1, (2, half)).flip(-2).flatten(-2)
+        return torch.addcmul(heads * cos, swapped, signed_sin)
+
+
+def _signed(angles: tuple[torch.Tensor, torch.Tensor], half: int) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = angles[0][0, :, None], angles[1][0, :, None]
+    # The first half of a rotated head takes minus the second half.
+    return cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
 
 
 class _Norm:
@@ -90,66 +117,22 @@ class _Norm:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:  # [num_tokens, hidden]
         length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
-        normed: torch.Tensor = (hidden / torch.hypot(length, self.epsilon) * self.weight).to(hidden.dtype)
+        normed: torch.Tensor = (hidden / torch.hypot(length, self.epsilon)).mul_(self.weight).to(hidden.dtype)
         return normed
 
 
-_linear = torch.ops.mkldnn._linear_pointwise
-
-
-def fuse_layers(layers: torch.nn.ModuleList, rotary: Any) -> int:
+def fuse_layers(layers: Any, rotary: Any) -> int:
     """Replace the layers of the Llama form whose fused form agrees with them; returns how many were.
 
     Args:
-        layers: a model's decoder layers, on the CPU.
+        layers: a model's decoder layers (`torch.nn.ModuleList`), on the CPU.
         rotary: the model's rotary embedding: (hidden, position_ids) to cos and sin.
     """
     replaced, rotate = 0, _Rotation()
     for index, layer in enumerate(layers):
-        if _has_llama_form(layer):
+        if has_llama_form(layer, packable):
             fused = FusedLayer(layer, rotate)
-            if _agree(layer, fused, rotary):
+            if agree(layer, fused, rotary, TOLERANCES[layer.input_layernorm.weight.dtype]):
                 layers[index] = fused
                 replaced += 1
     return replaced
-
-
-def _has_llama_form(layer: Any) -> bool:
-    """The same parts and nothing besides; plain products without biases, that the CPU has packed ones for."""
-    if sorted(name for name, _ in layer.named_children()) != sorted(PARTS):
-        return False
-    attention, mlp = layer.self_attn, layer.mlp
-    if sorted(name for name, _ in attention.named_children()) != sorted(PROJECTIONS):
-        return False
-    projections = [getattr(attention, name, None) for name in PROJECTIONS]
-    projections += [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    return (
-        all(type(p) is torch.nn.Linear and p.bias is None and packable(p.weight) for p in projections)
-        and all(hasattr(norm, "variance_epsilon") for norm in (layer.input_layernorm, layer.post_attention_layernorm))
-        and hasattr(attention, "head_dim")
-        and hasattr(attention, "scaling")
-    )
-
-
-class _Trial:
-    """A stand-in for attention: mixes queries, keys and values of each token, so that an error in any of them shows."""
-
-    def attend(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, constants: Mapping[str, Any]
-    ) -> torch.Tensor:
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        mixed: torch.Tensor = (query * key).sum(-1, keepdim=True).tanh() * constants["scaling"] + value
-        return mixed
-
-
-def _agree(layer: Any, fused: FusedLayer, rotary: Any) -> bool:
-    weight = layer.input_layernorm.weight
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 7, weight.shape[0], generator=generator).to(weight.dtype)
-    positions = torch.arange(3, 10)[None]
-    arguments = {"position_embeddings": rotary(hidden, positions), "attention_context": _Trial()}
-    with torch.inference_mode():
-        expected, got = layer(hidden, **arguments), fused(hidden, **arguments)
-    error = (got - expected).float().norm() / expected.float().norm()
-    return bool(error < TOLERANCES[weight.dtype])  # NaN is no agreement

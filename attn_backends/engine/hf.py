@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -189,7 +190,16 @@ def load_model(config: EngineConfig, device: torch.device, report: Report = sile
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"the weights in {path} lack {len(missing)} tensors, such as {missing[:3]}: fetch them again")
-    model.eval().requires_grad_(False).to(device)
+    return ready_model(model.to(device), tokenizer, config)
+
+
+def ready_model(model: Any, tokenizer: Any, config: EngineConfig) -> LoadedModel:
+    """A Hugging Face model in memory, with our attention, made ready for the engine. Its layers may be replaced.
+
+    Raises:
+        ModelError: its attention does not come through the attention interface, or hides a mask.
+    """
+    model.eval().requires_grad_(False)
     layers = probe_layers(model)
     source = _twin(model) if config.compile == "model" else None
     packed = _prepare(model, config)
@@ -215,6 +225,10 @@ def _prepare(model: Any, config: EngineConfig) -> int:
     base = model.base_model
     fused = 0
     if config.fuse_layers and hasattr(base, "rotary_emb"):
+        if model.device.type == "cuda" and find_spec("triton"):
+            from attn_backends.engine.fused_layer_cuda import fuse_cuda_layers
+
+            fuse_cuda_layers(model)
         fused = fuse_layers(base.layers, base.rotary_emb)
     if config.merge_projections:
         merge_projections(model)

@@ -3,34 +3,55 @@
 Merged: projections of one input (q, k, v; gate, up) become one product. The model's code goes on calling its two or
 three layers; the first call of a step computes all columns, the others return theirs.
 
-Packed: on a CPU the weights are reordered once for oneDNN. torch reorders them on every call otherwise, or hands small
-batches to a slower routine. Both change results by rounding alone; benchmarks/linears.py measures them.
+Packed: on a CPU the weights are reordered once, for oneDNN, or in float32 for MKL where that is faster. torch reorders
+them on every call otherwise, or hands small batches to a slower routine. Both change results by rounding alone;
+benchmarks/linears.py measures them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import TypeVar
 
 import torch
+
+from attn_backends.engine.mkl_linear import MklLinear, is_right
+
+KeyT = TypeVar("KeyT")
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as Hugging Face models name them
 BATCH_HINT = 16  # tokens that the blocking is chosen for
 FEW_TOKENS = (1, 4)  # on some CPUs a packed product of one token takes longer than one of four
+NOISE = 0.9  # of the time of the usual choice: what takes longer than that is not worth a change
 
 
 class PackedLinear(torch.nn.Module):
     """`torch.nn.Linear` for inference, over a reordered copy of its weight (oneDNN's own format; not for saving)."""
 
-    def __init__(self, linear: torch.nn.Linear) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
-        self.packed = reordered(linear.weight)
-        self.bias = linear.bias
+        self.packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), BATCH_HINT)
+        self.bias = bias
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # [..., in_features] -> [..., out_features]
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(tokens, self.packed, self.bias, "none", [], "")
+    def forward(self, tokens: torch.Tensor, activation: str = "none") -> torch.Tensor:
+        """[..., in_features] to [..., out_features], the activation applied."""
+        out: torch.Tensor = _linear(tokens, self.packed, self.bias, activation, [], "")
         return out
+
+    def plus(self, tokens: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _linear_with(tokens, other, self.packed, self.bias, "add")
+        return out
+
+    def times(self, tokens: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _linear_with(tokens, other, self.packed, self.bias, "mul")
+        return out
+
+
+# Named to the overload: finding it takes a while at each call.
+_linear = torch.ops.mkldnn._linear_pointwise.default
+_linear_with = torch.ops.mkldnn._linear_pointwise.binary
 
 
 class _SharedProduct(torch.nn.Module):
@@ -87,9 +108,25 @@ def pack_linears(model: torch.nn.Module) -> int:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is torch.nn.Linear and packable(child.weight):
-                setattr(parent, name, PackedLinear(child))
+                setattr(parent, name, packed_linear(child.weight, child.bias))
                 packed += 1
     return packed
+
+
+def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear | MklLinear:
+    """The faster layer of the two over a [out_features, in_features] weight that is `packable`."""
+    return MklLinear(weight, bias) if prefers_mkl(weight.dtype) else PackedLinear(weight, bias)
+
+
+@cache
+def prefers_mkl(dtype: torch.dtype) -> bool:
+    """Whether MKL's packed products of a few tokens are faster here than oneDNN's. Measured once a process: 1 s."""
+    if dtype is not torch.float32 or not torch.backends.mkl.is_available() or not is_right():
+        return False
+    tokens, weights = torch.zeros(FEW_TOKENS[-1], 576), [torch.zeros(1536, 576) for _ in range(32)]
+    layers = {kind: [kind(weight) for weight in weights] for kind in (PackedLinear, MklLinear)}
+    taken = _least_seconds({kind: partial(_run, of_kind, tokens) for kind, of_kind in layers.items()})
+    return taken[MklLinear] < taken[PackedLinear]
 
 
 @cache
@@ -98,16 +135,28 @@ def min_tokens(dtype: torch.dtype) -> int:
 
     Measured once a process, on more weights than caches hold: 0.1 s.
     """
-    weights = [reordered(torch.zeros(1536, 576, dtype=dtype)) for _ in range(32)]
-    taken: dict[int, float] = {}
-    for num_tokens in FEW_TOKENS * 5:
-        tokens = torch.zeros(num_tokens, 576, dtype=dtype)
-        started = time.perf_counter()
-        for weight in weights:
-            torch.ops.mkldnn._linear_pointwise(tokens, weight, None, "none", [], "")
-        seconds = time.perf_counter() - started
-        taken[num_tokens] = min(seconds, taken.get(num_tokens, seconds))
-    return min(taken, key=taken.__getitem__)
+    layers = [packed_linear(torch.zeros(1536, 576, dtype=dtype)) for _ in range(32)]
+    inputs = [torch.zeros(num_tokens, 576, dtype=dtype) for num_tokens in FEW_TOKENS]
+    taken = _least_seconds({len(tokens): partial(_run, layers, tokens) for tokens in inputs})
+    one, few = FEW_TOKENS
+    return few if taken[few] < taken[one] * NOISE else one
+
+
+def _run(layers: Sequence[torch.nn.Module], tokens: torch.Tensor) -> None:
+    for layer in layers:
+        layer(tokens)
+
+
+def _least_seconds(runs: dict[KeyT, Callable[[], None]]) -> dict[KeyT, float]:
+    """The shortest time of five of each, taken in turns."""
+    taken: dict[KeyT, float] = {}
+    for _ in range(5):
+        for key, run in runs.items():
+            started = time.perf_counter()
+            run()
+            seconds = time.perf_counter() - started
+            taken[key] = min(seconds, taken.get(key, seconds))
+    return taken
 
 
 def _concatenated(linears: Sequence[torch.nn.Linear]) -> torch.nn.Linear:
@@ -117,12 +166,6 @@ def _concatenated(linears: Sequence[torch.nn.Linear]) -> torch.nn.Linear:
     if linears[0].bias is not None:
         merged.bias = torch.nn.Parameter(torch.cat([linear.bias for linear in linears]), requires_grad=False)
     return merged
-
-
-def reordered(weight: torch.Tensor) -> torch.Tensor:
-    """A [out_features, in_features] weight in oneDNN's own format: opaque, and good for its products alone."""
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), BATCH_HINT)
-    return packed
 
 
 def packable(weight: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from attn_backends import LLM, EngineConfig, SamplingParams
 from attn_backends.engine import compiled
 from attn_backends.engine.checkpoint import ModelError
 from attn_backends.engine.hf import LoadedModel
+from attn_backends.engine.linears import prefers_mkl
 from tests.tiny_models import save_tiny
 
 PROMPTS = ["a", "one two three", "xyz" * 12]
@@ -63,7 +64,8 @@ def test_the_same_tokens(tmp_path: Path, family: str, changes: dict[str, Any], g
     with torch._dynamo.config.patch(error_on_recompile=True):
         got = tokens(llm)
     assert got == tokens(engine(folder, "none"))
-    assert set(graph_sizes) == {2}
+    several = family == "llama" and prefers_mkl(torch.float32)  # fused, its products operators: for any size
+    assert set(graph_sizes) == ({2, 3} if several else {2})
     assert not inductor_config.freezing  # nothing of ours stays in torch's settings
 
 

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from attn_backends.engine import fused_layer, linears
 from attn_backends.engine.fused_layer import FusedLayer, fuse_layers
 from attn_backends.engine.hf import ATTENTION_NAME
 from attn_backends.engine.linears import MergedSlice, PackedLinear, merge_projections, pack_linears, packable
+from attn_backends.engine.mkl_linear import MklLinear, is_right
 from tests.tiny_models import tiny_model
 
+needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch has no MKL")
 needs_packing = pytest.mark.skipif(not packable(torch.ones(2, 2)), reason="this CPU's torch has no oneDNN")
 
 
@@ -68,14 +71,33 @@ def test_float16_is_not_packed() -> None:
     assert pack_linears(torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.float16))) == 0
 
 
+@needs_mkl
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_by_mkl(bias: bool) -> None:
+    """For any number of tokens, whatever it was reordered for; in a graph as an operator."""
+    linear = torch.nn.Linear(24, 40, bias=bias).requires_grad_(False)
+    layer = MklLinear(linear.weight, linear.bias)
+    graph = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
+    for shape in ((1, 24), (7, 24), (2, 30, 24)):
+        tokens = torch.randn(*shape)
+        torch.testing.assert_close(layer(tokens), linear(tokens), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(graph(tokens), linear(tokens), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(layer.plus(tokens, layer(tokens)), 2 * linear(tokens), atol=1e-5, rtol=1e-5)
+    assert is_right()
+
+
 @needs_packing
+@pytest.mark.parametrize("by_mkl", [False, pytest.param(True, marks=needs_mkl)])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_fused_layers(family: str) -> None:
+def test_fused_layers(family: str, by_mkl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (linears, fused_layer):
+        monkeypatch.setattr(module, "prefers_mkl", lambda dtype: by_mkl)
     model = ours(family)
     expected = logits(model)
     assert fuse_layers(model.model.layers, model.model.rotary_emb) == 4
     torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-5)
-    assert not any(isinstance(module, (torch.nn.Linear, PackedLinear)) for module in model.model.layers.modules())
+    kinds = {type(module) for module in model.model.layers.modules()}
+    assert kinds & {torch.nn.Linear, PackedLinear, MklLinear} == {MklLinear if by_mkl else PackedLinear}
 
 
 @needs_packing

@@ -44,6 +44,7 @@ class Plan:
         self.split_size = split_size
         self.in_graph = in_graph
         self.is_planned = False
+        self._shape = (spec.num_qo_heads, spec.num_kv_heads, page_size, in_graph)
 
     def __call__(self, rows: Rows) -> None:
         """Plan these rows, reading nothing of the device.
@@ -51,11 +52,11 @@ class Plan:
         Raises:
             RuntimeError: the kernels are to be compiled and cannot be; says what is missing.
         """
-        pinned = self.ring.next_host().view(torch.uint8)
+        pinned = self.ring.next_host()
         if self.is_planned:
             self._plan_lengths(rows, pinned)
         else:
-            self.wrapper._pin_memory_int_workspace_buffer = pinned
+            self.wrapper._pin_memory_int_workspace_buffer = pinned.view(torch.uint8)
             with missing_module(self.spec):
                 self._plan_all(rows)
             self.is_planned = True
@@ -99,8 +100,7 @@ class Plan:
         splits = self.library.split_arguments(self.split_size) if self.wrapper._backend == "fa2" else ()
         self._schedule(
             pinned, rows.qo_indptr_cpu, rows.kv_indptr_cpu, rows.kv_lens_cpu, rows.num_tokens, rows.num_rows,
-            spec.num_qo_heads, spec.num_kv_heads, self.page_size, self.in_graph, spec.head_dim, spec.head_dim_vo,
-            causal, spec.window_left, *splits,
+            *self._shape, spec.head_dim, spec.head_dim_vo, causal, spec.window_left, *splits,
         )  # fmt: skip
 
     def _point_at(self, rows: Rows) -> None:
@@ -138,8 +138,8 @@ class DecodePlan(Plan):
             return
         spec = self.spec
         self._schedule(
-            pinned, rows.kv_indptr_cpu, rows.num_rows, spec.num_qo_heads, spec.num_kv_heads, self.page_size,
-            self.in_graph, spec.window_left, spec.logits_soft_cap or 0.0, spec.head_dim, spec.head_dim_vo,
+            pinned, rows.kv_indptr_cpu, rows.num_rows, *self._shape, spec.window_left, spec.logits_soft_cap or 0.0,
+            spec.head_dim, spec.head_dim_vo,
             torch.empty(0, dtype=spec.dtype), torch.empty(0, dtype=spec.cache_dtype),
         )  # fmt: skip
 

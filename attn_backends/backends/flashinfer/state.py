@@ -229,8 +229,9 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
         return torch.zeros(given or need.float_bytes, dtype=torch.uint8, device=self.device)
 
     def _host_ring(self, need: Need) -> HostRing:
-        # A step plans at most three kinds of rows for each group; one step may be under way while the next is planned.
-        return HostRing(-(-need.int_bytes // 4), self.device, depth=6 * len(self.groups))
+        # A step plans at most three kinds of rows for each group. An event takes as long as a plan's copy: one for all.
+        at_once = 3 * len(self.groups)
+        return HostRing(-(-need.int_bytes // 4), self.device, depth=4 * at_once, group=at_once)
 
 
 def give_workspaces(wrapper: Any, floats: torch.Tensor, ints: torch.Tensor) -> None:
@@ -257,7 +258,6 @@ class _GraphBuffers:
         self.max_num_rows = max_num_rows
         device, limits, page_size = state.device, state.limits, state.cache.page_size
         self.slot_mapping = torch.full((limits.max_num_tokens,), PAD_SLOT, dtype=torch.int64, device=device)
-        self.qo_indptr = torch.zeros(max_num_rows + 1, dtype=torch.int32, device=device)
         self._csrs: dict[int, PagedCsr] = {}  # by window_left
         all_pages = -(-limits.max_model_len // page_size)
         longest_query = max(1, limits.max_num_tokens)
@@ -272,11 +272,10 @@ class _GraphBuffers:
                     torch.zeros(max_num_rows, dtype=torch.int32, device=device),
                 )
 
-    def of(self, group: PlanGroup[Any], num_rows: int) -> GraphTensors:
+    def of(self, group: PlanGroup[Any], num_rows: int, starts: torch.Tensor) -> GraphTensors:
+        """Those of one size, which has query starts of its own: they never change."""
         csr = self._csrs[group.spec.window_left]
-        return GraphTensors(
-            self.qo_indptr[: num_rows + 1], csr.indptr[: num_rows + 1], csr.indices, csr.last_page_len[:num_rows]
-        )
+        return GraphTensors(starts, csr.indptr[: num_rows + 1], csr.indices, csr.last_page_len[:num_rows])
 
 
 class FlashInferGraphState(FlashInferState):
@@ -291,9 +290,12 @@ class FlashInferGraphState(FlashInferState):
         self.is_decode = query_len == 1
         self._specs = parent._specs
         self._slot_mapping = buffers.slot_mapping[: self.num_tokens]
-        self._tensors = {group.index: buffers.of(group, num_rows) for group in self.groups}
-        self._plans_of = {group.index: self._graph_plan(parent, group.index, need) for group in self.groups}
+        self._slots_as_ints = self._slot_mapping.view(torch.int32)
         self._starts_cpu = torch.arange(num_rows + 1, dtype=torch.int32) * query_len
+        starts = self._starts_cpu.to(self.device)
+        self._tensors = {group.index: buffers.of(group, num_rows, starts) for group in self.groups}
+        self._plans_of = {group.index: self._graph_plan(parent, group.index, need) for group in self.groups}
+        self._steps = {group.index: self._static_step(group.index) for group in self.groups}
 
     def _graph_plan(self, parent: FlashInferState, group: int, need: Need) -> Plan:
         spec, tensors, library = self._specs[group], self._tensors[group], parent.library
@@ -320,28 +322,26 @@ class FlashInferGraphState(FlashInferState):
         self.prepare_graph_input_buffers(self.get_graph_input_buffers(metadata), metadata)
         plan = self._plans_of[group]
         plan(rows)
-        decode, prefill = (plan, None) if self.is_decode else (None, plan)
-        return FlashInferStep(self._bound(metadata, rows), self._specs[group], decode, prefill, None)
+        return self._steps[group]
 
     def get_graph_input_buffers(self, metadata: FlashInferMetadata) -> dict[str, torch.Tensor]:
         tensors = self._tensors[metadata.group_index]
         return {
-            "slot_mapping": self._slot_mapping, "qo_indptr": tensors.qo_indptr, "paged_kv_indptr": tensors.indptr,
-            "paged_kv_indices": tensors.indices, "paged_kv_last_page_len": tensors.last_page_len,
+            "slot_mapping": self._slots_as_ints, "paged_kv_indptr": tensors.indptr,
+            "paged_kv_last_page_len": tensors.last_page_len, "paged_kv_indices": tensors.indices,
         }  # fmt: skip
 
     def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: FlashInferMetadata) -> None:
         rows = metadata.decode or metadata.prefill
         if rows is None or rows.csr is None:
             raise ValueError("this metadata is for eager steps: build it with for_graph=True")
-        indices = buffers["paged_kv_indices"]
-        given = rows.csr.indices
-        if len(given) > len(indices):
-            raise ValueError(f"the batch has {len(given)} pages; graphs were captured for at most {len(indices)}")
-        filled = [buffers["slot_mapping"].view(torch.int32), buffers["paged_kv_indptr"],
-                  buffers["paged_kv_last_page_len"], indices[: len(given)], buffers["qo_indptr"]]  # fmt: skip
-        news = [metadata.slot_mapping.view(torch.int32), rows.csr.indptr, rows.csr.last_page_len, given, rows.qo_indptr]
-        torch._foreach_copy_(filled, news)
+        csr, (slots, indptr, last_page_len, indices) = rows.csr, buffers.values()
+        num_pages = csr.indices.shape[0]
+        if num_pages > indices.shape[0]:
+            raise ValueError(f"the batch has {num_pages} pages; graphs were captured for at most {indices.shape[0]}")
+        filled = [slots, indptr, last_page_len, indices[:num_pages]]
+        given = [metadata.slot_mapping.view(torch.int32), csr.indptr, csr.last_page_len, csr.indices]
+        torch._foreach_copy_(filled, given)  # one launch for all four
 
     def idle_metadata(self, group_index: int) -> FlashInferMetadata:
         """Full pages, as many a row as its tokens need, to capture with."""
@@ -352,12 +352,14 @@ class FlashInferGraphState(FlashInferState):
         tensors.indptr.copy_(indptr_cpu)
         tensors.indices[: num_rows * num_pages].zero_()
         tensors.last_page_len.fill_(page_size)
-        tensors.qo_indptr.copy_(self._starts_cpu)
         csr = PagedCsr(tensors.indptr, tensors.indices[: num_rows * num_pages], tensors.last_page_len)
         lens = torch.full((num_rows,), num_pages * page_size, dtype=torch.int32)
-        rows = Rows(self.num_tokens, tensors.qo_indptr, self._starts_cpu, csr, tensors.indptr, indptr_cpu, lens)
+        starts = (tensors.qo_indptr, self._starts_cpu)
+        rows = Rows(self.num_tokens, *starts, csr, tensors.indptr, indptr_cpu, lens, num_rows)
         return graph_metadata(group_index, self._slot_mapping, rows, self.is_decode)
 
-    def _bound(self, metadata: FlashInferMetadata, rows: Rows) -> FlashInferMetadata:
-        """The step's metadata with the persistent slots: what the layers read is where it stays."""
-        return graph_metadata(metadata.group_index, self._slot_mapping, rows, self.is_decode)
+    def _static_step(self, group: int) -> FlashInferStep:
+        """The step that every batch is filled into: what layers read is where it stays, and lengths are in the plan."""
+        plan = self._plans_of[group]
+        decode, prefill = (plan, None) if self.is_decode else (None, plan)
+        return FlashInferStep(self.idle_metadata(group), self._specs[group], decode, prefill, None)

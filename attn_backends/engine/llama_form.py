@@ -1,0 +1,60 @@
+"""Which decoder layers have the form that fused ones stand for, and whether a fused one does what its original does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def has_llama_form(layer: Any, is_fast: Callable[[torch.Tensor], bool]) -> bool:
+    """The same parts and nothing besides; plain products without biases, of weights that there are fast ones for."""
+    if sorted(name for name, _ in layer.named_children()) != sorted(PARTS):
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    if sorted(name for name, _ in attention.named_children()) != sorted(PROJECTIONS):
+        return False
+    projections = [getattr(attention, name, None) for name in PROJECTIONS]
+    projections += [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    return (
+        all(type(p) is torch.nn.Linear and p.bias is None and is_fast(p.weight) for p in projections)
+        and all(hasattr(norm, "variance_epsilon") for norm in (layer.input_layernorm, layer.post_attention_layernorm))
+        and hasattr(attention, "head_dim")
+        and hasattr(attention, "scaling")
+    )
+
+
+class _Trial:
+    """A stand-in for attention: mixes queries, keys and values of each token, so that an error in any of them shows."""
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, constants: Mapping[str, Any]
+    ) -> torch.Tensor:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        mixed: torch.Tensor = (query * key).sum(-1, keepdim=True).tanh() * constants["scaling"] + value
+        return mixed
+
+
+def agree(layer: Any, fused: Any, rotary: Any, tolerance: float, sizes: Sequence[int] = (7,)) -> bool:
+    """Whether two layers give the same, within rounding, for some numbers of tokens of random input.
+
+    Args:
+        rotary: the model's rotary embedding: (hidden, position_ids) to cos and sin.
+        tolerance: ‖fused - original‖ / ‖original‖.
+    """
+    weight = layer.input_layernorm.weight
+    generator = torch.Generator().manual_seed(0)
+    for num_tokens in sizes:
+        hidden = torch.randn(1, num_tokens, weight.shape[0], generator=generator).to(weight)
+        positions = torch.arange(3, 3 + num_tokens, device=weight.device)[None]
+        arguments = {"position_embeddings": rotary(hidden, positions), "attention_context": _Trial()}
+        with torch.inference_mode():
+            expected, got = layer(hidden, **arguments), fused(hidden.clone(), **arguments)
+        if not (got - expected).float().norm() / expected.float().norm() < tolerance:  # NaN is no agreement
+            return False
+    return True

@@ -1,0 +1,40 @@
+"""Models of known shapes with random weights, made on the device: for timing, where texts mean nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models
+
+from attn_backends import EngineConfig
+from attn_backends.engine.hf import ATTENTION_NAME, LoadedModel, ready_model
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "SmolLM2-135M": {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
+    },
+    "Llama-8B": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+def number_tokenizer(vocab_size: int) -> transformers.PreTrainedTokenizerFast:
+    """One word a token: its number."""
+    words = {str(number): number for number in range(vocab_size)}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")))
+
+
+def random_model(shape: str, config: EngineConfig) -> LoadedModel:
+    """A Llama of a shape, in the config's dtype on its device."""
+    dtype = getattr(torch, config.dtype)
+    hf_config = transformers.LlamaConfig(**SHAPES[shape], max_position_embeddings=8192)
+    with torch.device(config.device):
+        model = transformers.AutoModelForCausalLM.from_config(
+            hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME
+        )
+    return ready_model(model, number_tokenizer(hf_config.vocab_size), config)

@@ -1,0 +1,90 @@
+"""Decode rows in pieces give what they give together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends.backends.torch import TorchImpl, TorchMetadataBuilder, TorchOptions, TorchState
+from attn_backends.batch import SequenceData, SequenceGroup
+from attn_backends.interface import AttentionStep
+from attn_backends.kv_cache import KVCache
+from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, plan_groups
+
+HEADS, KV_HEADS, DIM, PAGES, PAGE_SIZE = 4, 2, 16, 24, 4
+BYTES_PER_KEY = KV_HEADS * 2 * DIM * 4
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window_left": 11},
+    "chunks": {"chunk_size": 8},
+    "sinks": {"sinks": True},
+    "alibi": {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)},
+    "fp8 cache": {"cache_dtype": torch.float8_e4m3fn},
+}
+
+
+def rows_of(lengths: tuple[int, ...]) -> list[SequenceGroup]:
+    pages = torch.randperm(PAGES, generator=torch.Generator().manual_seed(1)).view(len(lengths), -1).tolist()
+    return [SequenceGroup(str(i), (SequenceData(n - 1, 1, pages[i]),)) for i, n in enumerate(lengths)]
+
+
+def attended(
+    lengths: tuple[int, ...], options: TorchOptions, prefix: int = 0, **layer: Any
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Output, LSE, and whether they came in pieces."""
+    spec = AttentionSpec(HEADS, KV_HEADS, DIM, dtype=torch.float32, **layer)
+    cache, limits, group = KVCacheSpec(PAGES, PAGE_SIZE), Limits(8, 32, 96), plan_groups({0: spec})[0]
+    sinks = torch.arange(HEADS) / 2 if spec.sinks else None
+    impl = TorchImpl(spec, cache, "cpu", sinks=sinks, k_scale=0.5, v_scale=2.0)
+    metadata = TorchMetadataBuilder(group, cache, limits, "cpu", options=options).build_from_groups(
+        rows_of(lengths), 0, prefix
+    )
+    step = TorchState([group], cache, limits, "cpu", options=options).begin_forward(metadata)
+    torch.manual_seed(0)
+    kv = KVCache(*(torch.randn(PAGES, PAGE_SIZE, KV_HEADS, DIM).to(spec.cache_dtype) for _ in range(2)))
+    query, key, value = (torch.randn(len(lengths), heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    lse = torch.empty(len(lengths), HEADS)
+    output = impl.forward(query, key, value, kv, step, lse=lse)
+    batch = metadata.decode_batch
+    return output, lse, batch is not None and batch.owners is not None
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("keys", [1, 5, 16])  # of a piece
+@pytest.mark.parametrize("lengths", [(16, 16, 16), (13, 31, 9), (1, 32, 7), (90,)])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_pieces_give_what_rows_give(layer: str, lengths: tuple[int, ...], keys: int) -> None:
+    cut = TorchOptions(gather_together_bytes=0, piece_bytes=keys * BYTES_PER_KEY)
+    whole, in_pieces = (attended(lengths, options, **LAYERS[layer]) for options in (TorchOptions(), cut))
+    torch.testing.assert_close(in_pieces[:2], whole[:2])
+    assert in_pieces[2] or len(lengths) == 1
+
+
+def test_pieces_after_a_shared_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_backends.backends.torch.CASCADE_MIN_BYTES", 1)
+    cut = TorchOptions(gather_together_bytes=0, piece_bytes=5 * BYTES_PER_KEY)
+    whole, in_pieces = (attended((13, 31, 9), options, prefix=8) for options in (TorchOptions(), cut))
+    torch.testing.assert_close(in_pieces[:2], whole[:2])
+    assert in_pieces[2]
+
+
+def test_what_gives_no_lse_goes_row_by_row() -> None:
+    cut = TorchOptions(gather_together_bytes=0, piece_bytes=BYTES_PER_KEY)
+    assert not attended((13, 31, 9), cut, logits_soft_cap=2.0)[2]
+
+
+@pytest.mark.parametrize("layer", ["plain", "alibi"])
+def test_one_row_in_pieces_is_traced_whole(layer: str) -> None:
+    spec = AttentionSpec(HEADS, KV_HEADS, DIM, dtype=torch.float32, **LAYERS[layer])
+    cache, group = KVCacheSpec(PAGES, PAGE_SIZE), plan_groups({0: spec})[0]
+    options = TorchOptions(gather_together_bytes=0, piece_bytes=5 * BYTES_PER_KEY)
+    builder = TorchMetadataBuilder(group, cache, Limits(8, 32, 96), "cpu", options=options)
+    metadata, impl = builder.build_from_groups(rows_of((91,)), 1, 0), TorchImpl(spec, cache, "cpu")
+    kv = KVCache(*(torch.randn(PAGES, PAGE_SIZE, KV_HEADS, DIM) for _ in range(2)))
+    query, key, value = (torch.randn(2, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    inputs = impl.trace_inputs(metadata)
+    assert inputs is not None
+    expected = impl.forward(query, key, value, kv, AttentionStep(metadata))
+    torch.testing.assert_close(impl.trace(query, key, value, kv, inputs)[:1], expected[:1])
