@@ -88,7 +88,7 @@ class CommonAttentionMetadata:
         if self.csr is not None:
             return self.csr
         lens = torch.zeros_like(self.seq_lens) if self.is_profile_run else self.seq_lens  # no pages hold its keys
-        return csr_of(self.page_table, lens, self.page_size, int(self.paged_kv_indptr_cpu[-1]))
+        return csr_of(self.page_table, lens, self.page_size, self._num_pages)
 
     @property
     def paged_kv_indptr(self) -> torch.Tensor:  # [R + 1] i32
@@ -96,18 +96,26 @@ class CommonAttentionMetadata:
 
     @property
     def paged_kv_indices(self) -> torch.Tensor:  # [paged_kv_indptr_cpu[-1]] i32
-        return self._csr.indices[: int(self.paged_kv_indptr_cpu.numpy()[-1])]
+        return self._csr.indices[: self._num_pages]
 
     @property
     def paged_kv_last_page_len(self) -> torch.Tensor:  # [R] i32
         return self._csr.last_page_len
 
     @cached_property
-    def paged_kv_indptr_cpu(self) -> torch.Tensor:  # [R + 1] i32
+    def _paged_kv_indptr(self) -> IntArray:
         indptr = np.zeros(self.num_reqs + 1, np.int32)
         if not self.is_profile_run:
-            np.cumsum((self.seq_lens_cpu.numpy() + (self.page_size - 1)) // self.page_size, out=indptr[1:])
-        return torch.from_numpy(indptr)
+            ((self.seq_lens_cpu.numpy() + (self.page_size - 1)) // self.page_size).cumsum(out=indptr[1:])
+        return indptr
+
+    @cached_property
+    def paged_kv_indptr_cpu(self) -> torch.Tensor:  # [R + 1] i32
+        return torch.from_numpy(self._paged_kv_indptr)
+
+    @property
+    def _num_pages(self) -> int:
+        return int(self._paged_kv_indptr[-1])
 
     @cached_property
     def paged_kv_last_page_len_cpu(self) -> torch.Tensor:  # [R] i32

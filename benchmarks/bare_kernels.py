@@ -14,6 +14,7 @@ import torch
 from paged_problem import Call, Contender, Problem, make_contender
 
 from attn_backends import AttentionSpec, CommonAttentionMetadata
+from attn_backends.kv_cache import gather_slots
 
 WORKSPACE_BYTES = 512 << 20  # of FlashInfer; its own advice is 128 MB, which graphs of many rows overflow
 
@@ -93,6 +94,19 @@ def flashinfer_prefill(problem: Problem, kernel: str) -> Call:
         *inputs.heads, inputs.page_size, causal=True, **inputs.keywords,
     )  # fmt: skip
     return _runs(problem, wrapper)
+
+
+def flashinfer_ragged(problem: Problem, kernel: str) -> Call:
+    """Over the prompt's keys as they were made, in the order of the batch: for prompts without a cached beginning."""
+    from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+
+    inputs = flashinfer_inputs(problem.common, problem.spec)
+    starts = problem.common.query_start_loc_cpu
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace(problem.device), "NHD", backend=kernel)
+    wrapper.plan(starts, starts, *inputs.heads, causal=True, **inputs.keywords)
+    slots = problem.common.slot_mapping
+    fresh = [tuple(gather_slots(cached, slots) for cached in cache) for cache in problem.caches]
+    return lambda i: wrapper.run(problem.queries[i], *fresh[i], out=problem.outputs[i])
 
 
 def _runs(problem: Problem, wrapper: Any) -> Call:
@@ -187,6 +201,8 @@ DECODE = {
 PREFILL = {
     "FlashInfer fa2": Bare(partial(flashinfer_prefill, kernel="fa2")),
     "FlashInfer fa3": Bare(partial(flashinfer_prefill, kernel="fa3")),
+    "FlashInfer fa2, ragged": Bare(partial(flashinfer_ragged, kernel="fa2")),
+    "FlashInfer fa3, ragged": Bare(partial(flashinfer_ragged, kernel="fa3")),
     "FA3": Bare(partial(fa3, scheduled=False)),
     "FA2, page 256": Bare(fa2_prefill, 256),
 }

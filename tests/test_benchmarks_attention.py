@@ -52,7 +52,8 @@ def test_every_contender_of_every_shape_is_right(script: Script) -> None:
     assert [row["contender"] for row in rows if row["with KV write us"]] == ["TORCH"] * 3
     bare = {row["contender"] for row in rows} - {"TORCH"}
     assert bare == {"FlashInfer tensor-core", "FlashInfer CUDA-core", "FlashInfer tensor-core, fixed lengths",
-                    "FlashInfer CUDA-core, fixed lengths", "FlashInfer fa2", "FlashInfer fa3"}  # fmt: skip
+                    "FlashInfer CUDA-core, fixed lengths", "FlashInfer fa2", "FlashInfer fa3",
+                    "FlashInfer fa2, ragged", "FlashInfer fa3, ragged"}  # fmt: skip
     assert all(row["vs best bare"] > 0 and row["error"] < 1e-2 for row in rows)
 
 

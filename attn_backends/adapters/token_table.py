@@ -74,7 +74,7 @@ class TokenTable:
         pages = self._columns(rows, rows.seq_lens_cpu, rows.encoder_lens)
         csr = buffers.csr(pages, rows.seq_lens, int(rows.seq_lens_cpu.sum(dtype=np.int64)))
         contexts = np.maximum(rows.seq_lens_cpu - rows.query_lens, 0)
-        return self._common(rows, pages, rows.seq_lens, rows.seq_lens_cpu, contexts, True, csr)
+        return self._common(rows, pages, rows.seq_lens, rows.seq_lens_cpu, contexts, csr)
 
     def cross_attention(self, rows: StepRows) -> CommonAttentionMetadata:
         """The step's queries over encoder tokens, which stand at the front of a row.
@@ -88,7 +88,7 @@ class TokenTable:
                 "encoder_lens_cpu, 0 for a row without an encoder"
             )
         pages, contexts = self._columns(rows, rows.encoder_lens_cpu, None), np.zeros_like(rows.query_lens)
-        return self._common(rows, pages, rows.encoder_lens, rows.encoder_lens_cpu, contexts, False, None)
+        return self._common(rows, pages, rows.encoder_lens, rows.encoder_lens_cpu, contexts, None)
 
     def _columns(self, rows: StepRows, lens_cpu: IntArray, first: torch.Tensor | None) -> torch.Tensor:
         """[R, longest] i32: columns of the rows, each from its own first one on."""
@@ -111,14 +111,14 @@ class TokenTable:
         seq_lens: torch.Tensor,
         seq_lens_cpu: IntArray,
         context_lens_cpu: IntArray,
-        has_new_keys: bool,
         csr: PagedCsr | None,
     ) -> CommonAttentionMetadata:
+        """The pool has written all keys before: none is new, but a graph's tokens keep their slots, which are -1."""
         num_rows, num_tokens, device = len(rows.query_lens), len(rows.slots), self.req_to_token.device
         starts = np.zeros(num_rows + 1, np.int32)
         np.cumsum(rows.query_lens, out=starts[1:])
         starts_cpu = torch.from_numpy(starts)
-        slots = rows.slots.long() if has_new_keys or rows.for_graph else rows.slots.new_zeros(0, dtype=torch.int64)
+        slots = rows.slots.long() if rows.for_graph else rows.slots.new_zeros(0, dtype=torch.int64)
         return CommonAttentionMetadata(
             page_size=1,
             num_reqs=num_rows,
@@ -134,8 +134,8 @@ class TokenTable:
             context_lens_cpu=torch.from_numpy(context_lens_cpu),
             page_table=page_table,
             slot_mapping=slots,
-            num_new_kv=num_tokens if has_new_keys else 0,
-            new_kv_start_loc_cpu=starts_cpu if has_new_keys else torch.zeros_like(starts_cpu),
+            num_new_kv=num_tokens if rows.for_graph else 0,
+            new_kv_start_loc_cpu=starts_cpu if rows.for_graph else torch.zeros_like(starts_cpu),
             is_profile_run=False,
             seq_lens_are_upper_bounds=rows.are_upper_bounds,
             for_graph=rows.for_graph,

@@ -23,8 +23,9 @@ from attn_backends.testing.cases import load_cases
 from attn_backends.testing.graph_harness import make_recorder
 from attn_backends.testing.harness import output_error
 from attn_backends.testing.reference import reference_attention
+from tests.backends import flashinfer_emulated  # noqa: F401 (registers)
 
-BACKENDS = ["TORCH"]
+BACKENDS = ["TORCH", "FLASHINFER_EMULATED"]
 DECODE, EXTEND, VERIFY = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
 HEADS = {"tp_q_head_num": 4, "tp_k_head_num": 2, "qk_head_dim": 64, "v_head_dim": 64}  # what all backends serve
 SCALARS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}

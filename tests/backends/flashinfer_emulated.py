@@ -15,8 +15,8 @@ from attn_backends.testing.emulated import flashinfer
 
 
 class EmulatedLibrary(Library):
-    def __init__(self, module: Any = flashinfer) -> None:
-        super().__init__(module)
+    def __init__(self, num_sms: int, module: Any = flashinfer) -> None:
+        super().__init__(num_sms, module)
 
 
 class EmulatedState(FlashInferState):

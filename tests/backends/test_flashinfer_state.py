@@ -12,13 +12,14 @@ from attn_backends import AttentionSpec, KVCacheSpec, Limits, Unsupported, get_b
 from attn_backends.backends.flashinfer.library import Library, missing_module
 from attn_backends.backends.flashinfer.metadata import FlashInferMetadataBuilder
 from attn_backends.backends.flashinfer.options import FlashInferOptions
+from attn_backends.backends.flashinfer.plans import DecodePlan
 from attn_backends.backends.flashinfer.state import FlashInferStep
 from attn_backends.backends.flashinfer.workspace import Need, eager_need, graph_need
 from attn_backends.interface import AttentionStep
 from attn_backends.registry import validate_options
 from attn_backends.testing.cases import BatchShape
 from attn_backends.testing.emulated import flashinfer
-from attn_backends.testing.harness import assert_matches
+from attn_backends.testing.harness import assert_matches, output_error, padded
 from attn_backends.testing.kit.base import KitBase
 from tests.backends.flashinfer_emulated import EmulatedState
 
@@ -208,6 +209,35 @@ def test_options_that_cannot_be_served() -> None:
         validate_options("FLASHINFER_EMULATED", {"tensor_core": "on"})
 
 
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_long_rows_among_many_short_ones_are_split(in_graph: bool) -> None:
+    """Parts as small as the grid has room for; even batches, and few rows, are FlashInfer's to split."""
+    spec = AttentionSpec(128, 32, 64, dtype=torch.float16)
+    limits, lens = Limits(12, 12, 512), (500, *[20] * 11)
+    kit = Kit()
+    uneven, even, few = (
+        kit.make_batch(spec, BatchShape(seq_lens=of, query_lens=(1,) * len(of)), num_pages=128)
+        for of in (lens, (60,) * 12, (500, 20))
+    )
+    groups = plan_groups({0: spec})
+    owner = EmulatedState(groups, uneven.cache, limits, "cpu", options=FlashInferOptions())
+    builder = FlashInferMetadataBuilder(groups[0], uneven.cache, limits, "cpu")
+    impl = get_backend("FLASHINFER_EMULATED").get_impl_cls()(spec, uneven.cache, "cpu")
+    with owner.graph_capture(12):
+        planner = owner.graph_clone(12) if in_graph else owner
+    few_parts = 11 if in_graph else None  # padded to as many rows, it is uneven too
+    for given, expected in ((uneven, 11), (even, None), (uneven, 11), (few, few_parts)):
+        num_padded = 12 - len(given.rows)
+        metadata = builder.build(0, replace(given.common(num_padded), for_graph=in_graph))
+        step = planner.begin_forward(metadata)
+        assert isinstance(step.decode, DecodePlan)
+        assert metadata.decode is not None
+        assert step.decode._split_of_uneven(metadata.decode) == expected
+        brought = [padded(tensor, num_padded) for tensor in (given.query, given.key, given.value)]
+        out = impl.forward(*brought, given.fresh_pool(), step)  # type: ignore[arg-type]
+        assert output_error(out[: len(given.rows)], given.expected()[0]) < 1e-2
+
+
 # What the package may be.
 
 
@@ -217,14 +247,14 @@ def test_unknown_versions_are_refused(version: str) -> None:
     with pytest.raises(
         ImportError, match=f"flashinfer-python {version} is installed; this backend knows 0.5.0 to below"
     ):
-        Library(module)
+        Library(132, module)
 
 
 @pytest.mark.parametrize(
     ("version", "count"), [("0.5.0", 2), ("0.5.3", 3), ("0.6.12", 3), ("0.6.16.post4", 4), ("0.7.2", 4)]
 )
 def test_split_arguments_by_version(version: str, count: int) -> None:
-    library = Library(type("Module", (), {"__version__": version}))
+    library = Library(132, type("Module", (), {"__version__": version}))
     assert library.split_arguments(None) == (-1, False, 0, 0)[:count]
     assert library.split_arguments(8)[0] == 8
 

@@ -7,7 +7,7 @@ import math
 import torch
 
 from attn_backends.backends.flashinfer.library import paged
-from attn_backends.backends.flashinfer.metadata import FlashInferMetadata
+from attn_backends.backends.flashinfer.metadata import FlashInferMetadata, Rows
 from attn_backends.backends.flashinfer.plans import KeysAndValues
 from attn_backends.backends.flashinfer.state import FlashInferStep
 from attn_backends.interface import AttentionImpl, AttentionStep, Rejection, Unsupported
@@ -15,6 +15,27 @@ from attn_backends.kv_cache import KVCache, write_kv
 
 # FlashInfer's infinity is 5e4, so that a token without keys has an LSE of minus that; two of them merged a little more.
 EMPTY_LSE = -4.9e4
+
+
+class _Source:
+    """Where rows read their keys and values: the cache, or what the step brings."""
+
+    def __init__(
+        self, impl: FlashInferImpl, step: FlashInferStep, key: torch.Tensor | None, value: torch.Tensor | None,
+        kv_cache: KVCache | None,
+    ) -> None:  # fmt: skip
+        self.cached = None if kv_cache is None else paged(kv_cache, impl.cache)
+        self.brought = None if key is None or value is None else (key, value)
+        self.first = step.metadata.num_decode_new_kv  # of those that prefill rows bring
+
+    def of(self, rows: Rows) -> KeysAndValues:
+        if rows.csr is not None and self.cached is not None:
+            return self.cached
+        if rows.csr is None and self.brought is not None:
+            key, value = self.brought
+            tokens = slice(self.first, self.first + rows.num_tokens)
+            return key[tokens], value[tokens]
+        raise ValueError("this step reads a cache or fresh keys, and neither was given: pass kv_cache or key")
 
 
 class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
@@ -47,7 +68,7 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
             written.zero_()
             if log2_sums is not None:
                 log2_sums.fill_(-math.inf)
-        self._attend(query, self._keys_and_values(planned, key, value, kv_cache), planned, written, log2_sums)
+        self._attend(query, _Source(self, planned, key, value, kv_cache), planned, written, log2_sums)
         if log2_sums is not None:
             self._finish(written, log2_sums)
         return output if written is output else output.copy_(written)
@@ -74,21 +95,10 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
             raise Unsupported("FLASHINFER", [rejection])
         return step
 
-    def _keys_and_values(
-        self, step: FlashInferStep, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache | None
-    ) -> KeysAndValues:
-        """The cache; or this step's own keys, where the step reads no pages."""
-        rows = step.metadata.decode or step.metadata.prefill
-        if rows is not None and rows.csr is not None and kv_cache is not None:
-            return paged(kv_cache, self.cache)
-        if rows is not None and rows.csr is None and key is not None and value is not None:
-            return key[: rows.num_tokens], value[: rows.num_tokens]
-        raise ValueError("this step reads a cache or fresh keys, and neither was given: pass kv_cache or key")
-
     def _attend(
         self,
         query: torch.Tensor,
-        keys_and_values: KeysAndValues,
+        source: _Source,
         step: FlashInferStep,
         output: torch.Tensor,
         lse: torch.Tensor | None,
@@ -99,12 +109,13 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
         for plan, rows in ((step.decode, metadata.decode), (step.prefill, metadata.prefill)):
             if plan is not None and rows is not None:
                 tokens = slice(done, done + rows.num_tokens)
-                plan.run(query[tokens], keys_and_values, output[tokens], None if lse is None else lse[tokens], scales)
+                part = None if lse is None else lse[tokens]
+                plan.run(query[tokens], source.of(rows), output[tokens], part, scales)
                 done = tokens.stop
         if step.prefix is not None and metadata.prefix is not None and lse is not None:
             tokens = slice(0, metadata.prefix.num_tokens)
             shared, shared_lse = torch.empty_like(output[tokens]), torch.empty_like(lse[tokens])
-            step.prefix.run(query[tokens], keys_and_values, shared, shared_lse, scales)
+            step.prefix.run(query[tokens], source.of(metadata.prefix), shared, shared_lse, scales)
             step.prefix.library.merge(output[tokens], lse[tokens], shared, shared_lse)
 
     def _finish(self, output: torch.Tensor, lse: torch.Tensor) -> None:

@@ -38,13 +38,15 @@ class Library:
     """The package `flashinfer`, or what stands for it.
 
     Args:
+        num_sms: multiprocessors of the device.
         module: None to import the package.
 
     Raises:
         ImportError: a version that is not known.
     """
 
-    def __init__(self, module: Any = None) -> None:
+    def __init__(self, num_sms: int, module: Any = None) -> None:
+        self.num_sms = num_sms
         self.module = importlib.import_module("flashinfer") if module is None else module
         self.version: str = self.module.__version__
         found = tuple(map(int, re.findall(r"\d+", self.version)[:3]))

@@ -21,8 +21,8 @@ from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.page_table import IntArray
 from attn_backends.spec import AttentionType
 
-# A shared prefix is read once for all rows if that saves this many keys: see benchmarks/cascade.py.
-CASCADE_MIN_KEYS = 16384
+# A shared prefix is attended once for all rows if that saves reading this many bytes: see benchmarks/cascade.py.
+CASCADE_MIN_BYTES = 192 << 20
 
 
 @dataclass(frozen=True)
@@ -93,16 +93,14 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         pages = _Pages(common, self.group.spec.window_left) if use_cache else None
         prefix_len = self._prefix_len(common_prefix_len, common, num_decodes)
         decode = prefill = prefix = None
-        if pages is None:
-            prefill = _fresh_rows(common, actual)
-        else:
-            if num_decodes:
-                own = pages if not prefix_len else pages.without(prefix_len // common.page_size)
-                decode = _paged_rows(common, own, 0, num_decodes)
-            if num_decodes < actual:
-                prefill = _paged_rows(common, pages, num_decodes, actual)
-            if prefix_len:
-                prefix = _prefix_row(common, prefix_len, num_decodes)
+        if pages is not None and num_decodes:
+            own = pages if not prefix_len else pages.without(prefix_len // common.page_size)
+            decode = _rows(common, own, 0, num_decodes)
+        if num_decodes < actual:
+            fresh = pages is None or self._is_fresh(common, num_decodes)
+            prefill = _rows(common, None if fresh else pages, num_decodes, actual)
+        if prefix_len:
+            prefix = _prefix_row(common, prefix_len, num_decodes)
         return FlashInferMetadata(
             group_index=self.group.index,
             num_decodes=num_decodes,
@@ -136,9 +134,16 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             raise ValueError(
                 "graphs of FLASHINFER serve cached self-attention without fixed_split_size: run this batch eager"
             )
-        rows = _paged_rows(common, _Pages(common, self.group.spec.window_left), 0, common.num_reqs)
+        rows = _rows(common, _Pages(common, self.group.spec.window_left), 0, common.num_reqs)
         is_decode = common.num_tokens == common.num_reqs
         return graph_metadata(self.group.index, common.slot_mapping, rows, is_decode)
+
+    def _is_fresh(self, common: CommonAttentionMetadata, num_decodes: int) -> bool:
+        """Whether prefill rows see nothing but what this step brings: read as it came, it need not be gathered."""
+        spec, actual = self.group.spec, common.num_actual_reqs
+        as_it_came = spec.attention_type is AttentionType.DECODER and spec.cache_dtype is spec.dtype
+        brought = common.num_new_kv == common.num_actual_tokens
+        return as_it_came and brought and not common.context_lens_cpu.numpy()[num_decodes:actual].any()
 
     def _prefix_len(self, asked: int, common: CommonAttentionMetadata, num_decodes: int) -> int:
         """How much of the prefix is attended once for all decode rows: all of it, or nothing if that is slower."""
@@ -150,7 +155,8 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             )
         spec = self.group.spec
         plain = spec.window_left < 0 and spec.attention_type is AttentionType.DECODER
-        pays = num_decodes > 1 and asked * (num_decodes - 1) >= CASCADE_MIN_KEYS
+        bytes_per_key = spec.num_kv_heads * (spec.head_dim + spec.head_dim_vo) * spec.cache_dtype.itemsize
+        pays = num_decodes > 1 and asked * (num_decodes - 1) * bytes_per_key >= CASCADE_MIN_BYTES
         return asked if plain and pays else 0
 
 
@@ -217,30 +223,22 @@ def _num_decodes(query_starts: IntArray, num_rows: int) -> int:
     return int(longer[0]) if len(longer) else num_rows
 
 
-def _paged_rows(common: CommonAttentionMetadata, pages: _Pages, first: int, stop: int) -> Rows:
-    """Rows `first` to `stop` over the cache."""
-    starts, starts_cpu, csr = common.query_start_loc, common.query_start_loc_cpu, pages.csr
-    if first == 0 and stop == common.num_reqs:  # no view taken is a microsecond saved
+def _rows(common: CommonAttentionMetadata, pages: _Pages | None, first: int, stop: int) -> Rows:
+    """Rows `first` to `stop` over pages; None: over the keys that the step brings."""
+    starts, starts_cpu = common.query_start_loc, common.query_start_loc_cpu
+    csr = None if pages is None else pages.csr
+    if first == 0 and stop == common.num_reqs and pages is not None and csr is not None:  # views take microseconds
         return Rows(common.num_tokens, starts, starts_cpu, csr, csr.indptr, pages.indptr_cpu, pages.kv_lens_cpu, stop)
     starts, starts_cpu = starts[first : stop + 1], starts_cpu[first : stop + 1]
     before = int(starts_cpu[0])
-    kv_indptr = csr.indptr[first : stop + 1]
-    return Rows(
-        num_tokens=int(starts_cpu[-1]) - before,
-        qo_indptr=starts - before if before else starts,
-        qo_indptr_cpu=starts_cpu - before if before else starts_cpu,
-        csr=PagedCsr(kv_indptr, csr.indices, csr.last_page_len[first:stop]),
-        kv_indptr=kv_indptr,
-        kv_indptr_cpu=pages.indptr_cpu[first : stop + 1],
-        kv_lens_cpu=pages.kv_lens_cpu[first:stop],
-        num_rows=stop - first,
-    )
-
-
-def _fresh_rows(common: CommonAttentionMetadata, num_rows: int) -> Rows:
-    """Rows over this step's own keys: a profile run, or an encoder."""
-    starts, starts_cpu = common.query_start_loc[: num_rows + 1], common.query_start_loc_cpu[: num_rows + 1]
-    return Rows(common.num_actual_tokens, starts, starts_cpu, None, starts, starts_cpu, starts_cpu.diff(), num_rows)
+    if before:
+        starts, starts_cpu = starts - before, starts_cpu - before
+    num_tokens, num_rows = int(starts_cpu[-1]), stop - first
+    if pages is None or csr is None:
+        return Rows(num_tokens, starts, starts_cpu, None, starts, starts_cpu, starts_cpu.diff(), num_rows)
+    indptr, indptr_cpu = csr.indptr[first : stop + 1], pages.indptr_cpu[first : stop + 1]
+    own = PagedCsr(indptr, csr.indices, csr.last_page_len[first:stop])
+    return Rows(num_tokens, starts, starts_cpu, own, indptr, indptr_cpu, pages.kv_lens_cpu[first:stop], num_rows)
 
 
 def _prefix_row(common: CommonAttentionMetadata, prefix_len: int, num_tokens: int) -> Rows:

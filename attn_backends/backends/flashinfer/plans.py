@@ -10,14 +10,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from attn_backends.backends.flashinfer.library import Library, missing_module
 from attn_backends.backends.flashinfer.metadata import Rows
+from attn_backends.backends.flashinfer.workspace import graph_tiles, tiles_at_once
 from attn_backends.spec import AttentionSpec
 from attn_backends.staging import HostRing
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+
+UNEVEN = 2  # the longest row is this many times the mean
+MIN_SPLIT = 128  # keys of a part
 
 
 class Plan:
@@ -94,10 +99,11 @@ class Plan:
             wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, *arguments
         )
 
-    def _schedule_tiles(self, rows: Rows, pinned: torch.Tensor, causal: bool) -> None:
+    def _schedule_tiles(self, rows: Rows, pinned: torch.Tensor, causal: bool, split_size: int | None = None) -> None:
         """The scheduler of fa2 and fa3."""
         spec = self.spec
-        splits = self.library.split_arguments(self.split_size) if self.wrapper._backend == "fa2" else ()
+        split_size = self.split_size or split_size
+        splits = self.library.split_arguments(split_size) if self.wrapper._backend == "fa2" else ()
         self._schedule(
             pinned, rows.qo_indptr_cpu, rows.kv_indptr_cpu, rows.kv_lens_cpu, rows.num_tokens, rows.num_rows,
             *self._shape, spec.head_dim, spec.head_dim_vo, causal, spec.window_left, *splits,
@@ -134,7 +140,7 @@ class DecodePlan(Plan):
     def _plan_lengths(self, rows: Rows, pinned: torch.Tensor) -> None:
         self._point_at(rows)
         if self.wrapper.use_tensor_cores:
-            self._schedule_tiles(rows, pinned, causal=False)
+            self._schedule_tiles(rows, pinned, causal=False, split_size=self._split_of_uneven(rows))
             return
         spec = self.spec
         self._schedule(
@@ -142,6 +148,26 @@ class DecodePlan(Plan):
             spec.head_dim, spec.head_dim_vo,
             torch.empty(0, dtype=spec.dtype), torch.empty(0, dtype=spec.cache_dtype),
         )  # fmt: skip
+
+    def _split_of_uneven(self, rows: Rows) -> int | None:
+        """Pages of a part, where a few rows are much longer than most and FlashInfer would split none.
+
+        It splits rows while they do not fill the GPU, and otherwise leaves each to one block, however long. Its grid
+        has room for some more: the smallest parts that fit it are taken. None: as FlashInfer finds best.
+        """
+        spec, num_rows = self.spec, rows.num_rows
+        if num_rows <= tiles_at_once(spec, self.library.num_sms) or spec.window_left >= 0:
+            return None
+        pages = np.diff(rows.kv_indptr_cpu.numpy())
+        longest, room = int(pages.max()), graph_tiles(spec, num_rows, 1, self.library.num_sms) - num_rows
+        if longest * num_rows < UNEVEN * int(pages.sum()) or room < 1:
+            return None
+        low, high = -(-MIN_SPLIT // self.page_size), longest
+        while low < high:
+            middle = (low + high) // 2
+            parts = int(np.maximum((pages + (middle - 1)) // middle - 1, 0).sum())  # more than one a row
+            low, high = (middle + 1, high) if parts > room else (low, middle)
+        return low if low < longest else None
 
 
 class PrefillPlan(Plan):

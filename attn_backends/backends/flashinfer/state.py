@@ -59,14 +59,13 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.library = self.make_library()
+        self.library = self.make_library(num_multiprocessors(self.device))
         self.options = self.options or FlashInferOptions()
-        self._num_sms = num_multiprocessors(self.device)
         self._specs = {group.index: group.spec for group in self.groups}
         for spec in self._specs.values():
             self._check_options(spec)
         split, page_size = self.options.fixed_split_size, self.cache.page_size
-        needs = [eager_need(s, self.limits, self._num_sms, split, page_size) for s in self._specs.values()]
+        needs = [eager_need(s, self.limits, self.library.num_sms, split, page_size) for s in self._specs.values()]
         self.need = reduce(or_, needs)
         self.float_workspace = self._float_workspace(self.need)
         self._ring = self._host_ring(self.need)
@@ -137,7 +136,7 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
             raise RuntimeError(
                 f"graph buffers never grow: clone {batch_size} rows inside `with state.graph_capture({batch_size})`"
             )
-        needs = [graph_need(spec, batch_size, query_len, self._num_sms) for spec in self._specs.values()]
+        needs = [graph_need(spec, batch_size, query_len, self.library.num_sms) for spec in self._specs.values()]
         need = reduce(or_, needs)
         if need.float_bytes > self.float_workspace.numel():
             # Graphs of earlier sizes go on with the workspace that they have.

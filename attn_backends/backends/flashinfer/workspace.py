@@ -36,7 +36,7 @@ class Need:
 
 def eager_need(spec: AttentionSpec, limits: Limits, num_sms: int, split_size: int | None, page_size: int) -> Need:
     """Of any batch within the limits, planned without a graph, whichever kernels run it."""
-    ctas = CTAS_PER_SM * num_sms // spec.num_kv_heads
+    ctas = tiles_at_once(spec, num_sms)
     tiles = _num_tiles(spec, limits.max_num_tokens, limits.max_num_requests, 16)
     if split_size is not None:  # every tile may be split, into as many parts as its keys need
         ctas = tiles = tiles * -(-limits.max_model_len // (split_size * page_size))
@@ -49,9 +49,21 @@ def graph_need(spec: AttentionSpec, num_rows: int, query_len: int, num_sms: int)
     """Of a graph of `num_rows` rows of `query_len` tokens, decoded by either kernel or prefilled by fa2."""
     num_tokens = num_rows * query_len
     tile = _tile((num_tokens - num_rows + 1) * spec.group_size, spec.head_dim)
-    tiles = max(CTAS_PER_SM * num_sms // spec.num_kv_heads, _num_tiles(spec, num_tokens, num_rows, tile))
+    tiles = graph_tiles(spec, num_rows, query_len, num_sms)
     need = Need(_partials(spec, tiles, tile), _fa2_ints(tiles, Limits(num_rows, num_tokens, 1)))
     return need | _decode_need(spec, num_rows, num_sms)
+
+
+def graph_tiles(spec: AttentionSpec, num_rows: int, query_len: int, num_sms: int) -> int:
+    """Query tiles, each over a part of a row's keys, that a graph of this size has room for, a KV head."""
+    num_tokens = num_rows * query_len
+    tile = _tile((num_tokens - num_rows + 1) * spec.group_size, spec.head_dim)
+    return max(tiles_at_once(spec, num_sms), _num_tiles(spec, num_tokens, num_rows, tile))
+
+
+def tiles_at_once(spec: AttentionSpec, num_sms: int) -> int:
+    """Those that the GPU runs at once, a KV head."""
+    return CTAS_PER_SM * num_sms // spec.num_kv_heads
 
 
 def _tile(packed_len: int, head_dim: int) -> int:
