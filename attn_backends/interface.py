@@ -159,7 +159,8 @@ class AttentionMetadataBuilder(ABC, Generic[MetadataT]):
             common_attn_metadata: the batch.
             fast_build: prefer a quick build over the quickest kernels.
 
-        For a batch with `for_graph` set, nothing in the metadata may depend on host lengths but the shapes.
+        For a batch with `for_graph` set, nothing that kernels are launched with may depend on host lengths but the
+        shapes. The metadata may bring lengths for the state to plan with.
         """
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MetadataT:

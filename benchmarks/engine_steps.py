@@ -1,10 +1,10 @@
 """Milliseconds a decode step of the whole engine, scheduler included: eager, in CUDA graphs, compiled, fused.
 
-    python benchmarks/engine_steps.py [--model SHAPE_OR_FOLDER] [--mode NAME ...] [--requests 1 32 256]
+    python benchmarks/engine_steps.py [--model SHAPE_OR_FOLDER] [--mode NAME ...] [--requests 1 32 256] [--kernels]
 
 A model is a shape with random weights (SmolLM2-135M, Llama-8B), a folder or a GGUF file. Graphs need a GPU; on a CPU
 they are left out. Prompts are not counted: a step's time is the difference between a run of many new tokens and one of
-few, by the difference of their steps.
+few, by the difference of their steps. With --kernels, what the GPU does in a step is listed by kernel.
 """
 
 from __future__ import annotations
@@ -52,6 +52,22 @@ def step_ms(llm: LLM, count: int, arguments: argparse.Namespace) -> float:
     return (many - few) * 1e3 / (steps[arguments.new_tokens] - steps[FEW])
 
 
+def kernels(llm: LLM, count: int, prompt_tokens: int) -> list[dict[str, object]]:
+    """Microseconds a decode step by kernel, those of the prompts' own step left out: in all, and how often."""
+    texts = [[100 + i] * prompt_tokens for i in range(count)]
+    totals: dict[str, tuple[float, int]] = {}
+    for new_tokens, sign in ((4, -1), (36, 1)):
+        llm.generate(texts, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            llm.generate(texts, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
+        for event in profile.key_averages():
+            us, calls = totals.get(event.key, (0.0, 0))
+            totals[event.key] = us + sign * event.self_device_time_total, calls + sign * event.count
+    rows = [{"requests": count, "kernel": name[:90], "us a step": us / 32, "calls": calls / 32}
+            for name, (us, calls) in totals.items() if us / 32 >= 1]  # fmt: skip
+    return sorted(rows, key=lambda row: -row["us a step"])  # type: ignore[operator]
+
+
 def engine(arguments: argparse.Namespace, settings: dict[str, Any]) -> LLM:
     """An engine over the model, with settings of a mode; graphs of the measured sizes alone."""
     graphs = {"mode": "full" if arguments.device == "cuda" else "none", "sizes": arguments.requests}
@@ -85,8 +101,10 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--kernels", action="store_true")
     arguments = parser.parse_args()
     rows: list[dict[str, object]] = [{"requests": count} for count in arguments.requests]
+    used: list[dict[str, object]] = []
     for name in arguments.mode:
         settings = MODES[name]
         if arguments.device == "cpu" and settings.get("graphs", {}).get("mode") != "none":
@@ -97,13 +115,18 @@ def main() -> None:
         for row, count in zip(rows, arguments.requests, strict=True):
             row[f"{name} ms"] = step_ms(llm, count, arguments)
             print(f"  {count} requests: {row[f'{name} ms']:.2f} ms", flush=True)
+            if arguments.kernels:
+                used += [{"mode": name, **kernel} for kernel in kernels(llm, count, arguments.prompt_tokens)]
         del llm
         gc.collect()
         if arguments.device != "cpu":
             torch.cuda.empty_cache()
     name = f"engine_steps_{arguments.model.lower()}" if arguments.model in SHAPES else "engine_steps"
     packages = installed("torch", "triton", "transformers", "flashinfer-python")
-    report(f"{name}_{arguments.device}", f"a decode step of {arguments.model}, {arguments.dtype}", rows, packages)
+    title = f"a decode step of {arguments.model}, {arguments.dtype}"
+    report(f"{name}_{arguments.device}", title, rows, packages)
+    if used:
+        report(f"{name}_kernels_{arguments.device}", f"{title}, by kernel", used, packages)
 
 
 if __name__ == "__main__":
