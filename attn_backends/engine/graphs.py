@@ -272,6 +272,6 @@ class PiecewiseGraphs(_StepGraphs[torch.Tensor]):
     def run(self, key: GraphKey, step: StepBatch, logits_at: NDArray[np.int64]) -> torch.Tensor:
         """Fill, replay, and return the logits of some tokens."""
         static, graph = self._captured[key]
-        static[: len(logits_at)].copy_(torch.from_numpy(logits_at))
+        static[: len(logits_at)].copy_(torch.from_numpy(logits_at), non_blocking=True)  # staged: it does not wait
         self.steps = self.layers.plan(self.state, step.common)
         return graph.replay()[: len(logits_at)]

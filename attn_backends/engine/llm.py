@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from attn_backends.engine.outputs import Prompt, RequestOutput, Stats, TextChunk
 from attn_backends.engine.page_allocator import PageAllocator
 from attn_backends.engine.request import Request
 from attn_backends.engine.runner import ModelRunner
-from attn_backends.engine.sampler import Sampler, check_finite
+from attn_backends.engine.sampler import OnTheirWay, Sampler
 from attn_backends.engine.scheduler import ScheduledBatch, Scheduler
 from attn_backends.kv_cache import page_bytes
 from attn_backends.registry import AUTO, get_backend, select_backend, validate_options
@@ -33,6 +33,16 @@ class _Live:
     prompt: Prompt
     request: Request
     detokenizer: Detokenizer
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """A batch whose steps the device has been given."""
+
+    batch: ScheduledBatch
+    sampled: Sequence[Request]
+    last_tokens: torch.Tensor  # [num_rows] i64, on the device
+    tokens: OnTheirWay
 
 
 class LLM:
@@ -53,6 +63,7 @@ class LLM:
         self.config = config
         self.model = model
         self.stats = Stats()
+        self._have_ended: list[Request] = []  # and have not been handed out yet
         specs = {layer: with_cache_dtype(probe.spec, config) for layer, probe in model.layers.items()}
         trial = KVCacheSpec(1, config.cache.page_size, config.cache.layout)
         self.selection = select_backend(config.backend, specs, trial, device)
@@ -74,10 +85,14 @@ class LLM:
             k_scale=config.cache.k_scale, v_scale=config.cache.v_scale, options=options,
         )  # fmt: skip
         self.scheduler.on_release = self.runner.forget
+        self.scheduler.on_finish = self._have_ended.append
         self.runner.capture_graphs(backend, config.graphs, config.scheduler.max_num_requests, report, recorder)
         self.sampler = Sampler(config.seed)
+        # A GPU goes on with the next batch while the host looks at the last one's tokens; on a CPU there is no "while".
+        self.launches_ahead = device.type != "cpu"
         self._num_requests = 0
         self._live: dict[str, _Live] = {}
+        self._heard: dict[str, _Live] = {}  # those of them whose text is looked at token by token
 
     @classmethod
     def from_pretrained(
@@ -125,13 +140,23 @@ class LLM:
 
         A prompt that cannot be served has `finish_reason` "error" and says why; the others are not touched by it.
         """
-        finished = [chunk.output for chunk in self.stream(prompts, sampling) if chunk.output]
+        finished = [chunk.output for chunk in self._chunks(prompts, sampling, in_pieces=False) if chunk.output]
         return sorted(finished, key=lambda output: output.index)
 
     def stream(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[TextChunk]:
         """The same, piece by piece as tokens are made. Closing the iterator early aborts what still runs."""
+        return self._chunks(prompts, sampling, in_pieces=True)
+
+    def _chunks(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        in_pieces: bool,
+    ) -> Iterator[TextChunk]:
+        """`stream`; if not `in_pieces`, whole texts where nothing needs to be found in them on the way."""
         if self._live:
             raise RuntimeError("this LLM is already streaming: exhaust or close that iterator first")
         started = time.perf_counter()
@@ -139,15 +164,17 @@ class LLM:
         before = self._counters()
         self.allocator.reset_peak()
         try:
-            self._admit(prompts, sampling)
+            self._admit(prompts, sampling, in_pieces)
             yield from self._close_finished()
-            while self.scheduler.has_unfinished:
-                yield from self._step()
+            launch: _Launch | None = None
+            while self._live:  # at the end, what still runs ahead is for nobody
+                launch = yield from self._step(launch or self._begin())
                 self.stats.seconds = time.perf_counter() - started
         finally:
             for item in self._live.values():
                 self.scheduler.abort(item.request.request_id)
-            self._live.clear()
+            for kept in (self._live, self._heard, self._have_ended):
+                kept.clear()
             hits, preemptions, replays = (now - then for now, then in zip(self._counters(), before, strict=True))
             self.stats.num_prefix_hit_tokens, self.stats.num_preemptions = hits, preemptions
             self.stats.num_graph_steps = replays
@@ -178,7 +205,12 @@ class LLM:
             if item.index == index:
                 self.scheduler.abort(item.request.request_id)
 
-    def _admit(self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None) -> None:
+    def _admit(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        in_pieces: bool,
+    ) -> None:
         if isinstance(prompts, str):
             raise TypeError("prompts is one string; pass a list: generate([prompt])")
         each = sampling if isinstance(sampling, Sequence) else [sampling or self.config.sampling] * len(prompts)
@@ -188,60 +220,85 @@ class LLM:
             token_ids = self.model.tokenizer(prompt).input_ids if isinstance(prompt, str) else [int(t) for t in prompt]
             request = Request(str(self._num_requests), token_ids, params)
             self._num_requests += 1
-            self._live[request.request_id] = _Live(
-                index, prompt, request, Detokenizer(self.model.tokenizer, params.stop)
-            )
+            item = _Live(index, prompt, request, Detokenizer(self.model.tokenizer, params.stop))
+            self._live[request.request_id] = item
+            if in_pieces or params.stop:
+                self._heard[request.request_id] = item
             unknown = [token for token in token_ids if not 0 <= token < self.model.vocab_size]
             if unknown:
-                request.error = (
-                    f"token id {unknown[0]} is not in the vocabulary: ids are 0 to {self.model.vocab_size - 1}"
-                )
-                request.finish_reason = "error"
+                ids = f"ids are 0 to {self.model.vocab_size - 1}"
+                self.scheduler.refuse(request, f"token id {unknown[0]} is not in the vocabulary: {ids}")
             else:
                 self.scheduler.add(request)
             self.stats.num_prompt_tokens += len(token_ids)
 
-    def _step(self) -> Iterator[TextChunk]:
-        """Schedule, run, sample, hand out."""
-        batch = self.scheduler.schedule()
-        if batch is not None:
-            batch = self.runner.arrange(batch)
-            sampled = [batch.requests[row] for row in batch.sample_rows]
-            self.stats.num_steps += batch.num_steps
-            for tokens in self._run(batch, sampled):
-                live = [(r, token) for r, token in zip(sampled, tokens, strict=True) if not r.finish_reason]
-                self.scheduler.update(batch, tokens, self.model.eos_token_ids)
-                self.stats.num_new_tokens += len(live)
-                for request, token in live:
-                    yield from self._hand_out(self._live[request.request_id], token)
+    def _step(self, launch: _Launch | None) -> Generator[TextChunk, None, _Launch | None]:
+        """Wait for what a launch sampled, and hand it out. Returns the launch that follows, if one does."""
+        ahead = self._follow(launch) if launch and self.launches_ahead else None
+        if launch:
+            for tokens in launch.tokens.wait(launch.sampled):
+                heard = self._heard_of(launch.sampled, tokens) if self._heard else ()
+                before = self.scheduler.num_new_tokens
+                self.scheduler.update(launch.batch, tokens, self.model.eos_token_ids)
+                self.stats.num_new_tokens += self.scheduler.num_new_tokens - before
+                for item, token in heard:
+                    if text := self._text_of(item, token):
+                        yield TextChunk(item.index, text)
         yield from self._close_finished()
+        return ahead or (self._follow(launch) if launch and not self.launches_ahead else None)
 
-    def _run(self, batch: ScheduledBatch, sampled: Sequence[Request]) -> list[list[int]]:
-        """Tokens of every sampling row, a list for each of the batch's steps. The host waits for them once."""
-        logits = self.runner.run(batch)
-        chosen, finite = self.sampler.choose(logits, sampled)
-        each = [chosen]
-        for num_ahead in range(1, batch.num_steps):
-            logits = self.runner.run_next(each[-1])
-            chosen, also_finite = self.sampler.choose(logits, sampled, num_ahead)
-            each.append(chosen)
-            finite &= also_finite
-        tokens: list[list[int]] = torch.stack(each).tolist()
-        check_finite(finite, sampled)
-        return tokens
+    def _begin(self) -> _Launch | None:
+        """Launch what the scheduler chooses."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return None
+        batch = self.runner.arrange(batch)
+        return self._launch(batch, self.runner.run(batch))
 
-    def _hand_out(self, item: _Live, token: int) -> Iterator[TextChunk]:
+    def _follow(self, launch: _Launch) -> _Launch | None:
+        """Launch the same rows, each one token further, if the scheduler need not choose anew."""
+        batch = self.scheduler.follow(launch.batch) if self.runner.can_follow else None
+        if batch is None:
+            return None
+        self.runner.grow(batch)
+        return self._launch(batch, self.runner.run_next(launch.last_tokens))
+
+    def _launch(self, batch: ScheduledBatch, logits: torch.Tensor) -> _Launch:
+        """Sample, and run the other steps of a batch. Nobody waits for the device."""
+        sampled, num_ahead = batch.sampled, batch.num_ahead
+        each = [self.sampler.choose(logits, sampled, num_ahead)]
+        for further in range(1, batch.num_steps):
+            logits = self.runner.run_next(each[-1][0])
+            each.append(self.sampler.choose(logits, sampled, num_ahead + further))
+        self.stats.num_steps += batch.num_steps
+        tokens, largest = zip(*each, strict=True)
+        return _Launch(batch, sampled, tokens[-1], OnTheirWay(tokens, largest))
+
+    def _heard_of(self, requests: Sequence[Request], tokens: Sequence[int]) -> list[tuple[_Live, int]]:
+        """Whose new tokens are looked at, with the token. Ask before `update`: what has ended gets no more."""
+        pairs = zip(requests, tokens, strict=True)
+        return [
+            (self._heard[request.request_id], token)
+            for request, token in pairs
+            if not request.finish_reason and request.request_id in self._heard
+        ]
+
+    def _text_of(self, item: _Live, token: int) -> str:
         """The text that one token adds. A token that ends the text is not part of it."""
         text = "" if item.request.finish_reason == "stop" else item.detokenizer.add(token)
         if item.detokenizer.stopped:
             self.scheduler.finish(item.request, "stop")
-        if text:
-            yield TextChunk(item.index, text)
+        return text
 
     def _close_finished(self) -> Iterator[TextChunk]:
-        finished = [item for item in self._live.values() if item.request.finish_reason]
-        for item in finished:
-            del self._live[item.request.request_id]
+        finished = [self._live[request.request_id] for request in self._have_ended]
+        self._have_ended.clear()
+        for item in sorted(finished, key=lambda item: item.index):
+            request = item.request
+            del self._live[request.request_id]
+            if self._heard.pop(request.request_id, None) is None:
+                ends_with_token = request.finish_reason == "stop"
+                item.detokenizer.keep(request.output_token_ids[: -1 if ends_with_token else None])
             yield TextChunk(item.index, item.detokenizer.finish(), self._output(item))
 
     def _output(self, item: _Live) -> RequestOutput:

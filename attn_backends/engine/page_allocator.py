@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -81,7 +82,9 @@ class PageAllocator:
                 f"{count} pages were asked for and {self.num_available} of {self.num_pages} are available: "
                 "free pages first, or make the pool larger (cache.memory, cache.num_pages)"
             )
-        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        pages = self._free[: -count - 1 : -1]
+        del self._free[len(self._free) - len(pages) :]
+        pages += [self._evict() for _ in range(count - len(pages))]
         for page in pages:
             self._refcounts[page] = 1
         self._peak_used = max(self._peak_used, self.num_used)
@@ -119,10 +122,11 @@ class PageAllocator:
         first, last = len(digests), len(token_ids) // self.page_size
         if not self.prefix_caching or first >= last:
             return
-        tokens = np.array(token_ids[first * self.page_size : last * self.page_size], np.int64)
-        parent = digests[-1] if digests else b""
-        for page_tokens in tokens.reshape(-1, self.page_size):
-            parent = blake2b(parent + page_tokens.tobytes(), digest_size=16).digest()
+        tokens = array("q", token_ids[first * self.page_size : last * self.page_size])
+        page_bytes = self.page_size * tokens.itemsize
+        whole, parent = tokens.tobytes(), digests[-1] if digests else b""
+        for start in range(0, len(whole), page_bytes):
+            parent = blake2b(parent + whole[start : start + page_bytes], digest_size=16).digest()
             digests.append(parent)
 
     def match(self, digests: Sequence[bytes]) -> list[int]:

@@ -23,19 +23,22 @@ class Request:
     priority: int = 0  # the lowest number is served first
     arrival: int = field(default=-1, init=False)  # given by the scheduler; breaks ties of priority
     num_prompt_tokens: int = field(init=False)
+    is_greedy: bool = field(init=False)  # its tokens are the most likely ones: no randomness
+    last_len: int = field(default=0, init=False)  # with so many tokens it ends; given by the scheduler
     num_computed_tokens: int = field(default=0, init=False)  # tokens whose keys and values are in the cache
     page_digests: list[bytes] = field(default_factory=list, init=False)  # of full pages of token_ids, as far as known
     num_published_pages: int = field(default=0, init=False)  # of its first pages, told to the prefix cache
     num_prefix_hit_tokens: int = field(default=0, init=False)  # of the prompt, found in the prefix cache
+    num_pages: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
     error: str | None = field(default=None, init=False)  # why, if finish_reason is "error"
     _page_buffer: IntArray = field(default_factory=lambda: np.empty(8, np.int32), init=False, repr=False)
-    _num_pages: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        self.is_greedy = self.sampling.temperature == 0 or self.sampling.top_k == 1
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -62,26 +65,22 @@ class Request:
         return self.priority, self.arrival
 
     @property
-    def num_pages(self) -> int:
-        return self._num_pages
-
-    @property
     def page_ids(self) -> IntArray:
         """Its pages in order [num_pages] i32: a view, good until pages are added or cleared."""
-        return self._page_buffer[: self._num_pages]
+        return self._page_buffer[: self.num_pages]
 
     def add_pages(self, pages: IntArray) -> None:
         """Append pages; the buffer doubles when it is full."""
-        count = self._num_pages + len(pages)
+        count = self.num_pages + len(pages)
         if count > len(self._page_buffer):
             grown = np.empty(max(count, 2 * len(self._page_buffer)), np.int32)
-            grown[: self._num_pages] = self.page_ids
+            grown[: self.num_pages] = self.page_ids
             self._page_buffer = grown
-        self._page_buffer[self._num_pages : count] = pages
-        self._num_pages = count
+        self._page_buffer[self.num_pages : count] = pages
+        self.num_pages = count
 
     def clear_cache(self) -> None:
         """Forget all pages, as if nothing had been computed; tokens and digests stay."""
-        self._num_pages = 0
+        self.num_pages = 0
         self.num_computed_tokens = 0
         self.num_published_pages = 0

@@ -19,7 +19,6 @@ from attn_backends.engine.request import Request
 from attn_backends.engine.scheduler import ScheduledBatch
 from attn_backends.interface import AttentionBackend
 from attn_backends.kv_cache import allocate_kv_cache
-from attn_backends.page_table import common_prefix_len
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, plan_groups
 from attn_backends.step_table import StepBatch, StepTable
 
@@ -110,15 +109,36 @@ class ModelRunner:
 
     def arrange(self, batch: ScheduledBatch) -> ScheduledBatch:
         """Bring the page table up to date with a batch's requests; returns the batch in the order of its rows."""
-        for request in batch.requests:
-            known = self._num_pages.get(request.request_id)
+        names = [request.request_id for request in batch.requests]
+        for name, request in zip(names, batch.requests, strict=True):
+            known = self._num_pages.get(name)
+            if known == request.num_pages:
+                continue
             if known is None:
-                self.table.enter(request.request_id, request.page_ids)
-            elif known < request.num_pages:
-                self.table.extend(request.request_id, request.page_ids[known:])
-            self._num_pages[request.request_id] = request.num_pages
-        order = self.table.arrange([request.request_id for request in batch.requests], batch.query_lens).tolist()
-        return batch if order == sorted(order) else batch.in_order(order)
+                self.table.enter(name, request.page_ids)
+            else:
+                self.table.extend(name, request.page_ids[known:])
+            self._num_pages[name] = request.num_pages
+        order = self.table.arrange(names, batch.query_lens)
+        return batch if (order[:-1] < order[1:]).all() else batch.in_order(order)
+
+    def grow(self, batch: ScheduledBatch) -> None:
+        """`arrange` for a batch that follows: rows are where they were, and some have new pages."""
+        if not len(batch.grown_rows):
+            return
+        requests = [batch.requests[row] for row in batch.grown_rows.tolist()]
+        added = [request.page_ids[self._num_pages[request.request_id] :] for request in requests]
+        if all(len(pages) == 1 for pages in added):
+            self.table.append(batch.grown_rows, np.concatenate(added))
+        else:
+            for request, pages in zip(requests, added, strict=True):
+                self.table.extend(request.request_id, pages)
+        self._num_pages.update((request.request_id, request.num_pages) for request in requests)
+
+    @property
+    def can_follow(self) -> bool:
+        """Whether `run_next` would run the last step's graph, or at its padded size: padding is rows of one token."""
+        return self._step.common.num_tokens == self._step.common.num_reqs
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> torch.Tensor:
@@ -127,6 +147,9 @@ class ModelRunner:
         The batch is in the order of the table's rows (see `arrange`). The result is good until the next run.
         """
         self._logits_at = (np.cumsum(batch.query_lens, dtype=np.int64) - 1)[batch.sample_rows]
+        missing = max(0, self.layers.model.min_tokens - len(self._logits_at))
+        at = np.concatenate([self._logits_at, np.zeros(missing, np.int64)]) if missing else self._logits_at
+        self._logits_at_on_device = torch.from_numpy(at).to(self.device, non_blocking=True)
         self._prefix_len = self._common_prefix_len(batch)
         self._step, self._key = self._begin(batch)
         return self._launch()
@@ -134,8 +157,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run_next(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits of the next step of a batch that decodes, given each row's token [num_rows] i64 on the device."""
-        self._step.token_ids[: len(tokens)].copy_(tokens)
-        self._step = self.table.advance(self._step)
+        self._step = self.table.advance(self._step, tokens)
         return self._launch()
 
     def _begin(self, batch: ScheduledBatch) -> tuple[StepBatch, GraphKey | None]:
@@ -157,9 +179,7 @@ class ModelRunner:
             return self.graphs.run(key, self._step, self._logits_at)
         eager = replace(common, for_graph=False) if common.for_graph else common
         steps = self.layers.plan(self.state, eager, self._prefix_len)
-        rows = np.pad(self._logits_at, (0, max(0, self.layers.model.min_tokens - len(self._logits_at))))
-        logits_at = torch.from_numpy(rows).to(self.device)
-        context = self.layers.context(steps)
+        context, logits_at = self.layers.context(steps), self._logits_at_on_device
         logits = self.layers.model.forward(self._step.token_ids, self._step.positions, logits_at, context)
         return logits[: len(self._logits_at)]
 
@@ -167,4 +187,8 @@ class ModelRunner:
         """Leading keys that all requests share in the same pages, for a backend that reads them once."""
         if not self._cascade or len(batch.requests) < 2:
             return 0
-        return common_prefix_len([request.page_ids for request in batch.requests], batch.context_lens, self._page_size)
+        pages = self.table.page_table[: len(batch.requests), : int(batch.context_lens.min()) // self._page_size]
+        if not pages.shape[1] or (pages[:, 0] != pages[0, 0]).any():
+            return 0  # most batches end here, whatever their contexts
+        differs = (pages != pages[0]).any(axis=0)
+        return (int(differs.argmax()) if differs.any() else len(differs)) * self._page_size

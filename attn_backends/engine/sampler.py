@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from math import isfinite
+from typing import NoReturn
 
 import torch
 
@@ -29,30 +31,30 @@ class Sampler:
         Raises:
             FloatingPointError: a row has no finite largest logit (NaN, +inf, or all -inf); its request is named.
         """
-        tokens, finite = self.choose(logits, requests)
-        check_finite(finite, requests)
-        return tokens.tolist()
+        tokens, largest = self.choose(logits, requests)
+        (chosen,) = OnTheirWay([tokens], [largest]).wait(requests)
+        return chosen
 
     def choose(
         self, logits: torch.Tensor, requests: Sequence[Request], num_ahead: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [num_rows] i64, and whether their logits were finite [num_rows] bool: a token is 0 if they were not.
+        """Tokens [num_rows] i64, and the largest logits [num_rows]: where one is not finite, the token means nothing.
 
-        Both are on the device. Greedy rows, and rows without top-k and top-p, are chosen without reading it.
+        Both are on the device, and any token is one of the vocabulary. Greedy rows, and rows without top-k and top-p,
+        are chosen without reading it.
 
         Args:
             num_ahead: tokens already chosen for these requests that they do not hold yet.
         """
         if len(requests) != len(logits):
             raise ValueError(f"logits have {len(logits)} rows for {len(requests)} requests: pass one row a request")
-        largest, tokens = logits.max(dim=-1, keepdim=True)  # [num_rows, 1]; NaN counts as largest
-        drawn = [row for row, request in enumerate(requests) if not _is_greedy(request.sampling)]
+        largest, tokens = logits.max(dim=-1)  # [num_rows]; NaN counts as largest
+        drawn = [row for row, request in enumerate(requests) if not request.is_greedy]
         if drawn:
-            rows = torch.tensor(drawn, device=logits.device)
-            shifted = logits[rows].float().sub_(largest[rows].float())  # largest is 0: nothing below can overflow
-            tokens[rows, 0] = self._draw(shifted, [requests[row] for row in drawn], num_ahead)
-        finite = largest.isfinite()
-        return tokens.masked_fill_(~finite, 0)[:, 0], finite[:, 0]
+            rows = _on(logits.device, drawn)
+            shifted = logits[rows].float().sub_(largest[rows, None].float())  # largest is 0: nothing below can overflow
+            tokens[rows] = self._draw(shifted, [requests[row] for row in drawn], num_ahead)
+        return tokens, largest
 
     def _draw(self, logits: torch.Tensor, requests: Sequence[Request], num_ahead: int) -> torch.Tensor:
         """Tokens [num_rows] i64 from float32 logits whose largest is 0, which are overwritten.
@@ -60,19 +62,21 @@ class Sampler:
         By inversion of the cumulative distribution, in the order of the vocabulary.
         """
         params, (_, vocab), device = [request.sampling for request in requests], logits.shape, logits.device
-        temperatures = torch.tensor([p.temperature for p in params], device=device)
+        temperatures = _on(device, [p.temperature for p in params])
         # In place: fresh arrays of this size cost more in page faults than the arithmetic does.
         weights = logits.div_(temperatures.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).exp_()
         limited = [row for row, p in enumerate(params) if p.top_p < 1 or (p.top_k or vocab) < vocab]
         if limited:
-            some = weights[limited]
-            weights[limited] = some.masked_fill_(some < _thresholds(some, [params[row] for row in limited]), 0)
+            at = _on(device, limited)
+            some = weights[at]
+            weights[at] = some.masked_fill_(some < _thresholds(some, [params[row] for row in limited]), 0)
         cumulative = weights.double().cumsum_(-1)  # [num_rows, vocab]
         total = cumulative[:, -1:]
-        uniform = torch.tensor([[self._uniform(r, num_ahead)] for r in requests], dtype=torch.float64, device=device)
+        uniform = _on(device, [self._uniform(r, num_ahead) for r in requests], torch.float64)[:, None]
         # Below the total even after rounding: the first entry above it always has a weight of its own.
         height = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
-        return torch.searchsorted(cumulative, height, right=True)[:, 0]
+        # Of numbers that are none, the end is found: it may be the next step's token before anyone sees it.
+        return torch.searchsorted(cumulative, height, right=True)[:, 0].clamp_(max=vocab - 1)
 
     def _uniform(self, request: Request, num_ahead: int) -> float:
         """In [0, 1), 53 bits."""
@@ -82,8 +86,9 @@ class Sampler:
         return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
 
 
-def _is_greedy(params: SamplingParams) -> bool:
-    return params.temperature == 0 or params.top_k == 1
+def _on(device: torch.device, values: Sequence[float], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """[len(values)] on the device, which nobody waits for: `torch.tensor(values, device=device)` would."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def _thresholds(
@@ -96,8 +101,8 @@ def _thresholds(
     vocab, device = weights.shape[1], weights.device
     top_k = [min(p.top_k or vocab, vocab) for p in params]
     num_candidates = min(vocab, max([num_candidates, *(k for k in top_k if k < vocab)]))
-    k = torch.tensor(top_k, device=device)[:, None]  # [num_rows, 1]
-    p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)[:, None]
+    k = _on(device, top_k)[:, None]  # [num_rows, 1]
+    p = _on(device, [p.top_p for p in params], torch.float64)[:, None]
     largest = weights.topk(num_candidates).values  # [num_rows, num_candidates], descending
     cumulative = largest.cumsum(-1, dtype=torch.float64)
     in_top_k = cumulative.gather(1, k.clamp(max=num_candidates) - 1)
@@ -110,19 +115,50 @@ def _thresholds(
     return thresholds
 
 
-def check_finite(finite: torch.Tensor, requests: Sequence[Request]) -> None:
-    """Raise for rows whose tokens mean nothing.
+class OnTheirWay:
+    """Sampled tokens that are being copied to the host, behind what the device has been given so far.
+
+    What it is given afterwards, it may do before they are waited for: the copies go to pinned memory.
 
     Args:
-        finite: [num_rows] bool, as `Sampler.choose` returns it.
-
-    Raises:
-        FloatingPointError: a row has no finite largest logit; its request is named.
+        tokens: [num_rows] i64 of each step, as `Sampler.choose` returns them.
+        largest: [num_rows] of each step, likewise.
     """
-    names = [request.request_id for request, fine in zip(requests, finite.tolist(), strict=True) if not fine]
-    if names:
-        raise FloatingPointError(
-            f"logits of request {', '.join(map(repr, names[:5]))} are not finite ({len(names)} of {len(requests)} "
-            "rows); check the model's weights and dtype (float16 overflows where bfloat16 and float32 do not), "
-            "or try another backend"
-        )
+
+    def __init__(self, tokens: Sequence[torch.Tensor], largest: Sequence[torch.Tensor]) -> None:
+        self._tokens, self._largest = _to_host(tokens), _to_host(largest)  # [num_steps, num_rows]
+        self._have_come: torch.cuda.Event | None = None
+        if tokens[0].is_cuda and len(tokens[0]):  # of no rows, nobody waits
+            self._have_come = torch.cuda.Event()
+            self._have_come.record()
+
+    def wait(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Tokens of all rows for each step.
+
+        Raises:
+            FloatingPointError: a row has no finite largest logit; its request is named.
+        """
+        if self._have_come:
+            self._have_come.synchronize()
+        for largest in self._largest.tolist():
+            if not all(map(isfinite, largest)):
+                pairs = zip(requests, largest, strict=True)
+                _refuse([request.request_id for request, logit in pairs if not isfinite(logit)], requests)
+        tokens: list[list[int]] = self._tokens.tolist()
+        return tokens
+
+
+def _to_host(steps: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[num_steps, num_rows], in pinned memory once the device has come so far; on a CPU as it is."""
+    rows = steps[0][None] if len(steps) == 1 else torch.stack(tuple(steps))
+    if not rows.is_cuda:
+        return rows
+    return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
+
+
+def _refuse(names: Sequence[str], requests: Sequence[Request]) -> NoReturn:
+    raise FloatingPointError(
+        f"logits of request {', '.join(map(repr, names[:5]))} are not finite ({len(names)} of {len(requests)} "
+        "rows); check the model's weights and dtype (float16 overflows where bfloat16 and float32 do not), "
+        "or try another backend"
+    )

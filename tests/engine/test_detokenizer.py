@@ -47,6 +47,21 @@ def test_stop_strings_never_show(tokenizer: PreTrainedTokenizerBase, before: str
     assert detokenizer.stopped
 
 
+@given(token_ids=st.lists(st.integers(0, 258), max_size=30), stop=st.sampled_from([(), ("END",), ("b", "ab")]))
+def test_kept_tokens_give_the_text_of_added_ones(
+    tokenizer: PreTrainedTokenizerBase, token_ids: list[int], stop: tuple[str, ...]
+) -> None:
+    """Also of bytes that are no characters, and of tokens that have no text."""
+    added, kept = Detokenizer(tokenizer, stop), Detokenizer(tokenizer, stop)
+    for token_id in token_ids:
+        if not added.stopped:
+            added.add(token_id)
+    added.finish()
+    kept.keep(token_ids)
+    assert kept.finish() == kept.text == added.text
+    assert kept.stopped == added.stopped
+
+
 def test_what_could_have_become_a_stop_string_is_shown_at_the_end(tokenizer: PreTrainedTokenizerBase) -> None:
     shown, detokenizer = pieces(tokenizer, "the EN", ("END",))
     assert shown[-1] == "EN"

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from attn_backends import LLM, EngineConfig, SamplingParams
 from attn_backends.backends.torch import TorchMetadata, TorchMetadataBuilder
+from attn_backends.engine.scheduler import ScheduledBatch
+from attn_backends.testing.graph_simulator import GraphSimulator
 from tests.tiny_models import save_tiny
 
 LONG = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -68,6 +70,77 @@ def test_several_steps_a_launch_stop_at_the_same_tokens(
         ]
         assert several.stats.num_new_tokens == llm.stats.num_new_tokens
     assert several.allocator.num_used == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("num_steps", [1, 3])
+@pytest.mark.parametrize("settings", [
+    {"cache": {"num_pages": 200, "page_size": 4}},
+    {"cache": {"num_pages": 19, "page_size": 4}, "scheduler": {"max_num_requests": 3}},
+    {"cache": {"num_pages": 64, "prefix_caching": False}, "scheduler": {"max_num_tokens": 7}},
+    {"cache": {"num_pages": 64}, "graphs": {"mode": "full", "sizes": [1, 2, 4]}},
+    {"cache": {"num_pages": 64}, "graphs": {"mode": "piecewise", "sizes": [2, 6]}},
+])  # fmt: skip
+def test_batches_that_follow_give_what_scheduled_ones_give(
+    tiny_llama: Path, settings: dict[str, Any], num_steps: int, ahead: bool
+) -> None:
+    """Greedy and drawn; ended by length, end tokens, stop tokens and strings; requests come, go and are preempted."""
+    plain = engine(tiny_llama, cache={"num_pages": 200})
+    plain.scheduler.follow = lambda batch: None  # type: ignore[method-assign]
+    steps = settings.get("scheduler", {}) | {"decode_steps_per_launch": num_steps}
+    recorder = GraphSimulator() if "graphs" in settings else None
+    llm = LLM.from_pretrained(
+        tiny_llama, EngineConfig.model_validate(settings | {"scheduler": steps}), recorder=recorder
+    )
+    llm.launches_ahead = ahead
+    number, follow = 0, llm.scheduler.follow
+
+    def counted(batch: ScheduledBatch) -> ScheduledBatch | None:
+        nonlocal number
+        following = follow(batch)
+        number += following is not None
+        return following
+
+    llm.scheduler.follow = counted  # type: ignore[method-assign]
+    greedy = tokens(plain, PROMPTS)
+    drawn = SamplingParams(max_tokens=17, temperature=1.5, top_p=0.9, seed=3, stop=["e", "th"])
+    stops = SamplingParams(max_tokens=24, ignore_eos=True, stop_token_ids=[greedy[0][5], greedy[3][10]])
+    mixed = [LONG, drawn, SamplingParams(max_tokens=9), stops, drawn.model_copy(update={"stop": ()})]
+    for sampling in ([stops] * 5, mixed):
+        expected = plain.generate(PROMPTS, sampling)
+        assert llm.generate(PROMPTS, sampling) == expected
+        assert llm.stats.num_new_tokens == plain.stats.num_new_tokens
+    chunks = list(llm.stream(PROMPTS, mixed))
+    assert sorted((c.output for c in chunks if c.output), key=lambda output: output.index) == expected
+    assert ["".join(c.text for c in chunks if c.index == i) for i in range(5)] == [o.text for o in expected]
+    assert number > 5
+    assert llm.allocator.num_used == 0
+
+
+def test_a_stream_that_launches_ahead_can_be_aborted_and_closed(tiny_llama: Path) -> None:
+    llm = engine(tiny_llama, cache={"num_pages": 64, "page_size": 4})
+    llm.launches_ahead = True
+    reasons = {}
+    for chunk in llm.stream(PROMPTS, LONG):
+        llm.abort(1)
+        if chunk.output:
+            reasons[chunk.index] = chunk.output.finish_reason
+    assert reasons == {0: "length", 1: "abort", 2: "length", 3: "length", 4: "length"}
+    stream = llm.stream(PROMPTS, LONG)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert llm.allocator.num_used == 0
+    assert tokens(llm, PROMPTS) == tokens(engine(tiny_llama), PROMPTS)
+
+
+def test_the_last_prompt_can_be_aborted_as_the_others_are_closed(tiny_llama: Path) -> None:
+    llm = engine(tiny_llama)
+    reasons = []
+    for chunk in llm.stream(["one two", "three"], [LONG.model_copy(update={"max_tokens": n}) for n in (3, 24)]):
+        if chunk.output:
+            reasons.append(chunk.output.finish_reason)
+            llm.abort(1)
+    assert reasons == ["length", "abort"]
 
 
 def test_a_shared_prefix_is_found_and_changes_nothing(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -35,11 +37,23 @@ def expected_output(prompt: list[int], sampling: SamplingParams, limit: int) -> 
             return tokens[len(prompt) :], "length"
 
 
+Launch = tuple[ScheduledBatch, list[list[int]]]  # and the tokens of its rows, step by step
+
+
 class Engine:
     """Scheduler, allocator, and a pool whose slots hold (token, position) in place of keys and values."""
 
-    def __init__(self, config: SchedulerConfig, num_pages: int, page_size: int, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        num_pages: int,
+        page_size: int,
+        prefix_caching: bool = True,
+        follow: str = "never",  # or "after" `update`, or "before" it: the host then learns of tokens one launch later
+    ) -> None:
         self.config = config
+        self.follow = follow
+        self.launch: Launch | None = None  # whose tokens the scheduler has not seen
         self.allocator = PageAllocator(num_pages, page_size, prefix_caching)
         self.scheduler = Scheduler(config, self.allocator, config.max_model_len or 10_000)
         self.pool = np.full((num_pages * page_size, 2), -1, np.int64)
@@ -51,17 +65,33 @@ class Engine:
         return request
 
     def step(self) -> bool:
-        batch = self.scheduler.schedule()
-        if batch is None:
+        launch = self.launch or self._launch(self.scheduler.schedule())
+        if launch is None:
             assert not self.scheduler.has_unfinished
             return False
-        self.batches.append(batch)
-        self._check(batch)
-        tokens = self._forward(batch)
-        finished = self.scheduler.update(batch, [tokens[row] for row in batch.sample_rows], frozenset({EOS}))
-        assert all(request.finish_reason and not request.num_pages for request in finished)
+        batch, each = launch
+        ahead = self._launch(self.scheduler.follow(batch), each[-1]) if self.follow == "before" else None
+        for tokens in each:
+            finished = self.scheduler.update(batch, tokens, frozenset({EOS}))
+            assert all(request.finish_reason and not request.num_pages for request in finished)
         self._check_pages()
+        self.launch = self._launch(self.scheduler.follow(batch), each[-1]) if self.follow == "after" else ahead
         return True
+
+    def _launch(self, batch: ScheduledBatch | None, last_tokens: list[int] | None = None) -> Launch | None:
+        """Run all steps of a batch, at once: a device does the same, in order."""
+        if batch is None:
+            return None
+        self.batches.append(batch)
+        ids = np.array(last_tokens) if batch.follows else batch.token_ids
+        self._check(replace(batch, token_ids=ids))
+        each: list[list[int]] = []
+        for done in range(batch.num_steps):
+            step = replace(batch, token_ids=ids, context_lens=batch.context_lens + np.int32(done))
+            tokens = self._forward(step)
+            each.append([tokens[row] for row in batch.sample_rows])
+            ids = np.array(each[-1])
+        return batch, each
 
     def run(self, most_steps: int = 2000) -> None:
         for _ in range(most_steps):
@@ -96,7 +126,8 @@ class Engine:
             (row,) = group.sequences
             positions = np.arange(row.seq_len)
             history = self.pool[np.asarray(row.pages)[positions // page_size] * page_size + positions % page_size]
-            assert history[:, 0].tolist() == request.token_ids[: row.seq_len]
+            known = request.token_ids[: row.seq_len]
+            assert history[: len(known), 0].tolist() == known
             assert history[:, 1].tolist() == positions.tolist()
             tokens.append(next_token(history[:, 0].tolist()))
         return tokens
@@ -119,6 +150,8 @@ requests = st.tuples(prompts.map(lambda p: SHARED[: p[0]] + p[1]), st.integers(0
     max_model_len=st.sampled_from([None, None, 12]),
     chunked=often,
     prefix_caching=often,
+    follow=st.sampled_from(["never", "after", "before"]),
+    num_steps=st.sampled_from([1, 1, 2, 5]),
     data=st.data(),
 )
 def test_any_load_gives_each_request_what_it_gives_alone(
@@ -130,6 +163,8 @@ def test_any_load_gives_each_request_what_it_gives_alone(
     max_model_len: int | None,
     chunked: bool,
     prefix_caching: bool,
+    follow: str,
+    num_steps: int,
     data: st.DataObject,
 ) -> None:
     config = SchedulerConfig(
@@ -137,9 +172,10 @@ def test_any_load_gives_each_request_what_it_gives_alone(
         max_num_tokens=max_num_tokens,
         max_model_len=max_model_len,
         chunked_prefill=chunked,
+        decode_steps_per_launch=num_steps,
     )
     num_pages = -(-pool_tokens // page_size)
-    engine = Engine(config, num_pages, page_size, prefix_caching)
+    engine = Engine(config, num_pages, page_size, prefix_caching, follow)
     limit = min(max_model_len or 10_000, num_pages * page_size)
     added = []
     for i, (prompt, priority, max_tokens, ignore_eos, with_stop) in enumerate(load):
@@ -164,6 +200,47 @@ def test_any_load_gives_each_request_what_it_gives_alone(
     assert engine.allocator.num_used == 0
     assert engine.scheduler.num_preemptions == sum(request.num_preemptions for request in added)
     assert engine.scheduler.num_prefix_hit_tokens == sum(request.num_prefix_hit_tokens for request in added)
+
+
+@pytest.mark.parametrize(("follow", "num_steps"), [("after", 1), ("before", 1), ("before", 4)])
+def test_batches_follow_until_a_request_ends_or_comes(follow: str, num_steps: int) -> None:
+    config = SchedulerConfig(decode_steps_per_launch=num_steps)
+    engine = Engine(config, num_pages=32, page_size=2, follow=follow)
+    short = engine.add("short", [1, 2, 3], max_tokens=9, ignore_eos=True)
+    long = engine.add("long", [3, 2, 1], max_tokens=21, ignore_eos=True)
+    for _ in range(2):
+        engine.step()
+    late = engine.add("late", [2, 2], max_tokens=5, ignore_eos=True)
+    engine.run()
+    for request in (short, long, late):
+        assert request.output_token_ids == expected_output(request.prompt_token_ids, request.sampling, 64)[0]
+    following = [batch for batch in engine.batches if batch.follows]
+    assert any(len(batch.grown_rows) for batch in following)
+    assert max(batch.num_steps for batch in engine.batches) == num_steps
+    assert {len(batch.requests) for batch in following} == ({1, 2, 3} if num_steps == 1 else {1, 2})
+    assert engine.allocator.num_used == 0
+
+
+def test_nothing_follows_where_the_scheduler_has_to_choose() -> None:
+    engine = Engine(SchedulerConfig(max_num_tokens=4), num_pages=8, page_size=2, prefix_caching=False)
+    first = engine.add("first", [1, 2], max_tokens=12, ignore_eos=True)
+    prompt = engine.scheduler.schedule()
+    assert prompt is not None
+    assert engine.scheduler.follow(prompt) is None, "two tokens a row"
+    engine.scheduler.update(prompt, [1], frozenset())
+    decode = engine.scheduler.schedule()
+    assert decode is not None
+    waiting = engine.add("waiting", [3, 3, 3], max_tokens=2)
+    assert engine.scheduler.follow(decode) is None, "someone can be admitted"
+    engine.scheduler.abort(waiting.request_id)
+    following = engine.scheduler.follow(decode)
+    assert following is not None
+    assert (following.context_lens.tolist(), following.grown_rows.tolist()) == ([3], [])
+    assert following.num_ahead == 1
+    engine.scheduler.update(decode, [2], frozenset())
+    assert following.num_ahead == 0
+    engine.scheduler.abort(first.request_id)
+    assert engine.scheduler.follow(following) is None, "its request is gone"
 
 
 def test_preemption_gives_the_same_tokens_and_finds_its_pages_again() -> None:
