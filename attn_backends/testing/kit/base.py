@@ -44,7 +44,7 @@ class KitBase:
         if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
             pytest.skip(f"no CUDA device here; {self.backend_name} is to be tested on {self.device}")
         try:
-            get_backend(self.backend_name)
+            self.backend.get_name()
         except BackendImportError as error:
             if not isinstance(error.__cause__, ModuleNotFoundError):
                 raise
