@@ -56,6 +56,12 @@ def split_decodes_and_prefills(common: CommonAttentionMetadata, decode_threshold
     )
 
 
+def leading_decodes(common: CommonAttentionMetadata) -> int:
+    """How many rows of one query token stand at the front, padding left out; behind them any order is allowed."""
+    longer = np.flatnonzero(np.diff(common.query_start_loc_cpu.numpy()[: common.num_actual_reqs + 1]) > 1)
+    return int(longer[0]) if len(longer) else common.num_actual_reqs
+
+
 def reorder_batch_to_split_decodes_and_prefills(
     batch: SwappableRows, query_lens: Sequence[int] | IntArray, decode_threshold: int = 1
 ) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from attn_backends.batch import CommonAttentionMetadata
 from attn_backends.page_table import PAD_SLOT
+from attn_backends.spec import AttentionSpec, AttentionType
 
 
 def slice_rows(common: CommonAttentionMetadata, start: int, stop: int) -> CommonAttentionMetadata:
@@ -101,3 +102,33 @@ def unpad_rows(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
 
 def _with(tensor: torch.Tensor, more: int, value: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_full((more, *tensor.shape[1:]), value)])
+
+
+def without_new_keys(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """The batch of an engine that has written its keys itself: all that queries see is in the cache."""
+    none = torch.zeros_like(common.new_kv_start_loc_cpu)
+    return replace(common, num_new_kv=0, slot_mapping=common.slot_mapping[:0], new_kv_start_loc_cpu=none)
+
+
+def prefix_to_share(
+    common: CommonAttentionMetadata, asked: int, spec: AttentionSpec, num_decodes: int, min_bytes: int
+) -> int:
+    """How much of a shared prefix to attend once for all decode rows: all of it, or nothing if that does not pay.
+
+    Args:
+        asked: `common_prefix_len` as the builder was given it.
+        min_bytes: of keys and values that are not read again and again then, a layer: from there on it pays.
+
+    Raises:
+        ValueError: `asked` is not whole pages of every row's context.
+    """
+    shortest = int(common.context_lens_cpu[: common.num_actual_reqs].min())
+    if asked % common.page_size or not 0 <= asked <= shortest:
+        raise ValueError(
+            f"common_prefix_len is {asked}; it must be a multiple of the page size ({common.page_size}) and at "
+            f"most the shortest context ({shortest})"
+        )
+    positional = spec.window_left >= 0 or spec.chunk_size is not None or spec.alibi_slopes is not None
+    bytes_per_key = spec.num_kv_heads * (spec.head_dim + spec.head_dim_vo) * spec.cache_dtype.itemsize
+    pays = num_decodes > 1 and asked * (num_decodes - 1) * bytes_per_key >= min_bytes
+    return asked if pays and not positional and spec.attention_type is AttentionType.DECODER else 0

@@ -260,11 +260,12 @@ class AttentionState(ABC, Generic[MetadataT]):
         )
 
 
-def check_capture_size(batch_size: int, query_len: int, limits: Limits) -> None:
-    """What every state asks before it allocates graph buffers.
+def check_capture_size(batch_size: int, query_len: int, limits: Limits, held_rows: int | None = None) -> None:
+    """What every state asks before it allocates graph buffers, or a clone over those that it holds for `held_rows`.
 
     Raises:
         ValueError: the size is not positive, or above the limits that the state was sized from.
+        RuntimeError: the buffers hold fewer rows; none outside of a capture.
     """
     if batch_size < 1 or query_len < 1:
         raise ValueError(f"a graph of {batch_size} rows of {query_len} tokens: both must be at least 1")
@@ -272,6 +273,10 @@ def check_capture_size(batch_size: int, query_len: int, limits: Limits) -> None:
         raise ValueError(
             f"a graph of {batch_size} rows of {query_len} tokens is above the limits (max_num_requests "
             f"{limits.max_num_requests}, max_num_tokens {limits.max_num_tokens}): capture smaller sizes, or raise these"
+        )
+    if held_rows is not None and batch_size > held_rows:
+        raise RuntimeError(
+            f"graph buffers never grow: clone {batch_size} rows inside `with state.graph_capture({batch_size})`"
         )
 
 

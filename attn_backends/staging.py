@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -104,16 +104,9 @@ class StagingRing(HostRing):
         on_device: [size] i32.
     """
 
-    def __init__(
-        self,
-        size: int,
-        device: torch.device,
-        depth: int = 4,
-        group: int = 1,
-        make_event: Callable[[], Event] | None = None,
-    ) -> None:
+    def __init__(self, size: int, device: torch.device, *args: Any, **kwargs: Any) -> None:
         size = -(-size // _GRAIN) * _GRAIN
-        super().__init__(size, device, depth, group, make_event)
+        super().__init__(size, device, *args, **kwargs)
         self.on_device = torch.zeros(size, dtype=torch.int32, device=device)
         self.buffers: list[IntArray] = [host.numpy() for host in self.hosts_cpu]
         self._views = lru_cache(maxsize=256)(self._make_views)

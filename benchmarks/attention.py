@@ -24,7 +24,8 @@ from gpu_harness import Copy, free_memory, in_turns_us, installed, make_copy, re
 from harness import report
 from paged_problem import Call, Contender, Problem, Shape, make_contender, make_problem
 
-from attn_backends import CommonAttentionMetadata, get_backend, plan_groups, select_backend
+from attn_backends import get_backend, plan_groups, select_backend
+from attn_backends.batch_views import without_new_keys
 from attn_backends.interface import AttentionBackend, AttentionImpl, AttentionStep, CudaGraphSupport
 from attn_backends.kv_cache import gather_slots
 from attn_backends.registry import validate_options
@@ -98,7 +99,7 @@ def ours(name: str, problem: Problem, options: dict[str, Any]) -> Made:
     common = replace(fitting.common, for_graph=True)
     is_capturable = backend.capabilities().cuda_graph > CudaGraphSupport.NEVER and not problem.shape.is_prefill
     if not is_capturable or not builder.can_run_in_cudagraph(common):
-        steps = [state.begin_forward(builder.build(0, of)) for of in (all_cached(fitting.common), fitting.common)]
+        steps = [state.begin_forward(builder.build(0, of)) for of in (without_new_keys(fitting.common), fitting.common)]
         return captured(*steps, None)
     with state.graph_capture(common.num_reqs):
         clone = state.graph_clone(common.num_reqs)
@@ -106,13 +107,6 @@ def ours(name: str, problem: Problem, options: dict[str, Any]) -> Made:
         made = captured(step, step, clone)
     clone.begin_forward(builder.build(0, common))  # as before every replay
     return made
-
-
-def all_cached(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """The batch without new keys: what its queries see is in the cache."""
-    none = common.slot_mapping[:0]
-    return replace(common, num_new_kv=0, slot_mapping=none,
-                   new_kv_start_loc_cpu=torch.zeros_like(common.new_kv_start_loc_cpu))  # fmt: skip
 
 
 def our_call(impl: AttentionImpl[Any], problem: Problem, step: AttentionStep[Any]) -> Call:

@@ -21,7 +21,12 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 
 from attn_backends.batch import CommonAttentionMetadata
-from attn_backends.batch_order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
+from attn_backends.batch_order import (
+    SwappableRows,
+    leading_decodes,
+    reorder_batch_to_split_decodes_and_prefills,
+)
+from attn_backends.batch_views import prefix_to_share
 from attn_backends.interface import (
     AttentionBackend,
     AttentionImpl,
@@ -190,14 +195,15 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             return self._build_static(common)
         self.check_lengths(common)
         actual = common.num_actual_reqs
-        query_starts = common.query_start_loc_cpu[: actual + 1].numpy()
+        query_starts = common.query_start_loc_cpu.numpy()
         seq_lens = common.seq_lens_cpu[:actual].numpy()
         new_kv_starts = common.new_kv_start_loc_cpu.numpy()
-        longer = np.flatnonzero(np.diff(query_starts) > 1)
-        num_decodes = int(longer[0]) if len(longer) else actual
+        num_decodes = leading_decodes(common)
         use_cache = not common.is_profile_run and spec.attention_type is not AttentionType.ENCODER
 
-        prefix_len = self._prefix_len(common_prefix_len, common, num_decodes) if use_cache else 0
+        prefix_len = 0
+        if use_cache:
+            prefix_len = prefix_to_share(common, common_prefix_len, spec, num_decodes, CASCADE_MIN_BYTES)
         batch = self._decode_batch(common, seq_lens[:num_decodes], prefix_len) if use_cache else None
         rows = []
         for i in range(batch.num_rows if batch else 0, actual):
@@ -264,21 +270,6 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         return _static_metadata(
             self.group.index, common.slot_mapping, DecodeBatch(num_rows, slots.view(-1), bias, None, query_len, live)
         )
-
-    def _prefix_len(self, asked: int, common: CommonAttentionMetadata, num_decodes: int) -> int:
-        """How much of the prefix is attended once for all decode rows: all of it, or nothing if that is slower."""
-        shortest = int(common.context_lens_cpu[: common.num_actual_reqs].min())
-        if asked % common.page_size or not 0 <= asked <= shortest:
-            raise ValueError(
-                f"common_prefix_len is {asked}; it must be a multiple of the page size ({common.page_size}) and at "
-                f"most the shortest context ({shortest})"
-            )
-        spec = self.group.spec
-        positional = spec.window_left >= 0 or spec.chunk_size is not None or spec.alibi_slopes is not None
-        cross = spec.attention_type is AttentionType.CROSS
-        bytes_per_key = spec.num_kv_heads * (spec.head_dim + spec.head_dim_vo) * spec.cache_dtype.itemsize
-        pays = num_decodes > 1 and asked * (num_decodes - 1) * bytes_per_key >= CASCADE_MIN_BYTES
-        return asked if pays and not positional and not cross else 0
 
     def _first_visible(self, position: int) -> int:
         """Position of the oldest key that a query at `position` sees."""
@@ -469,8 +460,8 @@ class TorchState(AttentionState[TorchMetadata]):
                 torch.empty(max(tokens * per_value, at_once), dtype=torch.uint8),
             )
 
-        self._clones: dict[tuple[int, int], TorchGraphState] | None = None  # while capturing
-        self._max_batch_size = 0  # of the capture
+        self._clones: dict[tuple[int, int], TorchGraphState] = {}
+        self._max_batch_size = 0  # while capturing
 
     def begin_forward(self, metadata: TorchMetadata) -> TorchStep:
         return TorchStep(metadata, self.scratch)
@@ -482,14 +473,10 @@ class TorchState(AttentionState[TorchMetadata]):
         try:
             yield
         finally:
-            self._clones = None
+            self._clones, self._max_batch_size = {}, 0
 
     def graph_clone(self, batch_size: int, query_len: int = 1) -> TorchGraphState:
-        check_capture_size(batch_size, query_len, self.limits)
-        if self._clones is None or batch_size > self._max_batch_size:
-            raise RuntimeError(
-                f"graph buffers never grow: clone {batch_size} rows inside `with state.graph_capture({batch_size})`"
-            )
+        check_capture_size(batch_size, query_len, self.limits, self._max_batch_size)
         clone = TorchGraphState(self, batch_size, query_len)
         self._clones[batch_size, query_len] = clone
         return clone
@@ -497,7 +484,7 @@ class TorchState(AttentionState[TorchMetadata]):
     def graph_capture_get_metadata_for_batch(
         self, batch_size: int, query_len: int = 1, group_index: int = 0
     ) -> TorchMetadata:
-        clone = (self._clones or {}).get((batch_size, query_len)) or self.graph_clone(batch_size, query_len)
+        clone = self._clones.get((batch_size, query_len)) or self.graph_clone(batch_size, query_len)
         return clone.steps[group_index].metadata
 
 
@@ -506,7 +493,7 @@ class TorchGraphState(TorchState):
 
     def __init__(self, parent: TorchState, batch_size: int, query_len: int) -> None:
         AttentionState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
-        self._clones = None
+        self._clones, self._max_batch_size = {}, 0
         self.scratch = parent.scratch
         self.num_tokens = batch_size * query_len
         self.steps = {group.index: self._step(group, batch_size, query_len) for group in parent.groups}

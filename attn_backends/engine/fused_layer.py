@@ -10,31 +10,27 @@ Rotation: Su et al., "RoFormer", in the half-split form of Llama; normalisation:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from attn_backends.engine.linears import PackedLinear, packable, packed_linear, prefers_mkl
-from attn_backends.engine.llama_form import agree, has_llama_form
+from attn_backends.engine.llama_form import LlamaLayer, merged_weights, replace_layers
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative, ‖fused - original‖ / ‖original‖
 
 
-class FusedLayer(torch.nn.Module):
+class FusedLayer(LlamaLayer):
     """Takes the place of a decoder layer; `attention_context` gets q, k and v as from the original."""
 
     def __init__(self, layer: Any, rotate: _Rotation) -> None:
-        super().__init__()
+        super().__init__(layer)
         self.rotate = rotate
         attention, mlp = layer.self_attn, layer.mlp
-        self.place = torch.nn.Module()  # stands for the attention module, without its weights
-        self.place.layer_idx, self.place.scaling = attention.layer_idx, attention.scaling
         self.norms = [_Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)]
-        self.head_dim = attention.head_dim
-        self.num_queries = attention.q_proj.out_features // self.head_dim
-        self.num_rotated = self.num_queries + attention.k_proj.out_features // self.head_dim
-        self.qkv = packed_linear(torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]))
+        self.qkv = packed_linear(merged_weights(attention.q_proj, attention.k_proj, attention.v_proj))
         self.out, self.down = packed_linear(attention.o_proj.weight), packed_linear(mlp.down_proj.weight)
         gated = _MergedGate if prefers_mkl(mlp.up_proj.weight.dtype) else _FusedGate
         self.gated = gated(mlp.gate_proj.weight, mlp.up_proj.weight)
@@ -128,11 +124,4 @@ def fuse_layers(layers: Any, rotary: Any) -> int:
         layers: a model's decoder layers (`torch.nn.ModuleList`), on the CPU.
         rotary: the model's rotary embedding: (hidden, position_ids) to cos and sin.
     """
-    replaced, rotate = 0, _Rotation()
-    for index, layer in enumerate(layers):
-        if has_llama_form(layer, packable):
-            fused = FusedLayer(layer, rotate)
-            if agree(layer, fused, rotary, TOLERANCES[layer.input_layernorm.weight.dtype]):
-                layers[index] = fused
-                replaced += 1
-    return replaced
+    return replace_layers(layers, rotary, partial(FusedLayer, rotate=_Rotation()), packable, TOLERANCES)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from attn_backends.engine.layer_kernels import gated, one_token_linear, pays, rms_norm, rotate_
-from attn_backends.engine.llama_form import agree, has_llama_form
+from attn_backends.engine.llama_form import LlamaLayer, merged_weights, replace_layers
 
 TOLERANCES = {torch.float16: 5e-3, torch.bfloat16: 3e-2}  # relative, ‖fused - original‖ / ‖original‖
 
@@ -29,21 +29,16 @@ class Norm(torch.nn.Module):
         return rms_norm(hidden.flatten(0, -2), self.weight, self.epsilon).view_as(hidden)
 
 
-class FusedCudaLayer(torch.nn.Module):
+class FusedCudaLayer(LlamaLayer):
     """Takes the place of a decoder layer; `attention_context` gets q, k and v as from the original."""
 
     def __init__(self, layer: Any) -> None:
-        super().__init__()
+        super().__init__(layer)
         attention, mlp = layer.self_attn, layer.mlp
-        self.place = torch.nn.Module()  # stands for the attention module, without its weights
-        self.place.layer_idx, self.place.scaling = attention.layer_idx, attention.scaling
         self.norms = torch.nn.ModuleList([Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)])
-        self.head_dim = attention.head_dim
-        self.num_queries = attention.q_proj.out_features // self.head_dim
-        self.num_rotated = self.num_queries + attention.k_proj.out_features // self.head_dim
-        self.qkv = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+        self.qkv = merged_weights(attention.q_proj, attention.k_proj, attention.v_proj)
         self.out, self.down = attention.o_proj.weight, mlp.down_proj.weight
-        self.gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+        self.gate_up = merged_weights(mlp.gate_proj, mlp.up_proj)
 
     def forward(
         self,
@@ -84,13 +79,8 @@ def fuse_cuda_layers(model: Any) -> int:
 
     Where all were, its last norm goes the same way.
     """
-    base, replaced = model.base_model, 0
-    for index, layer in enumerate(base.layers):
-        if has_llama_form(layer, _is_plain):
-            fused = FusedCudaLayer(layer)
-            if agree(layer, fused, base.rotary_emb, TOLERANCES[fused.qkv.dtype], (1, 7)):
-                base.layers[index] = fused
-                replaced += 1
+    base = model.base_model
+    replaced = replace_layers(base.layers, base.rotary_emb, FusedCudaLayer, _is_plain, TOLERANCES, (1, 7))
     if replaced == len(base.layers) and hasattr(getattr(base, "norm", None), "variance_epsilon"):
         base.norm = Norm(base.norm)
     return replaced

@@ -229,7 +229,8 @@ def _prepare(model: Any, config: EngineConfig) -> int:
             from attn_backends.engine.fused_layer_cuda import fuse_cuda_layers
 
             fuse_cuda_layers(model)
-        fused = fuse_layers(base.layers, base.rotary_emb)
+        else:
+            fused = fuse_layers(base.layers, base.rotary_emb)
     if config.merge_projections:
         merge_projections(model)
     return fused + (pack_linears(model) if config.pack_linears else 0)

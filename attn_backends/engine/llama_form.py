@@ -28,6 +28,49 @@ def has_llama_form(layer: Any, is_fast: Callable[[torch.Tensor], bool]) -> bool:
     )
 
 
+class LlamaLayer(torch.nn.Module):
+    """What takes the place of a decoder layer of that form: its attention module's stand-in, and where heads lie."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        attention = layer.self_attn
+        self.place = torch.nn.Module()  # stands for the attention module, without its weights
+        self.place.layer_idx, self.place.scaling = attention.layer_idx, attention.scaling
+        self.head_dim = attention.head_dim
+        self.num_queries = attention.q_proj.out_features // self.head_dim
+        self.num_rotated = self.num_queries + attention.k_proj.out_features // self.head_dim
+
+
+def merged_weights(*linears: Any) -> torch.Tensor:
+    """The weights of several products of one input, as one product's."""
+    return torch.cat([linear.weight for linear in linears])
+
+
+def replace_layers(
+    layers: Any,
+    rotary: Any,
+    make: Callable[[Any], torch.nn.Module],
+    is_fast: Callable[[torch.Tensor], bool],
+    tolerances: Mapping[torch.dtype, float],
+    sizes: Sequence[int] = (7,),
+) -> int:
+    """Replace the layers of this form whose fused form agrees with them; returns how many were.
+
+    Args:
+        layers: a model's decoder layers (`torch.nn.ModuleList`).
+        make: the fused form of a layer.
+        others: as for `has_llama_form` and `agree`, the tolerance by the layer's dtype.
+    """
+    replaced = 0
+    for index, layer in enumerate(layers):
+        if has_llama_form(layer, is_fast):
+            fused = make(layer)
+            if agree(layer, fused, rotary, tolerances[layer.input_layernorm.weight.dtype], sizes):
+                layers[index] = fused
+                replaced += 1
+    return replaced
+
+
 class _Trial:
     """A stand-in for attention: mixes queries, keys and values of each token, so that an error in any of them shows."""
 

@@ -34,6 +34,20 @@ class GraphTensors:
     last_page_len: torch.Tensor  # [R] i32
 
 
+@dataclass(frozen=True)
+class Workspaces:
+    """What a wrapper's kernels work in. Its pinned buffer is another at every plan."""
+
+    floats: torch.Tensor  # [bytes] u8, for partial results; shared by wrappers that run one after the other
+    ints: torch.Tensor  # [bytes] u8, the wrapper's own, for its schedule
+
+    def given_to(self, wrapper: Any) -> Any:
+        """The wrapper, with these in place of those that it has made itself."""
+        wrapper.reset_workspace_buffer(self.floats, self.ints)
+        wrapper._pin_memory_int_workspace_buffer = None
+        return wrapper
+
+
 class Library:
     """The package `flashinfer`, or what stands for it.
 
@@ -58,7 +72,7 @@ class Library:
         self._num_split_arguments = max(count for since, count in SPLIT_ARGUMENTS if found >= since)
 
     def decode_wrapper(
-        self, workspace: torch.Tensor, cache: KVCacheSpec, tensor_cores: bool, graph: GraphTensors | None
+        self, workspaces: Workspaces, cache: KVCacheSpec, tensor_cores: bool, graph: GraphTensors | None
     ) -> Any:
         """A `BatchDecodeWithPagedKVCacheWrapper`; one for a graph has the tensors that it reads."""
         buffers = {} if graph is None else {
@@ -66,13 +80,14 @@ class Library:
             "paged_kv_indices_buffer": graph.indices,
             "paged_kv_last_page_len_buffer": graph.last_page_len,
         }  # fmt: skip
-        return self.module.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, cache.layout, use_cuda_graph=graph is not None, use_tensor_cores=tensor_cores,
+        wrapper = self.module.BatchDecodeWithPagedKVCacheWrapper(
+            workspaces.floats, cache.layout, use_cuda_graph=graph is not None, use_tensor_cores=tensor_cores,
             backend="fa2" if tensor_cores else "auto", **buffers,
         )  # fmt: skip
+        return workspaces.given_to(wrapper)
 
     def prefill_wrapper(
-        self, workspace: torch.Tensor, cache: KVCacheSpec, kernels: str, graph: GraphTensors | None
+        self, workspaces: Workspaces, cache: KVCacheSpec, kernels: str, graph: GraphTensors | None
     ) -> Any:
         """A `BatchPrefillWithPagedKVCacheWrapper` of fa2 or fa3."""
         buffers = {} if graph is None else {
@@ -81,13 +96,15 @@ class Library:
             "paged_kv_indices_buf": graph.indices,
             "paged_kv_last_page_len_buf": graph.last_page_len,
         }  # fmt: skip
-        return self.module.BatchPrefillWithPagedKVCacheWrapper(
-            workspace, cache.layout, use_cuda_graph=graph is not None, backend=kernels, **buffers
+        wrapper = self.module.BatchPrefillWithPagedKVCacheWrapper(
+            workspaces.floats, cache.layout, use_cuda_graph=graph is not None, backend=kernels, **buffers
         )
+        return workspaces.given_to(wrapper)
 
-    def ragged_wrapper(self, workspace: torch.Tensor, kernels: str) -> Any:
+    def ragged_wrapper(self, workspaces: Workspaces, kernels: str) -> Any:
         """A `BatchPrefillWithRaggedKVCacheWrapper`, over keys that lie together."""
-        return self.module.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=kernels)
+        wrapper = self.module.BatchPrefillWithRaggedKVCacheWrapper(workspaces.floats, "NHD", backend=kernels)
+        return workspaces.given_to(wrapper)
 
     def split_arguments(self, split_size: int | None) -> tuple[int, ...]:
         """How fa2's scheduler is told to split keys: into parts of so many pages, or as it finds best."""

@@ -15,7 +15,12 @@ import torch
 
 from attn_backends.backends.flashinfer.options import FlashInferOptions
 from attn_backends.batch import CommonAttentionMetadata
-from attn_backends.batch_order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
+from attn_backends.batch_order import (
+    SwappableRows,
+    leading_decodes,
+    reorder_batch_to_split_decodes_and_prefills,
+)
+from attn_backends.batch_views import prefix_to_share
 from attn_backends.derive import PagedCsr, csr_of
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.page_table import IntArray
@@ -86,12 +91,11 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         if common.for_graph:
             return self._build_for_graph(common)
         actual = common.num_actual_reqs
-        query_starts = common.query_start_loc_cpu.numpy()
         use_cache = not common.is_profile_run and self.group.spec.attention_type is not AttentionType.ENCODER
-        num_decodes = _num_decodes(query_starts, actual) if use_cache else 0
+        num_decodes = leading_decodes(common) if use_cache else 0
         new_kv_starts = common.new_kv_start_loc_cpu.numpy()
         pages = _Pages(common, self.group.spec.window_left) if use_cache else None
-        prefix_len = self._prefix_len(common_prefix_len, common, num_decodes)
+        prefix_len = prefix_to_share(common, common_prefix_len, self.group.spec, num_decodes, CASCADE_MIN_BYTES)
         decode = prefill = prefix = None
         if pages is not None and num_decodes:
             own = pages if not prefix_len else pages.without(prefix_len // common.page_size)
@@ -144,20 +148,6 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         as_it_came = spec.attention_type is AttentionType.DECODER and spec.cache_dtype is spec.dtype
         brought = common.num_new_kv == common.num_actual_tokens
         return as_it_came and brought and not common.context_lens_cpu.numpy()[num_decodes:actual].any()
-
-    def _prefix_len(self, asked: int, common: CommonAttentionMetadata, num_decodes: int) -> int:
-        """How much of the prefix is attended once for all decode rows: all of it, or nothing if that is slower."""
-        shortest = int(common.context_lens_cpu[: common.num_actual_reqs].min())
-        if asked % common.page_size or not 0 <= asked <= shortest:
-            raise ValueError(
-                f"common_prefix_len is {asked}; it must be a multiple of the page size ({common.page_size}) and at "
-                f"most the shortest context ({shortest})"
-            )
-        spec = self.group.spec
-        plain = spec.window_left < 0 and spec.attention_type is AttentionType.DECODER
-        bytes_per_key = spec.num_kv_heads * (spec.head_dim + spec.head_dim_vo) * spec.cache_dtype.itemsize
-        pays = num_decodes > 1 and asked * (num_decodes - 1) * bytes_per_key >= CASCADE_MIN_BYTES
-        return asked if plain and pays else 0
 
 
 def graph_metadata(group_index: int, slot_mapping: torch.Tensor, rows: Rows, is_decode: bool) -> FlashInferMetadata:
@@ -215,12 +205,6 @@ class _Pages:
             self.csr = csr_in_one_launch(*table)
         else:
             self.csr = csr_of(*table)
-
-
-def _num_decodes(query_starts: IntArray, num_rows: int) -> int:
-    """Leading rows of one query token."""
-    longer = np.flatnonzero(np.diff(query_starts[: num_rows + 1]) > 1)
-    return int(longer[0]) if len(longer) else num_rows
 
 
 def _rows(common: CommonAttentionMetadata, pages: _Pages | None, first: int, stop: int) -> Rows:

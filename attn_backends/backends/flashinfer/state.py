@@ -16,6 +16,7 @@ from attn_backends.backends.flashinfer.library import (
     FA3_HEAD_DIMS,
     GraphTensors,
     Library,
+    Workspaces,
     has_fa3,
     num_multiprocessors,
 )
@@ -131,11 +132,8 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
             self._max_batch_size = 0
 
     def graph_clone(self, batch_size: int, query_len: int = 1) -> FlashInferGraphState:
-        check_capture_size(batch_size, query_len, self.limits)
-        if self._graphs is None or batch_size > self._max_batch_size:
-            raise RuntimeError(
-                f"graph buffers never grow: clone {batch_size} rows inside `with state.graph_capture({batch_size})`"
-            )
+        check_capture_size(batch_size, query_len, self.limits, self._max_batch_size)
+        assert self._graphs is not None  # while rows are held
         needs = [graph_need(spec, batch_size, query_len, self.library.num_sms) for spec in self._specs.values()]
         need = reduce(or_, needs)
         if need.float_bytes > self.float_workspace.numel():
@@ -158,28 +156,25 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
     def _planned(self, group: int, kind: Kind, rows: Rows) -> Plan:
         plan = self._plans.get((group, kind))
         if plan is None:
-            plan = self._plans[group, kind] = self._make_plan(group, kind)
+            plan = self._plans[group, kind] = self.make_plan(group, kind, self.need)
         plan(rows)
         return plan
 
-    def _make_plan(self, group: int, kind: Kind) -> Plan:
-        spec, library, cache, floats = self._specs[group], self.library, self.cache, self.float_workspace
+    def make_plan(self, group: int, kind: Kind, need: Need, graph: GraphTensors | None = None) -> Plan:
+        """A plan that nothing is planned in yet, for a graph if it is given the tensors that kernels read there."""
+        spec, library, cache = self._specs[group], self.library, self.cache
+        ints = torch.empty(need.int_bytes, dtype=torch.uint8, device=self.device)
+        workspaces = Workspaces(self.float_workspace, ints)
         kernels = "fa3" if kind.endswith("fa3") else "fa2"
+        how: dict[str, Any] = {"split_size": self.options.fixed_split_size, "in_graph": graph is not None}
         if kind == "decode":
-            wrapper = library.decode_wrapper(floats, cache, self._tensor_cores(spec), None)
-        elif kind.startswith("ragged"):
-            wrapper = library.ragged_wrapper(floats, kernels)
-        else:
-            wrapper = library.prefill_wrapper(floats, cache, kernels, None)
-        ints = torch.empty(self.need.int_bytes, dtype=torch.uint8, device=self.device)
-        give_workspaces(wrapper, floats, ints)
-        split = {"split_size": self.options.fixed_split_size}
-        if kind == "decode":
-            return DecodePlan(library, wrapper, spec, cache.page_size, self._ring, **split)
+            wrapper = library.decode_wrapper(workspaces, cache, self._tensor_cores(spec), graph)
+            return DecodePlan(library, wrapper, spec, cache.page_size, self._ring, **how)
         if kind.startswith("ragged"):
-            return RaggedPlan(library, wrapper, spec, 1, self._ring, **split)
+            return RaggedPlan(library, library.ragged_wrapper(workspaces, kernels), spec, 1, self._ring, **how)
+        wrapper = library.prefill_wrapper(workspaces, cache, kernels, graph)
         causal = spec.causal and kind != "prefix"
-        return PrefillPlan(library, wrapper, spec, cache.page_size, self._ring, causal=causal, **split)
+        return PrefillPlan(library, wrapper, spec, cache.page_size, self._ring, causal=causal, **how)
 
     def _prefill_kind(self, spec: AttentionSpec, rows: Rows) -> Kind:
         wanted = self.options.prefill_kernels
@@ -233,12 +228,6 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
         return HostRing(-(-need.int_bytes // 4), self.device, depth=4 * at_once, group=at_once)
 
 
-def give_workspaces(wrapper: Any, floats: torch.Tensor, ints: torch.Tensor) -> None:
-    """Replace the workspaces that a wrapper has made itself; its pinned buffer is the ring's at every plan."""
-    wrapper.reset_workspace_buffer(floats, ints)
-    wrapper._pin_memory_int_workspace_buffer = None
-
-
 def refuse_while_capturing(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -259,11 +248,10 @@ class _GraphBuffers:
         self.slot_mapping = torch.full((limits.max_num_tokens,), PAD_SLOT, dtype=torch.int64, device=device)
         self._csrs: dict[int, PagedCsr] = {}  # by window_left
         all_pages = -(-limits.max_model_len // page_size)
-        longest_query = max(1, limits.max_num_tokens)
         for group in state.groups:
             window = group.spec.window_left
             # A window begins anywhere in a page: one page more than its keys fill.
-            pages = all_pages if window < 0 else min(all_pages, (window + longest_query - 1) // page_size + 2)
+            pages = all_pages if window < 0 else min(all_pages, (window + limits.max_num_tokens - 1) // page_size + 2)
             if window not in self._csrs:
                 self._csrs[window] = PagedCsr(
                     torch.zeros(max_num_rows + 1, dtype=torch.int32, device=device),
@@ -293,21 +281,11 @@ class FlashInferGraphState(FlashInferState):
         self._starts_cpu = torch.arange(num_rows + 1, dtype=torch.int32) * query_len
         starts = self._starts_cpu.to(self.device)
         self._tensors = {group.index: buffers.of(group, num_rows, starts) for group in self.groups}
-        self._plans_of = {group.index: self._graph_plan(parent, group.index, need) for group in self.groups}
+        kind: Kind = "decode" if self.is_decode else "prefill fa2"
+        self._plans_of = {
+            group: parent.make_plan(group, kind, need, tensors) for group, tensors in self._tensors.items()
+        }
         self._steps = {group.index: self._static_step(group.index) for group in self.groups}
-
-    def _graph_plan(self, parent: FlashInferState, group: int, need: Need) -> Plan:
-        spec, tensors, library = self._specs[group], self._tensors[group], parent.library
-        ints = torch.empty(need.int_bytes, dtype=torch.uint8, device=self.device)
-        if self.is_decode:
-            wrapper = library.decode_wrapper(parent.float_workspace, self.cache, parent._tensor_cores(spec), tensors)
-            give_workspaces(wrapper, parent.float_workspace, ints)
-            return DecodePlan(library, wrapper, spec, self.cache.page_size, parent._ring, in_graph=True)
-        wrapper = library.prefill_wrapper(parent.float_workspace, self.cache, "fa2", tensors)
-        give_workspaces(wrapper, parent.float_workspace, ints)
-        return PrefillPlan(
-            library, wrapper, spec, self.cache.page_size, parent._ring, causal=spec.causal, in_graph=True
-        )
 
     def begin_forward(self, metadata: FlashInferMetadata) -> FlashInferStep:
         refuse_while_capturing(self.device)
