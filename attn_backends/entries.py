@@ -54,6 +54,15 @@ BUILT_IN = (
         source="built-in",
     ),
     BackendEntry(
+        "TRITON",
+        "attn_backends.backends.triton.backend:TritonBackend",
+        package="triton",
+        install="pip install triton",
+        priority=20,
+        options="attn_backends.backends.triton.tuning:TritonOptions",
+        source="built-in",
+    ),
+    BackendEntry(
         "FLASHINFER",
         "attn_backends.backends.flashinfer.backend:FlashInferBackend",
         package="flashinfer-python",

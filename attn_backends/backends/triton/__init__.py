@@ -1,0 +1,1 @@
+"""TRITON: our own kernels over the page table, with no plan on the host and nothing to install beyond torch."""

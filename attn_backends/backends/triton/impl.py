@@ -1,0 +1,91 @@
+"""One layer: write the new keys, then one launch for rows that decode and one for all others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attn_backends.backends.triton.launch import Kernels
+from attn_backends.backends.triton.metadata import TritonMetadata
+from attn_backends.backends.triton.state import TritonStep
+from attn_backends.backends.triton.tuning import prefill_tile
+from attn_backends.interface import AttentionImpl, AttentionStep, Rejection, Unsupported
+from attn_backends.kv_cache import KVCache, write_kv
+
+
+def _together(tensor: torch.Tensor) -> torch.Tensor:
+    """With a last dimension that lies in one piece."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+class TritonImpl(AttentionImpl[TritonMetadata]):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        slopes = self.spec.alibi_slopes
+        self._kernels = Kernels(
+            self.spec,
+            prefill_tile(self.spec, self.cache, self.options),
+            None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=self.device),
+            None if self.sinks is None else self.sinks.to(self.device, torch.float32),
+            self.k_scale,
+            self.v_scale,
+        )
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: KVCache | None,
+        step: AttentionStep[TritonMetadata],
+        output: torch.Tensor | None = None,
+        *,
+        lse: torch.Tensor | None = None,
+        output_scale: float | None = None,
+    ) -> torch.Tensor:
+        planned = self._check(query, step, output_scale)
+        metadata, spec = planned.metadata, self.spec
+        if output is None:
+            output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)
+        written = output if output.stride(2) == 1 else torch.empty_like(output)
+        query = _together(query)
+        if kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
+            write_kv(key, value, kv_cache, metadata.slot_mapping[: len(key)], self.k_scale, self.v_scale)
+        keys, values = self._source(metadata, key, value, kv_cache)
+        num_decoded = metadata.num_decode_tokens if metadata.num_decode_rows < metadata.num_rows else len(query)
+        if metadata.num_decode_rows and metadata.page_table is not None:
+            assert planned.schedule is not None  # as there are rows to decode
+            room = (planned.room.partial, planned.room.sums, planned.room.counters)
+            self._kernels.decode(query, keys, values, written, lse, metadata.page_table, metadata.seq_lens,
+                                 metadata.query_start_loc, planned.schedule, room)  # fmt: skip
+        if metadata.num_decode_rows < metadata.num_rows:
+            self._kernels.prefill(query, keys, values, written, lse, metadata.page_table, metadata.seq_lens,
+                                  metadata.query_start_loc, metadata.key_start_loc, metadata.num_decode_rows,
+                                  len(query) - num_decoded)  # fmt: skip
+        return output if written is output else output.copy_(written)
+
+    def _source(
+        self, metadata: TritonMetadata, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cache, or what the step brings; a tensor's last dimension lies together."""
+        if metadata.page_table is not None and kv_cache is not None:
+            return kv_cache.key, kv_cache.value
+        if metadata.page_table is None and key is not None and value is not None:
+            return _together(key), _together(value)
+        raise ValueError("this step reads a cache or fresh keys, and neither was given: pass kv_cache or key")
+
+    def _check(
+        self, query: torch.Tensor, step: AttentionStep[TritonMetadata], output_scale: float | None
+    ) -> TritonStep:
+        if not isinstance(step, TritonStep):
+            raise TypeError(
+                f"TRITON got a {type(step).__name__} of {type(step.metadata).__name__}: build the metadata with "
+                "TritonMetadataBuilder, and call the state's begin_forward before any layer runs"
+            )
+        expected = (step.metadata.num_tokens, self.spec.num_qo_heads, self.spec.head_dim)
+        if query.shape != expected:
+            raise ValueError(f"query has shape {tuple(query.shape)}; this step and layer need {expected}")
+        if output_scale is not None:
+            raise Unsupported("TRITON", [Rejection("output_scale", str(output_scale), "None", "Quantise the output.")])
+        return step

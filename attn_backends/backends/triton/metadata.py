@@ -1,0 +1,117 @@
+"""A batch as TRITON's kernels take it: the page table and lengths on the device, and shapes on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from attn_backends.batch import CommonAttentionMetadata
+from attn_backends.batch_order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
+from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
+from attn_backends.spec import AttentionType
+
+DECODE_TOKENS = 16  # most query tokens of a row whose keys are split
+
+
+@dataclass(frozen=True)
+class TritonMetadata(AttentionMetadata):
+    """One step's tensors, all on the device, and what launches need to know of them."""
+
+    num_tokens: int  # padding included
+    num_rows: int  # R, padding included
+    num_decode_rows: int  # those that the decode kernel serves: without prefills, padding too
+    num_new_kv: int
+    num_decode_new_kv: int
+    max_decode_len: int  # most query tokens of a decode row
+    for_graph: bool
+    query_start_loc: torch.Tensor  # [R + 1] i32
+    seq_lens: torch.Tensor  # [R] i32; 0 for padding
+    page_table: torch.Tensor | None  # [R, max_pages] i32; None: keys are this step's own
+    key_start_loc: torch.Tensor  # [R + 1] i32, which of them are whose
+
+    @property
+    def decode_metadata(self) -> TritonMetadata | None:
+        if not self.num_decodes:
+            return None
+        rows, tokens, new_kv = self.num_decodes, self.num_decode_tokens, self.num_decode_new_kv
+        return replace(self, num_prefills=0, num_prefill_tokens=0, num_tokens=tokens, num_rows=rows,
+                       num_decode_rows=rows, num_new_kv=new_kv, slot_mapping=self.slot_mapping[:new_kv])  # fmt: skip
+
+    @property
+    def prefill_metadata(self) -> TritonMetadata | None:
+        if not self.num_prefills:
+            return None
+        first, before, tokens = self.num_decodes, self.num_decode_new_kv, self.num_prefill_tokens
+        starts = self.query_start_loc[first:] - self.num_decode_tokens
+        table = None if self.page_table is None else self.page_table[first:]
+        return replace(self, num_decodes=0, num_decode_tokens=0, num_decode_new_kv=0, num_tokens=tokens,
+                       num_rows=self.num_prefills, num_decode_rows=0, query_start_loc=starts,
+                       seq_lens=self.seq_lens[first:], page_table=table,
+                       num_new_kv=self.num_new_kv - before,
+                       slot_mapping=self.slot_mapping[before : self.num_new_kv])  # fmt: skip
+
+
+class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
+    """Names tensors that the batch has already; computes nothing. Lengths on the host may be upper bounds."""
+
+    decode_threshold = DECODE_TOKENS
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> TritonMetadata:
+        common = common_attn_metadata
+        attention_type = self.group.spec.attention_type
+        use_cache = not common.is_profile_run and attention_type is not AttentionType.ENCODER
+        key_start_loc = common.query_start_loc
+        if not use_cache and attention_type is AttentionType.CROSS:  # only there keys are not the queries' own
+            key_start_loc = common.new_kv_start_loc_cpu.to(self.device, non_blocking=True)
+        num_decodes, num_decode_rows, max_decode_len = self._decodes(common) if use_cache else (0, 0, 0)
+        num_decode_tokens = new_kv = 0
+        if num_decode_rows == common.num_reqs:
+            num_decode_tokens, new_kv = common.num_actual_tokens, common.num_new_kv
+        elif num_decodes:
+            num_decode_tokens = int(common.query_start_loc_cpu[num_decodes])
+            new_kv = int(common.new_kv_start_loc_cpu[num_decodes])
+        if common.for_graph:  # which rows are padding may change from replay to replay
+            num_decodes, num_decode_tokens, new_kv = common.num_reqs, common.num_tokens, common.num_tokens
+        return TritonMetadata(
+            group_index=self.group.index,
+            num_decodes=num_decodes,
+            num_decode_tokens=num_decode_tokens,
+            num_prefills=max(common.num_actual_reqs - num_decodes, 0),
+            num_prefill_tokens=max(common.num_actual_tokens - num_decode_tokens, 0),
+            slot_mapping=common.slot_mapping,
+            common_prefix_len=0,
+            is_profile_run=common.is_profile_run,
+            num_tokens=common.num_tokens,
+            num_rows=common.num_reqs,
+            num_decode_rows=num_decode_rows,
+            num_new_kv=common.num_new_kv,
+            num_decode_new_kv=new_kv,
+            max_decode_len=max_decode_len,
+            for_graph=common.for_graph,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            page_table=common.page_table if use_cache else None,
+            key_start_loc=key_start_loc,
+        )
+
+    def reorder_batch(self, batch: SwappableRows, query_lens: Sequence[int]) -> bool:
+        """Decodes first: their keys are split."""
+        return reorder_batch_to_split_decodes_and_prefills(batch, query_lens, DECODE_TOKENS)
+
+    def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Self-attention over the cache, of rows whose keys can be split."""
+        common = common_attn_metadata
+        cached = not common.is_profile_run and self.group.spec.attention_type is AttentionType.DECODER
+        return cached and common.max_query_len <= DECODE_TOKENS
+
+    def _decodes(self, common: CommonAttentionMetadata) -> tuple[int, int, int]:
+        """Rows that decode, those and what padding goes with them, and their longest query."""
+        if common.max_query_len <= DECODE_TOKENS:
+            return common.num_actual_reqs, common.num_reqs, common.max_query_len
+        lens = common.query_lens_cpu.numpy()[: common.num_actual_reqs]
+        count = int((lens > DECODE_TOKENS).argmax())
+        return count, count, int(lens[:count].max(initial=0))

@@ -1,0 +1,91 @@
+"""Paged attention of rows of any number of query tokens: prompts, chunks of them, and whatever comes between."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_backends.backends.triton.tile import attend_keys, finish, first_key
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows", "table_row"])  # type: ignore[untyped-decorator]
+def prefill_kernel(  # type: ignore[no-untyped-def]
+    query, key_cache, value_cache, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, slopes, sinks,
+    scale, value_scale, first_row, num_rows, table_row,
+    query_token, query_head, key_page, key_slot, key_head, value_page, value_slot, value_head, out_token, out_head,
+    lse_token,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    SINKS: tl.constexpr, WANT_LSE: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """One program a tile of TOKENS query tokens of one row, times the GROUP heads of one KV head.
+
+    Row i's tiles are those from `(query_start_loc[i] - query_start_loc[first_row]) // TOKENS + i - first_row` on: one
+    more than any row needs. The last tiles, which see the most keys where attention is causal, come first.
+    """
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    before = tl.load(query_start_loc + first_row)
+    low, high = 0, num_rows - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        begins = (tl.load(query_start_loc + first_row + middle) - before) // TOKENS + middle
+        low = tl.where(begins <= tile, middle, low)
+        high = tl.where(begins <= tile, high, middle - 1)
+    row = first_row + low
+    first_token = tl.load(query_start_loc + row)
+    query_len = tl.load(query_start_loc + row + 1) - first_token
+    first = (tile - (first_token - before) // TOKENS - low) * TOKENS
+    if first < query_len:
+        seq_len = tl.load(seq_lens + row)
+        lane = tl.arange(0, ROWS)
+        token = first + lane // GROUP
+        q_head = head * GROUP + lane % GROUP
+        live = (token < query_len) & (lane < TOKENS * GROUP)
+        positions = seq_len - query_len + token
+        at = (first_token + token).to(tl.int64)
+        dims = tl.arange(0, BLOCK_DIM)
+        queries = tl.load(query + at[:, None] * query_token + q_head[:, None] * query_head + dims[None],
+                          mask=live[:, None] & (dims[None] < DIM), other=0.0)  # fmt: skip
+        slope = tl.load(slopes + q_head, mask=live, other=0.0) if ALIBI else tl.zeros([ROWS], tl.float32)
+
+        sums = tl.zeros([ROWS, BLOCK_DIM_VO], tl.float32)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        key = key_cache + head.to(tl.int64) * key_head
+        value = value_cache + head.to(tl.int64) * value_head
+        pages = page_table
+        if PAGE_SIZE == 0:
+            key_first = tl.load(key_start_loc + row).to(tl.int64)
+            key += key_first * key_slot
+            value += key_first * value_slot
+        else:
+            pages += row.to(tl.int64) * table_row
+        stop, whole = seq_len, seq_len // KEYS * KEYS
+        if CAUSAL:
+            oldest = seq_len - query_len + first  # position of the tile's first query
+            stop = tl.minimum(seq_len, oldest + TOKENS)
+            whole = tl.maximum((oldest + 1) // KEYS * KEYS, 0)
+        start = stop * 0
+        if WINDOW >= 0 or CHUNK > 0:
+            start = first_key(seq_len - query_len + first, WINDOW, CHUNK) // KEYS * KEYS
+            whole = start
+        else:
+            sums, top, total = attend_keys(
+                queries, sums, top, total, start, whole, seq_len, positions, slope, key, value, pages, scale,
+                key_page, key_slot, value_page, value_slot,
+                False, CAUSAL, WINDOW, CHUNK, SOFT_CAP, ALIBI, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
+            )  # fmt: skip
+        sums, top, total = attend_keys(
+            queries, sums, top, total, whole, stop, seq_len, positions, slope, key, value, pages, scale,
+            key_page, key_slot, value_page, value_slot,
+            True, CAUSAL, WINDOW, CHUNK, SOFT_CAP, ALIBI, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
+        )  # fmt: skip
+        sink = tl.load(sinks + q_head, mask=live, other=0.0).to(tl.float32) if SINKS else top
+        out, log_sum = finish(sums, top, total, sink, value_scale, SINKS)
+        dims_vo = tl.arange(0, BLOCK_DIM_VO)
+        to = output + at[:, None] * out_token + q_head[:, None] * out_head + dims_vo[None]
+        tl.store(to, out.to(output.dtype.element_ty), mask=live[:, None] & (dims_vo[None] < DIM_VO))
+        if WANT_LSE:
+            tl.store(lse + at * lse_token + q_head, log_sum, mask=live)

@@ -1,0 +1,204 @@
+"""What outlives a step: how decode's work is cut, what its parts leave for the last of them, and graphs' tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attn_backends.backends.triton.launch import Schedule, num_multiprocessors, padded
+from attn_backends.backends.triton.metadata import DECODE_TOKENS, TritonMetadata
+from attn_backends.backends.triton.tuning import DecodeTile, decode_tile
+from attn_backends.interface import AttentionState, AttentionStep, check_capture_size
+from attn_backends.page_table import PAD_SLOT
+from attn_backends.spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where the parts of split rows meet; the same for all layers, which run one after the other."""
+
+    partial: torch.Tensor  # [places * heads * queries * head_dim_vo] f32
+    sums: torch.Tensor  # [places * heads * queries * 2] f32: highest logit, sum of weights
+    counters: torch.Tensor  # [rows * heads * tiles] i32, zeros between launches
+
+
+@dataclass(frozen=True)
+class TritonStep(AttentionStep[TritonMetadata]):
+    """A step, and how its decode rows are cut."""
+
+    schedule: Schedule | None  # None: nothing is decoded
+    room: Room
+
+
+class TritonState(AttentionState[TritonMetadata]):
+    """Room for the parts of split rows, sized by the multiprocessors and the layers' heads, not by the context.
+
+    A program leaves (head_dim_vo + 2) * 4 bytes for each of its queries; about 4 / 3 as many programs can have parts
+    as the GPU holds at once (see `decode_kernel.schedule_kernel`).
+    """
+
+    backend_name = "TRITON"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_sms = num_multiprocessors(self.device)
+        self._specs = {group.index: group.spec for group in self.groups}
+        self.room = self._make_room()
+        self._graphs: dict[str, torch.Tensor] | None = None
+        self._max_batch_size = 0  # while capturing
+        self._clones: dict[tuple[int, int], TritonGraphState] = {}
+
+    def begin_forward(self, metadata: TritonMetadata) -> TritonStep:
+        if not metadata.num_decode_rows:
+            return TritonStep(metadata, None, self.room)
+        schedule = self.make_schedule(metadata.group_index, metadata.num_decode_rows, metadata.max_decode_len)
+        schedule.fill(metadata.seq_lens, metadata.query_start_loc)
+        return TritonStep(metadata, schedule, self.room)
+
+    def make_schedule(self, group: int, num_rows: int, query_len: int) -> Schedule:
+        spec = self._specs[group]
+        tile = decode_tile(spec, self.cache, num_rows, self.options)
+        return Schedule(spec, tile, num_rows, query_len, self._target(spec, tile, query_len), self.device)
+
+    # Graphs.
+
+    @contextmanager
+    def graph_capture(self, max_batch_size: int) -> Iterator[None]:
+        check_capture_size(max_batch_size, 1, self.limits)
+        if self._graphs is None or len(self._graphs["seq_lens"]) < max_batch_size:
+            self._graphs = self._graph_tensors(max_batch_size)
+        self._max_batch_size, self._clones = max_batch_size, {}
+        try:
+            yield
+        finally:
+            self._max_batch_size = 0
+
+    def graph_clone(self, batch_size: int, query_len: int = 1) -> TritonGraphState:
+        check_capture_size(batch_size, query_len, self.limits, self._max_batch_size)
+        assert self._graphs is not None  # while rows are held
+        if query_len > DECODE_TOKENS:
+            raise ValueError(
+                f"graphs of TRITON serve up to {DECODE_TOKENS} query tokens a row, and {query_len} were asked for: "
+                "run longer rows eager"
+            )
+        clone = TritonGraphState(self, self._graphs, batch_size, query_len)
+        self._clones[batch_size, query_len] = clone
+        return clone
+
+    def graph_capture_get_metadata_for_batch(
+        self, batch_size: int, query_len: int = 1, group_index: int = 0
+    ) -> TritonMetadata:
+        clone = self._clones.get((batch_size, query_len)) or self.graph_clone(batch_size, query_len)
+        return clone.steps[group_index].metadata
+
+    def _graph_tensors(self, num_rows: int) -> dict[str, torch.Tensor]:
+        """What captured kernels read of a batch. All sizes share it, as one of them is replayed at a time."""
+        limits, page_size = self.limits, self.cache.page_size
+        ints = {"dtype": torch.int32, "device": self.device}
+        return {
+            "slot_mapping": torch.full((limits.max_num_tokens,), PAD_SLOT, dtype=torch.int64, device=self.device),
+            "page_table": torch.zeros(num_rows, -(-limits.max_model_len // page_size), **ints),  # type: ignore[call-overload]
+            "seq_lens": torch.zeros(num_rows, **ints),  # type: ignore[call-overload]
+        }
+
+    def _target(self, spec: AttentionSpec, tile: DecodeTile, query_len: int) -> int:
+        """Items that fill the GPU: each is a program for every KV head and tile of queries."""
+        tiles = Schedule.num_tiles(spec, query_len)
+        return max(1, self._num_sms * tile.programs // (spec.num_kv_heads * tiles))
+
+    def _make_room(self) -> Room:
+        longest = min(DECODE_TOKENS, self.limits.max_num_tokens)
+        floats, sums, counters = 0, 0, 0
+        most_rows = self.limits.max_num_requests
+        batches = [*(1 << bits for bits in range(most_rows.bit_length())), most_rows]
+        for spec in self._specs.values():
+            tiles = [decode_tile(spec, self.cache, num_rows, self.options) for num_rows in batches]
+            most = max(tiles, key=lambda tile: tile.programs)
+            for query_len in {1, longest}:
+                heads = spec.num_kv_heads * Schedule.num_tiles(spec, query_len)
+                queries = heads * Schedule.tile_queries(spec, query_len)
+                places = -(-4 * self._target(spec, most, query_len) // 3)
+                floats = max(floats, places * queries * padded(spec.head_dim_vo))
+                sums = max(sums, places * queries * 2)
+                counters = max(counters, most_rows * heads)
+        made = {"dtype": torch.float32, "device": self.device}
+        return Room(
+            torch.empty(floats, **made),  # type: ignore[call-overload]
+            torch.empty(sums, **made),  # type: ignore[call-overload]
+            torch.zeros(counters, dtype=torch.int32, device=self.device),
+        )
+
+
+class TritonGraphState(TritonState):
+    """The state of one captured size: a step a group, over the shared tensors that every `begin_forward` fills."""
+
+    def __init__(self, parent: TritonState, tensors: dict[str, torch.Tensor], num_rows: int, query_len: int) -> None:
+        AttentionState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
+        self.num_rows, self.num_tokens = num_rows, num_rows * query_len
+        self._max_batch_size = 0
+        self._tensors = {
+            "slot_mapping": tensors["slot_mapping"][: self.num_tokens],
+            "page_table": tensors["page_table"][:num_rows],
+            "seq_lens": tensors["seq_lens"][:num_rows],
+        }
+        starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device) * query_len
+        self.steps = {
+            group.index: TritonStep(
+                self._metadata(group.index, starts, query_len),
+                parent.make_schedule(group.index, num_rows, query_len),
+                parent.room,
+            )
+            for group in self.groups
+        }
+
+    def begin_forward(self, metadata: TritonMetadata) -> TritonStep:
+        if not metadata.for_graph or metadata.num_tokens != self.num_tokens or metadata.num_rows != self.num_rows:
+            raise ValueError(
+                f"this graph was captured for {self.num_rows} rows and {self.num_tokens} tokens, and the metadata has "
+                f"{metadata.num_rows} and {metadata.num_tokens}: pad the batch to the captured size, and build it with "
+                "for_graph=True"
+            )
+        step = self.steps[metadata.group_index]
+        self.prepare_graph_input_buffers(self._tensors, metadata)
+        if step.schedule is not None:
+            step.schedule.fill(self._tensors["seq_lens"], step.metadata.query_start_loc)
+        return step
+
+    def get_graph_input_buffers(self, metadata: TritonMetadata) -> dict[str, torch.Tensor]:
+        return self._tensors
+
+    def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: TritonMetadata) -> None:
+        slots, table, lens = buffers.values()
+        given = metadata.page_table
+        if given is None:
+            raise ValueError("this metadata reads no cache: run it eager, and build graphs' with for_graph=True")
+        if given.shape[1] != table.shape[1]:
+            table = table[:, : given.shape[1]]
+            given = given[:, : table.shape[1]]
+        torch._foreach_copy_([slots, table, lens], [metadata.slot_mapping, given, metadata.seq_lens])
+
+    def _metadata(self, group_index: int, starts: torch.Tensor, query_len: int) -> TritonMetadata:
+        num_rows, num_tokens = self.num_rows, self.num_tokens
+        return TritonMetadata(
+            group_index=group_index,
+            num_decodes=num_rows,
+            num_decode_tokens=num_tokens,
+            num_prefills=0,
+            num_prefill_tokens=0,
+            common_prefix_len=0,
+            is_profile_run=False,
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            num_decode_rows=num_rows,
+            num_new_kv=num_tokens,
+            num_decode_new_kv=num_tokens,
+            max_decode_len=query_len,
+            for_graph=True,
+            query_start_loc=starts,
+            key_start_loc=starts,
+            **self._tensors,
+        )

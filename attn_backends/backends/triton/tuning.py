@@ -1,0 +1,79 @@
+"""Tile sizes by head dim, group, page size, bits of the cache and number of rows: measured once and shipped as data.
+
+`tuned.json` is written by benchmarks/tune_triton.py. What is not in it takes the nearest that is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from attn_backends.spec import AttentionSpec, KVCacheSpec
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """How decode is cut."""
+
+    keys: int  # of a block
+    warps: int
+    stages: int  # blocks under way
+    programs: int  # a multiprocessor, which the split aims at
+    min_keys: int  # of an item: fewer are not worth joining
+
+
+@dataclass(frozen=True)
+class PrefillTile:
+    """How prefill is cut."""
+
+    rows: int  # of a tile: query tokens times the query heads of a KV head
+    keys: int
+    warps: int
+    stages: int
+
+
+class TritonOptions(BaseModel):
+    """`backend_options` of TRITON. Tiles are looked up in the shipped table unless they are given here."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    decode_tile: DecodeTile | None = None
+    prefill_tile: PrefillTile | None = None
+
+
+def decode_tile(spec: AttentionSpec, cache: KVCacheSpec, num_rows: int, options: TritonOptions | None) -> DecodeTile:
+    if options is not None and options.decode_tile is not None:
+        return options.decode_tile
+    return DecodeTile(**_nearest("decode", spec, cache, num_rows))
+
+
+def prefill_tile(spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None) -> PrefillTile:
+    if options is not None and options.prefill_tile is not None:
+        return options.prefill_tile
+    return PrefillTile(**_nearest("prefill", spec, cache, 1))
+
+
+@cache
+def _table() -> dict[str, list[dict[str, Any]]]:
+    text = resources.files(__package__).joinpath("tuned.json").read_text()
+    return {kind: rows for kind, rows in json.loads(text).items() if kind in ("decode", "prefill")}
+
+
+def _nearest(kind: str, spec: AttentionSpec, cache: KVCacheSpec, num_rows: int) -> dict[str, int]:
+    """The tile of the row that differs least; what decides its size in bytes counts most."""
+    asked = {
+        "bits": 8 * spec.cache_dtype.itemsize, "head_dim": spec.head_dim, "group": spec.group_size,
+        "page_size": cache.page_size, "rows": num_rows,
+    }  # fmt: skip
+    weights = {"bits": 64, "head_dim": 16, "page_size": 4, "group": 4, "rows": 1}
+
+    def distance(row: dict[str, Any]) -> float:
+        return sum(weight * abs(math.log2(row[name] / asked[name])) for name, weight in weights.items())
+
+    return dict(min(_table()[kind], key=distance)["tile"])

@@ -1,0 +1,147 @@
+"""Tile sizes of TRITON by brute force, for the shapes of attention.py: writes attn_backends/backends/triton/tuned.json.
+
+    python benchmarks/tune_triton.py [--shapes decode prefill] [--match TEXT] [--workers N]
+
+Kernels are compiled first, on all cores, for a small batch of the same layers. Then every tile is timed as one CUDA
+graph over several copies of the cache, and the fastest is checked against float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from attention import SHAPES, ours
+from gpu_harness import free_memory, in_turns_us, installed, reason
+from harness import report
+from paged_problem import Shape, make_problem
+
+TABLE = Path(__file__).parents[1] / "attn_backends" / "backends" / "triton" / "tuned.json"
+Tile = dict[str, int]
+
+
+def tiles(shape: Shape) -> Iterator[Tile]:
+    """Every tile worth a try; those that take more shared memory than there is drop out by themselves."""
+    if shape.is_prefill:
+        for rows, keys, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4, 5)):
+            if rows * keys >= 64 * 64 and not (rows == 64 and warps == 8):
+                yield {"rows": rows, "keys": keys, "warps": warps, "stages": stages}
+        return
+    few = len(shape.seq_lens) * shape.heads[1] < 512
+    for keys, warps, stages in product((32, 64, 128), (1, 2, 4), (3, 4, 5, 6)):
+        if keys // warps in (16, 32, 64) and not (keys == 128 and stages > 4):
+            for programs in (2, 4, 6) if few else (4, 8):
+                yield {"keys": keys, "warps": warps, "stages": stages, "programs": programs, "min_keys": 128}
+
+
+def compiled(tile: Tile) -> tuple[object, ...]:
+    """What of a tile the compiler sees."""
+    return tuple(value for name, value in tile.items() if name not in ("programs", "min_keys"))
+
+
+def option(shape: Shape, tile: Tile) -> dict[str, Tile]:
+    return {"prefill_tile" if shape.is_prefill else "decode_tile": tile}
+
+
+def compile_some(shape: Shape, some: Sequence[Tile], dtype: torch.dtype, page_size: int) -> None:
+    """Fills Triton's cache on disk: the same layer with few keys."""
+    small = replace(shape, seq_lens=(256,))
+    problem = make_problem(small, dtype, page_size, torch.device("cuda"))
+    problem = replace(problem, caches=problem.caches[:1], queries=problem.queries[:1], outputs=problem.outputs[:1])
+    for tile in some:
+        try:
+            ours("TRITON", problem, option(shape, tile))
+        except Exception as error:  # out of shared memory: the timing run says so again
+            print(f"{tile}: {reason(error)[:120]}", flush=True)
+
+
+def compile_all(shapes: Sequence[Shape], workers: int, dtype: torch.dtype, page_size: int) -> None:
+    layers = {(shape.heads, shape.is_prefill): shape for shape in shapes}
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        jobs = []
+        for shape in layers.values():
+            wanted = list({compiled(tile): tile for tile in tiles(shape)}.values())
+            parts = max(1, workers // len(layers))
+            jobs += [pool.submit(compile_some, shape, wanted[i::parts], dtype, page_size) for i in range(parts)]
+        for job in jobs:
+            job.result()
+
+
+@torch.inference_mode()
+def fastest(shape: Shape, dtype: torch.dtype, page_size: int, rounds: int) -> list[dict[str, Any]]:
+    """The tiles of one shape, the fastest first, with their times."""
+    device = torch.device("cuda")
+    problem = make_problem(shape, dtype, page_size, device)
+    found = []
+    for tile in tiles(shape):
+        try:
+            made = ours("TRITON", problem, option(shape, tile))["TRITON"]
+            (replay_us,) = in_turns_us({"it": made.replay}, rounds, device).values()
+        except Exception as error:  # out of shared memory or registers
+            print(f"{shape.name}: {tile}: {reason(error)[:100]}", flush=True)
+            continue
+        found.append({"shape": shape.name, **tile, "us": made.us(replay_us)})
+        del made
+    found.sort(key=lambda row: row["us"])
+    best = ours("TRITON", problem, option(shape, {k: v for k, v in found[0].items() if k not in ("shape", "us")}))
+    best["TRITON"].check()
+    free_memory(device)
+    return found
+
+
+def entry(shape: Shape, best: dict[str, Any], dtype: torch.dtype, page_size: int) -> dict[str, Any]:
+    layer = {"bits": dtype.itemsize * 8, "head_dim": shape.heads[2], "group": shape.heads[0] // shape.heads[1],
+             "page_size": page_size, "rows": 1 if shape.is_prefill else len(shape.seq_lens)}  # fmt: skip
+    return layer | {"tile": {name: value for name, value in best.items() if name not in ("shape", "us")}}
+
+
+def write(kind: str, entries: Sequence[dict[str, Any]]) -> None:
+    """Replace the table's rows of these layers; the others stay. Of shapes with equal layers the first counts."""
+    table = json.loads(TABLE.read_text())
+    rows = {layer_of(row): row for row in [*table[kind], *reversed(entries)]}
+    table[kind] = [rows[layer] for layer in sorted(rows)]
+    parts = (
+        f' "{name}": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in of) + "\n ]" for name, of in table.items()
+    )
+    TABLE.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def layer_of(row: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(row[name] for name in ("bits", "head_dim", "group", "page_size", "rows"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=["decode", "prefill"], default=["decode", "prefill"])
+    parser.add_argument("--match", default="", help="only shapes whose name has this in it")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    arguments = parser.parse_args()
+    dtype, page_size = torch.bfloat16, arguments.page_size
+    all_rows: list[dict[str, Any]] = []
+    for kind in arguments.shapes:
+        shapes = [shape for shape in SHAPES[kind] if arguments.match in shape.name]
+        compile_all(shapes, arguments.workers, dtype, page_size)
+        print(f"{kind}: compiled", flush=True)
+        entries = []
+        for shape in shapes:
+            found = fastest(shape, dtype, page_size, arguments.rounds)
+            print("\n".join(map(str, found[:4])), flush=True)
+            entries.append(entry(shape, found[0], dtype, page_size))
+            all_rows += found
+            write(kind, entries)
+    report("tune_triton", "tiles of TRITON", all_rows, installed("torch", "triton"))
+
+
+if __name__ == "__main__":
+    main()
