@@ -31,17 +31,17 @@ def during(context: AttentionContext) -> Iterator[None]:
 
 
 @cache
-def _place(layer: int) -> torch.nn.Module:
-    """Stands for an attention module, of which a context needs the number."""
-    place = torch.nn.Module()
-    place.layer_idx = layer  # type: ignore[assignment]
+def _place(layer: int, width: int) -> Any:
+    """Stands for an attention module, of which a context needs the number, and how wide a head's output is."""
+    place: Any = torch.nn.Module()
+    place.layer_idx, place.head_dim_vo = layer, width
     return place
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, width: int) -> torch.Tensor:
     """As `AttentionContext.attend` of the current step; the layer's impl has the constants."""
     with torch.inference_mode():  # as without a graph: a backend's buffers may have been made in it
-        return _step.get().attend(_place(layer), query, key, value, {})
+        return _step.get().attend(_place(layer, width), query, key, value, {})
 
 
 def _attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, width: int) -> torch.Tensor:

@@ -72,8 +72,9 @@ class LatentAttention(torch.nn.Module):
 
 
 def head_dim_vo(module: torch.nn.Module, value: torch.Tensor) -> int:
-    """Width of an attention module's outputs a head."""
-    return module.head_dim_vo if isinstance(module, LatentAttention) else value.shape[-1]
+    """Width of a head's output; in MLA it is not that of `value`, and the module knows it."""
+    width: int = getattr(module, "head_dim_vo", value.shape[-1])
+    return width
 
 
 def use_latent_attention(model: Any) -> int:
