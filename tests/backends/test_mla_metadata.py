@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
 from attn_backends.backends.mla.impl import merge
-from attn_backends.backends.mla.metadata import MLAMetadataBuilder, cut_contexts
+from attn_backends.backends.mla.metadata import MLAMetadataBuilder, RaggedRows, cut_contexts
 from attn_backends.backends.mla.options import MLAOptions
+from attn_backends.backends.mla.torch_mla import TorchMLABackend, TorchMLAImpl, TorchMLAOptions, TorchMLAState
 from attn_backends.batch import CommonAttentionMetadata, SequenceData, SequenceGroup
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import KVCacheSpec, Limits, plan_groups
+from attn_backends.testing.harness import assert_matches, make_layer
+from attn_backends.testing.random_batch import random_batch
 
 CACHE, LIMITS = KVCacheSpec(64, 4), Limits(8, 256, 128)
 SPEC = MLASpec(2, head_dim=12, head_dim_vo=8, kv_lora_rank=8, qk_rope_head_dim=4)
@@ -107,6 +111,27 @@ def test_graphs_are_of_decodes() -> None:
     assert metadata.decode is not None
     assert metadata.decode.idle is not None
     assert metadata.decode.idle.tolist() == [False] * 4
+
+
+class PlansByName(TorchMLAState):
+    def plan_prefill(self, spec: MLASpec, rows: RaggedRows) -> Any:
+        return "plan", rows.key_starts_cpu.tolist()
+
+
+class ChecksPlans(TorchMLAImpl):
+    def _prefill(self, query: Any, key: Any, value: Any, rows: RaggedRows, output: Any, lse: Any, plan: Any) -> None:
+        assert plan == ("plan", rows.key_starts_cpu.tolist())
+        super()._prefill(query, key, value, rows, output, lse, plan)
+
+
+def test_every_part_of_a_prefill_gets_its_own_plan() -> None:
+    parts = {"get_state_cls": staticmethod(lambda: PlansByName), "get_impl_cls": staticmethod(lambda: ChecksPlans)}
+    backend: Any = type("Planning", (TorchMLABackend,), parts)
+    random = random_batch(backend, SPEC, (30, 41), (10, 12), page_size=4)
+    layer = make_layer(backend, random, options=TorchMLAOptions(context_workspace_tokens=16))
+    step: Any = layer.begin(random)
+    assert len(step.prefill_plans) == 5  # the new tokens, and 49 cached ones
+    assert_matches(layer.forward(random, step), random)
 
 
 def test_merge_is_one_softmax() -> None:

@@ -79,8 +79,8 @@ class LseOfBase2(TorchMLAImpl):
 class MergesPlainly(TorchMLAImpl):
     """Every part weighs the same."""
 
-    def _prefill(self, q: Any, k: Any, v: Any, rows: Any, output: Any, lse: torch.Tensor | None) -> None:
-        super()._prefill(q, k, v, rows, output, lse)
+    def _prefill(self, q: Any, k: Any, v: Any, rows: Any, output: Any, lse: torch.Tensor | None, plan: Any) -> None:
+        super()._prefill(q, k, v, rows, output, lse, plan)
         if lse is not None:
             lse.zero_()
 
@@ -106,7 +106,8 @@ class ForgetsTheScale(TorchMLAImpl):
 
 class LosesAChunk(TorchMLAImpl):
     def _attend_prefills(self, q: Any, new: Any, cache: Any, step: Any, rows: PrefillRows, *args: Any) -> None:
-        super()._attend_prefills(q, new, cache, step, replace(rows, chunks=rows.chunks[:-1]), *args)
+        fewer = replace(step, prefill_plans=step.prefill_plans[: max(1, len(rows.chunks))])
+        super()._attend_prefills(q, new, cache, fewer, replace(rows, chunks=rows.chunks[:-1]), *args)
 
 
 class SaysThatIdleRowsAreZero(TorchMLAImpl):

@@ -9,5 +9,5 @@ attend.py     attention with its LSE in plain torch
 torch_mla.py  TORCH_MLA, on any device
 
 A backend names its own Impl and State over these. It must have `MLAImpl._decode`; it may have `MLAImpl._prefill`,
-`MLAState.plan_decode`, and what its `reject` adds.
+`MLAState.plan_decode` and `plan_prefill`, and what its `reject` adds.
 """

@@ -92,6 +92,7 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
         rows: RaggedRows,
         output: torch.Tensor,  # [num_queries, num_qo_heads, head_dim_vo] of spec.dtype, written in place
         lse: torch.Tensor | None,  # [num_queries, num_qo_heads] f32 (f64 for f64 queries), written in place
+        plan: Any,  # what the state's `plan_prefill` made for these rows
     ) -> None:
         """Attention of ragged rows over expanded keys and values. This one runs everywhere, row by row."""
         edges = zip(rows.query_starts_cpu.tolist(), rows.key_starts_cpu.tolist(), strict=True)
@@ -205,17 +206,18 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
             raise ValueError(
                 "this step reads a cache or fresh rows, and neither was given: pass kv_cache, key and value"
             )
+        plan, *chunk_plans = step.prefill_plans
         if not rows.chunks or kv_cache is None:
-            self._prefill(query, *self._expand(*brought), rows.new, output, lse)
+            self._prefill(query, *self._expand(*brought), rows.new, output, lse, plan)
             return
         work = torch.promote_types(query.dtype, torch.float32)
         sums = torch.empty(query.shape[:2], dtype=work, device=query.device)
-        self._prefill(query, *self._expand(*brought), rows.new, output, sums)
+        self._prefill(query, *self._expand(*brought), rows.new, output, sums, plan)
         total = output.to(work, copy=True)
-        for chunk in rows.chunks:
-            latents = self._gather(kv_cache.key, chunk.slots, step.workspace)
+        for chunk, chunk_plan in zip(rows.chunks, chunk_plans, strict=True):
+            key, value = self._expand(*self._parts(self._gather(kv_cache.key, chunk.slots, step.workspace)))
             part, part_sums = torch.empty_like(output[chunk.tokens]), torch.empty_like(sums[chunk.tokens])
-            self._prefill(query[chunk.tokens], *self._expand(*self._parts(latents)), chunk.rows, part, part_sums)
+            self._prefill(query[chunk.tokens], key, value, chunk.rows, part, part_sums, chunk_plan)
             merge(total[chunk.tokens], sums[chunk.tokens], part, part_sums)
         output.copy_(total)
         if lse is not None:

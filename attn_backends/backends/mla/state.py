@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata, graph_metadata
+from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata, RaggedRows, graph_metadata
 from attn_backends.backends.mla.options import workspace_tokens
 from attn_backends.interface import AttentionState, AttentionStep, check_capture_size
 from attn_backends.mla_spec import MLASpec
@@ -19,14 +19,15 @@ from attn_backends.spec import PlanGroup
 
 @dataclass(frozen=True)
 class MLAStep(AttentionStep[MLAMetadata]):
-    """A step with what `plan_decode` made for its decode rows, and room for a chunk of context."""
+    """A step with what the state planned for its rows, and room for a chunk of context."""
 
-    plan: Any  # None without decode rows
+    plan: Any  # of the decode rows; None without any
+    prefill_plans: tuple[Any, ...]  # of `prefill.new`, then of each chunk; empty without prefill rows
     workspace: torch.Tensor  # [tokens, latent_dim] of the cache's dtype
 
 
 class MLAState(AttentionState[MLAMetadata]):
-    """One workspace for all layers, as they run one after the other. A backend that plans overrides `plan_decode`."""
+    """One workspace for all layers, as they run one after the other. A backend that plans overrides `plan_…`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -50,15 +51,21 @@ class MLAState(AttentionState[MLAMetadata]):
         """
         return None
 
-    def begin_forward(self, metadata: MLAMetadata) -> MLAStep:
-        spec = self.specs[metadata.group_index]
-        plan = None if metadata.decode is None else self.plan_decode(spec, metadata.decode, None)
-        return self.step(metadata, plan)
+    def plan_prefill(self, spec: MLASpec, rows: RaggedRows) -> Any:
+        """The same for `MLAImpl._prefill`, which is given it with these rows. Plans of one step live side by side."""
+        return None
 
-    def step(self, metadata: MLAMetadata, plan: Any) -> MLAStep:
+    def begin_forward(self, metadata: MLAMetadata) -> MLAStep:
+        spec, prefill = self.specs[metadata.group_index], metadata.prefill
+        plan = None if metadata.decode is None else self.plan_decode(spec, metadata.decode, None)
+        ragged = () if prefill is None else (prefill.new, *(chunk.rows for chunk in prefill.chunks))
+        return self.step(metadata, plan, tuple(self.plan_prefill(spec, rows) for rows in ragged))
+
+    def step(self, metadata: MLAMetadata, plan: Any, prefill_plans: tuple[Any, ...] = ()) -> MLAStep:
         spec = self.specs[metadata.group_index]
         num_bytes = self._num_tokens * spec.latent_dim * spec.cache_dtype.itemsize
-        return MLAStep(metadata, plan, self.workspace[:num_bytes].view(spec.cache_dtype).view(-1, spec.latent_dim))
+        workspace = self.workspace[:num_bytes].view(spec.cache_dtype).view(-1, spec.latent_dim)
+        return MLAStep(metadata, plan, prefill_plans, workspace)
 
     # Graphs.
 
