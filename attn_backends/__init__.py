@@ -57,11 +57,15 @@ if TYPE_CHECKING:
         get_kv_cache_layout as get_kv_cache_layout,
         swap_pages as swap_pages,
         write_kv as write_kv,
+        write_latent as write_latent,
     )
     from attn_backends.layer_parameters import (
         PerLayerParameters as PerLayerParameters,
         get_per_layer_parameters as get_per_layer_parameters,
         infer_global_hyperparameters as infer_global_hyperparameters,
+    )
+    from attn_backends.mla_spec import (
+        MLASpec as MLASpec,
     )
     from attn_backends.page_table import (
         common_prefix_len as common_prefix_len,
@@ -101,8 +105,9 @@ _HOME = {
         "engine.outputs": "RequestOutput TextChunk",
         "interface": "AttentionBackend AttentionImpl AttentionMetadata AttentionMetadataBuilder AttentionState "
         "AttentionStep Capabilities CudaGraphSupport Rejection Unsupported",
-        "kv_cache": "KVCache allocate_kv_cache copy_pages get_kv_cache_layout swap_pages write_kv",
+        "kv_cache": "KVCache allocate_kv_cache copy_pages get_kv_cache_layout swap_pages write_kv write_latent",
         "layer_parameters": "PerLayerParameters get_per_layer_parameters infer_global_hyperparameters",
+        "mla_spec": "MLASpec",
         "page_table": "common_prefix_len",
         "registry": "explain get_backend register_backend select_backend",
         "spec": "AttentionSpec AttentionType KVCacheSpec Limits PlanGroup plan_groups",

@@ -126,12 +126,15 @@ def stats_table(llm: LLM) -> Table:
     """The figures of the last run."""
     stats = llm.stats
     table = Table(show_header=False, title="run")
+    taken, expanded = llm.kv_bytes_per_token, llm.expanded_kv_bytes_per_token
+    latent = f" in latent rows; expanded keys and values would take {expanded:,}" if taken != expanded else ""
     replayed = f", {stats.num_graph_steps} of them from graphs" if stats.num_graph_steps else ""
     for name, value in {
         "backend": f"{llm.selection.name} ({llm.selection.reason})",
         "prompts": f"{stats.num_prompts} ({stats.num_prompt_tokens} tokens)",
         "new tokens": f"{stats.num_new_tokens} in {stats.seconds:.2f} s, {stats.num_steps} steps{replayed}",
         "tokens/s": f"{stats.tokens_per_second:.1f}",
+        "KV cache a token": f"{taken:,} bytes{latent}",
         "KV pages at peak": f"{stats.peak_pages} of {stats.num_pages}",
         "prefix-cache hits": f"{stats.num_prefix_hit_tokens} tokens",
         "preemptions": str(stats.num_preemptions),

@@ -72,6 +72,15 @@ BUILT_IN = (
         options="attn_backends.backends.flashinfer.options:FlashInferOptions",
         source="built-in",
     ),
+    BackendEntry(
+        "TORCH_MLA",
+        "attn_backends.backends.mla.torch_mla:TorchMLABackend",
+        package="torch",
+        install="pip install torch",
+        priority=0,
+        options="attn_backends.backends.mla.torch_mla:TorchMLAOptions",
+        source="built-in",
+    ),
 )
 
 

@@ -19,6 +19,7 @@ import torch
 from attn_backends.batch import CommonAttentionMetadata, SequenceGroup
 from attn_backends.batch_order import SwappableRows
 from attn_backends.kv_cache import KVCache
+from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Layout, Limits, PlanGroup
 
 
@@ -80,6 +81,10 @@ class Capabilities:
     cascade: bool = False  # uses common_prefix_len; without it the value is only a hint that changes nothing
     cuda_graph: CudaGraphSupport = CudaGraphSupport.NEVER
     min_compute_capability: tuple[int, int] | None = None
+    head_counts: frozenset[int] | None = None  # num_qo_heads
+    mla: bool = False  # serves layers of MLASpec, and no others
+    kv_lora_ranks: frozenset[int] | None = None
+    qk_rope_head_dims: frozenset[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -322,7 +327,7 @@ class AttentionImpl(ABC, Generic[MetadataT]):
         self,
         query: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim]
         key: torch.Tensor | None,  # [num_new_kv, num_kv_heads, head_dim]; None: nothing new to write
-        value: torch.Tensor | None,  # [num_new_kv, num_kv_heads, head_dim_vo]
+        value: torch.Tensor | None,  # [num_new_kv, num_kv_heads, head_dim_vo]; both are latent rows in MLA
         kv_cache: KVCache | None,  # None in a profile run and for encoder attention
         step: AttentionStep[MetadataT],
         output: torch.Tensor | None = None,  # [num_tokens, num_qo_heads, head_dim_vo], written in place
@@ -412,10 +417,14 @@ class AttentionBackend(ABC):
         """
         can = cls.capabilities()
         device = torch.device(device)
+        if isinstance(spec, MLASpec) != can.mla:  # another kind of layer: further comparisons would mean nothing
+            got, served = ("MLA (a latent cache)", "plain attention")[:: -1 if can.mla else 1]
+            return [Rejection("mla", got, served, f"Choose AUTO, or a backend for {got}: attn-backends list.")]
         asked: list[tuple[str, Hashable, frozenset[Any] | None, str]] = [
             ("device", device.type, can.devices, "Set device to one of these."),
             ("dtype", spec.dtype, can.dtypes, "Load the model in one of these."),
             ("cache_dtype", spec.cache_dtype, can.cache_dtypes, "Set cache.dtype to one of these."),
+            ("num_qo_heads", spec.num_qo_heads, can.head_counts, "Choose a backend that takes so many heads."),
             ("head_dim", spec.head_dim, can.head_dims, "Choose a backend that takes this head_dim."),
             ("head_dim_vo", spec.head_dim_vo, can.head_dims, "Choose a backend that takes this head_dim_vo."),
             ("page_size", cache.page_size, can.page_sizes, "Set cache.page_size to one of these."),

@@ -31,10 +31,10 @@ class CacheGeometry(Protocol):
 
 
 class KVCache(NamedTuple):
-    """One layer's cache."""
+    """One layer's cache. In MLA `key` holds the latent rows, and `value` has no columns: values are part of them."""
 
-    key: torch.Tensor  # [num_pages, page_size, num_kv_heads, head_dim]
-    value: torch.Tensor  # [num_pages, page_size, num_kv_heads, head_dim_vo]
+    key: torch.Tensor  # [num_pages, page_size, num_kv_heads, head_dim]; MLA: [num_pages, page_size, latent_dim]
+    value: torch.Tensor  # [num_pages, page_size, num_kv_heads, head_dim_vo]; MLA: [num_pages, page_size, 0]
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,19 @@ def write_kv(
 def _has_kernel(cached: torch.Tensor) -> bool:
     """Whether one kernel of ours writes to such a cache."""
     return cached.is_cuda and cached.dtype is not torch.float64 and _HAS_TRITON
+
+
+def write_latent(
+    latent: torch.Tensor,  # [num_tokens, kv_lora_rank]
+    rope_key: torch.Tensor,  # [num_tokens, qk_rope_head_dim]
+    latent_cache: torch.Tensor,  # [num_pages, page_size, kv_lora_rank + qk_rope_head_dim]
+    slot_mapping: torch.Tensor,  # [num_tokens] i64; -1 is never written
+    scale: float = 1.0,
+) -> None:
+    """`write_kv` for a latent cache: the two parts of a row are keys and values of one head, side by side."""
+    rank = latent.shape[1]
+    parts = KVCache(latent_cache[:, :, None, :rank], latent_cache[:, :, None, rank:])
+    write_kv(latent[:, None], rope_key[:, None], parts, slot_mapping, scale, scale)
 
 
 def write_slots(

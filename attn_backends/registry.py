@@ -18,6 +18,7 @@ from attn_backends.entries import (
     UnknownBackendError,
     backends,
     get_backend,
+    get_class,
     get_entry,
     import_target,
     register_backend,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     import torch
     from pydantic import BaseModel
 
-    from attn_backends.interface import Rejection
+    from attn_backends.interface import AttentionBackend, Rejection
     from attn_backends.spec import AttentionSpec, KVCacheSpec, PlanGroup
 
     Specs = Mapping[Any, AttentionSpec] | Iterable[AttentionSpec]  # by layer, or in order; equal ones are asked once
@@ -58,7 +59,8 @@ logger = logging.getLogger(__name__)
 def select_backend(name: str, specs: Specs, cache: KVCacheSpec, device: torch.device | str) -> Selection:
     """The backend to run these layers with. A named one is used or refused; only AUTO chooses.
 
-    AUTO takes the first by priority that serves every layer, and logs why it passed over each earlier one.
+    AUTO takes the first by priority that serves every layer, and logs why it passed over each earlier one. Its
+    candidates are the MLA family where all layers are MLA, and all others where none is.
 
     Raises:
         UnknownBackendError: no backend has this name.
@@ -73,7 +75,10 @@ def select_backend(name: str, specs: Specs, cache: KVCacheSpec, device: torch.de
         verdict = _verdict(entry, groups, cache, device)
         verdicts.append(verdict)
         if verdict.usable:
-            return Selection(entry.name, get_backend(entry.name), tuple(verdicts), _reason(name, verdicts))
+            asked = [verdict for verdict in verdicts if verdict.is_candidate]
+            return Selection(entry.name, get_backend(entry.name), tuple(asked), _reason(name, asked))
+        if name.upper() == AUTO and not verdict.is_candidate:
+            continue
         logger.info("%s passed over %s: %s", name.upper(), entry.name, "; ".join(verdict.reasons))
     raise _refusal(name, verdicts)
 
@@ -90,7 +95,7 @@ def explain(name: str, specs: Specs, cache: KVCacheSpec, device: torch.device | 
     usable = [verdict for verdict in tried if verdict.usable]
     if not usable:
         return Explanation(asked, tuple(verdicts.values()), None, str(_refusal(asked, tried)))
-    passed = tried[: tried.index(usable[0]) + 1]
+    passed = [verdict for verdict in tried[: tried.index(usable[0]) + 1] if verdict.is_candidate]
     return Explanation(asked, tuple(verdicts.values()), usable[0].name, _reason(asked, passed))
 
 
@@ -141,13 +146,22 @@ def _verdict(entry: BackendEntry, groups: Groups, cache: KVCacheSpec, device: to
     try:
         backend = get_backend(entry.name)
     except BackendImportError as error:
-        return Verdict(entry.name, entry.priority, import_error=f"{error.reason}. Try: {error.fix}")
+        reason = f"{error.reason}. Try: {error.fix}"
+        known = _is_candidate(get_class(entry), groups) if entry.module else True
+        return Verdict(entry.name, entry.priority, import_error=reason, is_candidate=known)
     layers: dict[Rejection, list[Hashable]] = {}
     for group in groups:
         for rejection in backend.reject(group.spec, cache, device):
             layers.setdefault(rejection, []).extend(group.layers)
     rejections = tuple(LayerRejection(rejection, tuple(names)) for rejection, names in layers.items())
-    return Verdict(entry.name, backends[entry.name].priority, rejections)  # the import may have stated the priority
+    priority = backends[entry.name].priority  # the import may have stated it
+    return Verdict(entry.name, priority, rejections, is_candidate=_is_candidate(backend, groups))
+
+
+def _is_candidate(backend: type[AttentionBackend], groups: Groups) -> bool:
+    from attn_backends.mla_spec import MLASpec  # it loads torch
+
+    return backend.capabilities().mla in {isinstance(group.spec, MLASpec) for group in groups}
 
 
 def _refusal(name: str, verdicts: Iterable[Verdict]) -> Exception:
@@ -156,6 +170,7 @@ def _refusal(name: str, verdicts: Iterable[Verdict]) -> Exception:
 
     if name.upper() != AUTO:
         return Unsupported(name.upper(), [found.rejection for verdict in verdicts for found in verdict.rejections])
+    verdicts = [verdict for verdict in verdicts if verdict.is_candidate]
     found = [
         replace(layers.rejection, supported=f"{layers.rejection.supported} ({verdict.name})")
         for verdict in verdicts

@@ -32,6 +32,7 @@ class Verdict:
     priority: int | None
     rejections: tuple[LayerRejection, ...] = ()
     import_error: str | None = None
+    is_candidate: bool = True  # of AUTO: False for the MLA family where all layers are plain, and for others in MLA
 
     @property
     def usable(self) -> bool:

@@ -109,7 +109,7 @@ def test_doctor_refuses() -> None:
     assert "try: pip install no-such" in missing.stdout
     unknown = run("doctor", "torhc")
     assert (unknown.exit_code, unknown.stdout) == (2, "")
-    assert "did you mean TORCH?" in unknown.stderr
+    assert "did you mean TORCH" in unknown.stderr
     register_backend("WELL", fake_backend("WELL"))
     assert "WELL does not run on meta; it runs on: cpu" in run("doctor", "WELL", "--device", "meta").stderr
     wrong = run("doctor", "WELL", "--device", "gpu")
@@ -149,7 +149,7 @@ def test_explain_refuses_wrong_input(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("backend: TORCH\nbackend_options: {no_such_option: 1}\n")
     for arguments, message in {
-        ("--backend", "torhc"): "did you mean TORCH?",
+        ("--backend", "torhc"): "did you mean TORCH",
         ("--config", str(tmp_path / "confg.yaml")): "near it: config.yaml",
         ("--config", str(config)): "backend_options.no_such_option",
         ("--device", "warp"): "warp",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from attn_backends.backends.mla.backend import MLABackend
 from attn_backends.interface import AttentionBackend
 from attn_backends.kv_cache import (
     KVCache,
@@ -22,7 +23,9 @@ from attn_backends.kv_cache import (
     quantise,
     swap_pages,
     write_kv,
+    write_latent,
 )
+from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec, Layout
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, *FP8_DTYPES)
@@ -174,3 +177,46 @@ def test_layout(layouts: set[Layout]) -> None:
                 get_kv_cache_layout(layouts, wish)
     with pytest.raises(ValueError, match="served here: none"):
         get_kv_cache_layout(set())
+
+
+RANK, ROPE = 6, 2
+
+
+def latent_caches(dtype: torch.dtype, num_layers: int = 1) -> list[KVCache]:
+    spec = MLASpec(4, head_dim=8, head_dim_vo=8, kv_lora_rank=RANK, qk_rope_head_dim=ROPE, cache_dtype=dtype)
+    specs = dict.fromkeys(range(num_layers), spec)
+    assert page_bytes(MLABackend, specs, KVCacheSpec(PAGES, PAGE_SIZE)) == num_layers * PAGE_SIZE * 8 * dtype.itemsize
+    pool = allocate_kv_cache(MLABackend, specs, KVCacheSpec(PAGES, PAGE_SIZE), "cpu")
+    for cache in pool.layers.values():
+        randomise(cache)
+    return list(pool.layers.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_latent_rows_go_to_their_slots_alone(dtype: torch.dtype) -> None:
+    cached, empty = latent_caches(dtype)[0]
+    assert (cached.shape, empty.shape) == ((PAGES, PAGE_SIZE, RANK + ROPE), (PAGES, PAGE_SIZE, 0))
+    mapping = [7, -1, 0, 19, -1]
+    scale = 0.5 if dtype in FP8_DTYPES else 1.0
+    latent, rope_key = torch.randn(5, RANK), torch.randn(5, ROPE)
+    latent[1] = torch.nan
+    expected = cached.clone()
+    for token, slot in enumerate(mapping):
+        if slot >= 0:
+            row = torch.cat([latent[token], rope_key[token]])
+            expected[slot // PAGE_SIZE, slot % PAGE_SIZE] = quantise(row, dtype, scale)
+    write_latent(latent, rope_key, cached, torch.tensor(mapping), scale)
+    assert torch.equal(as_bytes(cached), as_bytes(expected))
+    write_latent(latent[:2], rope_key[:2], cached, torch.tensor([-1, -1]), scale)
+    assert torch.equal(as_bytes(cached), as_bytes(expected))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_latent_pages_are_copied_and_swapped(dtype: torch.dtype) -> None:
+    device, host = latent_caches(dtype, 2), latent_caches(dtype, 2)
+    before = [as_bytes(cache.key).clone() for cache in device]
+    copy_pages(device, [(0, 3), (2, 1)])
+    swap_pages(device, host, [(3, 4)])
+    for cache, other, old in zip(device, host, before, strict=True):
+        assert torch.equal(as_bytes(cache.key), old[[0, 2, 2, 0, 4]])
+        assert torch.equal(as_bytes(other.key)[4], old[0])

@@ -30,6 +30,7 @@ FLOORS = [  # a module imports from its own floor and those above it in this lis
         "step_device",
         "device_copy",
         "spec",
+        "mla_spec",
         "layer_parameters",
         "config",
         "config_errors",

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from attn_backends import entries
 from attn_backends.config import ConfigError
 from attn_backends.interface import AttentionBackend, Unsupported
+from attn_backends.mla_spec import MLASpec
 from attn_backends.registry import (
     BackendImportError,
     Explanation,
@@ -219,6 +220,38 @@ def test_auto_takes_the_first_that_serves_and_logs_why_not_the_others(caplog: py
     assert "NARROW was passed over: head_dim: got 80" in selection.reason
     register_backend("WIDE", fake_backend("WIDE"), priority=15)
     assert select("AUTO").name == "WIDE"
+
+
+def test_auto_considers_for_mla_layers_the_mla_family_alone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    register_backend("WIDE", fake_backend("WIDE"), priority=99)
+    mla = {"first": MLASpec(16), "second": MLASpec(16)}
+    selection = select_backend("AUTO", mla, CACHE, "cpu")
+    assert selection.name == "TORCH_MLA"
+    assert [verdict.name for verdict in selection.verdicts] == ["TORCH_MLA"]
+    assert "passed over" not in caplog.text
+    explanation = explain("AUTO", mla, CACHE, "cpu")
+    assert (explanation.chosen, explanation.reason) == ("TORCH_MLA", selection.reason)
+    refused = {verdict.name: verdict.reasons for verdict in explanation.verdicts}
+    assert (
+        "mla: got MLA (a latent cache); supported: plain attention. Choose AUTO, or a backend for MLA"
+        in refused["TORCH"][0]
+    )
+    plain = {verdict.name: verdict.reasons for verdict in explain("AUTO", SPECS, CACHE, "cpu").verdicts}
+    assert "mla: got plain attention; supported: MLA (a latent cache)" in plain["TORCH_MLA"][0]
+
+
+def test_mla_layers_and_plain_backends_refuse_each_other_by_name() -> None:
+    for name, specs in (("TORCH", [MLASpec(16)]), ("TORCH_MLA", SPECS), ("TORCH_MLA", [MLASpec(16), *SPECS.values()])):
+        with pytest.raises(Unsupported, match="mla: got"):
+            select_backend(name, specs, CACHE, "cpu")
+    with pytest.raises(Unsupported) as caught:
+        select_backend("AUTO", [MLASpec(16), *SPECS.values()], CACHE, "cpu")
+    assert {rejection.code for rejection in caught.value.rejections} == {"mla", "import"}
+    with pytest.raises(Unsupported) as caught:
+        select_backend("AUTO", [MLASpec(16)], CACHE, "meta")
+    assert "(TORCH_MLA)" in str(caught.value)
+    assert "(TORCH)" not in str(caught.value)
 
 
 def test_auto_refuses_with_every_backends_reasons() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from attn_backends.mla_spec import MLASpec, new_kv_shapes
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits, plan_groups
 
 
@@ -20,6 +21,22 @@ def test_defaults_are_resolved() -> None:
     assert hash(spec) == hash(replace(spec))
     with pytest.raises(FrozenInstanceError):
         spec.scale = 1.0  # type: ignore[misc]
+
+
+def test_mla_layers_are_expanded_ones_with_latent_rows() -> None:
+    spec = MLASpec(128)
+    assert (spec.num_kv_heads, spec.head_dim, spec.head_dim_vo, spec.scale) == (128, 192, 128, 192**-0.5)
+    assert (spec.qk_nope_head_dim, spec.latent_dim, new_kv_shapes(spec)) == (128, 576, ((512,), (64,)))
+    assert replace(spec, scale=0.5, num_qo_heads=16, num_kv_heads=16) == MLASpec(16, scale=0.5)
+    assert spec != AttentionSpec(128, 128, 192, 128)
+    assert len(plan_groups({0: spec, 1: MLASpec(128, kv_lora_rank=256), 2: MLASpec(128)})) == 2
+    for changes, message in (
+        ({"num_kv_heads": 1}, "num_kv_heads is 1 for 128 query heads"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank is 0"),
+        ({"qk_rope_head_dim": 192}, "qk_rope_head_dim 192 of head_dim 192"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MLASpec(128, **changes)
 
 
 def test_values_are_normalised() -> None:

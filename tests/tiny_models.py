@@ -44,10 +44,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 2,
+    "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+        "original_max_position_embeddings": 64, "rope_theta": 10000.0}  # fmt: skip
+LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # multi-head latent attention
+    "deepseek_v2": ("DeepseekV2Config", LATENT),
+    "deepseek_v2_lite": ("DeepseekV2Config", {**LATENT, "q_lora_rank": None}),
+    "deepseek_v3": ("DeepseekV3Config", LATENT),
+    "deepseek_v3_yarn": ("DeepseekV3Config", {**LATENT, "rope_parameters": YARN}),
+    "deepseek_v3_halves": ("DeepseekV3Config", {**LATENT, "rope_interleave": False}),
+}
+
 
 def tiny_model(family: str, **changes: Any) -> transformers.PreTrainedModel:
     """A model of the family with random weights, large enough that attention shapes the logits."""
-    name, own = FAMILIES[family]
+    name, own = (FAMILIES | LATENT_FAMILIES)[family]
     torch.manual_seed(0)
     config = getattr(transformers, name)(**COMMON | own | changes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")

@@ -245,7 +245,7 @@ class PiecewiseGraphs(_StepGraphs[torch.Tensor]):
         """Called by the model's layers while it is captured: a cut for each of them."""
         layer: int = module.layer_idx  # type: ignore[assignment]  # the dry run has checked it
         impl, cache = self.layers.impls[layer], self.layers.caches[layer]
-        output = query.new_zeros(*query.shape[:2], value.shape[-1])
+        output = query.new_zeros(*query.shape[:2], impl.spec.head_dim_vo)
 
         def eager() -> None:
             if self.steps is not None:

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from attn_backends.config import EngineConfig
 from attn_backends.engine.checkpoint import ModelError, Report, find_model, silent
 from attn_backends.engine.fused_layer import fuse_layers
+from attn_backends.engine.latent_layer import LatentAttention, use_latent_attention
 from attn_backends.engine.linears import merge_projections, min_tokens, pack_linears
 from attn_backends.interface import AttentionImpl, AttentionMetadataBuilder
 from attn_backends.kv_cache import KVCache
@@ -42,8 +43,8 @@ class AttentionContext(Protocol):
         self,
         module: torch.nn.Module,
         query: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim]
-        key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
-        value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim_vo]
+        key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]; MLA: [num_tokens, kv_lora_rank]
+        value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim_vo]; MLA: [num_tokens, qk_rope_head_dim]
         constants: Mapping[str, Any],  # scaling, sliding_window, softcap, s_aux, …
     ) -> torch.Tensor: ...  # [num_tokens, num_qo_heads, head_dim_vo]
 
@@ -76,6 +77,13 @@ class LayerProbe:
 
     spec: AttentionSpec
     sinks: torch.Tensor | None  # [num_qo_heads]
+    kv_b_proj: torch.Tensor | None = None  # of MLA, see `MLAImpl`
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What the layer's impl is given of the model's weights."""
+        named = {"sinks": self.sinks, "kv_b_proj": self.kv_b_proj}
+        return {name: weight for name, weight in named.items() if weight is not None}
 
 
 class _Probe:
@@ -100,6 +108,9 @@ class _Probe:
             )
         if constants.get("position_bias") is not None:
             raise ModelError("the model adds a learned position bias to its attention, which no backend takes")
+        if isinstance(module, LatentAttention):
+            self.layers[layer] = LayerProbe(module.spec(query.dtype), None, module.kv_b_proj)
+            return query.new_zeros(*query.shape[:2], module.head_dim_vo)
         window, sinks = constants.get("sliding_window"), constants.get("s_aux")
         spec = AttentionSpec(
             num_qo_heads=query.shape[1],
@@ -200,6 +211,7 @@ def ready_model(model: Any, tokenizer: Any, config: EngineConfig) -> LoadedModel
         ModelError: its attention does not come through the attention interface, or hides a mask.
     """
     model.eval().requires_grad_(False)
+    use_latent_attention(model)
     layers = probe_layers(model)
     source = _twin(model) if config.compile == "model" else None
     packed = _prepare(model, config)
@@ -250,6 +262,7 @@ def layer_specs(config: EngineConfig, device: torch.device) -> dict[int, Attenti
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=config.trust_remote_code
         )
+    use_latent_attention(model)
     return {layer: probe.spec for layer, probe in probe_layers(model.eval()).items()}
 
 

@@ -70,6 +70,11 @@ class LLM:
         backend = self.selection.backend
         options = validate_options(self.selection.name, config.backend_options)
         max_model_len = min(model.max_model_len, config.scheduler.max_model_len or model.max_model_len)
+        self.kv_bytes_per_token = page_bytes(backend, specs, trial) // config.cache.page_size
+        # What keys and values of every head take: where latent rows are cached instead, more than that.
+        self.expanded_kv_bytes_per_token = sum(
+            s.num_kv_heads * (s.head_dim + s.head_dim_vo) * s.cache_dtype.itemsize for s in specs.values()
+        )
         num_pages = config.cache.num_pages or config.cache.memory_bytes // page_bytes(backend, specs, trial)
         if num_pages < 1:
             raise ValueError(

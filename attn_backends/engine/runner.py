@@ -57,7 +57,7 @@ class ModelRunner:
         builder = backend.get_builder_cls()
         impls = {
             layer: backend.get_impl_cls()(
-                spec, cache, device, sinks=model.layers[layer].sinks, k_scale=k_scale, v_scale=v_scale, options=options
+                spec, cache, device, **model.layers[layer].weights, k_scale=k_scale, v_scale=v_scale, options=options
             )
             for layer, spec in specs.items()
         }

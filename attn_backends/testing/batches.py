@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +21,8 @@ class Row:
 
     data: SequenceData
     query: torch.Tensor  # [query_len, num_qo_heads, head_dim]
-    key: torch.Tensor  # [seq_len, num_kv_heads, head_dim], before it is quantised for the cache
-    value: torch.Tensor  # [seq_len, num_kv_heads, head_dim_vo]
+    key: torch.Tensor  # [seq_len, num_kv_heads, head_dim], before it is quantised for the cache; MLA: latent rows
+    value: torch.Tensor  # [seq_len, num_kv_heads, head_dim_vo]; MLA: shared keys
 
     @property
     def num_cached(self) -> int:
@@ -64,7 +65,12 @@ class Batch:
         )
 
     def fresh_pool(self) -> KVCache | None:
-        return None if self.pool is None else KVCache(self.pool.key.clone(), self.pool.value.clone())
+        return None if self.pool is None else KVCache(*(tensor.clone() for tensor in self.pool))
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """What the layer's Impl is given of the model's weights."""
+        return {} if self.sinks is None else {"sinks": self.sinks}
 
     def pool_after(self) -> KVCache | None:
         """What the pool must hold after the step: the new keys and values in their slots, all else as before."""
@@ -90,6 +96,16 @@ class Batch:
             for row in self.rows
         ]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+    def one_hot(self, first_key: int) -> Batch:
+        """With queries of zeros, and values that are one-hot for `head_dim_vo` keys from `first_key` on."""
+        rows = []
+        for row in self.rows:
+            value = torch.zeros_like(row.value)
+            for d in range(min(value.shape[2], value.shape[0] - first_key)):
+                value[first_key + d, :, d] = 1
+            rows.append(replace(row, query=torch.zeros_like(row.query), value=value))
+        return replace(self, rows=tuple(rows))
 
     def cut(self, parts: Sequence[tuple[int, int, int]]) -> Batch:
         """The batch of some rows' query tokens: (row, first, stop) each. Reorders, drops and chunks requests."""

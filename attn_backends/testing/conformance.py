@@ -14,6 +14,7 @@ from __future__ import annotations
 from attn_backends.testing.kit.building import Building
 from attn_backends.testing.kit.contract import Contract
 from attn_backends.testing.kit.graphs import Graphs
+from attn_backends.testing.kit.latent import Latent
 from attn_backends.testing.kit.numerics import Numerics
 from attn_backends.testing.kit.refusals import Refusals
 from attn_backends.testing.kit.visibility import Visibility
@@ -28,5 +29,16 @@ class BackendConformance(Numerics, Visibility, Contract, Building, Graphs, Refus
         dtypes: of queries and outputs; every declared one of float32, float16, bfloat16 and float64 if not given.
             Cases that are not about dtypes use the first.
 
-    A backend whose plain layer has a shape of its own (MLA) overrides `make_spec(**changes)`.
+    A backend whose plain layer has a shape of its own overrides `make_spec(**changes)`.
     """
+
+
+class MLAConformance(Latent, BackendConformance):
+    """The same for a backend of the MLA family: `Capabilities.mla`.
+
+    `Latent` asks for heads and widths as MLA has them, in the place of the cases that are set to None here.
+    """
+
+    test_heads = None  # type: ignore[assignment]
+    test_head_dims = None  # type: ignore[assignment]
+    test_values_narrower_than_keys = None  # type: ignore[assignment]

@@ -97,6 +97,6 @@ class CapturedStep:
         """What the graph made of it, a result a layer; the outputs of padded rows behind the others."""
         self.graph.replay()
         return [
-            Result(output.clone(), None, KVCache(cache.key.clone(), cache.value.clone()))
+            Result(output.clone(), None, KVCache(*(tensor.clone() for tensor in cache)))
             for output, cache in zip(self.outputs, self.caches, strict=True)
         ]

@@ -30,13 +30,20 @@ class Layer:
     """One layer: its builder, its impl, and a state that it may share with layers of other plan groups."""
 
     def __init__(
-        self, backend: Backend, group: PlanGroup[Any], state: AttentionState[Any], batch: Batch, limits: Limits
+        self,
+        backend: Backend,
+        group: PlanGroup[Any],
+        state: AttentionState[Any],
+        batch: Batch,
+        limits: Limits,
+        options: Any = None,
     ) -> None:
         self.state = state
-        self.builder = backend.get_builder_cls()(group, batch.cache, limits, batch.device)
+        self.builder = backend.get_builder_cls()(group, batch.cache, limits, batch.device, options=options)
         self.impl = backend.get_impl_cls()(
-            batch.spec, batch.cache, batch.device, sinks=batch.sinks, k_scale=batch.k_scale, v_scale=batch.v_scale
-        )
+            batch.spec, batch.cache, batch.device, k_scale=batch.k_scale, v_scale=batch.v_scale, options=options,
+            **batch.weights,
+        )  # fmt: skip
 
     def begin(self, batch: Batch, common_prefix_len: int = 0, num_padded_reqs: int = 0) -> AttentionStep[Any]:
         """Build and plan a step."""
@@ -59,17 +66,20 @@ class Layer:
         return Result(self.impl.forward(query, key, value, kv_cache, step, lse=lse), lse, kv_cache)
 
 
-def make_layers(backend: Backend, layers: Sequence[Batch], *more: Batch, num_padded_reqs: int = 0) -> tuple[Layer, ...]:
+def make_layers(
+    backend: Backend, layers: Sequence[Batch], *more: Batch, num_padded_reqs: int = 0, options: Any = None
+) -> tuple[Layer, ...]:
     """Layers that share one state, a plan group each, sized for their batches and `more`, and nothing larger."""
     limits = limits_for(*layers, *more, num_padded_reqs=num_padded_reqs)
     groups = plan_groups({i: batch.spec for i, batch in enumerate(layers)})
-    state = backend.get_state_cls()(groups, layers[0].cache, limits, layers[0].device)
-    return tuple(Layer(backend, group, state, batch, limits) for group, batch in zip(groups, layers, strict=True))
+    state = backend.get_state_cls()(groups, layers[0].cache, limits, layers[0].device, options=options)
+    pairs = zip(groups, layers, strict=True)
+    return tuple(Layer(backend, group, state, batch, limits, options) for group, batch in pairs)
 
 
-def make_layer(backend: Backend, *batches: Batch, num_padded_reqs: int = 0) -> Layer:
+def make_layer(backend: Backend, *batches: Batch, num_padded_reqs: int = 0, options: Any = None) -> Layer:
     """One layer for any of some batches that differ in their rows alone."""
-    (layer,) = make_layers(backend, batches[:1], *batches[1:], num_padded_reqs=num_padded_reqs)
+    (layer,) = make_layers(backend, batches[:1], *batches[1:], num_padded_reqs=num_padded_reqs, options=options)
     return layer
 
 
@@ -162,4 +172,4 @@ def assert_pool(kv_cache: KVCache | None, expected: KVCache | None, what: str = 
 
 
 def slot_bytes(cached: torch.Tensor) -> torch.Tensor:  # [num_slots, bytes of a slot] u8, cpu
-    return cached.cpu().contiguous().view(torch.uint8).reshape(cached.shape[0] * cached.shape[1], -1)
+    return cached.cpu().contiguous().view(torch.uint8).flatten(0, 1).flatten(1)

@@ -8,14 +8,23 @@ import torch
 
 from attn_backends.interface import AttentionBackend, Capabilities
 from attn_backends.kv_cache import get_kv_cache_layout
+from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def plain_spec(can: Capabilities, **changes: Any) -> AttentionSpec:
-    """4 query heads over 2 KV heads, the smallest declared head_dim (32 for any), the first of `FLOATS` declared."""
+    """4 query heads over 2 KV heads, the smallest declared head_dim (32 for any), the first of `FLOATS` declared.
+
+    For the MLA family 4 heads, or the fewest declared, and the smallest latent rows.
+    """
     dtype = next(dtype for dtype in FLOATS if dtype in can.dtypes)
+    if can.mla:
+        dims = can.head_dims or {24, 16}
+        latent = {"kv_lora_rank": min(can.kv_lora_ranks or {32}), "qk_rope_head_dim": min(can.qk_rope_head_dims or {8})}
+        heads = {"num_qo_heads": min(can.head_counts or {4}), "head_dim": max(dims), "head_dim_vo": min(dims)}
+        return MLASpec(**{**heads, **latent, "dtype": dtype, **changes})
     plain = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": min(can.head_dims or {32}), "dtype": dtype}
     return AttentionSpec(**{**plain, **changes})
 
@@ -32,9 +41,12 @@ def undeclared(backend: type[AttentionBackend], spec: AttentionSpec, cache: KVCa
     Worked out here once more, so that a backend whose `reject` says less than its table is found out.
     """
     can = backend.capabilities()
+    if isinstance(spec, MLASpec) != can.mla:
+        return {"mla"}
     allowed: dict[str, tuple[Any, Any]] = {
         "dtype": (spec.dtype, can.dtypes),
         "cache_dtype": (spec.cache_dtype, can.cache_dtypes),
+        "num_qo_heads": (spec.num_qo_heads, can.head_counts),
         "head_dim": (spec.head_dim, can.head_dims),
         "head_dim_vo": (spec.head_dim_vo, can.head_dims),
         "page_size": (cache.page_size, can.page_sizes),
@@ -42,6 +54,9 @@ def undeclared(backend: type[AttentionBackend], spec: AttentionSpec, cache: KVCa
         "attention_type": (spec.attention_type, can.attention_types),
         "device": (device.partition(":")[0], can.devices),
     }
+    if isinstance(spec, MLASpec):
+        allowed["kv_lora_rank"] = (spec.kv_lora_rank, can.kv_lora_ranks)
+        allowed["qk_rope_head_dim"] = (spec.qk_rope_head_dim, can.qk_rope_head_dims)
     asked = {
         "window": spec.window_left >= 0,
         "soft_cap": spec.logits_soft_cap is not None,

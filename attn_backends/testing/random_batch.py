@@ -11,8 +11,10 @@ import torch
 
 from attn_backends.batch import SequenceData
 from attn_backends.kv_cache import CacheGeometry, allocate_kv_cache
+from attn_backends.mla_spec import MLASpec, new_kv_shapes
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec, Layout
 from attn_backends.testing.batches import Batch, Row, as_bits
+from attn_backends.testing.mla_batches import MLABatch
 
 FP8_NAN_BYTE = 0x7F  # NaN in e4m3fn and in e5m2
 SPARE_PAGES = 3  # pages that no request owns; page 0 is one of them, as tables are padded with zeros
@@ -41,6 +43,7 @@ def random_batch(
 
     Args:
         seq_lens, query_lens: one a request. For cross attention `seq_lens` are the encoder's lengths.
+        k_scale, v_scale: as the Impl takes them; latent rows of MLA have the first alone.
         poison: fills every slot that holds no cached key: unused pages, page tails and the slots still to be written.
         shared_prefix_len: leading keys that all requests share, in the same pages; a multiple of the page size.
         lookahead: pages that each request owns beyond its need.
@@ -63,16 +66,23 @@ def random_batch(
     sinks = torch.randn(spec.num_qo_heads, generator=generator).to(device) if spec.sinks else None
     cache = KVCacheSpec(needed, page_size, layout)
     batch = Batch(spec, cache, torch.device(device), tuple(rows), None, sinks, k_scale, v_scale)
+    if isinstance(spec, MLASpec):
+        width = spec.num_qo_heads * (spec.qk_nope_head_dim + spec.head_dim_vo)
+        own = torch.Generator().manual_seed(width)  # the weight is the layer's, whatever the batch
+        weight = torch.randn(width, spec.kv_lora_rank, generator=own) * spec.kv_lora_rank**-0.5
+        given = {**vars(batch), "v_scale": 1.0, "kv_b_proj": weight.to(spec.dtype).to(device)}
+        batch = MLABatch(**given)
     return with_pool(batch, backend, poison) if cached else batch
 
 
 def _random_row(
     spec: AttentionSpec, data: SequenceData, first: Row | None, shared_len: int, generator: torch.Generator
 ) -> Row:
+    key_shape, value_shape = new_kv_shapes(spec)
     shapes = (
         (data.query_len, spec.num_qo_heads, spec.head_dim),
-        (data.seq_len, spec.num_kv_heads, spec.head_dim),
-        (data.seq_len, spec.num_kv_heads, spec.head_dim_vo),
+        (data.seq_len, *key_shape),
+        (data.seq_len, *value_shape),
     )
     query, key, value = (torch.randn(shape, generator=generator).to(spec.dtype) for shape in shapes)
     if first is not None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, AttentionType
 
 
@@ -61,6 +62,30 @@ def reference_attention(
             lse[i, head] = torch.logsumexp(terms, 0)
             out[i, head] = torch.exp(logits - lse[i, head]) @ value[seen, kv_head]
     return out, lse
+
+
+def reference_mla(
+    query: torch.Tensor,  # [Tq, num_qo_heads, head_dim]: q_nope, then q_pe
+    latent: torch.Tensor,  # [Tk, kv_lora_rank]
+    rope_key: torch.Tensor,  # [Tk, qk_rope_head_dim]
+    kv_b_proj: torch.Tensor,  # [num_qo_heads * (qk_nope_head_dim + head_dim_vo), kv_lora_rank]
+    spec: MLASpec,
+    *,
+    context_len: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multi-head latent attention of one request in its expanded form (DeepSeek-V2, arXiv 2405.04434, eq. 9 to 19).
+
+    Head h of token j has the key [W_UK_h c_j, r_j] and the value W_UV_h c_j, with W_UK_h and W_UV_h the head's rows of
+    `kv_b_proj`; then it is `reference_attention`, which says what is returned.
+    """
+    latent, rope_key, weight = (t.detach().to("cpu", torch.float64) for t in (latent, rope_key, kv_b_proj))
+    nope, width = spec.qk_nope_head_dim, spec.qk_nope_head_dim + spec.head_dim_vo
+    keys, values = [], []
+    for head in range(spec.num_qo_heads):
+        rows = weight[head * width : (head + 1) * width]
+        keys.append(torch.cat([latent @ rows[:nope].T, rope_key], dim=1))
+        values.append(latent @ rows[nope:].T)
+    return reference_attention(query, torch.stack(keys, 1), torch.stack(values, 1), spec, context_len=context_len)
 
 
 def sees(spec: AttentionSpec, query_position: int, key_position: int) -> bool:

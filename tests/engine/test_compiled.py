@@ -93,7 +93,7 @@ def test_bfloat16(tmp_path: Path, graph_sizes: list[int]) -> None:
 
 def test_attention_outside_of_a_step_is_an_error() -> None:
     with pytest.raises(LookupError):
-        torch.ops.attn_backends.attend(*torch.ones(3, 1, 1, 4), 0)
+        torch.ops.attn_backends.attend(*torch.ones(3, 1, 1, 4), 0, 4)
 
 
 def test_without_a_compiler(tiny_llama: Path) -> None:

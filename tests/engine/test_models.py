@@ -8,10 +8,11 @@ import torch
 
 from attn_backends import KVCacheSpec, Limits, SamplingParams, get_backend
 from attn_backends.engine.hf import ATTENTION_NAME, LoadedModel, ModelError, check_config, probe_layers
+from attn_backends.engine.latent_layer import use_latent_attention
 from attn_backends.engine.request import Request
 from attn_backends.engine.runner import ModelRunner
 from attn_backends.engine.scheduler import ScheduledBatch
-from tests.tiny_models import FAMILIES, tiny_model
+from tests.tiny_models import FAMILIES, LATENT_FAMILIES, tiny_model
 
 PAGE_SIZE = 4
 PROMPTS = (23, 1, 12)  # tokens
@@ -29,15 +30,16 @@ def run(runner: ModelRunner, requests: list[Request], spans: list[tuple[int, int
 
 def runner_of(model) -> ModelRunner:  # type: ignore[no-untyped-def]
     model.set_attn_implementation(ATTENTION_NAME)
+    backend = "TORCH_MLA" if use_latent_attention(model) else "TORCH"
     layers = probe_layers(model)
     loaded = LoadedModel(model, None, layers, 256, 97, frozenset())
     specs = {layer: probe.spec for layer, probe in layers.items()}
     return ModelRunner(
-        loaded, get_backend("TORCH"), specs, KVCacheSpec(64, PAGE_SIZE), Limits(8, 64, 64), torch.device("cpu")
+        loaded, get_backend(backend), specs, KVCacheSpec(64, PAGE_SIZE), Limits(8, 64, 64), torch.device("cpu")
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *LATENT_FAMILIES])
 def test_matches_transformers_eager(family: str) -> None:
     reference, runner = tiny_model(family), runner_of(tiny_model(family))
     generator = torch.Generator().manual_seed(1)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, AttentionType
-from attn_backends.testing.reference import reference_attention, sees
+from attn_backends.testing.reference import reference_attention, reference_mla, sees
 
 LN2, LN3 = math.log(2), math.log(3)
 
@@ -133,3 +134,18 @@ def test_sinks_must_fit_the_spec() -> None:
         reference_attention(*tensors, AttentionSpec(1, 1, 4, sinks=True))
     with pytest.raises(ValueError, match="sinks are given"):
         reference_attention(*tensors, AttentionSpec(1, 1, 4), sinks=torch.zeros(1))
+
+
+def test_mla_by_hand() -> None:
+    """Two heads over one latent column and one shared key: every number is written out."""
+    spec = MLASpec(2, head_dim=2, head_dim_vo=1, kv_lora_rank=1, qk_rope_head_dim=1, scale=1.0)
+    latent, rope_key = torch.tensor([[2.0], [-1.0]]), torch.tensor([[0.5], [0.25]])
+    weight = torch.tensor([[3.0], [5.0], [-1.0], [7.0]])  # W_UK and W_UV of head 0, then of head 1
+    query = torch.tensor([[[1.0, 4.0], [2.0, 8.0]]])
+    out, lse = reference_mla(query, latent, rope_key, weight, spec)
+    for head, logits in enumerate(([1 * 6 + 4 * 0.5, -3 + 4 * 0.25], [2 * -2 + 8 * 0.5, 2 * 1 + 8 * 0.25])):
+        total = math.exp(logits[0]) + math.exp(logits[1])
+        w_uv = (5.0, 7.0)[head]
+        expected = (math.exp(logits[0]) * 2 * w_uv - math.exp(logits[1]) * w_uv) / total
+        assert float(out[0, head, 0]) == pytest.approx(expected, rel=1e-12)
+        assert float(lse[0, head]) == pytest.approx(math.log(total), rel=1e-12)

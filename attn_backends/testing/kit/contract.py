@@ -177,5 +177,6 @@ def _without_lookahead(row: Row, batch: Batch) -> Row:
 
 def _of_another_layer(row: Row) -> Row:
     """The same request in the same pages with other queries, and other keys and values to write."""
-    sign = torch.where(torch.arange(row.data.seq_len) < row.num_cached, 1, -1)[:, None, None]
-    return replace(row, query=-row.query, key=row.key * sign, value=row.value * sign)
+    sign = torch.where(torch.arange(row.data.seq_len) < row.num_cached, 1, -1)
+    key, value = (new * sign.view(-1, *[1] * (new.dim() - 1)) for new in (row.key, row.value))
+    return replace(row, query=-row.query, key=key, value=value)

@@ -17,8 +17,9 @@ from attn_backends.interface import (
     CudaGraphSupport,
     Unsupported,
 )
-from attn_backends.registry import get_backend
-from attn_backends.spec import FP8_DTYPES, AttentionType
+from attn_backends.mla_spec import MLASpec
+from attn_backends.registry import get_backend, select_backend
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType
 from attn_backends.testing.features import CROSS, ENCODER, FEATURES, Feature
 from attn_backends.testing.harness import make_layer
 from attn_backends.testing.kit.base import KitBase
@@ -70,6 +71,14 @@ class Refusals(KitBase):
         """Each feature is served or refused by name: `serves` checks which, and that selection says the same."""
         assert self.can.attention_types <= frozenset(AttentionType)
         list(self.served([feature]))
+
+    def test_layers_of_the_other_kind_are_refused(self) -> None:
+        """A layer with a latent cache on a backend for plain attention, and the reverse."""
+        other = AttentionSpec(4, 4, 64) if self.can.mla else MLASpec(16)
+        cache = plain_cache(self.can)
+        found = self.backend.reject(other, cache, self.device)
+        assert "mla" in {rejection.code for rejection in found}, f"refused for {found}, which does not name 'mla'"
+        refuses(lambda: select_backend(self.backend_name, [other], cache, self.device), "mla", "selection")
 
     def test_other_devices_are_refused(self) -> None:
         codes = {r.code for r in self.backend.reject(self.make_spec(), plain_cache(self.can), "meta")}

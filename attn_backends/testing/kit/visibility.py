@@ -7,7 +7,6 @@ one key: 0 where the key is hidden, 1 / n where it is one of n. A tolerance cann
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -23,14 +22,8 @@ from attn_backends.testing.reference import sees
 
 
 def one_hot(batch: Batch, backend: Backend, first_key: int) -> Batch:
-    """The batch with queries of zeros and values that are one-hot for `head_dim_vo` keys from `first_key` on."""
-    rows = []
-    for row in batch.rows:
-        value = torch.zeros_like(row.value)
-        for d in range(min(value.shape[2], value.shape[0] - first_key)):
-            value[first_key + d, :, d] = 1
-        rows.append(replace(row, query=torch.zeros_like(row.query), value=value))
-    changed = replace(batch, rows=tuple(rows))
+    """`Batch.one_hot` over a pool of its own."""
+    changed = batch.one_hot(first_key)
     return changed if batch.pool is None else with_pool(changed, backend)
 
 
@@ -38,12 +31,10 @@ class Visibility(KitBase):
     def key_weights(self, spec: AttentionSpec, shape: BatchShape, first_keys: Sequence[int]) -> torch.Tensor:
         """Weights [num_tokens, num_qo_heads, len(first_keys) * head_dim_vo] of the keys in blocks from `first_keys`."""
         batch = self.make_batch(spec, shape)
-        layer = make_layer(self.backend, batch)
-        blocks = []
-        for first_key in first_keys:
-            block = one_hot(batch, self.backend, first_key)
-            blocks.append(layer.forward(block, layer.begin(block)).output.float().cpu())
-        return torch.cat(blocks, dim=-1)
+        blocks = [one_hot(batch, self.backend, first_key) for first_key in first_keys]
+        layer = make_layer(self.backend, blocks[0])
+        weights = [layer.forward(block, layer.begin(block)).output.float().cpu() for block in blocks]
+        return torch.cat(weights, dim=-1)
 
     def check_visible(self, spec: AttentionSpec, shape: BatchShape) -> None:
         """Every query of the batch sees the keys it should and no other, each with the same weight."""

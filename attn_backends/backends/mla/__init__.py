@@ -1,0 +1,13 @@
+"""Multi-head latent attention: what the backends of the family share, and the backends.
+
+backend.py    the latent cache's shape
+options.py    options that all of them have
+metadata.py   a batch as decode rows, attended on the latent cache, and prefill rows, attended on expanded keys
+state.py      the context workspace, plans, graph buffers
+impl.py       one layer: write, absorb, decode, expand, prefill in bounded chunks, merge
+attend.py     attention with its LSE in plain torch
+torch_mla.py  TORCH_MLA, on any device
+
+A backend names its own Impl and State over these. It must have `MLAImpl._decode`; it may have `MLAImpl._prefill`,
+`MLAState.plan_decode` and `plan_prefill`, and what its `reject` adds.
+"""

@@ -1,0 +1,54 @@
+"""What every backend of the family answers alike."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_backends.backends.mla.metadata import MLAMetadata, MLAMetadataBuilder
+from attn_backends.interface import AttentionBackend, Rejection
+from attn_backends.mla_spec import MLASpec
+from attn_backends.spec import AttentionSpec, KVCacheSpec, Layout
+
+
+class MLABackend(AttentionBackend):
+    """A subclass gives its name, impl, state and `Capabilities(mla=True, unequal_head_dims=True, …)`."""
+
+    @staticmethod
+    def get_metadata_cls() -> type[MLAMetadata]:
+        return MLAMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[MLAMetadataBuilder]:
+        return MLAMetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shapes(spec: AttentionSpec, cache: KVCacheSpec) -> tuple[tuple[int, ...], ...]:
+        """[num_pages, page_size, latent_dim], and nothing beside it.
+
+        Raises:
+            TypeError: the layer is not MLA.
+        """
+        if not isinstance(spec, MLASpec):
+            raise TypeError(f"a latent cache is for layers of MLASpec, and this is {type(spec).__name__}")
+        return (cache.num_pages, cache.page_size, spec.latent_dim), (cache.num_pages, cache.page_size, 0)
+
+    @staticmethod
+    def get_kv_cache_stride_order(layout: Layout) -> tuple[int, ...]:
+        return 0, 1, 2  # there are no heads to lay elsewhere
+
+    @classmethod
+    def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
+        """The width of latent rows too."""
+        found = super().reject(spec, cache, device)
+        if isinstance(spec, MLASpec):
+            can, hint = cls.capabilities(), "Choose a backend that takes latent rows of this width."
+            widths = (
+                ("kv_lora_rank", spec.kv_lora_rank, can.kv_lora_ranks),
+                ("qk_rope_head_dim", spec.qk_rope_head_dim, can.qk_rope_head_dims),
+            )
+            found += [
+                Rejection(code, str(got), ", ".join(map(str, sorted(allowed))), hint)
+                for code, got, allowed in widths
+                if allowed is not None and got not in allowed
+            ]
+        return found

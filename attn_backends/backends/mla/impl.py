@@ -1,0 +1,251 @@
+"""One layer of the family: write the new latent rows, decode on the latent cache, prefill on expanded keys and values.
+
+With c a cached latent row, r its shared key, and W_UK, W_UV the two parts of `kv_b_proj` for a head (DeepSeek-V2, arXiv
+2405.04434, equations 9 to 19), a logit is
+
+    scale · (q_nope · (W_UK c) + q_pe · r)  =  scale · ((W_UKᵀ q_nope) · c + q_pe · r)
+
+and an output Σ p W_UV c = W_UV Σ p c. Decode rows take the right sides: every head reads the same rows, as in MQA, and
+none is expanded. Prefill rows take the left ones, which cost less arithmetic a key once many queries share it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from attn_backends.backends.mla.attend import attend
+from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata, PrefillRows, RaggedRows
+from attn_backends.backends.mla.state import MLAStep
+from attn_backends.interface import AttentionImpl, AttentionStep, Rejection, Unsupported
+from attn_backends.kv_cache import KVCache, dequantise, gather_slots, write_latent
+from attn_backends.mla_spec import MLASpec
+from attn_backends.spec import AttentionSpec, KVCacheSpec
+
+
+class MLAImpl(AttentionImpl[MLAMetadata]):
+    """The base of the family's impls. `forward` takes and returns what the model has, before and after absorption.
+
+    Args:
+        kv_b_proj: [num_qo_heads * (qk_nope_head_dim + head_dim_vo), kv_lora_rank] of `spec.dtype` on the device, the
+            weight of the model's layer of that name: head by head W_UK, then W_UV. It is kept, not copied.
+        k_scale: of whole latent rows: real value = stored value * k_scale. There is no other scale (v_scale is 1.0).
+        the others as for every impl.
+    """
+
+    backend_name: ClassVar[str]
+    zeroes_idle_rows: ClassVar[bool] = False  # `_decode` gives zeros, and an LSE of -inf, where seq_len is 0
+    spec: MLASpec
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        cache: KVCacheSpec,
+        device: torch.device | str,
+        *,
+        kv_b_proj: torch.Tensor | None = None,
+        **constants: Any,
+    ) -> None:
+        super().__init__(spec, cache, device, **constants)
+        if not isinstance(spec, MLASpec):
+            raise TypeError(f"{self.backend_name} serves layers of MLASpec, and this is {type(spec).__name__}")
+        heads, nope = spec.num_qo_heads, spec.qk_nope_head_dim
+        needed = (heads * (nope + spec.head_dim_vo), spec.kv_lora_rank)
+        if kv_b_proj is None or kv_b_proj.shape != needed or kv_b_proj.dtype is not spec.dtype:
+            got = "none" if kv_b_proj is None else f"{kv_b_proj.dtype} {list(kv_b_proj.shape)}"
+            raise ValueError(
+                f"kv_b_proj: got {got}; pass the weight of the model's kv_b_proj, {spec.dtype} {list(needed)}"
+            )
+        if self.v_scale != 1.0:
+            raise ValueError(f"v_scale is {self.v_scale}: a latent row has one scale; pass it as k_scale")
+        self.kv_b_proj = kv_b_proj.detach()
+        by_head = self.kv_b_proj.view(heads, nope + spec.head_dim_vo, spec.kv_lora_rank)
+        self.w_uk = by_head[:, :nope]  # [num_qo_heads, qk_nope_head_dim, kv_lora_rank]
+        self.w_uv = by_head[:, nope:].mT  # [num_qo_heads, kv_lora_rank, head_dim_vo]
+
+    # What a backend has of its own.
+
+    @abstractmethod
+    def _decode(
+        self,
+        query: torch.Tensor,  # [num_rows, query_len, num_qo_heads, latent_dim], absorbed
+        latent_cache: torch.Tensor,  # [num_pages, page_size, latent_dim] of spec.cache_dtype
+        step: MLAStep,  # `metadata.decode` has page table and lengths; `plan` what the state planned
+        output: torch.Tensor,  # [num_rows, query_len, num_qo_heads, kv_lora_rank], written in place
+        lse: torch.Tensor | None,  # [num_rows, query_len, num_qo_heads] f32, written in place
+    ) -> None:
+        """MQA over latent rows: logits with `spec.scale` over all of a row's columns, values its first `kv_lora_rank`.
+
+        A token of a row with `seq_len` 0 may get anything, NaN too, unless `zeroes_idle_rows`. Tensors are contiguous.
+        Raises `Unsupported` for an LSE that the kernel does not give.
+        """
+
+    def _prefill(
+        self,
+        query: torch.Tensor,  # [num_queries, num_qo_heads, head_dim]
+        key: torch.Tensor,  # [num_keys, num_qo_heads, head_dim]
+        value: torch.Tensor,  # [num_keys, num_qo_heads, head_dim_vo], strided
+        rows: RaggedRows,
+        output: torch.Tensor,  # [num_queries, num_qo_heads, head_dim_vo] of spec.dtype, written in place
+        lse: torch.Tensor | None,  # [num_queries, num_qo_heads] f32 (f64 for f64 queries), written in place
+        plan: Any,  # what the state's `plan_prefill` made for these rows
+    ) -> None:
+        """Attention of ragged rows over expanded keys and values. This one runs everywhere, row by row."""
+        edges = zip(rows.query_starts_cpu.tolist(), rows.key_starts_cpu.tolist(), strict=True)
+        (query_start, key_start), *ends = edges
+        for query_end, key_end in ends:
+            queries, keys = slice(query_start, query_end), slice(key_start, key_end)
+            q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query[queries], key[keys], value[keys]))
+            out, sums = attend(q, k, v, self.spec.scale, is_causal=rows.causal and query_end - query_start > 1)
+            output[queries] = out[0].transpose(0, 1)
+            if lse is not None:
+                lse[queries] = sums[0].T
+            query_start, key_start = query_end, key_end
+
+    # What all share.
+
+    def forward(
+        self,
+        query: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim]: q_nope, then q_pe after RoPE
+        key: torch.Tensor | None,  # [num_new_kv, kv_lora_rank]: the latent rows, after their norm
+        value: torch.Tensor | None,  # [num_new_kv, qk_rope_head_dim]: the shared keys, after RoPE
+        kv_cache: KVCache | None,
+        step: AttentionStep[MLAMetadata],
+        output: torch.Tensor | None = None,  # [num_tokens, num_qo_heads, head_dim_vo]
+        *,
+        lse: torch.Tensor | None = None,
+        output_scale: float | None = None,
+    ) -> torch.Tensor:
+        planned = self._check(query, step, output_scale)
+        metadata = planned.metadata
+        if output is None:
+            output = query.new_empty(query.shape[0], self.spec.num_qo_heads, self.spec.head_dim_vo)
+        if kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
+            write_latent(key, value, kv_cache.key, metadata.slot_mapping[: len(key)], self.k_scale)
+        live = metadata.num_decode_tokens + metadata.num_prefill_tokens
+        if live < metadata.num_tokens:
+            output[live:] = 0
+            if lse is not None:
+                lse[live:] = -math.inf
+        if metadata.decode is not None:
+            if kv_cache is None:
+                raise ValueError("this step decodes on the latent cache, and none was given: pass kv_cache")
+            tokens = slice(0, metadata.num_decode_tokens)
+            part = None if lse is None else lse[tokens]
+            self._attend_decodes(query[tokens], kv_cache.key, planned, metadata.decode, output[tokens], part)
+        if metadata.prefill is not None:
+            tokens = slice(metadata.num_decode_tokens, live)
+            part = None if lse is None else lse[tokens]
+            brought = None
+            if key is not None and value is not None:
+                new_kv = slice(metadata.num_decode_new_kv, metadata.num_new_kv)
+                brought = key[new_kv], value[new_kv]
+            self._attend_prefills(query[tokens], brought, kv_cache, planned, metadata.prefill, output[tokens], part)
+        return output
+
+    def _check(self, query: torch.Tensor, step: AttentionStep[MLAMetadata], output_scale: float | None) -> MLAStep:
+        if not isinstance(step, MLAStep):
+            raise TypeError(
+                f"{self.backend_name} got a {type(step).__name__} of {type(step.metadata).__name__}: build the "
+                "metadata with this backend's builder, and plan it with its state's begin_forward before any layer runs"
+            )
+        expected = (step.metadata.num_tokens, self.spec.num_qo_heads, self.spec.head_dim)
+        if query.shape != expected:
+            raise ValueError(f"query has shape {tuple(query.shape)}; this step and layer need {expected}")
+        if output_scale is not None:
+            rejection = Rejection("output_scale", str(output_scale), "None", "Quantise the output.")
+            raise Unsupported(self.backend_name, [rejection])
+        return step
+
+    def _attend_decodes(
+        self,
+        query: torch.Tensor,
+        latent_cache: torch.Tensor,
+        step: MLAStep,
+        rows: DecodeRows,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Absorb, attend among latent rows, and come back by W_UV."""
+        spec, shape = self.spec, (rows.num_rows, rows.query_len, self.spec.num_qo_heads)
+        absorbed = query.new_empty(*query.shape[:2], spec.latent_dim)
+        by_head = query[..., : spec.qk_nope_head_dim].transpose(0, 1)
+        torch.bmm(by_head, self.w_uk, out=absorbed[..., : spec.kv_lora_rank].transpose(0, 1))
+        absorbed[..., spec.kv_lora_rank :] = query[..., spec.qk_nope_head_dim :]
+        attended = query.new_empty(*query.shape[:2], spec.kv_lora_rank)
+        sums = None if lse is None else torch.empty(shape, dtype=torch.float32, device=query.device)
+        self._decode(absorbed.view(*shape, -1), latent_cache, step, attended.view(*shape, -1), sums)
+        torch.bmm(attended.transpose(0, 1), self.w_uv, out=output.transpose(0, 1))
+        if lse is not None and sums is not None:
+            lse.copy_(sums.flatten(0, 1))
+        if rows.idle is not None and not self.zeroes_idle_rows:
+            output.masked_fill_(rows.idle[:, None, None], 0)
+            if lse is not None:
+                lse.masked_fill_(rows.idle[:, None], -math.inf)
+
+    def _attend_prefills(
+        self,
+        query: torch.Tensor,
+        brought: tuple[torch.Tensor, torch.Tensor] | None,  # the prefill tokens' parts of `key` and `value`
+        kv_cache: KVCache | None,
+        step: MLAStep,
+        rows: PrefillRows,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """New tokens among themselves, then each chunk of context, joined by their LSEs in float32 or wider."""
+        if step.metadata.is_profile_run:  # a full chunk of context, so that the run shows the most memory of any step
+            self._expand(*self._parts(dequantise(step.workspace.zero_(), self.spec.dtype, self.k_scale)))
+        if rows.new_slots is not None and kv_cache is not None:
+            brought = self._parts(self._gather(kv_cache.key, rows.new_slots, None))
+        if brought is None or (rows.chunks and kv_cache is None):
+            raise ValueError(
+                "this step reads a cache or fresh rows, and neither was given: pass kv_cache, key and value"
+            )
+        plan, *chunk_plans = step.prefill_plans
+        if not rows.chunks or kv_cache is None:
+            self._prefill(query, *self._expand(*brought), rows.new, output, lse, plan)
+            return
+        work = torch.promote_types(query.dtype, torch.float32)
+        sums = torch.empty(query.shape[:2], dtype=work, device=query.device)
+        self._prefill(query, *self._expand(*brought), rows.new, output, sums, plan)
+        total = output.to(work, copy=True)
+        for chunk, chunk_plan in zip(rows.chunks, chunk_plans, strict=True):
+            key, value = self._expand(*self._parts(self._gather(kv_cache.key, chunk.slots, step.workspace)))
+            part, part_sums = torch.empty_like(output[chunk.tokens]), torch.empty_like(sums[chunk.tokens])
+            self._prefill(query[chunk.tokens], key, value, chunk.rows, part, part_sums, chunk_plan)
+            merge(total[chunk.tokens], sums[chunk.tokens], part, part_sums)
+        output.copy_(total)
+        if lse is not None:
+            lse.copy_(sums)
+
+    def _gather(self, latent_cache: torch.Tensor, slots: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
+        """Cached rows by slot, [len(slots), latent_dim] of spec.dtype."""
+        return dequantise(gather_slots(latent_cache, slots, room), self.spec.dtype, self.k_scale)
+
+    def _parts(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return latents[:, : self.spec.kv_lora_rank], latents[:, self.spec.kv_lora_rank :]
+
+    def _expand(self, latent: torch.Tensor, rope_key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Every head's keys [N, num_qo_heads, head_dim] and values [N, num_qo_heads, head_dim_vo] of N latent rows."""
+        spec = self.spec
+        expanded = F.linear(latent, self.kv_b_proj).view(len(latent), spec.num_qo_heads, -1)
+        nope, value = expanded.split([spec.qk_nope_head_dim, spec.head_dim_vo], dim=-1)
+        key = torch.cat([nope, rope_key[:, None].expand(-1, spec.num_qo_heads, -1)], dim=-1)
+        return key, value
+
+
+def merge(output: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
+    """Join attention over two disjoint sets of keys, in place: each output weighs exp(its LSE).
+
+    Args:
+        output, more: [num_tokens, num_qo_heads, dim].
+        lse, more_lse: [num_tokens, num_qo_heads], natural log; that of `output` is finite.
+    """
+    both = torch.logaddexp(lse, more_lse)
+    output.mul_((lse - both).exp()[..., None]).add_((more_lse - both).exp()[..., None] * more)
+    lse.copy_(both)

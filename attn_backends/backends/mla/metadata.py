@@ -1,0 +1,283 @@
+"""A batch as the family sees it: decode rows over the latent cache, prefill rows over expanded keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from attn_backends.backends.mla.options import workspace_tokens
+from attn_backends.batch import CommonAttentionMetadata
+from attn_backends.batch_order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
+from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
+from attn_backends.page_table import IntArray
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """Rows of equal query lengths, attended on the latent cache. Token t of a row sees its first `seq_len - query_len +
+    t + 1` keys. In a graph padded rows are among them."""
+
+    num_rows: int
+    query_len: int
+    page_table: torch.Tensor  # [num_rows, max_pages] i32
+    seq_lens: torch.Tensor  # [num_rows] i32, this step's tokens included; 0 for padding
+    seq_lens_cpu: torch.Tensor  # [num_rows] i32; may be upper bounds, and in a graph no launch may depend on them
+    idle: torch.Tensor | None  # [num_rows * query_len] bool, in a graph: tokens of padded rows. None: all are live
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows * self.query_len
+
+
+@dataclass(frozen=True)
+class RaggedRows:
+    """Rows whose queries and keys lie one row after the other, as kernels for variable lengths take them.
+
+    Every row has keys. If `causal`, row i has as many keys as queries, and query j sees keys 0 to j; else it sees all.
+    """
+
+    query_starts: torch.Tensor  # [num_rows + 1] i32
+    key_starts: torch.Tensor  # [num_rows + 1] i32
+    query_starts_cpu: torch.Tensor  # [num_rows + 1] i32
+    key_starts_cpu: torch.Tensor  # [num_rows + 1] i32
+    max_query_len: int
+    max_key_len: int
+    causal: bool
+
+
+@dataclass(frozen=True)
+class ContextChunk:
+    """A bounded part of what some neighbouring prefill rows have cached; all their new tokens see all of it."""
+
+    tokens: slice  # of the prefill tokens
+    slots: torch.Tensor  # [num_keys] i64, at most the workspace's tokens
+    rows: RaggedRows
+
+
+@dataclass(frozen=True)
+class PrefillRows:
+    """Rows attended on keys and values expanded from latent rows: their own new ones, then chunks of context."""
+
+    num_tokens: int
+    new: RaggedRows  # the new tokens among themselves
+    new_slots: torch.Tensor | None  # [num_tokens] i64: read the new tokens' rows back from the cache; None: as given
+    chunks: tuple[ContextChunk, ...]
+
+
+@dataclass(frozen=True)
+class MLAMetadata(AttentionMetadata):
+    """Decode rows stand in front; `prefill` counts its tokens from 0. `num_tokens` includes padding."""
+
+    num_tokens: int
+    num_new_kv: int
+    num_decode_new_kv: int
+    decode: DecodeRows | None
+    prefill: PrefillRows | None
+
+    @property
+    def for_graph(self) -> bool:
+        return self.decode is not None and self.decode.idle is not None
+
+    @property
+    def decode_metadata(self) -> MLAMetadata | None:
+        if not self.num_decodes:
+            return None
+        new_kv = self.num_decode_new_kv
+        return replace(self, num_prefills=0, num_prefill_tokens=0, num_tokens=self.num_decode_tokens, num_new_kv=new_kv,
+                       slot_mapping=self.slot_mapping[:new_kv], prefill=None)  # fmt: skip
+
+    @property
+    def prefill_metadata(self) -> MLAMetadata | None:
+        if not self.num_prefills:
+            return None
+        slots = self.slot_mapping[self.num_decode_new_kv : self.num_new_kv]
+        return replace(self, num_decodes=0, num_decode_tokens=0, num_tokens=self.num_prefill_tokens, decode=None,
+                       num_new_kv=self.num_new_kv - self.num_decode_new_kv, num_decode_new_kv=0,
+                       slot_mapping=slots)  # fmt: skip
+
+
+def graph_metadata(group_index: int, slot_mapping: torch.Tensor, rows: DecodeRows) -> MLAMetadata:
+    """Metadata whose rows all count as decodes, padding included: which it is, is known on the device alone."""
+    return MLAMetadata(
+        group_index=group_index,
+        num_decodes=rows.num_rows,
+        num_decode_tokens=rows.num_tokens,
+        num_prefills=0,
+        num_prefill_tokens=0,
+        slot_mapping=slot_mapping,
+        common_prefix_len=0,
+        is_profile_run=False,
+        num_tokens=rows.num_tokens,
+        num_new_kv=rows.num_tokens,
+        num_decode_new_kv=rows.num_tokens,
+        decode=rows,
+        prefill=None,
+    )
+
+
+class Piece(NamedTuple):
+    """Keys `first` to `stop` of a row's context."""
+
+    row: int
+    first: int
+    stop: int
+
+
+def cut_contexts(context_lens: Sequence[int], limit: int) -> list[list[Piece]]:
+    """Contexts in chunks of at most `limit` keys, as few as neighbouring rows allow; rows without context are in none.
+
+    >>> [[tuple(piece) for piece in chunk] for chunk in cut_contexts([5, 2, 0, 3], 4)]
+    [[(0, 0, 4)], [(0, 4, 5), (1, 0, 2)], [(3, 0, 3)]]
+    """
+    chunks: list[list[Piece]] = [[]]
+    room = limit
+    for row, length in enumerate(context_lens):
+        done = 0
+        while done < length:
+            if not room or (chunks[-1] and chunks[-1][-1].row < row - 1):
+                chunks.append([])
+                room = limit
+            stop = min(length, done + room)
+            chunks[-1].append(Piece(row, done, stop))
+            done, room = stop, room - (stop - done)
+    return [chunk for chunk in chunks if chunk]
+
+
+class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
+    """Decodes are the leading rows of one query length, at most `decode_threshold`: all others are prefills.
+
+    Host lengths may be upper bounds (`seq_lens_are_upper_bounds`) unless a prefill row has context: that is cut into
+    chunks on the host.
+    """
+
+    decode_threshold = 8  # the verify lengths of speculative decoding
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> MLAMetadata:
+        common = common_attn_metadata
+        if common.for_graph:
+            return self._build_for_graph(common)
+        actual = common.num_actual_reqs
+        num_decodes = 0 if common.is_profile_run else self._num_decodes(common.query_lens_cpu[:actual].numpy())
+        num_decode_tokens = int(common.query_start_loc_cpu[num_decodes])
+        return MLAMetadata(
+            group_index=self.group.index,
+            num_decodes=num_decodes,
+            num_decode_tokens=num_decode_tokens,
+            num_prefills=actual - num_decodes,
+            num_prefill_tokens=common.num_actual_tokens - num_decode_tokens,
+            slot_mapping=common.slot_mapping,
+            common_prefix_len=0,
+            is_profile_run=common.is_profile_run,
+            num_tokens=common.num_tokens,
+            num_new_kv=common.num_new_kv,
+            num_decode_new_kv=int(common.new_kv_start_loc_cpu[num_decodes]),
+            decode=_decode_rows(common, num_decodes, None) if num_decodes else None,
+            prefill=self._prefill_rows(common, num_decodes) if num_decodes < actual else None,
+        )
+
+    def reorder_batch(self, batch: SwappableRows, query_lens: Sequence[int]) -> bool:
+        """To the front all rows of the commonest query length that counts as decode."""
+        lens = np.asarray(query_lens, np.int32)
+        short = lens[(lens >= 1) & (lens <= self.decode_threshold)]
+        front = np.bincount(short).argmax() if len(short) else 0
+        kinds = np.where(lens < 1, lens, np.where(lens == front, 1, 2))  # lengths without meaning are refused there
+        return reorder_batch_to_split_decodes_and_prefills(batch, kinds.astype(np.int32))
+
+    def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Decodes alone."""
+        common = common_attn_metadata
+        return not common.is_profile_run and common.max_query_len <= self.decode_threshold
+
+    def _build_for_graph(self, common: CommonAttentionMetadata) -> MLAMetadata:
+        if not self.can_run_in_cudagraph(common):
+            raise ValueError(
+                f"MLA graphs serve decode rows of up to {self.decode_threshold} tokens and of lengths that the backend "
+                f"gathers, and this batch has {common.max_query_len} tokens a row and {common.max_seq_len} keys: "
+                "run it eager"
+            )
+        query_len = common.num_tokens // common.num_reqs
+        idle = (common.seq_lens == 0).repeat_interleave(query_len)
+        return graph_metadata(self.group.index, common.slot_mapping, _decode_rows(common, common.num_reqs, idle))
+
+    def _num_decodes(self, query_lens: IntArray) -> int:
+        if query_lens[0] > self.decode_threshold:
+            return 0
+        others = np.flatnonzero(query_lens != query_lens[0])
+        return int(others[0]) if len(others) else len(query_lens)
+
+    def _prefill_rows(self, common: CommonAttentionMetadata, first_row: int) -> PrefillRows:
+        rows = slice(first_row, common.num_actual_reqs)
+        starts_cpu = common.query_start_loc_cpu[first_row : common.num_actual_reqs + 1]
+        starts = common.query_start_loc[first_row : common.num_actual_reqs + 1]
+        if first_row:
+            starts_cpu, starts = starts_cpu - starts_cpu[0], starts - int(starts_cpu[0])
+        query_lens, context_lens = starts_cpu.diff(), common.context_lens_cpu[rows]
+        longest = int(query_lens.max())
+        new = RaggedRows(starts, starts, starts_cpu, starts_cpu, longest, longest, True)
+        new_slots, chunks = None, []
+        if not common.is_profile_run:
+            if common.seq_lens_are_upper_bounds and bool(context_lens.any()):
+                raise ValueError(
+                    f"{type(self).__name__} cuts the context of prefill rows on the host, and this batch knows upper "
+                    "bounds alone (seq_lens_are_upper_bounds): wait for the lengths, or build its decodes by themselves"
+                )
+            spec, table = self.group.spec, common.page_table[rows]
+            if not common.num_new_kv or spec.cache_dtype is not spec.dtype:
+                lens = zip(context_lens.tolist(), query_lens.tolist(), strict=True)
+                all_new = [Piece(i, first, first + count) for i, (first, count) in enumerate(lens)]
+                new_slots, _, _ = _slots(all_new, table, common.page_size)
+            limit = workspace_tokens(self.options, self.limits)
+            chunks = [
+                _chunk(pieces, table, common.page_size, starts, starts_cpu)
+                for pieces in cut_contexts(context_lens.tolist(), limit)
+            ]
+        return PrefillRows(int(starts_cpu[-1]), new, new_slots, tuple(chunks))
+
+
+def _decode_rows(common: CommonAttentionMetadata, num_rows: int, idle: torch.Tensor | None) -> DecodeRows:
+    query_len = int(common.query_start_loc_cpu[1])
+    return DecodeRows(num_rows, query_len, common.page_table[:num_rows], common.seq_lens[:num_rows],
+                      common.seq_lens_cpu[:num_rows], idle)  # fmt: skip
+
+
+def _chunk(
+    pieces: Sequence[Piece], table: torch.Tensor, page_size: int, starts: torch.Tensor, starts_cpu: torch.Tensor
+) -> ContextChunk:
+    slots, key_starts, key_starts_cpu = _slots(pieces, table, page_size)
+    first, stop = pieces[0].row, pieces[-1].row + 1
+    begin, end = int(starts_cpu[first]), int(starts_cpu[stop])
+    query_starts_cpu = starts_cpu[first : stop + 1] - begin
+    rows = RaggedRows(
+        query_starts=starts[first : stop + 1] - begin,
+        key_starts=key_starts,
+        query_starts_cpu=query_starts_cpu,
+        key_starts_cpu=key_starts_cpu,
+        max_query_len=int(query_starts_cpu.diff().max()),
+        max_key_len=int(key_starts_cpu.diff().max()),
+        causal=False,
+    )
+    return ContextChunk(slice(begin, end), slots, rows)
+
+
+def _slots(
+    pieces: Sequence[Piece], table: torch.Tensor, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where the pieces' keys are cached, [num_keys] i64, and where each piece starts among them: device and host."""
+    starts_cpu = torch.from_numpy(np.cumsum([0, *(piece.stop - piece.first for piece in pieces)], dtype=np.int32))
+    host = torch.stack([
+        torch.from_numpy(np.array([*(piece.row for piece in pieces), 0], np.int32)),
+        torch.from_numpy(np.array([*(piece.first for piece in pieces), 0], np.int32)),
+        starts_cpu,
+    ])  # fmt: skip
+    rows, firsts, starts = host.to(table.device, non_blocking=True).unbind()
+    num_keys = int(starts_cpu[-1])
+    piece_of = torch.arange(len(pieces), device=table.device).repeat_interleave(starts.diff(), output_size=num_keys)
+    positions = torch.arange(num_keys, device=table.device) + (firsts - starts)[piece_of]
+    pages = table[rows[piece_of].long(), positions // page_size].long()
+    return pages * page_size + positions % page_size, starts, starts_cpu

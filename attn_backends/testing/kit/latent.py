@@ -1,0 +1,106 @@
+"""What only backends of the MLA family are asked: widths of latent rows, context in chunks, absorbed verify steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends.batch_views import without_new_keys
+from attn_backends.kv_cache import allocate_kv_cache
+from attn_backends.mla_spec import MLASpec
+from attn_backends.registry import validate_options
+from attn_backends.spec import KVCacheSpec
+from attn_backends.testing.batches import Batch
+from attn_backends.testing.cases import BatchShape
+from attn_backends.testing.harness import Result, assert_matches, assert_pool, make_layer
+from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
+
+# Prefill rows behind decodes. Their contexts are nothing, less than a chunk, several chunks, and shared out over some.
+CONTEXTS = BatchShape(seq_lens=(9, 50, 31, 20, 90, 64, 12), query_lens=(1, 1, 11, 20, 9, 12, 10))
+LONG = BatchShape(seq_lens=(300, 270), query_lens=(20, 30))
+
+
+class Latent(KitBase):
+    def make_mla(self, **changes: Any) -> MLASpec:
+        spec = self.make_spec(**changes)
+        assert isinstance(spec, MLASpec)
+        return spec
+
+    def test_cache_is_latent(self) -> None:
+        """One row a token, for all heads, and nothing beside it."""
+        spec, cache = self.make_mla(), KVCacheSpec(3, self.page_size)
+        pool = allocate_kv_cache(self.backend, {0: spec}, cache, self.device)
+        assert pool.layers[0].key.shape == (3, self.page_size, spec.kv_lora_rank + spec.qk_rope_head_dim)
+        assert pool.layers[0].key.is_contiguous()
+        assert pool.num_bytes == cache.num_slots * spec.latent_dim * spec.cache_dtype.itemsize
+
+    @pytest.mark.parametrize("num_qo_heads", [1, 3, 16, 128])
+    def test_head_counts(self, num_qo_heads: int) -> None:
+        spec = self.make_mla(num_qo_heads=num_qo_heads)
+        if self.serves(spec, may_refuse=True):
+            self.check(spec, ["small_decode", WHOLE_PROMPTS, BatchShape(seq_lens=(31,), query_lens=(11,))])
+
+    @pytest.mark.parametrize(("kv_lora_rank", "qk_rope_head_dim"), [(512, 64), (256, 32), (512, 32), (16, 8)])
+    def test_widths_of_latent_rows(self, kv_lora_rank: int, qk_rope_head_dim: int) -> None:
+        nope = self.make_mla().qk_nope_head_dim
+        spec = self.make_mla(
+            kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim, head_dim=nope + qk_rope_head_dim
+        )
+        if self.serves(spec, may_refuse=True):
+            self.check(spec, ["mixed_small", BatchShape(seq_lens=(40, 31), query_lens=(9, 11))])
+
+    @pytest.mark.parametrize("query_len", [2, 3, 4, 8, 9])
+    def test_verify_lengths(self, query_len: int) -> None:
+        """Several new tokens a row, each of which sees those before it, over short and long contexts."""
+        rows = (query_len, query_len + 1, 16 + query_len, 64, 130)
+        shape = BatchShape(seq_lens=rows, query_lens=(query_len,) * len(rows))
+        self.check(self.make_spec(), [shape])
+        self.check_visible(self.make_spec(), shape)  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize("tokens", [1, 7, 16, 64])
+    def test_context_in_chunks(self, tokens: int, dtype: torch.dtype) -> None:
+        """A context workspace of so many tokens, whatever the contexts: outputs, LSE and cache stay the same."""
+        options = validate_options(self.backend_name, {"context_workspace_tokens": tokens})
+        for shape in (CONTEXTS, LONG) if tokens > 1 else (CONTEXTS,):
+            batch = self.make_batch(self.make_spec(dtype=dtype), shape, poison=float("nan"))
+            expected = batch.expected()
+            for want_lse in self.lse_modes:
+                layer = make_layer(self.backend, batch, num_padded_reqs=2, options=options)
+                step = layer.begin(batch, num_padded_reqs=2)
+                result = layer.forward(batch, step, num_padded_reqs=2, want_lse=want_lse)
+                assert_matches(result, batch, f"context in chunks of {tokens}", expected)
+                assert_pool(result.kv_cache, batch.pool_after(), f"context in chunks of {tokens}")
+
+    def test_chunks_do_not_grow_with_the_context(self) -> None:
+        options = validate_options(self.backend_name, {"context_workspace_tokens": 32})
+        sizes = []
+        for context in (64, 640):
+            batch = self.make_batch(self.make_spec(), BatchShape(seq_lens=(context + 10,), query_lens=(10,)))
+            layer = make_layer(self.backend, batch, options=options)
+            sizes.append(layer.begin(batch).workspace.shape[0])  # type: ignore[attr-defined]
+            chunks = layer.builder.build(0, batch.common()).prefill.chunks
+            assert sum(len(chunk.slots) for chunk in chunks) == context
+            assert max(len(chunk.slots) for chunk in chunks) <= sizes[-1]
+        assert sizes == [32, 32], f"workspaces of {sizes} tokens"
+
+    def test_reads_rows_that_the_engine_has_written(self) -> None:
+        """`key=None`: the new rows are in the cache already."""
+        for shape in ("mixed_small", CONTEXTS):
+            batch: Batch = self.make_batch(self.make_spec(), shape)
+            layer, pool = make_layer(self.backend, batch), batch.pool_after()
+            step = layer.state.begin_forward(layer.builder.build(0, without_new_keys(batch.common())))
+            output = layer.impl.forward(batch.query, None, None, pool, step)
+            assert_matches(Result(output, None, None), batch, "rows written by the engine")
+            assert_pool(pool, batch.pool_after(), "rows written by the engine")
+
+    def test_weights_of_the_wrong_shape_are_refused(self) -> None:
+        batch = self.make_batch(self.make_spec(), "small_decode")
+        weight = batch.weights["kv_b_proj"]
+        impl = self.backend.get_impl_cls()
+        for given in (None, weight[1:], weight.to(torch.int8)):
+            with pytest.raises(ValueError, match="kv_b_proj"):
+                impl(batch.spec, batch.cache, batch.device, kv_b_proj=given)  # type: ignore[call-arg]
+        with pytest.raises(ValueError, match="one scale"):
+            impl(batch.spec, batch.cache, batch.device, kv_b_proj=weight, v_scale=2.0)  # type: ignore[call-arg]
