@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,6 +20,8 @@ from attn_backends.spec import AttentionSpec
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 _MAX_TILE_ROWS = 64  # of decode: more queries of a row take several tiles
 _ITEMS = 64  # of a scheduling program
+_JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
+_L2_BYTES = 32 << 20  # that the keys and values of a section of heads may take
 
 
 def num_multiprocessors(device: torch.device) -> int:
@@ -30,7 +33,21 @@ def num_multiprocessors(device: torch.device) -> int:
 
 def padded(size: int) -> int:
     """A power of two, of at least 16: what a tile of a matrix unit can be."""
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, _power_of_two(size))
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def local(spec: AttentionSpec) -> int:
+    """Which keys a query may see beside causality: all, those of a window, those of its chunk (`tile.WINDOW`, …)."""
+    return 1 if spec.window_left >= 0 else 2 if spec.chunk_size is not None else 0
+
+
+def reach(spec: AttentionSpec) -> int:
+    """How far: `window_left`, or the chunk's size."""
+    return spec.chunk_size or spec.window_left
 
 
 def _operator(mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -46,33 +63,46 @@ def _operator(mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Calla
     return wrap
 
 
+class Cut(NamedTuple):
+    """A decode row's queries, token times head of a KV head, in tiles."""
+
+    tiles: int
+    rows: int  # of a tile
+    lanes: int  # of them that are used at most, as a power of two
+
+    @staticmethod
+    def of(spec: AttentionSpec, query_len: int) -> Cut:
+        queries = query_len * spec.group_size
+        rows = min(padded(queries), _MAX_TILE_ROWS)
+        return Cut(-(-queries // rows), rows, min(rows, _power_of_two(queries)))
+
+    def target(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
+        """Items that fill a GPU: each is a program for every KV head and tile."""
+        return max(1, num_sms * tile.programs // (spec.num_kv_heads * self.tiles))
+
+    def places(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
+        """Items that can be parts of rows (see `decode_kernel.schedule_kernel`)."""
+        return -(-4 * self.target(spec, tile, num_sms) // 3)
+
+
 class Schedule:
     """How decode rows are cut into items: the list on the device, and what follows from shapes alone.
 
     Args:
         num_rows: of the batch, padding included.
         query_len: most query tokens of a row.
-        target: items that fill the GPU.
+        num_sms: multiprocessors, which items are to fill.
     """
 
     def __init__(
-        self, spec: AttentionSpec, tile: DecodeTile, num_rows: int, query_len: int, target: int, device: torch.device
+        self, spec: AttentionSpec, tile: DecodeTile, num_rows: int, query_len: int, num_sms: int, device: torch.device
     ) -> None:
         self.tile = tile
-        self.tiles, self.tile_rows = self.num_tiles(spec, query_len), self.tile_queries(spec, query_len)
+        self.cut = Cut.of(spec, query_len)
+        target = self.cut.target(spec, tile, num_sms)
         self.items = torch.empty(num_rows + target, 8, dtype=torch.int32, device=device)
         min_blocks = max(1, tile.min_keys // tile.keys)
-        self._how = [num_rows, target, spec.window_left, spec.chunk_size or 0, tile.keys, min_blocks]
-
-    @staticmethod
-    def tile_queries(spec: AttentionSpec, query_len: int) -> int:
-        """Queries, token times head, of a tile."""
-        return min(padded(query_len * spec.group_size), _MAX_TILE_ROWS)
-
-    @staticmethod
-    def num_tiles(spec: AttentionSpec, query_len: int) -> int:
-        """Tiles of a row and KV head."""
-        return -(-query_len * spec.group_size // Schedule.tile_queries(spec, query_len))
+        self._how = [num_rows, target, reach(spec), local(spec), tile.keys, min_blocks]
 
     def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
         """List the items for these lengths, [num_rows] and [num_rows + 1] i32. One launch."""
@@ -81,11 +111,11 @@ class Schedule:
 
 @_operator(("items",))
 def _schedule(seq_lens: torch.Tensor, query_start_loc: torch.Tensor, items: torch.Tensor, how: list[int]) -> None:
-    num_rows, target, window, chunk, keys, min_blocks = how
+    num_rows, target, reach, local, keys, min_blocks = how
     grid = (-(-len(items) // _ITEMS),)
     schedule_kernel[grid](
-        seq_lens, query_start_loc, items, num_rows, target, len(items),
-        window, chunk, window >= 0 or chunk > 0, keys, min_blocks, triton.next_power_of_2(num_rows), _ITEMS,
+        seq_lens, query_start_loc, items, num_rows, target, len(items), reach,
+        local, keys, min_blocks, triton.next_power_of_2(num_rows), _ITEMS,
         num_warps=4,
     )  # fmt: skip
 
@@ -106,28 +136,31 @@ class Kernels:
         self.prefill_tile = prefill
         self.extras = (slopes, sinks)
         self.scales = {True: (k_scale, v_scale), False: (1.0, 1.0)}  # of the cache; of keys as they came
+        early = spec.logits_soft_cap is not None or spec.alibi_slopes is not None or spec.scale <= 0
         self._layer = [
-            int(spec.causal), spec.window_left, spec.chunk_size or 0, int(spec.alibi_slopes is not None),
-            int(spec.sinks),
+            int(spec.causal), local(spec), int(spec.logits_soft_cap is not None), int(spec.alibi_slopes is not None),
+            int(early), int(spec.sinks),
         ]  # fmt: skip
         self._dims = [spec.head_dim, spec.head_dim_vo, padded(spec.head_dim), padded(spec.head_dim_vo)]
 
     def decode(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
-        lse: torch.Tensor | None, page_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
-        schedule: Schedule, room: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        lse: torch.Tensor | None, page_table: torch.Tensor, schedule: Schedule,
+        room: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:  # fmt: skip
         """Rows whose keys are split; `room` is where their parts meet."""
-        spec, tile = self.spec, schedule.tile
-        shape = [key.shape[1], spec.num_kv_heads, spec.group_size, schedule.tiles, schedule.tile_rows, tile.keys]
-        how = [*self._layer, int(lse is not None), *shape, *self._dims, tile.stages, tile.warps]
-        _decode(query, key, value, output, lse, page_table, seq_lens, query_start_loc, schedule.items, *room,
-                *self.extras, *self._factors(True), spec.logits_soft_cap or 0.0, how)  # fmt: skip
+        spec, tile, cut = self.spec, schedule.tile, schedule.cut
+        shape = [key.shape[1], spec.num_kv_heads, spec.group_size, cut.tiles, cut.rows, tile.keys]
+        at_once = _power_of_two(_JOIN_REGISTERS * 32 * tile.warps // (cut.lanes * self._dims[-1]) + 1) // 2
+        how = [*self._layer, int(lse is not None), *shape, *self._dims, tile.stages, cut.lanes, max(1, at_once),
+               tile.warps]  # fmt: skip
+        _decode(query, key, value, output, lse, page_table, schedule.items, *room, *self.extras,
+                *self._factors(True), reach(spec), how)  # fmt: skip
 
     def prefill(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
         lse: torch.Tensor | None, page_table: torch.Tensor | None, seq_lens: torch.Tensor,
-        query_start_loc: torch.Tensor, key_start_loc: torch.Tensor, first_row: int, num_tokens: int,
+        query_start_loc: torch.Tensor, key_start_loc: torch.Tensor, first_row: int, num_tokens: int, max_seq_len: int,
     ) -> None:  # fmt: skip
         """Rows from `first_row` on, of `num_tokens` query tokens; without a page table over keys as they came."""
         spec, tile = self.spec, self.prefill_tile
@@ -135,16 +168,18 @@ class Kernels:
         rows = padded(tile_tokens * spec.group_size)
         paged = page_table is not None
         page_size = key.shape[1] if paged else 0
+        head_bytes = max_seq_len * (spec.head_dim + spec.head_dim_vo) * key.itemsize
+        section = min(max(1, _L2_BYTES // max(1, head_bytes)), spec.num_kv_heads)
         shape = [page_size, spec.num_kv_heads, spec.group_size, tile_tokens, rows, tile.keys]
         how = [*self._layer, int(lse is not None), *shape, *self._dims, tile.stages, tile.warps]
         _prefill(query, key, value, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, *self.extras,
-                 *self._factors(paged), spec.logits_soft_cap or 0.0, first_row, num_tokens, how)  # fmt: skip
+                 *self._factors(paged), reach(spec), [first_row, num_tokens, section], how)  # fmt: skip
 
-    def _factors(self, cached: bool) -> tuple[float, float]:
-        """Of logits, in base 2 unless a soft cap comes between; of values."""
+    def _factors(self, cached: bool) -> tuple[float, float, float]:
+        """Of logits, in base 2 unless a soft cap comes between; of values; the soft cap."""
         k_scale, v_scale = self.scales[cached]
-        base = 1.0 if self.spec.logits_soft_cap is not None else math.log2(math.e)
-        return self.spec.scale * k_scale * base, v_scale
+        cap = self.spec.logits_soft_cap
+        return self.spec.scale * k_scale * (math.log2(math.e) if cap is None else 1.0), v_scale, cap or 0.0
 
 
 def _strides(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> tuple[int, ...]:
@@ -156,17 +191,33 @@ def _strides(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output
 @_operator(("output", "lse", "partial", "sums", "counters"))
 def _decode(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
-    page_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor, items: torch.Tensor,
-    partial: torch.Tensor, sums: torch.Tensor, counters: torch.Tensor, slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None, scale: float, value_scale: float, soft_cap: float, how: list[int],
+    page_table: torch.Tensor, items: torch.Tensor, partial: torch.Tensor, sums: torch.Tensor, counters: torch.Tensor,
+    slopes: torch.Tensor | None, sinks: torch.Tensor | None, scale: float, value_scale: float, soft_cap: float,
+    reach: int, how: list[int],
 ) -> None:  # fmt: skip
-    causal, window, chunk, alibi, has_sinks, want_lse, *shape, stages, warps = how
-    _page_size, num_kv_heads, _group, tiles = shape[:4]
+    (
+        *layer,
+        page_size,
+        num_kv_heads,
+        group,
+        tiles,
+        rows,
+        keys,
+        dim,
+        dim_vo,
+        block,
+        block_vo,
+        stages,
+        lanes,
+        at_once,
+        warps,
+    ) = how
+    shape = (page_size, num_kv_heads, group, tiles, rows, keys, dim, dim_vo, block, block_vo)
     decode_kernel[len(items) * num_kv_heads * tiles,](
-        query, key, value, output, output if lse is None else lse, page_table, seq_lens, query_start_loc, items,
-        partial, sums, counters, query if slopes is None else slopes, query if sinks is None else sinks,
-        scale, value_scale, page_table.stride(0), *_strides(query, key, value, output), output.shape[1],
-        causal, window, chunk, soft_cap, alibi, has_sinks, want_lse, *shape, stages, query.dtype is torch.float32,
+        query, key, value, output, output if lse is None else lse, page_table, items, partial, sums, counters,
+        query if slopes is None else slopes, query if sinks is None else sinks, scale, value_scale, soft_cap, reach,
+        page_table.stride(0), *_strides(query, key, value, output), 0 if lse is None else lse.stride(0),
+        *layer, *shape, stages, query.dtype is torch.float32, lanes, at_once,
         num_warps=warps,
     )  # fmt: skip
 
@@ -176,16 +227,18 @@ def _prefill(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor | None, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
     key_start_loc: torch.Tensor, slopes: torch.Tensor | None, sinks: torch.Tensor | None, scale: float,
-    value_scale: float, soft_cap: float, first_row: int, num_tokens: int, how: list[int],
+    value_scale: float, soft_cap: float, reach: int, span: list[int], how: list[int],
 ) -> None:  # fmt: skip
-    causal, window, chunk, alibi, has_sinks, want_lse, *shape, stages, warps = how
-    _page_size, num_kv_heads, _group, tile_tokens = shape[:4]
+    *layer, page_size, num_kv_heads, group, tile_tokens, rows, keys, dim, dim_vo, block, block_vo, stages, warps = how
+    shape = (page_size, num_kv_heads, group, tile_tokens, rows, keys, dim, dim_vo, block, block_vo)
+    first_row, num_tokens, section = span
     num_rows = len(seq_lens) - first_row
+    num_tiles = num_tokens // tile_tokens + num_rows
     table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
-    prefill_kernel[num_tokens // tile_tokens + num_rows, num_kv_heads](
+    prefill_kernel[num_tiles * num_kv_heads,](
         query, key, value, output, output if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc,
-        query if slopes is None else slopes, query if sinks is None else sinks,
-        scale, value_scale, first_row, num_rows, stride, *_strides(query, key, value, output), output.shape[1],
-        causal, window, chunk, soft_cap, alibi, has_sinks, want_lse, *shape, stages, query.dtype is torch.float32,
+        query if slopes is None else slopes, query if sinks is None else sinks, scale, value_scale, soft_cap, reach,
+        first_row, num_rows, num_tiles, section, stride, *_strides(query, key, value, output),
+        0 if lse is None else lse.stride(0), *layer, *shape, stages, query.dtype is torch.float32,
         num_warps=warps,
     )  # fmt: skip
