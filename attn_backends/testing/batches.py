@@ -11,6 +11,7 @@ import torch
 from attn_backends.batch import CommonAttentionMetadata, SequenceData, SequenceGroup
 from attn_backends.kv_cache import KVCache
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
+from attn_backends.testing.cases import load_cases
 from attn_backends.testing.reference import reference_attention
 
 
@@ -41,6 +42,12 @@ class Batch:
     sinks: torch.Tensor | None  # [num_qo_heads] f32
     k_scale: float
     v_scale: float
+    fp8_queries: bool = False  # attended with queries and weights that are rounded to fp8 (Capabilities.fp8_queries)
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative error of a token's output."""
+        return load_cases().tolerance(torch.float8_e4m3fn if self.fp8_queries else self.spec.dtype)
 
     @property
     def groups(self) -> tuple[SequenceGroup, ...]:
@@ -85,11 +92,15 @@ class Batch:
         """The reference: out [num_tokens, num_qo_heads, head_dim_vo] and lse [num_tokens, num_qo_heads], f64, cpu."""
         parts = [
             reference_attention(
-                row.query, *self.attended(row), self.spec, context_len=row.data.context_len, sinks=self.sinks
+                self._query(row), *self.attended(row), self.spec, context_len=row.data.context_len, sinks=self.sinks
             )
             for row in self.rows
         ]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+    def _query(self, row: Row) -> torch.Tensor:
+        """A row's queries as they are attended: rounded to fp8 alike, or as they are."""
+        return stored(row.query, torch.float8_e4m3fn, 1.0) if self.fp8_queries else row.query
 
     def cut(self, parts: Sequence[tuple[int, int, int]]) -> Batch:
         """The batch of some rows' query tokens: (row, first, stop) each. Reorders, drops and chunks requests."""

@@ -140,7 +140,8 @@ def forward(
         for name, descale in zip("qkv", descales, strict=True):
             if descale is not None:
                 check_shape(descale, (num_rows, k.shape[-2]), f"{name}_descale")
-        query = query * _of_rows(descales[0], cu_seqlens_q, num_tokens).repeat_interleave(num_heads // k.shape[-2], 1)
+        q_scales = _of_rows(descales[0], cu_seqlens_q, num_tokens).expand(-1, k.shape[-2], -1)
+        query = query * q_scales.repeat_interleave(num_heads // k.shape[-2], 1)
         key = keys.key * _of_rows(descales[1], keys.starts, len(keys.key))
         value = keys.value * _of_rows(descales[2], keys.starts, len(keys.key))
         keys = type(keys)(key, value, keys.starts, keys.lens, True)
