@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 
 from attn_backends.testing.conformance import BackendConformance
+from attn_backends.testing.harness import assert_matches, run_backend
 from tests.backends import flash_attn_backends  # noqa: F401 (registers)
 
 
@@ -36,22 +39,61 @@ class TestVllmFa3EmulatedBf16(BackendConformance):
     dtypes = (torch.bfloat16,)
 
 
-@pytest.mark.gpu
-class TestFlashAttn2(BackendConformance):
-    backend_name = "FLASH_ATTN_FLASH_ATTN"
+class OnGpu(BackendConformance):
     device = "cuda"
+    module: ClassVar[str]
+
+    @pytest.fixture(autouse=True)
+    def _installed(self) -> None:
+        pytest.importorskip(self.module)
 
 
-@pytest.mark.gpu
-class TestVllmFa3(BackendConformance):
+class OnHopper(OnGpu):
     backend_name = "FLASH_ATTN_VLLM_FA3"
-    device = "cuda"
+    module = "vllm.vllm_flash_attn.flash_attn_interface"
+
+    @pytest.fixture(autouse=True)
+    def _hopper(self) -> None:
+        if torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("FlashAttention 3 is for Hopper GPUs")
 
 
 @pytest.mark.gpu
-class TestVllmFa3Bf16(BackendConformance):
+class TestFlashAttn2(OnGpu):
+    backend_name = "FLASH_ATTN_FLASH_ATTN"
+    module = "flash_attn"
+
+
+@pytest.mark.gpu
+class TestVllmFa3(OnHopper):
+    pass
+
+
+@pytest.mark.gpu
+class TestVllmFa3Bf16(OnHopper):
     """In bfloat16 alone, so that cases of fp8 caches find them served."""
 
-    backend_name = "FLASH_ATTN_VLLM_FA3"
-    device = "cuda"
     dtypes = (torch.bfloat16,)
+
+
+# Caches of more than 2^31 elements: 66,000 pages of 256 slots of 2 heads of 64, keys and values apart.
+
+
+def check_large_cache(kit: BackendConformance) -> None:
+    batch = kit.make_batch(kit.make_spec(), "mixed_small", page_size=256, num_pages=66_000)
+    assert batch.pool is not None
+    assert batch.pool.key.numel() > 2**31
+    assert max(int(page) for row in batch.rows for page in row.data.pages or ()) * 256 * 128 > 2**31
+    assert_matches(run_backend(kit.backend, batch, kv_cache=batch.pool), batch, "a cache beyond 2^31 elements")
+
+
+@pytest.mark.gpu
+def test_large_caches_by_flash_attention_2() -> None:
+    pytest.importorskip("flash_attn")
+    check_large_cache(TestFlashAttn2())
+
+
+@pytest.mark.gpu
+def test_large_caches_by_flash_attention_3() -> None:
+    pytest.importorskip("vllm.vllm_flash_attn.flash_attn_interface")
+    check_large_cache(TestVllmFa3())
