@@ -43,9 +43,10 @@ class FlashAttnBackend(AttentionBackend):
 
     @staticmethod
     def capabilities() -> Capabilities:
-        """Of all providers together. What none of those that are here serves, `reject` refuses with each one's
-        reasons."""
-        return together(PROVIDERS)
+        """Of the providers that are here together, or of all of them where none is. What no single one of them serves,
+        `reject` refuses with each one's reasons."""
+        here = [provider for provider in PROVIDERS if provider.missing() is None]
+        return together(here or PROVIDERS)
 
     @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:

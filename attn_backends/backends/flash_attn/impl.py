@@ -23,7 +23,7 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
         spec = self.spec
         slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes, dtype=torch.float32)
         sinks = None if self.sinks is None else self.sinks.to(self.device, torch.bfloat16)
-        if sinks is not None and self.sinks is not None and not bool((sinks == self.sinks).all()):
+        if sinks is not None and self.sinks is not None and not bool((sinks == self.sinks.to(self.device)).all()):
             sinks = None  # the one look at the device, when the model is loaded
         self.constants = LayerConstants(
             scale=spec.scale,
