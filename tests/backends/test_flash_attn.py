@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from attn_backends import AttentionSpec
+from attn_backends.testing.batches import Batch
+from attn_backends.testing.cases import BatchShape
 from attn_backends.testing.conformance import BackendConformance
 from attn_backends.testing.harness import assert_matches, run_backend
 from tests.backends import flash_attn_backends  # noqa: F401 (registers)
@@ -32,11 +36,18 @@ class TestVllmFa3Emulated(BackendConformance):
     backend_name = "FLASH_ATTN_VLLM_FA3_EMULATED"
 
 
-class TestVllmFa3EmulatedBf16(BackendConformance):
-    """In bfloat16 alone, so that cases of fp8 caches find them served."""
+class InBf16(BackendConformance):
+    """In bfloat16 alone, so that cases of fp8 caches find them served, with sinks that kernels take as they are."""
 
-    backend_name = "FLASH_ATTN_VLLM_FA3_EMULATED"
     dtypes = (torch.bfloat16,)
+
+    def make_batch(self, spec: AttentionSpec, shape: BatchShape | str, **how: Any) -> Batch:
+        batch = super().make_batch(spec, shape, **how)
+        return batch if batch.sinks is None else replace(batch, sinks=batch.sinks.bfloat16().float())
+
+
+class TestVllmFa3EmulatedBf16(InBf16):
+    backend_name = "FLASH_ATTN_VLLM_FA3_EMULATED"
 
 
 class OnGpu(BackendConformance):
@@ -70,10 +81,8 @@ class TestVllmFa3(OnHopper):
 
 
 @pytest.mark.gpu
-class TestVllmFa3Bf16(OnHopper):
-    """In bfloat16 alone, so that cases of fp8 caches find them served."""
-
-    dtypes = (torch.bfloat16,)
+class TestVllmFa3Bf16(OnHopper, InBf16):
+    pass
 
 
 # Caches of more than 2^31 elements: 66,000 pages of 256 slots of 2 heads of 64, keys and values apart.

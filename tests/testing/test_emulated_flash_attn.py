@@ -181,7 +181,7 @@ def test_fp8_gives_bfloat16_and_wants_a_scale_a_row_and_head() -> None:
     ],
 )
 def test_sizes(changes: dict[str, Any], size: int) -> None:
-    plain = {"num_rows": 5, "max_seqlen_q": 1, "max_seqlen_k": 100, "head_dim": 64, "paged": True, "causal": True,
+    plain = {"num_rows": 5, "max_seqlen_q": 1, "max_seqlen_k": 16, "head_dim": 64, "paged": True, "causal": True,
              "window": (-1, -1), "num_splits": 0}  # fmt: skip
     assert Shape(**{**plain, **changes}).size == size
 
