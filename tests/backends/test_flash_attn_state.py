@@ -317,3 +317,14 @@ def test_a_cascade_is_two_passes_over_the_decodes() -> None:
     assert [call.rows.seq_lens.tolist() for call in step.calls] == [[8, 18], [60]]
     assert step.prefix.rows.query_start_loc.tolist() == [0, 2]
     assert_matches(layer.forward(batch, step, want_lse=True), batch, "cascade")
+
+
+@pytest.mark.parametrize("sinks", [(4.0, 3.0, 3.5, 4.5), (4.01, 3.01, 3.51, 4.51)], ids=["in kernels", "behind them"])
+def test_sinks_count_once_in_a_cascade(sinks: tuple[float, ...]) -> None:
+    kit = type("Kit", (KitBase,), {"backend_name": FA3})()
+    shape = BatchShape(seq_lens=(40, 50, 60), query_lens=(1, 1, 1))
+    batch = replace(kit.make_batch(kit.make_spec(sinks=True), shape, shared_prefix_len=32), sinks=torch.tensor(sinks))
+    layer = make_layer(kit.backend, batch)
+    step = layer.begin(batch, 32)
+    assert step.prefix is not None
+    assert_matches(layer.forward(batch, step, want_lse=True), batch, "sinks in a cascade")
