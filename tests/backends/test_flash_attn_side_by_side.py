@@ -180,10 +180,10 @@ def test_schedules_have_the_same_size(fa3: tuple[Library, Library], lens: str, r
     assert (len(real) - len(ours)) in (-rounded, 0, rounded)
 
 
-@pytest.mark.parametrize("page_size", [16, 128, 256])
+@pytest.mark.parametrize("page_size", [16, 32, 48])
 @pytest.mark.parametrize("lens", ["chunks", "long"])
 def test_flash_attention_3_does_not_spread_nan(fa3: tuple[Library, Library], lens: str, page_size: int) -> None:
-    """What lies past a row's length in its last page, in pages that are copied whole (128, 256) too."""
+    """What lies past a row's length in its last page, in pages of the sizes that we declare."""
     case = Case(lens, page_size)
     for cached in (case.key, case.value):
         keep = cached.clone()

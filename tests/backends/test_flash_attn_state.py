@@ -12,7 +12,7 @@ import torch
 
 from attn_backends import AttentionSpec, KVCacheSpec, Limits, Unsupported, get_backend, plan_groups, select_backend
 from attn_backends.backends.flash_attn.backend import FlashAttnBackend
-from attn_backends.backends.flash_attn.fa2 import FlashAttn2
+from attn_backends.backends.flash_attn.fa2 import FlashAttn2, VllmFa2
 from attn_backends.backends.flash_attn.fa3 import PROVIDERS, FlashAttnInterface, VllmFa3
 from attn_backends.backends.flash_attn.options import FlashAttnOptions
 from attn_backends.backends.flash_attn.provider import choose
@@ -36,14 +36,14 @@ SLOPES = (0.5, 0.25, 0.1, 0.2)
 SMALL, LARGE = KVCacheSpec(64, 16), KVCacheSpec(64, 256)
 LIMITS = Limits(4, 64, 512)
 FA2, FA3 = "FLASH_ATTN_FLASH_ATTN_EMULATED", "FLASH_ATTN_VLLM_FA3_EMULATED"
-ALL = tuple(emulated(kind) for kind in (VllmFa3, FlashAttnInterface, FlashAttn2))
+ALL = tuple(emulated(kind) for kind in (VllmFa3, FlashAttnInterface, FlashAttn2, VllmFa2))
 
 
 class AllState(FlashAttnState):
     providers: ClassVar[Any] = ALL
 
 
-def state(*specs: AttentionSpec, cache: KVCacheSpec = LARGE, **options: Any) -> AllState:
+def state(*specs: AttentionSpec, cache: KVCacheSpec = SMALL, **options: Any) -> AllState:
     groups = plan_groups(dict(enumerate(specs or (SPEC,))))
     return AllState(groups, cache, LIMITS, CPU, options=FlashAttnOptions(**options))
 
@@ -61,27 +61,29 @@ def layer_and_batch(name: str, *seq_lens: int, query_lens: tuple[int, ...] | Non
 def test_the_best_that_serves_is_chosen_with_reasons(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     made = state(SPEC, replace(SPEC, alibi_slopes=SLOPES))
-    assert [choice.provider.name for choice in made.choices.values()] == ["vllm_fa3", "flash_attn"]
-    told = "FLASH_ATTN uses flash_attn: vllm_fa3 was passed over: alibi: got alibi_slopes; supported: layers without it"
+    assert [choice.provider.name for choice in made.choices.values()] == ["vllm_fa3", "vllm_fa2"]
+    told = "FLASH_ATTN uses vllm_fa2: vllm_fa3 was passed over: alibi: got alibi_slopes; supported: layers without it"
     assert told in caplog.text
     assert "flash_attn_interface was passed over: alibi" in caplog.text
+    assert "flash_attn was passed over: page_size: got 16; supported: multiples of 256" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["vllm_fa3", "flash_attn_interface", "flash_attn"])
+@pytest.mark.parametrize("name", ["vllm_fa3", "flash_attn_interface", "flash_attn", "vllm_fa2"])
 def test_a_named_provider_is_used(name: str) -> None:
-    assert state(provider=name).choices[0].provider.name == name
+    cache = LARGE if name == "flash_attn" else SMALL
+    assert state(cache=cache, provider=name).choices[0].provider.name == name
 
 
 def test_a_named_provider_is_refused_where_it_does_not_serve() -> None:
     with pytest.raises(Unsupported, match=r"page_size: got 16; supported: multiples of 256 \(flash_attn\)") as caught:
         state(cache=SMALL, provider="flash_attn")
     assert [rejection.code for rejection in caught.value.rejections] == ["page_size"]
-    assert state(cache=SMALL).choices[0].provider.name == "vllm_fa3"
+    assert state(cache=LARGE).choices[0].provider.name == "flash_attn"
 
 
 def test_all_reasons_of_all_providers() -> None:
     with pytest.raises(Unsupported) as caught:
-        choose(ALL, replace(SPEC, alibi_slopes=SLOPES), SMALL, CPU)
+        choose(ALL[:3], replace(SPEC, alibi_slopes=SLOPES), SMALL, CPU)
     told = [(rejection.code, rejection.supported) for rejection in caught.value.rejections]
     assert told == [
         ("alibi", "layers without it (vllm_fa3)"),
@@ -190,7 +192,8 @@ def test_doctor_finds_nothing_wrong() -> None:
         (FA2, {"alibi_slopes": SLOPES, "causal": False}, LARGE, "alibi: got alibi_slopes with causal=False"),
         (FA2, {"chunk_size": 64}, LARGE, "chunks: got chunk_size=64"),
         (FA3, {"alibi_slopes": SLOPES}, SMALL, "alibi: got alibi_slopes"),
-        (FA3, {}, KVCacheSpec(64, 24), "page_size: got 24; supported: multiples of 16"),
+        (FA3, {}, KVCacheSpec(64, 24), "page_size: got 24; supported: 16, 32, 48 .*Set cache.page_size"),
+        (FA3, {}, LARGE, "page_size: got 256; supported: 16, 32, 48"),
         (FA3, {"cache_dtype": torch.float8_e5m2}, SMALL, "cache_dtype: got float8_e5m2"),
         (FA3, {"dtype": torch.float16, "cache_dtype": torch.float8_e4m3fn}, SMALL, "float8_e4m3fn with bfloat16"),
         (FA3, {"head_dim_vo": 32}, SMALL, "unequal_head_dims"),

@@ -24,11 +24,13 @@ class FlashAttention3(Provider):
 
     newest_compute_capability = 9
     decodes_apart = False
-    page_size_multiple: ClassVar[int] = 1
+    # Pages that are whole tiles (64 keys and more) are copied as they are, and what lies past a row's end in its last
+    # page is multiplied by 0: NaN there would reach the output (flash-attention's issues 1745, 1974, 2374).
+    page_sizes: ClassVar[frozenset[int]] = frozenset({1, 2, 4, 8, 16, 32})
 
     def capabilities(self) -> Capabilities:
         return replace(
-            COMMON, cache_dtypes=HALF | {FP8}, page_size_multiple=self.page_size_multiple, fp8_queries=True,
+            COMMON, cache_dtypes=HALF | {FP8}, page_sizes=self.page_sizes, fp8_queries=True,
             min_compute_capability=(9, 0),
         )  # fmt: skip
 
@@ -84,7 +86,7 @@ class VllmFa3(FlashAttention3):
     name = "vllm_fa3"
     module_names = ("vllm.vllm_flash_attn.flash_attn_interface",)
     install = "pip install vllm"
-    page_size_multiple = 16
+    page_sizes = frozenset({16, 32, 48})
     max_sinks = 64
 
     def check(self, interface: Any) -> None:
@@ -112,7 +114,7 @@ class VllmFa3(FlashAttention3):
 
 
 class FlashAttnInterface(FlashAttention3):
-    """The authors' build, from `hopper/` of their repository: any page size. It allocates what it returns.
+    """The authors' build, from `hopper/` of their repository. It allocates what it returns.
 
     Nothing here has run it: it is held against its source, emulated.
     """

@@ -56,28 +56,42 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
             output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)
         if kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
             write_kv(key, value, kv_cache, metadata.slot_mapping[: len(key)], self.k_scale, self.v_scale)
-        behind = spec.sinks and (self.constants.sinks is None or spec.num_qo_heads > planned.provider.max_sinks)
-        constants = self.constants_behind if behind else self.constants
-        want_lse = lse is not None or behind or planned.prefix is not None
-        cached = planned.calls[0].rows.page_table is not None
-        keys, values = kv_cache if cached and kv_cache is not None else (key, value)
-        if keys is None or values is None or (cached and kv_cache is None):
+        given = kv_cache
+        if planned.calls[0].rows.page_table is None:
+            live = metadata.rows.num_tokens  # tiles reach behind a row: padding must not stand there
+            given = None if key is None or value is None else KVCache(key[:live], value[:live])
+        if given is None:
             raise ValueError("this step reads a cache or fresh keys, and neither was given: pass kv_cache or key")
-        for call in planned.calls:
+        self._attend(query, given, planned, output, lse)
+        self._fill_padding(output, lse, metadata)
+        return output
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        given: KVCache,  # or keys and values of this step, [num_keys, num_kv_heads, head_dim]
+        step: FlashAttnStep,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Run the step's calls, each over its rows' tokens."""
+        spec = self.spec
+        behind = spec.sinks and (self.constants.sinks is None or spec.num_qo_heads > step.provider.max_sinks)
+        constants = self.constants_behind if behind else self.constants
+        want_lse = lse is not None or behind or step.prefix is not None
+        for call in step.calls:
             tokens = call.tokens
             out = output[tokens]
-            sums = planned.provider.attend(query[tokens], keys, values, out, call, constants, want_lse)
+            sums = step.provider.attend(query[tokens], *given, out, call, constants, want_lse)
             if sums is None:
                 continue
             sums = sums.masked_fill(sums == math.inf, -math.inf)  # as FlashAttention 2 has it for rows without keys
-            if planned.prefix is not None and call is planned.calls[0]:
-                sums = self._join_prefix(query, keys, values, out, sums, planned, planned.prefix)
+            if step.prefix is not None and call is step.calls[0]:
+                sums = self._join_prefix(query, given, out, sums, step, step.prefix)
             if behind:
                 sums = self._join_sinks(out, sums)
             if lse is not None:
                 lse[tokens] = sums
-        self._fill_padding(output, lse, metadata)
-        return output
 
     def _check(
         self,
@@ -114,8 +128,7 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
     def _join_prefix(
         self,
         query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        given: KVCache,
         output: torch.Tensor,
         sums: torch.Tensor,
         step: FlashAttnStep,
@@ -123,7 +136,7 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
     ) -> torch.Tensor:
         """Attend the shared prefix, join it in place, and return the LSE of both."""
         shared = torch.empty_like(output)
-        more = step.provider.attend(query[prefix.tokens], keys, values, shared, prefix, self.prefix_constants, True)
+        more = step.provider.attend(query[prefix.tokens], *given, shared, prefix, self.prefix_constants, True)
         assert more is not None
         both = torch.logaddexp(sums, more)
         output.copy_(output * (sums - both).exp()[..., None] + shared * (more - both).exp()[..., None])

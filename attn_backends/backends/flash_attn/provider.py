@@ -16,7 +16,7 @@ from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection, U
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec
 
 HALF = frozenset({torch.float16, torch.bfloat16})
-HEAD_DIMS = frozenset({32, 64, 80, 96, 128, 192, 256})  # those of models; kernels take multiples of 8 up to 256
+HEAD_DIMS = frozenset({64, 80, 96, 128, 192, 256})  # those of models; kernels take multiples of 8 up to 256
 
 # What every provider can do. Sinks that kernels do not take join behind them, by the LSE.
 COMMON = Capabilities(
@@ -175,8 +175,15 @@ def together(providers: Sequence[Provider]) -> Capabilities:
         COMMON,
         devices=frozenset().union(*(can.devices for can in each)),
         cache_dtypes=frozenset().union(*(can.cache_dtypes for can in each)),
+        page_sizes=_union([can.page_sizes for can in each]),
         page_size_multiple=min(can.page_size_multiple for can in each),
         alibi=any(can.alibi for can in each),
         fp8_queries=any(can.fp8_queries for can in each),
         min_compute_capability=min(can.min_compute_capability or (0, 0) for can in each),
     )
+
+
+def _union(sets: Sequence[frozenset[int] | None]) -> frozenset[int] | None:
+    """None is any value."""
+    known = [some for some in sets if some is not None]
+    return frozenset().union(*known) if len(known) == len(sets) else None
