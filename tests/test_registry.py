@@ -214,7 +214,13 @@ def test_auto_takes_the_first_that_serves_and_logs_why_not_the_others(caplog: py
     register_backend("NEVER", fake_backend("NEVER"))
     selection = select("Auto")
     assert selection.name == "TORCH"
-    assert [verdict.name for verdict in selection.verdicts] == ["MISSING", "NARROW", "FLASHINFER", "TORCH"]
+    assert [verdict.name for verdict in selection.verdicts] == [
+        "MISSING",
+        "NARROW",
+        "FLASHINFER",
+        "FLASH_ATTN",
+        "TORCH",
+    ]
     assert "AUTO passed over NARROW: head_dim: got 80" in caplog.text
     assert "AUTO passed over MISSING: module 'no_such_module' is not installed. Try: pip install missing" in caplog.text
     assert "NARROW was passed over: head_dim: got 80" in selection.reason

@@ -11,7 +11,7 @@ import torch
 from attn_backends.batch_views import without_new_keys
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, Layout
 from attn_backends.testing.batches import Batch, Row
-from attn_backends.testing.cases import BatchShape, load_cases
+from attn_backends.testing.cases import BatchShape
 from attn_backends.testing.features import feature
 from attn_backends.testing.harness import (
     Result,
@@ -61,7 +61,7 @@ class Contract(KitBase):
         parts = torch.split(run_backend(self.backend, batch).output, [row.data.query_len for row in batch.rows])
         expected = torch.cat([parts[i] for i in order]).double().cpu()
         error = output_error(run_backend(self.backend, batch.reordered(order)).output, expected)
-        allowed = load_cases().tolerance(batch.spec.dtype)
+        allowed = batch.tolerance
         assert error <= allowed, f"requests in the order {order} give other outputs: off by {error:.2e}"
 
     @pytest.mark.parametrize("name", POSITIONAL)
