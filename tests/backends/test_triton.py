@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from attn_backends.testing.conformance import BackendConformance
+from tests.backends.large_cache import check_large_cache
 
 triton = pytest.importorskip("triton", reason="needs triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -38,3 +39,14 @@ class TestTritonInterpreted(BackendConformance):
 class TestTriton(BackendConformance):
     backend_name = "TRITON"
     device = "cuda"
+
+
+class _Half(BackendConformance):
+    backend_name = "TRITON"
+    device = "cuda"
+    dtypes = (torch.float16,)
+
+
+@pytest.mark.gpu
+def test_large_caches() -> None:
+    check_large_cache(_Half())

@@ -27,6 +27,7 @@ class Place(NamedTuple):
 # FlashAttention splits keys by the longest length that it is told of, which in a graph is the model's: other sums.
 PLACES = {
     "FLASHINFER": Place("FLASHINFER", "flashinfer"),
+    "TRITON": Place("TRITON", "triton"),
     "FA3": Place("FLASH_ATTN", "vllm.vllm_flash_attn.flash_attn_interface", 16,
                  {"provider": "vllm_fa3", "split_keys": False}),
     "FA2": Place("FLASH_ATTN", "flash_attn", 256, {"provider": "flash_attn", "split_keys": False}),
