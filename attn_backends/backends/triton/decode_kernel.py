@@ -11,15 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.backends.triton.tile import attend_keys, factor, first_key, write_rows
+from attn_backends.backends.triton.tile import FAR, attend_keys, factor, first_key, write_rows
 
 MOST_ITEMS = tl.constexpr(1 << 15)  # of a row
 
 
-@triton.jit(do_not_specialize=["num_rows", "target", "max_items", "reach"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows", "target", "max_items", "behind", "chunk"])  # type: ignore[untyped-decorator]
 def schedule_kernel(  # type: ignore[no-untyped-def]
-    seq_lens, query_start_loc, items, num_rows, target, max_items, reach,
-    LOCAL: tl.constexpr, KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, MAX_ROWS: tl.constexpr, ITEMS: tl.constexpr,
+    seq_lens, query_start_loc, items, num_rows, target, max_items, behind, chunk,
+    KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, MAX_ROWS: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """`items` [max_items, 8] i32, all that a program has to know: row (-1: none), first key, end of keys, place of the
     row's partial results, how many items the row has and which this is, its length, first query token and their number.
@@ -32,7 +32,7 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     lens = tl.load(seq_lens + rows, mask=exists, other=0)
     starts = tl.load(query_start_loc + rows, mask=exists, other=0)
     query_lens = tl.load(query_start_loc + rows + 1, mask=exists, other=0) - starts
-    first = first_key(lens - query_lens, reach, LOCAL) // KEYS
+    first = first_key(lens - query_lens, behind, chunk) // KEYS
     blocks = tl.maximum((lens + KEYS - 1) // KEYS - first, 0)
     size = tl.maximum((tl.sum(blocks, 0) + target - 1) // target, MIN_BLOCKS)
     counts = tl.where(exists, tl.maximum((blocks + size // 2) // size, 1), 0)
@@ -63,14 +63,14 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     tl.store(at + 7, tl.sum(tl.where(mine, query_lens[None], 0), 1), mask=inside)
 
 
-@triton.jit(do_not_specialize=["table_row", "reach"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["table_row", "ahead", "behind", "chunk", "has_sinks", "want_lse", "lse_token"])  # type: ignore[untyped-decorator]
 def decode_kernel(  # type: ignore[no-untyped-def]
     query, key_cache, value_cache, output, lse, page_table, items, partial, partial_sums, counters, slopes, sinks,
-    scale, value_scale, soft_cap, reach, table_row,
+    scale, value_scale, soft_cap, ahead, behind, chunk, has_sinks, want_lse, table_row,
     query_token, query_head, key_page, key_slot, key_head, value_page, value_slot, value_head, out_token, out_head,
     lse_token,
-    CAUSAL: tl.constexpr, LOCAL: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr,
-    SINKS: tl.constexpr, WANT_LSE: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
     LANES: tl.constexpr, PARTS: tl.constexpr,
@@ -99,23 +99,27 @@ def decode_kernel(  # type: ignore[no-untyped-def]
                           mask=live[:, None] & (dims[None] < DIM), other=0.0)  # fmt: skip
         slope = tl.load(slopes + q_head, mask=live, other=0.0) if ALIBI else tl.zeros([ROWS], tl.float32)
         # Blocks that all queries see whole need no mask.
-        whole = stop // KEYS * KEYS
-        if CAUSAL:
-            whole = tl.minimum(whole, (seq_len - query_len + 1) // KEYS * KEYS)
-        if LOCAL != 0:
+        whole = tl.minimum(stop, seq_len - query_len + 1 + ahead) // KEYS * KEYS
+        if tl.minimum(behind, chunk) < FAR:
             whole = start
+        whole = tl.maximum(whole, start)
+        key, value = key_cache + head.to(tl.int64) * key_head, value_cache + head.to(tl.int64) * value_head
+        pages = page_table + row.to(tl.int64) * table_row
         sums, top, total = attend_keys(
             queries, tl.zeros([ROWS, BLOCK_DIM_VO], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
-            tl.zeros([ROWS], tl.float32), start, whole, stop, seq_len, positions, slope,
-            key_cache + head.to(tl.int64) * key_head, value_cache + head.to(tl.int64) * value_head,
-            page_table + row.to(tl.int64) * table_row, scale, soft_cap, reach,
-            key_page, key_slot, value_page, value_slot,
-            CAUSAL, LOCAL, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
+            tl.zeros([ROWS], tl.float32), start, whole, seq_len, positions, slope, key, value, pages, scale, soft_cap,
+            ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
+            False, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
+        )  # fmt: skip
+        sums, top, total = attend_keys(
+            queries, sums, top, total, whole, stop, seq_len, positions, slope, key, value, pages, scale, soft_cap,
+            ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
+            True, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
         )  # fmt: skip
         top *= factor(scale, EARLY)
         if count == 1:
             write_rows(output, lse, sinks, sums, top, total, lane, head, first_token, query_len, value_scale,
-                       out_token, out_head, lse_token, GROUP, DIM_VO, SINKS, WANT_LSE)  # fmt: skip
+                       out_token, out_head, lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
         else:
             # Parts are [places, KV_HEADS, TILES, LANES, ...]
             inner = tl.arange(0, ROWS)
@@ -138,7 +142,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
                 )  # fmt: skip
                 write_rows(output, lse, sinks, joined, joined_top, joined_total, tile * ROWS + tl.arange(0, LANES),
                            head, first_token, query_len, value_scale, out_token, out_head, lse_token,
-                           GROUP, DIM_VO, SINKS, WANT_LSE)  # fmt: skip
+                           has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]

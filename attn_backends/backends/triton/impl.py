@@ -30,6 +30,7 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             None if self.sinks is None else self.sinks.to(self.device, torch.float32),
             self.k_scale,
             self.v_scale,
+            self.device,
         )
 
     def forward(

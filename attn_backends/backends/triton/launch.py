@@ -14,6 +14,7 @@ import triton
 
 from attn_backends.backends.triton.decode_kernel import decode_kernel, schedule_kernel
 from attn_backends.backends.triton.prefill_kernel import prefill_kernel
+from attn_backends.backends.triton.tile import FAR
 from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile
 from attn_backends.spec import AttentionSpec
 
@@ -40,14 +41,10 @@ def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def local(spec: AttentionSpec) -> int:
-    """Which keys a query may see beside causality: all, those of a window, those of its chunk (`tile.WINDOW`, …)."""
-    return 1 if spec.window_left >= 0 else 2 if spec.chunk_size is not None else 0
-
-
-def reach(spec: AttentionSpec) -> int:
-    """How far: `window_left`, or the chunk's size."""
-    return spec.chunk_size or spec.window_left
+def sight(spec: AttentionSpec) -> list[int]:
+    """Which keys a query sees, by position: how many ahead of its own, how many behind, and the size of its chunk."""
+    window = FAR.value if spec.window_left < 0 else spec.window_left
+    return [0 if spec.causal else FAR.value, window, spec.chunk_size or FAR.value]
 
 
 def _operator(mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -102,7 +99,7 @@ class Schedule:
         target = self.cut.target(spec, tile, num_sms)
         self.items = torch.empty(num_rows + target, 8, dtype=torch.int32, device=device)
         min_blocks = max(1, tile.min_keys // tile.keys)
-        self._how = [num_rows, target, reach(spec), local(spec), tile.keys, min_blocks]
+        self._how = [num_rows, target, *sight(spec)[1:], tile.keys, min_blocks]
 
     def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
         """List the items for these lengths, [num_rows] and [num_rows + 1] i32. One launch."""
@@ -111,11 +108,11 @@ class Schedule:
 
 @_operator(("items",))
 def _schedule(seq_lens: torch.Tensor, query_start_loc: torch.Tensor, items: torch.Tensor, how: list[int]) -> None:
-    num_rows, target, reach, local, keys, min_blocks = how
+    num_rows, target, behind, chunk, keys, min_blocks = how
     grid = (-(-len(items) // _ITEMS),)
     schedule_kernel[grid](
-        seq_lens, query_start_loc, items, num_rows, target, len(items), reach,
-        local, keys, min_blocks, triton.next_power_of_2(num_rows), _ITEMS,
+        seq_lens, query_start_loc, items, num_rows, target, len(items), behind, chunk,
+        keys, min_blocks, triton.next_power_of_2(num_rows), _ITEMS,
         num_warps=4,
     )  # fmt: skip
 
@@ -130,17 +127,17 @@ class Kernels:
 
     def __init__(
         self, spec: AttentionSpec, prefill: PrefillTile, slopes: torch.Tensor | None, sinks: torch.Tensor | None,
-        k_scale: float, v_scale: float,
+        k_scale: float, v_scale: float, device: torch.device,
     ) -> None:  # fmt: skip
         self.spec = spec
         self.prefill_tile = prefill
-        self.extras = (slopes, sinks)
-        self.scales = {True: (k_scale, v_scale), False: (1.0, 1.0)}  # of the cache; of keys as they came
+        nothing = torch.zeros(1, dtype=torch.float32, device=device)
+        self._extras = (nothing if slopes is None else slopes, nothing if sinks is None else sinks)
+        self._scales = {True: (k_scale, v_scale), False: (1.0, 1.0)}  # of the cache; of keys as they came
+        self._sees = [*sight(spec), int(spec.sinks)]
         early = spec.logits_soft_cap is not None or spec.alibi_slopes is not None or spec.scale <= 0
-        self._layer = [
-            int(spec.causal), local(spec), int(spec.logits_soft_cap is not None), int(spec.alibi_slopes is not None),
-            int(early), int(spec.sinks),
-        ]  # fmt: skip
+        self._form = [int(spec.logits_soft_cap is not None), int(spec.alibi_slopes is not None), int(early)]
+        self._heads = [spec.num_kv_heads, spec.group_size]
         self._dims = [spec.head_dim, spec.head_dim_vo, padded(spec.head_dim), padded(spec.head_dim_vo)]
 
     def decode(
@@ -149,13 +146,16 @@ class Kernels:
         room: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:  # fmt: skip
         """Rows whose keys are split; `room` is where their parts meet."""
-        spec, tile, cut = self.spec, schedule.tile, schedule.cut
-        shape = [key.shape[1], spec.num_kv_heads, spec.group_size, cut.tiles, cut.rows, tile.keys]
-        at_once = _power_of_two(_JOIN_REGISTERS * 32 * tile.warps // (cut.lanes * self._dims[-1]) + 1) // 2
-        how = [*self._layer, int(lse is not None), *shape, *self._dims, tile.stages, cut.lanes, max(1, at_once),
-               tile.warps]  # fmt: skip
-        _decode(query, key, value, output, lse, page_table, schedule.items, *room, *self.extras,
-                *self._factors(True), reach(spec), how)  # fmt: skip
+        tile, cut = schedule.tile, schedule.cut
+        registers = _JOIN_REGISTERS * 32 * tile.warps
+        at_once = max(1, registers // (cut.lanes * self._dims[-1]))  # a power of two, as all of these are
+        constants = [
+            *self._form, key.shape[1], *self._heads, cut.tiles, cut.rows, tile.keys, *self._dims, tile.stages,
+            int(query.dtype is torch.float32), cut.lanes, at_once,
+        ]  # fmt: skip
+        grid = len(schedule.items) * self.spec.num_kv_heads * cut.tiles
+        _decode(query, key, value, output, lse, page_table, schedule.items, *room, *self._extras,
+                self._factors(True), self._sees, constants, grid, tile.warps)  # fmt: skip
 
     def prefill(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
@@ -163,62 +163,47 @@ class Kernels:
         query_start_loc: torch.Tensor, key_start_loc: torch.Tensor, first_row: int, num_tokens: int, max_seq_len: int,
     ) -> None:  # fmt: skip
         """Rows from `first_row` on, of `num_tokens` query tokens; without a page table over keys as they came."""
-        spec, tile = self.spec, self.prefill_tile
+        spec, tile, is_paged = self.spec, self.prefill_tile, page_table is not None
         tile_tokens = max(1, tile.rows // spec.group_size)
-        rows = padded(tile_tokens * spec.group_size)
-        paged = page_table is not None
-        page_size = key.shape[1] if paged else 0
-        head_bytes = max_seq_len * (spec.head_dim + spec.head_dim_vo) * key.itemsize
-        section = min(max(1, _L2_BYTES // max(1, head_bytes)), spec.num_kv_heads)
-        shape = [page_size, spec.num_kv_heads, spec.group_size, tile_tokens, rows, tile.keys]
-        how = [*self._layer, int(lse is not None), *shape, *self._dims, tile.stages, tile.warps]
-        _prefill(query, key, value, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, *self.extras,
-                 *self._factors(paged), reach(spec), [first_row, num_tokens, section], how)  # fmt: skip
+        constants = [
+            *self._form, key.shape[1] if is_paged else 0, *self._heads, tile_tokens,
+            padded(tile_tokens * spec.group_size), tile.keys, *self._dims, tile.stages,
+            int(query.dtype is torch.float32),
+        ]  # fmt: skip
+        head_bytes = max(1, max_seq_len) * (spec.head_dim + spec.head_dim_vo) * key.itemsize
+        section = min(max(1, _L2_BYTES // head_bytes), spec.num_kv_heads)
+        num_rows = len(seq_lens) - first_row
+        span = [first_row, num_rows, num_tokens // tile_tokens + num_rows, section]
+        _prefill(query, key, value, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, *self._extras,
+                 self._factors(is_paged), self._sees, span, constants, tile.warps)  # fmt: skip
 
-    def _factors(self, cached: bool) -> tuple[float, float, float]:
+    def _factors(self, cached: bool) -> list[float]:
         """Of logits, in base 2 unless a soft cap comes between; of values; the soft cap."""
-        k_scale, v_scale = self.scales[cached]
+        k_scale, v_scale = self._scales[cached]
         cap = self.spec.logits_soft_cap
-        return self.spec.scale * k_scale * (math.log2(math.e) if cap is None else 1.0), v_scale, cap or 0.0
+        return [self.spec.scale * k_scale * (math.log2(math.e) if cap is None else 1.0), v_scale, cap or 0.0]
 
 
-def _strides(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> tuple[int, ...]:
+def _strides(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None
+) -> tuple[int, ...]:
     """As both kernels take them. Keys without pages are [tokens, heads, dim]."""
     page = (key.stride(0), value.stride(0)) if key.dim() == 4 else (0, 0)
-    return (*query.stride()[:2], page[0], *key.stride()[-3:-1], page[1], *value.stride()[-3:-1], *output.stride()[:2])
+    cached = (page[0], *key.stride()[-3:-1], page[1], *value.stride()[-3:-1])
+    return (*query.stride()[:2], *cached, *output.stride()[:2], 0 if lse is None else lse.stride(0))
 
 
 @_operator(("output", "lse", "partial", "sums", "counters"))
 def _decode(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor, items: torch.Tensor, partial: torch.Tensor, sums: torch.Tensor, counters: torch.Tensor,
-    slopes: torch.Tensor | None, sinks: torch.Tensor | None, scale: float, value_scale: float, soft_cap: float,
-    reach: int, how: list[int],
+    slopes: torch.Tensor, sinks: torch.Tensor, factors: list[float], sees: list[int], constants: list[int], grid: int,
+    warps: int,
 ) -> None:  # fmt: skip
-    (
-        *layer,
-        page_size,
-        num_kv_heads,
-        group,
-        tiles,
-        rows,
-        keys,
-        dim,
-        dim_vo,
-        block,
-        block_vo,
-        stages,
-        lanes,
-        at_once,
-        warps,
-    ) = how
-    shape = (page_size, num_kv_heads, group, tiles, rows, keys, dim, dim_vo, block, block_vo)
-    decode_kernel[len(items) * num_kv_heads * tiles,](
-        query, key, value, output, output if lse is None else lse, page_table, items, partial, sums, counters,
-        query if slopes is None else slopes, query if sinks is None else sinks, scale, value_scale, soft_cap, reach,
-        page_table.stride(0), *_strides(query, key, value, output), 0 if lse is None else lse.stride(0),
-        *layer, *shape, stages, query.dtype is torch.float32, lanes, at_once,
-        num_warps=warps,
+    decode_kernel[grid,](
+        query, key, value, output, sums if lse is None else lse, page_table, items, partial, sums, counters, slopes,
+        sinks, *factors, *sees, int(lse is not None), page_table.stride(0),
+        *_strides(query, key, value, output, lse), *constants, num_warps=warps,
     )  # fmt: skip
 
 
@@ -226,19 +211,14 @@ def _decode(
 def _prefill(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor | None, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
-    key_start_loc: torch.Tensor, slopes: torch.Tensor | None, sinks: torch.Tensor | None, scale: float,
-    value_scale: float, soft_cap: float, reach: int, span: list[int], how: list[int],
+    key_start_loc: torch.Tensor, slopes: torch.Tensor, sinks: torch.Tensor, factors: list[float], sees: list[int],
+    span: list[int], constants: list[int], warps: int,
 ) -> None:  # fmt: skip
-    *layer, page_size, num_kv_heads, group, tile_tokens, rows, keys, dim, dim_vo, block, block_vo, stages, warps = how
-    shape = (page_size, num_kv_heads, group, tile_tokens, rows, keys, dim, dim_vo, block, block_vo)
-    first_row, num_tokens, section = span
-    num_rows = len(seq_lens) - first_row
-    num_tiles = num_tokens // tile_tokens + num_rows
+    _first_row, _num_rows, num_tiles, _section = span
+    num_kv_heads = constants[4]
     table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
     prefill_kernel[num_tiles * num_kv_heads,](
-        query, key, value, output, output if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc,
-        query if slopes is None else slopes, query if sinks is None else sinks, scale, value_scale, soft_cap, reach,
-        first_row, num_rows, num_tiles, section, stride, *_strides(query, key, value, output),
-        0 if lse is None else lse.stride(0), *layer, *shape, stages, query.dtype is torch.float32,
-        num_warps=warps,
+        query, key, value, output, sinks if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc,
+        slopes, sinks, *factors, *sees, int(lse is not None), *span, stride,
+        *_strides(query, key, value, output, lse), *constants, num_warps=warps,
     )  # fmt: skip

@@ -5,17 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.backends.triton.tile import attend_keys, factor, first_key, write_rows
+from attn_backends.backends.triton.tile import FAR, attend_keys, factor, first_key, write_rows
+
+_NOT_CONSTANT = ["first_row", "num_rows", "num_tiles", "section", "table_row", "ahead", "behind", "chunk", "has_sinks",
+                 "want_lse", "lse_token"]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows", "num_tiles", "table_row", "reach", "section"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_NOT_CONSTANT)  # type: ignore[untyped-decorator]
 def prefill_kernel(  # type: ignore[no-untyped-def]
     query, key_cache, value_cache, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, slopes, sinks,
-    scale, value_scale, soft_cap, reach, first_row, num_rows, num_tiles, section, table_row,
+    scale, value_scale, soft_cap, ahead, behind, chunk, has_sinks, want_lse, first_row, num_rows, num_tiles, section,
+    table_row,
     query_token, query_head, key_page, key_slot, key_head, value_page, value_slot, value_head, out_token, out_head,
     lse_token,
-    CAUSAL: tl.constexpr, LOCAL: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr,
-    SINKS: tl.constexpr, WANT_LSE: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -65,19 +69,24 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         else:
             pages += row.to(tl.int64) * table_row
         oldest = seq_len - query_len + first  # position of the tile's first query
-        start, stop, whole = first_key(oldest, reach, LOCAL) // KEYS * KEYS, seq_len, seq_len // KEYS * KEYS
-        if CAUSAL:
-            stop = tl.minimum(seq_len, oldest + TOKENS)
-            whole = tl.maximum((oldest + 1) // KEYS * KEYS, 0)
-        if LOCAL != 0:
+        start = first_key(oldest, behind, chunk) // KEYS * KEYS
+        stop = tl.minimum(seq_len, oldest + TOKENS + ahead)
+        whole = tl.minimum(seq_len, oldest + 1 + ahead) // KEYS * KEYS
+        if tl.minimum(behind, chunk) < FAR:
             whole = start
+        whole = tl.maximum(whole, start)
         sums, top, total = attend_keys(
             queries, tl.zeros([ROWS, BLOCK_DIM_VO], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
-            tl.zeros([ROWS], tl.float32), start, whole, stop, seq_len, positions, slope, key, value, pages, scale,
-            soft_cap, reach, key_page, key_slot, value_page, value_slot,
-            CAUSAL, LOCAL, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
+            tl.zeros([ROWS], tl.float32), start, whole, seq_len, positions, slope, key, value, pages, scale, soft_cap,
+            ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
+            False, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
+        )  # fmt: skip
+        sums, top, total = attend_keys(
+            queries, sums, top, total, whole, stop, seq_len, positions, slope, key, value, pages, scale, soft_cap,
+            ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
+            True, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
         )  # fmt: skip
         top *= factor(scale, EARLY)
         write_rows(output, lse, sinks, sums, top, total, first * GROUP + lane, head, first_token,
                    tl.minimum(query_len, first + TOKENS), value_scale, out_token, out_head, lse_token,
-                   GROUP, DIM_VO, SINKS, WANT_LSE)  # fmt: skip
+                   has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip

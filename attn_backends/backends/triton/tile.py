@@ -11,17 +11,15 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-WINDOW = tl.constexpr(1)  # LOCAL: a query sees `reach` keys to its left
-CHUNK = tl.constexpr(2)  # LOCAL: or those of its own chunk of `reach` positions
+FAR = tl.constexpr(1 << 30)  # beyond any position
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def attend_keys(  # type: ignore[no-untyped-def]
-    queries, sums, top, total, start, whole, stop, num_keys, positions, slopes, key, value, pages, scale, soft_cap,
-    reach, key_page, key_slot, value_page, value_slot,
-    CAUSAL: tl.constexpr, LOCAL: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr, STAGES: tl.constexpr,
-    EXACT: tl.constexpr,
+    queries, sums, top, total, start, stop, num_keys, positions, slopes, key, value, pages, scale, soft_cap,
+    ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
+    MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    KEYS: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Attend to keys `start` to `stop`, in blocks of KEYS from a multiple of it on.
 
@@ -29,13 +27,15 @@ def attend_keys(  # type: ignore[no-untyped-def]
         queries: [ROWS, D] of the layer's dtype.
         sums, top, total: what was attended before: weighted values [ROWS, DV] f32, the highest logit and the sum of
             weights [ROWS] f32.
-        whole: all queries see all keys of the blocks before it.
         num_keys: from there on nothing is a key; blocks reach beyond `stop` only where they reach beyond it.
         positions: [ROWS] i32 of the queries.
         slopes: [ROWS] f32, of ALiBi.
         key, value: the KV head's first element.
         pages: the row's page ids; PAGE_SIZE 0: keys lie one behind the other from `key` on.
         scale: what makes logits of products; in base 2, unless a soft cap comes between.
+        ahead, behind: how many positions after and before its own a query sees.
+        chunk: positions of a chunk; a query sees its own alone.
+        MASKED: whether some query may not see some key of these blocks, or they reach beyond the keys.
         EARLY: whether logits are scaled before they are compared: where something comes between, or `scale` is not
             positive. It saves a multiplication a key not to.
         EXACT: float32 products in float32, not tf32.
@@ -59,11 +59,12 @@ def attend_keys(  # type: ignore[no-untyped-def]
             key_at = page * key_page + offset * key_slot
             value_at = page * value_page + offset * value_slot
         else:
-            page = tl.load(pages + keys // PAGE_SIZE, mask=live, other=0).to(tl.int64)
+            page = _load(pages + keys // PAGE_SIZE, live, True, MASKED, True).to(tl.int64)
             offset = keys % PAGE_SIZE
             key_at = page * key_page + offset * key_slot
             value_at = page * value_page + offset * value_slot
-        k = _load(key + key_at[:, None] + dims[None], live[:, None], dims[None] < DIM, queries.shape[1] == DIM)
+        k = _load(key + key_at[:, None] + dims[None], live[:, None], dims[None] < DIM, MASKED,
+                  queries.shape[1] == DIM)  # fmt: skip
         k = k.to(queries.dtype)
         logits = tl.dot(queries, tl.trans(k), input_precision="ieee" if EXACT else None)
         if SOFT_CAP:  # cap * tanh(logit / cap), where tanh(x) = 1 - 2 / (exp(2x) + 1)
@@ -73,22 +74,19 @@ def attend_keys(  # type: ignore[no-untyped-def]
             logits *= scale
         if ALIBI:
             logits += slopes[:, None] * LOG2_E * (keys[None] - positions[:, None]).to(tl.float32)
-        if first >= whole:
-            seen = live[None]
-            if CAUSAL:
-                seen = seen & (keys[None] <= positions[:, None])
-            if LOCAL == WINDOW:
-                seen = seen & (keys[None] >= positions[:, None] - reach)
-            if LOCAL == CHUNK:
-                seen = seen & (keys[None] // reach == positions[:, None] // reach)
+        if MASKED:
+            seen = live[None] & (keys[None] <= positions[:, None] + ahead) & (keys[None] >= positions[:, None] - behind)
+            seen = seen & (keys[None] // chunk == tl.maximum(positions, 0)[:, None] // chunk)
             logits = tl.where(seen, logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top * after)  # a row that has seen nothing yet
+        base = new_top * after
+        if MASKED:  # a row that has seen nothing yet
+            base = tl.where(new_top == float("-inf"), 0.0, base)
         weights = tl.exp2(logits * after - base[:, None])
         shrunk = tl.exp2(top * after - base)
         total = total * shrunk + tl.sum(weights, 1)
         sums = sums * shrunk[:, None]
-        v = _load(value + value_at[:, None] + dims_vo[None], live[:, None], dims_vo[None] < DIM_VO,
+        v = _load(value + value_at[:, None] + dims_vo[None], live[:, None], dims_vo[None] < DIM_VO, MASKED,
                   sums.shape[1] == DIM_VO).to(queries.dtype)  # fmt: skip
         sums = tl.dot(weights.to(v.dtype), v, sums, input_precision="ieee" if EXACT else None)
         top = new_top
@@ -104,18 +102,20 @@ def factor(scale, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _load(at, live, within, FULL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Zeros where nothing is to be read: what lies there may be NaN."""
-    if FULL:
-        return tl.load(at, mask=live, other=0.0)
-    return tl.load(at, mask=live & within, other=0.0)
+def _load(at, live, within, MASKED: tl.constexpr, FULL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Zeros where nothing is to be read: what lies there may be NaN. Without a mask where all is read."""
+    if MASKED:
+        loaded = tl.load(at, mask=live, other=0) if FULL else tl.load(at, mask=live & within, other=0)
+    else:
+        loaded = tl.load(at) if FULL else tl.load(at, mask=within, other=0)
+    return loaded
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def write_rows(  # type: ignore[no-untyped-def]
     output, lse, sinks, sums, top, total, lane, head, first_token, query_len, value_scale,
-    out_token, out_head, lse_token,
-    GROUP: tl.constexpr, DIM_VO: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr,
+    out_token, out_head, lse_token, has_sinks, want_lse,
+    GROUP: tl.constexpr, DIM_VO: tl.constexpr,
 ):  # fmt: skip
     """Outputs and natural LSEs of a KV head's queries; zeros and -inf for one that saw no key.
 
@@ -130,27 +130,21 @@ def write_rows(  # type: ignore[no-untyped-def]
     at = (first_token + token).to(tl.int64)
     dims = tl.arange(0, sums.shape[1])
     saw = total > 0
-    if SINKS:
-        sink = tl.load(sinks + q_head, mask=live, other=0.0) * LOG2_E
-        higher = tl.maximum(top, sink)
-        shrunk = tl.exp2(top - higher)
-        sums *= shrunk[:, None]
-        total = total * shrunk + tl.exp2(sink - higher)
-        top = higher
+    sink = tl.load(sinks + q_head, mask=live & (has_sinks != 0), other=float("-inf")) * LOG2_E
+    higher = tl.maximum(top, sink)
+    shrunk = tl.exp2(top - higher)
+    sums *= shrunk[:, None]
+    total = total * shrunk + tl.exp2(sink - higher)
     out = tl.where(saw[:, None], sums * (value_scale / tl.where(saw, total, 1.0))[:, None], 0.0)
     to = output + at[:, None] * out_token + q_head[:, None] * out_head + dims[None]
     tl.store(to, out.to(output.dtype.element_ty), mask=live[:, None] & (dims[None] < DIM_VO))
-    if WANT_LSE:
-        log_sum = (top + tl.log2(tl.where(saw, total, 1.0))) * LN_2
+    if want_lse != 0:
+        log_sum = (higher + tl.log2(tl.where(saw, total, 1.0))) * LN_2
         tl.store(lse + at * lse_token + q_head, tl.where(saw, log_sum, float("-inf")), mask=live)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def first_key(position, reach, LOCAL: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def first_key(position, behind, chunk):  # type: ignore[no-untyped-def]
     """The oldest key that a query sees, by its position."""
-    first = tl.maximum(position, 0)
-    if LOCAL == WINDOW:
-        return tl.maximum(first - reach, 0)
-    if LOCAL == CHUNK:
-        return first // reach * reach
-    return first * 0
+    position = tl.maximum(position, 0)
+    return tl.maximum(position - behind, position // chunk * chunk)
