@@ -17,10 +17,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import bare_kernels
 import torch
+from attention_plot import draw_file
 from gpu_harness import Copy, free_memory, in_turns_us, installed, make_copy, reason
 from harness import report
 from paged_problem import Call, Contender, Problem, Shape, make_contender, make_problem
@@ -246,9 +248,10 @@ def main(given: Sequence[str] | None = None) -> None:
     if arguments.shapes != ["all"] or arguments.match:
         name += "_" + "_".join([*arguments.shapes, *arguments.match.split()])
     if rows:
-        report(
-            name, f"attention of one layer, {arguments.dtype}, page {arguments.page_size}", rows, installed(*PACKAGES)
-        )
+        title = f"attention of one layer, {arguments.dtype}, page {arguments.page_size}"
+        written = report(name, title, rows, installed(*PACKAGES))
+        if find_spec("matplotlib"):
+            print(f"drawn to {draw_file(written).name} beside it")
     if any(f": {backend}".lower() in line.lower() for backend in arguments.backend for line in dropped):
         raise SystemExit("a backend of ours dropped out")
 
