@@ -38,7 +38,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Script:
 
     def run(name: str, *arguments: str) -> list[dict[str, Any]]:
         load(name).main(["--device", "cpu", "--backend", "TORCH", *arguments])
-        (path,) = tmp_path.iterdir()
+        (path,) = tmp_path.glob("*.json")
         rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
         return rows
 
@@ -53,6 +53,7 @@ def _flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_flashinfer")
 def test_every_contender_of_every_shape_is_right(script: Script) -> None:
     rows = script("attention", "--shapes", "tiny", "--rounds", "1")
+    assert load("harness").RESULTS.joinpath("attention_torch_tiny.png").stat().st_size > 10_000
     assert [row["contender"] for row in rows if row["with KV write us"]] == ["TORCH"] * 3
     bare = {row["contender"] for row in rows} - {"TORCH"}
     assert bare == {"FlashInfer tensor-core", "FlashInfer CUDA-core", "FlashInfer tensor-core, fixed lengths",
