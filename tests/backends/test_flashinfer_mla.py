@@ -1,0 +1,18 @@
+"""FLASHINFER_MLA passes the conformance kit: over emulated wrappers on a CPU, over FlashInfer itself on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from attn_backends.testing.conformance import MLAConformance
+from tests.backends import flashinfer_mla_emulated  # noqa: F401 (registers)
+
+
+class TestFlashInferMLAEmulated(MLAConformance):
+    backend_name = "FLASHINFER_MLA_EMULATED"
+
+
+@pytest.mark.gpu
+class TestFlashInferMLA(MLAConformance):
+    backend_name = "FLASHINFER_MLA"
+    device = "cuda"
