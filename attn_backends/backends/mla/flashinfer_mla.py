@@ -114,20 +114,18 @@ class FlashInferMLAState(MLAState):
         self.float_workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         at_once = len(self.groups)  # plans of a step: one event guards their pinned buffers
         self._ring = HostRing(-(-int_bytes(num_sms) // 4), self.device, depth=4 * at_once, group=at_once)
-        self._eager: dict[MLASpec, MLAPlan] = {}
+        # Made now: nothing may be allocated once graphs were captured.
+        self._eager = {spec: self._new_plan(spec, None) for spec in self.specs.values()}
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Any) -> MLAPlan:
         refuse_while_capturing(self.device, self.backend_name)
-        plan: MLAPlan | None = held or (self._eager.get(spec) if rows.idle is None else None)
-        if plan is None:
-            graph = None if rows.idle is None else rows
-            plan = MLAPlan(
-                self.library, spec, self.cache.page_size, self._kernels, self.float_workspace, self._ring, graph
-            )
-            if graph is None:
-                self._eager[spec] = plan
+        plan: MLAPlan = held or (self._eager[spec] if rows.idle is None else self._new_plan(spec, rows))
         plan(rows)
         return plan
+
+    def _new_plan(self, spec: MLASpec, graph: DecodeRows | None) -> MLAPlan:
+        workspaces = (self.float_workspace, self._ring)
+        return MLAPlan(self.library, spec, self.cache.page_size, self._kernels, *workspaces, graph)
 
     def _check_limits(self, spec: MLASpec, num_sms: int) -> None:
         limits, heads = self.limits, spec.num_qo_heads
