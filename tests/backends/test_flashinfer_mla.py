@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from attn_backends.testing.conformance import MLAConformance
 from tests.backends import flashinfer_mla_emulated  # noqa: F401 (registers)
@@ -16,3 +17,4 @@ class TestFlashInferMLAEmulated(MLAConformance):
 class TestFlashInferMLA(MLAConformance):
     backend_name = "FLASHINFER_MLA"
     device = "cuda"
+    dtypes = (torch.bfloat16, torch.float16)  # the ready kernels first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from attn_backends.testing.conformance import MLAConformance
 from tests.backends import flashmla_emulated  # noqa: F401 (registers)
@@ -20,3 +21,4 @@ class TestFlashMLAEmulatedOlder(MLAConformance):
 class TestFlashMLA(MLAConformance):
     backend_name = "FLASHMLA"
     device = "cuda"
+    dtypes = (torch.bfloat16, torch.float16)  # the ready kernels first
