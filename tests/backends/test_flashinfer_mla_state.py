@@ -72,6 +72,12 @@ def test_limits_beyond_a_schedule_are_refused_at_start() -> None:
         state(many, 16, 128)
 
 
+def test_a_page_table_that_kernels_cannot_number_is_refused_at_start() -> None:
+    state(Limits(4000, 4000, 1 << 20))
+    with pytest.raises(ValueError, match="max_num_requests 4096 times max_model_len 1048576"):
+        state(Limits(4096, 4096, 1 << 20))
+
+
 def test_a_page_table_is_read_where_it_lies() -> None:
     table = torch.arange(40, dtype=torch.int32).view(4, 10)
     for view, width in ((table, 10), (table[:3, :4], 10), (table[::2], 20), (table[2:, 1:3], 10)):

@@ -109,7 +109,8 @@ class FlashInferMLAState(MLAState):
             raise ValueError("kernels is fa3, which needs a Hopper GPU: set it to auto")
         num_sms = num_multiprocessors(self.device)
         for spec in self.specs.values():
-            self._check_limits(spec, num_sms)
+            self._check_works(spec, num_sms)
+        self._check_slots()
         num_bytes = max(float_bytes(spec, num_sms) for spec in self.specs.values())
         self.float_workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         at_once = len(self.groups)  # plans of a step: one event guards their pinned buffers
@@ -127,7 +128,7 @@ class FlashInferMLAState(MLAState):
         workspaces = (self.float_workspace, self._ring)
         return MLAPlan(self.library, spec, self.cache.page_size, self._kernels, *workspaces, graph)
 
-    def _check_limits(self, spec: MLASpec, num_sms: int) -> None:
+    def _check_works(self, spec: MLASpec, num_sms: int) -> None:
         limits, heads = self.limits, spec.num_qo_heads
         lens = range(1, MLAMetadataBuilder.decode_threshold + 1)
         rows = [min(limits.max_num_requests, limits.max_num_tokens // n) for n in lens]
@@ -137,6 +138,16 @@ class FlashInferMLAState(MLAState):
                 f"a step of max_num_requests {limits.max_num_requests} and max_num_tokens {limits.max_num_tokens} over "
                 f"{heads} heads takes up to {works} tiles, and FlashInfer's MLA schedules hold {MAX_WORKS}: lower "
                 "max_num_requests"
+            )
+
+    def _check_slots(self) -> None:
+        """Kernels number the slots of a whole page table, in 32 bits, and its pages in 31."""
+        limits, page_size = self.limits, self.cache.page_size
+        num_pages = limits.max_num_requests * -(-limits.max_model_len // page_size)
+        if num_pages >= 2**31 or num_pages * page_size >= 2**32:
+            raise ValueError(
+                f"max_num_requests {limits.max_num_requests} times max_model_len {limits.max_model_len} is more than "
+                "FlashInfer's MLA kernels can number (32 bits): lower one of them"
             )
 
 
