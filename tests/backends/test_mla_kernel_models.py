@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attn_backends import LLM, EngineConfig, SamplingParams, get_backend
+from attn_backends import LLM, EngineConfig, SamplingParams, Unsupported, get_backend
 from attn_backends.entries import BackendImportError
 from attn_backends.testing.graph_simulator import GraphSimulator
 from tests.backends import flashinfer_mla_emulated, flashmla_emulated  # noqa: F401 (they register)
@@ -27,7 +27,7 @@ PLACES = [
     pytest.param("FLASHMLA", "cuda", id="flashmla-cuda", marks=pytest.mark.gpu),
     pytest.param("FLASHINFER_MLA", "cuda", id="flashinfer-cuda", marks=pytest.mark.gpu),
 ]
-pytestmark = pytest.mark.parametrize(("name", "device"), PLACES)
+everywhere = pytest.mark.parametrize(("name", "device"), PLACES)
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +48,14 @@ def engine(folder: Path, name: str, device: str, **settings: object) -> LLM:
     return LLM.from_pretrained(folder, EngineConfig.model_validate(config | settings), recorder=recorder)
 
 
+@everywhere
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_against_transformers_eager(folders: dict[str, Path], family: str, name: str, device: str) -> None:
     llm = engine(folders[family], name, device, graphs={"mode": "none"})
     assert_best_tokens(llm, folders[family], family, PROMPTS, LONG, **WIDTHS)
 
 
+@everywhere
 def test_graphs_give_the_tokens_of_eager_steps(folders: dict[str, Path], name: str, device: str) -> None:
     folder = folders["deepseek_v3"]
     eager = engine(folder, name, device, graphs={"mode": "none"})
@@ -62,3 +64,23 @@ def test_graphs_give_the_tokens_of_eager_steps(folders: dict[str, Path], name: s
         llm = engine(folder, name, device, graphs={"mode": mode, "sizes": [1, 4]})
         assert [output.token_ids for output in llm.generate(PROMPTS, LONG)] == expected, mode
         assert llm.stats.num_graph_steps > llm.stats.num_steps / 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"cache": {"num_pages": 8, "page_size": 16}}, "page_size: got 16; supported: 64"),
+        ({"dtype": "float32"}, "dtype: got float32"),
+        ({"cache": {"num_pages": 8, "page_size": 64, "dtype": "float8_e4m3fn"}}, "cache_dtype: got float8_e4m3fn"),
+    ],
+)
+def test_an_engine_refuses_before_anything_runs(folders: dict[str, Path], settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(Unsupported, match=told):
+        engine(folders["deepseek_v3"], "FLASHMLA_EMULATED", "cpu", **settings)
+
+
+def test_a_cache_of_another_width_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "deepseek_v3")
+    for name in ("FLASHMLA_EMULATED", "FLASHINFER_MLA_EMULATED"):
+        with pytest.raises(Unsupported, match="kv_lora_rank: got 32; supported: 512"):
+            engine(folder, name, "cpu")

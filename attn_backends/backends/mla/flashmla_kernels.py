@@ -74,9 +74,14 @@ def load_kernels(provider: str = "auto") -> Kernels:
             return Kernels(importlib.import_module(PROVIDERS[name]))
         except Exception as error:  # kernel libraries raise anything on import: OSError, RuntimeError, …
             errors[name] = error
-    reasons = "; ".join(f"{PROVIDERS[name]}: {type(error).__name__}: {error}" for name, error in errors.items())
-    absent = all(isinstance(error, ModuleNotFoundError) for error in errors.values())
-    raise (ModuleNotFoundError if absent else ImportError)(f"no provider of FlashMLA imports ({reasons})")
+    absent = {name for name, error in errors.items() if isinstance(error, ModuleNotFoundError)}
+    reasons = "; ".join(
+        f"{name}: {error}" if name in absent else f"{name}: {type(error).__name__}: {error}"
+        for name, error in errors.items()
+    )
+    raise (ModuleNotFoundError if len(absent) == len(names) else ImportError)(
+        f"no provider of FlashMLA imports ({reasons})"
+    )
 
 
 class Schedule(ABC):
