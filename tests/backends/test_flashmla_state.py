@@ -147,7 +147,7 @@ def test_the_first_provider_that_imports_is_taken(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", fake("sgl_kernel.flash_mla", **members))
     for provider in ("auto", "sgl_kernel"):
         assert not load_kernels(provider).fills_schedules
-    with pytest.raises(ModuleNotFoundError, match=r"no provider of FlashMLA imports \(vllm: [^;]*\)$"):
+    with pytest.raises(ModuleNotFoundError, match=r"no provider of FlashMLA imports \(vllm: "):
         load_kernels("vllm")
 
 
