@@ -110,5 +110,9 @@ def test_what_a_run_refuses() -> None:
         run(wrapper, lse=torch.empty(3, HEADS).half(), return_lse=True)
     with pytest.raises(RuntimeError, match="head dims"):
         wrapper.run(query[..., :256], query[..., 512:], cache[..., :256], cache[..., 512:])
+    with pytest.raises(RuntimeError, match=r"ckv should be torch\.bfloat16"):
+        wrapper.run(query[..., :512], query[..., 512:], cache[..., :512].half(), cache[..., 512:])
+    with pytest.raises(RuntimeError, match="should have 4 heads"):
+        wrapper.run(query[..., :512], query[:, :3, 512:], cache[..., :512], cache[..., 512:])
     with pytest.raises(NotImplementedError, match="cutlass"):
         made(backend="cutlass")

@@ -35,7 +35,6 @@ _PER_WORK_TOO = ("q_len", "kv_len", "q_start", "kv_start", "kv_end", "work_indpt
 class MLAModule:
     """What the real package compiles for one dtype."""
 
-    kind: str
     dtype: torch.dtype
 
     def plan(
@@ -107,7 +106,16 @@ class MLAModule:
         page_size: int,
         scale: float,
     ) -> None:
-        """Fill `out` and `lse`: zeros and -inf for a token that sees no key."""
+        """Fill `out` and `lse`: zeros and -inf for a token that sees no key.
+
+        Raises:
+            RuntimeError: other widths, heads or dtypes than planned; the real one reads what is there as if it were so.
+        """
+        for name, tensor in (("q_nope", q_nope), ("q_pe", q_pe), ("ckv", ckv_cache), ("kpe", kpe_cache)):
+            if tensor.dtype is not self.dtype or tensor.stride(-1) != 1:
+                raise RuntimeError(f"{name} should be {self.dtype} with its last dimension contiguous")
+        if (q_nope.shape[1], q_pe.shape[1]) != (num_heads, num_heads):
+            raise RuntimeError(f"q_nope and q_pe should have {num_heads} heads")
         dims = (q_nope.shape[2], q_pe.shape[2])
         if dims != HEAD_DIMS or (ckv_cache.shape[2], kpe_cache.shape[2]) != HEAD_DIMS:
             raise RuntimeError(f"head dims {dims} are not {HEAD_DIMS}")
@@ -181,7 +189,7 @@ class BatchMLAPagedAttentionWrapper:
             raise RuntimeError(f"no kernel compiles for {head_dim_ckv} + {head_dim_kpe} of {q_data_type}")
         if kv_data_type is not q_data_type:
             raise RuntimeError(f"no kernel compiles for {q_data_type} over {kv_data_type}")
-        self._cached_module = MLAModule(self._backend, q_data_type)
+        self._cached_module = MLAModule(q_data_type)
         host = qo_indptr.to("cpu"), kv_indptr.to("cpu"), kv_len_arr.to("cpu")
         if self._use_cuda_graph:
             for buffer, given in zip(self._buffers, (qo_indptr, kv_indptr, kv_len_arr), strict=True):
