@@ -8,6 +8,12 @@ impl.py       one layer: write, absorb, decode, expand, prefill in bounded chunk
 attend.py     attention with its LSE in plain torch
 torch_mla.py  TORCH_MLA, on any device
 
+flashmla.py           FLASHMLA
+flashmla_kernels.py   its kernels: who brings them, and the two generations of their schedules
+flashmla_provider.py  fails to import where nobody does
+flashinfer_mla.py     FLASHINFER_MLA
+flashinfer_plan.py    one wrapper of FlashInfer and its plans
+
 A backend names its own Impl and State over these. It must have `MLAImpl._decode`; it may have `MLAImpl._prefill`,
 `MLAState.plan_decode` and `plan_prefill`, and what its `reject` adds.
 """
