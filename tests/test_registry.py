@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import pickle
@@ -41,12 +42,10 @@ Fake = register_backend({name!r}, priority={priority})(fake_backend({name!r}, mo
 
 
 @pytest.fixture(autouse=True)
-def _own_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every test begins with the built-in rows and what is installed."""
+def _own_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test begins with the built-in rows and what is installed, and leaves what others have registered."""
     monkeypatch.setattr(entries, "_classes", {})
-    entries._rows.cache_clear()
-    yield
-    entries._rows.cache_clear()
+    monkeypatch.setattr(entries, "_rows", functools.cache(entries._rows.__wrapped__))
 
 
 @pytest.fixture
