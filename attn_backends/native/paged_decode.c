@@ -241,7 +241,7 @@ static void finish(const struct step *s, int64_t row, int64_t head, const struct
 }
 
 // Write the new tokens, then attend. Returns the number of threads that it ran on, or 0 for want of memory.
-int paged_decode(const struct step *s) {
+static int decode(const struct step *s) {
     int64_t num_keys = 0, stop, heads = s->num_kv_heads, parts_at[s->num_rows + 1], max_parts = 1, threads = 1;
     for (int64_t row = 0; row < s->num_rows; row++) num_keys -= visible(s, row, &stop) - stop;
     // Eight pieces a thread even out what rows differ in.
@@ -282,6 +282,9 @@ int paged_decode(const struct step *s) {
     return threads;
 }
 
+// Called by nobody here: of libraries for several shapes, the name means the first one's.
+int paged_decode(const struct step *s) { return decode(s); }
+
 // The same for graphs that torch.compile makes: an operator of its C interface (torch/csrc/inductor/aoti_torch/c).
 typedef struct AtenTensorOpaque *tensor;
 int32_t aoti_torch_get_data_ptr(tensor, void **), aoti_torch_get_strides(tensor, int64_t **);
@@ -311,5 +314,5 @@ int32_t OPERATOR(tensor query, tensor key, tensor value, tensor key_cache, tenso
         size(seq_lens, 0), heads / GROUP, size(key_cache, 1), 0, window_left, chunk_size, scale, soft_cap, k_scale,
         v_scale,
     };
-    return !paged_decode(&s);
+    return !decode(&s);
 }
