@@ -40,7 +40,7 @@ def load(source: Path, defines: Mapping[str, int | str]) -> ctypes.CDLL:
     """
     compiler = _compiler()
     flags = [*FLAGS, *(f"-D{name}={value}" for name, value in defines.items())]
-    parts = (source.read_text(), *flags, _run([*compiler, "--version"]), _cpu(), torch.__version__, torch.__file__)
+    parts = [source.read_text(), *compiler, *flags, _run([*compiler, "--version"]), _cpu(), torch.__file__]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     path = cache_folder() / "native" / f"{source.stem}-{name}.so"
     if not _is_whole(path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -68,7 +68,7 @@ class PagedDecode:
         self.sinks, self.slopes = (torch.empty(0) if each is None else each.float() for each in (sinks, slopes))
         self.operator, self.run, self.spec = shape.operator, shape.run, spec
         numbers = (spec.window_left, spec.chunk_size or 0, spec.scale, spec.logits_soft_cap or 0.0, k_scale, v_scale)
-        self.constants = (self.sinks, self.slopes, *numbers)
+        self.constants: tuple[Any, ...] = (self.sinks, self.slopes, *numbers)
 
     @staticmethod
     def serves(spec: AttentionSpec, device: torch.device) -> bool:
@@ -96,6 +96,7 @@ class PagedDecode:
         """Write the new tokens of a step and attend its rows; returns the number of threads that did."""
         if key is None or value is None:
             key, value, slots = query, query, slots[:0]
+        query, key, value = _readable(query, key, value)
         return _call(self.run, query, key, value, *kv_cache, slots, rows, output, lse, *self.constants)
 
     def trace(
@@ -108,6 +109,7 @@ class PagedDecode:
         *rows: torch.Tensor,  # pages, first_pages, seq_lens
     ) -> torch.Tensor:
         """`attend` as one operator, for a compiler to trace; returns the output."""
+        query, key, value = _readable(query, key, value)
         out: torch.Tensor = self.operator(query, key, value, *kv_cache, slots, *rows, *self.constants)
         return out
 
@@ -154,13 +156,24 @@ def _compiled(head_dim: int, head_dim_vo: int, group: int, dtype: str) -> _Shape
         return None
     run = library.paged_decode
     run.argtypes = (ctypes.c_char_p,)
-    _library.define(name + _SCHEMA)
-    _library.impl(name, partial(_operate, run, head_dim_vo), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"attn_backends::{name}", partial(_operated, head_dim_vo), lib=_library)
+    return _Shape(run, _defined(name, shim, run, head_dim_vo))
+
+
+def _defined(name: str, shim: str, run: Any, head_dim_vo: int) -> Any:
+    """The shape's operator; its first definition stays."""
+    if not hasattr(torch.ops.attn_backends, name):
+        _library.define(name + _SCHEMA)
+        _library.impl(name, partial(_operate, run, head_dim_vo), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"attn_backends::{name}", partial(_operated, head_dim_vo), lib=_library)
     operator = getattr(torch.ops.attn_backends, name).default
     tensors, numbers = "AtenTensorHandle, " * 11, "int64_t, int64_t, double, double, double, double, "
     _declarations[operator] = [f"AOTITorchError {shim}({tensors}{numbers}AtenTensorHandle *)"]
-    return _Shape(run, operator)
+    return operator
+
+
+def _readable(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
+    """With heads in one piece each."""
+    return (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
 
 
 def _call(
@@ -168,7 +181,6 @@ def _call(
     value_cache: torch.Tensor, slots: torch.Tensor, rows: PagedRows, output: torch.Tensor, lse: torch.Tensor | None,
     sinks: torch.Tensor, slopes: torch.Tensor, window_left: int, chunk_size: int, *floats: float,
 ) -> int:  # fmt: skip
-    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     num_threads: int = run(
         _step.pack(
             *_view(query), *_view(key), *_view(value), *_view(key_cache), *_view(value_cache), output.data_ptr(),
