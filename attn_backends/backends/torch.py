@@ -615,8 +615,8 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         For steps that decode, all rows together. A padded row does as the first one does: it writes the same once more.
         """
         if self.kernel is not None:
-            paged = metadata.paged_rows
-            if paged is None or metadata.prefix_pages is not None or len(paged.seq_lens) < metadata.num_tokens:
+            paged, num_tokens = metadata.paged_rows, metadata.num_tokens
+            if paged is None or metadata.prefix_pages is not None or not 2 <= num_tokens == len(paged.seq_lens):
                 return None
             return metadata.slot_mapping, paged.pages, paged.first_pages, paged.seq_lens
         batch = self._whole_batch(metadata)
