@@ -50,6 +50,7 @@ from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, Limits,
 
 # A shared prefix is attended once for all rows if that saves reading this many bytes: see benchmarks/torch_cascade.py.
 CASCADE_MIN_BYTES = 4 << 20
+KERNEL_CASCADE_FACTOR = 8  # as much more of them for the kernel, which reads them without a gather
 
 _FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
@@ -216,7 +217,8 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
 
         prefix_len = 0
         if use_cache:
-            prefix_len = prefix_to_share(common, common_prefix_len, spec, num_decodes, CASCADE_MIN_BYTES)
+            min_bytes = CASCADE_MIN_BYTES * (KERNEL_CASCADE_FACTOR if self._is_native else 1)
+            prefix_len = prefix_to_share(common, common_prefix_len, spec, num_decodes, min_bytes)
         paged = self._paged_rows(common, num_decodes, prefix_len) if use_cache and self._is_native else None
         batch = None
         if use_cache and paged is None:
