@@ -120,9 +120,22 @@ class _Shape:
     operator: Any  # torch.ops.attn_backends.paged_decode_…
 
 
-def c_shims() -> dict[Any, list[str]]:
-    """The operators that graphs can call without Python, with their declarations in C."""
-    return dict(_declarations)
+class CShims(dict[Any, list[str]]):
+    """Operators that graphs can call without Python, with their declarations in C.
+
+    Pickles as the declarations alone: torch's cache of graphs takes its settings into a graph's key, and operators have
+    no form that lasts.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (sorted(sum(self.values(), [])),)
+
+    def __deepcopy__(self, memo: object) -> CShims:
+        return self
+
+
+def c_shims() -> CShims:
+    return CShims(_declarations)
 
 
 _declarations: dict[Any, list[str]] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from attn_backends.backends.torch import TorchBackend, TorchImpl, TorchMetadataB
 from attn_backends.batch import SequenceData, SequenceGroup
 from attn_backends.interface import AttentionStep
 from attn_backends.kv_cache import KVCache, write_slots
-from attn_backends.native.paged_decode import PagedDecode, PagedRows
+from attn_backends.native.paged_decode import PagedDecode, PagedRows, c_shims
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits, plan_groups
 from attn_backends.testing.harness import assert_matches, assert_pool, make_layer, run_backend
 from attn_backends.testing.random_batch import random_batch
@@ -174,3 +176,11 @@ def test_options_that_differ() -> None:
     pool = KVCache(*(torch.zeros(8, 4, 2, 32) for _ in range(2)))
     with pytest.raises(ValueError, match="native_decode"):
         impl.forward(torch.zeros(1, 4, 32), torch.zeros(1, 2, 32), torch.zeros(1, 2, 32), pool, AttentionStep(metadata))
+
+
+def test_a_graphs_key_can_hold_the_operators() -> None:
+    assert PagedDecode.serves(AttentionSpec(4, 2, 32), CPU)
+    shims = c_shims()
+    assert copy.deepcopy(shims) is shims
+    declared = pickle.loads(pickle.dumps(shims))
+    assert any("aoti_torch_cpu_paged_decode_32_32_2_float32(" in each for each in declared)
