@@ -128,7 +128,7 @@ class CShims(dict[Any, list[str]]):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, (sorted(sum(self.values(), [])),)
+        return tuple, (sorted(each for declared in self.values() for each in declared),)
 
     def __deepcopy__(self, memo: object) -> CShims:
         return self
