@@ -255,27 +255,24 @@ static int decode(const struct step *s) {
     }
     struct part *parts = max_parts > 1 ? aligned_alloc(sizeof(vec), parts_at[s->num_rows] * sizeof *parts) : NULL;
     if (max_parts > 1 && !parts) return 0;
-#pragma omp parallel if (num_keys * heads * GROUP * HEAD_DIM > MIN_WORK)
-    {
-#pragma omp master
-        threads = omp_get_num_threads();
-#pragma omp for
-        for (int64_t token = 0; token < s->num_new; token++) write_new(s, token);
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < s->num_rows * heads * max_parts; task++) {
-            int64_t row = task / max_parts / heads, head = task / max_parts % heads, nth = task % max_parts;
-            int64_t num = (parts_at[row + 1] - parts_at[row]) / heads, end, start = visible(s, row, &end) + nth * piece;
-            if (nth >= num) continue;
-            struct part own, *part = parts ? parts + parts_at[row] + head * num + nth : &own;
-            attend(s, row, head, start, start + piece < end ? start + piece : end, part);
-            if (!parts) finish(s, row, head, part, 1);
-        }
-        if (parts) {
-#pragma omp for
-            for (int64_t task = 0; task < s->num_rows * heads; task++) {
-                int64_t row = task / heads, head = task % heads, num = (parts_at[row + 1] - parts_at[row]) / heads;
-                finish(s, row, head, parts + parts_at[row] + head * num, num);
-            }
+    // Each loop ends in a wait for the slowest thread, which costs more than a few tokens take to write.
+#pragma omp parallel for if (s->num_new * heads * HEAD_DIM > MIN_WORK)
+    for (int64_t token = 0; token < s->num_new; token++) write_new(s, token);
+#pragma omp parallel for schedule(dynamic) if (num_keys * heads * GROUP * HEAD_DIM > MIN_WORK)
+    for (int64_t task = 0; task < s->num_rows * heads * max_parts; task++) {
+        if (!task) threads = omp_get_num_threads();
+        int64_t row = task / max_parts / heads, head = task / max_parts % heads, nth = task % max_parts;
+        int64_t num = (parts_at[row + 1] - parts_at[row]) / heads, end, start = visible(s, row, &end) + nth * piece;
+        if (nth >= num) continue;
+        struct part own, *part = parts ? parts + parts_at[row] + head * num + nth : &own;
+        attend(s, row, head, start, start + piece < end ? start + piece : end, part);
+        if (!parts) finish(s, row, head, part, 1);
+    }
+    if (parts) {
+#pragma omp parallel for
+        for (int64_t task = 0; task < s->num_rows * heads; task++) {
+            int64_t row = task / heads, head = task % heads, num = (parts_at[row + 1] - parts_at[row]) / heads;
+            finish(s, row, head, parts + parts_at[row] + head * num, num);
         }
     }
     free(parts);
