@@ -1,8 +1,9 @@
 """TORCH decode through the paged cache against `scaled_dot_product_attention` on contiguous keys of the same work.
 
 Contiguous SDPA reads ready keys and gathers nothing: it is the floor. The query heads of one KV head are folded into
-its query length, as TORCH does, so that the two differ by the paging alone. Gathering all rows together and in
-pieces are both timed: `gather_together_bytes` chooses between them.
+its query length, as TORCH does, so that the two differ by the paging alone. TORCH decodes by its kernel in C where
+there is a compiler; without it, gathering all rows together and in pieces are both timed: `gather_together_bytes`
+chooses between them.
 
     python benchmarks/torch_decode.py
 """
@@ -52,18 +53,16 @@ def measure(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> dict[s
     query = torch.randn(batch, num_qo_heads, head_dim).to(dtype)
     key, value = (torch.randn(batch, num_kv_heads, head_dim).to(dtype) for _ in range(2))
     output = torch.empty_like(query)
-    impl = backend.get_impl_cls()(spec, cache, "cpu")
 
-    def paged(together_bytes: int | None):  # type: ignore[no-untyped-def]
-        options = (
-            None if together_bytes is None else validate_options("TORCH", {"gather_together_bytes": together_bytes})
-        )
+    def paged(**changes: object):  # type: ignore[no-untyped-def]
+        options = validate_options("TORCH", changes)
+        impl = backend.get_impl_cls()(spec, cache, "cpu", options=options)
         builder = backend.get_builder_cls()(group, cache, limits, "cpu", options=options)
         state = backend.get_state_cls()([group], cache, limits, "cpu", options=options)
         step = state.begin_forward(builder.build_from_groups(groups))
         return lambda: impl.forward(query, key, value, kv, step, output)
 
-    paged(None)()
+    paged()()
     keys, values = (
         tensor[pages.long()].view(batch, context, num_kv_heads, head_dim).transpose(1, 2).contiguous() for tensor in kv
     )
@@ -74,9 +73,9 @@ def measure(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> dict[s
     times = alternate_ms(
         {
             "contiguous": lambda: F.scaled_dot_product_attention(folded, keys, values),
-            "default": paged(None),
-            "together": paged(1 << 27),
-            "in pieces": paged(0),
+            "default": paged(),
+            "together": paged(native_decode=False, gather_together_bytes=1 << 27),
+            "in pieces": paged(native_decode=False, gather_together_bytes=0),
         }
     )
     return {

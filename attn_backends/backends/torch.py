@@ -4,6 +4,9 @@ The builder turns a batch into work items: one `DecodeBatch` for decode rows tha
 `Row` for every other row. Each item names the keys to gather and a bias that holds all that depends on positions
 (causality, window, chunks, ALiBi, padding), shared by all layers of the group. What is left to the Impl: write the new
 keys, gather, attend, write the output.
+
+On a CPU where C can be compiled, decode rows take another road: a kernel (native/paged_decode.py) that reads pages in
+place and works positions out itself, so that its item, `PagedRows`, is little more than the page table.
 """
 
 from __future__ import annotations
@@ -41,11 +44,13 @@ from attn_backends.interface import (
     check_capture_size,
 )
 from attn_backends.kv_cache import KVCache, dequantise, gather_pages, gather_slots, write_kv, write_slots
+from attn_backends.native.paged_decode import PagedDecode, PagedRows
 from attn_backends.page_table import PAD_SLOT
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, Limits, PlanGroup
 
 # A shared prefix is attended once for all rows if that saves reading this many bytes: see benchmarks/torch_cascade.py.
 CASCADE_MIN_BYTES = 4 << 20
+KERNEL_CASCADE_FACTOR = 8  # as much more of them for the kernel, which reads them without a gather
 
 _FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
@@ -55,6 +60,9 @@ class TorchOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
+    native_decode: bool = True
+    """On a CPU, decode rows go to a kernel in C, compiled at first use by `$CC`, `cc` or `gcc` in under a second, and
+    kept in the user's cache. With false, and in layers that it does not serve, they go as the next two say."""
     gather_together_bytes: Annotated[int, Field(ge=0)] = 32 << 20
     """Decode rows are gathered together while their keys and values take at most this; more go in pieces on a CPU, and
     one row at a time elsewhere. benchmarks/torch_decode.py shows both sides."""
@@ -145,6 +153,7 @@ class TorchMetadata(AttentionMetadata):
     num_new_kv: int
     num_decode_new_kv: int
     prefix_pages: torch.Tensor | None  # [common_prefix_len / page_size] i32: attended once for all decode rows
+    paged_rows: PagedRows | None  # all decode rows, for the kernel; then there are no other decode items
     decode_batch: DecodeBatch | None
     decode_rows: tuple[Row, ...]
     prefill_rows: tuple[Row, ...]
@@ -159,7 +168,8 @@ class TorchMetadata(AttentionMetadata):
         if not self.num_decodes:
             return None
         tokens, new_kv = self.num_decode_tokens, self.num_decode_new_kv
-        return replace(self, num_prefills=0, num_prefill_tokens=0, num_tokens=tokens,
+        paged = None if self.paged_rows is None else self.paged_rows.first(self.num_decodes)
+        return replace(self, paged_rows=paged, num_prefills=0, num_prefill_tokens=0, num_tokens=tokens,
                        num_new_kv=new_kv, slot_mapping=self.slot_mapping[:new_kv], prefill_rows=())  # fmt: skip
 
     @property
@@ -173,7 +183,7 @@ class TorchMetadata(AttentionMetadata):
             for row in self.prefill_rows
         )  # fmt: skip
         return replace(self, num_decodes=0, num_decode_tokens=0, num_decode_new_kv=0, num_tokens=tokens,
-                       num_new_kv=new_kv, prefix_pages=None, decode_batch=None,
+                       num_new_kv=new_kv, prefix_pages=None, paged_rows=None, decode_batch=None,
                        slot_mapping=self.slot_mapping[self.num_decode_new_kv : self.num_new_kv],
                        common_prefix_len=0, decode_rows=(), prefill_rows=rows)  # fmt: skip
 
@@ -186,6 +196,10 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
     """Decode rows are the leading rows of one query token; any other order is served too, row by row."""
 
     needs_exact_lengths = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_native = _is_native(self.options) and PagedDecode.serves(self.group.spec, self.device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -203,10 +217,14 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
 
         prefix_len = 0
         if use_cache:
-            prefix_len = prefix_to_share(common, common_prefix_len, spec, num_decodes, CASCADE_MIN_BYTES)
-        batch = self._decode_batch(common, seq_lens[:num_decodes], prefix_len) if use_cache else None
+            min_bytes = CASCADE_MIN_BYTES * (KERNEL_CASCADE_FACTOR if self._is_native else 1)
+            prefix_len = prefix_to_share(common, common_prefix_len, spec, num_decodes, min_bytes)
+        paged = self._paged_rows(common, num_decodes, prefix_len) if use_cache and self._is_native else None
+        batch = None
+        if use_cache and paged is None:
+            batch = self._decode_batch(common, seq_lens[:num_decodes], prefix_len)
         rows = []
-        for i in range(batch.num_rows if batch else 0, actual):
+        for i in range(num_decodes if paged else batch.num_rows if batch else 0, actual):
             queries = slice(int(query_starts[i]), int(query_starts[i + 1]))
             new_keys = slice(int(new_kv_starts[i]), int(new_kv_starts[i + 1]))
             if not use_cache:
@@ -225,10 +243,12 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             common_prefix_len=prefix_len,
             is_profile_run=common.is_profile_run,
             num_tokens=common.num_tokens,
-            has_idle_tokens=common.num_tokens > common.num_actual_tokens or bool((seq_lens == 0).any()),
+            has_idle_tokens=(paged is None or len(paged.seq_lens) < common.num_tokens)
+            and (common.num_tokens > common.num_actual_tokens or bool((seq_lens == 0).any())),
             num_new_kv=common.num_new_kv,
             num_decode_new_kv=int(new_kv_starts[num_decodes]),
             prefix_pages=common.page_table[0, : prefix_len // common.page_size] if prefix_len else None,
+            paged_rows=paged,
             decode_batch=batch,
             decode_rows=tuple(rows[:num_decode_rows]),
             prefill_rows=tuple(rows[num_decode_rows:]),
@@ -277,6 +297,14 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         if spec.window_left >= 0:
             return max(0, position - spec.window_left)
         return position // spec.chunk_size * spec.chunk_size if spec.chunk_size else 0
+
+    def _paged_rows(self, common: CommonAttentionMetadata, num_decodes: int, prefix_len: int) -> PagedRows | None:
+        """The decode rows as they stand in the page table, with the padding behind them if there is no more."""
+        are_all = num_decodes == common.num_actual_reqs and common.num_tokens == common.num_reqs
+        num_rows = common.num_reqs if are_all and not prefix_len else num_decodes
+        if not num_decodes:
+            return None
+        return PagedRows.of(common.page_table[:num_rows], common.seq_lens[:num_rows], prefix_len)
 
     def _decode_batch(
         self, common: CommonAttentionMetadata, seq_lens: np.ndarray[tuple[int], np.dtype[np.int32]], prefix_len: int
@@ -350,6 +378,10 @@ def _slots(common: CommonAttentionMetadata, rows: torch.Tensor, positions: torch
     return pages * common.page_size + positions % common.page_size
 
 
+def _is_native(options: TorchOptions | None) -> bool:
+    return (options or TorchOptions()).native_decode
+
+
 def _graph_max_seq_len(options: TorchOptions | None, limits: Limits) -> int:
     return min((options or TorchOptions()).graph_max_seq_len, limits.max_model_len)
 
@@ -379,6 +411,7 @@ def _static_metadata(group_index: int, slot_mapping: torch.Tensor, batch: Decode
         num_new_kv=num_tokens,
         num_decode_new_kv=num_tokens,
         prefix_pages=None,
+        paged_rows=None,
         decode_batch=batch,
         decode_rows=(),
         prefill_rows=(),
@@ -543,6 +576,11 @@ def _inputs(metadata: TorchMetadata) -> dict[str, torch.Tensor]:
 
 
 class TorchImpl(AttentionImpl[TorchMetadata]):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        constants = (self.spec, self.device, self.sinks, self.k_scale, self.v_scale)
+        self.kernel = PagedDecode.of(*constants) if _is_native(self.options) else None
+
     def forward(
         self,
         query: torch.Tensor,
@@ -558,12 +596,14 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         metadata = self._check(query, step, output_scale)
         if output is None:
             output = query.new_empty(query.shape[0], self.spec.num_qo_heads, self.spec.head_dim_vo)
-        if kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
-            self._write(key, value, kv_cache, metadata)
         if metadata.has_idle_tokens:
             output.zero_()
             if lse is not None:
                 lse.fill_(float("-inf"))
+        if kv_cache is not None and metadata.paged_rows is not None:
+            self._decode(query, key, value, kv_cache, step, metadata.paged_rows, output, lse)
+        elif kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
+            self._write(key, value, kv_cache, metadata)
         for tokens, attended in self._attend_items(query, key, value, kv_cache, step, lse is not None):
             output[tokens] = attended.output
             if lse is not None and attended.lse is not None:
@@ -571,10 +611,16 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         return output
 
     def trace_inputs(self, metadata: TorchMetadata) -> tuple[torch.Tensor, ...] | None:
-        """Slots, one for each new key; which token's key goes there; slots to gather [rows, keys]; what hides them.
+        """For the kernel, slots of new keys and its rows. Otherwise slots, one for each new key; which token's key goes
+        there; slots to gather [rows, keys]; what hides them.
 
         For steps that decode, all rows together. A padded row does as the first one does: it writes the same once more.
         """
+        if self.kernel is not None:
+            paged, num_tokens = metadata.paged_rows, metadata.num_tokens
+            if paged is None or metadata.prefix_pages is not None or not 2 <= num_tokens == len(paged.seq_lens):
+                return None
+            return metadata.slot_mapping, paged.pages, paged.first_pages, paged.seq_lens
         batch = self._whole_batch(metadata)
         if batch is None or metadata.num_tokens < 2 or len(batch.slots) < 2 * batch.num_rows:
             return None
@@ -613,6 +659,8 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         kv_cache: KVCache,
         inputs: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
+        if self.kernel is not None:
+            return self.kernel.trace(query, key, value, kv_cache, *inputs)
         slot_mapping, rows, slots, bias = inputs
         write_slots(key[rows], value[rows], kv_cache, slot_mapping, self.k_scale, self.v_scale)
         keys, values = (
@@ -641,6 +689,46 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
             raise Unsupported("TORCH", [Rejection("output_scale", str(output_scale), "None", "Quantise the output.")])
         return metadata
 
+    def _decode(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: KVCache,
+        step: AttentionStep[TorchMetadata],
+        rows: PagedRows,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """By the kernel, which writes all new keys of the step first; into `output` itself if that is possible."""
+        if self.kernel is None:
+            raise ValueError(
+                "this step was built with native_decode, and the layer has it off: give both one set of options"
+            )
+        slots, tokens = step.metadata.slot_mapping[: step.metadata.num_new_kv], slice(0, len(rows.seq_lens))
+        if step.metadata.prefix_pages is None and output.is_contiguous() and (lse is None or lse.is_contiguous()):
+            self.kernel.attend(query, key, value, kv_cache, slots, rows, output, lse)
+            return
+        out = output.new_empty(len(rows.seq_lens), *output.shape[1:])
+        own_lse = torch.empty(out.shape[:2])
+        self.kernel.attend(query, key, value, kv_cache, slots, rows, out, own_lse)
+        attended = _merge(Attended(out, own_lse), self._attend_prefix(query, kv_cache, step), tokens)
+        output[tokens] = attended.output
+        if lse is not None and attended.lse is not None:
+            lse[tokens] = attended.lse
+
+    def _attend_prefix(
+        self, query: torch.Tensor, kv_cache: KVCache | None, step: AttentionStep[TorchMetadata]
+    ) -> Attended | None:
+        """All decode rows over the prefix that they share, without sinks; None if they share none."""
+        metadata = step.metadata
+        if metadata.prefix_pages is None or kv_cache is None:
+            return None
+        keys, values = self._gather(kv_cache, metadata.prefix_pages, slice(0, metadata.common_prefix_len), step)
+        # Queries of all rows in one row: without causality their order means nothing.
+        decodes = query[None, : metadata.num_decode_tokens]
+        return self._attend(decodes, keys, values, None, False, True, with_sinks=False)
+
     def _attend_items(
         self,
         query: torch.Tensor,
@@ -650,15 +738,9 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         step: AttentionStep[TorchMetadata],
         want_lse: bool,
     ) -> Iterator[tuple[slice, Attended]]:
-        """Every work item's tokens and result: decode rows together, then row by row."""
+        """Every item's tokens and result but the kernel's: decode rows together, then row by row."""
         metadata = step.metadata
-        shared = None
-        if metadata.prefix_pages is not None and kv_cache is not None:
-            everything = slice(0, metadata.common_prefix_len)
-            keys, values = self._gather(kv_cache, metadata.prefix_pages, everything, step)
-            # Queries of all rows in one row: without causality their order means nothing.
-            decodes = query[None, : metadata.num_decode_tokens]
-            shared = self._attend(decodes, keys, values, None, False, True, with_sinks=False)
+        shared = None if metadata.paged_rows is not None else self._attend_prefix(query, kv_cache, step)
         batch = metadata.decode_batch
         if batch is not None and batch.owners is not None and kv_cache is not None:
             tokens = slice(0, batch.num_rows)

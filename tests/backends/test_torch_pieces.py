@@ -1,4 +1,4 @@
-"""Decode rows in pieces give what they give together."""
+"""Decode rows in pieces give what they give together, in plain torch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, plan_groups
 
 HEADS, KV_HEADS, DIM, PAGES, PAGE_SIZE = 4, 2, 16, 24, 4
 BYTES_PER_KEY = KV_HEADS * 2 * DIM * 4
+TOGETHER = TorchOptions(native_decode=False)
+
+
+def cut(keys: int) -> TorchOptions:
+    return TorchOptions(native_decode=False, gather_together_bytes=0, piece_bytes=keys * BYTES_PER_KEY)
+
+
 LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window_left": 11},
@@ -37,7 +44,7 @@ def attended(
     spec = AttentionSpec(HEADS, KV_HEADS, DIM, dtype=torch.float32, **layer)
     cache, limits, group = KVCacheSpec(PAGES, PAGE_SIZE), Limits(8, 32, 96), plan_groups({0: spec})[0]
     sinks = torch.arange(HEADS) / 2 if spec.sinks else None
-    impl = TorchImpl(spec, cache, "cpu", sinks=sinks, k_scale=0.5, v_scale=2.0)
+    impl = TorchImpl(spec, cache, "cpu", sinks=sinks, k_scale=0.5, v_scale=2.0, options=options)
     metadata = TorchMetadataBuilder(group, cache, limits, "cpu", options=options).build_from_groups(
         rows_of(lengths), 0, prefix
     )
@@ -56,32 +63,29 @@ def attended(
 @pytest.mark.parametrize("lengths", [(16, 16, 16), (13, 31, 9), (1, 32, 7), (90,)])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_pieces_give_what_rows_give(layer: str, lengths: tuple[int, ...], keys: int) -> None:
-    cut = TorchOptions(gather_together_bytes=0, piece_bytes=keys * BYTES_PER_KEY)
-    whole, in_pieces = (attended(lengths, options, **LAYERS[layer]) for options in (TorchOptions(), cut))
+    whole, in_pieces = (attended(lengths, options, **LAYERS[layer]) for options in (TOGETHER, cut(keys)))
     torch.testing.assert_close(in_pieces[:2], whole[:2])
     assert in_pieces[2] or len(lengths) == 1
 
 
 def test_pieces_after_a_shared_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attn_backends.backends.torch.CASCADE_MIN_BYTES", 1)
-    cut = TorchOptions(gather_together_bytes=0, piece_bytes=5 * BYTES_PER_KEY)
-    whole, in_pieces = (attended((13, 31, 9), options, prefix=8) for options in (TorchOptions(), cut))
+    whole, in_pieces = (attended((13, 31, 9), options, prefix=8) for options in (TOGETHER, cut(5)))
     torch.testing.assert_close(in_pieces[:2], whole[:2])
     assert in_pieces[2]
 
 
 def test_what_gives_no_lse_goes_row_by_row() -> None:
-    cut = TorchOptions(gather_together_bytes=0, piece_bytes=BYTES_PER_KEY)
-    assert not attended((13, 31, 9), cut, logits_soft_cap=2.0)[2]
+    assert not attended((13, 31, 9), cut(1), logits_soft_cap=2.0)[2]
 
 
 @pytest.mark.parametrize("layer", ["plain", "alibi"])
 def test_one_row_in_pieces_is_traced_whole(layer: str) -> None:
     spec = AttentionSpec(HEADS, KV_HEADS, DIM, dtype=torch.float32, **LAYERS[layer])
     cache, group = KVCacheSpec(PAGES, PAGE_SIZE), plan_groups({0: spec})[0]
-    options = TorchOptions(gather_together_bytes=0, piece_bytes=5 * BYTES_PER_KEY)
+    options = cut(5)
     builder = TorchMetadataBuilder(group, cache, Limits(8, 32, 96), "cpu", options=options)
-    metadata, impl = builder.build_from_groups(rows_of((91,)), 1, 0), TorchImpl(spec, cache, "cpu")
+    metadata, impl = builder.build_from_groups(rows_of((91,)), 1, 0), TorchImpl(spec, cache, "cpu", options=options)
     kv = KVCache(*(torch.randn(PAGES, PAGE_SIZE, KV_HEADS, DIM) for _ in range(2)))
     query, key, value = (torch.randn(2, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     inputs = impl.trace_inputs(metadata)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends.backends.torch import TorchImpl, TorchMetadata, TorchMetadataBuilder
+from attn_backends.backends.torch import TorchImpl, TorchMetadata, TorchMetadataBuilder, TorchOptions
 from attn_backends.batch import SequenceData, SequenceGroup
 from attn_backends.interface import AttentionStep
 from attn_backends.kv_cache import KVCache
@@ -29,16 +29,21 @@ def decode(context_len: int, first_page: int, query_len: int = 1) -> SequenceDat
 
 
 def made(
-    rows: list[SequenceData], num_padded: int = 0, prefix: int = 0, scale: float = 1.0, **changes: Any
+    rows: list[SequenceData],
+    num_padded: int = 0,
+    prefix: int = 0,
+    scale: float = 1.0,
+    native: bool = False,
+    **changes: Any,
 ) -> tuple[TorchImpl, TorchMetadata]:
     spec = AttentionSpec(HEADS, KV_HEADS, DIM, dtype=torch.float32, **changes)
     cache, limits = KVCacheSpec(PAGES, PAGE_SIZE), Limits(8, 32, 64)
     sinks = torch.arange(HEADS) / 2 if spec.sinks else None
-    impl = TorchImpl(spec, cache, "cpu", sinks=sinks, k_scale=scale, v_scale=scale)
+    options = TorchOptions(native_decode=native)
+    impl = TorchImpl(spec, cache, "cpu", sinks=sinks, k_scale=scale, v_scale=scale, options=options)
     groups = [SequenceGroup(str(index), (row,)) for index, row in enumerate(rows)]
-    return impl, TorchMetadataBuilder(plan_groups({0: spec})[0], cache, limits, "cpu").build_from_groups(
-        groups, num_padded, prefix
-    )
+    builder = TorchMetadataBuilder(plan_groups({0: spec})[0], cache, limits, "cpu", options=options)
+    return impl, builder.build_from_groups(groups, num_padded, prefix)
 
 
 def new_cache(impl: TorchImpl) -> KVCache:
@@ -47,13 +52,14 @@ def new_cache(impl: TorchImpl) -> KVCache:
     return KVCache(*(torch.randn(shape).to(impl.spec.cache_dtype) for _ in range(2)))
 
 
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize(
     ("rows", "num_padded"), [([decode(9, 0), decode(5, 4), decode(6, 8)], 0), ([decode(9, 3)], 1), ([decode(4, 0)], 3)]
 )
-def test_as_forward(rows: list[SequenceData], num_padded: int, layer: str, scale: float) -> None:
-    impl, metadata = made(rows, num_padded, scale=scale, **LAYERS[layer])
+def test_as_forward(rows: list[SequenceData], num_padded: int, layer: str, scale: float, native: bool) -> None:
+    impl, metadata = made(rows, num_padded, scale=scale, native=native, **LAYERS[layer])
     query, key, value = (torch.randn(len(rows) + num_padded, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     expected_cache, cache = new_cache(impl), new_cache(impl)
     expected = impl.forward(query, key, value, expected_cache, AttentionStep(metadata))
@@ -77,4 +83,14 @@ def test_as_forward(rows: list[SequenceData], num_padded: int, layer: str, scale
 )
 def test_steps_that_are_not_traced(rows: list[SequenceData], changes: dict[str, Any]) -> None:
     impl, metadata = made(rows, **changes)
+    assert impl.trace_inputs(metadata) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "prefix"),
+    [([decode(4, 0), decode(4, 4, query_len=2)], 0), ([decode(4, 0)], 0), ([decode(5, 0), decode(6, 0)], 4)],
+)
+def test_steps_that_are_not_traced_by_the_kernel(rows: list[SequenceData], prefix: int) -> None:
+    """A prompt, one token, a shared prefix."""
+    impl, metadata = made(rows, prefix=prefix, native=True)
     assert impl.trace_inputs(metadata) is None

@@ -1,0 +1,315 @@
+// Attention of rows with one new token each, over a paged cache in a CPU's memory. Pages are read where they lie.
+//
+// A task is one row and KV head, or a piece of it where rows are few and long: all query heads of the KV head together,
+// so that each key and value is read once. Softmax runs along: Milakov and Gimelshein, "Online normalizer calculation".
+//
+// Compiled for one layer's shape: HEAD_DIM and HEAD_DIM_VO (multiples of LANES), GROUP query heads for each KV head, of
+// which BLOCK are held in registers at once, and one of FLOAT32, BFLOAT16, FLOAT16. Vectors are GCC's and Clang's.
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if FLOAT16 && defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#define LANES 16
+#define TILE 64          // keys between two updates of the softmax
+#define AHEAD 8          // keys from a prefetch to its use
+#define MIN_PIECE 256    // keys
+#define MIN_WORK 65536   // multiplications that are worth waking the other threads
+#define WIDTH (BLOCK <= 4 && HEAD_DIM_VO % 64 == 0 ? 4 : HEAD_DIM_VO % 32 == 0 ? 2 : 1) // vectors of a value at once
+#define UNROLL _Pragma("GCC unroll 16")
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+int omp_get_max_threads(void); // torch's own OpenMP, loaded long before this
+int omp_get_num_threads(void);
+
+#if FLOAT32
+typedef float cell;
+static inline vec load(const cell *at) { vec v; memcpy(&v, at, sizeof v); return v; }
+static inline void store(cell *at, vec v) { memcpy(at, &v, sizeof v); }
+#elif BFLOAT16
+typedef uint16_t cell;
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+static inline vec load(const cell *at) {
+    halves h;
+    memcpy(&h, at, sizeof h);
+    return (vec)(__builtin_convertvector(h, bits) << 16);
+}
+static inline void store(cell *at, vec v) { // to nearest, ties to even
+    bits b = (bits)v, is_nan = (bits)(v != v);
+    b = (((b + 0x7fff + (b >> 16 & 1)) & ~is_nan) | (0x7fc00000 & is_nan)) >> 16;
+    halves h = __builtin_convertvector(b, halves);
+    memcpy(at, &h, sizeof h);
+}
+#elif FLOAT16
+typedef _Float16 cell;
+#ifdef __AVX512F__
+static inline vec load(const cell *at) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)at)); }
+static inline void store(cell *at, vec v) { _mm256_storeu_si256((void *)at, _mm512_cvtps_ph((__m512)v, 0)); }
+#else
+typedef _Float16 halves __attribute__((vector_size(2 * LANES)));
+static inline vec load(const cell *at) {
+    halves h;
+    memcpy(&h, at, sizeof h);
+    return __builtin_convertvector(h, vec);
+}
+static inline void store(cell *at, vec v) { halves h = __builtin_convertvector(v, halves); memcpy(at, &h, sizeof h); }
+#endif
+#endif
+
+static inline float total(vec v) {
+    typedef float half __attribute__((vector_size(2 * LANES)));
+    typedef float quarter __attribute__((vector_size(LANES)));
+    union { vec whole; half part[2]; } a = {v};
+    union { half whole; quarter part[2]; } b = {a.part[0] + a.part[1]};
+    quarter c = b.part[0] + b.part[1];
+    return (c[0] + c[2]) + (c[1] + c[3]);
+}
+
+static inline vec higher(vec a, vec b) {
+    ints first = a > b;
+    return (vec)(((ints)a & first) | ((ints)b & ~first));
+}
+
+// e^x for x <= 0, to 2 units in the last place: 2^n · e^r with the polynomial of Cephes' expf; 0 below -87.
+static inline vec exp_of(vec x) {
+    ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, ints);
+    vec f = __builtin_convertvector(n, vec), r = x - f * 0.693359375f + f * 2.12194440e-4f;
+    vec p = 1.9875691500e-4f * r + 1.3981999507e-3f;
+    p = ((p * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r + 1.6666665459e-1f;
+    p = (p * r + 5.0000001201e-1f) * r * r + r + 1.f;
+    return (vec)(((ints)p + (n << 23)) & ~(x < -87.f));
+}
+
+static inline vec tanh_of(vec x) {
+    ints sign = (ints)x & INT32_MIN;
+    vec e = exp_of((vec)((ints)x & INT32_MAX) * -2.f);
+    return (vec)((ints)((1.f - e) / (1.f + e)) | sign);
+}
+
+struct view { cell *data; int64_t stride[3]; };
+
+struct step { // paged_decode.py fills the same
+    struct view query, key, value;       // [row, head], [new token, KV head] twice; the last dimension is contiguous
+    struct view key_cache, value_cache;  // [page, offset, KV head]
+    cell *output;                        // [row, head, HEAD_DIM_VO] contiguous
+    float *lse;                          // [row, head], natural log, sinks included; or NULL
+    const int64_t *slots;                // [new token]; negative ones are not written
+    const int32_t *pages;                // every row's, from first_pages[row] on
+    const int64_t *first_pages;
+    const int32_t *seq_lens;             // 0 for padding
+    const float *sinks, *slopes;         // [head], or NULL
+    int64_t num_new, num_rows, num_kv_heads, page_size, first_key, window_left, chunk_size;
+    double scale, soft_cap, k_scale, v_scale;
+};
+
+struct part { vec out[GROUP][HEAD_DIM_VO / LANES]; float top[GROUP], sum[GROUP]; }; // softmax of some keys: out / sum
+
+static inline cell *slot(const struct view *cache, int64_t page, int64_t offset, int64_t head) {
+    return cache->data + page * cache->stride[0] + offset * cache->stride[1] + head * cache->stride[2];
+}
+
+static void write_new(const struct step *s, int64_t token) {
+    const struct view *from[2] = {&s->key, &s->value}, *to[2] = {&s->key_cache, &s->value_cache};
+    float by[2] = {s->k_scale, s->v_scale};
+    int64_t at = s->slots[token], size[2] = {HEAD_DIM, HEAD_DIM_VO};
+    for (int i = 0; i < 2 && at >= 0; i++)
+        for (int64_t head = 0; head < s->num_kv_heads; head++) {
+            const cell *new = from[i]->data + token * from[i]->stride[0] + head * from[i]->stride[1];
+            cell *cached = slot(to[i], at / s->page_size, at % s->page_size, head);
+            if (by[i] == 1.f) memcpy(cached, new, size[i] * sizeof(cell));
+            else for (int64_t d = 0; d < size[i]; d += LANES) store(cached + d, load(new + d) / by[i]);
+        }
+}
+
+// The first key that a row sees, and in `stop` the end of them.
+static inline int64_t visible(const struct step *s, int64_t row, int64_t *stop) {
+    int64_t last = s->seq_lens[row] - 1, first = 0;
+    if (s->window_left >= 0) first = last - s->window_left;
+    if (s->chunk_size) first = last / s->chunk_size * s->chunk_size;
+    *stop = last + 1;
+    first = first > s->first_key ? first : s->first_key;
+    return first < *stop ? first : *stop;
+}
+
+// logits[g][i] of BLOCK query heads and n keys
+static inline void dot(vec q[][HEAD_DIM / LANES], const cell **keys, int n, float logits[][TILE]) {
+    for (int i = 0; i < n; i++) {
+        if (i + AHEAD < n)
+            for (int at = 0; at < HEAD_DIM; at += 64 / sizeof(cell)) __builtin_prefetch(keys[i + AHEAD] + at);
+        vec sums[BLOCK];
+        UNROLL for (int g = 0; g < BLOCK; g++) sums[g] = (vec){0};
+        UNROLL for (int d = 0; d < HEAD_DIM / LANES; d++) {
+            vec k = load(keys[i] + d * LANES);
+            UNROLL for (int g = 0; g < BLOCK; g++) sums[g] += q[g][d] * k;
+        }
+        UNROLL for (int g = 0; g < BLOCK; g++) logits[g][i] = total(sums[g]);
+    }
+}
+
+// Logits to weights, and what came before to the new maximum.
+static inline void soften(const struct step *s, int64_t row, int64_t head, int64_t start, int n, vec *logits,
+                          float *top, float *sum, vec *out) {
+    if (s->soft_cap)
+        for (int i = 0; i < TILE / LANES; i++) logits[i] = tanh_of(logits[i] / (float)s->soft_cap) * (float)s->soft_cap;
+    if (s->slopes)
+        for (int i = 0; i < n; i++) ((float *)logits)[i] += s->slopes[head] * (start + i - (s->seq_lens[row] - 1));
+    for (int i = n; i < TILE; i++) ((float *)logits)[i] = -INFINITY;
+    vec highs = logits[0], added = {0};
+    for (int i = 1; i < TILE / LANES; i++) highs = higher(highs, logits[i]);
+    float high = *top;
+    for (int i = 0; i < LANES; i++) high = high > highs[i] ? high : highs[i];
+    for (int i = 0; i < TILE / LANES; i++) added += logits[i] = exp_of(logits[i] - high);
+    float shrink = expf(*top - high);
+    *sum = *sum * shrink + total(added);
+    *top = high;
+    if (shrink != 1.f)
+        for (int d = 0; d < HEAD_DIM_VO / LANES; d++) out[d] *= shrink;
+}
+
+// out[g] += Σ weights[g][i] · values[i]
+static inline void add(const cell **values, int n, float weights[][TILE], vec out[][HEAD_DIM_VO / LANES]) {
+    for (int d = 0; d < HEAD_DIM_VO / LANES; d += WIDTH) {
+        vec sums[BLOCK][WIDTH];
+        UNROLL for (int g = 0; g < BLOCK; g++) UNROLL for (int w = 0; w < WIDTH; w++) sums[g][w] = out[g][d + w];
+        for (int i = 0; i < n; i++) {
+            const cell *value = values[i] + d * LANES;
+            if (i + AHEAD < n)
+                for (int at = 0; at < WIDTH * LANES; at += 64 / sizeof(cell))
+                    __builtin_prefetch(values[i + AHEAD] + d * LANES + at);
+            UNROLL for (int w = 0; w < WIDTH; w++) {
+                vec v = load(value + w * LANES);
+                UNROLL for (int g = 0; g < BLOCK; g++) sums[g][w] += v * weights[g][i];
+            }
+        }
+        UNROLL for (int g = 0; g < BLOCK; g++) UNROLL for (int w = 0; w < WIDTH; w++) out[g][d + w] = sums[g][w];
+    }
+}
+
+static void attend(const struct step *s, int64_t row, int64_t head, int64_t start, int64_t stop, struct part *part) {
+    vec q[GROUP][HEAD_DIM / LANES], logits[BLOCK][TILE / LANES] = {0};
+    const cell *query = s->query.data + row * s->query.stride[0] + head * GROUP * s->query.stride[1];
+    for (int g = 0; g < GROUP; g++) {
+        for (int d = 0; d < HEAD_DIM / LANES; d++)
+            q[g][d] = load(query + g * s->query.stride[1] + d * LANES) * (float)(s->scale * s->k_scale);
+        part->top[g] = -INFINITY;
+    }
+    memset(part->sum, 0, sizeof part->sum);
+    memset(part->out, 0, sizeof part->out);
+    const int32_t *pages = s->pages + s->first_pages[row];
+    for (; start < stop; start += TILE) {
+        const cell *keys[TILE], *values[TILE];
+        int n = stop - start < TILE ? stop - start : TILE;
+        for (int64_t i = 0, page = start / s->page_size, offset = start % s->page_size; i < n; i++) {
+            keys[i] = slot(&s->key_cache, pages[page], offset, head);
+            values[i] = slot(&s->value_cache, pages[page], offset, head);
+            if (++offset == s->page_size) offset = 0, page++;
+        }
+        for (int g = 0; g < GROUP; g += BLOCK) {
+            dot(q + g, keys, n, (float(*)[TILE])logits);
+            for (int b = 0; b < BLOCK; b++)
+                soften(s, row, head * GROUP + g + b, start, n, logits[b], &part->top[g + b], &part->sum[g + b],
+                       part->out[g + b]);
+            add(values, n, (float(*)[TILE])logits, part->out + g);
+        }
+    }
+}
+
+// Join a row's parts, each of which weighs e^top.
+static void finish(const struct step *s, int64_t row, int64_t head, const struct part *parts, int64_t num_parts) {
+    int live = s->seq_lens[row] > 0;
+    for (int g = 0; g < GROUP; g++) {
+        int64_t at = (row * s->num_kv_heads + head) * GROUP + g;
+        float high = s->sinks ? s->sinks[head * GROUP + g] : -INFINITY, sum = 0;
+        for (int64_t p = 0; p < num_parts; p++) high = high > parts[p].top[g] ? high : parts[p].top[g];
+        vec out[HEAD_DIM_VO / LANES] = {0};
+        for (int64_t p = 0; p < num_parts; p++) {
+            float weight = expf(parts[p].top[g] - high);
+            for (int d = 0; d < HEAD_DIM_VO / LANES; d++) out[d] += parts[p].out[g][d] * weight;
+            sum += parts[p].sum[g] * weight;
+        }
+        if (s->sinks) sum += expf(s->sinks[head * GROUP + g] - high);
+        for (int d = 0; d < HEAD_DIM_VO / LANES; d++)
+            store(s->output + at * HEAD_DIM_VO + d * LANES, live ? out[d] * ((float)s->v_scale / sum) : (vec){0});
+        if (s->lse) s->lse[at] = live ? high + logf(sum) : -INFINITY;
+    }
+}
+
+// Write the new tokens, then attend. Returns the number of threads that it ran on, or 0 for want of memory.
+static int decode(const struct step *s) {
+    int64_t num_keys = 0, stop, heads = s->num_kv_heads, parts_at[s->num_rows + 1], max_parts = 1, threads = 1;
+    for (int64_t row = 0; row < s->num_rows; row++) num_keys -= visible(s, row, &stop) - stop;
+    // Eight pieces a thread even out what rows differ in.
+    int64_t piece = num_keys * heads / (8 * omp_get_max_threads());
+    piece = (piece < MIN_PIECE ? MIN_PIECE : piece + TILE - 1) / TILE * TILE;
+    parts_at[0] = 0;
+    for (int64_t row = 0; row < s->num_rows; row++) {
+        int64_t start = visible(s, row, &stop), num = (stop - start + piece - 1) / piece;
+        max_parts = num > max_parts ? num : max_parts;
+        parts_at[row + 1] = parts_at[row] + (num > 1 ? num : 1) * heads;
+    }
+    struct part *parts = max_parts > 1 ? aligned_alloc(sizeof(vec), parts_at[s->num_rows] * sizeof *parts) : NULL;
+    if (max_parts > 1 && !parts) return 0;
+    // Each loop ends in a wait for the slowest thread, which costs more than a few tokens take to write.
+#pragma omp parallel for if (s->num_new * heads * HEAD_DIM > MIN_WORK)
+    for (int64_t token = 0; token < s->num_new; token++) write_new(s, token);
+#pragma omp parallel for schedule(dynamic) if (num_keys * heads * GROUP * HEAD_DIM > MIN_WORK)
+    for (int64_t task = 0; task < s->num_rows * heads * max_parts; task++) {
+        if (!task) threads = omp_get_num_threads();
+        int64_t row = task / max_parts / heads, head = task / max_parts % heads, nth = task % max_parts;
+        int64_t num = (parts_at[row + 1] - parts_at[row]) / heads, end, start = visible(s, row, &end) + nth * piece;
+        if (nth >= num) continue;
+        struct part own, *part = parts ? parts + parts_at[row] + head * num + nth : &own;
+        attend(s, row, head, start, start + piece < end ? start + piece : end, part);
+        if (!parts) finish(s, row, head, part, 1);
+    }
+    if (parts) {
+#pragma omp parallel for
+        for (int64_t task = 0; task < s->num_rows * heads; task++) {
+            int64_t row = task / heads, head = task % heads, num = (parts_at[row + 1] - parts_at[row]) / heads;
+            finish(s, row, head, parts + parts_at[row] + head * num, num);
+        }
+    }
+    free(parts);
+    return threads;
+}
+
+// Called by nobody here: of libraries for several shapes, the name means the first one's.
+int paged_decode(const struct step *s) { return decode(s); }
+
+// The same for graphs that torch.compile makes: an operator of its C interface (torch/csrc/inductor/aoti_torch/c).
+typedef struct AtenTensorOpaque *tensor;
+int32_t aoti_torch_get_data_ptr(tensor, void **), aoti_torch_get_strides(tensor, int64_t **);
+int32_t aoti_torch_get_size(tensor, int64_t dim, int64_t *), aoti_torch_get_dtype(tensor, int32_t *);
+int32_t aoti_torch_empty_strided(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, tensor *);
+
+static int64_t size(tensor t, int64_t dim) { int64_t n = 0; aoti_torch_get_size(t, dim, &n); return n; }
+static void *data(tensor t) { void *at = NULL; aoti_torch_get_data_ptr(t, &at); return size(t, 0) ? at : NULL; }
+static struct view view(tensor t, int num_strides) {
+    struct view v = {data(t)};
+    int64_t *strides;
+    aoti_torch_get_strides(t, &strides);
+    memcpy(v.stride, strides, num_strides * sizeof *strides);
+    return v;
+}
+
+int32_t OPERATOR(tensor query, tensor key, tensor value, tensor key_cache, tensor value_cache, tensor slots,
+                 tensor pages, tensor first_pages, tensor seq_lens, tensor sinks, tensor slopes, int64_t window_left,
+                 int64_t chunk_size, double scale, double soft_cap, double k_scale, double v_scale, tensor *output) {
+    int64_t heads = size(query, 1), sizes[3] = {size(query, 0), heads, HEAD_DIM_VO};
+    int64_t strides[3] = {heads * HEAD_DIM_VO, HEAD_DIM_VO, 1};
+    int32_t dtype, failed = aoti_torch_get_dtype(query, &dtype);
+    if (failed || aoti_torch_empty_strided(3, sizes, strides, dtype, 0, 0, output)) return 1;
+    struct step s = {
+        view(query, 2), view(key, 2), view(value, 2), view(key_cache, 3), view(value_cache, 3), data(*output), NULL,
+        data(slots), data(pages), data(first_pages), data(seq_lens), data(sinks), data(slopes), size(slots, 0),
+        size(seq_lens, 0), heads / GROUP, size(key_cache, 1), 0, window_left, chunk_size, scale, soft_cap, k_scale,
+        v_scale,
+    };
+    return !decode(&s);
+}
