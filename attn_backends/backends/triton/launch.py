@@ -6,44 +6,16 @@ As an operator a launch on a CPU is seen by what records torch operations, such 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
-import triton
 
-from attn_backends.backends.triton.decode_kernel import decode_kernel, schedule_kernel
+from attn_backends.backends.triton.decode_kernel import decode_kernel
 from attn_backends.backends.triton.prefill_kernel import prefill_kernel
 from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile
 from attn_backends.spec import AttentionSpec
+from attn_backends.triton_split import list_items, operator, padded
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 _MAX_TILE_ROWS = 64  # of decode: more queries of a row take several tiles
-_ITEMS = 64  # of a scheduling program
-
-
-def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; on a CPU a few, so that little work is split there too."""
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def padded(size: int) -> int:
-    """A power of two, of at least 16: what a tile of a matrix unit can be."""
-    return max(16, 1 << (size - 1).bit_length())
-
-
-def _operator(mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Nothing where kernels are compiled: an operator takes longer to call than a kernel to launch."""
-
-    def wrap(launch: Callable[..., None]) -> Callable[..., None]:
-        if not INTERPRETED:
-            return launch
-        name = f"attn_backends::triton_{launch.__name__.strip('_')}"
-        made: Callable[..., None] = torch.library.custom_op(name, launch, mutates_args=mutates, device_types="cpu")
-        return made
-
-    return wrap
 
 
 class Schedule:
@@ -76,18 +48,7 @@ class Schedule:
 
     def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
         """List the items for these lengths, [num_rows] and [num_rows + 1] i32. One launch."""
-        _schedule(seq_lens, query_start_loc, self.items, self._how)
-
-
-@_operator(("items",))
-def _schedule(seq_lens: torch.Tensor, query_start_loc: torch.Tensor, items: torch.Tensor, how: list[int]) -> None:
-    num_rows, target, window, chunk, keys, min_blocks = how
-    grid = (-(-len(items) // _ITEMS),)
-    schedule_kernel[grid](
-        seq_lens, query_start_loc, items, num_rows, target, len(items),
-        window, chunk, window >= 0 or chunk > 0, keys, min_blocks, triton.next_power_of_2(num_rows), _ITEMS,
-        num_warps=4,
-    )  # fmt: skip
+        list_items(seq_lens, query_start_loc, self.items, self._how)
 
 
 class Kernels:
@@ -153,7 +114,7 @@ def _strides(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output
     return (*query.stride()[:2], page[0], *key.stride()[-3:-1], page[1], *value.stride()[-3:-1], *output.stride()[:2])
 
 
-@_operator(("output", "lse", "partial", "sums", "counters"))
+@operator(("output", "lse", "partial", "sums", "counters"))
 def _decode(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor, items: torch.Tensor,
@@ -171,7 +132,7 @@ def _decode(
     )  # fmt: skip
 
 
-@_operator(("output", "lse"))
+@operator(("output", "lse"))
 def _prefill(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor | None, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.backends.triton.tile import attend_keys, finish, first_key
+from attn_backends.backends.triton.tile import attend_keys
+from attn_backends.triton_split import finish, first_key
 
 
 @triton.jit(do_not_specialize=["first_row", "num_rows", "table_row"])  # type: ignore[untyped-decorator]

@@ -1,4 +1,4 @@
-"""What decode and prefill kernels share: a tile of queries that attends to a run of keys, and how its sums end.
+"""What decode and prefill kernels share: a tile of queries that attends to a run of keys.
 
 The online softmax is that of FlashAttention (Dao et al., 2022), in powers of two. Rows of a tile are pairs of a query
 token and a query head of one KV head, so that every key is read once for all of them.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
+from attn_backends.triton_split import LOG2_E
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -104,31 +103,3 @@ def _load(at, live, within, MASKED: tl.constexpr, FULL: tl.constexpr):  # type: 
     else:
         loaded = tl.load(at, mask=within, other=0.0) if not FULL else tl.load(at)
     return loaded
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def finish(sums, top, total, sinks, value_scale, SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Outputs [ROWS, DV] f32 and natural LSEs [ROWS] f32; zeros and -inf for a row that saw no key.
-
-    A sink, one logit [ROWS] a row, takes its share of the softmax and gives nothing.
-    """
-    saw = total > 0
-    if SINKS:
-        sinks = sinks * LOG2_E
-        higher = tl.maximum(top, sinks)
-        shrunk = tl.exp2(top - higher)
-        sums = sums * shrunk[:, None]
-        total = total * shrunk + tl.exp2(sinks - higher)
-        top = higher
-    out = tl.where(saw[:, None], sums * (value_scale / tl.where(saw, total, 1.0))[:, None], 0.0)
-    return out, tl.where(saw, (top + tl.log2(tl.where(saw, total, 1.0))) * LN_2, float("-inf"))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def first_key(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The oldest key that a query sees, by its position."""
-    if WINDOW >= 0:
-        return tl.maximum(position - WINDOW, 0)
-    if CHUNK > 0:
-        return tl.maximum(position, 0) // CHUNK * CHUNK
-    return tl.maximum(position, 0) * 0
