@@ -81,6 +81,15 @@ BUILT_IN = (
         options="attn_backends.backends.mla.torch_mla:TorchMLAOptions",
         source="built-in",
     ),
+    BackendEntry(
+        "TRITON_MLA",
+        "attn_backends.backends.mla.triton_mla:TritonMLABackend",
+        package="triton",
+        install="pip install triton",
+        priority=20,
+        options="attn_backends.backends.mla.triton_tiles:TritonMLAOptions",
+        source="built-in",
+    ),
 )
 
 
