@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.triton_split import LOG2_E, finish, join
+from attn_backends.triton_split import finish, join
 
 
 @triton.jit(do_not_specialize=["table_row"])  # type: ignore[untyped-decorator]
@@ -104,17 +104,14 @@ def _attend(  # type: ignore[no-untyped-def]
             page = tl.load(pages + keys // PAGE_SIZE, mask=live if MASKED else None).to(tl.int64)
             slots = page * PAGE_SIZE + keys % PAGE_SIZE
         latents = latent_cache + slots[:, None] * (RANK + ROPE)
-        latent = _load(latents + ranks[None], live[:, None], ranks[None] < RANK, MASKED, RANK == q.shape[1])
+        latent = _load(latents + ranks[None], live[:, None], ranks[None] < RANK, MASKED, q.shape[1] == RANK)
         latent = latent.to(q.dtype)
-        rope = _load(latents + RANK + ropes[None], live[:, None], ropes[None] < ROPE, MASKED, ROPE == q_rope.shape[1])
-        logits = tl.dot(q, tl.trans(latent), input_precision=precision)
-        logits_rope = tl.dot(q_rope, tl.trans(rope.to(q.dtype)), input_precision=precision)
+        rope = _load(latents + RANK + ropes[None], live[:, None], ropes[None] < ROPE, MASKED, q_rope.shape[1] == ROPE)
+        logits = tl.dot(q, tl.trans(latent), input_precision=precision) * scale
+        logits_rope = tl.dot(q_rope, tl.trans(rope.to(q.dtype)), input_precision=precision) * scale
         # Always so, which the compiler does not see. Without a branch it finds that the product reaches another, and
         # then lays all warps along its rows: those of 64 or fewer do not suffice, and half the warps repeat the others.
-        if first >= start:
-            logits = (logits + logits_rope) * scale
-        else:
-            logits = logits - logits_rope
+        logits = logits + logits_rope if first >= start else logits - logits_rope
         if MASKED:
             logits = tl.where(live[None] & (keys[None] <= last_seen[:, None]), logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
