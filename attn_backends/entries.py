@@ -40,7 +40,8 @@ class BackendEntry:
     priority: int | None = None  # AUTO tries the highest first, and never a backend without one
     options: type[BaseModel] | str | None = None  # pydantic model of its `backend_options`, or "package.module:Class"
     source: Literal["built-in", "entry point", "registered"] = "registered"
-    module: str | None = None  # of the kernels, imported with the backend; None: its target imports them
+    # Of the kernels, imported with the backend: one, or several of which any will do. None: its target imports them.
+    module: str | tuple[str, ...] | None = None
 
 
 BUILT_IN = (
@@ -58,7 +59,7 @@ BUILT_IN = (
         "attn_backends.backends.triton.backend:TritonBackend",
         package="triton",
         install="pip install triton",
-        priority=20,
+        priority=12,
         options="attn_backends.backends.triton.tuning:TritonOptions",
         source="built-in",
     ),
@@ -70,6 +71,16 @@ BUILT_IN = (
         install="pip install flashinfer-python",
         priority=10,
         options="attn_backends.backends.flashinfer.options:FlashInferOptions",
+        source="built-in",
+    ),
+    BackendEntry(
+        "FLASH_ATTN",
+        "attn_backends.backends.flash_attn.backend:FlashAttnBackend",
+        package="flash-attn",
+        module=("flash_attn", "flash_attn_interface", "vllm.vllm_flash_attn.flash_attn_interface"),
+        install="pip install flash-attn --no-build-isolation",
+        priority=5,
+        options="attn_backends.backends.flash_attn.options:FlashAttnOptions",
         source="built-in",
     ),
     BackendEntry(
@@ -184,12 +195,27 @@ def get_backend(name: str) -> type[AttentionBackend]:
     if entry.name not in _classes:
         try:
             if entry.module:
-                importlib.import_module(entry.module)
+                _import_any((entry.module,) if isinstance(entry.module, str) else entry.module)
             backend = get_class(entry)
         except Exception as error:  # kernel libraries raise anything on import: AssertionError, OSError, …
             raise _import_error(entry, error) from error
         _classes[entry.name] = backend
     return _classes[entry.name]
+
+
+def _import_any(modules: tuple[str, ...]) -> None:
+    """Import the first that can be imported; if none can, raise what is wrong with one that is installed."""
+    errors: list[Exception] = []
+    for module in modules:
+        try:
+            importlib.import_module(module)
+            return
+        except Exception as error:
+            errors.append(error)
+    broken = [error for error in errors if not isinstance(error, ModuleNotFoundError)]
+    if broken or len(errors) == 1:
+        raise (broken or errors)[0]
+    raise ModuleNotFoundError(f"none of the modules {', '.join(modules)} is installed")
 
 
 def get_class(entry: BackendEntry) -> type[AttentionBackend]:
@@ -209,8 +235,9 @@ def import_target(target: str) -> Any:
 
 def _import_error(entry: BackendEntry, error: Exception) -> BackendImportError:
     fix = entry.install or f'python -c "import {entry.target.partition(":")[0]}"'
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        return BackendImportError(entry.name, f"module {error.name!r} is not installed", fix)
+    if isinstance(error, ModuleNotFoundError):
+        reason = f"module {error.name!r} is not installed" if error.name else str(error)
+        return BackendImportError(entry.name, reason, fix)
     return BackendImportError(entry.name, f"{type(error).__name__}: {error}".strip().rstrip(":."), fix)
 
 

@@ -78,6 +78,7 @@ class Capabilities:
     unequal_head_dims: bool = False  # head_dim_vo != head_dim
     lse: bool = False  # Impl.forward fills `lse`
     output_scale: bool = False  # Impl.forward quantises its output
+    fp8_queries: bool = False  # over an fp8 cache it rounds queries and weights to fp8 too: errors of some per cent
     cascade: bool = False  # uses common_prefix_len; without it the value is only a hint that changes nothing
     cuda_graph: CudaGraphSupport = CudaGraphSupport.NEVER
     min_compute_capability: tuple[int, int] | None = None
@@ -415,53 +416,56 @@ class AttentionBackend(ABC):
 
         Compares the layer with `capabilities()`. A backend extends it for what a table of sets cannot say.
         """
-        can = cls.capabilities()
-        device = torch.device(device)
-        if isinstance(spec, MLASpec) != can.mla:  # another kind of layer: further comparisons would mean nothing
-            got, served = ("MLA (a latent cache)", "plain attention")[:: -1 if can.mla else 1]
-            return [Rejection("mla", got, served, f"Choose AUTO, or a backend for {got}: attn-backends list.")]
-        asked: list[tuple[str, Hashable, frozenset[Any] | None, str]] = [
-            ("device", device.type, can.devices, "Set device to one of these."),
-            ("dtype", spec.dtype, can.dtypes, "Load the model in one of these."),
-            ("cache_dtype", spec.cache_dtype, can.cache_dtypes, "Set cache.dtype to one of these."),
-            ("num_qo_heads", spec.num_qo_heads, can.head_counts, "Choose a backend that takes so many heads."),
-            ("head_dim", spec.head_dim, can.head_dims, "Choose a backend that takes this head_dim."),
-            ("head_dim_vo", spec.head_dim_vo, can.head_dims, "Choose a backend that takes this head_dim_vo."),
-            ("page_size", cache.page_size, can.page_sizes, "Set cache.page_size to one of these."),
-            ("layout", cache.layout, can.layouts, "Set cache.layout to one of these."),
-            ("attention_type", spec.attention_type, can.attention_types, "Choose a backend that serves this type."),
-        ]
-        found = [
-            Rejection(code, _word(got), ", ".join(sorted(map(_word, allowed))), hint)
-            for code, got, allowed, hint in asked
-            if allowed is not None and got not in allowed
-        ]
-        if cache.page_size % can.page_size_multiple:
-            multiple = can.page_size_multiple
-            found.append(Rejection("page_size", str(cache.page_size), f"multiples of {multiple}",
-                                   f"Set cache.page_size to {multiple}."))  # fmt: skip
-        features = [
-            ("window", spec.window_left >= 0, can.window, f"window_left={spec.window_left}"),
-            ("soft_cap", spec.logits_soft_cap is not None, can.soft_cap, f"logits_soft_cap={spec.logits_soft_cap}"),
-            ("alibi", spec.alibi_slopes is not None, can.alibi, "alibi_slopes"),
-            ("sinks", spec.sinks, can.sinks, "sinks"),
-            ("chunks", spec.chunk_size is not None, can.chunks, f"chunk_size={spec.chunk_size}"),
-            ("non_causal", spec.attention_type is AttentionType.DECODER and not spec.causal, can.non_causal,
-             "causal=False"),
-            ("unequal_head_dims", spec.head_dim != spec.head_dim_vo, can.unequal_head_dims,
-             f"head_dim={spec.head_dim}, head_dim_vo={spec.head_dim_vo}"),
-        ]  # fmt: skip
-        found += [
-            Rejection(code, got, "layers without it", "Choose a backend that honours it: attn-backends list.")
-            for code, wanted, honoured, got in features
-            if wanted and not honoured
-        ]
-        needed = can.min_compute_capability
-        if needed and device.type == "cuda" and torch.cuda.get_device_capability(device) < needed:
-            got = ".".join(map(str, torch.cuda.get_device_capability(device)))
-            found.append(Rejection("compute_capability", got, f"{needed[0]}.{needed[1]} and newer",
-                                   "Use a newer GPU or another backend."))  # fmt: skip
-        return found
+        return mismatches(cls.capabilities(), spec, cache, torch.device(device))
+
+
+def mismatches(can: Capabilities, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device) -> list[Rejection]:
+    """What a layer asks for that these capabilities do not have."""
+    if isinstance(spec, MLASpec) != can.mla:  # another kind of layer: further comparisons would mean nothing
+        got, served = ("MLA (a latent cache)", "plain attention")[:: -1 if can.mla else 1]
+        return [Rejection("mla", got, served, f"Choose AUTO, or a backend for {got}: attn-backends list.")]
+    asked: list[tuple[str, Hashable, frozenset[Any] | None, str]] = [
+        ("device", device.type, can.devices, "Set device to one of these."),
+        ("dtype", spec.dtype, can.dtypes, "Load the model in one of these."),
+        ("cache_dtype", spec.cache_dtype, can.cache_dtypes, "Set cache.dtype to one of these."),
+        ("num_qo_heads", spec.num_qo_heads, can.head_counts, "Choose a backend that takes so many heads."),
+        ("head_dim", spec.head_dim, can.head_dims, "Choose a backend that takes this head_dim."),
+        ("head_dim_vo", spec.head_dim_vo, can.head_dims, "Choose a backend that takes this head_dim_vo."),
+        ("page_size", cache.page_size, can.page_sizes, "Set cache.page_size to one of these."),
+        ("layout", cache.layout, can.layouts, "Set cache.layout to one of these."),
+        ("attention_type", spec.attention_type, can.attention_types, "Choose a backend that serves this type."),
+    ]
+    found = [
+        Rejection(code, _word(got), ", ".join(sorted(map(_word, allowed))), hint)
+        for code, got, allowed, hint in asked
+        if allowed is not None and got not in allowed
+    ]
+    if cache.page_size % can.page_size_multiple:
+        multiple = can.page_size_multiple
+        found.append(Rejection("page_size", str(cache.page_size), f"multiples of {multiple}",
+                               f"Set cache.page_size to {multiple}."))  # fmt: skip
+    features = [
+        ("window", spec.window_left >= 0, can.window, f"window_left={spec.window_left}"),
+        ("soft_cap", spec.logits_soft_cap is not None, can.soft_cap, f"logits_soft_cap={spec.logits_soft_cap}"),
+        ("alibi", spec.alibi_slopes is not None, can.alibi, "alibi_slopes"),
+        ("sinks", spec.sinks, can.sinks, "sinks"),
+        ("chunks", spec.chunk_size is not None, can.chunks, f"chunk_size={spec.chunk_size}"),
+        ("non_causal", spec.attention_type is AttentionType.DECODER and not spec.causal, can.non_causal,
+         "causal=False"),
+        ("unequal_head_dims", spec.head_dim != spec.head_dim_vo, can.unequal_head_dims,
+         f"head_dim={spec.head_dim}, head_dim_vo={spec.head_dim_vo}"),
+    ]  # fmt: skip
+    found += [
+        Rejection(code, got, "layers without it", "Choose a backend that honours it: attn-backends list.")
+        for code, wanted, honoured, got in features
+        if wanted and not honoured
+    ]
+    needed = can.min_compute_capability
+    if needed and device.type == "cuda" and torch.cuda.get_device_capability(device) < needed:
+        got = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        found.append(Rejection("compute_capability", got, f"{needed[0]}.{needed[1]} and newer",
+                               "Use a newer GPU or another backend."))  # fmt: skip
+    return found
 
 
 def _word(value: object) -> str:

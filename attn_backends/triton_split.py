@@ -16,6 +16,8 @@ import triton.language as tl
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+FAR = tl.constexpr(1 << 30)  # beyond any position
+MOST_ITEMS = tl.constexpr(1 << 15)  # of a row
 _ITEMS = 64  # of a scheduling program
 
 
@@ -28,7 +30,11 @@ def num_multiprocessors(device: torch.device) -> int:
 
 def padded(size: int) -> int:
     """A power of two, of at least 16: what a tile of a matrix unit can be."""
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, power_of_two(size))
+
+
+def power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 def operator(mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -46,23 +52,23 @@ def operator(mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callab
 
 @operator(("items",))
 def list_items(seq_lens: torch.Tensor, query_start_loc: torch.Tensor, items: torch.Tensor, how: list[int]) -> None:
-    """For lengths [num_rows] and [num_rows + 1] i32; the starts are read with a window or chunks alone. One launch."""
-    num_rows, target, window, chunk, keys, min_blocks = how
+    """For lengths [num_rows] and query starts [num_rows + 1], i32. One launch."""
+    num_rows, target, behind, chunk, keys, min_blocks = how
     grid = (-(-len(items) // _ITEMS),)
     schedule_kernel[grid](
-        seq_lens, query_start_loc, items, num_rows, target, len(items),
-        window, chunk, window >= 0 or chunk > 0, keys, min_blocks, triton.next_power_of_2(num_rows), _ITEMS,
+        seq_lens, query_start_loc, items, num_rows, target, len(items), behind, chunk,
+        keys, min_blocks, triton.next_power_of_2(num_rows), _ITEMS,
         num_warps=4,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows", "target", "max_items"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows", "target", "max_items", "behind", "chunk"])  # type: ignore[untyped-decorator]
 def schedule_kernel(  # type: ignore[no-untyped-def]
-    seq_lens, query_start_loc, items, num_rows, target, max_items,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, POSITIONAL: tl.constexpr, KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr,
-    MAX_ROWS: tl.constexpr, ITEMS: tl.constexpr,
+    seq_lens, query_start_loc, items, num_rows, target, max_items, behind, chunk,
+    KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, MAX_ROWS: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    """`items` [max_items, 8] i32: row (-1: none), first key, end of keys, items of the row, place of partial results.
+    """`items` [max_items, 8] i32, all that a program has to know: row (-1: none), first key, end of keys, place of the
+    row's partial results, how many items the row has and which this is, its length, first query token and their number.
 
     About `target` items in all, or one a row. A row with less than half as many blocks again as an item has is not
     split: at most 4 / 3 of `target` items are parts of rows.
@@ -70,11 +76,9 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     rows = tl.arange(0, MAX_ROWS)
     exists = rows < num_rows
     lens = tl.load(seq_lens + rows, mask=exists, other=0)
-    position = lens
-    if POSITIONAL:
-        starts = tl.load(query_start_loc + rows, mask=exists, other=0)
-        position -= tl.load(query_start_loc + rows + 1, mask=exists, other=0) - starts
-    first = first_key(position, WINDOW, CHUNK) // KEYS
+    starts = tl.load(query_start_loc + rows, mask=exists, other=0)
+    query_lens = tl.load(query_start_loc + rows + 1, mask=exists, other=0) - starts
+    first = first_key(lens - query_lens, behind, chunk) // KEYS
     blocks = tl.maximum((lens + KEYS - 1) // KEYS - first, 0)
     size = tl.maximum((tl.sum(blocks, 0) + target - 1) // target, MIN_BLOCKS)
     counts = tl.where(exists, tl.maximum((blocks + size // 2) // size, 1), 0)
@@ -94,62 +98,48 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     start = (row_first + nth * row_blocks // count) * KEYS
     stop = tl.minimum((row_first + (nth + 1) * row_blocks // count) * KEYS, row_len)
     inside = item < max_items
-    tl.store(items + item * 8, tl.where(row < num_rows, row, -1), mask=inside)
-    tl.store(items + item * 8 + 1, start, mask=inside)
-    tl.store(items + item * 8 + 2, stop, mask=inside)
-    tl.store(items + item * 8 + 3, count, mask=inside)
-    tl.store(items + item * 8 + 4, place - nth, mask=inside)
-    tl.store(items + item * 8 + 5, nth, mask=inside)
+    at = items + item * 8
+    tl.store(at, tl.where(row < num_rows, row, -1), mask=inside)
+    tl.store(at + 1, start, mask=inside)
+    tl.store(at + 2, stop, mask=inside)
+    tl.store(at + 3, place - nth, mask=inside)
+    tl.store(at + 4, count * MOST_ITEMS + nth, mask=inside)
+    tl.store(at + 5, row_len, mask=inside)
+    tl.store(at + 6, tl.sum(tl.where(mine, starts[None], 0), 1), mask=inside)
+    tl.store(at + 7, tl.sum(tl.where(mine, query_lens[None], 0), 1), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def first_key(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def first_key(position, behind, chunk):  # type: ignore[no-untyped-def]
     """The oldest key that a query sees, by its position."""
-    if WINDOW >= 0:
-        return tl.maximum(position - WINDOW, 0)
-    if CHUNK > 0:
-        return tl.maximum(position, 0) // CHUNK * CHUNK
-    return tl.maximum(position, 0) * 0
+    position = tl.maximum(position, 0)
+    return tl.maximum(position - behind, position // chunk * chunk)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def join(  # type: ignore[no-untyped-def]
-    partial, partial_sums, place, count, head, lane, live, dims_vo,
-    KV_HEADS: tl.constexpr, LANES: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, ROWS: tl.constexpr,
+    partial, partial_sums, first, step, count, num_lanes,
+    LANES: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """All parts of a row, each weighing exp2 of its highest logit."""
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    for nth in tl.range(0, count, loop_unroll_factor=4):
-        at = ((place + nth) * KV_HEADS + head) * LANES + lane
-        top = tl.maximum(top, tl.load(partial_sums + at * 2, mask=live, other=0.0, cache_modifier=".cg"))
-    base = tl.where(top == float("-inf"), 0.0, top)
-    sums = tl.zeros([ROWS, BLOCK_DIM_VO], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    for nth in tl.range(0, count, loop_unroll_factor=4):
-        at = ((place + nth) * KV_HEADS + head) * LANES + lane
-        part_top = tl.load(partial_sums + at * 2, mask=live, other=0.0, cache_modifier=".cg")
-        part_total = tl.load(partial_sums + at * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
-        part = tl.load(partial + at[:, None].to(tl.int64) * BLOCK_DIM_VO + dims_vo[None], mask=live[:, None],
-                       other=0.0, cache_modifier=".cg")  # fmt: skip
-        weight = tl.exp2(part_top - base)
-        total += part_total * weight
-        sums += part * weight[:, None]
+    """All parts of a row, each weighing exp2 of its highest logit, PARTS at a time: so many loads are under way."""
+    inner = tl.arange(0, LANES)
+    dims = tl.arange(0, BLOCK_DIM_VO)
+    top = tl.full([LANES], float("-inf"), tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    sums = tl.zeros([LANES, BLOCK_DIM_VO], tl.float32)
+    for start in range(0, count, PARTS):
+        nth = start + tl.arange(0, PARTS)
+        at = (first + nth.to(tl.int64) * step)[:, None] * LANES + inner[None]  # [PARTS, LANES]
+        there = (nth < count)[:, None] & (inner < num_lanes)[None]
+        tops = tl.load(partial_sums + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(partial_sums + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        parts = tl.load(partial + at[:, :, None] * BLOCK_DIM_VO + dims[None, None], mask=there[:, :, None], other=0.0,
+                        cache_modifier=".cg")  # fmt: skip
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(tops - base[None])
+        shrunk = tl.exp2(top - base)
+        total = total * shrunk + tl.sum(totals * weights, 0)
+        sums = sums * shrunk[:, None] + tl.sum(parts * weights[:, :, None], 0)
+        top = new_top
     return sums, top, total
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def finish(sums, top, total, sinks, value_scale, SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Outputs [ROWS, DV] f32 and natural LSEs [ROWS] f32; zeros and -inf for a row that saw no key.
-
-    A sink, one logit [ROWS] a row, takes its share of the softmax and gives nothing.
-    """
-    saw = total > 0
-    if SINKS:
-        sinks = sinks * LOG2_E
-        higher = tl.maximum(top, sinks)
-        shrunk = tl.exp2(top - higher)
-        sums = sums * shrunk[:, None]
-        total = total * shrunk + tl.exp2(sinks - higher)
-        top = higher
-    out = tl.where(saw[:, None], sums * (value_scale / tl.where(saw, total, 1.0))[:, None], 0.0)
-    return out, tl.where(saw, (top + tl.log2(tl.where(saw, total, 1.0))) * LN_2, float("-inf"))

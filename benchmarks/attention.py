@@ -1,12 +1,13 @@
 """Time of a layer's attention on a GPU, by our backends and by the bare kernels they use, in one run and in turns.
 
-    python benchmarks/attention.py [--backend FLASHINFER ...] [--shapes decode|prefill|skewed|all] [--no-bare]
+    python benchmarks/attention.py [--backend FLASHINFER FLASH_ATTN:flash_attn ...] [--shapes decode|…|all] [--no-bare]
 
 Every contender is one CUDA graph that attends over several copies of the cache, more than the L2 holds, and its output
 is first checked against float64. Ours goes builder → state → impl: for decode through the state's clone for graphs, for
 prefill planned eagerly, with the impls' launches captured. "us" writes no new keys, as bare kernels do not; "with KV
-write" does. A backend's ratio is against the fastest bare kernel of its shape. "of copy" is the bandwidth (keys and
-values once a request, queries, outputs) as a share of what a copy within the device reads and writes.
+write" does. A backend's ratio is against the fastest bare kernel of its shape, and FLASH_ATTN's also against that of
+the same provider, which follows the backend's name (without one, the best that is here). "of copy" is the bandwidth
+(keys and values once a request, queries, outputs) as a share of what a copy within the device reads and writes.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import bare_kernels
 import torch
+from attention_plot import draw_file
 from gpu_harness import Copy, free_memory, in_turns_us, installed, make_copy, reason
 from harness import report
 from paged_problem import Call, Contender, Problem, Shape, make_contender, make_problem
 
 from attn_backends import get_backend, plan_groups, select_backend
+from attn_backends.backends.flash_attn.fa3 import PROVIDERS
+from attn_backends.backends.flash_attn.provider import choose
 from attn_backends.batch_views import without_new_keys
 from attn_backends.interface import AttentionBackend, AttentionImpl, AttentionStep, CudaGraphSupport
 from attn_backends.kv_cache import gather_slots
@@ -52,12 +57,19 @@ SHAPES = {
         Shape((90, 7, 8), (4, 2, 64)),
         Shape((24, 31), (4, 2, 64), is_prefill=True),
     ],
+    "tiny256": [  # the same for kernels whose pages have 256 slots
+        Shape((256, 512), (4, 2, 64)),
+        Shape((256,), (4, 2, 64), is_prefill=True),
+    ],
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COPY, WITH_WRITE = "copy", " with KV write"
 BARE = bare_kernels.DECODE.keys() | bare_kernels.PREFILL.keys()
+OWN = {"vllm_fa3": "FA3", "flash_attn": "FA2, page 256"}  # bare kernels of FLASH_ATTN's providers
 PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn", "vllm", "numpy")
 
+
+PROVIDER_CAN = {provider.name: provider.capabilities() for provider in PROVIDERS}
 
 Made = dict[str, Contender]
 
@@ -88,8 +100,14 @@ def parts_of(name: str, problem: Problem, options: dict[str, Any], **weights: to
 
 def ours(name: str, problem: Problem, options: dict[str, Any]) -> Made:
     """A backend without and with the write of new keys, over one plan. It gets the problem as it can serve it."""
-    fitting = problem.fitting(get_backend(name))
-    label = name if fitting.cache.page_size == problem.cache.page_size else f"{name}, page {fitting.cache.page_size}"
+    name, _, provider = name.partition(":")
+    if name == "FLASH_ATTN":
+        provider = provider.lower() or select_provider(problem)
+        options = {**options, "provider": provider}
+    fitting = problem.fitting(get_backend(name), PROVIDER_CAN.get(provider))
+    label = f"{name}:{provider}" if provider else name
+    if fitting.cache.page_size != problem.cache.page_size:
+        label += f", page {fitting.cache.page_size}"
     backend, builder, state, impl = parts_of(name, fitting, options)
 
     def captured(step: AttentionStep[Any], writing: AttentionStep[Any], held: object) -> Made:
@@ -107,6 +125,17 @@ def ours(name: str, problem: Problem, options: dict[str, Any]) -> Made:
         made = captured(step, step, clone)
     clone.begin_forward(builder.build(0, common))  # as before every replay
     return made
+
+
+def select_provider(problem: Problem) -> str:
+    """The best one of FLASH_ATTN that serves the problem as it is."""
+    return choose(PROVIDERS, problem.spec, problem.cache, problem.device).provider.name
+
+
+def own_bare(name: str, us: dict[str, float]) -> float | None:
+    """Time of the bare kernel that a contender of ours uses, if it is known and was timed."""
+    provider = name.partition(":")[2].partition(",")[0]
+    return us.get(OWN.get(provider, ""))
 
 
 def our_call(impl: AttentionImpl[Any], problem: Problem, step: AttentionStep[Any]) -> Call:
@@ -166,7 +195,8 @@ def measure(shape: Shape, copy: Copy, arguments: argparse.Namespace) -> tuple[li
     for name, time in us.items():
         if not name.endswith(WITH_WRITE):
             figures = {"us": time, "with KV write us": us.get(name + WITH_WRITE)} | speeds(problem, time, copied)
-            against = {"vs best bare": best and time / best, "error": errors[name]}
+            own = own_bare(name, us)
+            against = {"vs best bare": best and time / best, "vs own bare": own and time / own, "error": errors[name]}
             rows.append({"shape": shape.name, "contender": name, **figures, **against})
     return rows, dropped + wrong
 
@@ -189,9 +219,9 @@ def show(rows: list[dict[str, Any]], dropped: list[str]) -> None:
 
 
 def shapes_of(names: Sequence[str]) -> list[Shape]:
-    """The shapes of these sets; `all` is all but tiny."""
+    """The shapes of these sets; `all` is all but the tiny ones."""
     return [shape for kind, of_kind in SHAPES.items() for shape in of_kind
-            if kind in names or ("all" in names and kind != "tiny")]  # fmt: skip
+            if kind in names or ("all" in names and not kind.startswith("tiny"))]  # fmt: skip
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -214,14 +244,15 @@ def main(given: Sequence[str] | None = None) -> None:
             show(measured, out)
             rows, dropped = rows + measured, dropped + out
             free_memory(device)
-    name = "_".join(["attention", *map(str.lower, arguments.backend)])
+    name = "_".join(["attention", *(backend.lower().replace(":", "_") for backend in arguments.backend)])
     if arguments.shapes != ["all"] or arguments.match:
         name += "_" + "_".join([*arguments.shapes, *arguments.match.split()])
     if rows:
-        report(
-            name, f"attention of one layer, {arguments.dtype}, page {arguments.page_size}", rows, installed(*PACKAGES)
-        )
-    if any(f": {backend}" in line for backend in arguments.backend for line in dropped):
+        title = f"attention of one layer, {arguments.dtype}, page {arguments.page_size}"
+        written = report(name, title, rows, installed(*PACKAGES))
+        if find_spec("matplotlib"):
+            print(f"drawn to {draw_file(written).name} beside it")
+    if any(f": {backend}".lower() in line.lower() for backend in arguments.backend for line in dropped):
         raise SystemExit("a backend of ours dropped out")
 
 

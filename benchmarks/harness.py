@@ -64,7 +64,7 @@ def machine(packages: tuple[str, ...]) -> dict[str, Any]:
 
 def report(
     name: str, title: str, rows: list[dict[str, Any]], packages: tuple[str, ...] = ("torch", "numpy", "transformers")
-) -> None:
+) -> Path:
     """Print the rows as a table and write them to `results/<name>.json` beside the machine's description."""
     table = Table(title=title)
     for column in rows[0]:
@@ -76,3 +76,4 @@ def report(
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"benchmark": name, "title": title, **machine(packages), "rows": rows}, indent=1) + "\n")
     Console().print(f"written to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+    return path

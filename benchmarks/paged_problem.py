@@ -24,7 +24,7 @@ from attn_backends import (
     SequenceGroup,
     allocate_kv_cache,
 )
-from attn_backends.interface import AttentionBackend
+from attn_backends.interface import AttentionBackend, Capabilities
 from attn_backends.kv_cache import KVCache, gather_pages, get_kv_cache_layout
 
 COLD_BYTES = 256 << 20  # of all copies together at least: several times the L2
@@ -123,9 +123,13 @@ class Problem:
         caches = [KVCache(*(t.reshape(-1, page_size, *t.shape[2:]) for t in cached)) for cached in self.caches]
         return replace(self, cache=cache, common=common_of(self.shape, cache, self.device), caches=caches)
 
-    def fitting(self, backend: type[AttentionBackend]) -> Problem:
-        """The problem as a backend can serve it: with its page size, layout and shape of the pool."""
-        can = backend.capabilities()
+    def fitting(self, backend: type[AttentionBackend], can: Capabilities | None = None) -> Problem:
+        """The problem as a backend can serve it: with its page size, layout and shape of the pool.
+
+        Args:
+            can: what the backend honours as it is set up here; None: its `capabilities()`.
+        """
+        can = can or backend.capabilities()
         page_size = math.lcm(self.cache.page_size, can.page_size_multiple)
         if can.page_sizes is not None and page_size not in can.page_sizes:
             page_size = min(can.page_sizes)

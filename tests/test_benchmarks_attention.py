@@ -13,7 +13,11 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec
+from attn_backends.backends.flash_attn.fa2 import FlashAttn2
+from attn_backends.backends.flash_attn.fa3 import VllmFa3
+from attn_backends.testing.emulated import flash_attn, vllm_flash_attn
 from attn_backends.testing.reference import reference_attention
+from tests.backends.flash_attn_backends import emulated
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -34,7 +38,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Script:
 
     def run(name: str, *arguments: str) -> list[dict[str, Any]]:
         load(name).main(["--device", "cpu", "--backend", "TORCH", *arguments])
-        (path,) = tmp_path.iterdir()
+        (path,) = tmp_path.glob("*.json")
         rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
         return rows
 
@@ -49,6 +53,7 @@ def _flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_flashinfer")
 def test_every_contender_of_every_shape_is_right(script: Script) -> None:
     rows = script("attention", "--shapes", "tiny", "--rounds", "1")
+    assert load("harness").RESULTS.joinpath("attention_torch_tiny.png").stat().st_size > 10_000
     assert [row["contender"] for row in rows if row["with KV write us"]] == ["TORCH"] * 3
     bare = {row["contender"] for row in rows} - {"TORCH"}
     assert bare == {"FlashInfer tensor-core", "FlashInfer CUDA-core", "FlashInfer tensor-core, fixed lengths",
@@ -71,6 +76,32 @@ def test_a_shared_prefix_is_used_and_checked(script: Script) -> None:
     (row,) = script("cascade", "--requests", "3", "--prefixes", "32", "--own", "20", "--rounds", "1")
     assert row["prefix used"] == 32
     assert all(row[f"{name} us"] > 0 for name in ("plain", "shared", "bare plain", "bare cascade"))
+
+
+@pytest.fixture
+def _flash_attn(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulated kernels under the names of the real ones, for FLASH_ATTN and for the bare kernels."""
+    for package in ("vllm", "vllm.vllm_flash_attn"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    for name, module in {**flash_attn.MODULES, **vllm_flash_attn.MODULES}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    providers = [emulated(VllmFa3), emulated(FlashAttn2)]
+    for where in ("state.FlashAttnState.providers", "backend.FlashAttnBackend.providers", "fa3.PROVIDERS"):
+        monkeypatch.setattr(f"attn_backends.backends.flash_attn.{where}", providers)
+    for name, value in {"PROVIDERS": providers, "PROVIDER_CAN": {p.name: p.capabilities() for p in providers}}.items():
+        monkeypatch.setattr(load("attention"), name, value)
+    monkeypatch.setattr("attn_backends.entries._classes", {})
+
+
+@pytest.mark.usefixtures("_flash_attn")
+def test_each_provider_is_beside_its_own_bare_kernel(script: Script) -> None:
+    names = ("FLASH_ATTN", "FLASH_ATTN:flash_attn")
+    rows = script("attention", "--shapes", "tiny256", "--rounds", "1", "--backend", *names)
+    ours = {row["contender"]: row for row in rows if row["contender"].startswith("FLASH_ATTN")}
+    assert set(ours) == {"FLASH_ATTN:vllm_fa3", "FLASH_ATTN:flash_attn, page 256"}
+    bare = {row["contender"] for row in rows} - set(ours)
+    assert {"FA3", "FA3, scheduled once", "FA2, page 256"} <= bare
+    assert all(row["vs own bare"] > 0 and row["error"] < 1e-2 for row in ours.values())
 
 
 def test_a_contender_that_is_missing_or_wrong_drops_out(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 from attn_backends.batch import CommonAttentionMetadata, SequenceData, SequenceGroup
 from attn_backends.kv_cache import KVCache
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
+from attn_backends.testing.cases import load_cases
 from attn_backends.testing.reference import reference_attention
 
 
@@ -42,6 +43,12 @@ class Batch:
     sinks: torch.Tensor | None  # [num_qo_heads] f32
     k_scale: float
     v_scale: float
+    fp8_queries: bool = False  # attended with queries and weights that are rounded to fp8 (Capabilities.fp8_queries)
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative error of a token's output."""
+        return load_cases().tolerance(torch.float8_e4m3fn if self.fp8_queries else self.spec.dtype)
 
     @property
     def groups(self) -> tuple[SequenceGroup, ...]:
@@ -91,11 +98,15 @@ class Batch:
         """The reference: out [num_tokens, num_qo_heads, head_dim_vo] and lse [num_tokens, num_qo_heads], f64, cpu."""
         parts = [
             reference_attention(
-                row.query, *self.attended(row), self.spec, context_len=row.data.context_len, sinks=self.sinks
+                self._query(row), *self.attended(row), self.spec, context_len=row.data.context_len, sinks=self.sinks
             )
             for row in self.rows
         ]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+    def _query(self, row: Row) -> torch.Tensor:
+        """A row's queries as they are attended: rounded to fp8 alike, or as they are."""
+        return stored(row.query, torch.float8_e4m3fn, 1.0) if self.fp8_queries else row.query
 
     def one_hot(self, first_key: int) -> Batch:
         """With queries of zeros, and values that are one-hot for `head_dim_vo` keys from `first_key` on."""

@@ -142,7 +142,7 @@ def assert_matches(result: Result, batch: Batch, what: str = "the batch", expect
         AssertionError: it does not; says which of them, by how much, and what is allowed.
     """
     out, lse = batch.expected() if expected is None else expected
-    allowed, live = load_cases().tolerance(batch.spec.dtype), len(out)
+    allowed, live = batch.tolerance, len(out)
     assert result.output.dtype == batch.spec.dtype, f"{what}: output is {result.output.dtype}, not {batch.spec.dtype}"
     error = output_error(result.output[:live], out)
     assert error <= allowed, f"{what}: output is off by {error:.2e} (relative, worst token); allowed {allowed:.0e}"

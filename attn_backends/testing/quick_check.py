@@ -95,7 +95,7 @@ def _compare(check: _Check, backend: Backend, spec: AttentionSpec, device: str) 
     assert_matches(result, batch, expected=expected)
     assert_pool(result.kv_cache, batch.pool_after())
     error = output_error(result.output[: len(expected[0])], expected[0])
-    return f"error {error:.1e}, allowed {load_cases().tolerance(spec.dtype):.0e}"
+    return f"error {error:.1e}, allowed {batch.tolerance:.0e}"
 
 
 def _batch(check: _Check, backend: Backend, spec: AttentionSpec, device: str) -> tuple[Batch, int]:
@@ -103,5 +103,6 @@ def _batch(check: _Check, backend: Backend, spec: AttentionSpec, device: str) ->
     prefix = check.prefix_pages * cache.page_size
     seq_lens = [prefix + seq_len for seq_len in check.shape.seq_lens]
     how = {"page_size": cache.page_size, "layout": cache.layout, "device": torch.device(device), **check.how}
+    how["fp8_queries"] = backend.capabilities().fp8_queries
     batch = random_batch(backend, spec, seq_lens, check.shape.query_lens, shared_prefix_len=prefix, **how)
     return batch, prefix

@@ -38,6 +38,7 @@ def random_batch(
     cached: bool = True,
     new_kv_lens: Sequence[int] | None = None,
     num_pages: int | None = None,
+    fp8_queries: bool = False,
 ) -> Batch:
     """A batch of normal random numbers; the same seed gives the same batch.
 
@@ -50,6 +51,7 @@ def random_batch(
         cached: False for a profile run, without pages or pool. Encoder attention never has them.
         new_kv_lens: for cross attention, keys each request writes: all (None) or 0. Elsewhere they are the queries'.
         num_pages: size of the pool; the need of this batch and a few more if None.
+        fp8_queries: the backend's `Capabilities.fp8_queries`; for an fp8 cache alone.
     """
     generator = torch.Generator().manual_seed(seed)
     cached = cached and spec.attention_type is not AttentionType.ENCODER
@@ -65,7 +67,8 @@ def random_batch(
         rows.append(_random_row(spec, data, rows[0] if rows else None, shared_prefix_len, generator))
     sinks = torch.randn(spec.num_qo_heads, generator=generator).to(device) if spec.sinks else None
     cache = KVCacheSpec(needed, page_size, layout)
-    batch = Batch(spec, cache, torch.device(device), tuple(rows), None, sinks, k_scale, v_scale)
+    rounded = fp8_queries and cached and spec.cache_dtype in FP8_DTYPES
+    batch = Batch(spec, cache, torch.device(device), tuple(rows), None, sinks, k_scale, v_scale, rounded)
     if isinstance(spec, MLASpec):
         width = spec.num_qo_heads * (spec.qk_nope_head_dim + spec.head_dim_vo)
         own = torch.Generator().manual_seed(width)  # the weight is the layer's, whatever the batch

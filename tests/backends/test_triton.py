@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from attn_backends.testing.conformance import BackendConformance
+from tests.backends.large_cache import check_large_cache
 
 triton = pytest.importorskip("triton", reason="needs triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -31,10 +32,21 @@ def test_interpreted() -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreted, in a process of its own")
 class TestTritonInterpreted(BackendConformance):
     backend_name = "TRITON"
-    dtypes = (torch.float32, torch.float16)  # the interpreter multiplies no bfloat16
+    dtypes = (torch.float32,)  # the interpreter multiplies no bfloat16, and is slow: the others are for a GPU
 
 
 @pytest.mark.gpu
 class TestTriton(BackendConformance):
     backend_name = "TRITON"
     device = "cuda"
+
+
+class _Half(BackendConformance):
+    backend_name = "TRITON"
+    device = "cuda"
+    dtypes = (torch.float16,)
+
+
+@pytest.mark.gpu
+def test_large_caches() -> None:
+    check_large_cache(_Half())

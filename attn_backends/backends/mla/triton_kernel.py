@@ -9,16 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.triton_split import finish, join
+from attn_backends.triton_split import LN_2, MOST_ITEMS, join
 
 
 @triton.jit(do_not_specialize=["table_row"])  # type: ignore[untyped-decorator]
 def mla_decode_kernel(  # type: ignore[no-untyped-def]
-    query, latent_cache, output, lse, page_table, seq_lens, items, partial, partial_sums, counters, scale, value_scale,
-    table_row,
+    query, latent_cache, output, lse, page_table, items, partial, partial_sums, counters, scale, value_scale, table_row,
     WANT_LSE: tl.constexpr, PAGE_SIZE: tl.constexpr, QUERY_LEN: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr,
-    BLOCK_ROPE: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program an item and tile of ROWS of its queries. All tensors are contiguous.
 
@@ -26,22 +25,21 @@ def mla_decode_kernel(  # type: ignore[no-untyped-def]
         query: [num_rows, QUERY_LEN * HEADS, RANK + ROPE].
         latent_cache: [num_pages, PAGE_SIZE, RANK + ROPE].
         output: [num_rows, QUERY_LEN * HEADS, RANK]; lse: [num_rows, QUERY_LEN * HEADS] f32.
-        items, partial, partial_sums, counters: see `triton_split`; places hold TILES * ROWS queries of BLOCK_RANK.
+        items: see `triton_split`; a place of partial results holds TILES * ROWS queries of BLOCK_RANK.
         scale: of logits in base 2; value_scale: of the cache.
+        LANES: queries whose parts are joined at a time, PARTS of each: whole tiles would not fit the registers twice.
     """
     tile = tl.program_id(0) % TILES
     item = items + tl.program_id(0) // TILES * 8
     row = tl.load(item)
+    start, stop, place, parts = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
+    seq_len = tl.load(item + 5)
     if row >= 0:
-        start, stop, count = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
-        place, nth = tl.load(item + 4), tl.load(item + 5)
-        seq_len = tl.load(seq_lens + row)
-
+        count, nth = parts // MOST_ITEMS, parts % MOST_ITEMS
         lane = tile * ROWS + tl.arange(0, ROWS)
         live = lane < QUERY_LEN * HEADS
-        at = row.to(tl.int64) * (QUERY_LEN * HEADS) + lane
+        from_row = query + (row.to(tl.int64) * (QUERY_LEN * HEADS) + lane)[:, None] * (RANK + ROPE)
         ranks, ropes = tl.arange(0, BLOCK_RANK), tl.arange(0, BLOCK_ROPE)
-        from_row = query + at[:, None] * (RANK + ROPE)
         q = tl.load(from_row + ranks[None], mask=live[:, None] & (ranks[None] < RANK), other=0.0)
         q_rope = tl.load(from_row + RANK + ropes[None], mask=live[:, None] & (ropes[None] < ROPE), other=0.0)
 
@@ -51,33 +49,31 @@ def mla_decode_kernel(  # type: ignore[no-untyped-def]
         pages = page_table + row.to(tl.int64) * table_row
         last_seen = seq_len - QUERY_LEN + lane // HEADS
         # Blocks that all queries see whole need no mask.
-        whole = tl.minimum(stop // KEYS * KEYS, (seq_len - QUERY_LEN + 1) // KEYS * KEYS)
+        whole = tl.minimum(stop, seq_len - QUERY_LEN + 1) // KEYS * KEYS
         whole = tl.maximum(whole, start)
         sums, top, total = _attend(q, q_rope, sums, top, total, start, whole, seq_len, last_seen, latent_cache, pages,
                                    scale, False, PAGE_SIZE, KEYS, RANK, ROPE, STAGES, EXACT)  # fmt: skip
         sums, top, total = _attend(q, q_rope, sums, top, total, whole, stop, seq_len, last_seen, latent_cache, pages,
                                    scale, True, PAGE_SIZE, KEYS, RANK, ROPE, 1, EXACT)  # fmt: skip
-
-        is_last = count == 1
-        if count > 1:
-            mine = (place + nth) * (TILES * ROWS) + lane
-            tl.store(partial + mine[:, None].to(tl.int64) * BLOCK_RANK + ranks[None], sums, mask=live[:, None])
+        if count == 1:
+            _write(output, lse, sums, top, total, row, lane, value_scale, WANT_LSE, QUERY_LEN * HEADS, RANK)
+        else:
+            mine = (place + nth).to(tl.int64) * (TILES * ROWS) + lane
+            tl.store(partial + mine[:, None] * BLOCK_RANK + ranks[None], sums, mask=live[:, None])
             tl.store(partial_sums + mine * 2, top, mask=live)
             tl.store(partial_sums + mine * 2 + 1, total, mask=live)
             tl.debug_barrier()  # all of the program's stores come before its count
             counter = counters + row * TILES + tile
-            is_last = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
-            if is_last:
+            if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
                 tl.debug_barrier()
                 tl.store(counter, 0)  # for the next launch
-                sums, top, total = join(partial, partial_sums, place, count, 0, lane, live, ranks, 1, TILES * ROWS,
-                                        BLOCK_RANK, ROWS)  # fmt: skip
-        if is_last:
-            out, log_sum = finish(sums, top, total, top, value_scale, False)
-            to = output + at[:, None] * RANK + ranks[None]
-            tl.store(to, out.to(output.dtype.element_ty), mask=live[:, None] & (ranks[None] < RANK))
-            if WANT_LSE:
-                tl.store(lse + at, log_sum, mask=live)
+                for first in range(tile * ROWS, tl.minimum((tile + 1) * ROWS, QUERY_LEN * HEADS), LANES):
+                    joined, joined_top, joined_total = join(
+                        partial, partial_sums, place * (TILES * ROWS // LANES) + first // LANES, TILES * ROWS // LANES,
+                        count, QUERY_LEN * HEADS - first, LANES, BLOCK_RANK, PARTS,
+                    )  # fmt: skip
+                    _write(output, lse, joined, joined_top, joined_total, row, first + tl.arange(0, LANES),
+                           value_scale, WANT_LSE, QUERY_LEN * HEADS, RANK)  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -133,3 +129,21 @@ def _load(at, live, within, MASKED: tl.constexpr, FULL: tl.constexpr):  # type: 
     else:
         loaded = tl.load(at, mask=within, other=0.0) if not FULL else tl.load(at)
     return loaded
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _write(  # type: ignore[no-untyped-def]
+    output, lse, sums, top, total, row, lane, value_scale,
+    WANT_LSE: tl.constexpr, QUERIES: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    """Outputs and natural LSEs of a row's queries `lane`; zeros and -inf for one that saw no key."""
+    live = lane < QUERIES
+    at = row.to(tl.int64) * QUERIES + lane
+    ranks = tl.arange(0, sums.shape[1])
+    saw = total > 0
+    divisor = tl.where(saw, total, 1.0)
+    out = tl.where(saw[:, None], sums * (value_scale / divisor)[:, None], 0.0)
+    to = output + at[:, None] * RANK + ranks[None]
+    tl.store(to, out.to(output.dtype.element_ty), mask=live[:, None] & (ranks[None] < RANK))
+    if WANT_LSE:
+        tl.store(lse + at, tl.where(saw, (top + tl.log2(divisor)) * LN_2, float("-inf")), mask=live)

@@ -17,9 +17,11 @@ from attn_backends.backends.mla.triton_tiles import Cut, decode_tile
 from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
-from attn_backends.triton_split import INTERPRETED, list_items, num_multiprocessors, operator, padded
+from attn_backends.triton_split import FAR, INTERPRETED, list_items, num_multiprocessors, operator, padded
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_LANES = 16  # queries whose parts are joined at a time
+_JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
 _FP8_SINCE = (8, 9)  # compute capability whose instructions convert it
 
 
@@ -70,6 +72,7 @@ class Split:
     """How the rows of a step are cut, and where parts of a row meet."""
 
     cut: Cut
+    query_starts: torch.Tensor  # [num_rows + 1] i32
     items: torch.Tensor  # [cut.num_items, 8] i32
     partial: torch.Tensor  # [places * rank] f32
     sums: torch.Tensor  # [places * 2] f32: highest logit, sum of weights
@@ -78,8 +81,9 @@ class Split:
     def fill(self, seq_lens: torch.Tensor) -> None:
         """List the items for these lengths, [num_rows] i32. One launch."""
         tile = self.cut.tile
-        how = [self.cut.num_rows, self.cut.target, -1, 0, tile.keys, max(1, tile.min_keys // tile.keys)]
-        list_items(seq_lens, seq_lens, self.items, how)
+        min_blocks = max(1, tile.min_keys // tile.keys)
+        how = [self.cut.num_rows, self.cut.target, FAR.value, FAR.value, tile.keys, min_blocks]
+        list_items(seq_lens, self.query_starts, self.items, how)
 
 
 class TritonMLAState(MLAState):
@@ -106,8 +110,10 @@ class TritonMLAState(MLAState):
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Split | None) -> Split:
         if held is None:
             cut = self._cut(spec, rows.num_rows, rows.query_len)
-            items = torch.empty(cut.num_items, 8, dtype=torch.int32, device=self.device)
-            held = Split(cut, items, *self._room)
+            ints = {"dtype": torch.int32, "device": self.device}
+            starts = torch.arange(rows.num_rows + 1, **ints) * rows.query_len  # type: ignore[call-overload]
+            items = torch.empty(cut.num_items, 8, **ints)  # type: ignore[call-overload]
+            held = Split(cut, starts, items, *self._room)
         held.fill(rows.seq_lens)
         return held
 
@@ -139,22 +145,27 @@ class TritonMLAImpl(MLAImpl):
         split, rows = step.plan, step.metadata.decode
         assert rows is not None  # as there are rows to decode
         cut: Cut = split.cut
-        how = [latent_cache.shape[1], rows.query_len, self.spec.num_qo_heads, cut.tiles, cut.tile_rows, cut.tile.keys,
-               *self._dims, cut.tile.stages, cut.tile.warps]  # fmt: skip
-        mla_decode(query, latent_cache, output, lse, rows.page_table, rows.seq_lens, split.items, split.partial,
-                   split.sums, split.counters, self._scale, self.k_scale, how)  # fmt: skip
+        tile = cut.tile
+        constants = [
+            latent_cache.shape[1], rows.query_len, self.spec.num_qo_heads, cut.tiles, cut.tile_rows, tile.keys,
+            *self._dims, tile.stages, int(query.dtype is torch.float32), _LANES, self._joined_at_once(tile.warps),
+        ]  # fmt: skip
+        mla_decode(query, latent_cache, output, lse, rows.page_table, split.items, split.partial, split.sums,
+                   split.counters, [self._scale, self.k_scale], constants, tile.warps)  # fmt: skip
+
+    def _joined_at_once(self, warps: int) -> int:
+        """Parts of a query: a power of two, as all of these are."""
+        return max(1, _JOIN_REGISTERS * 32 * warps // (_LANES * self._dims[2]))
 
 
 @operator(("output", "lse", "partial", "sums", "counters"))
 def mla_decode(
     query: torch.Tensor, latent_cache: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
-    page_table: torch.Tensor, seq_lens: torch.Tensor, items: torch.Tensor, partial: torch.Tensor, sums: torch.Tensor,
-    counters: torch.Tensor, scale: float, value_scale: float, how: list[int],
+    page_table: torch.Tensor, items: torch.Tensor, partial: torch.Tensor, sums: torch.Tensor, counters: torch.Tensor,
+    factors: list[float], constants: list[int], warps: int,
 ) -> None:  # fmt: skip
-    *shape, stages, warps = how
-    tiles = shape[3]
+    tiles = constants[3]
     mla_decode_kernel[len(items) * tiles,](
-        query, latent_cache, output, output if lse is None else lse, page_table, seq_lens, items, partial, sums,
-        counters, scale, value_scale, page_table.stride(0), int(lse is not None), *shape, stages,
-        query.dtype is torch.float32, num_warps=warps,
+        query, latent_cache, output, sums if lse is None else lse, page_table, items, partial, sums, counters, *factors,
+        page_table.stride(0), int(lse is not None), *constants, num_warps=warps,
     )  # fmt: skip

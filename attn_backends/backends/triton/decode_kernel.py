@@ -9,34 +9,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.backends.triton.tile import attend_keys
-from attn_backends.triton_split import finish, join
+from attn_backends.backends.triton.tile import attend_keys, factor, write_rows
+from attn_backends.triton_split import FAR, MOST_ITEMS, join
 
 
-@triton.jit(do_not_specialize=["table_row"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["table_row", "ahead", "behind", "chunk", "has_sinks", "want_lse", "lse_token"])  # type: ignore[untyped-decorator]
 def decode_kernel(  # type: ignore[no-untyped-def]
-    query, key_cache, value_cache, output, lse, page_table, seq_lens, query_start_loc, items, partial, partial_sums,
-    counters, slopes, sinks, scale, value_scale, table_row,
+    query, key_cache, value_cache, output, lse, page_table, items, partial, partial_sums, counters, slopes, sinks,
+    scale, value_scale, soft_cap, ahead, behind, chunk, has_sinks, want_lse, table_row,
     query_token, query_head, key_page, key_slot, key_head, value_page, value_slot, value_head, out_token, out_head,
     lse_token,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    SINKS: tl.constexpr, WANT_LSE: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+    LANES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program an item, KV head and tile of ROWS of its queries; items of a row's heads lie side by side."""
+    """One program an item, KV head and tile of ROWS of its queries; items of a row's heads lie side by side.
+
+    Of a tile LANES are queries at most; PARTS are joined at a time.
+    """
     program = tl.program_id(0)
     tile = program % TILES
     head = program // TILES % KV_HEADS
     item = items + program // TILES // KV_HEADS * 8
     row = tl.load(item)
+    start, stop, place, parts = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
+    seq_len, first_token, query_len = tl.load(item + 5), tl.load(item + 6), tl.load(item + 7)
     if row >= 0:
-        start, stop, count = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
-        place, nth = tl.load(item + 4), tl.load(item + 5)
-        seq_len = tl.load(seq_lens + row)
-        first_token = tl.load(query_start_loc + row)
-        query_len = tl.load(query_start_loc + row + 1) - first_token
-
+        count, nth = parts // MOST_ITEMS, parts % MOST_ITEMS
         lane = tile * ROWS + tl.arange(0, ROWS)
         token = lane // GROUP
         q_head = head * GROUP + lane % GROUP
@@ -47,54 +48,48 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         queries = tl.load(query + at[:, None] * query_token + q_head[:, None] * query_head + dims[None],
                           mask=live[:, None] & (dims[None] < DIM), other=0.0)  # fmt: skip
         slope = tl.load(slopes + q_head, mask=live, other=0.0) if ALIBI else tl.zeros([ROWS], tl.float32)
-
-        sums = tl.zeros([ROWS, BLOCK_DIM_VO], tl.float32)
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        key = key_cache + head.to(tl.int64) * key_head
-        value = value_cache + head.to(tl.int64) * value_head
-        pages = page_table + row.to(tl.int64) * table_row
         # Blocks that all queries see whole need no mask.
-        whole = stop // KEYS * KEYS
-        if CAUSAL:
-            whole = tl.minimum(whole, (seq_len - query_len + 1) // KEYS * KEYS)
-        whole = tl.maximum(whole, start)
-        if WINDOW >= 0 or CHUNK > 0:
+        whole = tl.minimum(stop, seq_len - query_len + 1 + ahead) // KEYS * KEYS
+        if tl.minimum(behind, chunk) < FAR:
             whole = start
-        else:
-            sums, top, total = attend_keys(
-                queries, sums, top, total, start, whole, seq_len, positions, slope, key, value, pages, scale,
-                key_page, key_slot, value_page, value_slot,
-                False, CAUSAL, WINDOW, CHUNK, SOFT_CAP, ALIBI, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
-            )  # fmt: skip
+        whole = tl.maximum(whole, start)
+        key, value = key_cache + head.to(tl.int64) * key_head, value_cache + head.to(tl.int64) * value_head
+        pages = page_table + row.to(tl.int64) * table_row
         sums, top, total = attend_keys(
-            queries, sums, top, total, whole, stop, seq_len, positions, slope, key, value, pages, scale,
-            key_page, key_slot, value_page, value_slot,
-            True, CAUSAL, WINDOW, CHUNK, SOFT_CAP, ALIBI, PAGE_SIZE, KEYS, DIM, DIM_VO,
-            STAGES if WINDOW >= 0 or CHUNK > 0 else 1, EXACT,
+            queries, tl.zeros([ROWS, BLOCK_DIM_VO], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
+            tl.zeros([ROWS], tl.float32), start, whole, seq_len, positions, slope, key, value, pages, scale, soft_cap,
+            ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
+            False, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
         )  # fmt: skip
-
-        is_last = count == 1
-        if count > 1:
-            # [places, KV_HEADS, TILES * ROWS, ...]
-            mine = ((place + nth) * KV_HEADS + head) * (TILES * ROWS) + lane
+        sums, top, total = attend_keys(
+            queries, sums, top, total, whole, stop, seq_len, positions, slope, key, value, pages, scale, soft_cap,
+            ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
+            True, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
+        )  # fmt: skip
+        top *= factor(scale, EARLY)
+        if count == 1:
+            write_rows(output, lse, sinks, sums, top, total, lane, head, first_token, query_len, value_scale,
+                       out_token, out_head, lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
+        else:
+            # Parts are [places, KV_HEADS, TILES, LANES, ...]
+            inner = tl.arange(0, ROWS)
+            mine = (((place + nth) * KV_HEADS + head) * TILES + tile).to(tl.int64) * LANES + inner
+            live = live & (inner < LANES)
             dims_vo = tl.arange(0, BLOCK_DIM_VO)
-            tl.store(partial + mine[:, None].to(tl.int64) * BLOCK_DIM_VO + dims_vo[None], sums, mask=live[:, None])
+            tl.store(partial + mine[:, None] * BLOCK_DIM_VO + dims_vo[None], sums, mask=live[:, None])
             tl.store(partial_sums + mine * 2, top, mask=live)
             tl.store(partial_sums + mine * 2 + 1, total, mask=live)
             tl.debug_barrier()  # all of the program's stores come before its count
             counter = counters + (row * KV_HEADS + head) * TILES + tile
-            is_last = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
-            if is_last:
+            if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
                 tl.debug_barrier()
                 tl.store(counter, 0)  # for the next launch
-                sums, top, total = join(partial, partial_sums, place, count, head, lane, live, dims_vo,
-                                        KV_HEADS, TILES * ROWS, BLOCK_DIM_VO, ROWS)  # fmt: skip
-        if is_last:
-            sink = tl.load(sinks + q_head, mask=live, other=0.0).to(tl.float32) if SINKS else top
-            out, log_sum = finish(sums, top, total, sink, value_scale, SINKS)
-            dims_vo = tl.arange(0, BLOCK_DIM_VO)
-            to = output + at[:, None] * out_token + q_head[:, None] * out_head + dims_vo[None]
-            tl.store(to, out.to(output.dtype.element_ty), mask=live[:, None] & (dims_vo[None] < DIM_VO))
-            if WANT_LSE:
-                tl.store(lse + at * lse_token + q_head, log_sum, mask=live)
+                # The last to end joins all, in lanes alone: the tile's unused rows would take its registers.
+                first = (place * KV_HEADS + head) * TILES + tile
+                joined, joined_top, joined_total = join(
+                    partial, partial_sums, first, KV_HEADS * TILES, count, query_len * GROUP - tile * ROWS,
+                    LANES, BLOCK_DIM_VO, PARTS,
+                )  # fmt: skip
+                write_rows(output, lse, sinks, joined, joined_top, joined_total, tile * ROWS + tl.arange(0, LANES),
+                           head, first_token, query_len, value_scale, out_token, out_head, lse_token,
+                           has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip

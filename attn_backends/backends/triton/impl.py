@@ -30,6 +30,7 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             None if self.sinks is None else self.sinks.to(self.device, torch.float32),
             self.k_scale,
             self.v_scale,
+            self.device,
         )
 
     def forward(
@@ -57,12 +58,12 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         if metadata.num_decode_rows and metadata.page_table is not None:
             assert planned.schedule is not None  # as there are rows to decode
             room = (planned.room.partial, planned.room.sums, planned.room.counters)
-            self._kernels.decode(query, keys, values, written, lse, metadata.page_table, metadata.seq_lens,
-                                 metadata.query_start_loc, planned.schedule, room)  # fmt: skip
+            self._kernels.decode(query, keys, values, written, lse, metadata.page_table, planned.schedule,
+                                 room)  # fmt: skip
         if metadata.num_decode_rows < metadata.num_rows:
             self._kernels.prefill(query, keys, values, written, lse, metadata.page_table, metadata.seq_lens,
                                   metadata.query_start_loc, metadata.key_start_loc, metadata.num_decode_rows,
-                                  len(query) - num_decoded)  # fmt: skip
+                                  len(query) - num_decoded, metadata.max_seq_len)  # fmt: skip
         return output if written is output else output.copy_(written)
 
     def _source(

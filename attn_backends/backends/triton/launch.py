@@ -6,6 +6,7 @@ As an operator a launch on a CPU is seen by what records torch operations, such 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -13,9 +14,39 @@ from attn_backends.backends.triton.decode_kernel import decode_kernel
 from attn_backends.backends.triton.prefill_kernel import prefill_kernel
 from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile
 from attn_backends.spec import AttentionSpec
-from attn_backends.triton_split import list_items, operator, padded
+from attn_backends.triton_split import FAR, list_items, operator, padded, power_of_two
 
 _MAX_TILE_ROWS = 64  # of decode: more queries of a row take several tiles
+_JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
+_L2_BYTES = 32 << 20  # that the keys and values of a section of heads may take
+
+
+def sight(spec: AttentionSpec) -> list[int]:
+    """Which keys a query sees, by position: how many ahead of its own, how many behind, and the size of its chunk."""
+    window = FAR.value if spec.window_left < 0 else spec.window_left
+    return [0 if spec.causal else FAR.value, window, spec.chunk_size or FAR.value]
+
+
+class Cut(NamedTuple):
+    """A decode row's queries, token times head of a KV head, in tiles."""
+
+    tiles: int
+    rows: int  # of a tile
+    lanes: int  # of them that are used at most, as a power of two
+
+    @staticmethod
+    def of(spec: AttentionSpec, query_len: int) -> Cut:
+        queries = query_len * spec.group_size
+        rows = min(padded(queries), _MAX_TILE_ROWS)
+        return Cut(-(-queries // rows), rows, min(rows, power_of_two(queries)))
+
+    def target(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
+        """Items that fill a GPU: each is a program for every KV head and tile."""
+        return max(1, num_sms * tile.programs // (spec.num_kv_heads * self.tiles))
+
+    def places(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
+        """Items that can be parts of rows (see `triton_split.schedule_kernel`)."""
+        return -(-4 * self.target(spec, tile, num_sms) // 3)
 
 
 class Schedule:
@@ -24,27 +55,18 @@ class Schedule:
     Args:
         num_rows: of the batch, padding included.
         query_len: most query tokens of a row.
-        target: items that fill the GPU.
+        num_sms: multiprocessors, which items are to fill.
     """
 
     def __init__(
-        self, spec: AttentionSpec, tile: DecodeTile, num_rows: int, query_len: int, target: int, device: torch.device
+        self, spec: AttentionSpec, tile: DecodeTile, num_rows: int, query_len: int, num_sms: int, device: torch.device
     ) -> None:
         self.tile = tile
-        self.tiles, self.tile_rows = self.num_tiles(spec, query_len), self.tile_queries(spec, query_len)
+        self.cut = Cut.of(spec, query_len)
+        target = self.cut.target(spec, tile, num_sms)
         self.items = torch.empty(num_rows + target, 8, dtype=torch.int32, device=device)
         min_blocks = max(1, tile.min_keys // tile.keys)
-        self._how = [num_rows, target, spec.window_left, spec.chunk_size or 0, tile.keys, min_blocks]
-
-    @staticmethod
-    def tile_queries(spec: AttentionSpec, query_len: int) -> int:
-        """Queries, token times head, of a tile."""
-        return min(padded(query_len * spec.group_size), _MAX_TILE_ROWS)
-
-    @staticmethod
-    def num_tiles(spec: AttentionSpec, query_len: int) -> int:
-        """Tiles of a row and KV head."""
-        return -(-query_len * spec.group_size // Schedule.tile_queries(spec, query_len))
+        self._how = [num_rows, target, *sight(spec)[1:], tile.keys, min_blocks]
 
     def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
         """List the items for these lengths, [num_rows] and [num_rows + 1] i32. One launch."""
@@ -61,74 +83,83 @@ class Kernels:
 
     def __init__(
         self, spec: AttentionSpec, prefill: PrefillTile, slopes: torch.Tensor | None, sinks: torch.Tensor | None,
-        k_scale: float, v_scale: float,
+        k_scale: float, v_scale: float, device: torch.device,
     ) -> None:  # fmt: skip
         self.spec = spec
         self.prefill_tile = prefill
-        self.extras = (slopes, sinks)
-        self.scales = {True: (k_scale, v_scale), False: (1.0, 1.0)}  # of the cache; of keys as they came
-        self._layer = [
-            int(spec.causal), spec.window_left, spec.chunk_size or 0, int(spec.alibi_slopes is not None),
-            int(spec.sinks),
-        ]  # fmt: skip
+        nothing = torch.zeros(1, dtype=torch.float32, device=device)
+        self._extras = (nothing if slopes is None else slopes, nothing if sinks is None else sinks)
+        self._scales = {True: (k_scale, v_scale), False: (1.0, 1.0)}  # of the cache; of keys as they came
+        self._sees = [*sight(spec), int(spec.sinks)]
+        early = spec.logits_soft_cap is not None or spec.alibi_slopes is not None or spec.scale <= 0
+        self._form = [int(spec.logits_soft_cap is not None), int(spec.alibi_slopes is not None), int(early)]
+        self._heads = [spec.num_kv_heads, spec.group_size]
         self._dims = [spec.head_dim, spec.head_dim_vo, padded(spec.head_dim), padded(spec.head_dim_vo)]
 
     def decode(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
-        lse: torch.Tensor | None, page_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
-        schedule: Schedule, room: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        lse: torch.Tensor | None, page_table: torch.Tensor, schedule: Schedule,
+        room: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:  # fmt: skip
         """Rows whose keys are split; `room` is where their parts meet."""
-        spec, tile = self.spec, schedule.tile
-        shape = [key.shape[1], spec.num_kv_heads, spec.group_size, schedule.tiles, schedule.tile_rows, tile.keys]
-        how = [*self._layer, int(lse is not None), *shape, *self._dims, tile.stages, tile.warps]
-        _decode(query, key, value, output, lse, page_table, seq_lens, query_start_loc, schedule.items, *room,
-                *self.extras, *self._factors(True), spec.logits_soft_cap or 0.0, how)  # fmt: skip
+        tile, cut = schedule.tile, schedule.cut
+        registers = _JOIN_REGISTERS * 32 * tile.warps
+        at_once = max(1, registers // (cut.lanes * self._dims[-1]))  # a power of two, as all of these are
+        constants = [
+            *self._form, key.shape[1], *self._heads, cut.tiles, cut.rows, tile.keys, *self._dims, tile.stages,
+            int(query.dtype is torch.float32), cut.lanes, at_once,
+        ]  # fmt: skip
+        grid = len(schedule.items) * self.spec.num_kv_heads * cut.tiles
+        _decode(query, key, value, output, lse, page_table, schedule.items, *room, *self._extras,
+                self._factors(True), self._sees, constants, grid, tile.warps)  # fmt: skip
 
     def prefill(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
         lse: torch.Tensor | None, page_table: torch.Tensor | None, seq_lens: torch.Tensor,
-        query_start_loc: torch.Tensor, key_start_loc: torch.Tensor, first_row: int, num_tokens: int,
+        query_start_loc: torch.Tensor, key_start_loc: torch.Tensor, first_row: int, num_tokens: int, max_seq_len: int,
     ) -> None:  # fmt: skip
         """Rows from `first_row` on, of `num_tokens` query tokens; without a page table over keys as they came."""
-        spec, tile = self.spec, self.prefill_tile
+        spec, tile, is_paged = self.spec, self.prefill_tile, page_table is not None
         tile_tokens = max(1, tile.rows // spec.group_size)
-        rows = padded(tile_tokens * spec.group_size)
-        paged = page_table is not None
-        page_size = key.shape[1] if paged else 0
-        shape = [page_size, spec.num_kv_heads, spec.group_size, tile_tokens, rows, tile.keys]
-        how = [*self._layer, int(lse is not None), *shape, *self._dims, tile.stages, tile.warps]
-        _prefill(query, key, value, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, *self.extras,
-                 *self._factors(paged), spec.logits_soft_cap or 0.0, first_row, num_tokens, how)  # fmt: skip
+        constants = [
+            *self._form, key.shape[1] if is_paged else 0, *self._heads, tile_tokens,
+            padded(tile_tokens * spec.group_size), tile.keys, *self._dims, tile.stages,
+            int(query.dtype is torch.float32),
+        ]  # fmt: skip
+        head_bytes = max(1, max_seq_len) * (spec.head_dim + spec.head_dim_vo) * key.itemsize
+        section = min(max(1, _L2_BYTES // head_bytes), spec.num_kv_heads)
+        num_rows = len(seq_lens) - first_row
+        span = [first_row, num_rows, num_tokens // tile_tokens + num_rows, section]
+        _prefill(query, key, value, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, *self._extras,
+                 self._factors(is_paged), self._sees, span, constants, tile.warps)  # fmt: skip
 
-    def _factors(self, cached: bool) -> tuple[float, float]:
-        """Of logits, in base 2 unless a soft cap comes between; of values."""
-        k_scale, v_scale = self.scales[cached]
-        base = 1.0 if self.spec.logits_soft_cap is not None else math.log2(math.e)
-        return self.spec.scale * k_scale * base, v_scale
+    def _factors(self, cached: bool) -> list[float]:
+        """Of logits, in base 2 unless a soft cap comes between; of values; the soft cap."""
+        k_scale, v_scale = self._scales[cached]
+        cap = self.spec.logits_soft_cap
+        return [self.spec.scale * k_scale * (math.log2(math.e) if cap is None else 1.0), v_scale, cap or 0.0]
 
 
-def _strides(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> tuple[int, ...]:
+def _strides(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None
+) -> tuple[int, ...]:
     """As both kernels take them. Keys without pages are [tokens, heads, dim]."""
     page = (key.stride(0), value.stride(0)) if key.dim() == 4 else (0, 0)
-    return (*query.stride()[:2], page[0], *key.stride()[-3:-1], page[1], *value.stride()[-3:-1], *output.stride()[:2])
+    cached = (page[0], *key.stride()[-3:-1], page[1], *value.stride()[-3:-1])
+    return (*query.stride()[:2], *cached, *output.stride()[:2], 0 if lse is None else lse.stride(0))
 
 
 @operator(("output", "lse", "partial", "sums", "counters"))
 def _decode(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
-    page_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor, items: torch.Tensor,
-    partial: torch.Tensor, sums: torch.Tensor, counters: torch.Tensor, slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None, scale: float, value_scale: float, soft_cap: float, how: list[int],
+    page_table: torch.Tensor, items: torch.Tensor, partial: torch.Tensor, sums: torch.Tensor, counters: torch.Tensor,
+    slopes: torch.Tensor, sinks: torch.Tensor, factors: list[float], sees: list[int], constants: list[int], grid: int,
+    warps: int,
 ) -> None:  # fmt: skip
-    causal, window, chunk, alibi, has_sinks, want_lse, *shape, stages, warps = how
-    _page_size, num_kv_heads, _group, tiles = shape[:4]
-    decode_kernel[len(items) * num_kv_heads * tiles,](
-        query, key, value, output, output if lse is None else lse, page_table, seq_lens, query_start_loc, items,
-        partial, sums, counters, query if slopes is None else slopes, query if sinks is None else sinks,
-        scale, value_scale, page_table.stride(0), *_strides(query, key, value, output), output.shape[1],
-        causal, window, chunk, soft_cap, alibi, has_sinks, want_lse, *shape, stages, query.dtype is torch.float32,
-        num_warps=warps,
+    decode_kernel[grid,](
+        query, key, value, output, sums if lse is None else lse, page_table, items, partial, sums, counters, slopes,
+        sinks, *factors, *sees, int(lse is not None), page_table.stride(0),
+        *_strides(query, key, value, output, lse), *constants, num_warps=warps,
     )  # fmt: skip
 
 
@@ -136,17 +167,14 @@ def _decode(
 def _prefill(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor | None, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
-    key_start_loc: torch.Tensor, slopes: torch.Tensor | None, sinks: torch.Tensor | None, scale: float,
-    value_scale: float, soft_cap: float, first_row: int, num_tokens: int, how: list[int],
+    key_start_loc: torch.Tensor, slopes: torch.Tensor, sinks: torch.Tensor, factors: list[float], sees: list[int],
+    span: list[int], constants: list[int], warps: int,
 ) -> None:  # fmt: skip
-    causal, window, chunk, alibi, has_sinks, want_lse, *shape, stages, warps = how
-    _page_size, num_kv_heads, _group, tile_tokens = shape[:4]
-    num_rows = len(seq_lens) - first_row
+    _first_row, _num_rows, num_tiles, _section = span
+    num_kv_heads = constants[4]
     table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
-    prefill_kernel[num_tokens // tile_tokens + num_rows, num_kv_heads](
-        query, key, value, output, output if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc,
-        query if slopes is None else slopes, query if sinks is None else sinks,
-        scale, value_scale, first_row, num_rows, stride, *_strides(query, key, value, output), output.shape[1],
-        causal, window, chunk, soft_cap, alibi, has_sinks, want_lse, *shape, stages, query.dtype is torch.float32,
-        num_warps=warps,
+    prefill_kernel[num_tiles * num_kv_heads,](
+        query, key, value, output, sinks if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc,
+        slopes, sinks, *factors, *sees, int(lse is not None), *span, stride,
+        *_strides(query, key, value, output, lse), *constants, num_warps=warps,
     )  # fmt: skip

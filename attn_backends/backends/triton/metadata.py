@@ -25,6 +25,7 @@ class TritonMetadata(AttentionMetadata):
     num_new_kv: int
     num_decode_new_kv: int
     max_decode_len: int  # most query tokens of a decode row
+    max_seq_len: int  # or an upper bound of it
     for_graph: bool
     query_start_loc: torch.Tensor  # [R + 1] i32
     seq_lens: torch.Tensor  # [R] i32; 0 for padding
@@ -91,6 +92,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             num_new_kv=common.num_new_kv,
             num_decode_new_kv=new_kv,
             max_decode_len=max_decode_len,
+            max_seq_len=common.max_seq_len,
             for_graph=common.for_graph,
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,

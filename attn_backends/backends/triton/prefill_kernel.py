@@ -5,28 +5,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.backends.triton.tile import attend_keys
-from attn_backends.triton_split import finish, first_key
+from attn_backends.backends.triton.tile import attend_keys, factor, write_rows
+from attn_backends.triton_split import FAR, first_key
+
+_NOT_CONSTANT = ["first_row", "num_rows", "num_tiles", "section", "table_row", "ahead", "behind", "chunk", "has_sinks",
+                 "want_lse", "lse_token"]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows", "table_row"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_NOT_CONSTANT)  # type: ignore[untyped-decorator]
 def prefill_kernel(  # type: ignore[no-untyped-def]
     query, key_cache, value_cache, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, slopes, sinks,
-    scale, value_scale, first_row, num_rows, table_row,
+    scale, value_scale, soft_cap, ahead, behind, chunk, has_sinks, want_lse, first_row, num_rows, num_tiles, section,
+    table_row,
     query_token, query_head, key_page, key_slot, key_head, value_page, value_slot, value_head, out_token, out_head,
     lse_token,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    SINKS: tl.constexpr, WANT_LSE: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of TOKENS query tokens of one row, times the GROUP heads of one KV head.
 
     Row i's tiles are those from `(query_start_loc[i] - query_start_loc[first_row]) // TOKENS + i - first_row` on: one
-    more than any row needs. The last tiles, which see the most keys where attention is causal, come first.
+    more than any row needs. The last tiles, which see the most keys where attention is causal, come first. Heads come
+    in sections, whose keys and values fit the L2: within one, tiles are the outer order.
     """
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1)
+    program = tl.program_id(0)
+    first_head = program // (num_tiles * section) * section
+    heads = tl.minimum(section, KV_HEADS - first_head)
+    program -= first_head * num_tiles
+    head = first_head + program % heads
+    tile = num_tiles - 1 - program // heads
     before = tl.load(query_start_loc + first_row)
     low, high = 0, num_rows - 1
     while low < high:
@@ -51,9 +60,6 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
                           mask=live[:, None] & (dims[None] < DIM), other=0.0)  # fmt: skip
         slope = tl.load(slopes + q_head, mask=live, other=0.0) if ALIBI else tl.zeros([ROWS], tl.float32)
 
-        sums = tl.zeros([ROWS, BLOCK_DIM_VO], tl.float32)
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
         key = key_cache + head.to(tl.int64) * key_head
         value = value_cache + head.to(tl.int64) * value_head
         pages = page_table
@@ -63,30 +69,25 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
             value += key_first * value_slot
         else:
             pages += row.to(tl.int64) * table_row
-        stop, whole = seq_len, seq_len // KEYS * KEYS
-        if CAUSAL:
-            oldest = seq_len - query_len + first  # position of the tile's first query
-            stop = tl.minimum(seq_len, oldest + TOKENS)
-            whole = tl.maximum((oldest + 1) // KEYS * KEYS, 0)
-        start = stop * 0
-        if WINDOW >= 0 or CHUNK > 0:
-            start = first_key(seq_len - query_len + first, WINDOW, CHUNK) // KEYS * KEYS
+        oldest = seq_len - query_len + first  # position of the tile's first query
+        start = first_key(oldest, behind, chunk) // KEYS * KEYS
+        stop = tl.minimum(seq_len, oldest + TOKENS + ahead)
+        whole = tl.minimum(seq_len, oldest + 1 + ahead) // KEYS * KEYS
+        if tl.minimum(behind, chunk) < FAR:
             whole = start
-        else:
-            sums, top, total = attend_keys(
-                queries, sums, top, total, start, whole, seq_len, positions, slope, key, value, pages, scale,
-                key_page, key_slot, value_page, value_slot,
-                False, CAUSAL, WINDOW, CHUNK, SOFT_CAP, ALIBI, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
-            )  # fmt: skip
+        whole = tl.maximum(whole, start)
         sums, top, total = attend_keys(
-            queries, sums, top, total, whole, stop, seq_len, positions, slope, key, value, pages, scale,
-            key_page, key_slot, value_page, value_slot,
-            True, CAUSAL, WINDOW, CHUNK, SOFT_CAP, ALIBI, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
+            queries, tl.zeros([ROWS, BLOCK_DIM_VO], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
+            tl.zeros([ROWS], tl.float32), start, whole, seq_len, positions, slope, key, value, pages, scale, soft_cap,
+            ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
+            False, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
         )  # fmt: skip
-        sink = tl.load(sinks + q_head, mask=live, other=0.0).to(tl.float32) if SINKS else top
-        out, log_sum = finish(sums, top, total, sink, value_scale, SINKS)
-        dims_vo = tl.arange(0, BLOCK_DIM_VO)
-        to = output + at[:, None] * out_token + q_head[:, None] * out_head + dims_vo[None]
-        tl.store(to, out.to(output.dtype.element_ty), mask=live[:, None] & (dims_vo[None] < DIM_VO))
-        if WANT_LSE:
-            tl.store(lse + at * lse_token + q_head, log_sum, mask=live)
+        sums, top, total = attend_keys(
+            queries, sums, top, total, whole, stop, seq_len, positions, slope, key, value, pages, scale, soft_cap,
+            ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
+            True, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
+        )  # fmt: skip
+        top *= factor(scale, EARLY)
+        write_rows(output, lse, sinks, sums, top, total, first * GROUP + lane, head, first_token,
+                   tl.minimum(query_len, first + TOKENS), value_scale, out_token, out_head, lse_token,
+                   has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.triton.launch import Schedule
+from attn_backends.backends.triton.launch import Cut, Schedule
 from attn_backends.backends.triton.metadata import DECODE_TOKENS, TritonMetadata
-from attn_backends.backends.triton.tuning import DecodeTile, decode_tile
+from attn_backends.backends.triton.tuning import decode_tile
 from attn_backends.interface import AttentionState, AttentionStep, check_capture_size
 from attn_backends.page_table import PAD_SLOT
-from attn_backends.spec import AttentionSpec
 from attn_backends.triton_split import num_multiprocessors, padded
 
 
@@ -22,8 +21,8 @@ from attn_backends.triton_split import num_multiprocessors, padded
 class Room:
     """Where the parts of split rows meet; the same for all layers, which run one after the other."""
 
-    partial: torch.Tensor  # [places * heads * queries * head_dim_vo] f32
-    sums: torch.Tensor  # [places * heads * queries * 2] f32: highest logit, sum of weights
+    partial: torch.Tensor  # [places * heads * lanes * head_dim_vo] f32
+    sums: torch.Tensor  # [places * heads * lanes * 2] f32: highest logit in base 2, sum of weights
     counters: torch.Tensor  # [rows * heads * tiles] i32, zeros between launches
 
 
@@ -63,7 +62,7 @@ class TritonState(AttentionState[TritonMetadata]):
     def make_schedule(self, group: int, num_rows: int, query_len: int) -> Schedule:
         spec = self._specs[group]
         tile = decode_tile(spec, self.cache, num_rows, self.options)
-        return Schedule(spec, tile, num_rows, query_len, self._target(spec, tile, query_len), self.device)
+        return Schedule(spec, tile, num_rows, query_len, self._num_sms, self.device)
 
     # Graphs.
 
@@ -106,11 +105,6 @@ class TritonState(AttentionState[TritonMetadata]):
             "seq_lens": torch.zeros(num_rows, **ints),  # type: ignore[call-overload]
         }
 
-    def _target(self, spec: AttentionSpec, tile: DecodeTile, query_len: int) -> int:
-        """Items that fill the GPU: each is a program for every KV head and tile of queries."""
-        tiles = Schedule.num_tiles(spec, query_len)
-        return max(1, self._num_sms * tile.programs // (spec.num_kv_heads * tiles))
-
     def _make_room(self) -> Room:
         longest = min(DECODE_TOKENS, self.limits.max_num_tokens)
         floats, sums, counters = 0, 0, 0
@@ -119,12 +113,11 @@ class TritonState(AttentionState[TritonMetadata]):
         for spec in self._specs.values():
             tiles = [decode_tile(spec, self.cache, num_rows, self.options) for num_rows in batches]
             most = max(tiles, key=lambda tile: tile.programs)
-            for query_len in {1, longest}:
-                heads = spec.num_kv_heads * Schedule.num_tiles(spec, query_len)
-                queries = heads * Schedule.tile_queries(spec, query_len)
-                places = -(-4 * self._target(spec, most, query_len) // 3)
-                floats = max(floats, places * queries * padded(spec.head_dim_vo))
-                sums = max(sums, places * queries * 2)
+            for cut in {Cut.of(spec, 1), Cut.of(spec, longest)}:
+                heads = spec.num_kv_heads * cut.tiles
+                queries = cut.places(spec, most, self._num_sms) * heads * cut.lanes
+                floats = max(floats, queries * padded(spec.head_dim_vo))
+                sums = max(sums, queries * 2)
                 counters = max(counters, most_rows * heads)
         made = {"dtype": torch.float32, "device": self.device}
         return Room(
@@ -199,6 +192,7 @@ class TritonGraphState(TritonState):
             num_decode_new_kv=num_tokens,
             max_decode_len=query_len,
             for_graph=True,
+            max_seq_len=self.limits.max_model_len,
             query_start_loc=starts,
             key_start_loc=starts,
             **self._tensors,

@@ -1,4 +1,4 @@
-"""What decode and prefill kernels share: a tile of queries that attends to a run of keys.
+"""What decode and prefill kernels share: a tile of queries that attends to a run of keys, and how its sums end.
 
 The online softmax is that of FlashAttention (Dao et al., 2022), in powers of two. Rows of a tile are pairs of a query
 token and a query head of one KV head, so that every key is read once for all of them.
@@ -9,38 +9,42 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.triton_split import LOG2_E
+from attn_backends.triton_split import LN_2, LOG2_E
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def attend_keys(  # type: ignore[no-untyped-def]
-    queries, sums, top, total, start, stop, num_keys, positions, slopes, key, value, pages, scale,
-    key_page, key_slot, value_page, value_slot,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr,
-    STAGES: tl.constexpr, EXACT: tl.constexpr,
+    queries, sums, top, total, start, stop, num_keys, positions, slopes, key, value, pages, scale, soft_cap,
+    ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
+    MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    KEYS: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Attend to keys `start` to `stop`, in blocks of KEYS from a multiple of it on.
 
     Args:
         queries: [ROWS, D] of the layer's dtype.
         sums, top, total: what was attended before: weighted values [ROWS, DV] f32, the highest logit and the sum of
-            weights [ROWS] f32, logits in base 2.
+            weights [ROWS] f32.
         num_keys: from there on nothing is a key; blocks reach beyond `stop` only where they reach beyond it.
         positions: [ROWS] i32 of the queries.
         slopes: [ROWS] f32, of ALiBi.
         key, value: the KV head's first element.
         pages: the row's page ids; PAGE_SIZE 0: keys lie one behind the other from `key` on.
-        scale: softmax scale; without a soft cap times log2(e).
-        MASKED: whether some query may not see some key of these blocks, or a block ends beyond the keys.
+        scale: what makes logits of products; in base 2, unless a soft cap comes between.
+        ahead, behind: how many positions after and before its own a query sees.
+        chunk: positions of a chunk; a query sees its own alone.
+        MASKED: whether some query may not see some key of these blocks, or they reach beyond the keys.
+        EARLY: whether logits are scaled before they are compared: where something comes between, or `scale` is not
+            positive. It saves a multiplication a key not to.
         EXACT: float32 products in float32, not tf32.
 
     Returns:
-        sums, top, total.
+        sums, top, total; `top` times `factor(scale, EARLY)` is a logit in base 2.
     """
     lane = tl.arange(0, KEYS)
     dims = tl.arange(0, queries.shape[1])
     dims_vo = tl.arange(0, sums.shape[1])
+    after = factor(scale, EARLY)
     for first in tl.range(start, stop, KEYS, num_stages=STAGES):
         keys = first + lane
         live = keys < num_keys
@@ -53,53 +57,85 @@ def attend_keys(  # type: ignore[no-untyped-def]
             key_at = page * key_page + offset * key_slot
             value_at = page * value_page + offset * value_slot
         else:
-            page = tl.load(pages + keys // PAGE_SIZE, mask=live if MASKED else None).to(tl.int64)
+            page = _load(pages + keys // PAGE_SIZE, live, True, MASKED, True).to(tl.int64)
             offset = keys % PAGE_SIZE
             key_at = page * key_page + offset * key_slot
             value_at = page * value_page + offset * value_slot
-        k = _load(key + key_at[:, None] + dims[None], live[:, None], dims[None] < DIM, MASKED, queries.shape[1] == DIM)
+        k = _load(key + key_at[:, None] + dims[None], live[:, None], dims[None] < DIM, MASKED,
+                  queries.shape[1] == DIM)  # fmt: skip
         k = k.to(queries.dtype)
-        if EXACT:
-            logits = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
-        else:
-            logits = tl.dot(queries, tl.trans(k)) * scale
-        if SOFT_CAP > 0:  # cap * tanh(logit / cap), where tanh(x) = 1 - 2 / (exp(2x) + 1)
-            e = tl.exp2(logits * (2 * LOG2_E / SOFT_CAP))
-            logits = (SOFT_CAP * LOG2_E) * (1 - 2 / (e + 1))
+        logits = tl.dot(queries, tl.trans(k), input_precision="ieee" if EXACT else None)
+        if SOFT_CAP:  # cap * tanh(logit / cap), where tanh(x) = 1 - 2 / (exp(2x) + 1)
+            e = tl.exp2(logits * (scale * 2 * LOG2_E / soft_cap))
+            logits = (soft_cap * LOG2_E) * (1 - 2 / (e + 1))
+        elif EARLY:
+            logits *= scale
         if ALIBI:
             logits += slopes[:, None] * LOG2_E * (keys[None] - positions[:, None]).to(tl.float32)
         if MASKED:
-            seen = live[None]
-            if CAUSAL:
-                seen = seen & (keys[None] <= positions[:, None])
-            if WINDOW >= 0:
-                seen = seen & (keys[None] >= positions[:, None] - WINDOW)
-            if CHUNK > 0:
-                seen = seen & (keys[None] // CHUNK == positions[:, None] // CHUNK)
+            seen = live[None] & (keys[None] <= positions[:, None] + ahead) & (keys[None] >= positions[:, None] - behind)
+            seen = seen & (keys[None] // chunk == tl.maximum(positions, 0)[:, None] // chunk)
             logits = tl.where(seen, logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
-        base = new_top
+        base = new_top * after
         if MASKED:  # a row that has seen nothing yet
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(logits - base[:, None])
-        shrunk = tl.exp2(top - base)
+            base = tl.where(new_top == float("-inf"), 0.0, base)
+        weights = tl.exp2(logits * after - base[:, None])
+        shrunk = tl.exp2(top * after - base)
         total = total * shrunk + tl.sum(weights, 1)
         sums = sums * shrunk[:, None]
         v = _load(value + value_at[:, None] + dims_vo[None], live[:, None], dims_vo[None] < DIM_VO, MASKED,
                   sums.shape[1] == DIM_VO).to(queries.dtype)  # fmt: skip
-        if EXACT:
-            sums = tl.dot(weights.to(v.dtype), v, sums, input_precision="ieee")
-        else:
-            sums = tl.dot(weights.to(v.dtype), v, sums)
+        sums = tl.dot(weights.to(v.dtype), v, sums, input_precision="ieee" if EXACT else None)
         top = new_top
     return sums, top, total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def factor(scale, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What makes logits in base 2 of those that `attend_keys` compares."""
+    if EARLY:
+        return scale * 0 + 1
+    return scale
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _load(at, live, within, MASKED: tl.constexpr, FULL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Zeros where nothing is to be read; without a mask where all is, as masks make loads narrow."""
+    """Zeros where nothing is to be read: what lies there may be NaN. Without a mask where all is read."""
     if MASKED:
-        loaded = tl.load(at, mask=live & within, other=0.0) if not FULL else tl.load(at, mask=live, other=0.0)
+        loaded = tl.load(at, mask=live, other=0) if FULL else tl.load(at, mask=live & within, other=0)
     else:
-        loaded = tl.load(at, mask=within, other=0.0) if not FULL else tl.load(at)
+        loaded = tl.load(at) if FULL else tl.load(at, mask=within, other=0)
     return loaded
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def write_rows(  # type: ignore[no-untyped-def]
+    output, lse, sinks, sums, top, total, lane, head, first_token, query_len, value_scale,
+    out_token, out_head, lse_token, has_sinks, want_lse,
+    GROUP: tl.constexpr, DIM_VO: tl.constexpr,
+):  # fmt: skip
+    """Outputs and natural LSEs of a KV head's queries; zeros and -inf for one that saw no key.
+
+    Args:
+        sums, top, total: as `attend_keys` returns them, `top` in base 2.
+        lane: [ROWS], token times GROUP plus query head, from the row's first token on; tokens end at `query_len`.
+        sinks: [num_qo_heads] logits. One takes its share of the softmax and gives nothing.
+    """
+    token = lane // GROUP
+    q_head = head * GROUP + lane % GROUP
+    live = token < query_len
+    at = (first_token + token).to(tl.int64)
+    dims = tl.arange(0, sums.shape[1])
+    saw = total > 0
+    sink = tl.load(sinks + q_head, mask=live & (has_sinks != 0), other=float("-inf")) * LOG2_E
+    higher = tl.maximum(top, sink)
+    shrunk = tl.exp2(top - higher)
+    sums *= shrunk[:, None]
+    total = total * shrunk + tl.exp2(sink - higher)
+    out = tl.where(saw[:, None], sums * (value_scale / tl.where(saw, total, 1.0))[:, None], 0.0)
+    to = output + at[:, None] * out_token + q_head[:, None] * out_head + dims[None]
+    tl.store(to, out.to(output.dtype.element_ty), mask=live[:, None] & (dims[None] < DIM_VO))
+    if want_lse != 0:
+        log_sum = (higher + tl.log2(tl.where(saw, total, 1.0))) * LN_2
+        tl.store(lse + at * lse_token + q_head, tl.where(saw, log_sum, float("-inf")), mask=live)

@@ -65,13 +65,13 @@ def attend(
     lse = torch.logsumexp(logits, -1)  # [num_kv_heads, num_tokens, group_size]
     empty = lse == -math.inf
     weights = torch.exp(logits - lse.masked_fill(empty, 0.0)[..., None])
-    out = _weighted(weights, value, seen)
+    out = weighted(weights, value, seen)
     out = out.permute(1, 0, 2, 3).reshape(num_tokens, -1, value.shape[2])
     lse = (lse * LOG2E).masked_fill(empty, EMPTY_LSE).transpose(0, 1).reshape(num_tokens, -1)
     return out, lse, covered
 
 
-def _weighted(weights: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+def weighted(weights: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """Sum of values by weight. One that is not finite reaches the queries that see it, as NaN, and no other."""
     sums = torch.matmul(weights.flatten(1, 2), torch.nan_to_num(value, 0.0, 0.0, 0.0).transpose(0, 1))
     not_finite = (~torch.isfinite(value)).any(-1).float()  # [num_slots, num_kv_heads]
@@ -81,9 +81,9 @@ def _weighted(weights: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) ->
 
 def _seen(num_tokens: int, num_slots: int, rows: Rows, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
     """seen [num_tokens, num_slots] bool, and covered [num_tokens] bool."""
-    row, index, in_row = _place(num_tokens, rows.qo_indptr, rows.planned_qo_lens)
+    row, index, in_row = place(num_tokens, rows.qo_indptr, rows.planned_qo_lens)
     reached = torch.minimum(rows.kv_lens, rows.planned_kv_lens)
-    key_row, key_index, is_key = _place(num_slots, rows.key_indptr, reached)
+    key_row, key_index, is_key = place(num_slots, rows.key_indptr, reached)
     qo_lens = rows.qo_indptr[1:] - rows.qo_indptr[:-1]
     position = ((rows.kv_lens - qo_lens)[row] + index)[:, None]  # of each query among the keys of its row
     seen = (row[:, None] == key_row) & is_key & in_row[:, None]
@@ -94,7 +94,7 @@ def _seen(num_tokens: int, num_slots: int, rows: Rows, rules: Rules) -> tuple[to
     return seen, in_row
 
 
-def _place(count: int, indptr: torch.Tensor, lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def place(count: int, indptr: torch.Tensor, lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of each of `count` slots its row, its place in that row, and whether the row reaches so far. [count] each."""
     slots = torch.arange(count, dtype=torch.int64, device=indptr.device)
     last = len(indptr) - 2
@@ -116,7 +116,11 @@ def gather_pages(
     """
     slots = torch.arange(len(indices), dtype=torch.int64, device=indices.device)
     owned = (slots >= indptr[0]) & (slots < indptr[-1])
-    pages = indices.long().masked_fill(~owned, 0)
+    return select_pages(cache, indices.long().masked_fill(~owned, 0))
+
+
+def select_pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Pages one after the other: [len(pages) * page_size, num_kv_heads, head_dim] f32."""
     if cache.itemsize == 1:  # fp8 is moved as bytes, and read as the value that it is
         return cache.view(torch.uint8).index_select(0, pages).view(cache.dtype).float().flatten(0, 1)
     return cache.index_select(0, pages).float().flatten(0, 1)

@@ -16,9 +16,7 @@ from attn_backends.testing.emulated.flashinfer_checks import (
     checked_num_rows,
     lse_for,
     not_emulated,
-    prefill_backend,
 )
-from attn_backends.testing.emulated.flashinfer_modules import FA2, compiled
 from attn_backends.testing.emulated.flashinfer_ragged import BatchPrefillWithRaggedKVCacheWrapper
 from attn_backends.testing.emulated.flashinfer_wrapper import PagedCache, PagedWrapper, seq_lens_of
 
@@ -160,36 +158,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             self._paged_kv_indptr_buf = paged_kv_indptr.to(self.device, copy=True)
             self._paged_kv_indices_buf = paged_kv_indices.to(self.device)
             self._paged_kv_last_page_len_buf = paged_kv_last_page_len.to(self.device, copy=True)
-        self._backend = prefill_backend(self._backend, self._cached_q_data_type, self._cached_kv_data_type)
-        self._cached_module = compiled(
-            self._backend,
-            self._cached_q_data_type,
-            self._cached_kv_data_type,
-            self._cached_o_data_type,
-            head_dim_qk,
-            head_dim_vo,
-            window_left >= 0,
-            (logits_soft_cap or 0.0) > 0,
-        )
         self._block_tables = block_tables
-        self._plan_info = self._cached_module.plan(
-            *self._workspaces(),
-            queries,
-            starts,
-            kv_lens,
-            self._max_total_num_rows or self._qo_indptr_last,
-            self._batch_size,
-            num_qo_heads,
-            num_kv_heads,
-            page_size,
-            self._use_cuda_graph,
-            head_dim_qk,
-            head_dim_vo,
-            causal,
-            window_left,
-            *((fixed_split_size or -1, disable_split_kv, 0) if self._backend == FA2 else ()),
-        )
-        self._causal = causal
+        self._plan_tiles(
+            queries, starts, kv_lens, self._max_total_num_rows or self._qo_indptr_last, (num_qo_heads, num_kv_heads),
+            page_size, (head_dim_qk, head_dim_vo), causal, window_left, logits_soft_cap, fixed_split_size,
+            disable_split_kv,
+        )  # fmt: skip
         self._use_fp16_qk_reduction = use_fp16_qk_reduction
         self._seq_lens_kv = seq_lens
         self._seq_lens_q = seq_lens if seq_lens_q is None else seq_lens_q

@@ -16,9 +16,7 @@ from attn_backends.testing.emulated.flashinfer_checks import (
     checked_num_rows,
     lse_for,
     not_emulated,
-    prefill_backend,
 )
-from attn_backends.testing.emulated.flashinfer_modules import FA2, compiled
 from attn_backends.testing.emulated.flashinfer_wrapper import Wrapper
 
 
@@ -143,35 +141,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             self._qo_indptr_buf = qo_indptr.to(self.device, copy=True)
             self._kv_indptr_buf = kv_indptr.to(self.device, copy=True)
         self._o_indptr_buf, self._v_indptr_buf = self._qo_indptr_buf, self._kv_indptr_buf  # cudnn's alone
-        self._backend = prefill_backend(self._backend, self._cached_q_data_type, self._cached_kv_data_type)
-        self._cached_module = compiled(
-            self._backend,
-            self._cached_q_data_type,
-            self._cached_kv_data_type,
-            self._cached_o_data_type,
-            head_dim_qk,
-            head_dim_vo,
-            window_left >= 0,
-            (logits_soft_cap or 0.0) > 0,
-        )
-        self._plan_info = self._cached_module.plan(
-            *self._workspaces(),
-            queries,
-            starts,
-            starts[1:] - starts[:-1],
-            self._max_total_num_rows or self._qo_indptr_last,
-            batch_size,
-            num_qo_heads,
-            num_kv_heads,
-            1,  # page_size
-            self._use_cuda_graph,
-            head_dim_qk,
-            head_dim_vo,
-            causal,
-            window_left,
-            *((fixed_split_size or -1, disable_split_kv, 0) if self._backend == FA2 else ()),
-        )
-        self._causal = causal
+        self._plan_tiles(
+            queries, starts, starts[1:] - starts[:-1], self._max_total_num_rows or self._qo_indptr_last,
+            (num_qo_heads, num_kv_heads), 1, (head_dim_qk, head_dim_vo), causal, window_left, logits_soft_cap,
+            fixed_split_size, disable_split_kv,
+        )  # fmt: skip
         self._use_fp16_qk_reduction = use_fp16_qk_reduction
         self._set_constants(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
 

@@ -7,9 +7,15 @@ from typing import Any
 
 import torch
 
-from attn_backends.testing.emulated.flashinfer_checks import DType, check_dims, dtype_of, not_emulated
+from attn_backends.testing.emulated.flashinfer_checks import (
+    DType,
+    check_dims,
+    dtype_of,
+    not_emulated,
+    prefill_backend,
+)
 from attn_backends.testing.emulated.flashinfer_kernel import Rules
-from attn_backends.testing.emulated.flashinfer_modules import FA2, FA3
+from attn_backends.testing.emulated.flashinfer_modules import FA2, FA3, compiled
 
 INT_WORKSPACE_BYTES = 8 * 1024 * 1024
 BACKENDS = ("auto", FA2, FA3)
@@ -83,6 +89,44 @@ class Wrapper:
         self._sm_scale = sm_scale
         self._rope_scale = rope_scale
         self._rope_theta = rope_theta
+
+    def _plan_tiles(
+        self, queries: torch.Tensor, starts: torch.Tensor, kv_lens: torch.Tensor, num_rows: int,
+        heads: tuple[int, int], page_size: int, head_dims: tuple[int, int], causal: bool, window_left: int,
+        logits_soft_cap: float | None, fixed_split_size: int | None, disable_split_kv: bool,
+    ) -> None:  # fmt: skip
+        """Choose the module of fa2 or fa3, and call its scheduler, as both prefill wrappers do.
+
+        Args:
+            queries, starts, kv_lens: on the CPU: query starts, page or key starts, keys of each row.
+            num_rows: query tokens, or as many as a graph has at most.
+        """
+        self._backend = prefill_backend(self._backend, self._cached_q_data_type, self._cached_kv_data_type)
+        self._cached_module = compiled(
+            self._backend,
+            self._cached_q_data_type,
+            self._cached_kv_data_type,
+            self._cached_o_data_type,
+            *head_dims,
+            window_left >= 0,
+            (logits_soft_cap or 0.0) > 0,
+        )
+        self._plan_info = self._cached_module.plan(
+            *self._workspaces(),
+            queries,
+            starts,
+            kv_lens,
+            num_rows,
+            len(kv_lens),
+            *heads,
+            page_size,
+            self._use_cuda_graph,
+            *head_dims,
+            causal,
+            window_left,
+            *((fixed_split_size or -1, disable_split_kv, 0) if self._backend == FA2 else ()),
+        )
+        self._causal = causal
 
     def _rules(self, query: torch.Tensor, causal: bool, *scales: float | torch.Tensor | None) -> Rules:
         scale = 1.0 / math.sqrt(query.shape[-1]) if self._sm_scale is None else self._sm_scale

@@ -87,7 +87,8 @@ class KitBase:
         """A random batch for the layer, in one of the shapes of `cases.json` (by name) or another."""
         shape = load_cases().batches[shape] if isinstance(shape, str) else shape
         plain = plain_cache(self.can)
-        how = {"page_size": plain.page_size, "layout": plain.layout, "device": self.device, **how}
+        how = {"page_size": plain.page_size, "layout": plain.layout, "device": self.device,
+               "fp8_queries": self.can.fp8_queries, **how}  # fmt: skip
         return random_batch(self.backend, spec, shape.seq_lens, shape.query_lens, **how)
 
     def serves(self, spec: AttentionSpec, *, may_refuse: bool = False, **cache_changes: Any) -> bool:

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attn_backends.batch_views import without_new_keys
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, Layout
 from attn_backends.testing.batches import Batch, Row
-from attn_backends.testing.cases import BatchShape, load_cases
+from attn_backends.testing.cases import BatchShape
 from attn_backends.testing.features import feature
 from attn_backends.testing.harness import (
     Result,
@@ -60,7 +61,7 @@ class Contract(KitBase):
         parts = torch.split(run_backend(self.backend, batch).output, [row.data.query_len for row in batch.rows])
         expected = torch.cat([parts[i] for i in order]).double().cpu()
         error = output_error(run_backend(self.backend, batch.reordered(order)).output, expected)
-        allowed = load_cases().tolerance(batch.spec.dtype)
+        allowed = batch.tolerance
         assert error <= allowed, f"requests in the order {order} give other outputs: off by {error:.2e}"
 
     @pytest.mark.parametrize("name", POSITIONAL)
@@ -139,6 +140,16 @@ class Contract(KitBase):
         assert returned is output, "forward() returns another tensor than the output it was given"
         assert_matches(Result(output, None, None), batch, "output=")
         assert bool(around[[0, -1]].isnan().all()), "forward() wrote outside the output it was given"
+
+    @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", WHOLE_PROMPTS], ids=str)
+    def test_keys_that_are_cached_already(self, shape: BatchShape | str) -> None:
+        """An engine that writes its keys itself gives none: all are read from the cache, and nothing is written."""
+        batch = self.make_batch(self.make_spec(), shape)
+        layer, pool = make_layer(self.backend, batch), batch.pool_after()
+        step = layer.state.begin_forward(layer.builder.build(0, without_new_keys(batch.common())))
+        output = layer.impl.forward(batch.query, None, None, pool, step)
+        assert_matches(Result(output, None, None), batch, "keys that are cached already")
+        assert_pool(pool, batch.pool_after(), "keys that are cached already")
 
     def test_profile_run(self) -> None:
         """No pages and no cache yet: causal attention among the new tokens."""

@@ -1,0 +1,57 @@
+"""FLASH_ATTN: what it can do, and its five classes. Importing them imports no kernel library: providers do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from attn_backends.backends.flash_attn.fa3 import PROVIDERS
+from attn_backends.backends.flash_attn.impl import FlashAttnImpl
+from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata, FlashAttnMetadataBuilder
+from attn_backends.backends.flash_attn.provider import Provider, choose, together
+from attn_backends.backends.flash_attn.state import FlashAttnState
+from attn_backends.interface import AttentionBackend, Capabilities, Rejection, Unsupported
+from attn_backends.spec import AttentionSpec, KVCacheSpec
+
+
+class FlashAttnBackend(AttentionBackend):
+    """Decode, prefill and mixed batches by FlashAttention, whose lengths and page tables are on the device."""
+
+    providers: ClassVar[Sequence[Provider]] = PROVIDERS  # others in tests
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASH_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttnImpl]:
+        return FlashAttnImpl
+
+    @staticmethod
+    def get_metadata_cls() -> type[FlashAttnMetadata]:
+        return FlashAttnMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashAttnMetadataBuilder]:
+        return FlashAttnMetadataBuilder
+
+    @staticmethod
+    def get_state_cls() -> type[FlashAttnState]:
+        return FlashAttnState
+
+    @staticmethod
+    def capabilities() -> Capabilities:
+        """Of the providers that are here together, or of all of them where none is. What no single one of them serves,
+        `reject` refuses with each one's reasons."""
+        here = [provider for provider in PROVIDERS if provider.missing() is None]
+        return together(here or PROVIDERS)
+
+    @classmethod
+    def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
+        try:
+            choose(cls.providers, spec, cache, torch.device(device))
+        except Unsupported as refusal:
+            return list(refusal.rejections)
+        return []

@@ -1,0 +1,94 @@
+"""What every provider is called with: rows of a batch, and the constants of a layer.
+
+Kernels of all providers index the cache with 64 bits: they multiply page ids (i32) by the tensors' strides, which are
+int64 in both (`index_t` of FlashAttention 2, the layouts of 3). Caches of more than 2^31 elements need nothing special.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from attn_backends.spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that one call attends. Lengths and pages are on the device; what is on the host follows from shapes alone,
+    but for `max_seq_len`, of which the longest row may fall short."""
+
+    num_rows: int  # R
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: torch.Tensor  # [R + 1] i32, from 0 on
+    seq_lens: torch.Tensor  # [R] i32; a row of 0 gets zeros
+    page_table: torch.Tensor | None  # [R, max_pages] i32; None: keys are this step's own, by query_start_loc
+
+    @property
+    def query_len(self) -> int | None:
+        """Of every row; None if they differ."""
+        return self.max_query_len if self.num_tokens == self.num_rows * self.max_query_len else None
+
+    def part(self, first: int, stop: int, tokens: slice, max_query_len: int) -> Rows:
+        """Rows `first` to `stop`, which have these of the tokens."""
+        if stop - first == self.num_rows:
+            return self
+        starts = self.query_start_loc[first : stop + 1]
+        return replace(
+            self,
+            num_rows=stop - first,
+            num_tokens=tokens.stop - tokens.start,
+            max_query_len=max_query_len,
+            query_start_loc=starts - tokens.start if tokens.start else starts,
+            seq_lens=self.seq_lens[first:stop],
+            page_table=None if self.page_table is None else self.page_table[first:stop],
+        )
+
+    def behind(self, num_keys: int, page_size: int) -> Rows:
+        """The same rows over what comes after their first keys, whole pages that every row has."""
+        if not num_keys or self.page_table is None:
+            return self
+        return replace(
+            self,
+            max_seq_len=self.max_seq_len - num_keys,
+            seq_lens=self.seq_lens - num_keys,
+            page_table=self.page_table[:, num_keys // page_size :],
+        )
+
+
+@dataclass(frozen=True)
+class LayerConstants:
+    """What a layer asks for in every call, as kernels take it."""
+
+    scale: float
+    causal: bool
+    window: tuple[int, int]  # keys to the left and right of a query's own; -1 is no limit
+    soft_cap: float  # 0: none
+    alibi_slopes: torch.Tensor | None  # [num_qo_heads] f32
+    sinks: torch.Tensor | None  # [num_qo_heads] bf16, for kernels that take them
+    k_scale: torch.Tensor  # [1, 1] f32; a value of an fp8 cache times it is the real one
+    v_scale: torch.Tensor  # [1, 1] f32
+
+    def without_sinks(self) -> LayerConstants:
+        return replace(self, sinks=None)
+
+    def over_prefix(self) -> LayerConstants:
+        """For keys that all queries see. Sinks join the softmax once, with the other keys."""
+        return replace(self, causal=False, window=(-1, -1), sinks=None)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One launch of a step: rows, which of its tokens they are, and their schedule."""
+
+    rows: Rows
+    tokens: slice
+    schedule: torch.Tensor | None  # i32, on the device; None: the kernel makes its own
+    split_keys: bool
+
+
+def window_of(spec: AttentionSpec, causal: bool) -> tuple[int, int]:
+    """A layer's window as kernels take it: keys to the left and right."""
+    return (-1, -1) if spec.window_left < 0 else (spec.window_left, 0 if causal else -1)

@@ -1,0 +1,168 @@
+"""FlashAttention 2: the package `flash_attn`, and vLLM's build of it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows
+from attn_backends.backends.flash_attn.provider import COMMON, Provider, ProviderError
+from attn_backends.interface import Capabilities
+
+KNOWN = ((2, 7), (2, 9))  # of the package, from the first to below the second: its extension is called by position
+MAX_UNIFORM = 64  # query tokens a row that the decode kernel takes: one tile; it splits keys, the other does not
+
+
+class FlashAttn2(Provider):
+    """PyPI's `flash-attn`. Its Python functions allocate what they return, so the extension below them is called."""
+
+    name = "flash_attn"
+    module_names = ("flash_attn", "flash_attn_2_cuda")
+    install = "pip install flash-attn --no-build-isolation"
+    decodes_apart = True
+
+    def check(self, package: Any, kernels: Any) -> None:
+        found = tuple(map(int, re.findall(r"\d+", package.__version__)[:2]))
+        if not KNOWN[0] <= found < KNOWN[1]:
+            first, last = (".".join(map(str, version)) for version in KNOWN)
+            raise ProviderError(f"flash-attn {package.__version__}", f"flash-attn {first} to below {last}")
+
+    def capabilities(self) -> Capabilities:
+        return replace(COMMON, page_size_multiple=256, alibi=True)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        output: torch.Tensor,
+        call: Call,
+        layer: LayerConstants,
+        want_lse: bool,
+    ) -> torch.Tensor | None:
+        rows = call.rows
+        uniform = rows.page_table is not None and rows.query_len is not None and rows.query_len <= MAX_UNIFORM
+        run = self._attend_uniform if uniform else self._attend_varlen
+        return run(query, keys, values, output, call, layer, want_lse)
+
+    def _attend_uniform(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        output: torch.Tensor,
+        call: Call,
+        layer: LayerConstants,
+        want_lse: bool,
+    ) -> torch.Tensor | None:
+        """Rows of one length by the kernel for decoding."""
+        rows, table, kernels = call.rows, call.rows.page_table, self.modules[1]
+        assert table is not None
+        assert rows.query_len is not None
+        capacity = table.shape[1] * keys.shape[1]
+        left, right = exact_window(layer, capacity, want_lse)
+        query, out = (tensor.unflatten(0, (rows.num_rows, rows.query_len)) for tensor in (query, output))
+        group = query.shape[2] // keys.shape[2]
+        if rows.query_len == 1 and group > 1 and left < 0 and layer.alibi_slopes is None:
+            # The kernel takes the query heads of a KV head for query tokens then, and wants the output in that order.
+            out = out.view(rows.num_rows, keys.shape[2], group, -1).transpose(1, 2)
+        _, lse = kernels.fwd_kvcache(
+            query, keys, values, None, None, rows.seq_lens, None, None, None, None, table, layer.alibi_slopes, out,
+            layer.scale, layer.causal and left < 0, left, right, layer.soft_cap, False, 0 if call.split_keys else 1,
+        )  # fmt: skip
+        return token_major(lse) if want_lse else None
+
+    def _attend_varlen(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        output: torch.Tensor,
+        call: Call,
+        layer: LayerConstants,
+        want_lse: bool,
+    ) -> torch.Tensor | None:
+        rows, kernels = call.rows, self.modules[1]
+        query_len, out = rows.max_query_len, output
+        if query_len == 1:
+            query_len = 2  # at 1 the kernel reorders heads, and writes the output elsewhere
+        left, right = exact_window(layer, rows.max_seq_len, want_lse)
+        own = rows.page_table is None
+        result = kernels.varlen_fwd(
+            query, keys, values, out, rows.query_start_loc, rows.query_start_loc, None if own else rows.seq_lens, None,
+            rows.page_table, layer.alibi_slopes, query_len, rows.max_seq_len, 0.0, layer.scale, False,
+            layer.causal and left < 0, left, right, layer.soft_cap, False, None,
+        )  # fmt: skip
+        return result[1].t() if want_lse else None
+
+
+class VllmFa2(Provider):
+    """FlashAttention 2 as vLLM builds it: pages of any multiple of 16."""
+
+    name = "vllm_fa2"
+    module_names = ("vllm.vllm_flash_attn.flash_attn_interface",)
+    install = "pip install vllm"
+    decodes_apart = True
+
+    def check(self, interface: Any) -> None:
+        check_vllm(interface, "FA2")
+
+    def capabilities(self) -> Capabilities:
+        return replace(COMMON, page_size_multiple=16, alibi=True)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        output: torch.Tensor,
+        call: Call,
+        layer: LayerConstants,
+        want_lse: bool,
+    ) -> torch.Tensor | None:
+        rows = call.rows
+        left, right = exact_window(layer, rows.max_seq_len, want_lse)
+        _, lse = self.modules[0].flash_attn_varlen_func(
+            query, keys, values, rows.max_query_len, rows.query_start_loc, rows.max_seq_len, **keys_by(rows),
+            softmax_scale=layer.scale, causal=layer.causal and left < 0, window_size=(left, right),
+            softcap=layer.soft_cap, alibi_slopes=layer.alibi_slopes, return_softmax_lse=True, out=output,
+            num_splits=0 if call.split_keys else 1, fa_version=2,
+        )  # fmt: skip
+        return lse.t() if want_lse else None
+
+
+def check_vllm(interface: Any, generation: str) -> None:
+    """Refuse a vLLM without these kernels, or one whose function is older than sinks."""
+    if "s_aux" not in inspect.signature(interface.flash_attn_varlen_func).parameters:
+        raise ProviderError("a vLLM whose flash_attn_varlen_func takes no s_aux", "vllm 0.11 and newer")
+    if not getattr(interface, f"{generation}_AVAILABLE"):
+        reason = getattr(interface, f"{generation}_UNAVAILABLE_REASON", None)
+        raise ProviderError(f"a vLLM without {generation} ({reason})", f"vllm with {generation} kernels")
+
+
+def keys_by(rows: Rows) -> dict[str, torch.Tensor | None]:
+    """How vLLM's function is told where keys are: pages and lengths, or starts."""
+    if rows.page_table is None:
+        return {"cu_seqlens_k": rows.query_start_loc}
+    return {"seqused_k": rows.seq_lens, "block_table": rows.page_table}
+
+
+def exact_window(layer: LayerConstants, capacity: int, want_lse: bool) -> tuple[int, int]:
+    """The window to ask for.
+
+    Causal kernels add a bias of `slope · key position` for ALiBi, which is off by `slope · query position` in the LSE
+    and nowhere else. Those of a window add that of the distance: a window over everything gives the right LSE. A window
+    of `capacity` keys or more would be taken for none.
+    """
+    if layer.alibi_slopes is not None and want_lse and layer.causal and layer.window[0] < 0:
+        return max(0, capacity - 1), 0
+    return layer.window
+
+
+def token_major(lse: torch.Tensor) -> torch.Tensor:
+    """[num_rows, num_qo_heads, query_len] → [num_tokens, num_qo_heads]."""
+    return lse.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,166 @@
+"""FlashAttention 3, for Hopper: the module `flash_attn_interface`, and vLLM's build of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows, window_of
+from attn_backends.backends.flash_attn.fa2 import FlashAttn2, VllmFa2, check_vllm, keys_by
+from attn_backends.backends.flash_attn.provider import COMMON, HALF, Provider, ProviderError
+from attn_backends.interface import Capabilities, Rejection
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+
+
+class FlashAttention3(Provider):
+    """What both builds share. One call serves decodes and prefills: keys are split row by row, on the device."""
+
+    newest_compute_capability = 9
+    decodes_apart = False
+    # Pages that are whole tiles (64 keys and more) are copied as they are, and what lies past a row's end in its last
+    # page is multiplied by 0: NaN there would reach the output (flash-attention's issues 1745, 1974, 2374).
+    page_sizes: ClassVar[frozenset[int]] = frozenset({1, 2, 4, 8, 16, 32})
+
+    def capabilities(self) -> Capabilities:
+        return replace(
+            COMMON, cache_dtypes=HALF | {FP8}, page_sizes=self.page_sizes, fp8_queries=True,
+            min_compute_capability=(9, 0),
+        )  # fmt: skip
+
+    def reject(self, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device) -> list[Rejection]:
+        found = super().reject(spec, cache, device)
+        if spec.cache_dtype is FP8 and spec.dtype is torch.float16 and not found:
+            found.append(Rejection("cache_dtype", "float8_e4m3fn with float16", "float8_e4m3fn with bfloat16",
+                                   "Its kernels give bfloat16 over an fp8 cache: load the model in that."))  # fmt: skip
+        return found
+
+    def max_seq_len(self, rows: Rows, page_size: int) -> int:
+        """As kernels are told it; a schedule must be told the same."""
+        return rows.max_seq_len
+
+    def schedule(
+        self, spec: AttentionSpec, cache: KVCacheSpec, rows: Rows, *, causal: bool, split_keys: bool
+    ) -> torch.Tensor | None:
+        """i32, on the device: tiles and splits of each row, and a counter that every call leaves at 0."""
+        if rows.page_table is None:
+            return None
+        made: torch.Tensor = self.modules[0].get_scheduler_metadata(
+            batch_size=rows.num_rows,
+            max_seqlen_q=rows.max_query_len,
+            max_seqlen_k=self.max_seq_len(rows, cache.page_size),
+            num_heads_q=spec.num_qo_heads,
+            num_heads_kv=spec.num_kv_heads,
+            headdim=spec.head_dim,
+            cache_seqlens=rows.seq_lens,
+            qkv_dtype=spec.cache_dtype,
+            cu_seqlens_q=rows.query_start_loc,
+            page_size=cache.page_size,
+            causal=causal,
+            window_size=window_of(spec, causal),
+            has_softcap=spec.logits_soft_cap is not None,
+            num_splits=0 if split_keys else 1,
+        )
+        return made
+
+    def fp8_arguments(
+        self, query: torch.Tensor, keys: torch.Tensor, rows: Rows, layer: LayerConstants
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Queries as kernels take them over such keys, and the scales. Queries are rounded with a scale of 1."""
+        if keys.dtype not in FP8_DTYPES:
+            return query, {}
+        shape = (rows.num_rows, keys.shape[-2])
+        scales = {"k_descale": layer.k_scale.expand(shape), "v_descale": layer.v_scale.expand(shape)}
+        return query.clamp(-FP8_MAX, FP8_MAX).to(FP8), scales
+
+
+class VllmFa3(FlashAttention3):
+    """vLLM's build. It takes sinks, and writes where it is told."""
+
+    name = "vllm_fa3"
+    module_names = ("vllm.vllm_flash_attn.flash_attn_interface",)
+    install = "pip install vllm"
+    page_sizes = frozenset({16, 32, 48})
+    max_sinks = 64
+
+    def check(self, interface: Any) -> None:
+        check_vllm(interface, "FA3")
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        output: torch.Tensor,
+        call: Call,
+        layer: LayerConstants,
+        want_lse: bool,
+    ) -> torch.Tensor | None:
+        rows = call.rows
+        query, scales = self.fp8_arguments(query, keys, rows, layer)
+        _, lse = self.modules[0].flash_attn_varlen_func(
+            query, keys, values, rows.max_query_len, rows.query_start_loc, rows.max_seq_len, **keys_by(rows),
+            softmax_scale=layer.scale, causal=layer.causal, window_size=layer.window, softcap=layer.soft_cap,
+            return_softmax_lse=True, out=output, scheduler_metadata=call.schedule,
+            num_splits=0 if call.split_keys else 1, fa_version=3, s_aux=layer.sinks, **scales,
+        )  # fmt: skip
+        return lse.t() if want_lse else None
+
+
+class FlashAttnInterface(FlashAttention3):
+    """The authors' build, from `hopper/` of their repository. It allocates what it returns.
+
+    Nothing here has run it: it is held against its source, emulated.
+    """
+
+    name = "flash_attn_interface"
+    module_names = ("flash_attn_interface",)
+    install = "pip install git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"
+
+    def check(self, interface: Any) -> None:
+        known = "the module of flash_attn_3 with get_scheduler_metadata and return_attn_probs"
+        if not hasattr(interface, "get_scheduler_metadata"):
+            raise ProviderError("a flash_attn_interface without get_scheduler_metadata", known)
+        if "return_attn_probs" not in inspect.signature(interface.flash_attn_varlen_func).parameters:
+            raise ProviderError("a flash_attn_varlen_func without return_attn_probs", known)
+
+    def max_seq_len(self, rows: Rows, page_size: int) -> int:
+        """All that the page table can hold: its function is told nothing else."""
+        return rows.max_seq_len if rows.page_table is None else rows.page_table.shape[1] * page_size
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        output: torch.Tensor,
+        call: Call,
+        layer: LayerConstants,
+        want_lse: bool,
+    ) -> torch.Tensor | None:
+        rows = call.rows
+        query, scales = self.fp8_arguments(query, keys, rows, layer)
+        arguments = {"softmax_scale": layer.scale, "causal": layer.causal, "window_size": layer.window,
+                     "softcap": layer.soft_cap, "num_splits": 0 if call.split_keys else 1, **scales}  # fmt: skip
+        starts = rows.query_start_loc
+        if rows.page_table is None:
+            sizes = (rows.max_query_len, rows.max_query_len)
+            out, lse, *_ = self.modules[0].flash_attn_varlen_func(
+                query, keys, values, starts, starts, *sizes, return_attn_probs=True, **arguments
+            )
+        else:
+            out, lse, *_ = self.modules[0].flash_attn_with_kvcache(
+                query, keys, values, cache_seqlens=rows.seq_lens, page_table=rows.page_table, cu_seqlens_q=starts,
+                max_seqlen_q=rows.max_query_len, scheduler_metadata=call.schedule, return_softmax_lse=True, **arguments,
+            )  # fmt: skip
+        output.copy_(out)
+        return lse.t() if want_lse else None
+
+
+PROVIDERS: Sequence[Provider] = (VllmFa3(), FlashAttnInterface(), FlashAttn2(), VllmFa2())  # best first

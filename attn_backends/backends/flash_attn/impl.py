@@ -1,0 +1,158 @@
+"""One layer: write the new keys, attend, join what was attended in parts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from attn_backends.backends.flash_attn.call import Call, LayerConstants, window_of
+from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata
+from attn_backends.backends.flash_attn.state import FlashAttnStep
+from attn_backends.interface import AttentionImpl, AttentionStep, Rejection, Unsupported
+from attn_backends.kv_cache import KVCache, write_kv
+
+
+class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
+    """Kernels that take sinks take them in bfloat16. Sinks that are not exact there, or that a kernel does not take,
+    join behind it, from the LSE."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        spec = self.spec
+        slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes, dtype=torch.float32)
+        sinks = None if self.sinks is None else self.sinks.to(self.device, torch.bfloat16)
+        if sinks is not None and self.sinks is not None and not bool((sinks == self.sinks.to(self.device)).all()):
+            sinks = None  # the one look at the device, when the model is loaded
+        self.constants = LayerConstants(
+            scale=spec.scale,
+            causal=spec.causal,
+            window=window_of(spec, spec.causal),
+            soft_cap=spec.logits_soft_cap or 0.0,
+            alibi_slopes=None if slopes is None else slopes.to(self.device),
+            sinks=sinks,
+            k_scale=torch.full((1, 1), self.k_scale, device=self.device),
+            v_scale=torch.full((1, 1), self.v_scale, device=self.device),
+        )
+        self.constants_behind = self.constants.without_sinks()
+        self.prefix_constants = self.constants.over_prefix()
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: KVCache | None,
+        step: AttentionStep[FlashAttnMetadata],
+        output: torch.Tensor | None = None,
+        *,
+        lse: torch.Tensor | None = None,
+        output_scale: float | None = None,
+    ) -> torch.Tensor:
+        planned = self._check(query, step, output, output_scale)
+        metadata, spec = planned.metadata, self.spec
+        if output is None:
+            output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)
+        if kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
+            write_kv(key, value, kv_cache, metadata.slot_mapping[: len(key)], self.k_scale, self.v_scale)
+        given = kv_cache
+        if planned.calls[0].rows.page_table is None:
+            live = metadata.rows.num_tokens  # tiles reach behind a row: padding must not stand there
+            given = None if key is None or value is None else KVCache(key[:live], value[:live])
+        if given is None:
+            raise ValueError("this step reads a cache or fresh keys, and neither was given: pass kv_cache or key")
+        self._attend(query, given, planned, output, lse)
+        self._fill_padding(output, lse, metadata)
+        return output
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        given: KVCache,  # or keys and values of this step, [num_keys, num_kv_heads, head_dim]
+        step: FlashAttnStep,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Run the step's calls, each over its rows' tokens."""
+        spec = self.spec
+        behind = spec.sinks and (self.constants.sinks is None or spec.num_qo_heads > step.provider.max_sinks)
+        constants = self.constants_behind if behind else self.constants
+        want_lse = lse is not None or behind or step.prefix is not None
+        for call in step.calls:
+            tokens = call.tokens
+            out = output[tokens]
+            sums = step.provider.attend(query[tokens], *given, out, call, constants, want_lse)
+            if sums is None:
+                continue
+            sums = sums.masked_fill(sums == math.inf, -math.inf)  # as FlashAttention 2 has it for rows without keys
+            if step.prefix is not None and call is step.calls[0]:
+                sums = self._join_prefix(query, given, out, sums, step, step.prefix)
+            if behind:
+                sums = self._join_sinks(out, sums)
+            if lse is not None:
+                lse[tokens] = sums
+
+    def _check(
+        self,
+        query: torch.Tensor,
+        step: AttentionStep[FlashAttnMetadata],
+        output: torch.Tensor | None,
+        output_scale: float | None,
+    ) -> FlashAttnStep:
+        if not isinstance(step, FlashAttnStep):
+            raise TypeError(
+                f"FLASH_ATTN got a {type(step).__name__} of {type(step.metadata).__name__}: build the metadata with "
+                "FlashAttnMetadataBuilder, and give it to the state's begin_forward before any layer runs"
+            )
+        if step.spec is not self.spec and step.spec != self.spec:
+            differs = [name for name, value in vars(self.spec).items() if getattr(step.spec, name) != value]
+            raise ValueError(
+                f"this step was planned for layers that differ from this one in {', '.join(differs)}: give the layer "
+                "the step of its own plan group"
+            )
+        expected = (step.metadata.num_tokens, self.spec.num_qo_heads, self.spec.head_dim)
+        if query.shape != expected:
+            raise ValueError(f"query has shape {tuple(query.shape)}; this step and layer need {expected}")
+        for name, tensor in (("query", query), ("output", output)):
+            if tensor is not None and tensor.stride(2) != 1:
+                raise ValueError(
+                    f"{name} has strides {tensor.stride()}; head_dim must lie together (a last stride of 1): pass "
+                    f"{name}.contiguous()"
+                )
+        if output_scale is not None:
+            rejection = Rejection("output_scale", str(output_scale), "None", "Quantise the output.")
+            raise Unsupported("FLASH_ATTN", [rejection])
+        return step
+
+    def _join_prefix(
+        self,
+        query: torch.Tensor,
+        given: KVCache,
+        output: torch.Tensor,
+        sums: torch.Tensor,
+        step: FlashAttnStep,
+        prefix: Call,
+    ) -> torch.Tensor:
+        """Attend the shared prefix, join it in place, and return the LSE of both."""
+        shared = torch.empty_like(output)
+        more = step.provider.attend(query[prefix.tokens], *given, shared, prefix, self.prefix_constants, True)
+        assert more is not None
+        both = torch.logaddexp(sums, more)
+        output.copy_(output * (sums - both).exp()[..., None] + shared * (more - both).exp()[..., None])
+        return both
+
+    def _join_sinks(self, output: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        """Sinks take their share of the softmax and give nothing; in place, returns the LSE with them."""
+        assert self.sinks is not None
+        with_sinks = torch.logaddexp(sums, self.sinks.float())
+        output.mul_((sums - with_sinks).exp()[..., None].to(output.dtype))
+        return torch.where(sums == -math.inf, sums, with_sinks)
+
+    def _fill_padding(self, output: torch.Tensor, lse: torch.Tensor | None, metadata: FlashAttnMetadata) -> None:
+        """Kernels run without padding, but in a graph, where padded rows have no keys and get zeros from them."""
+        live = metadata.rows.num_tokens
+        if live < metadata.num_tokens:
+            output[live:].zero_()
+            if lse is not None:
+                lse[live:].fill_(-math.inf)

@@ -1,0 +1,147 @@
+"""A batch as rows whose lengths and pages the kernels read on the device. Nothing of it depends on host lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from attn_backends.backends.flash_attn.call import Rows
+from attn_backends.batch import CommonAttentionMetadata
+from attn_backends.batch_order import (
+    SwappableRows,
+    leading_decodes,
+    reorder_batch_to_split_decodes_and_prefills,
+)
+from attn_backends.batch_views import prefix_to_share
+from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
+from attn_backends.spec import AttentionType
+
+# A shared prefix is attended once for all rows if that saves reading this many bytes. FLASHINFER's figure, measured by
+# benchmarks/cascade.py: the kernels read as fast. There is none of these kernels' own yet.
+CASCADE_MIN_BYTES = 192 << 20
+
+
+@dataclass(frozen=True)
+class FlashAttnMetadata(AttentionMetadata):
+    """Rows of one step, decodes (one query token) first."""
+
+    num_tokens: int  # padding included
+    num_new_kv: int
+    num_decode_new_kv: int
+    for_graph: bool  # all rows, padding included, are decodes of one query length
+    fast_build: bool  # no schedule is made for it
+    rows: Rows  # all rows with tokens of their own; padding only in a graph
+    prefix: Rows | None  # the shared prefix as one row, its queries the tokens of all decode rows
+
+    @property
+    def decode_metadata(self) -> FlashAttnMetadata | None:
+        if not self.num_decodes:
+            return None
+        new_kv, tokens = self.num_decode_new_kv, self.num_decode_tokens
+        rows = self.rows.part(0, self.num_decodes, slice(0, tokens), self.rows.max_query_len if self.for_graph else 1)
+        return replace(self, num_prefills=0, num_prefill_tokens=0, num_tokens=tokens, rows=rows, num_new_kv=new_kv,
+                       slot_mapping=self.slot_mapping[:new_kv])  # fmt: skip
+
+    @property
+    def prefill_metadata(self) -> FlashAttnMetadata | None:
+        if not self.num_prefills:
+            return None
+        before, tokens = self.num_decode_new_kv, slice(self.num_decode_tokens, self.rows.num_tokens)
+        rows = self.rows.part(self.num_decodes, self.rows.num_rows, tokens, self.rows.max_query_len)
+        return replace(self, num_decodes=0, num_decode_tokens=0, num_decode_new_kv=0, rows=rows, prefix=None,
+                       num_tokens=self.num_prefill_tokens, num_new_kv=self.num_new_kv - before, common_prefix_len=0,
+                       slot_mapping=self.slot_mapping[before : self.num_new_kv])  # fmt: skip
+
+
+class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
+    """Lengths on the host may be upper bounds: kernels read those on the device."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> FlashAttnMetadata:
+        common = common_attn_metadata
+        if common.for_graph:
+            return self._build_for_graph(common)
+        actual, prefix_len, prefix = common.num_actual_reqs, 0, None
+        cached = not common.is_profile_run and self.group.spec.attention_type is not AttentionType.ENCODER
+        num_decodes = leading_decodes(common) if cached else 0
+        if common_prefix_len:
+            prefix_len = prefix_to_share(common, common_prefix_len, self.group.spec, num_decodes, CASCADE_MIN_BYTES)
+        if prefix_len:
+            prefix = _prefix_row(common, prefix_len, num_decodes)
+        return FlashAttnMetadata(
+            group_index=self.group.index,
+            num_decodes=num_decodes,
+            num_decode_tokens=num_decodes,
+            num_prefills=actual - num_decodes,
+            num_prefill_tokens=common.num_actual_tokens - num_decodes,
+            slot_mapping=common.slot_mapping,
+            common_prefix_len=prefix_len,
+            is_profile_run=common.is_profile_run,
+            num_tokens=common.num_tokens,
+            num_new_kv=common.num_new_kv,
+            num_decode_new_kv=int(common.new_kv_start_loc_cpu[num_decodes]),
+            for_graph=False,
+            fast_build=fast_build,
+            rows=_rows(common, cached).part(0, actual, slice(0, common.num_actual_tokens), common.max_query_len),
+            prefix=prefix,
+        )
+
+    def reorder_batch(self, batch: SwappableRows, query_lens: Sequence[int]) -> bool:
+        """Decodes first: FlashAttention 2 splits keys for them alone, and a shared prefix is for them."""
+        return reorder_batch_to_split_decodes_and_prefills(batch, query_lens)
+
+    def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Self-attention over the cache."""
+        return not common_attn_metadata.is_profile_run and self.group.spec.attention_type is AttentionType.DECODER
+
+    def _build_for_graph(self, common: CommonAttentionMetadata) -> FlashAttnMetadata:
+        """All rows as decodes, padding included: a padded row has no keys."""
+        if not self.can_run_in_cudagraph(common):
+            raise ValueError("graphs of FLASH_ATTN serve cached self-attention: run this batch eager")
+        return graph_metadata(self.group.index, common.slot_mapping, _rows(common, True))
+
+
+def graph_metadata(group_index: int, slot_mapping: torch.Tensor, rows: Rows) -> FlashAttnMetadata:
+    """Metadata whose rows all count as decodes, of one query token or of several."""
+    return FlashAttnMetadata(
+        group_index=group_index,
+        num_decodes=rows.num_rows,
+        num_decode_tokens=rows.num_tokens,
+        num_prefills=0,
+        num_prefill_tokens=0,
+        slot_mapping=slot_mapping,
+        common_prefix_len=0,
+        is_profile_run=False,
+        num_tokens=rows.num_tokens,
+        num_new_kv=rows.num_tokens,
+        num_decode_new_kv=rows.num_tokens,
+        for_graph=True,
+        fast_build=False,
+        rows=rows,
+        prefix=None,
+    )
+
+
+def _rows(common: CommonAttentionMetadata, cached: bool) -> Rows:
+    """All rows of a batch; keys in their pages, or those that the step brings."""
+    used = -(-common.max_seq_len // common.page_size)
+    return Rows(
+        common.num_reqs,
+        common.num_tokens,
+        common.max_query_len,
+        max(1, common.max_seq_len),
+        common.query_start_loc,
+        common.seq_lens,
+        None if not cached else common.page_table if common.for_graph else common.page_table[:, : max(1, used)],
+    )
+
+
+def _prefix_row(common: CommonAttentionMetadata, prefix_len: int, num_tokens: int) -> Rows:
+    """The shared prefix as one row of all decode rows' tokens."""
+    host = torch.tensor([0, num_tokens, prefix_len], dtype=torch.int32)
+    on_device = host.to(common.page_table.device, non_blocking=True)
+    pages = common.page_table[:1, : prefix_len // common.page_size]
+    return Rows(1, num_tokens, num_tokens, prefix_len, on_device[:2], on_device[2:], pages)

@@ -1,0 +1,189 @@
+"""A provider: a library that brings FlashAttention's kernels, with what it can do; and which one to take."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+
+from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows
+from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection, Unsupported, mismatches
+from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec
+
+HALF = frozenset({torch.float16, torch.bfloat16})
+HEAD_DIMS = frozenset({64, 80, 96, 128, 192, 256})  # those of models; kernels take multiples of 8 up to 256
+
+# What every provider can do. Sinks that kernels do not take join behind them, by the LSE.
+COMMON = Capabilities(
+    devices=frozenset({"cuda"}),
+    dtypes=HALF,
+    cache_dtypes=HALF,
+    head_dims=HEAD_DIMS,
+    layouts=frozenset({"NHD", "HND"}),
+    attention_types=frozenset(AttentionType),
+    window=True,
+    soft_cap=True,
+    sinks=True,
+    non_causal=True,
+    lse=True,
+    cascade=True,
+    cuda_graph=CudaGraphSupport.UNIFORM_BATCH,
+    min_compute_capability=(8, 0),
+)
+
+
+class ProviderError(ImportError):
+    """A provider's library is not one that this backend knows: `known` says which are."""
+
+    def __init__(self, found: str, known: str) -> None:
+        super().__init__(f"{found}; this backend knows {known}")
+        self.found, self.known = found, known
+
+
+class Provider(ABC):
+    """One library. It is imported when it is first asked for.
+
+    Args:
+        modules: what stands for the library's modules, by name; None to import them.
+    """
+
+    name: ClassVar[str]  # in `backend_options`
+    module_names: ClassVar[tuple[str, ...]]  # what it imports
+    install: ClassVar[str]  # what to type
+    newest_compute_capability: ClassVar[int | None] = None  # major
+    decodes_apart: ClassVar[bool]  # whether a mixed batch's leading decodes are a call of their own
+    max_sinks: ClassVar[int] = 0  # query heads that its kernels take sinks for
+
+    def __init__(self, modules: dict[str, Any] | None = None) -> None:
+        self._given = modules
+
+    @cached_property
+    def modules(self) -> tuple[Any, ...]:
+        """Imported and checked; raises whatever that raises."""
+        given = self._given
+        found = tuple(importlib.import_module(name) if given is None else given[name] for name in self.module_names)
+        self.check(*found)
+        return found
+
+    @abstractmethod
+    def check(self, *modules: Any) -> None:
+        """Raise a `ProviderError` for a version that is not known."""
+
+    def missing(self) -> Rejection | None:
+        """Why its kernels cannot be had here; None if they can."""
+        known = ", ".join(self.module_names)
+        try:
+            _ = self.modules
+        except ProviderError as error:
+            return Rejection("provider", error.found, error.known, f"Try: {self.install}")
+        except ModuleNotFoundError as error:
+            return Rejection("provider", f"no module {error.name!r}", known, f"Try: {self.install}")
+        except Exception as error:  # a compiled library raises anything on import
+            return Rejection("provider", f"{type(error).__name__}: {error}", known, f"Try: {self.install}")
+        return None
+
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What its kernels honour."""
+
+    def reject(self, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device) -> list[Rejection]:
+        """Every reason why it cannot serve such a layer here."""
+        missing = self.missing()
+        if missing is not None:
+            return [missing]
+        found = mismatches(self.capabilities(), spec, cache, device)
+        if spec.cache_dtype in HALF and spec.dtype in HALF and spec.cache_dtype is not spec.dtype:
+            told = str(spec.dtype).removeprefix("torch.")
+            found.append(Rejection("cache_dtype", str(spec.cache_dtype).removeprefix("torch."), told,
+                                   "Leave cache.dtype out."))  # fmt: skip
+        if spec.alibi_slopes is not None and not spec.causal:
+            found.append(Rejection("alibi", "alibi_slopes with causal=False", "causal layers", "Its bias is of the "
+                                   "distance, whichever side the key is on: choose another backend."))  # fmt: skip
+        newest = self.newest_compute_capability
+        if newest is not None and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] > newest:
+            got = ".".join(map(str, torch.cuda.get_device_capability(device)))
+            found.append(Rejection("compute_capability", got, f"up to {newest}.x", "Use FlashAttention 2 there."))
+        return found
+
+    def schedule(
+        self, spec: AttentionSpec, cache: KVCacheSpec, rows: Rows, *, causal: bool, split_keys: bool
+    ) -> torch.Tensor | None:
+        """A schedule of these rows for all layers of a step, made on the device; None where kernels have none."""
+        return None
+
+    @abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim]
+        keys: torch.Tensor,  # [num_pages, page_size, num_kv_heads, head_dim]; without a page table [num_keys, …]
+        values: torch.Tensor,
+        output: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim], written in place
+        call: Call,
+        layer: LayerConstants,
+        want_lse: bool,
+    ) -> torch.Tensor | None:
+        """Attend. Returns the LSE, natural, [num_tokens, num_qo_heads] f32, infinite of either sign without keys."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The provider of some layers, and why better ones were passed over."""
+
+    provider: Provider
+    passed_over: tuple[tuple[str, tuple[Rejection, ...]], ...]
+
+    @property
+    def reason(self) -> str:
+        passed = "; ".join(f"{name} was passed over: {rejections[0]}" for name, rejections in self.passed_over)
+        return f"{self.provider.name}{': ' if passed else ''}{passed}"
+
+
+def choose(
+    providers: Sequence[Provider], spec: AttentionSpec, cache: KVCacheSpec, device: torch.device, wanted: str = "auto"
+) -> Choice:
+    """The first provider that serves a layer, or the wanted one.
+
+    Raises:
+        Unsupported: none does; with the reasons of each.
+    """
+    passed: list[tuple[str, tuple[Rejection, ...]]] = []
+    for provider in providers:
+        if wanted in ("auto", provider.name):
+            rejections = tuple(provider.reject(spec, cache, device))
+            if not rejections:
+                return Choice(provider, tuple(passed))
+            passed.append((provider.name, rejections))
+    raise Unsupported(
+        "FLASH_ATTN",
+        [
+            replace(found, supported=f"{found.supported} ({name})")
+            for name, rejections in passed
+            for found in rejections
+        ],
+    )
+
+
+def together(providers: Sequence[Provider]) -> Capabilities:
+    """What providers honour between them; not all of it at once."""
+    each = [provider.capabilities() for provider in providers]
+    return replace(
+        COMMON,
+        devices=frozenset().union(*(can.devices for can in each)),
+        cache_dtypes=frozenset().union(*(can.cache_dtypes for can in each)),
+        page_sizes=_union([can.page_sizes for can in each]),
+        page_size_multiple=min(can.page_size_multiple for can in each),
+        alibi=any(can.alibi for can in each),
+        fp8_queries=any(can.fp8_queries for can in each),
+        min_compute_capability=min(can.min_compute_capability or (0, 0) for can in each),
+    )
+
+
+def _union(sets: Sequence[frozenset[int] | None]) -> frozenset[int] | None:
+    """None is any value."""
+    known = [some for some in sets if some is not None]
+    return frozenset().union(*known) if len(known) == len(sets) else None

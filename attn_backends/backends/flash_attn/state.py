@@ -1,0 +1,206 @@
+"""What outlives a step: who serves which layers, and the tensors that captured graphs read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from attn_backends.backends.flash_attn.call import Call, Rows
+from attn_backends.backends.flash_attn.fa3 import PROVIDERS
+from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata, graph_metadata
+from attn_backends.backends.flash_attn.options import FlashAttnOptions
+from attn_backends.backends.flash_attn.provider import Provider, choose
+from attn_backends.interface import AttentionState, AttentionStep, check_capture_size
+from attn_backends.page_table import PAD_SLOT
+from attn_backends.spec import AttentionSpec, PlanGroup
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FlashAttnStep(AttentionStep[FlashAttnMetadata]):
+    """A step, and the calls that attend it."""
+
+    spec: AttentionSpec  # of the layers that it is for
+    provider: Provider
+    calls: tuple[Call, ...]
+    prefix: Call | None  # over the shared prefix, whose result joins that of the first call
+
+
+class FlashAttnState(AttentionState[FlashAttnMetadata]):
+    """One provider a plan group. It owns no workspace: kernels allocate what partial results take.
+
+    Args:
+        as for every state.
+
+    Raises:
+        Unsupported: no provider serves some layers, or the one that `options.provider` names does not.
+    """
+
+    backend_name = "FLASH_ATTN"
+    providers: ClassVar[Sequence[Provider]] = PROVIDERS  # others in tests
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.options = self.options or FlashAttnOptions()
+        self._specs = {group.index: group.spec for group in self.groups}
+        wanted = self.options.provider
+        self.choices = {
+            index: choose(self.providers, spec, self.cache, self.device, wanted) for index, spec in self._specs.items()
+        }
+        for told in sorted({choice.reason for choice in self.choices.values()}):
+            logger.info("FLASH_ATTN uses %s", told)
+        self._graphs: _GraphBuffers | None = None  # kept for good once graphs were captured
+        self._max_batch_size = 0  # while capturing
+        self._clones: dict[tuple[int, int], FlashAttnGraphState] = {}
+
+    def begin_forward(self, metadata: FlashAttnMetadata) -> FlashAttnStep:
+        """The step's calls, with their schedules, made on the device."""
+        spec, provider = self._specs[metadata.group_index], self.choices[metadata.group_index].provider
+        rows, split = metadata.rows, metadata.num_decodes
+        prefix_len, prefix = metadata.common_prefix_len, None
+        apart = provider.decodes_apart and rows.page_table is not None and not metadata.for_graph
+        if (apart or prefix_len) and 0 < split < rows.num_rows:
+            first, rest = slice(0, split), slice(split, rows.num_tokens)
+            decodes = rows.part(0, split, first, 1).behind(prefix_len, self.cache.page_size)
+            others = rows.part(split, rows.num_rows, rest, rows.max_query_len)
+            parts = [(decodes, first), (others, rest)]
+        else:
+            rows = rows.behind(prefix_len, self.cache.page_size)
+            parts = [(rows, slice(0, rows.num_tokens))]
+        calls = tuple(self._call(metadata, of, tokens) for of, tokens in parts)
+        if metadata.prefix is not None:
+            prefix = self._call(metadata, metadata.prefix, slice(0, metadata.prefix.num_tokens), causal=False)
+        return FlashAttnStep(metadata, spec, provider, calls, prefix)
+
+    def _call(self, metadata: FlashAttnMetadata, rows: Rows, tokens: slice, causal: bool | None = None) -> Call:
+        schedule = None if metadata.fast_build else self.schedule(metadata.group_index, rows, causal)
+        return Call(rows, tokens, schedule, self.options.split_keys)
+
+    def schedule(self, group: int, rows: Rows, causal: bool | None = None) -> torch.Tensor | None:
+        """As `Provider.schedule`; `causal` as the layers are, if it is None."""
+        spec = self._specs[group]
+        return self.choices[group].provider.schedule(
+            spec, self.cache, rows, causal=spec.causal if causal is None else causal, split_keys=self.options.split_keys
+        )
+
+    # Graphs.
+
+    @contextmanager
+    def graph_capture(self, max_batch_size: int) -> Iterator[None]:
+        check_capture_size(max_batch_size, 1, self.limits)
+        if self._graphs is None or self._graphs.max_num_rows < max_batch_size:
+            self._graphs = _GraphBuffers(self, max_batch_size)
+        self._max_batch_size, self._clones = max_batch_size, {}
+        try:
+            yield
+        finally:
+            self._max_batch_size = 0
+
+    def graph_clone(self, batch_size: int, query_len: int = 1) -> FlashAttnGraphState:
+        check_capture_size(batch_size, query_len, self.limits, self._max_batch_size)
+        assert self._graphs is not None  # while rows are held
+        clone = FlashAttnGraphState(self, self._graphs, batch_size, query_len)
+        self._clones[batch_size, query_len] = clone
+        return clone
+
+    def graph_capture_get_metadata_for_batch(
+        self, batch_size: int, query_len: int = 1, group_index: int = 0
+    ) -> FlashAttnMetadata:
+        clone = self._clones.get((batch_size, query_len)) or self.graph_clone(batch_size, query_len)
+        return clone.idle_metadata(group_index)
+
+
+class _GraphBuffers:
+    """What captured kernels read of a batch. All sizes share it, as one of them is replayed at a time."""
+
+    def __init__(self, state: FlashAttnState, max_num_rows: int) -> None:
+        self.max_num_rows = max_num_rows
+        device, limits = state.device, state.limits
+        self.slot_mapping = torch.full((limits.max_num_tokens,), PAD_SLOT, dtype=torch.int64, device=device)
+        self.seq_lens = torch.zeros(max_num_rows, dtype=torch.int32, device=device)
+        num_pages = -(-limits.max_model_len // state.cache.page_size)
+        self.page_table = torch.zeros(max_num_rows, num_pages, dtype=torch.int32, device=device)
+
+
+class FlashAttnGraphState(FlashAttnState):
+    """The state of one captured size: shared buffers that every `begin_forward` fills, and a schedule a group.
+
+    Kernels are told the longest length that there can be: how many splits they have room for follows from it, and a
+    schedule has the same size at every replay. How many a row takes is worked out on the device, from its own length.
+    """
+
+    def __init__(self, parent: FlashAttnState, buffers: _GraphBuffers, num_rows: int, query_len: int) -> None:
+        AttentionState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
+        self.choices, self._specs = parent.choices, parent._specs
+        self.num_rows = num_rows
+        self.num_tokens = num_rows * query_len
+        starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device) * query_len
+        self._rows = Rows(
+            num_rows,
+            self.num_tokens,
+            query_len,
+            self.limits.max_model_len,
+            starts,
+            buffers.seq_lens[:num_rows],
+            buffers.page_table[:num_rows],
+        )
+        self._slot_mapping = buffers.slot_mapping[: self.num_tokens]
+        self._shared = {
+            "slot_mapping": self._slot_mapping.view(torch.int32),
+            "seq_lens": self._rows.seq_lens,
+            "page_table": buffers.page_table[:num_rows],
+        }
+        self._rows.seq_lens.fill_(1)
+        self._schedules = {group.index: self.schedule(group.index, self._rows) for group in self.groups}
+        self._steps = {group.index: self._static_step(group) for group in self.groups}
+
+    def begin_forward(self, metadata: FlashAttnMetadata) -> FlashAttnStep:
+        if not metadata.for_graph or metadata.num_tokens != self.num_tokens or metadata.rows.num_rows != self.num_rows:
+            raise ValueError(
+                f"this graph was captured for {self.num_rows} rows and {self.num_tokens} tokens, and the metadata has "
+                f"{metadata.rows.num_rows} and {metadata.num_tokens}: pad the batch to the captured size, and build it "
+                "with for_graph=True"
+            )
+        self.prepare_graph_input_buffers(self.get_graph_input_buffers(metadata), metadata)
+        return self._steps[metadata.group_index]
+
+    def get_graph_input_buffers(self, metadata: FlashAttnMetadata) -> dict[str, torch.Tensor]:
+        schedule = self._schedules[metadata.group_index]
+        return self._shared if schedule is None else {**self._shared, "schedule": schedule}
+
+    def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: FlashAttnMetadata) -> None:
+        """The schedule is made from the batch's own lengths, so that one launch copies it with all else."""
+        rows = metadata.rows
+        if not metadata.for_graph or rows.page_table is None:
+            raise ValueError("this metadata is for eager steps: build it with for_graph=True")
+        filled = [*buffers.values()]
+        table, width = filled[2], rows.page_table.shape[1]
+        given = [metadata.slot_mapping.view(torch.int32), rows.seq_lens, rows.page_table]
+        if width > table.shape[1]:
+            given[2] = rows.page_table[:, : table.shape[1]]
+        elif width < table.shape[1]:
+            filled[2] = table[:, :width]
+        if "schedule" in buffers:
+            made = self.schedule(metadata.group_index, replace(self._rows, seq_lens=rows.seq_lens))
+            assert made is not None  # as when the size was captured
+            given.append(made)
+        torch._foreach_copy_(filled, given)
+
+    def idle_metadata(self, group_index: int) -> FlashAttnMetadata:
+        """As many keys a row as it has tokens, to capture with."""
+        query_len = self._rows.max_query_len
+        self._rows.seq_lens.fill_(query_len)
+        self._shared["page_table"].zero_()
+        return graph_metadata(group_index, self._slot_mapping, self._rows)
+
+    def _static_step(self, group: PlanGroup[Any]) -> FlashAttnStep:
+        """The step that every batch is filled into: what layers read is where it stays."""
+        metadata = graph_metadata(group.index, self._slot_mapping, self._rows)
+        call = Call(self._rows, slice(0, self.num_tokens), self._schedules[group.index], self.options.split_keys)
+        return FlashAttnStep(metadata, group.spec, self.choices[group.index].provider, (call,), None)

@@ -1,0 +1,76 @@
+"""FLASH_ATTN with one provider: over emulated kernels on a CPU, and over the real ones. Importing it registers all.
+
+FLASH_ATTN_<PROVIDER>_EMULATED and FLASH_ATTN_<PROVIDER>, with the capabilities of that provider alone, for the kit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from attn_backends.backends.flash_attn.backend import FlashAttnBackend
+from attn_backends.backends.flash_attn.fa2 import FlashAttn2, VllmFa2
+from attn_backends.backends.flash_attn.fa3 import FlashAttnInterface, VllmFa3
+from attn_backends.backends.flash_attn.options import FlashAttnOptions
+from attn_backends.backends.flash_attn.provider import Provider
+from attn_backends.backends.flash_attn.state import FlashAttnState
+from attn_backends.interface import Capabilities
+from attn_backends.registry import register_backend
+from attn_backends.testing.emulated import flash_attn, flash_attn_interface, vllm_flash_attn
+
+MODULES = {
+    FlashAttn2: flash_attn.MODULES,
+    FlashAttnInterface: flash_attn_interface.MODULES,
+    VllmFa2: vllm_flash_attn.MODULES,
+    VllmFa3: vllm_flash_attn.MODULES,
+}
+BUILT = frozenset({64, 128, 256})  # head dims that the flash_attn of the GPU machine was built for
+
+
+def emulated(kind: type[Provider]) -> Provider:
+    """A provider over emulated kernels, on any device."""
+
+    class Emulated(kind):  # type: ignore[misc,valid-type]
+        def capabilities(self) -> Capabilities:
+            return replace(super().capabilities(), devices=flash_attn.DEVICES)
+
+    made: Provider = Emulated(MODULES[kind])
+    return made
+
+
+def register(name: str, provider: Provider) -> None:
+    """FLASH_ATTN with this provider alone."""
+
+    class State(FlashAttnState):
+        providers: ClassVar[Sequence[Provider]] = (provider,)
+
+    class Backend(FlashAttnBackend):
+        providers: ClassVar[Sequence[Provider]] = (provider,)
+
+        @staticmethod
+        def get_name() -> str:
+            return name
+
+        @staticmethod
+        def get_state_cls() -> type[FlashAttnState]:
+            return State
+
+        @staticmethod
+        def capabilities() -> Capabilities:
+            return provider.capabilities()
+
+    Backend.__qualname__ = name  # pickle finds it by that
+    globals()[name] = Backend
+    register_backend(name, Backend, options=FlashAttnOptions)
+
+
+class BuiltFlashAttn2(FlashAttn2):
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities(), head_dims=BUILT)
+
+
+for each in MODULES:
+    register(f"FLASH_ATTN_{each.name.upper()}_EMULATED", emulated(each))
+register("FLASH_ATTN_FLASH_ATTN", BuiltFlashAttn2())
+register("FLASH_ATTN_VLLM_FA3", VllmFa3())
