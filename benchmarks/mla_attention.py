@@ -142,7 +142,7 @@ def measure(shape: MLAShape, copy: Copy, arguments: argparse.Namespace) -> tuple
         row: dict[str, Any] = {"shape": shape.name, "contender": name}
         for end, column in (("", "decode"), (LAYER, "layer")):
             time, lowest, own = us[name + end], best[end], us.get(OWN.get(name, name) + end)
-            ratios = {"own kernel": own and time / own, "best bare": lowest and time / lowest}
+            ratios = {"own bare": own and time / own, "best bare": lowest and time / lowest}
             row |= {f"{column} us": time, **{f"{column} vs {other}": ratio for other, ratio in ratios.items()},
                     f"{column} error": errors[name + end]}  # fmt: skip
         rows.append(row | speeds(forms.latent, us[name], copied))

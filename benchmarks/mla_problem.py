@@ -14,7 +14,7 @@ import torch
 from paged_problem import COLD_BYTES, MOST_COPIES, Problem, Shape, common_of, reference
 
 from attn_backends import KVCacheSpec, MLASpec
-from attn_backends.interface import AttentionBackend
+from attn_backends.interface import AttentionBackend, Capabilities
 from attn_backends.kv_cache import KVCache, gather_pages
 
 
@@ -75,9 +75,9 @@ class MLAProblem(Problem):
         caches = [_latent_cache(cached.key.view(-1, page_size, cached.key.shape[-1])) for cached in self.caches]
         return replace(self, cache=cache, common=common_of(self.shape, cache, self.device), caches=caches)
 
-    def fitting(self, backend: type[AttentionBackend]) -> MLAProblem:
+    def fitting(self, backend: type[AttentionBackend], can: Capabilities | None = None) -> MLAProblem:
         """With the backend's page size: the largest that it has up to the problem's, else its smallest."""
-        sizes = backend.capabilities().page_sizes or {self.cache.page_size}
+        sizes = (can or backend.capabilities()).page_sizes or {self.cache.page_size}
         return self.repaged(max((size for size in sizes if size <= self.cache.page_size), default=min(sizes)))
 
 

@@ -7,6 +7,8 @@ state.py      the context workspace, plans, graph buffers
 impl.py       one layer: write, absorb, decode, expand, prefill in bounded chunks, merge
 attend.py     attention with its LSE in plain torch
 torch_mla.py  TORCH_MLA, on any device
+triton_mla.py      TRITON_MLA: triton_kernel.py decodes, triton_tiles.py says in which tiles
+flash_attn_mla.py  FLASH_ATTN_MLA, over the builds of flash_attn_mla_kernels.py
 
 A backend names its own Impl and State over these. It must have `MLAImpl._decode`; it may have `MLAImpl._prefill`,
 `MLAState.plan_decode` and `plan_prefill`, and what its `reject` adds.

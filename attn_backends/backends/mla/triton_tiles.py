@@ -40,11 +40,13 @@ class TritonMLAOptions(MLAOptions):
 def decode_tile(
     spec: MLASpec, cache: KVCacheSpec, num_rows: int, queries: int, options: TritonMLAOptions | None
 ) -> LatentTile:
-    """For a batch of `num_rows` rows of `queries` queries each, token times head."""
+    """For a batch of `num_rows` rows of `queries` queries each, token times head. The wider dtype, of queries or cache,
+    decides first: blocks of it must fit into shared memory."""
     if options is not None and options.decode_tile is not None:
         return options.decode_tile
-    asked = {"bits": 8 * spec.dtype.itemsize, "cache_bits": 8 * spec.cache_dtype.itemsize, "queries": queries,
-             "page_size": cache.page_size, "rows": num_rows}  # fmt: skip
+    cached, widest = spec.cache_dtype.itemsize, max(spec.dtype.itemsize, spec.cache_dtype.itemsize)
+    asked = {"bits": 8 * widest, "cache_bits": 8 * cached, "queries": queries, "page_size": cache.page_size,
+             "rows": num_rows}  # fmt: skip
     weights = {"bits": 256, "cache_bits": 64, "queries": 8, "page_size": 2, "rows": 1}
 
     def distance(row: dict[str, Any]) -> float:
