@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -32,11 +32,9 @@ class CheckResult:
 
 
 @pytest.fixture(autouse=True)
-def _own_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entries, "_classes", {})
-    entries._rows.cache_clear()
-    yield
-    entries._rows.cache_clear()
+    monkeypatch.setattr(entries, "_rows", functools.cache(entries._rows.__wrapped__))
 
 
 @pytest.fixture

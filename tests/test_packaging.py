@@ -30,6 +30,8 @@ FLOORS = [  # a module imports from its own floor and those above it in this lis
         "staging",
         "step_device",
         "device_copy",
+        "devices",
+        "flashinfer_package",
         "spec",
         "mla_spec",
         "layer_parameters",

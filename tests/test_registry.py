@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import pickle
@@ -41,12 +42,10 @@ Fake = register_backend({name!r}, priority={priority})(fake_backend({name!r}, mo
 
 
 @pytest.fixture(autouse=True)
-def _own_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every test begins with the built-in rows and what is installed."""
+def _own_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test begins with the built-in rows and what is installed, and leaves what others have registered."""
     monkeypatch.setattr(entries, "_classes", {})
-    entries._rows.cache_clear()
-    yield
-    entries._rows.cache_clear()
+    monkeypatch.setattr(entries, "_rows", functools.cache(entries._rows.__wrapped__))
 
 
 @pytest.fixture
@@ -235,8 +234,9 @@ def test_auto_considers_for_mla_layers_the_mla_family_alone(caplog: pytest.LogCa
     mla = {"first": MLASpec(16), "second": MLASpec(16)}
     selection = select_backend("AUTO", mla, CACHE, "cpu")
     assert selection.name == "TORCH_MLA"
-    assert [verdict.name for verdict in selection.verdicts] == ["TRITON_MLA", "FLASH_ATTN_MLA", "TORCH_MLA"]
-    assert {line.split()[3] for line in caplog.messages} == {"TRITON_MLA:", "FLASH_ATTN_MLA:"}
+    kernels = ["FLASHINFER_MLA", "FLASHMLA", "TRITON_MLA", "FLASH_ATTN_MLA"]
+    assert [verdict.name for verdict in selection.verdicts] == [*kernels, "TORCH_MLA"]
+    assert {line.split()[3] for line in caplog.messages} == {f"{name}:" for name in kernels}
     explanation = explain("AUTO", mla, CACHE, "cpu")
     assert (explanation.chosen, explanation.reason) == ("TORCH_MLA", selection.reason)
     refused = {verdict.name: verdict.reasons for verdict in explanation.verdicts}

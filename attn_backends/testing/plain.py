@@ -21,8 +21,9 @@ def plain_spec(can: Capabilities, **changes: Any) -> AttentionSpec:
     """
     dtype = next(dtype for dtype in FLOATS if dtype in can.dtypes)
     if can.mla:
-        dims = can.head_dims or {24, 16}
-        latent = {"kv_lora_rank": min(can.kv_lora_ranks or {32}), "qk_rope_head_dim": min(can.qk_rope_head_dims or {8})}
+        rope = min(can.qk_rope_head_dims or {8})
+        dims = can.head_dims or {rope + 16, 16}
+        latent = {"kv_lora_rank": min(can.kv_lora_ranks or {32}), "qk_rope_head_dim": rope}
         heads = {"num_qo_heads": min(can.head_counts or {4}), "head_dim": max(dims), "head_dim_vo": min(dims)}
         return MLASpec(**{**heads, **latent, "dtype": dtype, **changes})
     plain = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": min(can.head_dims or {32}), "dtype": dtype}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from attn_backends import LLM, EngineConfig, SamplingParams
 from attn_backends.testing.graph_simulator import GraphSimulator
 from tests.backends import flashinfer_emulated  # noqa: F401 (registers)
-from tests.tiny_models import save_tiny, tiny_model
+from tests.backends.best_tokens import assert_best_tokens
+from tests.tiny_models import save_tiny
 
 FAMILIES = ["gemma2", "gemma3", "gpt_oss", "mistral"]  # windows, soft caps and sinks, alone and alternating
 HEADS = {"head_dim": 64}
@@ -39,23 +39,9 @@ def texts(llm: LLM, sampling: SamplingParams = LONG) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(("name", "device"), PLACES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plan_groups_against_transformers_eager(tmp_path: Path, family: str, name: str, device: str) -> None:
-    """Every token is one that transformers finds best, or as good as best at this precision."""
     folder = save_tiny(tmp_path / family, family, **HEADS)
     llm = engine(folder, name, device, **BUSY, graphs={"mode": "none"})
-    outputs = llm.generate(PROMPTS, LONG)
-    reference = tiny_model(family, vocab_size=259, **HEADS)
-    reference.load_state_dict(type(reference).from_pretrained(folder).state_dict())
-    num_same = 0
-    for output in outputs:
-        prompt = llm.model.tokenizer(output.prompt).input_ids
-        with torch.inference_mode():
-            logits = reference(torch.tensor([[*prompt, *output.token_ids]]), use_cache=False).logits
-        logits = logits[0, len(prompt) - 1 : -1]
-        chosen = torch.tensor(output.token_ids)
-        behind = logits.max(-1).values - logits.gather(1, chosen[:, None])[:, 0]
-        assert bool((behind <= 0.02 * logits.std(-1)).all()), f"{output.prompt!r}: {behind.max():.3f} behind the best"
-        num_same += int((logits.argmax(-1) == chosen).sum())
-    assert num_same >= 0.95 * len(PROMPTS) * LONG.max_tokens
+    assert_best_tokens(llm, folder, family, PROMPTS, LONG, **HEADS)
 
 
 @pytest.mark.parametrize(("name", "device"), PLACES)

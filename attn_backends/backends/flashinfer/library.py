@@ -5,15 +5,13 @@ Nothing else here calls FlashInfer or touches what belongs to its wrappers, but 
 
 from __future__ import annotations
 
-import importlib
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from attn_backends.flashinfer_package import load_flashinfer, missing_kernels
 from attn_backends.kv_cache import KVCache
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
@@ -61,14 +59,8 @@ class Library:
 
     def __init__(self, num_sms: int, module: Any = None) -> None:
         self.num_sms = num_sms
-        self.module = importlib.import_module("flashinfer") if module is None else module
+        self.module, found = load_flashinfer(module, *KNOWN)
         self.version: str = self.module.__version__
-        found = tuple(map(int, re.findall(r"\d+", self.version)[:3]))
-        if not KNOWN[0] <= found < KNOWN[1]:
-            first, last = (".".join(map(str, version)) for version in KNOWN)
-            raise ImportError(
-                f"flashinfer-python {self.version} is installed; this backend knows {first} to below {last}"
-            )
         self._num_split_arguments = max(count for since, count in SPLIT_ARGUMENTS if found >= since)
 
     def decode_wrapper(
@@ -124,34 +116,9 @@ def paged(kv_cache: KVCache, cache: KVCacheSpec) -> tuple[torch.Tensor, torch.Te
     return kv_cache.key.transpose(1, 2), kv_cache.value.transpose(1, 2)
 
 
-def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; on a CPU, where kernels are emulated, those of an H200."""
-    if device.type != "cuda":
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def has_fa3(device: torch.device) -> bool:
-    """Whether the device is a Hopper GPU; on a CPU, where kernels are emulated, it is taken for one."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
-
-
-@contextmanager
-def missing_module(spec: AttentionSpec) -> Iterator[None]:
-    """Say what to do where FlashInfer has no kernels for a layer and cannot compile them.
-
-    Raises:
-        RuntimeError: instead of what FlashInfer raises for a missing compiler, chained to it.
-    """
-    try:
-        yield
-    except (FileNotFoundError, OSError, RuntimeError) as error:
-        told = str(error)
-        if not any(word in told.lower() for word in ("nvcc", "ninja", "cuda_home", "build failed", "compil")):
-            raise
-        raise RuntimeError(
-            f"FlashInfer has no kernels ready for head_dim {spec.head_dim}, {spec.dtype} over {spec.cache_dtype}, "
-            f"window {'on' if spec.window_left >= 0 else 'off'}, soft cap "
-            f"{'on' if spec.logits_soft_cap is not None else 'off'}, and cannot compile them here. Install the CUDA "
-            "toolkit (nvcc) and ninja, or the ready kernels: pip install flashinfer-cubin flashinfer-jit-cache"
-        ) from error
+def missing_module(spec: AttentionSpec) -> AbstractContextManager[None]:
+    """Says what to do where FlashInfer has no kernels for a layer and cannot compile them."""
+    window, cap = ("on" if on else "off" for on in (spec.window_left >= 0, spec.logits_soft_cap is not None))
+    return missing_kernels(
+        f"head_dim {spec.head_dim}, {spec.dtype} over {spec.cache_dtype}, window {window}, soft cap {cap}"
+    )

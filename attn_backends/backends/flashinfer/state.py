@@ -17,14 +17,13 @@ from attn_backends.backends.flashinfer.library import (
     GraphTensors,
     Library,
     Workspaces,
-    has_fa3,
-    num_multiprocessors,
 )
 from attn_backends.backends.flashinfer.metadata import FlashInferMetadata, Rows, graph_metadata
 from attn_backends.backends.flashinfer.options import FlashInferOptions
 from attn_backends.backends.flashinfer.plans import DecodePlan, Plan, PrefillPlan, RaggedPlan
 from attn_backends.backends.flashinfer.workspace import Need, eager_need, graph_need
 from attn_backends.derive import PagedCsr
+from attn_backends.devices import is_hopper, num_multiprocessors, refuse_while_capturing
 from attn_backends.interface import AttentionState, AttentionStep, Rejection, Unsupported, check_capture_size
 from attn_backends.page_table import PAD_SLOT
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, PlanGroup
@@ -81,7 +80,7 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
         Raises:
             RuntimeError: a graph is being captured: plan before, the graph reads what was planned.
         """
-        refuse_while_capturing(self.device)
+        refuse_while_capturing(self.device, self.backend_name)
         group = metadata.group_index
         decode = prefill = prefix = None
         if metadata.decode is not None:
@@ -189,7 +188,7 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
         plain = spec.causal or spec.window_left < 0  # fa3's window is for causal layers
         small_cache = paged and spec.cache_dtype in FP8_DTYPES
         split = self.options.fixed_split_size is not None
-        return has_fa3(self.device) and spec.head_dim in FA3_HEAD_DIMS and plain and not small_cache and not split
+        return is_hopper(self.device) and spec.head_dim in FA3_HEAD_DIMS and plain and not small_cache and not split
 
     def _tensor_cores(self, spec: AttentionSpec) -> bool:
         if self.options.tensor_cores != "auto":
@@ -226,14 +225,6 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
         # A step plans at most three kinds of rows for each group. An event takes as long as a plan's copy: one for all.
         at_once = 3 * len(self.groups)
         return HostRing(-(-need.int_bytes // 4), self.device, depth=4 * at_once, group=at_once)
-
-
-def refuse_while_capturing(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "FLASHINFER plans on the host, and a CUDA graph is being captured: call begin_forward before the capture, "
-            "and capture the layers alone"
-        )
 
 
 class _GraphBuffers:
@@ -288,7 +279,7 @@ class FlashInferGraphState(FlashInferState):
         self._steps = {group.index: self._static_step(group.index) for group in self.groups}
 
     def begin_forward(self, metadata: FlashInferMetadata) -> FlashInferStep:
-        refuse_while_capturing(self.device)
+        refuse_while_capturing(self.device, self.backend_name)
         rows = metadata.decode if self.is_decode else metadata.prefill
         if not metadata.for_graph or rows is None or metadata.num_tokens != self.num_tokens:
             raise ValueError(

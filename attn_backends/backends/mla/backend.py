@@ -52,3 +52,11 @@ class MLABackend(AttentionBackend):
                 if allowed is not None and got not in allowed
             ]
         return found
+
+
+def reject_other_cache_dtype(spec: AttentionSpec, dtypes: frozenset[torch.dtype]) -> list[Rejection]:
+    """Of a backend whose kernels read queries and latent rows of one dtype, each of `dtypes`."""
+    if spec.dtype not in dtypes or spec.cache_dtype not in dtypes - {spec.dtype}:
+        return []
+    got, supported = (str(dtype).removeprefix("torch.") for dtype in (spec.cache_dtype, spec.dtype))
+    return [Rejection("cache_dtype", got, f"{supported}, as the queries", "Leave cache.dtype out.")]

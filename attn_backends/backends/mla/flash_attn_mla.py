@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from attn_backends.backends.mla.backend import MLABackend
+from attn_backends.backends.mla.backend import MLABackend, reject_other_cache_dtype
 from attn_backends.backends.mla.flash_attn_mla_kernels import DecodeCall, Kernels
 from attn_backends.backends.mla.impl import MLAImpl
 from attn_backends.backends.mla.metadata import DecodeRows, RaggedRows
@@ -67,9 +67,7 @@ class FlashAttnMLABackend(MLABackend):
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
         """Caches of another dtype than the queries', and GPUs after Hopper, too."""
         found, device = super().reject(spec, cache, device), torch.device(device)
-        if spec.cache_dtype in _HALF and spec.dtype in _HALF and spec.cache_dtype is not spec.dtype:
-            got, own = (str(dtype).removeprefix("torch.") for dtype in (spec.cache_dtype, spec.dtype))
-            found.append(Rejection("cache_dtype", got, own, "Leave cache.dtype out."))
+        found += reject_other_cache_dtype(spec, _HALF)
         if device.type == "cuda" and torch.cuda.is_available():
             major, minor = torch.cuda.get_device_capability(device)
             if major > 9:

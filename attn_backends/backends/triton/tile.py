@@ -57,7 +57,8 @@ def attend_keys(  # type: ignore[no-untyped-def]
             key_at = page * key_page + offset * key_slot
             value_at = page * value_page + offset * value_slot
         else:
-            page = _load(pages + keys // PAGE_SIZE, live, True, MASKED, True).to(tl.int64)
+            page = (tl.load(pages + keys // PAGE_SIZE, mask=live, other=0) if MASKED
+                    else tl.load(pages + keys // PAGE_SIZE)).to(tl.int64)  # fmt: skip
             offset = keys % PAGE_SIZE
             key_at = page * key_page + offset * key_slot
             value_at = page * value_page + offset * value_slot
@@ -103,9 +104,9 @@ def factor(scale, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
 def _load(at, live, within, MASKED: tl.constexpr, FULL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Zeros where nothing is to be read: what lies there may be NaN. Without a mask where all is read."""
     if MASKED:
-        loaded = tl.load(at, mask=live, other=0) if FULL else tl.load(at, mask=live & within, other=0)
+        loaded = tl.load(at, mask=live, other=0.0) if FULL else tl.load(at, mask=live & within, other=0.0)
     else:
-        loaded = tl.load(at) if FULL else tl.load(at, mask=within, other=0)
+        loaded = tl.load(at) if FULL else tl.load(at, mask=within, other=0.0)
     return loaded
 
 

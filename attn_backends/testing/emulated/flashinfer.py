@@ -1,4 +1,4 @@
-"""FlashInfer 0.6.12 played on a CPU: decode, paged and ragged prefill, cascades, with its plans, checks and traps.
+"""FlashInfer 0.6.12 played on a CPU: decode, paged and ragged prefill, cascades, MLA, with its plans, checks and traps.
 
     from attn_backends.testing.emulated import flashinfer
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(2**27, dtype=torch.uint8))
@@ -12,6 +12,7 @@ from __future__ import annotations
 from attn_backends.testing.emulated import (
     flashinfer_cascade as cascade,
     flashinfer_decode as decode,
+    flashinfer_mla as mla,
     flashinfer_prefill as prefill,
 )
 from attn_backends.testing.emulated.flashinfer_cascade import (
@@ -46,5 +47,6 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "mla",
     "prefill",
 ]

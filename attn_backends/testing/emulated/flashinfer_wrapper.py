@@ -51,7 +51,7 @@ class Wrapper:
         self._float_workspace_buffer = float_workspace_buffer
         self._workspace_size = float_workspace_buffer.numel() * float_workspace_buffer.element_size()
         self._int_workspace_buffer = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
-        self._pin_memory_int_workspace_buffer = _pinned_like(self._int_workspace_buffer)
+        self._pin_memory_int_workspace_buffer = pinned_like(self._int_workspace_buffer)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -61,7 +61,7 @@ class Wrapper:
         """Use other workspaces, and a new pinned buffer of the int workspace's size. What was planned is lost."""
         self._float_workspace_buffer = float_workspace_buffer
         self._int_workspace_buffer = int_workspace_buffer
-        self._pin_memory_int_workspace_buffer = _pinned_like(int_workspace_buffer)
+        self._pin_memory_int_workspace_buffer = pinned_like(int_workspace_buffer)
 
     def end_forward(self) -> None:
         """Does nothing, as in the real package."""
@@ -197,7 +197,7 @@ class PagedWrapper(Wrapper):
             out.mul_(v_scale)
 
 
-def _pinned_like(buffer: torch.Tensor) -> torch.Tensor:
+def pinned_like(buffer: torch.Tensor) -> torch.Tensor:
     return torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu", pin_memory=torch.cuda.is_available())
 
 

@@ -30,8 +30,15 @@ class Graphs(KitBase):
     """Of a backend that declares `Capabilities.cuda_graph`."""
 
     def graph_batches(self, spec: AttentionSpec, query_len: int, **how: Any) -> list[Batch]:
-        """Batches of different rows over pools of one shape, the largest first."""
-        shapes = [BatchShape(seq_lens=lens, query_lens=(query_len,) * len(lens)) for lens in LENGTHS]
+        """Batches of different rows over pools of one shape, the largest first.
+
+        Their numbers of pages differ too, whatever the page size: schedules may depend on these alone.
+        """
+        longer = max(1, self.page_size // 16)
+        shapes = [
+            BatchShape(seq_lens=tuple(longer * length for length in lens), query_lens=(query_len,) * len(lens))
+            for lens in LENGTHS
+        ]
         batches = [
             self.make_batch(spec, shape, num_pages=PAGES, seed=i, poison=float("nan"), **how)
             for i, shape in enumerate(shapes)

@@ -1,0 +1,30 @@
+"""What backends ask of the device that they run on."""
+
+from __future__ import annotations
+
+import torch
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; on a CPU, where kernels are emulated, those of an H200."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether kernels for Hopper GPUs run; a CPU, where kernels are emulated, is taken for one."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+
+
+def refuse_while_capturing(device: torch.device, backend_name: str) -> None:
+    """Refuse to plan on the host inside a capture.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{backend_name} plans on the host, and a CUDA graph is being captured: call begin_forward before the "
+            "capture, and capture the layers alone"
+        )
