@@ -136,7 +136,10 @@ class FlashAttnMLAImpl(MLAImpl):
         q_nope, q_pe = query.flatten(0, 1).split([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
         latent, rope = latent_cache.unsqueeze(2).split([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
         call: DecodeCall = step.plan
-        sums = call.kernels.decode(q_pe, q_nope, rope, latent, spec.scale, output.flatten(0, 1), call)
+        scale = spec.scale * self.k_scale
+        sums = call.kernels.decode(q_pe, q_nope, rope, latent, scale, output.flatten(0, 1), call)
+        if self.k_scale != 1.0:
+            output.mul_(self.k_scale)
         if lse is not None:
             lse.flatten(0, 1).copy_(sums.t())
 
