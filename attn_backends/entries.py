@@ -111,6 +111,25 @@ BUILT_IN = (
         options="attn_backends.backends.mla.torch_mla:TorchMLAOptions",
         source="built-in",
     ),
+    BackendEntry(
+        "TRITON_MLA",
+        "attn_backends.backends.mla.triton_mla:TritonMLABackend",
+        package="triton",
+        install="pip install triton",
+        priority=7,
+        options="attn_backends.backends.mla.triton_tiles:TritonMLAOptions",
+        source="built-in",
+    ),
+    BackendEntry(
+        "FLASH_ATTN_MLA",
+        "attn_backends.backends.mla.flash_attn_mla:FlashAttnMLABackend",
+        module="attn_backends.backends.mla.flash_attn_mla_provider",
+        package="vllm",
+        install="pip install vllm",
+        priority=5,
+        options="attn_backends.backends.mla.flash_attn_mla:FlashAttnMLAOptions",
+        source="built-in",
+    ),
 )
 
 

@@ -83,8 +83,8 @@ class Parts(NamedTuple):
     impl: Any
 
 
-def parts_of(name: str, problem: Problem, options: dict[str, Any]) -> Parts:
-    """One plan group, whose layers are the copies of the cache.
+def parts_of(name: str, problem: Problem, options: dict[str, Any], **weights: torch.Tensor) -> Parts:
+    """One plan group, whose layers are the copies of the cache; `weights` are what its impl takes of a model's.
 
     Raises:
         Unsupported: the backend cannot serve it.
@@ -95,7 +95,7 @@ def parts_of(name: str, problem: Problem, options: dict[str, Any]) -> Parts:
     given = {"options": validate_options(name, options)}
     builder = backend.get_builder_cls()(group, cache, problem.limits, device, **given)
     state = backend.get_state_cls()([group], cache, problem.limits, device, **given)
-    return Parts(backend, builder, state, backend.get_impl_cls()(spec, cache, device, **given))
+    return Parts(backend, builder, state, backend.get_impl_cls()(spec, cache, device, **given, **weights))
 
 
 def ours(name: str, problem: Problem, options: dict[str, Any]) -> Made:

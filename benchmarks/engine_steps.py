@@ -1,10 +1,12 @@
 """Milliseconds a decode step of the whole engine, scheduler included: eager, in CUDA graphs, compiled, fused.
 
-    python benchmarks/engine_steps.py [--model SHAPE_OR_FOLDER] [--mode NAME ...] [--requests 1 32 256] [--kernels]
+    python benchmarks/engine_steps.py [--model SHAPE_OR_FOLDER] [--backend NAME ...] [--mode NAME ...]
+        [--requests 1 32 256] [--kernels]
 
-A model is a shape with random weights (SmolLM2-135M, Llama-8B), a folder or a GGUF file. Graphs need a GPU; on a CPU
-they are left out. Prompts are not counted: a step's time is the difference between a run of many new tokens and one of
-few, by the difference of their steps. With --kernels, what the GPU does in a step is listed by kernel.
+A model is a shape with random weights (SmolLM2-135M, Llama-8B, DeepSeek-V2-Lite), a folder or a GGUF file. Graphs need
+a GPU; on a CPU they are left out. Several backends are measured one after the other, and who cannot serve is left out.
+Prompts are not counted: a step's time is the difference between a run of many new tokens and one of few, by the
+difference of their steps. With --kernels, what the GPU does in a step is listed by kernel.
 """
 
 from __future__ import annotations
@@ -13,15 +15,17 @@ import argparse
 import gc
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from gpu_harness import installed
+from gpu_harness import installed, reason
 from harness import report
 from random_models import SHAPES, random_model
 
-from attn_backends import LLM, EngineConfig, SamplingParams
+from attn_backends import LLM, EngineConfig, SamplingParams, Unsupported, get_backend
 from attn_backends.engine.checkpoint import DEFAULT_MODEL, silent
+from attn_backends.entries import AUTO
 
 PLAIN: dict[str, Any] = {"fuse_layers": False, "merge_projections": False}  # the model as it is
 MODES: dict[str, dict[str, Any]] = {  # name: settings
@@ -40,7 +44,9 @@ FEW = 8  # new tokens of the shorter run
 def step_ms(llm: LLM, count: int, arguments: argparse.Namespace) -> float:
     """Median time of a decode step with so many requests."""
     generator = torch.Generator().manual_seed(0)
-    texts = torch.randint(100, 40_000, (count, arguments.prompt_tokens), generator=generator).tolist()
+    texts = torch.randint(
+        100, min(40_000, llm.model.vocab_size), (count, arguments.prompt_tokens), generator=generator
+    ).tolist()
     taken: dict[int, list[float]] = {FEW: [], arguments.new_tokens: []}
     steps = {}
     for _ in range(arguments.repeats + 1):  # the first warms up
@@ -68,12 +74,19 @@ def kernels(llm: LLM, count: int, prompt_tokens: int) -> list[dict[str, object]]
     return sorted(rows, key=lambda row: -row["us a step"])  # type: ignore[operator]
 
 
-def engine(arguments: argparse.Namespace, settings: dict[str, Any]) -> LLM:
+def page_size(backend: str, wanted: int) -> int:
+    """The wanted page size, or what the backend has instead."""
+    sizes = None if backend == AUTO else get_backend(backend).capabilities().page_sizes
+    return wanted if sizes is None or wanted in sizes else max(sizes)
+
+
+def engine(arguments: argparse.Namespace, backend: str, settings: dict[str, Any]) -> LLM:
     """An engine over the model, with settings of a mode; graphs of the measured sizes alone."""
     graphs = {"mode": "full" if arguments.device == "cuda" else "none", "sizes": arguments.requests}
     given: dict[str, Any] = {
-        "device": arguments.device, "dtype": arguments.dtype, "backend": arguments.backend,
-        "cache": {"prefix_caching": False, "memory": arguments.memory},
+        "device": arguments.device, "dtype": arguments.dtype, "backend": backend,
+        "cache": {"prefix_caching": False, "memory": arguments.memory,
+                  "page_size": page_size(backend, arguments.page_size)},
     }  # fmt: skip
     given |= settings
     given["graphs"] = graphs | settings.get("graphs", {})
@@ -89,10 +102,42 @@ def engine(arguments: argparse.Namespace, settings: dict[str, Any]) -> LLM:
     return LLM(config, model, device, silent)
 
 
-def main() -> None:
+Rows = list[dict[str, object]]
+
+
+def measure(arguments: argparse.Namespace, backend: str) -> tuple[Rows, Rows]:
+    """Rows of a backend, one for each number of requests, with a time a mode; and what its kernels took, if asked."""
+    rows: Rows = [{"backend": backend, "requests": count} for count in arguments.requests]
+    used: Rows = []
+    for name in arguments.mode:
+        settings = MODES[name]
+        if arguments.device == "cpu" and settings.get("graphs", {}).get("mode") != "none":
+            continue
+        started = time.perf_counter()
+        llm = engine(arguments, backend, settings)
+        print(f"{name}: {llm.selection.name}, ready after {time.perf_counter() - started:.1f} s", flush=True)
+        for row, count in zip(rows, arguments.requests, strict=True):
+            row["backend"] = llm.selection.name
+            row[f"{name} ms"] = taken = step_ms(llm, count, arguments)
+            row[f"{name} tokens/s"] = count * 1e3 / taken
+            print(f"  {count} requests: {taken:.2f} ms", flush=True)
+            if arguments.kernels:
+                used += [
+                    {"backend": llm.selection.name, "mode": name, **kernel}
+                    for kernel in kernels(llm, count, arguments.prompt_tokens)
+                ]
+        del llm
+        gc.collect()
+        if arguments.device != "cpu":
+            torch.cuda.empty_cache()
+    return rows, used
+
+
+def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--backend", default="AUTO")
+    parser.add_argument("--backend", nargs="+", type=str.upper, default=[AUTO])
+    parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
@@ -102,29 +147,21 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kernels", action="store_true")
-    arguments = parser.parse_args()
-    rows: list[dict[str, object]] = [{"requests": count} for count in arguments.requests]
-    used: list[dict[str, object]] = []
-    for name in arguments.mode:
-        settings = MODES[name]
-        if arguments.device == "cpu" and settings.get("graphs", {}).get("mode") != "none":
+    arguments = parser.parse_args(given)
+    rows: Rows = []
+    used: Rows = []
+    for backend in arguments.backend:
+        try:
+            measured, by_kernel = measure(arguments, backend)
+        except (Unsupported, ImportError) as error:
+            print(f"dropped out: {backend}: {reason(error)}", flush=True)
             continue
-        started = time.perf_counter()
-        llm = engine(arguments, settings)
-        print(f"{name}: {llm.selection.name}, ready after {time.perf_counter() - started:.1f} s", flush=True)
-        for row, count in zip(rows, arguments.requests, strict=True):
-            row[f"{name} ms"] = step_ms(llm, count, arguments)
-            print(f"  {count} requests: {row[f'{name} ms']:.2f} ms", flush=True)
-            if arguments.kernels:
-                used += [{"mode": name, **kernel} for kernel in kernels(llm, count, arguments.prompt_tokens)]
-        del llm
-        gc.collect()
-        if arguments.device != "cpu":
-            torch.cuda.empty_cache()
+        rows, used = rows + measured, used + by_kernel
     name = f"engine_steps_{arguments.model.lower()}" if arguments.model in SHAPES else "engine_steps"
-    packages = installed("torch", "triton", "transformers", "flashinfer-python")
+    packages = installed("torch", "triton", "transformers", "flashinfer-python", "vllm")
     title = f"a decode step of {arguments.model}, {arguments.dtype}"
-    report(f"{name}_{arguments.device}", title, rows, packages)
+    if rows:
+        report(f"{name}_{arguments.device}", title, rows, packages)
     if used:
         report(f"{name}_kernels_{arguments.device}", f"{title}, by kernel", used, packages)
 

@@ -121,7 +121,7 @@ class Problem:
             raise ValueError(f"lengths of {self.shape.name} are no multiples of page size {page_size}")
         cache = KVCacheSpec(self.cache.num_slots // page_size, page_size)
         caches = [KVCache(*(t.reshape(-1, page_size, *t.shape[2:]) for t in cached)) for cached in self.caches]
-        return replace(self, cache=cache, common=_common(self.shape, cache, self.device), caches=caches)
+        return replace(self, cache=cache, common=common_of(self.shape, cache, self.device), caches=caches)
 
     def fitting(self, backend: type[AttentionBackend], can: Capabilities | None = None) -> Problem:
         """The problem as a backend can serve it: with its page size, layout and shape of the pool.
@@ -156,7 +156,7 @@ def make_problem(shape: Shape, dtype: torch.dtype, page_size: int, device: torch
     tokens = (sum(shape.query_lens), spec.num_qo_heads, spec.head_dim)
     queries = [torch.randn(tokens, device=device, dtype=dtype) for _ in range(num_copies)]
     outputs = [torch.empty_like(query) for query in queries]
-    return Problem(shape, spec, cache, _common(shape, cache, device), caches, queries, outputs)
+    return Problem(shape, spec, cache, common_of(shape, cache, device), caches, queries, outputs)
 
 
 def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
@@ -164,13 +164,14 @@ def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale
 
     Args:
         query: [num_queries, num_qo_heads, head_dim], the last tokens.
-        key, value: [num_keys, num_kv_heads, head_dim].
+        key: [num_keys, num_kv_heads, head_dim].
+        value: [num_keys, num_kv_heads, head_dim_vo].
     """
     (num_queries, num_qo_heads, head_dim), (num_keys, num_kv_heads, _) = query.shape, key.shape
     keys, values = key.double().transpose(0, 1), value.double().transpose(0, 1)  # [Hkv, num_keys, head_dim]
     positions = torch.arange(num_keys, device=query.device)
     grouped = query.double().view(num_queries, num_kv_heads, -1, head_dim).transpose(0, 1)  # [Hkv, Tq, G, head_dim]
-    out = torch.empty_like(grouped)
+    out = grouped.new_empty(*grouped.shape[:-1], value.shape[-1])
     chunk = max(1, CHUNK // (num_qo_heads * num_keys))
     for start in range(0, num_queries, chunk):
         rows = grouped[:, start : start + chunk]
@@ -180,8 +181,8 @@ def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale
         logits = logits.view(*rows.shape[:3], seen)
         logits.masked_fill_((positions[:seen] > positions[first:seen, None])[:, None], -torch.inf)
         weights = logits.softmax(-1).flatten(1, 2)
-        out[:, start : start + chunk] = (weights @ values[:, :seen]).view_as(rows)
-    return out.transpose(0, 1).reshape(num_queries, num_qo_heads, head_dim)
+        out[:, start : start + chunk] = (weights @ values[:, :seen]).view(*rows.shape[:3], -1)
+    return out.transpose(0, 1).reshape(num_queries, num_qo_heads, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,7 +236,7 @@ def _relative_error(output: torch.Tensor, expected: torch.Tensor) -> torch.Tenso
     return (difference.flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)).max()
 
 
-def _common(shape: Shape, cache: KVCacheSpec, device: torch.device) -> CommonAttentionMetadata:
+def common_of(shape: Shape, cache: KVCacheSpec, device: torch.device) -> CommonAttentionMetadata:
     pages = torch.randperm(cache.num_pages, dtype=torch.int32)
     prefix, rest = pages.split([count := shape.shared_prefix // cache.page_size, len(pages) - count])
     owned = rest.split([-(-(seq_len - shape.shared_prefix) // cache.page_size) for seq_len in shape.seq_lens])

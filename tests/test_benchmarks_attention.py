@@ -112,6 +112,17 @@ def test_a_contender_that_is_missing_or_wrong_drops_out(script: Script, monkeypa
     assert {row["contender"] for row in rows} == {"TORCH"}
 
 
+def test_mla_decodes_and_layers_are_right(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated = load("attn_backends.testing.emulated.flash_attn_mla")
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn.flash_attn_interface", emulated)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    rows = script("mla_attention", "--backend", "TORCH_MLA", "--shapes", "tiny", "--rounds", "1", "--page-size", "16")
+    assert [row["contender"] for row in rows] == ["TORCH_MLA", "FA3 qv", "FA3 qv, page 32"] * 2
+    for row in rows:
+        assert all(row[f"{part} error"] < 1e-2 and row[f"{part} vs best bare"] > 0 for part in ("decode", "layer"))
+        assert min(row["decode us"], row["layer us"], row["of copy"]) > 0
+
+
 def test_reference_is_that_of_the_kit(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = load("paged_problem")
     monkeypatch.setattr(problem, "CHUNK", 4 * 9 * 3)  # three queries at a time

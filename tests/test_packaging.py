@@ -26,6 +26,7 @@ FLOORS = [  # a module imports from its own floor and those above it in this lis
         "derive_triton",
         "csr_triton",
         "kv_write_triton",
+        "triton_split",
         "staging",
         "step_device",
         "device_copy",

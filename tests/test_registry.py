@@ -234,8 +234,9 @@ def test_auto_considers_for_mla_layers_the_mla_family_alone(caplog: pytest.LogCa
     mla = {"first": MLASpec(16), "second": MLASpec(16)}
     selection = select_backend("AUTO", mla, CACHE, "cpu")
     assert selection.name == "TORCH_MLA"
-    assert [verdict.name for verdict in selection.verdicts] == ["FLASHINFER_MLA", "FLASHMLA", "TORCH_MLA"]
-    assert {line.split()[3] for line in caplog.messages} == {"FLASHINFER_MLA:", "FLASHMLA:"}
+    kernels = ["FLASHINFER_MLA", "FLASHMLA", "TRITON_MLA", "FLASH_ATTN_MLA"]
+    assert [verdict.name for verdict in selection.verdicts] == [*kernels, "TORCH_MLA"]
+    assert {line.split()[3] for line in caplog.messages} == {f"{name}:" for name in kernels}
     explanation = explain("AUTO", mla, CACHE, "cpu")
     assert (explanation.chosen, explanation.reason) == ("TORCH_MLA", selection.reason)
     refused = {verdict.name: verdict.reasons for verdict in explanation.verdicts}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from attn_backends.backends.triton.impl import TritonImpl
-from attn_backends.backends.triton.launch import INTERPRETED
 from attn_backends.backends.triton.metadata import TritonMetadata, TritonMetadataBuilder
 from attn_backends.backends.triton.state import TritonState
 from attn_backends.interface import AttentionBackend, Capabilities, CudaGraphSupport
 from attn_backends.spec import FP8_DTYPES, AttentionType
+from attn_backends.triton_split import INTERPRETED
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 

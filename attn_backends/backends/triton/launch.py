@@ -6,58 +6,25 @@ As an operator a launch on a CPU is seen by what records torch operations, such 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import triton
 
-from attn_backends.backends.triton.decode_kernel import decode_kernel, schedule_kernel
+from attn_backends.backends.triton.decode_kernel import decode_kernel
 from attn_backends.backends.triton.prefill_kernel import prefill_kernel
-from attn_backends.backends.triton.tile import FAR
 from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile
 from attn_backends.spec import AttentionSpec
+from attn_backends.triton_split import FAR, list_items, operator, padded, power_of_two
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 _MAX_TILE_ROWS = 64  # of decode: more queries of a row take several tiles
-_ITEMS = 64  # of a scheduling program
 _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
 _L2_BYTES = 32 << 20  # that the keys and values of a section of heads may take
-
-
-def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; on a CPU a few, so that little work is split there too."""
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def padded(size: int) -> int:
-    """A power of two, of at least 16: what a tile of a matrix unit can be."""
-    return max(16, _power_of_two(size))
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
 
 
 def sight(spec: AttentionSpec) -> list[int]:
     """Which keys a query sees, by position: how many ahead of its own, how many behind, and the size of its chunk."""
     window = FAR.value if spec.window_left < 0 else spec.window_left
     return [0 if spec.causal else FAR.value, window, spec.chunk_size or FAR.value]
-
-
-def _operator(mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Nothing where kernels are compiled: an operator takes longer to call than a kernel to launch."""
-
-    def wrap(launch: Callable[..., None]) -> Callable[..., None]:
-        if not INTERPRETED:
-            return launch
-        name = f"attn_backends::triton_{launch.__name__.strip('_')}"
-        made: Callable[..., None] = torch.library.custom_op(name, launch, mutates_args=mutates, device_types="cpu")
-        return made
-
-    return wrap
 
 
 class Cut(NamedTuple):
@@ -71,14 +38,14 @@ class Cut(NamedTuple):
     def of(spec: AttentionSpec, query_len: int) -> Cut:
         queries = query_len * spec.group_size
         rows = min(padded(queries), _MAX_TILE_ROWS)
-        return Cut(-(-queries // rows), rows, min(rows, _power_of_two(queries)))
+        return Cut(-(-queries // rows), rows, min(rows, power_of_two(queries)))
 
     def target(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
         """Items that fill a GPU: each is a program for every KV head and tile."""
         return max(1, num_sms * tile.programs // (spec.num_kv_heads * self.tiles))
 
     def places(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
-        """Items that can be parts of rows (see `decode_kernel.schedule_kernel`)."""
+        """Items that can be parts of rows (see `triton_split.schedule_kernel`)."""
         return -(-4 * self.target(spec, tile, num_sms) // 3)
 
 
@@ -103,18 +70,7 @@ class Schedule:
 
     def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
         """List the items for these lengths, [num_rows] and [num_rows + 1] i32. One launch."""
-        _schedule(seq_lens, query_start_loc, self.items, self._how)
-
-
-@_operator(("items",))
-def _schedule(seq_lens: torch.Tensor, query_start_loc: torch.Tensor, items: torch.Tensor, how: list[int]) -> None:
-    num_rows, target, behind, chunk, keys, min_blocks = how
-    grid = (-(-len(items) // _ITEMS),)
-    schedule_kernel[grid](
-        seq_lens, query_start_loc, items, num_rows, target, len(items), behind, chunk,
-        keys, min_blocks, triton.next_power_of_2(num_rows), _ITEMS,
-        num_warps=4,
-    )  # fmt: skip
+        list_items(seq_lens, query_start_loc, self.items, self._how)
 
 
 class Kernels:
@@ -193,7 +149,7 @@ def _strides(
     return (*query.stride()[:2], *cached, *output.stride()[:2], 0 if lse is None else lse.stride(0))
 
 
-@_operator(("output", "lse", "partial", "sums", "counters"))
+@operator(("output", "lse", "partial", "sums", "counters"))
 def _decode(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor, items: torch.Tensor, partial: torch.Tensor, sums: torch.Tensor, counters: torch.Tensor,
@@ -207,7 +163,7 @@ def _decode(
     )  # fmt: skip
 
 
-@_operator(("output", "lse"))
+@operator(("output", "lse"))
 def _prefill(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor | None, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,

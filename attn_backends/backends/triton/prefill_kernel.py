@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.backends.triton.tile import FAR, attend_keys, factor, first_key, write_rows
+from attn_backends.backends.triton.tile import attend_keys, factor, write_rows
+from attn_backends.triton_split import FAR, first_key
 
 _NOT_CONSTANT = ["first_row", "num_rows", "num_tiles", "section", "table_row", "ahead", "behind", "chunk", "has_sinks",
                  "want_lse", "lse_token"]  # fmt: skip

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.triton.launch import Cut, Schedule, num_multiprocessors, padded
+from attn_backends.backends.triton.launch import Cut, Schedule
 from attn_backends.backends.triton.metadata import DECODE_TOKENS, TritonMetadata
 from attn_backends.backends.triton.tuning import decode_tile
 from attn_backends.interface import AttentionState, AttentionStep, check_capture_size
 from attn_backends.page_table import PAD_SLOT
+from attn_backends.triton_split import num_multiprocessors, padded
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class TritonState(AttentionState[TritonMetadata]):
     """Room for the parts of split rows, sized by the multiprocessors and the layers' heads, not by the context.
 
     A program leaves (head_dim_vo + 2) * 4 bytes for each of its queries; about 4 / 3 as many programs can have parts
-    as the GPU holds at once (see `decode_kernel.schedule_kernel`).
+    as the GPU holds at once (see `triton_split.schedule_kernel`).
     """
 
     backend_name = "TRITON"

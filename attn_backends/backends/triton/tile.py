@@ -9,9 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-FAR = tl.constexpr(1 << 30)  # beyond any position
+from attn_backends.triton_split import LN_2, LOG2_E
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -142,10 +140,3 @@ def write_rows(  # type: ignore[no-untyped-def]
     if want_lse != 0:
         log_sum = (higher + tl.log2(tl.where(saw, total, 1.0))) * LN_2
         tl.store(lse + at * lse_token + q_head, tl.where(saw, log_sum, float("-inf")), mask=live)
-
-
-@triton.jit
-def first_key(position, behind, chunk):  # type: ignore[no-untyped-def]
-    """The oldest key that a query sees, by its position."""
-    position = tl.maximum(position, 0)
-    return tl.maximum(position - behind, position // chunk * chunk)

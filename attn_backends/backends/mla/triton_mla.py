@@ -1,0 +1,171 @@
+"""TRITON_MLA: decode on the latent cache by a kernel of ours, over pages of any size and without a plan on the host."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attn_backends.backends.mla.backend import MLABackend
+from attn_backends.backends.mla.impl import MLAImpl
+from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadataBuilder
+from attn_backends.backends.mla.state import MLAState, MLAStep
+from attn_backends.backends.mla.triton_kernel import mla_decode_kernel
+from attn_backends.backends.mla.triton_tiles import Cut, decode_tile
+from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
+from attn_backends.mla_spec import MLASpec
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
+from attn_backends.triton_split import FAR, INTERPRETED, list_items, num_multiprocessors, operator, padded
+
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_LANES = 16  # queries whose parts are joined at a time
+_JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
+_FP8_SINCE = (8, 9)  # compute capability whose instructions convert it
+
+
+class TritonMLABackend(MLABackend):
+    """With TRITON_INTERPRET=1 its kernels run on a CPU too, slowly."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "TRITON_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonMLAImpl]:
+        return TritonMLAImpl
+
+    @staticmethod
+    def get_state_cls() -> type[TritonMLAState]:
+        return TritonMLAState
+
+    @staticmethod
+    def capabilities() -> Capabilities:
+        return Capabilities(
+            devices=frozenset({"cuda", "cpu"} if INTERPRETED else {"cuda"}),
+            dtypes=_FLOATS,
+            cache_dtypes=_FLOATS | frozenset(FP8_DTYPES),
+            unequal_head_dims=True,
+            lse=True,
+            cuda_graph=CudaGraphSupport.UNIFORM_BATCH,
+            min_compute_capability=(8, 0),
+            mla=True,
+            kv_lora_ranks=frozenset(range(16, 513, 16)),
+            qk_rope_head_dims=frozenset(range(8, 129, 8)),
+        )
+
+    @classmethod
+    def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
+        found, device = super().reject(spec, cache, device), torch.device(device)
+        if spec.cache_dtype in FP8_DTYPES and device.type == "cuda" and torch.cuda.is_available():
+            capability = torch.cuda.get_device_capability(device)
+            if capability < _FP8_SINCE:
+                got, since = (".".join(map(str, pair)) for pair in (capability, _FP8_SINCE))
+                found.append(Rejection("cache_dtype", f"{spec.cache_dtype} on compute capability {got}",
+                                       f"fp8 from {since} on", "Leave cache.dtype out."))  # fmt: skip
+        return found
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the rows of a step are cut, and where parts of a row meet."""
+
+    cut: Cut
+    query_starts: torch.Tensor  # [num_rows + 1] i32
+    items: torch.Tensor  # [cut.num_items, 8] i32
+    partial: torch.Tensor  # [places * rank] f32
+    sums: torch.Tensor  # [places * 2] f32: highest logit, sum of weights
+    counters: torch.Tensor  # [rows * tiles] i32, zeros between launches
+
+    def fill(self, seq_lens: torch.Tensor) -> None:
+        """List the items for these lengths, [num_rows] i32. One launch."""
+        tile = self.cut.tile
+        min_blocks = max(1, tile.min_keys // tile.keys)
+        how = [self.cut.num_rows, self.cut.target, FAR.value, FAR.value, tile.keys, min_blocks]
+        list_items(seq_lens, self.query_starts, self.items, how)
+
+
+class TritonMLAState(MLAState):
+    """Room for the parts of split rows, sized by the multiprocessors and not by the context; one for all layers, which
+    run one after the other."""
+
+    backend_name = "TRITON_MLA"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_sms = num_multiprocessors(self.device)
+        most = self.limits.max_num_requests
+        batches = [*(1 << bits for bits in range(most.bit_length())), most]
+        lens = range(1, min(MLAMetadataBuilder.decode_threshold, self.limits.max_num_tokens) + 1)
+        cuts = [(spec, self._cut(spec, num_rows, query_len))
+                for spec in self.specs.values() for num_rows in batches for query_len in lens]  # fmt: skip
+        floats = max(cut.places * padded(spec.kv_lora_rank) for spec, cut in cuts)
+        self._room = (
+            torch.empty(floats, dtype=torch.float32, device=self.device),
+            torch.empty(2 * max(cut.places for _, cut in cuts), dtype=torch.float32, device=self.device),
+            torch.zeros(most * max(cut.tiles for _, cut in cuts), dtype=torch.int32, device=self.device),
+        )
+
+    def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Split | None) -> Split:
+        if held is None:
+            cut = self._cut(spec, rows.num_rows, rows.query_len)
+            ints = {"dtype": torch.int32, "device": self.device}
+            starts = torch.arange(rows.num_rows + 1, **ints) * rows.query_len  # type: ignore[call-overload]
+            items = torch.empty(cut.num_items, 8, **ints)  # type: ignore[call-overload]
+            held = Split(cut, starts, items, *self._room)
+        held.fill(rows.seq_lens)
+        return held
+
+    def _cut(self, spec: MLASpec, num_rows: int, query_len: int) -> Cut:
+        queries = query_len * spec.num_qo_heads
+        tile = decode_tile(spec, self.cache, num_rows, queries, self.options)
+        return Cut(tile, num_rows, queries, self._num_sms)
+
+
+class TritonMLAImpl(MLAImpl):
+    backend_name = "TRITON_MLA"
+    zeroes_idle_rows = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        spec = self.spec
+        self._scale = spec.scale * self.k_scale * math.log2(math.e)
+        rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
+        self._dims = [rank, rope, padded(rank), padded(rope)]
+
+    def _decode(
+        self,
+        query: torch.Tensor,
+        latent_cache: torch.Tensor,
+        step: MLAStep,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        split, rows = step.plan, step.metadata.decode
+        assert rows is not None  # as there are rows to decode
+        cut: Cut = split.cut
+        tile = cut.tile
+        constants = [
+            latent_cache.shape[1], rows.query_len, self.spec.num_qo_heads, cut.tiles, cut.tile_rows, tile.keys,
+            *self._dims, tile.stages, int(query.dtype is torch.float32), _LANES, self._joined_at_once(tile.warps),
+        ]  # fmt: skip
+        mla_decode(query, latent_cache, output, lse, rows.page_table, split.items, split.partial, split.sums,
+                   split.counters, [self._scale, self.k_scale], constants, tile.warps)  # fmt: skip
+
+    def _joined_at_once(self, warps: int) -> int:
+        """Parts of a query: a power of two, as all of these are."""
+        return max(1, _JOIN_REGISTERS * 32 * warps // (_LANES * self._dims[2]))
+
+
+@operator(("output", "lse", "partial", "sums", "counters"))
+def mla_decode(
+    query: torch.Tensor, latent_cache: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
+    page_table: torch.Tensor, items: torch.Tensor, partial: torch.Tensor, sums: torch.Tensor, counters: torch.Tensor,
+    factors: list[float], constants: list[int], warps: int,
+) -> None:  # fmt: skip
+    tiles = constants[3]
+    mla_decode_kernel[len(items) * tiles,](
+        query, latent_cache, output, sums if lse is None else lse, page_table, items, partial, sums, counters, *factors,
+        page_table.stride(0), int(lse is not None), *constants, num_warps=warps,
+    )  # fmt: skip

@@ -1,0 +1,145 @@
+"""Splitting the keys of decode rows over a GPU and joining the parts: what kernels of ours share.
+
+The device itself cuts the work: one small launch a step reads the lengths and lists items, runs of keys of one row that
+take about equally long. How many there may be follows from the number of rows and of multiprocessors alone, so the grid
+is the same for every batch of a graph, and one long row among short ones is as fast as the same keys in even rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+FAR = tl.constexpr(1 << 30)  # beyond any position
+MOST_ITEMS = tl.constexpr(1 << 15)  # of a row
+_ITEMS = 64  # of a scheduling program
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; on a CPU a few, so that little work is split there too."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def padded(size: int) -> int:
+    """A power of two, of at least 16: what a tile of a matrix unit can be."""
+    return max(16, power_of_two(size))
+
+
+def power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def operator(mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Nothing where kernels are compiled: an operator takes longer to call than a kernel to launch."""
+
+    def wrap(launch: Callable[..., None]) -> Callable[..., None]:
+        if not INTERPRETED:
+            return launch
+        name = f"attn_backends::triton_{launch.__name__.strip('_')}"
+        made: Callable[..., None] = torch.library.custom_op(name, launch, mutates_args=mutates, device_types="cpu")
+        return made
+
+    return wrap
+
+
+@operator(("items",))
+def list_items(seq_lens: torch.Tensor, query_start_loc: torch.Tensor, items: torch.Tensor, how: list[int]) -> None:
+    """For lengths [num_rows] and query starts [num_rows + 1], i32. One launch."""
+    num_rows, target, behind, chunk, keys, min_blocks = how
+    grid = (-(-len(items) // _ITEMS),)
+    schedule_kernel[grid](
+        seq_lens, query_start_loc, items, num_rows, target, len(items), behind, chunk,
+        keys, min_blocks, triton.next_power_of_2(num_rows), _ITEMS,
+        num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows", "target", "max_items", "behind", "chunk"])  # type: ignore[untyped-decorator]
+def schedule_kernel(  # type: ignore[no-untyped-def]
+    seq_lens, query_start_loc, items, num_rows, target, max_items, behind, chunk,
+    KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, MAX_ROWS: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    """`items` [max_items, 8] i32, all that a program has to know: row (-1: none), first key, end of keys, place of the
+    row's partial results, how many items the row has and which this is, its length, first query token and their number.
+
+    About `target` items in all, or one a row. A row with less than half as many blocks again as an item has is not
+    split: at most 4 / 3 of `target` items are parts of rows.
+    """
+    rows = tl.arange(0, MAX_ROWS)
+    exists = rows < num_rows
+    lens = tl.load(seq_lens + rows, mask=exists, other=0)
+    starts = tl.load(query_start_loc + rows, mask=exists, other=0)
+    query_lens = tl.load(query_start_loc + rows + 1, mask=exists, other=0) - starts
+    first = first_key(lens - query_lens, behind, chunk) // KEYS
+    blocks = tl.maximum((lens + KEYS - 1) // KEYS - first, 0)
+    size = tl.maximum((tl.sum(blocks, 0) + target - 1) // target, MIN_BLOCKS)
+    counts = tl.where(exists, tl.maximum((blocks + size // 2) // size, 1), 0)
+    ends = tl.cumsum(counts, 0)
+    parts = tl.where(counts > 1, counts, 0)
+    parts_before = tl.cumsum(parts, 0) - parts
+
+    item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    row = tl.sum((ends[None] <= item[:, None]).to(tl.int32), 1)
+    mine = rows[None] == row[:, None]
+    count = tl.maximum(tl.sum(tl.where(mine, counts[None], 0), 1), 1)
+    nth = item - tl.sum(tl.where(mine, (ends - counts)[None], 0), 1)
+    place = tl.sum(tl.where(mine, parts_before[None], 0), 1) + nth
+    row_first = tl.sum(tl.where(mine, first[None], 0), 1)
+    row_blocks = tl.sum(tl.where(mine, blocks[None], 0), 1)
+    row_len = tl.sum(tl.where(mine, lens[None], 0), 1)
+    start = (row_first + nth * row_blocks // count) * KEYS
+    stop = tl.minimum((row_first + (nth + 1) * row_blocks // count) * KEYS, row_len)
+    inside = item < max_items
+    at = items + item * 8
+    tl.store(at, tl.where(row < num_rows, row, -1), mask=inside)
+    tl.store(at + 1, start, mask=inside)
+    tl.store(at + 2, stop, mask=inside)
+    tl.store(at + 3, place - nth, mask=inside)
+    tl.store(at + 4, count * MOST_ITEMS + nth, mask=inside)
+    tl.store(at + 5, row_len, mask=inside)
+    tl.store(at + 6, tl.sum(tl.where(mine, starts[None], 0), 1), mask=inside)
+    tl.store(at + 7, tl.sum(tl.where(mine, query_lens[None], 0), 1), mask=inside)
+
+
+@triton.jit
+def first_key(position, behind, chunk):  # type: ignore[no-untyped-def]
+    """The oldest key that a query sees, by its position."""
+    position = tl.maximum(position, 0)
+    return tl.maximum(position - behind, position // chunk * chunk)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def join(  # type: ignore[no-untyped-def]
+    partial, partial_sums, first, step, count, num_lanes,
+    LANES: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """All parts of a row, each weighing exp2 of its highest logit, PARTS at a time: so many loads are under way."""
+    inner = tl.arange(0, LANES)
+    dims = tl.arange(0, BLOCK_DIM_VO)
+    top = tl.full([LANES], float("-inf"), tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    sums = tl.zeros([LANES, BLOCK_DIM_VO], tl.float32)
+    for start in range(0, count, PARTS):
+        nth = start + tl.arange(0, PARTS)
+        at = (first + nth.to(tl.int64) * step)[:, None] * LANES + inner[None]  # [PARTS, LANES]
+        there = (nth < count)[:, None] & (inner < num_lanes)[None]
+        tops = tl.load(partial_sums + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(partial_sums + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        parts = tl.load(partial + at[:, :, None] * BLOCK_DIM_VO + dims[None, None], mask=there[:, :, None], other=0.0,
+                        cache_modifier=".cg")  # fmt: skip
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(tops - base[None])
+        shrunk = tl.exp2(top - base)
+        total = total * shrunk + tl.sum(totals * weights, 0)
+        sums = sums * shrunk[:, None] + tl.sum(parts * weights[:, :, None], 0)
+        top = new_top
+    return sums, top, total

@@ -1,0 +1,184 @@
+"""Time of a layer's MLA decode on a GPU, by our backends and by the bare kernels they use, in one run and in turns.
+
+    python benchmarks/mla_attention.py [--backend TRITON_MLA ...] [--shapes decode verify | all | tiny] [--no-bare]
+
+Every contender is one CUDA graph over several copies of the latent cache, more than the L2 holds, and its output is
+first checked against float64. Ours goes builder → state → impl. "decode us" is the attention on latent rows alone, ours
+as the impl's part of that name; "layer us" has the two absorbing products around it, for bare kernels the same ones by
+hand, for ours `forward` without new rows. Ratios are against the kernel that a backend calls, and against the fastest
+bare one, of the same column. "of copy" is the bandwidth of the decode (latent rows once a request, queries, outputs) as
+a share of what a copy within the device reads and writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from attention import COPY, DTYPES, PACKAGES, parts_of, show, speeds
+from bare_mla import KERNELS, absorbing
+from gpu_harness import Copy, free_memory, in_turns_us, installed, make_copy, reason
+from harness import report
+from mla_problem import Forms, MLAShape, make_forms
+from paged_problem import Contender, make_contender
+
+from attn_backends import backends, get_backend
+from attn_backends.batch_views import without_new_keys
+from attn_backends.interface import CudaGraphSupport
+
+LAYER = " layer"
+MANY, FEW = (128, 1, 576), (16, 1, 576)
+SHAPES = {
+    "decode": [
+        MLAShape((8192,), MANY),
+        MLAShape((4096,) * 64, MANY),
+        MLAShape((4096,) * 128, MANY),
+        MLAShape((8192,) * 128, MANY),
+        MLAShape((8192,), FEW),
+        MLAShape((4096,) * 32, FEW),
+        MLAShape((4096,) * 128, FEW),
+    ],
+    "verify": [
+        MLAShape((4096,) * 64, heads, query_len=query_len) for heads in (MANY, FEW) for query_len in (2, 4)
+    ],
+    "tiny": [MLAShape((64,) * 3, (4, 1, 576)), MLAShape((128, 64), (4, 1, 576), query_len=2)],
+}  # fmt: skip
+OWN = {  # the kernel that a backend calls
+    "FLASHMLA": "FlashMLA, page 64",
+    "FLASHINFER_MLA": "FlashInfer MLA fa3",
+    "FLASH_ATTN_MLA": "FA3 qv, page 32",
+}
+
+Made = dict[str, Contender]
+
+
+def all_backends() -> list[str]:
+    """Every MLA backend that can be imported here."""
+    found = []
+    for name in backends:
+        try:
+            if get_backend(name).capabilities().mla:
+                found.append(name)
+        except ImportError:
+            continue
+    return found
+
+
+def ours(name: str, forms: Forms, options: dict[str, Any]) -> Made:
+    """A backend's decode and whole layer, over one plan; with the page size that it serves."""
+    latent, layer = (form.fitting(get_backend(name)) for form in forms)
+    assert layer.kv_b_proj is not None
+    layer = replace(layer, common=latent.common)  # of the same pages
+    backend, builder, state, impl = parts_of(name, layer, options, kv_b_proj=layer.kv_b_proj)
+    shape = (len(latent.shape.seq_lens), latent.shape.query_len, latent.spec.num_qo_heads, -1)
+
+    def captured(step: Any, held: object) -> Made:
+        def decode(i: int) -> torch.Tensor:
+            query, out = latent.queries[i].view(shape), latent.outputs[i].view(shape)
+            impl._decode(query, latent.caches[i].key, step, out, None)
+            return latent.outputs[i]
+
+        def whole(i: int) -> torch.Tensor:
+            return impl.forward(layer.queries[i], None, None, layer.caches[i], step, layer.outputs[i])
+
+        return {name: make_contender(latent, decode, held), name + LAYER: make_contender(layer, whole, held)}
+
+    common = replace(layer.common, for_graph=True)
+    if backend.capabilities().cuda_graph is CudaGraphSupport.NEVER or not builder.can_run_in_cudagraph(common):
+        return captured(state.begin_forward(builder.build(0, without_new_keys(layer.common))), state)
+    with state.graph_capture(common.num_reqs):
+        clone = state.graph_clone(common.num_reqs, latent.shape.query_len)
+        made = captured(clone.begin_forward(builder.build_for_cudagraph_capture(common)), (state, clone))
+    clone.begin_forward(builder.build(0, common))  # as before every replay
+    return made
+
+
+def bare(name: str, forms: Forms) -> Made:
+    kernel = KERNELS[name]
+    latent, layer = (form.repaged(kernel.page_size or form.cache.page_size) for form in forms)
+    layer = replace(layer, common=latent.common)
+    made = {name: make_contender(latent, kernel.make(latent))}  # type: ignore[arg-type]
+    spare = replace(latent, queries=[torch.empty_like(query) for query in latent.queries])  # absorbed ones land there
+    call = absorbing(layer, spare, kernel.make)  # type: ignore[arg-type]
+    return made | {name + LAYER: make_contender(layer, call, spare)}
+
+
+def all_made(forms: Forms, names: Sequence[str], options: dict[str, Any], with_bare: bool) -> tuple[Made, list[str]]:
+    """The contenders for one shape that are right, each captured; and who dropped out why."""
+    made: Made = {}
+    dropped = []
+    for name in [*names, *(KERNELS if with_bare else ())]:
+        try:
+            found = bare(name, forms) if name in KERNELS else ours(name, forms, options)
+            for contender in found.values():
+                contender.check()
+            made |= found
+        except Exception as error:  # whatever a kernel library raises, and wrong answers
+            dropped.append(f"{forms.latent.shape.name}: {name}: {reason(error)}")
+    return made, dropped
+
+
+@torch.inference_mode()
+def measure(shape: MLAShape, copy: Copy, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows of one shape, and who dropped out."""
+    device = torch.device(arguments.device)
+    forms = make_forms(shape, DTYPES[arguments.dtype], arguments.page_size, device)
+    names = arguments.backend or all_backends()
+    made, dropped = all_made(forms, names, arguments.options, arguments.bare)
+    errors = {name: contender.worst_error() for name, contender in made.items()}
+    replays = {name: contender.replay for name, contender in made.items()} | {COPY: copy.replay}
+    times = in_turns_us(replays, arguments.rounds, device)
+    copied = copy.num_bytes / times.pop(COPY)  # bytes a us
+    us = {name: made[name].us(replay_us) for name, replay_us in times.items()}
+    best = {end: min((us[name + end] for name in KERNELS if name + end in us), default=None) for end in ("", LAYER)}
+    rows = []
+    for name in made:
+        if name.endswith(LAYER):
+            continue
+        row: dict[str, Any] = {"shape": shape.name, "contender": name}
+        for end, column in (("", "decode"), (LAYER, "layer")):
+            time, lowest, own = us[name + end], best[end], us.get(OWN.get(name, name) + end)
+            ratios = {"own bare": own and time / own, "best bare": lowest and time / lowest}
+            row |= {f"{column} us": time, **{f"{column} vs {other}": ratio for other, ratio in ratios.items()},
+                    f"{column} error": errors[name + end]}  # fmt: skip
+        rows.append(row | speeds(forms.latent, us[name], copied))
+    return rows, dropped
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", nargs="*", type=str.upper, default=[], help="every MLA backend if not given")
+    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, "all"], default=["all"])
+    parser.add_argument("--match", default="", help="only shapes whose name has this in it")
+    parser.add_argument("--bare", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--options", type=json.loads, default={}, help="backend_options, as JSON")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    arguments = parser.parse_args(given)
+    device, wanted = torch.device(arguments.device), arguments.shapes
+    copy, rows, dropped = make_copy(device), [], []
+    for kind, shapes in SHAPES.items():
+        for shape in shapes:
+            if (kind in wanted or ("all" in wanted and kind != "tiny")) and arguments.match in shape.name:
+                measured, out = measure(shape, copy, arguments)
+                show([row | {"us": row["decode us"]} for row in measured], out)
+                rows, dropped = rows + measured, dropped + out
+                free_memory(device)
+    name = "_".join(["mla_attention", *map(str.lower, arguments.backend)])
+    if wanted != ["all"] or arguments.match:
+        name += "_" + "_".join([*wanted, *arguments.match.split()])
+    if rows:
+        title = f"MLA decode of one layer, {arguments.dtype}, page {arguments.page_size}"
+        report(name, title, rows, installed(*PACKAGES))
+    if any(f": {backend}:" in line for backend in arguments.backend for line in dropped):
+        raise SystemExit("a backend of ours dropped out")
+
+
+if __name__ == "__main__":
+    main()

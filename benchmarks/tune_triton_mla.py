@@ -1,0 +1,134 @@
+"""Tiles of TRITON_MLA by brute force, for the shapes of mla_attention.py: writes backends/mla/triton_tuned.json.
+
+    python benchmarks/tune_triton_mla.py [--shapes decode verify] [--match TEXT] [--workers N]
+
+Kernels are compiled first, on all cores, for a small batch of the same layers. Then every tile's decode is timed as one
+CUDA graph over several copies of the cache, and the fastest is checked against float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_harness import free_memory, in_turns_us, installed, reason
+from harness import report
+from mla_attention import SHAPES, ours
+from mla_problem import Forms, MLAShape, make_forms
+
+TABLE = Path(__file__).parents[1] / "attn_backends" / "backends" / "mla" / "triton_tuned.json"
+LAYER = ("bits", "cache_bits", "queries", "page_size", "rows")
+Tile = dict[str, int]
+
+
+def num_queries(shape: MLAShape) -> int:
+    return shape.heads[0] * shape.query_len
+
+
+def tiles(shape: MLAShape) -> Iterator[Tile]:
+    """Every tile worth a try; those that take more shared memory than there is drop out by themselves."""
+    queries = num_queries(shape)
+    if queries >= 64:
+        some = [(64, 64, 8, 2), *((64, 32, 8, stages) for stages in (3, 5, 6, 7))]
+    else:
+        some = [(max(16, queries), keys, warps, stages)
+                for keys, warps, stages in product((32, 64, 128), (4, 8), (2, 3, 4, 5, 6))
+                if stages * keys <= 256 and keys * queries // warps >= 64]  # fmt: skip
+    for (rows, keys, warps, stages), programs in product(some, (1, 2) if queries >= 32 else (1, 2, 4)):
+        yield {"rows": rows, "keys": keys, "warps": warps, "stages": stages, "programs": programs, "min_keys": 128}
+
+
+def compile_some(shape: MLAShape, some: Sequence[Tile], dtype: torch.dtype, page_size: int) -> None:
+    """Fills Triton's cache on disk: the same layer with few keys, in one copy."""
+    forms = make_forms(replace(shape, seq_lens=(256,)), dtype, page_size, torch.device("cuda"))
+    first = {name: slice(1) for name in ("caches", "queries", "outputs")}
+    forms = Forms(*(replace(form, **{name: getattr(form, name)[part] for name, part in first.items()})
+                    for form in forms))  # fmt: skip
+    for tile in some:
+        try:
+            ours("TRITON_MLA", forms, {"decode_tile": tile})
+        except Exception as error:  # out of shared memory: the timing run says so again
+            print(f"{tile}: {reason(error)[:120]}", flush=True)
+
+
+def compile_all(shapes: Sequence[MLAShape], workers: int, dtype: torch.dtype, page_size: int) -> None:
+    layers = {(shape.heads, shape.query_len): shape for shape in shapes}
+    parts = max(1, workers // len(layers))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        jobs = []
+        for shape in layers.values():
+            wanted = [tile for tile in tiles(shape) if tile["programs"] == 1]  # which the compiler does not see
+            jobs += [pool.submit(compile_some, shape, wanted[i::parts], dtype, page_size) for i in range(parts)]
+        for job in jobs:
+            job.result()
+
+
+@torch.inference_mode()
+def fastest(shape: MLAShape, dtype: torch.dtype, page_size: int, rounds: int) -> list[dict[str, Any]]:
+    """The tiles of one shape, the fastest first, with their times."""
+    device = torch.device("cuda")
+    forms = make_forms(shape, dtype, page_size, device)
+    found: list[tuple[float, Tile]] = []
+    for tile in tiles(shape):
+        try:
+            made = ours("TRITON_MLA", forms, {"decode_tile": tile})["TRITON_MLA"]
+            (replay_us,) = in_turns_us({"it": made.replay}, rounds, device).values()
+        except Exception as error:  # out of shared memory or registers
+            print(f"{shape.name}: {tile}: {reason(error)[:100]}", flush=True)
+            continue
+        found.append((made.us(replay_us), tile))
+        del made
+    found.sort(key=lambda pair: pair[0])
+    ours("TRITON_MLA", forms, {"decode_tile": found[0][1]})["TRITON_MLA"].check()
+    free_memory(device)
+    return [{"shape": shape.name, "us": us, **tile} for us, tile in found]
+
+
+def entry(shape: MLAShape, best: dict[str, Any], dtype: torch.dtype, page_size: int) -> dict[str, Any]:
+    bits = dtype.itemsize * 8
+    layer = dict(zip(LAYER, (bits, bits, num_queries(shape), page_size, len(shape.seq_lens)), strict=True))
+    return {**layer, "tile": {name: value for name, value in best.items() if name not in ("shape", "us")}}
+
+
+def write(entries: Sequence[dict[str, Any]]) -> None:
+    """Replace the table's rows of these layers; the others stay. Of shapes with equal layers the first counts."""
+    known = json.loads(TABLE.read_text())["decode"]
+    rows = {tuple(row[name] for name in LAYER): row for row in [*known, *reversed(entries)]}
+    lines = ",\n".join(f"  {json.dumps(rows[layer])}" for layer in sorted(rows))
+    TABLE.write_text(f'{{\n "decode": [\n{lines}\n ]\n}}\n')
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=["decode", "verify"], default=["decode", "verify"])
+    parser.add_argument("--match", default="", help="only shapes whose name has this in it")
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    arguments = parser.parse_args()
+    dtype, page_size = torch.bfloat16, arguments.page_size
+    shapes = [shape for kind in arguments.shapes for shape in SHAPES[kind] if arguments.match in shape.name]
+    compile_all(shapes, arguments.workers, dtype, page_size)
+    print("compiled", flush=True)
+    all_rows: list[dict[str, Any]] = []
+    entries = []
+    for shape in shapes:
+        found = fastest(shape, dtype, page_size, arguments.rounds)
+        print("\n".join(map(str, found[:5])), flush=True)
+        entries.append(entry(shape, found[0], dtype, page_size))
+        all_rows += found
+        write(entries)
+    report("tune_triton_mla", "tiles of TRITON_MLA", all_rows, installed("torch", "triton"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""TRITON_MLA passes the family's conformance kit: interpreted on a CPU, in a process of its own, and compiled on a GPU.
+
+Its kernel's own roads (rows split and joined, tiles of fewer rows than a token has heads, blocks larger and smaller
+than pages) are taken by `Splits`, with tiles that small batches reach. What is the family's alone (`SHARED`) is
+TORCH_MLA's to show, as the interpreter is slow.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends import MLASpec
+from attn_backends.registry import validate_options
+from attn_backends.testing.cases import BatchShape
+from attn_backends.testing.conformance import MLAConformance
+from attn_backends.testing.harness import assert_matches, make_layer
+from attn_backends.testing.kit.base import KitBase
+
+triton = pytest.importorskip("triton", reason="needs triton")
+MOST_ITEMS = pytest.importorskip("attn_backends.triton_split").MOST_ITEMS
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+SHARED = "chunk or reorder or shared_prefix or features_on_long or head_counts or host_reads"
+TILE = {"rows": 16, "keys": 16, "warps": 4, "stages": 2, "programs": 16, "min_keys": 16}
+SHAPES = (
+    BatchShape(seq_lens=(200, 5, 77), query_lens=(1, 1, 1)),
+    BatchShape(seq_lens=(150, 3, 64), query_lens=(3, 3, 3)),
+)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@pytest.mark.skipif(triton.__version__ < "3.7", reason="the interpreter of triton 3.6 fails with numpy 2.4")
+def test_interpreted() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", "-k", f"not ({SHARED})",
+         __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+class Splits(KitBase):
+    backend_name = "TRITON_MLA"
+
+    @pytest.mark.parametrize("page_size", [16, 48, 64])
+    @pytest.mark.parametrize("keys", [16, 32])
+    @pytest.mark.parametrize("shape", SHAPES, ids=["one_token", "verify"])
+    def test_split_rows_are_joined(self, shape: BatchShape, keys: int, page_size: int) -> None:
+        self.check_splits(self.make_spec(num_qo_heads=6), shape, {"keys": keys}, page_size)
+
+    @pytest.mark.parametrize("num_qo_heads", [1, 16, 40])
+    def test_tiles_of_heads(self, num_qo_heads: int) -> None:
+        """Less than a tile, one, and several, of which the last is not full."""
+        self.check_splits(self.make_spec(num_qo_heads=num_qo_heads), SHAPES[1], {}, 16)
+
+    @pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, None])
+    def test_half_precision_over_caches(self, cache_dtype: torch.dtype | None) -> None:
+        changes = {} if cache_dtype is None else {"cache_dtype": cache_dtype}
+        self.check_splits(self.make_spec(dtype=torch.float16, **changes), SHAPES[0], {"keys": 32}, 16)
+
+    def check_splits(self, spec: Any, shape: BatchShape, changes: dict[str, int], page_size: int) -> None:
+        options = validate_options("TRITON_MLA", {"decode_tile": TILE | changes})
+        scale = 0.5 if spec.cache_dtype.itemsize == 1 else 1.0
+        batch = self.make_batch(spec, shape, page_size=page_size, k_scale=scale, poison=float("nan"))
+        layer, expected = make_layer(self.backend, batch, options=options), batch.expected()
+        for want_lse in (False, True, True):  # the same counters serve every launch
+            step = layer.begin(batch)
+            assert int(step.plan.items[:, 4].max()) >= 2 * MOST_ITEMS.value, "no row is split"  # type: ignore[attr-defined]
+            assert_matches(layer.forward(batch, step, want_lse=want_lse), batch, "split rows", expected)
+
+
+class ModelShape(MLAConformance):
+    """Widths and heads of DeepSeek-V2-Lite."""
+
+    backend_name = "TRITON_MLA"
+    dtypes = (torch.bfloat16,)
+
+    def make_spec(self, **changes: Any) -> MLASpec:
+        return MLASpec(**{"num_qo_heads": 16, "dtype": self.dtype, **changes})
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreted, in a process of its own")
+class TestTritonMLAInterpreted(MLAConformance, Splits):
+    backend_name = "TRITON_MLA"
+    dtypes = (torch.float32,)  # the interpreter multiplies no bfloat16, and Splits has float16
+
+
+@pytest.mark.gpu
+class TestTritonMLA(MLAConformance, Splits):
+    backend_name = "TRITON_MLA"
+    device = "cuda"
+
+
+@pytest.mark.gpu
+class TestTritonMLAModelShape(ModelShape):
+    device = "cuda"
