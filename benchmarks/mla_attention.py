@@ -26,9 +26,11 @@ from harness import report
 from mla_problem import Forms, MLAShape, make_forms
 from paged_problem import Contender, make_contender
 
-from attn_backends import backends, get_backend
+from attn_backends import get_backend
 from attn_backends.batch_views import without_new_keys
+from attn_backends.entries import backends
 from attn_backends.interface import CudaGraphSupport
+from attn_backends.registry import validate_options
 
 LAYER = " layer"
 MANY, FEW = (128, 1, 576), (16, 1, 576)
@@ -73,17 +75,20 @@ def ours(name: str, forms: Forms, options: dict[str, Any]) -> Made:
     latent, layer = (form.fitting(get_backend(name)) for form in forms)
     assert layer.kv_b_proj is not None
     layer = replace(layer, common=latent.common)  # of the same pages
-    backend, builder, state, impl = parts_of(name, layer, options, kv_b_proj=layer.kv_b_proj)
+    backend, builder, state, _ = parts_of(name, layer, options, kv_b_proj=layer.kv_b_proj)
+    # A layer for each copy of the cache, as in a model: what the first of a step does for all is done once.
+    given = {"options": validate_options(name, options), "kv_b_proj": layer.kv_b_proj}
+    impls = [backend.get_impl_cls()(layer.spec, layer.cache, layer.device, **given) for _ in layer.caches]
     shape = (len(latent.shape.seq_lens), latent.shape.query_len, latent.spec.num_qo_heads, -1)
 
     def captured(step: Any, held: object) -> Made:
         def decode(i: int) -> torch.Tensor:
             query, out = latent.queries[i].view(shape), latent.outputs[i].view(shape)
-            impl._decode(query, latent.caches[i].key, step, out, None)
+            impls[i]._decode(query, latent.caches[i].key, step, out, None)
             return latent.outputs[i]
 
         def whole(i: int) -> torch.Tensor:
-            return impl.forward(layer.queries[i], None, None, layer.caches[i], step, layer.outputs[i])
+            return impls[i].forward(layer.queries[i], None, None, layer.caches[i], step, layer.outputs[i])
 
         return {name: make_contender(latent, decode, held), name + LAYER: make_contender(layer, whole, held)}
 

@@ -81,7 +81,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"block_table": torch.zeros(3, 4, dtype=torch.int64)}, "block_table must have dtype"),
     ({"block_table": torch.zeros(4, 3, dtype=torch.int32).T}, "contiguous last dimension"),
     ({"block_table": torch.zeros(2, 4, dtype=torch.int32)}, "batch_size rows"),
-    ({"out": torch.zeros(3, 1, HEADS, 512)}, "shape and dtype of the result"),
+    ({"out": torch.zeros(3, 1, HEADS, 512)}, "out must have the dtype"),
+    ({"out": torch.zeros(3, HEADS, 1, 512).bfloat16()}, "out must have shape"),
     ({"out": torch.zeros(3, 1, HEADS, 1024).bfloat16()[..., :512]}, "out must be contiguous"),
 ]
 

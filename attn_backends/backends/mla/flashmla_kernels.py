@@ -50,7 +50,8 @@ class Kernels:
         output: torch.Tensor,  # [num_rows, query_len, num_qo_heads, 512], written in place
     ) -> torch.Tensor:
         """Returns the LSE [num_rows, num_qo_heads, query_len] f32, natural log, +inf for a row without keys."""
-        given = {"out": output} if self._writes_out else {}
+        # The kernel takes all of a row's queries as those of its one KV head, whatever its docstring says of `out`.
+        given = {"out": output.view(len(output), 1, -1, output.shape[-1])} if self._writes_out else {}
         made, lse = self.flash_mla_with_kvcache(
             query, latent_cache.unsqueeze(2), rows.page_table, rows.seq_lens, output.shape[-1], *schedule,
             softmax_scale=scale, causal=True, **given,

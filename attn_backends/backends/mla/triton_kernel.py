@@ -14,10 +14,10 @@ from attn_backends.triton_split import LN_2, MOST_ITEMS, join
 
 @triton.jit(do_not_specialize=["table_row"])  # type: ignore[untyped-decorator]
 def mla_decode_kernel(  # type: ignore[no-untyped-def]
-    query, latent_cache, output, lse, page_table, items, partial, partial_sums, counters, scale, value_scale, table_row,
+    query, latent_cache, output, lse, page_table, items, partial, partial_sums, scale, value_scale, table_row,
     WANT_LSE: tl.constexpr, PAGE_SIZE: tl.constexpr, QUERY_LEN: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr,
-    BLOCK_ROPE: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One program an item and tile of ROWS of its queries. All tensors are contiguous.
 
@@ -27,7 +27,6 @@ def mla_decode_kernel(  # type: ignore[no-untyped-def]
         output: [num_rows, QUERY_LEN * HEADS, RANK]; lse: [num_rows, QUERY_LEN * HEADS] f32.
         items: see `triton_split`; a place of partial results holds TILES * ROWS queries of BLOCK_RANK.
         scale: of logits in base 2; value_scale: of the cache.
-        LANES: queries whose parts are joined at a time, PARTS of each: whole tiles would not fit the registers twice.
     """
     tile = tl.program_id(0) % TILES
     item = items + tl.program_id(0) // TILES * 8
@@ -62,18 +61,29 @@ def mla_decode_kernel(  # type: ignore[no-untyped-def]
             tl.store(partial + mine[:, None] * BLOCK_RANK + ranks[None], sums, mask=live[:, None])
             tl.store(partial_sums + mine * 2, top, mask=live)
             tl.store(partial_sums + mine * 2 + 1, total, mask=live)
-            tl.debug_barrier()  # all of the program's stores come before its count
-            counter = counters + row * TILES + tile
-            if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
-                tl.debug_barrier()
-                tl.store(counter, 0)  # for the next launch
-                for first in range(tile * ROWS, tl.minimum((tile + 1) * ROWS, QUERY_LEN * HEADS), LANES):
-                    joined, joined_top, joined_total = join(
-                        partial, partial_sums, place * (TILES * ROWS // LANES) + first // LANES, TILES * ROWS // LANES,
-                        count, QUERY_LEN * HEADS - first, LANES, BLOCK_RANK, PARTS,
-                    )  # fmt: skip
-                    _write(output, lse, joined, joined_top, joined_total, row, first + tl.arange(0, LANES),
-                           value_scale, WANT_LSE, QUERY_LEN * HEADS, RANK)  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def mla_join_kernel(  # type: ignore[no-untyped-def]
+    output, lse, items, partial, partial_sums, value_scale,
+    WANT_LSE: tl.constexpr, QUERIES: tl.constexpr, PLACE: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of split rows: one program an item, for the row's queries in turn, so that a row has as many
+    programs as parts.
+
+    A launch of its own: with 128 heads a row's parts are megabytes, which the last item of the row to end would join
+    alone. PLACE is how many queries a place of partial results holds; PARTS are joined at a time.
+    """
+    item = items + tl.program_id(0) * 8
+    row, place, parts = tl.load(item), tl.load(item + 3), tl.load(item + 4)
+    count, nth = parts // MOST_ITEMS, parts % MOST_ITEMS
+    if row >= 0 and count > 1:
+        for query in range(nth * QUERIES // count, (nth + 1) * QUERIES // count):
+            joined, top, total = join(
+                partial, partial_sums, place * PLACE + query, PLACE, count, 1, 1, BLOCK_RANK, PARTS
+            )
+            _write(output, lse, joined, top, total, row, query + tl.arange(0, 1), value_scale, WANT_LSE, QUERIES, RANK)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

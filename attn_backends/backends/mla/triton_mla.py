@@ -12,7 +12,7 @@ from attn_backends.backends.mla.backend import MLABackend
 from attn_backends.backends.mla.impl import MLAImpl
 from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadataBuilder
 from attn_backends.backends.mla.state import MLAState, MLAStep
-from attn_backends.backends.mla.triton_kernel import mla_decode_kernel
+from attn_backends.backends.mla.triton_kernel import mla_decode_kernel, mla_join_kernel
 from attn_backends.backends.mla.triton_tiles import Cut, decode_tile
 from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.mla_spec import MLASpec
@@ -20,8 +20,8 @@ from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
 from attn_backends.triton_split import FAR, INTERPRETED, list_items, num_multiprocessors, operator, padded
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
-_LANES = 16  # queries whose parts are joined at a time
 _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
+_JOIN_WARPS = 4
 _FP8_SINCE = (8, 9)  # compute capability whose instructions convert it
 
 
@@ -76,7 +76,6 @@ class Split:
     items: torch.Tensor  # [cut.num_items, 8] i32
     partial: torch.Tensor  # [places * rank] f32
     sums: torch.Tensor  # [places * 2] f32: highest logit, sum of weights
-    counters: torch.Tensor  # [rows * tiles] i32, zeros between launches
 
     def fill(self, seq_lens: torch.Tensor) -> None:
         """List the items for these lengths, [num_rows] i32. One launch."""
@@ -104,7 +103,6 @@ class TritonMLAState(MLAState):
         self._room = (
             torch.empty(floats, dtype=torch.float32, device=self.device),
             torch.empty(2 * max(cut.places for _, cut in cuts), dtype=torch.float32, device=self.device),
-            torch.zeros(most * max(cut.tiles for _, cut in cuts), dtype=torch.int32, device=self.device),
         )
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Split | None) -> Split:
@@ -148,24 +146,26 @@ class TritonMLAImpl(MLAImpl):
         tile = cut.tile
         constants = [
             latent_cache.shape[1], rows.query_len, self.spec.num_qo_heads, cut.tiles, cut.tile_rows, tile.keys,
-            *self._dims, tile.stages, int(query.dtype is torch.float32), _LANES, self._joined_at_once(tile.warps),
+            *self._dims, tile.stages, int(query.dtype is torch.float32),
         ]  # fmt: skip
         mla_decode(query, latent_cache, output, lse, rows.page_table, split.items, split.partial, split.sums,
-                   split.counters, [self._scale, self.k_scale], constants, tile.warps)  # fmt: skip
-
-    def _joined_at_once(self, warps: int) -> int:
-        """Parts of a query: a power of two, as all of these are."""
-        return max(1, _JOIN_REGISTERS * 32 * warps // (_LANES * self._dims[2]))
+                   [self._scale, self.k_scale], constants, tile.warps)  # fmt: skip
 
 
-@operator(("output", "lse", "partial", "sums", "counters"))
+@operator(("output", "lse", "partial", "sums"))
 def mla_decode(
     query: torch.Tensor, latent_cache: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
-    page_table: torch.Tensor, items: torch.Tensor, partial: torch.Tensor, sums: torch.Tensor, counters: torch.Tensor,
-    factors: list[float], constants: list[int], warps: int,
+    page_table: torch.Tensor, items: torch.Tensor, partial: torch.Tensor, sums: torch.Tensor, factors: list[float],
+    constants: list[int], warps: int,
 ) -> None:  # fmt: skip
-    tiles = constants[3]
+    _page_size, query_len, heads, tiles, tile_rows, _keys, rank, _rope, block_rank, *_ = constants
+    sums_to, want_lse = (sums, 0) if lse is None else (lse, 1)
     mla_decode_kernel[len(items) * tiles,](
-        query, latent_cache, output, sums if lse is None else lse, page_table, items, partial, sums, counters, *factors,
-        page_table.stride(0), int(lse is not None), *constants, num_warps=warps,
+        query, latent_cache, output, sums_to, page_table, items, partial, sums, *factors,
+        page_table.stride(0), want_lse, *constants, num_warps=warps,
+    )  # fmt: skip
+    at_once = max(1, _JOIN_REGISTERS * 32 * _JOIN_WARPS // block_rank)  # a power of two, as all of these are
+    mla_join_kernel[len(items),](
+        output, sums_to, items, partial, sums, factors[1],
+        want_lse, query_len * heads, tiles * tile_rows, rank, block_rank, at_once, num_warps=_JOIN_WARPS,
     )  # fmt: skip

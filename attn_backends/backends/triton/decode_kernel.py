@@ -22,7 +22,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr, PAGE_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
     LANES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program an item, KV head and tile of ROWS of its queries; items of a row's heads lie side by side.
@@ -64,7 +65,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         sums, top, total = attend_keys(
             queries, sums, top, total, whole, stop, seq_len, positions, slope, key, value, pages, scale, soft_cap,
             ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
-            True, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
+            True, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, MASKED_STAGES, EXACT,
         )  # fmt: skip
         top *= factor(scale, EARLY)
         if count == 1:

@@ -106,8 +106,8 @@ class Kernels:
         registers = _JOIN_REGISTERS * 32 * tile.warps
         at_once = max(1, registers // (cut.lanes * self._dims[-1]))  # a power of two, as all of these are
         constants = [
-            *self._form, key.shape[1], *self._heads, cut.tiles, cut.rows, tile.keys, *self._dims, tile.stages,
-            int(query.dtype is torch.float32), cut.lanes, at_once,
+            *self._form, key.shape[1], *self._heads, cut.tiles, cut.rows, tile.keys, *self._dims,
+            *self._stages(tile.stages), int(query.dtype is torch.float32), cut.lanes, at_once,
         ]  # fmt: skip
         grid = len(schedule.items) * self.spec.num_kv_heads * cut.tiles
         _decode(query, key, value, output, lse, page_table, schedule.items, *room, *self._extras,
@@ -123,8 +123,8 @@ class Kernels:
         tile_tokens = max(1, tile.rows // spec.group_size)
         constants = [
             *self._form, key.shape[1] if is_paged else 0, *self._heads, tile_tokens,
-            padded(tile_tokens * spec.group_size), tile.keys, *self._dims, tile.stages,
-            int(query.dtype is torch.float32),
+            padded(tile_tokens * spec.group_size), tile.keys, *self._dims,
+            *self._stages(tile.stages), int(query.dtype is torch.float32),
         ]  # fmt: skip
         head_bytes = max(1, max_seq_len) * (spec.head_dim + spec.head_dim_vo) * key.itemsize
         section = min(max(1, _L2_BYTES // head_bytes), spec.num_kv_heads)
@@ -132,6 +132,11 @@ class Kernels:
         span = [first_row, num_rows, num_tokens // tile_tokens + num_rows, section]
         _prefill(query, key, value, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, *self._extras,
                  self._factors(is_paged), self._sees, span, constants, tile.warps)  # fmt: skip
+
+    def _stages(self, stages: int) -> tuple[int, int]:
+        """Of blocks that all queries see whole; of the others, which are one or two but for windows and chunks."""
+        is_local = min(self._sees[1:3]) < FAR.value
+        return stages, stages if is_local else 1
 
     def _factors(self, cached: bool) -> list[float]:
         """Of logits, in base 2 unless a soft cap comes between; of values; the soft cap."""

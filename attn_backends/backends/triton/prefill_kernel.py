@@ -22,7 +22,8 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr, PAGE_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of TOKENS query tokens of one row, times the GROUP heads of one KV head.
 
@@ -85,7 +86,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         sums, top, total = attend_keys(
             queries, sums, top, total, whole, stop, seq_len, positions, slope, key, value, pages, scale, soft_cap,
             ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
-            True, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
+            True, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, MASKED_STAGES, EXACT,
         )  # fmt: skip
         top *= factor(scale, EARLY)
         write_rows(output, lse, sinks, sums, top, total, first * GROUP + lane, head, first_token,

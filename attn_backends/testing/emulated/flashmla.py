@@ -62,6 +62,8 @@ def flash_mla_with_kvcache(
     made, lse = decode(q, k_cache, head_dim_v, cache_seqlens, block_table, scale, causal, schedule)
     if out is None:
         return made, lse
-    check(out.shape == made.shape and out.dtype is made.dtype, "out must have the shape and dtype of the result")
+    by_kv_head = (len(made), 1, made.shape[1] * made.shape[2], made.shape[3])
+    check(out.shape == by_kv_head, "out must have shape (batch_size, num_heads, q_seq_per_hk, head_size_v)")
+    check(out.dtype is made.dtype, "out must have the dtype of the result")
     check(out.is_contiguous(), "out must be contiguous")
-    return out.copy_(made), lse
+    return out.view(made.shape).copy_(made), lse
