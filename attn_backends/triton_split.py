@@ -24,7 +24,7 @@ _ITEMS = 64  # of a scheduling program
 def num_multiprocessors(device: torch.device) -> int:
     """Of a GPU; on a CPU a few, so that little work is split there too."""
     if device.type != "cuda":
-        return 4
+        return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
