@@ -59,7 +59,7 @@ BUILT_IN = (
         "attn_backends.backends.triton.backend:TritonBackend",
         package="triton",
         install="pip install triton",
-        priority=12,
+        priority=8,
         options="attn_backends.backends.triton.tuning:TritonOptions",
         source="built-in",
     ),

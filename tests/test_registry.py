@@ -216,8 +216,8 @@ def test_auto_takes_the_first_that_serves_and_logs_why_not_the_others(caplog: py
     assert [verdict.name for verdict in selection.verdicts] == [
         "MISSING",
         "NARROW",
-        "TRITON",
         "FLASHINFER",
+        "TRITON",
         "FLASH_ATTN",
         "TORCH",
     ]
