@@ -143,19 +143,33 @@ def _groups(specs: Specs) -> Groups:
 
 
 def _verdict(entry: BackendEntry, groups: Groups, cache: KVCacheSpec, device: torch.device | str) -> Verdict:
+    priority = entry.priority
     try:
         backend = get_backend(entry.name)
+        priority = backends[entry.name].priority  # the import may have stated it
+        rejections = _rejections(backend, groups, cache, device)
     except BackendImportError as error:
         reason = f"{error.reason}. Try: {error.fix}"
-        known = _is_candidate(get_class(entry), groups) if entry.module else True
-        return Verdict(entry.name, entry.priority, import_error=reason, is_candidate=known)
+        if not entry.module:
+            return Verdict(entry.name, priority, import_error=reason)
+        backend = get_class(entry)
+        # Kernels that would not run here, or not for such layers, need not be installed: that reason helps more.
+        known = _rejections(backend, groups, cache, device)
+        rejections = tuple(each for each in known if each.rejection.code in ("device", "mla"))
+        if not rejections:
+            return Verdict(entry.name, priority, import_error=reason, is_candidate=_is_candidate(backend, groups))
+    return Verdict(entry.name, priority, rejections, is_candidate=_is_candidate(backend, groups))
+
+
+def _rejections(
+    backend: type[AttentionBackend], groups: Groups, cache: KVCacheSpec, device: torch.device | str
+) -> tuple[LayerRejection, ...]:
+    """What a backend refuses of some layers, each reason once."""
     layers: dict[Rejection, list[Hashable]] = {}
     for group in groups:
         for rejection in backend.reject(group.spec, cache, device):
             layers.setdefault(rejection, []).extend(group.layers)
-    rejections = tuple(LayerRejection(rejection, tuple(names)) for rejection, names in layers.items())
-    priority = backends[entry.name].priority  # the import may have stated it
-    return Verdict(entry.name, priority, rejections, is_candidate=_is_candidate(backend, groups))
+    return tuple(LayerRejection(rejection, tuple(names)) for rejection, names in layers.items())
 
 
 def _is_candidate(backend: type[AttentionBackend], groups: Groups) -> bool:

@@ -228,6 +228,13 @@ def test_auto_takes_the_first_that_serves_and_logs_why_not_the_others(caplog: py
     assert select("AUTO").name == "WIDE"
 
 
+def test_kernels_that_would_not_serve_here_are_not_asked_for() -> None:
+    reasons = {verdict.name: verdict.reasons for verdict in explain("AUTO", SPECS, CACHE, "cpu").verdicts}
+    for name, found in (("FLASHINFER", "device: got cpu"), ("FLASH_ATTN", "device: got cpu"), ("FLASHMLA", "mla: got")):
+        assert any(found in reason for reason in reasons[name]), reasons[name]
+        assert not any("install" in reason for reason in reasons[name])
+
+
 def test_auto_considers_for_mla_layers_the_mla_family_alone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     register_backend("WIDE", fake_backend("WIDE"), priority=99)

@@ -50,6 +50,9 @@ class FlashAttnBackend(AttentionBackend):
 
     @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
+        elsewhere = [found for found in super().reject(spec, cache, device) if found.code in ("device", "mla")]
+        if elsewhere:  # the same of every provider
+            return elsewhere
         try:
             choose(cls.providers, spec, cache, torch.device(device))
         except Unsupported as refusal:
