@@ -12,7 +12,7 @@ from attn_backends.backends.flash_attn.impl import FlashAttnImpl
 from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata, FlashAttnMetadataBuilder
 from attn_backends.backends.flash_attn.provider import Provider, choose, together
 from attn_backends.backends.flash_attn.state import FlashAttnState
-from attn_backends.interface import AttentionBackend, Capabilities, Rejection, Unsupported
+from attn_backends.interface import AttentionBackend, Capabilities, Rejection, Unsupported, mismatches
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
 
@@ -50,11 +50,13 @@ class FlashAttnBackend(AttentionBackend):
 
     @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
-        elsewhere = [found for found in super().reject(spec, cache, device) if found.code in ("device", "mla")]
-        if elsewhere:  # the same of every provider
+        device = torch.device(device)
+        found = mismatches(together(cls.providers), spec, cache, device)
+        elsewhere = [rejection for rejection in found if rejection.code in ("device", "mla")]
+        if elsewhere:  # whatever provider is here
             return elsewhere
         try:
-            choose(cls.providers, spec, cache, torch.device(device))
+            choose(cls.providers, spec, cache, device)
         except Unsupported as refusal:
             return list(refusal.rejections)
         return []
