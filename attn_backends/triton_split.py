@@ -143,3 +143,13 @@ def join(  # type: ignore[no-untyped-def]
         sums = sums * shrunk[:, None] + tl.sum(parts * weights[:, :, None], 0)
         top = new_top
     return sums, top, total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_block(at, live, within, MASKED: tl.constexpr, FULL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Zeros where nothing is to be read: what lies there may be NaN. Without a mask where all is read."""
+    if MASKED:
+        loaded = tl.load(at, mask=live, other=0.0) if FULL else tl.load(at, mask=live & within, other=0.0)
+    else:
+        loaded = tl.load(at) if FULL else tl.load(at, mask=within, other=0.0)
+    return loaded

@@ -30,6 +30,7 @@ from attn_backends.batch_order import (
     reorder_batch_to_split_decodes_and_prefills,
 )
 from attn_backends.batch_views import prefix_to_share
+from attn_backends.call_checks import check_call
 from attn_backends.interface import (
     AttentionBackend,
     AttentionImpl,
@@ -39,8 +40,6 @@ from attn_backends.interface import (
     AttentionStep,
     Capabilities,
     CudaGraphSupport,
-    Rejection,
-    Unsupported,
     check_capture_size,
 )
 from attn_backends.kv_cache import KVCache, dequantise, gather_pages, gather_slots, write_kv, write_slots
@@ -682,11 +681,7 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         metadata = step.metadata
         if not isinstance(metadata, TorchMetadata):
             raise TypeError(f"TORCH got {type(metadata).__name__}; build the step with TorchMetadataBuilder")
-        expected = (metadata.num_tokens, self.spec.num_qo_heads, self.spec.head_dim)
-        if query.shape != expected:
-            raise ValueError(f"query has shape {tuple(query.shape)}; this step and layer need {expected}")
-        if output_scale is not None:
-            raise Unsupported("TORCH", [Rejection("output_scale", str(output_scale), "None", "Quantise the output.")])
+        check_call("TORCH", self.spec, query, metadata.num_tokens, output_scale)
         return metadata
 
     def _decode(

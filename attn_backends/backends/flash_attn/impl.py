@@ -10,7 +10,8 @@ import torch
 from attn_backends.backends.flash_attn.call import Call, LayerConstants, window_of
 from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata
 from attn_backends.backends.flash_attn.state import FlashAttnStep
-from attn_backends.interface import AttentionImpl, AttentionStep, Rejection, Unsupported
+from attn_backends.call_checks import check_call, check_planned_for
+from attn_backends.interface import AttentionImpl, AttentionStep
 from attn_backends.kv_cache import KVCache, write_kv
 
 
@@ -105,24 +106,14 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
                 f"FLASH_ATTN got a {type(step).__name__} of {type(step.metadata).__name__}: build the metadata with "
                 "FlashAttnMetadataBuilder, and give it to the state's begin_forward before any layer runs"
             )
-        if step.spec is not self.spec and step.spec != self.spec:
-            differs = [name for name, value in vars(self.spec).items() if getattr(step.spec, name) != value]
-            raise ValueError(
-                f"this step was planned for layers that differ from this one in {', '.join(differs)}: give the layer "
-                "the step of its own plan group"
-            )
-        expected = (step.metadata.num_tokens, self.spec.num_qo_heads, self.spec.head_dim)
-        if query.shape != expected:
-            raise ValueError(f"query has shape {tuple(query.shape)}; this step and layer need {expected}")
+        check_planned_for(step.spec, self.spec)
+        check_call("FLASH_ATTN", self.spec, query, step.metadata.num_tokens, output_scale)
         for name, tensor in (("query", query), ("output", output)):
             if tensor is not None and tensor.stride(2) != 1:
                 raise ValueError(
                     f"{name} has strides {tensor.stride()}; head_dim must lie together (a last stride of 1): pass "
                     f"{name}.contiguous()"
                 )
-        if output_scale is not None:
-            rejection = Rejection("output_scale", str(output_scale), "None", "Quantise the output.")
-            raise Unsupported("FLASH_ATTN", [rejection])
         return step
 
     def _join_prefix(

@@ -10,7 +10,8 @@ from attn_backends.backends.flashinfer.library import paged
 from attn_backends.backends.flashinfer.metadata import FlashInferMetadata, Rows
 from attn_backends.backends.flashinfer.plans import KeysAndValues
 from attn_backends.backends.flashinfer.state import FlashInferStep
-from attn_backends.interface import AttentionImpl, AttentionStep, Rejection, Unsupported
+from attn_backends.call_checks import check_call, check_planned_for
+from attn_backends.interface import AttentionImpl, AttentionStep
 from attn_backends.kv_cache import KVCache, write_kv
 
 # FlashInfer's infinity is 5e4, so that a token without keys has an LSE of minus that; two of them merged a little more.
@@ -81,18 +82,8 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
                 f"FLASHINFER got a {type(step).__name__} of {type(step.metadata).__name__}: build the metadata with "
                 "FlashInferMetadataBuilder, and plan it with the state's begin_forward before any layer runs"
             )
-        if step.spec is not self.spec and step.spec != self.spec:
-            differs = [name for name, value in vars(self.spec).items() if getattr(step.spec, name) != value]
-            raise ValueError(
-                f"this step was planned for layers that differ from this one in {', '.join(differs)}: give the layer "
-                "the step of its own plan group"
-            )
-        expected = (step.metadata.num_tokens, self.spec.num_qo_heads, self.spec.head_dim)
-        if query.shape != expected:
-            raise ValueError(f"query has shape {tuple(query.shape)}; this step and layer need {expected}")
-        if output_scale is not None:
-            rejection = Rejection("output_scale", str(output_scale), "None", "Quantise the output.")
-            raise Unsupported("FLASHINFER", [rejection])
+        check_planned_for(step.spec, self.spec)
+        check_call("FLASHINFER", self.spec, query, step.metadata.num_tokens, output_scale)
         return step
 
     def _attend(

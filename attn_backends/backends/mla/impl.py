@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from attn_backends.backends.mla.attend import attend
 from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata, PrefillRows, RaggedRows
 from attn_backends.backends.mla.state import MLAStep
-from attn_backends.interface import AttentionImpl, AttentionStep, Rejection, Unsupported
+from attn_backends.call_checks import check_call
+from attn_backends.interface import AttentionImpl, AttentionStep
 from attn_backends.kv_cache import KVCache, dequantise, gather_slots, write_latent
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, KVCacheSpec
@@ -153,12 +154,7 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
                 f"{self.backend_name} got a {type(step).__name__} of {type(step.metadata).__name__}: build the "
                 "metadata with this backend's builder, and plan it with its state's begin_forward before any layer runs"
             )
-        expected = (step.metadata.num_tokens, self.spec.num_qo_heads, self.spec.head_dim)
-        if query.shape != expected:
-            raise ValueError(f"query has shape {tuple(query.shape)}; this step and layer need {expected}")
-        if output_scale is not None:
-            rejection = Rejection("output_scale", str(output_scale), "None", "Quantise the output.")
-            raise Unsupported(self.backend_name, [rejection])
+        check_call(self.backend_name, self.spec, query, step.metadata.num_tokens, output_scale)
         return step
 
     def _attend_decodes(

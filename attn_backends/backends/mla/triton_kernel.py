@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.triton_split import LN_2, MOST_ITEMS, join
+from attn_backends.triton_split import LN_2, MOST_ITEMS, join, load_block
 
 
 @triton.jit(do_not_specialize=["table_row"])  # type: ignore[untyped-decorator]
@@ -110,9 +110,11 @@ def _attend(  # type: ignore[no-untyped-def]
             page = tl.load(pages + keys // PAGE_SIZE, mask=live if MASKED else None).to(tl.int64)
             slots = page * PAGE_SIZE + keys % PAGE_SIZE
         latents = latent_cache + slots[:, None] * (RANK + ROPE)
-        latent = _load(latents + ranks[None], live[:, None], ranks[None] < RANK, MASKED, q.shape[1] == RANK)
+        latent = load_block(latents + ranks[None], live[:, None], ranks[None] < RANK, MASKED, q.shape[1] == RANK)
         latent = latent.to(q.dtype)
-        rope = _load(latents + RANK + ropes[None], live[:, None], ropes[None] < ROPE, MASKED, q_rope.shape[1] == ROPE)
+        rope = load_block(
+            latents + RANK + ropes[None], live[:, None], ropes[None] < ROPE, MASKED, q_rope.shape[1] == ROPE
+        )
         logits = tl.dot(q, tl.trans(latent), input_precision=precision) * scale
         logits_rope = tl.dot(q_rope, tl.trans(rope.to(q.dtype)), input_precision=precision) * scale
         # Always so, which the compiler does not see. Without a branch it finds that the product reaches another, and
@@ -130,15 +132,6 @@ def _attend(  # type: ignore[no-untyped-def]
         sums = tl.dot(weights.to(q.dtype), latent, sums * shrunk[:, None], input_precision=precision)
         top = new_top
     return sums, top, total
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _load(at, live, within, MASKED: tl.constexpr, FULL: tl.constexpr):  # type: ignore[no-untyped-def]
-    if MASKED:
-        loaded = tl.load(at, mask=live & within, other=0.0) if not FULL else tl.load(at, mask=live, other=0.0)
-    else:
-        loaded = tl.load(at, mask=within, other=0.0) if not FULL else tl.load(at)
-    return loaded
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -10,7 +10,8 @@ from attn_backends.backends.triton.launch import Kernels
 from attn_backends.backends.triton.metadata import TritonMetadata
 from attn_backends.backends.triton.state import TritonStep
 from attn_backends.backends.triton.tuning import prefill_tile
-from attn_backends.interface import AttentionImpl, AttentionStep, Rejection, Unsupported
+from attn_backends.call_checks import check_call
+from attn_backends.interface import AttentionImpl, AttentionStep
 from attn_backends.kv_cache import KVCache, write_kv
 
 
@@ -84,9 +85,5 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
                 f"TRITON got a {type(step).__name__} of {type(step.metadata).__name__}: build the metadata with "
                 "TritonMetadataBuilder, and call the state's begin_forward before any layer runs"
             )
-        expected = (step.metadata.num_tokens, self.spec.num_qo_heads, self.spec.head_dim)
-        if query.shape != expected:
-            raise ValueError(f"query has shape {tuple(query.shape)}; this step and layer need {expected}")
-        if output_scale is not None:
-            raise Unsupported("TRITON", [Rejection("output_scale", str(output_scale), "None", "Quantise the output.")])
+        check_call("TRITON", self.spec, query, step.metadata.num_tokens, output_scale)
         return step

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.triton_split import LN_2, LOG2_E
+from attn_backends.triton_split import LN_2, LOG2_E, load_block
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -62,7 +62,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
             offset = keys % PAGE_SIZE
             key_at = page * key_page + offset * key_slot
             value_at = page * value_page + offset * value_slot
-        k = _load(key + key_at[:, None] + dims[None], live[:, None], dims[None] < DIM, MASKED,
+        k = load_block(key + key_at[:, None] + dims[None], live[:, None], dims[None] < DIM, MASKED,
                   queries.shape[1] == DIM)  # fmt: skip
         k = k.to(queries.dtype)
         logits = tl.dot(queries, tl.trans(k), input_precision="ieee" if EXACT else None)
@@ -85,7 +85,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
         shrunk = tl.exp2(top * after - base)
         total = total * shrunk + tl.sum(weights, 1)
         sums = sums * shrunk[:, None]
-        v = _load(value + value_at[:, None] + dims_vo[None], live[:, None], dims_vo[None] < DIM_VO, MASKED,
+        v = load_block(value + value_at[:, None] + dims_vo[None], live[:, None], dims_vo[None] < DIM_VO, MASKED,
                   sums.shape[1] == DIM_VO).to(queries.dtype)  # fmt: skip
         sums = tl.dot(weights.to(v.dtype), v, sums, input_precision="ieee" if EXACT else None)
         top = new_top
@@ -98,16 +98,6 @@ def factor(scale, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     if EARLY:
         return scale * 0 + 1
     return scale
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _load(at, live, within, MASKED: tl.constexpr, FULL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Zeros where nothing is to be read: what lies there may be NaN. Without a mask where all is read."""
-    if MASKED:
-        loaded = tl.load(at, mask=live, other=0.0) if FULL else tl.load(at, mask=live & within, other=0.0)
-    else:
-        loaded = tl.load(at) if FULL else tl.load(at, mask=within, other=0.0)
-    return loaded
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,0 +1,38 @@
+"""What impls ask of a call before they run it."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_backends.interface import Rejection, Unsupported
+from attn_backends.spec import AttentionSpec
+
+
+def check_call(
+    backend: str, spec: AttentionSpec, query: torch.Tensor, num_tokens: int, output_scale: float | None
+) -> None:
+    """The query is of this step and layer, and the output is not to be quantised.
+
+    Raises:
+        ValueError: the query's shape is not [num_tokens, num_qo_heads, head_dim].
+        Unsupported: an output scale is given.
+    """
+    expected = (num_tokens, spec.num_qo_heads, spec.head_dim)
+    if query.shape != expected:
+        raise ValueError(f"query has shape {tuple(query.shape)}; this step and layer need {expected}")
+    if output_scale is not None:
+        raise Unsupported(backend, [Rejection("output_scale", str(output_scale), "None", "Quantise the output.")])
+
+
+def check_planned_for(planned: AttentionSpec, spec: AttentionSpec) -> None:
+    """A step was planned for layers like this one.
+
+    Raises:
+        ValueError: it was not; says what differs.
+    """
+    if planned is not spec and planned != spec:
+        differs = [name for name, value in vars(spec).items() if getattr(planned, name) != value]
+        raise ValueError(
+            f"this step was planned for layers that differ from this one in {', '.join(differs)}: give the layer "
+            "the step of its own plan group"
+        )
