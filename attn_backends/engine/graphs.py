@@ -101,14 +101,20 @@ class SizeLadder:
 
 
 @contextmanager
-def unless_out_of_memory(key: GraphKey) -> Iterator[None]:
-    """Say what to change when capturing runs out of device memory."""
+def explained(key: GraphKey) -> Iterator[None]:
+    """Say what to change when capturing fails."""
+    graph = f"a graph of {key.num_reqs} rows of {key.query_len} tokens"
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
         raise RuntimeError(
-            f"out of device memory while capturing a graph of {key.num_reqs} rows of {key.query_len} tokens: lower "
-            "cache.memory, give fewer or smaller graphs.sizes, or set graphs.mode to none"
+            f"out of device memory while capturing {graph}: lower cache.memory, give fewer or smaller graphs.sizes, or "
+            "set graphs.mode to none"
+        ) from error
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"capturing {graph} failed, as it does where a model waits for the device (experts do, unless in bfloat16 "
+            f"on compute capability 9.0 and newer): set graphs.mode to none or auto. What failed: {error}"
         ) from error
 
 
@@ -146,7 +152,7 @@ class _StepGraphs(Generic[KeptT]):
     def _capture_all(self, keys: Sequence[GraphKey], report: Report) -> None:
         for done, key in enumerate(keys):
             report("capturing CUDA graphs", done, len(keys))
-            with unless_out_of_memory(key):
+            with explained(key):
                 self._captured[key] = self._capture(key)
 
     def _capture(self, key: GraphKey) -> tuple[KeptT, Graph]:

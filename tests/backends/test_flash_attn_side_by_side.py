@@ -142,6 +142,9 @@ def compare(
 ) -> None:
     (out, lse), (expected, expected_lse) = (run(library, case, RULES[rules]) for library in pair)
     out, lse = out.cpu(), lse.cpu()
+    if bool(expected_lse.isnan().all()):  # the kernel leaves it undefined
+        assert output_error(out, expected.double()) < 2e-2
+        return
     assert torch.equal(lse.isinf(), expected_lse.isinf()), "they differ in which tokens have keys"
     assert torch.equal(lse[lse.isinf()], expected_lse[lse.isinf()]), "infinities of another sign"
     live = ~expected_lse.isinf()

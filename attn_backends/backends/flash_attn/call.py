@@ -25,6 +25,7 @@ class Rows:
     query_start_loc: torch.Tensor  # [R + 1] i32, from 0 on
     seq_lens: torch.Tensor  # [R] i32; a row of 0 gets zeros
     page_table: torch.Tensor | None  # [R, max_pages] i32; None: keys are this step's own, by query_start_loc
+    some_may_lack_keys: bool = False  # of the rows with tokens of their own
 
     @property
     def query_len(self) -> int | None:

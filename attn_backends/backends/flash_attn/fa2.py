@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -91,13 +92,13 @@ class FlashAttn2(Provider):
         if query_len == 1:
             query_len = 2  # at 1 the kernel reorders heads, and writes the output elsewhere
         left, right = exact_window(layer, rows.max_seq_len, want_lse)
-        own = rows.page_table is None
+        lens = None if rows.page_table is None else lens_for_lse(rows) if want_lse else rows.seq_lens
         result = kernels.varlen_fwd(
-            query, keys, values, out, rows.query_start_loc, rows.query_start_loc, None if own else rows.seq_lens, None,
-            rows.page_table, layer.alibi_slopes, query_len, rows.max_seq_len, 0.0, layer.scale, False,
-            layer.causal and left < 0, left, right, layer.soft_cap, False, None,
+            query, keys, values, out, rows.query_start_loc, rows.query_start_loc, lens, None, rows.page_table,
+            layer.alibi_slopes, query_len, rows.max_seq_len, 0.0, layer.scale, False, layer.causal and left < 0, left,
+            right, layer.soft_cap, False, None,
         )  # fmt: skip
-        return result[1].t() if want_lse else None
+        return without_lent_keys(rows, output, result[1].t()) if want_lse else None
 
 
 class VllmFa2(Provider):
@@ -126,13 +127,16 @@ class VllmFa2(Provider):
     ) -> torch.Tensor | None:
         rows = call.rows
         left, right = exact_window(layer, rows.max_seq_len, want_lse)
+        by = keys_by(rows)
+        if want_lse and rows.page_table is not None:
+            by["seqused_k"] = lens_for_lse(rows)
         _, lse = self.modules[0].flash_attn_varlen_func(
-            query, keys, values, rows.max_query_len, rows.query_start_loc, rows.max_seq_len, **keys_by(rows),
+            query, keys, values, rows.max_query_len, rows.query_start_loc, rows.max_seq_len, **by,
             softmax_scale=layer.scale, causal=layer.causal and left < 0, window_size=(left, right),
             softcap=layer.soft_cap, alibi_slopes=layer.alibi_slopes, return_softmax_lse=True, out=output,
             num_splits=0 if call.split_keys else 1, fa_version=2,
         )  # fmt: skip
-        return lse.t() if want_lse else None
+        return without_lent_keys(rows, output, lse.t()) if want_lse else None
 
 
 def check_vllm(interface: Any, generation: str) -> None:
@@ -149,6 +153,21 @@ def keys_by(rows: Rows) -> dict[str, torch.Tensor | None]:
     if rows.page_table is None:
         return {"cu_seqlens_k": rows.query_start_loc}
     return {"seqused_k": rows.seq_lens, "block_table": rows.page_table}
+
+
+def lens_for_lse(rows: Rows) -> torch.Tensor:
+    """Lengths [R] i32 to ask for an LSE with: the kernel for rows of any lengths writes that of a row without keys over
+    those of other rows. Such a row is lent one key."""
+    return rows.seq_lens.clamp(min=1) if rows.some_may_lack_keys else rows.seq_lens
+
+
+def without_lent_keys(rows: Rows, output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Zeros, in place, and minus infinity in the LSE [num_tokens, heads], which it returns, for rows lent a key."""
+    if not rows.some_may_lack_keys:
+        return lse
+    idle = (rows.seq_lens == 0).repeat_interleave(rows.query_start_loc.diff(), output_size=rows.num_tokens)[:, None]
+    output.masked_fill_(idle[..., None], 0.0)
+    return lse.masked_fill(idle, -math.inf)
 
 
 def exact_window(layer: LayerConstants, capacity: int, want_lse: bool) -> tuple[int, int]:

@@ -64,13 +64,14 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         common = common_attn_metadata
         if common.for_graph:
             return self._build_for_graph(common)
-        actual, prefix_len, prefix = common.num_actual_reqs, 0, None
-        cached = not common.is_profile_run and self.group.spec.attention_type is not AttentionType.ENCODER
+        spec, actual, prefix_len, prefix = self.group.spec, common.num_actual_reqs, 0, None
+        cached = not common.is_profile_run and spec.attention_type is not AttentionType.ENCODER
         num_decodes = leading_decodes(common) if cached else 0
         if common_prefix_len:
-            prefix_len = prefix_to_share(common, common_prefix_len, self.group.spec, num_decodes, CASCADE_MIN_BYTES)
+            prefix_len = prefix_to_share(common, common_prefix_len, spec, num_decodes, CASCADE_MIN_BYTES)
         if prefix_len:
             prefix = _prefix_row(common, prefix_len, num_decodes)
+        rows = _rows(common, cached, spec.attention_type)
         return FlashAttnMetadata(
             group_index=self.group.index,
             num_decodes=num_decodes,
@@ -85,7 +86,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             num_decode_new_kv=int(common.new_kv_start_loc_cpu[num_decodes]),
             for_graph=False,
             fast_build=fast_build,
-            rows=_rows(common, cached).part(0, actual, slice(0, common.num_actual_tokens), common.max_query_len),
+            rows=rows.part(0, actual, slice(0, common.num_actual_tokens), common.max_query_len),
             prefix=prefix,
         )
 
@@ -101,7 +102,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         """All rows as decodes, padding included: a padded row has no keys."""
         if not self.can_run_in_cudagraph(common):
             raise ValueError("graphs of FLASH_ATTN serve cached self-attention: run this batch eager")
-        return graph_metadata(self.group.index, common.slot_mapping, _rows(common, True))
+        return graph_metadata(self.group.index, common.slot_mapping, _rows(common, True, AttentionType.DECODER))
 
 
 def graph_metadata(group_index: int, slot_mapping: torch.Tensor, rows: Rows) -> FlashAttnMetadata:
@@ -125,7 +126,7 @@ def graph_metadata(group_index: int, slot_mapping: torch.Tensor, rows: Rows) -> 
     )
 
 
-def _rows(common: CommonAttentionMetadata, cached: bool) -> Rows:
+def _rows(common: CommonAttentionMetadata, cached: bool, attention_type: AttentionType) -> Rows:
     """All rows of a batch; keys in their pages, or those that the step brings."""
     used = -(-common.max_seq_len // common.page_size)
     return Rows(
@@ -136,6 +137,7 @@ def _rows(common: CommonAttentionMetadata, cached: bool) -> Rows:
         common.query_start_loc,
         common.seq_lens,
         None if not cached else common.page_table if common.for_graph else common.page_table[:, : max(1, used)],
+        common.for_graph or attention_type is AttentionType.CROSS,
     )
 
 

@@ -149,6 +149,7 @@ class FlashAttnGraphState(FlashAttnState):
             starts,
             buffers.seq_lens[:num_rows],
             buffers.page_table[:num_rows],
+            some_may_lack_keys=True,  # padding
         )
         self._slot_mapping = buffers.slot_mapping[: self.num_tokens]
         self._shared = {
