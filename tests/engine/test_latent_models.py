@@ -149,7 +149,7 @@ def test_graphs_on_a_gpu_give_the_tokens_of_eager(folder: Path, mode: str) -> No
 @needs_gpu
 def test_experts_that_cannot_be_captured(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"device": "cuda", "dtype": "float32", "backend": "TORCH_MLA"}
-    with pytest.raises(RuntimeError, match="set graphs.mode to none or auto"):
+    with pytest.raises(RuntimeError, match=r"set graphs\.mode to none or auto"):
         engine(folder, **settings, graphs={"mode": "full", "sizes": [1]})
     assert len(tokens(engine(folder, **settings, graphs={"sizes": [1]}))) == len(PROMPTS)
     assert "steps run eager" in caplog.text
