@@ -83,39 +83,38 @@ class CommonAttentionMetadata:
     for_graph: bool = False  # padded to a captured shape: metadata must not depend on host lengths
     csr: PagedCsr | None = None  # None: worked out from the table at first use
 
+    @property
+    def paged_kv(self) -> PagedCsr:
+        """The pages as CSR. Its indices may have others behind those that count, which `paged_kv_indices` has not."""
+        return self._worked_out if self.csr is None else self.csr
+
     @cached_property
-    def _csr(self) -> PagedCsr:
-        if self.csr is not None:
-            return self.csr
+    def _worked_out(self) -> PagedCsr:
         lens = torch.zeros_like(self.seq_lens) if self.is_profile_run else self.seq_lens  # no pages hold its keys
         return csr_of(self.page_table, lens, self.page_size, self._num_pages)
 
     @property
     def paged_kv_indptr(self) -> torch.Tensor:  # [R + 1] i32
-        return self._csr.indptr
+        return self.paged_kv.indptr
 
     @property
     def paged_kv_indices(self) -> torch.Tensor:  # [paged_kv_indptr_cpu[-1]] i32
-        return self._csr.indices[: self._num_pages]
+        return self.paged_kv.indices[: self._num_pages]
 
     @property
     def paged_kv_last_page_len(self) -> torch.Tensor:  # [R] i32
-        return self._csr.last_page_len
-
-    @cached_property
-    def _paged_kv_indptr(self) -> IntArray:
-        indptr = np.zeros(self.num_reqs + 1, np.int32)
-        if not self.is_profile_run:
-            ((self.seq_lens_cpu.numpy() + (self.page_size - 1)) // self.page_size).cumsum(out=indptr[1:])
-        return indptr
+        return self.paged_kv.last_page_len
 
     @cached_property
     def paged_kv_indptr_cpu(self) -> torch.Tensor:  # [R + 1] i32
-        return torch.from_numpy(self._paged_kv_indptr)
+        indptr = np.zeros(self.num_reqs + 1, np.int32)
+        if not self.is_profile_run:
+            ((self.seq_lens_cpu.numpy() + (self.page_size - 1)) // self.page_size).cumsum(out=indptr[1:])
+        return torch.from_numpy(indptr)
 
     @property
     def _num_pages(self) -> int:
-        return int(self._paged_kv_indptr[-1])
+        return int(self.paged_kv_indptr_cpu[-1])
 
     @cached_property
     def paged_kv_last_page_len_cpu(self) -> torch.Tensor:  # [R] i32

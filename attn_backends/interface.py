@@ -18,6 +18,7 @@ import torch
 
 from attn_backends.batch import CommonAttentionMetadata, SequenceGroup
 from attn_backends.batch_order import SwappableRows
+from attn_backends.derive import StepBuffers
 from attn_backends.kv_cache import KVCache
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Layout, Limits, PlanGroup
@@ -233,12 +234,17 @@ class AttentionState(ABC, Generic[MetadataT]):
     def begin_forward(self, metadata: MetadataT) -> AttentionStep[MetadataT]:
         """Plan one group's step. Called once a step and group, before its layers run; the only place that plans."""
 
-    # CUDA graphs. `with graph_capture(n)` allocates the persistent buffers; `graph_clone(size)` gives the state of one
+    # CUDA graphs. `with graph_capture(n)` holds the persistent buffers; `graph_clone(size)` gives the state of one
     # captured size, whose `begin_forward` fills its buffers, plans, and returns a step over them. Capture and replay
     # both go through it: what the graph reads is always where the clone put it.
 
-    def graph_capture(self, max_batch_size: int) -> AbstractContextManager[None]:
-        """Hold the buffers for capturing decode graphs of up to `max_batch_size` rows. They stay, and never grow."""
+    def graph_capture(self, max_batch_size: int, inputs: StepBuffers | None = None) -> AbstractContextManager[None]:
+        """Hold the buffers for capturing decode graphs of up to `max_batch_size` rows. They stay, and never grow.
+
+        Args:
+            inputs: the tensors of a step table (`StepTable.side.buffers`) that all batches will be of. Graphs may read
+                them where they are, which saves a copy a step; a state may copy all the same. None: from anywhere.
+        """
         self._no_graphs()
 
     def graph_clone(self, batch_size: int, query_len: int = 1) -> AttentionState[MetadataT]:

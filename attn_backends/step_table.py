@@ -71,7 +71,7 @@ class StepTable(PageRows):
         self.side = make_side(self) if make_side else _side(self, self.device)
         self._latest: Callable[[], StepBatch | None] = lambda: None  # a weak reference: its batch is the caller's
         self._moves_at_latest = 0
-        self._coming_cpu: list[torch.Tensor] = []  # lengths of steps that `advance` may take without a look at pages
+        self._coming: list[dict[str, Any]] = []  # fields of steps that `advance` may take without a look at pages
         self._decode = lru_cache(maxsize=limits.max_num_requests)(self._make_decode)
 
     def step(
@@ -112,7 +112,7 @@ class StepTable(PageRows):
         else:
             seq_lens, context = context + query, context.copy()
         csr = self.side.step(self, HostStep(shape, seq_lens, query, ids, context_lens_on_device))
-        self._coming_cpu = []
+        self._coming = []
         if shape.num_tokens == shape.num_reqs:
             shaped = self._decode(shape.num_reqs, shape.num_actual_reqs)
         else:
@@ -147,15 +147,15 @@ class StepTable(PageRows):
         if step is not self._latest() or self._moves_at_latest != self.num_moves:
             raise ValueError("only the last step can be advanced, and not once rows have moved: call step")
         decode, context_lens = self._decode(common.num_reqs, common.num_actual_reqs), common.seq_lens_cpu
-        if self.has_unsent or not self._coming_cpu:
-            self._coming_cpu = self._look_ahead(decode, context_lens.numpy())
-        seq_lens = self._coming_cpu.pop()
+        if self.has_unsent or not self._coming:
+            self._coming = self._look_ahead(decode, context_lens.numpy())
+        coming = self._coming.pop()
         are_bounds, num_advanced = common.seq_lens_are_upper_bounds, step.num_advanced + 1
-        csr = self.side.advance(self, decode.shape, seq_lens, num_advanced, are_bounds)
+        csr = self.side.advance(self, decode.shape, coming["seq_lens_cpu"], num_advanced, are_bounds)
         if token_ids is not None:
             self.side.buffers.tokens(common.num_actual_reqs).token_ids.copy_(token_ids, non_blocking=True)
         lens = {
-            "seq_lens_cpu": seq_lens,
+            **coming,
             "context_lens_cpu": context_lens,
             "max_seq_len": common.max_seq_len + 1,
             "csr": csr,
@@ -164,15 +164,25 @@ class StepTable(PageRows):
         }
         return self._made(decode, lens, num_advanced)
 
-    def _look_ahead(self, decode: _Shaped, seq_lens: IntArray) -> list[torch.Tensor]:
-        """Lengths of the next steps, as far as all rows have pages, the next one last. At once, they cost little."""
+    def _look_ahead(self, decode: _Shaped, seq_lens: IntArray) -> list[dict[str, Any]]:
+        """Lengths of the next steps, and where rows begin in the CSR if there is one, as far as all rows have pages;
+        the next step last. At once, they cost little."""
         room = self._room_of(len(seq_lens))
         num_steps = int((room - seq_lens)[: decode.shape.num_actual_reqs].min())
         if num_steps < 1:
             row = int((seq_lens >= room).argmax())
             self._refuse(row, int(self.num_pages[row]), int(seq_lens[row]), 1)
         further = np.arange(min(num_steps, _MOST_AHEAD), 0, -1, dtype=np.int32)
-        return list(torch.from_numpy(seq_lens + further[:, None] * decode.increments).unbind())
+        coming = seq_lens + further[:, None] * decode.increments
+        lens = torch.from_numpy(coming).unbind()
+        if not len(self.side.buffers.paged_kv_indices):
+            return [{"seq_lens_cpu": each} for each in lens]
+        indptr = np.zeros((len(coming), len(seq_lens) + 1), np.int32)
+        page_size = self.cache.page_size
+        np.cumsum((coming + (page_size - 1)) // page_size, axis=1, out=indptr[:, 1:])
+        starts = torch.from_numpy(indptr).unbind()
+        # The second is what `CommonAttentionMetadata` would work out, and keeps under the same name.
+        return [{"seq_lens_cpu": one, "paged_kv_indptr_cpu": at} for one, at in zip(lens, starts, strict=True)]
 
     def _made(self, shaped: _Shaped, lens: dict[str, Any], num_advanced: int) -> StepBatch:
         # Not by its __init__, which for a frozen class of that many fields takes a tenth of a step's time.

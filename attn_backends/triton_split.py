@@ -8,6 +8,7 @@ is the same for every batch of a graph, and one long row among short ones is as 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -53,13 +54,38 @@ def operator(mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callab
 @operator(("items",))
 def list_items(seq_lens: torch.Tensor, query_start_loc: torch.Tensor, items: torch.Tensor, how: list[int]) -> None:
     """For lengths [num_rows] and query starts [num_rows + 1], i32. One launch."""
+    _launch_schedule(seq_lens, query_start_loc, items, how)
+
+
+def _launch_schedule(
+    seq_lens: torch.Tensor, query_start_loc: torch.Tensor, items: torch.Tensor, how: list[int]
+) -> tuple[Any, list[int]]:
+    """Returns the compiled kernel on its grid, and the arguments behind the tensors."""
     num_rows, target, behind, chunk, keys, min_blocks = how
-    grid = (-(-len(items) // _ITEMS),)
-    schedule_kernel[grid](
-        seq_lens, query_start_loc, items, num_rows, target, len(items), behind, chunk,
-        keys, min_blocks, triton.next_power_of_2(num_rows), _ITEMS,
-        num_warps=4,
-    )  # fmt: skip
+    grid = (-(-len(items) // _ITEMS), 1, 1)
+    arguments = [
+        num_rows, target, len(items), behind, chunk, keys, min_blocks, triton.next_power_of_2(num_rows), _ITEMS
+    ]  # fmt: skip
+    compiled = schedule_kernel[grid](seq_lens, query_start_loc, items, *arguments, num_warps=4)
+    return None if INTERPRETED else compiled[grid], arguments
+
+
+class ListItemsAgain:
+    """`list_items` over tensors that stay where they are: what Triton does to find a kernel is done once."""
+
+    def __init__(
+        self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor, items: torch.Tensor, how: list[int]
+    ) -> None:
+        self._given = (seq_lens, query_start_loc, items, how)  # they live as long as their addresses are used
+        if not INTERPRETED:
+            self._kernel, arguments = _launch_schedule(*self._given)
+            self._arguments = (seq_lens.data_ptr(), query_start_loc.data_ptr(), items.data_ptr(), *arguments)
+
+    def __call__(self) -> None:
+        if INTERPRETED:
+            list_items(*self._given)
+        else:
+            self._kernel(*self._arguments)
 
 
 @triton.jit(do_not_specialize=["num_rows", "target", "max_items", "behind", "chunk"])  # type: ignore[untyped-decorator]

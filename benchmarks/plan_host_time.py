@@ -4,7 +4,7 @@
 
 Contenders take one step each in turns. The device is waited for between two steps, outside the time, so that no queue
 fills. Ours gets its batch from a `StepTable`, by `step` or by `advance`, and plans eagerly or through the state's clone
-for graphs. "plan us" is `build` and `begin_forward`; "with table us" is that and the table's step, which makes the
+for graphs, which reads the table's tensors in place. "plan us" is `build` and `begin_forward`; "with table us" is that and the table's step, which makes the
 inputs. The bare wrapper's inputs are ready, on the CPU or on the GPU; a wrapper for graphs copies them into its
 buffers, unless it is planned by `fast_decode_plan`, which takes them as filled.
 """
@@ -77,7 +77,7 @@ def ours(name: str, work: Work, options: dict[str, Any], advances: bool) -> Step
     state = backend.get_state_cls()([group], cache, limits, device, **given)
     planner = state
     if work.for_graph:
-        with state.graph_capture(limits.max_num_requests):
+        with state.graph_capture(limits.max_num_requests, table.side.buffers):
             planner = state.graph_clone(limits.max_num_requests)
     batch, held = work.step(), None
 

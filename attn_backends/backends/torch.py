@@ -31,6 +31,7 @@ from attn_backends.batch_order import (
 )
 from attn_backends.batch_views import prefix_to_share
 from attn_backends.call_checks import check_call
+from attn_backends.derive import StepBuffers
 from attn_backends.interface import (
     AttentionBackend,
     AttentionImpl,
@@ -499,7 +500,7 @@ class TorchState(AttentionState[TorchMetadata]):
         return TorchStep(metadata, self.scratch)
 
     @contextmanager
-    def graph_capture(self, max_batch_size: int) -> Iterator[None]:
+    def graph_capture(self, max_batch_size: int, inputs: StepBuffers | None = None) -> Iterator[None]:
         check_capture_size(max_batch_size, 1, self.limits)
         self._clones, self._max_batch_size = {}, max_batch_size
         try:

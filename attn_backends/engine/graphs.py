@@ -179,7 +179,7 @@ class FullGraphs(_StepGraphs[AttentionState[Any]]):
             ValueError: a size is above the limits of the state.
         """
         keys = [GraphKey(size, query_len) for query_len in sorted(self.query_lens) for size in self.ladder]
-        with self.state.graph_capture(max(self.ladder.sizes)):
+        with self.state.graph_capture(max(self.ladder.sizes), self.table.side.buffers):
             self._capture_all(sorted(keys, key=lambda key: -key.num_tokens), report)
 
     def _capture(self, key: GraphKey) -> tuple[AttentionState[Any], Graph]:

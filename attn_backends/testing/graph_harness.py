@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,11 @@ import torch
 
 from attn_backends.batch import CommonAttentionMetadata
 from attn_backends.cuda_graphs import CudaRecorder, GraphRecorder
+from attn_backends.device_copy import DeviceCopy
 from attn_backends.interface import AttentionState, AttentionStep
 from attn_backends.kv_cache import KVCache
+from attn_backends.spec import KVCacheSpec, Limits
+from attn_backends.step_table import StepTable
 from attn_backends.testing.batches import Batch
 from attn_backends.testing.graph_simulator import GraphSimulator
 from attn_backends.testing.harness import Layer, Result
@@ -30,6 +33,26 @@ def graph_batch(batch: Batch, num_rows: int, query_len: int) -> CommonAttentionM
     return replace(common, for_graph=True)
 
 
+def step_table(limits: Limits, cache: KVCacheSpec, device: torch.device | str) -> StepTable:
+    """One that has a CSR on its device, on a CPU too."""
+    device = torch.device(device)
+    copied = None if device.type == "cuda" else lambda rows: DeviceCopy(rows, device)
+    return StepTable(limits, cache, device, make_side=copied)
+
+
+def batch_of_table(table: StepTable, batch: Batch, num_rows: int, query_len: int) -> CommonAttentionMetadata:
+    """`graph_batch`, as the next step of a table that is cleared for it."""
+    rows = [row.data for row in batch.rows]
+    for name in [*table.request_ids]:
+        table.leave(name)
+    for i, row in enumerate(rows):
+        assert row.pages is not None
+        table.enter(str(i), row.pages)
+    lens = [row.context_len for row in rows], [row.query_len for row in rows]
+    padded = num_rows - len(rows)
+    return table.step(*lens, num_padded_reqs=padded, padded_query_len=query_len, for_graph=True).common
+
+
 class CapturedStep:
     """A graph over layers that share a state, each with inputs and a pool that stay where they are.
 
@@ -37,6 +60,7 @@ class CapturedStep:
         layers: as `make_layers` makes them.
         clone: of their state, for `num_rows` rows of `query_len` tokens.
         examples: one batch a layer, to capture with.
+        make_common: what pads a batch of so many rows, of so many tokens each.
     """
 
     def __init__(
@@ -47,8 +71,10 @@ class CapturedStep:
         num_rows: int,
         query_len: int,
         recorder: GraphRecorder,
+        make_common: Callable[[Batch, int, int], CommonAttentionMetadata] = graph_batch,
     ) -> None:
         self.layers = layers
+        self.make_common = make_common
         self.clone = clone
         self.num_rows = num_rows
         self.query_len = query_len
@@ -57,7 +83,7 @@ class CapturedStep:
         self.caches = [pool for batch in examples if (pool := batch.fresh_pool()) is not None]
         self._put_in(examples)
         steps = [
-            clone.begin_forward(layer.builder.build_for_cudagraph_capture(graph_batch(batch, num_rows, query_len)))
+            clone.begin_forward(layer.builder.build_for_cudagraph_capture(make_common(batch, num_rows, query_len)))
             for layer, batch in zip(layers, examples, strict=True)
         ]
         held = [clone, self.inputs, self.outputs, self.caches, [layer.impl for layer in layers]]
@@ -91,7 +117,7 @@ class CapturedStep:
         """Put a batch a layer, of equal rows, where the graph reads."""
         self._put_in(batches)
         for layer, batch in zip(self.layers, batches, strict=True):
-            self.clone.begin_forward(layer.builder.build(0, graph_batch(batch, self.num_rows, self.query_len)))
+            self.clone.begin_forward(layer.builder.build(0, self.make_common(batch, self.num_rows, self.query_len)))
 
     def replay(self) -> list[Result]:
         """What the graph made of it, a result a layer; the outputs of padded rows behind the others."""

@@ -102,8 +102,8 @@ def smaller_buffers(backend: Backend) -> Backend:
     """3. The buffers have room for half of the capture size."""
 
     class State(backend.get_state_cls()):  # type: ignore[misc]
-        def graph_capture(self, max_batch_size: int) -> Any:
-            return super().graph_capture(max_batch_size // 2)
+        def graph_capture(self, max_batch_size: int, inputs: Any = None) -> Any:
+            return super().graph_capture(max_batch_size // 2, inputs)
 
     return broken(backend, state=State)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from attn_backends.batch import CommonAttentionMetadata
+from attn_backends.derive import StepBuffers
 from attn_backends.interface import (
     AttentionBackend,
     AttentionImpl,
@@ -120,7 +121,7 @@ class ToyState(AttentionState[ToyMetadata]):
         return ToyStep(metadata, plan, self.workspace[: math.prod(shape)].view(shape))
 
     @contextmanager
-    def graph_capture(self, max_batch_size: int) -> Iterator[None]:
+    def graph_capture(self, max_batch_size: int, inputs: StepBuffers | None = None) -> Iterator[None]:
         max_pages = -(-self.limits.max_model_len // self.cache.page_size)
         self.room = ToyBuffers(
             torch.zeros(max_batch_size, max_pages, dtype=torch.int32),

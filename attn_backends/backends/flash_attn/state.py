@@ -15,8 +15,9 @@ from attn_backends.backends.flash_attn.fa3 import PROVIDERS
 from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata, graph_metadata
 from attn_backends.backends.flash_attn.options import FlashAttnOptions
 from attn_backends.backends.flash_attn.provider import Provider, choose
+from attn_backends.derive import StepBuffers
+from attn_backends.graph_inputs import GraphInputs, fill_together
 from attn_backends.interface import AttentionState, AttentionStep, check_capture_size
-from attn_backends.page_table import PAD_SLOT
 from attn_backends.spec import AttentionSpec, PlanGroup
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class FlashAttnState(AttentionState[FlashAttnMetadata]):
         }
         for told in sorted({choice.reason for choice in self.choices.values()}):
             logger.info("FLASH_ATTN uses %s", told)
-        self._graphs: _GraphBuffers | None = None  # kept for good once graphs were captured
+        self._inputs: GraphInputs | None = None  # kept for good once graphs were captured
         self._max_batch_size = 0  # while capturing
         self._clones: dict[tuple[int, int], FlashAttnGraphState] = {}
 
@@ -92,10 +93,10 @@ class FlashAttnState(AttentionState[FlashAttnMetadata]):
     # Graphs.
 
     @contextmanager
-    def graph_capture(self, max_batch_size: int) -> Iterator[None]:
+    def graph_capture(self, max_batch_size: int, inputs: StepBuffers | None = None) -> Iterator[None]:
         check_capture_size(max_batch_size, 1, self.limits)
-        if self._graphs is None or self._graphs.max_num_rows < max_batch_size:
-            self._graphs = _GraphBuffers(self, max_batch_size)
+        if self._inputs is None or not self._inputs.serves(max_batch_size, inputs):
+            self._inputs = GraphInputs(self.cache, self.limits, self.device, max_batch_size, inputs)
         self._max_batch_size, self._clones = max_batch_size, {}
         try:
             yield
@@ -104,8 +105,8 @@ class FlashAttnState(AttentionState[FlashAttnMetadata]):
 
     def graph_clone(self, batch_size: int, query_len: int = 1) -> FlashAttnGraphState:
         check_capture_size(batch_size, query_len, self.limits, self._max_batch_size)
-        assert self._graphs is not None  # while rows are held
-        clone = FlashAttnGraphState(self, self._graphs, batch_size, query_len)
+        assert self._inputs is not None  # while rows are held
+        clone = FlashAttnGraphState(self, self._inputs, batch_size, query_len)
         self._clones[batch_size, query_len] = clone
         return clone
 
@@ -116,28 +117,16 @@ class FlashAttnState(AttentionState[FlashAttnMetadata]):
         return clone.idle_metadata(group_index)
 
 
-class _GraphBuffers:
-    """What captured kernels read of a batch. All sizes share it, as one of them is replayed at a time."""
-
-    def __init__(self, state: FlashAttnState, max_num_rows: int) -> None:
-        self.max_num_rows = max_num_rows
-        device, limits = state.device, state.limits
-        self.slot_mapping = torch.full((limits.max_num_tokens,), PAD_SLOT, dtype=torch.int64, device=device)
-        self.seq_lens = torch.zeros(max_num_rows, dtype=torch.int32, device=device)
-        num_pages = -(-limits.max_model_len // state.cache.page_size)
-        self.page_table = torch.zeros(max_num_rows, num_pages, dtype=torch.int32, device=device)
-
-
 class FlashAttnGraphState(FlashAttnState):
-    """The state of one captured size: shared buffers that every `begin_forward` fills, and a schedule a group.
+    """The state of one captured size: the tensors that all sizes share, and a schedule a group.
 
     Kernels are told the longest length that there can be: how many splits they have room for follows from it, and a
     schedule has the same size at every replay. How many a row takes is worked out on the device, from its own length.
     """
 
-    def __init__(self, parent: FlashAttnState, buffers: _GraphBuffers, num_rows: int, query_len: int) -> None:
+    def __init__(self, parent: FlashAttnState, inputs: GraphInputs, num_rows: int, query_len: int) -> None:
         AttentionState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
-        self.choices, self._specs = parent.choices, parent._specs
+        self.choices, self._specs, self._inputs = parent.choices, parent._specs, inputs
         self.num_rows = num_rows
         self.num_tokens = num_rows * query_len
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device) * query_len
@@ -147,15 +136,15 @@ class FlashAttnGraphState(FlashAttnState):
             query_len,
             self.limits.max_model_len,
             starts,
-            buffers.seq_lens[:num_rows],
-            buffers.page_table[:num_rows],
+            inputs.seq_lens[:num_rows],
+            inputs.page_table[:num_rows],
             some_may_lack_keys=True,  # padding
         )
-        self._slot_mapping = buffers.slot_mapping[: self.num_tokens]
+        self._slot_mapping = inputs.slot_mapping[: self.num_tokens]
         self._shared = {
-            "slot_mapping": self._slot_mapping.view(torch.int32),
+            "slot_mapping": self._slot_mapping,
             "seq_lens": self._rows.seq_lens,
-            "page_table": buffers.page_table[:num_rows],
+            "page_table": inputs.page_table[:num_rows],
         }
         self._rows.seq_lens.fill_(1)
         self._schedules = {group.index: self.schedule(group.index, self._rows) for group in self.groups}
@@ -177,27 +166,29 @@ class FlashAttnGraphState(FlashAttnState):
 
     def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: FlashAttnMetadata) -> None:
         """The schedule is made from the batch's own lengths, so that one launch copies it with all else."""
-        rows = metadata.rows
+        rows, inputs = metadata.rows, self._inputs
         if not metadata.for_graph or rows.page_table is None:
             raise ValueError("this metadata is for eager steps: build it with for_graph=True")
-        filled = [*buffers.values()]
-        table, width = filled[2], rows.page_table.shape[1]
-        given = [metadata.slot_mapping.view(torch.int32), rows.seq_lens, rows.page_table]
-        if width > table.shape[1]:
-            given[2] = rows.page_table[:, : table.shape[1]]
-        elif width < table.shape[1]:
-            filled[2] = table[:, :width]
+        filled, given = [], []
+        if inputs is None or not inputs.holds(metadata.slot_mapping):
+            slots, lens, table = (buffers[name] for name in self._shared)
+            width = min(table.shape[1], rows.page_table.shape[1])
+            filled = [slots, lens, table[:, :width]]
+            given = [metadata.slot_mapping, rows.seq_lens, rows.page_table[:, :width]]
         if "schedule" in buffers:
             made = self.schedule(metadata.group_index, replace(self._rows, seq_lens=rows.seq_lens))
             assert made is not None  # as when the size was captured
+            filled.append(buffers["schedule"])
             given.append(made)
-        torch._foreach_copy_(filled, given)
+        if filled:
+            fill_together(filled, given)
 
     def idle_metadata(self, group_index: int) -> FlashAttnMetadata:
         """As many keys a row as it has tokens, to capture with."""
         query_len = self._rows.max_query_len
         self._rows.seq_lens.fill_(query_len)
-        self._shared["page_table"].zero_()
+        if self._inputs is None or self._inputs.shared is None:  # a step table's are other requests' pages
+            self._shared["page_table"].zero_()
         return graph_metadata(group_index, self._slot_mapping, self._rows)
 
     def _static_step(self, group: PlanGroup[Any]) -> FlashAttnStep:

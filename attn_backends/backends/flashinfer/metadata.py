@@ -41,7 +41,12 @@ class Rows:
     kv_indptr: torch.Tensor  # [R + 1] i32, of pages, or of this step's keys
     kv_indptr_cpu: torch.Tensor  # [R + 1] i32
     kv_lens_cpu: torch.Tensor  # [R] i32, keys of each row in those pages
+    max_kv_len: int  # an upper bound of these
     num_rows: int  # R
+
+    @property
+    def num_pages(self) -> int:
+        return int(self.kv_indptr_cpu.numpy()[-1])
 
 
 @dataclass(frozen=True)
@@ -176,7 +181,7 @@ class _Pages:
 
     def __init__(self, common: CommonAttentionMetadata, window_left: int) -> None:
         self.common = common
-        self.csr = PagedCsr(common.paged_kv_indptr, common.paged_kv_indices, common.paged_kv_last_page_len)
+        self.csr = common.paged_kv
         self.indptr_cpu = common.paged_kv_indptr_cpu
         self.kv_lens_cpu = common.seq_lens_cpu
         if window_left >= 0:
@@ -211,18 +216,21 @@ def _rows(common: CommonAttentionMetadata, pages: _Pages | None, first: int, sto
     """Rows `first` to `stop` over pages; None: over the keys that the step brings."""
     starts, starts_cpu = common.query_start_loc, common.query_start_loc_cpu
     csr = None if pages is None else pages.csr
+    longest = common.max_seq_len
     if first == 0 and stop == common.num_reqs and pages is not None and csr is not None:  # views take microseconds
-        return Rows(common.num_tokens, starts, starts_cpu, csr, csr.indptr, pages.indptr_cpu, pages.kv_lens_cpu, stop)
+        lens = pages.kv_lens_cpu
+        return Rows(common.num_tokens, starts, starts_cpu, csr, csr.indptr, pages.indptr_cpu, lens, longest, stop)
     starts, starts_cpu = starts[first : stop + 1], starts_cpu[first : stop + 1]
     before = int(starts_cpu[0])
     if before:
         starts, starts_cpu = starts - before, starts_cpu - before
     num_tokens, num_rows = int(starts_cpu[-1]), stop - first
     if pages is None or csr is None:
-        return Rows(num_tokens, starts, starts_cpu, None, starts, starts_cpu, starts_cpu.diff(), num_rows)
+        return Rows(num_tokens, starts, starts_cpu, None, starts, starts_cpu, starts_cpu.diff(), longest, num_rows)
     indptr, indptr_cpu = csr.indptr[first : stop + 1], pages.indptr_cpu[first : stop + 1]
     own = PagedCsr(indptr, csr.indices, csr.last_page_len[first:stop])
-    return Rows(num_tokens, starts, starts_cpu, own, indptr, indptr_cpu, pages.kv_lens_cpu[first:stop], num_rows)
+    lens = pages.kv_lens_cpu[first:stop]
+    return Rows(num_tokens, starts, starts_cpu, own, indptr, indptr_cpu, lens, longest, num_rows)
 
 
 def _prefix_row(common: CommonAttentionMetadata, prefix_len: int, num_tokens: int) -> Rows:
@@ -233,4 +241,4 @@ def _prefix_row(common: CommonAttentionMetadata, prefix_len: int, num_tokens: in
     on_device = torch.stack([pair, pages]).to(device, non_blocking=True)
     csr = PagedCsr(on_device[1], common.page_table[0, :num_pages].contiguous(), last)
     lens = torch.tensor([prefix_len], dtype=torch.int32)
-    return Rows(num_tokens, on_device[0], pair, csr, on_device[1], pages, lens, 1)
+    return Rows(num_tokens, on_device[0], pair, csr, on_device[1], pages, lens, prefix_len, 1)

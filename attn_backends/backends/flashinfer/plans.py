@@ -123,7 +123,7 @@ class Plan:
         lens = rows.kv_lens_cpu
         last_page_len = torch.where(lens > 0, (lens - 1) % self.page_size + 1, 0).to(torch.int32)
         assert rows.csr is not None
-        return rows.kv_indptr_cpu, rows.csr.indices, last_page_len
+        return rows.kv_indptr_cpu, rows.csr.indices[: rows.num_pages], last_page_len
 
 
 class DecodePlan(Plan):
@@ -157,6 +157,8 @@ class DecodePlan(Plan):
         """
         spec, num_rows = self.spec, rows.num_rows
         if num_rows <= tiles_at_once(spec, self.library.num_sms) or spec.window_left >= 0:
+            return None
+        if -(-rows.max_kv_len // self.page_size) * num_rows < UNEVEN * rows.num_pages:  # as most batches are
             return None
         pages = np.diff(rows.kv_indptr_cpu.numpy())
         longest, room = int(pages.max()), graph_tiles(spec, num_rows, 1, self.library.num_sms) - num_rows

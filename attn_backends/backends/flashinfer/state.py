@@ -22,10 +22,10 @@ from attn_backends.backends.flashinfer.metadata import FlashInferMetadata, Rows,
 from attn_backends.backends.flashinfer.options import FlashInferOptions
 from attn_backends.backends.flashinfer.plans import DecodePlan, Plan, PrefillPlan, RaggedPlan
 from attn_backends.backends.flashinfer.workspace import Need, eager_need, graph_need
-from attn_backends.derive import PagedCsr
+from attn_backends.derive import PagedCsr, StepBuffers
 from attn_backends.devices import is_hopper, num_multiprocessors, refuse_while_capturing
+from attn_backends.graph_inputs import GraphInputs, fill_together
 from attn_backends.interface import AttentionState, AttentionStep, Rejection, Unsupported, check_capture_size
-from attn_backends.page_table import PAD_SLOT
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, PlanGroup
 from attn_backends.staging import HostRing
 
@@ -116,14 +116,14 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
     # Graphs.
 
     @contextmanager
-    def graph_capture(self, max_batch_size: int) -> Iterator[None]:
+    def graph_capture(self, max_batch_size: int, inputs: StepBuffers | None = None) -> Iterator[None]:
         check_capture_size(max_batch_size, 1, self.limits)
         if self.options.fixed_split_size is not None:
             hint = "Leave fixed_split_size out of backend_options, or set graphs.mode to none."
             got = str(self.options.fixed_split_size)
             raise Unsupported(self.backend_name, [Rejection("fixed_split_size", got, "None in CUDA graphs", hint)])
-        if self._graphs is None or self._graphs.max_num_rows < max_batch_size:
-            self._graphs = _GraphBuffers(self, max_batch_size)
+        if self._graphs is None or not self._graphs.inputs.serves(max_batch_size, inputs):
+            self._graphs = _GraphBuffers(self, max_batch_size, inputs)
         self._max_batch_size, self._clones = max_batch_size, {}
         try:
             yield
@@ -230,14 +230,15 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
 class _GraphBuffers:
     """What captured kernels read of a batch. All sizes share it, as one of them is replayed at a time.
 
-    Groups without a window have one CSR; those with one have a shorter one each.
+    Groups without a window have one CSR, which a step table may have too; those with one have a shorter one each.
     """
 
-    def __init__(self, state: FlashInferState, max_num_rows: int) -> None:
-        self.max_num_rows = max_num_rows
+    def __init__(self, state: FlashInferState, max_num_rows: int, shared: StepBuffers | None) -> None:
         device, limits, page_size = state.device, state.limits, state.cache.page_size
-        self.slot_mapping = torch.full((limits.max_num_tokens,), PAD_SLOT, dtype=torch.int64, device=device)
+        self.inputs = GraphInputs(state.cache, limits, device, max_num_rows, shared)
         self._csrs: dict[int, PagedCsr] = {}  # by window_left
+        if shared is not None and len(shared.paged_kv_indices):
+            self._csrs[-1] = PagedCsr(shared.paged_kv_indptr, shared.paged_kv_indices, shared.paged_kv_last_page_len)
         all_pages = -(-limits.max_model_len // page_size)
         for group in state.groups:
             window = group.spec.window_left
@@ -267,8 +268,8 @@ class FlashInferGraphState(FlashInferState):
         self.num_tokens = num_rows * query_len
         self.is_decode = query_len == 1
         self._specs = parent._specs
-        self._slot_mapping = buffers.slot_mapping[: self.num_tokens]
-        self._slots_as_ints = self._slot_mapping.view(torch.int32)
+        self._inputs = buffers.inputs
+        self._slot_mapping = buffers.inputs.slot_mapping[: self.num_tokens]
         self._starts_cpu = torch.arange(num_rows + 1, dtype=torch.int32) * query_len
         starts = self._starts_cpu.to(self.device)
         self._tensors = {group.index: buffers.of(group, num_rows, starts) for group in self.groups}
@@ -295,7 +296,7 @@ class FlashInferGraphState(FlashInferState):
     def get_graph_input_buffers(self, metadata: FlashInferMetadata) -> dict[str, torch.Tensor]:
         tensors = self._tensors[metadata.group_index]
         return {
-            "slot_mapping": self._slots_as_ints, "paged_kv_indptr": tensors.indptr,
+            "slot_mapping": self._slot_mapping, "paged_kv_indptr": tensors.indptr,
             "paged_kv_last_page_len": tensors.last_page_len, "paged_kv_indices": tensors.indices,
         }  # fmt: skip
 
@@ -304,12 +305,17 @@ class FlashInferGraphState(FlashInferState):
         if rows is None or rows.csr is None:
             raise ValueError("this metadata is for eager steps: build it with for_graph=True")
         csr, (slots, indptr, last_page_len, indices) = rows.csr, buffers.values()
-        num_pages = csr.indices.shape[0]
-        if num_pages > indices.shape[0]:
-            raise ValueError(f"the batch has {num_pages} pages; graphs were captured for at most {indices.shape[0]}")
-        filled = [slots, indptr, last_page_len, indices[:num_pages]]
-        given = [metadata.slot_mapping.view(torch.int32), csr.indptr, csr.last_page_len, csr.indices]
-        torch._foreach_copy_(filled, given)  # one launch for all four
+        filled, given = [], []
+        if not self._inputs.holds(metadata.slot_mapping):
+            filled, given = [slots], [metadata.slot_mapping]
+        if csr.indptr.data_ptr() != indptr.data_ptr():  # of this group's window, or not of a table
+            num_pages = rows.num_pages
+            if num_pages > len(indices):
+                raise ValueError(f"the batch has {num_pages} pages; graphs were captured for at most {len(indices)}")
+            filled += [indptr, last_page_len, indices[:num_pages]]
+            given += [csr.indptr, csr.last_page_len, csr.indices[:num_pages]]
+        if filled:
+            fill_together(filled, given)
 
     def idle_metadata(self, group_index: int) -> FlashInferMetadata:
         """Full pages, as many a row as its tokens need, to capture with."""
@@ -320,10 +326,11 @@ class FlashInferGraphState(FlashInferState):
         tensors.indptr.copy_(indptr_cpu)
         tensors.indices[: num_rows * num_pages].zero_()
         tensors.last_page_len.fill_(page_size)
-        csr = PagedCsr(tensors.indptr, tensors.indices[: num_rows * num_pages], tensors.last_page_len)
+        csr = PagedCsr(tensors.indptr, tensors.indices, tensors.last_page_len)
         lens = torch.full((num_rows,), num_pages * page_size, dtype=torch.int32)
         starts = (tensors.qo_indptr, self._starts_cpu)
-        rows = Rows(self.num_tokens, *starts, csr, tensors.indptr, indptr_cpu, lens, num_rows)
+        longest = num_pages * page_size
+        rows = Rows(self.num_tokens, *starts, csr, tensors.indptr, indptr_cpu, lens, longest, num_rows)
         return graph_metadata(group_index, self._slot_mapping, rows, self.is_decode)
 
     def _static_step(self, group: int) -> FlashInferStep:

@@ -11,9 +11,10 @@ import torch
 
 from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata, RaggedRows, graph_metadata
 from attn_backends.backends.mla.options import workspace_tokens
+from attn_backends.derive import StepBuffers
+from attn_backends.graph_inputs import GraphInputs, fill_together
 from attn_backends.interface import AttentionState, AttentionStep, check_capture_size
 from attn_backends.mla_spec import MLASpec
-from attn_backends.page_table import PAD_SLOT
 from attn_backends.spec import PlanGroup
 
 
@@ -70,10 +71,10 @@ class MLAState(AttentionState[MLAMetadata]):
     # Graphs.
 
     @contextmanager
-    def graph_capture(self, max_batch_size: int) -> Iterator[None]:
+    def graph_capture(self, max_batch_size: int, inputs: StepBuffers | None = None) -> Iterator[None]:
         check_capture_size(max_batch_size, 1, self.limits)
-        if self._graphs is None or len(self._graphs.seq_lens) < max_batch_size:
-            self._graphs = _GraphBuffers(self, max_batch_size)
+        if self._graphs is None or not self._graphs.inputs.serves(max_batch_size, inputs):
+            self._graphs = _GraphBuffers(self, max_batch_size, inputs)
         self._max_batch_size, self._clones = max_batch_size, {}
         try:
             yield
@@ -103,13 +104,9 @@ class _GraphBuffers:
     """What captured kernels read of a batch. All sizes and groups share it: one size is replayed at a time, and the
     groups of a model have one page table."""
 
-    def __init__(self, state: MLAState, max_num_rows: int) -> None:
-        limits, device = state.limits, state.device
-        max_pages = -(-limits.max_model_len // state.cache.page_size)
-        self.page_table = torch.zeros(max_num_rows, max_pages, dtype=torch.int32, device=device)
-        self.seq_lens = torch.zeros(max_num_rows, dtype=torch.int32, device=device)
-        self.slot_mapping = torch.full((limits.max_num_tokens,), PAD_SLOT, dtype=torch.int64, device=device)
-        self.idle = torch.ones(limits.max_num_tokens, dtype=torch.bool, device=device)
+    def __init__(self, state: MLAState, max_num_rows: int, shared: StepBuffers | None) -> None:
+        self.inputs = GraphInputs(state.cache, state.limits, state.device, max_num_rows, shared)
+        self.idle = torch.ones(state.limits.max_num_tokens, dtype=torch.bool, device=state.device)
 
 
 class MLAGraphState(AttentionState[MLAMetadata]):
@@ -121,12 +118,13 @@ class MLAGraphState(AttentionState[MLAMetadata]):
     def __init__(self, parent: MLAState, buffers: _GraphBuffers, num_rows: int, query_len: int) -> None:
         super().__init__(parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
         self.parent = parent
-        self._slot_mapping = buffers.slot_mapping[: num_rows * query_len]
+        self._inputs = buffers.inputs
+        self._slot_mapping = buffers.inputs.slot_mapping[: num_rows * query_len]
         self._rows = DecodeRows(
             num_rows=num_rows,
             query_len=query_len,
-            page_table=buffers.page_table[:num_rows],
-            seq_lens=buffers.seq_lens[:num_rows],
+            page_table=buffers.inputs.page_table[:num_rows],
+            seq_lens=buffers.inputs.seq_lens[:num_rows],
             seq_lens_cpu=torch.zeros(num_rows, dtype=torch.int32),
             idle=buffers.idle[: num_rows * query_len],
         )
@@ -157,9 +155,13 @@ class MLAGraphState(AttentionState[MLAMetadata]):
         return _inputs(self.metadata(metadata.group_index))
 
     def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: MLAMetadata) -> None:
-        for name, tensor in _inputs(metadata).items():
-            buffer = buffers[name]
-            (buffer[:, : tensor.shape[1]] if name == "page_table" else buffer).copy_(tensor)
+        given = _inputs(metadata)
+        buffers["idle"].copy_(given.pop("idle"))
+        if self._inputs.holds(metadata.slot_mapping):
+            return
+        table = given["page_table"]
+        filled = buffers | {"page_table": buffers["page_table"][:, : table.shape[1]]}
+        fill_together([filled[name] for name in given], [*given.values()])
 
 
 def _inputs(metadata: MLAMetadata) -> dict[str, torch.Tensor]:

@@ -6,7 +6,8 @@ As an operator a launch on a CPU is seen by what records torch operations, such 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -14,7 +15,7 @@ from attn_backends.backends.triton.decode_kernel import decode_kernel
 from attn_backends.backends.triton.prefill_kernel import prefill_kernel
 from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile
 from attn_backends.spec import AttentionSpec
-from attn_backends.triton_split import FAR, list_items, operator, padded, power_of_two
+from attn_backends.triton_split import FAR, ListItemsAgain, list_items, operator, padded, power_of_two
 
 _MAX_TILE_ROWS = 64  # of decode: more queries of a row take several tiles
 _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
@@ -49,6 +50,10 @@ class Cut(NamedTuple):
         return -(-4 * self.target(spec, tile, num_sms) // 3)
 
 
+def _not_bound() -> NoReturn:
+    raise RuntimeError("this schedule is of no graph: fill it with lengths")
+
+
 class Schedule:
     """How decode rows are cut into items: the list on the device, and what follows from shapes alone.
 
@@ -66,11 +71,16 @@ class Schedule:
         target = self.cut.target(spec, tile, num_sms)
         self.items = torch.empty(num_rows + target, 8, dtype=torch.int32, device=device)
         min_blocks = max(1, tile.min_keys // tile.keys)
+        self.refill: Callable[[], None] = _not_bound
         self._how = [num_rows, target, *sight(spec)[1:], tile.keys, min_blocks]
 
     def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
         """List the items for these lengths, [num_rows] and [num_rows + 1] i32. One launch."""
         list_items(seq_lens, query_start_loc, self.items, self._how)
+
+    def bind(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
+        """Take these tensors, which stay where they are, for `refill`."""
+        self.refill = ListItemsAgain(seq_lens, query_start_loc, self.items, self._how)
 
 
 class Kernels:

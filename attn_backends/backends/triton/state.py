@@ -12,8 +12,9 @@ import torch
 from attn_backends.backends.triton.launch import Cut, Schedule
 from attn_backends.backends.triton.metadata import DECODE_TOKENS, TritonMetadata
 from attn_backends.backends.triton.tuning import decode_tile
+from attn_backends.derive import StepBuffers
+from attn_backends.graph_inputs import GraphInputs, fill_together
 from attn_backends.interface import AttentionState, AttentionStep, check_capture_size
-from attn_backends.page_table import PAD_SLOT
 from attn_backends.triton_split import num_multiprocessors, padded
 
 
@@ -48,7 +49,7 @@ class TritonState(AttentionState[TritonMetadata]):
         self._num_sms = num_multiprocessors(self.device)
         self._specs = {group.index: group.spec for group in self.groups}
         self.room = self._make_room()
-        self._graphs: dict[str, torch.Tensor] | None = None
+        self._inputs: GraphInputs | None = None  # kept for good once graphs were captured
         self._max_batch_size = 0  # while capturing
         self._clones: dict[tuple[int, int], TritonGraphState] = {}
 
@@ -67,10 +68,10 @@ class TritonState(AttentionState[TritonMetadata]):
     # Graphs.
 
     @contextmanager
-    def graph_capture(self, max_batch_size: int) -> Iterator[None]:
+    def graph_capture(self, max_batch_size: int, inputs: StepBuffers | None = None) -> Iterator[None]:
         check_capture_size(max_batch_size, 1, self.limits)
-        if self._graphs is None or len(self._graphs["seq_lens"]) < max_batch_size:
-            self._graphs = self._graph_tensors(max_batch_size)
+        if self._inputs is None or not self._inputs.serves(max_batch_size, inputs):
+            self._inputs = GraphInputs(self.cache, self.limits, self.device, max_batch_size, inputs)
         self._max_batch_size, self._clones = max_batch_size, {}
         try:
             yield
@@ -79,13 +80,13 @@ class TritonState(AttentionState[TritonMetadata]):
 
     def graph_clone(self, batch_size: int, query_len: int = 1) -> TritonGraphState:
         check_capture_size(batch_size, query_len, self.limits, self._max_batch_size)
-        assert self._graphs is not None  # while rows are held
+        assert self._inputs is not None  # while rows are held
         if query_len > DECODE_TOKENS:
             raise ValueError(
                 f"graphs of TRITON serve up to {DECODE_TOKENS} query tokens a row, and {query_len} were asked for: "
                 "run longer rows eager"
             )
-        clone = TritonGraphState(self, self._graphs, batch_size, query_len)
+        clone = TritonGraphState(self, self._inputs, batch_size, query_len)
         self._clones[batch_size, query_len] = clone
         return clone
 
@@ -94,16 +95,6 @@ class TritonState(AttentionState[TritonMetadata]):
     ) -> TritonMetadata:
         clone = self._clones.get((batch_size, query_len)) or self.graph_clone(batch_size, query_len)
         return clone.steps[group_index].metadata
-
-    def _graph_tensors(self, num_rows: int) -> dict[str, torch.Tensor]:
-        """What captured kernels read of a batch. All sizes share it, as one of them is replayed at a time."""
-        limits, page_size = self.limits, self.cache.page_size
-        ints = {"dtype": torch.int32, "device": self.device}
-        return {
-            "slot_mapping": torch.full((limits.max_num_tokens,), PAD_SLOT, dtype=torch.int64, device=self.device),
-            "page_table": torch.zeros(num_rows, -(-limits.max_model_len // page_size), **ints),  # type: ignore[call-overload]
-            "seq_lens": torch.zeros(num_rows, **ints),  # type: ignore[call-overload]
-        }
 
     def _make_room(self) -> Room:
         longest = min(DECODE_TOKENS, self.limits.max_num_tokens)
@@ -128,16 +119,17 @@ class TritonState(AttentionState[TritonMetadata]):
 
 
 class TritonGraphState(TritonState):
-    """The state of one captured size: a step a group, over the shared tensors that every `begin_forward` fills."""
+    """The state of one captured size: a step a group, over the tensors that all sizes share."""
 
-    def __init__(self, parent: TritonState, tensors: dict[str, torch.Tensor], num_rows: int, query_len: int) -> None:
+    def __init__(self, parent: TritonState, inputs: GraphInputs, num_rows: int, query_len: int) -> None:
         AttentionState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
         self.num_rows, self.num_tokens = num_rows, num_rows * query_len
         self._max_batch_size = 0
+        self._inputs = inputs
         self._tensors = {
-            "slot_mapping": tensors["slot_mapping"][: self.num_tokens],
-            "page_table": tensors["page_table"][:num_rows],
-            "seq_lens": tensors["seq_lens"][:num_rows],
+            "slot_mapping": inputs.slot_mapping[: self.num_tokens],
+            "page_table": inputs.page_table[:num_rows],
+            "seq_lens": inputs.seq_lens[:num_rows],
         }
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device) * query_len
         self.steps = {
@@ -148,6 +140,9 @@ class TritonGraphState(TritonState):
             )
             for group in self.groups
         }
+        for step in self.steps.values():
+            assert step.schedule is not None  # as all rows of a graph are decoded
+            step.schedule.bind(self._tensors["seq_lens"], starts)
 
     def begin_forward(self, metadata: TritonMetadata) -> TritonStep:
         if not metadata.for_graph or metadata.num_tokens != self.num_tokens or metadata.num_rows != self.num_rows:
@@ -158,8 +153,8 @@ class TritonGraphState(TritonState):
             )
         step = self.steps[metadata.group_index]
         self.prepare_graph_input_buffers(self._tensors, metadata)
-        if step.schedule is not None:
-            step.schedule.fill(self._tensors["seq_lens"], step.metadata.query_start_loc)
+        assert step.schedule is not None
+        step.schedule.refill()
         return step
 
     def get_graph_input_buffers(self, metadata: TritonMetadata) -> dict[str, torch.Tensor]:
@@ -170,10 +165,12 @@ class TritonGraphState(TritonState):
         given = metadata.page_table
         if given is None:
             raise ValueError("this metadata reads no cache: run it eager, and build graphs' with for_graph=True")
+        if self._inputs is not None and self._inputs.holds(metadata.slot_mapping):
+            return
         if given.shape[1] != table.shape[1]:
             table = table[:, : given.shape[1]]
             given = given[:, : table.shape[1]]
-        torch._foreach_copy_([slots, table, lens], [metadata.slot_mapping, given, metadata.seq_lens])
+        fill_together([slots, table, lens], [metadata.slot_mapping, given, metadata.seq_lens])
 
     def _metadata(self, group_index: int, starts: torch.Tensor, query_len: int) -> TritonMetadata:
         num_rows, num_tokens = self.num_rows, self.num_tokens

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,13 @@ from attn_backends.spec import AttentionSpec
 from attn_backends.testing.batches import Batch
 from attn_backends.testing.cases import BatchShape
 from attn_backends.testing.features import FEATURES, feature
-from attn_backends.testing.graph_harness import CapturedStep, graph_batch, make_recorder
+from attn_backends.testing.graph_harness import (
+    CapturedStep,
+    batch_of_table,
+    graph_batch,
+    make_recorder,
+    step_table,
+)
 from attn_backends.testing.harness import Layer, assert_matches, assert_pool, make_layer, make_layers
 from attn_backends.testing.host_reads import forbid_host_reads
 from attn_backends.testing.kit.base import KitBase
@@ -80,6 +87,27 @@ class Graphs(KitBase):
             layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
             captured = self.capture([layer], batches[:1], query_len)
             self.check_replays(captured, [[batch] for batch in batches], str(dtype))
+
+    @pytest.mark.parametrize("name", ["plain", "window_15"])
+    def test_replays_over_a_step_table(self, name: str) -> None:
+        """Graphs that are given a table's tensors may read them in place, and then serve its batches alone."""
+        for query_len in self.query_lens:
+            for _, spec in self.served([feature(name)]):
+                batches = self.graph_batches(spec, query_len)
+                layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
+                state, cache = layer.state, batches[0].cache
+                table = step_table(state.limits, cache, self.device)
+                with state.graph_capture(ROWS, table.side.buffers):
+                    clone, recorder = state.graph_clone(ROWS, query_len), make_recorder(self.device)
+                    captured = CapturedStep(
+                        [layer], clone, batches[:1], ROWS, query_len, recorder, partial(batch_of_table, table)
+                    )
+                self.check_replays(captured, [[batch] for batch in batches], f"of a table, query_len={query_len}")
+                other = layer.builder.build(0, graph_batch(batches[0], ROWS, query_len))
+                read = clone.get_graph_input_buffers(other)["slot_mapping"]
+                if read.data_ptr() == table.side.buffers.slot_mapping.data_ptr():
+                    with pytest.raises(ValueError, match="not of that table"):
+                        clone.begin_forward(other)
 
     def test_plan_groups_share_a_state(self) -> None:
         """Layers of different shapes and features in one graph: the state holds the largest need of all groups."""

@@ -1,0 +1,57 @@
+"""What graphs read: own tensors, or those of a step table that is large enough and on the same device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_backends.graph_inputs import GraphInputs, fill_together
+from attn_backends.page_table import PAD_SLOT
+from attn_backends.spec import KVCacheSpec, Limits
+from attn_backends.testing.graph_harness import step_table
+
+CACHE = KVCacheSpec(num_pages=16, page_size=4)
+LIMITS = Limits(max_num_requests=4, max_num_tokens=8, max_model_len=30)
+CPU = torch.device("cpu")
+
+
+def test_own_tensors_are_as_large_as_the_limits() -> None:
+    inputs = GraphInputs(CACHE, LIMITS, CPU, 3, None)
+    assert inputs.page_table.shape == (3, 8)
+    assert inputs.slot_mapping.tolist() == [PAD_SLOT] * 8
+    assert not inputs.holds(torch.zeros(8, dtype=torch.int64))
+    assert inputs.serves(3, None)
+    assert not inputs.serves(4, None)
+
+
+def test_a_table_is_read_where_it_is() -> None:
+    table, other = (step_table(LIMITS, CACHE, CPU).side.buffers for _ in range(2))
+    inputs = GraphInputs(CACHE, LIMITS, CPU, 3, table)
+    assert inputs.page_table is table.page_table
+    assert inputs.holds(table.slot_mapping[:3])
+    with pytest.raises(ValueError, match="not of that table: make it by the table's step or advance"):
+        inputs.holds(other.slot_mapping[:3])
+    assert inputs.serves(3, table)
+    assert not inputs.serves(3, other)
+    assert not inputs.serves(3, None)
+
+
+@pytest.mark.parametrize(
+    ("limits", "device"),
+    [
+        (Limits(2, 8, 30), "cpu"),
+        (Limits(4, 7, 30), "cpu"),
+        (LIMITS, "meta"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused(limits: Limits, device: str) -> None:
+    table = step_table(limits, CACHE, CPU).side.buffers
+    with pytest.raises(ValueError, match=f"need 3 and 8 on {device}: make it with the same limits and device"):
+        GraphInputs(CACHE, LIMITS, torch.device(device), 3, table)
+
+
+def test_tensors_of_32_and_64_bits_are_filled_together() -> None:
+    slots, lens = torch.zeros(3, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int32)
+    fill_together([slots, lens[:, :1]], [torch.tensor([-1, 1 << 40, 7]), torch.tensor([[5], [6]], dtype=torch.int32)])
+    assert slots.tolist() == [-1, 1 << 40, 7]
+    assert lens.tolist() == [[5, 0], [6, 0]]
