@@ -4,9 +4,9 @@
 
 Contenders take one step each in turns. The device is waited for between two steps, outside the time, so that no queue
 fills. Ours gets its batch from a `StepTable`, by `step` or by `advance`, and plans eagerly or through the state's clone
-for graphs, which reads the table's tensors in place. "plan us" is `build` and `begin_forward`; "with table us" is that and the table's step, which makes the
-inputs. The bare wrapper's inputs are ready, on the CPU or on the GPU; a wrapper for graphs copies them into its
-buffers, unless it is planned by `fast_decode_plan`, which takes them as filled.
+for graphs, which reads the table's tensors where they are. "plan us" is `build` and `begin_forward`; "with table us" is
+that and the table's step, which makes the inputs. The bare wrapper's inputs are ready, on the CPU or on the GPU; a
+wrapper for graphs copies them into its buffers, unless it is planned by `fast_decode_plan`, which takes them as filled.
 """
 
 from __future__ import annotations
