@@ -23,6 +23,7 @@ FLOORS = [  # a module imports from its own floor and those above it in this lis
         "page_sets",
         "page_rows",
         "derive",
+        "graph_inputs",
         "derive_triton",
         "csr_triton",
         "kv_write_triton",

@@ -14,7 +14,8 @@ from attn_backends.triton_split import LN_2, MOST_ITEMS, join, load_block
 
 @triton.jit(do_not_specialize=["table_row"])  # type: ignore[untyped-decorator]
 def mla_decode_kernel(  # type: ignore[no-untyped-def]
-    query, latent_cache, output, lse, page_table, items, partial, partial_sums, scale, value_scale, table_row,
+    query, latent_cache, latent_rows, rope_rows, output, lse, page_table, items, partial, partial_sums, scale,
+    value_scale, table_row,
     WANT_LSE: tl.constexpr, PAGE_SIZE: tl.constexpr, QUERY_LEN: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr,
     BLOCK_ROPE: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
@@ -24,6 +25,8 @@ def mla_decode_kernel(  # type: ignore[no-untyped-def]
     Args:
         query: [num_rows, QUERY_LEN * HEADS, RANK + ROPE].
         latent_cache: [num_pages, PAGE_SIZE, RANK + ROPE].
+        latent_rows, rope_rows: descriptors of it as [num_slots, RANK + ROPE], for blocks of [KEYS, RANK] and [KEYS,
+            ROPE], where a block lies in one page; else None.
         output: [num_rows, QUERY_LEN * HEADS, RANK]; lse: [num_rows, QUERY_LEN * HEADS] f32.
         items: see `triton_split`; a place of partial results holds TILES * ROWS queries of BLOCK_RANK.
         scale: of logits in base 2; value_scale: of the cache.
@@ -50,10 +53,12 @@ def mla_decode_kernel(  # type: ignore[no-untyped-def]
         # Blocks that all queries see whole need no mask.
         whole = tl.minimum(stop, seq_len - QUERY_LEN + 1) // KEYS * KEYS
         whole = tl.maximum(whole, start)
-        sums, top, total = _attend(q, q_rope, sums, top, total, start, whole, seq_len, last_seen, latent_cache, pages,
-                                   scale, False, PAGE_SIZE, KEYS, RANK, ROPE, STAGES, EXACT)  # fmt: skip
-        sums, top, total = _attend(q, q_rope, sums, top, total, whole, stop, seq_len, last_seen, latent_cache, pages,
-                                   scale, True, PAGE_SIZE, KEYS, RANK, ROPE, 1, EXACT)  # fmt: skip
+        sums, top, total = _attend(q, q_rope, sums, top, total, start, whole, seq_len, last_seen, latent_cache,
+                                   latent_rows, rope_rows, pages, scale, False, PAGE_SIZE, KEYS, RANK, ROPE, STAGES,
+                                   EXACT)  # fmt: skip
+        # What lies behind the last key may be NaN, which a mask keeps out and a descriptor does not.
+        sums, top, total = _attend(q, q_rope, sums, top, total, whole, stop, seq_len, last_seen, latent_cache,
+                                   None, None, pages, scale, True, PAGE_SIZE, KEYS, RANK, ROPE, 1, EXACT)  # fmt: skip
         if count == 1:
             _write(output, lse, sums, top, total, row, lane, value_scale, WANT_LSE, QUERY_LEN * HEADS, RANK)
         else:
@@ -88,7 +93,7 @@ def mla_join_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    q, q_rope, sums, top, total, start, stop, num_keys, last_seen, latent_cache, pages, scale,
+    q, q_rope, sums, top, total, start, stop, num_keys, last_seen, latent_cache, latent_rows, rope_rows, pages, scale,
     MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     STAGES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -103,18 +108,23 @@ def _attend(  # type: ignore[no-untyped-def]
     for first in tl.range(start, stop, KEYS, num_stages=STAGES):
         keys = first + lane
         live = keys < num_keys
-        if PAGE_SIZE % KEYS == 0:  # a block lies in one page
-            page = tl.load(pages + first // PAGE_SIZE).to(tl.int64)
-            slots = page * PAGE_SIZE + first % PAGE_SIZE + lane
+        if latent_rows is not None:
+            slot = tl.load(pages + first // PAGE_SIZE) * PAGE_SIZE + first % PAGE_SIZE
+            latent = latent_rows.load([slot, 0])
+            rope = rope_rows.load([slot, RANK])
         else:
-            page = tl.load(pages + keys // PAGE_SIZE, mask=live if MASKED else None).to(tl.int64)
-            slots = page * PAGE_SIZE + keys % PAGE_SIZE
-        latents = latent_cache + slots[:, None] * (RANK + ROPE)
-        latent = load_block(latents + ranks[None], live[:, None], ranks[None] < RANK, MASKED, q.shape[1] == RANK)
+            if PAGE_SIZE % KEYS == 0:  # a block lies in one page
+                page = tl.load(pages + first // PAGE_SIZE).to(tl.int64)
+                slots = page * PAGE_SIZE + first % PAGE_SIZE + lane
+            else:
+                page = tl.load(pages + keys // PAGE_SIZE, mask=live if MASKED else None).to(tl.int64)
+                slots = page * PAGE_SIZE + keys % PAGE_SIZE
+            latents = latent_cache + slots[:, None] * (RANK + ROPE)
+            latent = load_block(latents + ranks[None], live[:, None], ranks[None] < RANK, MASKED, q.shape[1] == RANK)
+            rope = load_block(
+                latents + RANK + ropes[None], live[:, None], ropes[None] < ROPE, MASKED, q_rope.shape[1] == ROPE
+            )
         latent = latent.to(q.dtype)
-        rope = load_block(
-            latents + RANK + ropes[None], live[:, None], ropes[None] < ROPE, MASKED, q_rope.shape[1] == ROPE
-        )
         logits = tl.dot(q, tl.trans(latent), input_precision=precision) * scale
         logits_rope = tl.dot(q_rope, tl.trans(rope.to(q.dtype)), input_precision=precision) * scale
         # Always so, which the compiler does not see. Without a branch it finds that the product reaches another, and

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_backends.backends.mla.backend import MLABackend
 from attn_backends.backends.mla.impl import MLAImpl
@@ -23,6 +24,7 @@ _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
 _JOIN_WARPS = 4
 _FP8_SINCE = (8, 9)  # compute capability whose instructions convert it
+_TMA_SINCE = (9, 0)  # that has a tensor memory accelerator
 
 
 class TritonMLABackend(MLABackend):
@@ -160,8 +162,9 @@ def mla_decode(
 ) -> None:  # fmt: skip
     _page_size, query_len, heads, tiles, tile_rows, _keys, rank, _rope, block_rank, *_ = constants
     sums_to, want_lse = (sums, 0) if lse is None else (lse, 1)
+    rows = _descriptors(query, latent_cache, constants)
     mla_decode_kernel[len(items) * tiles,](
-        query, latent_cache, output, sums_to, page_table, items, partial, sums, *factors,
+        query, latent_cache, *rows, output, sums_to, page_table, items, partial, sums, *factors,
         page_table.stride(0), want_lse, *constants, num_warps=warps,
     )  # fmt: skip
     at_once = max(1, _JOIN_REGISTERS * 32 * _JOIN_WARPS // block_rank)  # a power of two, as all of these are
@@ -169,3 +172,21 @@ def mla_decode(
         output, sums_to, items, partial, sums, factors[1],
         want_lse, query_len * heads, tiles * tile_rows, rank, block_rank, at_once, num_warps=_JOIN_WARPS,
     )  # fmt: skip
+
+
+def _descriptors(
+    query: torch.Tensor, latent_cache: torch.Tensor, constants: list[int]
+) -> tuple[TensorDescriptor, TensorDescriptor] | tuple[None, None]:
+    """For the tensor memory accelerator of Hopper and newer: one thread asks for a block, and no other waits for it.
+
+    It wants whole blocks of one page, rows of 16 bytes, and dims that need no padding. Products of 8-bit rows wait for
+    their conversion anyway.
+    """
+    page_size, _, _, _, _, keys, rank, rope, block_rank, block_rope, *_ = constants
+    is_plain = (rank, rope) == (block_rank, block_rope) and latent_cache.dtype is query.dtype
+    has_engine = not query.is_cuda or torch.cuda.get_device_capability(query.device) >= _TMA_SINCE
+    if page_size % keys or not is_plain or not has_engine:
+        return None, None
+    rows = latent_cache.flatten(0, 1)
+    made = [TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [keys, width]) for width in (rank, rope)]
+    return made[0], made[1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.triton_split import LN_2, LOG2_E, load_block
+from attn_backends.triton_split import LN_2, LOG2_E, first_key, load_block
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -45,25 +45,36 @@ def attend_keys(  # type: ignore[no-untyped-def]
     dims = tl.arange(0, queries.shape[1])
     dims_vo = tl.arange(0, sums.shape[1])
     after = factor(scale, EARLY)
+    # Where a block's keys lie within their pages is the same for every block: only the pages move.
+    inside = lane * 0
+    if PAGE_SIZE == 0 or PAGE_SIZE % KEYS == 0:
+        inside = lane
+    elif KEYS % PAGE_SIZE == 0:
+        inside = lane % PAGE_SIZE
+    key_rows = key + inside[:, None] * key_slot + dims[None]
+    value_rows = value + inside[:, None] * value_slot + dims_vo[None]
+    if MASKED:  # of the keys that each query sees
+        low = first_key(positions, behind, chunk)
+        chunk_end = tl.maximum(positions, 0) // chunk * chunk + (chunk - 1)
+        high = tl.minimum(tl.minimum(positions + ahead, chunk_end), num_keys - 1)
     for first in tl.range(start, stop, KEYS, num_stages=STAGES):
         keys = first + lane
         live = keys < num_keys
         if PAGE_SIZE == 0:
-            key_at = keys.to(tl.int64) * key_slot
-            value_at = keys.to(tl.int64) * value_slot
+            key_move = tl.cast(first, tl.int64) * key_slot
+            value_move = tl.cast(first, tl.int64) * value_slot
         elif PAGE_SIZE % KEYS == 0:  # a block lies in one page
             page = tl.load(pages + first // PAGE_SIZE).to(tl.int64)
-            offset = first % PAGE_SIZE + lane
-            key_at = page * key_page + offset * key_slot
-            value_at = page * value_page + offset * value_slot
+            key_move = page * key_page + first % PAGE_SIZE * key_slot
+            value_move = page * value_page + first % PAGE_SIZE * value_slot
         else:
-            page = (tl.load(pages + keys // PAGE_SIZE, mask=live, other=0) if MASKED
-                    else tl.load(pages + keys // PAGE_SIZE)).to(tl.int64)  # fmt: skip
-            offset = keys % PAGE_SIZE
-            key_at = page * key_page + offset * key_slot
-            value_at = page * value_page + offset * value_slot
-        k = load_block(key + key_at[:, None] + dims[None], live[:, None], dims[None] < DIM, MASKED,
-                  queries.shape[1] == DIM)  # fmt: skip
+            at = pages + first // PAGE_SIZE + lane // PAGE_SIZE if KEYS % PAGE_SIZE == 0 else pages + keys // PAGE_SIZE
+            page = (tl.load(at, mask=live, other=0) if MASKED else tl.load(at)).to(tl.int64)
+            key_move, value_move = page[:, None] * key_page, page[:, None] * value_page
+            if KEYS % PAGE_SIZE != 0:
+                key_move += (keys % PAGE_SIZE)[:, None] * key_slot
+                value_move += (keys % PAGE_SIZE)[:, None] * value_slot
+        k = load_block(key_rows + key_move, live[:, None], dims[None] < DIM, MASKED, queries.shape[1] == DIM)
         k = k.to(queries.dtype)
         logits = tl.dot(queries, tl.trans(k), input_precision="ieee" if EXACT else None)
         if SOFT_CAP:  # cap * tanh(logit / cap), where tanh(x) = 1 - 2 / (exp(2x) + 1)
@@ -74,9 +85,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
         if ALIBI:
             logits += slopes[:, None] * LOG2_E * (keys[None] - positions[:, None]).to(tl.float32)
         if MASKED:
-            seen = live[None] & (keys[None] <= positions[:, None] + ahead) & (keys[None] >= positions[:, None] - behind)
-            seen = seen & (keys[None] // chunk == tl.maximum(positions, 0)[:, None] // chunk)
-            logits = tl.where(seen, logits, float("-inf"))
+            logits = tl.where((keys[None] >= low[:, None]) & (keys[None] <= high[:, None]), logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
         base = new_top * after
         if MASKED:  # a row that has seen nothing yet
@@ -85,8 +94,8 @@ def attend_keys(  # type: ignore[no-untyped-def]
         shrunk = tl.exp2(top * after - base)
         total = total * shrunk + tl.sum(weights, 1)
         sums = sums * shrunk[:, None]
-        v = load_block(value + value_at[:, None] + dims_vo[None], live[:, None], dims_vo[None] < DIM_VO, MASKED,
-                  sums.shape[1] == DIM_VO).to(queries.dtype)  # fmt: skip
+        v = load_block(value_rows + value_move, live[:, None], dims_vo[None] < DIM_VO, MASKED, sums.shape[1] == DIM_VO)
+        v = v.to(queries.dtype)
         sums = tl.dot(weights.to(v.dtype), v, sums, input_precision="ieee" if EXACT else None)
         top = new_top
     return sums, top, total
