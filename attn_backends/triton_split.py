@@ -20,6 +20,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr(1 << 30)  # beyond any position
 MOST_ITEMS = tl.constexpr(1 << 15)  # of a row
 _ITEMS = 64  # of a scheduling program
+_ALIGNED = 16  # bytes, which kernels are compiled for where addresses allow it
 
 
 def num_multiprocessors(device: torch.device) -> int:
@@ -59,33 +60,39 @@ def list_items(seq_lens: torch.Tensor, query_start_loc: torch.Tensor, items: tor
 
 def _launch_schedule(
     seq_lens: torch.Tensor, query_start_loc: torch.Tensor, items: torch.Tensor, how: list[int]
-) -> tuple[Any, list[int]]:
-    """Returns the compiled kernel on its grid, and the arguments behind the tensors."""
+) -> tuple[Any, tuple[int, ...]]:
+    """Returns the compiled kernel on its grid, and its arguments behind the first two tensors."""
     num_rows, target, behind, chunk, keys, min_blocks = how
     grid = (-(-len(items) // _ITEMS), 1, 1)
-    arguments = [
-        num_rows, target, len(items), behind, chunk, keys, min_blocks, triton.next_power_of_2(num_rows), _ITEMS
-    ]  # fmt: skip
-    compiled = schedule_kernel[grid](seq_lens, query_start_loc, items, *arguments, num_warps=4)
-    return None if INTERPRETED else compiled[grid], arguments
+    numbers = (num_rows, target, len(items), behind, chunk, keys, min_blocks, triton.next_power_of_2(num_rows), _ITEMS)
+    compiled = schedule_kernel[grid](seq_lens, query_start_loc, items, *numbers, num_warps=4)
+    return None if INTERPRETED else compiled[grid], (items.data_ptr(), *numbers)
 
 
-class ListItemsAgain:
-    """`list_items` over tensors that stay where they are: what Triton does to find a kernel is done once."""
+class ItemList:
+    """The items of batches of one shape. What Triton does to find the kernel takes longer than to launch it: once.
 
-    def __init__(
-        self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor, items: torch.Tensor, how: list[int]
-    ) -> None:
-        self._given = (seq_lens, query_start_loc, items, how)  # they live as long as their addresses are used
-        if not INTERPRETED:
-            self._kernel, arguments = _launch_schedule(*self._given)
-            self._arguments = (seq_lens.data_ptr(), query_start_loc.data_ptr(), items.data_ptr(), *arguments)
+    Args:
+        items: [max_items, 8] i32, which every batch is listed into.
+        how: number of rows, target, keys behind a query that it sees, size of its chunk, keys of a block, and blocks of
+            an item at least (see `schedule_kernel`).
+    """
 
-    def __call__(self) -> None:
-        if INTERPRETED:
-            list_items(*self._given)
+    def __init__(self, items: torch.Tensor, how: list[int]) -> None:
+        self.items = items
+        self._how = how
+        self._kernel: Any = None
+        self._arguments: tuple[int, ...] = ()
+
+    def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
+        """List the items for lengths [num_rows] and query starts [num_rows + 1], i32. One launch."""
+        at = (seq_lens.data_ptr(), query_start_loc.data_ptr())
+        if self._kernel is not None and not (at[0] | at[1]) % _ALIGNED:
+            self._kernel(*at, *self._arguments)
+        elif INTERPRETED or (at[0] | at[1]) % _ALIGNED:
+            list_items(seq_lens, query_start_loc, self.items, self._how)
         else:
-            self._kernel(*self._arguments)
+            self._kernel, self._arguments = _launch_schedule(seq_lens, query_start_loc, self.items, self._how)
 
 
 @triton.jit(do_not_specialize=["num_rows", "target", "max_items", "behind", "chunk"])  # type: ignore[untyped-decorator]

@@ -74,7 +74,7 @@ class Splits(KitBase):
         layer, expected = make_layer(self.backend, batch, options=options), batch.expected()
         for want_lse in (False, True, True):  # the same counters serve every launch
             step = layer.begin(batch)
-            assert int(step.plan.items[:, 4].max()) >= 2 * MOST_ITEMS.value, "no row is split"  # type: ignore[attr-defined]
+            assert int(step.plan.list.items[:, 4].max()) >= 2 * MOST_ITEMS.value, "no row is split"  # type: ignore[attr-defined]
             assert_matches(layer.forward(batch, step, want_lse=want_lse), batch, "split rows", expected)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,7 @@ from attn_backends.backends.flash_attn.fa3 import PROVIDERS
 from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata, graph_metadata
 from attn_backends.backends.flash_attn.options import FlashAttnOptions
 from attn_backends.backends.flash_attn.provider import Provider, choose
+from attn_backends.cuda_graphs import CudaRecorder
 from attn_backends.derive import StepBuffers
 from attn_backends.graph_inputs import GraphInputs, fill_together
 from attn_backends.interface import AttentionState, AttentionStep, check_capture_size
@@ -56,6 +57,7 @@ class FlashAttnState(AttentionState[FlashAttnMetadata]):
         }
         for told in sorted({choice.reason for choice in self.choices.values()}):
             logger.info("FLASH_ATTN uses %s", told)
+        self._recorder = CudaRecorder() if self.device.type == "cuda" else None
         self._inputs: GraphInputs | None = None  # kept for good once graphs were captured
         self._max_batch_size = 0  # while capturing
         self._clones: dict[tuple[int, int], FlashAttnGraphState] = {}
@@ -127,6 +129,7 @@ class FlashAttnGraphState(FlashAttnState):
     def __init__(self, parent: FlashAttnState, inputs: GraphInputs, num_rows: int, query_len: int) -> None:
         AttentionState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
         self.choices, self._specs, self._inputs = parent.choices, parent._specs, inputs
+        self._recorder = parent._recorder
         self.num_rows = num_rows
         self.num_tokens = num_rows * query_len
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device) * query_len
@@ -148,6 +151,8 @@ class FlashAttnGraphState(FlashAttnState):
         }
         self._rows.seq_lens.fill_(1)
         self._schedules = {group.index: self.schedule(group.index, self._rows) for group in self.groups}
+        scheduled = {group: made for group, made in self._schedules.items() if made is not None}
+        self._reschedule = {group: self._rescheduler(group, made) for group, made in scheduled.items()}
         self._steps = {group.index: self._static_step(group) for group in self.groups}
 
     def begin_forward(self, metadata: FlashAttnMetadata) -> FlashAttnStep:
@@ -165,23 +170,27 @@ class FlashAttnGraphState(FlashAttnState):
         return self._shared if schedule is None else {**self._shared, "schedule": schedule}
 
     def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: FlashAttnMetadata) -> None:
-        """The schedule is made from the batch's own lengths, so that one launch copies it with all else."""
+        """The schedule is made of the lengths that are filled in first."""
         rows, inputs = metadata.rows, self._inputs
         if not metadata.for_graph or rows.page_table is None:
             raise ValueError("this metadata is for eager steps: build it with for_graph=True")
-        filled, given = [], []
         if inputs is None or not inputs.holds(metadata.slot_mapping):
             slots, lens, table = (buffers[name] for name in self._shared)
             width = min(table.shape[1], rows.page_table.shape[1])
-            filled = [slots, lens, table[:, :width]]
-            given = [metadata.slot_mapping, rows.seq_lens, rows.page_table[:, :width]]
+            fill_together([slots, lens, table[:, :width]],
+                          [metadata.slot_mapping, rows.seq_lens, rows.page_table[:, :width]])  # fmt: skip
         if "schedule" in buffers:
-            made = self.schedule(metadata.group_index, replace(self._rows, seq_lens=rows.seq_lens))
-            assert made is not None  # as when the size was captured
-            filled.append(buffers["schedule"])
-            given.append(made)
-        if filled:
-            fill_together(filled, given)
+            self._reschedule[metadata.group_index]()
+
+    def _rescheduler(self, group: int, schedule: torch.Tensor) -> Callable[[], object]:
+        """What makes a group's schedule anew, in place: on a GPU a graph, as the library's call takes the host long."""
+
+        def again() -> torch.Tensor:
+            made = self.schedule(group, self._rows)
+            assert made is not None  # as it was the first time
+            return schedule.copy_(made)
+
+        return again if self._recorder is None else self._recorder.capture(again, [self._rows, schedule]).replay
 
     def idle_metadata(self, group_index: int) -> FlashAttnMetadata:
         """As many keys a row as it has tokens, to capture with."""

@@ -18,7 +18,7 @@ from attn_backends.backends.mla.triton_tiles import Cut, decode_tile
 from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
-from attn_backends.triton_split import FAR, INTERPRETED, list_items, num_multiprocessors, operator, padded
+from attn_backends.triton_split import FAR, INTERPRETED, ItemList, num_multiprocessors, operator, padded
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
@@ -75,16 +75,9 @@ class Split:
 
     cut: Cut
     query_starts: torch.Tensor  # [num_rows + 1] i32
-    items: torch.Tensor  # [cut.num_items, 8] i32
+    list: ItemList  # of [cut.num_items, 8]
     partial: torch.Tensor  # [places * rank] f32
     sums: torch.Tensor  # [places * 2] f32: highest logit, sum of weights
-
-    def fill(self, seq_lens: torch.Tensor) -> None:
-        """List the items for these lengths, [num_rows] i32. One launch."""
-        tile = self.cut.tile
-        min_blocks = max(1, tile.min_keys // tile.keys)
-        how = [self.cut.num_rows, self.cut.target, FAR.value, FAR.value, tile.keys, min_blocks]
-        list_items(seq_lens, self.query_starts, self.items, how)
 
 
 class TritonMLAState(MLAState):
@@ -113,8 +106,10 @@ class TritonMLAState(MLAState):
             ints = {"dtype": torch.int32, "device": self.device}
             starts = torch.arange(rows.num_rows + 1, **ints) * rows.query_len  # type: ignore[call-overload]
             items = torch.empty(cut.num_items, 8, **ints)  # type: ignore[call-overload]
-            held = Split(cut, starts, items, *self._room)
-        held.fill(rows.seq_lens)
+            min_blocks = max(1, cut.tile.min_keys // cut.tile.keys)
+            how = [cut.num_rows, cut.target, FAR.value, FAR.value, cut.tile.keys, min_blocks]
+            held = Split(cut, starts, ItemList(items, how), *self._room)
+        held.list.fill(rows.seq_lens, held.query_starts)
         return held
 
     def _cut(self, spec: MLASpec, num_rows: int, query_len: int) -> Cut:
@@ -150,7 +145,7 @@ class TritonMLAImpl(MLAImpl):
             latent_cache.shape[1], rows.query_len, self.spec.num_qo_heads, cut.tiles, cut.tile_rows, tile.keys,
             *self._dims, tile.stages, int(query.dtype is torch.float32),
         ]  # fmt: skip
-        mla_decode(query, latent_cache, output, lse, rows.page_table, split.items, split.partial, split.sums,
+        mla_decode(query, latent_cache, output, lse, rows.page_table, split.list.items, split.partial, split.sums,
                    [self._scale, self.k_scale], constants, tile.warps)  # fmt: skip
 
 

@@ -19,7 +19,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     scale, value_scale, soft_cap, ahead, behind, chunk, has_sinks, want_lse, table_row,
     query_token, query_head, key_page, key_slot, key_head, value_page, value_slot, value_head, out_token, out_head,
     lse_token,
-    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr, ALIKE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
@@ -28,8 +28,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One program an item, KV head and tile of ROWS of its queries; items of a row's heads lie side by side.
 
-    Of a tile LANES are queries at most; PARTS are joined at a time.
+    Of a tile LANES are queries at most; PARTS are joined at a time. ALIKE: keys and values have the same strides.
     """
+    if ALIKE:
+        value_page, value_slot, value_head = key_page, key_slot, key_head
     program = tl.program_id(0)
     tile = program % TILES
     head = program // TILES % KV_HEADS

@@ -6,8 +6,7 @@ As an operator a launch on a CPU is seen by what records torch operations, such 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +14,7 @@ from attn_backends.backends.triton.decode_kernel import decode_kernel
 from attn_backends.backends.triton.prefill_kernel import prefill_kernel
 from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile
 from attn_backends.spec import AttentionSpec
-from attn_backends.triton_split import FAR, ListItemsAgain, list_items, operator, padded, power_of_two
+from attn_backends.triton_split import FAR, ItemList, operator, padded, power_of_two
 
 _MAX_TILE_ROWS = 64  # of decode: more queries of a row take several tiles
 _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
@@ -50,10 +49,6 @@ class Cut(NamedTuple):
         return -(-4 * self.target(spec, tile, num_sms) // 3)
 
 
-def _not_bound() -> NoReturn:
-    raise RuntimeError("this schedule is of no graph: fill it with lengths")
-
-
 class Schedule:
     """How decode rows are cut into items: the list on the device, and what follows from shapes alone.
 
@@ -69,18 +64,10 @@ class Schedule:
         self.tile = tile
         self.cut = Cut.of(spec, query_len)
         target = self.cut.target(spec, tile, num_sms)
-        self.items = torch.empty(num_rows + target, 8, dtype=torch.int32, device=device)
+        items = torch.empty(num_rows + target, 8, dtype=torch.int32, device=device)
         min_blocks = max(1, tile.min_keys // tile.keys)
-        self.refill: Callable[[], None] = _not_bound
-        self._how = [num_rows, target, *sight(spec)[1:], tile.keys, min_blocks]
-
-    def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
-        """List the items for these lengths, [num_rows] and [num_rows + 1] i32. One launch."""
-        list_items(seq_lens, query_start_loc, self.items, self._how)
-
-    def bind(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
-        """Take these tensors, which stay where they are, for `refill`."""
-        self.refill = ListItemsAgain(seq_lens, query_start_loc, self.items, self._how)
+        how = [num_rows, target, *sight(spec)[1:], tile.keys, min_blocks]
+        self.list = ItemList(items, how)
 
 
 class Kernels:
@@ -116,11 +103,11 @@ class Kernels:
         registers = _JOIN_REGISTERS * 32 * tile.warps
         at_once = max(1, registers // (cut.lanes * self._dims[-1]))  # a power of two, as all of these are
         constants = [
-            *self._form, key.shape[1], *self._heads, cut.tiles, cut.rows, tile.keys, *self._dims,
+            *self._form, _alike(key, value), key.shape[1], *self._heads, cut.tiles, cut.rows, tile.keys, *self._dims,
             *self._stages(tile.stages), int(query.dtype is torch.float32), cut.lanes, at_once,
         ]  # fmt: skip
-        grid = len(schedule.items) * self.spec.num_kv_heads * cut.tiles
-        _decode(query, key, value, output, lse, page_table, schedule.items, *room, *self._extras,
+        grid = len(schedule.list.items) * self.spec.num_kv_heads * cut.tiles
+        _decode(query, key, value, output, lse, page_table, schedule.list.items, *room, *self._extras,
                 self._factors(True), self._sees, constants, grid, tile.warps)  # fmt: skip
 
     def prefill(
@@ -132,7 +119,7 @@ class Kernels:
         spec, tile, is_paged = self.spec, self.prefill_tile, page_table is not None
         tile_tokens = max(1, tile.rows // spec.group_size)
         constants = [
-            *self._form, key.shape[1] if is_paged else 0, *self._heads, tile_tokens,
+            *self._form, _alike(key, value), key.shape[1] if is_paged else 0, *self._heads, tile_tokens,
             padded(tile_tokens * spec.group_size), tile.keys, *self._dims,
             *self._stages(tile.stages), int(query.dtype is torch.float32),
         ]  # fmt: skip
@@ -153,6 +140,11 @@ class Kernels:
         k_scale, v_scale = self._scales[cached]
         cap = self.spec.logits_soft_cap
         return [self.spec.scale * k_scale * (math.log2(math.e) if cap is None else 1.0), v_scale, cap or 0.0]
+
+
+def _alike(key: torch.Tensor, value: torch.Tensor) -> int:
+    """Whether keys and values lie alike: where they are is then worked out once for both."""
+    return int(key.stride() == value.stride())
 
 
 def _strides(
@@ -186,7 +178,7 @@ def _prefill(
     span: list[int], constants: list[int], warps: int,
 ) -> None:  # fmt: skip
     _first_row, _num_rows, num_tiles, _section = span
-    num_kv_heads = constants[4]
+    num_kv_heads = constants[5]
     table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
     prefill_kernel[num_tiles * num_kv_heads,](
         query, key, value, output, sinks if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc,

@@ -19,7 +19,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     table_row,
     query_token, query_head, key_page, key_slot, key_head, value_page, value_slot, value_head, out_token, out_head,
     lse_token,
-    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr, ALIKE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
@@ -29,8 +29,11 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
 
     Row i's tiles are those from `(query_start_loc[i] - query_start_loc[first_row]) // TOKENS + i - first_row` on: one
     more than any row needs. The last tiles, which see the most keys where attention is causal, come first. Heads come
-    in sections, whose keys and values fit the L2: within one, tiles are the outer order.
+    in sections, whose keys and values fit the L2: within one, tiles are the outer order. ALIKE: keys and values have
+    the same strides.
     """
+    if ALIKE:
+        value_page, value_slot, value_head = key_page, key_slot, key_head
     program = tl.program_id(0)
     first_head = program // (num_tiles * section) * section
     heads = tl.minimum(section, KV_HEADS - first_head)

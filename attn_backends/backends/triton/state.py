@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from attn_backends.derive import StepBuffers
 from attn_backends.graph_inputs import GraphInputs, fill_together
 from attn_backends.interface import AttentionState, AttentionStep, check_capture_size
 from attn_backends.triton_split import num_multiprocessors, padded
+
+_SCHEDULES = 128  # of eager steps that are kept, of tens of kilobytes each
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class TritonState(AttentionState[TritonMetadata]):
         self._num_sms = num_multiprocessors(self.device)
         self._specs = {group.index: group.spec for group in self.groups}
         self.room = self._make_room()
+        self._schedule = lru_cache(maxsize=_SCHEDULES)(self.make_schedule)  # of eager steps, which repeat their shapes
         self._inputs: GraphInputs | None = None  # kept for good once graphs were captured
         self._max_batch_size = 0  # while capturing
         self._clones: dict[tuple[int, int], TritonGraphState] = {}
@@ -56,8 +60,8 @@ class TritonState(AttentionState[TritonMetadata]):
     def begin_forward(self, metadata: TritonMetadata) -> TritonStep:
         if not metadata.num_decode_rows:
             return TritonStep(metadata, None, self.room)
-        schedule = self.make_schedule(metadata.group_index, metadata.num_decode_rows, metadata.max_decode_len)
-        schedule.fill(metadata.seq_lens, metadata.query_start_loc)
+        schedule = self._schedule(metadata.group_index, metadata.num_decode_rows, metadata.max_decode_len)
+        schedule.list.fill(metadata.seq_lens, metadata.query_start_loc)
         return TritonStep(metadata, schedule, self.room)
 
     def make_schedule(self, group: int, num_rows: int, query_len: int) -> Schedule:
@@ -140,9 +144,6 @@ class TritonGraphState(TritonState):
             )
             for group in self.groups
         }
-        for step in self.steps.values():
-            assert step.schedule is not None  # as all rows of a graph are decoded
-            step.schedule.bind(self._tensors["seq_lens"], starts)
 
     def begin_forward(self, metadata: TritonMetadata) -> TritonStep:
         if not metadata.for_graph or metadata.num_tokens != self.num_tokens or metadata.num_rows != self.num_rows:
@@ -153,8 +154,8 @@ class TritonGraphState(TritonState):
             )
         step = self.steps[metadata.group_index]
         self.prepare_graph_input_buffers(self._tensors, metadata)
-        assert step.schedule is not None
-        step.schedule.refill()
+        assert step.schedule is not None  # as all rows of a graph are decoded
+        step.schedule.list.fill(self._tensors["seq_lens"], step.metadata.query_start_loc)
         return step
 
     def get_graph_input_buffers(self, metadata: TritonMetadata) -> dict[str, torch.Tensor]:
