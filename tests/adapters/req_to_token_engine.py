@@ -80,28 +80,30 @@ class Engine:
         max_context_len: int = 40,
         num_slots: int = 220,
         dtype: torch.dtype | None = None,
+        device: str = "cpu",
         seed: int = 0,
         **how: Any,
     ) -> None:
         self.layers = layers
+        self.device = device
         self.dtype = dtype = dtype or dtype_of(name)
         self.random = torch.Generator().manual_seed(seed)
-        self.pool = TokenKVPool(num_slots, layers, dtype, "cpu")
+        self.pool = TokenKVPool(num_slots, layers, dtype, device)
         for each in layers:
             for buffer in self.pool.get_kv_buffer(each.layer_id):
                 buffer.fill_(torch.nan)
         self.written = {each.layer_id: [b.clone() for b in self.pool.get_kv_buffer(each.layer_id)] for each in layers}
         self.free = (1 + torch.randperm(num_slots, generator=self.random)).tolist()
-        self.req_to_token = torch.zeros(max_reqs, max_context_len + 8, dtype=torch.int32)
+        self.req_to_token = torch.zeros(max_reqs, max_context_len + 8, dtype=torch.int32, device=device)
         self.requests: dict[int, Request] = {}
         how = SCALARS | {"kv_cache_dtype": dtype, "q_dtype": dtype, "layers": layers, "kv_pool": self.pool} | how
         self.adapter = ReqToTokenAttention(
-            name, max_context_len=max_context_len, req_to_token=self.req_to_token, device="cpu",
+            name, max_context_len=max_context_len, req_to_token=self.req_to_token, device=device,
             max_req_pool_size=max_reqs, **how,
         )  # fmt: skip
 
     def numbers(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.random).to(self.dtype)
+        return torch.randn(shape, generator=self.random).to(self.device, self.dtype)
 
     def enter(self, request: int, encoder_len: int = 0) -> None:
         """A request with its row; an encoder's tokens get the front of it."""
@@ -118,7 +120,7 @@ class Engine:
     def encoder_slots(self, rows: Rows) -> torch.Tensor:
         fresh = [r for r, _ in rows if self.requests[r].encoder_len and not self.requests[r].num_tokens]
         parts = [self.req_to_token[r, : self.requests[r].encoder_len] for r in fresh]
-        return torch.cat(parts).long() if parts else torch.zeros(0, dtype=torch.int64)
+        return torch.cat(parts).long() if parts else torch.zeros(0, dtype=torch.int64, device=self.device)
 
     def make(self, mode: ForwardMode, rows: Rows) -> Step:
         """A step's slots and numbers. In a verify, lengths are without the drafts."""
@@ -135,12 +137,12 @@ class Engine:
         has_encoder = any(each.is_cross_attention for each in self.layers)
         batch = ForwardBatch(
             mode,
-            torch.tensor([request for request, _ in rows]),
-            torch.tensor(lens),
-            torch.cat(slots),
+            torch.tensor([request for request, _ in rows], device=self.device),
+            torch.tensor(lens, device=self.device),
+            torch.cat(slots).to(self.device),
             torch.tensor(lens),
             prefixes if mode in (ForwardMode.EXTEND, ForwardMode.MIXED) else None,
-            torch.tensor(encoders) if has_encoder else None,
+            torch.tensor(encoders, device=self.device) if has_encoder else None,
             encoders if has_encoder else None,
             encoder_slots,
         )
@@ -240,15 +242,15 @@ class GraphRunner:
         self.engine, self.bs, self.query_len = engine, bs, query_len
         self.mode = ForwardMode.DECODE if query_len == 1 else ForwardMode.TARGET_VERIFY
         self.fill = engine.adapter.get_cuda_graph_seq_len_fill_value()
-        tokens = bs * query_len
+        tokens, device = bs * query_len, engine.device
         self.static = {
-            "req_pool_indices": torch.zeros(bs, dtype=torch.int64),
-            "seq_lens": torch.full((bs,), self.fill),
-            "out_cache_loc": torch.zeros(tokens, dtype=torch.int64),
+            "req_pool_indices": torch.zeros(bs, dtype=torch.int64, device=device),
+            "seq_lens": torch.full((bs,), self.fill, device=device),
+            "out_cache_loc": torch.zeros(tokens, dtype=torch.int64, device=device),
         }
         self.seq_lens_cpu = torch.full((bs,), self.fill)
         self.inputs = {
-            each.layer_id: [torch.zeros(tokens, heads, 64, dtype=engine.dtype) for heads in (4, 2, 2)]
+            each.layer_id: [torch.zeros(tokens, heads, 64, dtype=engine.dtype, device=device) for heads in (4, 2, 2)]
             for each in engine.layers
         }
         self.batch = ForwardBatch(self.mode, **self.static, seq_lens_cpu=self.seq_lens_cpu)
@@ -256,7 +258,7 @@ class GraphRunner:
             bs, tokens, self.static["req_pool_indices"], self.static["seq_lens"], self.mode
         )
         held = [engine.adapter, self.static, self.inputs]
-        self.graph: Graph = (recorder or make_recorder("cpu")).capture(self._run, held)
+        self.graph: Graph = (recorder or make_recorder(device)).capture(self._run, held)
 
     def _run(self) -> torch.Tensor:
         outputs = [

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.parametrize("name", BACKENDS)
 def graphs(engine: Engine, *sizes: tuple[int, int], recorder: GraphRecorder | None = None) -> list[GraphRunner]:
     """Graphs of (rows, tokens a row), captured in one pool."""
     engine.adapter.init_cuda_graph_state(max(bs for bs, _ in sizes), max(bs * query_len for bs, query_len in sizes))
-    recorder = recorder or make_recorder("cpu")
+    recorder = recorder or make_recorder(engine.device)
     return [GraphRunner(engine, bs, query_len, recorder) for bs, query_len in sizes]
 
 

@@ -15,7 +15,9 @@ from attn_backends.backends.flashinfer.options import FlashInferOptions
 from attn_backends.backends.flashinfer.plans import DecodePlan
 from attn_backends.backends.flashinfer.state import FlashInferStep
 from attn_backends.backends.flashinfer.workspace import Need, eager_need, graph_need
+from attn_backends.batch import CommonAttentionMetadata, SequenceData, SequenceGroup
 from attn_backends.interface import AttentionStep
+from attn_backends.kv_cache import KVCache
 from attn_backends.registry import validate_options
 from attn_backends.testing.cases import BatchShape
 from attn_backends.testing.emulated import flashinfer
@@ -300,3 +302,29 @@ def test_planning_during_capture_is_refused() -> None:
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match="call begin_forward before the capture"), torch.cuda.graph(graph):
         owner.begin_forward(metadata)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_a_fixed_split_gives_a_row_the_same_bits_in_any_batch() -> None:
+    """Alone and among others, whose number and lengths would otherwise move where its keys are split."""
+    pytest.importorskip("flashinfer")
+    backend, spec = get_backend("FLASHINFER"), AttentionSpec(8, 2, 128, dtype=torch.bfloat16)
+    cache, limits, group = KVCacheSpec(256, 16), Limits(16, 64, 2048), plan_groups({0: spec})[0]
+    options = validate_options("FLASHINFER", {"fixed_split_size": 8})
+    owner = backend.get_state_cls()([group], cache, limits, "cuda", options=options)
+    builder = backend.get_builder_cls()(group, cache, limits, "cuda", options=options)
+    impl = backend.get_impl_cls()(spec, cache, "cuda", options=options)
+    pool = KVCache(*(torch.randn(shape, device="cuda", dtype=spec.dtype)
+                     for shape in backend.get_kv_cache_shapes(spec, cache)))  # fmt: skip
+    queries = torch.randn(16, 8, 128, device="cuda", dtype=spec.dtype)
+
+    def attended(lens: list[int]) -> torch.Tensor:
+        rows = [SequenceData(n - 1, 1, range(-(-n // 16))) for n in lens]
+        groups = [SequenceGroup(str(i), (row,)) for i, row in enumerate(rows)]
+        common = CommonAttentionMetadata.from_sequence_groups(groups, 16, "cuda")
+        return impl.forward(queries[: len(lens)], None, None, pool, owner.begin_forward(builder.build(0, common)))
+
+    alone = attended([1900])[0]
+    for others in ([1900], [40] * 15, [2000, 3, 700]):
+        assert attended([1900, *others])[0].equal(alone)

@@ -138,8 +138,10 @@ def test_a_gpu_gives_the_same_tokens(folder: Path) -> None:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("mode", ["full", "piecewise"])
-def test_graphs_on_a_gpu_give_the_tokens_of_eager(folder: Path, mode: str) -> None:
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_graphs_on_a_gpu_give_the_tokens_of_eager(tmp_path: Path, family: str, mode: str) -> None:
     """In bfloat16: in other dtypes experts cannot be captured."""
+    folder = save_tiny(tmp_path / family, family, v_head_dim=16)
     settings = BUSY | {"device": "cuda", "dtype": "bfloat16", "backend": "TORCH_MLA"}
     expected = tokens(engine(folder, **settings, graphs={"mode": "none"}))
     assert tokens(engine(folder, **settings, graphs={"mode": mode, "sizes": [1, 2, 3, 4]})) == expected
