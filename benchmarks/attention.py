@@ -24,7 +24,7 @@ import bare_kernels
 import torch
 from attention_plot import draw_file
 from gpu_harness import Copy, free_memory, in_turns_us, installed, make_copy, reason
-from harness import report
+from harness import report, write
 from paged_problem import Call, Contender, Problem, Shape, make_contender, make_problem
 
 from attn_backends import get_backend, plan_groups, select_backend
@@ -237,19 +237,21 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     arguments = parser.parse_args(given)
     device = torch.device(arguments.device)
+    name = "_".join(["attention", *(backend.lower().replace(":", "_") for backend in arguments.backend)])
+    if arguments.shapes != ["all"] or arguments.match:
+        name += "_" + "_".join([*arguments.shapes, *arguments.match.split()])
+    title = f"attention of one layer, {arguments.dtype}, page {arguments.page_size}"
+    packages = installed(*PACKAGES)
     copy, rows, dropped = make_copy(device), [], []
     for shape in shapes_of(arguments.shapes):
         if arguments.match in shape.name:
             measured, out = measure(shape, copy, arguments)
             show(measured, out)
             rows, dropped = rows + measured, dropped + out
+            write(name, title, rows, packages)
             free_memory(device)
-    name = "_".join(["attention", *(backend.lower().replace(":", "_") for backend in arguments.backend)])
-    if arguments.shapes != ["all"] or arguments.match:
-        name += "_" + "_".join([*arguments.shapes, *arguments.match.split()])
     if rows:
-        title = f"attention of one layer, {arguments.dtype}, page {arguments.page_size}"
-        written = report(name, title, rows, installed(*PACKAGES))
+        written = report(name, title, rows, packages)
         if find_spec("matplotlib"):
             print(f"drawn to {draw_file(written).name} beside it")
     if any(f": {backend}".lower() in line.lower() for backend in arguments.backend for line in dropped):

@@ -15,12 +15,12 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from gpu_harness import installed, reason
-from harness import report
+from harness import report, write
 from random_models import SHAPES, random_model
 
 from attn_backends import LLM, EngineConfig, SamplingParams, Unsupported, get_backend
@@ -105,10 +105,11 @@ def engine(arguments: argparse.Namespace, backend: str, settings: dict[str, Any]
 Rows = list[dict[str, object]]
 
 
-def measure(arguments: argparse.Namespace, backend: str) -> tuple[Rows, Rows]:
-    """Rows of a backend, one for each number of requests, with a time a mode; and what its kernels took, if asked."""
-    rows: Rows = [{"backend": backend, "requests": count} for count in arguments.requests]
-    used: Rows = []
+def measure(arguments: argparse.Namespace, backend: str, rows: Rows, used: Rows, save: Callable[[], None]) -> None:
+    """Fill rows of a backend, one for each number of requests, with a time a mode; add what its kernels took, if asked.
+
+    `save` is called after every figure.
+    """
     for name in arguments.mode:
         settings = MODES[name]
         if arguments.device == "cpu" and settings.get("graphs", {}).get("mode") != "none":
@@ -121,16 +122,15 @@ def measure(arguments: argparse.Namespace, backend: str) -> tuple[Rows, Rows]:
             row[f"{name} ms"] = taken = step_ms(llm, count, arguments)
             row[f"{name} tokens/s"] = count * 1e3 / taken
             print(f"  {count} requests: {taken:.2f} ms", flush=True)
+            save()
             if arguments.kernels:
-                used += [
-                    {"backend": llm.selection.name, "mode": name, **kernel}
-                    for kernel in kernels(llm, count, arguments.prompt_tokens)
-                ]
+                of = {"backend": llm.selection.name, "mode": name}
+                used += [of | kernel for kernel in kernels(llm, count, arguments.prompt_tokens)]
+                save()
         del llm
         gc.collect()
         if arguments.device != "cpu":
             torch.cuda.empty_cache()
-    return rows, used
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -148,22 +148,29 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kernels", action="store_true")
     arguments = parser.parse_args(given)
-    rows: Rows = []
-    used: Rows = []
-    for backend in arguments.backend:
-        try:
-            measured, by_kernel = measure(arguments, backend)
-        except (Unsupported, ImportError) as error:
-            print(f"dropped out: {backend}: {reason(error)}", flush=True)
-            continue
-        rows, used = rows + measured, used + by_kernel
     name = f"engine_steps_{arguments.model.lower()}" if arguments.model in SHAPES else "engine_steps"
     packages = installed("torch", "triton", "transformers", "flashinfer-python", "vllm")
     title = f"a decode step of {arguments.model}, {arguments.dtype}"
-    if rows:
-        report(f"{name}_{arguments.device}", title, rows, packages)
-    if used:
-        report(f"{name}_kernels_{arguments.device}", f"{title}, by kernel", used, packages)
+    measured: dict[str, tuple[str, Rows]] = {  # by file
+        f"{name}_{arguments.device}": (title, []),
+        f"{name}_kernels_{arguments.device}": (f"{title}, by kernel", []),
+    }
+    (_, rows), (_, used) = measured.values()
+
+    def each(act: Callable[..., object]) -> None:
+        for file, (what, of) in measured.items():
+            if of:
+                act(file, what, of, packages)
+
+    for backend in arguments.backend:
+        own: Rows = [{"backend": backend, "requests": count} for count in arguments.requests]
+        rows += own
+        try:
+            measure(arguments, backend, own, used, lambda: each(write))
+        except (Unsupported, ImportError) as error:
+            print(f"dropped out: {backend}: {reason(error)}", flush=True)
+            del rows[-len(own) :]
+    each(report)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,14 @@ def machine(packages: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
+def write(name: str, title: str, rows: list[dict[str, Any]], packages: tuple[str, ...]) -> Path:
+    """Write rows to `results/<name>.json` beside the machine's description; long runs do so as they go."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"benchmark": name, "title": title, **machine(packages), "rows": rows}, indent=1) + "\n")
+    return path
+
+
 def report(
     name: str, title: str, rows: list[dict[str, Any]], packages: tuple[str, ...] = ("torch", "numpy", "transformers")
 ) -> Path:
@@ -72,8 +80,6 @@ def report(
     for row in rows:
         table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
     Console().print(table)
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"benchmark": name, "title": title, **machine(packages), "rows": rows}, indent=1) + "\n")
+    path = write(name, title, rows, packages)
     Console().print(f"written to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
     return path

@@ -22,7 +22,7 @@ import torch
 from attention import COPY, DTYPES, PACKAGES, parts_of, show, speeds
 from bare_mla import KERNELS, absorbing
 from gpu_harness import Copy, free_memory, in_turns_us, installed, make_copy, reason
-from harness import report
+from harness import report, write
 from mla_problem import Forms, MLAShape, make_forms
 from paged_problem import Contender, make_contender
 
@@ -167,6 +167,11 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     arguments = parser.parse_args(given)
     device, wanted = torch.device(arguments.device), arguments.shapes
+    name = "_".join(["mla_attention", *map(str.lower, arguments.backend)])
+    if wanted != ["all"] or arguments.match:
+        name += "_" + "_".join([*wanted, *arguments.match.split()])
+    title = f"MLA decode of one layer, {arguments.dtype}, page {arguments.page_size}"
+    packages = installed(*PACKAGES)
     copy, rows, dropped = make_copy(device), [], []
     for kind, shapes in SHAPES.items():
         for shape in shapes:
@@ -174,13 +179,10 @@ def main(given: Sequence[str] | None = None) -> None:
                 measured, out = measure(shape, copy, arguments)
                 show([row | {"us": row["decode us"]} for row in measured], out)
                 rows, dropped = rows + measured, dropped + out
+                write(name, title, rows, packages)
                 free_memory(device)
-    name = "_".join(["mla_attention", *map(str.lower, arguments.backend)])
-    if wanted != ["all"] or arguments.match:
-        name += "_" + "_".join([*wanted, *arguments.match.split()])
     if rows:
-        title = f"MLA decode of one layer, {arguments.dtype}, page {arguments.page_size}"
-        report(name, title, rows, installed(*PACKAGES))
+        report(name, title, rows, packages)
     if any(f": {backend}:" in line for backend in arguments.backend for line in dropped):
         raise SystemExit("a backend of ours dropped out")
 
