@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         get_per_layer_parameters as get_per_layer_parameters,
         infer_global_hyperparameters as infer_global_hyperparameters,
     )
+    from attn_backends.measured import Load as Load
     from attn_backends.mla_spec import (
         MLASpec as MLASpec,
     )
@@ -108,6 +109,7 @@ _HOME = {
         "kv_cache": "KVCache allocate_kv_cache copy_pages get_kv_cache_layout swap_pages write_kv write_latent",
         "layer_parameters": "PerLayerParameters get_per_layer_parameters infer_global_hyperparameters",
         "mla_spec": "MLASpec",
+        "measured": "Load",
         "page_table": "common_prefix_len",
         "registry": "explain get_backend register_backend select_backend",
         "spec": "AttentionSpec AttentionType KVCacheSpec Limits PlanGroup plan_groups",

@@ -174,7 +174,7 @@ def generate(
 
 
 def _explanation(config: EngineConfig) -> Explanation:
-    from attn_backends.registry import AUTO, explain, get_entry, validate_options
+    from attn_backends.registry import AUTO, Load, explain, get_entry, validate_options
     from attn_backends.spec import KVCacheSpec
 
     if config.backend.upper() != AUTO:
@@ -185,7 +185,8 @@ def _explanation(config: EngineConfig) -> Explanation:
     device = resolve_device(config.device)
     specs = {layer: with_cache_dtype(spec, config) for layer, spec in layer_specs(config, device).items()}
     cache = KVCacheSpec(config.cache.num_pages or 1, config.cache.page_size, config.cache.layout)
-    explanation = explain(config.backend, specs, cache, device)
+    load = Load(config.scheduler.max_num_requests, config.scheduler.max_model_len or Load().num_keys)
+    explanation = explain(config.backend, specs, cache, device, load)
     if explanation.chosen:
         validate_options(explanation.chosen, config.backend_options)
     return explanation

@@ -234,16 +234,13 @@ class AttentionState(ABC, Generic[MetadataT]):
     def begin_forward(self, metadata: MetadataT) -> AttentionStep[MetadataT]:
         """Plan one group's step. Called once a step and group, before its layers run; the only place that plans."""
 
-    # CUDA graphs. `with graph_capture(n)` holds the persistent buffers; `graph_clone(size)` gives the state of one
-    # captured size, whose `begin_forward` fills its buffers, plans, and returns a step over them. Capture and replay
-    # both go through it: what the graph reads is always where the clone put it.
+    # CUDA graphs. `with graph_capture(n)` holds the persistent buffers; `graph_clone(size)` is the state of one captured
+    # size. Its `begin_forward`, at capture and at replay, fills them, plans, and returns a step over them.
 
     def graph_capture(self, max_batch_size: int, inputs: StepBuffers | None = None) -> AbstractContextManager[None]:
         """Hold the buffers for capturing decode graphs of up to `max_batch_size` rows. They stay, and never grow.
 
-        Args:
-            inputs: the tensors of a step table (`StepTable.side.buffers`) that all batches will be of. Graphs may read
-                them where they are, which saves a copy a step; a state may copy all the same. None: from anywhere.
+        Graphs may read `inputs`, a step table's tensors, where they are: then all batches have to be of that table.
         """
         self._no_graphs()
 

@@ -23,6 +23,7 @@ from attn_backends.entries import (
     import_target,
     register_backend,
 )
+from attn_backends.measured import Load, Measured, fastest_first, nearest
 from attn_backends.verdicts import Explanation, LayerRejection, Selection, Verdict
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ __all__ = [
     "BackendImportError",
     "Explanation",
     "LayerRejection",
+    "Load",
     "Selection",
     "UnknownBackendError",
     "Verdict",
@@ -56,11 +58,17 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-def select_backend(name: str, specs: Specs, cache: KVCacheSpec, device: torch.device | str) -> Selection:
+def select_backend(
+    name: str, specs: Specs, cache: KVCacheSpec, device: torch.device | str, load: Load | None = None
+) -> Selection:
     """The backend to run these layers with. A named one is used or refused; only AUTO chooses.
 
-    AUTO takes the first by priority that serves every layer, and logs why it passed over each earlier one. Its
-    candidates are the MLA family where all layers are MLA, and all others where none is.
+    AUTO takes the first by priority that serves every layer, and logs why it passed over each earlier one. On a GPU
+    backends that were measured trade places by their times for such layers and load. Its candidates are the MLA family
+    where all layers are MLA, and all others where none is.
+
+    Args:
+        load: what decode steps will be; None: some requests of some thousand keys.
 
     Raises:
         UnknownBackendError: no backend has this name.
@@ -71,19 +79,22 @@ def select_backend(name: str, specs: Specs, cache: KVCacheSpec, device: torch.de
     if name.upper() != AUTO:
         get_backend(name)  # a missing package is an ImportError here, and only a verdict with AUTO
     verdicts: list[Verdict] = []
-    for entry in _auto_entries() if name.upper() == AUTO else [get_entry(name)]:
+    measured = _measured(name, groups, device, load)
+    for entry in _auto_entries(measured) if name.upper() == AUTO else [get_entry(name)]:
         verdict = _verdict(entry, groups, cache, device)
         verdicts.append(verdict)
         if verdict.usable:
             asked = [verdict for verdict in verdicts if verdict.is_candidate]
-            return Selection(entry.name, get_backend(entry.name), tuple(asked), _reason(name, asked))
+            return Selection(entry.name, get_backend(entry.name), tuple(asked), _reason(name, asked, measured))
         if name.upper() == AUTO and not verdict.is_candidate:
             continue
         logger.info("%s passed over %s: %s", name.upper(), entry.name, "; ".join(verdict.reasons))
     raise _refusal(name, verdicts)
 
 
-def explain(name: str, specs: Specs, cache: KVCacheSpec, device: torch.device | str) -> Explanation:
+def explain(
+    name: str, specs: Specs, cache: KVCacheSpec, device: torch.device | str, load: Load | None = None
+) -> Explanation:
     """What `select_backend` would do and why, with every known backend's verdict. Imports all of them.
 
     Raises:
@@ -91,12 +102,13 @@ def explain(name: str, specs: Specs, cache: KVCacheSpec, device: torch.device | 
     """
     asked, groups = AUTO if name.upper() == AUTO else get_entry(name).name, _groups(specs)
     verdicts = {entry.name: _verdict(entry, groups, cache, device) for entry in backends.values()}
-    tried = [verdicts[entry.name] for entry in _auto_entries()] if asked == AUTO else [verdicts[asked]]
+    measured = _measured(name, groups, device, load)
+    tried = [verdicts[entry.name] for entry in _auto_entries(measured)] if asked == AUTO else [verdicts[asked]]
     usable = [verdict for verdict in tried if verdict.usable]
     if not usable:
         return Explanation(asked, tuple(verdicts.values()), None, str(_refusal(asked, tried)))
     passed = [verdict for verdict in tried[: tried.index(usable[0]) + 1] if verdict.is_candidate]
-    return Explanation(asked, tuple(verdicts.values()), usable[0].name, _reason(asked, passed))
+    return Explanation(asked, tuple(verdicts.values()), usable[0].name, _reason(asked, passed, measured))
 
 
 def validate_options(name: str, options: Mapping[str, Any]) -> BaseModel | None:
@@ -125,7 +137,13 @@ def validate_options(name: str, options: Mapping[str, Any]) -> BaseModel | None:
         raise config_error(error, model, lambda path: f"options of {entry.name}", ("backend_options",)) from error
 
 
-def _auto_entries() -> list[BackendEntry]:
+def _measured(name: str, groups: Groups, device: torch.device | str, load: Load | None) -> Measured | None:
+    """What AUTO orders backends of a GPU by."""
+    on_gpu = str(device).partition(":")[0] == "cuda"
+    return nearest(groups, load or Load()) if name.upper() == AUTO and on_gpu else None
+
+
+def _auto_entries(measured: Measured | None) -> list[BackendEntry]:
     """AUTO's order. Installed plugins are imported first: only their code states a priority."""
     for entry in [entry for entry in backends.values() if entry.source == ENTRY_POINT]:
         try:
@@ -133,7 +151,7 @@ def _auto_entries() -> list[BackendEntry]:
         except BackendImportError as error:
             logger.warning("%s", error)
     ranked = [(entry.priority, entry) for entry in backends.values() if entry.priority is not None]
-    return [entry for _, entry in sorted(ranked, key=lambda pair: -pair[0])]
+    return fastest_first((entry for _, entry in sorted(ranked, key=lambda pair: -pair[0])), measured)
 
 
 def _groups(specs: Specs) -> Groups:
@@ -197,9 +215,10 @@ def _refusal(name: str, verdicts: Iterable[Verdict]) -> Exception:
     return Unsupported(AUTO, found)
 
 
-def _reason(name: str, verdicts: list[Verdict]) -> str:
+def _reason(name: str, verdicts: list[Verdict], measured: Measured | None) -> str:
     """Why the last verdict's backend is used."""
     if name.upper() != AUTO:
         return f"{verdicts[-1].name} was asked for by name and serves every layer"
     passed = "; ".join(f"{verdict.name} was passed over: {verdict.reasons[0]}" for verdict in verdicts[:-1])
-    return f"AUTO: the first by priority that serves every layer{'; ' if passed else ''}{passed}"
+    by = "by priority" if measured is None or verdicts[-1].name not in measured.us else f"as measured ({measured})"
+    return f"AUTO: the first {by} that serves every layer{'; ' if passed else ''}{passed}"

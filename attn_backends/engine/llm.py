@@ -21,7 +21,7 @@ from attn_backends.engine.runner import ModelRunner
 from attn_backends.engine.sampler import OnTheirWay, Sampler
 from attn_backends.engine.scheduler import ScheduledBatch, Scheduler
 from attn_backends.kv_cache import page_bytes
-from attn_backends.registry import AUTO, get_backend, select_backend, validate_options
+from attn_backends.registry import AUTO, Load, get_backend, select_backend, validate_options
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
 
 
@@ -66,7 +66,8 @@ class LLM:
         self._have_ended: list[Request] = []  # and have not been handed out yet
         specs = {layer: with_cache_dtype(probe.spec, config) for layer, probe in model.layers.items()}
         trial = KVCacheSpec(1, config.cache.page_size, config.cache.layout)
-        self.selection = select_backend(config.backend, specs, trial, device)
+        load = Load(config.scheduler.max_num_requests, config.scheduler.max_model_len or model.max_model_len)
+        self.selection = select_backend(config.backend, specs, trial, device, load)
         backend = self.selection.backend
         options = validate_options(self.selection.name, config.backend_options)
         max_model_len = min(model.max_model_len, config.scheduler.max_model_len or model.max_model_len)

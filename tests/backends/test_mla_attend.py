@@ -1,4 +1,4 @@
-"""What the kernel under SDPA is given: it reads 16 bytes at a time, and the call below the public one checks nothing."""
+"""What the kernel under SDPA is given: it reads 16 bytes at a time, and what is called here does not check that."""
 
 from __future__ import annotations
 
