@@ -234,8 +234,8 @@ class AttentionState(ABC, Generic[MetadataT]):
     def begin_forward(self, metadata: MetadataT) -> AttentionStep[MetadataT]:
         """Plan one group's step. Called once a step and group, before its layers run; the only place that plans."""
 
-    # CUDA graphs. `with graph_capture(n)` holds the persistent buffers; `graph_clone(size)` is the state of one captured
-    # size. Its `begin_forward`, at capture and at replay, fills them, plans, and returns a step over them.
+    # CUDA graphs. `with graph_capture(n)` holds the persistent buffers; `graph_clone(size)` is the state of one size
+    # that is captured. Its `begin_forward`, at capture and at replay, fills them, plans, and returns a step over them.
 
     def graph_capture(self, max_batch_size: int, inputs: StepBuffers | None = None) -> AbstractContextManager[None]:
         """Hold the buffers for capturing decode graphs of up to `max_batch_size` rows. They stay, and never grow.
