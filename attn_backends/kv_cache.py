@@ -190,11 +190,24 @@ def dequantise(stored: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.
 
 
 def copy_pages(caches: Sequence[KVCache], pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy whole pages (source, destination) within each layer's cache, as when a shared page is about to change."""
-    if pairs:
-        source, destination = torch.tensor(pairs, device=caches[0].key.device).unbind(1)
-        for tensor in (t for cache in caches for t in cache):
-            _bits(tensor)[destination] = _bits(tensor)[source]
+    """Copy whole pages (source, destination) within each layer's cache, as when a shared page is about to change.
+
+    A source is read before any page is written.
+    """
+    tensors = [tensor for cache in caches for tensor in cache if tensor.numel()]
+    if not pairs or not tensors:
+        return
+    sources, destinations = zip(*pairs, strict=True)
+    in_any_order = set(sources).isdisjoint(destinations) and len({*destinations}) == len(pairs)
+    if in_any_order and all(map(_has_kernel, tensors)):
+        from attn_backends.page_copy_triton import can_copy, copy_pages as copy_in_one_launch
+
+        if all(map(can_copy, tensors)):
+            copy_in_one_launch(tensors, pairs)
+            return
+    source, destination = torch.tensor(pairs, device=tensors[0].device).unbind(1)
+    for tensor in tensors:
+        _bits(tensor)[destination] = _bits(tensor)[source]
 
 
 def swap_pages(sources: Sequence[KVCache], destinations: Sequence[KVCache], pairs: Sequence[tuple[int, int]]) -> None:

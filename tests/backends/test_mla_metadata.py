@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from attn_backends.backends.mla.impl import merge
 from attn_backends.backends.mla.metadata import MLAMetadataBuilder, RaggedRows, cut_contexts
 from attn_backends.backends.mla.options import MLAOptions
 from attn_backends.backends.mla.torch_mla import TorchMLABackend, TorchMLAImpl, TorchMLAOptions, TorchMLAState
 from attn_backends.batch import CommonAttentionMetadata, SequenceData, SequenceGroup
+from attn_backends.lse_merge import merge
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import KVCacheSpec, Limits, plan_groups
 from attn_backends.testing.harness import assert_matches, make_layer

@@ -13,6 +13,7 @@ from attn_backends.backends.flash_attn.state import FlashAttnStep
 from attn_backends.call_checks import check_call, check_planned_for
 from attn_backends.interface import AttentionImpl, AttentionStep
 from attn_backends.kv_cache import KVCache, write_kv
+from attn_backends.lse_merge import merge
 
 
 class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
@@ -88,7 +89,7 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
                 continue
             sums = sums.masked_fill(sums == math.inf, -math.inf)  # as FlashAttention 2 has it for rows without keys
             if step.prefix is not None and call is step.calls[0]:
-                sums = self._join_prefix(query, given, out, sums, step, step.prefix)
+                self._join_prefix(query, given, out, sums, step, step.prefix)
             if behind:
                 sums = self._join_sinks(out, sums)
             if lse is not None:
@@ -124,14 +125,12 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
         sums: torch.Tensor,
         step: FlashAttnStep,
         prefix: Call,
-    ) -> torch.Tensor:
-        """Attend the shared prefix, join it in place, and return the LSE of both."""
+    ) -> None:
+        """Attend the shared prefix and join it, in place."""
         shared = torch.empty_like(output)
         more = step.provider.attend(query[prefix.tokens], *given, shared, prefix, self.prefix_constants, True)
         assert more is not None
-        both = torch.logaddexp(sums, more)
-        output.copy_(output * (sums - both).exp()[..., None] + shared * (more - both).exp()[..., None])
-        return both
+        merge(output, sums, shared, more)
 
     def _join_sinks(self, output: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
         """Sinks take their share of the softmax and give nothing; in place, returns the LSE with them."""

@@ -24,6 +24,7 @@ from attn_backends.backends.mla.state import MLAStep
 from attn_backends.call_checks import check_call
 from attn_backends.interface import AttentionImpl, AttentionStep
 from attn_backends.kv_cache import KVCache, dequantise, gather_slots, write_latent
+from attn_backends.lse_merge import merge
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
@@ -233,15 +234,3 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
         nope, value = expanded.split([spec.qk_nope_head_dim, spec.head_dim_vo], dim=-1)
         key = torch.cat([nope, rope_key[:, None].expand(-1, spec.num_qo_heads, -1)], dim=-1)
         return key, value
-
-
-def merge(output: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
-    """Join attention over two disjoint sets of keys, in place: each output weighs exp(its LSE).
-
-    Args:
-        output, more: [num_tokens, num_qo_heads, dim].
-        lse, more_lse: [num_tokens, num_qo_heads], natural log; that of `output` is finite.
-    """
-    both = torch.logaddexp(lse, more_lse)
-    output.mul_((lse - both).exp()[..., None]).add_((more_lse - both).exp()[..., None] * more)
-    lse.copy_(both)

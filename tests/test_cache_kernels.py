@@ -1,0 +1,151 @@
+"""Page copies and merges in one launch, interpreted, against the plain road."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attn_backends import kv_cache
+from attn_backends.kv_cache import KVCache, copy_pages
+from attn_backends.lse_merge import merge
+
+triton = pytest.importorskip("triton", reason="needs triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreted, in a process of its own")
+DTYPES = [torch.float32, torch.float16, torch.float8_e4m3fn]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@pytest.mark.skipif(triton.__version__ < "3.7", reason="the interpreter of triton 3.6 fails with numpy 2.4")
+def test_interpreted() -> None:
+    """Triton decides at its first import whether kernels are interpreted."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parent.parent,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+def pool(dtype: torch.dtype, hnd: bool) -> list[KVCache]:
+    """Three layers: keys and values of unequal dims in one buffer, so that pages lie apart, and latent rows."""
+    layers = []
+    for dim, dim_vo in ((8, 8), (24, 12)):
+        shapes = [(3, 4, d) if hnd else (4, 3, d) for d in (dim, dim_vo)]
+        size = sum(torch.Size(shape).numel() for shape in shapes)
+        pages, start, made = torch.randn(6, size).to(dtype), 0, []
+        for shape in shapes:
+            part = pages[:, start : start + torch.Size(shape).numel()].unflatten(1, shape)
+            made.append(part.transpose(1, 2) if hnd else part)
+            start += torch.Size(shape).numel()
+        layers.append(KVCache(*made))
+    return [*layers, KVCache(torch.randn(6, 4, 40).to(dtype), torch.empty(6, 4, 0, dtype=dtype))]
+
+
+@only_interpreted
+@pytest.mark.parametrize("hnd", [False, True], ids=["NHD", "HND"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pages(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, hnd: bool) -> None:
+    page_copy = pytest.importorskip("attn_backends.page_copy_triton")
+    layers = pool(dtype, hnd)
+    plain = [KVCache(*(tensor.clone() for tensor in layer)) for layer in layers]
+    pairs = [(0, 3), (5, 1), (0, 4)]
+    copy_pages(plain, pairs)
+    launches: list[int] = []
+    monkeypatch.setattr(kv_cache, "_has_kernel", lambda cached: True)
+    copied = page_copy.copy_pages
+    monkeypatch.setattr(page_copy, "copy_pages", lambda *given: (launches.append(1), copied(*given)))
+    copy_pages(layers, pairs)
+    assert launches
+    for got, want in zip(layers, plain, strict=True):
+        for one, other in zip(got, want, strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@only_interpreted
+@pytest.mark.parametrize("pairs", [[(0, 1), (1, 2)], [(0, 1), (2, 1)], [(3, 3)]], ids=["chain", "twice", "itself"])
+def test_pages_whose_order_counts_take_the_plain_road(
+    monkeypatch: pytest.MonkeyPatch, pairs: list[tuple[int, int]]
+) -> None:
+    layers = pool(torch.float32, False)
+    before = layers[0].key.clone()
+    monkeypatch.setattr(kv_cache, "_has_kernel", lambda cached: True)
+    monkeypatch.setattr("attn_backends.page_copy_triton.copy_pages", lambda *given: pytest.fail("one launch"))
+    copy_pages(layers, pairs)
+    source, destination = pairs[-1]
+    assert layers[0].key[destination].equal(before[source])
+
+
+def test_pages_with_gaps_are_no_runs() -> None:
+    page_copy = pytest.importorskip("attn_backends.page_copy_triton")
+    assert page_copy.can_copy(torch.zeros(4, 4, 2, 8))
+    assert page_copy.can_copy(torch.zeros(4, 2, 4, 8).transpose(1, 2))
+    assert page_copy.can_copy(torch.zeros(4, 2, 4, 2, 8)[:, 0])
+    assert not page_copy.can_copy(torch.zeros(4, 4, 2, 16)[..., :8])
+    assert not page_copy.can_copy(torch.zeros(4, 1, 1, 2, dtype=torch.uint8))
+
+
+def parts(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Two results for 5 tokens of 3 heads: rows without keys in either, both and none; strided, as models have them."""
+    output, more = torch.randn(5, 2, 3, 12).to(dtype)[:, 0], torch.randn(5, 3, 20).to(dtype)[..., :12]
+    lse, more_lse = torch.randn(3, 5).t(), torch.randn(5, 3)
+    lse[0], more_lse[1], more[1] = -torch.inf, -torch.inf, torch.nan
+    lse[2, 1] = more_lse[2, 1] = -torch.inf
+    more[2, 1] = torch.nan
+    lse[3] += 80
+    return output, lse, more, more_lse
+
+
+def reference(output: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> torch.Tensor:
+    total = lse.double().exp() + more_lse.double().exp()
+    joined = output.double().nan_to_num() * lse.double().exp()[..., None]
+    joined += more.double().nan_to_num() * more_lse.double().exp()[..., None]
+    return (joined / total[..., None]).nan_to_num()
+
+
+def check_merged(given: tuple[torch.Tensor, ...], expected: torch.Tensor, total: torch.Tensor) -> None:
+    output, lse, *_ = given
+    tolerance = 2e-3 if output.dtype is torch.float16 else 1e-6
+    torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double(), total.double(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_merge(dtype: torch.dtype) -> None:
+    given = parts(dtype)
+    expected, total = reference(*given), torch.logaddexp(given[1], given[3])
+    merge(*given)
+    check_merged(given, expected, total)
+
+
+@only_interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_merge_in_one_launch(dtype: torch.dtype) -> None:
+    given = parts(dtype)
+    expected, total = reference(*given), torch.logaddexp(given[1], given[3])
+    pytest.importorskip("attn_backends.lse_merge_triton").merge(*given)
+    check_merged(given, expected, total)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    given = parts(dtype)
+    expected, total = reference(*given), torch.logaddexp(given[1], given[3])
+    moved = tuple(tensor.cuda() for tensor in given)
+    merge(*moved)
+    check_merged(tuple(tensor.cpu() for tensor in moved), expected, total)
+    layers = pool(dtype, True)
+    on_gpu = [KVCache(*(tensor.cuda() for tensor in layer)) for layer in layers]
+    for caches in (layers, on_gpu):
+        copy_pages(caches, [(0, 3), (5, 1)])
+    for got, want in zip(on_gpu, layers, strict=True):
+        assert got.key.cpu().equal(want.key)
+        assert got.value.cpu().equal(want.value)
