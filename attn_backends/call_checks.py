@@ -1,11 +1,13 @@
-"""What impls ask of a call before they run it."""
+"""What impls ask of a call before they run it, and backends of a GPU before they are chosen."""
 
 from __future__ import annotations
 
 import torch
 
 from attn_backends.interface import Rejection, Unsupported
-from attn_backends.spec import AttentionSpec
+from attn_backends.spec import FP8_DTYPES, AttentionSpec
+
+_FP8_SINCE = (8, 9)  # compute capability
 
 
 def check_call(
@@ -36,3 +38,16 @@ def check_planned_for(planned: AttentionSpec, spec: AttentionSpec) -> None:
             f"this step was planned for layers that differ from this one in {', '.join(differs)}: give the layer "
             "the step of its own plan group"
         )
+
+
+def reject_early_fp8(spec: AttentionSpec, device: torch.device | str) -> list[Rejection]:
+    """An fp8 cache on a GPU whose instructions do not convert it: Triton would fail to compile at the first step."""
+    device = torch.device(device)
+    if spec.cache_dtype not in FP8_DTYPES or device.type != "cuda" or not torch.cuda.is_available():
+        return []
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= _FP8_SINCE:
+        return []
+    got, since = (".".join(map(str, pair)) for pair in (capability, _FP8_SINCE))
+    asked = f"{spec.cache_dtype} on compute capability {got}"
+    return [Rejection("cache_dtype", asked, f"fp8 from {since} on", "Leave cache.dtype out.")]

@@ -8,11 +8,14 @@ is the same for every batch of a graph, and one long row among short ones is as 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 import triton
 import triton.language as tl
+
+from attn_backends.spec import AttentionSpec
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -28,6 +31,54 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program can have; where kernels are interpreted, a Hopper GPU's."""
+    if device.type != "cuda":
+        return 227 << 10
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+class Tile(Protocol):
+    """Sizes of a kernel's tile, a frozen dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def keys(self) -> int: ...
+    @property
+    def stages(self) -> int: ...
+
+
+TileT = TypeVar("TileT", bound=Tile)
+
+
+def fitted(tile: TileT, need: Callable[[TileT], int], room: int) -> TileT:
+    """The tile, or the nearest whose bytes fit: of fewer blocks under way, then of smaller ones, then of fewer rows.
+
+    One that nothing helps comes back as small as can be: Triton says what it lacks.
+    """
+    stages = tile.stages
+    while need(tile) > room:
+        if tile.stages > 2:
+            tile = replace(tile, stages=tile.stages - 1)
+        elif tile.keys > 16:
+            tile = replace(tile, keys=tile.keys // 2, stages=stages)
+        elif tile.stages > 1:
+            tile = replace(tile, stages=1)
+        elif getattr(tile, "rows", 0) > 16:
+            tile = replace(tile, rows=tile.rows // 2)  # type: ignore[attr-defined]
+        else:
+            break
+    return tile
+
+
+def block_bytes(spec: AttentionSpec, keys: int, stages: int, dim: int) -> int:
+    """Of blocks of keys under way, `dim` wide in all; those of another dtype than the queries are converted beside."""
+    converted = spec.dtype.itemsize if spec.cache_dtype is not spec.dtype else 0
+    return keys * dim * (stages * spec.cache_dtype.itemsize + converted)
 
 
 def padded(size: int) -> int:

@@ -15,15 +15,23 @@ from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadataBuilder
 from attn_backends.backends.mla.state import MLAState, MLAStep
 from attn_backends.backends.mla.triton_kernel import mla_decode_kernel, mla_join_kernel
 from attn_backends.backends.mla.triton_tiles import Cut, decode_tile
+from attn_backends.call_checks import reject_early_fp8
 from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
-from attn_backends.triton_split import FAR, INTERPRETED, ItemList, num_multiprocessors, operator, padded
+from attn_backends.triton_split import (
+    FAR,
+    INTERPRETED,
+    ItemList,
+    num_multiprocessors,
+    operator,
+    padded,
+    shared_memory,
+)
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
 _JOIN_WARPS = 4
-_FP8_SINCE = (8, 9)  # compute capability whose instructions convert it
 _TMA_SINCE = (9, 0)  # that has a tensor memory accelerator
 
 
@@ -59,14 +67,7 @@ class TritonMLABackend(MLABackend):
 
     @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
-        found, device = super().reject(spec, cache, device), torch.device(device)
-        if spec.cache_dtype in FP8_DTYPES and device.type == "cuda" and torch.cuda.is_available():
-            capability = torch.cuda.get_device_capability(device)
-            if capability < _FP8_SINCE:
-                got, since = (".".join(map(str, pair)) for pair in (capability, _FP8_SINCE))
-                found.append(Rejection("cache_dtype", f"{spec.cache_dtype} on compute capability {got}",
-                                       f"fp8 from {since} on", "Leave cache.dtype out."))  # fmt: skip
-        return found
+        return super().reject(spec, cache, device) + reject_early_fp8(spec, device)
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class TritonMLAState(MLAState):
 
     def _cut(self, spec: MLASpec, num_rows: int, query_len: int) -> Cut:
         queries = query_len * spec.num_qo_heads
-        tile = decode_tile(spec, self.cache, num_rows, queries, self.options)
+        tile = decode_tile(spec, self.cache, num_rows, queries, self.options, shared_memory(self.device))
         return Cut(tile, num_rows, queries, self._num_sms)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from attn_backends.backends.mla.options import MLAOptions
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import KVCacheSpec
-from attn_backends.triton_split import padded
+from attn_backends.triton_split import block_bytes, fitted, padded
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class TritonMLAOptions(MLAOptions):
 
 
 def decode_tile(
-    spec: MLASpec, cache: KVCacheSpec, num_rows: int, queries: int, options: TritonMLAOptions | None
+    spec: MLASpec, cache: KVCacheSpec, num_rows: int, queries: int, options: TritonMLAOptions | None, room: int
 ) -> LatentTile:
     """For a batch of `num_rows` rows of `queries` queries each, token times head. The wider dtype, of queries or cache,
-    decides first: blocks of it must fit into shared memory."""
+    decides first. A program can have `room` bytes of shared memory."""
     if options is not None and options.decode_tile is not None:
         return options.decode_tile
     cached, widest = spec.cache_dtype.itemsize, max(spec.dtype.itemsize, spec.cache_dtype.itemsize)
@@ -52,7 +52,13 @@ def decode_tile(
     def distance(row: dict[str, Any]) -> float:
         return sum(weight * abs(math.log2(row[name] / asked[name])) for name, weight in weights.items())
 
-    return LatentTile(**min(_table(), key=distance)["tile"])
+    def need(tile: LatentTile) -> int:
+        rows = min(padded(queries), tile.rows)
+        width = padded(spec.kv_lora_rank) + padded(spec.qk_rope_head_dim)
+        weights = rows * tile.keys * spec.dtype.itemsize
+        return rows * width * spec.dtype.itemsize + block_bytes(spec, tile.keys, tile.stages, width) + weights
+
+    return fitted(LatentTile(**min(_table(), key=distance)["tile"]), need, room)
 
 
 @cache

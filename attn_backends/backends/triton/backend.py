@@ -7,8 +7,9 @@ import torch
 from attn_backends.backends.triton.impl import TritonImpl
 from attn_backends.backends.triton.metadata import TritonMetadata, TritonMetadataBuilder
 from attn_backends.backends.triton.state import TritonState
-from attn_backends.interface import AttentionBackend, Capabilities, CudaGraphSupport
-from attn_backends.spec import FP8_DTYPES, AttentionType
+from attn_backends.call_checks import reject_early_fp8
+from attn_backends.interface import AttentionBackend, Capabilities, CudaGraphSupport, Rejection
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec
 from attn_backends.triton_split import INTERPRETED
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -57,3 +58,7 @@ class TritonBackend(AttentionBackend):
             cuda_graph=CudaGraphSupport.UNIFORM_BATCH,
             min_compute_capability=(8, 0),
         )
+
+    @classmethod
+    def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
+        return super().reject(spec, cache, device) + reject_early_fp8(spec, device)

@@ -13,6 +13,7 @@ from attn_backends.backends.triton.tuning import prefill_tile
 from attn_backends.call_checks import check_call
 from attn_backends.interface import AttentionImpl, AttentionStep
 from attn_backends.kv_cache import KVCache, write_kv
+from attn_backends.triton_split import shared_memory
 
 
 def _together(tensor: torch.Tensor) -> torch.Tensor:
@@ -26,7 +27,7 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         slopes = self.spec.alibi_slopes
         self._kernels = Kernels(
             self.spec,
-            prefill_tile(self.spec, self.cache, self.options),
+            prefill_tile(self.spec, self.cache, self.options, shared_memory(self.device)),
             None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=self.device),
             None if self.sinks is None else self.sinks.to(self.device, torch.float32),
             self.k_scale,

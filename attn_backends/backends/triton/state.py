@@ -12,11 +12,12 @@ import torch
 
 from attn_backends.backends.triton.launch import Cut, Schedule
 from attn_backends.backends.triton.metadata import DECODE_TOKENS, TritonMetadata
-from attn_backends.backends.triton.tuning import decode_tile
+from attn_backends.backends.triton.tuning import DecodeTile, decode_tile
 from attn_backends.derive import StepBuffers
 from attn_backends.graph_inputs import GraphInputs, fill_together
 from attn_backends.interface import AttentionState, AttentionStep, check_capture_size
-from attn_backends.triton_split import num_multiprocessors, padded
+from attn_backends.spec import AttentionSpec
+from attn_backends.triton_split import num_multiprocessors, padded, shared_memory
 
 _SCHEDULES = 128  # of eager steps that are kept, of tens of kilobytes each
 
@@ -66,8 +67,11 @@ class TritonState(AttentionState[TritonMetadata]):
 
     def make_schedule(self, group: int, num_rows: int, query_len: int) -> Schedule:
         spec = self._specs[group]
-        tile = decode_tile(spec, self.cache, num_rows, self.options)
+        tile = self._tile(spec, num_rows)
         return Schedule(spec, tile, num_rows, query_len, self._num_sms, self.device)
+
+    def _tile(self, spec: AttentionSpec, num_rows: int) -> DecodeTile:
+        return decode_tile(spec, self.cache, num_rows, self.options, shared_memory(self.device))
 
     # Graphs.
 
@@ -106,7 +110,7 @@ class TritonState(AttentionState[TritonMetadata]):
         most_rows = self.limits.max_num_requests
         batches = [*(1 << bits for bits in range(most_rows.bit_length())), most_rows]
         for spec in self._specs.values():
-            tiles = [decode_tile(spec, self.cache, num_rows, self.options) for num_rows in batches]
+            tiles = [self._tile(spec, num_rows) for num_rows in batches]
             most = max(tiles, key=lambda tile: tile.programs)
             for cut in {Cut.of(spec, 1), Cut.of(spec, longest)}:
                 heads = spec.num_kv_heads * cut.tiles

@@ -15,6 +15,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from attn_backends.spec import AttentionSpec, KVCacheSpec
+from attn_backends.triton_split import block_bytes, fitted, padded
+
+_SCRATCH = 8 << 10  # of a decode program, beside its blocks: queries, weights, and where warps meet
+_MARGIN = 3 << 10  # of a prefill program, beside its queries and blocks
 
 
 @dataclass(frozen=True)
@@ -47,16 +51,35 @@ class TritonOptions(BaseModel):
     prefill_tile: PrefillTile | None = None
 
 
-def decode_tile(spec: AttentionSpec, cache: KVCacheSpec, num_rows: int, options: TritonOptions | None) -> DecodeTile:
+def decode_tile(
+    spec: AttentionSpec, cache: KVCacheSpec, num_rows: int, options: TritonOptions | None, room: int
+) -> DecodeTile:
+    """Args: room: bytes of shared memory that a program can have."""
     if options is not None and options.decode_tile is not None:
         return options.decode_tile
-    return DecodeTile(**_nearest("decode", spec, cache, num_rows))
+
+    def need(tile: DecodeTile) -> int:
+        # Page ids come two blocks ahead of their keys: half of the stages hold keys.
+        return block_bytes(spec, tile.keys, (tile.stages + 1) // 2, _width(spec)) + _SCRATCH
+
+    return fitted(DecodeTile(**_nearest("decode", spec, cache, num_rows)), need, room)
 
 
-def prefill_tile(spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None) -> PrefillTile:
+def prefill_tile(spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None, room: int) -> PrefillTile:
+    """Args: room: bytes of shared memory that a program can have."""
     if options is not None and options.prefill_tile is not None:
         return options.prefill_tile
-    return PrefillTile(**_nearest("prefill", spec, cache, 1))
+
+    def need(tile: PrefillTile) -> int:
+        queries = tile.rows * padded(spec.head_dim) * spec.dtype.itemsize
+        return queries + block_bytes(spec, tile.keys, tile.stages, _width(spec)) + _MARGIN
+
+    return fitted(PrefillTile(**_nearest("prefill", spec, cache, 1)), need, room)
+
+
+def _width(spec: AttentionSpec) -> int:
+    """Of a key and its value together, as blocks have them."""
+    return padded(spec.head_dim) + padded(spec.head_dim_vo)
 
 
 @cache

@@ -1,0 +1,177 @@
+"""Tiles fit into a GPU's shared memory: by their own estimate, and as the compiler counts it, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends import AttentionSpec, KVCacheSpec, MLASpec
+
+triton = pytest.importorskip("triton", reason="needs triton")
+tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
+tiles = pytest.importorskip("attn_backends.backends.mla.triton_tiles")
+split = pytest.importorskip("attn_backends.triton_split")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+
+BACKENDS = Path(tuning.__file__).parents[1]
+HOPPER, AMPERE, SMALL = 227 << 10, 163 << 10, 99 << 10  # bytes of a program, of compute capability 9.0, 8.0 and 8.6
+TRITON_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv"}
+POINTERS = {
+    **dict.fromkeys(("lse", "partial", "partial_sums", "slopes", "sinks"), "*fp32"),
+    **dict.fromkeys(("page_table", "seq_lens", "query_start_loc", "key_start_loc", "items", "counters"), "*i32"),
+    **dict.fromkeys(("scale", "value_scale", "soft_cap"), "fp32"),
+}
+ALIGNED = {"query_token", "query_head", "key_page", "key_slot", "key_head", "value_page", "value_slot", "value_head",
+           "out_token", "out_head"}  # fmt: skip
+
+
+def spec_of(dim: int, dim_vo: int, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> AttentionSpec:
+    return AttentionSpec(8, 2, dim, head_dim_vo=dim_vo, dtype=dtype, cache_dtype=cache_dtype or dtype)
+
+
+def shared_bytes(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, capability: int) -> int:
+    """As the compiler lays a kernel out."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else {**POINTERS, **types}.get(n, "i32") for n in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    whole = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
+             if signature[n].startswith("*") or n in ALIGNED}  # fmt: skip
+    source = ASTSource(kernel, signature, values, whole)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    return int(made.metadata.shared)
+
+
+def constants_of(spec: AttentionSpec, page_size: int, **tile: int) -> dict[str, Any]:
+    dims = {"DIM": spec.head_dim, "DIM_VO": spec.head_dim_vo, "BLOCK_DIM": split.padded(spec.head_dim),
+            "BLOCK_DIM_VO": split.padded(spec.head_dim_vo)}  # fmt: skip
+    return {"SOFT_CAP": 0, "ALIBI": 0, "EARLY": 0, "ALIKE": 0, "PAGE_SIZE": page_size, "KV_HEADS": spec.num_kv_heads,
+            "GROUP": spec.group_size, "EXACT": int(spec.dtype is torch.float32), "MASKED_STAGES": 1,
+            **dims, **tile}  # fmt: skip
+
+
+def tensors_of(spec: AttentionSpec) -> dict[str, str]:
+    name, cached = (f"*{TRITON_NAMES[dtype]}" for dtype in (spec.dtype, spec.cache_dtype))
+    return {"query": name, "output": name, "key_cache": cached, "value_cache": cached}
+
+
+@pytest.mark.parametrize(
+    ("spec", "page_size", "capability", "room"),
+    [
+        (spec_of(128, 128, torch.bfloat16), 0, 90, HOPPER),
+        (spec_of(256, 256, torch.bfloat16), 16, 90, HOPPER),
+        (spec_of(192, 128, torch.bfloat16), 0, 90, HOPPER),
+        (spec_of(256, 256, torch.bfloat16, torch.float8_e4m3fn), 16, 90, HOPPER),
+        (spec_of(256, 256, torch.bfloat16), 0, 80, AMPERE),
+    ],
+    ids=str,
+)
+def test_prefill_fits_as_compiled(spec: AttentionSpec, page_size: int, capability: int, room: int) -> None:
+    from attn_backends.backends.triton.prefill_kernel import prefill_kernel
+
+    tile = tuning.prefill_tile(spec, KVCacheSpec(16, 16), None, room)
+    tokens = max(1, tile.rows // spec.group_size)
+    sizes = {"TOKENS": tokens, "ROWS": tile.rows, "KEYS": tile.keys, "STAGES": tile.stages}
+    constants = constants_of(spec, page_size, **sizes)
+    assert shared_bytes(prefill_kernel, tensors_of(spec), constants, tile.warps, capability) <= room
+
+
+@pytest.mark.parametrize("num_rows", [1, 64])
+@pytest.mark.parametrize(
+    ("spec", "capability", "room"),
+    [
+        (spec_of(256, 256, torch.bfloat16), 90, HOPPER),
+        (spec_of(256, 256, torch.bfloat16), 86, SMALL),
+        (spec_of(256, 256, torch.float32), 86, SMALL),
+    ],
+    ids=str,
+)
+def test_decode_fits_as_compiled(spec: AttentionSpec, capability: int, room: int, num_rows: int) -> None:
+    from attn_backends.backends.triton.decode_kernel import decode_kernel
+
+    tile = tuning.decode_tile(spec, KVCacheSpec(16, 16), num_rows, None, room)
+    sizes = {"TILES": 1, "ROWS": 16, "LANES": 4, "PARTS": 2, "KEYS": tile.keys, "STAGES": tile.stages}
+    constants = constants_of(spec, 16, **sizes)
+    assert shared_bytes(decode_kernel, tensors_of(spec), constants, tile.warps, capability) <= room
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize(("capability", "room"), [(90, HOPPER), (80, AMPERE)])
+def test_latent_decode_fits_as_compiled(capability: int, room: int, heads: int) -> None:
+    from attn_backends.backends.mla.triton_kernel import mla_decode_kernel
+
+    tile = tiles.decode_tile(MLASpec(heads, dtype=torch.bfloat16), KVCacheSpec(16, 64), 64, heads, None, room)
+    rows = min(split.padded(heads), tile.rows)
+    constants = {"WANT_LSE": 0, "PAGE_SIZE": 64, "QUERY_LEN": 1, "HEADS": heads, "TILES": heads // rows, "ROWS": rows,
+                 "KEYS": tile.keys, "RANK": 512, "ROPE": 64, "BLOCK_RANK": 512, "BLOCK_ROPE": 64, "EXACT": 0,
+                 "STAGES": tile.stages}  # fmt: skip
+    types = dict.fromkeys(("query", "latent_cache", "output"), "*bf16")
+    if capability >= 90:
+        blocks = {"latent_rows": 512, "rope_rows": 64}
+        types |= {name: f"tensordesc<bf16[{tile.keys}, {width}]>" for name, width in blocks.items()}
+    else:
+        constants |= {"latent_rows": None, "rope_rows": None}
+    assert shared_bytes(mla_decode_kernel, types, constants, tile.warps, capability) <= room
+
+
+def test_what_was_tuned_on_hopper_stays_as_it_was_there() -> None:
+    of_bits = {16: torch.bfloat16, 32: torch.float32}
+    table = json.loads((BACKENDS / "triton" / "tuned.json").read_text())
+    for kind, rows in table.items():
+        for row in rows:
+            spec = AttentionSpec(2 * row["group"], 2, row["head_dim"], dtype=of_bits[row["bits"]])
+            cache, asked = KVCacheSpec(16, row["page_size"]), (None, HOPPER)
+            got = (tuning.prefill_tile(spec, cache, *asked) if kind == "prefill"
+                   else tuning.decode_tile(spec, cache, row["rows"], *asked))  # fmt: skip
+            assert vars(got) == row["tile"], row
+    for row in json.loads((BACKENDS / "mla" / "triton_tuned.json").read_text())["decode"]:
+        cached = of_bits.get(row["cache_bits"], torch.float8_e4m3fn)
+        mla = MLASpec(row["queries"], dtype=of_bits[row["bits"]], cache_dtype=cached)
+        cache = KVCacheSpec(16, row["page_size"])
+        assert vars(tiles.decode_tile(mla, cache, row["rows"], row["queries"], None, HOPPER)) == row["tile"], row
+
+
+@pytest.mark.parametrize("room", [HOPPER, AMPERE, SMALL])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [16, 80, 128, 192, 256])
+def test_every_head_dim_gets_a_tile(dim: int, dtype: torch.dtype, room: int) -> None:
+    spec, cache = spec_of(dim, dim, dtype), KVCacheSpec(16, 16)
+    prefill = tuning.prefill_tile(spec, cache, None, room)
+    width = 2 * split.padded(dim) * dtype.itemsize
+    assert prefill.rows * width // 2 + prefill.keys * prefill.stages * width <= room
+    assert prefill.keys >= 16
+    assert tuning.decode_tile(spec, cache, 8, None, room).keys >= 16
+
+
+def test_a_tile_that_nothing_helps_is_as_small_as_can_be() -> None:
+    smallest = split.fitted(tuning.PrefillTile(128, 128, 8, 3), lambda tile: 1 << 30, 1)
+    assert (smallest.rows, smallest.keys, smallest.stages) == (16, 16, 1)
+    asked = tuning.TritonOptions(prefill_tile={"rows": 128, "keys": 128, "warps": 8, "stages": 9})
+    assert tuning.prefill_tile(spec_of(256, 256, torch.float32), KVCacheSpec(16, 16), asked, 1) == asked.prefill_tile
+
+
+def test_fp8_is_refused_where_no_instruction_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_backends import get_backend
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    specs = {
+        "TRITON": spec_of(64, 64, torch.bfloat16, torch.float8_e4m3fn),
+        "TRITON_MLA": MLASpec(16, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn),
+    }
+    for name, spec in specs.items():
+        for capability, refused in (((8, 0), True), ((8, 9), False), ((9, 0), False)):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, is_=capability: is_)
+            found = get_backend(name).reject(spec, KVCacheSpec(16, 16), "cuda")
+            assert [rejection.code for rejection in found] == ["cache_dtype"] * refused, found
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        told = str(get_backend(name).reject(spec, KVCacheSpec(16, 16), "cuda")[0])
+        assert "float8_e4m3fn on compute capability 8.0; supported: fp8 from 8.9 on. Leave cache.dtype out." in told
