@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
+
+HAS_TRITON = find_spec("triton") is not None  # of kernels of ours that stand beside torch operations
 
 
 def num_multiprocessors(device: torch.device) -> int:

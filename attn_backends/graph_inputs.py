@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -13,6 +14,8 @@ from attn_backends.spec import KVCacheSpec, Limits
 
 class GraphInputs:
     """Slots, lengths and pages of a batch. All captured sizes share them, as one of them is replayed at a time.
+
+    Own lengths and page tables are allocated when a state asks for them: kernels may read the pages otherwise.
 
     Args:
         num_rows: of the largest graph.
@@ -27,11 +30,9 @@ class GraphInputs:
     ) -> None:
         self.num_rows = num_rows
         self.shared = shared
+        self._num_pages = -(-limits.max_model_len // cache.page_size)
         if shared is None:
-            num_pages = -(-limits.max_model_len // cache.page_size)
             self.slot_mapping = torch.full((limits.max_num_tokens,), PAD_SLOT, dtype=torch.int64, device=device)
-            self.seq_lens = torch.zeros(num_rows, dtype=torch.int32, device=device)
-            self.page_table = torch.zeros(num_rows, num_pages, dtype=torch.int32, device=device)
             return
         on, rows, tokens = shared.page_table.device, len(shared.seq_lens), len(shared.slot_mapping)
         if on.type != device.type or rows < num_rows or tokens < limits.max_num_tokens:
@@ -39,7 +40,19 @@ class GraphInputs:
                 f"the step table has {rows} rows and {tokens} tokens on {on}; these graphs need {num_rows} and "
                 f"{limits.max_num_tokens} on {device}: make it with the same limits and device"
             )
-        self.slot_mapping, self.seq_lens, self.page_table = shared.slot_mapping, shared.seq_lens, shared.page_table
+        self.slot_mapping = shared.slot_mapping
+
+    @cached_property
+    def seq_lens(self) -> torch.Tensor:  # [num_rows or more] i32
+        if self.shared is not None:
+            return self.shared.seq_lens
+        return torch.zeros(self.num_rows, dtype=torch.int32, device=self.slot_mapping.device)
+
+    @cached_property
+    def page_table(self) -> torch.Tensor:  # [num_rows or more, max_pages] i32
+        if self.shared is not None:
+            return self.shared.page_table
+        return torch.zeros(self.num_rows, self._num_pages, dtype=torch.int32, device=self.slot_mapping.device)
 
     def serves(self, num_rows: int, shared: StepBuffers | None) -> bool:
         """Whether graphs of so many rows can read these."""

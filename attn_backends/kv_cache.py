@@ -9,16 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from attn_backends.devices import HAS_TRITON
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec, Layout
 
 LayerT = TypeVar("LayerT", bound=Hashable)
-
-_HAS_TRITON = find_spec("triton") is not None
 
 
 class CacheGeometry(Protocol):
@@ -137,7 +135,7 @@ def write_kv(
 
 def _has_kernel(cached: torch.Tensor) -> bool:
     """Whether one kernel of ours writes to such a cache."""
-    return cached.is_cuda and cached.dtype is not torch.float64 and _HAS_TRITON
+    return cached.is_cuda and cached.dtype is not torch.float64 and HAS_TRITON
 
 
 def write_latent(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 
-_HAS_TRITON = find_spec("triton") is not None
+from attn_backends.devices import HAS_TRITON
 
 
 def merge(output: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
@@ -19,7 +17,7 @@ def merge(output: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse:
         output, more: [num_tokens, num_qo_heads, dim], the last dimension contiguous; dtypes may differ.
         lse, more_lse: [num_tokens, num_qo_heads], natural log, float32 or wider.
     """
-    if output.is_cuda and lse.dtype is torch.float32 and _HAS_TRITON:
+    if output.is_cuda and lse.dtype is torch.float32 and HAS_TRITON:
         from attn_backends.lse_merge_triton import merge as merge_in_one_launch
 
         merge_in_one_launch(output, lse, more, more_lse)

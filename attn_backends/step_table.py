@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from attn_backends.batch import CommonAttentionMetadata
 from attn_backends.derive import StepShape, TokenViews
 from attn_backends.device_copy import DeviceCopy
+from attn_backends.devices import HAS_TRITON
 from attn_backends.page_rows import PageRows, as_int32
 from attn_backends.page_table import IntArray
 from attn_backends.spec import KVCacheSpec, Limits
@@ -301,7 +301,7 @@ class StepTable(PageRows):
 def _side(rows: PageRows, device: torch.device) -> DeviceSide:
     if device.type == "cpu":
         return SharedMemory(rows)
-    if device.type != "cuda" or not find_spec("triton"):
+    if device.type != "cuda" or not HAS_TRITON:
         return DeviceCopy(rows, device)
     from attn_backends.derive_triton import TritonDerive
 

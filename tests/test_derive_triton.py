@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,24 +9,15 @@ from attn_backends.batch import CommonAttentionMetadata
 from attn_backends.device_copy import DeviceCopy
 from attn_backends.spec import KVCacheSpec, Limits
 from attn_backends.step_table import StepBatch, StepTable
+from tests.interpreted import INTERPRETED, in_own_process, only_interpreted, run_interpreted
 from tests.step_walk import CACHE, LIMITS, StepWalk, assert_both_sides_equal, assert_step, compiled
 
 triton = pytest.importorskip("triton", reason="needs triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreted, in a process of its own")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-@pytest.mark.skipif(triton.__version__ < "3.7", reason="the interpreter of triton 3.6 fails with numpy 2.4")
+@in_own_process
 def test_interpreted() -> None:
-    """Triton decides at its first import whether kernels are interpreted."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parent.parent,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
+    run_interpreted(__file__)
 
 
 def interpreted(limits: Limits, cache: KVCacheSpec, max_pages_a_copy: int = 5) -> StepTable:

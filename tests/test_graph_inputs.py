@@ -17,7 +17,10 @@ CPU = torch.device("cpu")
 
 def test_own_tensors_are_as_large_as_the_limits() -> None:
     inputs = GraphInputs(CACHE, LIMITS, CPU, 3, None)
+    assert not {"page_table", "seq_lens"} & set(vars(inputs))  # FLASHINFER reads neither
     assert inputs.page_table.shape == (3, 8)
+    assert inputs.page_table is inputs.page_table
+    assert inputs.seq_lens.tolist() == [0, 0, 0]
     assert inputs.slot_mapping.tolist() == [PAD_SLOT] * 8
     assert not inputs.holds(torch.zeros(8, dtype=torch.int64))
     assert inputs.serves(3, None)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,26 +9,16 @@ import torch
 
 from attn_backends import kv_cache
 from attn_backends.kv_cache import KVCache, write_kv, write_latent
+from tests.interpreted import in_own_process, only_interpreted, run_interpreted
 
-triton = pytest.importorskip("triton", reason="needs triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreted, in a process of its own")
 SLOTS = torch.tensor([7, -1, 0, 19, 12, -1])
 PAGES, PAGE_SIZE = 5, 4
 DTYPES = [torch.float32, torch.float16]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-@pytest.mark.skipif(triton.__version__ < "3.7", reason="the interpreter of triton 3.6 fails with numpy 2.4")
+@in_own_process
 def test_interpreted() -> None:
-    """Triton decides at its first import whether kernels are interpreted."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parent.parent,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
+    run_interpreted(__file__)
 
 
 def by_both(monkeypatch: pytest.MonkeyPatch, write: Any, cache: KVCache) -> None:

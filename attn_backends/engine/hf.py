@@ -12,7 +12,6 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +21,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 from transformers.utils import logging as transformers_logging
 
 from attn_backends.config import EngineConfig
+from attn_backends.devices import HAS_TRITON
 from attn_backends.engine.checkpoint import ModelError, Report, find_model, silent
 from attn_backends.engine.fused_layer import fuse_layers
 from attn_backends.engine.latent_layer import LatentAttention, use_latent_attention
@@ -237,7 +237,7 @@ def _prepare(model: Any, config: EngineConfig) -> int:
     base = model.base_model
     fused = 0
     if config.fuse_layers and hasattr(base, "rotary_emb"):
-        if model.device.type == "cuda" and find_spec("triton"):
+        if model.device.type == "cuda" and HAS_TRITON:
             from attn_backends.engine.fused_layer_cuda import fuse_cuda_layers
 
             fuse_cuda_layers(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,13 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, KVCacheSpec, MLASpec
+from tests.interpreted import INTERPRETED
 
 triton = pytest.importorskip("triton", reason="needs triton")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 tiles = pytest.importorskip("attn_backends.backends.mla.triton_tiles")
 split = pytest.importorskip("attn_backends.triton_split")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 
 BACKENDS = Path(tuning.__file__).parents[1]

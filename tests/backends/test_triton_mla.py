@@ -7,10 +7,6 @@ TORCH_MLA's to show, as the interpreter is slow.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +18,9 @@ from attn_backends.testing.cases import BatchShape
 from attn_backends.testing.conformance import MLAConformance
 from attn_backends.testing.harness import assert_matches, make_layer
 from attn_backends.testing.kit.base import KitBase
+from tests.interpreted import in_own_process, only_interpreted, run_interpreted
 
-triton = pytest.importorskip("triton", reason="needs triton")
 MOST_ITEMS = pytest.importorskip("attn_backends.triton_split").MOST_ITEMS
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 SHARED = "chunk or reorder or shared_prefix or features_on_long or head_counts or host_reads"
 TILE = {"rows": 16, "keys": 16, "warps": 4, "stages": 2, "programs": 16, "min_keys": 16}
@@ -35,17 +30,9 @@ SHAPES = (
 )
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-@pytest.mark.skipif(triton.__version__ < "3.7", reason="the interpreter of triton 3.6 fails with numpy 2.4")
+@in_own_process
 def test_interpreted() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", "-k", f"not ({SHARED})",
-         __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
+    run_interpreted(__file__, f"not ({SHARED})")
 
 
 class Splits(KitBase):
@@ -88,7 +75,7 @@ class ModelShape(MLAConformance):
         return MLASpec(**{"num_qo_heads": 16, "dtype": self.dtype, **changes})
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreted, in a process of its own")
+@only_interpreted
 class TestTritonMLAInterpreted(MLAConformance, Splits):
     backend_name = "TRITON_MLA"
     dtypes = (torch.float32,)  # the interpreter multiplies no bfloat16, and Splits has float16

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-triton = pytest.importorskip("triton", reason="needs triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from tests.interpreted import INTERPRETED, in_own_process, run_interpreted
+
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreted, in a process")),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-@pytest.mark.skipif(triton.__version__ < "3.7", reason="the interpreter of triton 3.6 fails with numpy 2.4")
+@in_own_process
 def test_interpreted() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
+    run_interpreted(__file__)
 
 
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:

@@ -90,6 +90,7 @@ class TritonMLAState(MLAState):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._num_sms = num_multiprocessors(self.device)
+        self._shared_memory = shared_memory(self.device)
         most = self.limits.max_num_requests
         batches = [*(1 << bits for bits in range(most.bit_length())), most]
         lens = range(1, min(MLAMetadataBuilder.decode_threshold, self.limits.max_num_tokens) + 1)
@@ -115,7 +116,7 @@ class TritonMLAState(MLAState):
 
     def _cut(self, spec: MLASpec, num_rows: int, query_len: int) -> Cut:
         queries = query_len * spec.num_qo_heads
-        tile = decode_tile(spec, self.cache, num_rows, queries, self.options, shared_memory(self.device))
+        tile = decode_tile(spec, self.cache, num_rows, queries, self.options, self._shared_memory)
         return Cut(tile, num_rows, queries, self._num_sms)
 
 

@@ -51,6 +51,7 @@ class TritonState(AttentionState[TritonMetadata]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._num_sms = num_multiprocessors(self.device)
+        self._shared_memory = shared_memory(self.device)
         self._specs = {group.index: group.spec for group in self.groups}
         self.room = self._make_room()
         self._schedule = lru_cache(maxsize=_SCHEDULES)(self.make_schedule)  # of eager steps, which repeat their shapes
@@ -71,7 +72,7 @@ class TritonState(AttentionState[TritonMetadata]):
         return Schedule(spec, tile, num_rows, query_len, self._num_sms, self.device)
 
     def _tile(self, spec: AttentionSpec, num_rows: int) -> DecodeTile:
-        return decode_tile(spec, self.cache, num_rows, self.options, shared_memory(self.device))
+        return decode_tile(spec, self.cache, num_rows, self.options, self._shared_memory)
 
     # Graphs.
 
