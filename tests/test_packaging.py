@@ -45,7 +45,7 @@ FLOORS = [  # a module imports from its own floor and those above it in this lis
     },
     {"batch", "step_table", "batch_order", "batch_views", "virtual_batches", "kv_cache", "native"},
     {"interface", "cuda_graphs"},
-    {"call_checks"},
+    {"call_checks", "capturing_state"},
     {"backends", "registry", "entries", "verdicts", "support", "measured"},
     {"engine", "adapters", "testing"},
     {"cli", "cli_tables", "cli_generate"},

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Annotated, Any
@@ -31,17 +30,15 @@ from attn_backends.batch_order import (
 )
 from attn_backends.batch_views import prefix_to_share
 from attn_backends.call_checks import check_call
-from attn_backends.derive import StepBuffers
+from attn_backends.capturing_state import CapturingState
 from attn_backends.interface import (
     AttentionBackend,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
-    AttentionState,
     AttentionStep,
     Capabilities,
     CudaGraphSupport,
-    check_capture_size,
 )
 from attn_backends.kv_cache import KVCache, dequantise, gather_pages, gather_slots, write_kv, write_slots
 from attn_backends.native.paged_decode import PagedDecode, PagedRows
@@ -468,7 +465,7 @@ def _room(
     return rooms[0], rooms[1]
 
 
-class TorchState(AttentionState[TorchMetadata]):
+class TorchState(CapturingState[TorchMetadata, "TorchGraphState"]):
     """Owns one scratch for gathered keys and one for values: the longest row of any group, or rows taken together.
 
     On a CPU a fresh allocation of that size goes back to the system after each layer, which costs more than the gather.
@@ -493,31 +490,13 @@ class TorchState(AttentionState[TorchMetadata]):
                 torch.empty(max(tokens * per_value, at_once), dtype=torch.uint8),
             )
 
-        self._clones: dict[tuple[int, int], TorchGraphState] = {}
-        self._max_batch_size = 0  # while capturing
-
     def begin_forward(self, metadata: TorchMetadata) -> TorchStep:
         return TorchStep(metadata, self.scratch)
 
-    @contextmanager
-    def graph_capture(self, max_batch_size: int, inputs: StepBuffers | None = None) -> Iterator[None]:
-        check_capture_size(max_batch_size, 1, self.limits)
-        self._clones, self._max_batch_size = {}, max_batch_size
-        try:
-            yield
-        finally:
-            self._clones, self._max_batch_size = {}, 0
+    def make_clone(self, batch_size: int, query_len: int) -> TorchGraphState:
+        return TorchGraphState(self, batch_size, query_len)
 
-    def graph_clone(self, batch_size: int, query_len: int = 1) -> TorchGraphState:
-        check_capture_size(batch_size, query_len, self.limits, self._max_batch_size)
-        clone = TorchGraphState(self, batch_size, query_len)
-        self._clones[batch_size, query_len] = clone
-        return clone
-
-    def graph_capture_get_metadata_for_batch(
-        self, batch_size: int, query_len: int = 1, group_index: int = 0
-    ) -> TorchMetadata:
-        clone = self._clones.get((batch_size, query_len)) or self.graph_clone(batch_size, query_len)
+    def idle_metadata_of(self, clone: TorchGraphState, group_index: int) -> TorchMetadata:
         return clone.steps[group_index].metadata
 
 
@@ -525,8 +504,7 @@ class TorchGraphState(TorchState):
     """The state of one captured size. Its steps are made once, over buffers that every `begin_forward` fills."""
 
     def __init__(self, parent: TorchState, batch_size: int, query_len: int) -> None:
-        AttentionState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
-        self._clones, self._max_batch_size = {}, 0
+        CapturingState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
         self.scratch = parent.scratch
         self.num_tokens = batch_size * query_len
         self.steps = {group.index: self._step(group, batch_size, query_len) for group in parent.groups}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,10 +14,11 @@ from attn_backends.backends.flash_attn.fa3 import PROVIDERS
 from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata, graph_metadata
 from attn_backends.backends.flash_attn.options import FlashAttnOptions
 from attn_backends.backends.flash_attn.provider import Provider, choose
+from attn_backends.capturing_state import CapturingState
 from attn_backends.cuda_graphs import CudaRecorder
 from attn_backends.derive import StepBuffers
 from attn_backends.graph_inputs import GraphInputs, fill_together
-from attn_backends.interface import AttentionState, AttentionStep, check_capture_size
+from attn_backends.interface import AttentionStep
 from attn_backends.spec import AttentionSpec, PlanGroup
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class FlashAttnStep(AttentionStep[FlashAttnMetadata]):
     prefix: Call | None  # over the shared prefix, whose result joins that of the first call
 
 
-class FlashAttnState(AttentionState[FlashAttnMetadata]):
+class FlashAttnState(CapturingState[FlashAttnMetadata, "FlashAttnGraphState"]):
     """One provider a plan group. It owns no workspace: kernels allocate what partial results take.
 
     Args:
@@ -59,8 +59,6 @@ class FlashAttnState(AttentionState[FlashAttnMetadata]):
             logger.info("FLASH_ATTN uses %s", told)
         self._recorder = CudaRecorder() if self.device.type == "cuda" else None
         self._inputs: GraphInputs | None = None  # kept for good once graphs were captured
-        self._max_batch_size = 0  # while capturing
-        self._clones: dict[tuple[int, int], FlashAttnGraphState] = {}
 
     def begin_forward(self, metadata: FlashAttnMetadata) -> FlashAttnStep:
         """The step's calls, with their schedules, made on the device."""
@@ -94,28 +92,15 @@ class FlashAttnState(AttentionState[FlashAttnMetadata]):
 
     # Graphs.
 
-    @contextmanager
-    def graph_capture(self, max_batch_size: int, inputs: StepBuffers | None = None) -> Iterator[None]:
-        check_capture_size(max_batch_size, 1, self.limits)
+    def hold_inputs(self, max_batch_size: int, inputs: StepBuffers | None) -> None:
         if self._inputs is None or not self._inputs.serves(max_batch_size, inputs):
             self._inputs = GraphInputs(self.cache, self.limits, self.device, max_batch_size, inputs)
-        self._max_batch_size, self._clones = max_batch_size, {}
-        try:
-            yield
-        finally:
-            self._max_batch_size = 0
 
-    def graph_clone(self, batch_size: int, query_len: int = 1) -> FlashAttnGraphState:
-        check_capture_size(batch_size, query_len, self.limits, self._max_batch_size)
+    def make_clone(self, batch_size: int, query_len: int) -> FlashAttnGraphState:
         assert self._inputs is not None  # while rows are held
-        clone = FlashAttnGraphState(self, self._inputs, batch_size, query_len)
-        self._clones[batch_size, query_len] = clone
-        return clone
+        return FlashAttnGraphState(self, self._inputs, batch_size, query_len)
 
-    def graph_capture_get_metadata_for_batch(
-        self, batch_size: int, query_len: int = 1, group_index: int = 0
-    ) -> FlashAttnMetadata:
-        clone = self._clones.get((batch_size, query_len)) or self.graph_clone(batch_size, query_len)
+    def idle_metadata_of(self, clone: FlashAttnGraphState, group_index: int) -> FlashAttnMetadata:
         return clone.idle_metadata(group_index)
 
 
@@ -127,7 +112,7 @@ class FlashAttnGraphState(FlashAttnState):
     """
 
     def __init__(self, parent: FlashAttnState, inputs: GraphInputs, num_rows: int, query_len: int) -> None:
-        AttentionState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
+        CapturingState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
         self.choices, self._specs, self._inputs = parent.choices, parent._specs, inputs
         self._recorder = parent._recorder
         self.num_rows = num_rows

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -22,10 +20,11 @@ from attn_backends.backends.flashinfer.metadata import FlashInferMetadata, Rows,
 from attn_backends.backends.flashinfer.options import FlashInferOptions
 from attn_backends.backends.flashinfer.plans import DecodePlan, Plan, PrefillPlan, RaggedPlan
 from attn_backends.backends.flashinfer.workspace import Need, eager_need, graph_need
+from attn_backends.capturing_state import CapturingState
 from attn_backends.derive import PagedCsr, StepBuffers
 from attn_backends.devices import is_hopper, num_multiprocessors, refuse_while_capturing
 from attn_backends.graph_inputs import GraphInputs, fill_together
-from attn_backends.interface import AttentionState, AttentionStep, Rejection, Unsupported, check_capture_size
+from attn_backends.interface import AttentionStep, Rejection, Unsupported
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, PlanGroup
 from attn_backends.staging import HostRing
 
@@ -44,7 +43,7 @@ class FlashInferStep(AttentionStep[FlashInferMetadata]):
     prefix: Plan | None
 
 
-class FlashInferState(AttentionState[FlashInferMetadata]):
+class FlashInferState(CapturingState[FlashInferMetadata, "FlashInferGraphState"]):
     """One float workspace for all layers, as they run one after the other; a schedule and a wrapper a plan.
 
     Args:
@@ -71,8 +70,6 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
         self._ring = self._host_ring(self.need)
         self._plans: dict[tuple[int, Kind], Plan] = {}
         self._graphs: _GraphBuffers | None = None  # kept for good once graphs were captured
-        self._max_batch_size = 0  # while capturing
-        self._clones: dict[tuple[int, int], FlashInferGraphState] = {}
 
     def begin_forward(self, metadata: FlashInferMetadata) -> FlashInferStep:
         """Plan a step's rows.
@@ -115,23 +112,15 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
 
     # Graphs.
 
-    @contextmanager
-    def graph_capture(self, max_batch_size: int, inputs: StepBuffers | None = None) -> Iterator[None]:
-        check_capture_size(max_batch_size, 1, self.limits)
+    def hold_inputs(self, max_batch_size: int, inputs: StepBuffers | None) -> None:
         if self.options.fixed_split_size is not None:
             hint = "Leave fixed_split_size out of backend_options, or set graphs.mode to none."
             got = str(self.options.fixed_split_size)
             raise Unsupported(self.backend_name, [Rejection("fixed_split_size", got, "None in CUDA graphs", hint)])
         if self._graphs is None or not self._graphs.inputs.serves(max_batch_size, inputs):
             self._graphs = _GraphBuffers(self, max_batch_size, inputs)
-        self._max_batch_size, self._clones = max_batch_size, {}
-        try:
-            yield
-        finally:
-            self._max_batch_size = 0
 
-    def graph_clone(self, batch_size: int, query_len: int = 1) -> FlashInferGraphState:
-        check_capture_size(batch_size, query_len, self.limits, self._max_batch_size)
+    def make_clone(self, batch_size: int, query_len: int) -> FlashInferGraphState:
         assert self._graphs is not None  # while rows are held
         needs = [graph_need(spec, batch_size, query_len, self.library.num_sms) for spec in self._specs.values()]
         need = reduce(or_, needs)
@@ -140,14 +129,9 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
             self.float_workspace = self._float_workspace(need)
         if need.int_bytes > self._ring.hosts_cpu[0].numel() * 4:
             self._ring = self._host_ring(need)
-        clone = FlashInferGraphState(self, self._graphs, batch_size, query_len, need)
-        self._clones[batch_size, query_len] = clone
-        return clone
+        return FlashInferGraphState(self, self._graphs, batch_size, query_len, need)
 
-    def graph_capture_get_metadata_for_batch(
-        self, batch_size: int, query_len: int = 1, group_index: int = 0
-    ) -> FlashInferMetadata:
-        clone = self._clones.get((batch_size, query_len)) or self.graph_clone(batch_size, query_len)
+    def idle_metadata_of(self, clone: FlashInferGraphState, group_index: int) -> FlashInferMetadata:
         return clone.idle_metadata(group_index)
 
     # Plans.
@@ -263,7 +247,7 @@ class FlashInferGraphState(FlashInferState):
     def __init__(
         self, parent: FlashInferState, buffers: _GraphBuffers, num_rows: int, query_len: int, need: Need
     ) -> None:
-        AttentionState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
+        CapturingState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
         self.num_rows = num_rows
         self.num_tokens = num_rows * query_len
         self.is_decode = query_len == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +9,10 @@ import torch
 
 from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata, RaggedRows, graph_metadata
 from attn_backends.backends.mla.options import workspace_tokens
+from attn_backends.capturing_state import CapturingState
 from attn_backends.derive import StepBuffers
 from attn_backends.graph_inputs import GraphInputs, fill_together
-from attn_backends.interface import AttentionState, AttentionStep, check_capture_size
+from attn_backends.interface import AttentionState, AttentionStep
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import PlanGroup
 
@@ -27,7 +26,7 @@ class MLAStep(AttentionStep[MLAMetadata]):
     workspace: torch.Tensor  # [tokens, latent_dim] of the cache's dtype
 
 
-class MLAState(AttentionState[MLAMetadata]):
+class MLAState(CapturingState[MLAMetadata, "MLAGraphState"]):
     """One workspace for all layers, as they run one after the other. A backend that plans overrides `plan_…`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -37,8 +36,6 @@ class MLAState(AttentionState[MLAMetadata]):
         row_bytes = max(spec.latent_dim * spec.cache_dtype.itemsize for spec in self.specs.values())
         self.workspace = torch.empty(self._num_tokens * row_bytes, dtype=torch.uint8, device=self.device)
         self._graphs: _GraphBuffers | None = None  # kept for good once graphs were captured
-        self._max_batch_size = 0  # while capturing
-        self._clones: dict[tuple[int, int], MLAGraphState] = {}
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Any) -> Any:
         """What the kernel wants to know of decode rows before it runs; layers find it in `MLAStep.plan`.
@@ -70,27 +67,15 @@ class MLAState(AttentionState[MLAMetadata]):
 
     # Graphs.
 
-    @contextmanager
-    def graph_capture(self, max_batch_size: int, inputs: StepBuffers | None = None) -> Iterator[None]:
-        check_capture_size(max_batch_size, 1, self.limits)
+    def hold_inputs(self, max_batch_size: int, inputs: StepBuffers | None) -> None:
         if self._graphs is None or not self._graphs.inputs.serves(max_batch_size, inputs):
             self._graphs = _GraphBuffers(self, max_batch_size, inputs)
-        self._max_batch_size, self._clones = max_batch_size, {}
-        try:
-            yield
-        finally:
-            self._max_batch_size, self._clones = 0, {}
 
-    def graph_clone(self, batch_size: int, query_len: int = 1) -> MLAGraphState:
-        check_capture_size(batch_size, query_len, self.limits, self._max_batch_size)
+    def make_clone(self, batch_size: int, query_len: int) -> MLAGraphState:
         assert self._graphs is not None  # while rows are held
-        clone = self._clones[batch_size, query_len] = MLAGraphState(self, self._graphs, batch_size, query_len)
-        return clone
+        return MLAGraphState(self, self._graphs, batch_size, query_len)
 
-    def graph_capture_get_metadata_for_batch(
-        self, batch_size: int, query_len: int = 1, group_index: int = 0
-    ) -> MLAMetadata:
-        clone = self._clones.get((batch_size, query_len)) or self.graph_clone(batch_size, query_len)
+    def idle_metadata_of(self, clone: MLAGraphState, group_index: int) -> MLAMetadata:
         return clone.metadata(group_index)
 
 

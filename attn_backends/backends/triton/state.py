@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -13,9 +11,10 @@ import torch
 from attn_backends.backends.triton.launch import Cut, Schedule
 from attn_backends.backends.triton.metadata import DECODE_TOKENS, TritonMetadata
 from attn_backends.backends.triton.tuning import DecodeTile, decode_tile
+from attn_backends.capturing_state import CapturingState
 from attn_backends.derive import StepBuffers
 from attn_backends.graph_inputs import GraphInputs, fill_together
-from attn_backends.interface import AttentionState, AttentionStep, check_capture_size
+from attn_backends.interface import AttentionStep
 from attn_backends.spec import AttentionSpec
 from attn_backends.triton_split import num_multiprocessors, padded, shared_memory
 
@@ -39,7 +38,7 @@ class TritonStep(AttentionStep[TritonMetadata]):
     room: Room
 
 
-class TritonState(AttentionState[TritonMetadata]):
+class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
     """Room for the parts of split rows, sized by the multiprocessors and the layers' heads, not by the context.
 
     A program leaves (head_dim_vo + 2) * 4 bytes for each of its queries; about 4 / 3 as many programs can have parts
@@ -56,8 +55,6 @@ class TritonState(AttentionState[TritonMetadata]):
         self.room = self._make_room()
         self._schedule = lru_cache(maxsize=_SCHEDULES)(self.make_schedule)  # of eager steps, which repeat their shapes
         self._inputs: GraphInputs | None = None  # kept for good once graphs were captured
-        self._max_batch_size = 0  # while capturing
-        self._clones: dict[tuple[int, int], TritonGraphState] = {}
 
     def begin_forward(self, metadata: TritonMetadata) -> TritonStep:
         if not metadata.num_decode_rows:
@@ -76,33 +73,20 @@ class TritonState(AttentionState[TritonMetadata]):
 
     # Graphs.
 
-    @contextmanager
-    def graph_capture(self, max_batch_size: int, inputs: StepBuffers | None = None) -> Iterator[None]:
-        check_capture_size(max_batch_size, 1, self.limits)
+    def hold_inputs(self, max_batch_size: int, inputs: StepBuffers | None) -> None:
         if self._inputs is None or not self._inputs.serves(max_batch_size, inputs):
             self._inputs = GraphInputs(self.cache, self.limits, self.device, max_batch_size, inputs)
-        self._max_batch_size, self._clones = max_batch_size, {}
-        try:
-            yield
-        finally:
-            self._max_batch_size = 0
 
-    def graph_clone(self, batch_size: int, query_len: int = 1) -> TritonGraphState:
-        check_capture_size(batch_size, query_len, self.limits, self._max_batch_size)
+    def make_clone(self, batch_size: int, query_len: int) -> TritonGraphState:
         assert self._inputs is not None  # while rows are held
         if query_len > DECODE_TOKENS:
             raise ValueError(
                 f"graphs of TRITON serve up to {DECODE_TOKENS} query tokens a row, and {query_len} were asked for: "
                 "run longer rows eager"
             )
-        clone = TritonGraphState(self, self._inputs, batch_size, query_len)
-        self._clones[batch_size, query_len] = clone
-        return clone
+        return TritonGraphState(self, self._inputs, batch_size, query_len)
 
-    def graph_capture_get_metadata_for_batch(
-        self, batch_size: int, query_len: int = 1, group_index: int = 0
-    ) -> TritonMetadata:
-        clone = self._clones.get((batch_size, query_len)) or self.graph_clone(batch_size, query_len)
+    def idle_metadata_of(self, clone: TritonGraphState, group_index: int) -> TritonMetadata:
         return clone.steps[group_index].metadata
 
     def _make_room(self) -> Room:
@@ -131,9 +115,8 @@ class TritonGraphState(TritonState):
     """The state of one captured size: a step a group, over the tensors that all sizes share."""
 
     def __init__(self, parent: TritonState, inputs: GraphInputs, num_rows: int, query_len: int) -> None:
-        AttentionState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
+        CapturingState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
         self.num_rows, self.num_tokens = num_rows, num_rows * query_len
-        self._max_batch_size = 0
         self._inputs = inputs
         self._tensors = {
             "slot_mapping": inputs.slot_mapping[: self.num_tokens],
