@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attn_backends.cuda_graphs import GraphRecorder
 from attn_backends.spec import AttentionSpec
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -23,6 +24,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr(1 << 30)  # beyond any position
 MOST_ITEMS = tl.constexpr(1 << 15)  # of a row
 _ITEMS = 64  # of a scheduling program
+_TENSOR_ENGINE_SINCE = (9, 0)  # compute capability
 _ALIGNED = 16  # bytes, which kernels are compiled for where addresses allow it
 
 
@@ -39,6 +41,11 @@ def shared_memory(device: torch.device) -> int:
         return 227 << 10
     index = torch.cuda.current_device() if device.index is None else device.index
     return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def has_tensor_engine(device: torch.device) -> bool:
+    """Whether a GPU has a tensor memory accelerator, as Hopper and newer do. Interpreted kernels have."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _TENSOR_ENGINE_SINCE
 
 
 class Tile(Protocol):
@@ -144,6 +151,18 @@ class ItemList:
             list_items(seq_lens, query_start_loc, self.items, self._how)
         else:
             self._kernel, self._arguments = _launch_schedule(seq_lens, query_start_loc, self.items, self._how)
+
+    def filler(
+        self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor, recorder: GraphRecorder | None
+    ) -> Callable[[], object]:
+        """What fills it from these tensors, whatever they hold by then: with a recorder a graph of its own, as the host
+        replays one sooner than it launches a kernel of Triton's."""
+
+        def fill() -> torch.Tensor:
+            self.fill(seq_lens, query_start_loc)
+            return self.items
+
+        return fill if recorder is None else recorder.capture(fill, [self, seq_lens, query_start_loc]).replay
 
 
 @triton.jit(do_not_specialize=["num_rows", "target", "max_items", "behind", "chunk"])  # type: ignore[untyped-decorator]

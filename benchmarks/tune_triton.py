@@ -20,12 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention import SHAPES, ours
+from attention import SHAPES, WITH_WRITE, ours
 from gpu_harness import free_memory, in_turns_us, installed, reason
 from harness import report
 from paged_problem import Shape, make_problem
 
+from attn_backends.backends.triton.tuning import KINDS
+
 TABLE = Path(__file__).parents[1] / "attn_backends" / "backends" / "triton" / "tuned.json"
+OF = {"prompt": "prefill"}  # shapes that another kind has too
 Tile = dict[str, int]
 
 
@@ -48,43 +51,44 @@ def compiled(tile: Tile) -> tuple[object, ...]:
     return tuple(value for name, value in tile.items() if name not in ("programs", "min_keys"))
 
 
-def option(shape: Shape, tile: Tile) -> dict[str, Tile]:
-    return {"prefill_tile" if shape.is_prefill else "decode_tile": tile}
+def option(kind: str, tile: Tile) -> dict[str, Tile]:
+    return {f"{kind}_tile": tile}
 
 
-def compile_some(shape: Shape, some: Sequence[Tile], dtype: torch.dtype, page_size: int) -> None:
+def compile_some(kind: str, shape: Shape, some: Sequence[Tile], dtype: torch.dtype, page_size: int) -> None:
     """Fills Triton's cache on disk: the same layer with few keys."""
     small = replace(shape, seq_lens=(256,))
     problem = make_problem(small, dtype, page_size, torch.device("cuda"))
     problem = replace(problem, caches=problem.caches[:1], queries=problem.queries[:1], outputs=problem.outputs[:1])
     for tile in some:
         try:
-            ours("TRITON", problem, option(shape, tile))
+            ours("TRITON", problem, option(kind, tile))
         except Exception as error:  # out of shared memory: the timing run says so again
             print(f"{tile}: {reason(error)[:120]}", flush=True)
 
 
-def compile_all(shapes: Sequence[Shape], workers: int, dtype: torch.dtype, page_size: int) -> None:
+def compile_all(kind: str, shapes: Sequence[Shape], workers: int, dtype: torch.dtype, page_size: int) -> None:
     layers = {(shape.heads, shape.is_prefill): shape for shape in shapes}
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         jobs = []
         for shape in layers.values():
             wanted = list({compiled(tile): tile for tile in tiles(shape)}.values())
             parts = max(1, workers // len(layers))
-            jobs += [pool.submit(compile_some, shape, wanted[i::parts], dtype, page_size) for i in range(parts)]
+            jobs += [pool.submit(compile_some, kind, shape, wanted[i::parts], dtype, page_size) for i in range(parts)]
         for job in jobs:
             job.result()
 
 
 @torch.inference_mode()
-def fastest(shape: Shape, dtype: torch.dtype, page_size: int, rounds: int) -> list[dict[str, Any]]:
+def fastest(kind: str, shape: Shape, dtype: torch.dtype, page_size: int, rounds: int) -> list[dict[str, Any]]:
     """The tiles of one shape, the fastest first, with their times."""
     device = torch.device("cuda")
     problem = make_problem(shape, dtype, page_size, device)
+    label = "TRITON" + WITH_WRITE * (kind == "prompt")  # only then are there keys as they came
     found = []
     for tile in tiles(shape):
         try:
-            made = ours("TRITON", problem, option(shape, tile))["TRITON"]
+            made = ours("TRITON", problem, option(kind, tile))[label]
             (replay_us,) = in_turns_us({"it": made.replay}, rounds, device).values()
         except Exception as error:  # out of shared memory or registers
             print(f"{shape.name}: {tile}: {reason(error)[:100]}", flush=True)
@@ -92,8 +96,8 @@ def fastest(shape: Shape, dtype: torch.dtype, page_size: int, rounds: int) -> li
         found.append({"shape": shape.name, **tile, "us": made.us(replay_us)})
         del made
     found.sort(key=lambda row: row["us"])
-    best = ours("TRITON", problem, option(shape, {k: v for k, v in found[0].items() if k not in ("shape", "us")}))
-    best["TRITON"].check()
+    best = ours("TRITON", problem, option(kind, {k: v for k, v in found[0].items() if k not in ("shape", "us")}))
+    best[label].check()
     free_memory(device)
     return found
 
@@ -121,7 +125,7 @@ def layer_of(row: dict[str, Any]) -> tuple[int, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=["decode", "prefill"], default=["decode", "prefill"])
+    parser.add_argument("--shapes", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--match", default="", help="only shapes whose name has this in it")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
@@ -130,12 +134,12 @@ def main() -> None:
     dtype, page_size = torch.bfloat16, arguments.page_size
     all_rows: list[dict[str, Any]] = []
     for kind in arguments.shapes:
-        shapes = [shape for shape in SHAPES[kind] if arguments.match in shape.name]
-        compile_all(shapes, arguments.workers, dtype, page_size)
+        shapes = [shape for shape in SHAPES[OF.get(kind, kind)] if arguments.match in shape.name]
+        compile_all(kind, shapes, arguments.workers, dtype, page_size)
         print(f"{kind}: compiled", flush=True)
         entries = []
         for shape in shapes:
-            found = fastest(shape, dtype, page_size, arguments.rounds)
+            found = fastest(kind, shape, dtype, page_size, arguments.rounds)
             print("\n".join(map(str, found[:4])), flush=True)
             entries.append(entry(shape, found[0], dtype, page_size))
             all_rows += found

@@ -23,6 +23,7 @@ from attn_backends.triton_split import (
     FAR,
     INTERPRETED,
     ItemList,
+    has_tensor_engine,
     num_multiprocessors,
     operator,
     padded,
@@ -32,7 +33,6 @@ from attn_backends.triton_split import (
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
 _JOIN_WARPS = 4
-_TMA_SINCE = (9, 0)  # that has a tensor memory accelerator
 
 
 class TritonMLABackend(MLABackend):
@@ -174,15 +174,14 @@ def mla_decode(
 def _descriptors(
     query: torch.Tensor, latent_cache: torch.Tensor, constants: list[int]
 ) -> tuple[TensorDescriptor, TensorDescriptor] | tuple[None, None]:
-    """For the tensor memory accelerator of Hopper and newer: one thread asks for a block, and no other waits for it.
+    """For the tensor memory accelerator: one thread asks for a block, and no other waits for it.
 
     It wants whole blocks of one page, rows of 16 bytes, and dims that need no padding. Products of 8-bit rows wait for
     their conversion anyway.
     """
     page_size, _, _, _, _, keys, rank, rope, block_rank, block_rope, *_ = constants
     is_plain = (rank, rope) == (block_rank, block_rope) and latent_cache.dtype is query.dtype
-    has_engine = not query.is_cuda or torch.cuda.get_device_capability(query.device) >= _TMA_SINCE
-    if page_size % keys or not is_plain or not has_engine:
+    if page_size % keys or not is_plain or not has_tensor_engine(query.device):
         return None, None
     rows = latent_cache.flatten(0, 1)
     made = [TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [keys, width]) for width in (rank, rope)]

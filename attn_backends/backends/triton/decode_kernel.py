@@ -60,13 +60,13 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         pages = page_table + row.to(tl.int64) * table_row
         sums, top, total = attend_keys(
             queries, tl.zeros([ROWS, BLOCK_DIM_VO], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
-            tl.zeros([ROWS], tl.float32), start, whole, seq_len, positions, slope, key, value, pages, scale, soft_cap,
-            ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
+            tl.zeros([ROWS], tl.float32), start, whole, seq_len, positions, slope, key, value, pages, None, scale,
+            soft_cap, ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
             False, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
         )  # fmt: skip
         sums, top, total = attend_keys(
-            queries, sums, top, total, whole, stop, seq_len, positions, slope, key, value, pages, scale, soft_cap,
-            ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
+            queries, sums, top, total, whole, stop, seq_len, positions, slope, key, value, pages, None, scale,
+            soft_cap, ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
             True, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, MASKED_STAGES, EXACT,
         )  # fmt: skip
         top *= factor(scale, EARLY)

@@ -24,10 +24,11 @@ def _together(tensor: torch.Tensor) -> torch.Tensor:
 class TritonImpl(AttentionImpl[TritonMetadata]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        slopes = self.spec.alibi_slopes
+        slopes, room = self.spec.alibi_slopes, shared_memory(self.device)
         self._kernels = Kernels(
             self.spec,
-            prefill_tile(self.spec, self.cache, self.options, shared_memory(self.device)),
+            prefill_tile(self.spec, self.cache, self.options, room),
+            prefill_tile(self.spec, self.cache, self.options, room, "prompt"),
             None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=self.device),
             None if self.sinks is None else self.sinks.to(self.device, torch.float32),
             self.k_scale,
@@ -63,7 +64,10 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             self._kernels.decode(query, keys, values, written, lse, metadata.page_table, planned.schedule,
                                  room)  # fmt: skip
         if metadata.num_decode_rows < metadata.num_rows:
-            self._kernels.prefill(query, keys, values, written, lse, metadata.page_table, metadata.seq_lens,
+            table = metadata.page_table
+            if metadata.prefills_are_prompts and key is not None and value is not None:
+                keys, values, table = _together(key), _together(value), None
+            self._kernels.prefill(query, keys, values, written, lse, table, metadata.seq_lens,
                                   metadata.query_start_loc, metadata.key_start_loc, metadata.num_decode_rows,
                                   len(query) - num_decoded, metadata.max_seq_len)  # fmt: skip
         return output if written is output else output.copy_(written)

@@ -9,15 +9,17 @@ import math
 from typing import NamedTuple
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_backends.backends.triton.decode_kernel import decode_kernel
 from attn_backends.backends.triton.prefill_kernel import prefill_kernel
 from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile
 from attn_backends.spec import AttentionSpec
-from attn_backends.triton_split import FAR, ItemList, operator, padded, power_of_two
+from attn_backends.triton_split import FAR, ItemList, has_tensor_engine, operator, padded, power_of_two
 
 _MAX_TILE_ROWS = 64  # of decode: more queries of a row take several tiles
 _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
+_ROW_ALIGNMENT = 16  # bytes, of the tensor memory accelerator
 _L2_BYTES = 32 << 20  # that the keys and values of a section of heads may take
 
 
@@ -74,16 +76,17 @@ class Kernels:
     """The launches of one layer: all that does not change from step to step is worked out once.
 
     Args:
+        prefill, prompt: tiles for keys in pages, and for keys as they came.
         slopes, sinks: [num_qo_heads] f32 on the device, where the layer has them.
         k_scale, v_scale: of the cache.
     """
 
     def __init__(
-        self, spec: AttentionSpec, prefill: PrefillTile, slopes: torch.Tensor | None, sinks: torch.Tensor | None,
-        k_scale: float, v_scale: float, device: torch.device,
+        self, spec: AttentionSpec, prefill: PrefillTile, prompt: PrefillTile, slopes: torch.Tensor | None,
+        sinks: torch.Tensor | None, k_scale: float, v_scale: float, device: torch.device,
     ) -> None:  # fmt: skip
         self.spec = spec
-        self.prefill_tile = prefill
+        self._prefill_tiles = {True: prefill, False: prompt}
         nothing = torch.zeros(1, dtype=torch.float32, device=device)
         self._extras = (nothing if slopes is None else slopes, nothing if sinks is None else sinks)
         self._scales = {True: (k_scale, v_scale), False: (1.0, 1.0)}  # of the cache; of keys as they came
@@ -116,10 +119,13 @@ class Kernels:
         query_start_loc: torch.Tensor, key_start_loc: torch.Tensor, first_row: int, num_tokens: int, max_seq_len: int,
     ) -> None:  # fmt: skip
         """Rows from `first_row` on, of `num_tokens` query tokens; without a page table over keys as they came."""
-        spec, tile, is_paged = self.spec, self.prefill_tile, page_table is not None
+        spec, is_paged = self.spec, page_table is not None
+        tile = self._prefill_tiles[is_paged]
+        page_size = key.shape[1] if is_paged else 0
+        has_blocks = page_size % tile.keys == 0 and query.dtype is key.dtype and _can_be_blocks(key, value)
         tile_tokens = max(1, tile.rows // spec.group_size)
         constants = [
-            *self._form, _alike(key, value), key.shape[1] if is_paged else 0, *self._heads, tile_tokens,
+            *self._form, _alike(key, value), page_size, *self._heads, tile_tokens,
             padded(tile_tokens * spec.group_size), tile.keys, *self._dims,
             *self._stages(tile.stages), int(query.dtype is torch.float32),
         ]  # fmt: skip
@@ -128,7 +134,7 @@ class Kernels:
         num_rows = len(seq_lens) - first_row
         span = [first_row, num_rows, num_tokens // tile_tokens + num_rows, section]
         _prefill(query, key, value, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, *self._extras,
-                 self._factors(is_paged), self._sees, span, constants, tile.warps)  # fmt: skip
+                 self._factors(is_paged), self._sees, span, constants, has_blocks, tile.warps)  # fmt: skip
 
     def _stages(self, stages: int) -> tuple[int, int]:
         """Of blocks that all queries see whole; of the others, which are one or two but for windows and chunks."""
@@ -145,6 +151,43 @@ class Kernels:
 def _alike(key: torch.Tensor, value: torch.Tensor) -> int:
     """Whether keys and values lie alike: where they are is then worked out once for both."""
     return int(key.stride() == value.stride())
+
+
+def _can_be_blocks(key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the tensor memory accelerator can load blocks of one head's keys and values: one thread asks for a block,
+    and no other works out addresses.
+
+    It wants dims that need no padding and addresses and rows of multiples of 16 bytes. A head's keys are then a run of
+    rows, from the same row on as its values.
+    """
+    return (
+        all(padded(of.shape[-1]) == of.shape[-1] and _lies_in_rows(of) for of in (key, value))
+        and _row_steps(key) == _row_steps(value)
+        and has_tensor_engine(key.device)
+    )
+
+
+def _lies_in_rows(tensor: torch.Tensor) -> bool:
+    """[(pages,) slots, heads, dim] as rows one slot's stride apart: heads lie within a row, or whole rows apart."""
+    slot, head = tensor.stride()[-3:-1]
+    in_row = (tensor.shape[-2] - 1) * head + tensor.shape[-1] <= slot
+    page = tensor.stride(0) if tensor.dim() == 4 else 0
+    aligned = not (slot * tensor.itemsize | head * tensor.itemsize | tensor.data_ptr()) % _ROW_ALIGNMENT
+    return aligned and page % slot == 0 and (in_row or head % slot == 0)
+
+
+def _row_steps(tensor: torch.Tensor) -> list[int]:
+    """Rows from page to page and from head to head."""
+    slot = tensor.stride(-3)
+    return [stride // slot for stride in (*tensor.stride()[:-3], tensor.stride(-2))]
+
+
+def row_blocks(tensor: torch.Tensor, keys: int) -> TensorDescriptor:
+    """Blocks of `keys` rows of one head of [(pages,) slots, heads, dim], for which `_can_be_blocks`."""
+    sizes, strides, slot = tensor.shape[:-1], tensor.stride()[:-1], tensor.stride(-3)
+    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    shape = [last // slot + 1, slot if len(sizes) > 1 else tensor.shape[-1]]
+    return TensorDescriptor(tensor, shape, [slot, 1], [keys, tensor.shape[-1]])
 
 
 def _strides(
@@ -175,13 +218,14 @@ def _prefill(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor | None, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
     key_start_loc: torch.Tensor, slopes: torch.Tensor, sinks: torch.Tensor, factors: list[float], sees: list[int],
-    span: list[int], constants: list[int], warps: int,
+    span: list[int], constants: list[int], has_blocks: bool, warps: int,
 ) -> None:  # fmt: skip
     _first_row, _num_rows, num_tiles, _section = span
-    num_kv_heads = constants[5]
+    num_kv_heads, keys = constants[5], constants[9]
+    blocks = (row_blocks(key, keys), row_blocks(value, keys)) if has_blocks else (None, None)
     table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
     prefill_kernel[num_tiles * num_kv_heads,](
-        query, key, value, output, sinks if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc,
-        slopes, sinks, *factors, *sees, int(lse is not None), *span, stride,
+        query, key, value, *blocks, output, sinks if lse is None else lse, table, seq_lens, query_start_loc,
+        key_start_loc, slopes, sinks, *factors, *sees, int(lse is not None), *span, stride,
         *_strides(query, key, value, output, lse), *constants, num_warps=warps,
     )  # fmt: skip

@@ -26,6 +26,7 @@ class TritonMetadata(AttentionMetadata):
     num_decode_new_kv: int
     max_decode_len: int  # most query tokens of a decode row
     max_seq_len: int  # or an upper bound of it
+    prefills_are_prompts: bool  # the step brings all keys that rows behind the decodes see: they are read as they come
     for_graph: bool
     query_start_loc: torch.Tensor  # [R + 1] i32
     seq_lens: torch.Tensor  # [R] i32; 0 for padding
@@ -46,10 +47,11 @@ class TritonMetadata(AttentionMetadata):
             return None
         first, before, tokens = self.num_decodes, self.num_decode_new_kv, self.num_prefill_tokens
         starts = self.query_start_loc[first:] - self.num_decode_tokens
+        key_starts = self.key_start_loc[first:] - before
         table = None if self.page_table is None else self.page_table[first:]
         return replace(self, num_decodes=0, num_decode_tokens=0, num_decode_new_kv=0, num_tokens=tokens,
                        num_rows=self.num_prefills, num_decode_rows=0, query_start_loc=starts,
-                       seq_lens=self.seq_lens[first:], page_table=table,
+                       key_start_loc=key_starts, seq_lens=self.seq_lens[first:], page_table=table,
                        num_new_kv=self.num_new_kv - before,
                        slot_mapping=self.slot_mapping[before : self.num_new_kv])  # fmt: skip
 
@@ -93,6 +95,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             num_decode_new_kv=new_kv,
             max_decode_len=max_decode_len,
             max_seq_len=common.max_seq_len,
+            prefills_are_prompts=use_cache and self._are_prompts(common, num_decode_rows),
             for_graph=common.for_graph,
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
@@ -109,6 +112,15 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         common = common_attn_metadata
         cached = not common.is_profile_run and self.group.spec.attention_type is AttentionType.DECODER
         return cached and common.max_query_len <= DECODE_TOKENS
+
+    def _are_prompts(self, common: CommonAttentionMetadata, first: int) -> bool:
+        """Whether rows from `first` on bring all of their keys, in the cache's dtype: pages have nothing to add."""
+        spec, last = self.group.spec, common.num_actual_reqs
+        if first >= last or spec.attention_type is not AttentionType.DECODER or spec.cache_dtype is not spec.dtype:
+            return False
+        # Lengths on the host are never below those on the device.
+        contexts = common.context_lens_cpu.numpy()[first:last]
+        return common.num_new_kv == common.num_actual_tokens and not contexts.any()
 
     def _decodes(self, common: CommonAttentionMetadata) -> tuple[int, int, int]:
         """Rows that decode, those and what padding goes with them, and their longest query."""

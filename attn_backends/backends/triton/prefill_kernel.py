@@ -14,7 +14,8 @@ _NOT_CONSTANT = ["first_row", "num_rows", "num_tiles", "section", "table_row", "
 
 @triton.jit(do_not_specialize=_NOT_CONSTANT)  # type: ignore[untyped-decorator]
 def prefill_kernel(  # type: ignore[no-untyped-def]
-    query, key_cache, value_cache, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, slopes, sinks,
+    query, key_cache, value_cache, key_blocks, value_blocks, output, lse, page_table, seq_lens, query_start_loc,
+    key_start_loc, slopes, sinks,
     scale, value_scale, soft_cap, ahead, behind, chunk, has_sinks, want_lse, first_row, num_rows, num_tiles, section,
     table_row,
     query_token, query_head, key_page, key_slot, key_head, value_page, value_slot, value_head, out_token, out_head,
@@ -67,6 +68,18 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         key = key_cache + head.to(tl.int64) * key_head
         value = value_cache + head.to(tl.int64) * value_head
         pages = page_table
+        blocks = None
+        if key_blocks is not None:
+            first_row_of = head * (key_head // key_slot)
+            if PAGE_SIZE == 0:
+                first_row_of += tl.load(key_start_loc + row)
+            blocks = (
+                key_blocks,
+                value_blocks,
+                first_row_of,
+                head * (key_head % key_slot),
+                head * (value_head % value_slot),
+            )
         if PAGE_SIZE == 0:
             key_first = tl.load(key_start_loc + row).to(tl.int64)
             key += key_first * key_slot
@@ -82,13 +95,13 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         whole = tl.maximum(whole, start)
         sums, top, total = attend_keys(
             queries, tl.zeros([ROWS, BLOCK_DIM_VO], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
-            tl.zeros([ROWS], tl.float32), start, whole, seq_len, positions, slope, key, value, pages, scale, soft_cap,
-            ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
+            tl.zeros([ROWS], tl.float32), start, whole, seq_len, positions, slope, key, value, pages, blocks, scale,
+            soft_cap, ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
             False, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
         )  # fmt: skip
         sums, top, total = attend_keys(
-            queries, sums, top, total, whole, stop, seq_len, positions, slope, key, value, pages, scale, soft_cap,
-            ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
+            queries, sums, top, total, whole, stop, seq_len, positions, slope, key, value, pages, None, scale,
+            soft_cap, ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
             True, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, MASKED_STAGES, EXACT,
         )  # fmt: skip
         top *= factor(scale, EARLY)

@@ -12,6 +12,7 @@ from attn_backends.backends.triton.launch import Cut, Schedule
 from attn_backends.backends.triton.metadata import DECODE_TOKENS, TritonMetadata
 from attn_backends.backends.triton.tuning import DecodeTile, decode_tile
 from attn_backends.capturing_state import CapturingState
+from attn_backends.cuda_graphs import CudaRecorder
 from attn_backends.derive import StepBuffers
 from attn_backends.graph_inputs import GraphInputs, fill_together
 from attn_backends.interface import AttentionStep
@@ -54,6 +55,7 @@ class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
         self._specs = {group.index: group.spec for group in self.groups}
         self.room = self._make_room()
         self._schedule = lru_cache(maxsize=_SCHEDULES)(self.make_schedule)  # of eager steps, which repeat their shapes
+        self._recorder = CudaRecorder() if self.device.type == "cuda" else None
         self._inputs: GraphInputs | None = None  # kept for good once graphs were captured
 
     def begin_forward(self, metadata: TritonMetadata) -> TritonStep:
@@ -132,6 +134,11 @@ class TritonGraphState(TritonState):
             )
             for group in self.groups
         }
+        self._relist = {
+            index: step.schedule.list.filler(self._tensors["seq_lens"], starts, parent._recorder)
+            for index, step in self.steps.items()
+            if step.schedule is not None  # as in all of them: all rows of a graph are decoded
+        }
 
     def begin_forward(self, metadata: TritonMetadata) -> TritonStep:
         if not metadata.for_graph or metadata.num_tokens != self.num_tokens or metadata.num_rows != self.num_rows:
@@ -142,8 +149,7 @@ class TritonGraphState(TritonState):
             )
         step = self.steps[metadata.group_index]
         self.prepare_graph_input_buffers(self._tensors, metadata)
-        assert step.schedule is not None  # as all rows of a graph are decoded
-        step.schedule.list.fill(self._tensors["seq_lens"], step.metadata.query_start_loc)
+        self._relist[metadata.group_index]()
         return step
 
     def get_graph_input_buffers(self, metadata: TritonMetadata) -> dict[str, torch.Tensor]:
@@ -177,6 +183,7 @@ class TritonGraphState(TritonState):
             num_new_kv=num_tokens,
             num_decode_new_kv=num_tokens,
             max_decode_len=query_len,
+            prefills_are_prompts=False,
             for_graph=True,
             max_seq_len=self.limits.max_model_len,
             query_start_loc=starts,

@@ -14,7 +14,7 @@ from attn_backends.triton_split import LN_2, LOG2_E, first_key, load_block
 
 @triton.jit  # type: ignore[untyped-decorator]
 def attend_keys(  # type: ignore[no-untyped-def]
-    queries, sums, top, total, start, stop, num_keys, positions, slopes, key, value, pages, scale, soft_cap,
+    queries, sums, top, total, start, stop, num_keys, positions, slopes, key, value, pages, blocks, scale, soft_cap,
     ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
     MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr, PAGE_SIZE: tl.constexpr,
     KEYS: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
@@ -30,6 +30,9 @@ def attend_keys(  # type: ignore[no-untyped-def]
         slopes: [ROWS] f32, of ALiBi.
         key, value: the KV head's first element.
         pages: the row's page ids; PAGE_SIZE 0: keys lie one behind the other from `key` on.
+        blocks: descriptors of keys and of values for blocks of KEYS (see `launch.row_blocks`), the row of the first key
+            in pages or of all, and the first column of both; else None, as where MASKED: what lies behind the last key
+            may be NaN, which a mask keeps out and a descriptor does not.
         scale: what makes logits of products; in base 2, unless a soft cap comes between.
         ahead, behind: how many positions after and before its own a query sees.
         chunk: positions of a chunk; a query sees its own alone.
@@ -60,7 +63,12 @@ def attend_keys(  # type: ignore[no-untyped-def]
     for first in tl.range(start, stop, KEYS, num_stages=STAGES):
         keys = first + lane
         live = keys < num_keys
-        if PAGE_SIZE == 0:
+        key_move, value_move = 0, 0
+        if blocks is not None:
+            at_row = blocks[2] + first
+            if PAGE_SIZE != 0:
+                at_row += tl.load(pages + first // PAGE_SIZE) * (key_page // key_slot) - first // PAGE_SIZE * PAGE_SIZE
+        elif PAGE_SIZE == 0:
             key_move = tl.cast(first, tl.int64) * key_slot
             value_move = tl.cast(first, tl.int64) * value_slot
         elif PAGE_SIZE % KEYS == 0:  # a block lies in one page
@@ -74,7 +82,10 @@ def attend_keys(  # type: ignore[no-untyped-def]
             if KEYS % PAGE_SIZE != 0:
                 key_move += (keys % PAGE_SIZE)[:, None] * key_slot
                 value_move += (keys % PAGE_SIZE)[:, None] * value_slot
-        k = load_block(key_rows + key_move, live[:, None], dims[None] < DIM, MASKED, queries.shape[1] == DIM)
+        if blocks is not None:
+            k = blocks[0].load([at_row, blocks[3]])
+        else:
+            k = load_block(key_rows + key_move, live[:, None], dims[None] < DIM, MASKED, queries.shape[1] == DIM)
         k = k.to(queries.dtype)
         logits = tl.dot(queries, tl.trans(k), input_precision="ieee" if EXACT else None)
         if SOFT_CAP:  # cap * tanh(logit / cap), where tanh(x) = 1 - 2 / (exp(2x) + 1)
@@ -94,7 +105,12 @@ def attend_keys(  # type: ignore[no-untyped-def]
         shrunk = tl.exp2(top * after - base)
         total = total * shrunk + tl.sum(weights, 1)
         sums = sums * shrunk[:, None]
-        v = load_block(value_rows + value_move, live[:, None], dims_vo[None] < DIM_VO, MASKED, sums.shape[1] == DIM_VO)
+        if blocks is not None:
+            v = blocks[1].load([at_row, blocks[4]])
+        else:
+            v = load_block(
+                value_rows + value_move, live[:, None], dims_vo[None] < DIM_VO, MASKED, sums.shape[1] == DIM_VO
+            )
         v = v.to(queries.dtype)
         sums = tl.dot(weights.to(v.dtype), v, sums, input_precision="ieee" if EXACT else None)
         top = new_top

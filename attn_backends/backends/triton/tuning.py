@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 from attn_backends.triton_split import block_bytes, fitted, padded
 
+KINDS = ("decode", "prefill", "prompt")
 _SCRATCH = 8 << 10  # of a decode program, beside its blocks: queries, weights, and where warps meet
 _MARGIN = 3 << 10  # of a prefill program, beside its queries and blocks
 
@@ -34,7 +35,7 @@ class DecodeTile:
 
 @dataclass(frozen=True)
 class PrefillTile:
-    """How prefill is cut."""
+    """How prefill is cut: over pages, and over a prompt's keys as they came."""
 
     rows: int  # of a tile: query tokens times the query heads of a KV head
     keys: int
@@ -49,6 +50,7 @@ class TritonOptions(BaseModel):
 
     decode_tile: DecodeTile | None = None
     prefill_tile: PrefillTile | None = None
+    prompt_tile: PrefillTile | None = None
 
 
 def decode_tile(
@@ -65,16 +67,20 @@ def decode_tile(
     return fitted(DecodeTile(**_nearest("decode", spec, cache, num_rows)), need, room)
 
 
-def prefill_tile(spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None, room: int) -> PrefillTile:
-    """Args: room: bytes of shared memory that a program can have."""
-    if options is not None and options.prefill_tile is not None:
-        return options.prefill_tile
+def prefill_tile(
+    spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None, room: int, kind: str = "prefill"
+) -> PrefillTile:
+    """Args: room: bytes of shared memory that a program can have; kind: "prompt" for keys that are read as they came,
+    "prefill" for those in pages."""
+    given: PrefillTile | None = getattr(options, f"{kind}_tile", None)
+    if given is not None:
+        return given
 
     def need(tile: PrefillTile) -> int:
         queries = tile.rows * padded(spec.head_dim) * spec.dtype.itemsize
         return queries + block_bytes(spec, tile.keys, tile.stages, _width(spec)) + _MARGIN
 
-    return fitted(PrefillTile(**_nearest("prefill", spec, cache, 1)), need, room)
+    return fitted(PrefillTile(**_nearest(kind, spec, cache, 1)), need, room)
 
 
 def _width(spec: AttentionSpec) -> int:
@@ -85,7 +91,7 @@ def _width(spec: AttentionSpec) -> int:
 @cache
 def _table() -> dict[str, list[dict[str, Any]]]:
     text = resources.files(__package__).joinpath("tuned.json").read_text()
-    return {kind: rows for kind, rows in json.loads(text).items() if kind in ("decode", "prefill")}
+    return {kind: rows for kind, rows in json.loads(text).items() if kind in KINDS}
 
 
 def _nearest(kind: str, spec: AttentionSpec, cache: KVCacheSpec, num_rows: int) -> dict[str, int]:
