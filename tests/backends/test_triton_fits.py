@@ -27,6 +27,7 @@ POINTERS = {
     **dict.fromkeys(("page_table", "seq_lens", "query_start_loc", "key_start_loc", "items", "counters"), "*i32"),
     **dict.fromkeys(("scale", "value_scale", "soft_cap"), "fp32"),
 }
+WITHOUT_BLOCKS = {"key_blocks": None, "value_blocks": None}
 ALIGNED = {"query_token", "query_head", "key_page", "key_slot", "key_head", "value_page", "value_slot", "value_head",
            "out_token", "out_head"}  # fmt: skip
 
@@ -37,7 +38,6 @@ def spec_of(dim: int, dim_vo: int, dtype: torch.dtype, cache_dtype: torch.dtype 
 
 def shared_bytes(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, capability: int) -> int:
     """As the compiler lays a kernel out."""
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
@@ -46,6 +46,12 @@ def shared_bytes(kernel: Any, types: dict[str, str], constants: dict[str, Any], 
     whole = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
              if signature[n].startswith("*") or n in ALIGNED}  # fmt: skip
     source = ASTSource(kernel, signature, values, whole)
+    return _compiled(source, warps, capability)
+
+
+def _compiled(source: Any, warps: int, capability: int) -> int:
+    from triton.backends.compiler import GPUTarget
+
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
     return int(made.metadata.shared)
 
@@ -77,11 +83,16 @@ def tensors_of(spec: AttentionSpec) -> dict[str, str]:
 def test_prefill_fits_as_compiled(spec: AttentionSpec, page_size: int, capability: int, room: int) -> None:
     from attn_backends.backends.triton.prefill_kernel import prefill_kernel
 
-    tile = tuning.prefill_tile(spec, KVCacheSpec(16, 16), None, room)
+    tile = tuning.prefill_tile(spec, KVCacheSpec(16, 16), None, room, "prefill" if page_size else "prompt")
     tokens = max(1, tile.rows // spec.group_size)
     sizes = {"TOKENS": tokens, "ROWS": tile.rows, "KEYS": tile.keys, "STAGES": tile.stages}
     constants = constants_of(spec, page_size, **sizes)
-    assert shared_bytes(prefill_kernel, tensors_of(spec), constants, tile.warps, capability) <= room
+    types = tensors_of(spec)
+    assert shared_bytes(prefill_kernel, types, constants | WITHOUT_BLOCKS, tile.warps, capability) <= room
+    if capability >= 90 and spec.cache_dtype is spec.dtype:
+        blocks = {"key_blocks": spec.head_dim, "value_blocks": spec.head_dim_vo}
+        types |= {name: f"tensordesc<bf16[{tile.keys}, {split.padded(dim)}]>" for name, dim in blocks.items()}
+        assert shared_bytes(prefill_kernel, types, constants, tile.warps, capability) <= room
 
 
 @pytest.mark.parametrize("num_rows", [1, 64])
@@ -122,6 +133,26 @@ def test_latent_decode_fits_as_compiled(capability: int, room: int, heads: int) 
     assert shared_bytes(mla_decode_kernel, types, constants, tile.warps, capability) <= room
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("query_len", "heads", "want_lse"), [(1, 128, 0), (4, 40, 1)])
+def test_the_kernel_for_hopper_fits_as_compiled(dtype: str, query_len: int, heads: int, want_lse: int) -> None:
+    """Two blocks beside the queries: all but 3 KiB of the shared memory that there is."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from attn_backends.backends.mla import hopper_kernel
+
+    kernel = hopper_kernel.mla_hopper_kernel
+    constants = {"WANT_LSE": want_lse, "PAGE_SIZE": 64, "QUERY_LEN": query_len, "HEADS": heads,
+                 "TILES": -(-query_len * heads // 64), "RANK": 512, "ROPE": 64}  # fmt: skip
+    types = POINTERS | dict.fromkeys(("query", "output"), f"*{dtype}")
+    for name, width in (("latent_rows", 512), ("rope_rows", 64)):
+        types[name] = f"tensordesc<{dtype}[64, {width}],{hopper_kernel.ROWS_LAYOUT!r}>"
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    source = GluonASTSource(kernel, signature, {(names.index(name),): of for name, of in constants.items()}, {})
+    assert _compiled(source, hopper_kernel.WARPS, 90) <= HOPPER
+
+
 def test_what_was_tuned_on_hopper_stays_as_it_was_there() -> None:
     of_bits = {16: torch.bfloat16, 32: torch.float32}
     table = json.loads((BACKENDS / "triton" / "tuned.json").read_text())
@@ -129,8 +160,8 @@ def test_what_was_tuned_on_hopper_stays_as_it_was_there() -> None:
         for row in rows:
             spec = AttentionSpec(2 * row["group"], 2, row["head_dim"], dtype=of_bits[row["bits"]])
             cache, asked = KVCacheSpec(16, row["page_size"]), (None, HOPPER)
-            got = (tuning.prefill_tile(spec, cache, *asked) if kind == "prefill"
-                   else tuning.decode_tile(spec, cache, row["rows"], *asked))  # fmt: skip
+            got = (tuning.decode_tile(spec, cache, row["rows"], *asked) if kind == "decode"
+                   else tuning.prefill_tile(spec, cache, *asked, kind))  # fmt: skip
             assert vars(got) == row["tile"], row
     for row in json.loads((BACKENDS / "mla" / "triton_tuned.json").read_text())["decode"]:
         cached = of_bits.get(row["cache_bits"], torch.float8_e4m3fn)

@@ -21,6 +21,7 @@ from attn_backends.testing.kit.base import KitBase
 from tests.interpreted import in_own_process, only_interpreted, run_interpreted
 
 MOST_ITEMS = pytest.importorskip("attn_backends.triton_split").MOST_ITEMS
+triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla")
 
 SHARED = "chunk or reorder or shared_prefix or features_on_long or head_counts or host_reads"
 TILE = {"rows": 16, "keys": 16, "warps": 4, "stages": 2, "programs": 16, "min_keys": 16}
@@ -90,3 +91,31 @@ class TestTritonMLA(MLAConformance, Splits):
 @pytest.mark.gpu
 class TestTritonMLAModelShape(ModelShape):
     device = "cuda"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+class TestOnHopper(KitBase):
+    """Tiles of 64 queries, which a kernel of their own serves on Hopper: split rows, tiles that are not full, blocks
+    that masks cross, and NaN behind the last key."""
+
+    backend_name = "TRITON_MLA"
+    device = "cuda"
+
+    @pytest.mark.parametrize("page_size", [64, 128])
+    @pytest.mark.parametrize("heads", [40, 64, 128])
+    @pytest.mark.parametrize("shape", [*SHAPES, BatchShape((1500, 64, 700), (2, 2, 2))], ids=str)
+    def test_rows(
+        self, dtype: torch.dtype, shape: BatchShape, heads: int, page_size: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        spec = MLASpec(heads, dtype=dtype)
+        tile = TILE | {"rows": 64, "keys": 64, "warps": 8, "min_keys": 64}
+        batch = self.make_batch(spec, shape, page_size=page_size, poison=float("nan"))
+        made, seen = triton_mla._on_hopper, []
+        monkeypatch.setattr(triton_mla, "_on_hopper", lambda *given: seen.append(given[0]) or made(*given))
+        options = validate_options("TRITON_MLA", {"decode_tile": tile})
+        layer, expected = make_layer(self.backend, batch, options=options), batch.expected()
+        for want_lse in (False, True):
+            step = layer.begin(batch)
+            assert_matches(layer.forward(batch, step, want_lse=want_lse), batch, "tiles of 64", expected)
+        assert len(seen) == 2

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_backends.backends.mla.backend import MLABackend
@@ -33,6 +34,9 @@ from attn_backends.triton_split import (
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
 _JOIN_WARPS = 4
+_HOPPER = (9, 0)
+_GLUON_SINCE = (3, 6)  # as hopper_kernel.py uses it
+_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 class TritonMLABackend(MLABackend):
@@ -159,15 +163,47 @@ def mla_decode(
 ) -> None:  # fmt: skip
     _page_size, query_len, heads, tiles, tile_rows, _keys, rank, _rope, block_rank, *_ = constants
     sums_to, want_lse = (sums, 0) if lse is None else (lse, 1)
-    rows = _descriptors(query, latent_cache, constants)
-    mla_decode_kernel[len(items) * tiles,](
-        query, latent_cache, *rows, output, sums_to, page_table, items, partial, sums, *factors,
-        page_table.stride(0), want_lse, *constants, num_warps=warps,
-    )  # fmt: skip
+    grid, rest = (len(items) * tiles,), (page_table, items, partial, sums, *factors, page_table.stride(0), want_lse)
+    if _suits_hopper(query, latent_cache, factors[0], constants):
+        _on_hopper(grid, query, latent_cache, output, sums_to, rest, constants)
+    else:
+        rows = _descriptors(query, latent_cache, constants)
+        mla_decode_kernel[grid](
+            query, latent_cache, *rows, output, sums_to, *rest, *constants, num_warps=warps,
+        )  # fmt: skip
     at_once = max(1, _JOIN_REGISTERS * 32 * _JOIN_WARPS // block_rank)  # a power of two, as all of these are
     mla_join_kernel[len(items),](
         output, sums_to, items, partial, sums, factors[1],
         want_lse, query_len * heads, tiles * tile_rows, rank, block_rank, at_once, num_warps=_JOIN_WARPS,
+    )  # fmt: skip
+
+
+def _suits_hopper(query: torch.Tensor, latent_cache: torch.Tensor, scale: float, constants: list[int]) -> bool:
+    """Whether the kernel that is written for Hopper serves: many queries on blocks of 64 rows of 16 bits."""
+    page_size, _, _, _, tile_rows, keys, rank, rope, *_ = constants
+    return (
+        (tile_rows, keys, rank, rope) == (64, 64, 512, 64)
+        and page_size % keys == 0
+        and query.dtype is latent_cache.dtype is not torch.float32
+        and scale > 0
+        and query.is_cuda
+        and torch.cuda.get_device_capability(query.device) == _HOPPER
+        and _TRITON >= _GLUON_SINCE
+    )
+
+
+def _on_hopper(
+    grid: tuple[int], query: torch.Tensor, latent_cache: torch.Tensor, output: torch.Tensor, lse: torch.Tensor,
+    rest: tuple[Any, ...], constants: list[int],
+) -> None:  # fmt: skip
+    from attn_backends.backends.mla import hopper_kernel  # no older Triton has what it imports
+
+    page_size, query_len, heads, tiles, _, keys, rank, rope, *_ = constants
+    rows = latent_cache.flatten(0, 1)
+    blocks = [hopper_kernel.rows_of(rows, keys, width) for width in (rank, rope)]
+    hopper_kernel.mla_hopper_kernel[grid](
+        query, *blocks, output, lse, *rest, page_size, query_len, heads, tiles, rank, rope,
+        num_warps=hopper_kernel.WARPS,
     )  # fmt: skip
 
 
