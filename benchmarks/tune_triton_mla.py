@@ -25,6 +25,8 @@ from harness import report
 from mla_attention import SHAPES, ours
 from mla_problem import Forms, MLAShape, make_forms
 
+from attn_backends.backends.mla.triton_tiles import HOPPER_TILE, LatentTile
+
 TABLE = Path(__file__).parents[1] / "attn_backends" / "backends" / "mla" / "triton_tuned.json"
 LAYER = ("bits", "cache_bits", "queries", "page_size", "rows")
 Tile = dict[str, int]
@@ -37,14 +39,16 @@ def num_queries(shape: MLAShape) -> int:
 def tiles(shape: MLAShape) -> Iterator[Tile]:
     """Every tile worth a try; those that take more shared memory than there is drop out by themselves."""
     queries = num_queries(shape)
+    some = [(*HOPPER_TILE, 8, 1)]
     if queries >= 64:
-        some = [(64, 64, 8, 2), *((64, 32, 8, stages) for stages in (3, 5, 6, 7))]
+        some += [(64, 64, 8, 2), *((64, 32, 8, stages) for stages in (3, 5, 6, 7))]
     else:
-        some = [(max(16, queries), keys, warps, stages)
+        some += [(max(16, queries), keys, warps, stages)
                 for keys, warps, stages in product((32, 64, 128), (4, 8), (2, 3, 4, 5, 6))
                 if stages * keys <= 256 and keys * queries // warps >= 64]  # fmt: skip
-    for (rows, keys, warps, stages), programs in product(some, (1, 2) if queries >= 32 else (1, 2, 4)):
-        yield {"rows": rows, "keys": keys, "warps": warps, "stages": stages, "programs": programs, "min_keys": 128}
+    least = (128, 256, 512) if len(shape.seq_lens) == 1 else (128,)
+    for (rows, keys, warps, stages), programs, min_keys in product(some, (1, 2) if queries >= 32 else (1, 2, 4), least):
+        yield {"rows": rows, "keys": keys, "warps": warps, "stages": stages, "programs": programs, "min_keys": min_keys}
 
 
 def compile_some(shape: MLAShape, some: Sequence[Tile], dtype: torch.dtype, page_size: int) -> None:
@@ -93,18 +97,32 @@ def fastest(shape: MLAShape, dtype: torch.dtype, page_size: int, rounds: int) ->
     return [{"shape": shape.name, "us": us, **tile} for us, tile in found]
 
 
-def entry(shape: MLAShape, best: dict[str, Any], dtype: torch.dtype, page_size: int) -> dict[str, Any]:
+def entries_of(
+    shape: MLAShape, found: Sequence[dict[str, Any]], dtype: torch.dtype, page_size: int
+) -> Iterator[dict[str, Any]]:
+    """The fastest tile; where it is of the kernel for Hopper, the fastest of the others behind it."""
     bits = dtype.itemsize * 8
     layer = dict(zip(LAYER, (bits, bits, num_queries(shape), page_size, len(shape.seq_lens)), strict=True))
-    return {**layer, "tile": {name: value for name, value in best.items() if name not in ("shape", "us")}}
+    for row in found:
+        tile = {name: value for name, value in row.items() if name not in ("shape", "us")}
+        is_last = not LatentTile(**tile).is_hoppers
+        if is_last or row is found[0]:
+            yield {**layer, "tile": tile}
+        if is_last:
+            return
 
 
 def write(entries: Sequence[dict[str, Any]]) -> None:
     """Replace the table's rows of these layers; the others stay. Of shapes with equal layers the first counts."""
     known = json.loads(TABLE.read_text())["decode"]
-    rows = {tuple(row[name] for name in LAYER): row for row in [*known, *reversed(entries)]}
-    lines = ",\n".join(f"  {json.dumps(rows[layer])}" for layer in sorted(rows))
+    layers = {layer_of(row): [row for row in some if layer_of(row) == layer_of(of)]
+              for some in (known, entries) for of in reversed(some)}  # fmt: skip
+    lines = ",\n".join(f"  {json.dumps(row)}" for layer in sorted(layers) for row in layers[layer])
     TABLE.write_text(f'{{\n "decode": [\n{lines}\n ]\n}}\n')
+
+
+def layer_of(row: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(row[name] for name in LAYER)
 
 
 def main() -> None:
@@ -120,11 +138,11 @@ def main() -> None:
     compile_all(shapes, arguments.workers, dtype, page_size)
     print("compiled", flush=True)
     all_rows: list[dict[str, Any]] = []
-    entries = []
+    entries: list[dict[str, Any]] = []
     for shape in shapes:
         found = fastest(shape, dtype, page_size, arguments.rounds)
         print("\n".join(map(str, found[:5])), flush=True)
-        entries.append(entry(shape, found[0], dtype, page_size))
+        entries += entries_of(shape, found, dtype, page_size)
         all_rows += found
         write(entries)
     report("tune_triton_mla", "tiles of TRITON_MLA", all_rows, installed("torch", "triton"))

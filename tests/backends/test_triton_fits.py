@@ -136,17 +136,16 @@ def test_latent_decode_fits_as_compiled(capability: int, room: int, heads: int) 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(("query_len", "heads", "want_lse"), [(1, 128, 0), (4, 40, 1)])
 def test_the_kernel_for_hopper_fits_as_compiled(dtype: str, query_len: int, heads: int, want_lse: int) -> None:
-    """Two blocks beside the queries: all but 3 KiB of the shared memory that there is."""
+    """A block of 128 rows beside the queries."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from attn_backends.backends.mla import hopper_kernel
 
     kernel = hopper_kernel.mla_hopper_kernel
     constants = {"WANT_LSE": want_lse, "PAGE_SIZE": 64, "QUERY_LEN": query_len, "HEADS": heads,
-                 "TILES": -(-query_len * heads // 64), "RANK": 512, "ROPE": 64}  # fmt: skip
+                 "TILES": -(-query_len * heads // 64)}  # fmt: skip
     types = POINTERS | dict.fromkeys(("query", "output"), f"*{dtype}")
-    for name, width in (("latent_rows", 512), ("rope_rows", 64)):
-        types[name] = f"tensordesc<{dtype}[64, {width}],{hopper_kernel.ROWS_LAYOUT!r}>"
+    types["blocks"] = f"tensordesc<{dtype}[64, 64],{hopper_kernel.BLOCK_LAYOUT!r}>"
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     source = GluonASTSource(kernel, signature, {(names.index(name),): of for name, of in constants.items()}, {})
@@ -167,7 +166,9 @@ def test_what_was_tuned_on_hopper_stays_as_it_was_there() -> None:
         cached = of_bits.get(row["cache_bits"], torch.float8_e4m3fn)
         mla = MLASpec(row["queries"], dtype=of_bits[row["bits"]], cache_dtype=cached)
         cache = KVCacheSpec(16, row["page_size"])
-        assert vars(tiles.decode_tile(mla, cache, row["rows"], row["queries"], None, HOPPER)) == row["tile"], row
+        of_layer = (mla, cache, row["rows"], row["queries"], None, HOPPER)
+        hopper = tiles.LatentTile(**row["tile"]).is_hoppers
+        assert vars(tiles.decode_tile(*of_layer, hopper)) == row["tile"], row
 
 
 @pytest.mark.parametrize("room", [HOPPER, AMPERE, SMALL])

@@ -1,8 +1,10 @@
 """Decode on latent rows for many query heads, on Hopper: loads, products and softmax where they are to be, by Gluon.
 
-With 64 queries a tile a block of 64 latent rows is 72 KiB: two fit beside the queries. Triton's own pipeline asks for
-the next one when all products of a block are under way, and waits for it. Here a block is asked for as soon as the one
-before last has left its place, and comes while another is multiplied.
+A tile of 64 queries and a block of 128 latent rows fill the shared memory, 216 of 227 KiB. Triton's own pipeline would
+want room for two blocks, and so takes smaller ones, whose products wait for shared memory more than they multiply.
+Here a block is multiplied in pieces of 128 columns: where a piece of the weighted values is done, the next block's
+columns are asked for, and they come while the other pieces are multiplied. Weights lie where the block's rope keys
+were. FlashMLA (DeepSeek, 2025) hands on columns in this way too.
 """
 
 from __future__ import annotations
@@ -23,38 +25,36 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_backends.triton_split import LN_2, MOST_ITEMS
 
-WARPS = 8  # two groups, each of which holds half of the weighted values
+ROWS, KEYS, RANK, ROPE = gl.constexpr(64), gl.constexpr(128), gl.constexpr(512), gl.constexpr(64)
+LOAD = gl.constexpr(64)  # rows and columns of one load: what a swizzle of 128 bytes is wide, and fits into any page
+WARPS = 8  # two groups: each has every other 64 columns of logits and of weighted values
+BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
-ROWS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # as older versions call it
 
 
-def rows_of(rows: torch.Tensor, keys: int, width: int) -> Any:
-    """Blocks of [keys, width] of [num_slots, dim], in shared memory as products want them."""
-    return TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [keys, width], ROWS_LAYOUT)
+def blocks_of(rows: torch.Tensor) -> Any:
+    """Loads from [num_slots, RANK + ROPE], into shared memory as products want them."""
+    return TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [LOAD.value, LOAD.value], BLOCK_LAYOUT)
 
 
-@gluon.jit(do_not_specialize=["table_row"])  # type: ignore[untyped-decorator]
+@gluon.jit(do_not_specialize=["table_row"])
 def mla_hopper_kernel(  # type: ignore[no-untyped-def]
-    query, latent_rows, rope_rows, output, lse, page_table, items, partial, partial_sums, scale, value_scale, table_row,
+    query, blocks, output, lse, page_table, items, partial, partial_sums, scale, value_scale, table_row,
     WANT_LSE: gl.constexpr, PAGE_SIZE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr,
-    RANK: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
     """One program an item and tile of 64 of its queries, as `mla_decode_kernel` does.
 
     Args:
         query: [num_rows, QUERY_LEN * HEADS, RANK + ROPE], contiguous.
-        latent_rows, rope_rows: descriptors of the cache as [num_slots, RANK + ROPE], for blocks of [64, RANK] and
-            [64, ROPE], in shared memory as products want them; a block lies in one page.
+        blocks: see `blocks_of`; PAGE_SIZE is a multiple of LOAD.
         output: [num_rows, QUERY_LEN * HEADS, RANK]; lse: [num_rows, QUERY_LEN * HEADS] f32.
         items: see `triton_split`; a place of partial results holds TILES * 64 queries of RANK.
         scale: of logits in base 2; value_scale: of the cache.
     """
-    ROWS: gl.constexpr = 64
-    KEYS: gl.constexpr = 64
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, KEYS // 2, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16])  # and of pieces of values
+    ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    PIECE: gl.constexpr = gl.SliceLayout(0, LOGITS)
     of_dtype: gl.constexpr = query.dtype.element_ty
     tile = gl.program_id(0) % TILES
     item = items + gl.program_id(0) // TILES * 8
@@ -66,108 +66,163 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
         pages = page_table + row.to(gl.int64) * table_row
         num_blocks = (stop - start + KEYS - 1) // KEYS
 
-        latent = gl.allocate_shared_memory(of_dtype, [2, KEYS, RANK], latent_rows.layout)
-        rope = gl.allocate_shared_memory(of_dtype, [2, KEYS, ROPE], rope_rows.layout)
-        arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        for place_of in gl.static_range(2):
-            mbarrier.init(arrived.index(place_of), 1)
+        columns = gl.allocate_shared_memory(of_dtype, [RANK // LOAD, KEYS, LOAD], BLOCK_LAYOUT)
+        rope = gl.allocate_shared_memory(of_dtype, [KEYS, LOAD], BLOCK_LAYOUT)
+        values = columns._reinterpret(of_dtype, [RANK // 128, KEYS, 128], BLOCK_LAYOUT)
+        weights_at = rope._reinterpret(of_dtype, [ROWS, KEYS], BLOCK_LAYOUT)
+        arrived = gl.allocate_shared_memory(gl.int64, [5, 1], mbarrier.MBarrierLayout())
+        for piece in gl.static_range(5):
+            mbarrier.init(arrived.index(piece), 1)
         fence_async_shared()
-        for nth_block in gl.static_range(2):
-            _ask_for(latent_rows, rope_rows, latent, rope, arrived, pages, start, nth_block, num_blocks, PAGE_SIZE)
+        _barrier()
+        if num_blocks > 0:
+            upper, lower = _slots(pages, start, stop, PAGE_SIZE)
+            for piece in gl.static_range(4):
+                _ask_for_columns(blocks, columns, arrived, piece, upper, lower)
+            _ask_for_rope(blocks, rope, arrived, upper, lower)
 
-        # The tile's queries, in shared memory for good.
-        q = gl.allocate_shared_memory(of_dtype, [ROWS, RANK], latent_rows.layout)
-        q_rope = gl.allocate_shared_memory(of_dtype, [ROWS, ROPE], rope_rows.layout)
-        lane = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
-        from_row = query + (row.to(gl.int64) * (QUERY_LEN * HEADS) + lane)[:, None] * (RANK + ROPE)
-        live = (lane < QUERY_LEN * HEADS)[:, None]
-        q.store(gl.load(from_row + gl.arange(0, RANK, gl.SliceLayout(0, LINES))[None], mask=live, other=0.0))
-        q_rope.store(
-            gl.load(from_row + RANK + gl.arange(0, ROPE, gl.SliceLayout(0, LINES))[None], mask=live, other=0.0)
-        )
-        weights_of = gl.allocate_shared_memory(of_dtype, [ROWS, KEYS], rope_rows.layout)
+        q = gl.allocate_shared_memory(of_dtype, [RANK // LOAD + 1, ROWS, LOAD], BLOCK_LAYOUT)
+        _store_queries(query, q, row, tile, QUERY_LEN * HEADS)
         fence_async_shared()
 
-        sums = gl.zeros([ROWS, RANK], gl.float32, SUMS)
-        top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
-        total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LOGITS))
+        sums_0 = gl.zeros([ROWS, 128], gl.float32, LOGITS)
+        sums_1 = gl.zeros([ROWS, 128], gl.float32, LOGITS)
+        sums_2 = gl.zeros([ROWS, 128], gl.float32, LOGITS)
+        sums_3 = gl.zeros([ROWS, 128], gl.float32, LOGITS)
+        top = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+        total = gl.zeros([ROWS], gl.float32, ROW)
         nothing = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
-        query_of = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LOGITS))
-        last_seen = gl.minimum(seq_len - QUERY_LEN + query_of // HEADS, seq_len - 1)
+        lane = tile * ROWS + gl.arange(0, ROWS, ROW)
+        last_seen = gl.minimum(seq_len - QUERY_LEN + lane // HEADS, seq_len - 1)
         all_see = gl.minimum(seq_len - QUERY_LEN + 1, stop)  # keys before it need no mask
-        columns = gl.arange(0, KEYS, gl.SliceLayout(0, LOGITS))
         for block in range(num_blocks):
-            held = block % 2
             first = start + block * KEYS
-            keys, ropes = latent.index(held), rope.index(held)
-            mbarrier.wait(arrived.index(held), block // 2 & 1)
-            if first + KEYS > seq_len:
-                _clear(keys, seq_len - first, RANK)
-            logits = warpgroup_mma(q, keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
-            logits = warpgroup_mma(q_rope, ropes.permute((1, 0)), logits, is_async=True)
+            upper, lower = _slots(pages, first + KEYS, stop, PAGE_SIZE)  # of the next block
+            mbarrier.wait(arrived.index(0), block & 1)
+            logits = warpgroup_mma(q.index(0), columns.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            for part in gl.static_range(1, RANK // LOAD):
+                if part % 2 == 0:
+                    mbarrier.wait(arrived.index(part // 2), block & 1)
+                logits = warpgroup_mma(q.index(part), columns.index(part).permute((1, 0)), logits, is_async=True)
+            mbarrier.wait(arrived.index(4), block & 1)
+            logits = warpgroup_mma(q.index(RANK // LOAD), rope.permute((1, 0)), logits, is_async=True)
             logits = warpgroup_mma_wait(0, deps=(logits,))
             if first + KEYS > all_see:
-                logits = gl.where(first + columns[None] <= last_seen[:, None], logits, float("-inf"))
+                seen = first + gl.arange(0, KEYS, PIECE)[None] <= last_seen[:, None]
+                logits = gl.where(seen, logits, float("-inf"))
+            if first + KEYS > seq_len:
+                _clear(columns, seq_len - first)
             new_top = gl.maximum(top, gl.max(logits, 1) * scale)
             base = gl.where(new_top == float("-inf"), 0.0, new_top)
             weights = gl.exp2(logits * scale - base[:, None])
             shrunk = gl.exp2(top - base)
             total = total * shrunk + gl.sum(weights, 1)
             top = new_top
-            weights_of.store(weights.to(of_dtype))
-            sums = sums * gl.convert_layout(shrunk, gl.SliceLayout(1, SUMS))[:, None]
+            _barrier()  # both groups have read the rope keys
+            weights_at.store(weights.to(of_dtype))
             fence_async_shared()
             _barrier()
-            sums = warpgroup_mma(weights_of, keys, sums, is_async=True)
-            sums = warpgroup_mma_wait(0, deps=(sums,))
-            _barrier()  # both groups have read the block, and its place is free
-            _ask_for(latent_rows, rope_rows, latent, rope, arrived, pages, start, block + 2, num_blocks, PAGE_SIZE)
-        for place_of in gl.static_range(2):
-            mbarrier.invalidate(arrived.index(place_of))
+            sums_0 = warpgroup_mma(weights_at, values.index(0), sums_0 * shrunk[:, None], is_async=True)
+            sums_1 = warpgroup_mma(weights_at, values.index(1), sums_1 * shrunk[:, None], is_async=True)
+            sums_2 = warpgroup_mma(weights_at, values.index(2), sums_2 * shrunk[:, None], is_async=True)
+            sums_3 = warpgroup_mma(weights_at, values.index(3), sums_3 * shrunk[:, None], is_async=True)
+            # Where both groups are done with a piece, its place is free for the next block.
+            more = block + 1 < num_blocks
+            sums_0, sums_1, sums_2, sums_3 = warpgroup_mma_wait(3, deps=(sums_0, sums_1, sums_2, sums_3))
+            _barrier()
+            _ask_for_columns(blocks, columns, arrived, 0, upper, lower, more)
+            sums_1, sums_2, sums_3 = warpgroup_mma_wait(2, deps=(sums_1, sums_2, sums_3))
+            _barrier()
+            _ask_for_columns(blocks, columns, arrived, 1, upper, lower, more)
+            sums_2, sums_3 = warpgroup_mma_wait(1, deps=(sums_2, sums_3))
+            _barrier()
+            _ask_for_columns(blocks, columns, arrived, 2, upper, lower, more)
+            sums_3 = warpgroup_mma_wait(0, deps=(sums_3,))
+            _barrier()
+            _ask_for_columns(blocks, columns, arrived, 3, upper, lower, more)
+            _ask_for_rope(blocks, rope, arrived, upper, lower, more)
+        for piece in gl.static_range(5):
+            mbarrier.invalidate(arrived.index(piece))
 
-        ranks = gl.arange(0, RANK, gl.SliceLayout(0, SUMS))
-        at_lane = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
-        live_sums, live_row = at_lane < QUERY_LEN * HEADS, query_of < QUERY_LEN * HEADS
+        live = lane < QUERY_LEN * HEADS
+        saw = total > 0
+        divisor = gl.where(saw, total, 1.0)
         if count == 1:
-            saw = total > 0
-            divisor = gl.where(saw, total, 1.0)
-            share = gl.convert_layout(gl.where(saw, value_scale / divisor, 0.0), gl.SliceLayout(1, SUMS))
-            at = row.to(gl.int64) * (QUERY_LEN * HEADS) + at_lane
-            gl.store(output + at[:, None] * RANK + ranks[None], (sums * share[:, None]).to(output.dtype.element_ty),
-                     mask=live_sums[:, None])  # fmt: skip
+            at = row.to(gl.int64) * (QUERY_LEN * HEADS) + lane
+            share = gl.where(saw, value_scale / divisor, 0.0)
+            _write(output + at * RANK, sums_0, sums_1, sums_2, sums_3, share, live)
             if WANT_LSE:
-                log_sum = gl.where(saw, (top + gl.log2(divisor)) * LN_2, float("-inf"))
-                gl.store(lse + row.to(gl.int64) * (QUERY_LEN * HEADS) + query_of, log_sum, mask=live_row)
+                gl.store(lse + at, gl.where(saw, (top + gl.log2(divisor)) * LN_2, float("-inf")), mask=live)
         else:
-            before = (place + nth).to(gl.int64) * (TILES * ROWS)
-            gl.store(partial + (before + at_lane)[:, None] * RANK + ranks[None], sums, mask=live_sums[:, None])
-            gl.store(partial_sums + (before + query_of) * 2, top, mask=live_row)
-            gl.store(partial_sums + (before + query_of) * 2 + 1, total, mask=live_row)
+            at = (place + nth).to(gl.int64) * (TILES * ROWS) + lane
+            share = gl.full([ROWS], 1.0, gl.float32, ROW)
+            _write(partial + at * RANK, sums_0, sums_1, sums_2, sums_3, share, live)
+            gl.store(partial_sums + at * 2, top, mask=live)
+            gl.store(partial_sums + at * 2 + 1, total, mask=live)
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _ask_for(  # type: ignore[no-untyped-def]
-    latent_rows, rope_rows, latent, rope, arrived, pages, start, block, num_blocks, PAGE_SIZE: gl.constexpr
+@gluon.jit
+def _slots(pages, first, stop, PAGE_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the halves of the block of keys from `first` on lie; anywhere, if there are no such keys."""
+    upper = gl.load(pages + first // PAGE_SIZE, mask=first < stop, other=0) * PAGE_SIZE + first % PAGE_SIZE
+    first += LOAD
+    lower = gl.load(pages + first // PAGE_SIZE, mask=first < stop, other=0) * PAGE_SIZE + first % PAGE_SIZE
+    return upper, lower
+
+
+@gluon.jit
+def _ask_for_columns(  # type: ignore[no-untyped-def]
+    blocks, columns, arrived, piece: gl.constexpr, upper, lower, wanted=True
 ):
-    """Have a block loaded into its place, if there is such a block: one thread asks."""
-    exists = block < num_blocks
-    first = start + block * latent.shape[1]
-    slot = gl.load(pages + first // PAGE_SIZE, mask=exists, other=0) * PAGE_SIZE + first % PAGE_SIZE
-    place = block % 2
-    ready = arrived.index(place)
-    mbarrier.expect(ready, latent_rows.block_type.nbytes + rope_rows.block_type.nbytes, pred=exists)
-    tma.async_copy_global_to_shared(latent_rows, [slot, 0], ready, latent.index(place), pred=exists)
-    tma.async_copy_global_to_shared(rope_rows, [slot, latent.shape[2]], ready, rope.index(place), pred=exists)
+    """128 columns of a block, of which one thread asks for every half of 64."""
+    ready = arrived.index(piece)
+    mbarrier.expect(ready, 4 * blocks.block_type.nbytes, pred=wanted)
+    for half in gl.static_range(2):
+        to = columns.index(2 * piece + half)
+        at = (2 * piece + half) * LOAD
+        tma.async_copy_global_to_shared(blocks, [upper, at], ready, to.slice(0, LOAD), pred=wanted)
+        tma.async_copy_global_to_shared(blocks, [lower, at], ready, to.slice(LOAD, LOAD), pred=wanted)
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _clear(keys, num_live, RANK: gl.constexpr):  # type: ignore[no-untyped-def]
+@gluon.jit
+def _ask_for_rope(blocks, rope, arrived, upper, lower, wanted=True):  # type: ignore[no-untyped-def]
+    ready = arrived.index(4)
+    mbarrier.expect(ready, 2 * blocks.block_type.nbytes, pred=wanted)
+    tma.async_copy_global_to_shared(blocks, [upper, RANK], ready, rope.slice(0, LOAD), pred=wanted)
+    tma.async_copy_global_to_shared(blocks, [lower, RANK], ready, rope.slice(LOAD, LOAD), pred=wanted)
+
+
+@gluon.jit
+def _store_queries(query, q, row, tile, QUERIES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The tile's queries, in shared memory for good."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    lane = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
+    from_row = query + (row.to(gl.int64) * QUERIES + lane)[:, None] * (RANK + ROPE)
+    at = from_row + gl.arange(0, LOAD, gl.SliceLayout(0, LINES))[None]
+    for part in gl.static_range(RANK // LOAD + 1):
+        q.index(part).store(gl.load(at + part * LOAD, mask=(lane < QUERIES)[:, None], other=0.0))
+
+
+@gluon.jit
+def _clear(columns, num_live):  # type: ignore[no-untyped-def]
     """Zeros for rows from `num_live` on: what lies behind the last key may be NaN, which no weight of zero undoes."""
-    PIECE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
-    live = gl.arange(0, keys.shape[0], gl.SliceLayout(1, PIECE)) < num_live
-    for piece in gl.static_range(RANK // 64):
-        part = keys.slice(piece * 64, 64, dim=1)
-        values = part.load(PIECE)
-        part.store(gl.where(live[:, None], values, gl.zeros_like(values)))
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    live = gl.arange(0, KEYS, gl.SliceLayout(1, LINES)) < num_live
+    for part in gl.static_range(RANK // LOAD):
+        at = columns.index(part)
+        held = at.load(LINES)
+        at.store(gl.where(live[:, None], held, gl.zeros_like(held)))
     fence_async_shared()
-    _barrier()
+
+
+@gluon.jit
+def _write(rows, sums_0, sums_1, sums_2, sums_3, share, live):  # type: ignore[no-untyped-def]
+    """Weighted values of every row, each times the row's share."""
+    columns = gl.arange(0, 128, gl.SliceLayout(0, sums_0.type.layout))
+    to = rows[:, None] + columns[None]
+    of_dtype: gl.constexpr = rows.dtype.element_ty
+    share, live = share[:, None], live[:, None]
+    gl.store(to, (sums_0 * share).to(of_dtype), mask=live)
+    gl.store(to + 128, (sums_1 * share).to(of_dtype), mask=live)
+    gl.store(to + 256, (sums_2 * share).to(of_dtype), mask=live)
+    gl.store(to + 384, (sums_3 * share).to(of_dtype), mask=live)

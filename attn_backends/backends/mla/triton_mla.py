@@ -34,9 +34,23 @@ from attn_backends.triton_split import (
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
 _JOIN_WARPS = 4
-_HOPPER = (9, 0)
+_HOPPER = (9, 0)  # compute capability
 _GLUON_SINCE = (3, 6)  # as hopper_kernel.py uses it
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
+def suits_hopper_kernel(spec: MLASpec, cache: KVCacheSpec, device: torch.device) -> bool:
+    """Whether the kernel that is written for Hopper can serve a layer: rows of 512 + 64 in 16 bits, whose pages its
+    loads divide."""
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device) == _HOPPER
+        and _TRITON >= _GLUON_SINCE
+        and (spec.kv_lora_rank, spec.qk_rope_head_dim) == (512, 64)
+        and spec.cache_dtype is spec.dtype is not torch.float32
+        and spec.scale > 0
+        and cache.page_size % 64 == 0
+    )
 
 
 class TritonMLABackend(MLABackend):
@@ -120,8 +134,9 @@ class TritonMLAState(MLAState):
 
     def _cut(self, spec: MLASpec, num_rows: int, query_len: int) -> Cut:
         queries = query_len * spec.num_qo_heads
-        tile = decode_tile(spec, self.cache, num_rows, queries, self.options, self._shared_memory)
-        return Cut(tile, num_rows, queries, self._num_sms)
+        hopper = suits_hopper_kernel(spec, self.cache, self.device)
+        tile = decode_tile(spec, self.cache, num_rows, queries, self.options, self._shared_memory, hopper)
+        return Cut(tile, num_rows, queries, self._num_sms, hopper)
 
 
 class TritonMLAImpl(MLAImpl):
@@ -152,19 +167,19 @@ class TritonMLAImpl(MLAImpl):
             *self._dims, tile.stages, int(query.dtype is torch.float32),
         ]  # fmt: skip
         mla_decode(query, latent_cache, output, lse, rows.page_table, split.list.items, split.partial, split.sums,
-                   [self._scale, self.k_scale], constants, tile.warps)  # fmt: skip
+                   [self._scale, self.k_scale], constants, tile.warps, cut.for_hopper)  # fmt: skip
 
 
 @operator(("output", "lse", "partial", "sums"))
 def mla_decode(
     query: torch.Tensor, latent_cache: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor, items: torch.Tensor, partial: torch.Tensor, sums: torch.Tensor, factors: list[float],
-    constants: list[int], warps: int,
+    constants: list[int], warps: int, for_hopper: bool,
 ) -> None:  # fmt: skip
     _page_size, query_len, heads, tiles, tile_rows, _keys, rank, _rope, block_rank, *_ = constants
     sums_to, want_lse = (sums, 0) if lse is None else (lse, 1)
     grid, rest = (len(items) * tiles,), (page_table, items, partial, sums, *factors, page_table.stride(0), want_lse)
-    if _suits_hopper(query, latent_cache, factors[0], constants):
+    if for_hopper:
         _on_hopper(grid, query, latent_cache, output, sums_to, rest, constants)
     else:
         rows = _descriptors(query, latent_cache, constants)
@@ -178,32 +193,16 @@ def mla_decode(
     )  # fmt: skip
 
 
-def _suits_hopper(query: torch.Tensor, latent_cache: torch.Tensor, scale: float, constants: list[int]) -> bool:
-    """Whether the kernel that is written for Hopper serves: many queries on blocks of 64 rows of 16 bits."""
-    page_size, _, _, _, tile_rows, keys, rank, rope, *_ = constants
-    return (
-        (tile_rows, keys, rank, rope) == (64, 64, 512, 64)
-        and page_size % keys == 0
-        and query.dtype is latent_cache.dtype is not torch.float32
-        and scale > 0
-        and query.is_cuda
-        and torch.cuda.get_device_capability(query.device) == _HOPPER
-        and _TRITON >= _GLUON_SINCE
-    )
-
-
 def _on_hopper(
     grid: tuple[int], query: torch.Tensor, latent_cache: torch.Tensor, output: torch.Tensor, lse: torch.Tensor,
     rest: tuple[Any, ...], constants: list[int],
 ) -> None:  # fmt: skip
     from attn_backends.backends.mla import hopper_kernel  # no older Triton has what it imports
 
-    page_size, query_len, heads, tiles, _, keys, rank, rope, *_ = constants
-    rows = latent_cache.flatten(0, 1)
-    blocks = [hopper_kernel.rows_of(rows, keys, width) for width in (rank, rope)]
+    page_size, query_len, heads, tiles, *_ = constants
+    blocks = hopper_kernel.blocks_of(latent_cache.flatten(0, 1))
     hopper_kernel.mla_hopper_kernel[grid](
-        query, *blocks, output, lse, *rest, page_size, query_len, heads, tiles, rank, rope,
-        num_warps=hopper_kernel.WARPS,
+        query, blocks, output, lse, *rest, page_size, query_len, heads, tiles, num_warps=hopper_kernel.WARPS,
     )  # fmt: skip
 
 

@@ -17,6 +17,8 @@ from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import KVCacheSpec
 from attn_backends.triton_split import block_bytes, fitted, padded
 
+HOPPER_TILE = (64, 128)  # rows and keys
+
 
 @dataclass(frozen=True)
 class LatentTile:
@@ -29,6 +31,11 @@ class LatentTile:
     programs: int  # a multiprocessor, which the split aims at
     min_keys: int  # of an item: fewer are not worth joining
 
+    @property
+    def is_hoppers(self) -> bool:
+        """Whether it is for the kernel for Hopper, which has one size."""
+        return (self.rows, self.keys) == HOPPER_TILE
+
 
 class TritonMLAOptions(MLAOptions):
     """The `backend_options` of TRITON_MLA."""
@@ -38,10 +45,11 @@ class TritonMLAOptions(MLAOptions):
 
 
 def decode_tile(
-    spec: MLASpec, cache: KVCacheSpec, num_rows: int, queries: int, options: TritonMLAOptions | None, room: int
-) -> LatentTile:
+    spec: MLASpec, cache: KVCacheSpec, num_rows: int, queries: int, options: TritonMLAOptions | None, room: int,
+    hopper: bool = False,
+) -> LatentTile:  # fmt: skip
     """For a batch of `num_rows` rows of `queries` queries each, token times head. The wider dtype, of queries or cache,
-    decides first. A program can have `room` bytes of shared memory."""
+    decides first. A program can have `room` bytes of shared memory. `hopper`: the kernel for Hopper can serve."""
     if options is not None and options.decode_tile is not None:
         return options.decode_tile
     cached, widest = spec.cache_dtype.itemsize, max(spec.dtype.itemsize, spec.cache_dtype.itemsize)
@@ -58,7 +66,9 @@ def decode_tile(
         weights = rows * tile.keys * spec.dtype.itemsize
         return rows * width * spec.dtype.itemsize + block_bytes(spec, tile.keys, tile.stages, width) + weights
 
-    return fitted(LatentTile(**min(_table(), key=distance)["tile"]), need, room)
+    rows = [row for row in _table() if hopper or not LatentTile(**row["tile"]).is_hoppers]
+    tile = LatentTile(**min(rows, key=distance)["tile"])
+    return tile if tile.is_hoppers else fitted(tile, need, room)
 
 
 @cache
@@ -76,10 +86,15 @@ class Cut:
     num_rows: int
     queries: int  # of a row, token times head
     num_sms: int
+    hopper: bool = False  # whether the kernel for Hopper can serve
+
+    @property
+    def for_hopper(self) -> bool:
+        return self.hopper and self.tile.is_hoppers
 
     @cached_property
     def tile_rows(self) -> int:
-        return min(padded(self.queries), self.tile.rows)
+        return self.tile.rows if self.for_hopper else min(padded(self.queries), self.tile.rows)
 
     @property
     def tiles(self) -> int:
