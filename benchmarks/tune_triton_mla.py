@@ -115,7 +115,7 @@ def entries_of(
 def write(entries: Sequence[dict[str, Any]]) -> None:
     """Replace the table's rows of these layers; the others stay. Of shapes with equal layers the first counts."""
     known = json.loads(TABLE.read_text())["decode"]
-    layers = {layer_of(row): [row for row in some if layer_of(row) == layer_of(of)]
+    layers = {layer_of(of): [row for row in some if layer_of(row) == layer_of(of)]
               for some in (known, entries) for of in reversed(some)}  # fmt: skip
     lines = ",\n".join(f"  {json.dumps(row)}" for layer in sorted(layers) for row in layers[layer])
     TABLE.write_text(f'{{\n "decode": [\n{lines}\n ]\n}}\n')

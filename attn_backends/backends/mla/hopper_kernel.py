@@ -38,7 +38,7 @@ def blocks_of(rows: torch.Tensor) -> Any:
     return TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [LOAD.value, LOAD.value], BLOCK_LAYOUT)
 
 
-@gluon.jit(do_not_specialize=["table_row"])
+@gluon.jit(do_not_specialize=["table_row"])  # type: ignore[untyped-decorator]
 def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     query, blocks, output, lse, page_table, items, partial, partial_sums, scale, value_scale, table_row,
     WANT_LSE: gl.constexpr, PAGE_SIZE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr,
@@ -161,7 +161,7 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
             gl.store(partial_sums + at * 2 + 1, total, mask=live)
 
 
-@gluon.jit
+@gluon.jit  # type: ignore[untyped-decorator]
 def _slots(pages, first, stop, PAGE_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
     """Where the halves of the block of keys from `first` on lie; anywhere, if there are no such keys."""
     upper = gl.load(pages + first // PAGE_SIZE, mask=first < stop, other=0) * PAGE_SIZE + first % PAGE_SIZE
@@ -170,7 +170,7 @@ def _slots(pages, first, stop, PAGE_SIZE: gl.constexpr):  # type: ignore[no-unty
     return upper, lower
 
 
-@gluon.jit
+@gluon.jit  # type: ignore[untyped-decorator]
 def _ask_for_columns(  # type: ignore[no-untyped-def]
     blocks, columns, arrived, piece: gl.constexpr, upper, lower, wanted=True
 ):
@@ -192,7 +192,7 @@ def _ask_for_rope(blocks, rope, arrived, upper, lower, wanted=True):  # type: ig
     tma.async_copy_global_to_shared(blocks, [lower, RANK], ready, rope.slice(LOAD, LOAD), pred=wanted)
 
 
-@gluon.jit
+@gluon.jit  # type: ignore[untyped-decorator]
 def _store_queries(query, q, row, tile, QUERIES: gl.constexpr):  # type: ignore[no-untyped-def]
     """The tile's queries, in shared memory for good."""
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
