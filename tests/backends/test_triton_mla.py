@@ -94,21 +94,19 @@ class TestTritonMLAModelShape(ModelShape):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 class TestOnHopper(KitBase):
     """Tiles of 64 queries, which a kernel of their own serves on Hopper: split rows, tiles that are not full, blocks
     that masks cross, and NaN behind the last key."""
 
     backend_name = "TRITON_MLA"
     device = "cuda"
+    dtypes = (torch.bfloat16, torch.float16)
 
     @pytest.mark.parametrize("page_size", [64, 128])
     @pytest.mark.parametrize("heads", [16, 40, 128])
     @pytest.mark.parametrize("shape", [*SHAPES, BatchShape(seq_lens=(1500, 64, 700), query_lens=(2, 2, 2))], ids=str)
-    def test_rows(
-        self, dtype: torch.dtype, shape: BatchShape, heads: int, page_size: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        spec = MLASpec(heads, dtype=dtype)
+    def test_rows(self, shape: BatchShape, heads: int, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        spec = MLASpec(heads, dtype=self.dtype)
         tile = TILE | {"rows": 64, "keys": 128, "min_keys": 128}
         batch = self.make_batch(spec, shape, page_size=page_size, poison=float("nan"))
         made, seen = triton_mla._on_hopper, []

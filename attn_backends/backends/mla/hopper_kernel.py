@@ -27,6 +27,8 @@ from attn_backends.triton_split import LN_2, MOST_ITEMS
 
 ROWS, KEYS, RANK, ROPE = gl.constexpr(64), gl.constexpr(128), gl.constexpr(512), gl.constexpr(64)
 LOAD = gl.constexpr(64)  # rows and columns of one load: what a swizzle of 128 bytes is wide, and fits into any page
+ONES = gl.constexpr(16)
+ONES_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2))
 WARPS = 8  # two groups: each has every other 64 columns of logits and of weighted values
 BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
@@ -52,37 +54,90 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
         items: see `triton_split`; a place of partial results holds TILES * 64 queries of RANK.
         scale: of logits in base 2; value_scale: of the cache.
     """
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16])  # and of pieces of values
-    ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    PIECE: gl.constexpr = gl.SliceLayout(0, LOGITS)
     of_dtype: gl.constexpr = query.dtype.element_ty
     tile = gl.program_id(0) % TILES
     item = items + gl.program_id(0) // TILES * 8
+    row = gl.load(item)
+    start, stop = gl.load(item + 1), gl.load(item + 2)
+    if row < 0:
+        start = stop
+    pages = page_table + gl.maximum(row, 0).to(gl.int64) * table_row
+    num_blocks = (stop - start + KEYS - 1) // KEYS
+
+    columns = gl.allocate_shared_memory(of_dtype, [RANK // LOAD, KEYS, LOAD], BLOCK_LAYOUT)
+    rope = gl.allocate_shared_memory(of_dtype, [KEYS, LOAD], BLOCK_LAYOUT)
+    q = gl.allocate_shared_memory(of_dtype, [4, ROWS, 128], BLOCK_LAYOUT)
+    q_rope = gl.allocate_shared_memory(of_dtype, [ROWS, ROPE], BLOCK_LAYOUT)
+    arrived = (_barrier_of(), _barrier_of(), _barrier_of(), _barrier_of(), _barrier_of())  # of pieces, and rope keys
+    free = (_barrier_of(), _barrier_of(), _barrier_of(), _barrier_of(), _barrier_of())
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_attend, (query, output, lse, item, partial, partial_sums, scale, value_scale, tile, num_blocks, q, q_rope, columns,
+                       rope, arrived, free, WANT_LSE, QUERY_LEN, HEADS, TILES)),
+            (_load, (blocks, pages, start, stop, num_blocks, columns, rope, arrived, free, PAGE_SIZE)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _barrier_of():  # type: ignore[no-untyped-def]
+    """One that one thread arrives at. Each is an allocation of its own: Triton synchronises uses of one allocation."""
+    made = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(made, 1)
+    return made
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _load(  # type: ignore[no-untyped-def]
+    blocks, pages, start, stop, num_blocks, columns, rope, arrived, free, PAGE_SIZE: gl.constexpr
+):
+    """One warp: asks for every piece of every block once its place is free."""
+    for block in range(num_blocks):
+        first = start + block * KEYS
+        upper, lower = _slots(pages, first, stop, PAGE_SIZE)
+        for piece in gl.static_range(4):
+            mbarrier.wait(free[piece], block & 1 ^ 1)
+            ready = arrived[piece]
+            mbarrier.expect(ready, 4 * blocks.block_type.nbytes)
+            for half in gl.static_range(2):
+                part = 2 * piece + half
+                to = columns.index(part)
+                tma.async_copy_global_to_shared(blocks, [upper, part * LOAD], ready, to.slice(0, LOAD))
+                tma.async_copy_global_to_shared(blocks, [lower, part * LOAD], ready, to.slice(LOAD, LOAD))
+        mbarrier.wait(free[4], block & 1 ^ 1)
+        ready = arrived[4]
+        mbarrier.expect(ready, 2 * blocks.block_type.nbytes)
+        tma.async_copy_global_to_shared(blocks, [upper, RANK], ready, rope.slice(0, LOAD))
+        tma.async_copy_global_to_shared(blocks, [lower, RANK], ready, rope.slice(LOAD, LOAD))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]
+    query, output, lse, item, partial, partial_sums, scale, value_scale, tile, num_blocks, q, q_rope, columns, rope, arrived,
+    free, WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    """Two groups of warps: products, softmax, and the result."""
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16])  # and of pieces of values
+    ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    PIECE: gl.constexpr = gl.SliceLayout(0, LOGITS)
+    TOTALS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, ONES // 2, 16])
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [8, 1], [1, 0])
+    of_dtype: gl.constexpr = query.dtype.element_ty
     row = gl.load(item)
     start, stop, place, parts = gl.load(item + 1), gl.load(item + 2), gl.load(item + 3), gl.load(item + 4)
     seq_len = gl.load(item + 5)
     if row >= 0:
         count, nth = parts // MOST_ITEMS, parts % MOST_ITEMS
-        pages = page_table + row.to(gl.int64) * table_row
-        num_blocks = (stop - start + KEYS - 1) // KEYS
-
-        columns = gl.allocate_shared_memory(of_dtype, [RANK // LOAD, KEYS, LOAD], BLOCK_LAYOUT)
-        rope = gl.allocate_shared_memory(of_dtype, [KEYS, LOAD], BLOCK_LAYOUT)
         values = columns._reinterpret(of_dtype, [RANK // 128, KEYS, 128], BLOCK_LAYOUT)
         weights_at = rope._reinterpret(of_dtype, [ROWS, KEYS], BLOCK_LAYOUT)
-        arrived = gl.allocate_shared_memory(gl.int64, [5, 1], mbarrier.MBarrierLayout())
-        for piece in gl.static_range(5):
-            mbarrier.init(arrived.index(piece), 1)
-        fence_async_shared()
-        _barrier()
-        if num_blocks > 0:
-            upper, lower = _slots(pages, start, stop, PAGE_SIZE)
-            for piece in gl.static_range(4):
-                _ask_for_columns(blocks, columns, arrived, piece, upper, lower)
-            _ask_for_rope(blocks, rope, arrived, upper, lower)
-
-        q = gl.allocate_shared_memory(of_dtype, [RANK // LOAD + 1, ROWS, LOAD], BLOCK_LAYOUT)
-        _store_queries(query, q, row, tile, QUERY_LEN * HEADS)
+        _store_queries(query, q, q_rope, row, tile, QUERY_LEN * HEADS)
+        # The sum of weights is one more product: to add them up over both groups at every block takes longer.
+        ones = gl.allocate_shared_memory(
+            of_dtype, [KEYS, ONES], ONES_LAYOUT, gl.full([KEYS, ONES], 1.0, of_dtype, LINES)
+        )
         fence_async_shared()
 
         sums_0 = gl.zeros([ROWS, 128], gl.float32, LOGITS)
@@ -90,22 +145,20 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
         sums_2 = gl.zeros([ROWS, 128], gl.float32, LOGITS)
         sums_3 = gl.zeros([ROWS, 128], gl.float32, LOGITS)
         top = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-        total = gl.zeros([ROWS], gl.float32, ROW)
+        total = gl.zeros([ROWS, ONES], gl.float32, TOTALS)  # every column
         nothing = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
         lane = tile * ROWS + gl.arange(0, ROWS, ROW)
         last_seen = gl.minimum(seq_len - QUERY_LEN + lane // HEADS, seq_len - 1)
         all_see = gl.minimum(seq_len - QUERY_LEN + 1, stop)  # keys before it need no mask
         for block in range(num_blocks):
             first = start + block * KEYS
-            upper, lower = _slots(pages, first + KEYS, stop, PAGE_SIZE)  # of the next block
-            mbarrier.wait(arrived.index(0), block & 1)
-            logits = warpgroup_mma(q.index(0), columns.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)
-            for part in gl.static_range(1, RANK // LOAD):
-                if part % 2 == 0:
-                    mbarrier.wait(arrived.index(part // 2), block & 1)
-                logits = warpgroup_mma(q.index(part), columns.index(part).permute((1, 0)), logits, is_async=True)
-            mbarrier.wait(arrived.index(4), block & 1)
-            logits = warpgroup_mma(q.index(RANK // LOAD), rope.permute((1, 0)), logits, is_async=True)
+            mbarrier.wait(arrived[0], block & 1)
+            logits = warpgroup_mma(q.index(0), values.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            for piece in gl.static_range(1, 4):
+                mbarrier.wait(arrived[piece], block & 1)
+                logits = warpgroup_mma(q.index(piece), values.index(piece).permute((1, 0)), logits, is_async=True)
+            mbarrier.wait(arrived[4], block & 1)
+            logits = warpgroup_mma(q_rope, rope.permute((1, 0)), logits, is_async=True)
             logits = warpgroup_mma_wait(0, deps=(logits,))
             if first + KEYS > all_see:
                 seen = first + gl.arange(0, KEYS, PIECE)[None] <= last_seen[:, None]
@@ -116,37 +169,37 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
             base = gl.where(new_top == float("-inf"), 0.0, new_top)
             weights = gl.exp2(logits * scale - base[:, None])
             shrunk = gl.exp2(top - base)
-            total = total * shrunk + gl.sum(weights, 1)
             top = new_top
             _barrier()  # both groups have read the rope keys
             weights_at.store(weights.to(of_dtype))
             fence_async_shared()
             _barrier()
+            shrunk_total = gl.convert_layout(shrunk, gl.SliceLayout(1, TOTALS), assert_trivial=True)
+            total = warpgroup_mma(weights_at, ones, total * shrunk_total[:, None], is_async=True)
             sums_0 = warpgroup_mma(weights_at, values.index(0), sums_0 * shrunk[:, None], is_async=True)
             sums_1 = warpgroup_mma(weights_at, values.index(1), sums_1 * shrunk[:, None], is_async=True)
             sums_2 = warpgroup_mma(weights_at, values.index(2), sums_2 * shrunk[:, None], is_async=True)
             sums_3 = warpgroup_mma(weights_at, values.index(3), sums_3 * shrunk[:, None], is_async=True)
             # Where both groups are done with a piece, its place is free for the next block.
-            more = block + 1 < num_blocks
-            sums_0, sums_1, sums_2, sums_3 = warpgroup_mma_wait(3, deps=(sums_0, sums_1, sums_2, sums_3))
+            deps = (total, sums_0, sums_1, sums_2, sums_3)
+            total, sums_0, sums_1, sums_2, sums_3 = warpgroup_mma_wait(3, deps=deps)
             _barrier()
-            _ask_for_columns(blocks, columns, arrived, 0, upper, lower, more)
+            mbarrier.arrive(free[0])
             sums_1, sums_2, sums_3 = warpgroup_mma_wait(2, deps=(sums_1, sums_2, sums_3))
             _barrier()
-            _ask_for_columns(blocks, columns, arrived, 1, upper, lower, more)
+            mbarrier.arrive(free[1])
             sums_2, sums_3 = warpgroup_mma_wait(1, deps=(sums_2, sums_3))
             _barrier()
-            _ask_for_columns(blocks, columns, arrived, 2, upper, lower, more)
+            mbarrier.arrive(free[2])
             sums_3 = warpgroup_mma_wait(0, deps=(sums_3,))
             _barrier()
-            _ask_for_columns(blocks, columns, arrived, 3, upper, lower, more)
-            _ask_for_rope(blocks, rope, arrived, upper, lower, more)
-        for piece in gl.static_range(5):
-            mbarrier.invalidate(arrived.index(piece))
+            mbarrier.arrive(free[3])
+            mbarrier.arrive(free[4])
 
         live = lane < QUERY_LEN * HEADS
-        saw = total > 0
-        divisor = gl.where(saw, total, 1.0)
+        total_of = gl.convert_layout(gl.sum(total, 1) / ONES, ROW)
+        saw = total_of > 0
+        divisor = gl.where(saw, total_of, 1.0)
         if count == 1:
             at = row.to(gl.int64) * (QUERY_LEN * HEADS) + lane
             share = gl.where(saw, value_scale / divisor, 0.0)
@@ -158,7 +211,7 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
             share = gl.full([ROWS], 1.0, gl.float32, ROW)
             _write(partial + at * RANK, sums_0, sums_1, sums_2, sums_3, share, live)
             gl.store(partial_sums + at * 2, top, mask=live)
-            gl.store(partial_sums + at * 2 + 1, total, mask=live)
+            gl.store(partial_sums + at * 2 + 1, total_of, mask=live)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -171,36 +224,17 @@ def _slots(pages, first, stop, PAGE_SIZE: gl.constexpr):  # type: ignore[no-unty
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _ask_for_columns(  # type: ignore[no-untyped-def]
-    blocks, columns, arrived, piece: gl.constexpr, upper, lower, wanted=True
-):
-    """128 columns of a block, of which one thread asks for every half of 64."""
-    ready = arrived.index(piece)
-    mbarrier.expect(ready, 4 * blocks.block_type.nbytes, pred=wanted)
-    for half in gl.static_range(2):
-        to = columns.index(2 * piece + half)
-        at = (2 * piece + half) * LOAD
-        tma.async_copy_global_to_shared(blocks, [upper, at], ready, to.slice(0, LOAD), pred=wanted)
-        tma.async_copy_global_to_shared(blocks, [lower, at], ready, to.slice(LOAD, LOAD), pred=wanted)
-
-
-@gluon.jit
-def _ask_for_rope(blocks, rope, arrived, upper, lower, wanted=True):  # type: ignore[no-untyped-def]
-    ready = arrived.index(4)
-    mbarrier.expect(ready, 2 * blocks.block_type.nbytes, pred=wanted)
-    tma.async_copy_global_to_shared(blocks, [upper, RANK], ready, rope.slice(0, LOAD), pred=wanted)
-    tma.async_copy_global_to_shared(blocks, [lower, RANK], ready, rope.slice(LOAD, LOAD), pred=wanted)
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _store_queries(query, q, row, tile, QUERIES: gl.constexpr):  # type: ignore[no-untyped-def]
+def _store_queries(query, q, q_rope, row, tile, QUERIES: gl.constexpr):  # type: ignore[no-untyped-def]
     """The tile's queries, in shared memory for good."""
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     lane = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
     from_row = query + (row.to(gl.int64) * QUERIES + lane)[:, None] * (RANK + ROPE)
-    at = from_row + gl.arange(0, LOAD, gl.SliceLayout(0, LINES))[None]
-    for part in gl.static_range(RANK // LOAD + 1):
-        q.index(part).store(gl.load(at + part * LOAD, mask=(lane < QUERIES)[:, None], other=0.0))
+    live = (lane < QUERIES)[:, None]
+    at = from_row + gl.arange(0, 128, gl.SliceLayout(0, LINES))[None]
+    for piece in gl.static_range(4):
+        q.index(piece).store(gl.load(at + piece * 128, mask=live, other=0.0))
+    at = from_row + RANK + gl.arange(0, ROPE, gl.SliceLayout(0, LINES))[None]
+    q_rope.store(gl.load(at, mask=live, other=0.0))
 
 
 @gluon.jit
