@@ -27,8 +27,6 @@ from attn_backends.triton_split import LN_2, MOST_ITEMS
 
 ROWS, KEYS, RANK, ROPE = gl.constexpr(64), gl.constexpr(128), gl.constexpr(512), gl.constexpr(64)
 LOAD = gl.constexpr(64)  # rows and columns of one load: what a swizzle of 128 bytes is wide, and fits into any page
-ONES = gl.constexpr(16)
-ONES_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2))
 WARPS = 8  # two groups: each has every other 64 columns of logits and of weighted values
 BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
@@ -67,13 +65,13 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     columns = gl.allocate_shared_memory(of_dtype, [RANK // LOAD, KEYS, LOAD], BLOCK_LAYOUT)
     rope = gl.allocate_shared_memory(of_dtype, [KEYS, LOAD], BLOCK_LAYOUT)
     q = gl.allocate_shared_memory(of_dtype, [4, ROWS, 128], BLOCK_LAYOUT)
-    q_rope = gl.allocate_shared_memory(of_dtype, [ROWS, ROPE], BLOCK_LAYOUT)
+    weights_at = gl.allocate_shared_memory(of_dtype, [ROWS, KEYS], BLOCK_LAYOUT)
     arrived = (_barrier_of(), _barrier_of(), _barrier_of(), _barrier_of(), _barrier_of())  # of pieces, and rope keys
     free = (_barrier_of(), _barrier_of(), _barrier_of(), _barrier_of(), _barrier_of())
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_attend, (query, output, lse, item, partial, partial_sums, scale, value_scale, tile, num_blocks, q, q_rope, columns,
+            (_attend, (query, output, lse, item, partial, partial_sums, scale, value_scale, tile, num_blocks, q, weights_at, columns,
                        rope, arrived, free, WANT_LSE, QUERY_LEN, HEADS, TILES)),
             (_load, (blocks, pages, start, stop, num_blocks, columns, rope, arrived, free, PAGE_SIZE)),
         ],
@@ -98,6 +96,11 @@ def _load(  # type: ignore[no-untyped-def]
     for block in range(num_blocks):
         first = start + block * KEYS
         upper, lower = _slots(pages, first, stop, PAGE_SIZE)
+        mbarrier.wait(free[4], block & 1 ^ 1)
+        ready = arrived[4]
+        mbarrier.expect(ready, 2 * blocks.block_type.nbytes)
+        tma.async_copy_global_to_shared(blocks, [upper, RANK], ready, rope.slice(0, LOAD))
+        tma.async_copy_global_to_shared(blocks, [lower, RANK], ready, rope.slice(LOAD, LOAD))
         for piece in gl.static_range(4):
             mbarrier.wait(free[piece], block & 1 ^ 1)
             ready = arrived[piece]
@@ -107,24 +110,17 @@ def _load(  # type: ignore[no-untyped-def]
                 to = columns.index(part)
                 tma.async_copy_global_to_shared(blocks, [upper, part * LOAD], ready, to.slice(0, LOAD))
                 tma.async_copy_global_to_shared(blocks, [lower, part * LOAD], ready, to.slice(LOAD, LOAD))
-        mbarrier.wait(free[4], block & 1 ^ 1)
-        ready = arrived[4]
-        mbarrier.expect(ready, 2 * blocks.block_type.nbytes)
-        tma.async_copy_global_to_shared(blocks, [upper, RANK], ready, rope.slice(0, LOAD))
-        tma.async_copy_global_to_shared(blocks, [lower, RANK], ready, rope.slice(LOAD, LOAD))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    query, output, lse, item, partial, partial_sums, scale, value_scale, tile, num_blocks, q, q_rope, columns, rope, arrived,
+    query, output, lse, item, partial, partial_sums, scale, value_scale, tile, num_blocks, q, weights_at, columns, rope, arrived,
     free, WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     """Two groups of warps: products, softmax, and the result."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16])  # and of pieces of values
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
     PIECE: gl.constexpr = gl.SliceLayout(0, LOGITS)
-    TOTALS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, ONES // 2, 16])
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [8, 1], [1, 0])
     of_dtype: gl.constexpr = query.dtype.element_ty
     row = gl.load(item)
     start, stop, place, parts = gl.load(item + 1), gl.load(item + 2), gl.load(item + 3), gl.load(item + 4)
@@ -132,12 +128,9 @@ def _attend(  # type: ignore[no-untyped-def]
     if row >= 0:
         count, nth = parts // MOST_ITEMS, parts % MOST_ITEMS
         values = columns._reinterpret(of_dtype, [RANK // 128, KEYS, 128], BLOCK_LAYOUT)
-        weights_at = rope._reinterpret(of_dtype, [ROWS, KEYS], BLOCK_LAYOUT)
-        _store_queries(query, q, q_rope, row, tile, QUERY_LEN * HEADS)
-        # The sum of weights is one more product: to add them up over both groups at every block takes longer.
-        ones = gl.allocate_shared_memory(
-            of_dtype, [KEYS, ONES], ONES_LAYOUT, gl.full([KEYS, ONES], 1.0, of_dtype, LINES)
-        )
+        q_rope_at = weights_at.slice(0, ROPE, dim=1)  # whose place weights take
+        _store_queries(query, q, q_rope_at, row, tile, QUERY_LEN * HEADS)
+        q_rope = q_rope_at.load(gl.DotOperandLayout(0, LOGITS, 2))  # stays in registers
         fence_async_shared()
 
         sums_0 = gl.zeros([ROWS, 128], gl.float32, LOGITS)
@@ -145,21 +138,21 @@ def _attend(  # type: ignore[no-untyped-def]
         sums_2 = gl.zeros([ROWS, 128], gl.float32, LOGITS)
         sums_3 = gl.zeros([ROWS, 128], gl.float32, LOGITS)
         top = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-        total = gl.zeros([ROWS, ONES], gl.float32, TOTALS)  # every column
         nothing = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
+        total = _sums_of_thread(nothing)
         lane = tile * ROWS + gl.arange(0, ROWS, ROW)
         last_seen = gl.minimum(seq_len - QUERY_LEN + lane // HEADS, seq_len - 1)
         all_see = gl.minimum(seq_len - QUERY_LEN + 1, stop)  # keys before it need no mask
         for block in range(num_blocks):
             first = start + block * KEYS
-            mbarrier.wait(arrived[0], block & 1)
-            logits = warpgroup_mma(q.index(0), values.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)
-            for piece in gl.static_range(1, 4):
+            mbarrier.wait(arrived[4], block & 1)
+            logits = warpgroup_mma(q_rope, rope.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            for piece in gl.static_range(4):
                 mbarrier.wait(arrived[piece], block & 1)
                 logits = warpgroup_mma(q.index(piece), values.index(piece).permute((1, 0)), logits, is_async=True)
-            mbarrier.wait(arrived[4], block & 1)
-            logits = warpgroup_mma(q_rope, rope.permute((1, 0)), logits, is_async=True)
             logits = warpgroup_mma_wait(0, deps=(logits,))
+            _barrier()
+            mbarrier.arrive(free[4])
             if first + KEYS > all_see:
                 seen = first + gl.arange(0, KEYS, PIECE)[None] <= last_seen[:, None]
                 logits = gl.where(seen, logits, float("-inf"))
@@ -170,19 +163,16 @@ def _attend(  # type: ignore[no-untyped-def]
             weights = gl.exp2(logits * scale - base[:, None])
             shrunk = gl.exp2(top - base)
             top = new_top
-            _barrier()  # both groups have read the rope keys
             weights_at.store(weights.to(of_dtype))
             fence_async_shared()
             _barrier()
-            shrunk_total = gl.convert_layout(shrunk, gl.SliceLayout(1, TOTALS), assert_trivial=True)
-            total = warpgroup_mma(weights_at, ones, total * shrunk_total[:, None], is_async=True)
             sums_0 = warpgroup_mma(weights_at, values.index(0), sums_0 * shrunk[:, None], is_async=True)
             sums_1 = warpgroup_mma(weights_at, values.index(1), sums_1 * shrunk[:, None], is_async=True)
             sums_2 = warpgroup_mma(weights_at, values.index(2), sums_2 * shrunk[:, None], is_async=True)
             sums_3 = warpgroup_mma(weights_at, values.index(3), sums_3 * shrunk[:, None], is_async=True)
             # Where both groups are done with a piece, its place is free for the next block.
-            deps = (total, sums_0, sums_1, sums_2, sums_3)
-            total, sums_0, sums_1, sums_2, sums_3 = warpgroup_mma_wait(3, deps=deps)
+            total = total * _of_rows(shrunk, total) + _sums_of_thread(weights)
+            sums_0, sums_1, sums_2, sums_3 = warpgroup_mma_wait(3, deps=(sums_0, sums_1, sums_2, sums_3))
             _barrier()
             mbarrier.arrive(free[0])
             sums_1, sums_2, sums_3 = warpgroup_mma_wait(2, deps=(sums_1, sums_2, sums_3))
@@ -194,10 +184,9 @@ def _attend(  # type: ignore[no-untyped-def]
             sums_3 = warpgroup_mma_wait(0, deps=(sums_3,))
             _barrier()
             mbarrier.arrive(free[3])
-            mbarrier.arrive(free[4])
 
         live = lane < QUERY_LEN * HEADS
-        total_of = gl.convert_layout(gl.sum(total, 1) / ONES, ROW)
+        total_of = gl.convert_layout(gl.sum(gl.sum(total, 2), 1), ROW)
         saw = total_of > 0
         divisor = gl.where(saw, total_of, 1.0)
         if count == 1:
@@ -235,6 +224,20 @@ def _store_queries(query, q, q_rope, row, tile, QUERIES: gl.constexpr):  # type:
         q.index(piece).store(gl.load(at + piece * 128, mask=live, other=0.0))
     at = from_row + RANK + gl.arange(0, ROPE, gl.SliceLayout(0, LINES))[None]
     q_rope.store(gl.load(at, mask=live, other=0.0))
+
+
+@gluon.jit
+def _sums_of_thread(weights):  # type: ignore[no-untyped-def]
+    """[ROWS, 2, 8] of [ROWS, KEYS]: over the columns that one thread has, without a word to the others."""
+    return gl.sum(gl.reshape(weights, [ROWS, 2, 8, 8]), 2)
+
+
+@gluon.jit
+def _of_rows(values, like):  # type: ignore[no-untyped-def]
+    """[ROWS] as [ROWS, 1, 1], where `like` has its rows."""
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, like.type.layout))
+    values = gl.convert_layout(values, layout, assert_trivial=True)
+    return gl.expand_dims(gl.expand_dims(values, 1), 2)
 
 
 @gluon.jit
