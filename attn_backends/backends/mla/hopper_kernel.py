@@ -1,10 +1,9 @@
 """Decode on latent rows for many query heads, on Hopper: loads, products and softmax where they are to be, by Gluon.
 
-A tile of 64 queries and a block of 128 latent rows fill the shared memory, 216 of 227 KiB. Triton's own pipeline would
-want room for two blocks, and so takes smaller ones, whose products wait for shared memory more than they multiply.
-Here a block is multiplied in pieces of 128 columns: where a piece of the weighted values is done, the next block's
-columns are asked for, and they come while the other pieces are multiplied. Weights lie where the block's rope keys
-were. FlashMLA (DeepSeek, 2025) hands on columns in this way too.
+A block of 64 latent rows is 72 KiB, and so are the queries of a tile. Triton's own pipeline holds two blocks, asks for
+the next when all of a block's products are under way, and waits for it. Here a block has 128 rows and there is one: it
+is multiplied in pieces of 128 columns, and as soon as a piece has given its weighted values, a warp that does nothing
+else asks for that piece of the next block. FlashMLA (DeepSeek, 2025) copies and multiplies in such pieces too.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attn_backends.triton_split import LN_2, MOST_ITEMS
 
 ROWS, KEYS, RANK, ROPE = gl.constexpr(64), gl.constexpr(128), gl.constexpr(512), gl.constexpr(64)
-LOAD = gl.constexpr(64)  # rows and columns of one load: what a swizzle of 128 bytes is wide, and fits into any page
-WARPS = 8  # two groups: each has every other 64 columns of logits and of weighted values
+PIECES, WIDTH = gl.constexpr(4), gl.constexpr(128)  # of a block's columns
+LOAD = gl.constexpr(64)  # rows and columns of one load: what a swizzle of 128 bytes is wide, and no page is smaller
+WARPS = 8  # two groups: each has 64 columns of the logits, and of every piece of weighted values
 BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # as older versions call it
@@ -62,18 +62,20 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     pages = page_table + gl.maximum(row, 0).to(gl.int64) * table_row
     num_blocks = (stop - start + KEYS - 1) // KEYS
 
-    columns = gl.allocate_shared_memory(of_dtype, [RANK // LOAD, KEYS, LOAD], BLOCK_LAYOUT)
-    rope = gl.allocate_shared_memory(of_dtype, [KEYS, LOAD], BLOCK_LAYOUT)
-    q = gl.allocate_shared_memory(of_dtype, [4, ROWS, 128], BLOCK_LAYOUT)
+    q = gl.allocate_shared_memory(of_dtype, [PIECES, ROWS, WIDTH], BLOCK_LAYOUT)
     weights_at = gl.allocate_shared_memory(of_dtype, [ROWS, KEYS], BLOCK_LAYOUT)
-    arrived = (_barrier_of(), _barrier_of(), _barrier_of(), _barrier_of(), _barrier_of())  # of pieces, and rope keys
+    columns = gl.allocate_shared_memory(of_dtype, [RANK // LOAD, KEYS, LOAD], BLOCK_LAYOUT)
+    rope = gl.allocate_shared_memory(of_dtype, [KEYS, ROPE], BLOCK_LAYOUT)
+    arrived = (_barrier_of(), _barrier_of(), _barrier_of(), _barrier_of(), _barrier_of())  # pieces, and the rope keys
     free = (_barrier_of(), _barrier_of(), _barrier_of(), _barrier_of(), _barrier_of())
     fence_async_shared()
+    held = (columns, rope, arrived, free)
+    results = (output, lse, partial, partial_sums)
     gl.warp_specialize(
         [
-            (_attend, (query, output, lse, item, partial, partial_sums, scale, value_scale, tile, num_blocks, q, weights_at, columns,
-                       rope, arrived, free, WANT_LSE, QUERY_LEN, HEADS, TILES)),
-            (_load, (blocks, pages, start, stop, num_blocks, columns, rope, arrived, free, PAGE_SIZE)),
+            (_attend, (query, results, item, scale, value_scale, tile, num_blocks, q, weights_at, held, WANT_LSE,
+                       QUERY_LEN, HEADS, TILES)),
+            (_load, (blocks, pages, start, stop, num_blocks, held, PAGE_SIZE)),
         ],
         [1],
         [24],
@@ -89,19 +91,18 @@ def _barrier_of():  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _load(  # type: ignore[no-untyped-def]
-    blocks, pages, start, stop, num_blocks, columns, rope, arrived, free, PAGE_SIZE: gl.constexpr
-):
-    """One warp: asks for every piece of every block once its place is free."""
+def _load(blocks, pages, start, stop, num_blocks, held, PAGE_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """One warp: asks for the rope keys and every piece of every block once their place is free."""
+    columns, rope, arrived, free = held
     for block in range(num_blocks):
         first = start + block * KEYS
         upper, lower = _slots(pages, first, stop, PAGE_SIZE)
-        mbarrier.wait(free[4], block & 1 ^ 1)
-        ready = arrived[4]
+        mbarrier.wait(free[PIECES], block & 1 ^ 1)
+        ready = arrived[PIECES]
         mbarrier.expect(ready, 2 * blocks.block_type.nbytes)
         tma.async_copy_global_to_shared(blocks, [upper, RANK], ready, rope.slice(0, LOAD))
         tma.async_copy_global_to_shared(blocks, [lower, RANK], ready, rope.slice(LOAD, LOAD))
-        for piece in gl.static_range(4):
+        for piece in gl.static_range(PIECES):
             mbarrier.wait(free[piece], block & 1 ^ 1)
             ready = arrived[piece]
             mbarrier.expect(ready, 4 * blocks.block_type.nbytes)
@@ -114,29 +115,28 @@ def _load(  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    query, output, lse, item, partial, partial_sums, scale, value_scale, tile, num_blocks, q, weights_at, columns, rope, arrived,
-    free, WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr,
+    query, results, item, scale, value_scale, tile, num_blocks, q, weights_at, held,
+    WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     """Two groups of warps: products, softmax, and the result."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16])  # and of pieces of values
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    PIECE: gl.constexpr = gl.SliceLayout(0, LOGITS)
     of_dtype: gl.constexpr = query.dtype.element_ty
+    output, lse, partial, partial_sums = results
+    columns, rope, arrived, free = held
     row = gl.load(item)
     start, stop, place, parts = gl.load(item + 1), gl.load(item + 2), gl.load(item + 3), gl.load(item + 4)
     seq_len = gl.load(item + 5)
     if row >= 0:
         count, nth = parts // MOST_ITEMS, parts % MOST_ITEMS
-        values = columns._reinterpret(of_dtype, [RANK // 128, KEYS, 128], BLOCK_LAYOUT)
+        values = columns._reinterpret(of_dtype, [PIECES, KEYS, WIDTH], BLOCK_LAYOUT)
         q_rope_at = weights_at.slice(0, ROPE, dim=1)  # whose place weights take
         _store_queries(query, q, q_rope_at, row, tile, QUERY_LEN * HEADS)
         q_rope = q_rope_at.load(gl.DotOperandLayout(0, LOGITS, 2))  # stays in registers
         fence_async_shared()
 
-        sums_0 = gl.zeros([ROWS, 128], gl.float32, LOGITS)
-        sums_1 = gl.zeros([ROWS, 128], gl.float32, LOGITS)
-        sums_2 = gl.zeros([ROWS, 128], gl.float32, LOGITS)
-        sums_3 = gl.zeros([ROWS, 128], gl.float32, LOGITS)
+        zeros = gl.zeros([ROWS, WIDTH], gl.float32, LOGITS)
+        sums = (zeros, zeros, zeros, zeros)
         top = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         nothing = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
         total = _sums_of_thread(nothing)
@@ -145,16 +145,16 @@ def _attend(  # type: ignore[no-untyped-def]
         all_see = gl.minimum(seq_len - QUERY_LEN + 1, stop)  # keys before it need no mask
         for block in range(num_blocks):
             first = start + block * KEYS
-            mbarrier.wait(arrived[4], block & 1)
+            mbarrier.wait(arrived[PIECES], block & 1)
             logits = warpgroup_mma(q_rope, rope.permute((1, 0)), nothing, use_acc=False, is_async=True)
-            for piece in gl.static_range(4):
+            for piece in gl.static_range(PIECES):
                 mbarrier.wait(arrived[piece], block & 1)
                 logits = warpgroup_mma(q.index(piece), values.index(piece).permute((1, 0)), logits, is_async=True)
             logits = warpgroup_mma_wait(0, deps=(logits,))
             _barrier()
-            mbarrier.arrive(free[4])
+            mbarrier.arrive(free[PIECES])
             if first + KEYS > all_see:
-                seen = first + gl.arange(0, KEYS, PIECE)[None] <= last_seen[:, None]
+                seen = first + gl.arange(0, KEYS, gl.SliceLayout(0, LOGITS))[None] <= last_seen[:, None]
                 logits = gl.where(seen, logits, float("-inf"))
             if first + KEYS > seq_len:
                 _clear(columns, seq_len - first)
@@ -166,24 +166,18 @@ def _attend(  # type: ignore[no-untyped-def]
             weights_at.store(weights.to(of_dtype))
             fence_async_shared()
             _barrier()
-            sums_0 = warpgroup_mma(weights_at, values.index(0), sums_0 * shrunk[:, None], is_async=True)
-            sums_1 = warpgroup_mma(weights_at, values.index(1), sums_1 * shrunk[:, None], is_async=True)
-            sums_2 = warpgroup_mma(weights_at, values.index(2), sums_2 * shrunk[:, None], is_async=True)
-            sums_3 = warpgroup_mma(weights_at, values.index(3), sums_3 * shrunk[:, None], is_async=True)
-            # Where both groups are done with a piece, its place is free for the next block.
+            shrink = shrunk[:, None]
+            sums = (
+                warpgroup_mma(weights_at, values.index(0), sums[0] * shrink, is_async=True),
+                warpgroup_mma(weights_at, values.index(1), sums[1] * shrink, is_async=True),
+                warpgroup_mma(weights_at, values.index(2), sums[2] * shrink, is_async=True),
+                warpgroup_mma(weights_at, values.index(3), sums[3] * shrink, is_async=True),
+            )
             total = total * _of_rows(shrunk, total) + _sums_of_thread(weights)
-            sums_0, sums_1, sums_2, sums_3 = warpgroup_mma_wait(3, deps=(sums_0, sums_1, sums_2, sums_3))
-            _barrier()
-            mbarrier.arrive(free[0])
-            sums_1, sums_2, sums_3 = warpgroup_mma_wait(2, deps=(sums_1, sums_2, sums_3))
-            _barrier()
-            mbarrier.arrive(free[1])
-            sums_2, sums_3 = warpgroup_mma_wait(1, deps=(sums_2, sums_3))
-            _barrier()
-            mbarrier.arrive(free[2])
-            sums_3 = warpgroup_mma_wait(0, deps=(sums_3,))
-            _barrier()
-            mbarrier.arrive(free[3])
+            for piece in gl.static_range(PIECES):  # where both groups are done with one, its place is free
+                sums = warpgroup_mma_wait(PIECES - 1 - piece, deps=sums)
+                _barrier()
+                mbarrier.arrive(free[piece])
 
         live = lane < QUERY_LEN * HEADS
         total_of = gl.convert_layout(gl.sum(gl.sum(total, 2), 1), ROW)
@@ -192,13 +186,13 @@ def _attend(  # type: ignore[no-untyped-def]
         if count == 1:
             at = row.to(gl.int64) * (QUERY_LEN * HEADS) + lane
             share = gl.where(saw, value_scale / divisor, 0.0)
-            _write(output + at * RANK, sums_0, sums_1, sums_2, sums_3, share, live)
+            _write(output + at * RANK, sums, share, live)
             if WANT_LSE:
                 gl.store(lse + at, gl.where(saw, (top + gl.log2(divisor)) * LN_2, float("-inf")), mask=live)
         else:
             at = (place + nth).to(gl.int64) * (TILES * ROWS) + lane
             share = gl.full([ROWS], 1.0, gl.float32, ROW)
-            _write(partial + at * RANK, sums_0, sums_1, sums_2, sums_3, share, live)
+            _write(partial + at * RANK, sums, share, live)
             gl.store(partial_sums + at * 2, top, mask=live)
             gl.store(partial_sums + at * 2 + 1, total_of, mask=live)
 
@@ -219,9 +213,9 @@ def _store_queries(query, q, q_rope, row, tile, QUERIES: gl.constexpr):  # type:
     lane = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
     from_row = query + (row.to(gl.int64) * QUERIES + lane)[:, None] * (RANK + ROPE)
     live = (lane < QUERIES)[:, None]
-    at = from_row + gl.arange(0, 128, gl.SliceLayout(0, LINES))[None]
-    for piece in gl.static_range(4):
-        q.index(piece).store(gl.load(at + piece * 128, mask=live, other=0.0))
+    at = from_row + gl.arange(0, WIDTH, gl.SliceLayout(0, LINES))[None]
+    for piece in gl.static_range(PIECES):
+        q.index(piece).store(gl.load(at + piece * WIDTH, mask=live, other=0.0))
     at = from_row + RANK + gl.arange(0, ROPE, gl.SliceLayout(0, LINES))[None]
     q_rope.store(gl.load(at, mask=live, other=0.0))
 
@@ -253,13 +247,9 @@ def _clear(columns, num_live):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _write(rows, sums_0, sums_1, sums_2, sums_3, share, live):  # type: ignore[no-untyped-def]
+def _write(rows, sums, share, live):  # type: ignore[no-untyped-def]
     """Weighted values of every row, each times the row's share."""
-    columns = gl.arange(0, 128, gl.SliceLayout(0, sums_0.type.layout))
-    to = rows[:, None] + columns[None]
+    to = rows[:, None] + gl.arange(0, WIDTH, gl.SliceLayout(0, sums[0].type.layout))[None]
     of_dtype: gl.constexpr = rows.dtype.element_ty
-    share, live = share[:, None], live[:, None]
-    gl.store(to, (sums_0 * share).to(of_dtype), mask=live)
-    gl.store(to + 128, (sums_1 * share).to(of_dtype), mask=live)
-    gl.store(to + 256, (sums_2 * share).to(of_dtype), mask=live)
-    gl.store(to + 384, (sums_3 * share).to(of_dtype), mask=live)
+    for piece in gl.static_range(PIECES):
+        gl.store(to + piece * WIDTH, (sums[piece] * share[:, None]).to(of_dtype), mask=live[:, None])
