@@ -80,6 +80,12 @@ class CudaRecorder:
             self._pieces.append(graph.replay)
 
 
+def without_python(run: Run, persistent: Sequence[object], recorder: GraphRecorder | None) -> Run:
+    """What runs it again, over what its tensors hold by then: with a recorder a graph, which the host replays sooner
+    than it makes the calls. `persistent` as for `capture`."""
+    return run if recorder is None else recorder.capture(run, persistent).replay
+
+
 @dataclass(frozen=True)
 class _CudaGraph:
     pieces: tuple[Callable[[], None], ...]

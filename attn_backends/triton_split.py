@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_backends.cuda_graphs import GraphRecorder
 from attn_backends.spec import AttentionSpec
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -151,18 +150,6 @@ class ItemList:
             list_items(seq_lens, query_start_loc, self.items, self._how)
         else:
             self._kernel, self._arguments = _launch_schedule(seq_lens, query_start_loc, self.items, self._how)
-
-    def filler(
-        self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor, recorder: GraphRecorder | None
-    ) -> Callable[[], object]:
-        """What fills it from these tensors, whatever they hold by then: with a recorder a graph of its own, as the host
-        replays one sooner than it launches a kernel of Triton's."""
-
-        def fill() -> torch.Tensor:
-            self.fill(seq_lens, query_start_loc)
-            return self.items
-
-        return fill if recorder is None else recorder.capture(fill, [self, seq_lens, query_start_loc]).replay
 
 
 @triton.jit(do_not_specialize=["num_rows", "target", "max_items", "behind", "chunk"])  # type: ignore[untyped-decorator]

@@ -103,20 +103,3 @@ def test_what_no_block_can_be_of(device: str, lacking: str, loaded: list[tuple[i
         batch = random_batch(get_backend("TRITON"), spec, [150, 90], [40, 80], page_size=32, device=device)
     check(batch)
     assert not loaded
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_schedule_fills_again_by_a_graph(device: str) -> None:
-    """Lengths that change in place are those that the replay lists."""
-    from attn_backends.cuda_graphs import CudaRecorder
-    from attn_backends.testing.graph_simulator import GraphSimulator
-    from attn_backends.triton_split import ItemList
-
-    ints = {"dtype": torch.int32, "device": device}
-    lens, starts = torch.tensor([5, 3], **ints), torch.arange(3, **ints)
-    items = ItemList(torch.zeros(4, 8, **ints), [2, 2, 1 << 30, 1 << 30, 16, 1])
-    recorder = CudaRecorder() if device == "cuda" else GraphSimulator(refuse_unreachable=True)
-    fill = items.filler(lens, starts, recorder)
-    lens.copy_(torch.tensor([7, 9]))
-    fill()
-    assert items.items[:2, 5].tolist() == [7, 9]

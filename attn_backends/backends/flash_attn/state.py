@@ -15,7 +15,7 @@ from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata, graph_
 from attn_backends.backends.flash_attn.options import FlashAttnOptions
 from attn_backends.backends.flash_attn.provider import Provider, choose
 from attn_backends.capturing_state import CapturingState
-from attn_backends.cuda_graphs import CudaRecorder
+from attn_backends.cuda_graphs import CudaRecorder, without_python
 from attn_backends.derive import StepBuffers
 from attn_backends.graph_inputs import GraphInputs, fill_together
 from attn_backends.interface import AttentionStep
@@ -168,14 +168,14 @@ class FlashAttnGraphState(FlashAttnState):
             self._reschedule[metadata.group_index]()
 
     def _rescheduler(self, group: int, schedule: torch.Tensor) -> Callable[[], object]:
-        """What makes a group's schedule anew, in place: on a GPU a graph, as the library's call takes the host long."""
+        """What makes a group's schedule anew, in place. The library's own call takes the host long."""
 
         def again() -> torch.Tensor:
             made = self.schedule(group, self._rows)
             assert made is not None  # as it was the first time
             return schedule.copy_(made)
 
-        return again if self._recorder is None else self._recorder.capture(again, [self._rows, schedule]).replay
+        return without_python(again, [self._rows, schedule], self._recorder)
 
     def idle_metadata(self, group_index: int) -> FlashAttnMetadata:
         """As many keys a row as it has tokens, to capture with."""

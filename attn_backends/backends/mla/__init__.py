@@ -13,8 +13,8 @@ flashmla_kernels.py   its kernels: who brings them, and the two generations of t
 flashmla_provider.py  fails to import where nobody does
 flashinfer_mla.py     FLASHINFER_MLA
 flashinfer_plan.py    one wrapper of FlashInfer and its plans
-triton_mla.py         TRITON_MLA: triton_kernel.py decodes, on Hopper hopper_kernel.py for many heads; triton_tiles.py says
-                      in which tiles
+triton_mla.py         TRITON_MLA: triton_kernel.py decodes, and hopper_kernel.py many heads on Hopper; triton_tiles.py
+                      says in which tiles
 flash_attn_mla.py     FLASH_ATTN_MLA, over the builds of flash_attn_mla_kernels.py; flash_attn_mla_provider.py as above
 
 A backend names its own Impl and State over these. It must have `MLAImpl._decode`; it may have `MLAImpl._prefill`,

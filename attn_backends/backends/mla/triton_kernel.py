@@ -72,19 +72,20 @@ def mla_decode_kernel(  # type: ignore[no-untyped-def]
 def mla_join_kernel(  # type: ignore[no-untyped-def]
     output, lse, items, partial, partial_sums, value_scale,
     WANT_LSE: tl.constexpr, QUERIES: tl.constexpr, PLACE: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of split rows: one program an item, for the row's queries in turn, so that a row has as many
-    programs as parts.
+    """Join the parts of split rows: SPREAD programs an item, for the row's queries in turn, so that a row has SPREAD
+    times as many programs as parts.
 
     A launch of its own: with 128 heads a row's parts are megabytes, which the last item of the row to end would join
     alone. PLACE is how many queries a place of partial results holds; PARTS are joined at a time.
     """
-    item = items + tl.program_id(0) * 8
+    item = items + tl.program_id(0) // SPREAD * 8
     row, place, parts = tl.load(item), tl.load(item + 3), tl.load(item + 4)
-    count, nth = parts // MOST_ITEMS, parts % MOST_ITEMS
+    count = parts // MOST_ITEMS
     if row >= 0 and count > 1:
-        for query in range(nth * QUERIES // count, (nth + 1) * QUERIES // count):
+        nth, programs = parts % MOST_ITEMS * SPREAD + tl.program_id(0) % SPREAD, count * SPREAD
+        for query in range(nth * QUERIES // programs, (nth + 1) * QUERIES // programs):
             joined, top, total = join(
                 partial, partial_sums, place * PLACE + query, PLACE, count, 1, 1, BLOCK_RANK, PARTS
             )

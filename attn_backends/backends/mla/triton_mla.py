@@ -34,6 +34,7 @@ from attn_backends.triton_split import (
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
 _JOIN_WARPS = 4
+_JOIN_QUERIES = 32  # of a row, for each of which an item has a program that joins
 _HOPPER = (9, 0)  # compute capability
 _GLUON_SINCE = (3, 6)  # as hopper_kernel.py uses it
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -187,9 +188,10 @@ def mla_decode(
             query, latent_cache, *rows, output, sums_to, *rest, *constants, num_warps=warps,
         )  # fmt: skip
     at_once = max(1, _JOIN_REGISTERS * 32 * _JOIN_WARPS // block_rank)  # a power of two, as all of these are
-    mla_join_kernel[len(items),](
+    spread = max(1, query_len * heads // _JOIN_QUERIES)
+    mla_join_kernel[len(items) * spread,](
         output, sums_to, items, partial, sums, factors[1],
-        want_lse, query_len * heads, tiles * tile_rows, rank, block_rank, at_once, num_warps=_JOIN_WARPS,
+        want_lse, query_len * heads, tiles * tile_rows, rank, block_rank, at_once, spread, num_warps=_JOIN_WARPS,
     )  # fmt: skip
 
 
@@ -202,7 +204,8 @@ def _on_hopper(
     page_size, query_len, heads, tiles, *_ = constants
     blocks = hopper_kernel.blocks_of(latent_cache.flatten(0, 1))
     hopper_kernel.mla_hopper_kernel[grid](
-        query, blocks, output, lse, *rest, page_size, query_len, heads, tiles, num_warps=hopper_kernel.WARPS,
+        query, latent_cache, blocks, output, lse, *rest, page_size, query_len, heads, tiles,
+        num_warps=hopper_kernel.WARPS,
     )  # fmt: skip
 
 

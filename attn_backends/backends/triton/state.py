@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,7 +13,7 @@ from attn_backends.backends.triton.launch import Cut, Schedule
 from attn_backends.backends.triton.metadata import DECODE_TOKENS, TritonMetadata
 from attn_backends.backends.triton.tuning import DecodeTile, decode_tile
 from attn_backends.capturing_state import CapturingState
-from attn_backends.cuda_graphs import CudaRecorder
+from attn_backends.cuda_graphs import CudaRecorder, without_python
 from attn_backends.derive import StepBuffers
 from attn_backends.graph_inputs import GraphInputs, fill_together
 from attn_backends.interface import AttentionStep
@@ -134,11 +135,8 @@ class TritonGraphState(TritonState):
             )
             for group in self.groups
         }
-        self._relist = {
-            index: step.schedule.list.filler(self._tensors["seq_lens"], starts, parent._recorder)
-            for index, step in self.steps.items()
-            if step.schedule is not None  # as in all of them: all rows of a graph are decoded
-        }
+        self._recorder = parent._recorder
+        self._relist = {index: self._relister(step) for index, step in self.steps.items()}
 
     def begin_forward(self, metadata: TritonMetadata) -> TritonStep:
         if not metadata.for_graph or metadata.num_tokens != self.num_tokens or metadata.num_rows != self.num_rows:
@@ -166,6 +164,17 @@ class TritonGraphState(TritonState):
             table = table[:, : given.shape[1]]
             given = given[:, : table.shape[1]]
         fill_together([slots, table, lens], [metadata.slot_mapping, given, metadata.seq_lens])
+
+    def _relister(self, step: TritonStep) -> Callable[[], object]:
+        """What lists a group's work anew, in place. Triton's launch of a kernel takes the host longer than a graph."""
+        schedule, lens, starts = step.schedule, self._tensors["seq_lens"], step.metadata.query_start_loc
+        assert schedule is not None  # as all rows of a graph are decoded
+
+        def again() -> torch.Tensor:
+            schedule.list.fill(lens, starts)
+            return schedule.list.items
+
+        return without_python(again, [schedule.list, lens, starts], self._recorder)
 
     def _metadata(self, group_index: int, starts: torch.Tensor, query_len: int) -> TritonMetadata:
         num_rows, num_tokens = self.num_rows, self.num_tokens
