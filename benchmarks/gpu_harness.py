@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -68,16 +69,21 @@ def host_clock(replay: Run, count: int) -> float:
 
 
 def in_turns_us(replays: dict[str, Run], rounds: int, device: torch.device) -> dict[str, float]:
-    """Median time of one replay of each contender, in microseconds, over rounds in which each has its turn."""
+    """Median time of one replay of each contender, in microseconds, over rounds in which each has its turn.
+
+    Every round has an order of its own: what ran before has heated the GPU, more or less, and its clock follows.
+    """
     clock = host_clock if device.type == "cpu" else EventClock()
     counts = {}
     for name, replay in replays.items():
         clock(replay, 2)  # to warm up
         counts[name] = max(1, min(MOST_REPLAYS, round(TURN_US / max(1e-3, clock(replay, 1)))))
     taken: dict[str, list[float]] = {name: [] for name in replays}
+    order, shuffled = list(replays), random.Random(0)
     for _ in range(rounds):
-        for name, replay in replays.items():
-            taken[name].append(clock(replay, counts[name]))
+        shuffled.shuffle(order)
+        for name in order:
+            taken[name].append(clock(replays[name], counts[name]))
     return {name: statistics.median(times) for name, times in taken.items()}
 
 

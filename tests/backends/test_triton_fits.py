@@ -144,7 +144,7 @@ def test_the_kernel_for_hopper_fits_as_compiled(dtype: str, query_len: int, head
     kernel = hopper_kernel.mla_hopper_kernel
     constants = {"WANT_LSE": want_lse, "PAGE_SIZE": 64, "QUERY_LEN": query_len, "HEADS": heads,
                  "TILES": -(-query_len * heads // 64)}  # fmt: skip
-    types = POINTERS | dict.fromkeys(("query", "latent_cache", "output"), f"*{dtype}")
+    types = POINTERS | dict.fromkeys(("query", "output"), f"*{dtype}")
     types["blocks"] = f"tensordesc<{dtype}[64, 64],{hopper_kernel.BLOCK_LAYOUT!r}>"
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}

@@ -40,15 +40,14 @@ def blocks_of(rows: torch.Tensor) -> Any:
 
 @gluon.jit(do_not_specialize=["table_row"])  # type: ignore[untyped-decorator]
 def mla_hopper_kernel(  # type: ignore[no-untyped-def]
-    query, latent_cache, blocks, output, lse, page_table, items, partial, partial_sums, scale, value_scale, table_row,
+    query, blocks, output, lse, page_table, items, partial, partial_sums, scale, value_scale, table_row,
     WANT_LSE: gl.constexpr, PAGE_SIZE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     """One program an item and tile of 64 of its queries, as `mla_decode_kernel` does.
 
     Args:
         query: [num_rows, QUERY_LEN * HEADS, RANK + ROPE], contiguous.
-        latent_cache: [num_pages, PAGE_SIZE, RANK + ROPE], contiguous; PAGE_SIZE is a multiple of LOAD.
-        blocks: of it, see `blocks_of`.
+        blocks: see `blocks_of`; PAGE_SIZE is a multiple of LOAD.
         output: [num_rows, QUERY_LEN * HEADS, RANK]; lse: [num_rows, QUERY_LEN * HEADS] f32.
         items: see `triton_split`; a place of partial results holds TILES * 64 queries of RANK.
         scale: of logits in base 2; value_scale: of the cache.
@@ -76,7 +75,7 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
         [
             (_attend, (query, results, item, scale, value_scale, tile, num_blocks, q, weights_at, held, WANT_LSE,
                        QUERY_LEN, HEADS, TILES)),
-            (_load, (latent_cache, blocks, pages, start, stop, num_blocks, held, PAGE_SIZE, TILES)),
+            (_load, (blocks, pages, start, stop, num_blocks, held, PAGE_SIZE)),
         ],
         [1],
         [24],
@@ -92,13 +91,8 @@ def _barrier_of():  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _load(  # type: ignore[no-untyped-def]
-    latent_cache, blocks, pages, start, stop, num_blocks, held, PAGE_SIZE: gl.constexpr, TILES: gl.constexpr
-):
-    """One warp: asks for the rope keys and every piece of every block once their place is free.
-
-    A block that one program alone reads has the L2 ask for the next: until there is a place, memory would be idle.
-    """
+def _load(blocks, pages, start, stop, num_blocks, held, PAGE_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """One warp: asks for the rope keys and every piece of every block once their place is free."""
     columns, rope, arrived, free = held
     for block in range(num_blocks):
         first = start + block * KEYS
@@ -117,21 +111,6 @@ def _load(  # type: ignore[no-untyped-def]
                 to = columns.index(part)
                 tma.async_copy_global_to_shared(blocks, [upper, part * LOAD], ready, to.slice(0, LOAD))
                 tma.async_copy_global_to_shared(blocks, [lower, part * LOAD], ready, to.slice(LOAD, LOAD))
-        if TILES == 1 and block + 1 < num_blocks:
-            upper, lower = _slots(pages, first + KEYS, stop, PAGE_SIZE)
-            _ask_l2(latent_cache + upper.to(gl.int64) * (RANK + ROPE))
-            _ask_l2(latent_cache + lower.to(gl.int64) * (RANK + ROPE))
-
-
-@gluon.jit
-def _ask_l2(rows):  # type: ignore[no-untyped-def]
-    """Have LOAD rows from an address on come from memory: 576 lines of 128 bytes."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    for lines in gl.static_range(9):
-        at = rows + (lines * 64 + gl.arange(0, 64, LANES)) * 64
-        gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
-        )
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

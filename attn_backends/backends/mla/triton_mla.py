@@ -204,8 +204,7 @@ def _on_hopper(
     page_size, query_len, heads, tiles, *_ = constants
     blocks = hopper_kernel.blocks_of(latent_cache.flatten(0, 1))
     hopper_kernel.mla_hopper_kernel[grid](
-        query, latent_cache, blocks, output, lse, *rest, page_size, query_len, heads, tiles,
-        num_warps=hopper_kernel.WARPS,
+        query, blocks, output, lse, *rest, page_size, query_len, heads, tiles, num_warps=hopper_kernel.WARPS,
     )  # fmt: skip
 
 
