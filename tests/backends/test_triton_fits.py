@@ -171,6 +171,39 @@ def test_what_was_tuned_on_hopper_stays_as_it_was_there() -> None:
         assert vars(tiles.decode_tile(*of_layer, hopper)) == row["tile"], row
 
 
+@pytest.mark.parametrize(
+    ("changed", "serves"),
+    [
+        ({}, True),
+        ({"page_size": 128}, True),
+        ({"page_size": 16}, False),
+        ({"cache_dtype": torch.float8_e4m3fn}, False),
+        ({"dtype": torch.float32}, False),
+        ({"kv_lora_rank": 256}, False),
+        ({"scale": -1.0}, False),
+        ({"capability": (8, 0)}, False),
+        ({"capability": (10, 0)}, False),
+        ({"triton": (9, 9)}, False),
+    ],
+    ids=str,
+)
+def test_whom_the_kernel_for_hopper_serves(
+    changed: dict[str, Any], serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attn_backends.backends.mla import triton_mla
+
+    asked = {"capability": (9, 0), "triton": (3, 6), "page_size": 64, "dtype": torch.bfloat16, **changed}
+    capability, version, page_size = (asked.pop(name) for name in ("capability", "triton", "page_size"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(triton_mla, "_TRITON", version)
+    spec, cache = MLASpec(128, **asked), KVCacheSpec(16, page_size)
+    assert triton_mla.suits_hopper_kernel(spec, cache, torch.device("cuda")) is serves
+    assert not triton_mla.suits_hopper_kernel(spec, cache, torch.device("cpu"))
+    tile = tiles.decode_tile(spec, cache, 64, 128, None, HOPPER, serves)
+    cut = tiles.Cut(tile, 64, 40, 132, serves)
+    assert (cut.for_hopper, cut.tile_rows) == (serves, 64 if serves else min(64, tile.rows))
+
+
 @pytest.mark.parametrize("room", [HOPPER, AMPERE, SMALL])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [16, 80, 128, 192, 256])

@@ -94,6 +94,20 @@ class TestTritonMLAModelShape(ModelShape):
 
 
 @pytest.mark.gpu
+class TestTritonMLAManyHeads(ModelShape):
+    """Where Hopper has a kernel of its own: many heads, in pages of 64."""
+
+    device = "cuda"
+
+    def make_spec(self, **changes: Any) -> MLASpec:
+        return super().make_spec(**{"num_qo_heads": 48, **changes})
+
+    def make_batch(self, spec: Any, shape: BatchShape | str, **how: Any) -> Any:
+        page_size = how.pop("page_size", 16 if how.get("shared_prefix_len") else 64)  # prefixes are multiples of 16
+        return super().make_batch(spec, shape, page_size=page_size, **how)
+
+
+@pytest.mark.gpu
 class TestOnHopper(KitBase):
     """Tiles of 64 queries, which a kernel of their own serves on Hopper: split rows, tiles that are not full, blocks
     that masks cross, and NaN behind the last key."""

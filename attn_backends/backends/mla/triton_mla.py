@@ -36,7 +36,7 @@ _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
 _JOIN_WARPS = 4
 _JOIN_QUERIES = 32  # of a row, for each of which an item has a program that joins
 _HOPPER = (9, 0)  # compute capability
-_GLUON_SINCE = (3, 6)  # as hopper_kernel.py uses it
+_GLUON_TRIED = {(3, 6), (3, 7)}  # Triton's versions that compile hopper_kernel.py; Gluon may change with any other
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
@@ -46,7 +46,7 @@ def suits_hopper_kernel(spec: MLASpec, cache: KVCacheSpec, device: torch.device)
     return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device) == _HOPPER
-        and _TRITON >= _GLUON_SINCE
+        and _TRITON in _GLUON_TRIED
         and (spec.kv_lora_rank, spec.qk_rope_head_dim) == (512, 64)
         and spec.cache_dtype is spec.dtype is not torch.float32
         and spec.scale > 0
@@ -199,7 +199,7 @@ def _on_hopper(
     grid: tuple[int], query: torch.Tensor, latent_cache: torch.Tensor, output: torch.Tensor, lse: torch.Tensor,
     rest: tuple[Any, ...], constants: list[int],
 ) -> None:  # fmt: skip
-    from attn_backends.backends.mla import hopper_kernel  # no older Triton has what it imports
+    from attn_backends.backends.mla import hopper_kernel  # not every Triton has what it imports
 
     page_size, query_len, heads, tiles, *_ = constants
     blocks = hopper_kernel.blocks_of(latent_cache.flatten(0, 1))
