@@ -79,6 +79,20 @@ def test_prompts_are_read_as_they_came(device: str, loaded: list[tuple[int, ...]
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_layer_without_keys_of_its_own(device: str, loaded: list[tuple[int, ...]]) -> None:
+    """It shares the cache of one that has written them: a prompt is then read from the pages."""
+    batch = a_batch(device, [70, 90], [1, 90], page_size=16)
+    layer, pool = a_layer(batch), batch.fresh_pool()
+    step = layer.begin(batch)
+    first = layer.forward(batch, step, kv_cache=pool)
+    assert len(loaded) == 2
+    second = layer.impl.forward(batch.query, None, None, pool, step)
+    assert_matches(first, batch)
+    assert_matches(Result(second, None, pool), batch)
+    assert len(loaded) == 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_parts_of_one_projection(device: str, loaded: list[tuple[int, ...]]) -> None:
     """Keys and values that lie side by side in a wider tensor; and where an odd one in front makes them unaligned."""
     batch = a_batch(device, [80, 90], [80, 90])
@@ -90,6 +104,18 @@ def test_parts_of_one_projection(device: str, loaded: list[tuple[int, ...]]) -> 
         output = layer.impl.forward(batch.query, key, value, pool, layer.begin(batch))
         assert_matches(Result(output, None, pool), batch)
         assert len(loaded) == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_key_for_all_tokens(device: str, loaded: list[tuple[int, ...]]) -> None:
+    """A view whose rows are all the same: there is no row to step to."""
+    batch = a_batch(device, [80], [80])
+    key, value = (of[:1].expand(80, -1, -1) for of in (batch.key, batch.value))
+    layer, pool = a_layer(batch), batch.fresh_pool()
+    got = layer.impl.forward(batch.query, key, value, pool, layer.begin(batch))
+    heads = torch.arange(4, device=device) // 2
+    assert torch.allclose(got.float(), value[:, heads].float(), atol=2e-2)
+    assert not loaded
 
 
 @pytest.mark.parametrize("device", DEVICES)

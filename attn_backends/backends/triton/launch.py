@@ -173,7 +173,7 @@ def _lies_in_rows(tensor: torch.Tensor) -> bool:
     in_row = (tensor.shape[-2] - 1) * head + tensor.shape[-1] <= slot
     page = tensor.stride(0) if tensor.dim() == 4 else 0
     aligned = not (slot * tensor.itemsize | head * tensor.itemsize | tensor.data_ptr()) % _ROW_ALIGNMENT
-    return aligned and page % slot == 0 and (in_row or head % slot == 0)
+    return aligned and slot > 0 and page % slot == 0 and (in_row or head % slot == 0)
 
 
 def _row_steps(tensor: torch.Tensor) -> list[int]:
@@ -186,8 +186,7 @@ def row_blocks(tensor: torch.Tensor, keys: int) -> TensorDescriptor:
     """Blocks of `keys` rows of one head of [(pages,) slots, heads, dim], for which `_can_be_blocks`."""
     sizes, strides, slot = tensor.shape[:-1], tensor.stride()[:-1], tensor.stride(-3)
     last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    shape = [last // slot + 1, slot if len(sizes) > 1 else tensor.shape[-1]]
-    return TensorDescriptor(tensor, shape, [slot, 1], [keys, tensor.shape[-1]])
+    return TensorDescriptor(tensor, [last // slot + 1, slot], [slot, 1], [keys, tensor.shape[-1]])
 
 
 def _strides(
