@@ -99,24 +99,22 @@ def fastest(shape: MLAShape, dtype: torch.dtype, page_size: int, rounds: int) ->
 
 def entries_of(
     shape: MLAShape, found: Sequence[dict[str, Any]], dtype: torch.dtype, page_size: int
-) -> Iterator[dict[str, Any]]:
+) -> list[dict[str, Any]]:
     """The fastest tile; where it is of the kernel for Hopper, the fastest of the others behind it."""
     bits = dtype.itemsize * 8
     layer = dict(zip(LAYER, (bits, bits, num_queries(shape), page_size, len(shape.seq_lens)), strict=True))
-    for row in found:
-        tile = {name: value for name, value in row.items() if name not in ("shape", "us")}
-        is_last = not LatentTile(**tile).is_hoppers
-        if is_last or row is found[0]:
-            yield {**layer, "tile": tile}
-        if is_last:
-            return
+    tried = [{name: value for name, value in row.items() if name not in ("shape", "us")} for row in found]
+    fastest_portable = next(tile for tile in tried if not LatentTile(**tile).is_hoppers)
+    kept = [fastest_portable] if fastest_portable is tried[0] else [tried[0], fastest_portable]
+    return [{**layer, "tile": tile} for tile in kept]
 
 
-def write(entries: Sequence[dict[str, Any]]) -> None:
+def write(entries: Sequence[list[dict[str, Any]]]) -> None:
     """Replace the table's rows of these layers; the others stay. Of shapes with equal layers the first counts."""
-    known = json.loads(TABLE.read_text())["decode"]
-    layers = {layer_of(of): [row for row in some if layer_of(row) == layer_of(of)]
-              for some in (known, entries) for of in reversed(some)}  # fmt: skip
+    layers: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+    for row in json.loads(TABLE.read_text())["decode"]:
+        layers.setdefault(layer_of(row), []).append(row)
+    layers |= {layer_of(rows[0]): rows for rows in reversed(entries)}
     lines = ",\n".join(f"  {json.dumps(row)}" for layer in sorted(layers) for row in layers[layer])
     TABLE.write_text(f'{{\n "decode": [\n{lines}\n ]\n}}\n')
 
@@ -138,11 +136,11 @@ def main() -> None:
     compile_all(shapes, arguments.workers, dtype, page_size)
     print("compiled", flush=True)
     all_rows: list[dict[str, Any]] = []
-    entries: list[dict[str, Any]] = []
+    entries: list[list[dict[str, Any]]] = []
     for shape in shapes:
         found = fastest(shape, dtype, page_size, arguments.rounds)
         print("\n".join(map(str, found[:5])), flush=True)
-        entries += entries_of(shape, found, dtype, page_size)
+        entries.append(entries_of(shape, found, dtype, page_size))
         all_rows += found
         write(entries)
     report("tune_triton_mla", "tiles of TRITON_MLA", all_rows, installed("torch", "triton"))

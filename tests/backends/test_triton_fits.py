@@ -141,6 +141,7 @@ def test_the_kernel_for_hopper_fits_as_compiled(dtype: str, query_len: int, head
 
     from attn_backends.backends.mla import hopper_kernel
 
+    assert (hopper_kernel.ROWS.value, hopper_kernel.KEYS.value) == tiles.HOPPER_TILE
     kernel = hopper_kernel.mla_hopper_kernel
     constants = {"WANT_LSE": want_lse, "PAGE_SIZE": 64, "QUERY_LEN": query_len, "HEADS": heads,
                  "TILES": -(-query_len * heads // 64)}  # fmt: skip

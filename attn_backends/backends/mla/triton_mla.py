@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from attn_backends.backends.mla.state import MLAState, MLAStep
 from attn_backends.backends.mla.triton_kernel import mla_decode_kernel, mla_join_kernel
 from attn_backends.backends.mla.triton_tiles import Cut, decode_tile
 from attn_backends.call_checks import reject_early_fp8
+from attn_backends.devices import is_hopper
 from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
@@ -34,8 +36,8 @@ from attn_backends.triton_split import (
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
 _JOIN_WARPS = 4
+_CUTS = 1024  # that are kept
 _JOIN_QUERIES = 32  # of a row, for each of which an item has a program that joins
-_HOPPER = (9, 0)  # compute capability
 _GLUON_TRIED = {(3, 6), (3, 7)}  # Triton's versions that compile hopper_kernel.py; Gluon may change with any other
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
@@ -45,7 +47,7 @@ def suits_hopper_kernel(spec: MLASpec, cache: KVCacheSpec, device: torch.device)
     loads divide."""
     return (
         device.type == "cuda"
-        and torch.cuda.get_device_capability(device) == _HOPPER
+        and is_hopper(device)
         and _TRITON in _GLUON_TRIED
         and (spec.kv_lora_rank, spec.qk_rope_head_dim) == (512, 64)
         and spec.cache_dtype is spec.dtype is not torch.float32
@@ -110,6 +112,7 @@ class TritonMLAState(MLAState):
         super().__init__(*args, **kwargs)
         self._num_sms = num_multiprocessors(self.device)
         self._shared_memory = shared_memory(self.device)
+        self._cut = lru_cache(maxsize=_CUTS)(self._make_cut)  # eager steps repeat their shapes
         most = self.limits.max_num_requests
         batches = [*(1 << bits for bits in range(most.bit_length())), most]
         lens = range(1, min(MLAMetadataBuilder.decode_threshold, self.limits.max_num_tokens) + 1)
@@ -133,7 +136,7 @@ class TritonMLAState(MLAState):
         held.list.fill(rows.seq_lens, held.query_starts)
         return held
 
-    def _cut(self, spec: MLASpec, num_rows: int, query_len: int) -> Cut:
+    def _make_cut(self, spec: MLASpec, num_rows: int, query_len: int) -> Cut:
         queries = query_len * spec.num_qo_heads
         hopper = suits_hopper_kernel(spec, self.cache, self.device)
         tile = decode_tile(spec, self.cache, num_rows, queries, self.options, self._shared_memory, hopper)

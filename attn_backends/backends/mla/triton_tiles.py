@@ -17,7 +17,7 @@ from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import KVCacheSpec
 from attn_backends.triton_split import block_bytes, fitted, padded
 
-HOPPER_TILE = (64, 128)  # rows and keys
+HOPPER_TILE = (64, 128)  # rows and keys of hopper_kernel.py, which not every Triton can import
 
 
 @dataclass(frozen=True)

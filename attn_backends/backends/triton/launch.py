@@ -122,7 +122,7 @@ class Kernels:
         spec, is_paged = self.spec, page_table is not None
         tile = self._prefill_tiles[is_paged]
         page_size = key.shape[1] if is_paged else 0
-        has_blocks = page_size % tile.keys == 0 and query.dtype is key.dtype and _can_be_blocks(key, value)
+        in_blocks = page_size % tile.keys == 0 and query.dtype is key.dtype and _can_be_blocks(key, value)
         tile_tokens = max(1, tile.rows // spec.group_size)
         constants = [
             *self._form, _alike(key, value), page_size, *self._heads, tile_tokens,
@@ -134,7 +134,8 @@ class Kernels:
         num_rows = len(seq_lens) - first_row
         span = [first_row, num_rows, num_tokens // tile_tokens + num_rows, section]
         _prefill(query, key, value, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, *self._extras,
-                 self._factors(is_paged), self._sees, span, constants, has_blocks, tile.warps)  # fmt: skip
+                 self._factors(is_paged), self._sees, span, constants,
+                 tile.keys if in_blocks else 0, tile.warps)  # fmt: skip
 
     def _stages(self, stages: int) -> tuple[int, int]:
         """Of blocks that all queries see whole; of the others, which are one or two but for windows and chunks."""
@@ -217,11 +218,11 @@ def _prefill(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor | None, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
     key_start_loc: torch.Tensor, slopes: torch.Tensor, sinks: torch.Tensor, factors: list[float], sees: list[int],
-    span: list[int], constants: list[int], has_blocks: bool, warps: int,
+    span: list[int], constants: list[int], block_keys: int, warps: int,
 ) -> None:  # fmt: skip
     _first_row, _num_rows, num_tiles, _section = span
-    num_kv_heads, keys = constants[5], constants[9]
-    blocks = (row_blocks(key, keys), row_blocks(value, keys)) if has_blocks else (None, None)
+    num_kv_heads = constants[5]
+    blocks = (row_blocks(key, block_keys), row_blocks(value, block_keys)) if block_keys else (None, None)
     table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
     prefill_kernel[num_tiles * num_kv_heads,](
         query, key, value, *blocks, output, sinks if lse is None else lse, table, seq_lens, query_start_loc,
