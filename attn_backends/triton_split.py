@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attn_backends.devices import is_hopper
 from attn_backends.spec import AttentionSpec
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -25,6 +26,8 @@ MOST_ITEMS = tl.constexpr(1 << 15)  # of a row
 _ITEMS = 64  # of a scheduling program
 _TENSOR_ENGINE_SINCE = (9, 0)  # compute capability
 _ALIGNED = 16  # bytes, which kernels are compiled for where addresses allow it
+_GLUON_TRIED = {(3, 6), (3, 7)}  # Triton's versions that compile our kernels for Hopper: Gluon may change with others
+_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 def num_multiprocessors(device: torch.device) -> int:
@@ -45,6 +48,11 @@ def shared_memory(device: torch.device) -> int:
 def has_tensor_engine(device: torch.device) -> bool:
     """Whether a GPU has a tensor memory accelerator, as Hopper and newer do. Interpreted kernels have."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _TENSOR_ENGINE_SINCE
+
+
+def has_hopper_kernels(device: torch.device) -> bool:
+    """Whether kernels that are written for Hopper, in Gluon, run on a device. None is interpreted."""
+    return device.type == "cuda" and is_hopper(device) and _TRITON in _GLUON_TRIED
 
 
 class Tile(Protocol):

@@ -4,10 +4,12 @@
 
 Every contender is one CUDA graph that attends over several copies of the cache, more than the L2 holds, and its output
 is first checked against float64. Ours goes builder → state → impl: for decode through the state's clone for graphs, for
-prefill planned eagerly, with the impls' launches captured. "us" writes no new keys, as bare kernels do not; "with KV
-write" does. A backend's ratio is against the fastest bare kernel of its shape, and FLASH_ATTN's also against that of
-the same provider, which follows the backend's name (without one, the best that is here). "of copy" is the bandwidth
-(keys and values once a request, queries, outputs) as a share of what a copy within the device reads and writes.
+prefill planned eagerly, with the impls' launches captured. A mixed batch has decodes in front of prompts; TRITON, which
+takes a launch for each, is also timed with all in its prefill kernel. "us" writes no new keys, as bare kernels do not;
+"with KV write" does. A backend's ratio is against the fastest bare kernel of its shape, and FLASH_ATTN's also against
+that of the same provider, which follows the backend's name (without one, the best that is here). "of copy" is the
+bandwidth (keys and values once a request, queries, outputs) as a share of what a copy within the device reads and
+writes.
 """
 
 from __future__ import annotations
@@ -51,11 +53,16 @@ SHAPES = {
         Shape((2048,) * 8, GQA, is_prefill=True),
         Shape((32768,), GQA, is_prefill=True),
     ],
+    "mixed": [
+        Shape((4096,) * 64 + (2048,), GQA, is_prefill=True, decodes=64),
+        Shape((4096,) * 16 + (8192,), GQA, is_prefill=True, decodes=16),
+    ],
     "skewed": [Shape((32768,) + (512,) * 63, GQA)],
     "tiny": [  # to see that the script runs
         Shape((40,) * 3, (4, 2, 64)),
         Shape((90, 7, 8), (4, 2, 64)),
         Shape((24, 31), (4, 2, 64), is_prefill=True),
+        Shape((60, 24, 31), (4, 2, 64), is_prefill=True, decodes=1),
     ],
     "tiny256": [  # the same for kernels whose pages have 256 slots
         Shape((256, 512), (4, 2, 64)),
@@ -63,7 +70,7 @@ SHAPES = {
     ],
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-COPY, WITH_WRITE = "copy", " with KV write"
+COPY, WITH_WRITE, ONE_LAUNCH = "copy", " with KV write", ", decodes with the prefill"
 BARE = bare_kernels.DECODE.keys() | bare_kernels.PREFILL.keys()
 OWN = {"vllm_fa3": "FA3", "flash_attn": "FA2, page 256"}  # bare kernels of FLASH_ATTN's providers
 PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn", "vllm", "numpy")
@@ -117,8 +124,13 @@ def ours(name: str, problem: Problem, options: dict[str, Any]) -> Made:
     common = replace(fitting.common, for_graph=True)
     is_capturable = backend.capabilities().cuda_graph > CudaGraphSupport.NEVER and not problem.shape.is_prefill
     if not is_capturable or not builder.can_run_in_cudagraph(common):
-        steps = [state.begin_forward(builder.build(0, of)) for of in (without_new_keys(fitting.common), fitting.common)]
-        return captured(*steps, None)
+        built = [builder.build(0, of) for of in (without_new_keys(fitting.common), fitting.common)]
+        made = captured(*map(state.begin_forward, built), None)
+        if name == "TRITON" and problem.shape.decodes:
+            label += ONE_LAUNCH
+            whole = [replace(of, num_decode_rows=0, num_decode_tokens=0, prefills_are_prompts=False) for of in built]
+            made |= captured(*map(state.begin_forward, whole), None)
+        return made
     with state.graph_capture(common.num_reqs):
         clone = state.graph_clone(common.num_reqs)
         step = clone.begin_forward(builder.build_for_cudagraph_capture(common))
@@ -156,6 +168,8 @@ def all_made(problem: Problem, names: Sequence[str], options: dict[str, Any], ba
     """The contenders for one problem, each warm and captured; and who dropped out why."""
     makers: dict[str, Callable[[], Made]] = {name: partial(ours, name, problem, options) for name in names}
     table = bare_kernels.PREFILL if problem.shape.is_prefill else bare_kernels.DECODE
+    if problem.shape.decodes:  # whose keys are not all new
+        table = {name: kernel for name, kernel in table.items() if "ragged" not in name}
     for name, kernel in table.items() if bare else ():
         makers[name] = lambda name=name, kernel=kernel: {name: kernel.contender(problem)}
     made: Made = {}

@@ -39,21 +39,24 @@ Call = Callable[[int], torch.Tensor]  # attends over the i-th copy; returns its 
 
 @dataclass(frozen=True)
 class Shape:
-    """Lengths and heads. Decode has one query token a request, prefill all of them."""
+    """Lengths and heads. Decode has one query token a request, prefill all of them but for the first `decodes`."""
 
     seq_lens: tuple[int, ...]
     heads: tuple[int, int, int]  # query heads, KV heads, head dim
     is_prefill: bool = False
+    decodes: int = 0
     shared_prefix: int = 0  # leading tokens that all requests have in the same pages
 
     @property
     def name(self) -> str:
         lens = " + ".join(f"{len(list(same))} x {length}" for length, same in groupby(self.seq_lens))
-        return f"{lens}, {self.heads[0]}/{self.heads[1]}, {self.heads[2]}{', prefill' if self.is_prefill else ''}"
+        kind = f"{f', {self.decodes} decodes and' if self.decodes else ','} prefill" if self.is_prefill else ""
+        return f"{lens}, {self.heads[0]}/{self.heads[1]}, {self.heads[2]}{kind}"
 
     @property
     def query_lens(self) -> tuple[int, ...]:
-        return self.seq_lens if self.is_prefill else (1,) * len(self.seq_lens)
+        decodes = self.decodes if self.is_prefill else len(self.seq_lens)
+        return (1,) * decodes + self.seq_lens[decodes:]
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """K and V read once by each request, queries read, outputs written."""
@@ -64,7 +67,8 @@ class Shape:
     def flops(self) -> float:
         """4 · keys · heads · dim a query token; of a causal prefill half of that, as is the custom."""
         per_key = 4 * self.heads[0] * self.heads[2]
-        return per_key * sum(n * n / 2 if self.is_prefill else n for n in self.seq_lens)
+        lens = zip(self.query_lens, self.seq_lens, strict=True)
+        return per_key * sum(n if queries == 1 else queries * n / 2 for queries, n in lens)
 
 
 @dataclass(frozen=True, eq=False)

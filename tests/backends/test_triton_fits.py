@@ -16,6 +16,7 @@ triton = pytest.importorskip("triton", reason="needs triton")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 tiles = pytest.importorskip("attn_backends.backends.mla.triton_tiles")
 split = pytest.importorskip("attn_backends.triton_split")
+launch = pytest.importorskip("attn_backends.backends.triton.launch")
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 
@@ -47,6 +48,16 @@ def shared_bytes(kernel: Any, types: dict[str, str], constants: dict[str, Any], 
              if signature[n].startswith("*") or n in ALIGNED}  # fmt: skip
     source = ASTSource(kernel, signature, values, whole)
     return _compiled(source, warps, capability)
+
+
+def gluon_bytes(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> int:
+    """The same of a kernel for Hopper."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else {**POINTERS, **types}.get(n, "i32") for n in names}
+    source = GluonASTSource(kernel, signature, {(names.index(name),): of for name, of in constants.items()}, {})
+    return _compiled(source, warps, 90)
 
 
 def _compiled(source: Any, warps: int, capability: int) -> int:
@@ -135,22 +146,36 @@ def test_latent_decode_fits_as_compiled(capability: int, room: int, heads: int) 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(("query_len", "heads", "want_lse"), [(1, 128, 0), (4, 40, 1)])
-def test_the_kernel_for_hopper_fits_as_compiled(dtype: str, query_len: int, heads: int, want_lse: int) -> None:
-    """A block of 128 rows beside the queries."""
-    from triton.experimental.gluon._runtime import GluonASTSource
-
+@pytest.mark.parametrize("tile", tiles.HOPPER_TILES, ids=str)
+def test_the_latent_kernel_for_hopper_fits_as_compiled(
+    tile: tuple[int, ...], query_len: int, heads: int, want_lse: int, dtype: str
+) -> None:
+    """Blocks of rows beside the queries."""
     from attn_backends.backends.mla import hopper_kernel
 
-    assert (hopper_kernel.ROWS.value, hopper_kernel.KEYS.value) == tiles.HOPPER_TILE
-    kernel = hopper_kernel.mla_hopper_kernel
+    rows, keys, warps, blocks = tile
+    assert (rows, warps) == (hopper_kernel.ROWS.value, hopper_kernel.WARPS)
     constants = {"WANT_LSE": want_lse, "PAGE_SIZE": 64, "QUERY_LEN": query_len, "HEADS": heads,
-                 "TILES": -(-query_len * heads // 64)}  # fmt: skip
-    types = POINTERS | dict.fromkeys(("query", "output"), f"*{dtype}")
+                 "TILES": -(-query_len * heads // 64), "KEYS": keys, "BLOCKS": blocks}  # fmt: skip
+    types = dict.fromkeys(("query", "output"), f"*{dtype}")
     types["blocks"] = f"tensordesc<{dtype}[64, 64],{hopper_kernel.BLOCK_LAYOUT!r}>"
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    source = GluonASTSource(kernel, signature, {(names.index(name),): of for name, of in constants.items()}, {})
-    assert _compiled(source, hopper_kernel.WARPS, 90) <= HOPPER
+    assert gluon_bytes(hopper_kernel.mla_hopper_kernel, types, constants, warps) <= HOPPER
+
+
+@pytest.mark.parametrize("page_size", [0, 16, 96])
+@pytest.mark.parametrize("dims", launch._HOPPER_DIMS, ids=str)
+def test_the_prefill_kernel_for_hopper_fits_as_compiled(dims: tuple[int, int], page_size: int) -> None:
+    from attn_backends.backends.triton import hopper_kernel
+
+    keys = hopper_kernel.keys_of(dims[0])
+    rows = hopper_kernel.rows_of_load(page_size, keys)
+    constants = {"PAGE_SIZE": page_size, "LOAD": rows, "KV_HEADS": 2, "GROUP": 4, "TOKENS": 32, "KEYS": keys,
+                 "DIM": dims[0], "DIM_VO": dims[1]}  # fmt: skip
+    types = dict.fromkeys(("query", "output"), "*bf16")
+    strips = f"tensordesc<bf16[{rows}, 64],{hopper_kernel.BLOCK_LAYOUT!r}>"
+    types |= dict.fromkeys(("key_strips", "value_strips"), strips)
+    kernel = hopper_kernel.prefill_hopper_kernel
+    assert gluon_bytes(kernel, types, constants, hopper_kernel.GROUP_WARPS) <= HOPPER
 
 
 def test_what_was_tuned_on_hopper_stays_as_it_was_there() -> None:
@@ -168,8 +193,8 @@ def test_what_was_tuned_on_hopper_stays_as_it_was_there() -> None:
         mla = MLASpec(row["queries"], dtype=of_bits[row["bits"]], cache_dtype=cached)
         cache = KVCacheSpec(16, row["page_size"])
         of_layer = (mla, cache, row["rows"], row["queries"], None, HOPPER)
-        hopper = tiles.LatentTile(**row["tile"]).is_hoppers
-        assert vars(tiles.decode_tile(*of_layer, hopper)) == row["tile"], row
+        tile = tiles.LatentTile(**row["tile"])
+        assert tiles.decode_tile(*of_layer, tile.hopper) == tile, row
 
 
 @pytest.mark.parametrize(
@@ -196,13 +221,12 @@ def test_whom_the_kernel_for_hopper_serves(
     asked = {"capability": (9, 0), "triton": (3, 6), "page_size": 64, "dtype": torch.bfloat16, **changed}
     capability, version, page_size = (asked.pop(name) for name in ("capability", "triton", "page_size"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(triton_mla, "_TRITON", version)
+    monkeypatch.setattr(split, "_TRITON", version)
     spec, cache = MLASpec(128, **asked), KVCacheSpec(16, page_size)
     assert triton_mla.suits_hopper_kernel(spec, cache, torch.device("cuda")) is serves
     assert not triton_mla.suits_hopper_kernel(spec, cache, torch.device("cpu"))
     tile = tiles.decode_tile(spec, cache, 64, 128, None, HOPPER, serves)
-    cut = tiles.Cut(tile, 64, 40, 132, serves)
-    assert (cut.for_hopper, cut.tile_rows) == (serves, 64 if serves else min(64, tile.rows))
+    assert (tile.hopper, tiles.Cut(tile, 64, 40, 132).tile_rows) == (serves, 64 if serves else min(64, tile.rows))
 
 
 @pytest.mark.parametrize("room", [HOPPER, AMPERE, SMALL])

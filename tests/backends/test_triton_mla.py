@@ -22,6 +22,7 @@ from tests.interpreted import in_own_process, only_interpreted, run_interpreted
 
 MOST_ITEMS = pytest.importorskip("attn_backends.triton_split").MOST_ITEMS
 triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla")
+triton_tiles = pytest.importorskip("attn_backends.backends.mla.triton_tiles")
 
 SHARED = "chunk or reorder or shared_prefix or features_on_long or head_counts or host_reads"
 TILE = {"rows": 16, "keys": 16, "warps": 4, "stages": 2, "programs": 16, "min_keys": 16}
@@ -116,12 +117,16 @@ class TestOnHopper(KitBase):
     device = "cuda"
     dtypes = (torch.bfloat16, torch.float16)
 
+    @pytest.mark.parametrize("size", triton_tiles.HOPPER_TILES, ids=str)
     @pytest.mark.parametrize("page_size", [64, 128])
     @pytest.mark.parametrize("heads", [16, 40, 128])
     @pytest.mark.parametrize("shape", [*SHAPES, BatchShape(seq_lens=(1500, 64, 700), query_lens=(2, 2, 2))], ids=str)
-    def test_rows(self, shape: BatchShape, heads: int, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_rows(
+        self, shape: BatchShape, heads: int, page_size: int, size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         spec = MLASpec(heads, dtype=self.dtype)
-        tile = TILE | {"rows": 64, "keys": 128, "min_keys": 128}
+        sizes = dict(zip(("rows", "keys", "warps", "stages"), size, strict=True))
+        tile = {**TILE, **sizes, "min_keys": 128, "hopper": True}
         batch = self.make_batch(spec, shape, page_size=page_size, poison=float("nan"))
         made, seen = triton_mla._on_hopper, []
         monkeypatch.setattr(triton_mla, "_on_hopper", lambda *given: seen.append(given[0]) or made(*given))

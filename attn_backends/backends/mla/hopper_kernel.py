@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_backends.triton_split import LN_2, MOST_ITEMS
 
-ROWS, KEYS, RANK, ROPE = gl.constexpr(64), gl.constexpr(128), gl.constexpr(512), gl.constexpr(64)
+ROWS, RANK, ROPE = gl.constexpr(64), gl.constexpr(512), gl.constexpr(64)
 PIECES, WIDTH = gl.constexpr(4), gl.constexpr(128)  # of a block's columns
 LOAD = gl.constexpr(64)  # rows and columns of one load: what a swizzle of 128 bytes is wide, and no page is smaller
 WARPS = 8  # two groups: each has 64 columns of the logits, and of every piece of weighted values
@@ -42,6 +42,7 @@ def blocks_of(rows: torch.Tensor) -> Any:
 def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     query, blocks, output, lse, page_table, items, partial, partial_sums, scale, value_scale, table_row,
     WANT_LSE: gl.constexpr, PAGE_SIZE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr,
+    KEYS: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """One program an item and tile of 64 of its queries, as `mla_decode_kernel` does.
 
@@ -64,62 +65,81 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
 
     q = gl.allocate_shared_memory(of_dtype, [PIECES, ROWS, WIDTH], BLOCK_LAYOUT)
     weights_at = gl.allocate_shared_memory(of_dtype, [ROWS, KEYS], BLOCK_LAYOUT)
-    columns = gl.allocate_shared_memory(of_dtype, [RANK // LOAD, KEYS, LOAD], BLOCK_LAYOUT)
-    rope = gl.allocate_shared_memory(of_dtype, [KEYS, ROPE], BLOCK_LAYOUT)
-    arrived = (_barrier_of(), _barrier_of(), _barrier_of(), _barrier_of(), _barrier_of())  # pieces, and the rope keys
-    free = (_barrier_of(), _barrier_of(), _barrier_of(), _barrier_of(), _barrier_of())
+    columns = gl.allocate_shared_memory(of_dtype, [BLOCKS * (RANK // LOAD), KEYS, LOAD], BLOCK_LAYOUT)
+    rope = gl.allocate_shared_memory(of_dtype, [BLOCKS, KEYS, ROPE], BLOCK_LAYOUT)
+    arrived = _barriers_of(BLOCKS)
+    free = _barriers_of(BLOCKS)
     fence_async_shared()
     held = (columns, rope, arrived, free)
     results = (output, lse, partial, partial_sums)
     gl.warp_specialize(
         [
             (_attend, (query, results, item, scale, value_scale, tile, num_blocks, q, weights_at, held, WANT_LSE,
-                       QUERY_LEN, HEADS, TILES)),
-            (_load, (blocks, pages, start, stop, num_blocks, held, PAGE_SIZE)),
+                       QUERY_LEN, HEADS, TILES, KEYS, BLOCKS)),
+            (_load, (blocks, pages, start, stop, num_blocks, held, PAGE_SIZE, KEYS, BLOCKS)),
         ],
         [1],
         [24],
     )  # fmt: skip
 
 
-@gluon.jit
-def _barrier_of():  # type: ignore[no-untyped-def]
-    """One that one thread arrives at. Each is an allocation of its own: Triton synchronises uses of one allocation."""
-    made = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(made, 1)
+@gluon.jit  # type: ignore[untyped-decorator]
+def _barriers_of(BLOCKS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Of the pieces, and of the rope keys; each is of every block in shared memory."""
+    return _barrier_of(BLOCKS), _barrier_of(BLOCKS), _barrier_of(BLOCKS), _barrier_of(BLOCKS), _barrier_of(BLOCKS)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _barrier_of(BLOCKS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """[BLOCKS] that one thread arrives at. An allocation of their own: Triton synchronises uses of one allocation."""
+    made = gl.allocate_shared_memory(gl.int64, [BLOCKS, 1], mbarrier.MBarrierLayout())
+    for block in gl.static_range(BLOCKS):
+        mbarrier.init(made.index(block), 1)
     return made
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _load(blocks, pages, start, stop, num_blocks, held, PAGE_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
+def _load(  # type: ignore[no-untyped-def]
+    blocks, pages, start, stop, num_blocks, held, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, BLOCKS: gl.constexpr
+):
     """One warp: asks for the rope keys and every piece of every block once their place is free."""
     columns, rope, arrived, free = held
     for block in range(num_blocks):
         first = start + block * KEYS
-        upper, lower = _slots(pages, first, stop, PAGE_SIZE)
-        mbarrier.wait(free[PIECES], block & 1 ^ 1)
-        ready = arrived[PIECES]
-        mbarrier.expect(ready, 2 * blocks.block_type.nbytes)
-        tma.async_copy_global_to_shared(blocks, [upper, RANK], ready, rope.slice(0, LOAD))
-        tma.async_copy_global_to_shared(blocks, [lower, RANK], ready, rope.slice(LOAD, LOAD))
+        stage, turn = block % BLOCKS, block // BLOCKS & 1
+        upper = _slot(pages, first, stop, PAGE_SIZE)
+        lower = _slot(pages, first + LOAD, stop, PAGE_SIZE) if KEYS > LOAD else upper
+        mbarrier.wait(free[PIECES].index(stage), turn ^ 1)
+        ready = arrived[PIECES].index(stage)
+        mbarrier.expect(ready, KEYS // LOAD * blocks.block_type.nbytes)
+        _load_columns(blocks, upper, lower, RANK, ready, rope.index(stage), KEYS)
         for piece in gl.static_range(PIECES):
-            mbarrier.wait(free[piece], block & 1 ^ 1)
-            ready = arrived[piece]
-            mbarrier.expect(ready, 4 * blocks.block_type.nbytes)
-            for half in gl.static_range(2):
-                part = 2 * piece + half
-                to = columns.index(part)
-                tma.async_copy_global_to_shared(blocks, [upper, part * LOAD], ready, to.slice(0, LOAD))
-                tma.async_copy_global_to_shared(blocks, [lower, part * LOAD], ready, to.slice(LOAD, LOAD))
+            mbarrier.wait(free[piece].index(stage), turn ^ 1)
+            ready = arrived[piece].index(stage)
+            mbarrier.expect(ready, WIDTH // LOAD * (KEYS // LOAD) * blocks.block_type.nbytes)
+            for part in gl.static_range(WIDTH // LOAD):
+                part += WIDTH // LOAD * piece
+                to = columns.index(stage * (RANK // LOAD) + part)
+                _load_columns(blocks, upper, lower, part * LOAD, ready, to, KEYS)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _load_columns(blocks, upper, lower, column, ready, to, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """LOAD columns of a block's rows, which begin at the slots `upper` and, its second half, `lower`."""
+    tma.async_copy_global_to_shared(blocks, [upper, column], ready, to.slice(0, LOAD))
+    if KEYS > LOAD:
+        tma.async_copy_global_to_shared(blocks, [lower, column], ready, to.slice(LOAD, LOAD))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     query, results, item, scale, value_scale, tile, num_blocks, q, weights_at, held,
     WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr,
+    KEYS: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Two groups of warps: products, softmax, and the result."""
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16])  # and of pieces of values
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, KEYS // 2, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, WIDTH // 2, 16])  # of a piece
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
     of_dtype: gl.constexpr = query.dtype.element_ty
     output, lse, partial, partial_sums = results
@@ -129,13 +149,13 @@ def _attend(  # type: ignore[no-untyped-def]
     seq_len = gl.load(item + 5)
     if row >= 0:
         count, nth = parts // MOST_ITEMS, parts % MOST_ITEMS
-        values = columns._reinterpret(of_dtype, [PIECES, KEYS, WIDTH], BLOCK_LAYOUT)
+        values = columns._reinterpret(of_dtype, [BLOCKS * PIECES, KEYS, WIDTH], BLOCK_LAYOUT)
         q_rope_at = weights_at.slice(0, ROPE, dim=1)  # whose place weights take
         _store_queries(query, q, q_rope_at, row, tile, QUERY_LEN * HEADS)
         q_rope = q_rope_at.load(gl.DotOperandLayout(0, LOGITS, 2))  # stays in registers
         fence_async_shared()
 
-        zeros = gl.zeros([ROWS, WIDTH], gl.float32, LOGITS)
+        zeros = gl.zeros([ROWS, WIDTH], gl.float32, VALUES)
         sums = (zeros, zeros, zeros, zeros)
         top = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         nothing = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
@@ -145,19 +165,22 @@ def _attend(  # type: ignore[no-untyped-def]
         all_see = gl.minimum(seq_len - QUERY_LEN + 1, stop)  # keys before it need no mask
         for block in range(num_blocks):
             first = start + block * KEYS
-            mbarrier.wait(arrived[PIECES], block & 1)
-            logits = warpgroup_mma(q_rope, rope.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            stage, turn = block % BLOCKS, block // BLOCKS & 1
+            mbarrier.wait(arrived[PIECES].index(stage), turn)
+            rope_keys = rope.index(stage).permute((1, 0))
+            logits = warpgroup_mma(q_rope, rope_keys, nothing, use_acc=False, is_async=True)
             for piece in gl.static_range(PIECES):
-                mbarrier.wait(arrived[piece], block & 1)
-                logits = warpgroup_mma(q.index(piece), values.index(piece).permute((1, 0)), logits, is_async=True)
+                mbarrier.wait(arrived[piece].index(stage), turn)
+                keys = values.index(stage * PIECES + piece).permute((1, 0))
+                logits = warpgroup_mma(q.index(piece), keys, logits, is_async=True)
             logits = warpgroup_mma_wait(0, deps=(logits,))
             _barrier()
-            mbarrier.arrive(free[PIECES])
+            mbarrier.arrive(free[PIECES].index(stage))
             if first + KEYS > all_see:
                 seen = first + gl.arange(0, KEYS, gl.SliceLayout(0, LOGITS))[None] <= last_seen[:, None]
                 logits = gl.where(seen, logits, float("-inf"))
             if first + KEYS > seq_len:
-                _clear(columns, seq_len - first)
+                _clear(columns, stage, seq_len - first, KEYS)
             new_top = gl.maximum(top, gl.max(logits, 1) * scale)
             base = gl.where(new_top == float("-inf"), 0.0, new_top)
             weights = gl.exp2(logits * scale - base[:, None])
@@ -166,18 +189,19 @@ def _attend(  # type: ignore[no-untyped-def]
             weights_at.store(weights.to(of_dtype))
             fence_async_shared()
             _barrier()
-            shrink = shrunk[:, None]
+            shrink = gl.convert_layout(shrunk, gl.SliceLayout(1, VALUES), assert_trivial=True)[:, None]
+            piece_0 = stage * PIECES
             sums = (
-                warpgroup_mma(weights_at, values.index(0), sums[0] * shrink, is_async=True),
-                warpgroup_mma(weights_at, values.index(1), sums[1] * shrink, is_async=True),
-                warpgroup_mma(weights_at, values.index(2), sums[2] * shrink, is_async=True),
-                warpgroup_mma(weights_at, values.index(3), sums[3] * shrink, is_async=True),
+                warpgroup_mma(weights_at, values.index(piece_0), sums[0] * shrink, is_async=True),
+                warpgroup_mma(weights_at, values.index(piece_0 + 1), sums[1] * shrink, is_async=True),
+                warpgroup_mma(weights_at, values.index(piece_0 + 2), sums[2] * shrink, is_async=True),
+                warpgroup_mma(weights_at, values.index(piece_0 + 3), sums[3] * shrink, is_async=True),
             )
             total = total * _of_rows(shrunk, total) + _sums_of_thread(weights)
             for piece in gl.static_range(PIECES):  # where both groups are done with one, its place is free
                 sums = warpgroup_mma_wait(PIECES - 1 - piece, deps=sums)
                 _barrier()
-                mbarrier.arrive(free[piece])
+                mbarrier.arrive(free[piece].index(stage))
 
         live = lane < QUERY_LEN * HEADS
         total_of = gl.convert_layout(gl.sum(gl.sum(total, 2), 1), ROW)
@@ -198,32 +222,33 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _slots(pages, first, stop, PAGE_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the halves of the block of keys from `first` on lie; anywhere, if there are no such keys."""
-    upper = gl.load(pages + first // PAGE_SIZE, mask=first < stop, other=0) * PAGE_SIZE + first % PAGE_SIZE
-    first += LOAD
-    lower = gl.load(pages + first // PAGE_SIZE, mask=first < stop, other=0) * PAGE_SIZE + first % PAGE_SIZE
-    return upper, lower
+def _slot(pages, key, stop, PAGE_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a key lies; anywhere, if there is no such key."""
+    return gl.load(pages + key // PAGE_SIZE, mask=key < stop, other=0) * PAGE_SIZE + key % PAGE_SIZE
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _store_queries(query, q, q_rope, row, tile, QUERIES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The tile's queries, in shared memory for good."""
+    """The tile's queries, in shared memory for good. All loads are under way before the first is stored."""
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     lane = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
     from_row = query + (row.to(gl.int64) * QUERIES + lane)[:, None] * (RANK + ROPE)
     live = (lane < QUERIES)[:, None]
     at = from_row + gl.arange(0, WIDTH, gl.SliceLayout(0, LINES))[None]
+    loaded = ()
     for piece in gl.static_range(PIECES):
-        q.index(piece).store(gl.load(at + piece * WIDTH, mask=live, other=0.0))
+        loaded = loaded + (gl.load(at + piece * WIDTH, mask=live, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     at = from_row + RANK + gl.arange(0, ROPE, gl.SliceLayout(0, LINES))[None]
-    q_rope.store(gl.load(at, mask=live, other=0.0))
+    loaded_rope = gl.load(at, mask=live, other=0.0)
+    for piece in gl.static_range(PIECES):
+        q.index(piece).store(loaded[piece])
+    q_rope.store(loaded_rope)
 
 
 @gluon.jit
 def _sums_of_thread(weights):  # type: ignore[no-untyped-def]
     """[ROWS, 2, 8] of [ROWS, KEYS]: over the columns that one thread has, without a word to the others."""
-    return gl.sum(gl.reshape(weights, [ROWS, 2, 8, 8]), 2)
+    return gl.sum(gl.reshape(weights, [ROWS, 2, weights.shape[1] // 16, 8]), 2)
 
 
 @gluon.jit
@@ -234,13 +259,13 @@ def _of_rows(values, like):  # type: ignore[no-untyped-def]
     return gl.expand_dims(gl.expand_dims(values, 1), 2)
 
 
-@gluon.jit
-def _clear(columns, num_live):  # type: ignore[no-untyped-def]
+@gluon.jit  # type: ignore[untyped-decorator]
+def _clear(columns, stage, num_live, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Zeros for rows from `num_live` on: what lies behind the last key may be NaN, which no weight of zero undoes."""
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     live = gl.arange(0, KEYS, gl.SliceLayout(1, LINES)) < num_live
     for part in gl.static_range(RANK // LOAD):
-        at = columns.index(part)
+        at = columns.index(stage * (RANK // LOAD) + part)
         held = at.load(LINES)
         at.store(gl.where(live[:, None], held, gl.zeros_like(held)))
     fence_async_shared()
@@ -249,6 +274,10 @@ def _clear(columns, num_live):  # type: ignore[no-untyped-def]
 @gluon.jit
 def _write(rows, sums, share, live):  # type: ignore[no-untyped-def]
     """Weighted values of every row, each times the row's share."""
+    ROW: gl.constexpr = gl.SliceLayout(1, sums[0].type.layout)
+    share = gl.convert_layout(share, ROW, assert_trivial=True)
+    live = gl.convert_layout(live, ROW, assert_trivial=True)
+    rows = gl.convert_layout(rows, ROW, assert_trivial=True)
     to = rows[:, None] + gl.arange(0, WIDTH, gl.SliceLayout(0, sums[0].type.layout))[None]
     of_dtype: gl.constexpr = rows.dtype.element_ty
     for piece in gl.static_range(PIECES):

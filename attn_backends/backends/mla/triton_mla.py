@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_backends.backends.mla.backend import MLABackend
@@ -18,7 +17,6 @@ from attn_backends.backends.mla.state import MLAState, MLAStep
 from attn_backends.backends.mla.triton_kernel import mla_decode_kernel, mla_join_kernel
 from attn_backends.backends.mla.triton_tiles import Cut, decode_tile
 from attn_backends.call_checks import reject_early_fp8
-from attn_backends.devices import is_hopper
 from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
@@ -26,6 +24,7 @@ from attn_backends.triton_split import (
     FAR,
     INTERPRETED,
     ItemList,
+    has_hopper_kernels,
     has_tensor_engine,
     num_multiprocessors,
     operator,
@@ -37,18 +36,13 @@ _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
 _JOIN_WARPS = 4
 _CUTS = 1024  # that are kept
-_JOIN_QUERIES = 32  # of a row, for each of which an item has a program that joins
-_GLUON_TRIED = {(3, 6), (3, 7)}  # Triton's versions that compile hopper_kernel.py; Gluon may change with any other
-_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 def suits_hopper_kernel(spec: MLASpec, cache: KVCacheSpec, device: torch.device) -> bool:
     """Whether the kernel that is written for Hopper can serve a layer: rows of 512 + 64 in 16 bits, whose pages its
     loads divide."""
     return (
-        device.type == "cuda"
-        and is_hopper(device)
-        and _TRITON in _GLUON_TRIED
+        has_hopper_kernels(device)
         and (spec.kv_lora_rank, spec.qk_rope_head_dim) == (512, 64)
         and spec.cache_dtype is spec.dtype is not torch.float32
         and spec.scale > 0
@@ -140,7 +134,7 @@ class TritonMLAState(MLAState):
         queries = query_len * spec.num_qo_heads
         hopper = suits_hopper_kernel(spec, self.cache, self.device)
         tile = decode_tile(spec, self.cache, num_rows, queries, self.options, self._shared_memory, hopper)
-        return Cut(tile, num_rows, queries, self._num_sms, hopper)
+        return Cut(tile, num_rows, queries, self._num_sms)
 
 
 class TritonMLAImpl(MLAImpl):
@@ -171,14 +165,14 @@ class TritonMLAImpl(MLAImpl):
             *self._dims, tile.stages, int(query.dtype is torch.float32),
         ]  # fmt: skip
         mla_decode(query, latent_cache, output, lse, rows.page_table, split.list.items, split.partial, split.sums,
-                   [self._scale, self.k_scale], constants, tile.warps, cut.for_hopper)  # fmt: skip
+                   [self._scale, self.k_scale], constants, tile.warps, tile.hopper, cut.join_spread)  # fmt: skip
 
 
 @operator(("output", "lse", "partial", "sums"))
 def mla_decode(
     query: torch.Tensor, latent_cache: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor, items: torch.Tensor, partial: torch.Tensor, sums: torch.Tensor, factors: list[float],
-    constants: list[int], warps: int, for_hopper: bool,
+    constants: list[int], warps: int, for_hopper: bool, spread: int,
 ) -> None:  # fmt: skip
     _page_size, query_len, heads, tiles, tile_rows, _keys, rank, _rope, block_rank, *_ = constants
     sums_to, want_lse = (sums, 0) if lse is None else (lse, 1)
@@ -191,7 +185,6 @@ def mla_decode(
             query, latent_cache, *rows, output, sums_to, *rest, *constants, num_warps=warps,
         )  # fmt: skip
     at_once = max(1, _JOIN_REGISTERS * 32 * _JOIN_WARPS // block_rank)  # a power of two, as all of these are
-    spread = max(1, query_len * heads // _JOIN_QUERIES)
     mla_join_kernel[len(items) * spread,](
         output, sums_to, items, partial, sums, factors[1],
         want_lse, query_len * heads, tiles * tile_rows, rank, block_rank, at_once, spread, num_warps=_JOIN_WARPS,
@@ -204,10 +197,11 @@ def _on_hopper(
 ) -> None:  # fmt: skip
     from attn_backends.backends.mla import hopper_kernel  # not every Triton has what it imports
 
-    page_size, query_len, heads, tiles, *_ = constants
+    page_size, query_len, heads, tiles, _tile_rows, keys, *_, num_blocks, _exact = constants
     blocks = hopper_kernel.blocks_of(latent_cache.flatten(0, 1))
     hopper_kernel.mla_hopper_kernel[grid](
-        query, blocks, output, lse, *rest, page_size, query_len, heads, tiles, num_warps=hopper_kernel.WARPS,
+        query, blocks, output, lse, *rest, page_size, query_len, heads, tiles, keys, num_blocks,
+        num_warps=hopper_kernel.WARPS,
     )  # fmt: skip
 
 

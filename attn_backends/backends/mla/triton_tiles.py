@@ -17,7 +17,9 @@ from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import KVCacheSpec
 from attn_backends.triton_split import block_bytes, fitted, padded
 
-HOPPER_TILE = (64, 128)  # rows and keys of hopper_kernel.py, which not every Triton can import
+# Rows and keys of hopper_kernel.py's tiles, its warps, and blocks in shared memory. A layer of few queries waits for
+# memory: two smaller blocks keep loads under way. One of many waits for products, which larger blocks feed better.
+HOPPER_TILES = ((64, 128, 8, 1), (64, 64, 8, 2))
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,15 @@ class LatentTile:
     stages: int  # blocks under way
     programs: int  # a multiprocessor, which the split aims at
     min_keys: int  # of an item: fewer are not worth joining
+    hopper: bool = False  # for the kernel that is written for Hopper, where that can serve
 
-    @property
-    def is_hoppers(self) -> bool:
-        """Whether it is for the kernel for Hopper, which has one size."""
-        return (self.rows, self.keys) == HOPPER_TILE
+    def __post_init__(self) -> None:
+        size = (self.rows, self.keys, self.warps, self.stages)
+        if self.hopper and size not in HOPPER_TILES:
+            raise ValueError(
+                f"a tile of (rows, keys, warps, stages) {size} for Hopper: its kernel takes "
+                f"{' and '.join(map(str, HOPPER_TILES))}; give one of them, or leave `hopper` out"
+            )
 
 
 class TritonMLAOptions(MLAOptions):
@@ -51,6 +57,13 @@ def decode_tile(
     """For a batch of `num_rows` rows of `queries` queries each, token times head. The wider dtype, of queries or cache,
     decides first. A program can have `room` bytes of shared memory. `hopper`: the kernel for Hopper can serve."""
     if options is not None and options.decode_tile is not None:
+        if options.decode_tile.hopper and not hopper:
+            raise ValueError(
+                "backend_options.decode_tile of TRITON_MLA is for its kernel for Hopper, which serves latents of 512 "
+                "and rope keys of 64 in one dtype of 16 bits, from pages of a multiple of 64, on Hopper with Triton "
+                f"3.6 or 3.7; this layer has {spec.kv_lora_rank} and {spec.qk_rope_head_dim} in {spec.dtype}, a cache "
+                f"in {spec.cache_dtype} and pages of {cache.page_size}: leave `hopper` out of the tile"
+            )
         return options.decode_tile
     cached, widest = spec.cache_dtype.itemsize, max(spec.dtype.itemsize, spec.cache_dtype.itemsize)
     asked = {"bits": 8 * widest, "cache_bits": 8 * cached, "queries": queries, "page_size": cache.page_size,
@@ -66,9 +79,9 @@ def decode_tile(
         weights = rows * tile.keys * spec.dtype.itemsize
         return rows * width * spec.dtype.itemsize + block_bytes(spec, tile.keys, tile.stages, width) + weights
 
-    rows = [row for row in _table() if hopper or not LatentTile(**row["tile"]).is_hoppers]
+    rows = [row for row in _table() if hopper or not row["tile"].get("hopper")]
     tile = LatentTile(**min(rows, key=distance)["tile"])
-    return tile if tile.is_hoppers else fitted(tile, need, room)
+    return tile if tile.hopper else fitted(tile, need, room)
 
 
 @cache
@@ -86,15 +99,10 @@ class Cut:
     num_rows: int
     queries: int  # of a row, token times head
     num_sms: int
-    hopper: bool = False  # whether the kernel for Hopper can serve
-
-    @property
-    def for_hopper(self) -> bool:
-        return self.hopper and self.tile.is_hoppers
 
     @cached_property
     def tile_rows(self) -> int:
-        return self.tile.rows if self.for_hopper else min(padded(self.queries), self.tile.rows)
+        return self.tile.rows if self.tile.hopper else min(padded(self.queries), self.tile.rows)
 
     @property
     def tiles(self) -> int:
@@ -105,6 +113,13 @@ class Cut:
     def target(self) -> int:
         """Items that fill the GPU: each is a program for every tile."""
         return max(1, self.num_sms * self.tile.programs // self.tiles)
+
+    @property
+    def join_spread(self) -> int:
+        """Programs of an item that join its row's queries: each takes about two where rows of one length are split. One
+        for 32 queries at least: a long row among short ones is split where rows of one length are not."""
+        parts = self.target // self.num_rows
+        return max(1, self.queries // 32, self.queries // (2 * parts) if parts > 1 else 0)
 
     @property
     def num_items(self) -> int:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.triton.launch import Kernels
+from attn_backends.backends.triton.launch import Kernels, suits_hopper_kernel
 from attn_backends.backends.triton.metadata import TritonMetadata
 from attn_backends.backends.triton.state import TritonStep
-from attn_backends.backends.triton.tuning import prefill_tile
+from attn_backends.backends.triton.tuning import TritonOptions, prefill_tile
 from attn_backends.call_checks import check_call
 from attn_backends.interface import AttentionImpl, AttentionStep
 from attn_backends.kv_cache import KVCache, write_kv
@@ -25,10 +25,12 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         slopes, room = self.spec.alibi_slopes, shared_memory(self.device)
+        suits_hopper, given = suits_hopper_kernel(self.spec, self.device), self.options or TritonOptions()
         self._kernels = Kernels(
             self.spec,
             prefill_tile(self.spec, self.cache, self.options, room),
             prefill_tile(self.spec, self.cache, self.options, room, "prompt"),
+            (suits_hopper and given.prefill_tile is None, suits_hopper and given.prompt_tile is None),
             None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=self.device),
             None if self.sinks is None else self.sinks.to(self.device, torch.float32),
             self.k_scale,

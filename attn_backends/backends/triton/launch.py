@@ -15,11 +15,22 @@ from attn_backends.backends.triton.decode_kernel import decode_kernel
 from attn_backends.backends.triton.prefill_kernel import prefill_kernel
 from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile
 from attn_backends.spec import AttentionSpec
-from attn_backends.triton_split import FAR, ItemList, has_tensor_engine, operator, padded, power_of_two
+from attn_backends.triton_split import (
+    FAR,
+    ItemList,
+    has_hopper_kernels,
+    has_tensor_engine,
+    operator,
+    padded,
+    power_of_two,
+)
 
 _MAX_TILE_ROWS = 64  # of decode: more queries of a row take several tiles
 _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
 _ROW_ALIGNMENT = 16  # bytes, of the tensor memory accelerator
+_HOPPER_ROWS = 128  # queries of a program of the kernel for Hopper
+_HOPPER_PAGE = 16  # slots, of which its pages are multiples
+_HOPPER_DIMS = {(64, 64), (128, 128), (192, 128), (256, 256)}
 _L2_BYTES = 32 << 20  # that the keys and values of a section of heads may take
 
 
@@ -27,6 +38,19 @@ def sight(spec: AttentionSpec) -> list[int]:
     """Which keys a query sees, by position: how many ahead of its own, how many behind, and the size of its chunk."""
     window = FAR.value if spec.window_left < 0 else spec.window_left
     return [0 if spec.causal else FAR.value, window, spec.chunk_size or FAR.value]
+
+
+def suits_hopper_kernel(spec: AttentionSpec, device: torch.device) -> bool:
+    """Whether the prefill kernel that is written for Hopper can serve a layer: logits as they are, in 16 bits."""
+    return (
+        has_hopper_kernels(device)
+        and (spec.head_dim, spec.head_dim_vo) in _HOPPER_DIMS
+        and spec.cache_dtype is spec.dtype is not torch.float32
+        and spec.logits_soft_cap is None
+        and spec.alibi_slopes is None
+        and spec.scale > 0
+        and spec.group_size <= _HOPPER_ROWS
+    )
 
 
 class Cut(NamedTuple):
@@ -77,16 +101,18 @@ class Kernels:
 
     Args:
         prefill, prompt: tiles for keys in pages, and for keys as they came.
+        by_hopper: whether the kernel for Hopper, which has a tile of its own, may serve the former, and the latter.
         slopes, sinks: [num_qo_heads] f32 on the device, where the layer has them.
         k_scale, v_scale: of the cache.
     """
 
     def __init__(
-        self, spec: AttentionSpec, prefill: PrefillTile, prompt: PrefillTile, slopes: torch.Tensor | None,
-        sinks: torch.Tensor | None, k_scale: float, v_scale: float, device: torch.device,
+        self, spec: AttentionSpec, prefill: PrefillTile, prompt: PrefillTile, by_hopper: tuple[bool, bool],
+        slopes: torch.Tensor | None, sinks: torch.Tensor | None, k_scale: float, v_scale: float, device: torch.device,
     ) -> None:  # fmt: skip
         self.spec = spec
         self._prefill_tiles = {True: prefill, False: prompt}
+        self._by_hopper = dict(zip((True, False), by_hopper, strict=True))
         nothing = torch.zeros(1, dtype=torch.float32, device=device)
         self._extras = (nothing if slopes is None else slopes, nothing if sinks is None else sinks)
         self._scales = {True: (k_scale, v_scale), False: (1.0, 1.0)}  # of the cache; of keys as they came
@@ -122,19 +148,25 @@ class Kernels:
         spec, is_paged = self.spec, page_table is not None
         tile = self._prefill_tiles[is_paged]
         page_size = key.shape[1] if is_paged else 0
-        in_blocks = page_size % tile.keys == 0 and query.dtype is key.dtype and _can_be_blocks(key, value)
-        tile_tokens = max(1, tile.rows // spec.group_size)
+        by_engine = query.dtype is key.dtype and _can_be_blocks(key, value)
+        on_hopper = by_engine and self._by_hopper[is_paged] and page_size % _HOPPER_PAGE == 0
+        tile_tokens = max(1, (_HOPPER_ROWS if on_hopper else tile.rows) // spec.group_size)
+        head_bytes = max(1, max_seq_len) * (spec.head_dim + spec.head_dim_vo) * key.itemsize
+        section = min(max(1, _L2_BYTES // head_bytes), spec.num_kv_heads)
+        num_rows = len(seq_lens) - first_row
+        span = [first_row, num_rows, num_tokens // tile_tokens + num_rows, section]
+        tensors = (query, key, value, output, lse, page_table, seq_lens, query_start_loc, key_start_loc)
+        if on_hopper:
+            constants = [page_size, *self._heads, tile_tokens, spec.head_dim, spec.head_dim_vo]
+            _prefill_on_hopper(*tensors, self._extras[1], self._factors(is_paged), self._sees, span, constants)
+            return
         constants = [
             *self._form, _alike(key, value), page_size, *self._heads, tile_tokens,
             padded(tile_tokens * spec.group_size), tile.keys, *self._dims,
             *self._stages(tile.stages), int(query.dtype is torch.float32),
         ]  # fmt: skip
-        head_bytes = max(1, max_seq_len) * (spec.head_dim + spec.head_dim_vo) * key.itemsize
-        section = min(max(1, _L2_BYTES // head_bytes), spec.num_kv_heads)
-        num_rows = len(seq_lens) - first_row
-        span = [first_row, num_rows, num_tokens // tile_tokens + num_rows, section]
-        _prefill(query, key, value, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, *self._extras,
-                 self._factors(is_paged), self._sees, span, constants,
+        in_blocks = by_engine and self._dims[:2] == self._dims[2:] and page_size % tile.keys == 0
+        _prefill(*tensors, *self._extras, self._factors(is_paged), self._sees, span, constants,
                  tile.keys if in_blocks else 0, tile.warps)  # fmt: skip
 
     def _stages(self, stages: int) -> tuple[int, int]:
@@ -158,11 +190,11 @@ def _can_be_blocks(key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether the tensor memory accelerator can load blocks of one head's keys and values: one thread asks for a block,
     and no other works out addresses.
 
-    It wants dims that need no padding and addresses and rows of multiples of 16 bytes. A head's keys are then a run of
-    rows, from the same row on as its values.
+    It wants addresses and rows of multiples of 16 bytes. A head's keys are then a run of rows, from the same row on as
+    its values.
     """
     return (
-        all(padded(of.shape[-1]) == of.shape[-1] and _lies_in_rows(of) for of in (key, value))
+        all(_lies_in_rows(of) for of in (key, value))
         and _row_steps(key) == _row_steps(value)
         and has_tensor_engine(key.device)
     )
@@ -185,9 +217,14 @@ def _row_steps(tensor: torch.Tensor) -> list[int]:
 
 def row_blocks(tensor: torch.Tensor, keys: int) -> TensorDescriptor:
     """Blocks of `keys` rows of one head of [(pages,) slots, heads, dim], for which `_can_be_blocks`."""
+    return TensorDescriptor(tensor, *_as_rows(tensor), [keys, tensor.shape[-1]])
+
+
+def _as_rows(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
+    """The shape and strides of [(pages,) slots, heads, dim] as rows one slot's stride apart."""
     sizes, strides, slot = tensor.shape[:-1], tensor.stride()[:-1], tensor.stride(-3)
     last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    return TensorDescriptor(tensor, [last // slot + 1, slot], [slot, 1], [keys, tensor.shape[-1]])
+    return [last // slot + 1, slot], [slot, 1]
 
 
 def _strides(
@@ -228,4 +265,30 @@ def _prefill(
         query, key, value, *blocks, output, sinks if lse is None else lse, table, seq_lens, query_start_loc,
         key_start_loc, slopes, sinks, *factors, *sees, int(lse is not None), *span, stride,
         *_strides(query, key, value, output, lse), *constants, num_warps=warps,
+    )  # fmt: skip
+
+
+def _prefill_on_hopper(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
+    page_table: torch.Tensor | None, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
+    key_start_loc: torch.Tensor, sinks: torch.Tensor, factors: list[float], sees: list[int], span: list[int],
+    constants: list[int],
+) -> None:  # fmt: skip
+    from attn_backends.backends.triton import hopper_kernel  # not every Triton has what it imports
+
+    _first_row, _num_rows, num_tiles, _section = span
+    page_size, num_kv_heads, group_size, tile_tokens, *dims = constants
+    keys = hopper_kernel.keys_of(dims[0])
+    rows = hopper_kernel.rows_of_load(page_size, keys)
+    strips = [hopper_kernel.strips_of(*_as_rows(of), of, rows) for of in (key, value)]
+    slot, head = key.stride()[-3:-1]
+    page_rows = key.stride(0) // slot if page_table is not None else 0
+    # Heads lie within a row, or whole rows apart.
+    steps = (page_rows, head // slot, head % slot, value.stride(-2) % value.stride(-3))
+    table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
+    hopper_kernel.prefill_hopper_kernel[num_tiles * num_kv_heads,](
+        query, *strips, output, sinks if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc, sinks,
+        *factors[:2], *sees, int(lse is not None), *span, stride, *steps, *query.stride()[:2], *output.stride()[:2],
+        0 if lse is None else lse.stride(0), page_size, rows, num_kv_heads, group_size, tile_tokens, keys, *dims,
+        num_warps=hopper_kernel.GROUP_WARPS,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.backends.triton.tile import attend_keys, factor, write_rows
+from attn_backends.backends.triton.tile import attend_keys, factor, rows_of, tile_of, write_rows
 from attn_backends.triton_split import FAR, first_key
 
 _NOT_CONSTANT = ["first_row", "num_rows", "num_tiles", "section", "table_row", "ahead", "behind", "chunk", "has_sinks",
@@ -26,32 +26,12 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of TOKENS query tokens of one row, times the GROUP heads of one KV head.
-
-    Row i's tiles are those from `(query_start_loc[i] - query_start_loc[first_row]) // TOKENS + i - first_row` on: one
-    more than any row needs. The last tiles, which see the most keys where attention is causal, come first. Heads come
-    in sections, whose keys and values fit the L2: within one, tiles are the outer order. ALIKE: keys and values have
-    the same strides.
-    """
+    """One program a tile of TOKENS query tokens of one row, times the GROUP heads of one KV head. ALIKE: keys and
+    values have the same strides."""
     if ALIKE:
         value_page, value_slot, value_head = key_page, key_slot, key_head
-    program = tl.program_id(0)
-    first_head = program // (num_tiles * section) * section
-    heads = tl.minimum(section, KV_HEADS - first_head)
-    program -= first_head * num_tiles
-    head = first_head + program % heads
-    tile = num_tiles - 1 - program // heads
-    before = tl.load(query_start_loc + first_row)
-    low, high = 0, num_rows - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        begins = (tl.load(query_start_loc + first_row + middle) - before) // TOKENS + middle
-        low = tl.where(begins <= tile, middle, low)
-        high = tl.where(begins <= tile, high, middle - 1)
-    row = first_row + low
-    first_token = tl.load(query_start_loc + row)
-    query_len = tl.load(query_start_loc + row + 1) - first_token
-    first = (tile - (first_token - before) // TOKENS - low) * TOKENS
+    head, tile = tile_of(tl.program_id(0), num_tiles, section, KV_HEADS)
+    row, first_token, query_len, first = rows_of(tile, query_start_loc, first_row, num_rows, TOKENS)
     if first < query_len:
         seq_len = tl.load(seq_lens + row)
         lane = tl.arange(0, ROWS)

@@ -155,3 +155,34 @@ def write_rows(  # type: ignore[no-untyped-def]
     if want_lse != 0:
         log_sum = (higher + tl.log2(tl.where(saw, total, 1.0))) * LN_2
         tl.store(lse + at * lse_token + q_head, tl.where(saw, log_sum, float("-inf")), mask=live)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def tile_of(program, num_tiles, section, KV_HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A prefill program's KV head and tile. The last tiles, which see the most keys where attention is causal, come
+    first. Heads come in sections, whose keys and values fit the L2: within one, tiles are the outer order."""
+    first_head = program // (num_tiles * section) * section
+    heads = tl.minimum(section, KV_HEADS - first_head)
+    program -= first_head * num_tiles
+    return first_head + program % heads, num_tiles - 1 - program // heads
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rows_of(tile, query_start_loc, first_row, num_rows, TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whose tile it is: the row, its first query token, their number, and which of them is the tile's first; it may lie
+    behind the last.
+
+    Row i's tiles are those from `(query_start_loc[i] - query_start_loc[first_row]) // TOKENS + i - first_row` on: one
+    more than any row needs.
+    """
+    before = tl.load(query_start_loc + first_row)
+    low, high = 0, num_rows - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        begins = (tl.load(query_start_loc + first_row + middle) - before) // TOKENS + middle
+        low = tl.where(begins <= tile, middle, low)
+        high = tl.where(begins <= tile, high, middle - 1)
+    row = first_row + low
+    first_token = tl.load(query_start_loc + row)
+    query_len = tl.load(query_start_loc + row + 1) - first_token
+    return row, first_token, query_len, (tile - (first_token - before) // TOKENS - low) * TOKENS

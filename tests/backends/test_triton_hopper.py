@@ -1,0 +1,112 @@
+"""TRITON's prefill kernel for Hopper against the reference: what it serves, and what it leaves to the portable one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends import AttentionSpec, AttentionType, get_backend
+from attn_backends.testing.batches import Batch
+from attn_backends.testing.harness import assert_matches, assert_pool, make_layer, run_backend
+from attn_backends.testing.random_batch import random_batch
+
+launch = pytest.importorskip("attn_backends.backends.triton.launch", reason="needs triton")
+tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
+
+pytestmark = pytest.mark.gpu
+# Chunks of longer rows: tiles that are not full, rows that end within a page and a block, and a decode.
+SEQ_LENS, QUERY_LENS = [700, 131, 300, 64, 1500], [1, 17, 290, 64, 33]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A launch each: whether it read pages."""
+    launches: list[bool] = []
+    made = launch._prefill_on_hopper
+
+    def prefill(*given: Any) -> None:
+        launches.append(given[5] is not None)
+        made(*given)
+
+    monkeypatch.setattr(launch, "_prefill_on_hopper", prefill)
+    return launches
+
+
+def a_batch(spec: AttentionSpec, seq_lens: list[int] = SEQ_LENS, query_lens: list[int] = QUERY_LENS,
+            **more: Any) -> Batch:  # fmt: skip
+    given = {"page_size": 16, "poison": float("nan"), "device": "cuda", **more}
+    return random_batch(get_backend("TRITON"), spec, seq_lens, query_lens, **given)
+
+
+def spec_of(dims: tuple[int, int] = (128, 128), heads: tuple[int, int] = (8, 2), **more: Any) -> AttentionSpec:
+    return AttentionSpec(*heads, dims[0], head_dim_vo=dims[1], **{"dtype": torch.bfloat16, **more})
+
+
+def check(batch: Batch) -> None:
+    result = run_backend(get_backend("TRITON"), batch, num_padded_reqs=3, want_lse=True)
+    assert_matches(result, batch)
+    if batch.pool is not None:
+        assert_pool(result.kv_cache, batch.pool_after())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dims", launch._HOPPER_DIMS, ids=str)
+@pytest.mark.parametrize("page_size", [16, 48, 64, 128])
+def test_pages(page_size: int, dims: tuple[int, int], dtype: torch.dtype, served: list[bool]) -> None:
+    check(a_batch(spec_of(dims, dtype=dtype), page_size=page_size))
+    assert served == [True]
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (24, 3), (128, 1)], ids=str)
+def test_heads(heads: tuple[int, int], layout: Any, served: list[bool]) -> None:
+    check(a_batch(spec_of(heads=heads), layout=layout))
+    assert served == [True]
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [{"window_left": 0}, {"window_left": 90}, {"window_left": 600}, {"chunk_size": 100}, {"causal": False},
+     {"causal": False, "window_left": 40}, {"sinks": True}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("dims", [(128, 128), (256, 256)], ids=str)
+def test_what_a_query_sees(feature: dict[str, Any], dims: tuple[int, int], served: list[bool]) -> None:
+    check(a_batch(spec_of(dims, **feature)))
+    assert served == [True]
+
+
+@pytest.mark.parametrize("dims", launch._HOPPER_DIMS, ids=str)
+def test_prompts(dims: tuple[int, int], served: list[bool]) -> None:
+    """Behind a decode; NaN lies behind the step's last key."""
+    check(a_batch(spec_of(dims), [70, 90, 333, 128], [1, 90, 333, 128]))
+    assert served == [False]
+
+
+def test_an_encoder(served: list[bool]) -> None:
+    spec = spec_of((64, 64), attention_type=AttentionType.ENCODER, causal=False)
+    check(a_batch(spec, [300, 17, 128], [300, 17, 128]))
+    assert served == [False]
+
+
+def test_cross_attention(served: list[bool]) -> None:
+    """One encoder's answer is empty: nothing is seen."""
+    spec = spec_of((64, 64), attention_type=AttentionType.CROSS, causal=False)
+    check(a_batch(spec, [300, 0, 130], [40, 20, 150]))
+    assert served == [True]
+
+
+@pytest.mark.parametrize("lacking", ["soft_cap", "alibi", "dim", "page", "dtype", "cache_dtype", "tile"])
+def test_what_is_left_to_the_portable_kernel(lacking: str, served: list[bool]) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "soft_cap": {"logits_soft_cap": 30.0}, "alibi": {"alibi_slopes": (0.5,) * 8}, "dim": {"dims": (80, 80)},
+        "dtype": {"dtype": torch.float32}, "cache_dtype": {"cache_dtype": torch.float8_e4m3fn},
+    }  # fmt: skip
+    batch = a_batch(spec_of(**changes.get(lacking, {})), page_size=8 if lacking == "page" else 16)
+    tile = {"rows": 64, "keys": 32, "warps": 4, "stages": 2}
+    options = tuning.TritonOptions(prefill_tile=tile) if lacking == "tile" else None
+    layer = make_layer(get_backend("TRITON"), batch, options=options)
+    assert_matches(layer.forward(batch, layer.begin(batch)), batch)
+    assert not served
