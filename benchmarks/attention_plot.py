@@ -1,4 +1,5 @@
-"""Draws the results of attention.py: decode as a share of copy bandwidth, prefill in TFLOP/s, by shape and contender.
+"""Draws the results of attention.py by shape and contender: decode as a share of copy bandwidth, prefill in TFLOP/s,
+and batches of both in microseconds.
 
     python benchmarks/attention_plot.py benchmarks/results/attention_all.json
 
@@ -7,12 +8,16 @@ attention.py draws its own results where matplotlib is installed.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-FORMS = [("of copy", "share of copy bandwidth", False), ("TFLOP/s", "TFLOP/s, causal", True)]
+FORMS = {
+    "decode": ("of copy", "share of copy bandwidth"),
+    "prefill": ("TFLOP/s", "TFLOP/s, causal"),
+    "both": ("us", "us (less is better)"),
+}
 OURS = {"TRITON": "#c1272d", "FLASHINFER": "#0072b2", "FLASH_ATTN": "#009e73"}
 
 
@@ -21,6 +26,11 @@ def color(name: str, index: int) -> str | tuple[float, float, float]:
     family = name.partition(":")[0].partition(",")[0]
     grey = 0.35 + 0.5 * (index % 6) / 6
     return OURS.get(family, (grey, grey, grey))
+
+
+def kind_of(shape: str) -> str:
+    """Of FORMS, by the name of a shape."""
+    return "both" if shape.endswith("decodes and prefill") else "prefill" if shape.endswith("prefill") else "decode"
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -34,15 +44,15 @@ def draw(results: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    kinds = [(form, [r for r in results["rows"] if r["shape"].endswith("prefill") is form[2]]) for form in FORMS]
+    kinds = [(form, [r for r in results["rows"] if kind_of(r["shape"]) == kind]) for kind, form in FORMS.items()]
     kinds = [(form, rows) for form, rows in kinds if rows]
     most = sum(len(rows) for _, rows in kinds)
     figure, axes = pyplot.subplots(len(kinds), 1, figsize=(10, 2 + 0.17 * most), squeeze=False,
                                    height_ratios=[len(rows) for _, rows in kinds])  # fmt: skip
-    for (column, label, _), rows, axis in ((form, rows, axes[i, 0]) for i, (form, rows) in enumerate(kinds)):
+    for (column, label), rows, axis in ((form, rows, axes[i, 0]) for i, (form, rows) in enumerate(kinds)):
         at, labels, ticks = 0.0, [], []
         for shape in dict.fromkeys(row["shape"] for row in rows):
-            group = sorted((row for row in rows if row["shape"] == shape), key=lambda row: -row[column])
+            group = sorted((row for row in rows if row["shape"] == shape), key=lambda row: row["us"])
             for index, row in enumerate(group):
                 axis.barh(at, row[column], height=0.85, color=color(row["contender"], index))
                 axis.text(row[column], at, f" {row['us']:,.1f} us", va="center", fontsize=6)
@@ -70,4 +80,6 @@ def draw_file(source: Path) -> Path:
 
 
 if __name__ == "__main__":
-    print(f"written to {draw_file(Path(sys.argv[1]))}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="a JSON file that attention.py wrote")
+    print(f"written to {draw_file(parser.parse_args().results)}")

@@ -16,6 +16,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from attn_backends.interface import CudaGraphSupport
 from attn_backends.registry import validate_options
 
 LAYER = " layer"
+LAYERS = 27  # of DeepSeek-V2-Lite
 MANY, FEW = (128, 1, 576), (16, 1, 576)
 SHAPES = {
     "decode": [
@@ -76,19 +78,22 @@ def ours(name: str, forms: Forms, options: dict[str, Any]) -> Made:
     assert layer.kv_b_proj is not None
     layer = replace(layer, common=latent.common)  # of the same pages
     backend, builder, state, _ = parts_of(name, layer, options, kv_b_proj=layer.kv_b_proj)
-    # A layer for each copy of the cache, as in a model: what the first of a step does for all is done once.
+    # Layers take turns as in a model, which has more of them than there are copies of the cache: what the first of a
+    # step does for all, such as to fill FlashMLA's schedule, is done once for as many.
     given = {"options": validate_options(name, options), "kv_b_proj": layer.kv_b_proj}
-    impls = [backend.get_impl_cls()(layer.spec, layer.cache, layer.device, **given) for _ in layer.caches]
+    impls = [backend.get_impl_cls()(layer.spec, layer.cache, layer.device, **given) for _ in range(LAYERS)]
     shape = (len(latent.shape.seq_lens), latent.shape.query_len, latent.spec.num_qo_heads, -1)
 
     def captured(step: Any, held: object) -> Made:
+        decodes, wholes = cycle(impls), cycle(impls)
+
         def decode(i: int) -> torch.Tensor:
             query, out = latent.queries[i].view(shape), latent.outputs[i].view(shape)
-            impls[i]._decode(query, latent.caches[i].key, step, out, None)
+            next(decodes)._decode(query, latent.caches[i].key, step, out, None)
             return latent.outputs[i]
 
         def whole(i: int) -> torch.Tensor:
-            return impls[i].forward(layer.queries[i], None, None, layer.caches[i], step, layer.outputs[i])
+            return next(wholes).forward(layer.queries[i], None, None, layer.caches[i], step, layer.outputs[i])
 
         return {name: make_contender(latent, decode, held), name + LAYER: make_contender(layer, whole, held)}
 
