@@ -229,6 +229,45 @@ def test_whom_the_kernel_for_hopper_serves(
     assert (tile.hopper, tiles.Cut(tile, 64, 40, 132).tile_rows) == (serves, 64 if serves else min(64, tile.rows))
 
 
+def test_a_tile_for_hopper_where_its_kernel_cannot_serve() -> None:
+    sizes = dict(zip(("rows", "keys", "warps", "stages"), tiles.HOPPER_TILES[0], strict=True))
+    options = tiles.TritonMLAOptions(decode_tile={**sizes, "programs": 1, "min_keys": 128, "hopper": True})
+    with pytest.raises(ValueError, match=r"pages of 16: leave `hopper` out"):
+        tiles.decode_tile(MLASpec(16), KVCacheSpec(16, 16), 1, 16, options, HOPPER)
+    with pytest.raises(ValueError, match=r"takes \(64, 128, 8, 1\) and"):
+        tiles.LatentTile(64, 64, 8, 3, 1, 128, hopper=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "serves"),
+    [
+        ({}, True),
+        ({"window_left": 5}, True),
+        ({"sinks": True}, True),
+        ({"head_dim": 192, "head_dim_vo": 128}, True),
+        ({"head_dim": 80}, False),
+        ({"dtype": torch.float32}, False),
+        ({"cache_dtype": torch.float8_e4m3fn}, False),
+        ({"logits_soft_cap": 20.0}, False),
+        ({"alibi_slopes": (0.5,) * 8}, False),
+        ({"scale": -1.0}, False),
+        ({"capability": (8, 0)}, False),
+        ({"triton": (9, 9)}, False),
+    ],
+    ids=str,
+)
+def test_whom_the_prefill_kernel_for_hopper_serves(
+    changed: dict[str, Any], serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"capability": (9, 0), "triton": (3, 6), "head_dim": 128, "dtype": torch.bfloat16, **changed}
+    capability, version = (asked.pop(name) for name in ("capability", "triton"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(split, "_TRITON", version)
+    spec = AttentionSpec(8, 2, **asked)
+    assert launch.suits_hopper_kernel(spec, torch.device("cuda")) is serves
+    assert not launch.suits_hopper_kernel(spec, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("room", [HOPPER, AMPERE, SMALL])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [16, 80, 128, 192, 256])
