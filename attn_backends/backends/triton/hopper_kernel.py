@@ -40,7 +40,7 @@ def keys_of(head_dim: int) -> int:
 
 
 def rows_of_load(page_size: int, keys: int) -> int:
-    """As many as lie together for certain; 0: all do."""
+    """Rows that lie together wherever a block begins; a page size of 0 stands for keys without pages."""
     return math.gcd(page_size, keys) or keys
 
 
@@ -79,7 +79,7 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     if first >= query_len:
         stop = start
     num_blocks = gl.maximum(stop - start + KEYS - 1, 0) // KEYS
-    # Blocks come from the last on. All queries see those from `seen_from` on whole: they need no mask.
+    # Blocks come from the last on. Of the first `num_masked` some query may not see all; behind them none needs a mask.
     num_masked = num_blocks
     if gl.minimum(behind, chunk) >= FAR:
         num_masked -= gl.maximum(gl.minimum(seq_len, oldest + 1 + ahead) - start, 0) // KEYS

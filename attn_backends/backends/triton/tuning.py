@@ -44,7 +44,10 @@ class PrefillTile:
 
 
 class TritonOptions(BaseModel):
-    """`backend_options` of TRITON. Tiles are looked up in the shipped table unless they are given here."""
+    """`backend_options` of TRITON. Tiles are looked up in the shipped table unless they are given here.
+
+    Those of prefill and of prompts are the portable kernel's: where one is given, that serves on Hopper too.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
