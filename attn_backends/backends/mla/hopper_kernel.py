@@ -1,9 +1,10 @@
 """Decode on latent rows for many query heads, on Hopper: loads, products and softmax where they are to be, by Gluon.
 
 A block of 64 latent rows is 72 KiB, and so are the queries of a tile. Triton's own pipeline holds two blocks, asks for
-the next when all of a block's products are under way, and waits for it. Here a block has 128 rows and there is one: it
-is multiplied in pieces of 128 columns, and as soon as a piece has given its weighted values, a warp that does nothing
-else asks for that piece of the next block. FlashMLA (DeepSeek, 2025) copies and multiplies in such pieces too.
+the next when all of a block's products are under way, and waits for it. Here a block is multiplied in pieces of 128
+columns, and as soon as a piece has given its weighted values, a warp that does nothing else asks for that piece of the
+next block that takes its place. FlashMLA (DeepSeek, 2025) copies and multiplies in such pieces too. There is one block
+of 128 rows, which products make the most of, or there are two of 64, of which one can come while the other is in use.
 """
 
 from __future__ import annotations
