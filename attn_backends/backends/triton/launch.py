@@ -30,7 +30,7 @@ _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
 _ROW_ALIGNMENT = 16  # bytes, of the tensor memory accelerator
 _HOPPER_ROWS = 128  # queries of a program of the kernel for Hopper
 _HOPPER_PAGE = 16  # slots, of which its pages are multiples
-_HOPPER_DIMS = {(64, 64), (128, 128), (192, 128), (256, 256)}
+_HOPPER_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 _L2_BYTES = 32 << 20  # that the keys and values of a section of heads may take
 
 
