@@ -144,8 +144,7 @@ def test_latent_decode_fits_as_compiled(capability: int, room: int, heads: int) 
     assert shared_bytes(mla_decode_kernel, types, constants, tile.warps, capability) <= room
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize(("query_len", "heads", "want_lse"), [(1, 128, 0), (4, 40, 1)])
+@pytest.mark.parametrize(("query_len", "heads", "want_lse", "dtype"), [(1, 128, 0, "bf16"), (4, 40, 1, "fp16")])
 @pytest.mark.parametrize("tile", tiles.HOPPER_TILES, ids=str)
 def test_the_latent_kernel_for_hopper_fits_as_compiled(
     tile: tuple[int, ...], query_len: int, heads: int, want_lse: int, dtype: str
@@ -162,8 +161,9 @@ def test_the_latent_kernel_for_hopper_fits_as_compiled(
     assert gluon_bytes(hopper_kernel.mla_hopper_kernel, types, constants, warps) <= HOPPER
 
 
-@pytest.mark.parametrize("page_size", [0, 16, 96])
-@pytest.mark.parametrize("dims", launch._HOPPER_DIMS, ids=str)
+@pytest.mark.parametrize(
+    ("dims", "page_size"), [*((dims, 16) for dims in launch._HOPPER_DIMS), ((128, 128), 0)], ids=str
+)
 def test_the_prefill_kernel_for_hopper_fits_as_compiled(dims: tuple[int, int], page_size: int) -> None:
     from attn_backends.backends.triton import hopper_kernel
 
