@@ -197,6 +197,15 @@ def test_what_was_tuned_on_hopper_stays_as_it_was_there() -> None:
         assert tiles.decode_tile(*of_layer, tile.hopper) == tile, row
 
 
+def on_machine(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A Hopper GPU and its Triton, unless `changed` has others; what it has of a layer, in 16 bits unless it says."""
+    asked = {"capability": (9, 0), "triton": (3, 6), "dtype": torch.bfloat16, **changed}
+    capability = asked.pop("capability")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(split, "_TRITON", asked.pop("triton"))
+    return asked
+
+
 @pytest.mark.parametrize(
     ("changed", "serves"),
     [
@@ -218,11 +227,9 @@ def test_whom_the_kernel_for_hopper_serves(
 ) -> None:
     from attn_backends.backends.mla import triton_mla
 
-    asked = {"capability": (9, 0), "triton": (3, 6), "page_size": 64, "dtype": torch.bfloat16, **changed}
-    capability, version, page_size = (asked.pop(name) for name in ("capability", "triton", "page_size"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(split, "_TRITON", version)
-    spec, cache = MLASpec(128, **asked), KVCacheSpec(16, page_size)
+    asked = on_machine(changed, monkeypatch)
+    cache = KVCacheSpec(16, asked.pop("page_size", 64))
+    spec = MLASpec(128, **asked)
     assert triton_mla.suits_hopper_kernel(spec, cache, torch.device("cuda")) is serves
     assert not triton_mla.suits_hopper_kernel(spec, cache, torch.device("cpu"))
     tile = tiles.decode_tile(spec, cache, 64, 128, None, HOPPER, serves)
@@ -259,11 +266,7 @@ def test_a_tile_for_hopper_where_its_kernel_cannot_serve() -> None:
 def test_whom_the_prefill_kernel_for_hopper_serves(
     changed: dict[str, Any], serves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = {"capability": (9, 0), "triton": (3, 6), "head_dim": 128, "dtype": torch.bfloat16, **changed}
-    capability, version = (asked.pop(name) for name in ("capability", "triton"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(split, "_TRITON", version)
-    spec = AttentionSpec(8, 2, **asked)
+    spec = AttentionSpec(8, 2, **{"head_dim": 128, **on_machine(changed, monkeypatch)})
     assert launch.suits_hopper_kernel(spec, torch.device("cuda")) is serves
     assert not launch.suits_hopper_kernel(spec, torch.device("cpu"))
 

@@ -23,15 +23,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from attn_backends.triton_hopper import BLOCK_LAYOUT, barrier, barriers, clear_rows, write_rows
 from attn_backends.triton_split import LN_2, MOST_ITEMS
 
 ROWS, RANK, ROPE = gl.constexpr(64), gl.constexpr(512), gl.constexpr(64)
 PIECES, WIDTH = gl.constexpr(4), gl.constexpr(128)  # of a block's columns
 LOAD = gl.constexpr(64)  # rows and columns of one load: what a swizzle of 128 bytes is wide, and no page is smaller
 WARPS = 8  # two groups: each has 64 columns of the logits, and of every piece of weighted values
-BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # as older versions call it
 
 
 def blocks_of(rows: torch.Tensor) -> Any:
@@ -87,16 +85,7 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
 @gluon.jit  # type: ignore[untyped-decorator]
 def _barriers_of(BLOCKS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Of the pieces, and of the rope keys; each is of every block in shared memory."""
-    return _barrier_of(BLOCKS), _barrier_of(BLOCKS), _barrier_of(BLOCKS), _barrier_of(BLOCKS), _barrier_of(BLOCKS)
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _barrier_of(BLOCKS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[BLOCKS] that one thread arrives at. An allocation of their own: Triton synchronises uses of one allocation."""
-    made = gl.allocate_shared_memory(gl.int64, [BLOCKS, 1], mbarrier.MBarrierLayout())
-    for block in gl.static_range(BLOCKS):
-        mbarrier.init(made.index(block), 1)
-    return made
+    return barriers(BLOCKS, 1), barriers(BLOCKS, 1), barriers(BLOCKS, 1), barriers(BLOCKS, 1), barriers(BLOCKS, 1)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -175,13 +164,15 @@ def _attend(  # type: ignore[no-untyped-def]
                 keys = values.index(stage * PIECES + piece).permute((1, 0))
                 logits = warpgroup_mma(q.index(piece), keys, logits, is_async=True)
             logits = warpgroup_mma_wait(0, deps=(logits,))
-            _barrier()
+            barrier()
             mbarrier.arrive(free[PIECES].index(stage))
             if first + KEYS > all_see:
                 seen = first + gl.arange(0, KEYS, gl.SliceLayout(0, LOGITS))[None] <= last_seen[:, None]
                 logits = gl.where(seen, logits, float("-inf"))
             if first + KEYS > seq_len:
-                _clear(columns, stage, seq_len - first, KEYS)
+                for part in gl.static_range(RANK // LOAD):
+                    clear_rows(columns.index(stage * (RANK // LOAD) + part), seq_len - first)
+                fence_async_shared()
             new_top = gl.maximum(top, gl.max(logits, 1) * scale)
             base = gl.where(new_top == float("-inf"), 0.0, new_top)
             weights = gl.exp2(logits * scale - base[:, None])
@@ -189,7 +180,7 @@ def _attend(  # type: ignore[no-untyped-def]
             top = new_top
             weights_at.store(weights.to(of_dtype))
             fence_async_shared()
-            _barrier()
+            barrier()
             shrink = gl.convert_layout(shrunk, gl.SliceLayout(1, VALUES), assert_trivial=True)[:, None]
             piece_0 = stage * PIECES
             sums = (
@@ -201,7 +192,7 @@ def _attend(  # type: ignore[no-untyped-def]
             total = total * _of_rows(shrunk, total) + _sums_of_thread(weights)
             for piece in gl.static_range(PIECES):  # where both groups are done with one, its place is free
                 sums = warpgroup_mma_wait(PIECES - 1 - piece, deps=sums)
-                _barrier()
+                barrier()
                 mbarrier.arrive(free[piece].index(stage))
 
         live = lane < QUERY_LEN * HEADS
@@ -260,26 +251,8 @@ def _of_rows(values, like):  # type: ignore[no-untyped-def]
     return gl.expand_dims(gl.expand_dims(values, 1), 2)
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _clear(columns, stage, num_live, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Zeros for rows from `num_live` on: what lies behind the last key may be NaN, which no weight of zero undoes."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
-    live = gl.arange(0, KEYS, gl.SliceLayout(1, LINES)) < num_live
-    for part in gl.static_range(RANK // LOAD):
-        at = columns.index(stage * (RANK // LOAD) + part)
-        held = at.load(LINES)
-        at.store(gl.where(live[:, None], held, gl.zeros_like(held)))
-    fence_async_shared()
-
-
 @gluon.jit
 def _write(rows, sums, share, live):  # type: ignore[no-untyped-def]
     """Weighted values of every row, each times the row's share."""
-    ROW: gl.constexpr = gl.SliceLayout(1, sums[0].type.layout)
-    share = gl.convert_layout(share, ROW, assert_trivial=True)
-    live = gl.convert_layout(live, ROW, assert_trivial=True)
-    rows = gl.convert_layout(rows, ROW, assert_trivial=True)
-    to = rows[:, None] + gl.arange(0, WIDTH, gl.SliceLayout(0, sums[0].type.layout))[None]
-    of_dtype: gl.constexpr = rows.dtype.element_ty
     for piece in gl.static_range(PIECES):
-        gl.store(to + piece * WIDTH, (sums[piece] * share[:, None]).to(of_dtype), mask=live[:, None])
+        write_rows(rows + piece * WIDTH, sums[piece], share, live)

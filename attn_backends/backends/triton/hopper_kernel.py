@@ -23,15 +23,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_backends.backends.triton.tile import rows_of, tile_of
+from attn_backends.triton_hopper import BLOCK_LAYOUT, barrier, barriers, clear_rows, write_rows
 from attn_backends.triton_split import FAR, LN_2, LOG2_E, first_key
 
 ROWS = gl.constexpr(64)  # queries of a group of warps
 STRIP = gl.constexpr(64)  # columns of one load: what a swizzle of 128 bytes is wide
 STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory
 GROUP_WARPS = 4
-BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # as older versions call it
 
 
 def keys_of(head_dim: int) -> int:
@@ -93,8 +91,8 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     q_1 = gl.allocate_shared_memory(of_dtype, [DIM // STRIP, ROWS, STRIP], BLOCK_LAYOUT)
     keys = gl.allocate_shared_memory(of_dtype, [STAGES * (DIM // STRIP), KEYS, STRIP], BLOCK_LAYOUT)
     values = gl.allocate_shared_memory(of_dtype, [STAGES * (DIM_VO // STRIP), KEYS, STRIP], BLOCK_LAYOUT)
-    arrived = (_barriers(1), _barriers(1))  # of keys, of values
-    free = (_barriers(2), _barriers(2))  # by both groups
+    arrived = (barriers(STAGES, 1), barriers(STAGES, 1))  # of keys, of values
+    free = (barriers(STAGES, 2), barriers(STAGES, 2))  # by both groups
     fence_async_shared()
 
     held = (keys, values, arrived, free)
@@ -113,15 +111,6 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
         [4, 1],
         [240, 24],
     )  # fmt: skip
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _barriers(COUNT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[STAGES] that COUNT threads arrive at. An allocation of their own: Triton synchronises uses of one allocation."""
-    made = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(made.index(stage), COUNT)
-    return made
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -190,13 +179,14 @@ def _attend(  # type: ignore[no-untyped-def]
     top = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     total = gl.zeros([ROWS], gl.float32, ROW)
     if num_blocks > 0:
-        # What lies behind the last key may be NaN, which no weight of zero undoes.
-        if last + KEYS > seq_len:
+        if last + KEYS > seq_len:  # both groups write the same
             mbarrier.wait(arrived[1].index(0), 0)
-            _clear(values.index(0), seq_len - last, KEYS, DIM_VO)
+            clear_rows(values.index(0), seq_len - last)
+            fence_async_shared()
+            barrier()
         logits = _logits(q, keys, arrived[0], 0, LOGITS, KEYS, DIM)
         logits = warpgroup_mma_wait(0, deps=(logits,))
-        _barrier()
+        barrier()
         mbarrier.arrive(free[0].index(0))
         weights, top, total, _shrunk = _weigh(logits, top, total, last, low, high, scale, True)
         so_far = (_operand(weights, values.dtype, sums), sums, top, total)
@@ -219,7 +209,7 @@ def _attend(  # type: ignore[no-untyped-def]
     shrunk = gl.exp2(top - higher)
     total = total * shrunk + gl.exp2(sink - higher)
     share = gl.where(saw, value_scale * shrunk / gl.where(saw, total, 1.0), 0.0)
-    _write(output + at * out_token + q_head * out_head, sums, share, live)
+    write_rows(output + at * out_token + q_head * out_head, sums, share, live)
     if want_lse != 0:
         log_sum = (higher + gl.log2(gl.where(saw, total, 1.0))) * LN_2
         gl.store(lse + at * lse_token + q_head, gl.where(saw, log_sum, float("-inf")), mask=live)
@@ -240,12 +230,12 @@ def _blocks(  # type: ignore[no-untyped-def]
         mbarrier.wait(arrived[1].index(before), (block - 1) // STAGES & 1)
         sums_pending = warpgroup_mma(weights, values.index(before), sums, is_async=True)
         logits = warpgroup_mma_wait(1, deps=(pending,))
-        _barrier()
+        barrier()
         mbarrier.arrive(free[0].index(block % STAGES))
         given, top, total, shrunk = _weigh(logits, top, total, last - block * KEYS, low, high, scale, MASKED)
         weights = _operand(given, values.dtype, sums)
         sums = warpgroup_mma_wait(0, deps=(sums_pending,))
-        _barrier()
+        barrier()
         mbarrier.arrive(free[1].index(before))
         sums = sums * gl.convert_layout(shrunk, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)[:, None]
     return weights, sums, top, total
@@ -304,26 +294,4 @@ def _store_queries(  # type: ignore[no-untyped-def]
     for strip in gl.static_range(DIM // STRIP):
         q.index(strip).store(loaded[strip])
     fence_async_shared()
-    _barrier()
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _clear(block, num_live, KEYS: gl.constexpr, WIDTH: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Zeros for rows from `num_live` on. Both groups write the same."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    live = gl.arange(0, KEYS, gl.SliceLayout(1, LINES)) < num_live
-    held = block.load(LINES)
-    block.store(gl.where(live[:, None], held, gl.zeros_like(held)))
-    fence_async_shared()
-    _barrier()
-
-
-@gluon.jit
-def _write(rows, sums, share, live):  # type: ignore[no-untyped-def]
-    """Weighted values of every row, each times the row's share."""
-    ROW: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
-    rows = gl.convert_layout(rows, ROW, assert_trivial=True)
-    share = gl.convert_layout(share, ROW, assert_trivial=True)
-    live = gl.convert_layout(live, ROW, assert_trivial=True)
-    to = rows[:, None] + gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))[None]
-    gl.store(to, (sums * share[:, None]).to(rows.dtype.element_ty), mask=live[:, None])
+    barrier()

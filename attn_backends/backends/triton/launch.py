@@ -148,8 +148,10 @@ class Kernels:
         spec, is_paged = self.spec, page_table is not None
         tile = self._prefill_tiles[is_paged]
         page_size = key.shape[1] if is_paged else 0
-        by_engine = query.dtype is key.dtype and _can_be_blocks(key, value)
-        on_hopper = by_engine and self._by_hopper[is_paged] and page_size % _HOPPER_PAGE == 0
+        on_hopper = self._by_hopper[is_paged] and page_size % _HOPPER_PAGE == 0
+        in_blocks = self._dims[:2] == self._dims[2:] and page_size % tile.keys == 0
+        if (on_hopper or in_blocks) and not (query.dtype is key.dtype and _can_be_blocks(key, value)):
+            on_hopper = in_blocks = False
         tile_tokens = max(1, (_HOPPER_ROWS if on_hopper else tile.rows) // spec.group_size)
         head_bytes = max(1, max_seq_len) * (spec.head_dim + spec.head_dim_vo) * key.itemsize
         section = min(max(1, _L2_BYTES // head_bytes), spec.num_kv_heads)
@@ -165,7 +167,6 @@ class Kernels:
             padded(tile_tokens * spec.group_size), tile.keys, *self._dims,
             *self._stages(tile.stages), int(query.dtype is torch.float32),
         ]  # fmt: skip
-        in_blocks = by_engine and self._dims[:2] == self._dims[2:] and page_size % tile.keys == 0
         _prefill(*tensors, *self._extras, self._factors(is_paged), self._sees, span, constants,
                  tile.keys if in_blocks else 0, tile.warps)  # fmt: skip
 
@@ -281,10 +282,10 @@ def _prefill_on_hopper(
     keys = hopper_kernel.keys_of(dims[0])
     rows = hopper_kernel.rows_of_load(page_size, keys)
     strips = [hopper_kernel.strips_of(*_as_rows(of), of, rows) for of in (key, value)]
-    slot, head = key.stride()[-3:-1]
-    page_rows = key.stride(0) // slot if page_table is not None else 0
+    *page_rows, head_rows = _row_steps(key)
     # Heads lie within a row, or whole rows apart.
-    steps = (page_rows, head // slot, head % slot, value.stride(-2) % value.stride(-3))
+    columns = (of.stride(-2) % of.stride(-3) for of in (key, value))
+    steps = (*(page_rows or [0]), head_rows, *columns)
     table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
     hopper_kernel.prefill_hopper_kernel[num_tiles * num_kv_heads,](
         query, *strips, output, sinks if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc, sinks,
