@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from attn_backends import KVCacheSpec, MLASpec, Unsupported, select_backend
+from attn_backends.registry import validate_options
 from attn_backends.testing.conformance import MLAConformance
 from attn_backends.testing.emulated import flash_attn_mla
+from attn_backends.testing.harness import make_layer
+from attn_backends.testing.random_batch import random_batch
 from tests.backends import flash_attn_mla_emulated as emulated
 
 
@@ -84,3 +87,14 @@ def test_an_old_schedule_is_seen() -> None:
 
     assert not torch.equal(call(20), call(9))
     assert torch.equal(call(20), call(25))
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "split_bytes", "num_splits"),
+    [(100, 1 << 29, 1), (700, 1 << 29, 2), (4096, 1 << 29, 16), (4096, 3 * 16 * 513 * 4, 3), (4096, 1, 1)],
+)
+def test_rows_are_cut_as_far_as_pays_and_memory_allows(seq_len: int, split_bytes: int, num_splits: int) -> None:
+    name, backend = emulated.EmulatedFlashAttnMLA.get_name(), emulated.EmulatedFlashAttnMLA
+    batch = random_batch(backend, MLASpec(16, dtype=torch.bfloat16), [seq_len], [1], page_size=32)
+    layer = make_layer(backend, batch, options=validate_options(name, {"split_bytes": split_bytes}))
+    assert layer.begin(batch).plan.num_splits == num_splits

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from attn_backends import KVCacheSpec, MLASpec
+from attn_backends.backends.mla.flash_attn_mla_kernels import DecodeCall, VllmKernels
 from attn_backends.backends.mla.flashmla_kernels import FilledSchedule, Kernels, MadeSchedule, load_kernels
 from attn_backends.backends.mla.metadata import DecodeRows
-from attn_backends.testing.emulated import flashinfer as emulated_flashinfer, flashmla, flashmla_older
+from attn_backends.testing.emulated import flash_attn_mla, flashinfer as emulated_flashinfer, flashmla, flashmla_older
 from attn_backends.testing.harness import output_error
 
 pytestmark = [
@@ -158,5 +161,35 @@ def test_flashinfer(real_flashinfer: Any, kernels: str, lens: str, heads: int, q
             out=torch.full((*query.shape[:2], 512), math.nan, dtype=query.dtype, device=device),
         )  # fmt: skip
         return out, lse
+
+    case.compare(run, -math.inf)
+
+
+# FlashAttention.
+
+
+@pytest.mark.parametrize("num_splits", [1, 8, 128])
+@pytest.mark.parametrize("lens", LENS)
+@pytest.mark.parametrize(("heads", "query_len"), SIZES)
+def test_flash_attention_3(lens: str, heads: int, query_len: int, num_splits: int) -> None:
+    """Rows without keys, whose queries nobody reads, come back as zeros too: no launch of ours writes them."""
+    pytest.importorskip("vllm.vllm_flash_attn")
+    from attn_backends.backends.mla.flash_attn_mla_kernels import load
+
+    case = Case(lens, heads, query_len, 32)
+
+    def run(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        query, cache, table, lens = (of.to(device) for of in (case.query, case.cache, case.table, case.lens))
+        kernels = load() if device == "cuda" else VllmKernels(flash_attn_mla)
+        starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=device) * query_len
+        longest = table.shape[1] * case.page_size
+        call = DecodeCall(kernels, starts, query_len, table, lens, longest, num_splits, schedule=starts)
+        spec, pages = MLASpec(heads, dtype=torch.bfloat16), KVCacheSpec(len(cache), case.page_size)
+        call = replace(call, schedule=kernels.schedule(call, spec, pages))
+        q_nope, q_pe = query.flatten(0, 1).split([512, 64], dim=-1)
+        latent, rope = cache.unsqueeze(2).split([512, 64], dim=-1)
+        out = torch.full_like(q_nope, math.nan)
+        sums = kernels.decode(q_pe, q_nope, rope, latent, SCALE, out, call)
+        return out, sums.t()
 
     case.compare(run, -math.inf)

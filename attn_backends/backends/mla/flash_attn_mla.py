@@ -20,6 +20,7 @@ from attn_backends.spec import AttentionSpec, KVCacheSpec
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _MOST_SPLITS = 128
+_KEYS_OF_SPLIT = 256  # at least: what can be cut finer takes a slower kernel to join
 
 
 class FlashAttnMLAOptions(MLAOptions):
@@ -96,8 +97,9 @@ class FlashAttnMLAState(MLAState):
         """The library's schedule, made on the device."""
         in_graph = rows.idle is not None
         longest = rows.page_table.shape[1] * self.cache.page_size
+        longest = longest if in_graph else min(longest, int(rows.seq_lens_cpu.max()))
         query_bytes = rows.num_tokens * spec.num_qo_heads * (spec.kv_lora_rank + 1) * 4
-        most = (self.options or FlashAttnMLAOptions()).split_bytes // query_bytes
+        room = (self.options or FlashAttnMLAOptions()).split_bytes // query_bytes
         starts = torch.arange(rows.num_rows + 1, dtype=torch.int32, device=self.device) * rows.query_len
         call = held or DecodeCall(
             kernels=self.kernels,
@@ -105,8 +107,8 @@ class FlashAttnMLAState(MLAState):
             query_len=rows.query_len,
             page_table=rows.page_table,
             seq_lens=rows.seq_lens,
-            max_seq_len=longest if in_graph else min(longest, int(rows.seq_lens_cpu.max())),
-            num_splits=max(1, min(_MOST_SPLITS, most)),
+            max_seq_len=longest,
+            num_splits=max(1, min(_MOST_SPLITS, room, longest // _KEYS_OF_SPLIT)),
             schedule=starts,  # until there is one
         )
         made = self.kernels.schedule(call, spec, self.cache)
@@ -118,6 +120,7 @@ class FlashAttnMLAState(MLAState):
 
 class FlashAttnMLAImpl(MLAImpl):
     backend_name = "FLASH_ATTN_MLA"
+    zeroes_idle_rows = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
