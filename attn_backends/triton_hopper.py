@@ -32,11 +32,34 @@ def clear_rows(block, num_live):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def weigh(logits, top, total, scale):  # type: ignore[no-untyped-def]
+    """The online softmax's next step, base 2: weights of `logits` [rows, keys], the highest logit of each row so far
+    (not scaled), the sum of its weights, and what earlier weights shrink by."""
+    new_top = gl.maximum(top, gl.max(logits, 1))
+    base = gl.where(new_top == float("-inf"), 0.0, new_top * scale)
+    weights = gl.exp2(logits * scale - base[:, None])
+    shrunk = gl.exp2(top * scale - base)
+    return weights, new_top, total * shrunk + gl.sum(weights, 1), shrunk
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def as_operand(weights, of_dtype: gl.constexpr, sums):  # type: ignore[no-untyped-def]
+    """Weights in registers as a product that adds to `sums` wants them, which is where they are."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 2)
+    return gl.convert_layout(weights.to(of_dtype), layout)
+
+
+@gluon.jit
+def times_rows(sums, factors):  # type: ignore[no-untyped-def]
+    """[rows, columns] times a factor of each row."""
+    return sums * gl.convert_layout(factors, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)[:, None]
+
+
+@gluon.jit
 def write_rows(rows, sums, share, live):  # type: ignore[no-untyped-def]
     """Weighted values [rows, columns] to where `rows` point, each row times its share."""
     ROW: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
     rows = gl.convert_layout(rows, ROW, assert_trivial=True)
-    share = gl.convert_layout(share, ROW, assert_trivial=True)
     live = gl.convert_layout(live, ROW, assert_trivial=True)
     to = rows[:, None] + gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))[None]
-    gl.store(to, (sums * share[:, None]).to(rows.dtype.element_ty), mask=live[:, None])
+    gl.store(to, times_rows(sums, share).to(rows.dtype.element_ty), mask=live[:, None])

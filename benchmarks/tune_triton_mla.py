@@ -25,7 +25,7 @@ from harness import report
 from mla_attention import SHAPES, ours
 from mla_problem import Forms, MLAShape, make_forms
 
-from attn_backends.backends.mla.triton_tiles import HOPPER_TILES
+from attn_backends.backends.mla.triton_tiles import HOPPER_TILE
 
 TABLE = Path(__file__).parents[1] / "attn_backends" / "backends" / "mla" / "triton_tuned.json"
 LAYER = ("bits", "cache_bits", "queries", "page_size", "rows")
@@ -47,7 +47,7 @@ def tiles(shape: MLAShape) -> Iterator[Tile]:
                 if stages * keys <= 256 and keys * queries // warps >= 64]  # fmt: skip
     least = (128, 256, 512) if len(shape.seq_lens) == 1 else (128,)
     for (size, hopper), programs, min_keys in product(
-        [*((size, True) for size in HOPPER_TILES), *((size, False) for size in some)],
+        [(HOPPER_TILE, True), *((size, False) for size in some)],
         (1, 2) if queries >= 32 else (1, 2, 4),
         least,
     ):

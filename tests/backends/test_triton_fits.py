@@ -145,20 +145,17 @@ def test_latent_decode_fits_as_compiled(capability: int, room: int, heads: int) 
 
 
 @pytest.mark.parametrize(("query_len", "heads", "want_lse", "dtype"), [(1, 128, 0, "bf16"), (4, 40, 1, "fp16")])
-@pytest.mark.parametrize("tile", tiles.HOPPER_TILES, ids=str)
-def test_the_latent_kernel_for_hopper_fits_as_compiled(
-    tile: tuple[int, ...], query_len: int, heads: int, want_lse: int, dtype: str
-) -> None:
+def test_the_latent_kernel_for_hopper_fits_as_compiled(query_len: int, heads: int, want_lse: int, dtype: str) -> None:
     """Blocks of rows beside the queries."""
     from attn_backends.backends.mla import hopper_kernel
 
-    rows, keys, warps, blocks = tile
-    assert (rows, warps) == (hopper_kernel.ROWS.value, hopper_kernel.WARPS)
+    rows, pair, group = hopper_kernel.ROWS.value, 2 * hopper_kernel.KEYS.value, hopper_kernel.GROUP_WARPS
+    assert (rows, pair, 2 * group, 1) == tiles.HOPPER_TILE
     constants = {"WANT_LSE": want_lse, "PAGE_SIZE": 64, "QUERY_LEN": query_len, "HEADS": heads,
-                 "TILES": -(-query_len * heads // 64), "KEYS": keys, "BLOCKS": blocks}  # fmt: skip
+                 "TILES": -(-query_len * heads // 64)}  # fmt: skip
     types = dict.fromkeys(("query", "output"), f"*{dtype}")
     types["blocks"] = f"tensordesc<{dtype}[64, 64],{hopper_kernel.BLOCK_LAYOUT!r}>"
-    assert gluon_bytes(hopper_kernel.mla_hopper_kernel, types, constants, warps) <= HOPPER
+    assert gluon_bytes(hopper_kernel.mla_hopper_kernel, types, constants, group) <= HOPPER
 
 
 @pytest.mark.parametrize(
@@ -237,11 +234,11 @@ def test_whom_the_kernel_for_hopper_serves(
 
 
 def test_a_tile_for_hopper_where_its_kernel_cannot_serve() -> None:
-    sizes = dict(zip(("rows", "keys", "warps", "stages"), tiles.HOPPER_TILES[0], strict=True))
+    sizes = dict(zip(("rows", "keys", "warps", "stages"), tiles.HOPPER_TILE, strict=True))
     options = tiles.TritonMLAOptions(decode_tile={**sizes, "programs": 1, "min_keys": 128, "hopper": True})
     with pytest.raises(ValueError, match=r"pages of 16: leave `hopper` out"):
         tiles.decode_tile(MLASpec(16), KVCacheSpec(16, 16), 1, 16, options, HOPPER)
-    with pytest.raises(ValueError, match=r"takes \(64, 128, 8, 1\) and"):
+    with pytest.raises(ValueError, match=r"takes \(64, 128, 8, 1\)"):
         tiles.LatentTile(64, 64, 8, 3, 1, 128, hopper=True)
 
 

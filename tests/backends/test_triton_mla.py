@@ -117,15 +117,12 @@ class TestOnHopper(KitBase):
     device = "cuda"
     dtypes = (torch.bfloat16, torch.float16)
 
-    @pytest.mark.parametrize("size", triton_tiles.HOPPER_TILES, ids=str)
     @pytest.mark.parametrize("page_size", [64, 128])
     @pytest.mark.parametrize("heads", [16, 40, 128])
     @pytest.mark.parametrize("shape", [*SHAPES, BatchShape(seq_lens=(1500, 64, 700), query_lens=(2, 2, 2))], ids=str)
-    def test_rows(
-        self, shape: BatchShape, heads: int, page_size: int, size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_rows(self, shape: BatchShape, heads: int, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         spec = MLASpec(heads, dtype=self.dtype)
-        sizes = dict(zip(("rows", "keys", "warps", "stages"), size, strict=True))
+        sizes = dict(zip(("rows", "keys", "warps", "stages"), triton_tiles.HOPPER_TILE, strict=True))
         tile = {**TILE, **sizes, "min_keys": 128, "hopper": True}
         batch = self.make_batch(spec, shape, page_size=page_size, poison=float("nan"))
         made, seen = triton_mla._on_hopper, []

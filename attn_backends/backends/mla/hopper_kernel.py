@@ -1,10 +1,9 @@
 """Decode on latent rows for many query heads, on Hopper: loads, products and softmax where they are to be, by Gluon.
 
-A block of 64 latent rows is 72 KiB, and so are the queries of a tile. Triton's own pipeline holds two blocks, asks for
-the next when all of a block's products are under way, and waits for it. Here a block is multiplied in pieces of 128
-columns, and as soon as a piece has given its weighted values, a warp that does nothing else asks for that piece of the
-next block that takes its place. FlashMLA (DeepSeek, 2025) copies and multiplies in such pieces too. There is one block
-of 128 rows, which products make the most of, or there are two of 64, of which one can come while the other is in use.
+A block of 64 latent rows is 72 KiB, and so are the queries of a tile: shared memory holds the queries and a pair of
+blocks. Two groups of four warps take turns, as in FlashMLA (DeepSeek, 2025): each makes logits and weights of one block
+of a pair, and each adds the weighted rows of both blocks to its half of the columns. While one group works out weights
+the other multiplies, and a block is asked for again, by a warp that does nothing else, half by half as both are done.
 """
 
 from __future__ import annotations
@@ -23,34 +22,45 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attn_backends.triton_hopper import BLOCK_LAYOUT, barrier, barriers, clear_rows, write_rows
+from attn_backends.triton_hopper import (
+    BLOCK_LAYOUT,
+    as_operand,
+    barrier,
+    barriers,
+    clear_rows,
+    times_rows,
+    weigh,
+    write_rows,
+)
 from attn_backends.triton_split import LN_2, MOST_ITEMS
 
 ROWS, RANK, ROPE = gl.constexpr(64), gl.constexpr(512), gl.constexpr(64)
-PIECES, WIDTH = gl.constexpr(4), gl.constexpr(128)  # of a block's columns
-LOAD = gl.constexpr(64)  # rows and columns of one load: what a swizzle of 128 bytes is wide, and no page is smaller
-WARPS = 8  # two groups: each has 64 columns of the logits, and of every piece of weighted values
+KEYS = gl.constexpr(64)  # of a block
+PIECES, WIDTH = gl.constexpr(4), gl.constexpr(128)  # of a block's columns, in which it arrives
+HALF = gl.constexpr(256)  # columns, that a group has weighted sums of
+STRIP = gl.constexpr(64)  # columns of one load: what a swizzle of 128 bytes is wide
+GROUP_WARPS = 4
 
 
 def blocks_of(rows: torch.Tensor) -> Any:
     """Loads from [num_slots, RANK + ROPE], into shared memory as products want them."""
-    return TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [LOAD.value, LOAD.value], BLOCK_LAYOUT)
+    return TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [KEYS.value, STRIP.value], BLOCK_LAYOUT)
 
 
 @gluon.jit(do_not_specialize=["table_row"])  # type: ignore[untyped-decorator]
 def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     query, blocks, output, lse, page_table, items, partial, partial_sums, scale, value_scale, table_row,
     WANT_LSE: gl.constexpr, PAGE_SIZE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr,
-    KEYS: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """One program an item and tile of 64 of its queries, as `mla_decode_kernel` does.
 
     Args:
         query: [num_rows, QUERY_LEN * HEADS, RANK + ROPE], contiguous.
-        blocks: see `blocks_of`; PAGE_SIZE is a multiple of LOAD.
+        blocks: see `blocks_of`; PAGE_SIZE is a multiple of KEYS.
         output: [num_rows, QUERY_LEN * HEADS, RANK]; lse: [num_rows, QUERY_LEN * HEADS] f32.
-        items: see `triton_split`; a place of partial results holds TILES * 64 queries of RANK.
-        scale: of logits in base 2; value_scale: of the cache.
+        items: see `triton_split`, cut at multiples of a pair's keys; a place of partial results holds TILES * 64
+            queries of RANK.
+        scale: of logits in base 2, positive; value_scale: of the cache.
     """
     of_dtype: gl.constexpr = query.dtype.element_ty
     tile = gl.program_id(0) % TILES
@@ -60,199 +70,220 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     if row < 0:
         start = stop
     pages = page_table + gl.maximum(row, 0).to(gl.int64) * table_row
-    num_blocks = (stop - start + KEYS - 1) // KEYS
+    num_pairs = (stop - start + 2 * KEYS - 1) // (2 * KEYS)
 
     q = gl.allocate_shared_memory(of_dtype, [PIECES, ROWS, WIDTH], BLOCK_LAYOUT)
-    weights_at = gl.allocate_shared_memory(of_dtype, [ROWS, KEYS], BLOCK_LAYOUT)
-    columns = gl.allocate_shared_memory(of_dtype, [BLOCKS * (RANK // LOAD), KEYS, LOAD], BLOCK_LAYOUT)
-    rope = gl.allocate_shared_memory(of_dtype, [BLOCKS, KEYS, ROPE], BLOCK_LAYOUT)
-    arrived = _barriers_of(BLOCKS)
-    free = _barriers_of(BLOCKS)
+    q_rope = gl.allocate_shared_memory(of_dtype, [ROWS, ROPE], BLOCK_LAYOUT)
+    strips = gl.allocate_shared_memory(of_dtype, [2 * (RANK // STRIP), KEYS, STRIP], BLOCK_LAYOUT)
+    rope = gl.allocate_shared_memory(of_dtype, [2, KEYS, ROPE], BLOCK_LAYOUT)
+    weights = gl.allocate_shared_memory(of_dtype, [ROWS, KEYS], BLOCK_LAYOUT)  # from group to group
+    stats = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    arrived = (barriers(2, 1), barriers(2, 1), barriers(2, 1), barriers(2, 1), barriers(2, 1))  # pieces, rope keys
+    free = (barriers(2, 1), barriers(2, 1), barriers(2, 1))  # halves, rope keys
+    weighed, met = barriers(2, 1), barriers(1, 2)
     fence_async_shared()
-    held = (columns, rope, arrived, free)
+    held = (strips, rope, arrived, free)
+    between = (weights, stats, weighed, met)
     results = (output, lse, partial, partial_sums)
     gl.warp_specialize(
         [
-            (_attend, (query, results, item, scale, value_scale, tile, num_blocks, q, weights_at, held, WANT_LSE,
-                       QUERY_LEN, HEADS, TILES, KEYS, BLOCKS)),
-            (_load, (blocks, pages, start, stop, num_blocks, held, PAGE_SIZE, KEYS, BLOCKS)),
+            (_attend, (query, results, item, scale, value_scale, tile, num_pairs, q, q_rope, held, between, 0,
+                       WANT_LSE, QUERY_LEN, HEADS, TILES)),
+            (_attend, (query, results, item, scale, value_scale, tile, num_pairs, q, q_rope, held, between, 1,
+                       WANT_LSE, QUERY_LEN, HEADS, TILES)),
+            (_load, (blocks, pages, start, stop, num_pairs, held, PAGE_SIZE)),
         ],
-        [1],
-        [24],
+        [4, 1],
+        [240, 24],
     )  # fmt: skip
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _barriers_of(BLOCKS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Of the pieces, and of the rope keys; each is of every block in shared memory."""
-    return barriers(BLOCKS, 1), barriers(BLOCKS, 1), barriers(BLOCKS, 1), barriers(BLOCKS, 1), barriers(BLOCKS, 1)
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _load(  # type: ignore[no-untyped-def]
-    blocks, pages, start, stop, num_blocks, held, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, BLOCKS: gl.constexpr
-):
+def _load(blocks, pages, start, stop, num_pairs, held, PAGE_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
     """One warp: asks for the rope keys and every piece of every block once their place is free."""
-    columns, rope, arrived, free = held
-    for block in range(num_blocks):
-        first = start + block * KEYS
-        stage, turn = block % BLOCKS, block // BLOCKS & 1
-        upper = _slot(pages, first, stop, PAGE_SIZE)
-        lower = _slot(pages, first + LOAD, stop, PAGE_SIZE) if KEYS > LOAD else upper
-        mbarrier.wait(free[PIECES].index(stage), turn ^ 1)
-        ready = arrived[PIECES].index(stage)
-        mbarrier.expect(ready, KEYS // LOAD * blocks.block_type.nbytes)
-        _load_columns(blocks, upper, lower, RANK, ready, rope.index(stage), KEYS)
-        for piece in gl.static_range(PIECES):
-            mbarrier.wait(free[piece].index(stage), turn ^ 1)
-            ready = arrived[piece].index(stage)
-            mbarrier.expect(ready, WIDTH // LOAD * (KEYS // LOAD) * blocks.block_type.nbytes)
-            for part in gl.static_range(WIDTH // LOAD):
-                part += WIDTH // LOAD * piece
-                to = columns.index(stage * (RANK // LOAD) + part)
-                _load_columns(blocks, upper, lower, part * LOAD, ready, to, KEYS)
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _load_columns(blocks, upper, lower, column, ready, to, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """LOAD columns of a block's rows, which begin at the slots `upper` and, its second half, `lower`."""
-    tma.async_copy_global_to_shared(blocks, [upper, column], ready, to.slice(0, LOAD))
-    if KEYS > LOAD:
-        tma.async_copy_global_to_shared(blocks, [lower, column], ready, to.slice(LOAD, LOAD))
+    strips, rope, arrived, free = held
+    for pair in range(num_pairs):
+        turn = pair & 1
+        for block in gl.static_range(2):
+            key = start + (2 * pair + block) * KEYS
+            # Anywhere, if there is no such key: nobody sees those rows.
+            slot = gl.load(pages + key // PAGE_SIZE, mask=key < stop, other=0) * PAGE_SIZE + key % PAGE_SIZE
+            mbarrier.wait(free[2].index(block), turn ^ 1)
+            ready = arrived[PIECES].index(block)
+            mbarrier.expect(ready, blocks.block_type.nbytes)
+            tma.async_copy_global_to_shared(blocks, [slot, RANK], ready, rope.index(block))
+            for piece in gl.static_range(PIECES):
+                if piece * WIDTH % HALF == 0:
+                    mbarrier.wait(free[piece * WIDTH // HALF].index(block), turn ^ 1)
+                ready = arrived[piece].index(block)
+                mbarrier.expect(ready, WIDTH // STRIP * blocks.block_type.nbytes)
+                for part in gl.static_range(WIDTH // STRIP):
+                    strip = piece * (WIDTH // STRIP) + part
+                    to = strips.index(block * (RANK // STRIP) + strip)
+                    tma.async_copy_global_to_shared(blocks, [slot, strip * STRIP], ready, to)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    query, results, item, scale, value_scale, tile, num_blocks, q, weights_at, held,
+    query, results, item, scale, value_scale, tile, num_pairs, q, q_rope, held, between, which: gl.constexpr,
     WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr,
-    KEYS: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Two groups of warps: products, softmax, and the result."""
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, KEYS // 2, 16])
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, WIDTH // 2, 16])  # of a piece
+    """A group of warps: weights of one block of each pair, and half of the columns of the result."""
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    of_dtype: gl.constexpr = query.dtype.element_ty
     output, lse, partial, partial_sums = results
-    columns, rope, arrived, free = held
+    strips, _rope, _arrived, free = held
+    weights_at, stats, _weighed, met = between
     row = gl.load(item)
     start, stop, place, parts = gl.load(item + 1), gl.load(item + 2), gl.load(item + 3), gl.load(item + 4)
     seq_len = gl.load(item + 5)
     if row >= 0:
         count, nth = parts // MOST_ITEMS, parts % MOST_ITEMS
-        values = columns._reinterpret(of_dtype, [BLOCKS * PIECES, KEYS, WIDTH], BLOCK_LAYOUT)
-        q_rope_at = weights_at.slice(0, ROPE, dim=1)  # whose place weights take
-        _store_queries(query, q, q_rope_at, row, tile, QUERY_LEN * HEADS)
-        q_rope = q_rope_at.load(gl.DotOperandLayout(0, LOGITS, 2))  # stays in registers
-        fence_async_shared()
+        _store_queries(query, q, q_rope, row, tile, which, QUERY_LEN * HEADS)
+        _meet(met, 0)
 
-        zeros = gl.zeros([ROWS, WIDTH], gl.float32, VALUES)
-        sums = (zeros, zeros, zeros, zeros)
+        values = strips._reinterpret(strips.dtype, [4, KEYS, HALF], BLOCK_LAYOUT)  # halves of both blocks
+        sums = gl.zeros([ROWS, HALF], gl.float32, SUMS)
         top = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-        nothing = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
-        total = _sums_of_thread(nothing)
+        total = gl.zeros([ROWS], gl.float32, ROW)
         lane = tile * ROWS + gl.arange(0, ROWS, ROW)
         last_seen = gl.minimum(seq_len - QUERY_LEN + lane // HEADS, seq_len - 1)
         all_see = gl.minimum(seq_len - QUERY_LEN + 1, stop)  # keys before it need no mask
-        for block in range(num_blocks):
-            first = start + block * KEYS
-            stage, turn = block % BLOCKS, block // BLOCKS & 1
-            mbarrier.wait(arrived[PIECES].index(stage), turn)
-            rope_keys = rope.index(stage).permute((1, 0))
-            logits = warpgroup_mma(q_rope, rope_keys, nothing, use_acc=False, is_async=True)
-            for piece in gl.static_range(PIECES):
-                mbarrier.wait(arrived[piece].index(stage), turn)
-                keys = values.index(stage * PIECES + piece).permute((1, 0))
-                logits = warpgroup_mma(q.index(piece), keys, logits, is_async=True)
-            logits = warpgroup_mma_wait(0, deps=(logits,))
+        for pair in range(num_pairs):
+            turn = pair & 1
+            first = start + 2 * pair * KEYS
+            own = first + which * KEYS
+            logits = _logits(q, q_rope, held, which, turn, LOGITS)
             barrier()
-            mbarrier.arrive(free[PIECES].index(stage))
-            if first + KEYS > all_see:
-                seen = first + gl.arange(0, KEYS, gl.SliceLayout(0, LOGITS))[None] <= last_seen[:, None]
+            mbarrier.arrive(free[2].index(which))
+            if own + KEYS > all_see:
+                seen = own + gl.arange(0, KEYS, gl.SliceLayout(0, LOGITS))[None] <= last_seen[:, None]
                 logits = gl.where(seen, logits, float("-inf"))
-            if first + KEYS > seq_len:
-                for part in gl.static_range(RANK // LOAD):
-                    clear_rows(columns.index(stage * (RANK // LOAD) + part), seq_len - first)
-                fence_async_shared()
-            new_top = gl.maximum(top, gl.max(logits, 1) * scale)
-            base = gl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = gl.exp2(logits * scale - base[:, None])
-            shrunk = gl.exp2(top - base)
-            top = new_top
-            weights_at.store(weights.to(of_dtype))
-            fence_async_shared()
-            barrier()
-            shrink = gl.convert_layout(shrunk, gl.SliceLayout(1, VALUES), assert_trivial=True)[:, None]
-            piece_0 = stage * PIECES
-            sums = (
-                warpgroup_mma(weights_at, values.index(piece_0), sums[0] * shrink, is_async=True),
-                warpgroup_mma(weights_at, values.index(piece_0 + 1), sums[1] * shrink, is_async=True),
-                warpgroup_mma(weights_at, values.index(piece_0 + 2), sums[2] * shrink, is_async=True),
-                warpgroup_mma(weights_at, values.index(piece_0 + 3), sums[3] * shrink, is_async=True),
-            )
-            total = total * _of_rows(shrunk, total) + _sums_of_thread(weights)
-            for piece in gl.static_range(PIECES):  # where both groups are done with one, its place is free
-                sums = warpgroup_mma_wait(PIECES - 1 - piece, deps=sums)
+            if which == 0:
+                weights, top, total, shrunk = weigh(logits, top, total, scale)
+                _hand_over(weights, top, between, 0)
+                _clear(strips, 0, which, seq_len - first)
+                weights = as_operand(weights, strips.dtype, sums)
+                sums = warpgroup_mma(weights, values.index(which), times_rows(sums, shrunk), is_async=True)
+                sums = warpgroup_mma_wait(0, deps=(sums,))
                 barrier()
-                mbarrier.arrive(free[piece].index(stage))
+                mbarrier.arrive(free[which].index(0))
+                top, total, shrunk = _take_over(top, total, between, 1, turn, scale)
+                _clear(strips, 1, which, seq_len - first - KEYS)
+                sums = warpgroup_mma(weights_at, values.index(2 + which), times_rows(sums, shrunk), is_async=True)
+            else:
+                top, total, shrunk = _take_over(top, total, between, 0, turn, scale)
+                _clear(strips, 0, which, seq_len - first)
+                sums = warpgroup_mma(weights_at, values.index(which), times_rows(sums, shrunk), is_async=True)
+                weights, top, total, shrunk = weigh(logits, top, total, scale)
+                sums = warpgroup_mma_wait(0, deps=(sums,))
+                barrier()
+                mbarrier.arrive(free[which].index(0))
+                _hand_over(weights, top, between, 1)
+                _clear(strips, 1, which, seq_len - first - KEYS)
+                weights = as_operand(weights, strips.dtype, sums)
+                sums = warpgroup_mma(weights, values.index(2 + which), times_rows(sums, shrunk), is_async=True)
+            sums = warpgroup_mma_wait(0, deps=(sums,))
+            barrier()
+            mbarrier.arrive(free[which].index(1))
 
+        stats.index(2 + which).store(total)  # of the weights that this group worked out
+        _meet(met, 1)
+        total += stats.index(3 - which).load(ROW)
         live = lane < QUERY_LEN * HEADS
-        total_of = gl.convert_layout(gl.sum(gl.sum(total, 2), 1), ROW)
-        saw = total_of > 0
-        divisor = gl.where(saw, total_of, 1.0)
+        top *= scale
+        saw = total > 0
         if count == 1:
             at = row.to(gl.int64) * (QUERY_LEN * HEADS) + lane
+            divisor = gl.where(saw, total, 1.0)
             share = gl.where(saw, value_scale / divisor, 0.0)
-            _write(output + at * RANK, sums, share, live)
-            if WANT_LSE:
+            write_rows(output + at * RANK + which * HALF, sums, share, live)
+            if WANT_LSE and which == 0:
                 gl.store(lse + at, gl.where(saw, (top + gl.log2(divisor)) * LN_2, float("-inf")), mask=live)
         else:
             at = (place + nth).to(gl.int64) * (TILES * ROWS) + lane
             share = gl.full([ROWS], 1.0, gl.float32, ROW)
-            _write(partial + at * RANK, sums, share, live)
-            gl.store(partial_sums + at * 2, top, mask=live)
-            gl.store(partial_sums + at * 2 + 1, total_of, mask=live)
+            write_rows(partial + at * RANK + which * HALF, sums, share, live)
+            if which == 0:
+                gl.store(partial_sums + at * 2, top, mask=live)
+                gl.store(partial_sums + at * 2 + 1, total, mask=live)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _slot(pages, key, stop, PAGE_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a key lies; anywhere, if there is no such key."""
-    return gl.load(pages + key // PAGE_SIZE, mask=key < stop, other=0) * PAGE_SIZE + key % PAGE_SIZE
+def _meet(met, turn: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Both groups see what each has written to shared memory."""
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(met.index(0))
+    mbarrier.wait(met.index(0), turn)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _store_queries(query, q, q_rope, row, tile, QUERIES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The tile's queries, in shared memory for good. All loads are under way before the first is stored."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+def _logits(q, q_rope, held, block: gl.constexpr, turn, LOGITS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """[ROWS, KEYS] of a block."""
+    strips, rope, arrived, _free = held
+    pieces = strips._reinterpret(strips.dtype, [2 * PIECES, KEYS, WIDTH], BLOCK_LAYOUT)
+    logits = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
+    mbarrier.wait(arrived[PIECES].index(block), turn)
+    logits = warpgroup_mma(q_rope, rope.index(block).permute((1, 0)), logits, use_acc=False, is_async=True)
+    for piece in gl.static_range(PIECES):
+        mbarrier.wait(arrived[piece].index(block), turn)
+        keys = pieces.index(block * PIECES + piece).permute((1, 0))
+        logits = warpgroup_mma(q.index(piece), keys, logits, is_async=True)
+    return warpgroup_mma_wait(0, deps=(logits,))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _hand_over(weights, top, between, block: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A block's weights to the other group, and what they are relative to. There is one place for both groups': each
+    has multiplied what the other left there before it writes."""
+    weights_at, stats, weighed, _met = between
+    weights_at.store(weights.to(weights_at.dtype))
+    stats.index(block).store(top)
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(weighed.index(block))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _take_over(top, total, between, block: gl.constexpr, turn, scale):  # type: ignore[no-untyped-def]
+    """The highest logits since the other group's weights of a block, which are ready then, this group's total relative
+    to them, and what its sums shrink by."""
+    _weights, stats, weighed, _met = between
+    mbarrier.wait(weighed.index(block), turn)
+    new_top = stats.index(block).load(top.type.layout)
+    shrunk = gl.exp2(top * scale - gl.where(new_top == float("-inf"), 0.0, new_top * scale))
+    return new_top, total * shrunk, shrunk
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _clear(strips, block: gl.constexpr, which: gl.constexpr, num_live):  # type: ignore[no-untyped-def]
+    """Zeros for a block's rows from `num_live` on, in a group's columns. Its logits are there."""
+    if num_live < KEYS:
+        for part in gl.static_range(HALF // STRIP):
+            clear_rows(strips.index((2 * block + which) * (HALF // STRIP) + part), num_live)
+        fence_async_shared()
+        barrier()
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _store_queries(  # type: ignore[no-untyped-def]
+    query, q, q_rope, row, tile, which: gl.constexpr, QUERIES: gl.constexpr
+):
+    """A group's half of the tile's queries, in shared memory for good. All loads are under way before the first is
+    stored."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     lane = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
     from_row = query + (row.to(gl.int64) * QUERIES + lane)[:, None] * (RANK + ROPE)
     live = (lane < QUERIES)[:, None]
     at = from_row + gl.arange(0, WIDTH, gl.SliceLayout(0, LINES))[None]
     loaded = ()
-    for piece in gl.static_range(PIECES):
+    for part in gl.static_range(PIECES // 2):
+        piece = which * (PIECES // 2) + part
         loaded = loaded + (gl.load(at + piece * WIDTH, mask=live, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
-    at = from_row + RANK + gl.arange(0, ROPE, gl.SliceLayout(0, LINES))[None]
-    loaded_rope = gl.load(at, mask=live, other=0.0)
-    for piece in gl.static_range(PIECES):
-        q.index(piece).store(loaded[piece])
-    q_rope.store(loaded_rope)
-
-
-@gluon.jit
-def _sums_of_thread(weights):  # type: ignore[no-untyped-def]
-    """[ROWS, 2, 8] of [ROWS, KEYS]: over the columns that one thread has, without a word to the others."""
-    return gl.sum(gl.reshape(weights, [ROWS, 2, weights.shape[1] // 16, 8]), 2)
-
-
-@gluon.jit
-def _of_rows(values, like):  # type: ignore[no-untyped-def]
-    """[ROWS] as [ROWS, 1, 1], where `like` has its rows."""
-    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, like.type.layout))
-    values = gl.convert_layout(values, layout, assert_trivial=True)
-    return gl.expand_dims(gl.expand_dims(values, 1), 2)
-
-
-@gluon.jit
-def _write(rows, sums, share, live):  # type: ignore[no-untyped-def]
-    """Weighted values of every row, each times the row's share."""
-    for piece in gl.static_range(PIECES):
-        write_rows(rows + piece * WIDTH, sums[piece], share, live)
+    if which == 0:
+        at = from_row + RANK + gl.arange(0, ROPE, gl.SliceLayout(0, LINES))[None]
+        q_rope.store(gl.load(at, mask=live, other=0.0))
+    for part in gl.static_range(PIECES // 2):
+        q.index(which * (PIECES // 2) + part).store(loaded[part])

@@ -197,11 +197,10 @@ def _on_hopper(
 ) -> None:  # fmt: skip
     from attn_backends.backends.mla import hopper_kernel  # not every Triton has what it imports
 
-    page_size, query_len, heads, tiles, _tile_rows, keys, *_, num_blocks, _exact = constants
+    page_size, query_len, heads, tiles, *_ = constants
     blocks = hopper_kernel.blocks_of(latent_cache.flatten(0, 1))
     hopper_kernel.mla_hopper_kernel[grid](
-        query, blocks, output, lse, *rest, page_size, query_len, heads, tiles, keys, num_blocks,
-        num_warps=hopper_kernel.WARPS,
+        query, blocks, output, lse, *rest, page_size, query_len, heads, tiles, num_warps=hopper_kernel.GROUP_WARPS,
     )  # fmt: skip
 
 

@@ -17,9 +17,7 @@ from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import KVCacheSpec
 from attn_backends.triton_split import block_bytes, fitted, padded
 
-# Rows and keys of hopper_kernel.py's tiles, its warps, and blocks in shared memory. A layer of few queries waits for
-# memory: two smaller blocks keep loads under way. One of many waits for products, which larger blocks feed better.
-HOPPER_TILES = ((64, 128, 8, 1), (64, 64, 8, 2))
+HOPPER_TILE = (64, 128, 8, 1)  # rows, keys, warps and stages of hopper_kernel.py, which has no other
 
 
 @dataclass(frozen=True)
@@ -36,10 +34,10 @@ class LatentTile:
 
     def __post_init__(self) -> None:
         size = (self.rows, self.keys, self.warps, self.stages)
-        if self.hopper and size not in HOPPER_TILES:
+        if self.hopper and size != HOPPER_TILE:
             raise ValueError(
-                f"a tile of (rows, keys, warps, stages) {size} for Hopper: its kernel takes "
-                f"{' and '.join(map(str, HOPPER_TILES))}; give one of them, or leave `hopper` out"
+                f"a tile of (rows, keys, warps, stages) {size} for Hopper: its kernel takes {HOPPER_TILE}; give these, "
+                "or leave `hopper` out"
             )
 
 

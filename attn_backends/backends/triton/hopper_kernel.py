@@ -23,7 +23,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_backends.backends.triton.tile import rows_of, tile_of
-from attn_backends.triton_hopper import BLOCK_LAYOUT, barrier, barriers, clear_rows, write_rows
+from attn_backends.triton_hopper import (
+    BLOCK_LAYOUT,
+    as_operand,
+    barrier,
+    barriers,
+    clear_rows,
+    times_rows,
+    weigh,
+    write_rows,
+)
 from attn_backends.triton_split import FAR, LN_2, LOG2_E, first_key
 
 ROWS = gl.constexpr(64)  # queries of a group of warps
@@ -188,8 +197,8 @@ def _attend(  # type: ignore[no-untyped-def]
         logits = warpgroup_mma_wait(0, deps=(logits,))
         barrier()
         mbarrier.arrive(free[0].index(0))
-        weights, top, total, _shrunk = _weigh(logits, top, total, last, low, high, scale, True)
-        so_far = (_operand(weights, values.dtype, sums), sums, top, total)
+        weights, top, total, _shrunk = weigh(_masked(logits, last, low, high), top, total, scale)
+        so_far = (as_operand(weights, values.dtype, sums), sums, top, total)
         so_far = _blocks(so_far, q, held, values, 1, num_masked, last, low, high, scale, True, KEYS, DIM, DIM_VO)
         so_far = _blocks(so_far, q, held, values, gl.maximum(num_masked, 1), num_blocks, last, low, high, scale, False,
                          KEYS, DIM, DIM_VO)  # fmt: skip
@@ -232,12 +241,14 @@ def _blocks(  # type: ignore[no-untyped-def]
         logits = warpgroup_mma_wait(1, deps=(pending,))
         barrier()
         mbarrier.arrive(free[0].index(block % STAGES))
-        given, top, total, shrunk = _weigh(logits, top, total, last - block * KEYS, low, high, scale, MASKED)
-        weights = _operand(given, values.dtype, sums)
+        if MASKED:
+            logits = _masked(logits, last - block * KEYS, low, high)
+        given, top, total, shrunk = weigh(logits, top, total, scale)
+        weights = as_operand(given, values.dtype, sums)
         sums = warpgroup_mma_wait(0, deps=(sums_pending,))
         barrier()
         mbarrier.arrive(free[1].index(before))
-        sums = sums * gl.convert_layout(shrunk, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)[:, None]
+        sums = times_rows(sums, shrunk)
     return weights, sums, top, total
 
 
@@ -255,25 +266,11 @@ def _logits(  # type: ignore[no-untyped-def]
     return logits
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _weigh(logits, top, total, first, low, high, scale, MASKED: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The online softmax's next step; `top` is not scaled."""
-    if MASKED:
-        key = first + gl.arange(0, logits.shape[1], gl.SliceLayout(0, logits.type.layout))
-        seen = (key[None] >= low[:, None]) & (key[None] <= high[:, None])
-        logits = gl.where(seen, logits, float("-inf"))
-    new_top = gl.maximum(top, gl.max(logits, 1))
-    base = gl.where(new_top == float("-inf"), 0.0, new_top * scale)
-    weights = gl.exp2(logits * scale - base[:, None])
-    shrunk = gl.exp2(top * scale - base)
-    return weights, new_top, total * shrunk + gl.sum(weights, 1), shrunk
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _operand(weights, of_dtype: gl.constexpr, sums):  # type: ignore[no-untyped-def]
-    """Weights in registers as a product wants them, which is where they are."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 2)
-    return gl.convert_layout(weights.to(of_dtype), layout)
+@gluon.jit
+def _masked(logits, first, low, high):  # type: ignore[no-untyped-def]
+    """Logits of keys from `first` on, where a query sees them."""
+    key = first + gl.arange(0, logits.shape[1], gl.SliceLayout(0, logits.type.layout))
+    return gl.where((key[None] >= low[:, None]) & (key[None] <= high[:, None]), logits, float("-inf"))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
