@@ -11,6 +11,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("no CUDA device here")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests begin before the others, which then even out what workers have left to do."""
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
+
+
 @pytest.fixture(autouse=True)
 def _cascade_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shared prefix is attended once however short it is, so that small cases go that way."""

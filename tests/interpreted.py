@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +23,7 @@ def in_own_process(test: Callable[[], None]) -> Callable[[], None]:
     too_old = pytest.mark.skipif(
         triton.__version__ < "3.7", reason="the interpreter of triton 3.6 fails with numpy 2.4"
     )
-    return is_that_process(too_old(test))
+    return pytest.mark.first(is_that_process(too_old(test)))
 
 
 def run_interpreted(file: str, keyword: str = "") -> None:
@@ -34,3 +36,29 @@ def run_interpreted(file: str, keyword: str = "") -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
+
+
+def _quicken() -> None:
+    """Without what Triton's interpreter repeats to no end, which is a third of its time.
+
+    It puts its functions in the place of the language's at each call of a device function: once a module is enough
+    where all is interpreted. It works out whether integers overflow and, but for `debug`, drops the answer.
+    """
+    from triton.runtime import interpreter
+
+    put, done = interpreter._patch_lang, set()
+
+    def put_once(function: Callable[..., object]) -> Any:
+        if function.__module__ not in done:
+            done.add(function.__module__)
+            put(function)
+        return interpreter._LangPatchScope()  # nothing to put back
+
+    interpreter._patch_lang = put_once
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+if INTERPRETED and triton.__version__.startswith("3.7."):  # these are its insides: others are as slow as they are
+    _quicken()
