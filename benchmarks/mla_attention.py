@@ -24,7 +24,7 @@ from attention import COPY, DTYPES, PACKAGES, parts_of, show, speeds
 from bare_mla import KERNELS, absorbing
 from gpu_harness import Copy, free_memory, in_turns_us, installed, make_copy, reason
 from harness import report, write
-from mla_problem import Forms, MLAShape, make_forms
+from mla_problem import LAYERS, Forms, MLAShape, make_forms
 from paged_problem import Contender, make_contender
 
 from attn_backends import get_backend
@@ -34,7 +34,6 @@ from attn_backends.interface import CudaGraphSupport
 from attn_backends.registry import validate_options
 
 LAYER = " layer"
-LAYERS = 27  # of DeepSeek-V2-Lite
 MANY, FEW = (128, 1, 576), (16, 1, 576)
 SHAPES = {
     "decode": [
@@ -78,8 +77,7 @@ def ours(name: str, forms: Forms, options: dict[str, Any]) -> Made:
     assert layer.kv_b_proj is not None
     layer = replace(layer, common=latent.common)  # of the same pages
     backend, builder, state, _ = parts_of(name, layer, options, kv_b_proj=layer.kv_b_proj)
-    # Layers take turns as in a model, which has more of them than there are copies of the cache: what the first of a
-    # step does for all, such as to fill FlashMLA's schedule, is done once for as many.
+    # Layers take turns as in a model: what the first of a step does for all is done once for as many.
     given = {"options": validate_options(name, options), "kv_b_proj": layer.kv_b_proj}
     impls = [backend.get_impl_cls()(layer.spec, layer.cache, layer.device, **given) for _ in range(LAYERS)]
     shape = (len(latent.shape.seq_lens), latent.shape.query_len, latent.spec.num_qo_heads, -1)

@@ -17,6 +17,8 @@ from attn_backends import KVCacheSpec, MLASpec
 from attn_backends.interface import AttentionBackend, Capabilities
 from attn_backends.kv_cache import KVCache, gather_pages
 
+LAYERS = 27  # of DeepSeek-V2-Lite
+
 
 @dataclass(frozen=True)
 class MLAShape(Shape):
@@ -49,6 +51,11 @@ class MLAShape(Shape):
 @dataclass(frozen=True, eq=False)
 class MLAProblem(Problem):
     kv_b_proj: torch.Tensor | None = None  # of the layer's form; None: the latent one
+
+    @property
+    def passes(self) -> int:
+        """So many that there is a call for each layer of a model: FlashMLA's schedule is filled by the first."""
+        return max(super().passes, math.ceil(LAYERS / len(self.caches)))
 
     def _expected(self, query: torch.Tensor, cache: KVCache) -> torch.Tensor:
         spec = self.spec
