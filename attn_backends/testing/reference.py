@@ -1,4 +1,4 @@
-"""The oracle: attention in float64, unpaged, in plain loops. It shares no code with any backend."""
+"""The oracle: attention in float64, unpaged, one query after the other. It shares no code with any backend."""
 
 from __future__ import annotations
 
@@ -47,20 +47,17 @@ def reference_attention(
         first = num_keys - num_queries if context_len is None else context_len
         query_positions = range(first, first + num_queries)
     query, key, value = (tensor.detach().to("cpu", torch.float64) for tensor in (query, key, value))
+    key, value = (of.repeat_interleave(spec.group_size, dim=1) for of in (key, value))  # as each query head reads them
     out = torch.zeros(num_queries, spec.num_qo_heads, spec.head_dim_vo, dtype=torch.float64)
     lse = torch.full((num_queries, spec.num_qo_heads), -torch.inf, dtype=torch.float64)
     for i, position in enumerate(query_positions):
-        seen = [j for j in range(num_keys) if sees(spec, position, j)]
-        if not seen:
+        seen = sees(spec, position, torch.arange(num_keys)).nonzero().flatten()
+        if not len(seen):
             continue
-        for head in range(spec.num_qo_heads):
-            kv_head = head // spec.group_size
-            logits = _logits(query[i, head], key[seen, kv_head], spec, head, position, seen)
-            terms = (
-                logits if sinks is None else torch.cat([logits, sinks[head].detach().to("cpu", torch.float64)[None]])
-            )
-            lse[i, head] = torch.logsumexp(terms, 0)
-            out[i, head] = torch.exp(logits - lse[i, head]) @ value[seen, kv_head]
+        logits = _logits(query[i], key[seen], spec, seen - position)
+        terms = logits if sinks is None else torch.cat([logits, sinks.detach().to("cpu", torch.float64)[None]])
+        lse[i] = torch.logsumexp(terms, 0)
+        out[i] = torch.einsum("jh,jhd->hd", torch.exp(logits - lse[i]), value[seen])
     return out, lse
 
 
@@ -79,38 +76,38 @@ def reference_mla(
     `kv_b_proj`; then it is `reference_attention`, which says what is returned.
     """
     latent, rope_key, weight = (t.detach().to("cpu", torch.float64) for t in (latent, rope_key, kv_b_proj))
-    nope, width = spec.qk_nope_head_dim, spec.qk_nope_head_dim + spec.head_dim_vo
-    keys, values = [], []
-    for head in range(spec.num_qo_heads):
-        rows = weight[head * width : (head + 1) * width]
-        keys.append(torch.cat([latent @ rows[:nope].T, rope_key], dim=1))
-        values.append(latent @ rows[nope:].T)
-    return reference_attention(query, torch.stack(keys, 1), torch.stack(values, 1), spec, context_len=context_len)
+    heads = weight.view(spec.num_qo_heads, -1, spec.kv_lora_rank)
+    keys, values = (
+        torch.einsum("jr,hdr->jhd", latent, part)
+        for part in heads.split([spec.qk_nope_head_dim, spec.head_dim_vo], dim=1)
+    )
+    keys = torch.cat([keys, rope_key[:, None].expand(-1, spec.num_qo_heads, -1)], dim=2)
+    return reference_attention(query, keys, values, spec, context_len=context_len)
 
 
-def sees(spec: AttentionSpec, query_position: int, key_position: int) -> bool:
-    """Whether the query at one position attends to the key at another. Cross attention sees every key."""
+def sees(spec: AttentionSpec, query_position: int, key_positions: torch.Tensor) -> torch.Tensor:
+    """Whether the query at one position attends to the keys at others. Cross attention sees every key."""
+    seen = torch.ones_like(key_positions, dtype=torch.bool)
     if spec.attention_type is AttentionType.CROSS:
-        return True
-    if spec.causal and key_position > query_position:
-        return False
-    if spec.window_left >= 0 and key_position < query_position - spec.window_left:
-        return False
-    return spec.chunk_size is None or key_position // spec.chunk_size == query_position // spec.chunk_size
+        return seen
+    if spec.causal:
+        seen &= key_positions <= query_position
+    if spec.window_left >= 0:
+        seen &= key_positions >= query_position - spec.window_left
+    if spec.chunk_size is not None:
+        seen &= key_positions // spec.chunk_size == query_position // spec.chunk_size
+    return seen
 
 
 def _logits(
-    query: torch.Tensor,  # [head_dim]
-    keys: torch.Tensor,  # [len(seen), head_dim]
+    query: torch.Tensor,  # [num_qo_heads, head_dim]
+    keys: torch.Tensor,  # [num_keys, num_qo_heads, head_dim]
     spec: AttentionSpec,
-    head: int,
-    position: int,
-    seen: Sequence[int],
-) -> torch.Tensor:  # [len(seen)]
-    logits = (keys @ query) * spec.scale
+    distances: torch.Tensor,  # [num_keys], of the keys behind the query: negative
+) -> torch.Tensor:  # [num_keys, num_qo_heads]
+    logits = torch.einsum("jhd,hd->jh", keys, query) * spec.scale
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * torch.tanh(logits / spec.logits_soft_cap)
     if spec.alibi_slopes is not None:
-        distances = torch.tensor([j - position for j in seen], dtype=torch.float64)
-        logits = logits + spec.alibi_slopes[head] * distances
+        logits = logits + distances[:, None] * torch.tensor(spec.alibi_slopes, dtype=torch.float64)
     return logits

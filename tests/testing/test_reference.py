@@ -79,7 +79,7 @@ def test_sink_takes_weight_and_gives_nothing() -> None:
 )
 def test_what_a_query_at_position_5_of_8_keys_sees(changes: dict[str, Any], keys: list[int]) -> None:
     spec = AttentionSpec(1, 1, 8, **changes)
-    assert [j for j in range(8) if sees(spec, 5, j)] == keys
+    assert sees(spec, 5, torch.arange(8)).nonzero().flatten().tolist() == keys
     out, _ = reference_attention(
         torch.zeros(1, 1, 8), torch.randn(8, 1, 8), torch.eye(8)[:, None], spec, query_positions=[5]
     )

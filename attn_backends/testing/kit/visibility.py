@@ -43,7 +43,7 @@ class Visibility(KitBase):
         token = 0
         for seq_len, query_len in zip(shape.seq_lens, shape.query_lens, strict=True):
             for position in range(seq_len - query_len, seq_len):
-                want = [j for j in range(seq_len) if sees(spec, position, j)]
+                want = sees(spec, position, torch.arange(seq_len)).nonzero().flatten().tolist()
                 for head in range(spec.num_qo_heads):
                     got = weights[token, head].nonzero().flatten().tolist()
                     assert got == want, (
