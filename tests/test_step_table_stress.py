@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from attn_backends.step_table import StepTable
 from tests.step_walk import CACHE, LIMITS, SIDES, StepWalk
 
 EVENTS = {"admit", "resume", "prefix hit", "chunk", "decode", "verify", "preempt", "swap", "abort", "finish", "advance"}
 
 
+@pytest.mark.first
 def test_ten_thousand_steps() -> None:
     """On memory shared with the host, and on a copy that is brought up to date by copies of few pages."""
     tables = [StepTable(LIMITS, CACHE, make_side=side) for side in SIDES.values()]

@@ -49,6 +49,7 @@ def graph_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -79,6 +80,7 @@ def test_attention_that_cannot_be_traced(tmp_path: Path, graph_sizes: list[int])
     assert graph_sizes
 
 
+@pytest.mark.first
 def test_bfloat16(tmp_path: Path, graph_sizes: list[int]) -> None:
     """Two tokens each, the second from a graph: later ones may differ by rounding."""
     folder = save_tiny(tmp_path / "llama", num_hidden_layers=1)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from attn_backends import LLM, EngineConfig, SamplingParams
 
 NEW_TOKENS = 64
-FIRST_TOKENS = 16  # of them, alone
+FIRST_TOKENS = 8  # of them, alone
 OPENING = "The following is a list of short and true sentences, each about one thing, written for children. "
 PROMPTS = [
     "Hello",

@@ -17,7 +17,7 @@ from attn_backends.testing.host_reads import forbid_host_reads
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
 from attn_backends.testing.snapshot import differences, snapshot
 
-POOL_PAGES = 64  # one size for batches that share a builder
+POOL_PAGES = 16  # one size for batches that share a builder
 
 
 def assert_same_metadata(one: object, other: object, what: str) -> None:

@@ -29,7 +29,7 @@ from attn_backends.testing.host_reads import forbid_host_reads
 from attn_backends.testing.kit.base import KitBase
 
 ROWS = 4
-PAGES = 64  # one pool size for batches that share a graph
+PAGES = 16  # one pool size for batches that share a graph
 LENGTHS = ((40, 17, 33, 9), (3,), (16, 64), (50, 4, 48), (5, 6, 7, 8))  # small batches after large ones, and back
 
 
