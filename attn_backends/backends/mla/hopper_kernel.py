@@ -248,8 +248,8 @@ def _hand_over(weights, top, between, block: gl.constexpr):  # type: ignore[no-u
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _take_over(top, total, between, block: gl.constexpr, turn, scale):  # type: ignore[no-untyped-def]
-    """The highest logits since the other group's weights of a block, which are ready then, this group's total relative
-    to them, and what its sums shrink by."""
+    """Waits for the other group's weights of a block. Returns the logits that they are relative to, this group's total
+    relative to the same, and what its sums shrink by."""
     _weights, stats, weighed, _met = between
     mbarrier.wait(weighed.index(block), turn)
     new_top = stats.index(block).load(top.type.layout)
