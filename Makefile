@@ -22,7 +22,7 @@ generate: $(READY) ## answer a few prompts, or yours: PROMPT="..."; more options
 	@$(BIN)/attn-backends generate $${PROMPT:+--prompt "$$PROMPT"} $(ARGS) </dev/null
 
 test: $(READY) ## run the tests; a part of them: ARGS="tests/test_config.py -x"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(ARGS)
 
 lint: $(READY) ## ruff and mypy, as .ci/run runs them
 	$(BIN)/ruff check .
