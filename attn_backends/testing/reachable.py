@@ -71,17 +71,17 @@ def walk(roots: Sequence[object], closed: tuple[type, ...] = ()) -> Iterator[tup
     Yields:
         (path, value), such as ("persistent[0].buffers['seq_lens']", a tensor).
     """
-    seen: set[int] = set()
+    closed, seen = (*_CLOSED, *closed), set[int]()
     waiting: list[tuple[str, Any]] = [(f"persistent[{i}]", root) for i, root in enumerate(roots)][::-1]
     while waiting:
         path, value = waiting.pop()
         if isinstance(value, Number):
             yield path, value
-        elif id(value) not in seen and not isinstance(value, (*_CLOSED, *closed)):
+        elif id(value) not in seen and not isinstance(value, closed):
             seen.add(id(value))
             if isinstance(value, torch.Tensor):
                 yield path, value
-            else:
+            elif value is not None:
                 waiting += [(path + step, child) for step, child in _children(value)][::-1]
 
 
