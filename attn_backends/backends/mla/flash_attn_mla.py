@@ -95,13 +95,22 @@ class FlashAttnMLAState(MLAState):
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: DecodeCall | None) -> DecodeCall:
         """The library's schedule, made on the device."""
-        in_graph = rows.idle is not None
+        call = held or self._new_call(spec, rows)
+        made = self.kernels.schedule(call, spec, self.cache)
+        if held is None:
+            return replace(call, schedule=made)
+        held.schedule.copy_(made)
+        return held
+
+    def _new_call(self, spec: MLASpec, rows: DecodeRows) -> DecodeCall:
+        """A graph keeps its own for all replays."""
         longest = rows.page_table.shape[1] * self.cache.page_size
-        longest = longest if in_graph else min(longest, int(rows.seq_lens_cpu.max()))
+        if rows.idle is None:  # not in a graph
+            longest = min(longest, int(rows.seq_lens_cpu.max()))
         query_bytes = rows.num_tokens * spec.num_qo_heads * (spec.kv_lora_rank + 1) * 4
         room = (self.options or FlashAttnMLAOptions()).split_bytes // query_bytes
         starts = torch.arange(rows.num_rows + 1, dtype=torch.int32, device=self.device) * rows.query_len
-        call = held or DecodeCall(
+        return DecodeCall(
             kernels=self.kernels,
             query_starts=starts,
             query_len=rows.query_len,
@@ -111,11 +120,6 @@ class FlashAttnMLAState(MLAState):
             num_splits=max(1, min(_MOST_SPLITS, room, longest // _KEYS_OF_SPLIT)),
             schedule=starts,  # until there is one
         )
-        made = self.kernels.schedule(call, spec, self.cache)
-        if held is None:
-            return replace(call, schedule=made)
-        held.schedule.copy_(made)
-        return held
 
 
 class FlashAttnMLAImpl(MLAImpl):
