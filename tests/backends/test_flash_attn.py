@@ -24,14 +24,12 @@ class TestFlashAttnInterfaceEmulated(BackendConformance):
     """The only test of this provider: there is no build of it to run."""
 
     backend_name = "FLASH_ATTN_FLASH_ATTN_INTERFACE_EMULATED"
-    dtypes = (torch.float16,)
 
 
 class TestVllmFa2Emulated(BackendConformance):
     """The only test of this provider: there is no build of it to run."""
 
     backend_name = "FLASH_ATTN_VLLM_FA2_EMULATED"
-    dtypes = (torch.float16,)
 
 
 class TestVllmFa3Emulated(BackendConformance):

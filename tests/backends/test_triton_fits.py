@@ -241,7 +241,7 @@ def test_a_tile_for_hopper_where_its_kernel_cannot_serve() -> None:
     options = tiles.TritonMLAOptions(decode_tile={**sizes, "programs": 1, "min_keys": 128, "hopper": True})
     with pytest.raises(ValueError, match=r"pages of 16: leave `hopper` out"):
         tiles.decode_tile(MLASpec(16), KVCacheSpec(16, 16), 1, 16, options, HOPPER)
-    with pytest.raises(ValueError, match=r"takes \(64, 128, 8, 1\)"):
+    with pytest.raises(ValueError, match=r"takes \(64, 128, 8, 1\); give these"):
         tiles.LatentTile(64, 64, 8, 3, 1, 128, hopper=True)
 
 
