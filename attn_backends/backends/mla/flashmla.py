@@ -8,7 +8,14 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from attn_backends.backends.mla.backend import MLABackend, reject_other_cache_dtype
-from attn_backends.backends.mla.flashmla_kernels import FilledSchedule, Kernels, MadeSchedule, Schedule, load_kernels
+from attn_backends.backends.mla.flashmla_kernels import (
+    FilledSchedule,
+    Kernels,
+    MadeSchedule,
+    RefilledSchedule,
+    Schedule,
+    load_kernels,
+)
 from attn_backends.backends.mla.impl import MLAImpl
 from attn_backends.backends.mla.metadata import DecodeRows
 from attn_backends.backends.mla.options import MLAOptions
@@ -87,6 +94,7 @@ class FlashMLAState(MLAState):
         super().__init__(*args, **kwargs)
         options = self.options or FlashMLAOptions()
         self.kernels: Kernels = self.load_kernels(options.provider)
+        self._can_refill = self.kernels.can_refill(self.device)
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Any) -> Schedule:
         schedule: Schedule = held or self._new_schedule(rows)
@@ -94,9 +102,11 @@ class FlashMLAState(MLAState):
         return schedule
 
     def _new_schedule(self, rows: DecodeRows) -> Schedule:
-        if self.kernels.fills_schedules:
+        if not self.kernels.fills_schedules:
+            return MadeSchedule(self.kernels)
+        if rows.idle is None or not self._can_refill:
             return FilledSchedule(self.kernels, in_graph=rows.idle is not None)
-        return MadeSchedule(self.kernels)
+        return RefilledSchedule(self.kernels)
 
 
 class FlashMLAImpl(MLAImpl):

@@ -2,7 +2,8 @@
 
 The kernel splits rows among the multiprocessors by a schedule that fits one set of lengths. Older releases make it in
 `get_mla_metadata`, which is asked with the lengths. Newer ones give an empty object there, and the first call of the
-kernel fills it on the device: the launch that does so is part of that call.
+kernel fills it on the device: the launch that does so is part of that call. It takes as long as the attention of a
+short batch, so in graphs a launch of ours fills it again (`flashmla_schedule`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from attn_backends.backends.mla.metadata import DecodeRows
+from attn_backends.devices import HAS_TRITON
 
 # What `provider` says, and the module behind it. The first that imports is taken.
 PROVIDERS = {
@@ -39,6 +41,18 @@ class Kernels:
         self.flash_mla_with_kvcache = module.flash_mla_with_kvcache
         self.fills_schedules = "cache_seqlens" not in inspect.signature(self.get_mla_metadata).parameters
         self._writes_out = "out" in inspect.signature(self.flash_mla_with_kvcache).parameters
+
+    def new_schedule(self) -> Any:
+        """An empty one, of the newer generation."""
+        return self.get_mla_metadata()[0]
+
+    def can_refill(self, device: torch.device) -> bool:
+        """Whether a launch of ours makes the schedules that the newer generation fills. It is called to find out."""
+        if not self.fills_schedules or device.type != "cuda" or not HAS_TRITON:
+            return False
+        from attn_backends.backends.mla.flashmla_schedule import is_known
+
+        return is_known(self.flash_mla_with_kvcache, self.new_schedule, device)
 
     def run(
         self,
@@ -136,5 +150,29 @@ class FilledSchedule(Schedule):
 
     def of(self, layer: object) -> tuple[Any, Any]:
         if self._held is None or (self.in_graph and layer is self._first):
-            self._held, self._first = self.kernels.get_mla_metadata()[0], layer
+            self._held, self._first = self.kernels.new_schedule(), layer
+        return self._held, None
+
+
+class RefilledSchedule(Schedule):
+    """The newer generation's in a graph: the first call fills it, and every later pass over the layers begins with a
+    launch of ours that fills it again. The first pass warms up, so that the graph has the launch of ours."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__(kernels)
+        self._held: Any = None
+        self._first: object = None  # layer of a pass
+        self._seq_lens: torch.Tensor | None = None
+
+    def plan(self, rows: DecodeRows, num_qo_heads: int) -> None:
+        self._seq_lens = rows.seq_lens
+
+    def of(self, layer: object) -> tuple[Any, Any]:
+        from attn_backends.backends.mla.flashmla_schedule import fill
+
+        if self._held is None:
+            self._held, self._first = self.kernels.new_schedule(), layer
+        elif layer is self._first:
+            assert self._seq_lens is not None  # the state plans first
+            fill(self._seq_lens, self._held.tile_scheduler_metadata, self._held.num_splits)
         return self._held, None
