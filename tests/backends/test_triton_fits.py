@@ -58,7 +58,11 @@ def check_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, An
 
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else {**POINTERS, **types}.get(n, "i32") for n in names}
-    source = GluonASTSource(kernel, signature, {(names.index(name),): of for name, of in constants.items()}, {})
+    values = {(names.index(name),): value for name, value in constants.items()}
+    whole = {
+        (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*") or n in ALIGNED
+    }
+    source = GluonASTSource(kernel, signature, values, whole)
     made = _compiled(source, warps, 90)
     assert made.metadata.shared <= HOPPER
     code = made.asm["sass"]
@@ -171,7 +175,7 @@ def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_s
     keys = hopper_kernel.keys_of(dims[0])
     rows = hopper_kernel.rows_of_load(page_size, keys)
     constants = {"PAGE_SIZE": page_size, "LOAD": rows, "KV_HEADS": 2, "GROUP": 4, "TOKENS": 32, "KEYS": keys,
-                 "DIM": dims[0], "DIM_VO": dims[1]}  # fmt: skip
+                 "DIM": dims[0], "DIM_VO": dims[1], "PLACES": hopper_kernel.places_of(dims[0])}  # fmt: skip
     types = dict.fromkeys(("query", "output"), "*bf16")
     strips = f"tensordesc<bf16[{rows}, 64],{hopper_kernel.BLOCK_LAYOUT!r}>"
     types |= dict.fromkeys(("key_strips", "value_strips"), strips)

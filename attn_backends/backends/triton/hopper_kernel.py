@@ -13,6 +13,7 @@ import math
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -38,12 +39,18 @@ from attn_backends.triton_split import FAR, LN_2, LOG2_E, first_key
 ROWS = gl.constexpr(64)  # queries of a group of warps
 STRIP = gl.constexpr(64)  # columns of one load: what a swizzle of 128 bytes is wide
 STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory
+SLOTS, NUMBERS = gl.constexpr(4), gl.constexpr(5)  # of tiles that the groups are told of
 GROUP_WARPS = 4
 
 
 def keys_of(head_dim: int) -> int:
     """Of a block."""
     return 128 if head_dim <= 128 else 64
+
+
+def places_of(head_dim: int) -> int:
+    """For queries: of this tile and the next, where both fit."""
+    return 1 if head_dim > 192 else 2
 
 
 def rows_of_load(page_size: int, keys: int) -> int:
@@ -62,88 +69,177 @@ _NOT_CONSTANT = ["first_row", "num_rows", "num_tiles", "section", "table_row", "
 
 @gluon.jit(do_not_specialize=_NOT_CONSTANT)  # type: ignore[untyped-decorator]
 def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
-    query, key_strips, value_strips, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, sinks,
+    query, key_strips, value_strips, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, sinks, counters,
     scale, value_scale, ahead, behind, chunk, has_sinks, want_lse, first_row, num_rows, num_tiles, section, table_row,
     page_rows, head_rows, key_head, value_head, query_token, query_head, out_token, out_head, lse_token,
     PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
-    KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr,
+    KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
-    """One program a tile, as `prefill_kernel` has them, of 2 * ROWS queries.
+    """Programs that go from tile to tile, as `prefill_kernel` has them, of 2 * ROWS queries: the first two by number,
+    then whichever is next.
 
     Args:
         key_strips, value_strips: see `strips_of`; loads have LOAD rows.
+        counters: [2] i32, zeros between launches: tiles that were taken, and programs that are done.
         page_rows, head_rows: rows of them from page to page, and from head to head.
         key_head, value_head: columns from head to head.
         scale: of logits in base 2, positive; value_scale: of the cache.
+        query_token, query_head: multiples of 16, and `query` of 16 bytes.
+        PLACES: for queries, 2 or 1.
     """
     of_dtype: gl.constexpr = query.dtype.element_ty
-    head, tile = tile_of(gl.program_id(0), num_tiles, section, KV_HEADS)
-    row, first_token, query_len, first = rows_of(tile, query_start_loc, first_row, num_rows, TOKENS)
-    seq_len = gl.load(seq_lens + row)
-    oldest = seq_len - query_len + first  # position of the tile's first query
-    start = first_key(oldest, behind, chunk) // KEYS * KEYS
-    stop = gl.minimum(seq_len, oldest + TOKENS + ahead)
-    if first >= query_len:
-        stop = start
-    num_blocks = gl.maximum(stop - start + KEYS - 1, 0) // KEYS
-    # Blocks come from the last on. Of the first `num_masked` some query may not see all; behind them none needs a mask.
-    num_masked = num_blocks
-    if gl.minimum(behind, chunk) >= FAR:
-        num_masked -= gl.maximum(gl.minimum(seq_len, oldest + 1 + ahead) - start, 0) // KEYS
-
-    at_row, from_pages = head * head_rows, page_table
-    if PAGE_SIZE == 0:
-        at_row += gl.load(key_start_loc + row)
-    else:
-        from_pages += row.to(gl.int64) * table_row
-    q_0 = gl.allocate_shared_memory(of_dtype, [DIM // STRIP, ROWS, STRIP], BLOCK_LAYOUT)
-    q_1 = gl.allocate_shared_memory(of_dtype, [DIM // STRIP, ROWS, STRIP], BLOCK_LAYOUT)
+    q_0 = gl.allocate_shared_memory(of_dtype, [PLACES * (DIM // STRIP), ROWS, STRIP], BLOCK_LAYOUT)
+    q_1 = gl.allocate_shared_memory(of_dtype, [PLACES * (DIM // STRIP), ROWS, STRIP], BLOCK_LAYOUT)
     keys = gl.allocate_shared_memory(of_dtype, [STAGES * (DIM // STRIP), KEYS, STRIP], BLOCK_LAYOUT)
     values = gl.allocate_shared_memory(of_dtype, [STAGES * (DIM_VO // STRIP), KEYS, STRIP], BLOCK_LAYOUT)
+    numbers = gl.allocate_shared_memory(gl.int32, [SLOTS * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     arrived = (barriers(STAGES, 1), barriers(STAGES, 1))  # of keys, of values
     free = (barriers(STAGES, 2), barriers(STAGES, 2))  # by both groups
+    told, heard = barriers(SLOTS, 1), barriers(SLOTS, 2)
     fence_async_shared()
 
     held = (keys, values, arrived, free)
+    news = (numbers, told, heard)
     tensors = (query, output, lse, sinks)
     strides = (query_token, query_head, out_token, out_head, lse_token)
     factors = (scale, value_scale)
     sees = (ahead, behind, chunk, has_sinks, want_lse)
-    of_tile = (head, first_token, query_len, first, seq_len, start, num_blocks, num_masked)
+    rows = (seq_lens, query_start_loc, key_start_loc, page_table, table_row)
+    spans = (first_row, num_rows, num_tiles, section)
+    steps = (page_rows, head_rows, key_head, value_head)
     gl.warp_specialize(
         [
-            (_attend, (tensors, strides, factors, sees, of_tile, q_0, held, 0, GROUP, TOKENS, KEYS, DIM, DIM_VO)),
-            (_attend, (tensors, strides, factors, sees, of_tile, q_1, held, 1, GROUP, TOKENS, KEYS, DIM, DIM_VO)),
-            (_load, (key_strips, value_strips, from_pages, at_row, page_rows, head * key_head, head * value_head,
-                     start, seq_len, num_blocks, held, PAGE_SIZE, LOAD, KEYS, DIM, DIM_VO)),
+            (_attend, (tensors, strides, factors, sees, q_0, held, news, 0, GROUP, TOKENS, KEYS, DIM, DIM_VO, PLACES)),
+            (_attend, (tensors, strides, factors, sees, q_1, held, news, 1, GROUP, TOKENS, KEYS, DIM, DIM_VO, PLACES)),
+            (_load, (key_strips, value_strips, rows, spans, steps, sees, counters, held, news, PAGE_SIZE, LOAD,
+                     KV_HEADS, TOKENS, KEYS, DIM, DIM_VO)),
         ],
         [4, 1],
         [240, 24],
     )  # fmt: skip
 
 
+@gluon.jit
+def _span(query_len, first, seq_len, sees, TOKENS: gl.constexpr, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Of a tile from query token `first` of a row on: the first key of its blocks, and how many blocks there are. They
+    come from the last on. Of the first few some query may not see all: how many. Behind them none needs a mask."""
+    ahead, behind, chunk, _has_sinks, _want_lse = sees
+    oldest = seq_len - query_len + first  # position of the tile's first query
+    start = first_key(oldest, behind, chunk) // KEYS * KEYS
+    stop = gl.minimum(seq_len, oldest + TOKENS + ahead)
+    if first >= query_len:
+        stop = start
+    num_blocks = gl.maximum(stop - start + KEYS - 1, 0) // KEYS
+    num_masked = num_blocks
+    if gl.minimum(behind, chunk) >= FAR:
+        num_masked -= gl.maximum(gl.minimum(seq_len, oldest + 1 + ahead) - start, 0) // KEYS
+    return start, num_blocks, num_masked
+
+
 @gluon.jit  # type: ignore[untyped-decorator]
 def _load(  # type: ignore[no-untyped-def]
-    key_strips, value_strips, pages, at_row, page_rows, key_column, value_column, start, seq_len, num_blocks, held,
-    PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr,
+    key_strips, value_strips, rows, spans, steps, sees, counters, held, news, PAGE_SIZE: gl.constexpr,
+    LOAD: gl.constexpr, KV_HEADS: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr,
+    DIM_VO: gl.constexpr,
 ):  # fmt: skip
-    """One warp: asks for every block's keys and values, the last block first, once their places are free."""
+    """One warp: takes tiles, tells the groups which, one ahead, and asks for every block's keys and values once their
+    places are free."""
+    num_programs = gl.num_programs(0)
+    tile, following = gl.program_id(0), gl.program_id(0) + num_programs
+    row, head, first_token, query_len, first, seq_len = _look_up(tile, rows, spans, KV_HEADS, TOKENS)
+    _tell(news, 0, head, first_token, query_len, first, seq_len)
+    num_told, done = 1, 0
+    while head >= 0:
+        start, num_blocks, _ = _span(query_len, first, seq_len, sees, TOKENS, KEYS)
+        place = (rows, steps, row, head, start, seq_len, num_blocks, done)
+        _load_blocks(0, gl.minimum(num_blocks, 1), key_strips, value_strips, place, held, PAGE_SIZE, LOAD, KEYS, DIM,
+                     DIM_VO)  # fmt: skip
+        next_row, next_head, first_token, query_len, first, next_len = _look_up(
+            following, rows, spans, KV_HEADS, TOKENS
+        )
+        _tell(news, num_told, next_head, first_token, query_len, first, next_len)
+        num_told += 1
+        _load_blocks(1, num_blocks, key_strips, value_strips, place, held, PAGE_SIZE, LOAD, KEYS, DIM, DIM_VO)
+        done += num_blocks
+        row, head, seq_len = next_row, next_head, next_len
+        following = gl.atomic_add(counters, 1, sem="relaxed") + 2 * num_programs
+    if gl.atomic_add(counters + 1, 1, sem="relaxed") == num_programs - 1:  # for the next launch
+        gl.store(counters, 0)
+        gl.store(counters + 1, 0)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _look_up(program, rows, spans, KV_HEADS: gl.constexpr, TOKENS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile's row and head, the row's first query token and their number, which of them is the tile's first, and the
+    row's length; a head of -1 behind the last tile."""
+    seq_lens, query_start_loc, _, _, _ = rows
+    first_row, num_rows, num_tiles, section = spans
+    last = num_tiles * KV_HEADS - 1
+    head, tile = tile_of(gl.minimum(program, last), num_tiles, section, KV_HEADS)
+    row, first_token, query_len, first = rows_of(tile, query_start_loc, first_row, num_rows, TOKENS)
+    head = gl.where(program > last, -1, head)
+    return row, head, first_token, query_len, first, gl.load(seq_lens + row)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _tell(news, nth, head, first_token, query_len, first, seq_len):  # type: ignore[no-untyped-def]
+    numbers, told, heard = news
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    slot = nth % SLOTS
+    mbarrier.wait(heard.index(slot), nth // SLOTS & 1 ^ 1)
+    given = (head, first_token, query_len, first, seq_len)
+    for i in gl.static_range(NUMBERS):
+        numbers.index(slot * NUMBERS + i).store(gl.full([1], 0, gl.int32, ONE) + given[i])
+    barrier()
+    mbarrier.arrive(told.index(slot))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _hear(news, nth):  # type: ignore[no-untyped-def]
+    """What was told: a tile's head, its row's first query token and their number, which of them is its first, and the
+    row's length."""
+    numbers, told, heard = news
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    slot = nth % SLOTS
+    mbarrier.wait(told.index(slot), nth // SLOTS & 1)
+    given = ()
+    for i in gl.static_range(NUMBERS):
+        given = given + (gl.sum(numbers.index(slot * NUMBERS + i).load(ONE), 0),)  # type: ignore[assignment]  # noqa: RUF005
+    barrier()
+    mbarrier.arrive(heard.index(slot))
+    return given
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _load_blocks(  # type: ignore[no-untyped-def]
+    begin, end, key_strips, value_strips, place, held, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, KEYS: gl.constexpr,
+    DIM: gl.constexpr, DIM_VO: gl.constexpr,
+):  # fmt: skip
+    """Of a tile, the last block first; `done` blocks of other tiles came before."""
     keys, values, arrived, free = held
-    for block in range(num_blocks):
-        stage, turn = block % STAGES, block // STAGES & 1
+    rows, steps, row, head, start, seq_len, num_blocks, done = place
+    _, _, key_start_loc, page_table, table_row = rows
+    page_rows, head_rows, key_head, value_head = steps
+    at_row, pages = head * head_rows, page_table
+    if PAGE_SIZE == 0:
+        at_row += gl.load(key_start_loc + row)
+    else:
+        pages += row.to(gl.int64) * table_row
+    for block in range(begin, end):
+        stage, turn = (done + block) % STAGES, (done + block) // STAGES & 1
         first = start + (num_blocks - 1 - block) * KEYS
-        rows = ()
+        loads = ()
         for part in gl.static_range(KEYS // LOAD):
             at = first + part * LOAD
-            row = at_row + at
+            of_load = at_row + at
             if PAGE_SIZE != 0:
                 page = gl.load(pages + at // PAGE_SIZE, mask=at < seq_len, other=0)
-                row = at_row + page * page_rows + at % PAGE_SIZE
-            rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005
+                of_load = at_row + page * page_rows + at % PAGE_SIZE
+            loads = loads + (of_load,)  # type: ignore[assignment]  # noqa: RUF005
         mbarrier.wait(free[0].index(stage), turn ^ 1)
-        _load_block(key_strips, rows, key_column, arrived[0].index(stage), keys, stage, LOAD, KEYS, DIM)
+        _load_block(key_strips, loads, head * key_head, arrived[0].index(stage), keys, stage, LOAD, KEYS, DIM)
         mbarrier.wait(free[1].index(stage), turn ^ 1)
-        _load_block(value_strips, rows, value_column, arrived[1].index(stage), values, stage, LOAD, KEYS, DIM_VO)
+        _load_block(value_strips, loads, head * value_head, arrived[1].index(stage), values, stage, LOAD, KEYS, DIM_VO)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -160,19 +256,47 @@ def _load_block(  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
+    tensors, strides, factors, sees, q, held, news, which: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
+    KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr, PLACES: gl.constexpr,
+):  # fmt: skip
+    """A group of warps: 64 queries of every tile. Those of the next come while this one is worked out."""
+    head, first_token, query_len, first, seq_len = _hear(news, 0)
+    _ask_for_queries(q, 0, (head, first_token, query_len, first), tensors, strides, which, GROUP, TOKENS, DIM)
+    num_tiles, done = 0, 0
+    while head >= 0:
+        async_copy.wait_group(0)
+        fence_async_shared()
+        barrier()
+        next_head, next_token, next_query_len, next_first, next_len = _hear(news, num_tiles + 1)
+        next_tile = (next_head, next_token, next_query_len, next_first)
+        place, next_place = num_tiles % PLACES, (num_tiles + 1) % PLACES
+        if PLACES > 1:
+            _ask_for_queries(q, next_place, next_tile, tensors, strides, which, GROUP, TOKENS, DIM)
+        start, num_blocks, num_masked = _span(query_len, first, seq_len, sees, TOKENS, KEYS)
+        of_tile = (head, first_token, query_len, first, seq_len, start, num_blocks, num_masked, done, place)
+        _attend_tile(tensors, strides, factors, sees, of_tile, q, held, which, GROUP, TOKENS, KEYS, DIM, DIM_VO)
+        if PLACES == 1:
+            barrier()
+            _ask_for_queries(q, next_place, next_tile, tensors, strides, which, GROUP, TOKENS, DIM)
+        head, first_token, query_len, first, seq_len = next_head, next_token, next_query_len, next_first, next_len
+        num_tiles += 1
+        done += num_blocks
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _attend_tile(  # type: ignore[no-untyped-def]
     tensors, strides, factors, sees, of_tile, q, held, which: gl.constexpr,
     GROUP: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr,
 ):  # fmt: skip
-    """A group of warps: 64 of a tile's queries."""
+    """64 of a tile's queries, which lie in `q` at its place."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM_VO, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    query, output, lse, sinks = tensors
-    query_token, query_head, out_token, out_head, lse_token = strides
+    _query, output, lse, sinks = tensors
+    _query_token, _query_head, out_token, out_head, lse_token = strides
     ahead, behind, chunk, has_sinks, want_lse = sees
     scale, value_scale = factors
-    head, first_token, query_len, first, seq_len, start, num_blocks, num_masked = of_tile
-    _store_queries(query, q, head, first_token, query_len, first, query_token, query_head, which, GROUP, TOKENS, DIM)
+    head, first_token, query_len, first, seq_len, start, num_blocks, num_masked, done, place = of_tile
 
     lane = which * ROWS + gl.arange(0, ROWS, ROW)
     token = first + lane // GROUP
@@ -189,24 +313,27 @@ def _attend(  # type: ignore[no-untyped-def]
     total = gl.zeros([ROWS], gl.float32, ROW)
     if num_blocks > 0:
         if last + KEYS > seq_len:  # both groups write the same
-            mbarrier.wait(arrived[1].index(0), 0)
-            clear_rows(values.index(0), seq_len - last)
+            mbarrier.wait(arrived[1].index(done % STAGES), done // STAGES & 1)
+            clear_rows(values.index(done % STAGES), seq_len - last)
             fence_async_shared()
             barrier()
-        logits = _logits(q, keys, arrived[0], 0, LOGITS, KEYS, DIM)
+        logits = _logits(q, place, keys, arrived[0], done, LOGITS, KEYS, DIM)
         logits = warpgroup_mma_wait(0, deps=(logits,))
         barrier()
-        mbarrier.arrive(free[0].index(0))
+        mbarrier.arrive(free[0].index(done % STAGES))
         weights, top, total, _shrunk = weigh(_masked(logits, last, low, high), top, total, scale)
         so_far = (as_operand(weights, values.dtype, sums), sums, top, total)
-        so_far = _blocks(so_far, q, held, values, 1, num_masked, last, low, high, scale, True, KEYS, DIM, DIM_VO)
-        so_far = _blocks(so_far, q, held, values, gl.maximum(num_masked, 1), num_blocks, last, low, high, scale, False,
-                         KEYS, DIM, DIM_VO)  # fmt: skip
+        at = (q, place, held, values, done)
+        so_far = _blocks(so_far, at, 1, num_masked, last, low, high, scale, True, KEYS, DIM, DIM_VO)
+        so_far = _blocks(so_far, at, gl.maximum(num_masked, 1), num_blocks, last, low, high, scale, False, KEYS, DIM,
+                         DIM_VO)  # fmt: skip
         weights, sums, top, total = so_far
-        stage, turn = (num_blocks - 1) % STAGES, (num_blocks - 1) // STAGES & 1
+        stage, turn = (done + num_blocks - 1) % STAGES, (done + num_blocks - 1) // STAGES & 1
         mbarrier.wait(arrived[1].index(stage), turn)
         sums = warpgroup_mma(weights, values.index(stage), sums, is_async=True)
         sums = warpgroup_mma_wait(0, deps=(sums,))
+        barrier()
+        mbarrier.arrive(free[1].index(stage))
 
     live = (token < query_len) & (lane < TOKENS * GROUP)
     q_head = head * GROUP + lane % GROUP
@@ -226,35 +353,36 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _blocks(  # type: ignore[no-untyped-def]
-    so_far, q, held, values, begin, end, last, low, high, scale, MASKED: gl.constexpr, KEYS: gl.constexpr,
-    DIM: gl.constexpr, DIM_VO: gl.constexpr,
+    so_far, at, begin, end, last, low, high, scale, MASKED: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr,
+    DIM_VO: gl.constexpr,
 ):  # fmt: skip
     """The weights of blocks `begin` to `end`, and the weighted values of those from `begin` - 1 to `end` - 1."""
     weights, sums, top, total = so_far
+    q, place, held, values, done = at
     LOGITS: gl.constexpr = top.type.layout.parent
     keys, _, arrived, free = held
     for block in range(begin, end):
-        before = (block - 1) % STAGES
-        pending = _logits(q, keys, arrived[0], block, LOGITS, KEYS, DIM)
-        mbarrier.wait(arrived[1].index(before), (block - 1) // STAGES & 1)
-        sums_pending = warpgroup_mma(weights, values.index(before), sums, is_async=True)
+        before = done + block - 1
+        pending = _logits(q, place, keys, arrived[0], before + 1, LOGITS, KEYS, DIM)
+        mbarrier.wait(arrived[1].index(before % STAGES), before // STAGES & 1)
+        sums_pending = warpgroup_mma(weights, values.index(before % STAGES), sums, is_async=True)
         logits = warpgroup_mma_wait(1, deps=(pending,))
         barrier()
-        mbarrier.arrive(free[0].index(block % STAGES))
+        mbarrier.arrive(free[0].index((before + 1) % STAGES))
         if MASKED:
             logits = _masked(logits, last - block * KEYS, low, high)
         given, top, total, shrunk = weigh(logits, top, total, scale)
         weights = as_operand(given, values.dtype, sums)
         sums = warpgroup_mma_wait(0, deps=(sums_pending,))
         barrier()
-        mbarrier.arrive(free[1].index(before))
+        mbarrier.arrive(free[1].index(before % STAGES))
         sums = times_rows(sums, shrunk)
     return weights, sums, top, total
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _logits(  # type: ignore[no-untyped-def]
-    q, keys, arrived, block, LOGITS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr
+    q, place, keys, arrived, block, LOGITS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr
 ):
     """[ROWS, KEYS] of a block, under way."""
     stage = block % STAGES
@@ -262,7 +390,8 @@ def _logits(  # type: ignore[no-untyped-def]
     mbarrier.wait(arrived.index(stage), block // STAGES & 1)
     for strip in gl.static_range(DIM // STRIP):
         of_strip = keys.index(stage * (DIM // STRIP) + strip).permute((1, 0))
-        logits = warpgroup_mma(q.index(strip), of_strip, logits, use_acc=strip > 0, is_async=True)
+        queries = q.index(place * (DIM // STRIP) + strip)
+        logits = warpgroup_mma(queries, of_strip, logits, use_acc=strip > 0, is_async=True)
     return logits
 
 
@@ -274,21 +403,22 @@ def _masked(logits, first, low, high):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _store_queries(  # type: ignore[no-untyped-def]
-    query, q, head, first_token, query_len, first, query_token, query_head, which: gl.constexpr,
-    GROUP: gl.constexpr, TOKENS: gl.constexpr, DIM: gl.constexpr,
+def _ask_for_queries(  # type: ignore[no-untyped-def]
+    q, place, of_tile, tensors, strides, which: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
+    DIM: gl.constexpr,
 ):  # fmt: skip
-    """A group's queries, in shared memory for good. All loads are under way before the first is stored."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    """A group's queries of a tile, on their way to a place in shared memory. Lanes without a query keep what is there,
+    which no other lane sees."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    head, first_token, query_len, first = of_tile
+    query, _output, _lse, _sinks = tensors
+    query_token, query_head, _out_token, _out_head, _lse_token = strides
     lane = which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
     token = first + lane // GROUP
-    live = (token < query_len) & (lane < TOKENS * GROUP)
+    live = (head >= 0) & (token < query_len) & (lane < TOKENS * GROUP)
     at = query + (first_token + token).to(gl.int64) * query_token + (head * GROUP + lane % GROUP) * query_head
     at = at[:, None] + gl.arange(0, STRIP, gl.SliceLayout(0, LINES))[None]
-    loaded = ()
     for strip in gl.static_range(DIM // STRIP):
-        loaded = loaded + (gl.load(at + strip * STRIP, mask=live[:, None], other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
-    for strip in gl.static_range(DIM // STRIP):
-        q.index(strip).store(loaded[strip])
-    fence_async_shared()
-    barrier()
+        to = q.index(place * (DIM // STRIP) + strip)
+        async_copy.async_copy_global_to_shared(to, at + strip * STRIP, mask=live[:, None])
+    async_copy.commit_group()

@@ -20,6 +20,7 @@ from attn_backends.triton_split import (
     ItemList,
     has_hopper_kernels,
     has_tensor_engine,
+    num_multiprocessors,
     operator,
     padded,
     power_of_two,
@@ -28,6 +29,7 @@ from attn_backends.triton_split import (
 _MAX_TILE_ROWS = 64  # of decode: more queries of a row take several tiles
 _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
 _ROW_ALIGNMENT = 16  # bytes, of the tensor memory accelerator
+_ALIGNED = 16  # what kernels are compiled for, of bytes and of elements, where numbers are multiples of it
 _HOPPER_ROWS = 128  # queries of a program of the kernel for Hopper
 _HOPPER_PAGE = 16  # slots, of which its pages are multiples
 _HOPPER_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
@@ -114,6 +116,8 @@ class Kernels:
         self._prefill_tiles = {True: prefill, False: prompt}
         self._by_hopper = dict(zip((True, False), by_hopper, strict=True))
         nothing = torch.zeros(1, dtype=torch.float32, device=device)
+        self._counters = torch.zeros(2, dtype=torch.int32, device=device)
+        self._num_sms = num_multiprocessors(device)
         self._extras = (nothing if slopes is None else slopes, nothing if sinks is None else sinks)
         self._scales = {True: (k_scale, v_scale), False: (1.0, 1.0)}  # of the cache; of keys as they came
         self._sees = [*sight(spec), int(spec.sinks)]
@@ -152,6 +156,7 @@ class Kernels:
         in_blocks = self._dims[:2] == self._dims[2:] and page_size % tile.keys == 0
         if (on_hopper or in_blocks) and not (query.dtype is key.dtype and _can_be_blocks(key, value)):
             on_hopper = in_blocks = False
+        on_hopper = on_hopper and _comes_in_lines(query)
         tile_tokens = max(1, (_HOPPER_ROWS if on_hopper else tile.rows) // spec.group_size)
         head_bytes = max(1, max_seq_len) * (spec.head_dim + spec.head_dim_vo) * key.itemsize
         section = min(max(1, _L2_BYTES // head_bytes), spec.num_kv_heads)
@@ -160,7 +165,8 @@ class Kernels:
         tensors = (query, key, value, output, lse, page_table, seq_lens, query_start_loc, key_start_loc)
         if on_hopper:
             constants = [page_size, *self._heads, tile_tokens, spec.head_dim, spec.head_dim_vo]
-            _prefill_on_hopper(*tensors, self._extras[1], self._factors(is_paged), self._sees, span, constants)
+            _prefill_on_hopper(*tensors, self._extras[1], self._counters, self._factors(is_paged), self._sees, span,
+                               constants, self._num_sms)  # fmt: skip
             return
         constants = [
             *self._form, _alike(key, value), page_size, *self._heads, tile_tokens,
@@ -208,6 +214,11 @@ def _lies_in_rows(tensor: torch.Tensor) -> bool:
     page = tensor.stride(0) if tensor.dim() == 4 else 0
     aligned = not (slot * tensor.itemsize | head * tensor.itemsize | tensor.data_ptr()) % _ROW_ALIGNMENT
     return aligned and slot > 0 and page % slot == 0 and (in_row or head % slot == 0)
+
+
+def _comes_in_lines(query: torch.Tensor) -> bool:
+    """Whether queries [tokens, heads, dim] can be copied into shared memory as they lie."""
+    return not any(step % _ALIGNED for step in (*query.stride()[:2], query.data_ptr()))
 
 
 def _row_steps(tensor: torch.Tensor) -> list[int]:
@@ -272,8 +283,8 @@ def _prefill(
 def _prefill_on_hopper(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor | None, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
-    key_start_loc: torch.Tensor, sinks: torch.Tensor, factors: list[float], sees: list[int], span: list[int],
-    constants: list[int],
+    key_start_loc: torch.Tensor, sinks: torch.Tensor, counters: torch.Tensor, factors: list[float], sees: list[int],
+    span: list[int], constants: list[int], num_programs: int,
 ) -> None:  # fmt: skip
     from attn_backends.backends.triton import hopper_kernel  # not every Triton has what it imports
 
@@ -287,9 +298,9 @@ def _prefill_on_hopper(
     columns = (of.stride(-2) % of.stride(-3) for of in (key, value))
     steps = (*(page_rows or [0]), head_rows, *columns)
     table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
-    hopper_kernel.prefill_hopper_kernel[num_tiles * num_kv_heads,](
+    hopper_kernel.prefill_hopper_kernel[min(num_tiles * num_kv_heads, num_programs),](
         query, *strips, output, sinks if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc, sinks,
-        *factors[:2], *sees, int(lse is not None), *span, stride, *steps, *query.stride()[:2], *output.stride()[:2],
-        0 if lse is None else lse.stride(0), page_size, rows, num_kv_heads, group_size, tile_tokens, keys, *dims,
-        num_warps=hopper_kernel.GROUP_WARPS,
+        counters, *factors[:2], *sees, int(lse is not None), *span, stride, *steps, *query.stride()[:2],
+        *output.stride()[:2], 0 if lse is None else lse.stride(0), page_size, rows, num_kv_heads, group_size, tile_tokens, keys, *dims,
+        hopper_kernel.places_of(dims[0]), num_warps=hopper_kernel.GROUP_WARPS,
     )  # fmt: skip
