@@ -152,17 +152,22 @@ def test_latent_decode_fits_as_compiled(capability: int, room: int, heads: int) 
     assert shared_bytes(mla_decode_kernel, types, constants, tile.warps, capability) <= room
 
 
-@pytest.mark.parametrize(("query_len", "heads", "want_lse", "dtype"), [(1, 128, 0, "bf16"), (4, 40, 1, "fp16")])
-def test_the_latent_kernel_for_hopper_as_compiled(query_len: int, heads: int, want_lse: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("query_len", "heads", "want_lse", "dtype", "page_size"), [(1, 128, 0, "bf16", 64), (4, 40, 1, "fp16", 16)]
+)
+def test_the_latent_kernel_for_hopper_as_compiled(
+    query_len: int, heads: int, want_lse: int, dtype: str, page_size: int
+) -> None:
     """Blocks of rows beside the queries."""
     from attn_backends.backends.mla import hopper_kernel
 
     rows, pair, group = hopper_kernel.ROWS.value, 2 * hopper_kernel.KEYS.value, hopper_kernel.GROUP_WARPS
     assert (rows, pair, 2 * group, 1) == tiles.HOPPER_TILE
-    constants = {"WANT_LSE": want_lse, "PAGE_SIZE": 64, "QUERY_LEN": query_len, "HEADS": heads,
+    load = hopper_kernel.rows_of_load(page_size)
+    constants = {"WANT_LSE": want_lse, "PAGE_SIZE": page_size, "LOAD": load, "QUERY_LEN": query_len, "HEADS": heads,
                  "TILES": -(-query_len * heads // 64)}  # fmt: skip
     types = dict.fromkeys(("query", "output"), f"*{dtype}")
-    types["blocks"] = f"tensordesc<{dtype}[64, 64],{hopper_kernel.BLOCK_LAYOUT!r}>"
+    types["cached"] = f"tensordesc<{dtype}[{load}, 64],{hopper_kernel.BLOCK_LAYOUT!r}>"
     check_for_hopper(hopper_kernel.mla_hopper_kernel, types, constants, group)
 
 
@@ -214,8 +219,8 @@ def on_machine(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict
     ("changed", "serves"),
     [
         ({}, True),
-        ({"page_size": 128}, True),
-        ({"page_size": 16}, False),
+        ({"page_size": 16}, True),
+        ({"page_size": 8}, False),
         ({"cache_dtype": torch.float8_e4m3fn}, False),
         ({"dtype": torch.float32}, False),
         ({"kv_lora_rank": 256}, False),
@@ -243,8 +248,8 @@ def test_whom_the_kernel_for_hopper_serves(
 def test_a_tile_for_hopper_where_its_kernel_cannot_serve() -> None:
     sizes = dict(zip(("rows", "keys", "warps", "stages"), tiles.HOPPER_TILE, strict=True))
     options = tiles.TritonMLAOptions(decode_tile={**sizes, "programs": 1, "min_keys": 128, "hopper": True})
-    with pytest.raises(ValueError, match=r"pages of 16: leave `hopper` out"):
-        tiles.decode_tile(MLASpec(16), KVCacheSpec(16, 16), 1, 16, options, HOPPER)
+    with pytest.raises(ValueError, match=r"pages of 8: leave `hopper` out"):
+        tiles.decode_tile(MLASpec(16), KVCacheSpec(16, 8), 1, 16, options, HOPPER)
     with pytest.raises(ValueError, match=r"takes \(64, 128, 8, 1\); give these"):
         tiles.LatentTile(64, 64, 8, 3, 1, 128, hopper=True)
 

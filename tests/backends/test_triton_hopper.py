@@ -9,7 +9,7 @@ import torch
 
 from attn_backends import AttentionSpec, AttentionType, get_backend
 from attn_backends.testing.batches import Batch
-from attn_backends.testing.harness import assert_matches, assert_pool, make_layer, run_backend
+from attn_backends.testing.harness import Result, assert_matches, assert_pool, make_layer, run_backend
 from attn_backends.testing.random_batch import random_batch
 
 launch = pytest.importorskip("attn_backends.backends.triton.launch", reason="needs triton")
@@ -76,6 +76,31 @@ def test_heads(heads: tuple[int, int], layout: Any, served: list[bool]) -> None:
 def test_what_a_query_sees(feature: dict[str, Any], dims: tuple[int, int], served: list[bool]) -> None:
     check(a_batch(spec_of(dims, **feature)))
     assert served == [True]
+
+
+@pytest.mark.parametrize("changes", [{}, {"window_left": 90}, {"dims": (256, 256)}, {"dims": (64, 64)}], ids=str)
+def test_programs_go_from_tile_to_tile(
+    changes: dict[str, Any], served: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three programs for all tiles, in pages and of prompts; every launch leaves the counters as it found them."""
+    monkeypatch.setattr(launch, "num_multiprocessors", lambda device: 3)
+    for given in ([SEQ_LENS, QUERY_LENS], [[90, 333, 128], [90, 333, 128]]):
+        batch = a_batch(spec_of(**changes), *given)
+        layer, expected = make_layer(get_backend("TRITON"), batch), batch.expected()
+        for _ in range(3):
+            assert_matches(layer.forward(batch, layer.begin(batch)), batch, "few programs", expected)
+    assert served == [True] * 3 + [False] * 3
+
+
+def test_queries_that_do_not_come_in_lines(served: list[bool]) -> None:
+    batch = a_batch(spec_of())
+    layer = make_layer(get_backend("TRITON"), batch)
+    query = batch.query
+    apart = query.new_empty(*query.shape[:2], query.shape[2] + 8)[..., : query.shape[2]].copy_(query)
+    pool = batch.fresh_pool()
+    output = layer.impl.forward(apart, batch.key, batch.value, pool, layer.begin(batch))
+    assert_matches(Result(output, None, pool), batch)
+    assert not served
 
 
 @pytest.mark.parametrize("dims", launch._HOPPER_DIMS, ids=str)

@@ -98,7 +98,7 @@ class TestTritonMLAModelShape(ModelShape):
 
 @pytest.mark.gpu
 class TestTritonMLAManyHeads(ModelShape):
-    """Where Hopper has a kernel of its own: many heads, in pages of 64."""
+    """As the kernel for Hopper serves them, in the pages that FlashMLA has."""
 
     device = "cuda"
 
@@ -119,7 +119,7 @@ class TestOnHopper(KitBase):
     device = "cuda"
     dtypes = (torch.bfloat16, torch.float16)
 
-    @pytest.mark.parametrize("page_size", [64, 128])
+    @pytest.mark.parametrize("page_size", [16, 48, 64, 128])
     @pytest.mark.parametrize("heads", [16, 40, 128])
     @pytest.mark.parametrize("shape", [*SHAPES, BatchShape(seq_lens=(1500, 64, 700), query_lens=(2, 2, 2))], ids=str)
     def test_rows(self, shape: BatchShape, heads: int, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ the other multiplies, and a block is asked for again, by a warp that does nothin
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -42,21 +43,28 @@ STRIP = gl.constexpr(64)  # columns of one load: what a swizzle of 128 bytes is 
 GROUP_WARPS = 4
 
 
-def blocks_of(rows: torch.Tensor) -> Any:
+def rows_of_load(page_size: int) -> int:
+    """Rows that lie together wherever a block begins."""
+    return math.gcd(page_size, KEYS.value)
+
+
+def strips_of(rows: torch.Tensor, page_size: int) -> Any:
     """Loads from [num_slots, RANK + ROPE], into shared memory as products want them."""
-    return TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [KEYS.value, STRIP.value], BLOCK_LAYOUT)
+    shape = [rows_of_load(page_size), STRIP.value]
+    return TensorDescriptor(rows, [*rows.shape], [*rows.stride()], shape, BLOCK_LAYOUT)
 
 
 @gluon.jit(do_not_specialize=["table_row"])  # type: ignore[untyped-decorator]
 def mla_hopper_kernel(  # type: ignore[no-untyped-def]
-    query, blocks, output, lse, page_table, items, partial, partial_sums, scale, value_scale, table_row,
-    WANT_LSE: gl.constexpr, PAGE_SIZE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr,
+    query, cached, output, lse, page_table, items, partial, partial_sums, scale, value_scale, table_row,
+    WANT_LSE: gl.constexpr, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr,
+    TILES: gl.constexpr,
 ):  # fmt: skip
     """One program an item and tile of 64 of its queries, as `mla_decode_kernel` does.
 
     Args:
         query: [num_rows, QUERY_LEN * HEADS, RANK + ROPE], contiguous.
-        blocks: see `blocks_of`; PAGE_SIZE is a multiple of KEYS.
+        cached: see `strips_of`; PAGE_SIZE is a multiple of 16.
         output: [num_rows, QUERY_LEN * HEADS, RANK]; lse: [num_rows, QUERY_LEN * HEADS] f32.
         items: see `triton_split`, cut at multiples of a pair's keys; a place of partial results holds TILES * 64
             queries of RANK.
@@ -91,7 +99,7 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
                        WANT_LSE, QUERY_LEN, HEADS, TILES)),
             (_attend, (query, results, item, scale, value_scale, tile, num_pairs, q, q_rope, held, between, 1,
                        WANT_LSE, QUERY_LEN, HEADS, TILES)),
-            (_load, (blocks, pages, start, stop, num_pairs, held, PAGE_SIZE)),
+            (_load, (cached, pages, start, stop, num_pairs, held, PAGE_SIZE, LOAD)),
         ],
         [4, 1],
         [240, 24],
@@ -99,28 +107,40 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _load(blocks, pages, start, stop, num_pairs, held, PAGE_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
+def _load(  # type: ignore[no-untyped-def]
+    cached, pages, start, stop, num_pairs, held, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr
+):
     """One warp: asks for the rope keys and every piece of every block once their place is free."""
     strips, rope, arrived, free = held
     for pair in range(num_pairs):
         turn = pair & 1
         for block in gl.static_range(2):
-            key = start + (2 * pair + block) * KEYS
-            # Anywhere, if there is no such key: nobody sees those rows.
-            slot = gl.load(pages + key // PAGE_SIZE, mask=key < stop, other=0) * PAGE_SIZE + key % PAGE_SIZE
+            first = start + (2 * pair + block) * KEYS
+            rows = ()
+            for part in gl.static_range(KEYS // LOAD):
+                key = first + part * LOAD
+                # Anywhere, if there is no such key: nobody sees those rows.
+                page = gl.load(pages + key // PAGE_SIZE, mask=key < stop, other=0)
+                rows = rows + (page * PAGE_SIZE + key % PAGE_SIZE,)  # type: ignore[assignment]  # noqa: RUF005
             mbarrier.wait(free[2].index(block), turn ^ 1)
             ready = arrived[PIECES].index(block)
-            mbarrier.expect(ready, blocks.block_type.nbytes)
-            tma.async_copy_global_to_shared(blocks, [slot, RANK], ready, rope.index(block))
+            mbarrier.expect(ready, KEYS // LOAD * cached.block_type.nbytes)
+            _load_strip(cached, rows, RANK, ready, rope.index(block), LOAD)
             for piece in gl.static_range(PIECES):
                 if piece * WIDTH % HALF == 0:
                     mbarrier.wait(free[piece * WIDTH // HALF].index(block), turn ^ 1)
                 ready = arrived[piece].index(block)
-                mbarrier.expect(ready, WIDTH // STRIP * blocks.block_type.nbytes)
-                for part in gl.static_range(WIDTH // STRIP):
-                    strip = piece * (WIDTH // STRIP) + part
+                mbarrier.expect(ready, WIDTH // STRIP * (KEYS // LOAD) * cached.block_type.nbytes)
+                for nth in gl.static_range(WIDTH // STRIP):
+                    strip = piece * (WIDTH // STRIP) + nth
                     to = strips.index(block * (RANK // STRIP) + strip)
-                    tma.async_copy_global_to_shared(blocks, [slot, strip * STRIP], ready, to)
+                    _load_strip(cached, rows, strip * STRIP, ready, to, LOAD)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _load_strip(cached, rows, column, ready, to, LOAD: gl.constexpr):  # type: ignore[no-untyped-def]
+    for part in gl.static_range(KEYS // LOAD):
+        tma.async_copy_global_to_shared(cached, [rows[part], column], ready, to.slice(part * LOAD, LOAD))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

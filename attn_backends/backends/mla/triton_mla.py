@@ -39,14 +39,14 @@ _CUTS = 1024  # that are kept
 
 
 def suits_hopper_kernel(spec: MLASpec, cache: KVCacheSpec, device: torch.device) -> bool:
-    """Whether the kernel that is written for Hopper can serve a layer: rows of 512 + 64 in 16 bits, whose pages its
-    loads divide."""
+    """Whether the kernel that is written for Hopper can serve a layer: rows of 512 + 64 in 16 bits, whose pages loads
+    of 16 rows divide."""
     return (
         has_hopper_kernels(device)
         and (spec.kv_lora_rank, spec.qk_rope_head_dim) == (512, 64)
         and spec.cache_dtype is spec.dtype is not torch.float32
         and spec.scale > 0
-        and cache.page_size % 64 == 0
+        and cache.page_size % 16 == 0
     )
 
 
@@ -198,9 +198,10 @@ def _on_hopper(
     from attn_backends.backends.mla import hopper_kernel  # not every Triton has what it imports
 
     page_size, query_len, heads, tiles, *_ = constants
-    blocks = hopper_kernel.blocks_of(latent_cache.flatten(0, 1))
+    cached, rows = hopper_kernel.strips_of(latent_cache.flatten(0, 1), page_size), hopper_kernel.rows_of_load(page_size)
     hopper_kernel.mla_hopper_kernel[grid](
-        query, blocks, output, lse, *rest, page_size, query_len, heads, tiles, num_warps=hopper_kernel.GROUP_WARPS,
+        query, cached, output, lse, *rest, page_size, rows, query_len, heads, tiles,
+        num_warps=hopper_kernel.GROUP_WARPS,
     )  # fmt: skip
 
 

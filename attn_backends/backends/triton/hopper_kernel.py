@@ -3,7 +3,8 @@
 Two groups of warps have 64 queries each and share the keys. A group asks for the next block's logits, then for the
 values that the last block's weights give, and works out its weights while the latter are under way, as FlashAttention-3
 does (Shah et al., 2024). A warp that does nothing else loads keys and values by the tensor memory accelerator, out of
-pages of any multiple of 16 slots.
+pages of any multiple of 16 slots. It also takes the tiles, one after the other: a program for each multiprocessor goes
+on until none is left, and what the next tile needs first comes while the last ends.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from attn_backends.triton_split import FAR, LN_2, LOG2_E, first_key
 ROWS = gl.constexpr(64)  # queries of a group of warps
 STRIP = gl.constexpr(64)  # columns of one load: what a swizzle of 128 bytes is wide
 STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory
-SLOTS, NUMBERS = gl.constexpr(4), gl.constexpr(5)  # of tiles that the groups are told of
+SLOTS, NUMBERS = gl.constexpr(2), gl.constexpr(5)  # tiles that the groups are told at a time, and numbers of each
 GROUP_WARPS = 4
 
 
@@ -119,7 +120,7 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit  # type: ignore[untyped-decorator]
 def _span(query_len, first, seq_len, sees, TOKENS: gl.constexpr, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Of a tile from query token `first` of a row on: the first key of its blocks, and how many blocks there are. They
     come from the last on. Of the first few some query may not see all: how many. Behind them none needs a mask."""
@@ -181,8 +182,9 @@ def _look_up(program, rows, spans, KV_HEADS: gl.constexpr, TOKENS: gl.constexpr)
     return row, head, first_token, query_len, first, gl.load(seq_lens + row)
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
+@gluon.jit
 def _tell(news, nth, head, first_token, query_len, first, seq_len):  # type: ignore[no-untyped-def]
+    """What the groups are to know of the program's nth tile, once both have heard of the one that has its slot."""
     numbers, told, heard = news
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     slot = nth % SLOTS
@@ -194,7 +196,7 @@ def _tell(news, nth, head, first_token, query_len, first, seq_len):  # type: ign
     mbarrier.arrive(told.index(slot))
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
+@gluon.jit
 def _hear(news, nth):  # type: ignore[no-untyped-def]
     """What was told: a tile's head, its row's first query token and their number, which of them is its first, and the
     row's length."""

@@ -301,6 +301,6 @@ def _prefill_on_hopper(
     hopper_kernel.prefill_hopper_kernel[min(num_tiles * num_kv_heads, num_programs),](
         query, *strips, output, sinks if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc, sinks,
         counters, *factors[:2], *sees, int(lse is not None), *span, stride, *steps, *query.stride()[:2],
-        *output.stride()[:2], 0 if lse is None else lse.stride(0), page_size, rows, num_kv_heads, group_size, tile_tokens, keys, *dims,
-        hopper_kernel.places_of(dims[0]), num_warps=hopper_kernel.GROUP_WARPS,
+        *output.stride()[:2], 0 if lse is None else lse.stride(0), page_size, rows, num_kv_heads, group_size,
+        tile_tokens, keys, *dims, hopper_kernel.places_of(dims[0]), num_warps=hopper_kernel.GROUP_WARPS,
     )  # fmt: skip
