@@ -7,15 +7,16 @@ is first checked against float64. Ours goes builder → state → impl: for deco
 prefill planned eagerly, with the impls' launches captured. A mixed batch has decodes in front of prompts; TRITON, which
 takes a launch for each, is also timed with all in its prefill kernel. "us" writes no new keys, as bare kernels do not;
 "with KV write" does. A backend's ratio is against the fastest bare kernel of its shape, and FLASH_ATTN's also against
-that of the same provider, which follows the backend's name (without one, the best that is here). "of copy" is the
-bandwidth (keys and values once a request, queries, outputs) as a share of what a copy within the device reads and
-writes.
+that of the same provider, which follows the backend's name (without one, the best that is here): the two have their
+turns next to one another, and the median of all rounds' ratios counts. "of copy" is the bandwidth (keys and values once
+a request, queries, outputs) as a share of what a copy within the device reads and writes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import bare_kernels
 import torch
 from attention_plot import draw_file
-from gpu_harness import Copy, free_memory, in_turns_us, installed, make_copy, reason
+from gpu_harness import Copy, free_memory, installed, make_copy, ratio, reason, rounds_us
 from harness import report, write
 from paged_problem import Call, Contender, Problem, Shape, make_contender, make_problem
 
@@ -144,10 +145,10 @@ def select_provider(problem: Problem) -> str:
     return choose(PROVIDERS, problem.spec, problem.cache, problem.device).provider.name
 
 
-def own_bare(name: str, us: dict[str, float]) -> float | None:
-    """Time of the bare kernel that a contender of ours uses, if it is known and was timed."""
+def own_bare(name: str) -> str:
+    """The bare kernel that a contender of ours uses; the contender itself if none is known, or it is one."""
     provider = name.partition(":")[2].partition(",")[0]
-    return us.get(OWN.get(provider, ""))
+    return name if name.endswith(WITH_WRITE) else OWN.get(provider, name)
 
 
 def our_call(impl: AttentionImpl[Any], problem: Problem, step: AttentionStep[Any]) -> Call:
@@ -201,16 +202,21 @@ def measure(shape: Shape, copy: Copy, arguments: argparse.Namespace) -> tuple[li
     made, dropped = all_made(problem, arguments.backend, arguments.options, arguments.bare)
     errors, wrong = checked(made)
     replays = {name: made[name].replay for name in errors} | {COPY: copy.replay}
-    times = in_turns_us(replays, arguments.rounds, device)
-    copied = copy.num_bytes / times.pop(COPY)  # bytes a us
-    us = {name: made[name].us(replay_us) for name, replay_us in times.items()}
+    taken = rounds_us(replays, arguments.rounds, device, {name: own_bare(name) for name in errors})
+    copied = copy.num_bytes / statistics.median(taken.pop(COPY))  # bytes a us
+    each = {name: [made[name].us(replay_us) for replay_us in of_name] for name, of_name in taken.items()}
+    us = {name: statistics.median(times) for name, times in each.items()}
     best = min((time for name, time in us.items() if name in BARE), default=None)
     rows = []
     for name, time in us.items():
         if not name.endswith(WITH_WRITE):
             figures = {"us": time, "with KV write us": us.get(name + WITH_WRITE)} | speeds(problem, time, copied)
-            own = own_bare(name, us)
-            against = {"vs best bare": best and time / best, "vs own bare": own and time / own, "error": errors[name]}
+            own = own_bare(name)
+            against = {
+                "vs best bare": best and time / best,
+                "vs own bare": ratio(each[name], each[own]) if own in each and own != name else None,
+                "error": errors[name],
+            }
             rows.append({"shape": shape.name, "contender": name, **figures, **against})
     return rows, dropped + wrong
 

@@ -10,7 +10,7 @@ import importlib.metadata
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,9 +69,22 @@ def host_clock(replay: Run, count: int) -> float:
 
 
 def in_turns_us(replays: dict[str, Run], rounds: int, device: torch.device) -> dict[str, float]:
-    """Median time of one replay of each contender, in microseconds, over rounds in which each has its turn.
+    """Median time of one replay of each contender, in microseconds, over rounds in which each has its turn."""
+    return {name: statistics.median(times) for name, times in rounds_us(replays, rounds, device, {}).items()}
+
+
+def ratio(times: Sequence[float], others: Sequence[float]) -> float:
+    """Of two contenders' times in the same rounds: the median of each round's."""
+    return statistics.median(time / other for time, other in zip(times, others, strict=True))
+
+
+def rounds_us(
+    replays: dict[str, Run], rounds: int, device: torch.device, twins: Mapping[str, str]
+) -> dict[str, list[float]]:
+    """Time of one replay of each contender, in microseconds, in each of some rounds in which all have their turn.
 
     Every round has an order of its own: what ran before has heated the GPU, more or less, and its clock follows.
+    `twins` are to be compared: they follow one another, in either order.
     """
     clock = host_clock if device.type == "cpu" else EventClock()
     counts = {}
@@ -79,12 +92,17 @@ def in_turns_us(replays: dict[str, Run], rounds: int, device: torch.device) -> d
         clock(replay, 2)  # to warm up
         counts[name] = max(1, min(MOST_REPLAYS, round(TURN_US / max(1e-3, clock(replay, 1)))))
     taken: dict[str, list[float]] = {name: [] for name in replays}
-    order, shuffled = list(replays), random.Random(0)
+    groups: dict[str, list[str]] = {}
+    for name in replays:
+        groups.setdefault(twins.get(name, name), []).append(name)
+    order, shuffled = list(groups.values()), random.Random(0)
     for _ in range(rounds):
         shuffled.shuffle(order)
-        for name in order:
-            taken[name].append(clock(replays[name], counts[name]))
-    return {name: statistics.median(times) for name, times in taken.items()}
+        for group in order:
+            shuffled.shuffle(group)
+            for name in group:
+                taken[name].append(clock(replays[name], counts[name]))
+    return taken
 
 
 def free_memory(device: torch.device) -> None:

@@ -5,15 +5,17 @@
 Every contender is one CUDA graph over several copies of the latent cache, more than the L2 holds, and its output is
 first checked against float64. Ours goes builder → state → impl. "decode us" is the attention on latent rows alone, ours
 as the impl's part of that name; "layer us" has the two absorbing products around it, for bare kernels the same ones by
-hand, for ours `forward` without new rows. Ratios are against the kernel that a backend calls, and against the fastest
-bare one, of the same column. "of copy" is the bandwidth of the decode (latent rows once a request, queries, outputs) as
-a share of what a copy within the device reads and writes.
+hand, for ours `forward` without new rows. Ratios are against the kernel that a backend calls, whose turns are next to
+the backend's (the median of all rounds' ratios), and against the fastest bare one, of the same column. "of copy" is the
+bandwidth of the decode (latent rows once a request, queries, outputs) as a share of what a copy within the device reads
+and writes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 from attention import COPY, DTYPES, PACKAGES, parts_of, show, speeds
 from bare_mla import KERNELS, absorbing
-from gpu_harness import Copy, free_memory, in_turns_us, installed, make_copy, reason
+from gpu_harness import Copy, free_memory, installed, make_copy, ratio, reason, rounds_us
 from harness import report, write
 from mla_problem import LAYERS, Forms, MLAShape, make_forms
 from paged_problem import Contender, make_contender
@@ -139,9 +141,11 @@ def measure(shape: MLAShape, copy: Copy, arguments: argparse.Namespace) -> tuple
     made, dropped = all_made(forms, names, arguments.options, arguments.bare)
     errors = {name: contender.worst_error() for name, contender in made.items()}
     replays = {name: contender.replay for name, contender in made.items()} | {COPY: copy.replay}
-    times = in_turns_us(replays, arguments.rounds, device)
-    copied = copy.num_bytes / times.pop(COPY)  # bytes a us
-    us = {name: made[name].us(replay_us) for name, replay_us in times.items()}
+    twins = {name + end: own + end for name, own in OWN.items() for end in ("", LAYER)}
+    taken = rounds_us(replays, arguments.rounds, device, twins)
+    copied = copy.num_bytes / statistics.median(taken.pop(COPY))  # bytes a us
+    each = {name: [made[name].us(replay_us) for replay_us in of_name] for name, of_name in taken.items()}
+    us = {name: statistics.median(times) for name, times in each.items()}
     best = {end: min((us[name + end] for name in KERNELS if name + end in us), default=None) for end in ("", LAYER)}
     rows = []
     for name in made:
@@ -149,8 +153,11 @@ def measure(shape: MLAShape, copy: Copy, arguments: argparse.Namespace) -> tuple
             continue
         row: dict[str, Any] = {"shape": shape.name, "contender": name}
         for end, column in (("", "decode"), (LAYER, "layer")):
-            time, lowest, own = us[name + end], best[end], us.get(OWN.get(name, name) + end)
-            ratios = {"own bare": own and time / own, "best bare": lowest and time / lowest}
+            time, lowest, own = us[name + end], best[end], OWN.get(name, name) + end
+            ratios = {
+                "own bare": ratio(each[name + end], each[own]) if own in each else None,
+                "best bare": lowest and time / lowest,
+            }
             row |= {f"{column} us": time, **{f"{column} vs {other}": ratio for other, ratio in ratios.items()},
                     f"{column} error": errors[name + end]}  # fmt: skip
         rows.append(row | speeds(forms.latent, us[name], copied))

@@ -140,3 +140,17 @@ def test_other_pages_hold_the_same_memory(script: Script) -> None:
     assert all(a.key.data_ptr() == b.key.data_ptr() for a, b in zip(small.caches, large.caches, strict=True))
     with pytest.raises(ValueError, match="no multiples of page size 48"):
         small.repaged(48)
+
+
+def test_who_is_compared_has_turns_side_by_side(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = load("gpu_harness")
+    turns: list[str] = []
+    monkeypatch.setattr(harness, "host_clock", lambda replay, count: float(replay() or count))
+    replays = {name: lambda name=name: turns.append(name) for name in ("ours", "third", "bare", "copy")}
+    taken = harness.rounds_us(replays, 20, torch.device("cpu"), {"ours": "bare", "gone": "bare"})
+    assert {name: len(times) for name, times in taken.items()} == dict.fromkeys(replays, 20)
+    turns = turns[-80:]  # behind those that warm up
+    rounds = ["".join(name[0] for name in turns[i : i + 4]) for i in range(0, 80, 4)]
+    assert all("ob" in order or "bo" in order for order in rounds), rounds
+    assert len(set(rounds)) > 4
+    assert harness.ratio([2.0, 6.0, 9.0], [1.0, 2.0, 9.0]) == 2.0
