@@ -71,7 +71,7 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
                 keys, values, table = _together(key), _together(value), None
             self._kernels.prefill(query, keys, values, written, lse, table, metadata.seq_lens,
                                   metadata.query_start_loc, metadata.key_start_loc, metadata.num_decode_rows,
-                                  len(query) - num_decoded, metadata.max_seq_len)  # fmt: skip
+                                  len(query) - num_decoded, metadata.max_seq_len, planned.room.tiles)  # fmt: skip
         return output if written is output else output.copy_(written)
 
     def _source(

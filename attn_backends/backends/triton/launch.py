@@ -116,7 +116,6 @@ class Kernels:
         self._prefill_tiles = {True: prefill, False: prompt}
         self._by_hopper = dict(zip((True, False), by_hopper, strict=True))
         nothing = torch.zeros(1, dtype=torch.float32, device=device)
-        self._counters = torch.zeros(2, dtype=torch.int32, device=device)
         self._num_sms = num_multiprocessors(device)
         self._extras = (nothing if slopes is None else slopes, nothing if sinks is None else sinks)
         self._scales = {True: (k_scale, v_scale), False: (1.0, 1.0)}  # of the cache; of keys as they came
@@ -147,8 +146,10 @@ class Kernels:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
         lse: torch.Tensor | None, page_table: torch.Tensor | None, seq_lens: torch.Tensor,
         query_start_loc: torch.Tensor, key_start_loc: torch.Tensor, first_row: int, num_tokens: int, max_seq_len: int,
+        tiles: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Rows from `first_row` on, of `num_tokens` query tokens; without a page table over keys as they came."""
+        """Rows from `first_row` on, of `num_tokens` query tokens; without a page table over keys as they came. `tiles`
+        is where programs count what they take."""
         spec, is_paged = self.spec, page_table is not None
         tile = self._prefill_tiles[is_paged]
         page_size = key.shape[1] if is_paged else 0
@@ -165,7 +166,7 @@ class Kernels:
         tensors = (query, key, value, output, lse, page_table, seq_lens, query_start_loc, key_start_loc)
         if on_hopper:
             constants = [page_size, *self._heads, tile_tokens, spec.head_dim, spec.head_dim_vo]
-            _prefill_on_hopper(*tensors, self._extras[1], self._counters, self._factors(is_paged), self._sees, span,
+            _prefill_on_hopper(*tensors, self._extras[1], tiles, self._factors(is_paged), self._sees, span,
                                constants, self._num_sms)  # fmt: skip
             return
         constants = [
@@ -283,7 +284,7 @@ def _prefill(
 def _prefill_on_hopper(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor | None, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
-    key_start_loc: torch.Tensor, sinks: torch.Tensor, counters: torch.Tensor, factors: list[float], sees: list[int],
+    key_start_loc: torch.Tensor, sinks: torch.Tensor, tiles: torch.Tensor, factors: list[float], sees: list[int],
     span: list[int], constants: list[int], num_programs: int,
 ) -> None:  # fmt: skip
     from attn_backends.backends.triton import hopper_kernel  # not every Triton has what it imports
@@ -300,7 +301,7 @@ def _prefill_on_hopper(
     table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
     hopper_kernel.prefill_hopper_kernel[min(num_tiles * num_kv_heads, num_programs),](
         query, *strips, output, sinks if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc, sinks,
-        counters, *factors[:2], *sees, int(lse is not None), *span, stride, *steps, *query.stride()[:2],
+        tiles, *factors[:2], *sees, int(lse is not None), *span, stride, *steps, *query.stride()[:2],
         *output.stride()[:2], 0 if lse is None else lse.stride(0), page_size, rows, num_kv_heads, group_size,
         tile_tokens, keys, *dims, hopper_kernel.places_of(dims[0]), num_warps=hopper_kernel.GROUP_WARPS,
     )  # fmt: skip

@@ -25,11 +25,13 @@ _SCHEDULES = 128  # of eager steps that are kept, of tens of kilobytes each
 
 @dataclass(frozen=True)
 class Room:
-    """Where the parts of split rows meet; the same for all layers, which run one after the other."""
+    """Where the parts of split rows meet, and where programs count. The same for all layers, which run one after the
+    other."""
 
     partial: torch.Tensor  # [places * heads * lanes * head_dim_vo] f32
     sums: torch.Tensor  # [places * heads * lanes * 2] f32: highest logit in base 2, sum of weights
     counters: torch.Tensor  # [rows * heads * tiles] i32, zeros between launches
+    tiles: torch.Tensor  # [2] i32, of prefill, zeros between launches
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
             torch.empty(floats, **made),  # type: ignore[call-overload]
             torch.empty(sums, **made),  # type: ignore[call-overload]
             torch.zeros(counters, dtype=torch.int32, device=self.device),
+            torch.zeros(2, dtype=torch.int32, device=self.device),
         )
 
 
