@@ -1,0 +1,220 @@
+"""Kernels for Hopper on a CPU, by an emulator of Gluon, against the reference. Launches beside them are interpreted."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends import AttentionSpec, AttentionType, MLASpec, get_backend
+from attn_backends.testing.batches import Batch
+from attn_backends.testing.conformance import BackendConformance, MLAConformance
+from attn_backends.testing.harness import assert_matches, make_layer
+from attn_backends.testing.random_batch import random_batch
+from tests.backends.test_triton import SMALL
+from tests.backends.test_triton_mla import SHARED
+from tests.interpreted import in_own_process, only_interpreted, run_interpreted
+
+pytest.importorskip("attn_backends.triton_split", reason="needs triton")
+
+KERNELS = {"triton": "prefill_hopper_kernel", "mla": "mla_hopper_kernel"}  # by their packages
+
+
+@in_own_process
+def test_interpreted() -> None:
+    run_interpreted(__file__, f"not (TestOfTriton and not MLA or MLA and ({SHARED}))")
+
+
+@in_own_process
+def test_the_kit_interpreted() -> None:
+    run_interpreted(__file__, f"TestOfTriton and not MLA and {SMALL}")
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of emulated kernels: so many programs each."""
+    from attn_backends.backends.mla import triton_mla
+    from attn_backends.backends.triton import launch
+    from tests.gluon_emulator import Emulated
+
+    made: list[int] = []
+    for where in (launch, triton_mla):
+        monkeypatch.setattr(where, "has_hopper_kernels", lambda device: True)
+    for package, name in KERNELS.items():
+        module = of_package(package)
+        monkeypatch.setattr(module, name, Emulated(getattr(module, name), made.append))
+    return made
+
+
+def of_package(package: str) -> ModuleType:
+    return importlib.import_module(f"attn_backends.backends.{package}.hopper_kernel")
+
+
+def check(name: str, batch: Batch, launches: list[int]) -> None:
+    """Twice: a launch leaves behind what the next one wants."""
+    layer, expected = make_layer(get_backend(name), batch), batch.expected()
+    for want_lse in (False, True):
+        assert_matches(layer.forward(batch, layer.begin(batch), want_lse=want_lse), batch, name, expected)
+    assert len(launches) == 2
+
+
+# TRITON's prefill: a full tile, tiles that are not, and rows that end within a page and a block.
+LENS = ([250, 131, 70], [20, 131, 33])
+
+
+def prefill(spec: AttentionSpec, page_size: int, lens: tuple[list[int], list[int]]) -> Batch:
+    return random_batch(get_backend("TRITON"), spec, *lens, page_size=page_size, poison=float("nan"))
+
+
+def spec_of(dims: tuple[int, int] = (64, 64), heads: tuple[int, int] = (4, 2), **more: Any) -> AttentionSpec:
+    return AttentionSpec(*heads, dims[0], head_dim_vo=dims[1], dtype=torch.float16, **more)
+
+
+@only_interpreted
+@pytest.mark.parametrize("page_size", [16, 48, 64])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_prefill_from_pages(dims: tuple[int, int], page_size: int, launches: list[int]) -> None:
+    check("TRITON", prefill(spec_of(dims), page_size, LENS), launches)
+
+
+@only_interpreted
+@pytest.mark.parametrize(
+    "changes",
+    [{"window_left": 90}, {"chunk_size": 100}, {"causal": False}, {"sinks": True}, {"heads": (9, 3)}],
+    ids=str,
+)
+def test_what_a_query_sees(changes: dict[str, Any], launches: list[int]) -> None:
+    check("TRITON", prefill(spec_of(**changes), 16, LENS), launches)
+
+
+@only_interpreted
+def test_prefill_of_prompts(launches: list[int]) -> None:
+    """Behind a decode."""
+    check("TRITON", prefill(spec_of((128, 128)), 16, ([70, 90, 133], [1, 90, 133])), launches)
+
+
+@only_interpreted
+def test_an_encoder(launches: list[int]) -> None:
+    spec = spec_of(attention_type=AttentionType.ENCODER, causal=False)
+    check("TRITON", prefill(spec, 16, ([130, 17], [130, 17])), launches)
+
+
+def latent(heads: int, query_len: int, page_size: int) -> Batch:
+    """Rows that are split, and one that is not."""
+    spec = MLASpec(heads, dtype=torch.float16)
+    backend, lens = get_backend("TRITON_MLA"), ([700, 5, 130], [query_len] * 3)
+    return random_batch(backend, spec, *lens, page_size=page_size, poison=float("nan"))
+
+
+@only_interpreted
+@pytest.mark.parametrize("page_size", [16, 48, 64])
+@pytest.mark.parametrize(("heads", "query_len"), [(1, 1), (40, 2)])
+def test_latent_decode(heads: int, query_len: int, page_size: int, launches: list[int]) -> None:
+    """Tiles of 64 queries that are not full, one and two a row."""
+    check("TRITON_MLA", latent(heads, query_len, page_size), launches)
+
+
+# The conformance kit, as far as these kernels serve.
+
+
+@only_interpreted
+@pytest.mark.usefixtures("launches")
+class TestOfTriton(BackendConformance):
+    backend_name = "TRITON"
+    dtypes = (torch.float16,)
+
+    def make_spec(self, **changes: Any) -> AttentionSpec:
+        return super().make_spec(**{"head_dim": 64, **changes})
+
+
+@only_interpreted
+@pytest.mark.usefixtures("launches")
+class TestOfTritonMLA(MLAConformance):
+    backend_name = "TRITON_MLA"
+    dtypes = (torch.float16,)
+
+    def make_spec(self, **changes: Any) -> MLASpec:
+        return MLASpec(**{"num_qo_heads": 4, "dtype": self.dtype, **changes})
+
+
+# What the emulator finds: faults in how warps wait for each other, and what these come to.
+WRONG = r"is off by|not zero|more arrive than"
+STUCK = r"all partitions wait"
+FAULTS = {
+    "keys that nobody waits for": (
+        "triton",
+        "    mbarrier.wait(arrived.index(stage), block // STAGES & 1)\n",
+        "",
+        WRONG,
+    ),
+    "queries that nobody waits for": ("triton", "        async_copy.wait_group(0)\n", "", WRONG),
+    "keys that are overwritten": ("triton", "        mbarrier.wait(free[0].index(stage), turn ^ 1)\n", "", WRONG),
+    "values that are let go too early": (
+        "triton",
+        "        sums = warpgroup_mma_wait(0, deps=(sums_pending,))\n        barrier()\n"
+        "        mbarrier.arrive(free[1].index(before % STAGES))\n",
+        "        mbarrier.arrive(free[1].index(before % STAGES))\n"
+        "        sums = warpgroup_mma_wait(0, deps=(sums_pending,))\n",
+        WRONG,
+    ),
+    "values that are never let go": (
+        "triton",
+        "        barrier()\n        mbarrier.arrive(free[1].index(stage))\n\n",
+        "\n",
+        STUCK,
+    ),
+    "tiles that nobody waits for": (
+        "triton",
+        "    mbarrier.wait(told.index(slot), nth // SLOTS & 1)\n",
+        "",
+        rf"{WRONG}|{STUCK}",
+    ),
+    "counters that stay": ("triton", "        gl.store(counters, 0)\n", "", WRONG),
+    "queries beyond the last": (
+        "triton",
+        "at + strip * STRIP, mask=live[:, None])",
+        "at + strip * STRIP)",
+        r"elements \[",
+    ),
+    "latent rows that nobody waits for": (
+        "mla",
+        "        mbarrier.wait(arrived[piece].index(block), turn)\n",
+        "",
+        WRONG,
+    ),
+    "weights that nobody waits for": ("mla", "    mbarrier.wait(weighed.index(block), turn)\n", "", WRONG),
+    "halves that are overwritten": (
+        "mla",
+        "                    mbarrier.wait(free[piece * WIDTH // HALF].index(block), turn ^ 1)\n",
+        "                    pass\n",
+        WRONG,
+    ),
+    "NaN behind the last key": ("mla", "    if num_live < KEYS:\n", "    if num_live < 0:\n", WRONG),
+}
+
+
+@only_interpreted
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(fault: str, launches: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.gluon_emulator import Emulated
+
+    package, old, new, told = FAULTS[fault]
+    module = of_package(package)
+    assert module.__file__ is not None
+    source = Path(module.__file__).read_text()
+    assert source.count(old) == 1
+    changed = tmp_path / "changed_kernel.py"
+    changed.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("changed_kernel", changed)
+    assert spec is not None
+    assert spec.loader is not None
+    wrong = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(wrong)
+    monkeypatch.setattr(module, KERNELS[package], Emulated(getattr(wrong, KERNELS[package]), launches.append))
+    name, batch = ("TRITON", prefill(spec_of(), 16, LENS)) if package == "triton" else ("TRITON_MLA", latent(40, 2, 16))
+    with pytest.raises((AssertionError, RuntimeError, IndexError), match=told):
+        check(name, batch, launches)
