@@ -506,7 +506,7 @@ LANGUAGE = SimpleNamespace(
     warp_specialize=lambda *given: _program().specialize(*given),
 )  # fmt: skip
 
-_PLACES: dict[int, Any] = {
+_STAND_INS: dict[int, Any] = {
     id(gl): LANGUAGE,
     id(tl): LANGUAGE,
     id(hopper.mbarrier): SimpleNamespace(
@@ -527,8 +527,8 @@ _PLACES: dict[int, Any] = {
 
 def _stand_in(value: Any) -> Any:
     """What a global of a kernel's module is here."""
-    if id(value) in _PLACES:
-        return _PLACES[id(value)]
+    if id(value) in _STAND_INS:
+        return _STAND_INS[id(value)]
     if isinstance(value, tl.constexpr):
         return value.value
     if isinstance(value, KernelInterface) or hasattr(value, "fn"):
@@ -544,7 +544,7 @@ def _function(function: FunctionType) -> Callable[..., Any]:
         of_module = function.__globals__
         if id(of_module) not in _globals:
             _globals[id(of_module)] = {
-                name: value if isinstance(value, ModuleType) and id(value) not in _PLACES else _stand_in(value)
+                name: value if isinstance(value, ModuleType) and id(value) not in _STAND_INS else _stand_in(value)
                 for name, value in of_module.items()
             }
         return FunctionType(function.__code__, _globals[id(of_module)], function.__name__)(*given)
