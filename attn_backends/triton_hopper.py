@@ -3,13 +3,35 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+STRIP = gl.constexpr(64)  # columns of one load: what a swizzle of 128 bytes is wide
 BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # as older versions call it
+
+
+def rows_of_load(page_size: int, keys: int) -> int:
+    """Rows that lie together wherever a block of `keys` begins; a page size of 0 stands for keys without pages."""
+    return math.gcd(page_size, keys) or keys
+
+
+def strips_of(shape: list[int], strides: list[int], tensor: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Loads of `rows` rows and STRIP columns into shared memory, as products want them."""
+    return TensorDescriptor(tensor, shape, strides, [rows, STRIP.value], BLOCK_LAYOUT)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def load_strip(strips, rows, column, ready, to, LOAD: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Asks for STRIP columns of a block, by a load of LOAD rows from each of `rows` on."""
+    for part in gl.static_range(to.shape[0] // LOAD):
+        tma.async_copy_global_to_shared(strips, [rows[part], column], ready, to.slice(part * LOAD, LOAD))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

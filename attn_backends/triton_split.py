@@ -23,9 +23,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr(1 << 30)  # beyond any position
 MOST_ITEMS = tl.constexpr(1 << 15)  # of a row
+ALIGNED = 16  # of which kernels are told that addresses, in bytes, and other numbers are multiples
+HOPPER_PAGE = 16  # slots, of which the pages of kernels for Hopper are multiples, as those of a load are
 _ITEMS = 64  # of a scheduling program
 _TENSOR_ENGINE_SINCE = (9, 0)  # compute capability
-_ALIGNED = 16  # bytes, which kernels are compiled for where addresses allow it
 _GLUON_TRIED = {(3, 6), (3, 7)}  # Triton's versions that compile our kernels for Hopper: Gluon may change with others
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
@@ -152,9 +153,9 @@ class ItemList:
     def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
         """List the items for lengths [num_rows] and query starts [num_rows + 1], i32. One launch."""
         at = (seq_lens.data_ptr(), query_start_loc.data_ptr())
-        if self._kernel is not None and not (at[0] | at[1]) % _ALIGNED:
+        if self._kernel is not None and not (at[0] | at[1]) % ALIGNED:
             self._kernel(*at, *self._arguments)
-        elif INTERPRETED or (at[0] | at[1]) % _ALIGNED:
+        elif INTERPRETED or (at[0] | at[1]) % ALIGNED:
             list_items(seq_lens, query_start_loc, self.items, self._how)
         else:
             self._kernel, self._arguments = _launch_schedule(seq_lens, query_start_loc, self.items, self._how)

@@ -159,15 +159,16 @@ def test_the_latent_kernel_for_hopper_as_compiled(
     query_len: int, heads: int, want_lse: int, dtype: str, page_size: int
 ) -> None:
     """Blocks of rows beside the queries."""
+    from attn_backends import triton_hopper
     from attn_backends.backends.mla import hopper_kernel
 
     rows, pair, group = hopper_kernel.ROWS.value, 2 * hopper_kernel.KEYS.value, hopper_kernel.GROUP_WARPS
     assert (rows, pair, 2 * group, 1) == tiles.HOPPER_TILE
-    load = hopper_kernel.rows_of_load(page_size)
+    load = triton_hopper.rows_of_load(page_size, hopper_kernel.KEYS.value)
     constants = {"WANT_LSE": want_lse, "PAGE_SIZE": page_size, "LOAD": load, "QUERY_LEN": query_len, "HEADS": heads,
                  "TILES": -(-query_len * heads // 64)}  # fmt: skip
     types = dict.fromkeys(("query", "output"), f"*{dtype}")
-    types["cached"] = f"tensordesc<{dtype}[{load}, 64],{hopper_kernel.BLOCK_LAYOUT!r}>"
+    types["cached"] = f"tensordesc<{dtype}[{load}, 64],{triton_hopper.BLOCK_LAYOUT!r}>"
     check_for_hopper(hopper_kernel.mla_hopper_kernel, types, constants, group)
 
 
@@ -175,14 +176,15 @@ def test_the_latent_kernel_for_hopper_as_compiled(
     ("dims", "page_size"), [*((dims, 16) for dims in launch._HOPPER_DIMS), ((128, 128), 0)], ids=str
 )
 def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_size: int) -> None:
+    from attn_backends import triton_hopper
     from attn_backends.backends.triton import hopper_kernel
 
     keys = hopper_kernel.keys_of(dims[0])
-    rows = hopper_kernel.rows_of_load(page_size, keys)
+    rows = triton_hopper.rows_of_load(page_size, keys)
     constants = {"PAGE_SIZE": page_size, "LOAD": rows, "KV_HEADS": 2, "GROUP": 4, "TOKENS": 32, "KEYS": keys,
                  "DIM": dims[0], "DIM_VO": dims[1], "PLACES": hopper_kernel.places_of(dims[0])}  # fmt: skip
     types = dict.fromkeys(("query", "output"), "*bf16")
-    strips = f"tensordesc<bf16[{rows}, 64],{hopper_kernel.BLOCK_LAYOUT!r}>"
+    strips = f"tensordesc<bf16[{rows}, 64],{triton_hopper.BLOCK_LAYOUT!r}>"
     types |= dict.fromkeys(("key_strips", "value_strips"), strips)
     check_for_hopper(hopper_kernel.prefill_hopper_kernel, types, constants, hopper_kernel.GROUP_WARPS)
 

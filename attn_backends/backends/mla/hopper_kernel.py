@@ -8,27 +8,23 @@ the other multiplies, and a block is asked for again, by a warp that does nothin
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_backends.triton_hopper import (
     BLOCK_LAYOUT,
+    STRIP,
     as_operand,
     barrier,
     barriers,
     clear_rows,
+    load_strip,
     times_rows,
     weigh,
     write_rows,
@@ -39,19 +35,7 @@ ROWS, RANK, ROPE = gl.constexpr(64), gl.constexpr(512), gl.constexpr(64)
 KEYS = gl.constexpr(64)  # of a block
 PIECES, WIDTH = gl.constexpr(4), gl.constexpr(128)  # of a block's columns, in which it arrives
 HALF = gl.constexpr(256)  # columns, that a group has weighted sums of
-STRIP = gl.constexpr(64)  # columns of one load: what a swizzle of 128 bytes is wide
 GROUP_WARPS = 4
-
-
-def rows_of_load(page_size: int) -> int:
-    """Rows that lie together wherever a block begins."""
-    return math.gcd(page_size, KEYS.value)
-
-
-def strips_of(rows: torch.Tensor, page_size: int) -> Any:
-    """Loads from [num_slots, RANK + ROPE], into shared memory as products want them."""
-    shape = [rows_of_load(page_size), STRIP.value]
-    return TensorDescriptor(rows, [*rows.shape], [*rows.stride()], shape, BLOCK_LAYOUT)
 
 
 @gluon.jit(do_not_specialize=["table_row"])  # type: ignore[untyped-decorator]
@@ -64,7 +48,7 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
 
     Args:
         query: [num_rows, QUERY_LEN * HEADS, RANK + ROPE], contiguous.
-        cached: see `strips_of`; PAGE_SIZE is a multiple of 16.
+        cached: see `triton_hopper.strips_of`; loads have LOAD rows. PAGE_SIZE is a multiple of 16.
         output: [num_rows, QUERY_LEN * HEADS, RANK]; lse: [num_rows, QUERY_LEN * HEADS] f32.
         items: see `triton_split`, cut at multiples of a pair's keys; a place of partial results holds TILES * 64
             queries of RANK.
@@ -125,7 +109,7 @@ def _load(  # type: ignore[no-untyped-def]
             mbarrier.wait(free[2].index(block), turn ^ 1)
             ready = arrived[PIECES].index(block)
             mbarrier.expect(ready, KEYS // LOAD * cached.block_type.nbytes)
-            _load_strip(cached, rows, RANK, ready, rope.index(block), LOAD)
+            load_strip(cached, rows, RANK, ready, rope.index(block), LOAD)
             for piece in gl.static_range(PIECES):
                 if piece * WIDTH % HALF == 0:
                     mbarrier.wait(free[piece * WIDTH // HALF].index(block), turn ^ 1)
@@ -134,13 +118,7 @@ def _load(  # type: ignore[no-untyped-def]
                 for nth in gl.static_range(WIDTH // STRIP):
                     strip = piece * (WIDTH // STRIP) + nth
                     to = strips.index(block * (RANK // STRIP) + strip)
-                    _load_strip(cached, rows, strip * STRIP, ready, to, LOAD)
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _load_strip(cached, rows, column, ready, to, LOAD: gl.constexpr):  # type: ignore[no-untyped-def]
-    for part in gl.static_range(KEYS // LOAD):
-        tma.async_copy_global_to_shared(cached, [rows[part], column], ready, to.slice(part * LOAD, LOAD))
+                    load_strip(cached, rows, strip * STRIP, ready, to, LOAD)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

@@ -22,6 +22,7 @@ from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
 from attn_backends.triton_split import (
     FAR,
+    HOPPER_PAGE,
     INTERPRETED,
     ItemList,
     has_hopper_kernels,
@@ -46,7 +47,7 @@ def suits_hopper_kernel(spec: MLASpec, cache: KVCacheSpec, device: torch.device)
         and (spec.kv_lora_rank, spec.qk_rope_head_dim) == (512, 64)
         and spec.cache_dtype is spec.dtype is not torch.float32
         and spec.scale > 0
-        and cache.page_size % 16 == 0
+        and cache.page_size % HOPPER_PAGE == 0
     )
 
 
@@ -195,10 +196,12 @@ def _on_hopper(
     grid: tuple[int], query: torch.Tensor, latent_cache: torch.Tensor, output: torch.Tensor, lse: torch.Tensor,
     rest: tuple[Any, ...], constants: list[int],
 ) -> None:  # fmt: skip
-    from attn_backends.backends.mla import hopper_kernel  # not every Triton has what it imports
+    from attn_backends import triton_hopper  # not every Triton has what these import
+    from attn_backends.backends.mla import hopper_kernel
 
     page_size, query_len, heads, tiles, *_ = constants
-    cached, rows = hopper_kernel.strips_of(latent_cache.flatten(0, 1), page_size), hopper_kernel.rows_of_load(page_size)
+    slots, rows = latent_cache.flatten(0, 1), triton_hopper.rows_of_load(page_size, hopper_kernel.KEYS.value)
+    cached = triton_hopper.strips_of([*slots.shape], [*slots.stride()], slots, rows)
     hopper_kernel.mla_hopper_kernel[grid](
         query, cached, output, lse, *rest, page_size, rows, query_len, heads, tiles,
         num_warps=hopper_kernel.GROUP_WARPS,

@@ -9,28 +9,25 @@ on until none is left, and what the next tile needs first comes while the last e
 
 from __future__ import annotations
 
-import math
-
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_backends.backends.triton.tile import rows_of, tile_of
 from attn_backends.triton_hopper import (
     BLOCK_LAYOUT,
+    STRIP,
     as_operand,
     barrier,
     barriers,
     clear_rows,
+    load_strip,
     times_rows,
     weigh,
     write_rows,
@@ -38,7 +35,6 @@ from attn_backends.triton_hopper import (
 from attn_backends.triton_split import FAR, LN_2, LOG2_E, first_key
 
 ROWS = gl.constexpr(64)  # queries of a group of warps
-STRIP = gl.constexpr(64)  # columns of one load: what a swizzle of 128 bytes is wide
 STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory
 SLOTS, NUMBERS = gl.constexpr(2), gl.constexpr(5)  # tiles that the groups are told at a time, and numbers of each
 GROUP_WARPS = 4
@@ -52,16 +48,6 @@ def keys_of(head_dim: int) -> int:
 def places_of(head_dim: int) -> int:
     """For queries: of this tile and the next, where both fit."""
     return 1 if head_dim > 192 else 2
-
-
-def rows_of_load(page_size: int, keys: int) -> int:
-    """Rows that lie together wherever a block begins; a page size of 0 stands for keys without pages."""
-    return math.gcd(page_size, keys) or keys
-
-
-def strips_of(shape: list[int], strides: list[int], tensor: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Loads of `rows` rows and STRIP columns into shared memory, as products want them."""
-    return TensorDescriptor(tensor, shape, strides, [rows, STRIP.value], BLOCK_LAYOUT)
 
 
 _NOT_CONSTANT = ["first_row", "num_rows", "num_tiles", "section", "table_row", "ahead", "behind", "chunk", "has_sinks",
@@ -80,7 +66,7 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     then whichever is next.
 
     Args:
-        key_strips, value_strips: see `strips_of`; loads have LOAD rows.
+        key_strips, value_strips: see `triton_hopper.strips_of`; loads have LOAD rows.
         counters: [2] i32, zeros between launches: tiles that were taken, and programs that are done.
         page_rows, head_rows: rows of them from page to page, and from head to head.
         key_head, value_head: columns from head to head.
@@ -251,9 +237,7 @@ def _load_block(  # type: ignore[no-untyped-def]
     mbarrier.expect(ready, KEYS // LOAD * (WIDTH // STRIP) * strips.block_type.nbytes)
     for strip in gl.static_range(WIDTH // STRIP):
         place = to.index(stage * (WIDTH // STRIP) + strip)
-        for part in gl.static_range(KEYS // LOAD):
-            at = place.slice(part * LOAD, LOAD)
-            tma.async_copy_global_to_shared(strips, [rows[part], column + strip * STRIP], ready, at)
+        load_strip(strips, rows, column + strip * STRIP, ready, place, LOAD)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

@@ -16,7 +16,9 @@ from attn_backends.backends.triton.prefill_kernel import prefill_kernel
 from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile
 from attn_backends.spec import AttentionSpec
 from attn_backends.triton_split import (
+    ALIGNED,
     FAR,
+    HOPPER_PAGE,
     ItemList,
     has_hopper_kernels,
     has_tensor_engine,
@@ -29,9 +31,7 @@ from attn_backends.triton_split import (
 _MAX_TILE_ROWS = 64  # of decode: more queries of a row take several tiles
 _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
 _ROW_ALIGNMENT = 16  # bytes, of the tensor memory accelerator
-_ALIGNED = 16  # what kernels are compiled for, of bytes and of elements, where numbers are multiples of it
 _HOPPER_ROWS = 128  # queries of a program of the kernel for Hopper
-_HOPPER_PAGE = 16  # slots, of which its pages are multiples
 _HOPPER_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 _L2_BYTES = 32 << 20  # that the keys and values of a section of heads may take
 
@@ -153,7 +153,7 @@ class Kernels:
         spec, is_paged = self.spec, page_table is not None
         tile = self._prefill_tiles[is_paged]
         page_size = key.shape[1] if is_paged else 0
-        on_hopper = self._by_hopper[is_paged] and page_size % _HOPPER_PAGE == 0
+        on_hopper = self._by_hopper[is_paged] and page_size % HOPPER_PAGE == 0
         in_blocks = self._dims[:2] == self._dims[2:] and page_size % tile.keys == 0
         if (on_hopper or in_blocks) and not (query.dtype is key.dtype and _can_be_blocks(key, value)):
             on_hopper = in_blocks = False
@@ -219,7 +219,7 @@ def _lies_in_rows(tensor: torch.Tensor) -> bool:
 
 def _comes_in_lines(query: torch.Tensor) -> bool:
     """Whether queries [tokens, heads, dim] can be copied into shared memory as they lie."""
-    return not any(step % _ALIGNED for step in (*query.stride()[:2], query.data_ptr()))
+    return not any(step % ALIGNED for step in (*query.stride()[:2], query.data_ptr()))
 
 
 def _row_steps(tensor: torch.Tensor) -> list[int]:
@@ -287,13 +287,14 @@ def _prefill_on_hopper(
     key_start_loc: torch.Tensor, sinks: torch.Tensor, tiles: torch.Tensor, factors: list[float], sees: list[int],
     span: list[int], constants: list[int], num_programs: int,
 ) -> None:  # fmt: skip
-    from attn_backends.backends.triton import hopper_kernel  # not every Triton has what it imports
+    from attn_backends import triton_hopper  # not every Triton has what these import
+    from attn_backends.backends.triton import hopper_kernel
 
     _first_row, _num_rows, num_tiles, _section = span
     page_size, num_kv_heads, group_size, tile_tokens, *dims = constants
     keys = hopper_kernel.keys_of(dims[0])
-    rows = hopper_kernel.rows_of_load(page_size, keys)
-    strips = [hopper_kernel.strips_of(*_as_rows(of), of, rows) for of in (key, value)]
+    rows = triton_hopper.rows_of_load(page_size, keys)
+    strips = [triton_hopper.strips_of(*_as_rows(of), of, rows) for of in (key, value)]
     *page_rows, head_rows = _row_steps(key)
     # Heads lie within a row, or whole rows apart.
     columns = (of.stride(-2) % of.stride(-3) for of in (key, value))
