@@ -4,15 +4,20 @@ the other, and on a GPU against FlashMLA."""
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from attn_backends.backends.mla.flashmla_kernels import Kernels, RefilledSchedule, load_kernels
+from attn_backends import MLASpec
+from attn_backends.backends.mla.flashmla_kernels import FilledSchedule, Kernels, RefilledSchedule, load_kernels
 from attn_backends.backends.mla.metadata import DecodeRows
 from attn_backends.testing.emulated import flashmla
+from attn_backends.testing.harness import make_layer
+from attn_backends.testing.random_batch import random_batch
+from tests.backends.flashmla_emulated import EmulatedFlashMLA
 from tests.interpreted import in_own_process, only_interpreted, run_interpreted
 
 schedules = pytest.importorskip("attn_backends.backends.mla.flashmla_schedule", reason="needs triton")
@@ -124,6 +129,23 @@ def test_every_pass_but_the_first_begins_with_a_launch_of_ours(monkeypatch: pyte
     assert [count for _, count in seen] == [0, 0, 1, 1, 2, 2]
     assert len({id(held) for held, _ in seen}) == 1
     assert all(given is lens for given in launches)
+
+
+def test_the_kernel_is_asked_when_graphs_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, and not by who runs eager steps alone."""
+    asked: list[torch.device] = []
+    monkeypatch.setattr(Kernels, "can_refill", lambda kernels, device: asked.append(device) or True)
+    batch = random_batch(EmulatedFlashMLA, MLASpec(4, dtype=torch.bfloat16), [70, 5], [1, 1], page_size=64)
+    state = make_layer(EmulatedFlashMLA, batch).state
+    seq_lens = torch.tensor([70, 5], dtype=torch.int32)
+    rows = DecodeRows(2, 1, torch.zeros(2, 2, dtype=torch.int32), seq_lens, seq_lens, seq_lens == 0)
+    assert isinstance(state.plan_decode(batch.spec, rows, None), FilledSchedule)
+    assert not asked
+    with state.graph_capture(2):
+        for _ in range(2):
+            assert isinstance(state.plan_decode(batch.spec, rows, None), RefilledSchedule)
+    assert len(asked) == 1
+    assert isinstance(state.plan_decode(batch.spec, replace(rows, idle=None), None), FilledSchedule)
 
 
 def test_without_a_gpu_the_kernel_fills_its_own() -> None:

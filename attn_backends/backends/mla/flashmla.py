@@ -20,6 +20,7 @@ from attn_backends.backends.mla.impl import MLAImpl
 from attn_backends.backends.mla.metadata import DecodeRows
 from attn_backends.backends.mla.options import MLAOptions
 from attn_backends.backends.mla.state import MLAState, MLAStep
+from attn_backends.derive import StepBuffers
 from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, KVCacheSpec
@@ -94,6 +95,10 @@ class FlashMLAState(MLAState):
         super().__init__(*args, **kwargs)
         options = self.options or FlashMLAOptions()
         self.kernels: Kernels = self.load_kernels(options.provider)
+        self._can_refill = False  # not asked before graphs are captured
+
+    def hold_inputs(self, max_batch_size: int, inputs: StepBuffers | None) -> None:
+        super().hold_inputs(max_batch_size, inputs)
         self._can_refill = self.kernels.can_refill(self.device)
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Any) -> Schedule:
