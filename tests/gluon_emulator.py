@@ -14,7 +14,7 @@ import math
 import random
 import threading
 from collections.abc import Callable, Sequence
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -82,8 +82,8 @@ class Tensor:
     def type(self) -> Any:
         return SimpleNamespace(layout=Layout())
 
-    def to(self, dtype: Dtype, bitcast: bool = False) -> Tensor:
-        return Tensor(self.data.view(dtype) if bitcast else self.data.to(dtype))
+    def to(self, dtype: Dtype) -> Tensor:
+        return Tensor(self.data.to(dtype))
 
     def __getitem__(self, index: Any) -> Tensor:
         return Tensor(self.data[index])
@@ -320,10 +320,15 @@ class Program:
         self.number, self.count = number, count
         self.copies: list[Callable[[], None]] = []  # by the tensor memory accelerator, not landed
         self.partitions: list[Partition] = []
-        self.partition = Partition(lambda: None, ())  # that runs
+        self.current = -1  # which of them runs
         self.error: BaseException | None = None
         self.order = random.Random(number)  # in which copies land
         self.is_inference = torch.is_inference_mode_enabled()  # which is a thread's own
+
+    @property
+    def partition(self) -> Partition:
+        """That runs."""
+        return self.partitions[self.current]
 
     def specialize(self, functions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any) -> None:
         self.partitions = [Partition(*given) for given in functions]
@@ -365,12 +370,13 @@ class Program:
             for part in self.partitions:
                 part.may_run.set()
             return
-        start = self.partitions.index(self.partition) + 1 if self.partition in self.partitions else 0
-        order = self.partitions[start:] + self.partitions[:start]
-        while any(part.is_ready is not None for part in order):
-            for part in order:
+        count = len(self.partitions)
+        order = [(self.current + i) % count for i in range(1, count + 1)]
+        while any(part.is_ready is not None for part in self.partitions):
+            for number in order:
+                part = self.partitions[number]
                 if part.is_ready is not None and part.is_ready():
-                    self.partition = part
+                    self.current = number
                     part.may_run.set()
                     return
             if not self.copies:
@@ -388,10 +394,6 @@ def _program() -> Program:
 
 
 # The language.
-
-
-def _tensor(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else Tensor(torch.as_tensor(value))
 
 
 def _apply(function: Callable[..., torch.Tensor]) -> Callable[..., Tensor]:
@@ -486,8 +488,8 @@ def _wait_for_copies(pending: int) -> None:
 
 LANGUAGE = SimpleNamespace(
     int32=torch.int32, int64=torch.int64, float32=torch.float32,
-    NVMMADistributedLayout=Layout, NVMMASharedLayout=Layout, SliceLayout=Layout, BlockedLayout=Layout,
-    DotOperandLayout=Layout, SwizzledSharedLayout=Layout,
+    NVMMADistributedLayout=Layout, SliceLayout=Layout, BlockedLayout=Layout, DotOperandLayout=Layout,
+    SwizzledSharedLayout=Layout,
     program_id=lambda axis: Tensor(torch.tensor(_program().number, dtype=torch.int32)),
     num_programs=lambda axis: _program().count,
     num_warps=lambda: 4,
@@ -531,22 +533,19 @@ def _stand_in(value: Any) -> Any:
         return _STAND_INS[id(value)]
     if isinstance(value, tl.constexpr):
         return value.value
-    if isinstance(value, KernelInterface) or hasattr(value, "fn"):
+    if isinstance(value, KernelInterface):
         return _function(value.fn)
     return value
 
 
-_globals: dict[int, dict[str, Any]] = {}
+_globals: dict[int, dict[str, Any]] = {}  # of modules, by where their own are: what stands in keeps those alive
 
 
 def _function(function: FunctionType) -> Callable[..., Any]:
     def call(*given: Any) -> Any:
         of_module = function.__globals__
         if id(of_module) not in _globals:
-            _globals[id(of_module)] = {
-                name: value if isinstance(value, ModuleType) and id(value) not in _STAND_INS else _stand_in(value)
-                for name, value in of_module.items()
-            }
+            _globals[id(of_module)] = {name: _stand_in(value) for name, value in of_module.items()}
         return FunctionType(function.__code__, _globals[id(of_module)], function.__name__)(*given)
 
     return call
@@ -562,9 +561,9 @@ class Emulated:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         (count,) = grid
-        self.tell(count)
 
         def launch(*given: Any, num_warps: int) -> None:
+            self.tell(count)
             arguments = [*map(_argument, given, self.is_constant)]
             for number in range(count):
                 _running.append(Program(number, count))
