@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -201,10 +201,8 @@ def measure(shape: Shape, copy: Copy, arguments: argparse.Namespace) -> tuple[li
     problem = make_problem(shape, DTYPES[arguments.dtype], arguments.page_size, device)
     made, dropped = all_made(problem, arguments.backend, arguments.options, arguments.bare)
     errors, wrong = checked(made)
-    replays = {name: made[name].replay for name in errors} | {COPY: copy.replay}
-    taken = rounds_us(replays, arguments.rounds, device, {name: own_bare(name) for name in errors})
-    copied = copy.num_bytes / statistics.median(taken.pop(COPY))  # bytes a us
-    each = {name: [made[name].us(replay_us) for replay_us in of_name] for name, of_name in taken.items()}
+    right, twins = {name: made[name] for name in errors}, {name: own_bare(name) for name in errors}
+    each, copied = calls_us(right, copy, arguments.rounds, device, twins)
     us = {name: statistics.median(times) for name, times in each.items()}
     best = min((time for name, time in us.items() if name in BARE), default=None)
     rows = []
@@ -219,6 +217,17 @@ def measure(shape: Shape, copy: Copy, arguments: argparse.Namespace) -> tuple[li
             }
             rows.append({"shape": shape.name, "contender": name, **figures, **against})
     return rows, dropped + wrong
+
+
+def calls_us(
+    made: Made, copy: Copy, rounds: int, device: torch.device, twins: Mapping[str, str]
+) -> tuple[dict[str, list[float]], float]:
+    """Time of one call of each contender, in microseconds, in every round (see `rounds_us`); and the bytes that a copy
+    reads and writes in a microsecond."""
+    replays = {name: contender.replay for name, contender in made.items()} | {COPY: copy.replay}
+    taken = rounds_us(replays, rounds, device, twins)
+    copied = copy.num_bytes / statistics.median(taken.pop(COPY))
+    return {name: [made[name].us(replay_us) for replay_us in times] for name, times in taken.items()}, copied
 
 
 def speeds(problem: Problem, us: float, copied: float) -> dict[str, float]:

@@ -22,9 +22,9 @@ from itertools import cycle
 from typing import Any
 
 import torch
-from attention import COPY, DTYPES, PACKAGES, parts_of, show, speeds
+from attention import DTYPES, PACKAGES, calls_us, parts_of, show, speeds
 from bare_mla import KERNELS, absorbing
-from gpu_harness import Copy, free_memory, installed, make_copy, ratio, reason, rounds_us
+from gpu_harness import Copy, free_memory, installed, make_copy, ratio, reason
 from harness import report, write
 from mla_problem import LAYERS, Forms, MLAShape, make_forms
 from paged_problem import Contender, make_contender
@@ -140,11 +140,8 @@ def measure(shape: MLAShape, copy: Copy, arguments: argparse.Namespace) -> tuple
     names = arguments.backend or all_backends()
     made, dropped = all_made(forms, names, arguments.options, arguments.bare)
     errors = {name: contender.worst_error() for name, contender in made.items()}
-    replays = {name: contender.replay for name, contender in made.items()} | {COPY: copy.replay}
     twins = {name + end: own + end for name, own in OWN.items() for end in ("", LAYER)}
-    taken = rounds_us(replays, arguments.rounds, device, twins)
-    copied = copy.num_bytes / statistics.median(taken.pop(COPY))  # bytes a us
-    each = {name: [made[name].us(replay_us) for replay_us in of_name] for name, of_name in taken.items()}
+    each, copied = calls_us(made, copy, arguments.rounds, device, twins)
     us = {name: statistics.median(times) for name, times in each.items()}
     best = {end: min((us[name + end] for name in KERNELS if name + end in us), default=None) for end in ("", LAYER)}
     rows = []
