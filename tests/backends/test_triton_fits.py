@@ -41,13 +41,7 @@ def shared_bytes(kernel: Any, types: dict[str, str], constants: dict[str, Any], 
     """As the compiler lays a kernel out."""
     from triton.compiler import ASTSource
 
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else {**POINTERS, **types}.get(n, "i32") for n in names}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    whole = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
-             if signature[n].startswith("*") or n in ALIGNED}  # fmt: skip
-    source = ASTSource(kernel, signature, values, whole)
-    return int(_compiled(source, warps, capability).metadata.shared)
+    return int(_compiled(ASTSource, kernel, types, constants, warps, capability).metadata.shared)
 
 
 def check_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> None:
@@ -56,22 +50,23 @@ def check_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, An
     """
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else {**POINTERS, **types}.get(n, "i32") for n in names}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    whole = {
-        (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*") or n in ALIGNED
-    }
-    source = GluonASTSource(kernel, signature, values, whole)
-    made = _compiled(source, warps, 90)
+    made = _compiled(GluonASTSource, kernel, types, constants, warps, 90)
     assert made.metadata.shared <= HOPPER
     code = made.asm["sass"]
     assert 0 < 2 * code.count("WARPGROUP.DEPBAR") < code.count("HGMMA")
 
 
-def _compiled(source: Any, warps: int, capability: int) -> Any:
+def _compiled(
+    make_source: Any, kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, capability: int
+) -> Any:
     from triton.backends.compiler import GPUTarget
 
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else {**POINTERS, **types}.get(n, "i32") for n in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    whole = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
+             if signature[n].startswith("*") or n in ALIGNED}  # fmt: skip
+    source = make_source(kernel, signature, values, whole)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
 
 
