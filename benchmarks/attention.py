@@ -9,7 +9,8 @@ takes a launch for each, is also timed with all in its prefill kernel. "us" writ
 "with KV write" does. A backend's ratio is against the fastest bare kernel of its shape, and FLASH_ATTN's also against
 that of the same provider, which follows the backend's name (without one, the best that is here): the two have their
 turns next to one another, and the median of all rounds' ratios counts. "of copy" is the bandwidth (keys and values once
-a request, queries, outputs) as a share of what a copy within the device reads and writes.
+a request, queries, outputs) as a share of what a copy within the device reads and writes; "read us" is what a kernel
+takes for a decode's keys and values that does nothing else.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from attention_plot import draw_file
 from gpu_harness import Copy, free_memory, installed, make_copy, ratio, reason, rounds_us
 from harness import report, write
 from paged_problem import Call, Contender, Problem, Shape, make_contender, make_problem
+from plain_read import make_read
 
 from attn_backends import get_backend, plan_groups, select_backend
 from attn_backends.backends.flash_attn.fa3 import PROVIDERS
@@ -71,7 +73,7 @@ SHAPES = {
     ],
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-COPY, WITH_WRITE, ONE_LAUNCH = "copy", " with KV write", ", decodes with the prefill"
+COPY, READ, WITH_WRITE, ONE_LAUNCH = "copy", "read", " with KV write", ", decodes with the prefill"
 BARE = bare_kernels.DECODE.keys() | bare_kernels.PREFILL.keys()
 OWN = {"vllm_fa3": "FA3", "flash_attn": "FA2, page 256"}  # bare kernels of FLASH_ATTN's providers
 PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn", "vllm", "numpy")
@@ -202,13 +204,16 @@ def measure(shape: Shape, copy: Copy, arguments: argparse.Namespace) -> tuple[li
     made, dropped = all_made(problem, arguments.backend, arguments.options, arguments.bare)
     errors, wrong = checked(made)
     right, twins = {name: made[name] for name in errors}, {name: own_bare(name) for name in errors}
-    each, copied = calls_us(right, copy, arguments.rounds, device, twins)
+    reads = {} if shape.is_prefill else {READ: Contender(problem, make_read(problem), [], None)}
+    each, copied = calls_us(right | reads, copy, arguments.rounds, device, twins)
+    read_us = statistics.median(each.pop(READ)) if reads else None
     us = {name: statistics.median(times) for name, times in each.items()}
     best = min((time for name, time in us.items() if name in BARE), default=None)
     rows = []
     for name, time in us.items():
         if not name.endswith(WITH_WRITE):
             figures = {"us": time, "with KV write us": us.get(name + WITH_WRITE)} | speeds(problem, time, copied)
+            figures["read us"] = read_us
             own = own_bare(name)
             against = {
                 "vs best bare": best and time / best,

@@ -60,6 +60,7 @@ def test_every_contender_of_every_shape_is_right(script: Script) -> None:
                     "FlashInfer CUDA-core, fixed lengths", "FlashInfer fa2", "FlashInfer fa3",
                     "FlashInfer fa2, ragged", "FlashInfer fa3, ragged"}  # fmt: skip
     assert all(row["vs best bare"] > 0 and row["error"] < 1e-2 for row in rows)
+    assert all((row["read us"] is None) == ("prefill" in row["shape"]) for row in rows)
 
 
 @pytest.mark.usefixtures("_flashinfer")

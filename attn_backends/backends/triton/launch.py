@@ -29,7 +29,8 @@ from attn_backends.triton_split import (
 )
 
 _MAX_TILE_ROWS = 64  # of decode: more queries of a row take several tiles
-_JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
+_REGISTERS = 65536  # of a multiprocessor
+_JOIN_REGISTERS = 128  # of a thread, for the parts that it joins at a time; but no more than half of what it can have
 _ROW_ALIGNMENT = 16  # bytes, of the tensor memory accelerator
 _HOPPER_ROWS = 128  # queries of a program of the kernel for Hopper
 _HOPPER_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
@@ -132,8 +133,9 @@ class Kernels:
     ) -> None:  # fmt: skip
         """Rows whose keys are split; `room` is where their parts meet."""
         tile, cut = schedule.tile, schedule.cut
-        registers = _JOIN_REGISTERS * 32 * tile.warps
-        at_once = max(1, registers // (cut.lanes * self._dims[-1]))  # a power of two, as all of these are
+        threads = 32 * tile.warps
+        registers = min(_JOIN_REGISTERS, _REGISTERS // (tile.programs * threads) // 2) * threads
+        at_once = 1 << max(1, registers // (cut.lanes * self._dims[-1])).bit_length() - 1  # a power of two
         constants = [
             *self._form, _alike(key, value), key.shape[1], *self._heads, cut.tiles, cut.rows, tile.keys, *self._dims,
             *self._stages(tile.stages), int(query.dtype is torch.float32), cut.lanes, at_once,
