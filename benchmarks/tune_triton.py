@@ -41,8 +41,8 @@ def tiles(shape: Shape) -> Iterator[Tile]:
         return
     few = len(shape.seq_lens) * shape.heads[1] < 512
     for keys, warps, stages in product((32, 64, 128), (1, 2, 4), (3, 4, 5, 6)):
-        if keys // warps in (16, 32, 64) and not (keys == 128 and stages > 4):
-            for programs in (2, 4, 6) if few else (4, 8):
+        if keys // warps in (16, 32, 64):
+            for programs in (1, 2, 4, 6) if few else (4, 8):
                 yield {"keys": keys, "warps": warps, "stages": stages, "programs": programs, "min_keys": 128}
 
 
