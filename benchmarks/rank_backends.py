@@ -2,8 +2,8 @@
 
     python benchmarks/rank_backends.py
 
-It reads the decode shapes of results/attention_all.json and results/mla_attention.json. Of a backend with several
-providers the fastest counts.
+It reads the decode shapes of results/attention_all.json and results/mla_attention.json, of the latter whole layers: some
+kernels want their queries as it takes longer to make them. Of a backend with several providers the fastest counts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def rows() -> tuple[list[dict[str, Any]], str]:
         us = times(plain, shape.name, "us", {"TRITON", "FLASHINFER", "FLASH_ATTN"})
         made.append({"is_mla": False, "heads": shape.heads, "load": [len(shape.seq_lens), shape.seq_lens[0]], "us": us})
     for latent in mla_attention.SHAPES["decode"]:
-        us = times(mla, latent.name, "decode us", {"TRITON_MLA", "FLASHINFER_MLA", "FLASH_ATTN_MLA", "FLASHMLA"})
+        us = times(mla, latent.name, "layer us", {"TRITON_MLA", "FLASHINFER_MLA", "FLASH_ATTN_MLA", "FLASHMLA"})
         made.append(
             {"is_mla": True, "heads": latent.heads, "load": [len(latent.seq_lens), latent.seq_lens[0]], "us": us}
         )

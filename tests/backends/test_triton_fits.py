@@ -109,21 +109,23 @@ def test_prefill_fits_as_compiled(spec: AttentionSpec, page_size: int, capabilit
         assert shared_bytes(prefill_kernel, types, constants, tile.warps, capability) <= room
 
 
-@pytest.mark.parametrize("num_rows", [1, 64])
 @pytest.mark.parametrize(
-    ("spec", "capability", "room"),
+    ("spec", "capability", "room", "num_rows", "query_rows"),
     [
-        (spec_of(256, 256, torch.bfloat16), 90, HOPPER),
-        (spec_of(256, 256, torch.bfloat16), 86, SMALL),
-        (spec_of(256, 256, torch.float32), 86, SMALL),
+        *((spec_of(256, 256, torch.bfloat16), 90, HOPPER, num_rows, 16) for num_rows in (1, 64)),
+        *((spec_of(dim, dim, torch.bfloat16), 90, HOPPER, 16, 64) for dim in (128, 256)),
+        *((spec_of(256, 256, dtype), 86, SMALL, 1, 16) for dtype in (torch.bfloat16, torch.float32)),
+        (spec_of(256, 256, torch.bfloat16), 86, SMALL, 16, 64),
     ],
     ids=str,
 )
-def test_decode_fits_as_compiled(spec: AttentionSpec, capability: int, room: int, num_rows: int) -> None:
+def test_decode_fits_as_compiled(
+    spec: AttentionSpec, capability: int, room: int, num_rows: int, query_rows: int
+) -> None:
     from attn_backends.backends.triton.decode_kernel import decode_kernel
 
-    tile = tuning.decode_tile(spec, KVCacheSpec(16, 16), num_rows, None, room)
-    sizes = {"TILES": 1, "ROWS": 16, "LANES": 4, "PARTS": 2, "KEYS": tile.keys, "STAGES": tile.stages}
+    tile = tuning.decode_tile(spec, KVCacheSpec(16, 16), num_rows, query_rows, None, room)
+    sizes = {"TILES": 1, "ROWS": query_rows, "LANES": query_rows, "PARTS": 1, "KEYS": tile.keys, "STAGES": tile.stages}
     constants = constants_of(spec, 16, **sizes)
     assert shared_bytes(decode_kernel, tensors_of(spec), constants, tile.warps, capability) <= room
 
@@ -191,7 +193,7 @@ def test_what_was_tuned_on_hopper_stays_as_it_was_there() -> None:
         for row in rows:
             spec = AttentionSpec(2 * row["group"], 2, row["head_dim"], dtype=of_bits[row["bits"]])
             cache, asked = KVCacheSpec(16, row["page_size"]), (None, HOPPER)
-            got = (tuning.decode_tile(spec, cache, row["rows"], *asked) if kind == "decode"
+            got = (tuning.decode_tile(spec, cache, row["rows"], 16, *asked) if kind == "decode"
                    else tuning.prefill_tile(spec, cache, *asked, kind))  # fmt: skip
             assert vars(got) == row["tile"], row
     for row in json.loads((BACKENDS / "mla" / "triton_tuned.json").read_text())["decode"]:
@@ -286,7 +288,7 @@ def test_every_head_dim_gets_a_tile(dim: int, dtype: torch.dtype, room: int) -> 
     width = 2 * split.padded(dim) * dtype.itemsize
     assert prefill.rows * width // 2 + prefill.keys * prefill.stages * width <= room
     assert prefill.keys >= 16
-    assert tuning.decode_tile(spec, cache, 8, None, room).keys >= 16
+    assert tuning.decode_tile(spec, cache, 8, 16, None, room).keys >= 16
 
 
 def test_a_tile_that_nothing_helps_is_as_small_as_can_be() -> None:

@@ -70,11 +70,12 @@ class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
 
     def make_schedule(self, group: int, num_rows: int, query_len: int) -> Schedule:
         spec = self._specs[group]
-        tile = self._tile(spec, num_rows)
+        tile = self._tile(spec, num_rows, query_len)
         return Schedule(spec, tile, num_rows, query_len, self._num_sms, self.device)
 
-    def _tile(self, spec: AttentionSpec, num_rows: int) -> DecodeTile:
-        return decode_tile(spec, self.cache, num_rows, self.options, self._shared_memory)
+    def _tile(self, spec: AttentionSpec, num_rows: int, query_len: int) -> DecodeTile:
+        query_rows = Cut.of(spec, query_len).rows
+        return decode_tile(spec, self.cache, num_rows, query_rows, self.options, self._shared_memory)
 
     # Graphs.
 
@@ -100,9 +101,10 @@ class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
         most_rows = self.limits.max_num_requests
         batches = [*(1 << bits for bits in range(most_rows.bit_length())), most_rows]
         for spec in self._specs.values():
-            tiles = [self._tile(spec, num_rows) for num_rows in batches]
-            most = max(tiles, key=lambda tile: tile.programs)
-            for cut in {Cut.of(spec, 1), Cut.of(spec, longest)}:
+            for query_len in {1, longest}:
+                cut = Cut.of(spec, query_len)
+                tiles = [self._tile(spec, num_rows, query_len) for num_rows in batches]
+                most = max(tiles, key=lambda tile: tile.programs)
                 heads = spec.num_kv_heads * cut.tiles
                 queries = cut.places(spec, most, self._num_sms) * heads * cut.lanes
                 floats = max(floats, queries * padded(spec.head_dim_vo))

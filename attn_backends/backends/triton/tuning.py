@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -18,7 +18,8 @@ from attn_backends.spec import AttentionSpec, KVCacheSpec
 from attn_backends.triton_split import block_bytes, fitted, padded
 
 KINDS = ("decode", "prefill", "prompt")
-_SCRATCH = 8 << 10  # of a decode program, beside its blocks: queries, weights, and where warps meet
+_SCRATCH = 2 << 10  # of a decode program, beside its blocks and its queries: page ids, and where warps meet
+_MMA_ROWS = 64  # queries from which on Hopper's matrix units want four warps for one product
 _MARGIN = 3 << 10  # of a prefill program, beside its queries and blocks
 
 
@@ -57,17 +58,24 @@ class TritonOptions(BaseModel):
 
 
 def decode_tile(
-    spec: AttentionSpec, cache: KVCacheSpec, num_rows: int, options: TritonOptions | None, room: int
+    spec: AttentionSpec, cache: KVCacheSpec, num_rows: int, query_rows: int, options: TritonOptions | None, room: int
 ) -> DecodeTile:
-    """Args: room: bytes of shared memory that a program can have."""
+    """Args: query_rows: of a tile of queries; room: bytes of shared memory that a program can have."""
     if options is not None and options.decode_tile is not None:
         return options.decode_tile
 
     def need(tile: DecodeTile) -> int:
-        # Page ids come two blocks ahead of their keys: half of the stages hold keys.
-        return block_bytes(spec, tile.keys, (tile.stages + 1) // 2, _width(spec)) + _SCRATCH
+        # Page ids come two blocks ahead of their keys: half of the stages, less those, hold keys.
+        blocks = block_bytes(spec, tile.keys, max(1, (tile.stages - 1) // 2), _width(spec))
+        row = (padded(spec.head_dim) + tile.keys) * spec.dtype.itemsize  # a query, and its weights
+        if query_rows >= _MMA_ROWS and tile.warps >= 4:  # four warps multiply together: sums and logits go through it too
+            row += 4 * padded(spec.head_dim_vo) + 8 * tile.keys
+        return blocks + query_rows * row + _SCRATCH
 
-    return fitted(DecodeTile(**_nearest("decode", spec, cache, num_rows)), need, room)
+    tile = DecodeTile(**_nearest("decode", spec, cache, num_rows))
+    while tile.keys > 64 and need(tile) > room:  # rather than fewer blocks under way
+        tile = replace(tile, keys=tile.keys // 2)
+    return fitted(tile, need, room)
 
 
 def prefill_tile(
