@@ -2,8 +2,8 @@
 
     python benchmarks/rank_backends.py
 
-It reads the decode shapes of results/attention_all.json and results/mla_attention.json, of the latter whole layers: some
-kernels want their queries as it takes longer to make them. Of a backend with several providers the fastest counts.
+It reads the decode shapes of results/attention_all.json and results/mla_attention.json; of the latter whole layers, as
+products before one kernel can take longer than before another. Of a backend with several providers the fastest counts.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def decode_tile(
         # Page ids come two blocks ahead of their keys: half of the stages, less those, hold keys.
         blocks = block_bytes(spec, tile.keys, max(1, (tile.stages - 1) // 2), _width(spec))
         row = (padded(spec.head_dim) + tile.keys) * spec.dtype.itemsize  # a query, and its weights
-        if query_rows >= _MMA_ROWS and tile.warps >= 4:  # four warps multiply together: sums and logits go through it too
+        if query_rows >= _MMA_ROWS and tile.warps >= 4:  # sums and logits go through it too
             row += 4 * padded(spec.head_dim_vo) + 8 * tile.keys
         return blocks + query_rows * row + _SCRATCH
 
