@@ -5,25 +5,59 @@ from __future__ import annotations
 import torch
 
 from attn_backends.interface import Rejection, Unsupported
+from attn_backends.kv_cache import KVCache
 from attn_backends.spec import FP8_DTYPES, AttentionSpec
 
 _FP8_SINCE = (8, 9)  # compute capability
 
 
 def check_call(
-    backend: str, spec: AttentionSpec, query: torch.Tensor, num_tokens: int, output_scale: float | None
+    backend: str,
+    spec: AttentionSpec,
+    num_tokens: int,
+    query: torch.Tensor,
+    kv_cache: KVCache | None,
+    output: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    output_scale: float | None,
 ) -> None:
-    """The query is of this step and layer, and the output is not to be quantised.
+    """A call's tensors are of this step and layer, and lie as every kernel can take them; the output is not to be
+    quantised.
 
     Raises:
-        ValueError: the query's shape is not [num_tokens, num_qo_heads, head_dim].
+        ValueError: the query's shape is not [num_tokens, num_qo_heads, head_dim], or the output's not [num_tokens,
+            num_qo_heads, head_dim_vo], or the LSE's not [num_tokens, num_qo_heads]; another dtype; the last dimension
+            of one, or of the cache, does not lie together, or the LSE is not contiguous.
         Unsupported: an output scale is given.
     """
-    expected = (num_tokens, spec.num_qo_heads, spec.head_dim)
-    if query.shape != expected:
-        raise ValueError(f"query has shape {tuple(query.shape)}; this step and layer need {expected}")
+    heads = (num_tokens, spec.num_qo_heads)
+    _check_tensor("query", query, (*heads, spec.head_dim), spec.dtype)
+    if output is not None:
+        _check_tensor("output", output, (*heads, spec.head_dim_vo), spec.dtype)
+    if lse is not None:
+        _check_tensor("lse", lse, heads, torch.float32)
+        if not lse.is_contiguous():
+            raise ValueError(f"lse has strides {lse.stride()}; it must be contiguous: pass a tensor of its own")
+    for name, cached in () if kv_cache is None else zip(kv_cache._fields, kv_cache, strict=True):
+        if cached.stride(-1) != 1 and cached.shape[-1] > 1:
+            raise ValueError(
+                f"kv_cache.{name} has strides {cached.stride()}; a slot's head_dim must lie together (a last stride of "
+                "1): make the pool with allocate_kv_cache"
+            )
     if output_scale is not None:
         raise Unsupported(backend, [Rejection("output_scale", str(output_scale), "None", "Quantise the output.")])
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tensor.shape != shape or tensor.dtype is not dtype:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} in {tensor.dtype}; this step and layer need {shape} in {dtype}"
+        )
+    if tensor.stride(-1) != 1 and shape[-1] > 1:
+        raise ValueError(
+            f"{name} has strides {tensor.stride()}; its last dimension must lie together (a last stride of 1): pass "
+            f"{name}.contiguous()"
+        )
 
 
 def check_planned_for(planned: AttentionSpec, spec: AttentionSpec) -> None:

@@ -322,7 +322,7 @@ class AttentionImpl(ABC, Generic[MetadataT]):
         self.cache = cache
         self.device = torch.device(device)
         self.options = options
-        self.sinks = sinks
+        self.sinks = None if sinks is None else sinks.contiguous()
         self.k_scale = k_scale
         self.v_scale = v_scale
 

@@ -571,7 +571,8 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         lse: torch.Tensor | None = None,
         output_scale: float | None = None,
     ) -> torch.Tensor:
-        metadata = self._check(query, step, output_scale)
+        metadata = self._check(step)
+        check_call("TORCH", self.spec, metadata.num_tokens, query, kv_cache, output, lse, output_scale)
         if output is None:
             output = query.new_empty(query.shape[0], self.spec.num_qo_heads, self.spec.head_dim_vo)
         if metadata.has_idle_tokens:
@@ -654,13 +655,10 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         else:
             write_slots(key[:num_new], value[:num_new], kv_cache, slots[:num_new], self.k_scale, self.v_scale)
 
-    def _check(
-        self, query: torch.Tensor, step: AttentionStep[TorchMetadata], output_scale: float | None
-    ) -> TorchMetadata:
+    def _check(self, step: AttentionStep[TorchMetadata]) -> TorchMetadata:
         metadata = step.metadata
         if not isinstance(metadata, TorchMetadata):
             raise TypeError(f"TORCH got {type(metadata).__name__}; build the step with TorchMetadataBuilder")
-        check_call("TORCH", self.spec, query, metadata.num_tokens, output_scale)
         return metadata
 
     def _decode(

@@ -175,14 +175,14 @@ def test_metadata_of_another_backend() -> None:
 def test_an_output_that_is_not_contiguous_is_written_all_the_same() -> None:
     owner, given = state(), batch(40, 17)
     impl = get_backend("FLASHINFER_EMULATED").get_impl_cls()(given.spec, CACHE, "cpu")
-    spread = torch.full((2, 4, 128), torch.nan, dtype=torch.float16)
-    output = spread[..., ::2]
+    spread = torch.full((2, 8, 64), torch.nan, dtype=torch.float16)
+    output = spread[:, ::2]
     assert (
         impl.forward(given.query, given.key, given.value, given.fresh_pool(), step_of(owner, given), output) is output
     )
     error = (output.double() - given.expected()[0]).norm() / given.expected()[0].norm()
     assert error < 1e-2
-    assert bool(spread[..., 1::2].isnan().all())
+    assert bool(spread[:, 1::2].isnan().all())
 
 
 @pytest.mark.parametrize("options", [{"tensor_cores": "on"}, {"tensor_cores": "off"}, {"fixed_split_size": 1},

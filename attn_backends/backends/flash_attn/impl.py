@@ -52,7 +52,9 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
         lse: torch.Tensor | None = None,
         output_scale: float | None = None,
     ) -> torch.Tensor:
-        planned = self._check(query, step, output, output_scale)
+        planned = self._check(step)
+        tensors = (query, kv_cache, output, lse)
+        check_call("FLASH_ATTN", self.spec, planned.metadata.num_tokens, *tensors, output_scale)
         metadata, spec = planned.metadata, self.spec
         if output is None:
             output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)
@@ -95,26 +97,13 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
             if lse is not None:
                 lse[tokens] = sums
 
-    def _check(
-        self,
-        query: torch.Tensor,
-        step: AttentionStep[FlashAttnMetadata],
-        output: torch.Tensor | None,
-        output_scale: float | None,
-    ) -> FlashAttnStep:
+    def _check(self, step: AttentionStep[FlashAttnMetadata]) -> FlashAttnStep:
         if not isinstance(step, FlashAttnStep):
             raise TypeError(
                 f"FLASH_ATTN got a {type(step).__name__} of {type(step.metadata).__name__}: build the metadata with "
                 "FlashAttnMetadataBuilder, and give it to the state's begin_forward before any layer runs"
             )
         check_planned_for(step.spec, self.spec)
-        check_call("FLASH_ATTN", self.spec, query, step.metadata.num_tokens, output_scale)
-        for name, tensor in (("query", query), ("output", output)):
-            if tensor is not None and tensor.stride(2) != 1:
-                raise ValueError(
-                    f"{name} has strides {tensor.stride()}; head_dim must lie together (a last stride of 1): pass "
-                    f"{name}.contiguous()"
-                )
         return step
 
     def _join_prefix(

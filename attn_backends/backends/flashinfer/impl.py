@@ -55,11 +55,12 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
         lse: torch.Tensor | None = None,
         output_scale: float | None = None,
     ) -> torch.Tensor:
-        planned = self._check(query, step, output_scale)
+        planned = self._check(step)
         metadata, spec = planned.metadata, self.spec
+        check_call("FLASHINFER", spec, metadata.num_tokens, query, kv_cache, output, lse, output_scale)
         if output is None:
             output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)
-        written = output if output.is_contiguous() else torch.empty_like(output)
+        written = output if output.is_contiguous() else output.new_empty(output.shape)
         if kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
             write_kv(key, value, kv_cache, metadata.slot_mapping[: len(key)], self.k_scale, self.v_scale)
         log2_sums = lse
@@ -74,16 +75,13 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
             self._finish(written, log2_sums)
         return output if written is output else output.copy_(written)
 
-    def _check(
-        self, query: torch.Tensor, step: AttentionStep[FlashInferMetadata], output_scale: float | None
-    ) -> FlashInferStep:
+    def _check(self, step: AttentionStep[FlashInferMetadata]) -> FlashInferStep:
         if not isinstance(step, FlashInferStep):
             raise TypeError(
                 f"FLASHINFER got a {type(step).__name__} of {type(step.metadata).__name__}: build the metadata with "
                 "FlashInferMetadataBuilder, and plan it with the state's begin_forward before any layer runs"
             )
         check_planned_for(step.spec, self.spec)
-        check_call("FLASHINFER", self.spec, query, step.metadata.num_tokens, output_scale)
         return step
 
     def _attend(

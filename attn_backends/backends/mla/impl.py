@@ -122,8 +122,9 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
         lse: torch.Tensor | None = None,
         output_scale: float | None = None,
     ) -> torch.Tensor:
-        planned = self._check(query, step, output_scale)
+        planned = self._check(step)
         metadata = planned.metadata
+        check_call(self.backend_name, self.spec, metadata.num_tokens, query, kv_cache, output, lse, output_scale)
         if output is None:
             output = query.new_empty(query.shape[0], self.spec.num_qo_heads, self.spec.head_dim_vo)
         if kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
@@ -149,13 +150,12 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
             self._attend_prefills(query[tokens], brought, kv_cache, planned, metadata.prefill, output[tokens], part)
         return output
 
-    def _check(self, query: torch.Tensor, step: AttentionStep[MLAMetadata], output_scale: float | None) -> MLAStep:
+    def _check(self, step: AttentionStep[MLAMetadata]) -> MLAStep:
         if not isinstance(step, MLAStep):
             raise TypeError(
                 f"{self.backend_name} got a {type(step).__name__} of {type(step.metadata).__name__}: build the "
                 "metadata with this backend's builder, and plan it with its state's begin_forward before any layer runs"
             )
-        check_call(self.backend_name, self.spec, query, step.metadata.num_tokens, output_scale)
         return step
 
     def _attend_decodes(

@@ -50,12 +50,11 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         lse: torch.Tensor | None = None,
         output_scale: float | None = None,
     ) -> torch.Tensor:
-        planned = self._check(query, step, output_scale)
+        planned = self._check(step)
         metadata, spec = planned.metadata, self.spec
+        check_call("TRITON", spec, metadata.num_tokens, query, kv_cache, output, lse, output_scale)
         if output is None:
             output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)
-        written = output if output.stride(2) == 1 else torch.empty_like(output)
-        query = _together(query)
         if kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
             write_kv(key, value, kv_cache, metadata.slot_mapping[: len(key)], self.k_scale, self.v_scale)
         keys, values = self._source(metadata, key, value, kv_cache)
@@ -63,16 +62,16 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         if metadata.num_decode_rows and metadata.page_table is not None:
             assert planned.schedule is not None  # as there are rows to decode
             room = (planned.room.partial, planned.room.sums, planned.room.counters)
-            self._kernels.decode(query, keys, values, written, lse, metadata.page_table, planned.schedule,
+            self._kernels.decode(query, keys, values, output, lse, metadata.page_table, planned.schedule,
                                  room)  # fmt: skip
         if metadata.num_decode_rows < metadata.num_rows:
             table = metadata.page_table
             if metadata.prefills_are_prompts and key is not None and value is not None:
                 keys, values, table = _together(key), _together(value), None
-            self._kernels.prefill(query, keys, values, written, lse, table, metadata.seq_lens,
+            self._kernels.prefill(query, keys, values, output, lse, table, metadata.seq_lens,
                                   metadata.query_start_loc, metadata.key_start_loc, metadata.num_decode_rows,
                                   len(query) - num_decoded, metadata.max_seq_len, planned.room.tiles)  # fmt: skip
-        return output if written is output else output.copy_(written)
+        return output
 
     def _source(
         self, metadata: TritonMetadata, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache | None
@@ -84,13 +83,10 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             return _together(key), _together(value)
         raise ValueError("this step reads a cache or fresh keys, and neither was given: pass kv_cache or key")
 
-    def _check(
-        self, query: torch.Tensor, step: AttentionStep[TritonMetadata], output_scale: float | None
-    ) -> TritonStep:
+    def _check(self, step: AttentionStep[TritonMetadata]) -> TritonStep:
         if not isinstance(step, TritonStep):
             raise TypeError(
                 f"TRITON got a {type(step).__name__} of {type(step.metadata).__name__}: build the metadata with "
                 "TritonMetadataBuilder, and call the state's begin_forward before any layer runs"
             )
-        check_call("TRITON", self.spec, query, step.metadata.num_tokens, output_scale)
         return step

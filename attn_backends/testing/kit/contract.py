@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attn_backends.batch_views import without_new_keys
+from attn_backends.kv_cache import KVCache
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, Layout
 from attn_backends.testing.batches import Batch, Row
 from attn_backends.testing.cases import BatchShape
@@ -51,6 +52,53 @@ class Contract(KitBase):
                 batch = self.make_batch(spec, shape, new_kv_lens=new_kv_lens)
                 result = run_backend(self.backend, batch)
                 assert_pool(result.kv_cache, batch.pool_after(), f"cross attention, new keys {new_kv_lens}")
+
+    @pytest.mark.parametrize("shape", ["small_decode", "mixed_small"])
+    def test_tensors_within_wider_ones(self, shape: str) -> None:
+        """As slices of a fused projection are; nothing beside the output is written. Sinks are every second number."""
+        for _, spec in self.served([feature("plain"), feature("sinks")]):
+            batch = self.make_batch(spec, shape)
+            if batch.sinks is not None:
+                batch = replace(batch, sinks=torch.stack([batch.sinks, batch.sinks + 9], dim=-1)[:, 0])
+            layer, pool = make_layer(self.backend, batch), batch.fresh_pool()
+            query, key, value = (
+                torch.cat([given, given + 9], dim=1)[:, : given.shape[1]]
+                for given in (batch.query, batch.key, batch.value)
+            )
+            wide = query.new_full((len(query), 2 * spec.num_qo_heads, spec.head_dim_vo), torch.nan)
+            output = wide[:, : spec.num_qo_heads]
+            layer.impl.forward(query, key, value, pool, layer.begin(batch), output)
+            assert_matches(Result(output, None, pool), batch, "tensors within wider ones")
+            assert bool(wide[:, spec.num_qo_heads :].isnan().all()), "what lies beside the output was written"
+
+    @pytest.mark.parametrize("apart", ["query", "output", "lse", "kv_cache.key", "kv_cache.value"])
+    def test_tensors_whose_last_dimension_is_apart(self, apart: str) -> None:
+        """Right, or refused by name: never numbers of other elements."""
+        batch = self.make_batch(self.make_spec(), "mixed_small")
+        if (apart == "lse" and not self.can.lse) or (apart == "kv_cache.value" and self.can.mla):
+            return
+        layer, pool = make_layer(self.backend, batch), batch.fresh_pool()
+        assert pool is not None
+        given = {
+            "query": batch.query,
+            "output": batch.query.new_zeros(*batch.query.shape[:2], batch.spec.head_dim_vo),
+            "lse": torch.zeros(batch.query.shape[:2], device=batch.device),
+            "kv_cache.key": pool.key,
+            "kv_cache.value": pool.value,
+        }
+        given[apart] = given[apart].mT.contiguous().mT
+        query, output, lse, *cached = given.values()
+        kv_cache = KVCache(*cached)
+        asked = lse if self.can.lse else None
+        refusal = ""
+        try:
+            layer.impl.forward(query, batch.key, batch.value, kv_cache, layer.begin(batch), output, lse=asked)
+        except ValueError as error:
+            refusal = str(error)
+        if refusal:
+            assert apart in refusal, f"{apart} is refused, and not by its name: {refusal}"
+        else:
+            assert_matches(Result(output, asked, kv_cache), batch, f"{apart} apart")
 
     @pytest.mark.parametrize("shape", ["page_edges_16", "spec_verify", "small_prefill", "mixed_medium"])
     def test_reordering_requests_permutes_outputs(self, shape: str) -> None:
