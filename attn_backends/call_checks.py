@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from attn_backends.devices import compute_capability
 from attn_backends.interface import Rejection, Unsupported
 from attn_backends.kv_cache import KVCache
 from attn_backends.spec import FP8_DTYPES, AttentionSpec
@@ -76,11 +77,8 @@ def check_planned_for(planned: AttentionSpec, spec: AttentionSpec) -> None:
 
 def reject_early_fp8(spec: AttentionSpec, device: torch.device | str) -> list[Rejection]:
     """An fp8 cache on a GPU whose instructions do not convert it: Triton would fail to compile at the first step."""
-    device = torch.device(device)
-    if spec.cache_dtype not in FP8_DTYPES or device.type != "cuda" or not torch.cuda.is_available():
-        return []
-    capability = torch.cuda.get_device_capability(device)
-    if capability >= _FP8_SINCE:
+    capability = compute_capability(device)
+    if spec.cache_dtype not in FP8_DTYPES or capability is None or capability >= _FP8_SINCE:
         return []
     got, since = (".".join(map(str, pair)) for pair in (capability, _FP8_SINCE))
     asked = f"{spec.cache_dtype} on compute capability {got}"

@@ -16,6 +16,16 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def compute_capability(device: torch.device | str) -> tuple[int, int] | None:
+    """Of a GPU that is here; None elsewhere."""
+    if torch.device(device).type != "cuda":
+        return None
+    try:
+        return torch.cuda.get_device_capability(device)
+    except (AssertionError, RuntimeError):  # a torch without CUDA, no GPU, or not so many
+        return None
+
+
 def is_hopper(device: torch.device) -> bool:
     """Whether kernels for Hopper GPUs run; a CPU, where kernels are emulated, is taken for one."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9

@@ -19,6 +19,7 @@ import torch
 from attn_backends.batch import CommonAttentionMetadata, SequenceGroup
 from attn_backends.batch_order import SwappableRows
 from attn_backends.derive import StepBuffers
+from attn_backends.devices import compute_capability
 from attn_backends.kv_cache import KVCache
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Layout, Limits, PlanGroup
@@ -439,12 +440,11 @@ def mismatches(can: Capabilities, spec: AttentionSpec, cache: KVCacheSpec, devic
         ("attention_type", spec.attention_type, can.attention_types, "Choose a backend that serves this type."),
     ]
     found = [
-        Rejection(code, _word(got), ", ".join(sorted(map(_word, allowed))), hint)
+        Rejection(code, _word(got), ", ".join(sorted(map(_word, allowed), key=lambda word: word.rjust(5))), hint)
         for code, got, allowed, hint in asked
         if allowed is not None and got not in allowed
     ]
-    if cache.page_size % can.page_size_multiple:
-        multiple = can.page_size_multiple
+    if cache.page_size % (multiple := can.page_size_multiple):
         found.append(Rejection("page_size", str(cache.page_size), f"multiples of {multiple}",
                                f"Set cache.page_size to {multiple}."))  # fmt: skip
     features = [
@@ -463,15 +463,14 @@ def mismatches(can: Capabilities, spec: AttentionSpec, cache: KVCacheSpec, devic
         for code, wanted, honoured, got in features
         if wanted and not honoured
     ]
-    needed = can.min_compute_capability
-    if needed and device.type == "cuda" and torch.cuda.get_device_capability(device) < needed:
-        got = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        found.append(Rejection("compute_capability", got, f"{needed[0]}.{needed[1]} and newer",
-                               "Use a newer GPU or another backend."))  # fmt: skip
+    needed, capability = can.min_compute_capability, compute_capability(device)
+    if device.type == "cuda" and "cuda" in can.devices and capability is None:
+        found.append(Rejection("device", str(device), "devices that are here", "Set device to cpu, or mend CUDA."))
+    if needed and capability and capability < needed:
+        got, since = (".".join(map(str, pair)) for pair in (capability, needed))
+        found.append(Rejection("compute_capability", got, f"{since} and newer", "Use a newer GPU or another backend."))
     return found
 
 
 def _word(value: object) -> str:
-    if isinstance(value, enum.Enum):
-        return str(value.value)
-    return str(value).removeprefix("torch.")
+    return str(value.value if isinstance(value, enum.Enum) else value).removeprefix("torch.")

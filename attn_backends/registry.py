@@ -72,12 +72,10 @@ def select_backend(
 
     Raises:
         UnknownBackendError: no backend has this name.
-        BackendImportError: the named backend cannot be imported.
+        BackendImportError: the named backend cannot be imported, and would serve such layers on such a device.
         Unsupported: the named backend, or with AUTO every backend, refuses; the rejections say why.
     """
     groups = _groups(specs)
-    if name.upper() != AUTO:
-        get_backend(name)  # a missing package is an ImportError here, and only a verdict with AUTO
     verdicts: list[Verdict] = []
     measured = _measured(name, groups, device, load)
     for entry in _auto_entries(measured) if name.upper() == AUTO else [get_entry(name)]:
@@ -86,6 +84,8 @@ def select_backend(
         if verdict.usable:
             asked = [verdict for verdict in verdicts if verdict.is_candidate]
             return Selection(entry.name, get_backend(entry.name), tuple(asked), _reason(name, asked, measured))
+        if name.upper() != AUTO and verdict.import_error:
+            get_backend(name)  # raises: only with AUTO a missing package is a verdict
         if name.upper() == AUTO and not verdict.is_candidate:
             continue
         logger.info("%s passed over %s: %s", name.upper(), entry.name, "; ".join(verdict.reasons))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import BaseModel
 
 from attn_backends import entries
@@ -90,6 +91,25 @@ def test_register_a_class_a_target_and_by_decorator() -> None:
     assert (get_backend("One"), get_backend("two")) == (one, two)
     with pytest.raises(BackendImportError, match=r"THREE .*'no_such_module' is not installed.* pip install three"):
         get_backend("three")
+
+
+def test_a_missing_package_hides_no_better_reason() -> None:
+    """What would not serve such layers, or here, need not be installed."""
+    for name in ("FLASHMLA", "FLASHINFER_MLA", "FLASH_ATTN_MLA"):
+        with pytest.raises(Unsupported, match=r"mla: got plain attention; supported: MLA"):
+            select(name)
+    with pytest.raises(Unsupported, match=r"device: got cpu; supported: cuda"):
+        select("FLASH_ATTN")
+    register_backend("GONE", "no_such_module:Gone", install="pip install gone")
+    with pytest.raises(BackendImportError, match=r"pip install gone"):
+        select("GONE")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
+@pytest.mark.parametrize("name", ["AUTO", "TRITON"])
+def test_a_gpu_that_is_not_here(name: str) -> None:
+    with pytest.raises(Unsupported, match=r"device: got cuda; supported: devices that are here"):
+        select_backend(name, [AttentionSpec(4, 2, 64, dtype=torch.float16)], CACHE, "cuda")
 
 
 def test_registering_twice() -> None:

@@ -273,7 +273,7 @@ def test_a_missing_compiler_says_what_to_install() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"head_dim": 80}, "head_dim: got 80; supported: 128, 256, 64"),
+        ({"head_dim": 80}, "head_dim: got 80; supported: 64, 128, 256"),
         ({"dtype": torch.float32}, "dtype: got float32; supported: bfloat16, float16"),
         ({"alibi_slopes": (0.5, 0.25, 0.1, 0.2)}, "alibi: got alibi_slopes"),
         ({"cache_dtype": torch.bfloat16}, "cache_dtype: got bfloat16; supported: float16, float8_e4m3fn"),

@@ -14,6 +14,7 @@ from attn_backends.backends.mla.impl import MLAImpl
 from attn_backends.backends.mla.metadata import DecodeRows, RaggedRows
 from attn_backends.backends.mla.options import MLAOptions
 from attn_backends.backends.mla.state import MLAState, MLAStep
+from attn_backends.devices import compute_capability
 from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, KVCacheSpec
@@ -67,13 +68,12 @@ class FlashAttnMLABackend(MLABackend):
     @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
         """Caches of another dtype than the queries', and GPUs after Hopper, too."""
-        found, device = super().reject(spec, cache, device), torch.device(device)
+        found = super().reject(spec, cache, device)
         found += reject_other_cache_dtype(spec, _HALF)
-        if device.type == "cuda" and torch.cuda.is_available():
-            major, minor = torch.cuda.get_device_capability(device)
-            if major > 9:
-                hint = "Its kernels are Hopper's: choose another backend."
-                found.append(Rejection("compute_capability", f"{major}.{minor}", "9.x", hint))
+        major, minor = compute_capability(device) or (0, 0)
+        if major > 9:
+            hint = "Its kernels are Hopper's: choose another backend."
+            found.append(Rejection("compute_capability", f"{major}.{minor}", "9.x", hint))
         return found
 
 

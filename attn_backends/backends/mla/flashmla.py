@@ -21,6 +21,7 @@ from attn_backends.backends.mla.metadata import DecodeRows
 from attn_backends.backends.mla.options import MLAOptions
 from attn_backends.backends.mla.state import MLAState, MLAStep
 from attn_backends.derive import StepBuffers
+from attn_backends.devices import compute_capability
 from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, KVCacheSpec
@@ -79,11 +80,10 @@ class FlashMLABackend(MLABackend):
             if spec.num_qo_heads > MAX_HEADS:
                 hint = "Choose a backend that takes so many heads, or split the heads over GPUs."
                 found.append(Rejection("num_qo_heads", str(spec.num_qo_heads), f"1 to {MAX_HEADS}", hint))
-        if torch.device(device).type == "cuda":
-            major, minor = torch.cuda.get_device_capability(device)
-            if major > 9:
-                hint = "Use a Hopper GPU or another backend."
-                found.append(Rejection("compute_capability", f"{major}.{minor}", "9.0 (Hopper)", hint))
+        major, minor = compute_capability(device) or (0, 0)
+        if major > 9:
+            hint = "Use a Hopper GPU or another backend."
+            found.append(Rejection("compute_capability", f"{major}.{minor}", "9.0 (Hopper)", hint))
         return found
 
 
