@@ -61,11 +61,17 @@ SHAPES = {
         Shape((4096,) * 16 + (8192,), GQA, is_prefill=True, decodes=16),
     ],
     "skewed": [Shape((32768,) + (512,) * 63, GQA)],
+    "windows": [
+        Shape((32768,) * 16, GQA, window_left=4095),
+        Shape((8192,), GQA, is_prefill=True, window_left=1023),
+    ],
     "tiny": [  # to see that the script runs
         Shape((40,) * 3, (4, 2, 64)),
         Shape((90, 7, 8), (4, 2, 64)),
         Shape((24, 31), (4, 2, 64), is_prefill=True),
         Shape((60, 24, 31), (4, 2, 64), is_prefill=True, decodes=1),
+        Shape((40, 90), (4, 2, 64), window_left=20),
+        Shape((40,), (4, 2, 64), is_prefill=True, window_left=20),
     ],
     "tiny256": [  # the same for kernels whose pages have 256 slots
         Shape((256, 512), (4, 2, 64)),
@@ -204,7 +210,7 @@ def measure(shape: Shape, copy: Copy, arguments: argparse.Namespace) -> tuple[li
     made, dropped = all_made(problem, arguments.backend, arguments.options, arguments.bare)
     errors, wrong = checked(made)
     right, twins = {name: made[name] for name in errors}, {name: own_bare(name) for name in errors}
-    reads = {} if shape.is_prefill else {READ: Contender(problem, make_read(problem), [], None)}
+    reads = {} if shape.is_prefill or shape.window_left >= 0 else {READ: Contender(problem, make_read(problem), [], None)}
     each, copied = calls_us(right | reads, copy, arguments.rounds, device, twins)
     read_us = statistics.median(each.pop(READ)) if reads else None
     us = {name: statistics.median(times) for name, times in each.items()}

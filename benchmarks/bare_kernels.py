@@ -53,13 +53,14 @@ class FlashInferInputs:
 
 
 def flashinfer_inputs(common: CommonAttentionMetadata, spec: AttentionSpec) -> FlashInferInputs:
+    window = {"window_left": spec.window_left} if spec.window_left >= 0 else {}
     return FlashInferInputs(
         common.paged_kv_indptr_cpu,
         common.paged_kv_indices.cpu(),
         common.paged_kv_last_page_len_cpu,
         (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim),
         common.page_size,
-        {"q_data_type": spec.dtype, "kv_data_type": spec.cache_dtype, "sm_scale": spec.scale},
+        {"q_data_type": spec.dtype, "kv_data_type": spec.cache_dtype, "sm_scale": spec.scale} | window,
     )
 
 
@@ -141,7 +142,8 @@ def fa3(problem: Problem, scheduled: bool) -> Call:
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
 
     common, spec = problem.common, problem.spec
-    lens = {"max_seqlen_q": common.max_query_len, "max_seqlen_k": common.max_seq_len}
+    lens: dict[str, Any] = {"max_seqlen_q": common.max_query_len, "max_seqlen_k": common.max_seq_len,
+                            "window_size": _window(spec)}  # fmt: skip
     schedule = None
     if scheduled:
         schedule = get_scheduler_metadata(
@@ -163,6 +165,7 @@ def fa2_decode(problem: Problem) -> Call:
     return lambda i: flash_attn_with_kvcache(
         problem.queries[i][:, None], *problem.caches[i], cache_seqlens=common.seq_lens,
         block_table=common.page_table, softmax_scale=problem.spec.scale, causal=True,
+        window_size=_window(problem.spec),
     )  # fmt: skip
 
 
@@ -174,7 +177,13 @@ def fa2_prefill(problem: Problem) -> Call:
     return lambda i: flash_attn_varlen_func(
         problem.queries[i], *problem.caches[i], common.query_start_loc, starts, common.max_query_len,
         common.max_seq_len, softmax_scale=problem.spec.scale, causal=True, block_table=common.page_table,
+        window_size=_window(problem.spec),
     )  # fmt: skip
+
+
+def _window(spec: AttentionSpec) -> tuple[int, int]:
+    """As FlashAttention takes it: keys before a query's own, and after."""
+    return (spec.window_left, 0) if spec.window_left >= 0 else (-1, -1)
 
 
 @dataclass(frozen=True)

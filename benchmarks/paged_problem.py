@@ -46,12 +46,14 @@ class Shape:
     is_prefill: bool = False
     decodes: int = 0
     shared_prefix: int = 0  # leading tokens that all requests have in the same pages
+    window_left: int = -1  # keys that a query sees before its own; -1: all
 
     @property
     def name(self) -> str:
         lens = " + ".join(f"{len(list(same))} x {length}" for length, same in groupby(self.seq_lens))
         kind = f"{f', {self.decodes} decodes and' if self.decodes else ','} prefill" if self.is_prefill else ""
-        return f"{lens}, {self.heads[0]}/{self.heads[1]}, {self.heads[2]}{kind}"
+        window = f", window {self.window_left}" if self.window_left >= 0 else ""
+        return f"{lens}, {self.heads[0]}/{self.heads[1]}, {self.heads[2]}{window}{kind}"
 
     @property
     def query_lens(self) -> tuple[int, ...]:
@@ -59,16 +61,26 @@ class Shape:
         return (1,) * decodes + self.seq_lens[decodes:]
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """K and V read once by each request, queries read, outputs written."""
+        """K and V that a request sees read once by it, queries read, outputs written."""
         num_qo_heads, num_kv_heads, head_dim = self.heads
-        return 2 * dtype.itemsize * head_dim * (sum(self.seq_lens) * num_kv_heads + sum(self.query_lens) * num_qo_heads)
+        lens = zip(self.query_lens, self.seq_lens, strict=True)
+        seen = sum(n if self.window_left < 0 else min(n, self.window_left + queries) for queries, n in lens)
+        return 2 * dtype.itemsize * head_dim * (seen * num_kv_heads + sum(self.query_lens) * num_qo_heads)
 
     @property
     def flops(self) -> float:
-        """4 · keys · heads · dim a query token; of a causal prefill half of that, as is the custom."""
+        """4 · keys · heads · dim a query token; of a causal prefill half of that, as is the custom. In a window what is
+        seen counts."""
         per_key = 4 * self.heads[0] * self.heads[2]
         lens = zip(self.query_lens, self.seq_lens, strict=True)
-        return per_key * sum(n if queries == 1 else queries * n / 2 for queries, n in lens)
+        return per_key * sum(self._seen(queries, n) for queries, n in lens)
+
+    def _seen(self, queries: int, n: int) -> float:
+        """Keys that all queries of a request see, summed."""
+        if self.window_left < 0:
+            return n if queries == 1 else queries * n / 2
+        window = self.window_left + 1
+        return sum(min(position + 1, window) for position in range(n - queries, n))
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +114,7 @@ class Problem:
         for row, seq_len, pages in zip(rows, self.shape.seq_lens, table, strict=True):
             used = pages[: -(-seq_len // self.cache.page_size)]
             key, value = (gather_pages(cached, used)[:seq_len] for cached in cache)
-            answers.append(reference(row, key, value, self.spec.scale))
+            answers.append(reference(row, key, value, self.spec.scale, self.spec.window_left))
         return torch.cat(answers)
 
     @property
@@ -150,7 +162,7 @@ class Problem:
 
 def make_problem(shape: Shape, dtype: torch.dtype, page_size: int, device: torch.device) -> Problem:
     """Random keys, values and queries; pages in random order, keys and values apart, tokens before heads (NHD)."""
-    spec = AttentionSpec(*shape.heads, dtype=dtype)
+    spec = AttentionSpec(*shape.heads, dtype=dtype, window_left=shape.window_left)
     own = sum(-(-(seq_len - shape.shared_prefix) // page_size) for seq_len in shape.seq_lens)
     cache = KVCacheSpec(own + shape.shared_prefix // page_size, page_size)
     num_copies = _num_copies(shape, cache, spec, device)
@@ -163,13 +175,16 @@ def make_problem(shape: Shape, dtype: torch.dtype, page_size: int, device: torch
     return Problem(shape, spec, cache, common_of(shape, cache, device), caches, queries, outputs)
 
 
-def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def reference(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window_left: int = -1
+) -> torch.Tensor:
     """Causal attention of one request in float64, a chunk of queries at a time.
 
     Args:
         query: [num_queries, num_qo_heads, head_dim], the last tokens.
         key: [num_keys, num_kv_heads, head_dim].
         value: [num_keys, num_kv_heads, head_dim_vo].
+        window_left: keys that a query sees before its own; -1: all.
     """
     (num_queries, num_qo_heads, head_dim), (num_keys, num_kv_heads, _) = query.shape, key.shape
     keys, values = key.double().transpose(0, 1), value.double().transpose(0, 1)  # [Hkv, num_keys, head_dim]
@@ -183,7 +198,9 @@ def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale
         seen = first + rows.shape[1]  # keys that the last of them sees
         logits = rows.flatten(1, 2) @ keys[:, :seen].mT * scale
         logits = logits.view(*rows.shape[:3], seen)
-        logits.masked_fill_((positions[:seen] > positions[first:seen, None])[:, None], -torch.inf)
+        ahead = positions[:seen] - positions[first:seen, None]
+        hidden = ahead > 0 if window_left < 0 else (ahead > 0) | (ahead < -window_left)
+        logits.masked_fill_(hidden[:, None], -torch.inf)
         weights = logits.softmax(-1).flatten(1, 2)
         out[:, start : start + chunk] = (weights @ values[:, :seen]).view(*rows.shape[:3], -1)
     return out.transpose(0, 1).reshape(num_queries, num_qo_heads, -1)
