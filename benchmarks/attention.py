@@ -210,7 +210,9 @@ def measure(shape: Shape, copy: Copy, arguments: argparse.Namespace) -> tuple[li
     made, dropped = all_made(problem, arguments.backend, arguments.options, arguments.bare)
     errors, wrong = checked(made)
     right, twins = {name: made[name] for name in errors}, {name: own_bare(name) for name in errors}
-    reads = {} if shape.is_prefill or shape.window_left >= 0 else {READ: Contender(problem, make_read(problem), [], None)}
+    reads = {}
+    if not shape.is_prefill and shape.window_left < 0:
+        reads[READ] = Contender(problem, make_read(problem), [], None)
     each, copied = calls_us(right | reads, copy, arguments.rounds, device, twins)
     read_us = statistics.median(each.pop(READ)) if reads else None
     us = {name: statistics.median(times) for name, times in each.items()}
