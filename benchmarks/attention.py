@@ -1,6 +1,7 @@
 """Time of a layer's attention on a GPU, by our backends and by the bare kernels they use, in one run and in turns.
 
     python benchmarks/attention.py [--backend FLASHINFER FLASH_ATTN:flash_attn ...] [--shapes decode|…|all] [--no-bare]
+    python benchmarks/attention.py --mla …  # as mla_attention.py, which takes the rest
 
 Every contender is one CUDA graph that attends over several copies of the cache, more than the L2 holds, and its output
 is first checked against float64. Ours goes builder → state → impl: for decode through the state's clone for graphs, for
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -267,6 +269,12 @@ def shapes_of(names: Sequence[str]) -> list[Shape]:
 
 
 def main(given: Sequence[str] | None = None) -> None:
+    given = list(sys.argv[1:] if given is None else given)
+    if "--mla" in given:
+        from mla_attention import main as mla_main  # it imports this module
+
+        mla_main([argument for argument in given if argument != "--mla"])
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", nargs="*", type=str.upper, default=["FLASHINFER"])
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, "all"], default=["all"])

@@ -117,7 +117,8 @@ def test_mla_decodes_and_layers_are_right(script: Script, monkeypatch: pytest.Mo
     emulated = load("attn_backends.testing.emulated.flash_attn_mla")
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn.flash_attn_interface", emulated)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    rows = script("mla_attention", "--backend", "TORCH_MLA", "--shapes", "tiny", "--rounds", "1", "--page-size", "16")
+    asked = ("--backend", "TORCH_MLA", "--shapes", "tiny", "--rounds", "1", "--page-size", "16")
+    rows = script("attention", "--mla", *asked)
     assert [row["contender"] for row in rows] == ["TORCH_MLA", "FA3 qv", "FA3 qv, page 32"] * 2
     for row in rows:
         assert all(row[f"{part} error"] < 1e-2 and row[f"{part} vs best bare"] > 0 for part in ("decode", "layer"))
@@ -128,9 +129,10 @@ def test_reference_is_that_of_the_kit(script: Script, monkeypatch: pytest.Monkey
     problem = load("paged_problem")
     monkeypatch.setattr(problem, "CHUNK", 4 * 9 * 3)  # three queries at a time
     query, key, value = torch.randn(8, 4, 6), torch.randn(9, 2, 6), torch.randn(9, 2, 6)
-    spec = AttentionSpec(4, 2, 6)
-    expected, _ = reference_attention(query, key, value, spec)
-    torch.testing.assert_close(problem.reference(query, key, value, spec.scale), expected)
+    for window_left in (-1, 0, 3):
+        spec = AttentionSpec(4, 2, 6, window_left=window_left)
+        expected, _ = reference_attention(query, key, value, spec)
+        torch.testing.assert_close(problem.reference(query, key, value, spec.scale, window_left), expected)
 
 
 def test_other_pages_hold_the_same_memory(script: Script) -> None:
