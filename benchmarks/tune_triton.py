@@ -1,6 +1,6 @@
 """Tile sizes of TRITON by brute force, for the shapes of attention.py: writes attn_backends/backends/triton/tuned.json.
 
-    python benchmarks/tune_triton.py [--shapes decode prefill] [--match TEXT] [--workers N]
+    python benchmarks/tune_triton.py [--shapes decode prefill] [--match TEXT] [--dtype fp32] [--workers N]
 
 Kernels are compiled first, on all cores, for a small batch of the same layers. Then every tile is timed as one CUDA
 graph over several copies of the cache, and the fastest is checked against float64.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention import SHAPES, WITH_WRITE, ours
+from attention import DTYPES, SHAPES, WITH_WRITE, ours
 from gpu_harness import free_memory, in_turns_us, installed, reason
 from harness import report
 from paged_problem import Shape, make_problem
@@ -42,7 +42,7 @@ def tiles(shape: Shape) -> Iterator[Tile]:
     few = len(shape.seq_lens) * shape.heads[1] < 512
     for keys, warps, stages in product((32, 64, 128), (1, 2, 4), (3, 4, 5, 6)):
         if keys // warps in (16, 32, 64):
-            for programs in (1, 2, 4, 6) if few else (4, 8):
+            for programs in (1, 2, 4, 6) if few else (4, 6, 8):
                 yield {"keys": keys, "warps": warps, "stages": stages, "programs": programs, "min_keys": 128}
 
 
@@ -127,11 +127,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--match", default="", help="only shapes whose name has this in it")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     arguments = parser.parse_args()
-    dtype, page_size = torch.bfloat16, arguments.page_size
+    dtype, page_size = DTYPES[arguments.dtype], arguments.page_size
     all_rows: list[dict[str, Any]] = []
     for kind in arguments.shapes:
         shapes = [shape for shape in SHAPES[OF.get(kind, kind)] if arguments.match in shape.name]
