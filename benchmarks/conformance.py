@@ -2,8 +2,8 @@
 
     python benchmarks/conformance.py [tests/backends/test_triton.py ...] [--workers N] [--under compute-sanitizer ...]
 
-"graphs" are those of the passed whose names tell of graphs or replays. `--under` starts each of the test processes by
-another command, such as `compute-sanitizer --error-exitcode 86`: then one process runs all tests.
+"graphs" are those of the passed whose names tell of graphs or replays. `--under` starts pytest by another command, such
+as `compute-sanitizer --error-exitcode 86`, in one process.
 """
 
 from __future__ import annotations
