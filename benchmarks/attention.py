@@ -62,7 +62,8 @@ SHAPES = {
         Shape((4096,) * 64 + (2048,), GQA, is_prefill=True, decodes=64),
         Shape((4096,) * 16 + (8192,), GQA, is_prefill=True, decodes=16),
     ],
-    "skewed": [Shape((32768,) + (512,) * 63, GQA)],
+    "skewed": [Shape((32768,) + (512,) * 63, GQA), Shape((1016,) * 64, GQA)],  # of as many keys
+    "unknown": [Shape((4096,) * 64, GQA, capacity=131072)],  # beside 64 x 4096 above
     "windows": [
         Shape((32768,) * 16, GQA, window_left=4095),
         Shape((8192,), GQA, is_prefill=True, window_left=1023),
@@ -72,7 +73,7 @@ SHAPES = {
         Shape((90, 7, 8), (4, 2, 64)),
         Shape((24, 31), (4, 2, 64), is_prefill=True),
         Shape((60, 24, 31), (4, 2, 64), is_prefill=True, decodes=1),
-        Shape((40, 90), (4, 2, 64), window_left=20),
+        Shape((40, 90), (4, 2, 64), window_left=20, capacity=200),
         Shape((40,), (4, 2, 64), is_prefill=True, window_left=20),
     ],
     "tiny256": [  # the same for kernels whose pages have 256 slots

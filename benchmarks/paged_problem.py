@@ -47,13 +47,15 @@ class Shape:
     decodes: int = 0
     shared_prefix: int = 0  # leading tokens that all requests have in the same pages
     window_left: int = -1  # keys that a query sees before its own; -1: all
+    capacity: int = 0  # of a row: what the host knows of lengths, where it knows no more; 0: the longest row's
 
     @property
     def name(self) -> str:
         lens = " + ".join(f"{len(list(same))} x {length}" for length, same in groupby(self.seq_lens))
         kind = f"{f', {self.decodes} decodes and' if self.decodes else ','} prefill" if self.is_prefill else ""
         window = f", window {self.window_left}" if self.window_left >= 0 else ""
-        return f"{lens}, {self.heads[0]}/{self.heads[1]}, {self.heads[2]}{window}{kind}"
+        unknown = f" of up to {self.capacity}" if self.capacity else ""
+        return f"{lens}{unknown}, {self.heads[0]}/{self.heads[1]}, {self.heads[2]}{window}{kind}"
 
     @property
     def query_lens(self) -> tuple[int, ...]:
@@ -101,7 +103,8 @@ class Problem:
 
     @property
     def limits(self) -> Limits:
-        return Limits(len(self.shape.seq_lens), sum(self.shape.query_lens), max(self.shape.seq_lens))
+        longest = max(*self.shape.seq_lens, self.shape.capacity)
+        return Limits(len(self.shape.seq_lens), sum(self.shape.query_lens), longest)
 
     @cached_property
     def expected(self) -> list[torch.Tensor]:
