@@ -7,6 +7,7 @@ import torch
 from attn_backends.devices import compute_capability
 from attn_backends.interface import Rejection, Unsupported
 from attn_backends.kv_cache import KVCache
+from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import FP8_DTYPES, AttentionSpec
 
 _FP8_SINCE = (8, 9)  # compute capability
@@ -47,6 +48,26 @@ def check_call(
             )
     if output_scale is not None:
         raise Unsupported(backend, [Rejection("output_scale", str(output_scale), "None", "Quantise the output.")])
+
+
+def check_new_kv(spec: AttentionSpec, num_new_kv: int, key: torch.Tensor | None, value: torch.Tensor | None) -> None:
+    """What a call brings to the cache is what the step expects: both or none, and a row for each new token at least.
+
+    Raises:
+        ValueError: it is not; says what is.
+    """
+    if key is None and value is None:
+        return
+    rows: tuple[tuple[int, ...], ...] = ((spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim_vo))
+    if isinstance(spec, MLASpec):
+        rows = ((spec.kv_lora_rank,), (spec.qk_rope_head_dim,))
+    for (name, tensor), row in zip((("key", key), ("value", value)), rows, strict=True):
+        if tensor is None or tensor.shape[1:] != row or len(tensor) < num_new_kv:
+            got = "not given" if tensor is None else f"of shape {tuple(tensor.shape)}"
+            raise ValueError(
+                f"{name} is {got}; this step brings {num_new_kv} tokens of {row} each: pass both key and value, a row "
+                "for every one of them"
+            )
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -29,7 +29,7 @@ from attn_backends.batch_order import (
     reorder_batch_to_split_decodes_and_prefills,
 )
 from attn_backends.batch_views import prefix_to_share
-from attn_backends.call_checks import check_call
+from attn_backends.call_checks import check_call, check_new_kv
 from attn_backends.capturing_state import CapturingState
 from attn_backends.interface import (
     AttentionBackend,
@@ -573,6 +573,7 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
     ) -> torch.Tensor:
         metadata = self._check(step)
         check_call("TORCH", self.spec, metadata.num_tokens, query, kv_cache, output, lse, output_scale)
+        check_new_kv(self.spec, metadata.num_new_kv, key, value)
         if output is None:
             output = query.new_empty(query.shape[0], self.spec.num_qo_heads, self.spec.head_dim_vo)
         if metadata.has_idle_tokens:

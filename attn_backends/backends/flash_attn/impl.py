@@ -10,7 +10,7 @@ import torch
 from attn_backends.backends.flash_attn.call import Call, LayerConstants, window_of
 from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata
 from attn_backends.backends.flash_attn.state import FlashAttnStep
-from attn_backends.call_checks import check_call, check_planned_for
+from attn_backends.call_checks import check_call, check_new_kv, check_planned_for
 from attn_backends.interface import AttentionImpl, AttentionStep
 from attn_backends.kv_cache import KVCache, write_kv
 from attn_backends.lse_merge import merge
@@ -55,6 +55,7 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
         planned = self._check(step)
         tensors = (query, kv_cache, output, lse)
         check_call("FLASH_ATTN", self.spec, planned.metadata.num_tokens, *tensors, output_scale)
+        check_new_kv(self.spec, planned.metadata.num_new_kv, key, value)
         metadata, spec = planned.metadata, self.spec
         if output is None:
             output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)

@@ -10,7 +10,7 @@ from attn_backends.backends.flashinfer.library import paged
 from attn_backends.backends.flashinfer.metadata import FlashInferMetadata, Rows
 from attn_backends.backends.flashinfer.plans import KeysAndValues
 from attn_backends.backends.flashinfer.state import FlashInferStep
-from attn_backends.call_checks import check_call, check_planned_for
+from attn_backends.call_checks import check_call, check_new_kv, check_planned_for
 from attn_backends.interface import AttentionImpl, AttentionStep
 from attn_backends.kv_cache import KVCache, write_kv
 
@@ -58,6 +58,7 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
         planned = self._check(step)
         metadata, spec = planned.metadata, self.spec
         check_call("FLASHINFER", spec, metadata.num_tokens, query, kv_cache, output, lse, output_scale)
+        check_new_kv(spec, metadata.num_new_kv, key, value)
         if output is None:
             output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)
         written = output if output.is_contiguous() else output.new_empty(output.shape)

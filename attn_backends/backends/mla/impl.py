@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from attn_backends.backends.mla.attend import attend
 from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata, PrefillRows, RaggedRows
 from attn_backends.backends.mla.state import MLAStep
-from attn_backends.call_checks import check_call
+from attn_backends.call_checks import check_call, check_new_kv
 from attn_backends.interface import AttentionImpl, AttentionStep
 from attn_backends.kv_cache import KVCache, dequantise, gather_slots, write_latent
 from attn_backends.lse_merge import merge
@@ -125,6 +125,7 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
         planned = self._check(step)
         metadata = planned.metadata
         check_call(self.backend_name, self.spec, metadata.num_tokens, query, kv_cache, output, lse, output_scale)
+        check_new_kv(self.spec, metadata.num_new_kv, key, value)
         if output is None:
             output = query.new_empty(query.shape[0], self.spec.num_qo_heads, self.spec.head_dim_vo)
         if kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():

@@ -10,7 +10,7 @@ from attn_backends.backends.triton.launch import Kernels, suits_hopper_kernel
 from attn_backends.backends.triton.metadata import TritonMetadata
 from attn_backends.backends.triton.state import TritonStep
 from attn_backends.backends.triton.tuning import TritonOptions, prefill_tile
-from attn_backends.call_checks import check_call
+from attn_backends.call_checks import check_call, check_new_kv
 from attn_backends.interface import AttentionImpl, AttentionStep
 from attn_backends.kv_cache import KVCache, write_kv
 from attn_backends.triton_split import shared_memory
@@ -53,6 +53,7 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         planned = self._check(step)
         metadata, spec = planned.metadata, self.spec
         check_call("TRITON", spec, metadata.num_tokens, query, kv_cache, output, lse, output_scale)
+        check_new_kv(spec, metadata.num_new_kv, key, value)
         if output is None:
             output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)
         if kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
