@@ -74,7 +74,7 @@ def decode_tile(
 
     tile = DecodeTile(**_nearest("decode", spec, cache, num_rows))
     while tile.keys > 64 and need(tile) > room:  # rather than fewer blocks under way
-        tile = replace(tile, keys=tile.keys // 2)
+        tile = replace(tile, keys=tile.keys // 2, warps=max(1, tile.warps // 2))
     return fitted(tile, need, room)
 
 
