@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import bare_kernels
 import torch
 from attention_plot import draw_file
-from gpu_harness import Copy, free_memory, installed, make_copy, ratio, reason, rounds_us
+from gpu_harness import PACKAGES, Copy, free_memory, installed, make_copy, ratio, reason, rounds_us
 from harness import report, write
 from paged_problem import Call, Contender, Problem, Shape, make_contender, make_problem
 from plain_read import make_read
@@ -85,7 +85,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COPY, READ, WITH_WRITE, ONE_LAUNCH = "copy", "read", " with KV write", ", decodes with the prefill"
 BARE = bare_kernels.DECODE.keys() | bare_kernels.PREFILL.keys()
 OWN = {"vllm_fa3": "FA3", "flash_attn": "FA2, page 256"}  # bare kernels of FLASH_ATTN's providers
-PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn", "vllm", "numpy")
 
 
 PROVIDER_CAN = {provider.name: provider.capabilities() for provider in PROVIDERS}

@@ -23,9 +23,9 @@ from typing import Any
 
 import bare_kernels
 import torch
-from attention import DTYPES, PACKAGES, Made, checked, our_call, parts_of
+from attention import DTYPES, Made, checked, our_call, parts_of
 from bare_kernels import Bare
-from gpu_harness import free_memory, in_turns_us, installed, reason
+from gpu_harness import PACKAGES, free_memory, in_turns_us, installed, reason
 from harness import report
 from paged_problem import Problem, Shape, make_contender, make_problem
 

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from gpu_harness import installed
+from gpu_harness import PACKAGES, installed
 from harness import report
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn", "vllm", "numpy")
 NOT_PASSED = {"failure": "failed", "error": "failed", "skipped": "skipped"}
 
 

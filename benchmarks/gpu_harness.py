@@ -20,6 +20,7 @@ from attn_backends.cuda_graphs import CudaRecorder
 FRONT_BYTES = 1 << 30
 TURN_US = 5_000  # that one turn of a contender takes, about
 MOST_REPLAYS = 50  # in one turn
+PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn", "vllm", "numpy")
 
 Run = Callable[[], object]
 

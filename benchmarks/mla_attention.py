@@ -22,9 +22,9 @@ from itertools import cycle
 from typing import Any
 
 import torch
-from attention import DTYPES, PACKAGES, calls_us, parts_of, show, speeds
+from attention import DTYPES, calls_us, parts_of, show, speeds
 from bare_mla import KERNELS, absorbing
-from gpu_harness import Copy, free_memory, installed, make_copy, ratio, reason
+from gpu_harness import PACKAGES, Copy, free_memory, installed, make_copy, ratio, reason
 from harness import report, write
 from mla_problem import LAYERS, Forms, MLAShape, make_forms
 from paged_problem import Contender, make_contender
