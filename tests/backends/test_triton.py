@@ -10,6 +10,7 @@ import torch
 from attn_backends import AttentionSpec
 from attn_backends.testing.conformance import BackendConformance
 from tests.backends.large_cache import check_large_cache
+from tests.backends.test_call_checks import CALLS, check_refused
 from tests.interpreted import in_own_process, only_interpreted, run_interpreted
 
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning", reason="needs triton")
@@ -53,6 +54,13 @@ class TestTritonInterpreted(BackendConformance):
             return nearest(kind, *asked) | ({"keys": 64} if kind == "decode" else {})
 
         monkeypatch.setattr(tuning, "_nearest", larger)
+
+
+@only_interpreted
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", ["TRITON", "TRITON_MLA"])
+def test_other_tensors_are_refused_by_name(name: str, call: str) -> None:
+    check_refused(name, call)
 
 
 @pytest.mark.gpu
