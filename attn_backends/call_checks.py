@@ -96,6 +96,14 @@ def check_planned_for(planned: AttentionSpec, spec: AttentionSpec) -> None:
         )
 
 
+def reject_newer_gpu(device: torch.device | str, newest: int, supported: str, hint: str) -> list[Rejection]:
+    """A GPU whose compute capability has a larger first number than `newest`."""
+    capability = compute_capability(device)
+    if capability is None or capability[0] <= newest:
+        return []
+    return [Rejection("compute_capability", ".".join(map(str, capability)), supported, hint)]
+
+
 def reject_early_fp8(spec: AttentionSpec, device: torch.device | str) -> list[Rejection]:
     """An fp8 cache on a GPU whose instructions do not convert it: Triton would fail to compile at the first step."""
     capability = compute_capability(device)

@@ -75,18 +75,18 @@ def select_backend(
         BackendImportError: the named backend cannot be imported, and would serve such layers on such a device.
         Unsupported: the named backend, or with AUTO every backend, refuses; the rejections say why.
     """
-    groups = _groups(specs)
+    groups, is_auto = _groups(specs), name.upper() == AUTO
     verdicts: list[Verdict] = []
     measured = _measured(name, groups, device, load)
-    for entry in _auto_entries(measured) if name.upper() == AUTO else [get_entry(name)]:
+    for entry in _auto_entries(measured) if is_auto else [get_entry(name)]:
         verdict = _verdict(entry, groups, cache, device)
         verdicts.append(verdict)
         if verdict.usable:
             asked = [verdict for verdict in verdicts if verdict.is_candidate]
             return Selection(entry.name, get_backend(entry.name), tuple(asked), _reason(name, asked, measured))
-        if name.upper() != AUTO and verdict.import_error:
+        if verdict.import_error and not is_auto:
             get_backend(name)  # raises: only with AUTO a missing package is a verdict
-        if name.upper() == AUTO and not verdict.is_candidate:
+        if is_auto and not verdict.is_candidate:
             continue
         logger.info("%s passed over %s: %s", name.upper(), entry.name, "; ".join(verdict.reasons))
     raise _refusal(name, verdicts)

@@ -53,10 +53,9 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
         output_scale: float | None = None,
     ) -> torch.Tensor:
         planned = self._check(step)
-        tensors = (query, kv_cache, output, lse)
-        check_call("FLASH_ATTN", self.spec, planned.metadata.num_tokens, *tensors, output_scale)
-        check_new_kv(self.spec, planned.metadata.num_new_kv, key, value)
         metadata, spec = planned.metadata, self.spec
+        check_call("FLASH_ATTN", spec, metadata.num_tokens, query, kv_cache, output, lse, output_scale)
+        check_new_kv(spec, metadata.num_new_kv, key, value)
         if output is None:
             output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)
         if kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():

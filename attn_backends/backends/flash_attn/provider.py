@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows
-from attn_backends.devices import compute_capability
+from attn_backends.call_checks import reject_newer_gpu
 from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection, Unsupported, mismatches
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec
 
@@ -105,10 +105,9 @@ class Provider(ABC):
         if spec.alibi_slopes is not None and not spec.causal:
             found.append(Rejection("alibi", "alibi_slopes with causal=False", "causal layers", "Its bias is of the "
                                    "distance, whichever side the key is on: choose another backend."))  # fmt: skip
-        newest, capability = self.newest_compute_capability, compute_capability(device)
-        if newest is not None and capability and capability[0] > newest:
-            got = ".".join(map(str, capability))
-            found.append(Rejection("compute_capability", got, f"up to {newest}.x", "Use FlashAttention 2 there."))
+        newest = self.newest_compute_capability
+        if newest is not None:
+            found += reject_newer_gpu(device, newest, f"up to {newest}.x", "Use FlashAttention 2 there.")
         return found
 
     def schedule(

@@ -14,7 +14,7 @@ from attn_backends.backends.mla.impl import MLAImpl
 from attn_backends.backends.mla.metadata import DecodeRows, RaggedRows
 from attn_backends.backends.mla.options import MLAOptions
 from attn_backends.backends.mla.state import MLAState, MLAStep
-from attn_backends.devices import compute_capability
+from attn_backends.call_checks import reject_newer_gpu
 from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, KVCacheSpec
@@ -68,13 +68,8 @@ class FlashAttnMLABackend(MLABackend):
     @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
         """Caches of another dtype than the queries', and GPUs after Hopper, too."""
-        found = super().reject(spec, cache, device)
-        found += reject_other_cache_dtype(spec, _HALF)
-        major, minor = compute_capability(device) or (0, 0)
-        if major > 9:
-            hint = "Its kernels are Hopper's: choose another backend."
-            found.append(Rejection("compute_capability", f"{major}.{minor}", "9.x", hint))
-        return found
+        found = super().reject(spec, cache, device) + reject_other_cache_dtype(spec, _HALF)
+        return found + reject_newer_gpu(device, 9, "9.x", "Its kernels are Hopper's: choose another backend.")
 
 
 class FlashAttnMLAState(MLAState):

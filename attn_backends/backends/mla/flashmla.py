@@ -20,8 +20,8 @@ from attn_backends.backends.mla.impl import MLAImpl
 from attn_backends.backends.mla.metadata import DecodeRows
 from attn_backends.backends.mla.options import MLAOptions
 from attn_backends.backends.mla.state import MLAState, MLAStep
+from attn_backends.call_checks import reject_newer_gpu
 from attn_backends.derive import StepBuffers
-from attn_backends.devices import compute_capability
 from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, KVCacheSpec
@@ -80,11 +80,7 @@ class FlashMLABackend(MLABackend):
             if spec.num_qo_heads > MAX_HEADS:
                 hint = "Choose a backend that takes so many heads, or split the heads over GPUs."
                 found.append(Rejection("num_qo_heads", str(spec.num_qo_heads), f"1 to {MAX_HEADS}", hint))
-        major, minor = compute_capability(device) or (0, 0)
-        if major > 9:
-            hint = "Use a Hopper GPU or another backend."
-            found.append(Rejection("compute_capability", f"{major}.{minor}", "9.0 (Hopper)", hint))
-        return found
+        return found + reject_newer_gpu(device, 9, "9.0 (Hopper)", "Use a Hopper GPU or another backend.")
 
 
 class FlashMLAState(MLAState):
