@@ -1,9 +1,10 @@
-"""The tests that want a GPU, run and counted by class: writes results/conformance_<files>.json.
+"""The tests that want a GPU, run and counted by class: writes results/conformance_<name>.json.
 
-    python benchmarks/conformance.py [tests/backends/test_triton.py ...] [--workers N] [--under compute-sanitizer ...]
+    python benchmarks/conformance.py [tests/backends/test_triton.py ...] [--name NAME] [--workers N]
+        [--under "compute-sanitizer --target-processes all --error-exitcode 86"]
 
-"graphs" are those of the passed whose names tell of graphs or replays. `--under` starts pytest by another command, such
-as `compute-sanitizer --error-exitcode 86`, in one process.
+"graphs" are those of the passed whose names tell of graphs or replays. `--under` starts pytest by another command; if
+that ends with a status that is not one of pytest's for tests that ran, no result is written.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import pytest
 from gpu_harness import PACKAGES, installed
 from harness import report
 
@@ -29,13 +31,11 @@ NOT_PASSED = {"failure": "failed", "error": "failed", "skipped": "skipped"}
 
 def run(files: Sequence[str], marker: str, workers: int, under: Sequence[str], log: Path) -> int:
     """Pytest's exit status; `log` gets what JUnit's XML says of each test."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", marker, "-p", "no:cacheprovider", "--junitxml", str(log)]
-    if under:
-        command, env = [*under, *command], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # or it sees one large allocation
-    else:
-        command, env = [*command, "-n", str(workers)], {}
-    return subprocess.run([*command, *files], cwd=ROOT, env={"OMP_NUM_THREADS": "1"} | dict(os.environ) | env,
-                          check=False).returncode  # fmt: skip
+    command = [*under, sys.executable, "-m", "pytest", "-q", "-m", marker, "-p", "no:cacheprovider",
+               "-n", str(workers), "--junitxml", str(log), *files]  # fmt: skip
+    apart = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if under else {}  # or a checker sees one large allocation
+    env = {"OMP_NUM_THREADS": "1"} | dict(os.environ) | apart
+    return subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
 
 
 def counted(log: Path) -> list[dict[str, Any]]:
@@ -58,6 +58,7 @@ def counted(log: Path) -> list[dict[str, Any]]:
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", default=["tests/backends"])
+    parser.add_argument("--name", help="of the result; that of the files if not given")
     parser.add_argument("--marker", default="gpu", help="which tests, as pytest's -m takes it")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--under", type=shlex.split, default=[], help="a command that starts the tests' process")
@@ -65,12 +66,13 @@ def main(given: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "tests.xml"
         status = run(arguments.files, arguments.marker, arguments.workers, arguments.under, log)
-        rows = counted(log) if log.exists() else []
-    if rows:
-        names = [Path(file.partition("::")[0]).stem.removeprefix("test_") for file in arguments.files]
-        how = [Path(arguments.under[0]).name] if arguments.under else []
-        title = ", under ".join([f"tests marked {arguments.marker}", *filter(None, [shlex.join(arguments.under)])])
-        report("_".join(["conformance", *how, *dict.fromkeys(names)]), title, rows, installed(*PACKAGES))
+        if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            raise SystemExit(f"the tests ended with status {status}: no result is written")
+        rows = counted(log)
+    names = [Path(file.partition("::")[0]).stem.removeprefix("test_") for file in arguments.files]
+    name = arguments.name or "_".join(dict.fromkeys(names))
+    title = ", under ".join([f"tests marked {arguments.marker}", *filter(None, [shlex.join(arguments.under)])])
+    report(f"conformance_{name}", title, rows, installed(*PACKAGES))
     raise SystemExit(status)
 
 

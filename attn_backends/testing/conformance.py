@@ -41,4 +41,4 @@ class MLAConformance(Latent, BackendConformance):
 
     test_heads = None  # type: ignore[assignment]
     test_head_dims = None  # type: ignore[assignment]
-    test_values_narrower_than_keys = None  # type: ignore[assignment]
+    test_unequal_head_dims = None  # type: ignore[assignment]

@@ -71,8 +71,8 @@ def _compiled(
 
 
 def constants_of(spec: AttentionSpec, page_size: int, **tile: int) -> dict[str, Any]:
-    dims = {"DIM": spec.head_dim, "DIM_VO": spec.head_dim_vo, "BLOCK_DIM": split.padded(spec.head_dim),
-            "BLOCK_DIM_VO": split.padded(spec.head_dim_vo)}  # fmt: skip
+    dims = {"DIM": spec.head_dim, "DIM_VO": spec.head_dim_vo}
+    dims |= zip(("BLOCK_DIM", "BLOCK_DIM_VO"), tuning.block_dims(spec), strict=True)
     return {"SOFT_CAP": 0, "ALIBI": 0, "EARLY": 0, "ALIKE": 0, "PAGE_SIZE": page_size, "KV_HEADS": spec.num_kv_heads,
             "GROUP": spec.group_size, "EXACT": int(spec.dtype is torch.float32), "MASKED_STAGES": 1,
             **dims, **tile}  # fmt: skip

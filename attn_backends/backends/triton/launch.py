@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_backends.backends.triton.decode_kernel import decode_kernel
 from attn_backends.backends.triton.prefill_kernel import prefill_kernel
-from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile
+from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile, block_dims
 from attn_backends.spec import AttentionSpec
 from attn_backends.triton_split import (
     ALIGNED,
@@ -124,7 +124,7 @@ class Kernels:
         early = spec.logits_soft_cap is not None or spec.alibi_slopes is not None or spec.scale <= 0
         self._form = [int(spec.logits_soft_cap is not None), int(spec.alibi_slopes is not None), int(early)]
         self._heads = [spec.num_kv_heads, spec.group_size]
-        self._dims = [spec.head_dim, spec.head_dim_vo, padded(spec.head_dim), padded(spec.head_dim_vo)]
+        self._dims = [spec.head_dim, spec.head_dim_vo, *block_dims(spec)]
 
     def decode(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,

@@ -11,14 +11,14 @@ import torch
 
 from attn_backends.backends.triton.launch import Cut, Schedule
 from attn_backends.backends.triton.metadata import DECODE_TOKENS, TritonMetadata
-from attn_backends.backends.triton.tuning import DecodeTile, decode_tile
+from attn_backends.backends.triton.tuning import DecodeTile, block_dims, decode_tile
 from attn_backends.capturing_state import CapturingState
 from attn_backends.cuda_graphs import CudaRecorder, without_python
 from attn_backends.derive import StepBuffers
 from attn_backends.graph_inputs import GraphInputs, fill_together
 from attn_backends.interface import AttentionStep
 from attn_backends.spec import AttentionSpec
-from attn_backends.triton_split import num_multiprocessors, padded, shared_memory
+from attn_backends.triton_split import num_multiprocessors, shared_memory
 
 _SCHEDULES = 128  # of eager steps that are kept, of tens of kilobytes each
 
@@ -107,7 +107,7 @@ class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
                 most = max(tiles, key=lambda tile: tile.programs)
                 heads = spec.num_kv_heads * cut.tiles
                 queries = cut.places(spec, most, self._num_sms) * heads * cut.lanes
-                floats = max(floats, queries * padded(spec.head_dim_vo))
+                floats = max(floats, queries * block_dims(spec)[1])
                 sums = max(sums, queries * 2)
                 counters = max(counters, most_rows * heads)
         made = {"dtype": torch.float32, "device": self.device}

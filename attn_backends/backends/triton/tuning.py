@@ -20,6 +20,7 @@ from attn_backends.triton_split import block_bytes, fitted, padded
 KINDS = ("decode", "prefill", "prompt")
 _SCRATCH = 2 << 10  # of a decode program, beside its blocks and its queries: page ids, and where warps meet
 _MMA_ROWS = 64  # queries from which on Hopper's matrix units want four warps for one product
+_SWIZZLED = 64  # columns of 16 bits from which on shared memory holds them in the widest swizzle
 _MARGIN = 3 << 10  # of a prefill program, beside its queries and blocks
 
 
@@ -64,12 +65,14 @@ def decode_tile(
     if options is not None and options.decode_tile is not None:
         return options.decode_tile
 
+    dim, dim_vo = block_dims(spec)
+
     def need(tile: DecodeTile) -> int:
         # Page ids come two blocks ahead of their keys: half of the stages, less those, hold keys.
-        blocks = block_bytes(spec, tile.keys, max(1, (tile.stages - 1) // 2), _width(spec))
-        row = (padded(spec.head_dim) + tile.keys) * spec.dtype.itemsize  # a query, and its weights
+        blocks = block_bytes(spec, tile.keys, max(1, (tile.stages - 1) // 2), dim + dim_vo)
+        row = (dim + tile.keys) * spec.dtype.itemsize  # a query, and its weights
         if query_rows >= _MMA_ROWS and tile.warps >= 4:  # sums and logits go through it too
-            row += 4 * padded(spec.head_dim_vo) + 8 * tile.keys
+            row += 4 * dim_vo + 8 * tile.keys
         return blocks + query_rows * row + _SCRATCH
 
     tile = DecodeTile(**_nearest("decode", spec, cache, num_rows))
@@ -87,16 +90,25 @@ def prefill_tile(
     if given is not None:
         return given
 
+    dim, dim_vo = block_dims(spec)
+
     def need(tile: PrefillTile) -> int:
-        queries = tile.rows * padded(spec.head_dim) * spec.dtype.itemsize
-        return queries + block_bytes(spec, tile.keys, tile.stages, _width(spec)) + _MARGIN
+        queries = tile.rows * dim * spec.dtype.itemsize
+        return queries + block_bytes(spec, tile.keys, tile.stages, dim + dim_vo) + _MARGIN
 
     return fitted(PrefillTile(**_nearest(kind, spec, cache, 1)), need, room)
 
 
-def _width(spec: AttentionSpec) -> int:
-    """Of a key and its value together, as blocks have them."""
-    return padded(spec.head_dim) + padded(spec.head_dim_vo)
+def block_dims(spec: AttentionSpec) -> tuple[int, int]:
+    """Columns of a block of keys, and of one of values.
+
+    A narrow one is as wide as the other, up to 64. Rows of less than 128 bytes lie in shared memory in another swizzle
+    than longer ones, and beside those ptxas 12.8, which Triton 3.6 and 3.7 bring, takes the address of values for a
+    product on Hopper from a register that was not set.
+    """
+    dim, dim_vo = padded(spec.head_dim), padded(spec.head_dim_vo)
+    least = min(_SWIZZLED, max(dim, dim_vo))
+    return max(dim, least), max(dim_vo, least)
 
 
 @cache

@@ -50,9 +50,13 @@ class Numerics(KitBase):
         if self.serves(spec):
             self.check(spec, ["mixed_small"])
 
-    def test_values_narrower_than_keys(self) -> None:
+    @pytest.mark.parametrize("wider", ["keys", "values"])
+    def test_unequal_head_dims(self, wider: str, dtype: torch.dtype) -> None:
+        """As far apart as they may be, in every dtype: narrow rows lie in shared memory in another way."""
         dims = sorted(self.can.head_dims or {32, 64})
-        spec = self.make_spec(head_dim=dims[-1], head_dim_vo=dims[0] if len(dims) > 1 else max(1, dims[0] // 2))
+        low, high = dims[0] if len(dims) > 1 else max(1, dims[0] // 2), dims[-1]
+        head_dim, head_dim_vo = (high, low) if wider == "keys" else (low, high)
+        spec = self.make_spec(head_dim=head_dim, head_dim_vo=head_dim_vo, dtype=dtype)
         if self.serves(spec, may_refuse=True):
             self.check(spec, ["mixed_small", WHOLE_PROMPTS])
 
