@@ -159,16 +159,19 @@ def test_who_is_compared_has_turns_side_by_side(script: Script, monkeypatch: pyt
     assert harness.ratio([2.0, 6.0, 9.0], [1.0, 2.0, 9.0]) == 2.0
 
 
-def test_tests_are_counted_by_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("under", [[], ["--under", "nice"]])
+def test_tests_are_counted_by_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, under: list[str]) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(load("harness"), "RESULTS", tmp_path)
+    conformance = load("conformance")
+    monkeypatch.setattr(conformance, "ROOT", tmp_path)
     file = tmp_path / "test_some.py"
     file.write_text(
         "import pytest\n\nclass TestOne:\n    def test_graph(self): pass\n    def test_other(self): pass\n"
         "\ndef test_skipped(): pytest.skip('here')\n\ndef test_wrong(): assert False\n"
     )
     with pytest.raises(SystemExit) as ended:
-        load("conformance").main([str(file), "--marker", "not gpu", "--workers", "1"])
+        conformance.main([str(file), "--marker", "not gpu", "--workers", "2", *under])
     assert ended.value.code == 1
     rows = json.loads((tmp_path / "conformance_some.json").read_text())["rows"]
     outcomes = [[row[kind] for kind in ("passed", "graphs", "failed", "skipped")] for row in rows]
