@@ -12,18 +12,20 @@ from typing import ClassVar
 from attn_backends.backends.flash_attn.backend import FlashAttnBackend
 from attn_backends.backends.flash_attn.fa2 import FlashAttn2, VllmFa2
 from attn_backends.backends.flash_attn.fa3 import FlashAttnInterface, VllmFa3
+from attn_backends.backends.flash_attn.fa4 import FlashAttn4
 from attn_backends.backends.flash_attn.options import FlashAttnOptions
 from attn_backends.backends.flash_attn.provider import Provider
 from attn_backends.backends.flash_attn.state import FlashAttnState
 from attn_backends.interface import Capabilities
 from attn_backends.registry import register_backend
-from attn_backends.testing.emulated import flash_attn, flash_attn_interface, vllm_flash_attn
+from attn_backends.testing.emulated import flash_attn, flash_attn_4, flash_attn_interface, vllm_flash_attn
 
 MODULES = {
     FlashAttn2: flash_attn.MODULES,
     FlashAttnInterface: flash_attn_interface.MODULES,
     VllmFa2: vllm_flash_attn.MODULES,
     VllmFa3: vllm_flash_attn.MODULES,
+    FlashAttn4: flash_attn_4.MODULES,
 }
 BUILT = frozenset({64, 128, 256})  # head dims that the flash_attn of the GPU machine was built for
 
@@ -74,3 +76,4 @@ for each in MODULES:
     register(f"FLASH_ATTN_{each.name.upper()}_EMULATED", emulated(each))
 register("FLASH_ATTN_FLASH_ATTN", BuiltFlashAttn2())
 register("FLASH_ATTN_VLLM_FA3", VllmFa3())
+register("FLASH_ATTN_FLASH_ATTN_4", FlashAttn4())

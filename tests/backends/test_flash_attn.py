@@ -51,6 +51,15 @@ class TestVllmFa3EmulatedBf16(InBf16):
     backend_name = "FLASH_ATTN_VLLM_FA3_EMULATED"
 
 
+class TestFlashAttn4Emulated(BackendConformance):
+    backend_name = "FLASH_ATTN_FLASH_ATTN_4_EMULATED"
+    dtypes = (torch.float16,)  # the other one below
+
+
+class TestFlashAttn4EmulatedBf16(InBf16):
+    backend_name = "FLASH_ATTN_FLASH_ATTN_4_EMULATED"
+
+
 class OnGpu(BackendConformance):
     device = "cuda"
     module: ClassVar[str]
@@ -67,7 +76,7 @@ class OnHopper(OnGpu):
     @pytest.fixture(autouse=True)
     def _hopper(self) -> None:
         if torch.cuda.get_device_capability()[0] != 9:
-            pytest.skip("FlashAttention 3 is for Hopper GPUs")
+            pytest.skip("for Hopper GPUs")
 
 
 @pytest.mark.gpu
@@ -84,6 +93,12 @@ class TestVllmFa3(OnHopper):
 @pytest.mark.gpu
 class TestVllmFa3Bf16(OnHopper, InBf16):
     pass
+
+
+@pytest.mark.gpu
+class TestFlashAttn4(OnHopper):
+    backend_name = "FLASH_ATTN_FLASH_ATTN_4"
+    module = "flash_attn.cute.interface"
 
 
 @pytest.mark.gpu

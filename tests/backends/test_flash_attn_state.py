@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -12,8 +13,9 @@ import torch
 
 from attn_backends import AttentionSpec, KVCacheSpec, Limits, Unsupported, get_backend, plan_groups, select_backend
 from attn_backends.backends.flash_attn.backend import FlashAttnBackend
-from attn_backends.backends.flash_attn.fa2 import FlashAttn2, VllmFa2
-from attn_backends.backends.flash_attn.fa3 import PROVIDERS, FlashAttnInterface, VllmFa3
+from attn_backends.backends.flash_attn.fa2 import FlashAttn2
+from attn_backends.backends.flash_attn.fa3 import FlashAttnInterface, VllmFa3
+from attn_backends.backends.flash_attn.fa4 import PROVIDERS, FlashAttn4, is_known
 from attn_backends.backends.flash_attn.options import FlashAttnOptions
 from attn_backends.backends.flash_attn.provider import choose
 from attn_backends.backends.flash_attn.state import FlashAttnState, FlashAttnStep
@@ -36,7 +38,8 @@ SLOPES = (0.5, 0.25, 0.1, 0.2)
 SMALL, LARGE = KVCacheSpec(64, 16), KVCacheSpec(64, 256)
 LIMITS = Limits(4, 64, 512)
 FA2, FA3 = "FLASH_ATTN_FLASH_ATTN_EMULATED", "FLASH_ATTN_VLLM_FA3_EMULATED"
-ALL = tuple(emulated(kind) for kind in (VllmFa3, FlashAttnInterface, FlashAttn2, VllmFa2))
+FA4 = "FLASH_ATTN_FLASH_ATTN_4_EMULATED"
+ALL = tuple(emulated(type(provider)) for provider in PROVIDERS)
 
 
 class AllState(FlashAttnState):
@@ -68,7 +71,7 @@ def test_the_best_that_serves_is_chosen_with_reasons(caplog: pytest.LogCaptureFi
     assert "flash_attn was passed over: page_size: got 16; supported: multiples of 256" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["vllm_fa3", "flash_attn_interface", "flash_attn", "vllm_fa2"])
+@pytest.mark.parametrize("name", ["vllm_fa3", "flash_attn_interface", "flash_attn", "vllm_fa2", "flash_attn_4"])
 def test_a_named_provider_is_used(name: str) -> None:
     cache = LARGE if name == "flash_attn" else SMALL
     assert state(cache=cache, provider=name).choices[0].provider.name == name
@@ -79,6 +82,13 @@ def test_a_named_provider_is_refused_where_it_does_not_serve() -> None:
         state(cache=SMALL, provider="flash_attn")
     assert [rejection.code for rejection in caught.value.rejections] == ["page_size"]
     assert state(cache=LARGE).choices[0].provider.name == "flash_attn"
+
+
+def test_flash_attention_4_comes_last() -> None:
+    assert [provider.name for provider in PROVIDERS][-1] == "flash_attn_4"
+    made = choose(ALL[3:], SPEC, SMALL, CPU)
+    assert made.provider.name == "vllm_fa2"
+    assert choose(ALL[2::2], SPEC, SMALL, CPU).reason.startswith("flash_attn_4: flash_attn was passed over: page_size")
 
 
 def test_all_reasons_of_all_providers() -> None:
@@ -95,7 +105,7 @@ def test_all_reasons_of_all_providers() -> None:
 def test_options_are_checked() -> None:
     assert validate_options(FA2, {"provider": "flash_attn"}) == FlashAttnOptions(provider="flash_attn")
     with pytest.raises(ConfigError, match="provider"):
-        validate_options(FA2, {"provider": "fa4"})
+        validate_options(FA2, {"provider": "flash_attn_5"})
 
 
 # What may be missing, or too old.
@@ -136,6 +146,10 @@ def _raises(**errors: Exception) -> Any:
         (VllmFa3({"vllm.vllm_flash_attn.flash_attn_interface": SimpleNamespace(
             flash_attn_varlen_func=vllm_flash_attn.flash_attn_varlen_func, FA3_AVAILABLE=False)}),
          "got a vLLM without FA3"),
+        (FlashAttn4({**MODULES[FlashAttn4], "importlib.metadata": SimpleNamespace(version=lambda name: "4.0.0b35")}),
+         "got flash-attn-4 4.0.0b35; supported: flash-attn-4 4.0.0b36 to below 4.1. Try: pip install flash-attn-4"),
+        (FlashAttn4({**MODULES[FlashAttn4], "flash_attn.cute.interface": SimpleNamespace(
+            _flash_attn_fwd=lambda q, k, v, out, causal: q)}), "takes no cu_seqlens_k, cu_seqlens_q, learnable_sink, "),
         (FlashAttnInterface({"flash_attn_interface": SimpleNamespace()}), "without get_scheduler_metadata"),
         (FlashAttnInterface({"flash_attn_interface": SimpleNamespace(
             get_scheduler_metadata=None, flash_attn_varlen_func=lambda q: q)}), "without return_attn_probs"),
@@ -148,6 +162,24 @@ def test_libraries_that_are_too_old(provider: Any, told: str) -> None:
     assert provider.reject(SPEC, LARGE, CPU) == [missing]
 
 
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [("4.0.0a40", False), ("4.0.0b35", False), ("4.0.0b36", True), ("4.0.0b37+cu13", True), ("4.0.0rc1", True),
+     ("4.0.0", True), ("4.0.2.post1", True), ("4.0.1b1", True), ("4.0.0.dev9", False), ("4.1.0b1", False),
+     ("4.1.0", False), ("3.0.0b36", False), ("0.0.0", False)],
+)  # fmt: skip
+def test_versions_of_flash_attention_4(version: str, known: bool) -> None:
+    assert is_known(version) == known
+
+
+def test_flash_attention_4_under_another_name_is_told() -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    modules = {**MODULES[FlashAttn4], "importlib.metadata": SimpleNamespace(version=version)}
+    assert "got no module 'flash-attn-4'" in str(FlashAttn4(modules).missing())
+
+
 def test_libraries_that_are_missing_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "attn_backends.backends.flash_attn.provider.importlib.import_module",
@@ -157,6 +189,7 @@ def test_libraries_that_are_missing_or_broken(monkeypatch: pytest.MonkeyPatch) -
     assert "got OSError: no libcudart" in told["flash_attn"]
     assert "got no module 'flash_attn_interface'" in told["flash_attn_interface"]
     assert told["vllm_fa2"].endswith("Try: pip install vllm")
+    assert told["flash_attn_4"].endswith("Try: pip install flash-attn-4")
 
 
 def test_capabilities_are_those_of_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +231,11 @@ def test_doctor_finds_nothing_wrong() -> None:
         (FA3, {"cache_dtype": torch.float8_e5m2}, SMALL, "cache_dtype: got float8_e5m2"),
         (FA3, {"dtype": torch.float16, "cache_dtype": torch.float8_e4m3fn}, SMALL, "float8_e4m3fn with bfloat16"),
         (FA3, {"head_dim_vo": 32}, SMALL, "unequal_head_dims"),
+        (FA4, {"alibi_slopes": SLOPES}, SMALL, "alibi: got alibi_slopes"),
+        (FA4, {"cache_dtype": torch.float8_e4m3fn}, SMALL, "cache_dtype: got float8_e4m3fn; supported: bfloat16"),
+        (FA4, {}, KVCacheSpec(64, 128), "page_size: got 128; supported: 1, 2, 4, 8, 16, .*NaN behind a row's end"),
+        (FA4, {"head_dim": 96, "head_dim_vo": 96}, SMALL, "head_dim: got 96; supported: 64, 128, 192, 256"),
+        (FA4, {"chunk_size": 64}, SMALL, "chunks: got chunk_size=64"),
     ],
 )
 def test_layers_that_cannot_be_served(name: str, changes: dict[str, Any], cache: KVCacheSpec, told: str) -> None:
@@ -215,8 +253,8 @@ def test_the_table_is_that_of_all_providers() -> None:
 
 
 def test_calls_of_a_mixed_batch() -> None:
-    """FlashAttention 2 attends decodes apart, as it splits keys for them alone; one call of 3 serves both."""
-    for name, expected in ((FA2, [(2, 1), (2, 5)]), (FA3, [(4, 5)])):
+    """FlashAttention 2 attends decodes apart, as it splits keys for them alone; one call of 3 or 4 serves both."""
+    for name, expected in ((FA2, [(2, 1), (2, 5)]), (FA3, [(4, 5)]), (FA4, [(4, 5)])):
         layer, batch = layer_and_batch(name, 32, 40, 48, 56, query_lens=(1, 1, 5, 5))
         calls = layer.begin(batch).calls
         assert [(call.rows.num_rows, call.rows.max_query_len) for call in calls] == expected
@@ -230,7 +268,7 @@ def test_a_fast_build_makes_no_schedule() -> None:
 
 
 def test_unsplit_keys_give_the_same() -> None:
-    for name in (FA2, FA3, "FLASH_ATTN_FLASH_ATTN_INTERFACE_EMULATED", "FLASH_ATTN_VLLM_FA2_EMULATED"):
+    for name in (FA2, FA3, FA4, "FLASH_ATTN_FLASH_ATTN_INTERFACE_EMULATED", "FLASH_ATTN_VLLM_FA2_EMULATED"):
         layer, batch = layer_and_batch(name, 300, 40, 48, query_lens=(1, 1, 5))
         layer.state.options = FlashAttnOptions(split_keys=False)
         step = layer.begin(batch)
@@ -263,12 +301,26 @@ def test_sinks_go_to_kernels_that_hold_them_exactly() -> None:
             assert_matches(layer.forward(changed, layer.begin(changed), want_lse=want_lse), changed, f"{sinks}")
 
 
-def test_more_heads_than_kernels_take_sinks_for() -> None:
-    layer, batch = layer_and_batch(FA3, 20, 33, sinks=True, num_qo_heads=128)
+@pytest.mark.parametrize("name", [FA3, FA4])
+def test_more_heads_than_some_kernels_take_sinks_for(name: str) -> None:
+    """Those of FlashAttention 4 take them for any."""
+    layer, batch = layer_and_batch(name, 20, 33, sinks=True, num_qo_heads=128)
     sinks = torch.zeros(128)
-    layer.impl = get_backend(FA3).get_impl_cls()(batch.spec, batch.cache, "cpu", sinks=sinks)
+    layer.impl = get_backend(name).get_impl_cls()(batch.spec, batch.cache, "cpu", sinks=sinks)
     changed = replace(batch, sinks=sinks)
     assert_matches(layer.forward(changed, layer.begin(changed)), changed, "128 heads with sinks")
+
+
+@pytest.mark.parametrize("name", [FA3, FA4])
+def test_a_row_without_keys_has_no_lse_of_sinks_that_kernels_take(name: str) -> None:
+    changes = {"attention_type": AttentionType.CROSS, "causal": False, "sinks": True}
+    layer, batch = layer_and_batch(name, 0, 33, query_lens=(2, 3), **changes)
+    changed = replace(batch, sinks=torch.tensor([0.5, 1.0, -2.0, 3.0]))
+    layer.impl = get_backend(name).get_impl_cls()(batch.spec, batch.cache, "cpu", sinks=changed.sinks)
+    assert layer.impl.constants.sinks is not None
+    result = layer.forward(changed, layer.begin(changed), want_lse=True)
+    assert_matches(result, changed, "a row without keys")
+    assert bool(result.lse[:2].isneginf().all())
 
 
 @pytest.mark.parametrize("which", ["query", "output"])
@@ -281,7 +333,7 @@ def test_tensors_whose_head_dim_is_not_contiguous(which: str) -> None:
 
 
 def test_an_output_with_strides_is_written_in_place() -> None:
-    for name in (FA2, FA3):
+    for name in (FA2, FA3, FA4):
         layer, batch = layer_and_batch(name, 20, 33, 50, query_lens=(1, 1, 7))
         wide = torch.full((len(batch.query), 8, batch.spec.head_dim), torch.nan, dtype=torch.bfloat16)
         output = wide[:, ::2]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec
-from attn_backends.testing.emulated import flash_attn, flash_attn_interface, vllm_flash_attn
+from attn_backends.testing.emulated import flash_attn, flash_attn_4, flash_attn_interface, vllm_flash_attn
 from attn_backends.testing.emulated.flash_attn_interface import Shape
 from attn_backends.testing.reference import reference_attention
 
@@ -19,20 +19,24 @@ SLOPES = tuple(2.0**-h for h in range(HEADS))
 class Case:
     """Rows over shuffled pages, with their answer."""
 
-    def __init__(self, query_lens: tuple[int, ...], kv_lens: tuple[int, ...], page_size: int) -> None:
+    def __init__(
+        self, query_lens: tuple[int, ...], kv_lens: tuple[int, ...], page_size: int, head_dim: int = DIM
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.query_lens, self.kv_lens, self.page_size = query_lens, kv_lens, page_size
         width = max(1, *(-(-n // page_size) for n in kv_lens))
         self.table = torch.randperm(len(kv_lens) * width, generator=generator).int().view(-1, width)
         self.starts = torch.tensor([0, *query_lens]).cumsum(0).int()
         self.lens = torch.tensor(kv_lens).int()
-        self.query = torch.randn(sum(query_lens), HEADS, DIM, generator=generator).half()
-        shape = (len(kv_lens) * width, page_size, KV_HEADS, DIM)
+        self.query = torch.randn(sum(query_lens), HEADS, head_dim, generator=generator).half()
+        shape = (len(kv_lens) * width, page_size, KV_HEADS, head_dim)
         self.key, self.value = (torch.randn(shape, generator=generator).half() for _ in "kv")
 
     def expected(self, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
         sinks = changes.pop("sink_values", None)
-        spec = AttentionSpec(HEADS, KV_HEADS, DIM, dtype=torch.float16, sinks=sinks is not None, **changes)
+        spec = AttentionSpec(
+            HEADS, KV_HEADS, self.query.shape[-1], dtype=torch.float16, sinks=sinks is not None, **changes
+        )
         parts = []
         for query, pages, length in zip(self.query.split(self.query_lens), self.table, self.kv_lens, strict=True):
             key, value = (cached[pages].flatten(0, 1)[:length] for cached in (self.key, self.value))
@@ -62,6 +66,14 @@ def varlen3(case: Case, **how: Any) -> Any:
     )  # fmt: skip
 
 
+def forward4(case: Case, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    given = {"cu_seqlens_q": case.starts, "seqused_k": case.lens, "page_table": case.table, "causal": True,
+             "return_lse": True, **how}  # fmt: skip
+    out, lse, *_ = flash_attn_4._flash_attn_fwd(case.query, case.key, case.value, **given)
+    assert lse is not None
+    return out, lse
+
+
 def schedule(case: Case, **changes: Any) -> torch.Tensor:
     sizes = {"max_seqlen_q": max(case.query_lens), "max_seqlen_k": max(case.kv_lens)}
     given = {"batch_size": len(case.lens), **sizes, "num_heads_q": HEADS, "num_heads_kv": KV_HEADS, "headdim": DIM,
@@ -82,18 +94,21 @@ def test_flash_attention_2_has_rows_before_heads() -> None:
     close(lse.transpose(1, 2).flatten(0, 1), want_lse)
 
 
-def test_flash_attention_3_has_heads_first() -> None:
+@pytest.mark.parametrize("function", [varlen3, forward4])
+def test_flash_attention_3_and_4_have_heads_first(function: Any) -> None:
     case = Case((3, 1, 9), (40, 300, 9), 16)
-    (out, lse), (want, want_lse) = varlen3(case), case.expected()
+    (out, lse), (want, want_lse) = function(case), case.expected()
     close(out, want)
     assert lse.shape == (HEADS, 13)
     close(lse.t(), want_lse)
 
 
 def test_rows_without_keys() -> None:
-    """Zeros; the LSE is plus infinity in 2 and minus infinity in 3."""
+    """Zeros; the LSE is plus infinity in 2 and minus infinity in 3 and 4."""
     case = Case((1, 1), (0, 9), 256)
-    for (out, lse), infinity in ((kvcache(case), torch.inf), (varlen3(case), -torch.inf)):
+    for (out, lse), infinity in (
+        (kvcache(case), torch.inf), (varlen3(case), -torch.inf), (forward4(case), -torch.inf)
+    ):  # fmt: skip
         assert bool((out[0] == 0).all())
         assert bool((lse.flatten() == infinity).sum() == HEADS)
 
@@ -152,6 +167,45 @@ def test_sinks_join_the_softmax_and_the_lse() -> None:
     (out, lse), (want, want_lse) = varlen3(case, s_aux=sinks.bfloat16()), case.expected(sink_values=sinks)
     close(out, want)
     close(lse.t(), want_lse)
+
+
+def test_sinks_of_flash_attention_4_are_the_lse_of_rows_without_keys() -> None:
+    case, sinks = Case((1, 4), (0, 30), 16), torch.tensor([0.5, 1.0, -2.0, 3.0])
+    (out, lse), (want, want_lse) = forward4(case, learnable_sink=sinks), case.expected(sink_values=sinks)
+    close(out, want)
+    close(lse.t()[1:], want_lse[1:])
+    assert torch.equal(lse[:, 0], sinks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "how"),
+    [
+        ({}, {"window_size_left": -1, "window_size_right": -1}),
+        ({"window_left": 7}, {"window_size_left": 7, "window_size_right": 0}),
+        ({"window_left": 7, "causal": False}, {"window_size_left": 7, "causal": False}),
+        ({"causal": False, "logits_soft_cap": 2.0}, {"causal": False, "softcap": 2.0}),
+    ],
+)
+def test_masks_of_flash_attention_4(changes: dict[str, Any], how: dict[str, Any]) -> None:
+    case = Case((1, 4), (40, 30), 16)
+    close(forward4(case, **how)[0], case.expected(**changes)[0])
+
+
+@pytest.mark.parametrize(("page_size", "reaches"), [(16, False), (128, True), (256, False)])
+def test_nan_behind_a_row_reaches_it_from_pages_that_are_tiles(page_size: int, reaches: bool) -> None:
+    case = Case((1, 1), (140, page_size), page_size)
+    case.value[case.table[0, 140 // page_size], 140 % page_size :] = torch.nan
+    out, _ = forward4(case)
+    assert bool(out[0].isnan().any()) == reaches
+    close(out[1], case.expected()[0][1])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "overruns"), [(64, False, False), (96, True, False), (96, False, True), (80, False, True)]
+)
+def test_keys_that_are_copied_past_a_tile(head_dim: int, causal: bool, overruns: bool) -> None:
+    case = Case((1, 1), (40, 30), 16, head_dim)
+    assert bool(forward4(case, causal=causal)[0].isnan().all()) == overruns
 
 
 def test_fp8_gives_bfloat16_and_wants_a_scale_a_row_and_head() -> None:
@@ -248,3 +302,52 @@ def test_refusals_of_vllms_function(how: dict[str, Any], error: type[Exception],
 def test_vllms_schedules_know_no_chunks() -> None:
     with pytest.raises(TypeError, match="attention_chunk"):
         schedule(Case((1, 1), (40, 300), 16), attention_chunk=16)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ({"page_table": torch.zeros(2, 19, dtype=torch.int64)}, "page_table must be int32"),
+        ({"page_table": torch.zeros(2, 38, dtype=torch.int32)[:, ::2]}, "page_table must be contiguous"),
+        ({"page_table": torch.zeros(3, 19, dtype=torch.int32)}, "a line a row"),
+        ({"seqused_k": torch.zeros(3, dtype=torch.int32)}, "seqused_k must have shape"),
+        ({"seqused_k": torch.zeros(2, dtype=torch.int64)}, "must be int32"),
+        ({"seqused_k": torch.zeros(4, dtype=torch.int32)[::2]}, "must be contiguous"),
+        ({"learnable_sink": torch.zeros(2)}, "learnable_sink must have shape"),
+        ({"learnable_sink": torch.zeros(HEADS).double()}, "learnable_sink must be float16"),
+        ({"num_splits": 2}, "SplitKV not supported on SM 9.0"),
+        ({"out": torch.zeros(3, HEADS, DIM).half()}, "out shape"),
+        ({"out": torch.zeros(2, HEADS, DIM)}, "out dtype"),
+        ({"out": torch.zeros(2, 1, DIM).half().expand(2, HEADS, DIM)}, "broadcast"),
+        ({"out": torch.zeros(2, HEADS, DIM + 1).half()[..., :DIM]}, "aligned strides"),
+        ({"out": torch.zeros(2, HEADS, 2 * DIM).half()[..., ::2]}, "contiguous last dimension"),
+    ],
+)
+def test_refusals_of_flash_attention_4(how: dict[str, Any], told: str) -> None:
+    with pytest.raises(AssertionError, match=told):
+        forward4(Case((1, 1), (40, 300), 16), **how)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"query": torch.zeros(2, HEADS, DIM)}, "must have the same dtype"),
+        ({"query": torch.zeros(2, 3, DIM).half()}, "num_head must be divisible"),
+        ({"key": torch.zeros(8, 16, KV_HEADS, DIM).half()}, "k must have the shape of v"),
+        ({"value": torch.zeros(8, KV_HEADS, DIM).half()}, "v must have shape"),
+        (dict.fromkeys(("query", "key", "value"), torch.float32), "inputs must be float16"),
+        (dict.fromkeys(("query", "key", "value"), torch.float8_e4m3fn), "FP8 is only supported on SM100"),
+    ],
+)
+def test_tensors_that_flash_attention_4_refuses(changes: dict[str, Any], told: str) -> None:
+    case = Case((1, 1), (40, 300), 16)
+    for name, new in changes.items():
+        setattr(case, name, getattr(case, name).to(new) if isinstance(new, torch.dtype) else new)
+    with pytest.raises(AssertionError, match=told):
+        forward4(case)
+
+
+@pytest.mark.parametrize(("head_dim", "told"), [(264, "not supported on SM90"), (40, "irregular head dim")])
+def test_head_dims_that_flash_attention_4_refuses(head_dim: int, told: str) -> None:
+    with pytest.raises(AssertionError, match=told):
+        forward4(Case((1, 1), (40, 30), 16, head_dim))

@@ -1,4 +1,4 @@
-"""FLASH_ATTN: FlashAttention 2 and 3 by whichever library brings them. No host plan: lengths stay on the device.
+"""FLASH_ATTN: FlashAttention 2, 3 and 4 by whichever library brings them. No host plan: lengths stay on the device.
 
 backend.py    what the backend can do, and its five classes
 options.py    the backend's options
@@ -9,6 +9,5 @@ call.py       what every provider is called with
 provider.py   what a provider is, and how one is chosen
 fa2.py        FlashAttention 2: `flash_attn`, or as vLLM builds it
 fa3.py        FlashAttention 3: `flash_attn_interface`, or as vLLM builds it
-
-FlashAttention 4 is not among them: on Hopper it does not split keys, and nothing newer could be tested.
+fa4.py        FlashAttention 4, on Hopper: `flash-attn-4`; and the order of them all
 """

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from attn_backends.backends.flash_attn.fa3 import PROVIDERS
+from attn_backends.backends.flash_attn.fa4 import PROVIDERS
 from attn_backends.backends.flash_attn.impl import FlashAttnImpl
 from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata, FlashAttnMetadataBuilder
 from attn_backends.backends.flash_attn.provider import Provider, choose, together

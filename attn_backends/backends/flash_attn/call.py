@@ -1,7 +1,8 @@
 """What every provider is called with: rows of a batch, and the constants of a layer.
 
 Kernels of all providers index the cache with 64 bits: they multiply page ids (i32) by the tensors' strides, which are
-int64 in both (`index_t` of FlashAttention 2, the layouts of 3). Caches of more than 2^31 elements need nothing special.
+int64 in all (`index_t` of FlashAttention 2, the layouts of 3 and 4). Caches of more than 2^31 elements need nothing
+special.
 """
 
 from __future__ import annotations

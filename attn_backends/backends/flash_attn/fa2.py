@@ -98,7 +98,7 @@ class FlashAttn2(Provider):
             layer.alibi_slopes, query_len, rows.max_seq_len, 0.0, layer.scale, False, layer.causal and left < 0, left,
             right, layer.soft_cap, False, None,
         )  # fmt: skip
-        return without_lent_keys(rows, output, result[1].t()) if want_lse else None
+        return empty_idle_rows(rows, output, result[1].t()) if want_lse else None
 
 
 class VllmFa2(Provider):
@@ -136,7 +136,7 @@ class VllmFa2(Provider):
             softcap=layer.soft_cap, alibi_slopes=layer.alibi_slopes, return_softmax_lse=True, out=output,
             num_splits=0 if call.split_keys else 1, fa_version=2,
         )  # fmt: skip
-        return without_lent_keys(rows, output, lse.t()) if want_lse else None
+        return empty_idle_rows(rows, output, lse.t()) if want_lse else None
 
 
 def check_vllm(interface: Any, generation: str) -> None:
@@ -161,8 +161,9 @@ def lens_for_lse(rows: Rows) -> torch.Tensor:
     return rows.seq_lens.clamp(min=1) if rows.some_may_lack_keys else rows.seq_lens
 
 
-def without_lent_keys(rows: Rows, output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """Zeros, in place, and minus infinity in the LSE [num_tokens, heads], which it returns, for rows lent a key."""
+def empty_idle_rows(rows: Rows, output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Zeros, in place, and minus infinity in the LSE [num_tokens, heads], which it returns, for rows without keys: what
+    a kernel gives is for the key that such a row was lent, or for its sinks alone."""
     if not rows.some_may_lack_keys:
         return lse
     idle = (rows.seq_lens == 0).repeat_interleave(rows.query_start_loc.diff(), output_size=rows.num_tokens)[:, None]

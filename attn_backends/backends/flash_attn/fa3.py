@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows, window_of
-from attn_backends.backends.flash_attn.fa2 import FlashAttn2, VllmFa2, check_vllm, keys_by
+from attn_backends.backends.flash_attn.fa2 import check_vllm, keys_by
 from attn_backends.backends.flash_attn.provider import COMMON, HALF, Provider, ProviderError
 from attn_backends.interface import Capabilities, Rejection
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
@@ -168,6 +167,3 @@ class FlashAttnInterface(FlashAttention3):
             )  # fmt: skip
         output.copy_(out)
         return lse.t() if want_lse else None
-
-
-PROVIDERS: Sequence[Provider] = (VllmFa3(), FlashAttnInterface(), FlashAttn2(), VllmFa2())  # best first

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from attn_backends.backends.flash_attn.call import Call, Rows
-from attn_backends.backends.flash_attn.fa3 import PROVIDERS
+from attn_backends.backends.flash_attn.fa4 import PROVIDERS
 from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata, graph_metadata
 from attn_backends.backends.flash_attn.options import FlashAttnOptions
 from attn_backends.backends.flash_attn.provider import Provider, choose
