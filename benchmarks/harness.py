@@ -70,16 +70,20 @@ def write(name: str, title: str, rows: list[dict[str, Any]], packages: tuple[str
     return path
 
 
-def report(
-    name: str, title: str, rows: list[dict[str, Any]], packages: tuple[str, ...] = ("torch", "numpy", "transformers")
-) -> Path:
-    """Print the rows as a table and write them to `results/<name>.json` beside the machine's description."""
+def print_table(title: str, rows: list[dict[str, Any]]) -> None:
     table = Table(title=title)
     for column in rows[0]:
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
     Console().print(table)
+
+
+def report(
+    name: str, title: str, rows: list[dict[str, Any]], packages: tuple[str, ...] = ("torch", "numpy", "transformers")
+) -> Path:
+    """Print the rows as a table and write them to `results/<name>.json` beside the machine's description."""
+    print_table(title, rows)
     path = write(name, title, rows, packages)
     Console().print(f"written to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
     return path

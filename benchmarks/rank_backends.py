@@ -4,6 +4,8 @@
 
 It reads the decode shapes of results/attention_all.json and results/mla_attention.json; of the latter whole layers, as
 products before one kernel can take longer than before another. Of a backend with several providers the fastest counts.
+Then it prints what AUTO takes by that table at every shape of both, from pages of 16 and of 64, and how long that takes
+beside the fastest backend of any page size.
 """
 
 from __future__ import annotations
@@ -14,11 +16,16 @@ from typing import Any
 
 import attention
 import mla_attention
-from harness import RESULTS
+from harness import RESULTS, print_table
+from mla_problem import MLAShape
 
-from attn_backends.measured import __file__ as measured_file
+from attn_backends import AttentionSpec, MLASpec, plan_groups
+from attn_backends.entries import BackendEntry, backends, get_class
+from attn_backends.measured import Load, __file__ as measured_file, fastest_first, nearest
 
 TABLE = measured_file.replace(".py", ".json")
+PLAIN = {"TRITON", "FLASHINFER", "FLASH_ATTN"}
+LATENT = {"TRITON_MLA", "FLASHINFER_MLA", "FLASH_ATTN_MLA", "FLASHMLA"}
 
 
 def times(result: dict[str, Any], shape: str, column: str, names: set[str]) -> dict[str, float]:
@@ -31,22 +38,49 @@ def times(result: dict[str, Any], shape: str, column: str, names: set[str]) -> d
     return dict(sorted(found.items(), key=lambda pair: pair[1]))
 
 
+def results() -> tuple[dict[str, Any], dict[str, Any]]:
+    plain, mla = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("attention_all", "mla_attention"))
+    return plain, mla
+
+
 def rows() -> tuple[list[dict[str, Any]], str]:
     """Rows of the table, and where they were measured."""
-    plain, mla = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("attention_all", "mla_attention"))
+    plain, mla = results()
     where = {f"{result['gpu']} ({result['date']})" for result in (plain, mla)}
     if len(where) > 1:
         raise SystemExit(f"the results are of different days or GPUs: {sorted(where)}; run both benchmarks again")
     made = []
     for shape in attention.SHAPES["decode"]:
-        us = times(plain, shape.name, "us", {"TRITON", "FLASHINFER", "FLASH_ATTN"})
+        us = times(plain, shape.name, "us", PLAIN)
         made.append({"is_mla": False, "heads": shape.heads, "load": [len(shape.seq_lens), shape.seq_lens[0]], "us": us})
     for latent in mla_attention.SHAPES["decode"]:
-        us = times(mla, latent.name, "layer us", {"TRITON_MLA", "FLASHINFER_MLA", "FLASH_ATTN_MLA", "FLASHMLA"})
+        us = times(mla, latent.name, "layer us", LATENT)
         made.append(
             {"is_mla": True, "heads": latent.heads, "load": [len(latent.seq_lens), latent.seq_lens[0]], "us": us}
         )
     return [row for row in made if row["us"]], where.pop()
+
+
+def choices() -> list[dict[str, Any]]:
+    """What AUTO takes by the shipped table, where all of these can be imported, and its time over the fastest one's."""
+    plain, mla = results()
+    made = []
+    for shape in [*attention.SHAPES["decode"], *mla_attention.SHAPES["decode"], *mla_attention.SHAPES["verify"]]:
+        is_mla = isinstance(shape, MLAShape)
+        us = times(mla, shape.name, "layer us", LATENT) if is_mla else times(plain, shape.name, "us", PLAIN)
+        spec = MLASpec(shape.heads[0]) if is_mla else AttentionSpec(*shape.heads)
+        found = nearest(plan_groups({0: spec}), Load(len(shape.seq_lens), shape.seq_lens[0]))
+        entries = fastest_first((backends[name] for name in us), found)
+        for page_size in (16, 64):
+            taken = next(entry.name for entry in entries if has_page_size(entry, page_size))
+            made.append({"shape": shape.name, "page size": page_size, "AUTO": taken, "us": us[taken],
+                         "vs fastest": us[taken] / min(us.values())})  # fmt: skip
+    return made
+
+
+def has_page_size(entry: BackendEntry, page_size: int) -> bool:
+    can = get_class(entry).capabilities()
+    return page_size in (can.page_sizes or {page_size}) and page_size % can.page_size_multiple == 0
 
 
 def main() -> None:
@@ -56,6 +90,7 @@ def main() -> None:
     with open(TABLE, "w") as file:
         file.write(f'{{\n "where": {json.dumps(where)},\n "rows": [\n{lines}\n ]\n}}\n')
     print(f"{len(made)} shapes, measured on {where}, written to {TABLE}")
+    print_table("what AUTO takes", choices())
 
 
 if __name__ == "__main__":

@@ -94,3 +94,13 @@ def test_the_table_is_what_the_results_say(monkeypatch: pytest.MonkeyPatch) -> N
     table = json.loads((ROOT / "attn_backends" / "measured.json").read_text())
     assert table == {"where": where, "rows": json.loads(json.dumps(rows))}
     assert {name for row in rows for name in row["us"]} <= set(backends)
+
+
+def test_auto_takes_no_backend_that_is_much_slower_than_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From pages of 16, which FLASHMLA does not serve, and of 64, which FLASH_ATTN_MLA does not."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import rank_backends
+
+    taken = rank_backends.choices()
+    assert {row["AUTO"] for row in taken} >= {"TRITON", "FLASHINFER_MLA", "FLASH_ATTN_MLA", "TRITON_MLA"}
+    assert max(row["vs fastest"] for row in taken) <= 1.03
