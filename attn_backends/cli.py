@@ -175,18 +175,16 @@ def generate(
 
 def _explanation(config: EngineConfig) -> Explanation:
     from attn_backends.registry import AUTO, Load, explain, get_entry, validate_options
-    from attn_backends.spec import KVCacheSpec
 
     if config.backend.upper() != AUTO:
         get_entry(config.backend)  # an unknown name is said at once, before transformers and a model are read
     from attn_backends.engine.hf import layer_specs
-    from attn_backends.engine.llm import resolve_device, with_cache_dtype
+    from attn_backends.engine.llm import possible_caches, resolve_device, with_cache_dtype
 
     device = resolve_device(config.device)
     specs = {layer: with_cache_dtype(spec, config) for layer, spec in layer_specs(config, device).items()}
-    cache = KVCacheSpec(config.cache.num_pages or 1, config.cache.page_size, config.cache.layout)
     load = Load(config.scheduler.max_num_requests, config.scheduler.max_model_len or Load().num_keys)
-    explanation = explain(config.backend, specs, cache, device, load)
+    explanation = explain(config.backend, specs, possible_caches(specs, config, device), device, load)
     if explanation.chosen:
         validate_options(explanation.chosen, config.backend_options)
     return explanation

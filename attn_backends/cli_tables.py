@@ -64,11 +64,12 @@ def print_doctor(row: Support, results: Sequence[CheckResult]) -> None:
 def print_explanation(explanation: Explanation) -> None:
     """Every backend's verdict with its reasons, and the one chosen."""
     rows = [
-        (verdict.name, "yes" if verdict.usable else "no", "\n".join(verdict.reasons))
+        (verdict.name, "yes" if verdict.usable else "no", str(verdict.cache.page_size) if verdict.cache else "",
+         "\n".join(verdict.reasons))
         for verdict in explanation.verdicts
-    ]
+    ]  # fmt: skip
     console = _console()
-    console.print(_table("backend", "serves every layer", "why not", rows=rows))
+    console.print(_table("backend", "serves every layer", "page size", "why not", rows=rows))
     console.print(f"chosen: {explanation.chosen or 'none'}\n{escape(explanation.reason)}", highlight=False)
 
 

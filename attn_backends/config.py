@@ -75,8 +75,8 @@ class SchedulerConfig(_Settings):
 class CacheConfig(_Settings):
     """The paged KV pool: allocated once, never grown."""
 
-    page_size: Positive = 16
-    """Tokens a page holds."""
+    page_size: Positive | None = None
+    """Tokens a page holds; None: 16, on a GPU 64 for MLA, or another that the backend serves."""
     layout: Literal["NHD", "HND"] = "NHD"
     """Order in memory inside a page: tokens then heads, or heads then tokens."""
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"] = "auto"

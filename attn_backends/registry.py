@@ -6,7 +6,7 @@ Known? `backends`. Importable? `get_backend`. Fit? `select_backend` and `explain
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     Specs = Mapping[Any, AttentionSpec] | Iterable[AttentionSpec]  # by layer, or in order; equal ones are asked once
     Groups = tuple[PlanGroup[Any], ...]
+    Caches = KVCacheSpec | Sequence[KVCacheSpec]  # several: the first that a backend serves is the one to use
 
 __all__ = [
     "AUTO",
@@ -59,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 def select_backend(
-    name: str, specs: Specs, cache: KVCacheSpec, device: torch.device | str, load: Load | None = None
+    name: str, specs: Specs, cache: Caches, device: torch.device | str, load: Load | None = None
 ) -> Selection:
     """The backend to run these layers with. A named one is used or refused; only AUTO chooses.
 
@@ -68,6 +69,7 @@ def select_backend(
     where all layers are MLA, and all others where none is.
 
     Args:
+        cache: what the pool is, or what it may be, best first: `Selection.cache` is the first that the backend serves.
         load: what decode steps will be; None: some requests of some thousand keys.
 
     Raises:
@@ -83,7 +85,9 @@ def select_backend(
         verdicts.append(verdict)
         if verdict.usable:
             asked = [verdict for verdict in verdicts if verdict.is_candidate]
-            return Selection(entry.name, get_backend(entry.name), tuple(asked), _reason(name, asked, measured))
+            reason = _reason(name, asked, measured)
+            assert verdict.cache is not None
+            return Selection(entry.name, get_backend(entry.name), verdict.cache, tuple(asked), reason)
         if verdict.import_error and not is_auto:
             get_backend(name)  # raises: only with AUTO a missing package is a verdict
         if is_auto and not verdict.is_candidate:
@@ -93,7 +97,7 @@ def select_backend(
 
 
 def explain(
-    name: str, specs: Specs, cache: KVCacheSpec, device: torch.device | str, load: Load | None = None
+    name: str, specs: Specs, cache: Caches, device: torch.device | str, load: Load | None = None
 ) -> Explanation:
     """What `select_backend` would do and why, with every known backend's verdict. Imports all of them.
 
@@ -160,23 +164,35 @@ def _groups(specs: Specs) -> Groups:
     return plan_groups(specs if isinstance(specs, Mapping) else dict(enumerate(specs)))
 
 
-def _verdict(entry: BackendEntry, groups: Groups, cache: KVCacheSpec, device: torch.device | str) -> Verdict:
+def _verdict(entry: BackendEntry, groups: Groups, caches: Caches, device: torch.device | str) -> Verdict:
     priority = entry.priority
     try:
         backend = get_backend(entry.name)
         priority = backends[entry.name].priority  # the import may have stated it
-        rejections = _rejections(backend, groups, cache, device)
+        cache, rejections = _fitting(backend, groups, caches, device)
     except BackendImportError as error:
         reason = f"{error.reason}. Try: {error.fix}"
         if not entry.module:
             return Verdict(entry.name, priority, import_error=reason)
         backend = get_class(entry)
         # Kernels that would not run here, or not for such layers, need not be installed: that reason helps more.
-        known = _rejections(backend, groups, cache, device)
-        rejections = tuple(each for each in known if each.rejection.code in ("device", "mla"))
+        _, known = _fitting(backend, groups, caches, device)
+        cache, rejections = None, tuple(each for each in known if each.rejection.code in ("device", "mla"))
         if not rejections:
             return Verdict(entry.name, priority, import_error=reason, is_candidate=_is_candidate(backend, groups))
-    return Verdict(entry.name, priority, rejections, is_candidate=_is_candidate(backend, groups))
+    return Verdict(entry.name, priority, rejections, is_candidate=_is_candidate(backend, groups), cache=cache)
+
+
+def _fitting(
+    backend: type[AttentionBackend], groups: Groups, caches: Caches, device: torch.device | str
+) -> tuple[KVCacheSpec | None, tuple[LayerRejection, ...]]:
+    """The first cache that a backend serves the layers with, or what it refuses of the first of all."""
+    refused: list[tuple[LayerRejection, ...]] = []
+    for cache in caches if isinstance(caches, Sequence) else [caches]:
+        refused.append(_rejections(backend, groups, cache, device))
+        if not refused[-1]:
+            return cache, ()
+    return None, refused[0]
 
 
 def _rejections(

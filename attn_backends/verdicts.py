@@ -10,6 +10,7 @@ from attn_backends.entries import get_backend
 
 if TYPE_CHECKING:
     from attn_backends.interface import AttentionBackend, Rejection
+    from attn_backends.spec import KVCacheSpec
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Verdict:
     rejections: tuple[LayerRejection, ...] = ()
     import_error: str | None = None
     is_candidate: bool = True  # of AUTO: False for the MLA family where all layers are plain, and for others in MLA
+    cache: KVCacheSpec | None = None  # the first of those given that it serves, None: it serves none
 
     @property
     def usable(self) -> bool:
@@ -50,11 +52,12 @@ class Selection:
 
     name: str
     backend: type[AttentionBackend]
+    cache: KVCacheSpec  # the first of those given that it serves
     verdicts: tuple[Verdict, ...]  # of every backend that was asked, the chosen one last
     reason: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _selection, (self.name, self.verdicts, self.reason)
+        return _selection, (self.name, self.cache, self.verdicts, self.reason)
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Explanation:
             {
                 "name": verdict.name,
                 "usable": verdict.usable,
+                "page_size": verdict.cache and verdict.cache.page_size,
                 "priority": verdict.priority,
                 "import_error": verdict.import_error,
                 "rejections": [asdict(found.rejection) | {"layers": [*found.layers]} for found in verdict.rejections],
@@ -81,5 +85,5 @@ class Explanation:
         return {"asked": self.asked, "chosen": self.chosen, "reason": self.reason, "backends": rows}
 
 
-def _selection(name: str, verdicts: tuple[Verdict, ...], reason: str) -> Selection:
-    return Selection(name, get_backend(name), verdicts, reason)
+def _selection(name: str, cache: KVCacheSpec, verdicts: tuple[Verdict, ...], reason: str) -> Selection:
+    return Selection(name, get_backend(name), cache, verdicts, reason)

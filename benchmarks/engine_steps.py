@@ -23,7 +23,7 @@ from gpu_harness import installed, reason
 from harness import report, write
 from random_models import SHAPES, random_model
 
-from attn_backends import LLM, EngineConfig, SamplingParams, Unsupported, get_backend
+from attn_backends import LLM, EngineConfig, SamplingParams, Unsupported
 from attn_backends.engine.checkpoint import DEFAULT_MODEL, silent
 from attn_backends.entries import AUTO
 
@@ -74,19 +74,12 @@ def kernels(llm: LLM, count: int, prompt_tokens: int) -> list[dict[str, object]]
     return sorted(rows, key=lambda row: -row["us a step"])  # type: ignore[operator]
 
 
-def page_size(backend: str, wanted: int) -> int:
-    """The wanted page size, or what the backend has instead."""
-    sizes = None if backend == AUTO else get_backend(backend).capabilities().page_sizes
-    return wanted if sizes is None or wanted in sizes else max(sizes)
-
-
 def engine(arguments: argparse.Namespace, backend: str, settings: dict[str, Any]) -> LLM:
     """An engine over the model, with settings of a mode; graphs of the measured sizes alone."""
     graphs = {"mode": "full" if arguments.device == "cuda" else "none", "sizes": arguments.requests}
     given: dict[str, Any] = {
         "device": arguments.device, "dtype": arguments.dtype, "backend": backend,
-        "cache": {"prefix_caching": False, "memory": arguments.memory,
-                  "page_size": page_size(backend, arguments.page_size)},
+        "cache": {"prefix_caching": False, "memory": arguments.memory, "page_size": arguments.page_size},
     }  # fmt: skip
     given |= settings
     given["graphs"] = graphs | settings.get("graphs", {})
@@ -137,7 +130,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--backend", nargs="+", type=str.upper, default=[AUTO])
-    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--page-size", type=int, help="what the engine takes if not given")
     parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")

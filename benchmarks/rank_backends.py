@@ -4,8 +4,8 @@
 
 It reads the decode shapes of results/attention_all.json and results/mla_attention.json; of the latter whole layers, as
 products before one kernel can take longer than before another. Of a backend with several providers the fastest counts.
-Then it prints what AUTO takes by that table at every shape of both, from pages of 16 and of 64, and how long that takes
-beside the fastest backend of any page size.
+Then it prints what AUTO takes by that table at every shape of both, from pages of any size, of 16 and of 64, and how
+long that takes beside the fastest backend of all.
 """
 
 from __future__ import annotations
@@ -71,14 +71,16 @@ def choices() -> list[dict[str, Any]]:
         spec = MLASpec(shape.heads[0]) if is_mla else AttentionSpec(*shape.heads)
         found = nearest(plan_groups({0: spec}), Load(len(shape.seq_lens), shape.seq_lens[0]))
         entries = fastest_first((backends[name] for name in us), found)
-        for page_size in (16, 64):
+        for page_size in (None, 16, 64):
             taken = next(entry.name for entry in entries if has_page_size(entry, page_size))
-            made.append({"shape": shape.name, "page size": page_size, "AUTO": taken, "us": us[taken],
+            made.append({"shape": shape.name, "page size": page_size or "any", "AUTO": taken, "us": us[taken],
                          "vs fastest": us[taken] / min(us.values())})  # fmt: skip
     return made
 
 
-def has_page_size(entry: BackendEntry, page_size: int) -> bool:
+def has_page_size(entry: BackendEntry, page_size: int | None) -> bool:
+    if page_size is None:  # each backend has its own
+        return True
     can = get_class(entry).capabilities()
     return page_size in (can.page_sizes or {page_size}) and page_size % can.page_size_multiple == 0
 

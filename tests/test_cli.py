@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -137,6 +138,7 @@ def test_explain(tmp_path: Path) -> None:
     text = run("explain", "--config", str(config)).stdout
     assert "head_dim: got 80; supported: 64. Choose a backend that takes this head_dim. (layer 1)" in text
     assert "chosen: TORCH" in text
+    assert re.search(r"TORCH +. yes +. 32 ", text)
     refused = run("explain", "--config", str(config), "--backend", "narrow", "--json")
     assert refused.exit_code == 1
     assert json.loads(refused.stdout)["chosen"] is None

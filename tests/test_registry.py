@@ -8,6 +8,7 @@ import logging
 import pickle
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -297,6 +298,22 @@ def test_auto_refuses_with_every_backends_reasons() -> None:
     assert "supported: 64 (NARROW)" in text
     assert "(TORCH)" in text
     assert "import: got MISSING" in text
+
+
+def test_of_several_caches_each_backend_has_the_first_that_it_serves() -> None:
+    caches = [replace(CACHE, page_size=page_size) for page_size in (8, 32, 64)]
+    register_backend("NARROW", fake_backend("NARROW", head_dims={64}, page_sizes={64}), priority=30)
+    register_backend("LARGE", fake_backend("LARGE", page_sizes={32, 64}), priority=20)
+    selection = select_backend("AUTO", SPECS, caches, "cpu")
+    assert (selection.name, selection.cache) == ("LARGE", caches[1])
+    assert pickle.loads(pickle.dumps(selection)).cache == caches[1]
+    assert select_backend("TORCH", SPECS, caches, "cpu").cache == caches[0]
+    assert select_backend("TORCH", SPECS, CACHE, "cpu").cache == CACHE
+    rows = {row["name"]: row for row in explain("AUTO", SPECS, caches, "cpu").to_dict()["backends"]}
+    assert [rows[name]["page_size"] for name in ("TORCH", "LARGE", "NARROW")] == [8, 32, None]
+    register_backend("HUGE", fake_backend("HUGE", page_sizes={128, 256}))
+    with pytest.raises(Unsupported, match="page_size: got 8; supported: 128, 256"):
+        select_backend("HUGE", SPECS, caches, "cpu")
 
 
 def test_explain_is_the_same_as_data() -> None:

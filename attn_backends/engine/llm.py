@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,8 +21,12 @@ from attn_backends.engine.runner import ModelRunner
 from attn_backends.engine.sampler import OnTheirWay, Sampler
 from attn_backends.engine.scheduler import ScheduledBatch, Scheduler
 from attn_backends.kv_cache import page_bytes
+from attn_backends.mla_spec import MLASpec
 from attn_backends.registry import AUTO, Load, get_backend, select_backend, validate_options
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
+
+PAGE_SIZES = (16, 32, 64, 128, 256)  # tried in this order where the config leaves it open
+MEASURED_LATENT = (64, 32)  # MLA on a GPU tries these first: with them its backends were measured
 
 
 @dataclass
@@ -65,24 +69,24 @@ class LLM:
         self.stats = Stats()
         self._have_ended: list[Request] = []  # and have not been handed out yet
         specs = {layer: with_cache_dtype(probe.spec, config) for layer, probe in model.layers.items()}
-        trial = KVCacheSpec(1, config.cache.page_size, config.cache.layout)
         load = Load(config.scheduler.max_num_requests, config.scheduler.max_model_len or model.max_model_len)
-        self.selection = select_backend(config.backend, specs, trial, device, load)
-        backend = self.selection.backend
+        self.selection = select_backend(config.backend, specs, possible_caches(specs, config, device), device, load)
+        backend, page_size = self.selection.backend, self.selection.cache.page_size
         options = validate_options(self.selection.name, config.backend_options)
         max_model_len = min(model.max_model_len, config.scheduler.max_model_len or model.max_model_len)
-        self.kv_bytes_per_token = page_bytes(backend, specs, trial) // config.cache.page_size
+        one_page = page_bytes(backend, specs, replace(self.selection.cache, num_pages=1))
+        self.kv_bytes_per_token = one_page // page_size
         # What keys and values of every head take: where latent rows are cached instead, more than that.
         self.expanded_kv_bytes_per_token = sum(
             s.num_kv_heads * (s.head_dim + s.head_dim_vo) * s.cache_dtype.itemsize for s in specs.values()
         )
-        num_pages = config.cache.num_pages or config.cache.memory_bytes // page_bytes(backend, specs, trial)
+        num_pages = config.cache.num_pages or config.cache.memory_bytes // one_page
         if num_pages < 1:
             raise ValueError(
-                f"cache.memory is {config.cache.memory_bytes} bytes, and one page takes "
-                f"{page_bytes(backend, specs, trial)}: raise cache.memory or lower cache.page_size"
+                f"cache.memory is {config.cache.memory_bytes} bytes, and one page of {page_size} tokens takes "
+                f"{one_page}: raise cache.memory or lower cache.page_size"
             )
-        cache = KVCacheSpec(num_pages, config.cache.page_size, config.cache.layout)
+        cache = replace(self.selection.cache, num_pages=num_pages)
         limits = Limits(config.scheduler.max_num_requests, config.scheduler.max_num_tokens, max_model_len)
         self.allocator = PageAllocator(num_pages, cache.page_size, config.cache.prefix_caching)
         self.scheduler = Scheduler(config.scheduler, self.allocator, max_model_len)
@@ -330,6 +334,19 @@ def resolve_device(device: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {device!r} cannot be used here: {error}. Use auto, cpu or cuda") from error
     return torch.device(device)
+
+
+def possible_caches(
+    specs: Mapping[int, AttentionSpec], config: EngineConfig, device: torch.device
+) -> list[KVCacheSpec]:
+    """What the pool may be, best first: the config's page size, or several if it leaves that open."""
+    cache = config.cache
+    sizes: tuple[int, ...] = PAGE_SIZES
+    if device.type == "cuda" and any(isinstance(spec, MLASpec) for spec in specs.values()):
+        sizes = (*MEASURED_LATENT, *sizes)
+    if cache.page_size is not None:
+        sizes = (cache.page_size,)
+    return [KVCacheSpec(cache.num_pages or 1, size, cache.layout) for size in dict.fromkeys(sizes)]
 
 
 def with_cache_dtype(spec: AttentionSpec, config: EngineConfig) -> AttentionSpec:

@@ -18,7 +18,7 @@ WIDTHS: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_
 PROMPTS = ["a", "the quick brown fox", "xyz" * 25, "the quick brown dog"]  # one is longer than a page of 64
 LONG = SamplingParams(max_tokens=10, ignore_eos=True)
 SCHEDULER = {"max_num_tokens": 24, "max_num_requests": 4}
-POOLS = {"FLASHMLA": {"num_pages": 8, "page_size": 64}, "FLASHINFER_MLA": {"num_pages": 50, "page_size": 4}}
+POOLS = {"FLASHMLA": {"num_pages": 8}, "FLASHINFER_MLA": {"num_pages": 50, "page_size": 4}}
 
 PLACES = [
     pytest.param("FLASHMLA_EMULATED", "cpu", id="flashmla"),

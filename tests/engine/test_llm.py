@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from attn_backends import LLM, EngineConfig, SamplingParams
+from attn_backends import LLM, AttentionSpec, EngineConfig, MLASpec, SamplingParams
 from attn_backends.backends.torch import TorchMetadata, TorchMetadataBuilder
+from attn_backends.engine.llm import possible_caches
 from attn_backends.engine.scheduler import ScheduledBatch
 from attn_backends.testing.graph_simulator import GraphSimulator
 from tests.tiny_models import save_tiny
@@ -179,7 +180,7 @@ def test_the_pool_is_allocated_once_within_the_bytes_asked_for(tiny_llama: Path)
 
 
 def test_a_pool_without_room_for_one_page_is_refused(tiny_llama: Path) -> None:
-    with pytest.raises(ValueError, match=r"one page takes 16384: raise cache\.memory"):
+    with pytest.raises(ValueError, match=r"one page of 16 tokens takes 16384: raise cache\.memory"):
         engine(tiny_llama, cache={"memory": 1000})
 
 
@@ -291,3 +292,17 @@ def test_a_gpu_gives_the_same_tokens(tmp_path: Path, family: str) -> None:
     small = {"num_pages": 16, "page_size": 4}
     on_gpu = engine(folder, device="cuda", cache=small, scheduler={"max_num_tokens": 9})
     assert tokens(on_gpu, PROMPTS) == tokens(engine(folder, device="cpu"), PROMPTS)
+
+
+def test_page_sizes_that_an_engine_may_take() -> None:
+    plain, latent = {0: AttentionSpec(4, 2, 64)}, {0: MLASpec(16)}
+
+    def sizes(specs: dict[int, AttentionSpec], device: str, **cache: int) -> list[int]:
+        config = EngineConfig.model_validate({"cache": cache})
+        caches = possible_caches(specs, config, torch.device(device))
+        assert {found.num_pages for found in caches} == {cache.get("num_pages", 1)}
+        return [found.page_size for found in caches]
+
+    assert sizes(plain, "cuda") == sizes(plain, "cpu", num_pages=3) == sizes(latent, "cpu") == [16, 32, 64, 128, 256]
+    assert sizes(latent, "cuda") == [64, 32, 16, 128, 256]
+    assert sizes(latent, "cuda", page_size=8) == [8]
