@@ -262,6 +262,7 @@ def layer_specs(config: EngineConfig, device: torch.device) -> dict[int, Attenti
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=config.trust_remote_code
         )
+        model.set_experts_implementation("batched_mm")  # the others do not run without weights in every dtype
     use_latent_attention(model)
     return {layer: probe.spec for layer, probe in probe_layers(model.eval()).items()}
 

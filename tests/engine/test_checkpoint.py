@@ -13,6 +13,7 @@ from attn_backends import EngineConfig
 from attn_backends.engine import checkpoint
 from attn_backends.engine.checkpoint import ModelError, cache_folder, find_model
 from attn_backends.engine.hf import convert_gguf, layer_specs, load_model
+from tests.tiny_models import save_tiny
 
 CPU = torch.device("cpu")
 
@@ -112,3 +113,10 @@ def test_layer_specs_need_no_weights(folder: Path) -> None:
     assert layer_specs(EngineConfig(model=str(folder)), CPU) == {
         layer: probe.spec for layer, probe in loaded.layers.items()
     }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2"])
+def test_layer_specs_of_models_with_experts(tmp_path: Path, family: str, dtype: str) -> None:
+    specs = layer_specs(EngineConfig(model=str(save_tiny(tmp_path, family)), dtype=dtype), CPU)
+    assert {layer: spec.dtype for layer, spec in specs.items()} == dict.fromkeys(range(4), getattr(torch, dtype))
