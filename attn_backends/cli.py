@@ -178,11 +178,10 @@ def _explanation(config: EngineConfig) -> Explanation:
 
     if config.backend.upper() != AUTO:
         get_entry(config.backend)  # an unknown name is said at once, before transformers and a model are read
-    from attn_backends.engine.hf import layer_specs
-    from attn_backends.engine.llm import possible_caches, resolve_device, with_cache_dtype
+    from attn_backends.engine.llm import attention_specs, possible_caches, resolve_device
 
     device = resolve_device(config.device)
-    specs = {layer: with_cache_dtype(spec, config) for layer, spec in layer_specs(config, device).items()}
+    specs = attention_specs(config, device)
     load = Load(config.scheduler.max_num_requests, config.scheduler.max_model_len or Load().num_keys)
     explanation = explain(config.backend, specs, possible_caches(specs, config, device), device, load)
     if explanation.chosen:

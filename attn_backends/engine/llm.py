@@ -13,7 +13,7 @@ from attn_backends.config import EngineConfig, SamplingParams
 from attn_backends.cuda_graphs import GraphRecorder
 from attn_backends.engine.checkpoint import Report, silent
 from attn_backends.engine.detokenizer import Detokenizer
-from attn_backends.engine.hf import LoadedModel, load_model
+from attn_backends.engine.hf import LoadedModel, layer_specs, load_model
 from attn_backends.engine.outputs import Prompt, RequestOutput, Stats, TextChunk
 from attn_backends.engine.page_allocator import PageAllocator
 from attn_backends.engine.request import Request
@@ -22,7 +22,7 @@ from attn_backends.engine.sampler import OnTheirWay, Sampler
 from attn_backends.engine.scheduler import ScheduledBatch, Scheduler
 from attn_backends.kv_cache import page_bytes
 from attn_backends.mla_spec import MLASpec
-from attn_backends.registry import AUTO, Load, get_backend, select_backend, validate_options
+from attn_backends.registry import AUTO, Load, get_entry, select_backend, validate_options
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
 
 PAGE_SIZES = (16, 32, 64, 128, 256)  # tried in this order where the config leaves it open
@@ -128,9 +128,11 @@ class LLM:
         config = config or EngineConfig()
         if model is not None:
             config = config.model_copy(update={"model": str(model)})
-        if config.backend.upper() != AUTO:
-            get_backend(config.backend)  # a wrong name or a missing package is said before the weights are read
         device = resolve_device(config.device)
+        if config.backend.upper() != AUTO:  # it refuses before the weights are read
+            get_entry(config.backend)
+            specs = attention_specs(config, device)
+            select_backend(config.backend, specs, possible_caches(specs, config, device), device)
         loaded = load_model(config, device, report)
         if config.compile == "model":
             from attn_backends.engine.compiled import compile_model  # loads the compiler: half a second
@@ -334,6 +336,11 @@ def resolve_device(device: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {device!r} cannot be used here: {error}. Use auto, cpu or cuda") from error
     return torch.device(device)
+
+
+def attention_specs(config: EngineConfig, device: torch.device) -> dict[int, AttentionSpec]:
+    """What the layers of the config's model ask for, over the config's cache. No weights are read."""
+    return {layer: with_cache_dtype(spec, config) for layer, spec in layer_specs(config, device).items()}
 
 
 def possible_caches(

@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from attn_backends import LLM, AttentionSpec, EngineConfig, MLASpec, SamplingParams
+from attn_backends import LLM, AttentionSpec, EngineConfig, MLASpec, SamplingParams, Unsupported
 from attn_backends.backends.torch import TorchMetadata, TorchMetadataBuilder
 from attn_backends.engine.llm import possible_caches
 from attn_backends.engine.scheduler import ScheduledBatch
+from attn_backends.registry import UnknownBackendError
 from attn_backends.testing.graph_simulator import GraphSimulator
 from tests.tiny_models import save_tiny
 
@@ -292,6 +293,14 @@ def test_a_gpu_gives_the_same_tokens(tmp_path: Path, family: str) -> None:
     small = {"num_pages": 16, "page_size": 4}
     on_gpu = engine(folder, device="cuda", cache=small, scheduler={"max_num_tokens": 9})
     assert tokens(on_gpu, PROMPTS) == tokens(engine(folder, device="cpu"), PROMPTS)
+
+
+def test_a_named_backend_refuses_before_weights_are_read(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_backends.engine.llm.load_model", None)
+    with pytest.raises(Unsupported, match="mla: got plain attention"):
+        engine(tiny_llama, backend="TORCH_MLA")
+    with pytest.raises(UnknownBackendError):
+        engine(tiny_llama, backend="TORCHH")
 
 
 def test_page_sizes_that_an_engine_may_take() -> None:
