@@ -83,10 +83,9 @@ def select_backend(
     for entry in _auto_entries(measured) if is_auto else [get_entry(name)]:
         verdict = _verdict(entry, groups, cache, device)
         verdicts.append(verdict)
-        if verdict.usable:
+        if verdict.cache is not None:
             asked = [verdict for verdict in verdicts if verdict.is_candidate]
             reason = _reason(name, asked, measured)
-            assert verdict.cache is not None
             return Selection(entry.name, get_backend(entry.name), verdict.cache, tuple(asked), reason)
         if verdict.import_error and not is_auto:
             get_backend(name)  # raises: only with AUTO a missing package is a verdict

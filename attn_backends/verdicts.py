@@ -38,7 +38,7 @@ class Verdict:
 
     @property
     def usable(self) -> bool:
-        return not self.rejections and self.import_error is None
+        return self.cache is not None
 
     @property
     def reasons(self) -> list[str]:
