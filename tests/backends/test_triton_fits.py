@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,14 @@ def constants_of(spec: AttentionSpec, page_size: int, **tile: int) -> dict[str, 
             **dims, **tile}  # fmt: skip
 
 
+def prefill_of(spec: AttentionSpec, page_size: int, room: int) -> tuple[Any, dict[str, Any]]:
+    """The tile, and the kernel's constants; a page size of 0 stands for prompts."""
+    tile = tuning.prefill_tile(spec, KVCacheSpec(16, 16), None, room, "prefill" if page_size else "prompt")
+    tokens = max(1, tile.rows // spec.group_size)
+    sizes = {"TOKENS": tokens, "ROWS": tile.rows, "KEYS": tile.keys, "STAGES": tile.stages}
+    return tile, constants_of(spec, page_size, **sizes)
+
+
 def tensors_of(spec: AttentionSpec) -> dict[str, str]:
     name, cached = (f"*{TRITON_NAMES[dtype]}" for dtype in (spec.dtype, spec.cache_dtype))
     return {"query": name, "output": name, "key_cache": cached, "value_cache": cached}
@@ -97,16 +106,27 @@ def tensors_of(spec: AttentionSpec) -> dict[str, str]:
 def test_prefill_fits_as_compiled(spec: AttentionSpec, page_size: int, capability: int, room: int) -> None:
     from attn_backends.backends.triton.prefill_kernel import prefill_kernel
 
-    tile = tuning.prefill_tile(spec, KVCacheSpec(16, 16), None, room, "prefill" if page_size else "prompt")
-    tokens = max(1, tile.rows // spec.group_size)
-    sizes = {"TOKENS": tokens, "ROWS": tile.rows, "KEYS": tile.keys, "STAGES": tile.stages}
-    constants = constants_of(spec, page_size, **sizes)
+    tile, constants = prefill_of(spec, page_size, room)
     types = tensors_of(spec)
     assert shared_bytes(prefill_kernel, types, constants | WITHOUT_BLOCKS, tile.warps, capability) <= room
     if capability >= 90 and spec.cache_dtype is spec.dtype:
         blocks = {"key_blocks": spec.head_dim, "value_blocks": spec.head_dim_vo}
         types |= {name: f"tensordesc<bf16[{tile.keys}, {split.padded(dim)}]>" for name, dim in blocks.items()}
         assert shared_bytes(prefill_kernel, types, constants, tile.warps, capability) <= room
+
+
+@pytest.mark.parametrize("page_size", [16, 0])
+@pytest.mark.parametrize("dims", [(256, 16), (64, 32), (32, 16), (16, 128)], ids=str)
+def test_keys_and_values_lie_in_shared_memory_alike(dims: tuple[int, int], page_size: int) -> None:
+    """See `block_dims`."""
+    from triton.compiler import ASTSource
+
+    from attn_backends.backends.triton.prefill_kernel import prefill_kernel
+
+    spec = spec_of(*dims, torch.bfloat16)
+    tile, constants = prefill_of(spec, page_size, HOPPER)
+    made = _compiled(ASTSource, prefill_kernel, tensors_of(spec), constants | WITHOUT_BLOCKS, tile.warps, 90)
+    assert len(set(re.findall(r"swizzlingByteWidth = \d+", made.asm["ttgir"]))) == 1
 
 
 @pytest.mark.parametrize(
