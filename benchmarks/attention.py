@@ -35,8 +35,8 @@ from paged_problem import Call, Contender, Problem, Shape, make_contender, make_
 from plain_read import make_read
 
 from attn_backends import get_backend, plan_groups, select_backend
-from attn_backends.backends.flash_attn.fa4 import PROVIDERS
 from attn_backends.backends.flash_attn.provider import choose
+from attn_backends.backends.flash_attn.providers import PROVIDERS
 from attn_backends.batch_views import without_new_keys
 from attn_backends.interface import AttentionBackend, AttentionImpl, AttentionStep, CudaGraphSupport
 from attn_backends.kv_cache import gather_slots

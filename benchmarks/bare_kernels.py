@@ -14,6 +14,7 @@ import torch
 from paged_problem import Call, Contender, Problem, make_contender
 
 from attn_backends import AttentionSpec, CommonAttentionMetadata
+from attn_backends.backends.flash_attn.call import window_of
 from attn_backends.kv_cache import gather_slots
 
 WORKSPACE_BYTES = 512 << 20  # of FlashInfer; its own advice is 128 MB, which graphs of many rows overflow
@@ -143,7 +144,7 @@ def fa3(problem: Problem, scheduled: bool) -> Call:
 
     common, spec = problem.common, problem.spec
     lens: dict[str, Any] = {"max_seqlen_q": common.max_query_len, "max_seqlen_k": common.max_seq_len,
-                            "window_size": _window(spec)}  # fmt: skip
+                            "window_size": window_of(spec, causal=True)}  # fmt: skip
     schedule = None
     if scheduled:
         schedule = get_scheduler_metadata(
@@ -165,7 +166,7 @@ def fa2_decode(problem: Problem) -> Call:
     return lambda i: flash_attn_with_kvcache(
         problem.queries[i][:, None], *problem.caches[i], cache_seqlens=common.seq_lens,
         block_table=common.page_table, softmax_scale=problem.spec.scale, causal=True,
-        window_size=_window(problem.spec),
+        window_size=window_of(problem.spec, causal=True),
     )  # fmt: skip
 
 
@@ -177,13 +178,8 @@ def fa2_prefill(problem: Problem) -> Call:
     return lambda i: flash_attn_varlen_func(
         problem.queries[i], *problem.caches[i], common.query_start_loc, starts, common.max_query_len,
         common.max_seq_len, softmax_scale=problem.spec.scale, causal=True, block_table=common.page_table,
-        window_size=_window(problem.spec),
+        window_size=window_of(problem.spec, causal=True),
     )  # fmt: skip
-
-
-def _window(spec: AttentionSpec) -> tuple[int, int]:
-    """As FlashAttention takes it: keys before a query's own, and after."""
-    return (spec.window_left, 0) if spec.window_left >= 0 else (-1, -1)
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,13 @@ from typing import Any
 
 import attention
 import mla_attention
+import torch
 from harness import RESULTS, print_table
 from mla_problem import MLAShape
 
-from attn_backends import AttentionSpec, MLASpec, plan_groups
+from attn_backends import AttentionSpec, KVCacheSpec, MLASpec, plan_groups
 from attn_backends.entries import BackendEntry, backends, get_class
+from attn_backends.interface import mismatches
 from attn_backends.measured import Load, __file__ as measured_file, fastest_first, nearest
 
 TABLE = measured_file.replace(".py", ".json")
@@ -72,17 +74,17 @@ def choices() -> list[dict[str, Any]]:
         found = nearest(plan_groups({0: spec}), Load(len(shape.seq_lens), shape.seq_lens[0]))
         entries = fastest_first((backends[name] for name in us), found)
         for page_size in (None, 16, 64):
-            taken = next(entry.name for entry in entries if has_page_size(entry, page_size))
+            taken = next(entry.name for entry in entries if serves_pages_of(page_size, entry, spec))
             made.append({"shape": shape.name, "page size": page_size or "any", "AUTO": taken, "us": us[taken],
                          "vs fastest": us[taken] / min(us.values())})  # fmt: skip
     return made
 
 
-def has_page_size(entry: BackendEntry, page_size: int | None) -> bool:
+def serves_pages_of(page_size: int | None, entry: BackendEntry, spec: AttentionSpec) -> bool:
     if page_size is None:  # each backend has its own
         return True
-    can = get_class(entry).capabilities()
-    return page_size in (can.page_sizes or {page_size}) and page_size % can.page_size_multiple == 0
+    can, cache = get_class(entry).capabilities(), KVCacheSpec(1, page_size)
+    return all(found.code != "page_size" for found in mismatches(can, spec, cache, torch.device("cuda")))
 
 
 def main() -> None:

@@ -87,7 +87,7 @@ def _flash_attn(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in {**flash_attn.MODULES, **vllm_flash_attn.MODULES}.items():
         monkeypatch.setitem(sys.modules, name, module)
     providers = [emulated(VllmFa3), emulated(FlashAttn2)]
-    for where in ("state.FlashAttnState.providers", "backend.FlashAttnBackend.providers", "fa4.PROVIDERS"):
+    for where in ("state.FlashAttnState.providers", "backend.FlashAttnBackend.providers", "providers.PROVIDERS"):
         monkeypatch.setattr(f"attn_backends.backends.flash_attn.{where}", providers)
     for name, value in {"PROVIDERS": providers, "PROVIDER_CAN": {p.name: p.capabilities() for p in providers}}.items():
         monkeypatch.setattr(load("attention"), name, value)

@@ -15,9 +15,10 @@ from attn_backends import AttentionSpec, KVCacheSpec, Limits, Unsupported, get_b
 from attn_backends.backends.flash_attn.backend import FlashAttnBackend
 from attn_backends.backends.flash_attn.fa2 import FlashAttn2
 from attn_backends.backends.flash_attn.fa3 import FlashAttnInterface, VllmFa3
-from attn_backends.backends.flash_attn.fa4 import PROVIDERS, FlashAttn4, is_known
+from attn_backends.backends.flash_attn.fa4 import FlashAttn4, is_known
 from attn_backends.backends.flash_attn.options import FlashAttnOptions
 from attn_backends.backends.flash_attn.provider import choose
+from attn_backends.backends.flash_attn.providers import PROVIDERS
 from attn_backends.backends.flash_attn.state import FlashAttnState, FlashAttnStep
 from attn_backends.config_errors import ConfigError
 from attn_backends.entries import BackendImportError, get_entry

@@ -9,5 +9,6 @@ call.py       what every provider is called with
 provider.py   what a provider is, and how one is chosen
 fa2.py        FlashAttention 2: `flash_attn`, or as vLLM builds it
 fa3.py        FlashAttention 3: `flash_attn_interface`, or as vLLM builds it
-fa4.py        FlashAttention 4, on Hopper: `flash-attn-4`; and the order of them all
+fa4.py        FlashAttention 4, on Hopper: `flash-attn-4`
+providers.py  all of them, best first
 """

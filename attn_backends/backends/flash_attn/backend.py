@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import torch
 
-from attn_backends.backends.flash_attn.fa4 import PROVIDERS
 from attn_backends.backends.flash_attn.impl import FlashAttnImpl
 from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata, FlashAttnMetadataBuilder
 from attn_backends.backends.flash_attn.provider import Provider, choose, together
+from attn_backends.backends.flash_attn.providers import PROVIDERS
 from attn_backends.backends.flash_attn.state import FlashAttnState
 from attn_backends.interface import AttentionBackend, Capabilities, Rejection, Unsupported, mismatches
 from attn_backends.spec import AttentionSpec, KVCacheSpec

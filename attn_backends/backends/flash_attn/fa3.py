@@ -17,7 +17,6 @@ from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 _TILE = 64  # keys, at least
-_WHOLE_TILES = "FlashAttention 3 lets NaN behind a row's end, in pages that are whole tiles, into its output."
 
 
 class FlashAttention3(Provider):
@@ -35,13 +34,13 @@ class FlashAttention3(Provider):
             min_compute_capability=(9, 0),
         )  # fmt: skip
 
+    def why_not_pages_of(self, page_size: int) -> str:
+        if page_size % _TILE:
+            return ""
+        return "FlashAttention 3 lets NaN behind a row's end, in pages that are whole tiles, into its output."
+
     def reject(self, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device) -> list[Rejection]:
-        found = [
-            replace(each, hint=f"{each.hint} {_WHOLE_TILES}")
-            if each.code == "page_size" and cache.page_size % _TILE == 0
-            else each
-            for each in super().reject(spec, cache, device)
-        ]
+        found = super().reject(spec, cache, device)
         if spec.cache_dtype is FP8 and spec.dtype is torch.float16 and not found:
             found.append(Rejection("cache_dtype", "float8_e4m3fn with float16", "float8_e4m3fn with bfloat16",
                                    "Its kernels give bfloat16 over an fp8 cache: load the model in that."))  # fmt: skip

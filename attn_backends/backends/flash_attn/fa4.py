@@ -5,18 +5,15 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from attn_backends.backends.flash_attn.call import Call, LayerConstants
-from attn_backends.backends.flash_attn.fa2 import FlashAttn2, VllmFa2, empty_idle_rows
-from attn_backends.backends.flash_attn.fa3 import FlashAttnInterface, VllmFa3
+from attn_backends.backends.flash_attn.fa2 import empty_idle_rows
 from attn_backends.backends.flash_attn.provider import COMMON, Provider, ProviderError
-from attn_backends.interface import Capabilities, Rejection
-from attn_backends.spec import AttentionSpec, KVCacheSpec
+from attn_backends.interface import Capabilities
 
 PACKAGE = "flash-attn-4"
 KNOWN = f"{PACKAGE} 4.0.0b36 to below 4.1"
@@ -26,7 +23,6 @@ ARGUMENTS = frozenset({
     "causal", "softcap", "window_size_left", "window_size_right", "learnable_sink", "num_splits", "return_lse", "out",
 })  # fmt: skip
 TILES = frozenset({64, 80, 96, 112, 128})  # keys of one, by head dim and mask
-_WHOLE_TILES = "FlashAttention 4 lets NaN behind a row's end, in pages as long as its tiles, into its output."
 
 
 class FlashAttn4(Provider):
@@ -58,13 +54,10 @@ class FlashAttn4(Provider):
     def capabilities(self) -> Capabilities:
         return replace(COMMON, head_dims=self.head_dims, page_sizes=self.page_sizes, min_compute_capability=(9, 0))
 
-    def reject(self, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device) -> list[Rejection]:
-        return [
-            replace(each, hint=f"{each.hint} {_WHOLE_TILES}")
-            if each.code == "page_size" and cache.page_size in TILES
-            else each
-            for each in super().reject(spec, cache, device)
-        ]
+    def why_not_pages_of(self, page_size: int) -> str:
+        if page_size not in TILES:
+            return ""
+        return "FlashAttention 4 lets NaN behind a row's end, in pages as long as its tiles, into its output."
 
     def attend(
         self,
@@ -100,7 +93,3 @@ def is_known(version: str) -> bool:
         return False
     patch, stage, number = found.groups()
     return (int(patch), stage or "release", int(number or 0)) >= (0, "b", 36)
-
-
-# Best first, as measured; the last has not been timed, and does not split keys.
-PROVIDERS: Sequence[Provider] = (VllmFa3(), FlashAttnInterface(), FlashAttn2(), VllmFa2(), FlashAttn4())

@@ -92,12 +92,20 @@ class Provider(ABC):
     def capabilities(self) -> Capabilities:
         """What its kernels honour."""
 
+    def why_not_pages_of(self, page_size: int) -> str:
+        """What else to say where such pages are refused."""
+        return ""
+
     def reject(self, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device) -> list[Rejection]:
         """Every reason why it cannot serve such a layer here."""
         missing = self.missing()
         if missing is not None:
             return [missing]
-        found = mismatches(self.capabilities(), spec, cache, device)
+        why = self.why_not_pages_of(cache.page_size)
+        found = [
+            replace(each, hint=f"{each.hint} {why}") if why and each.code == "page_size" else each
+            for each in mismatches(self.capabilities(), spec, cache, device)
+        ]
         if spec.cache_dtype in HALF and spec.dtype in HALF and spec.cache_dtype is not spec.dtype:
             told = str(spec.dtype).removeprefix("torch.")
             found.append(Rejection("cache_dtype", str(spec.cache_dtype).removeprefix("torch."), told,

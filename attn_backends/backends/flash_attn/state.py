@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 
 from attn_backends.backends.flash_attn.call import Call, Rows
-from attn_backends.backends.flash_attn.fa4 import PROVIDERS
 from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata, graph_metadata
 from attn_backends.backends.flash_attn.options import FlashAttnOptions
 from attn_backends.backends.flash_attn.provider import Provider, choose
+from attn_backends.backends.flash_attn.providers import PROVIDERS
 from attn_backends.capturing_state import CapturingState
 from attn_backends.cuda_graphs import CudaRecorder, without_python
 from attn_backends.derive import StepBuffers
