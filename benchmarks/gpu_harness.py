@@ -20,6 +20,8 @@ from attn_backends.cuda_graphs import CudaRecorder
 FRONT_BYTES = 1 << 30
 TURN_US = 5_000  # that one turn of a contender takes, about
 MOST_REPLAYS = 50  # in one turn
+SLOW = 10  # times as long as the median contender
+SLOW_ROUNDS = 3
 PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn", "vllm", "numpy")
 
 Run = Callable[[], object]
@@ -85,24 +87,31 @@ def rounds_us(
     """Time of one replay of each contender, in microseconds, in each of some rounds in which all have their turn.
 
     Every round has an order of its own: what ran before has heated the GPU, more or less, and its clock follows.
-    `twins` are to be compared: they follow one another, in either order.
+    `twins` are to be compared: they follow one another, in either order. Those that take ten times as long as
+    the median have a few rounds of their own, after the others: in such a turn the GPU cools, and who comes next gains.
     """
     clock = host_clock if device.type == "cpu" else EventClock()
-    counts = {}
+    first_us = {}
     for name, replay in replays.items():
         clock(replay, 2)  # to warm up
-        counts[name] = max(1, min(MOST_REPLAYS, round(TURN_US / max(1e-3, clock(replay, 1)))))
-    taken: dict[str, list[float]] = {name: [] for name in replays}
+        first_us[name] = max(1e-3, clock(replay, 1))
     groups: dict[str, list[str]] = {}
     for name in replays:
         groups.setdefault(twins.get(name, name), []).append(name)
-    order, shuffled = list(groups.values()), random.Random(0)
-    for _ in range(rounds):
-        shuffled.shuffle(order)
-        for group in order:
-            shuffled.shuffle(group)
-            for name in group:
-                taken[name].append(clock(replays[name], counts[name]))
+    limit = SLOW * statistics.median_high(first_us.values())
+    fast, slow = [], []
+    for group in groups.values():
+        (fast if min(first_us[name] for name in group) < limit else slow).append(group)
+    taken: dict[str, list[float]] = {name: [] for name in replays}
+    shuffled = random.Random(0)
+    for order, count in (fast, rounds), (slow, min(rounds, SLOW_ROUNDS)):
+        for _ in range(count):
+            shuffled.shuffle(order)
+            for group in order:
+                shuffled.shuffle(group)
+                for name in group:
+                    replays_a_turn = max(1, min(MOST_REPLAYS, round(TURN_US / first_us[name])))
+                    taken[name].append(clock(replays[name], replays_a_turn))
     return taken
 
 

@@ -159,6 +159,17 @@ def test_who_is_compared_has_turns_side_by_side(script: Script, monkeypatch: pyt
     assert harness.ratio([2.0, 6.0, 9.0], [1.0, 2.0, 9.0]) == 2.0
 
 
+def test_the_slow_have_their_rounds_behind_the_others(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = load("gpu_harness")
+    turns: list[str] = []
+    us = {"one": 1.0, "two": 2.0, "slow": 99.0, "copy": 0.01}
+    monkeypatch.setattr(harness, "host_clock", lambda replay, count: us[replay()])
+    replays = {name: lambda name=name: turns.append(name) or name for name in us}
+    taken = harness.rounds_us(replays, 5, torch.device("cpu"), {})
+    assert taken == {name: [us[name]] * (3 if name == "slow" else 5) for name in us}
+    assert turns[-3:] == ["slow"] * 3
+
+
 @pytest.mark.parametrize("under", [[], ["--under", "nice"]])
 def test_tests_are_counted_by_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, under: list[str]) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
