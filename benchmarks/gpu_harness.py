@@ -99,7 +99,8 @@ def rounds_us(
     for name in replays:
         groups.setdefault(twins.get(name, name), []).append(name)
     limit = SLOW * statistics.median_high(first_us.values())
-    fast, slow = [], []
+    fast: list[list[str]] = []
+    slow: list[list[str]] = []
     for group in groups.values():
         (fast if min(first_us[name] for name in group) < limit else slow).append(group)
     taken: dict[str, list[float]] = {name: [] for name in replays}
