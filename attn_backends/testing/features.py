@@ -43,6 +43,7 @@ FEATURES = (
     Feature("chunks_24", ("chunks",), {"chunk_size": 24}),
     Feature("non_causal", ("non_causal",), {"causal": False}),
     Feature("non_causal_window", ("non_causal", "window"), {"causal": False, "window_left": 5}),
+    Feature("non_causal_chunks", ("non_causal", "chunks"), {"causal": False, "chunk_size": 100}),
     Feature("gemma2", ("window", "soft_cap"), {"window_left": 20, "logits_soft_cap": 2.0, "scale": 0.2}),
     Feature("gpt_oss", ("window", "sinks"), {"window_left": 20, "sinks": True}),
     Feature("soft_cap_and_sinks", ("soft_cap", "sinks"), {"logits_soft_cap": 1.5, "sinks": True}),

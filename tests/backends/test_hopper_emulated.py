@@ -92,6 +92,18 @@ def test_what_a_query_sees(changes: dict[str, Any], launches: list[int]) -> None
 
 
 @only_interpreted
+@pytest.mark.parametrize(
+    "changes",
+    [{"window_left": 250}, {"chunk_size": 300}, {"causal": False, "window_left": 250},
+     {"causal": False, "chunk_size": 300}],
+    ids=str,
+)  # fmt: skip
+def test_whole_blocks_between_those_with_a_mask(changes: dict[str, Any], launches: list[int]) -> None:
+    """Of 64 keys."""
+    check("TRITON", prefill(spec_of((256, 256), **changes), 16, ([860, 460], [290, 33])), launches)
+
+
+@only_interpreted
 def test_prefill_of_prompts(launches: list[int]) -> None:
     """Behind a decode."""
     check("TRITON", prefill(spec_of((128, 128)), 16, ([70, 90, 133], [1, 90, 133])), launches)

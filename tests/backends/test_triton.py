@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends import AttentionSpec
+from attn_backends import AttentionSpec, get_backend
 from attn_backends.testing.conformance import BackendConformance
+from attn_backends.testing.harness import assert_matches, run_backend
+from attn_backends.testing.random_batch import random_batch
 from tests.backends.large_cache import check_large_cache
 from tests.backends.test_call_checks import CALLS, check_refused
 from tests.interpreted import in_own_process, only_interpreted, run_interpreted
@@ -61,6 +63,21 @@ class TestTritonInterpreted(BackendConformance):
 @pytest.mark.parametrize("name", ["TRITON", "TRITON_MLA"])
 def test_other_tensors_are_refused_by_name(name: str, call: str) -> None:
     check_refused(name, call)
+
+
+@only_interpreted
+@pytest.mark.parametrize(
+    "changes",
+    [{"window_left": 90}, {"chunk_size": 100}, {"causal": False, "window_left": 90},
+     {"causal": False, "chunk_size": 100}],
+    ids=str,
+)  # fmt: skip
+def test_whole_blocks_between_those_with_a_mask(changes: dict[str, Any]) -> None:
+    """Of 32 keys; tiles of 32 tokens, of which some begin in one chunk and end in another."""
+    backend, spec = get_backend("TRITON"), AttentionSpec(4, 2, 32, **changes)
+    for page_size in (16, 32):
+        batch = random_batch(backend, spec, [300, 130], [160, 33], page_size=page_size, poison=float("nan"))
+        assert_matches(run_backend(backend, batch), batch, str(changes))
 
 
 @pytest.mark.gpu

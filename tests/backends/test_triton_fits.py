@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
@@ -53,7 +55,11 @@ def check_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, An
 
     made = _compiled(GluonASTSource, kernel, types, constants, warps, 90)
     assert made.metadata.shared <= HOPPER
-    code = made.asm["sass"]
+    with NamedTemporaryFile(suffix=".cubin") as file:  # of long code Triton's own listing lacks the end
+        file.write(made.asm["cubin"])
+        file.flush()
+        listing = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        code = subprocess.run(listing, check=True, capture_output=True, text=True).stdout
     assert 0 < 2 * code.count("WARPGROUP.DEPBAR") < code.count("HGMMA")
 
 
@@ -75,7 +81,7 @@ def constants_of(spec: AttentionSpec, page_size: int, **tile: int) -> dict[str, 
     dims = {"DIM": spec.head_dim, "DIM_VO": spec.head_dim_vo}
     dims |= zip(("BLOCK_DIM", "BLOCK_DIM_VO"), tuning.block_dims(spec), strict=True)
     return {"SOFT_CAP": 0, "ALIBI": 0, "EARLY": 0, "ALIKE": 0, "PAGE_SIZE": page_size, "KV_HEADS": spec.num_kv_heads,
-            "GROUP": spec.group_size, "EXACT": int(spec.dtype is torch.float32), "MASKED_STAGES": 1,
+            "GROUP": spec.group_size, "EXACT": int(spec.dtype is torch.float32),
             **dims, **tile}  # fmt: skip
 
 
@@ -83,7 +89,7 @@ def prefill_of(spec: AttentionSpec, page_size: int, room: int) -> tuple[Any, dic
     """The tile, and the kernel's constants; a page size of 0 stands for prompts."""
     tile = tuning.prefill_tile(spec, KVCacheSpec(16, 16), None, room, "prefill" if page_size else "prompt")
     tokens = max(1, tile.rows // spec.group_size)
-    sizes = {"TOKENS": tokens, "ROWS": tile.rows, "KEYS": tile.keys, "STAGES": tile.stages}
+    sizes = {"TOKENS": tokens, "ROWS": tile.rows, "KEYS": tile.keys, "STAGES": tile.stages, "LOCAL": 1}
     return tile, constants_of(spec, page_size, **sizes)
 
 
@@ -145,7 +151,8 @@ def test_decode_fits_as_compiled(
     from attn_backends.backends.triton.decode_kernel import decode_kernel
 
     tile = tuning.decode_tile(spec, KVCacheSpec(16, 16), num_rows, query_rows, None, room)
-    sizes = {"TILES": 1, "ROWS": query_rows, "LANES": query_rows, "PARTS": 1, "KEYS": tile.keys, "STAGES": tile.stages}
+    sizes = {"TILES": 1, "ROWS": query_rows, "LANES": query_rows, "PARTS": 1, "KEYS": tile.keys, "STAGES": tile.stages,
+             "MASKED_STAGES": 1}  # fmt: skip
     constants = constants_of(spec, 16, **sizes)
     assert shared_bytes(decode_kernel, tensors_of(spec), constants, tile.warps, capability) <= room
 
@@ -189,17 +196,19 @@ def test_the_latent_kernel_for_hopper_as_compiled(
     check_for_hopper(hopper_kernel.mla_hopper_kernel, types, constants, group)
 
 
+@pytest.mark.parametrize("is_local", [False, True], ids=["all_keys", "window"])
 @pytest.mark.parametrize(
     ("dims", "page_size"), [*((dims, 16) for dims in launch._HOPPER_DIMS), ((128, 128), 0)], ids=str
 )
-def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_size: int) -> None:
+def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_size: int, is_local: bool) -> None:
     from attn_backends import triton_hopper
     from attn_backends.backends.triton import hopper_kernel
 
     keys = hopper_kernel.keys_of(dims[0])
     rows = triton_hopper.rows_of_load(page_size, keys)
-    constants = {"PAGE_SIZE": page_size, "LOAD": rows, "KV_HEADS": 2, "GROUP": 4, "TOKENS": 32, "KEYS": keys,
-                 "DIM": dims[0], "DIM_VO": dims[1], "PLACES": hopper_kernel.places_of(dims[0])}  # fmt: skip
+    constants = {"LOCAL": int(is_local), "PAGE_SIZE": page_size, "LOAD": rows, "KV_HEADS": 2, "GROUP": 4, "TOKENS": 32,
+                 "KEYS": keys, "DIM": dims[0], "DIM_VO": dims[1],
+                 "PLACES": hopper_kernel.places_of(dims[0])}  # fmt: skip
     types = dict.fromkeys(("query", "output"), "*bf16")
     strips = f"tensordesc<bf16[{rows}, 64],{triton_hopper.BLOCK_LAYOUT!r}>"
     types |= dict.fromkeys(("key_strips", "value_strips"), strips)

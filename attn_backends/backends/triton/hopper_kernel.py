@@ -59,8 +59,8 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     query, key_strips, value_strips, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, sinks, counters,
     scale, value_scale, ahead, behind, chunk, has_sinks, want_lse, first_row, num_rows, num_tiles, section, table_row,
     page_rows, head_rows, key_head, value_head, query_token, query_head, out_token, out_head, lse_token,
-    PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
-    KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr, PLACES: gl.constexpr,
+    LOCAL: gl.constexpr, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    TOKENS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """Programs that go from tile to tile, as `prefill_kernel` has them, of 2 * ROWS queries: the first two by number,
     then whichever is next.
@@ -72,6 +72,7 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
         key_head, value_head: columns from head to head.
         scale: of logits in base 2, positive; value_scale: of the cache.
         query_token, query_head: multiples of 16, and `query` of 16 bytes.
+        LOCAL: of windows and chunks some blocks may need no mask, which else all have.
         PLACES: for queries, 2 or 1.
     """
     of_dtype: gl.constexpr = query.dtype.element_ty
@@ -96,9 +97,11 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     steps = (page_rows, head_rows, key_head, value_head)
     gl.warp_specialize(
         [
-            (_attend, (tensors, strides, factors, sees, q_0, held, news, 0, GROUP, TOKENS, KEYS, DIM, DIM_VO, PLACES)),
-            (_attend, (tensors, strides, factors, sees, q_1, held, news, 1, GROUP, TOKENS, KEYS, DIM, DIM_VO, PLACES)),
-            (_load, (key_strips, value_strips, rows, spans, steps, sees, counters, held, news, PAGE_SIZE, LOAD,
+            (_attend, (tensors, strides, factors, sees, q_0, held, news, 0, LOCAL, GROUP, TOKENS, KEYS, DIM, DIM_VO,
+                       PLACES)),
+            (_attend, (tensors, strides, factors, sees, q_1, held, news, 1, LOCAL, GROUP, TOKENS, KEYS, DIM, DIM_VO,
+                       PLACES)),
+            (_load, (key_strips, value_strips, rows, spans, steps, sees, counters, held, news, LOCAL, PAGE_SIZE, LOAD,
                      KV_HEADS, TOKENS, KEYS, DIM, DIM_VO)),
         ],
         [4, 1],
@@ -107,9 +110,11 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _span(query_len, first, seq_len, sees, TOKENS: gl.constexpr, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
+def _span(  # type: ignore[no-untyped-def]
+    query_len, first, seq_len, sees, LOCAL: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr
+):
     """Of a tile from query token `first` of a row on: the first key of its blocks, and how many blocks there are. They
-    come from the last on. Of the first few some query may not see all: how many. Behind them none needs a mask."""
+    come from the last on. Which is the first that all queries see whole, and which the first behind those."""
     ahead, behind, chunk, _has_sinks, _want_lse = sees
     oldest = seq_len - query_len + first  # position of the tile's first query
     start = first_key(oldest, behind, chunk) // KEYS * KEYS
@@ -117,17 +122,24 @@ def _span(query_len, first, seq_len, sees, TOKENS: gl.constexpr, KEYS: gl.conste
     if first >= query_len:
         stop = start
     num_blocks = gl.maximum(stop - start + KEYS - 1, 0) // KEYS
-    num_masked = num_blocks
-    if gl.minimum(behind, chunk) >= FAR:
-        num_masked -= gl.maximum(gl.minimum(seq_len, oldest + 1 + ahead) - start, 0) // KEYS
-    return start, num_blocks, num_masked
+    upper, lower = num_blocks, num_blocks
+    if LOCAL:
+        newest = gl.minimum(oldest + TOKENS, seq_len) - 1
+        chunk_end = (gl.maximum(oldest, 0) // chunk + 1) * chunk
+        seen_by_first = gl.minimum(gl.minimum(seq_len, oldest + 1 + ahead), chunk_end)  # keys before it
+        hidden_from_last = gl.maximum(first_key(newest, behind, chunk) - start, 0)
+        upper -= gl.maximum(seen_by_first - start, 0) // KEYS
+        lower = gl.maximum(upper, num_blocks - (hidden_from_last + KEYS - 1) // KEYS)
+    elif gl.minimum(behind, chunk) >= FAR:
+        upper -= gl.maximum(gl.minimum(seq_len, oldest + 1 + ahead) - start, 0) // KEYS
+    return start, num_blocks, upper, lower
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _load(  # type: ignore[no-untyped-def]
-    key_strips, value_strips, rows, spans, steps, sees, counters, held, news, PAGE_SIZE: gl.constexpr,
-    LOAD: gl.constexpr, KV_HEADS: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr,
-    DIM_VO: gl.constexpr,
+    key_strips, value_strips, rows, spans, steps, sees, counters, held, news, LOCAL: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, KV_HEADS: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr,
+    DIM: gl.constexpr, DIM_VO: gl.constexpr,
 ):  # fmt: skip
     """One warp: takes tiles, tells the groups which, one ahead, and asks for every block's keys and values once their
     places are free."""
@@ -137,7 +149,7 @@ def _load(  # type: ignore[no-untyped-def]
     _tell(news, 0, head, first_token, query_len, first, seq_len)
     num_told, done = 1, 0
     while head >= 0:
-        start, num_blocks, _ = _span(query_len, first, seq_len, sees, TOKENS, KEYS)
+        start, num_blocks, _, _ = _span(query_len, first, seq_len, sees, LOCAL, TOKENS, KEYS)
         place = (rows, steps, row, head, start, seq_len, num_blocks, done)
         _load_blocks(0, gl.minimum(num_blocks, 1), key_strips, value_strips, place, held, PAGE_SIZE, LOAD, KEYS, DIM,
                      DIM_VO)  # fmt: skip
@@ -242,8 +254,8 @@ def _load_block(  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    tensors, strides, factors, sees, q, held, news, which: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
-    KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr, PLACES: gl.constexpr,
+    tensors, strides, factors, sees, q, held, news, which: gl.constexpr, LOCAL: gl.constexpr, GROUP: gl.constexpr,
+    TOKENS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """A group of warps: 64 queries of every tile. Those of the next come while this one is worked out."""
     head, first_token, query_len, first, seq_len = _hear(news, 0)
@@ -258,9 +270,9 @@ def _attend(  # type: ignore[no-untyped-def]
         place, next_place = num_tiles % PLACES, (num_tiles + 1) % PLACES
         if PLACES > 1:
             _ask_for_queries(q, next_place, next_tile, tensors, strides, which, GROUP, TOKENS, DIM)
-        start, num_blocks, num_masked = _span(query_len, first, seq_len, sees, TOKENS, KEYS)
-        of_tile = (head, first_token, query_len, first, seq_len, start, num_blocks, num_masked, done, place)
-        _attend_tile(tensors, strides, factors, sees, of_tile, q, held, which, GROUP, TOKENS, KEYS, DIM, DIM_VO)
+        start, num_blocks, upper, lower = _span(query_len, first, seq_len, sees, LOCAL, TOKENS, KEYS)
+        of_tile = (head, first_token, query_len, first, seq_len, start, num_blocks, upper, lower, done, place)
+        _attend_tile(tensors, strides, factors, sees, of_tile, q, held, which, LOCAL, GROUP, TOKENS, KEYS, DIM, DIM_VO)
         if PLACES == 1:
             barrier()
             _ask_for_queries(q, next_place, next_tile, tensors, strides, which, GROUP, TOKENS, DIM)
@@ -271,7 +283,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend_tile(  # type: ignore[no-untyped-def]
-    tensors, strides, factors, sees, of_tile, q, held, which: gl.constexpr,
+    tensors, strides, factors, sees, of_tile, q, held, which: gl.constexpr, LOCAL: gl.constexpr,
     GROUP: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr,
 ):  # fmt: skip
     """64 of a tile's queries, which lie in `q` at its place."""
@@ -282,7 +294,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     _query_token, _query_head, out_token, out_head, lse_token = strides
     ahead, behind, chunk, has_sinks, want_lse = sees
     scale, value_scale = factors
-    head, first_token, query_len, first, seq_len, start, num_blocks, num_masked, done, place = of_tile
+    head, first_token, query_len, first, seq_len, start, num_blocks, upper, lower, done, place = of_tile
 
     lane = which * ROWS + gl.arange(0, ROWS, ROW)
     token = first + lane // GROUP
@@ -310,9 +322,11 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         weights, top, total, _shrunk = weigh(_masked(logits, last, low, high), top, total, scale)
         so_far = (as_operand(weights, values.dtype, sums), sums, top, total)
         at = (q, place, held, values, done)
-        so_far = _blocks(so_far, at, 1, num_masked, last, low, high, scale, True, KEYS, DIM, DIM_VO)
-        so_far = _blocks(so_far, at, gl.maximum(num_masked, 1), num_blocks, last, low, high, scale, False, KEYS, DIM,
-                         DIM_VO)  # fmt: skip
+        upper, lower = gl.maximum(upper, 1), gl.maximum(lower, 1)
+        so_far = _blocks(so_far, at, 1, upper, last, low, high, scale, True, KEYS, DIM, DIM_VO)
+        so_far = _blocks(so_far, at, upper, lower, last, low, high, scale, False, KEYS, DIM, DIM_VO)
+        if LOCAL:
+            so_far = _blocks(so_far, at, lower, num_blocks, last, low, high, scale, True, KEYS, DIM, DIM_VO)
         weights, sums, top, total = so_far
         stage, turn = (done + num_blocks - 1) % STAGES, (done + num_blocks - 1) // STAGES & 1
         mbarrier.wait(arrived[1].index(stage), turn)

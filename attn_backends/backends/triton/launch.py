@@ -121,6 +121,7 @@ class Kernels:
         self._extras = (nothing if slopes is None else slopes, nothing if sinks is None else sinks)
         self._scales = {True: (k_scale, v_scale), False: (1.0, 1.0)}  # of the cache; of keys as they came
         self._sees = [*sight(spec), int(spec.sinks)]
+        self._is_local = spec.window_left >= 0 or spec.chunk_size is not None
         early = spec.logits_soft_cap is not None or spec.alibi_slopes is not None or spec.scale <= 0
         self._form = [int(spec.logits_soft_cap is not None), int(spec.alibi_slopes is not None), int(early)]
         self._heads = [spec.num_kv_heads, spec.group_size]
@@ -138,7 +139,7 @@ class Kernels:
         at_once = 1 << max(1, registers // (cut.lanes * self._dims[-1])).bit_length() - 1  # a power of two
         constants = [
             *self._form, _alike(key, value), key.shape[1], *self._heads, cut.tiles, cut.rows, tile.keys, *self._dims,
-            *self._stages(tile.stages), int(query.dtype is torch.float32), cut.lanes, at_once,
+            tile.stages, tile.stages if self._is_local else 1, int(query.dtype is torch.float32), cut.lanes, at_once,
         ]  # fmt: skip
         grid = len(schedule.list.items) * self.spec.num_kv_heads * cut.tiles
         _decode(query, key, value, output, lse, page_table, schedule.list.items, *room, *self._extras,
@@ -174,15 +175,10 @@ class Kernels:
         constants = [
             *self._form, _alike(key, value), page_size, *self._heads, tile_tokens,
             padded(tile_tokens * spec.group_size), tile.keys, *self._dims,
-            *self._stages(tile.stages), int(query.dtype is torch.float32),
+            tile.stages, int(self._is_local), int(query.dtype is torch.float32),
         ]  # fmt: skip
         _prefill(*tensors, *self._extras, self._factors(is_paged), self._sees, span, constants,
                  tile.keys if in_blocks else 0, tile.warps)  # fmt: skip
-
-    def _stages(self, stages: int) -> tuple[int, int]:
-        """Of blocks that all queries see whole; of the others, which are one or two but for windows and chunks."""
-        is_local = min(self._sees[1:3]) < FAR.value
-        return stages, stages if is_local else 1
 
     def _factors(self, cached: bool) -> list[float]:
         """Of logits, in base 2 unless a soft cap comes between; of values; the soft cap."""
@@ -295,6 +291,7 @@ def _prefill_on_hopper(
     _first_row, _num_rows, num_tiles, _section = span
     page_size, num_kv_heads, group_size, tile_tokens, *dims = constants
     keys = hopper_kernel.keys_of(dims[0])
+    has_whole_blocks = keys <= min(sees[1:3]) < FAR.value  # within a window, or a chunk
     rows = triton_hopper.rows_of_load(page_size, keys)
     strips = [triton_hopper.strips_of(*_as_rows(of), of, rows) for of in (key, value)]
     *page_rows, head_rows = _row_steps(key)
@@ -305,6 +302,7 @@ def _prefill_on_hopper(
     hopper_kernel.prefill_hopper_kernel[min(num_tiles * num_kv_heads, num_programs),](
         query, *strips, output, sinks if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc, sinks,
         tiles, *factors[:2], *sees, int(lse is not None), *span, stride, *steps, *query.stride()[:2],
-        *output.stride()[:2], 0 if lse is None else lse.stride(0), page_size, rows, num_kv_heads, group_size,
-        tile_tokens, keys, *dims, hopper_kernel.places_of(dims[0]), num_warps=hopper_kernel.GROUP_WARPS,
+        *output.stride()[:2], 0 if lse is None else lse.stride(0), int(has_whole_blocks), page_size, rows,
+        num_kv_heads, group_size, tile_tokens, keys, *dims, hopper_kernel.places_of(dims[0]),
+        num_warps=hopper_kernel.GROUP_WARPS,
     )  # fmt: skip

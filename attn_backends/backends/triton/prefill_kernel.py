@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from attn_backends.backends.triton.tile import attend_keys, factor, rows_of, tile_of, write_rows
-from attn_backends.triton_split import FAR, first_key
+from attn_backends.triton_split import first_key
 
 _NOT_CONSTANT = ["first_row", "num_rows", "num_tiles", "section", "table_row", "ahead", "behind", "chunk", "has_sinks",
                  "want_lse", "lse_token"]  # fmt: skip
@@ -23,11 +23,11 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr, ALIKE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, STAGES: tl.constexpr, LOCAL: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of TOKENS query tokens of one row, times the GROUP heads of one KV head. ALIKE: keys and
-    values have the same strides."""
+    values have the same strides. LOCAL: there is a window, or chunks."""
     if ALIKE:
         value_page, value_slot, value_head = key_page, key_slot, key_head
     head, tile = tile_of(tl.program_id(0), num_tiles, section, KV_HEADS)
@@ -69,20 +69,30 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         oldest = seq_len - query_len + first  # position of the tile's first query
         start = first_key(oldest, behind, chunk) // KEYS * KEYS
         stop = tl.minimum(seq_len, oldest + TOKENS + ahead)
-        whole = tl.minimum(seq_len, oldest + 1 + ahead) // KEYS * KEYS
-        if tl.minimum(behind, chunk) < FAR:
-            whole = start
-        whole = tl.maximum(whole, start)
+        # Blocks that all queries see whole need no mask.
+        seen = tl.minimum(seq_len, oldest + 1 + ahead)
+        sums = tl.zeros([ROWS, BLOCK_DIM_VO], tl.float32)
+        top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+        if LOCAL:
+            seen = tl.minimum(seen, (tl.maximum(oldest, 0) // chunk + 1) * chunk)
+            newest = tl.minimum(oldest + TOKENS, seq_len) - 1
+            local = start
+            start = (first_key(newest, behind, chunk) + KEYS - 1) // KEYS * KEYS
+            sums, top, total = attend_keys(
+                queries, sums, top, total, local, start, seq_len, positions, slope, key, value, pages, None, scale,
+                soft_cap, ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
+                True, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, 1, EXACT,
+            )  # fmt: skip
+        whole = tl.maximum(seen // KEYS * KEYS, start)
         sums, top, total = attend_keys(
-            queries, tl.zeros([ROWS, BLOCK_DIM_VO], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
-            tl.zeros([ROWS], tl.float32), start, whole, seq_len, positions, slope, key, value, pages, blocks, scale,
+            queries, sums, top, total, start, whole, seq_len, positions, slope, key, value, pages, blocks, scale,
             soft_cap, ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
             False, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
         )  # fmt: skip
         sums, top, total = attend_keys(
             queries, sums, top, total, whole, stop, seq_len, positions, slope, key, value, pages, None, scale,
             soft_cap, ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
-            True, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, MASKED_STAGES, EXACT,
+            True, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, 1, EXACT,
         )  # fmt: skip
         top *= factor(scale, EARLY)
         write_rows(output, lse, sinks, sums, top, total, first * GROUP + lane, head, first_token,
