@@ -82,9 +82,10 @@ SHAPES = {
     ],
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CACHE_DTYPES = DTYPES | {"fp8": torch.float8_e4m3fn}  # with queries of the same dtype, of fp8 in bfloat16
 COPY, READ, WITH_WRITE, ONE_LAUNCH = "copy", "read", " with KV write", ", decodes with the prefill"
 BARE = bare_kernels.DECODE.keys() | bare_kernels.PREFILL.keys()
-OWN = {"vllm_fa3": "FA3", "flash_attn": "FA2, page 256"}  # bare kernels of FLASH_ATTN's providers
+OWN = {"vllm_fa3": "FA3", "flash_attn": "FA2, page 256", "flash_attn_4": "FA4"}  # FLASH_ATTN's providers' bare ones
 
 
 PROVIDER_CAN = {provider.name: provider.capabilities() for provider in PROVIDERS}
@@ -170,7 +171,8 @@ def _writing_call(impl: AttentionImpl[Any], problem: Problem, step: AttentionSte
     """With new keys and values: those that the cache holds already, so that the answer stays what it is."""
     queries, caches, outputs = problem.queries, problem.caches, problem.outputs
     keys, values = (
-        [gather_slots(c, problem.common.slot_mapping) for c in cached] for cached in zip(*caches, strict=True)
+        [gather_slots(c, problem.common.slot_mapping).to(problem.spec.dtype) for c in cached]
+        for cached in zip(*caches, strict=True)
     )
     return lambda i: impl.forward(queries[i], keys[i], values[i], caches[i], step, outputs[i])
 
@@ -208,7 +210,7 @@ def checked(made: Made) -> tuple[dict[str, float], list[str]]:
 def measure(shape: Shape, copy: Copy, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
     """Rows of one shape, and who dropped out."""
     device = torch.device(arguments.device)
-    problem = make_problem(shape, DTYPES[arguments.dtype], arguments.page_size, device)
+    problem = make_problem(shape, CACHE_DTYPES[arguments.dtype], arguments.page_size, device)
     made, dropped = all_made(problem, arguments.backend, arguments.options, arguments.bare)
     errors, wrong = checked(made)
     right, twins = {name: made[name] for name in errors}, {name: own_bare(name) for name in errors}
@@ -247,7 +249,7 @@ def calls_us(
 
 def speeds(problem: Problem, us: float, copied: float) -> dict[str, float]:
     """What a time of one call comes to, beside a copy's bytes a microsecond."""
-    moved = problem.shape.num_bytes(problem.spec.dtype) / us
+    moved = problem.num_bytes / us
     return {
         "TB/s": moved / 1e6,
         "TFLOP/s": problem.shape.flops / us / 1e6,
@@ -280,7 +282,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, "all"], default=["all"])
     parser.add_argument("--match", default="", help="only shapes whose name has this in it")
     parser.add_argument("--bare", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--dtype", choices=CACHE_DTYPES, default="bf16", help="fp8: of the cache alone")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--options", type=json.loads, default={}, help="backend_options, as JSON")
     parser.add_argument("--rounds", type=int, default=25)
@@ -290,6 +292,8 @@ def main(given: Sequence[str] | None = None) -> None:
     name = "_".join(["attention", *(backend.lower().replace(":", "_") for backend in arguments.backend)])
     if arguments.shapes != ["all"] or arguments.match:
         name += "_" + "_".join([*arguments.shapes, *arguments.match.split()])
+    if arguments.dtype != parser.get_default("dtype"):
+        name += f"_{arguments.dtype}"
     title = f"attention of one layer, {arguments.dtype}, page {arguments.page_size}"
     packages = installed(*PACKAGES)
     copy, rows, dropped = make_copy(device), [], []

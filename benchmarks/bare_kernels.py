@@ -182,6 +182,19 @@ def fa2_prefill(problem: Problem) -> Call:
     )  # fmt: skip
 
 
+def fa4(problem: Problem) -> Call:
+    """FlashAttention 4, whose outputs are its own."""
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    common, spec = problem.common, problem.spec
+    window = tuple(size if size >= 0 else None for size in window_of(spec, causal=True))
+    return lambda i: flash_attn_varlen_func(
+        problem.queries[i], *problem.caches[i], cu_seqlens_q=common.query_start_loc, seqused_k=common.seq_lens,
+        max_seqlen_q=common.max_query_len, max_seqlen_k=common.max_seq_len, page_table=common.page_table,
+        softmax_scale=spec.scale, causal=True, window_size=window,
+    )[0]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Bare:
     """One way to call a library."""
@@ -202,6 +215,7 @@ DECODE = {
     "FA3": Bare(partial(fa3, scheduled=False)),
     "FA3, scheduled once": Bare(partial(fa3, scheduled=True)),
     "FA2, page 256": Bare(fa2_decode, 256),
+    "FA4": Bare(fa4),
 }
 PREFILL = {
     "FlashInfer fa2": Bare(partial(flashinfer_prefill, kernel="fa2")),
@@ -210,4 +224,5 @@ PREFILL = {
     "FlashInfer fa3, ragged": Bare(partial(flashinfer_ragged, kernel="fa3")),
     "FA3": Bare(partial(fa3, scheduled=False)),
     "FA2, page 256": Bare(fa2_prefill, 256),
+    "FA4": Bare(fa4),
 }

@@ -36,10 +36,11 @@ class MLAShape(Shape):
     def query_lens(self) -> tuple[int, ...]:
         return (self.query_len,) * len(self.seq_lens)
 
-    def num_bytes(self, dtype: torch.dtype) -> int:
+    def num_bytes(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
         """Latent rows read once by each request, absorbed queries read, weighted latent rows written."""
         heads, _, width = self.heads
-        return dtype.itemsize * (sum(self.seq_lens) * width + sum(self.query_lens) * heads * (width + self.rank))
+        new = sum(self.query_lens) * heads * (width + self.rank)
+        return cache_dtype.itemsize * sum(self.seq_lens) * width + dtype.itemsize * new
 
     @property
     def flops(self) -> float:

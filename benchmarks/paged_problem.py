@@ -30,6 +30,7 @@ from attn_backends.kv_cache import KVCache, gather_pages, get_kv_cache_layout
 COLD_BYTES = 256 << 20  # of all copies together at least: several times the L2
 MOST_COPIES = 64
 GRAPH_US = 2_000  # that one graph should take, so that the gap between two graphs is nothing
+FILLED_PAGES = 1 << 12  # at a time
 CHUNK = 1 << 27  # logits that the reference holds at a time
 
 ERROR_LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-3}
@@ -62,12 +63,13 @@ class Shape:
         decodes = self.decodes if self.is_prefill else len(self.seq_lens)
         return (1,) * decodes + self.seq_lens[decodes:]
 
-    def num_bytes(self, dtype: torch.dtype) -> int:
+    def num_bytes(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
         """K and V that a request sees read once by it, queries read, outputs written."""
         num_qo_heads, num_kv_heads, head_dim = self.heads
         lens = zip(self.query_lens, self.seq_lens, strict=True)
         seen = sum(n if self.window_left < 0 else min(n, self.window_left + queries) for queries, n in lens)
-        return 2 * dtype.itemsize * head_dim * (seen * num_kv_heads + sum(self.query_lens) * num_qo_heads)
+        cached, new = seen * num_kv_heads, sum(self.query_lens) * num_qo_heads
+        return 2 * head_dim * (cache_dtype.itemsize * cached + dtype.itemsize * new)
 
     @property
     def flops(self) -> float:
@@ -121,11 +123,15 @@ class Problem:
         return torch.cat(answers)
 
     @property
+    def num_bytes(self) -> int:
+        return self.shape.num_bytes(self.spec.dtype, self.spec.cache_dtype)
+
+    @property
     def passes(self) -> int:
         """How often one graph runs over all copies."""
         if self.device.type == "cpu":
             return 1
-        least_us = max(self.shape.num_bytes(self.spec.dtype) / 4e6, self.shape.flops / 5e8)
+        least_us = max(self.num_bytes / 4e6, self.shape.flops / 5e8)
         return max(1, min(50, math.ceil(GRAPH_US / (least_us * len(self.caches)))))
 
     def repaged(self, page_size: int) -> Problem:
@@ -164,14 +170,19 @@ class Problem:
 
 
 def make_problem(shape: Shape, dtype: torch.dtype, page_size: int, device: torch.device) -> Problem:
-    """Random keys, values and queries; pages in random order, keys and values apart, tokens before heads (NHD)."""
-    spec = AttentionSpec(*shape.heads, dtype=dtype, window_left=shape.window_left)
+    """Random keys, values and queries; pages in random order, keys and values apart, tokens before heads (NHD).
+
+    Args:
+        dtype: of all; one of 8 bits is the cache's alone, and queries and outputs are bfloat16.
+    """
+    cache_dtype, dtype = dtype, torch.bfloat16 if dtype.itemsize == 1 else dtype
+    spec = AttentionSpec(*shape.heads, dtype=dtype, cache_dtype=cache_dtype, window_left=shape.window_left)
     own = sum(-(-(seq_len - shape.shared_prefix) // page_size) for seq_len in shape.seq_lens)
     cache = KVCacheSpec(own + shape.shared_prefix // page_size, page_size)
     num_copies = _num_copies(shape, cache, spec, device)
     caches = _allocate(AttentionBackend, spec, cache, device, num_copies)
-    for tensor in (t for cached in caches for t in cached):
-        tensor.normal_()
+    for page in (page for cached in caches for tensor in cached for page in tensor.split(FILLED_PAGES)):
+        page.copy_(torch.randn(page.shape, dtype=dtype, device=device))  # not every dtype has `normal_`
     tokens = (sum(shape.query_lens), spec.num_qo_heads, spec.head_dim)
     queries = [torch.randn(tokens, device=device, dtype=dtype) for _ in range(num_copies)]
     outputs = [torch.empty_like(query) for query in queries]
@@ -275,7 +286,7 @@ def _num_copies(shape: Shape, cache: KVCacheSpec, spec: AttentionSpec, device: t
     """Enough to be cold in the L2, four at least, and as many as the memory holds."""
     if device.type == "cpu":
         return 2
-    cache_bytes = 2 * cache.num_slots * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+    cache_bytes = 2 * cache.num_slots * spec.num_kv_heads * spec.head_dim * spec.cache_dtype.itemsize
     token_bytes = sum(shape.query_lens) * spec.num_qo_heads * spec.head_dim * (2 * spec.dtype.itemsize + 16)
     room = int(torch.cuda.mem_get_info(device)[0] * 0.4) // (cache_bytes + token_bytes)
     return max(1, min(MOST_COPIES, room, max(4, math.ceil(COLD_BYTES / cache_bytes))))

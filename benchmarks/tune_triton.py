@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention import DTYPES, SHAPES, WITH_WRITE, ours
+from attention import CACHE_DTYPES, SHAPES, WITH_WRITE, ours
 from gpu_harness import free_memory, in_turns_us, installed, reason
 from harness import report
 from paged_problem import Shape, make_problem
@@ -127,12 +127,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--match", default="", help="only shapes whose name has this in it")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--dtype", choices=CACHE_DTYPES, default="bf16", help="fp8: of the cache alone")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     arguments = parser.parse_args()
-    dtype, page_size = DTYPES[arguments.dtype], arguments.page_size
+    dtype, page_size = CACHE_DTYPES[arguments.dtype], arguments.page_size
     all_rows: list[dict[str, Any]] = []
     for kind in arguments.shapes:
         shapes = [shape for shape in SHAPES[OF.get(kind, kind)] if arguments.match in shape.name]

@@ -15,7 +15,8 @@ import torch
 from attn_backends import AttentionSpec
 from attn_backends.backends.flash_attn.fa2 import FlashAttn2
 from attn_backends.backends.flash_attn.fa3 import VllmFa3
-from attn_backends.testing.emulated import flash_attn, vllm_flash_attn
+from attn_backends.backends.flash_attn.fa4 import FlashAttn4
+from attn_backends.testing.emulated import flash_attn, flash_attn_4, vllm_flash_attn
 from attn_backends.testing.reference import reference_attention
 from tests.backends.flash_attn_backends import emulated
 
@@ -79,14 +80,24 @@ def test_a_shared_prefix_is_used_and_checked(script: Script) -> None:
     assert all(row[f"{name} us"] > 0 for name in ("plain", "shared", "bare plain", "bare cascade"))
 
 
+def test_a_cache_in_fp8_has_its_own_share_of_bytes(script: Script) -> None:
+    rows = script("attention", "--shapes", "tiny", "--rounds", "1", "--no-bare", "--dtype", "fp8")
+    assert len(rows) == 6
+    shape = load("attention").SHAPES["tiny"][0]
+    moved = rows[0]["TB/s"] * rows[0]["us"] * 1e6
+    assert moved == pytest.approx(2 * 64 * (120 * 2 * 1 + 3 * 4 * 2))
+    assert shape.num_bytes(torch.bfloat16, torch.bfloat16) == 2 * 64 * (120 * 2 * 2 + 3 * 4 * 2)
+
+
 @pytest.fixture
 def _flash_attn(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulated kernels under the names of the real ones, for FLASH_ATTN and for the bare kernels."""
-    for package in ("vllm", "vllm.vllm_flash_attn"):
+    for package in ("vllm", "vllm.vllm_flash_attn", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, package, ModuleType(package))
     for name, module in {**flash_attn.MODULES, **vllm_flash_attn.MODULES}.items():
         monkeypatch.setitem(sys.modules, name, module)
-    providers = [emulated(VllmFa3), emulated(FlashAttn2)]
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", flash_attn_4)
+    providers = [emulated(VllmFa3), emulated(FlashAttn2), emulated(FlashAttn4)]
     for where in ("state.FlashAttnState.providers", "backend.FlashAttnBackend.providers", "providers.PROVIDERS"):
         monkeypatch.setattr(f"attn_backends.backends.flash_attn.{where}", providers)
     for name, value in {"PROVIDERS": providers, "PROVIDER_CAN": {p.name: p.capabilities() for p in providers}}.items():
@@ -96,12 +107,12 @@ def _flash_attn(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_flash_attn")
 def test_each_provider_is_beside_its_own_bare_kernel(script: Script) -> None:
-    names = ("FLASH_ATTN", "FLASH_ATTN:flash_attn")
+    names = ("FLASH_ATTN", "FLASH_ATTN:flash_attn", "FLASH_ATTN:flash_attn_4")
     rows = script("attention", "--shapes", "tiny256", "--rounds", "1", "--backend", *names)
     ours = {row["contender"]: row for row in rows if row["contender"].startswith("FLASH_ATTN")}
-    assert set(ours) == {"FLASH_ATTN:vllm_fa3", "FLASH_ATTN:flash_attn, page 256"}
+    assert set(ours) == {"FLASH_ATTN:vllm_fa3", "FLASH_ATTN:flash_attn, page 256", "FLASH_ATTN:flash_attn_4"}
     bare = {row["contender"] for row in rows} - set(ours)
-    assert {"FA3", "FA3, scheduled once", "FA2, page 256"} <= bare
+    assert {"FA3", "FA3, scheduled once", "FA2, page 256", "FA4"} <= bare
     assert all(row["vs own bare"] > 0 and row["error"] < 1e-2 for row in ours.values())
 
 

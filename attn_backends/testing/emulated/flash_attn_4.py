@@ -131,6 +131,35 @@ def _flash_attn_fwd(
     return out, lse.t().contiguous() if return_lse else None, None, None, None
 
 
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    learnable_sink: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The public function, some of whose arguments are not here: `_flash_attn_fwd` without `out`."""
+    left, right = window_size
+    made = _flash_attn_fwd(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k, page_table=page_table, softmax_scale=softmax_scale, causal=causal, softcap=softcap,
+        window_size_left=left, window_size_right=right, learnable_sink=learnable_sink, num_splits=num_splits,
+        return_lse=return_lse,
+    )  # fmt: skip
+    return made[:2]
+
+
 def _checked(out: torch.Tensor, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     shape = (*q.shape[:-1], v.shape[-1])
     assert out.shape == shape, f"out shape {out.shape} != expected {shape}"
