@@ -183,7 +183,8 @@ def _explanation(config: EngineConfig) -> Explanation:
     device = resolve_device(config.device)
     specs = attention_specs(config, device)
     load = Load(config.scheduler.max_num_requests, config.scheduler.max_model_len or Load().num_keys)
-    explanation = explain(config.backend, specs, possible_caches(specs, config, device), device, load)
+    caches = possible_caches(specs, config, device)
+    explanation = explain(config.backend, specs, caches, device, load, config.backend_options)
     if explanation.chosen:
         validate_options(explanation.chosen, config.backend_options)
     return explanation

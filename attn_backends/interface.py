@@ -142,14 +142,9 @@ class AttentionMetadataBuilder(ABC, Generic[MetadataT]):
     needs_exact_lengths: ClassVar[bool] = False  # refuses a batch whose host lengths are upper bounds
 
     def __init__(
-        self,
-        group: PlanGroup[Any],
-        cache: KVCacheSpec,
-        limits: Limits,
-        device: torch.device | str,
-        *,
+        self, group: PlanGroup[Any], cache: KVCacheSpec, limits: Limits, device: torch.device | str, *,
         options: Any = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.group = group
         self.cache = cache
         self.limits = limits
@@ -217,14 +212,9 @@ class AttentionState(ABC, Generic[MetadataT]):
     backend_name: ClassVar[str]
 
     def __init__(
-        self,
-        groups: Sequence[PlanGroup[Any]],
-        cache: KVCacheSpec,
-        limits: Limits,
-        device: torch.device | str,
-        *,
+        self, groups: Sequence[PlanGroup[Any]], cache: KVCacheSpec, limits: Limits, device: torch.device | str, *,
         options: Any = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.groups = tuple(groups)
         self.cache = cache
         self.limits = limits
@@ -421,6 +411,13 @@ class AttentionBackend(ABC):
         Compares the layer with `capabilities()`. A backend extends it for what a table of sets cannot say.
         """
         return mismatches(cls.capabilities(), spec, cache, torch.device(device))
+
+    @classmethod
+    def reject_set_up(
+        cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str, options: Any
+    ) -> list[Rejection]:
+        """`reject`, and what the backend's own options, validated, rule out; by default that is nothing."""
+        return cls.reject(spec, cache, device)
 
 
 def mismatches(can: Capabilities, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device) -> list[Rejection]:

@@ -60,8 +60,9 @@ logger = logging.getLogger(__name__)
 
 
 def select_backend(
-    name: str, specs: Specs, cache: Caches, device: torch.device | str, load: Load | None = None
-) -> Selection:
+    name: str, specs: Specs, cache: Caches, device: torch.device | str, load: Load | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Selection:  # fmt: skip
     """The backend to run these layers with. A named one is used or refused; only AUTO chooses.
 
     AUTO takes the first by priority that serves every layer, and logs why it passed over each earlier one. On a GPU
@@ -71,17 +72,20 @@ def select_backend(
     Args:
         cache: what the pool is, or what it may be, best first: `Selection.cache` is the first that the backend serves.
         load: what decode steps will be; None: some requests of some thousand keys.
+        options: `backend_options` of a named backend, which may rule out what it serves without. AUTO asks without any.
 
     Raises:
         UnknownBackendError: no backend has this name.
         BackendImportError: the named backend cannot be imported, and would serve such layers on such a device.
+        ConfigError: the named backend does not take these options.
         Unsupported: the named backend, or with AUTO every backend, refuses; the rejections say why.
+        ValueError: there is no cache to serve.
     """
     groups, is_auto = _groups(specs), name.upper() == AUTO
     verdicts: list[Verdict] = []
     measured = _measured(name, groups, device, load)
     for entry in _auto_entries(measured) if is_auto else [get_entry(name)]:
-        verdict = _verdict(entry, groups, cache, device)
+        verdict = _verdict(entry, groups, cache, device, {} if is_auto else options)
         verdicts.append(verdict)
         if verdict.cache is not None:
             asked = [verdict for verdict in verdicts if verdict.is_candidate]
@@ -96,15 +100,20 @@ def select_backend(
 
 
 def explain(
-    name: str, specs: Specs, cache: Caches, device: torch.device | str, load: Load | None = None
-) -> Explanation:
+    name: str, specs: Specs, cache: Caches, device: torch.device | str, load: Load | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Explanation:  # fmt: skip
     """What `select_backend` would do and why, with every known backend's verdict. Imports all of them.
 
     Raises:
         UnknownBackendError: no backend has this name.
+        ConfigError, ValueError: as there.
     """
     asked, groups = AUTO if name.upper() == AUTO else get_entry(name).name, _groups(specs)
-    verdicts = {entry.name: _verdict(entry, groups, cache, device) for entry in backends.values()}
+    verdicts = {
+        entry.name: _verdict(entry, groups, cache, device, options if entry.name == asked else {})
+        for entry in backends.values()
+    }
     measured = _measured(name, groups, device, load)
     tried = [verdicts[entry.name] for entry in _auto_entries(measured)] if asked == AUTO else [verdicts[asked]]
     usable = [verdict for verdict in tried if verdict.usable]
@@ -163,12 +172,15 @@ def _groups(specs: Specs) -> Groups:
     return plan_groups(specs if isinstance(specs, Mapping) else dict(enumerate(specs)))
 
 
-def _verdict(entry: BackendEntry, groups: Groups, caches: Caches, device: torch.device | str) -> Verdict:
+def _verdict(
+    entry: BackendEntry, groups: Groups, caches: Caches, device: torch.device | str, options: Mapping[str, Any] | None
+) -> Verdict:
     priority = entry.priority
     try:
         backend = get_backend(entry.name)
         priority = backends[entry.name].priority  # the import may have stated it
-        cache, rejections = _fitting(backend, groups, caches, device)
+        valid = validate_options(entry.name, options) if options else None
+        cache, rejections = _fitting(backend, groups, caches, device, valid)
     except BackendImportError as error:
         reason = f"{error.reason}. Try: {error.fix}"
         if not entry.module:
@@ -183,24 +195,29 @@ def _verdict(entry: BackendEntry, groups: Groups, caches: Caches, device: torch.
 
 
 def _fitting(
-    backend: type[AttentionBackend], groups: Groups, caches: Caches, device: torch.device | str
-) -> tuple[KVCacheSpec | None, tuple[LayerRejection, ...]]:
+    backend: type[AttentionBackend], groups: Groups, caches: Caches, device: torch.device | str,
+    options: BaseModel | None = None,
+) -> tuple[KVCacheSpec | None, tuple[LayerRejection, ...]]:  # fmt: skip
     """The first cache that a backend serves the layers with, or what it refuses of the first of all."""
     refused: list[tuple[LayerRejection, ...]] = []
-    for cache in caches if isinstance(caches, Sequence) else [caches]:
-        refused.append(_rejections(backend, groups, cache, device))
+    caches = caches if isinstance(caches, Sequence) else [caches]
+    if not caches:
+        raise ValueError("no cache to serve: give a KVCacheSpec, or several, best first")
+    for cache in caches:
+        refused.append(_rejections(backend, groups, cache, device, options))
         if not refused[-1]:
             return cache, ()
     return None, refused[0]
 
 
 def _rejections(
-    backend: type[AttentionBackend], groups: Groups, cache: KVCacheSpec, device: torch.device | str
-) -> tuple[LayerRejection, ...]:
+    backend: type[AttentionBackend], groups: Groups, cache: KVCacheSpec, device: torch.device | str,
+    options: BaseModel | None,
+) -> tuple[LayerRejection, ...]:  # fmt: skip
     """What a backend refuses of some layers, each reason once."""
     layers: dict[Rejection, list[Hashable]] = {}
     for group in groups:
-        for rejection in backend.reject(group.spec, cache, device):
+        for rejection in backend.reject_set_up(group.spec, cache, device, options):
             layers.setdefault(rejection, []).extend(group.layers)
     return tuple(LayerRejection(rejection, tuple(names)) for rejection, names in layers.items())
 

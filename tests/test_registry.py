@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from pydantic import BaseModel
 
 from attn_backends import entries
 from attn_backends.config import ConfigError
-from attn_backends.interface import AttentionBackend, Unsupported
+from attn_backends.interface import AttentionBackend, Rejection, Unsupported
 from attn_backends.mla_spec import MLASpec
 from attn_backends.registry import (
     BackendImportError,
@@ -353,6 +354,29 @@ def test_options_are_validated_by_the_backends_own_model() -> None:
         validate_options("PLAIN", {"splits": 4})
     with pytest.raises(ConfigError, match=r"backend_options.split \(from options of TUNED\).*backend_options.splits\?"):
         validate_options("TUNED", {"split": 4})
+
+
+def test_a_named_backend_is_asked_with_its_options() -> None:
+    class Odd(fake_backend("ODD")):  # type: ignore[misc]
+        @classmethod
+        def reject_set_up(cls, spec: Any, cache: KVCacheSpec, device: Any, options: Options | None) -> list[Rejection]:
+            if options is None or cache.page_size >= options.splits:
+                return []
+            return [Rejection("page_size", str(cache.page_size), f"from {options.splits} on", "Set splits to less.")]
+
+    register_backend("ODD", Odd, options=Options, priority=99)
+    caches = [replace(CACHE, page_size=page_size) for page_size in (8, 32)]
+    assert select_backend("ODD", SPECS, caches, "cpu").cache == caches[0]
+    assert select_backend("odd", SPECS, caches, "cpu", options={"splits": 9}).cache == caches[1]
+    with pytest.raises(Unsupported, match="page_size: got 8; supported: from 33 on"):
+        select_backend("ODD", SPECS, caches, "cpu", options={"splits": 33})
+    assert explain("ODD", SPECS, caches, "cpu", options={"splits": 33}).chosen is None
+    assert explain("TORCH", SPECS, caches, "cpu", options={"graph_max_seq_len": 99}).chosen == "TORCH"
+    assert select_backend("AUTO", SPECS, caches, "cpu", options={"splits": 33}).cache == caches[0]  # asked without
+    with pytest.raises(ConfigError, match=r"backend_options\.split"):
+        select_backend("ODD", SPECS, caches, "cpu", options={"split": 33})
+    with pytest.raises(ValueError, match="no cache to serve"):
+        select_backend("TORCH", SPECS, [], "cpu")
 
 
 def test_selections_and_rows_pickle_and_backends_come_back_by_name() -> None:

@@ -49,7 +49,7 @@ class TokenPlans:
     ) -> None:
         self.limits, self.table = limits, table
         device, cache = table.req_to_token.device, KVCacheSpec(num_slots, page_size=1)
-        selection = select_backend(name, specs, cache, device)
+        selection = select_backend(name, specs, cache, device, options=options)
         self.backend, valid = selection.backend, validate_options(selection.name, options)
         self.groups = plan_groups(dict(enumerate(specs)))
         builder, impl, place = self.backend.get_builder_cls(), self.backend.get_impl_cls(), (cache, limits, device)

@@ -70,7 +70,8 @@ class LLM:
         self._have_ended: list[Request] = []  # and have not been handed out yet
         specs = {layer: with_cache_dtype(probe.spec, config) for layer, probe in model.layers.items()}
         load = Load(config.scheduler.max_num_requests, config.scheduler.max_model_len or model.max_model_len)
-        self.selection = select_backend(config.backend, specs, possible_caches(specs, config, device), device, load)
+        caches = possible_caches(specs, config, device)
+        self.selection = select_backend(config.backend, specs, caches, device, load, config.backend_options)
         backend, page_size = self.selection.backend, self.selection.cache.page_size
         options = validate_options(self.selection.name, config.backend_options)
         max_model_len = min(model.max_model_len, config.scheduler.max_model_len or model.max_model_len)
@@ -132,7 +133,8 @@ class LLM:
         if config.backend.upper() != AUTO:  # it refuses before the weights are read
             get_entry(config.backend)
             specs = attention_specs(config, device)
-            select_backend(config.backend, specs, possible_caches(specs, config, device), device)
+            caches = possible_caches(specs, config, device)
+            select_backend(config.backend, specs, caches, device, options=config.backend_options)
         loaded = load_model(config, device, report)
         if config.compile == "model":
             from attn_backends.engine.compiled import compile_model  # loads the compiler: half a second

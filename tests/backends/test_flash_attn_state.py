@@ -23,7 +23,7 @@ from attn_backends.backends.flash_attn.state import FlashAttnState, FlashAttnSte
 from attn_backends.config_errors import ConfigError
 from attn_backends.entries import BackendImportError, get_entry
 from attn_backends.interface import AttentionStep
-from attn_backends.registry import validate_options
+from attn_backends.registry import register_backend, validate_options
 from attn_backends.spec import AttentionType
 from attn_backends.support import support
 from attn_backends.testing.cases import BatchShape
@@ -45,6 +45,17 @@ ALL = tuple(emulated(type(provider)) for provider in PROVIDERS)
 
 class AllState(FlashAttnState):
     providers: ClassVar[Any] = ALL
+
+
+class AllBackend(FlashAttnBackend):
+    providers: ClassVar[Any] = ALL
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASH_ATTN_ALL"
+
+
+register_backend("FLASH_ATTN_ALL", AllBackend, options=FlashAttnOptions)
 
 
 def state(*specs: AttentionSpec, cache: KVCacheSpec = SMALL, **options: Any) -> AllState:
@@ -83,6 +94,14 @@ def test_a_named_provider_is_refused_where_it_does_not_serve() -> None:
         state(cache=SMALL, provider="flash_attn")
     assert [rejection.code for rejection in caught.value.rejections] == ["page_size"]
     assert state(cache=LARGE).choices[0].provider.name == "flash_attn"
+
+
+def test_a_named_provider_is_asked_at_selection() -> None:
+    caches, options = [SMALL, LARGE], {"provider": "flash_attn"}
+    assert select_backend("FLASH_ATTN_ALL", [SPEC], caches, CPU).cache == SMALL
+    assert select_backend("FLASH_ATTN_ALL", [SPEC], caches, CPU, options=options).cache == LARGE
+    with pytest.raises(Unsupported, match=r"supported: multiples of 256 \(flash_attn\)"):
+        select_backend("FLASH_ATTN_ALL", [SPEC], SMALL, CPU, options=options)
 
 
 def test_flash_attention_4_comes_last() -> None:

@@ -164,6 +164,10 @@ def test_fa3_needs_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         state(kernels="fa3")
     with pytest.raises(ValueError, match="kernels"):
         validate_options("FLASHINFER_MLA_EMULATED", {"kernels": "cutlass"})
+    given, cache = MLASpec(16, dtype=torch.bfloat16), KVCacheSpec(8, 64)
+    assert select_backend("FLASHINFER_MLA_EMULATED", [given], cache, "cpu", options={"kernels": "fa2"})
+    with pytest.raises(Unsupported, match="kernels: got fa3 on another GPU than Hopper; supported: fa2"):
+        select_backend("FLASHINFER_MLA_EMULATED", [given], cache, "cpu", options={"kernels": "fa3"})
 
 
 def test_planning_during_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

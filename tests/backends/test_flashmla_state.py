@@ -196,6 +196,14 @@ def test_what_it_cannot_do_is_refused_at_selection(spec: AttentionSpec, cache: d
     assert told in str(caught.value)
 
 
+def test_a_named_provider_that_is_missing_is_refused_at_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = ([MLASpec(16, **HALF)], KVCacheSpec(8, 64), "cpu")
+    assert select_backend("FLASHMLA_EMULATED", *where, options={"provider": "sgl_kernel"})
+    monkeypatch.setattr(EmulatedFlashMLA.get_state_cls(), "load_kernels", staticmethod(load_kernels))
+    with pytest.raises(Unsupported, match=r"provider: got sgl_kernel \(no provider of FlashMLA imports"):
+        select_backend("FLASHMLA_EMULATED", *where, options={"provider": "sgl_kernel"})
+
+
 @pytest.mark.parametrize(
     ("capability", "told"), [((8, 0), "got 8.0"), ((10, 0), "got 10.0; supported: 9.0"), ((9, 0), "")]
 )

@@ -9,6 +9,7 @@ import torch
 
 from attn_backends.backends.flash_attn.impl import FlashAttnImpl
 from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata, FlashAttnMetadataBuilder
+from attn_backends.backends.flash_attn.options import FlashAttnOptions
 from attn_backends.backends.flash_attn.provider import Provider, choose, together
 from attn_backends.backends.flash_attn.providers import PROVIDERS
 from attn_backends.backends.flash_attn.state import FlashAttnState
@@ -50,13 +51,20 @@ class FlashAttnBackend(AttentionBackend):
 
     @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
-        device = torch.device(device)
+        return cls.reject_set_up(spec, cache, device, None)
+
+    @classmethod
+    def reject_set_up(
+        cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str, options: FlashAttnOptions | None
+    ) -> list[Rejection]:
+        """What the provider refuses that is named, or all of them."""
+        device, wanted = torch.device(device), (options or FlashAttnOptions()).provider
         found = mismatches(together(cls.providers), spec, cache, device)
         elsewhere = [rejection for rejection in found if rejection.code in ("device", "mla")]
         if elsewhere:  # whatever provider is here
             return elsewhere
         try:
-            choose(cls.providers, spec, cache, device)
+            choose(cls.providers, spec, cache, device, wanted)
         except Unsupported as refusal:
             return list(refusal.rejections)
         return []

@@ -78,6 +78,17 @@ class FlashInferMLABackend(MLABackend):
         found = super().reject(spec, cache, device)
         return found + (reject_other_cache_dtype(spec, _HALF) if isinstance(spec, MLASpec) else [])
 
+    @classmethod
+    def reject_set_up(
+        cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str, options: FlashInferMLAOptions | None
+    ) -> list[Rejection]:
+        """Its kernels for Hopper, elsewhere."""
+        found = cls.reject(spec, cache, device)
+        if not found and options is not None and options.kernels == "fa3" and not is_hopper(torch.device(device)):
+            hint = "Set backend_options.kernels to auto."
+            found.append(Rejection("kernels", "fa3 on another GPU than Hopper", "fa2; on Hopper fa3", hint))
+        return found
+
 
 class FlashInferMLAMetadataBuilder(MLAMetadataBuilder):
     """Kernels see the lengths that were planned on the host, and no others."""

@@ -82,6 +82,20 @@ class FlashMLABackend(MLABackend):
                 found.append(Rejection("num_qo_heads", str(spec.num_qo_heads), f"1 to {MAX_HEADS}", hint))
         return found + reject_newer_gpu(device, 9, "9.0 (Hopper)", "Use a Hopper GPU or another backend.")
 
+    @classmethod
+    def reject_set_up(
+        cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str, options: FlashMLAOptions | None
+    ) -> list[Rejection]:
+        """The provider that is named, where it does not import."""
+        found = cls.reject(spec, cache, device)
+        if options is not None and not found:
+            try:
+                cls.get_state_cls().load_kernels(options.provider)
+            except ImportError as error:
+                hint = "Install it, or set backend_options.provider to auto."
+                found.append(Rejection("provider", f"{options.provider} ({error})", "one that imports", hint))
+        return found
+
 
 class FlashMLAState(MLAState):
     backend_name = "FLASHMLA"

@@ -84,6 +84,13 @@ class Refusals(KitBase):
         codes = {r.code for r in self.backend.reject(self.make_spec(), plain_cache(self.can), "meta")}
         assert "device" in codes, "a device that is not declared is not refused"
 
+    def test_options_by_default_refuse_nothing_more(self) -> None:
+        """A backend is asked with its options, and without any where none were given."""
+        layer, cache = self.make_spec(), plain_cache(self.can)
+        for asked, device in ((layer, self.device), (layer, "meta"), (MLASpec(16), self.device)):
+            expected = self.backend.reject(asked, cache, device)
+            assert self.backend.reject_set_up(asked, cache, device, None) == expected
+
     def test_output_scale(self) -> None:
         if not self.can.output_scale:
             batch = self.make_batch(self.make_spec(), "small_decode")
