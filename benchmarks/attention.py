@@ -64,6 +64,7 @@ SHAPES = {
     ],
     "skewed": [Shape((32768,) + (512,) * 63, GQA), Shape((1016,) * 64, GQA)],  # of as many keys
     "unknown": [Shape((4096,) * 64, GQA, capacity=131072)],  # beside 64 x 4096 above
+    "verify": [Shape((4096,) * 64, GQA, query_len=tokens) for tokens in (2, 4, 8, 16)],
     "windows": [
         Shape((32768,) * 16, GQA, window_left=4095),
         Shape((8192,), GQA, is_prefill=True, window_left=1023),
@@ -75,6 +76,7 @@ SHAPES = {
         Shape((60, 24, 31), (4, 2, 64), is_prefill=True, decodes=1),
         Shape((40, 90), (4, 2, 64), window_left=20, capacity=200),
         Shape((40,), (4, 2, 64), is_prefill=True, window_left=20),
+        Shape((40, 90), (4, 2, 64), query_len=3),
     ],
     "tiny256": [  # the same for kernels whose pages have 256 slots
         Shape((256, 512), (4, 2, 64)),
@@ -144,7 +146,7 @@ def ours(name: str, problem: Problem, options: dict[str, Any]) -> Made:
             made |= captured(*map(state.begin_forward, whole), None)
         return made
     with state.graph_capture(common.num_reqs):
-        clone = state.graph_clone(common.num_reqs)
+        clone = state.graph_clone(common.num_reqs, problem.shape.query_len)
         step = clone.begin_forward(builder.build_for_cudagraph_capture(common))
         made = captured(step, step, clone)
     clone.begin_forward(builder.build(0, common))  # as before every replay
@@ -180,8 +182,8 @@ def _writing_call(impl: AttentionImpl[Any], problem: Problem, step: AttentionSte
 def all_made(problem: Problem, names: Sequence[str], options: dict[str, Any], bare: bool) -> tuple[Made, list[str]]:
     """The contenders for one problem, each warm and captured; and who dropped out why."""
     makers: dict[str, Callable[[], Made]] = {name: partial(ours, name, problem, options) for name in names}
-    table = bare_kernels.PREFILL if problem.shape.is_prefill else bare_kernels.DECODE
-    if problem.shape.decodes:  # whose keys are not all new
+    table = bare_kernels.PREFILL if problem.common.max_query_len > 1 else bare_kernels.DECODE
+    if problem.shape.decodes or not problem.shape.is_prefill:  # whose keys are not all new
         table = {name: kernel for name, kernel in table.items() if "ragged" not in name}
     for name, kernel in table.items() if bare else ():
         makers[name] = lambda name=name, kernel=kernel: {name: kernel.contender(problem)}

@@ -22,19 +22,14 @@ LAYERS = 27  # of DeepSeek-V2-Lite
 
 @dataclass(frozen=True)
 class MLAShape(Shape):
-    """`heads` are the query heads, 1, and the width of a latent row; every request has `query_len` new tokens."""
+    """`heads` are the query heads, 1, and the width of a latent row."""
 
-    query_len: int = 1
     rank: int = 512
 
     @property
     def name(self) -> str:
         lens = f"{len(self.seq_lens)} x {self.seq_lens[0]}" if len(set(self.seq_lens)) == 1 else f"{self.seq_lens}"
         return f"{lens}, {self.heads[0]} heads{f', {self.query_len} tokens' if self.query_len > 1 else ''}"
-
-    @property
-    def query_lens(self) -> tuple[int, ...]:
-        return (self.query_len,) * len(self.seq_lens)
 
     def num_bytes(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
         """Latent rows read once by each request, absorbed queries read, weighted latent rows written."""

@@ -40,7 +40,8 @@ Call = Callable[[int], torch.Tensor]  # attends over the i-th copy; returns its 
 
 @dataclass(frozen=True)
 class Shape:
-    """Lengths and heads. Decode has one query token a request, prefill all of them but for the first `decodes`."""
+    """Lengths and heads. Decode has `query_len` query tokens a request, one if none are verified, and prefill all of
+    them but for the first `decodes`."""
 
     seq_lens: tuple[int, ...]
     heads: tuple[int, int, int]  # query heads, KV heads, head dim
@@ -49,6 +50,7 @@ class Shape:
     shared_prefix: int = 0  # leading tokens that all requests have in the same pages
     window_left: int = -1  # keys that a query sees before its own; -1: all
     capacity: int = 0  # of a row: what the host knows of lengths, where it knows no more; 0: the longest row's
+    query_len: int = 1
 
     @property
     def name(self) -> str:
@@ -56,12 +58,13 @@ class Shape:
         kind = f"{f', {self.decodes} decodes and' if self.decodes else ','} prefill" if self.is_prefill else ""
         window = f", window {self.window_left}" if self.window_left >= 0 else ""
         unknown = f" of up to {self.capacity}" if self.capacity else ""
-        return f"{lens}{unknown}, {self.heads[0]}/{self.heads[1]}, {self.heads[2]}{window}{kind}"
+        verified = f", {self.query_len} tokens" if self.query_len > 1 else ""
+        return f"{lens}{unknown}, {self.heads[0]}/{self.heads[1]}, {self.heads[2]}{window}{kind}{verified}"
 
     @property
     def query_lens(self) -> tuple[int, ...]:
         decodes = self.decodes if self.is_prefill else len(self.seq_lens)
-        return (1,) * decodes + self.seq_lens[decodes:]
+        return (self.query_len,) * decodes + self.seq_lens[decodes:]
 
     def num_bytes(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
         """K and V that a request sees read once by it, queries read, outputs written."""
@@ -82,7 +85,7 @@ class Shape:
     def _seen(self, queries: int, n: int) -> float:
         """Keys that all queries of a request see, summed."""
         if self.window_left < 0:
-            return n if queries == 1 else queries * n / 2
+            return queries * n / (2 if queries == n > 1 else 1)
         window = self.window_left + 1
         return sum(min(position + 1, window) for position in range(n - queries, n))
 

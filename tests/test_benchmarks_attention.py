@@ -55,7 +55,7 @@ def _flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_contender_of_every_shape_is_right(script: Script) -> None:
     rows = script("attention", "--shapes", "tiny", "--rounds", "1")
     assert load("harness").RESULTS.joinpath("attention_torch_tiny.png").stat().st_size > 10_000
-    assert [row["contender"] for row in rows if row["with KV write us"]] == ["TORCH"] * 6
+    assert [row["contender"] for row in rows if row["with KV write us"]] == ["TORCH"] * 7
     bare = {row["contender"] for row in rows} - {"TORCH"}
     assert bare == {"FlashInfer tensor-core", "FlashInfer CUDA-core", "FlashInfer tensor-core, fixed lengths",
                     "FlashInfer CUDA-core, fixed lengths", "FlashInfer fa2", "FlashInfer fa3",
@@ -82,7 +82,7 @@ def test_a_shared_prefix_is_used_and_checked(script: Script) -> None:
 
 def test_a_cache_in_fp8_has_its_own_share_of_bytes(script: Script) -> None:
     rows = script("attention", "--shapes", "tiny", "--rounds", "1", "--no-bare", "--dtype", "fp8")
-    assert len(rows) == 6
+    assert len(rows) == 7
     shape = load("attention").SHAPES["tiny"][0]
     moved = rows[0]["TB/s"] * rows[0]["us"] * 1e6
     assert moved == pytest.approx(2 * 64 * (120 * 2 * 1 + 3 * 4 * 2))
