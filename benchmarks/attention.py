@@ -64,6 +64,13 @@ SHAPES = {
     ],
     "skewed": [Shape((32768,) + (512,) * 63, GQA), Shape((1016,) * 64, GQA)],  # of as many keys
     "unknown": [Shape((4096,) * 64, GQA, capacity=131072)],  # beside 64 x 4096 above
+    "dims": [
+        Shape((4096,) * 64, (64, 8, 64)),
+        Shape((4096,) * 64, (32, 32, 80)),
+        Shape((8192,), (16, 8, 256)),
+        Shape((4096,) * 64, (16, 8, 256)),
+        Shape((8192,), (16, 8, 256), is_prefill=True),
+    ],
     "verify": [Shape((4096,) * 64, GQA, query_len=tokens) for tokens in (2, 4, 8, 16)],
     "windows": [
         Shape((32768,) * 16, GQA, window_left=4095),
