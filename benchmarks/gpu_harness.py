@@ -10,7 +10,8 @@ import importlib.metadata
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -87,8 +88,8 @@ def rounds_us(
     """Time of one replay of each contender, in microseconds, in each of some rounds in which all have their turn.
 
     Every round has an order of its own: what ran before has heated the GPU, more or less, and its clock follows.
-    `twins` are to be compared: they follow one another, in either order. Those that take ten times as long as
-    the median have a few rounds of their own, after the others: in such a turn the GPU cools, and who comes next gains.
+    `twins` are to be compared: they follow one another, in either order. Those that take ten times as long as the
+    median have a few rounds of their own, after the others: in such a turn the GPU cools, and who comes next gains.
     """
     clock = host_clock if device.type == "cpu" else EventClock()
     first_us = {}
@@ -99,21 +100,23 @@ def rounds_us(
     for name in replays:
         groups.setdefault(twins.get(name, name), []).append(name)
     limit = SLOW * statistics.median_high(first_us.values())
-    fast: list[list[str]] = []
-    slow: list[list[str]] = []
-    for group in groups.values():
-        (fast if min(first_us[name] for name in group) < limit else slow).append(group)
-    taken: dict[str, list[float]] = {name: [] for name in replays}
+    slow = [group for group in groups.values() if min(first_us[name] for name in group) >= limit]
+    fast = [group for group in groups.values() if group not in slow]
     shuffled = random.Random(0)
-    for order, count in (fast, rounds), (slow, min(rounds, SLOW_ROUNDS)):
-        for _ in range(count):
-            shuffled.shuffle(order)
-            for group in order:
-                shuffled.shuffle(group)
-                for name in group:
-                    replays_a_turn = max(1, min(MOST_REPLAYS, round(TURN_US / first_us[name])))
-                    taken[name].append(clock(replays[name], replays_a_turn))
+    taken: dict[str, list[float]] = {name: [] for name in replays}
+    for name in chain(_turns(fast, rounds, shuffled), _turns(slow, min(rounds, SLOW_ROUNDS), shuffled)):
+        count = max(1, min(MOST_REPLAYS, round(TURN_US / first_us[name])))
+        taken[name].append(clock(replays[name], count))
     return taken
+
+
+def _turns(groups: list[list[str]], rounds: int, shuffled: random.Random) -> Iterator[str]:
+    """Who comes when: in every round all, those of a group one after the other."""
+    for _ in range(rounds):
+        shuffled.shuffle(groups)
+        for group in groups:
+            shuffled.shuffle(group)
+            yield from group
 
 
 def free_memory(device: torch.device) -> None:

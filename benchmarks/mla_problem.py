@@ -29,7 +29,7 @@ class MLAShape(Shape):
     @property
     def name(self) -> str:
         lens = f"{len(self.seq_lens)} x {self.seq_lens[0]}" if len(set(self.seq_lens)) == 1 else f"{self.seq_lens}"
-        return f"{lens}, {self.heads[0]} heads{f', {self.query_len} tokens' if self.query_len > 1 else ''}"
+        return f"{lens}, {self.heads[0]} heads{self.verified}"
 
     def num_bytes(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
         """Latent rows read once by each request, absorbed queries read, weighted latent rows written."""

@@ -58,8 +58,12 @@ class Shape:
         kind = f"{f', {self.decodes} decodes and' if self.decodes else ','} prefill" if self.is_prefill else ""
         window = f", window {self.window_left}" if self.window_left >= 0 else ""
         unknown = f" of up to {self.capacity}" if self.capacity else ""
-        verified = f", {self.query_len} tokens" if self.query_len > 1 else ""
-        return f"{lens}{unknown}, {self.heads[0]}/{self.heads[1]}, {self.heads[2]}{window}{kind}{verified}"
+        return f"{lens}{unknown}, {self.heads[0]}/{self.heads[1]}, {self.heads[2]}{window}{kind}{self.verified}"
+
+    @property
+    def verified(self) -> str:
+        """The end of a name."""
+        return f", {self.query_len} tokens" if self.query_len > 1 else ""
 
     @property
     def query_lens(self) -> tuple[int, ...]:

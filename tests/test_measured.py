@@ -104,4 +104,5 @@ def test_auto_takes_no_backend_that_is_much_slower_than_the_fastest(monkeypatch:
     taken = rank_backends.choices()
     assert {row["AUTO"] for row in taken} >= {"TRITON", "FLASHINFER_MLA", "FLASH_ATTN_MLA", "TRITON_MLA"}
     assert max(row["vs fastest there"] for row in taken) <= 1.03
-    assert max(row["vs fastest"] for row in taken if row["page size"] == "any") <= 1.03
+    assert max(row["vs fastest"] for row in taken if row["page size"] != 64) <= 1.03
+    assert max(row["vs fastest"] for row in taken) <= 1.04
