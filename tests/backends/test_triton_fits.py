@@ -152,7 +152,7 @@ def test_decode_fits_as_compiled(
 
     tile = tuning.decode_tile(spec, KVCacheSpec(16, 16), num_rows, query_rows, None, room)
     sizes = {"TILES": 1, "ROWS": query_rows, "LANES": query_rows, "PARTS": 1, "KEYS": tile.keys, "STAGES": tile.stages,
-             "MASKED_STAGES": 1}  # fmt: skip
+             "MASKED_STAGES": 1, "PAIRS": int(spec.cache_dtype.itemsize == 1)}  # fmt: skip
     constants = constants_of(spec, 16, **sizes)
     assert shared_bytes(decode_kernel, tensors_of(spec), constants, tile.warps, capability) <= room
 

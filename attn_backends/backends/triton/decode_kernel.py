@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.backends.triton.tile import attend_keys, factor, write_rows
+from attn_backends.backends.triton.tile import all_columns, as_shares, attend_keys, factor, no_sums, write_rows
 from attn_backends.triton_split import FAR, MOST_ITEMS, join
 
 
@@ -19,7 +19,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     scale, value_scale, soft_cap, ahead, behind, chunk, has_sinks, want_lse, table_row,
     query_token, query_head, key_page, key_slot, key_head, value_page, value_slot, value_head, out_token, out_head,
     lse_token,
-    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr, ALIKE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr, ALIKE: tl.constexpr, PAIRS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
@@ -29,9 +30,12 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     """One program an item, KV head and tile of ROWS of its queries; items of a row's heads lie side by side.
 
     Of a tile LANES are queries at most; PARTS are joined at a time. ALIKE: keys and values have the same strides.
+    PAIRS: values of 8 bits come two by two, as numbers of 16 bits; their strides are of 8.
     """
     if ALIKE:
         value_page, value_slot, value_head = key_page, key_slot, key_head
+    if PAIRS:
+        value_page, value_slot, value_head = value_page // 2, value_slot // 2, value_head // 2
     program = tl.program_id(0)
     tile = program % TILES
     head = program // TILES % KV_HEADS
@@ -50,6 +54,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         dims = tl.arange(0, BLOCK_DIM)
         queries = tl.load(query + at[:, None] * query_token + q_head[:, None] * query_head + dims[None],
                           mask=live[:, None] & (dims[None] < DIM), other=0.0)  # fmt: skip
+        stretch = None
+        if key_cache.dtype.element_ty.primitive_bitwidth == 8 and query.dtype.element_ty == tl.bfloat16:
+            queries, stretch = as_shares(queries)
         slope = tl.load(slopes + q_head, mask=live, other=0.0) if ALIBI else tl.zeros([ROWS], tl.float32)
         # Blocks that all queries see whole need no mask.
         whole = tl.minimum(stop, seq_len - query_len + 1 + ahead) // KEYS * KEYS
@@ -59,16 +66,17 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         key, value = key_cache + head.to(tl.int64) * key_head, value_cache + head.to(tl.int64) * value_head
         pages = page_table + row.to(tl.int64) * table_row
         sums, top, total = attend_keys(
-            queries, tl.zeros([ROWS, BLOCK_DIM_VO], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
+            queries, stretch, no_sums(ROWS, BLOCK_DIM_VO, PAIRS), tl.full([ROWS], float("-inf"), tl.float32),
             tl.zeros([ROWS], tl.float32), start, whole, seq_len, positions, slope, key, value, pages, None, scale,
             soft_cap, ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
             False, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
         )  # fmt: skip
         sums, top, total = attend_keys(
-            queries, sums, top, total, whole, stop, seq_len, positions, slope, key, value, pages, None, scale,
+            queries, stretch, sums, top, total, whole, stop, seq_len, positions, slope, key, value, pages, None, scale,
             soft_cap, ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
             True, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, MASKED_STAGES, EXACT,
         )  # fmt: skip
+        sums = all_columns(sums)
         top *= factor(scale, EARLY)
         if count == 1:
             write_rows(output, lse, sinks, sums, top, total, lane, head, first_token, query_len, value_scale,

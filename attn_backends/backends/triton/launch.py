@@ -138,8 +138,9 @@ class Kernels:
         registers = min(_JOIN_REGISTERS, _REGISTERS // (tile.programs * threads) // 2) * threads
         at_once = 1 << max(1, registers // (cut.lanes * self._dims[-1])).bit_length() - 1  # a power of two
         constants = [
-            *self._form, _alike(key, value), key.shape[1], *self._heads, cut.tiles, cut.rows, tile.keys, *self._dims,
-            tile.stages, tile.stages if self._is_local else 1, int(query.dtype is torch.float32), cut.lanes, at_once,
+            *self._form, _alike(key, value), _can_be_pairs(value), key.shape[1], *self._heads, cut.tiles, cut.rows,
+            tile.keys, *self._dims, tile.stages, tile.stages if self._is_local else 1,
+            int(query.dtype is torch.float32), cut.lanes, at_once,
         ]  # fmt: skip
         grid = len(schedule.list.items) * self.spec.num_kv_heads * cut.tiles
         _decode(query, key, value, output, lse, page_table, schedule.list.items, *room, *self._extras,
@@ -190,6 +191,12 @@ class Kernels:
 def _alike(key: torch.Tensor, value: torch.Tensor) -> int:
     """Whether keys and values lie alike: where they are is then worked out once for both."""
     return int(key.stride() == value.stride())
+
+
+def _can_be_pairs(value: torch.Tensor) -> int:
+    """Whether values are of 8 bits, and can be read two by two."""
+    places = (*value.stride()[:-1], value.data_ptr())
+    return int(value.itemsize == 1 and not any(place % 2 for place in places))
 
 
 def _can_be_blocks(key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -254,9 +261,10 @@ def _decode(
     slopes: torch.Tensor, sinks: torch.Tensor, factors: list[float], sees: list[int], constants: list[int], grid: int,
     warps: int,
 ) -> None:  # fmt: skip
+    pairs = constants[4]
     decode_kernel[grid,](
-        query, key, value, output, sums if lse is None else lse, page_table, items, partial, sums, counters, slopes,
-        sinks, *factors, *sees, int(lse is not None), page_table.stride(0),
+        query, key, value.view(torch.int16) if pairs else value, output, sums if lse is None else lse, page_table,
+        items, partial, sums, counters, slopes, sinks, *factors, *sees, int(lse is not None), page_table.stride(0),
         *_strides(query, key, value, output, lse), *constants, num_warps=warps,
     )  # fmt: skip
 

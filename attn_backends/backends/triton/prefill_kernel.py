@@ -5,7 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.backends.triton.tile import attend_keys, factor, rows_of, tile_of, write_rows
+from attn_backends.backends.triton.tile import (
+    all_columns,
+    as_shares,
+    attend_keys,
+    factor,
+    no_sums,
+    rows_of,
+    tile_of,
+    write_rows,
+)
 from attn_backends.triton_split import first_key
 
 _NOT_CONSTANT = ["first_row", "num_rows", "num_tiles", "section", "table_row", "ahead", "behind", "chunk", "has_sinks",
@@ -43,6 +52,9 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         dims = tl.arange(0, BLOCK_DIM)
         queries = tl.load(query + at[:, None] * query_token + q_head[:, None] * query_head + dims[None],
                           mask=live[:, None] & (dims[None] < DIM), other=0.0)  # fmt: skip
+        stretch = None
+        if key_cache.dtype.element_ty.primitive_bitwidth == 8 and query.dtype.element_ty == tl.bfloat16:
+            queries, stretch = as_shares(queries)
         slope = tl.load(slopes + q_head, mask=live, other=0.0) if ALIBI else tl.zeros([ROWS], tl.float32)
 
         key = key_cache + head.to(tl.int64) * key_head
@@ -71,7 +83,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         stop = tl.minimum(seq_len, oldest + TOKENS + ahead)
         # Blocks that all queries see whole need no mask.
         seen = tl.minimum(seq_len, oldest + 1 + ahead)
-        sums = tl.zeros([ROWS, BLOCK_DIM_VO], tl.float32)
+        sums = no_sums(ROWS, BLOCK_DIM_VO, False)
         top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
         if LOCAL:
             seen = tl.minimum(seen, (tl.maximum(oldest, 0) // chunk + 1) * chunk)
@@ -79,22 +91,22 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
             local = start
             start = (first_key(newest, behind, chunk) + KEYS - 1) // KEYS * KEYS
             sums, top, total = attend_keys(
-                queries, sums, top, total, local, start, seq_len, positions, slope, key, value, pages, None, scale,
-                soft_cap, ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
+                queries, stretch, sums, top, total, local, start, seq_len, positions, slope, key, value, pages, None,
+                scale, soft_cap, ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
                 True, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, 1, EXACT,
             )  # fmt: skip
         whole = tl.maximum(seen // KEYS * KEYS, start)
         sums, top, total = attend_keys(
-            queries, sums, top, total, start, whole, seq_len, positions, slope, key, value, pages, blocks, scale,
-            soft_cap, ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
+            queries, stretch, sums, top, total, start, whole, seq_len, positions, slope, key, value, pages, blocks,
+            scale, soft_cap, ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
             False, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
         )  # fmt: skip
         sums, top, total = attend_keys(
-            queries, sums, top, total, whole, stop, seq_len, positions, slope, key, value, pages, None, scale,
+            queries, stretch, sums, top, total, whole, stop, seq_len, positions, slope, key, value, pages, None, scale,
             soft_cap, ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
             True, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, 1, EXACT,
         )  # fmt: skip
         top *= factor(scale, EARLY)
-        write_rows(output, lse, sinks, sums, top, total, first * GROUP + lane, head, first_token,
+        write_rows(output, lse, sinks, all_columns(sums), top, total, first * GROUP + lane, head, first_token,
                    tl.minimum(query_len, first + TOKENS), value_scale, out_token, out_head, lse_token,
                    has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
