@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_backends.triton_fp8 import add_values, all_columns, as_pairs, columns_of, largest_of, no_sums, shares_of
 from attn_backends.triton_split import LN_2, MOST_ITEMS, join, load_block
 
 
@@ -41,11 +42,19 @@ def mla_decode_kernel(  # type: ignore[no-untyped-def]
         lane = tile * ROWS + tl.arange(0, ROWS)
         live = lane < QUERY_LEN * HEADS
         from_row = query + (row.to(tl.int64) * (QUERY_LEN * HEADS) + lane)[:, None] * (RANK + ROPE)
-        ranks, ropes = tl.arange(0, BLOCK_RANK), tl.arange(0, BLOCK_ROPE)
-        q = tl.load(from_row + ranks[None], mask=live[:, None] & (ranks[None] < RANK), other=0.0)
-        q_rope = tl.load(from_row + RANK + ropes[None], mask=live[:, None] & (ropes[None] < ROPE), other=0.0)
+        ranks = tl.arange(0, BLOCK_RANK)
+        # Products of 64 rows have their queries in shared memory, if these are as they were loaded.
+        PAIRS: tl.constexpr = latent_cache.dtype.element_ty.primitive_bitwidth == 8 and ROWS < 64
+        q = _columns(from_row, live, RANK, BLOCK_RANK, PAIRS)
+        q_rope = _columns(from_row + RANK, live, ROPE, BLOCK_ROPE, PAIRS)
+        stretch = None
+        if PAIRS and query.dtype.element_ty == tl.bfloat16:
+            stretch = tl.maximum(tl.maximum(largest_of(q[0]), largest_of(q[1])),
+                                 tl.maximum(largest_of(q_rope[0]), largest_of(q_rope[1])))  # fmt: skip
+            q = shares_of(q[0], stretch), shares_of(q[1], stretch)
+            q_rope = shares_of(q_rope[0], stretch), shares_of(q_rope[1], stretch)
 
-        sums = tl.zeros([ROWS, BLOCK_RANK], tl.float32)
+        sums = no_sums(ROWS, BLOCK_RANK, PAIRS)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         pages = page_table + row.to(tl.int64) * table_row
@@ -53,12 +62,14 @@ def mla_decode_kernel(  # type: ignore[no-untyped-def]
         # Blocks that all queries see whole need no mask.
         whole = tl.minimum(stop, seq_len - QUERY_LEN + 1) // KEYS * KEYS
         whole = tl.maximum(whole, start)
-        sums, top, total = _attend(q, q_rope, sums, top, total, start, whole, seq_len, last_seen, latent_cache,
-                                   latent_rows, rope_rows, pages, scale, False, PAGE_SIZE, KEYS, RANK, ROPE, STAGES,
-                                   EXACT)  # fmt: skip
+        sums, top, total = _attend(q, q_rope, stretch, sums, top, total, start, whole, seq_len, last_seen,
+                                   latent_cache, latent_rows, rope_rows, pages, scale, False, PAGE_SIZE, KEYS, RANK,
+                                   ROPE, STAGES, EXACT)  # fmt: skip
         # What lies behind the last key may be NaN, which a mask keeps out and a descriptor does not.
-        sums, top, total = _attend(q, q_rope, sums, top, total, whole, stop, seq_len, last_seen, latent_cache,
-                                   None, None, pages, scale, True, PAGE_SIZE, KEYS, RANK, ROPE, 1, EXACT)  # fmt: skip
+        sums, top, total = _attend(q, q_rope, stretch, sums, top, total, whole, stop, seq_len, last_seen,
+                                   latent_cache, None, None, pages, scale, True, PAGE_SIZE, KEYS, RANK, ROPE, 1,
+                                   EXACT)  # fmt: skip
+        sums = all_columns(sums)
         if count == 1:
             _write(output, lse, sums, top, total, row, lane, value_scale, WANT_LSE, QUERY_LEN * HEADS, RANK)
         else:
@@ -93,18 +104,50 @@ def mla_join_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _columns(rows, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of queries: all columns, or the even ones and the odd ones."""
+    if PAIRS:
+        columns = tl.arange(0, BLOCK // 2)
+        mask = live[:, None] & (columns[None] < WIDTH // 2)
+        even = tl.load(rows + 2 * columns[None], mask=mask, other=0.0)
+        return even, tl.load(rows + 2 * columns[None] + 1, mask=mask, other=0.0)
+    else:
+        columns = tl.arange(0, BLOCK)
+        return (tl.load(rows + columns[None], mask=live[:, None] & (columns[None] < WIDTH), other=0.0),)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _products(queries, keys, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of all columns."""
+    first = tl.dot(queries[0], tl.trans(keys[0]), input_precision=PRECISION)
+    if len(keys) == 1:
+        return first
+    else:
+        return tl.dot(queries[1], tl.trans(keys[1]), first, input_precision=PRECISION)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    q, q_rope, sums, top, total, start, stop, num_keys, last_seen, latent_cache, latent_rows, rope_rows, pages, scale,
+    q, q_rope, stretch, sums, top, total, start, stop, num_keys, last_seen, latent_cache, latent_rows, rope_rows,
+    pages, scale,
     MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     STAGES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Attend to keys `start` to `stop` in blocks of KEYS, as `last_seen` [ROWS] i32 allows if MASKED.
 
+    Queries and sums may be two: of even and of odd columns, for a cache of 8 bits. `stretch` is as in `tile`.
+
     Returns:
-        sums, top, total: weighted values [ROWS, BLOCK_RANK] f32, the highest logit in base 2, the sum of weights.
+        sums, top, total: weighted values as `no_sums` has them, the highest logit in base 2, the sum of weights.
     """
     lane = tl.arange(0, KEYS)
-    ranks, ropes = tl.arange(0, q.shape[1]), tl.arange(0, q_rope.shape[1])
+    of_dtype: tl.constexpr = latent_cache.dtype.element_ty
+    as_dtype: tl.constexpr = q[0].dtype
+    TOGETHER: tl.constexpr = len(q)  # columns that are read as one
+    ranks, ropes = tl.arange(0, q[0].shape[1]), tl.arange(0, q_rope[0].shape[1])
+    cached = latent_cache
+    if TOGETHER == 2:
+        cached = as_pairs(latent_cache)
     precision: tl.constexpr = "ieee" if EXACT else "tf32"  # of float32 alone
     for first in tl.range(start, stop, KEYS, num_stages=STAGES):
         keys = first + lane
@@ -120,17 +163,24 @@ def _attend(  # type: ignore[no-untyped-def]
             else:
                 page = tl.load(pages + keys // PAGE_SIZE, mask=live if MASKED else None).to(tl.int64)
                 slots = page * PAGE_SIZE + keys % PAGE_SIZE
-            latents = latent_cache + slots[:, None] * (RANK + ROPE)
-            latent = load_block(latents + ranks[None], live[:, None], ranks[None] < RANK, MASKED, q.shape[1] == RANK)
-            rope = load_block(
-                latents + RANK + ropes[None], live[:, None], ropes[None] < ROPE, MASKED, q_rope.shape[1] == ROPE
+            rank: tl.constexpr = RANK // TOGETHER
+            wide: tl.constexpr = ROPE // TOGETHER
+            latents = cached + slots[:, None] * (rank + wide)
+            latent = load_block(
+                latents + ranks[None], live[:, None], ranks[None] < rank, MASKED, ranks.shape[0] == rank
             )
-        latent = latent.to(q.dtype)
-        logits = tl.dot(q, tl.trans(latent), input_precision=precision) * scale
-        logits_rope = tl.dot(q_rope, tl.trans(rope.to(q.dtype)), input_precision=precision) * scale
+            rope = load_block(
+                latents + rank + ropes[None], live[:, None], ropes[None] < wide, MASKED, ropes.shape[0] == wide
+            )
+        latent = columns_of(latent, of_dtype, as_dtype, TOGETHER == 2)
+        rope = columns_of(rope, of_dtype, as_dtype, TOGETHER == 2)
+        logits = _products(q, latent, precision) * scale
+        logits_rope = _products(q_rope, rope, precision) * scale
         # Always so, which the compiler does not see. Without a branch it finds that the product reaches another, and
         # then lays all warps along its rows: those of 64 or fewer do not suffice, and half the warps repeat the others.
         logits = logits + logits_rope if first >= start else logits - logits_rope
+        if stretch is not None:
+            logits *= stretch[:, None]
         if MASKED:
             logits = tl.where(live[None] & (keys[None] <= last_seen[:, None]), logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
@@ -140,7 +190,7 @@ def _attend(  # type: ignore[no-untyped-def]
         weights = tl.exp2(logits - base[:, None])
         shrunk = tl.exp2(top - base)
         total = total * shrunk + tl.sum(weights, 1)
-        sums = tl.dot(weights.to(q.dtype), latent, sums * shrunk[:, None], input_precision=precision)
+        sums = add_values(sums, weights.to(as_dtype), shrunk, latent, precision)
         top = new_top
     return sums, top, total
 

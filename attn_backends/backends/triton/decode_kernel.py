@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.backends.triton.tile import all_columns, as_shares, attend_keys, factor, no_sums, write_rows
+from attn_backends.backends.triton.tile import attend_keys, factor, write_rows
+from attn_backends.triton_fp8 import all_columns, as_pairs, largest_of, no_sums, shares_of
 from attn_backends.triton_split import FAR, MOST_ITEMS, join
 
 
@@ -30,12 +31,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     """One program an item, KV head and tile of ROWS of its queries; items of a row's heads lie side by side.
 
     Of a tile LANES are queries at most; PARTS are joined at a time. ALIKE: keys and values have the same strides.
-    PAIRS: values of 8 bits come two by two, as numbers of 16 bits; their strides are of 8.
+    PAIRS: values of 8 bits come two by two.
     """
     if ALIKE:
         value_page, value_slot, value_head = key_page, key_slot, key_head
-    if PAIRS:
-        value_page, value_slot, value_head = value_page // 2, value_slot // 2, value_head // 2
     program = tl.program_id(0)
     tile = program % TILES
     head = program // TILES % KV_HEADS
@@ -56,7 +55,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
                           mask=live[:, None] & (dims[None] < DIM), other=0.0)  # fmt: skip
         stretch = None
         if key_cache.dtype.element_ty.primitive_bitwidth == 8 and query.dtype.element_ty == tl.bfloat16:
-            queries, stretch = as_shares(queries)
+            stretch = largest_of(queries)
+            queries = shares_of(queries, stretch)
         slope = tl.load(slopes + q_head, mask=live, other=0.0) if ALIBI else tl.zeros([ROWS], tl.float32)
         # Blocks that all queries see whole need no mask.
         whole = tl.minimum(stop, seq_len - query_len + 1 + ahead) // KEYS * KEYS
@@ -64,6 +64,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             whole = start
         whole = tl.maximum(whole, start)
         key, value = key_cache + head.to(tl.int64) * key_head, value_cache + head.to(tl.int64) * value_head
+        if PAIRS:
+            value, value_page, value_slot = as_pairs(value), value_page // 2, value_slot // 2
         pages = page_table + row.to(tl.int64) * table_row
         sums, top, total = attend_keys(
             queries, stretch, no_sums(ROWS, BLOCK_DIM_VO, PAIRS), tl.full([ROWS], float("-inf"), tl.float32),

@@ -261,10 +261,9 @@ def _decode(
     slopes: torch.Tensor, sinks: torch.Tensor, factors: list[float], sees: list[int], constants: list[int], grid: int,
     warps: int,
 ) -> None:  # fmt: skip
-    pairs = constants[4]
     decode_kernel[grid,](
-        query, key, value.view(torch.int16) if pairs else value, output, sums if lse is None else lse, page_table,
-        items, partial, sums, counters, slopes, sinks, *factors, *sees, int(lse is not None), page_table.stride(0),
+        query, key, value, output, sums if lse is None else lse, page_table, items, partial, sums, counters, slopes,
+        sinks, *factors, *sees, int(lse is not None), page_table.stride(0),
         *_strides(query, key, value, output, lse), *constants, num_warps=warps,
     )  # fmt: skip
 

@@ -5,16 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.backends.triton.tile import (
-    all_columns,
-    as_shares,
-    attend_keys,
-    factor,
-    no_sums,
-    rows_of,
-    tile_of,
-    write_rows,
-)
+from attn_backends.backends.triton.tile import attend_keys, factor, rows_of, tile_of, write_rows
+from attn_backends.triton_fp8 import all_columns, largest_of, no_sums, shares_of
 from attn_backends.triton_split import first_key
 
 _NOT_CONSTANT = ["first_row", "num_rows", "num_tiles", "section", "table_row", "ahead", "behind", "chunk", "has_sinks",
@@ -54,7 +46,8 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
                           mask=live[:, None] & (dims[None] < DIM), other=0.0)  # fmt: skip
         stretch = None
         if key_cache.dtype.element_ty.primitive_bitwidth == 8 and query.dtype.element_ty == tl.bfloat16:
-            queries, stretch = as_shares(queries)
+            stretch = largest_of(queries)
+            queries = shares_of(queries, stretch)
         slope = tl.load(slopes + q_head, mask=live, other=0.0) if ALIBI else tl.zeros([ROWS], tl.float32)
 
         key = key_cache + head.to(tl.int64) * key_head

@@ -9,87 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.triton_split import INTERPRETED, LN_2, LOG2_E, first_key, load_block
-
-COMPILED = tl.constexpr(not INTERPRETED)
-# Of two pairs in a register the first of each, and the second, side by side as float16. The compiler takes 5 more
-# instructions for both.
-FIRST_E4M3 = tl.constexpr(
-    "{.reg .b32 both; .reg .b16 low, high; prmt.b32 both, $1, 0, 0x4420; mov.b32 {low, high}, both; "
-    "cvt.rn.f16x2.e4m3x2 $0, low;}"
-)
-SECOND_E4M3 = tl.constexpr(FIRST_E4M3.value.replace("0x4420", "0x4431"))
-FIRST_E5M2 = tl.constexpr("prmt.b32 $0, $1, 0, 0x2404;")  # float16 without its last byte
-SECOND_E5M2 = tl.constexpr("prmt.b32 $0, $1, 0, 0x3414;")
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def as_shares(queries):  # type: ignore[no-untyped-def]
-    """bfloat16 queries [ROWS, D] for keys of 8 bits: float16 shares of each row's largest element, and these, f32.
-
-    A GPU makes two float16 of 8 bits each by one instruction, and a bfloat16 of each by one more, a slow one. So over
-    an fp8 cache products are of float16, which holds all of its values. Of a query, what is below 2^-25 of its
-    largest element is lost.
-    """
-    exact = queries.to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(exact), 1), 1e-30)
-    return (exact / largest[:, None]).to(tl.float16), largest
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def no_sums(ROWS: tl.constexpr, DIM_VO: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What `attend_keys` begins with: [ROWS, DIM_VO], or in pairs the even columns and the odd ones."""
-    if PAIRS:
-        return tl.zeros([ROWS, DIM_VO // 2], tl.float32), tl.zeros([ROWS, DIM_VO // 2], tl.float32)
-    else:
-        return (tl.zeros([ROWS, DIM_VO], tl.float32),)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def all_columns(sums):  # type: ignore[no-untyped-def]
-    """[ROWS, DIM_VO] of them."""
-    if len(sums) == 1:
-        return sums[0]
-    else:
-        return tl.reshape(tl.join(sums[0], sums[1]), [sums[0].shape[0], 2 * sums[0].shape[1]])
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def add_values(  # type: ignore[no-untyped-def]
-    sums, weights, shrunk, v, of_dtype: tl.constexpr, as_dtype: tl.constexpr, PRECISION: tl.constexpr
-):
-    """Sums shrunk, and weighted values added: `v` is [KEYS, DIM_VO], or [KEYS, DIM_VO / 2] pairs of 8 bits each.
-
-    Args:
-        of_dtype: of the values in the cache.
-        as_dtype: of the product.
-    """
-    weights = weights.to(as_dtype)
-    if len(sums) == 1:
-        return (tl.dot(weights, v.to(as_dtype), sums[0] * shrunk[:, None], input_precision=PRECISION),)
-    else:
-        # A product wants the values of two keys side by side, which shared memory gives for 16 bits, not for 8.
-        even, odd = _halves(v, of_dtype, as_dtype)
-        return (
-            tl.dot(weights, even, sums[0] * shrunk[:, None], input_precision=PRECISION),
-            tl.dot(weights, odd, sums[1] * shrunk[:, None], input_precision=PRECISION),
-        )
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _halves(pairs, of_dtype: tl.constexpr, as_dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first and the second of each pair, as another dtype."""
-    if COMPILED and as_dtype == tl.float16:
-        if of_dtype == tl.float8e5:
-            even = tl.inline_asm_elementwise(FIRST_E5M2, "=r,r", [pairs], tl.float16, True, 2)
-            odd = tl.inline_asm_elementwise(SECOND_E5M2, "=r,r", [pairs], tl.float16, True, 2)
-        else:
-            even = tl.inline_asm_elementwise(FIRST_E4M3, "=r,r", [pairs], tl.float16, True, 2)
-            odd = tl.inline_asm_elementwise(SECOND_E4M3, "=r,r", [pairs], tl.float16, True, 2)
-    else:
-        even = pairs.to(tl.int8).to(of_dtype, bitcast=True).to(as_dtype)
-        odd = (pairs >> 8).to(tl.int8).to(of_dtype, bitcast=True).to(as_dtype)
-    return even, odd
+from attn_backends.triton_fp8 import add_values, columns_of
+from attn_backends.triton_split import LN_2, LOG2_E, first_key, load_block
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -102,14 +23,14 @@ def attend_keys(  # type: ignore[no-untyped-def]
     """Attend to keys `start` to `stop`, in blocks of KEYS from a multiple of it on.
 
     Args:
-        queries: [ROWS, D] of the layer's dtype, or as `as_shares` makes them.
-        stretch: what it made beside them; else None.
+        queries: [ROWS, D] of the layer's dtype, or shares of `stretch`.
+        stretch: [ROWS] f32 (see `triton_fp8`), or None.
         sums, top, total: what was attended before: weighted values as `no_sums` has them, the highest logit and the sum
             of weights [ROWS] f32.
         num_keys: from there on nothing is a key; blocks reach beyond `stop` only where they reach beyond it.
         positions: [ROWS] i32 of the queries.
         slopes: [ROWS] f32, of ALiBi.
-        key, value: the KV head's first element.
+        key, value: the KV head's first element; the latter as pairs where `sums` are two.
         pages: the row's page ids; PAGE_SIZE 0: keys lie one behind the other from `key` on.
         blocks: descriptors of keys and of values for blocks of KEYS (see `launch.row_blocks`), the row of the first key
             in pages or of all, and the first column of both; else None, as where MASKED: what lies behind the last key
@@ -195,7 +116,8 @@ def attend_keys(  # type: ignore[no-untyped-def]
             v = load_block(
                 value_rows + value_move, live[:, None], dims_vo[None] < width, MASKED, sums[0].shape[1] == width
             )
-        sums = add_values(sums, weights, shrunk, v, key.dtype.element_ty, queries.dtype, PRECISION)
+        v = columns_of(v, key.dtype.element_ty, queries.dtype, len(sums) == 2)
+        sums = add_values(sums, weights.to(queries.dtype), shrunk, v, PRECISION)
         top = new_top
     return sums, top, total
 
