@@ -25,7 +25,12 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not
 
 BACKENDS = Path(tuning.__file__).parents[1]
 HOPPER, AMPERE, SMALL = 227 << 10, 163 << 10, 99 << 10  # bytes of a program, of compute capability 9.0, 8.0 and 8.6
-TRITON_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv"}
+TRITON_NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+}
 POINTERS = {
     **dict.fromkeys(("lse", "partial", "partial_sums", "slopes", "sinks"), "*fp32"),
     **dict.fromkeys(("page_table", "seq_lens", "query_start_loc", "key_start_loc", "items", "counters"), "*i32"),
@@ -55,12 +60,17 @@ def check_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, An
 
     made = _compiled(GluonASTSource, kernel, types, constants, warps, 90)
     assert made.metadata.shared <= HOPPER
-    with NamedTemporaryFile(suffix=".cubin") as file:  # of long code Triton's own listing lacks the end
+    code = listing(made)
+    assert 0 < 2 * code.count("WARPGROUP.DEPBAR") < code.count("HGMMA")
+
+
+def listing(made: Any) -> str:
+    """A kernel's instructions. Of long code Triton's own listing lacks the end."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        listing = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
-        code = subprocess.run(listing, check=True, capture_output=True, text=True).stdout
-    assert 0 < 2 * code.count("WARPGROUP.DEPBAR") < code.count("HGMMA")
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def _compiled(
@@ -142,6 +152,8 @@ def test_keys_and_values_lie_in_shared_memory_alike(dims: tuple[int, int], page_
         *((spec_of(dim, dim, torch.bfloat16), 90, HOPPER, 16, 64) for dim in (128, 256)),
         *((spec_of(256, 256, dtype), 86, SMALL, 1, 16) for dtype in (torch.bfloat16, torch.float32)),
         (spec_of(256, 256, torch.bfloat16), 86, SMALL, 16, 64),
+        *((spec_of(256, 256, torch.bfloat16, torch.float8_e4m3fn), 90, HOPPER, 16, rows) for rows in (16, 64)),
+        (spec_of(128, 128, torch.bfloat16, torch.float8_e5m2), 89, SMALL, 16, 16),
     ],
     ids=str,
 )
@@ -155,6 +167,30 @@ def test_decode_fits_as_compiled(
              "MASKED_STAGES": 1, "PAIRS": int(spec.cache_dtype.itemsize == 1)}  # fmt: skip
     constants = constants_of(spec, 16, **sizes)
     assert shared_bytes(decode_kernel, tensors_of(spec), constants, tile.warps, capability) <= room
+
+
+@pytest.mark.parametrize("cached", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_an_fp8_cache_costs_no_slow_instructions(cached: torch.dtype) -> None:
+    """See `triton_fp8`: one of 16 bits at a time, and loads of single bytes."""
+    from triton.compiler import ASTSource
+
+    from attn_backends.backends.mla.triton_kernel import mla_decode_kernel
+    from attn_backends.backends.triton.decode_kernel import decode_kernel
+
+    spec, latent = spec_of(128, 128, torch.bfloat16, cached), MLASpec(16, dtype=torch.bfloat16, cache_dtype=cached)
+    decode = constants_of(spec, 16, TILES=1, ROWS=16, LANES=16, PARTS=1, KEYS=64, STAGES=3, MASKED_STAGES=1, PAIRS=1)
+    mla = {"WANT_LSE": 0, "PAGE_SIZE": 16, "QUERY_LEN": 1, "HEADS": 16, "TILES": 1, "ROWS": 16, "KEYS": 32, "RANK": 512,
+           "ROPE": 64, "BLOCK_RANK": 512, "BLOCK_ROPE": 64, "EXACT": 0, "STAGES": 3, "latent_rows": None,
+           "rope_rows": None}  # fmt: skip
+    latent_cache = f"*{TRITON_NAMES[latent.cache_dtype]}"
+    for kernel, types, constants in (
+        (decode_kernel, tensors_of(spec), decode),
+        (mla_decode_kernel, {"query": "*bf16", "output": "*bf16", "latent_cache": latent_cache}, mla),
+    ):
+        code = listing(_compiled(ASTSource, kernel, types, constants, 4, 90))
+        assert "HMMA" in code
+        assert "F2F." not in code
+        assert code.count("LDS.U8") <= 4  # by masks
 
 
 @pytest.mark.parametrize("heads", [16, 128])

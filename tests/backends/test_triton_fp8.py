@@ -1,4 +1,4 @@
-"""TRITON over caches of 8 bits: products of float16, and values that decode reads two by two where they allow it."""
+"""TRITON and TRITON_MLA over caches of 8 bits: products of float16, and values that are read two by two."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from attn_backends import AttentionSpec, get_backend
+from attn_backends import AttentionSpec, MLASpec, get_backend
 from attn_backends.kv_cache import KVCache
 from attn_backends.testing.batches import Batch
 from attn_backends.testing.harness import assert_matches, run_backend
@@ -18,6 +18,7 @@ launch = pytest.importorskip("attn_backends.backends.triton.launch", reason="nee
 
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = [pytest.param("cpu", marks=only_interpreted), ON_GPU]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 CACHED = [torch.float8_e4m3fn, torch.float8_e5m2]
 ROWS = {"decode": ([70, 1, 33], [1, 1, 1]), "verify": ([70, 37], [3, 3]), "prefill": ([70, 20], [40, 20])}
 
@@ -49,7 +50,7 @@ def a_batch(device: str, dtype: torch.dtype, cache_dtype: torch.dtype, rows: Seq
 @pytest.mark.parametrize("dim", [32, 48])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("cache_dtype", CACHED, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 def test_right(
     device: str, dtype: torch.dtype, cache_dtype: torch.dtype, rows: str, dim: int, pairs: list[int]
@@ -69,11 +70,26 @@ def test_values_that_are_no_pairs(device: str, cache_dtype: torch.dtype, pairs: 
     assert pairs == [0]
 
 
+@pytest.mark.parametrize("heads", [3, 80])
+@pytest.mark.parametrize("rows", ["decode", "verify"])
+@pytest.mark.parametrize("cache_dtype", CACHED, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_queries_of_any_size(device: str) -> None:
+def test_latent_rows(device: str, dtype: torch.dtype, cache_dtype: torch.dtype, rows: str, heads: int) -> None:
+    if device == "cpu" and heads > 16 and dtype is torch.bfloat16:
+        pytest.skip("tiles of 64 queries multiply bfloat16, which the interpreter does not")
+    spec = MLASpec(heads, kv_lora_rank=48, qk_rope_head_dim=16, dtype=dtype, cache_dtype=cache_dtype)
+    batch = random_batch(get_backend("TRITON_MLA"), spec, *ROWS[rows], device=device, k_scale=0.5)
+    assert_matches(run_backend(get_backend("TRITON_MLA"), batch, want_lse=True), batch)
+
+
+@pytest.mark.parametrize("name", ["TRITON", "TRITON_MLA"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_queries_of_any_size(device: str, name: str) -> None:
     """float16 holds none of these, nor their logits."""
-    spec = AttentionSpec(4, 2, 32, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn, scale=1e-7)
-    batch = random_batch(get_backend("TRITON"), spec, *ROWS["decode"], device=device)
+    dtypes = {"dtype": torch.bfloat16, "cache_dtype": torch.float8_e4m3fn, "scale": 1e-7}
+    spec = AttentionSpec(4, 2, 32, **dtypes) if name == "TRITON" else MLASpec(4, **dtypes)
+    batch = random_batch(get_backend(name), spec, *ROWS["decode"], device=device)
     for row, size in zip(batch.rows, (1e6, 1e-6, 0.0), strict=True):
         row.query.mul_(size)
-    assert_matches(run_backend(get_backend("TRITON"), batch, want_lse=True), batch)
+    assert_matches(run_backend(get_backend(name), batch, want_lse=True), batch)
