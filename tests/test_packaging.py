@@ -31,6 +31,7 @@ FLOORS = [  # a module imports from its own floor and those above it in this lis
         "lse_merge_triton",
         "page_copy_triton",
         "triton_split",
+        "triton_fp8",
         "triton_hopper",
         "staging",
         "step_device",
