@@ -193,6 +193,25 @@ def test_an_fp8_cache_costs_no_slow_instructions(cached: torch.dtype) -> None:
         assert code.count("LDS.U8") <= 4  # by masks
 
 
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("query_rows", [16, 32, 64])
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_decode_stays_in_registers(dims: tuple[int, int], query_rows: int, cached: torch.dtype) -> None:
+    """But for a few numbers; and products of 64 rows are of Hopper's matrix units where four warps have them."""
+    from triton.compiler import ASTSource
+
+    from attn_backends.backends.triton.decode_kernel import decode_kernel
+
+    spec = spec_of(*dims, torch.bfloat16, cached)
+    tile = tuning.decode_tile(spec, KVCacheSpec(16, 16), 64, query_rows, None, HOPPER)
+    sizes = {"TILES": 1, "ROWS": query_rows, "LANES": query_rows, "PARTS": 1, "KEYS": tile.keys, "STAGES": tile.stages,
+             "MASKED_STAGES": 1, "PAIRS": int(cached.itemsize == 1)}  # fmt: skip
+    made = _compiled(ASTSource, decode_kernel, tensors_of(spec), constants_of(spec, 16, **sizes), tile.warps, 90)
+    code = listing(made)
+    assert ("HGMMA" in code) == (query_rows == 64 and tile.warps >= 4)
+    assert code.count("LDL") < 48
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize(("capability", "room"), [(90, HOPPER), (80, AMPERE)])
 def test_latent_decode_fits_as_compiled(capability: int, room: int, heads: int) -> None:

@@ -20,6 +20,8 @@ from attn_backends.triton_split import block_bytes, fitted, padded
 KINDS = ("decode", "prefill", "prompt")
 _SCRATCH = 2 << 10  # of a decode program, beside its blocks and its queries: page ids, and where warps meet
 _MMA_ROWS = 64  # queries from which on Hopper's matrix units want four warps for one product
+_HELD = 160  # numbers of a thread, counted so: with more, compiled kernels keep some in memory
+_MOST_WARPS = 8
 _SWIZZLED = 64  # columns of 16 bits from which on shared memory holds them in the widest swizzle
 _MARGIN = 3 << 10  # of a prefill program, beside its queries and blocks
 
@@ -78,7 +80,16 @@ def decode_tile(
     tile = DecodeTile(**_nearest("decode", spec, cache, num_rows))
     while tile.keys > 64 and need(tile) > room:  # rather than fewer blocks under way
         tile = replace(tile, keys=tile.keys // 2, warps=max(1, tile.warps // 2))
-    return fitted(tile, need, room)
+    return fitted(_in_registers(tile, query_rows, dim + dim_vo), need, room)
+
+
+def _in_registers(tile: DecodeTile, query_rows: int, width: int) -> DecodeTile:
+    """With so many warps that a thread can hold its queries, its sums, and where it loads 16 bytes at a time; programs
+    become fewer by as much. `width`: columns of keys and of values together."""
+    warps = tile.warps
+    while warps < _MOST_WARPS and width * (query_rows + tile.keys // 8) > _HELD * 32 * warps:
+        warps *= 2
+    return replace(tile, warps=warps, programs=max(1, tile.programs * tile.warps // warps))
 
 
 def prefill_tile(
