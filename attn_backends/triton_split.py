@@ -215,6 +215,13 @@ def first_key(position, behind, chunk):  # type: ignore[no-untyped-def]
     return tl.maximum(position - behind, position // chunk * chunk)
 
 
+@triton.jit
+def seen_by_all(oldest, newest, seq_len, ahead, behind, chunk):  # type: ignore[no-untyped-def]
+    """Of queries from one position to another: the first key that all of them see, and the first behind those."""
+    chunk_end = (tl.maximum(oldest, 0) // chunk + 1) * chunk
+    return first_key(newest, behind, chunk), tl.minimum(tl.minimum(seq_len, oldest + 1 + ahead), chunk_end)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def join(  # type: ignore[no-untyped-def]
     partial, partial_sums, first, step, count, num_lanes,

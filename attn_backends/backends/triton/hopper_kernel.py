@@ -32,7 +32,7 @@ from attn_backends.triton_hopper import (
     weigh,
     write_rows,
 )
-from attn_backends.triton_split import FAR, LN_2, LOG2_E, first_key
+from attn_backends.triton_split import FAR, LN_2, LOG2_E, first_key, seen_by_all
 
 ROWS = gl.constexpr(64)  # queries of a group of warps
 STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory
@@ -125,11 +125,9 @@ def _span(  # type: ignore[no-untyped-def]
     upper, lower = num_blocks, num_blocks
     if LOCAL:
         newest = gl.minimum(oldest + TOKENS, seq_len) - 1
-        chunk_end = (gl.maximum(oldest, 0) // chunk + 1) * chunk
-        seen_by_first = gl.minimum(gl.minimum(seq_len, oldest + 1 + ahead), chunk_end)  # keys before it
-        hidden_from_last = gl.maximum(first_key(newest, behind, chunk) - start, 0)
-        upper -= gl.maximum(seen_by_first - start, 0) // KEYS
-        lower = gl.maximum(upper, num_blocks - (hidden_from_last + KEYS - 1) // KEYS)
+        seen_from, seen_to = seen_by_all(oldest, newest, seq_len, ahead, behind, chunk)
+        upper -= gl.maximum(seen_to - start, 0) // KEYS
+        lower = gl.maximum(upper, num_blocks - (gl.maximum(seen_from - start, 0) + KEYS - 1) // KEYS)
     elif gl.minimum(behind, chunk) >= FAR:
         upper -= gl.maximum(gl.minimum(seq_len, oldest + 1 + ahead) - start, 0) // KEYS
     return start, num_blocks, upper, lower

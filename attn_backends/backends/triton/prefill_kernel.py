@@ -7,7 +7,7 @@ import triton.language as tl
 
 from attn_backends.backends.triton.tile import attend_keys, factor, rows_of, tile_of, write_rows
 from attn_backends.triton_fp8 import all_columns, largest_of, no_sums, shares_of
-from attn_backends.triton_split import first_key
+from attn_backends.triton_split import first_key, seen_by_all
 
 _NOT_CONSTANT = ["first_row", "num_rows", "num_tiles", "section", "table_row", "ahead", "behind", "chunk", "has_sinks",
                  "want_lse", "lse_token"]  # fmt: skip
@@ -79,10 +79,10 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         sums = no_sums(ROWS, BLOCK_DIM_VO, False)
         top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
         if LOCAL:
-            seen = tl.minimum(seen, (tl.maximum(oldest, 0) // chunk + 1) * chunk)
             newest = tl.minimum(oldest + TOKENS, seq_len) - 1
+            seen_from, seen = seen_by_all(oldest, newest, seq_len, ahead, behind, chunk)
             local = start
-            start = (first_key(newest, behind, chunk) + KEYS - 1) // KEYS * KEYS
+            start = (seen_from + KEYS - 1) // KEYS * KEYS
             sums, top, total = attend_keys(
                 queries, stretch, sums, top, total, local, start, seq_len, positions, slope, key, value, pages, None,
                 scale, soft_cap, ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
