@@ -139,7 +139,8 @@ def _int32(*values: int) -> torch.Tensor:
 
 
 def fa3(problem: Problem, scheduled: bool) -> Call:
-    """FlashAttention 3 as vLLM builds it. `scheduled`: its schedule is made once, not by every call."""
+    """FlashAttention 3 as vLLM builds it, with queries of the cache's dtype. `scheduled`: its schedule is made once, not
+    by every call."""
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
 
     common, spec = problem.common, problem.spec
@@ -149,11 +150,12 @@ def fa3(problem: Problem, scheduled: bool) -> Call:
     if scheduled:
         schedule = get_scheduler_metadata(
             batch_size=common.num_reqs, **lens, num_heads_q=spec.num_qo_heads, num_heads_kv=spec.num_kv_heads,
-            headdim=spec.head_dim, cache_seqlens=common.seq_lens, qkv_dtype=spec.dtype,
+            headdim=spec.head_dim, cache_seqlens=common.seq_lens, qkv_dtype=spec.cache_dtype,
             cu_seqlens_q=common.query_start_loc, page_size=problem.cache.page_size, causal=True, num_splits=0,
         )  # fmt: skip
+    queries = [query.to(spec.cache_dtype) for query in problem.queries]
     return lambda i: flash_attn_varlen_func(
-        problem.queries[i], *problem.caches[i], **lens, cu_seqlens_q=common.query_start_loc,
+        queries[i], *problem.caches[i], **lens, cu_seqlens_q=common.query_start_loc,
         seqused_k=common.seq_lens, block_table=common.page_table, softmax_scale=spec.scale, causal=True,
         out=problem.outputs[i], scheduler_metadata=schedule, num_splits=0, fa_version=3,
     )  # fmt: skip
@@ -201,9 +203,11 @@ class Bare:
 
     make: Callable[[Problem], Call]
     page_size: int | None = None  # that it needs; None takes the problem's
+    fp8_queries: bool = False  # over a cache in fp8
 
     def contender(self, problem: Problem) -> Contender:
         problem = problem.repaged(self.page_size or problem.cache.page_size)
+        problem = problem.rounded() if self.fp8_queries else problem
         return make_contender(problem, self.make(problem))
 
 
@@ -212,8 +216,8 @@ DECODE = {
     "FlashInfer tensor-core, fixed lengths": Bare(partial(flashinfer_decode, tensor_cores=True, graph=False)),
     "FlashInfer CUDA-core": Bare(partial(flashinfer_decode, tensor_cores=False, graph=True)),
     "FlashInfer CUDA-core, fixed lengths": Bare(partial(flashinfer_decode, tensor_cores=False, graph=False)),
-    "FA3": Bare(partial(fa3, scheduled=False)),
-    "FA3, scheduled once": Bare(partial(fa3, scheduled=True)),
+    "FA3": Bare(partial(fa3, scheduled=False), fp8_queries=True),
+    "FA3, scheduled once": Bare(partial(fa3, scheduled=True), fp8_queries=True),
     "FA2, page 256": Bare(fa2_decode, 256),
     "FA4": Bare(fa4),
 }
@@ -222,7 +226,7 @@ PREFILL = {
     "FlashInfer fa3": Bare(partial(flashinfer_prefill, kernel="fa3")),
     "FlashInfer fa2, ragged": Bare(partial(flashinfer_ragged, kernel="fa2")),
     "FlashInfer fa3, ragged": Bare(partial(flashinfer_ragged, kernel="fa3")),
-    "FA3": Bare(partial(fa3, scheduled=False)),
+    "FA3": Bare(partial(fa3, scheduled=False), fp8_queries=True),
     "FA2, page 256": Bare(fa2_prefill, 256),
     "FA4": Bare(fa4),
 }

@@ -33,7 +33,7 @@ GRAPH_US = 2_000  # that one graph should take, so that the gap between two grap
 FILLED_PAGES = 1 << 12  # at a time
 CHUNK = 1 << 27  # logits that the reference holds at a time
 
-ERROR_LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-3}
+ERROR_LIMITS = {torch.float8_e4m3fn: 8e-2, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-3}
 
 Call = Callable[[int], torch.Tensor]  # attends over the i-th copy; returns its output
 
@@ -105,6 +105,7 @@ class Problem:
     caches: list[KVCache]  # a copy each
     queries: list[torch.Tensor]  # [num_tokens, num_qo_heads, head_dim]
     outputs: list[torch.Tensor]  # like the queries
+    fp8_queries: bool = False  # attended with queries and weights that are rounded to fp8, as its cache is
 
     @property
     def device(self) -> torch.device:
@@ -126,8 +127,14 @@ class Problem:
         for row, seq_len, pages in zip(rows, self.shape.seq_lens, table, strict=True):
             used = pages[: -(-seq_len // self.cache.page_size)]
             key, value = (gather_pages(cached, used)[:seq_len] for cached in cache)
+            row = row.to(self.spec.cache_dtype) if self.fp8_queries else row
             answers.append(reference(row, key, value, self.spec.scale, self.spec.window_left))
         return torch.cat(answers)
+
+    @property
+    def error_limit(self) -> float:
+        """Of any token's output, relative."""
+        return ERROR_LIMITS[self.spec.cache_dtype if self.fp8_queries else self.spec.dtype]
 
     @property
     def num_bytes(self) -> int:
@@ -155,6 +162,10 @@ class Problem:
         caches = [KVCache(*(t.reshape(-1, page_size, *t.shape[2:]) for t in cached)) for cached in self.caches]
         return replace(self, cache=cache, common=common_of(self.shape, cache, self.device), caches=caches)
 
+    def rounded(self) -> Problem:
+        """For kernels that round queries to the dtype of a cache of 8 bits."""
+        return replace(self, fp8_queries=self.spec.cache_dtype.itemsize == 1)
+
     def fitting(self, backend: type[AttentionBackend], can: Capabilities | None = None) -> Problem:
         """The problem as a backend can serve it: with its page size, layout and shape of the pool.
 
@@ -162,6 +173,8 @@ class Problem:
             can: what the backend honours as it is set up here; None: its `capabilities()`.
         """
         can = can or backend.capabilities()
+        if can.fp8_queries:
+            return self.rounded().fitting(backend, replace(can, fp8_queries=False))
         page_size = math.lcm(self.cache.page_size, can.page_size_multiple)
         if can.page_sizes is not None and page_size not in can.page_sizes:
             page_size = min(can.page_sizes)
@@ -250,7 +263,7 @@ class Contender:
         Raises:
             ValueError: it is not.
         """
-        error, limit = self.worst_error(), ERROR_LIMITS[self.problem.spec.dtype]
+        error, limit = self.worst_error(), self.problem.error_limit
         if not error <= limit:  # NaN is not, either
             raise ValueError(f"wrong output: relative error {error:.3g} against float64, limit {limit:g}")
         return error

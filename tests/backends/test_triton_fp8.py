@@ -83,6 +83,13 @@ def test_latent_rows(device: str, dtype: torch.dtype, cache_dtype: torch.dtype, 
     assert_matches(run_backend(get_backend("TRITON_MLA"), batch, want_lse=True), batch)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_latent_rows_of_no_pairs(device: str) -> None:
+    spec = MLASpec(3, kv_lora_rank=35, qk_rope_head_dim=17, dtype=torch.float16, cache_dtype=torch.float8_e4m3fn)
+    batch = random_batch(get_backend("TRITON_MLA"), spec, *ROWS["decode"], device=device)
+    assert_matches(run_backend(get_backend("TRITON_MLA"), batch, want_lse=True), batch)
+
+
 @pytest.mark.parametrize("name", ["TRITON", "TRITON_MLA"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_queries_of_any_size(device: str, name: str) -> None:

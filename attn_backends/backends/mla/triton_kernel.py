@@ -44,7 +44,8 @@ def mla_decode_kernel(  # type: ignore[no-untyped-def]
         from_row = query + (row.to(tl.int64) * (QUERY_LEN * HEADS) + lane)[:, None] * (RANK + ROPE)
         ranks = tl.arange(0, BLOCK_RANK)
         # Products of 64 rows have their queries in shared memory, if these are as they were loaded.
-        PAIRS: tl.constexpr = latent_cache.dtype.element_ty.primitive_bitwidth == 8 and ROWS < 64
+        of_8_bits: tl.constexpr = latent_cache.dtype.element_ty.primitive_bitwidth == 8
+        PAIRS: tl.constexpr = of_8_bits and RANK % 2 == 0 and ROPE % 2 == 0 and ROWS < 64
         q = _columns(from_row, live, RANK, BLOCK_RANK, PAIRS)
         q_rope = _columns(from_row + RANK, live, ROPE, BLOCK_ROPE, PAIRS)
         stretch = None

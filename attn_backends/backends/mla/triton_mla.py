@@ -15,7 +15,7 @@ from attn_backends.backends.mla.impl import MLAImpl
 from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadataBuilder
 from attn_backends.backends.mla.state import MLAState, MLAStep
 from attn_backends.backends.mla.triton_kernel import mla_decode_kernel, mla_join_kernel
-from attn_backends.backends.mla.triton_tiles import Cut, decode_tile
+from attn_backends.backends.mla.triton_tiles import Cut, block_dims, decode_tile
 from attn_backends.call_checks import reject_early_fp8
 from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.mla_spec import MLASpec
@@ -29,7 +29,6 @@ from attn_backends.triton_split import (
     has_tensor_engine,
     num_multiprocessors,
     operator,
-    padded,
     shared_memory,
 )
 
@@ -113,7 +112,7 @@ class TritonMLAState(MLAState):
         lens = range(1, min(MLAMetadataBuilder.decode_threshold, self.limits.max_num_tokens) + 1)
         cuts = [(spec, self._cut(spec, num_rows, query_len))
                 for spec in self.specs.values() for num_rows in batches for query_len in lens]  # fmt: skip
-        floats = max(cut.places * padded(spec.kv_lora_rank) for spec, cut in cuts)
+        floats = max(cut.places * block_dims(spec)[0] for spec, cut in cuts)
         self._room = (
             torch.empty(floats, dtype=torch.float32, device=self.device),
             torch.empty(2 * max(cut.places for _, cut in cuts), dtype=torch.float32, device=self.device),
@@ -146,8 +145,7 @@ class TritonMLAImpl(MLAImpl):
         super().__init__(*args, **kwargs)
         spec = self.spec
         self._scale = spec.scale * self.k_scale * math.log2(math.e)
-        rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
-        self._dims = [rank, rope, padded(rank), padded(rope)]
+        self._dims = [spec.kv_lora_rank, spec.qk_rope_head_dim, *block_dims(spec)]
 
     def _decode(
         self,

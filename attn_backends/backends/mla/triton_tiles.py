@@ -73,13 +73,19 @@ def decode_tile(
 
     def need(tile: LatentTile) -> int:
         rows = min(padded(queries), tile.rows)
-        width = padded(spec.kv_lora_rank) + padded(spec.qk_rope_head_dim)
+        width = sum(block_dims(spec))
         weights = rows * tile.keys * spec.dtype.itemsize
         return rows * width * spec.dtype.itemsize + block_bytes(spec, tile.keys, tile.stages, width) + weights
 
     rows = [row for row in _table() if hopper or not row["tile"].get("hopper")]
     tile = LatentTile(**min(rows, key=distance)["tile"])
     return tile if tile.hopper else fitted(tile, need, room)
+
+
+def block_dims(spec: MLASpec) -> tuple[int, int]:
+    """Latents and rope keys as blocks have them: their even and their odd columns alone are wide enough for a product
+    too, as an 8-bit cache has them."""
+    return 2 * padded((spec.kv_lora_rank + 1) // 2), 2 * padded((spec.qk_rope_head_dim + 1) // 2)
 
 
 @cache
