@@ -58,6 +58,8 @@ def split_decodes_and_prefills(common: CommonAttentionMetadata, decode_threshold
 
 def leading_decodes(common: CommonAttentionMetadata) -> int:
     """How many rows of one query token stand at the front, padding left out; behind them any order is allowed."""
+    if common.max_query_len == 1:
+        return common.num_actual_reqs
     longer = np.flatnonzero(np.diff(common.query_start_loc_cpu.numpy()[: common.num_actual_reqs + 1]) > 1)
     return int(longer[0]) if len(longer) else common.num_actual_reqs
 

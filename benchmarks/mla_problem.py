@@ -103,7 +103,7 @@ def make_forms(shape: MLAShape, dtype: torch.dtype, page_size: int, device: torc
     def form(width: int, width_out: int, weight: torch.Tensor | None) -> MLAProblem:
         queries = [torch.randn(num_tokens, spec.num_qo_heads, width, **made) for _ in range(num_copies)]
         outputs = [query.new_empty(num_tokens, spec.num_qo_heads, width_out) for query in queries]
-        return MLAProblem(shape, spec, cache, common, caches, queries, outputs, weight)
+        return MLAProblem(shape, spec, cache, common, caches, queries, outputs, kv_b_proj=weight)
 
     rows = spec.num_qo_heads * (spec.qk_nope_head_dim + spec.head_dim_vo)
     weight = torch.randn(rows, spec.kv_lora_rank, **made) / math.sqrt(spec.kv_lora_rank)

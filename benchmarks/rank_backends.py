@@ -48,9 +48,10 @@ def results() -> tuple[dict[str, Any], dict[str, Any]]:
 def rows() -> tuple[list[dict[str, Any]], str]:
     """Rows of the table, and where they were measured."""
     plain, mla = results()
-    where = {f"{result['gpu']} ({result['date']})" for result in (plain, mla)}
-    if len(where) > 1:
-        raise SystemExit(f"the results are of different days or GPUs: {sorted(where)}; run both benchmarks again")
+    gpus, dates = ({result[name] for result in (plain, mla)} for name in ("gpu", "date"))
+    if len(gpus) > 1:
+        raise SystemExit(f"the results are of different GPUs: {', '.join(sorted(gpus))}; run both benchmarks on one")
+    where = f"{gpus.pop()} ({' and '.join(sorted(dates))})"
     made = []
     for shape in attention.SHAPES["decode"]:
         us = times(plain, shape.name, "us", PLAIN)
@@ -60,7 +61,7 @@ def rows() -> tuple[list[dict[str, Any]], str]:
         made.append(
             {"is_mla": True, "heads": latent.heads, "load": [len(latent.seq_lens), latent.seq_lens[0]], "us": us}
         )
-    return [row for row in made if row["us"]], where.pop()
+    return [row for row in made if row["us"]], where
 
 
 def choices() -> list[dict[str, Any]]:

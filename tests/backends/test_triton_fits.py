@@ -271,18 +271,18 @@ def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_s
 
 
 def test_what_was_tuned_on_hopper_stays_as_it_was_there() -> None:
-    of_bits = {16: torch.bfloat16, 32: torch.float32}
+    of_bits = {8: torch.float8_e4m3fn, 16: torch.bfloat16, 32: torch.float32}
     table = json.loads((BACKENDS / "triton" / "tuned.json").read_text())
     for kind, rows in table.items():
         for row in rows:
-            spec = AttentionSpec(2 * row["group"], 2, row["head_dim"], dtype=of_bits[row["bits"]])
+            dtype = of_bits[max(16, row["bits"])]
+            spec = AttentionSpec(2 * row["group"], 2, row["head_dim"], dtype=dtype, cache_dtype=of_bits[row["bits"]])
             cache, asked = KVCacheSpec(16, row["page_size"]), (None, HOPPER)
             got = (tuning.decode_tile(spec, cache, row["rows"], 16, *asked) if kind == "decode"
                    else tuning.prefill_tile(spec, cache, *asked, kind))  # fmt: skip
             assert vars(got) == row["tile"], row
     for row in json.loads((BACKENDS / "mla" / "triton_tuned.json").read_text())["decode"]:
-        cached = of_bits.get(row["cache_bits"], torch.float8_e4m3fn)
-        mla = MLASpec(row["queries"], dtype=of_bits[row["bits"]], cache_dtype=cached)
+        mla = MLASpec(row["queries"], dtype=of_bits[row["bits"]], cache_dtype=of_bits[row["cache_bits"]])
         cache = KVCacheSpec(16, row["page_size"])
         of_layer = (mla, cache, row["rows"], row["queries"], None, HOPPER)
         tile = tiles.LatentTile(**row["tile"])
