@@ -22,7 +22,7 @@ from itertools import cycle
 from typing import Any
 
 import torch
-from attention import DTYPES, calls_us, parts_of, show, speeds
+from attention import CACHE_DTYPES, calls_us, parts_of, show, speeds
 from bare_mla import KERNELS, absorbing
 from gpu_harness import PACKAGES, Copy, free_memory, installed, make_copy, ratio, reason
 from harness import report, write
@@ -136,7 +136,7 @@ def all_made(forms: Forms, names: Sequence[str], options: dict[str, Any], with_b
 def measure(shape: MLAShape, copy: Copy, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
     """Rows of one shape, and who dropped out."""
     device = torch.device(arguments.device)
-    forms = make_forms(shape, DTYPES[arguments.dtype], arguments.page_size, device)
+    forms = make_forms(shape, CACHE_DTYPES[arguments.dtype], arguments.page_size, device)
     names = arguments.backend or all_backends()
     made, dropped = all_made(forms, names, arguments.options, arguments.bare)
     errors = {name: contender.worst_error() for name, contender in made.items()}
@@ -167,7 +167,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, "all"], default=["all"])
     parser.add_argument("--match", default="", help="only shapes whose name has this in it")
     parser.add_argument("--bare", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
+    parser.add_argument("--dtype", choices=CACHE_DTYPES, default="bf16", help="fp8: of the cache alone")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--options", type=json.loads, default={}, help="backend_options, as JSON")
     parser.add_argument("--rounds", type=int, default=25)
@@ -177,6 +177,8 @@ def main(given: Sequence[str] | None = None) -> None:
     name = "_".join(["mla_attention", *map(str.lower, arguments.backend)])
     if wanted != ["all"] or arguments.match:
         name += "_" + "_".join([*wanted, *arguments.match.split()])
+    if arguments.dtype != parser.get_default("dtype"):
+        name += f"_{arguments.dtype}"
     title = f"MLA decode of one layer, {arguments.dtype}, page {arguments.page_size}"
     packages = installed(*PACKAGES)
     copy, rows, dropped = make_copy(device), [], []

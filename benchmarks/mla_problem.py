@@ -90,13 +90,18 @@ class Forms(NamedTuple):
 
 
 def make_forms(shape: MLAShape, dtype: torch.dtype, page_size: int, device: torch.device) -> Forms:
-    """Random latent rows, queries and weights of DeepSeek-V2's and V3's head dims; pages in random order."""
-    spec = MLASpec(shape.heads[0], dtype=dtype)
+    """Random latent rows, queries and weights of DeepSeek-V2's and V3's head dims; pages in random order.
+
+    Args:
+        dtype: as for `make_problem`.
+    """
+    cache_dtype, dtype = dtype, torch.bfloat16 if dtype.itemsize == 1 else dtype
+    spec = MLASpec(shape.heads[0], dtype=dtype, cache_dtype=cache_dtype)
     cache = KVCacheSpec(sum(-(-seq_len // page_size) for seq_len in shape.seq_lens), page_size)
     num_tokens, made = sum(shape.query_lens), {"device": device, "dtype": dtype}
-    cache_bytes = cache.num_slots * spec.latent_dim * dtype.itemsize
+    cache_bytes = cache.num_slots * spec.latent_dim * cache_dtype.itemsize
     num_copies = 2 if device.type == "cpu" else _num_copies(cache_bytes, num_tokens * spec.num_qo_heads)
-    caches = [_latent_cache(torch.randn(cache.num_pages, page_size, spec.latent_dim, **made))
+    caches = [_latent_cache(torch.randn(cache.num_pages, page_size, spec.latent_dim, **made).to(cache_dtype))
               for _ in range(num_copies)]  # fmt: skip
     common = common_of(shape, cache, device)
 
