@@ -139,8 +139,11 @@ def _int32(*values: int) -> torch.Tensor:
 
 
 def fa3(problem: Problem, scheduled: bool) -> Call:
-    """FlashAttention 3 as vLLM builds it, with queries of the cache's dtype. `scheduled`: its schedule is made once, not
-    by every call."""
+    """FlashAttention 3 as vLLM builds it, with queries of the cache's dtype.
+
+    Args:
+        scheduled: its schedule is made once, not by every call.
+    """
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
 
     common, spec = problem.common, problem.spec
