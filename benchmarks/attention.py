@@ -210,7 +210,7 @@ def checked(made: Made) -> tuple[dict[str, float], list[str]]:
     for name, contender in made.items():
         try:
             errors[name] = contender.check()
-        except (ValueError, RuntimeError) as error:
+        except Exception as error:  # wrong answers, and without graphs whatever a kernel library raises
             dropped.append(f"{contender.problem.shape.name}: {name}: {reason(error)}")
     return errors, dropped
 

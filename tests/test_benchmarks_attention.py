@@ -116,6 +116,26 @@ def test_each_provider_is_beside_its_own_bare_kernel(script: Script) -> None:
     assert all(row["vs own bare"] > 0 and row["error"] < 1e-2 for row in ours.values())
 
 
+@pytest.mark.usefixtures("_flash_attn")
+def test_kernels_that_round_queries_are_held_against_such(script: Script) -> None:
+    """By a limit of their own; no other kernel is."""
+    rows = script(
+        "attention", "--shapes", "tiny", "--rounds", "1", "--dtype", "fp8", "--backend", "FLASH_ATTN", "TORCH"
+    )
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        errors.setdefault(row["contender"], []).append(row["error"])
+    assert {"TORCH", "FLASH_ATTN:vllm_fa3", "FA3", "FA3, scheduled once"} == set(errors)
+    for name, found in errors.items():
+        assert max(found) < (1e-2 if name == "TORCH" else 8e-2), name
+        assert (max(found) < 1e-2) == (name == "TORCH"), name
+    problem = load("paged_problem")
+    shape = problem.Shape((40,), (4, 2, 64))
+    wide = problem.make_problem(shape, torch.bfloat16, 16, torch.device("cpu"))
+    narrow = problem.make_problem(shape, torch.float8_e4m3fn, 16, torch.device("cpu"))
+    assert (wide.rounded().error_limit, narrow.error_limit, narrow.rounded().error_limit) == (1e-2, 1e-2, 8e-2)
+
+
 def test_a_contender_that_is_missing_or_wrong_drops_out(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     kernel = load("bare_kernels").Bare(lambda problem: lambda i: problem.outputs[i].zero_())
@@ -134,6 +154,13 @@ def test_mla_decodes_and_layers_are_right(script: Script, monkeypatch: pytest.Mo
     for row in rows:
         assert all(row[f"{part} error"] < 1e-2 and row[f"{part} vs best bare"] > 0 for part in ("decode", "layer"))
         assert min(row["decode us"], row["layer us"], row["of copy"]) > 0
+
+
+def test_latent_caches_in_fp8(script: Script) -> None:
+    asked = ("--backend", "TORCH_MLA", "--shapes", "tiny", "--rounds", "1", "--page-size", "16", "--no-bare")
+    row, _ = script("attention", "--mla", *asked, "--dtype", "fp8")
+    assert row["decode error"] < 1e-2
+    assert row["TB/s"] * row["decode us"] * 1e6 == pytest.approx(3 * (64 * 576 + 2 * 4 * (576 + 512)))
 
 
 def test_reference_is_that_of_the_kit(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
