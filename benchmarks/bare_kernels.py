@@ -210,7 +210,7 @@ class Bare:
 
     def contender(self, problem: Problem) -> Contender:
         problem = problem.repaged(self.page_size or problem.cache.page_size)
-        problem = problem.rounded() if self.fp8_queries else problem
+        problem = problem.rounded if self.fp8_queries else problem
         return make_contender(problem, self.make(problem))
 
 

@@ -162,9 +162,10 @@ class Problem:
         caches = [KVCache(*(t.reshape(-1, page_size, *t.shape[2:]) for t in cached)) for cached in self.caches]
         return replace(self, cache=cache, common=common_of(self.shape, cache, self.device), caches=caches)
 
+    @cached_property
     def rounded(self) -> Problem:
-        """For kernels that round queries to the dtype of a cache of 8 bits."""
-        return replace(self, fp8_queries=self.spec.cache_dtype.itemsize == 1)
+        """For kernels that round queries to the dtype of a cache of 8 bits; with a wider one they round nothing."""
+        return replace(self, fp8_queries=True) if self.spec.cache_dtype.itemsize == 1 else self
 
     def fitting(self, backend: type[AttentionBackend], can: Capabilities | None = None) -> Problem:
         """The problem as a backend can serve it: with its page size, layout and shape of the pool.
@@ -173,12 +174,11 @@ class Problem:
             can: what the backend honours as it is set up here; None: its `capabilities()`.
         """
         can = can or backend.capabilities()
-        if can.fp8_queries:
-            return self.rounded().fitting(backend, replace(can, fp8_queries=False))
         page_size = math.lcm(self.cache.page_size, can.page_size_multiple)
         if can.page_sizes is not None and page_size not in can.page_sizes:
             page_size = min(can.page_sizes)
         problem = self.repaged(page_size)
+        problem = problem.rounded if can.fp8_queries else problem
         cache = replace(problem.cache, layout=get_kv_cache_layout(can.layouts))
         if _geometry(backend, self.spec, cache) == _geometry(AttentionBackend, self.spec, problem.cache):
             return problem

@@ -133,7 +133,9 @@ def test_kernels_that_round_queries_are_held_against_such(script: Script) -> Non
     shape = problem.Shape((40,), (4, 2, 64))
     wide = problem.make_problem(shape, torch.bfloat16, 16, torch.device("cpu"))
     narrow = problem.make_problem(shape, torch.float8_e4m3fn, 16, torch.device("cpu"))
-    assert (wide.rounded().error_limit, narrow.error_limit, narrow.rounded().error_limit) == (1e-2, 1e-2, 8e-2)
+    assert (wide.rounded.error_limit, narrow.error_limit, narrow.rounded.error_limit) == (1e-2, 1e-2, 8e-2)
+    assert wide.rounded is wide  # whose answers are worked out once for all
+    assert narrow.rounded is narrow.rounded
 
 
 def test_a_contender_that_is_missing_or_wrong_drops_out(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
