@@ -64,6 +64,13 @@ def leading_decodes(common: CommonAttentionMetadata) -> int:
     return int(longer[0]) if len(longer) else common.num_actual_reqs
 
 
+def leading_new_kv(common: CommonAttentionMetadata, num_rows: int) -> int:
+    """How many new keys the first rows bring."""
+    if num_rows == common.num_actual_reqs:
+        return common.num_new_kv
+    return int(common.new_kv_start_loc_cpu[num_rows])
+
+
 def reorder_batch_to_split_decodes_and_prefills(
     batch: SwappableRows, query_lens: Sequence[int] | IntArray, decode_threshold: int = 1
 ) -> bool:

@@ -12,6 +12,7 @@ from attn_backends.batch import CommonAttentionMetadata
 from attn_backends.batch_order import (
     SwappableRows,
     leading_decodes,
+    leading_new_kv,
     reorder_batch_to_split_decodes_and_prefills,
 )
 from attn_backends.batch_views import prefix_to_share
@@ -83,7 +84,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             is_profile_run=common.is_profile_run,
             num_tokens=common.num_tokens,
             num_new_kv=common.num_new_kv,
-            num_decode_new_kv=_new_kv_of(common, num_decodes),
+            num_decode_new_kv=leading_new_kv(common, num_decodes),
             for_graph=False,
             fast_build=fast_build,
             rows=rows.part(0, actual, slice(0, common.num_actual_tokens), common.max_query_len),
@@ -139,13 +140,6 @@ def _rows(common: CommonAttentionMetadata, cached: bool, attention_type: Attenti
         None if not cached else common.page_table if common.for_graph else common.page_table[:, : max(1, used)],
         common.for_graph or attention_type is AttentionType.CROSS,
     )
-
-
-def _new_kv_of(common: CommonAttentionMetadata, num_rows: int) -> int:
-    """New keys of the first rows."""
-    if num_rows == common.num_actual_reqs:
-        return common.num_new_kv
-    return int(common.new_kv_start_loc_cpu[num_rows])
 
 
 def _prefix_row(common: CommonAttentionMetadata, prefix_len: int, num_tokens: int) -> Rows:

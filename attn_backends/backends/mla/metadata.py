@@ -11,7 +11,7 @@ import torch
 
 from attn_backends.backends.mla.options import workspace_tokens
 from attn_backends.batch import CommonAttentionMetadata
-from attn_backends.batch_order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
+from attn_backends.batch_order import SwappableRows, leading_new_kv, reorder_batch_to_split_decodes_and_prefills
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.page_table import IntArray
 
@@ -176,7 +176,7 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             is_profile_run=common.is_profile_run,
             num_tokens=common.num_tokens,
             num_new_kv=common.num_new_kv,
-            num_decode_new_kv=int(common.new_kv_start_loc_cpu[num_decodes]),
+            num_decode_new_kv=leading_new_kv(common, num_decodes),
             decode=_decode_rows(common, num_decodes, None) if num_decodes else None,
             prefill=self._prefill_rows(common, num_decodes) if num_decodes < actual else None,
         )
