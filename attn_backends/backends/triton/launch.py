@@ -195,8 +195,7 @@ def _alike(key: torch.Tensor, value: torch.Tensor) -> int:
 
 def _can_be_pairs(value: torch.Tensor) -> int:
     """Whether values are of 8 bits, and can be read two by two."""
-    places = (*value.stride()[:-1], value.data_ptr())
-    return int(value.itemsize == 1 and not any(place % 2 for place in places))
+    return int(value.itemsize == 1 and not any(place % 2 for place in (*value.stride()[:-1], value.data_ptr())))
 
 
 def _can_be_blocks(key: torch.Tensor, value: torch.Tensor) -> bool:
