@@ -103,6 +103,14 @@ def prefill_of(spec: AttentionSpec, page_size: int, room: int) -> tuple[Any, dic
     return tile, constants_of(spec, page_size, **sizes)
 
 
+def decode_of(spec: AttentionSpec, num_rows: int, query_rows: int, room: int) -> tuple[Any, dict[str, Any]]:
+    """The tile, and the kernel's constants, for one tile of queries."""
+    tile = tuning.decode_tile(spec, KVCacheSpec(16, 16), num_rows, query_rows, None, room)
+    sizes = {"TILES": 1, "ROWS": query_rows, "LANES": query_rows, "PARTS": 1, "KEYS": tile.keys, "STAGES": tile.stages,
+             "MASKED_STAGES": 1, "PAIRS": int(spec.cache_dtype.itemsize == 1)}  # fmt: skip
+    return tile, constants_of(spec, 16, **sizes)
+
+
 def tensors_of(spec: AttentionSpec) -> dict[str, str]:
     name, cached = (f"*{TRITON_NAMES[dtype]}" for dtype in (spec.dtype, spec.cache_dtype))
     return {"query": name, "output": name, "key_cache": cached, "value_cache": cached}
@@ -162,10 +170,7 @@ def test_decode_fits_as_compiled(
 ) -> None:
     from attn_backends.backends.triton.decode_kernel import decode_kernel
 
-    tile = tuning.decode_tile(spec, KVCacheSpec(16, 16), num_rows, query_rows, None, room)
-    sizes = {"TILES": 1, "ROWS": query_rows, "LANES": query_rows, "PARTS": 1, "KEYS": tile.keys, "STAGES": tile.stages,
-             "MASKED_STAGES": 1, "PAIRS": int(spec.cache_dtype.itemsize == 1)}  # fmt: skip
-    constants = constants_of(spec, 16, **sizes)
+    tile, constants = decode_of(spec, num_rows, query_rows, room)
     assert shared_bytes(decode_kernel, tensors_of(spec), constants, tile.warps, capability) <= room
 
 
@@ -203,10 +208,8 @@ def test_decode_stays_in_registers(dims: tuple[int, int], query_rows: int, cache
     from attn_backends.backends.triton.decode_kernel import decode_kernel
 
     spec = spec_of(*dims, torch.bfloat16, cached)
-    tile = tuning.decode_tile(spec, KVCacheSpec(16, 16), 64, query_rows, None, HOPPER)
-    sizes = {"TILES": 1, "ROWS": query_rows, "LANES": query_rows, "PARTS": 1, "KEYS": tile.keys, "STAGES": tile.stages,
-             "MASKED_STAGES": 1, "PAIRS": int(cached.itemsize == 1)}  # fmt: skip
-    made = _compiled(ASTSource, decode_kernel, tensors_of(spec), constants_of(spec, 16, **sizes), tile.warps, 90)
+    tile, constants = decode_of(spec, 64, query_rows, HOPPER)
+    made = _compiled(ASTSource, decode_kernel, tensors_of(spec), constants, tile.warps, 90)
     code = listing(made)
     assert ("HGMMA" in code) == (query_rows == 64 and tile.warps >= 4)
     assert code.count("LDL") < 48
