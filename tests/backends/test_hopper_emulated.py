@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, AttentionType, MLASpec, get_backend
+from attn_backends.spec import FP8_DTYPES
 from attn_backends.testing.batches import Batch
 from attn_backends.testing.conformance import BackendConformance, MLAConformance
 from attn_backends.testing.harness import assert_matches, make_layer
@@ -107,6 +108,33 @@ def test_whole_blocks_between_those_with_a_mask(changes: dict[str, Any], launche
 def test_prefill_of_prompts(launches: list[int]) -> None:
     """Behind a decode."""
     check("TRITON", prefill(spec_of((128, 128)), 16, ([70, 90, 133], [1, 90, 133])), launches)
+
+
+@only_interpreted
+@pytest.mark.parametrize(
+    ("changes", "heads_at_once"),
+    [({}, 2), ({"window_left": 90}, 2), ({"causal": False}, 2), ({"sinks": True}, 1), ({"heads": (9, 3)}, 2)],
+    ids=str,
+)
+@pytest.mark.parametrize("cache_dtype", FP8_DTYPES, ids=str)
+def test_prefill_of_widened_keys(
+    cache_dtype: torch.dtype, changes: dict[str, Any], heads_at_once: int, launches: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """From pages of any size, behind a decode, for some KV heads at a time."""
+    from attn_backends.backends.triton import metadata
+    from attn_backends.backends.triton.tuning import TritonOptions
+
+    monkeypatch.setattr(metadata, "WORTH_WIDENING", 1)
+    spec = spec_of(cache_dtype=cache_dtype, **changes)
+    lens = [70, 250, 131, 70], [1, 20, 131, 33]
+    given = {"page_size": 5, "poison": float("nan"), "k_scale": 0.5, "v_scale": 2.0}
+    batch = random_batch(get_backend("TRITON"), spec, *lens, **given)
+    room = TritonOptions(widened_keys=-(-451 * heads_at_once // spec.num_kv_heads))
+    layer = make_layer(get_backend("TRITON"), batch, num_padded_reqs=2, options=room)
+    step = layer.begin(batch, num_padded_reqs=2)
+    assert_matches(layer.forward(batch, step, num_padded_reqs=2, want_lse=True), batch)
+    assert len(launches) == -(-spec.num_kv_heads // heads_at_once)
 
 
 @only_interpreted

@@ -13,6 +13,7 @@ from attn_backends.testing.harness import Result, assert_matches, assert_pool, m
 from attn_backends.testing.random_batch import random_batch
 
 launch = pytest.importorskip("attn_backends.backends.triton.launch", reason="needs triton")
+metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 
 pytestmark = pytest.mark.gpu
@@ -123,15 +124,67 @@ def test_cross_attention(served: list[bool]) -> None:
     assert served == [True]
 
 
-@pytest.mark.parametrize("lacking", ["soft_cap", "alibi", "dim", "page", "dtype", "cache_dtype", "tile"])
+@pytest.mark.parametrize("lacking", ["soft_cap", "alibi", "dim", "page", "dtype", "tile"])
 def test_what_is_left_to_the_portable_kernel(lacking: str, served: list[bool]) -> None:
     changes: dict[str, dict[str, Any]] = {
         "soft_cap": {"logits_soft_cap": 30.0}, "alibi": {"alibi_slopes": (0.5,) * 8}, "dim": {"dims": (80, 80)},
-        "dtype": {"dtype": torch.float32}, "cache_dtype": {"cache_dtype": torch.float8_e4m3fn},
+        "dtype": {"dtype": torch.float32},
     }  # fmt: skip
     batch = a_batch(spec_of(**changes.get(lacking, {})), page_size=8 if lacking == "page" else 16)
     tile = {"rows": 64, "keys": 32, "warps": 4, "stages": 2}
     options = tuning.TritonOptions(prefill_tile=tile) if lacking == "tile" else None
     layer = make_layer(get_backend("TRITON"), batch, options=options)
+    assert_matches(layer.forward(batch, layer.begin(batch)), batch)
+    assert not served
+
+
+# Over a cache of 8 bits.
+CACHED = {"cache_dtype": torch.float8_e4m3fn}
+SCALES = {"k_scale": 0.5, "v_scale": 2.0}
+
+
+@pytest.fixture
+def widening(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From fewer queries on: these batches have 227 to 1146 a key, and 68."""
+    monkeypatch.setattr(metadata, "WORTH_WIDENING", 100)
+
+
+@pytest.mark.usefixtures("widening")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("dims", launch._HOPPER_DIMS, ids=str)
+@pytest.mark.parametrize("page_size", [5, 64])
+def test_widened_keys(
+    page_size: int, dims: tuple[int, int], cache_dtype: torch.dtype, dtype: torch.dtype, served: list[bool]
+) -> None:
+    check(a_batch(spec_of(dims, dtype=dtype, cache_dtype=cache_dtype), page_size=page_size, **SCALES))
+    assert served == [False]
+
+
+@pytest.mark.usefixtures("widening")
+@pytest.mark.parametrize(
+    ("changes", "layout"),
+    [({"window_left": 600}, "NHD"), ({"causal": False}, "NHD"), ({"sinks": True}, "HND"), ({"heads": (64, 4)}, "HND")],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("widened_keys", [1100, 4000])
+def test_widened_keys_by_some_heads(
+    widened_keys: int, changes: dict[str, Any], layout: Any, served: list[bool]
+) -> None:
+    """Of 1995 keys: room for both heads, or for one; of four heads for all, or for two."""
+    batch = a_batch(spec_of(**CACHED, **changes), layout=layout, **SCALES)
+    layer = make_layer(get_backend("TRITON"), batch, options=tuning.TritonOptions(widened_keys=widened_keys))
+    assert_matches(layer.forward(batch, layer.begin(batch), want_lse=True), batch)
+    assert served == [False] * (1 if widened_keys > 1995 else 2)
+
+
+@pytest.mark.usefixtures("widening")
+@pytest.mark.parametrize("why", ["no room", "few queries", "tile"])
+def test_keys_that_are_not_widened(why: str, served: list[bool]) -> None:
+    lens = ([3000, 131], [17, 17]) if why == "few queries" else (SEQ_LENS, QUERY_LENS)
+    tile = {"rows": 64, "keys": 32, "warps": 4, "stages": 2}
+    options = {"no room": {"widened_keys": 900}, "few queries": {}, "tile": {"prompt_tile": tile}}[why]
+    batch = a_batch(spec_of(**CACHED), *lens, **SCALES)
+    layer = make_layer(get_backend("TRITON"), batch, options=tuning.TritonOptions(**options))
     assert_matches(layer.forward(batch, layer.begin(batch)), batch)
     assert not served

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.triton.launch import Kernels, suits_hopper_kernel
+from attn_backends.backends.triton.launch import Kernels, Rows, suits_hopper_kernel, widens
 from attn_backends.backends.triton.metadata import TritonMetadata
 from attn_backends.backends.triton.state import TritonStep
 from attn_backends.backends.triton.tuning import TritonOptions, prefill_tile
@@ -26,11 +26,12 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         super().__init__(*args, **kwargs)
         slopes, room = self.spec.alibi_slopes, shared_memory(self.device)
         suits_hopper, given = suits_hopper_kernel(self.spec, self.device), self.options or TritonOptions()
+        widened = widens(self.spec, given, self.device)
         self._kernels = Kernels(
             self.spec,
             prefill_tile(self.spec, self.cache, self.options, room),
             prefill_tile(self.spec, self.cache, self.options, room, "prompt"),
-            (suits_hopper and given.prefill_tile is None, suits_hopper and given.prompt_tile is None),
+            (suits_hopper and given.prefill_tile is None, widened or (suits_hopper and given.prompt_tile is None)),
             None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=self.device),
             None if self.sinks is None else self.sinks.to(self.device, torch.float32),
             self.k_scale,
@@ -69,9 +70,10 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
             table = metadata.page_table
             if metadata.prefills_are_prompts and key is not None and value is not None:
                 keys, values, table = _together(key), _together(value), None
-            self._kernels.prefill(query, keys, values, output, lse, table, metadata.seq_lens,
-                                  metadata.query_start_loc, metadata.key_start_loc, metadata.num_decode_rows,
-                                  len(query) - num_decoded, metadata.max_seq_len, planned.room.tiles)  # fmt: skip
+            rows = Rows(table, metadata.seq_lens, metadata.query_start_loc, metadata.key_start_loc,
+                        metadata.num_decode_rows, len(query) - num_decoded, metadata.num_widened_keys,
+                        metadata.max_seq_len)  # fmt: skip
+            self._kernels.prefill(query, keys, values, output, lse, rows, planned.room.tiles, planned.room.widened)
         return output
 
     def _source(

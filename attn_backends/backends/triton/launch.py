@@ -6,6 +6,7 @@ As an operator a launch on a CPU is seen by what records torch operations, such 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_backends.backends.triton.decode_kernel import decode_kernel
 from attn_backends.backends.triton.prefill_kernel import prefill_kernel
-from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile, block_dims
+from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile, TritonOptions, block_dims
+from attn_backends.backends.triton.widen_kernel import widen_kernel
 from attn_backends.spec import AttentionSpec
 from attn_backends.triton_split import (
     ALIGNED,
@@ -34,6 +36,7 @@ _JOIN_REGISTERS = 128  # of a thread, for the parts that it joins at a time; but
 _ROW_ALIGNMENT = 16  # bytes, of the tensor memory accelerator
 _HOPPER_ROWS = 128  # queries of a program of the kernel for Hopper
 _HOPPER_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+_WIDENED_KEYS = 64  # of a program
 _L2_BYTES = 32 << 20  # that the keys and values of a section of heads may take
 
 
@@ -56,6 +59,13 @@ def suits_hopper_kernel(spec: AttentionSpec, device: torch.device) -> bool:
     )
 
 
+def widens(spec: AttentionSpec, options: TritonOptions, device: torch.device) -> bool:
+    """Whether prefills over the cache may have its keys made 16 bits, for the kernel for Hopper."""
+    has_tile = options.prefill_tile is not None or options.prompt_tile is not None
+    widened = replace(spec, cache_dtype=spec.dtype)
+    return spec.cache_dtype.itemsize == 1 and not has_tile and suits_hopper_kernel(widened, device)
+
+
 class Cut(NamedTuple):
     """A decode row's queries, token times head of a KV head, in tiles."""
 
@@ -76,6 +86,19 @@ class Cut(NamedTuple):
     def places(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
         """Items that can be parts of rows (see `triton_split.schedule_kernel`)."""
         return -(-4 * self.target(spec, tile, num_sms) // 3)
+
+
+class Rows(NamedTuple):
+    """Rows that are not split. All tensors are on the device."""
+
+    page_table: torch.Tensor | None  # [rows, max_pages] i32; None: keys lie by `key_start_loc`
+    seq_lens: torch.Tensor  # [rows] i32
+    query_start_loc: torch.Tensor  # [rows + 1] i32
+    key_start_loc: torch.Tensor  # [rows] i32, or more
+    first_row: int  # those before it are left alone
+    num_tokens: int  # of all rows from there on
+    num_widened: int  # keys that they see and that are to be made 16 bits, or an upper bound of it
+    max_seq_len: int  # or an upper bound of it
 
 
 class Schedule:
@@ -148,13 +171,39 @@ class Kernels:
 
     def prefill(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
-        lse: torch.Tensor | None, page_table: torch.Tensor | None, seq_lens: torch.Tensor,
-        query_start_loc: torch.Tensor, key_start_loc: torch.Tensor, first_row: int, num_tokens: int, max_seq_len: int,
-        tiles: torch.Tensor,
+        lse: torch.Tensor | None, rows: Rows, tiles: torch.Tensor, widened: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Rows from `first_row` on, of `num_tokens` query tokens; without a page table over keys as they came. `tiles`
-        is where programs count what they take."""
-        spec, is_paged = self.spec, page_table is not None
+        """Rows that are not split. `tiles` is where programs count what they take. Keys that are to be made 16 bits
+        are so in `widened` [num_bytes] u8, of as many KV heads at a time as it has room for."""
+        spec, group = self.spec, self.spec.group_size
+        count = self._heads_to_widen(rows, len(widened))
+        if not count:
+            self._attend(query, key, value, output, lse, rows, tiles, 0, rows.page_table is not None)
+            return
+        starts = torch.empty_like(rows.seq_lens)
+        dense = rows._replace(page_table=None, key_start_loc=starts)
+        for first in range(0, spec.num_kv_heads, count):
+            heads = min(count, spec.num_kv_heads - first)
+            sizes = [rows.num_widened * heads * dim for dim in self._dims[:2]]
+            parts = widened.view(query.dtype)[: sum(sizes)].split(sizes)
+            keys, values = (part.view(rows.num_widened, heads, -1) for part in parts)
+            how = [rows.first_row, first, *self._dims]
+            _widen(key, value, keys, values, starts, rows.page_table, rows.seq_lens, how)
+            part = slice(first * group, (first + heads) * group)
+            sums = None if lse is None else lse[:, part]
+            self._attend(query[:, part], keys, values, output[:, part], sums, dense, tiles, first, True)
+
+    def _heads_to_widen(self, rows: Rows, num_bytes: int) -> int:
+        """KV heads whose keys and values have room in so many bytes."""
+        head_bytes = rows.num_widened * sum(self._dims[:2]) * self.spec.dtype.itemsize
+        return min(self.spec.num_kv_heads, num_bytes // head_bytes) if head_bytes else 0
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
+        lse: torch.Tensor | None, rows: Rows, tiles: torch.Tensor, first_head: int, is_cached: bool,
+    ) -> None:  # fmt: skip
+        """KV heads from `first_head` on, as many as the keys have. Keys from the cache are scaled."""
+        spec, is_paged, num_kv_heads = self.spec, rows.page_table is not None, key.shape[-2]
         tile = self._prefill_tiles[is_paged]
         page_size = key.shape[1] if is_paged else 0
         on_hopper = self._by_hopper[is_paged] and page_size % HOPPER_PAGE == 0
@@ -163,22 +212,25 @@ class Kernels:
             on_hopper = in_blocks = False
         on_hopper = on_hopper and _comes_in_lines(query)
         tile_tokens = max(1, (_HOPPER_ROWS if on_hopper else tile.rows) // spec.group_size)
-        head_bytes = max(1, max_seq_len) * (spec.head_dim + spec.head_dim_vo) * key.itemsize
-        section = min(max(1, _L2_BYTES // head_bytes), spec.num_kv_heads)
-        num_rows = len(seq_lens) - first_row
-        span = [first_row, num_rows, num_tokens // tile_tokens + num_rows, section]
-        tensors = (query, key, value, output, lse, page_table, seq_lens, query_start_loc, key_start_loc)
+        head_bytes = max(1, rows.max_seq_len) * (spec.head_dim + spec.head_dim_vo) * key.itemsize
+        section = min(max(1, _L2_BYTES // head_bytes), num_kv_heads)
+        num_rows = len(rows.seq_lens) - rows.first_row
+        span = [rows.first_row, num_rows, rows.num_tokens // tile_tokens + num_rows, section]
+        slopes, sinks = self._extras
+        sinks = sinks[first_head * spec.group_size :] if spec.sinks else sinks
+        tensors = (query, key, value, output, lse, *rows[:4])
+        factors, heads = self._factors(is_cached), (num_kv_heads, spec.group_size)
         if on_hopper:
-            constants = [page_size, *self._heads, tile_tokens, spec.head_dim, spec.head_dim_vo]
-            _prefill_on_hopper(*tensors, self._extras[1], tiles, self._factors(is_paged), self._sees, span,
-                               constants, self._num_sms)  # fmt: skip
+            constants = [page_size, *heads, tile_tokens, spec.head_dim, spec.head_dim_vo]
+            _prefill_on_hopper(*tensors, sinks, tiles, factors, self._sees, span, constants,
+                               self._num_sms)  # fmt: skip
             return
         constants = [
-            *self._form, _alike(key, value), page_size, *self._heads, tile_tokens,
+            *self._form, _alike(key, value), page_size, *heads, tile_tokens,
             padded(tile_tokens * spec.group_size), tile.keys, *self._dims,
             tile.stages, int(self._is_local), int(query.dtype is torch.float32),
         ]  # fmt: skip
-        _prefill(*tensors, *self._extras, self._factors(is_paged), self._sees, span, constants,
+        _prefill(*tensors, slopes, sinks, factors, self._sees, span, constants,
                  tile.keys if in_blocks else 0, tile.warps)  # fmt: skip
 
     def _factors(self, cached: bool) -> list[float]:
@@ -264,6 +316,20 @@ def _decode(
         query, key, value, output, sums if lse is None else lse, page_table, items, partial, sums, counters, slopes,
         sinks, *factors, *sees, int(lse is not None), page_table.stride(0),
         *_strides(query, key, value, output, lse), *constants, num_warps=warps,
+    )  # fmt: skip
+
+
+@operator(("keys", "values", "starts"))
+def _widen(
+    key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor,
+    page_table: torch.Tensor, seq_lens: torch.Tensor, how: list[int],
+) -> None:  # fmt: skip
+    first_row, first_head, *dims = how
+    num_rows, (num_keys, heads, _) = len(seq_lens) - first_row, keys.shape
+    widen_kernel[(num_keys // _WIDENED_KEYS + num_rows) * heads,](
+        key, value, keys, values, starts, page_table, seq_lens, first_row, num_rows, page_table.stride(0), first_head,
+        *key.stride()[:3], *value.stride()[:3], power_of_two(num_rows), key.shape[1], heads, _WIDENED_KEYS, *dims,
+        num_warps=4,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from attn_backends.batch import CommonAttentionMetadata
@@ -13,6 +14,7 @@ from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.spec import AttentionType
 
 DECODE_TOKENS = 16  # most query tokens of a row whose keys are split
+WORTH_WIDENING = 512  # queries of a KV head that see a key of 8 bits, from which on it is made 16 bits for them
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class TritonMetadata(AttentionMetadata):
     num_decode_new_kv: int
     max_decode_len: int  # most query tokens of a decode row
     max_seq_len: int  # or an upper bound of it
+    num_widened_keys: int  # to make 16 bits for rows behind the decodes, or an upper bound; 0: too few queries see them
     prefills_are_prompts: bool  # the step brings all keys that rows behind the decodes see: they are read as they come
     for_graph: bool
     query_start_loc: torch.Tensor  # [R + 1] i32
@@ -39,7 +42,8 @@ class TritonMetadata(AttentionMetadata):
             return None
         rows, tokens, new_kv = self.num_decodes, self.num_decode_tokens, self.num_decode_new_kv
         return replace(self, num_prefills=0, num_prefill_tokens=0, num_tokens=tokens, num_rows=rows,
-                       num_decode_rows=rows, num_new_kv=new_kv, slot_mapping=self.slot_mapping[:new_kv])  # fmt: skip
+                       num_decode_rows=rows, num_new_kv=new_kv, num_widened_keys=0,
+                       slot_mapping=self.slot_mapping[:new_kv])  # fmt: skip
 
     @property
     def prefill_metadata(self) -> TritonMetadata | None:
@@ -57,7 +61,7 @@ class TritonMetadata(AttentionMetadata):
 
 
 class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
-    """Names tensors that the batch has already; computes nothing. Lengths on the host may be upper bounds."""
+    """Names tensors that the batch has already, and makes none. Lengths on the host may be upper bounds."""
 
     decode_threshold = DECODE_TOKENS
 
@@ -95,6 +99,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             num_decode_new_kv=new_kv,
             max_decode_len=max_decode_len,
             max_seq_len=common.max_seq_len,
+            num_widened_keys=self._keys_to_widen(common, num_decode_rows) if use_cache else 0,
             prefills_are_prompts=use_cache and self._are_prompts(common, num_decode_rows),
             for_graph=common.for_graph,
             query_start_loc=common.query_start_loc,
@@ -112,6 +117,17 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         common = common_attn_metadata
         cached = not common.is_profile_run and self.group.spec.attention_type is AttentionType.DECODER
         return cached and common.max_query_len <= DECODE_TOKENS
+
+    def _keys_to_widen(self, common: CommonAttentionMetadata, first: int) -> int:
+        """All keys of rows from `first` on, if enough queries see them; else 0."""
+        spec, last = self.group.spec, common.num_actual_reqs
+        if first >= last or spec.cache_dtype.itemsize > 1:
+            return 0
+        seq_lens, query_lens = (lens.numpy()[first:last] for lens in (common.seq_lens_cpu, common.query_lens_cpu))
+        reach = spec.window_left + 1 if spec.window_left >= 0 else spec.chunk_size or common.max_seq_len
+        num_keys = int(seq_lens.sum())
+        seen = int(np.minimum(seq_lens, reach) @ query_lens.astype(np.int64))
+        return num_keys if seen * spec.group_size >= WORTH_WIDENING * num_keys else 0
 
     def _are_prompts(self, common: CommonAttentionMetadata, first: int) -> bool:
         """Whether rows from `first` on bring all of their keys, in the cache's dtype: pages have nothing to add."""

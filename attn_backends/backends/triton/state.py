@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.triton.launch import Cut, Schedule
+from attn_backends.backends.triton.launch import Cut, Schedule, widens
 from attn_backends.backends.triton.metadata import DECODE_TOKENS, TritonMetadata
-from attn_backends.backends.triton.tuning import DecodeTile, block_dims, decode_tile
+from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, block_dims, decode_tile
 from attn_backends.capturing_state import CapturingState
 from attn_backends.cuda_graphs import CudaRecorder, without_python
 from attn_backends.derive import StepBuffers
@@ -32,6 +32,7 @@ class Room:
     sums: torch.Tensor  # [places * heads * lanes * 2] f32: highest logit in base 2, sum of weights
     counters: torch.Tensor  # [rows * heads * tiles] i32, zeros between launches
     tiles: torch.Tensor  # [2] i32, of prefill, zeros between launches
+    widened: torch.Tensor  # u8, keys and values of a cache of 8 bits, made 16 bits for prefills
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
     """Room for the parts of split rows, sized by the multiprocessors and the layers' heads, not by the context.
 
     A program leaves (head_dim_vo + 2) * 4 bytes for each of its queries; about 4 / 3 as many programs can have parts
-    as the GPU holds at once (see `triton_split.schedule_kernel`).
+    as the GPU holds at once (see `triton_split.schedule_kernel`). Layers over a cache of 8 bits have room on Hopper for
+    `TritonOptions.widened_keys` keys and values of 16 bits too.
     """
 
     backend_name = "TRITON"
@@ -116,7 +118,14 @@ class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
             torch.empty(sums, **made),  # type: ignore[call-overload]
             torch.zeros(counters, dtype=torch.int32, device=self.device),
             torch.zeros(2, dtype=torch.int32, device=self.device),
+            torch.empty(self._widened_bytes(), dtype=torch.uint8, device=self.device),
         )
+
+    def _widened_bytes(self) -> int:
+        options = self.options or TritonOptions()
+        specs = [spec for spec in self._specs.values() if widens(spec, options, self.device)]
+        key_bytes = (spec.num_kv_heads * (spec.head_dim + spec.head_dim_vo) * spec.dtype.itemsize for spec in specs)
+        return options.widened_keys * max(key_bytes, default=0)
 
 
 class TritonGraphState(TritonState):
@@ -197,6 +206,7 @@ class TritonGraphState(TritonState):
             num_new_kv=num_tokens,
             num_decode_new_kv=num_tokens,
             max_decode_len=query_len,
+            num_widened_keys=0,
             prefills_are_prompts=False,
             for_graph=True,
             max_seq_len=self.limits.max_model_len,

@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 from attn_backends.triton_split import block_bytes, fitted, padded
@@ -58,6 +58,9 @@ class TritonOptions(BaseModel):
     decode_tile: DecodeTile | None = None
     prefill_tile: PrefillTile | None = None
     prompt_tile: PrefillTile | None = None
+    widened_keys: Annotated[int, Field(ge=0)] = 32768
+    """Keys of all KV heads that the state has room for, to make them of 16 bits for prefills over a cache of 8 bits on
+    Hopper. Of more keys fewer heads are served at a time; where not one head's fit in, the portable kernel serves."""
 
 
 def decode_tile(

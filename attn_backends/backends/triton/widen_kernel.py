@@ -1,0 +1,49 @@
+"""Keys and values of 8 bits made 16 bits, once for all tiles of queries that read them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows", "table_row", "first_head"])  # type: ignore[untyped-decorator]
+def widen_kernel(  # type: ignore[no-untyped-def]
+    key_cache, value_cache, keys, values, starts, page_table, seq_lens, first_row, num_rows, table_row, first_head,
+    key_page, key_slot, key_head, value_page, value_slot, value_head,
+    ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
+    DIM_VO: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr,
+):  # fmt: skip
+    """One program KEYS of a row's keys, and a head.
+
+    Args:
+        key_cache, value_cache: [num_pages, PAGE_SIZE, heads, DIM or DIM_VO] of 8 bits, the last dimension contiguous.
+        keys, values: [num_keys, HEADS, DIM or DIM_VO], of `num_rows` rows from `first_row` on and of heads from
+            `first_head` on.
+        starts: [rows] i32, where a row's keys begin among them.
+        page_table: [rows, max_pages] i32; seq_lens: [rows] i32.
+        ROWS: a power of two, at least `num_rows`.
+    """
+    head, block = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
+    rows = tl.arange(0, ROWS)
+    lens = tl.load(seq_lens + first_row + rows, mask=rows < num_rows, other=0)
+    blocks = (lens + KEYS - 1) // KEYS
+    if block + head == 0:
+        tl.store(starts + first_row + rows, tl.cumsum(lens) - lens, mask=rows < num_rows)
+    nth = tl.sum((tl.cumsum(blocks) <= block).to(tl.int32))
+    is_before, is_it = rows < nth, rows == nth
+    start, seq_len = tl.sum(tl.where(is_before, lens, 0)), tl.sum(tl.where(is_it, lens, 0))
+    lane = (block - tl.sum(tl.where(is_before, blocks, 0))) * KEYS + tl.arange(0, KEYS)
+    live = lane < seq_len
+    pages = page_table + (first_row + nth).to(tl.int64) * table_row
+    page = tl.load(pages + lane // PAGE_SIZE, mask=live, other=0).to(tl.int64)
+    to = ((start + lane).to(tl.int64) * HEADS + head)[:, None]
+    dims, dims_vo = tl.arange(0, BLOCK_DIM)[None], tl.arange(0, BLOCK_DIM_VO)[None]
+    of_head = (first_head + head).to(tl.int64)
+    key_rows = key_cache + of_head * key_head + (page * key_page + lane % PAGE_SIZE * key_slot)[:, None]
+    mask = live[:, None] & (dims < DIM)
+    key = tl.load(key_rows + dims, mask=mask)
+    tl.store(keys + to * DIM + dims, key.to(keys.dtype.element_ty), mask=mask)
+    value_rows = value_cache + of_head * value_head + (page * value_page + lane % PAGE_SIZE * value_slot)[:, None]
+    mask = live[:, None] & (dims_vo < DIM_VO)
+    value = tl.load(value_rows + dims_vo, mask=mask)
+    tl.store(values + to * DIM_VO + dims_vo, value.to(values.dtype.element_ty), mask=mask)
