@@ -1,6 +1,6 @@
 """Tiles of TRITON_MLA by brute force, for the shapes of mla_attention.py: writes backends/mla/triton_tuned.json.
 
-    python benchmarks/tune_triton_mla.py [--shapes decode verify] [--match TEXT] [--workers N]
+    python benchmarks/tune_triton_mla.py [--shapes decode verify] [--match TEXT] [--dtype fp8] [--workers N]
 
 Kernels are compiled first, on all cores, for a small batch of the same layers. Then every tile's decode is timed as one
 CUDA graph over several copies of the cache, and the fastest is checked against float64.
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attention import CACHE_DTYPES
 from gpu_harness import free_memory, in_turns_us, installed, reason
 from harness import report
 from mla_attention import SHAPES, ours
@@ -36,10 +37,13 @@ def num_queries(shape: MLAShape) -> int:
     return shape.heads[0] * shape.query_len
 
 
-def tiles(shape: MLAShape) -> Iterator[Tile]:
+def tiles(shape: MLAShape, dtype: torch.dtype) -> Iterator[Tile]:
     """Every tile worth a try; those that take more shared memory than there is drop out by themselves."""
-    queries = num_queries(shape)
-    if queries >= 64:
+    queries, is_wide = num_queries(shape), dtype.itemsize > 1
+    if not is_wide:
+        some = [size for size in product((16, 32, 64), (32, 64), (4, 8), (2, 3, 4))
+                if size[0] <= min(max(16, queries), 8 * size[2])]  # fmt: skip
+    elif queries >= 64:
         some = [(64, 64, 8, 2), *((64, 32, 8, stages) for stages in (3, 5, 6, 7))]
     else:
         some = [(max(16, queries), keys, warps, stages)
@@ -47,8 +51,8 @@ def tiles(shape: MLAShape) -> Iterator[Tile]:
                 if stages * keys <= 256 and keys * queries // warps >= 64]  # fmt: skip
     least = (128, 256, 512) if len(shape.seq_lens) == 1 else (128,)
     for (size, hopper), programs, min_keys in product(
-        [(HOPPER_TILE, True), *((size, False) for size in some)],
-        (1, 2) if queries >= 32 else (1, 2, 4),
+        [(HOPPER_TILE, True)] * is_wide + [(size, False) for size in some],
+        (1, 2) if is_wide and queries >= 32 else (1, 2, 4),
         least,
     ):
         names = ("rows", "keys", "warps", "stages", "programs", "min_keys")
@@ -75,7 +79,7 @@ def compile_all(shapes: Sequence[MLAShape], workers: int, dtype: torch.dtype, pa
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         jobs = []
         for shape in layers.values():
-            wanted = [tile for tile in tiles(shape) if tile["programs"] == 1]  # which the compiler does not see
+            wanted = [tile for tile in tiles(shape, dtype) if tile["programs"] == 1]  # which the compiler does not see
             jobs += [pool.submit(compile_some, shape, wanted[i::parts], dtype, page_size) for i in range(parts)]
         for job in jobs:
             job.result()
@@ -87,7 +91,7 @@ def fastest(shape: MLAShape, dtype: torch.dtype, page_size: int, rounds: int) ->
     device = torch.device("cuda")
     forms = make_forms(shape, dtype, page_size, device)
     found: list[tuple[float, Tile]] = []
-    for tile in tiles(shape):
+    for tile in tiles(shape, dtype):
         try:
             made = ours("TRITON_MLA", forms, {"decode_tile": tile})["TRITON_MLA"]
             (replay_us,) = in_turns_us({"it": made.replay}, rounds, device).values()
@@ -109,8 +113,9 @@ def entries_of(
     shape: MLAShape, found: Sequence[dict[str, Any]], dtype: torch.dtype, page_size: int
 ) -> list[dict[str, Any]]:
     """The fastest tile; where it is of the kernel for Hopper, the fastest of the others behind it."""
-    bits = dtype.itemsize * 8
-    layer = dict(zip(LAYER, (bits, bits, num_queries(shape), page_size, len(shape.seq_lens)), strict=True))
+    cached = dtype.itemsize * 8
+    asked = (max(16, cached), cached, num_queries(shape), page_size, len(shape.seq_lens))
+    layer = dict(zip(LAYER, asked, strict=True))
     tried = [{name: value for name, value in row.items() if name not in ("shape", "us")} for row in found]
     fastest_portable = next(tile for tile in tried if "hopper" not in tile)
     kept = [fastest_portable] if fastest_portable is tried[0] else [tried[0], fastest_portable]
@@ -135,11 +140,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=["decode", "verify"], default=["decode", "verify"])
     parser.add_argument("--match", default="", help="only shapes whose name has this in it")
+    parser.add_argument("--dtype", choices=CACHE_DTYPES, default="bf16", help="fp8: of the cache alone")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     arguments = parser.parse_args()
-    dtype, page_size = torch.bfloat16, arguments.page_size
+    dtype, page_size = CACHE_DTYPES[arguments.dtype], arguments.page_size
     shapes = [shape for kind in arguments.shapes for shape in SHAPES[kind] if arguments.match in shape.name]
     compile_all(shapes, arguments.workers, dtype, page_size)
     print("compiled", flush=True)
