@@ -134,7 +134,7 @@ def write_kv(
 
 
 def _has_kernel(cached: torch.Tensor) -> bool:
-    """Whether one kernel of ours writes to such a cache."""
+    """Whether one kernel of ours writes to such a cache, or makes what such a one stores."""
     return cached.is_cuda and cached.dtype is not torch.float64 and HAS_TRITON
 
 
@@ -175,6 +175,10 @@ def _scatter(stored: torch.Tensor, cached: torch.Tensor, slots: torch.Tensor) ->
 def quantise(tensor: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
     """Real values to what a cache of `dtype` stores: `tensor / scale`, saturated for fp8."""
     if dtype in FP8_DTYPES:
+        if scale == 1.0 and tensor.dim() == 3 and tensor.numel() and _has_kernel(tensor):
+            from attn_backends.kv_write_triton import to_fp8
+
+            return to_fp8(tensor, dtype)
         limit = torch.finfo(dtype).max
         return (tensor.float() / scale).clamp(-limit, limit).to(dtype)
     return (tensor if scale == 1.0 else tensor.to(torch.promote_types(dtype, torch.float32)) / scale).to(dtype)

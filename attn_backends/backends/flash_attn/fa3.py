@@ -12,10 +12,10 @@ from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows, w
 from attn_backends.backends.flash_attn.fa2 import check_vllm, keys_by
 from attn_backends.backends.flash_attn.provider import COMMON, HALF, Provider, ProviderError
 from attn_backends.interface import Capabilities, Rejection
+from attn_backends.kv_cache import quantise
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
 
 FP8 = torch.float8_e4m3fn
-FP8_MAX = torch.finfo(FP8).max
 _TILE = 64  # keys, at least
 
 
@@ -82,7 +82,7 @@ class FlashAttention3(Provider):
             return query, {}
         shape = (rows.num_rows, keys.shape[-2])
         scales = {"k_descale": layer.k_scale.expand(shape), "v_descale": layer.v_scale.expand(shape)}
-        return query.clamp(-FP8_MAX, FP8_MAX).to(FP8), scales
+        return quantise(query, FP8, 1.0), scales
 
 
 class VllmFa3(FlashAttention3):
