@@ -37,12 +37,13 @@ def test_the_kit_interpreted() -> None:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of emulated kernels: so many programs each."""
+    """Of emulated kernels: so many programs each. Keys of 8 bits are made 16 bits however few queries see them."""
     from attn_backends.backends.mla import triton_mla
-    from attn_backends.backends.triton import launch
+    from attn_backends.backends.triton import launch, metadata
     from tests.gluon_emulator import Emulated
 
     made: list[int] = []
+    monkeypatch.setattr(metadata, "WORTH_WIDENING", 1)
     for where in (launch, triton_mla):
         monkeypatch.setattr(where, "has_hopper_kernels", lambda device: True)
     for package, name in KERNELS.items():
@@ -118,14 +119,11 @@ def test_prefill_of_prompts(launches: list[int]) -> None:
 )
 @pytest.mark.parametrize("cache_dtype", FP8_DTYPES, ids=str)
 def test_prefill_of_widened_keys(
-    cache_dtype: torch.dtype, changes: dict[str, Any], heads_at_once: int, launches: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    cache_dtype: torch.dtype, changes: dict[str, Any], heads_at_once: int, launches: list[int]
+) -> None:
     """From pages of any size, behind a decode, for some KV heads at a time."""
-    from attn_backends.backends.triton import metadata
     from attn_backends.backends.triton.tuning import TritonOptions
 
-    monkeypatch.setattr(metadata, "WORTH_WIDENING", 1)
     spec = spec_of(cache_dtype=cache_dtype, **changes)
     lens = [70, 250, 131, 70], [1, 20, 131, 33]
     given = {"page_size": 5, "poison": float("nan"), "k_scale": 0.5, "v_scale": 2.0}

@@ -16,6 +16,7 @@ from tests.backends.test_call_checks import CALLS, check_refused
 from tests.interpreted import in_own_process, only_interpreted, run_interpreted
 
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning", reason="needs triton")
+metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
 
 # The interpreter takes milliseconds a program. These are left to the GPU; the others take every road of the kernels.
 LEFT_OUT = (
@@ -88,11 +89,16 @@ class TestTriton(BackendConformance):
 
 @pytest.mark.gpu
 class TestTritonOnHopper(BackendConformance):
-    """The kit's plain layer has 16 dims, which kernels for Hopper do not serve: this one's are served."""
+    """The kit's plain layer has 16 dims, which kernels for Hopper do not serve: this one's are served. Keys of 8 bits
+    are made 16 bits for them, however few queries see them."""
 
     backend_name = "TRITON"
     device = "cuda"
     dtypes = (torch.bfloat16,)
+
+    @pytest.fixture(autouse=True)
+    def _widening(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(metadata, "WORTH_WIDENING", 1)
 
     def make_spec(self, **changes: Any) -> AttentionSpec:
         return super().make_spec(**{"head_dim": 128, **changes})
