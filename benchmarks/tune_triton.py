@@ -1,6 +1,6 @@
 """Tile sizes of TRITON by brute force, for the shapes of attention.py: writes attn_backends/backends/triton/tuned.json.
 
-    python benchmarks/tune_triton.py [--shapes decode prefill] [--match TEXT] [--dtype fp32] [--workers N]
+    python benchmarks/tune_triton.py [--shapes decode verify prefill] [--match TEXT] [--dtype fp32] [--workers N]
 
 Kernels are compiled first, on all cores, for a small batch of the same layers. Then every tile is timed as one CUDA
 graph over several copies of the cache, and the fastest is checked against float64.
@@ -25,10 +25,12 @@ from gpu_harness import free_memory, in_turns_us, installed, reason
 from harness import report
 from paged_problem import Shape, make_problem
 
-from attn_backends.backends.triton.tuning import KINDS
+from attn_backends import AttentionSpec
+from attn_backends.backends.triton.launch import Cut
+from attn_backends.backends.triton.tuning import DecodeTile, in_registers
 
 TABLE = Path(__file__).parents[1] / "attn_backends" / "backends" / "triton" / "tuned.json"
-OF = {"prompt": "prefill"}  # shapes that another kind has too
+SETS = ("decode", "verify", "dims", "prefill", "prompt")  # of SHAPES; the last are those of prefill
 Tile = dict[str, int]
 
 
@@ -39,11 +41,23 @@ def tiles(shape: Shape) -> Iterator[Tile]:
             if rows * keys >= 64 * 64 and not (rows == 64 and warps == 8):
                 yield {"rows": rows, "keys": keys, "warps": warps, "stages": stages}
         return
-    few = len(shape.seq_lens) * shape.heads[1] < 512
-    for keys, warps, stages in product((32, 64, 128), (1, 2, 4), (3, 4, 5, 6)):
-        if keys // warps in (16, 32, 64):
-            for programs in (1, 2, 4, 6) if few else (4, 6, 8):
-                yield {"keys": keys, "warps": warps, "stages": stages, "programs": programs, "min_keys": 128}
+    few, query_rows, width = len(shape.seq_lens) * shape.heads[1] < 512, tile_rows(shape), 2 * shape.heads[2]
+    for keys, warps, stages in product((32, 64, 128), (1, 2, 4, 8), (3, 4, 5, 6)):
+        for programs in (1, 2, 4, 6) if few else (2, 3, 4) if query_rows > 16 else (4, 6, 8):
+            tile = DecodeTile(keys, warps, stages, programs, min_keys=128)
+            is_even = keys // warps <= 64 and 16 * warps <= max(keys, query_rows)
+            if is_even and in_registers(tile, query_rows, width) == tile:
+                yield vars(tile)
+
+
+def kind_of(name: str, shape: Shape) -> str:
+    """Of the table, for a shape of a set."""
+    return "prompt" if name == "prompt" else "prefill" if shape.is_prefill else "decode"
+
+
+def tile_rows(shape: Shape) -> int:
+    """Of a tile of a decode's queries."""
+    return Cut.of(AttentionSpec(*shape.heads), shape.query_len).rows
 
 
 def compiled(tile: Tile) -> tuple[object, ...]:
@@ -68,7 +82,7 @@ def compile_some(kind: str, shape: Shape, some: Sequence[Tile], dtype: torch.dty
 
 
 def compile_all(kind: str, shapes: Sequence[Shape], workers: int, dtype: torch.dtype, page_size: int) -> None:
-    layers = {(shape.heads, shape.is_prefill): shape for shape in shapes}
+    layers = {(shape.heads, shape.is_prefill, shape.query_len): shape for shape in shapes}
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         jobs = []
         for shape in layers.values():
@@ -103,8 +117,9 @@ def fastest(kind: str, shape: Shape, dtype: torch.dtype, page_size: int, rounds:
 
 
 def entry(shape: Shape, best: dict[str, Any], dtype: torch.dtype, page_size: int) -> dict[str, Any]:
+    queries = {} if shape.is_prefill else {"queries": tile_rows(shape)}
     layer = {"bits": dtype.itemsize * 8, "head_dim": shape.heads[2], "group": shape.heads[0] // shape.heads[1],
-             "page_size": page_size, "rows": 1 if shape.is_prefill else len(shape.seq_lens)}  # fmt: skip
+             "page_size": page_size, **queries, "rows": 1 if shape.is_prefill else len(shape.seq_lens)}  # fmt: skip
     return layer | {"tile": {name: value for name, value in best.items() if name not in ("shape", "us")}}
 
 
@@ -120,12 +135,12 @@ def write(kind: str, entries: Sequence[dict[str, Any]]) -> None:
 
 
 def layer_of(row: dict[str, Any]) -> tuple[int, ...]:
-    return tuple(row[name] for name in ("bits", "head_dim", "group", "page_size", "rows"))
+    return tuple(row.get(name, 0) for name in ("bits", "head_dim", "group", "page_size", "queries", "rows"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--shapes", nargs="+", choices=SETS, default=SETS)
     parser.add_argument("--match", default="", help="only shapes whose name has this in it")
     parser.add_argument("--dtype", choices=CACHE_DTYPES, default="bf16", help="fp8: of the cache alone")
     parser.add_argument("--page-size", type=int, default=16)
@@ -134,12 +149,16 @@ def main() -> None:
     arguments = parser.parse_args()
     dtype, page_size = CACHE_DTYPES[arguments.dtype], arguments.page_size
     all_rows: list[dict[str, Any]] = []
-    for kind in arguments.shapes:
-        shapes = [shape for shape in SHAPES[OF.get(kind, kind)] if arguments.match in shape.name]
-        compile_all(kind, shapes, arguments.workers, dtype, page_size)
+    shapes: dict[str, list[Shape]] = {}  # of each kind of the table
+    for name in arguments.shapes:
+        for shape in SHAPES["prefill" if name == "prompt" else name]:
+            if arguments.match in shape.name:
+                shapes.setdefault(kind_of(name, shape), []).append(shape)
+    for kind, of_kind in shapes.items():
+        compile_all(kind, of_kind, arguments.workers, dtype, page_size)
         print(f"{kind}: compiled", flush=True)
         entries = []
-        for shape in shapes:
+        for shape in of_kind:
             found = fastest(kind, shape, dtype, page_size, arguments.rounds)
             print("\n".join(map(str, found[:4])), flush=True)
             entries.append(entry(shape, found[0], dtype, page_size))

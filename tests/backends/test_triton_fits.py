@@ -281,7 +281,7 @@ def test_what_was_tuned_on_hopper_stays_as_it_was_there() -> None:
             dtype = of_bits[max(16, row["bits"])]
             spec = AttentionSpec(2 * row["group"], 2, row["head_dim"], dtype=dtype, cache_dtype=of_bits[row["bits"]])
             cache, asked = KVCacheSpec(16, row["page_size"]), (None, HOPPER)
-            got = (tuning.decode_tile(spec, cache, row["rows"], 16, *asked) if kind == "decode"
+            got = (tuning.decode_tile(spec, cache, row["rows"], row["queries"], *asked) if kind == "decode"
                    else tuning.prefill_tile(spec, cache, *asked, kind))  # fmt: skip
             assert vars(got) == row["tile"], row
     for row in json.loads((BACKENDS / "mla" / "triton_tuned.json").read_text())["decode"]:

@@ -1,4 +1,5 @@
-"""Tile sizes by head dim, group, page size, bits of the cache and number of rows: measured once and shipped as data.
+"""Tile sizes by head dim, group, page size, bits of the cache, number of rows and, for decode, queries of a tile:
+measured once and shipped as data.
 
 `tuned.json` is written by benchmarks/tune_triton.py. What is not in it takes the nearest that is.
 """
@@ -80,13 +81,13 @@ def decode_tile(
             row += 4 * dim_vo + 8 * tile.keys
         return blocks + query_rows * row + _SCRATCH
 
-    tile = DecodeTile(**_nearest("decode", spec, cache, num_rows))
+    tile = DecodeTile(**_nearest("decode", spec, cache, num_rows, query_rows))
     while tile.keys > 64 and need(tile) > room:  # rather than fewer blocks under way
         tile = replace(tile, keys=tile.keys // 2, warps=max(1, tile.warps // 2))
-    return fitted(_in_registers(tile, query_rows, dim + dim_vo), need, room)
+    return fitted(in_registers(tile, query_rows, dim + dim_vo), need, room)
 
 
-def _in_registers(tile: DecodeTile, query_rows: int, width: int) -> DecodeTile:
+def in_registers(tile: DecodeTile, query_rows: int, width: int) -> DecodeTile:
     """With so many warps that a thread can hold its queries, its sums, and where it loads 16 bytes at a time; programs
     become fewer by as much. `width`: columns of keys and of values together."""
     warps = tile.warps
@@ -131,15 +132,15 @@ def _table() -> dict[str, list[dict[str, Any]]]:
     return {kind: rows for kind, rows in json.loads(text).items() if kind in KINDS}
 
 
-def _nearest(kind: str, spec: AttentionSpec, cache: KVCacheSpec, num_rows: int) -> dict[str, int]:
+def _nearest(kind: str, spec: AttentionSpec, cache: KVCacheSpec, num_rows: int, query_rows: int = 0) -> dict[str, int]:
     """The tile of the row that differs least; what decides its size in bytes counts most."""
     asked = {
         "bits": 8 * spec.cache_dtype.itemsize, "head_dim": spec.head_dim, "group": spec.group_size,
-        "page_size": cache.page_size, "rows": num_rows,
+        "page_size": cache.page_size, "queries": query_rows, "rows": num_rows,
     }  # fmt: skip
-    weights = {"bits": 64, "head_dim": 16, "page_size": 4, "group": 4, "rows": 1}
+    weights = {"bits": 64, "head_dim": 16, "queries": 8, "page_size": 4, "group": 4, "rows": 1}
 
     def distance(row: dict[str, Any]) -> float:
-        return sum(weight * abs(math.log2(row[name] / asked[name])) for name, weight in weights.items())
+        return sum(weights[name] * abs(math.log2(row[name] / asked[name])) for name in row if name in weights)
 
     return dict(min(_table()[kind], key=distance)["tile"])
