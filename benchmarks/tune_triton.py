@@ -42,7 +42,7 @@ def tiles(shape: Shape) -> Iterator[Tile]:
                 yield {"rows": rows, "keys": keys, "warps": warps, "stages": stages}
         return
     few, query_rows, width = len(shape.seq_lens) * shape.heads[1] < 512, tile_rows(shape), 2 * shape.heads[2]
-    for keys, warps, stages in product((32, 64, 128), (1, 2, 4, 8), (3, 4, 5, 6)):
+    for keys, warps, stages in product((16, 32, 64, 128), (1, 2, 4, 8), (3, 4, 5, 6)):
         for programs in (1, 2, 4, 6) if few else (2, 3, 4) if query_rows > 16 else (4, 6, 8):
             tile = DecodeTile(keys, warps, stages, programs, min_keys=128)
             is_even = keys // warps <= 64 and 16 * warps <= max(keys, query_rows)

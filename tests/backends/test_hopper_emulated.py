@@ -128,7 +128,7 @@ def test_prefill_of_widened_keys(
     lens = [70, 250, 131, 70], [1, 20, 131, 33]
     given = {"page_size": 5, "poison": float("nan"), "k_scale": 0.5, "v_scale": 2.0}
     batch = random_batch(get_backend("TRITON"), spec, *lens, **given)
-    room = TritonOptions(widened_keys=-(-451 * heads_at_once // spec.num_kv_heads))
+    room = TritonOptions(widened_bytes=451 * heads_at_once * 2 * 64 * 2 + 1)
     layer = make_layer(get_backend("TRITON"), batch, num_padded_reqs=2, options=room)
     step = layer.begin(batch, num_padded_reqs=2)
     assert_matches(layer.forward(batch, step, num_padded_reqs=2, want_lse=True), batch)

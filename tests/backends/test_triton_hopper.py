@@ -167,15 +167,16 @@ def test_widened_keys(
     [({"window_left": 600}, "NHD"), ({"causal": False}, "NHD"), ({"sinks": True}, "HND"), ({"heads": (64, 4)}, "HND")],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("widened_keys", [1100, 4000])
+@pytest.mark.parametrize("heads_at_once", [1, 2, 4])
 def test_widened_keys_by_some_heads(
-    widened_keys: int, changes: dict[str, Any], layout: Any, served: list[bool]
+    heads_at_once: int, changes: dict[str, Any], layout: Any, served: list[bool]
 ) -> None:
-    """Of 1995 keys: room for both heads, or for one; of four heads for all, or for two."""
+    """Of 1995 keys; two heads, or four."""
     batch = a_batch(spec_of(**CACHED, **changes), layout=layout, **SCALES)
-    layer = make_layer(get_backend("TRITON"), batch, options=tuning.TritonOptions(widened_keys=widened_keys))
+    room = tuning.TritonOptions(widened_bytes=1995 * heads_at_once * 2 * 128 * 2)
+    layer = make_layer(get_backend("TRITON"), batch, options=room)
     assert_matches(layer.forward(batch, layer.begin(batch), want_lse=True), batch)
-    assert served == [False] * (1 if widened_keys > 1995 else 2)
+    assert served == [False] * max(1, batch.spec.num_kv_heads // heads_at_once)
 
 
 @pytest.mark.usefixtures("widening")
@@ -183,7 +184,7 @@ def test_widened_keys_by_some_heads(
 def test_keys_that_are_not_widened(why: str, served: list[bool]) -> None:
     lens = ([3000, 131], [17, 17]) if why == "few queries" else (SEQ_LENS, QUERY_LENS)
     tile = {"rows": 64, "keys": 32, "warps": 4, "stages": 2}
-    options = {"no room": {"widened_keys": 900}, "few queries": {}, "tile": {"prompt_tile": tile}}[why]
+    options = {"no room": {"widened_bytes": 900_000}, "few queries": {}, "tile": {"prompt_tile": tile}}[why]
     batch = a_batch(spec_of(**CACHED), *lens, **SCALES)
     layer = make_layer(get_backend("TRITON"), batch, options=tuning.TritonOptions(**options))
     assert_matches(layer.forward(batch, layer.begin(batch)), batch)

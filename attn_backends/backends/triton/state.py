@@ -48,7 +48,7 @@ class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
 
     A program leaves (head_dim_vo + 2) * 4 bytes for each of its queries; about 4 / 3 as many programs can have parts
     as the GPU holds at once (see `triton_split.schedule_kernel`). Layers over a cache of 8 bits have room on Hopper for
-    `TritonOptions.widened_keys` keys and values of 16 bits too.
+    keys and values of 16 bits too, `TritonOptions.widened_bytes` at most.
     """
 
     backend_name = "TRITON"
@@ -125,7 +125,8 @@ class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
         options = self.options or TritonOptions()
         specs = [spec for spec in self._specs.values() if widens(spec, options, self.device)]
         key_bytes = (spec.num_kv_heads * (spec.head_dim + spec.head_dim_vo) * spec.dtype.itemsize for spec in specs)
-        return options.widened_keys * max(key_bytes, default=0)
+        most = self.limits.max_num_requests * self.limits.max_model_len * max(key_bytes, default=0)
+        return min(options.widened_bytes, most) // 16 * 16
 
 
 class TritonGraphState(TritonState):

@@ -59,9 +59,9 @@ class TritonOptions(BaseModel):
     decode_tile: DecodeTile | None = None
     prefill_tile: PrefillTile | None = None
     prompt_tile: PrefillTile | None = None
-    widened_keys: Annotated[int, Field(ge=0)] = 32768
-    """Keys of all KV heads that the state has room for, to make them of 16 bits for prefills over a cache of 8 bits on
-    Hopper. Of more keys fewer heads are served at a time; where not one head's fit in, the portable kernel serves."""
+    widened_bytes: Annotated[int, Field(ge=0)] = 128 << 20
+    """Room in the state for keys and values that are made 16 bits, for prefills over a cache of 8 bits on Hopper: of as
+    many KV heads at a time as fit in. Where not one fits in, the portable kernel serves."""
 
 
 def decode_tile(
