@@ -15,7 +15,10 @@ from tests.backends.large_cache import check_large_cache
 from tests.backends.test_call_checks import CALLS, check_refused
 from tests.interpreted import in_own_process, only_interpreted, run_interpreted
 
-tuning = pytest.importorskip("attn_backends.backends.triton.tuning", reason="needs triton")
+triton = pytest.importorskip("triton", reason="needs triton")
+tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
+launch = pytest.importorskip("attn_backends.backends.triton.launch")
+rows_of = pytest.importorskip("attn_backends.backends.triton.tile").rows_of
 metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
 
 # The interpreter takes milliseconds a program. These are left to the GPU; the others take every road of the kernels.
@@ -81,6 +84,31 @@ def test_whole_blocks_between_those_with_a_mask(changes: dict[str, Any]) -> None
         assert_matches(run_backend(backend, batch), batch, str(changes))
 
 
+@triton.jit
+def tiles_kernel(query_start_loc, rows, firsts, first_row, num_rows, TOKENS: triton.language.constexpr):  # type: ignore[no-untyped-def]
+    """What each program's tile is."""
+    tile = triton.language.program_id(0)
+    row, _first_token, query_len, first = rows_of(tile, query_start_loc, first_row, num_rows, TOKENS)
+    triton.language.store(rows + tile, row)
+    triton.language.store(firsts + tile, triton.language.where(first < query_len, first, -1))
+
+
+@only_interpreted
+@pytest.mark.parametrize("query_lens", [(33,), (64,), (1, 16, 17), (32, 32, 32, 32), (1, 1, 50, 1, 15)], ids=str)
+@pytest.mark.parametrize("first_row", [0, 2])
+def test_every_token_is_in_one_tile(first_row: int, query_lens: tuple[int, ...]) -> None:
+    """Behind some rows that are left alone. One row, such as a chunk of a prompt, has no tile too many."""
+    tokens = 16
+    starts = torch.tensor([0, *(5,) * first_row, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    num_tiles = launch.num_prefill_tiles(sum(query_lens), len(query_lens), tokens)
+    rows, firsts = torch.empty(2, num_tiles, dtype=torch.int32)
+    tiles_kernel[num_tiles,](starts, rows, firsts, first_row, len(query_lens), tokens)
+    found = [tile for tile in zip(rows.tolist(), firsts.tolist(), strict=True) if tile[1] >= 0]
+    wanted = [(row, first) for row, length in enumerate(query_lens, first_row) for first in range(0, length, tokens)]
+    assert found == wanted
+    assert len(query_lens) > 1 or num_tiles == len(wanted)
+
+
 @pytest.mark.gpu
 class TestTriton(BackendConformance):
     backend_name = "TRITON"
@@ -98,7 +126,7 @@ class TestTritonOnHopper(BackendConformance):
 
     @pytest.fixture(autouse=True)
     def _widening(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(metadata, "WORTH_WIDENING", 1)
+        monkeypatch.setattr(metadata, "is_faster_widened", lambda *_: True)
 
     def make_spec(self, **changes: Any) -> AttentionSpec:
         return super().make_spec(**{"head_dim": 128, **changes})

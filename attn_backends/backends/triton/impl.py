@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.triton.launch import Kernels, Rows, suits_hopper_kernel, widens
+from attn_backends.backends.triton.launch import Kernels, Rows, suits_hopper_kernel
 from attn_backends.backends.triton.metadata import TritonMetadata
 from attn_backends.backends.triton.state import TritonStep
 from attn_backends.backends.triton.tuning import TritonOptions, prefill_tile
+from attn_backends.backends.triton.widening import widens
 from attn_backends.call_checks import check_call, check_new_kv
 from attn_backends.interface import AttentionImpl, AttentionStep
 from attn_backends.kv_cache import KVCache, write_kv

@@ -6,7 +6,6 @@ As an operator a launch on a CPU is seen by what records torch operations, such 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_backends.backends.triton.decode_kernel import decode_kernel
 from attn_backends.backends.triton.prefill_kernel import prefill_kernel
-from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile, TritonOptions, block_dims
+from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile, block_dims, widened_heads
 from attn_backends.backends.triton.widen_kernel import widen_kernel
 from attn_backends.spec import AttentionSpec
 from attn_backends.triton_split import (
@@ -34,7 +33,7 @@ _MAX_TILE_ROWS = 64  # of decode: more queries of a row take several tiles
 _REGISTERS = 65536  # of a multiprocessor
 _JOIN_REGISTERS = 128  # of a thread, for the parts that it joins at a time; but no more than half of what it can have
 _ROW_ALIGNMENT = 16  # bytes, of the tensor memory accelerator
-_HOPPER_ROWS = 128  # queries of a program of the kernel for Hopper
+HOPPER_ROWS = 128  # queries of a program of the kernel for Hopper
 _HOPPER_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 _WIDENED_KEYS = 64  # of a program
 _L2_BYTES = 32 << 20  # that the keys and values of a section of heads may take
@@ -55,15 +54,13 @@ def suits_hopper_kernel(spec: AttentionSpec, device: torch.device) -> bool:
         and spec.logits_soft_cap is None
         and spec.alibi_slopes is None
         and spec.scale > 0
-        and spec.group_size <= _HOPPER_ROWS
+        and spec.group_size <= HOPPER_ROWS
     )
 
 
-def widens(spec: AttentionSpec, options: TritonOptions, device: torch.device) -> bool:
-    """Whether prefills over the cache may have its keys made 16 bits, for the kernel for Hopper."""
-    has_tile = options.prefill_tile is not None or options.prompt_tile is not None
-    widened = replace(spec, cache_dtype=spec.dtype)
-    return spec.cache_dtype.itemsize == 1 and not has_tile and suits_hopper_kernel(widened, device)
+def num_prefill_tiles(num_tokens: int, num_rows: int, tile_tokens: int) -> int:
+    """Most that so many rows of so many query tokens in all can have (see `tile.rows_of`); of one row, what it has."""
+    return (num_tokens + num_rows * (tile_tokens - 1)) // tile_tokens
 
 
 class Cut(NamedTuple):
@@ -176,7 +173,7 @@ class Kernels:
         """Rows that are not split. `tiles` is where programs count what they take. Keys that are to be made 16 bits
         are so in `widened` [num_bytes] u8, of as many KV heads at a time as it has room for."""
         spec, group = self.spec, self.spec.group_size
-        count = self._heads_to_widen(rows, len(widened))
+        count = widened_heads(spec, rows.num_widened, len(widened))
         if not count:
             self._attend(query, key, value, output, lse, rows, tiles, 0, rows.page_table is not None)
             return
@@ -193,11 +190,6 @@ class Kernels:
             sums = None if lse is None else lse[:, part]
             self._attend(query[:, part], keys, values, output[:, part], sums, dense, tiles, first, True)
 
-    def _heads_to_widen(self, rows: Rows, num_bytes: int) -> int:
-        """KV heads whose keys and values have room in so many bytes."""
-        head_bytes = rows.num_widened * sum(self._dims[:2]) * self.spec.dtype.itemsize
-        return min(self.spec.num_kv_heads, num_bytes // head_bytes) if head_bytes else 0
-
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
         lse: torch.Tensor | None, rows: Rows, tiles: torch.Tensor, first_head: int, is_cached: bool,
@@ -211,11 +203,11 @@ class Kernels:
         if (on_hopper or in_blocks) and not (query.dtype is key.dtype and _can_be_blocks(key, value)):
             on_hopper = in_blocks = False
         on_hopper = on_hopper and _comes_in_lines(query)
-        tile_tokens = max(1, (_HOPPER_ROWS if on_hopper else tile.rows) // spec.group_size)
+        tile_tokens = max(1, (HOPPER_ROWS if on_hopper else tile.rows) // spec.group_size)
         head_bytes = max(1, rows.max_seq_len) * (spec.head_dim + spec.head_dim_vo) * key.itemsize
         section = min(max(1, _L2_BYTES // head_bytes), num_kv_heads)
         num_rows = len(rows.seq_lens) - rows.first_row
-        span = [rows.first_row, num_rows, rows.num_tokens // tile_tokens + num_rows, section]
+        span = [rows.first_row, num_rows, num_prefill_tiles(rows.num_tokens, num_rows, tile_tokens), section]
         slopes, sinks = self._extras
         sinks = sinks[first_head * spec.group_size :] if spec.sinks else sinks
         tensors = (query, key, value, output, lse, *rows[:4])

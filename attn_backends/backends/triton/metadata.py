@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
+from attn_backends.backends.triton.tuning import TritonOptions
+from attn_backends.backends.triton.widening import is_faster_widened, widens
 from attn_backends.batch import CommonAttentionMetadata
 from attn_backends.batch_order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.spec import AttentionType
 
 DECODE_TOKENS = 16  # most query tokens of a row whose keys are split
-WORTH_WIDENING = 512  # queries of a KV head that see a key of 8 bits, from which on it is made 16 bits for them
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class TritonMetadata(AttentionMetadata):
     num_decode_new_kv: int
     max_decode_len: int  # most query tokens of a decode row
     max_seq_len: int  # or an upper bound of it
-    num_widened_keys: int  # to make 16 bits for rows behind the decodes, or an upper bound; 0: too few queries see them
+    num_widened_keys: int  # to make 16 bits for rows behind the decodes, or an upper bound; 0: none, which is faster
     prefills_are_prompts: bool  # the step brings all keys that rows behind the decodes see: they are read as they come
     for_graph: bool
     query_start_loc: torch.Tensor  # [R + 1] i32
@@ -119,15 +119,13 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         return cached and common.max_query_len <= DECODE_TOKENS
 
     def _keys_to_widen(self, common: CommonAttentionMetadata, first: int) -> int:
-        """All keys of rows from `first` on, if enough queries see them; else 0."""
-        spec, last = self.group.spec, common.num_actual_reqs
-        if first >= last or spec.cache_dtype.itemsize > 1:
+        """All keys of rows from `first` on, if that saves time; else 0."""
+        spec, last, options = self.group.spec, common.num_actual_reqs, self.options or TritonOptions()
+        if first >= last or not widens(spec, options, self.device):
             return 0
-        seq_lens, query_lens = (lens.numpy()[first:last] for lens in (common.seq_lens_cpu, common.query_lens_cpu))
-        reach = spec.window_left + 1 if spec.window_left >= 0 else spec.chunk_size or common.max_seq_len
-        num_keys = int(seq_lens.sum())
-        seen = int(np.minimum(seq_lens, reach) @ query_lens.astype(np.int64))
-        return num_keys if seen * spec.group_size >= WORTH_WIDENING * num_keys else 0
+        query_lens, seq_lens = (lens.numpy()[first:last] for lens in (common.query_lens_cpu, common.seq_lens_cpu))
+        is_faster = is_faster_widened(spec, query_lens, seq_lens, options.widened_bytes, self.device)
+        return int(seq_lens.sum()) if is_faster else 0
 
     def _are_prompts(self, common: CommonAttentionMetadata, first: int) -> bool:
         """Whether rows from `first` on bring all of their keys, in the cache's dtype: pages have nothing to add."""

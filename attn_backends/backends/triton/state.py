@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.triton.launch import Cut, Schedule, widens
+from attn_backends.backends.triton.launch import Cut, Schedule
 from attn_backends.backends.triton.metadata import DECODE_TOKENS, TritonMetadata
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, block_dims, decode_tile
+from attn_backends.backends.triton.widening import widens
 from attn_backends.capturing_state import CapturingState
 from attn_backends.cuda_graphs import CudaRecorder, without_python
 from attn_backends.derive import StepBuffers

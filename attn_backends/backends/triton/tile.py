@@ -177,17 +177,17 @@ def rows_of(tile, query_start_loc, first_row, num_rows, TOKENS: tl.constexpr):  
     """Whose tile it is: the row, its first query token, their number, and which of them is the tile's first; it may lie
     behind the last.
 
-    Row i's tiles are those from `(query_start_loc[i] - query_start_loc[first_row]) // TOKENS + i - first_row` on: one
-    more than any row needs.
+    The ith row's tiles are those from (its first token + i * (TOKENS - 1)) // TOKENS on, counted from `first_row`: as
+    many as it needs, or one more.
     """
     before = tl.load(query_start_loc + first_row)
     low, high = 0, num_rows - 1
     while low < high:
         middle = (low + high + 1) // 2
-        begins = (tl.load(query_start_loc + first_row + middle) - before) // TOKENS + middle
+        begins = (tl.load(query_start_loc + first_row + middle) - before + middle * (TOKENS - 1)) // TOKENS
         low = tl.where(begins <= tile, middle, low)
         high = tl.where(begins <= tile, high, middle - 1)
     row = first_row + low
     first_token = tl.load(query_start_loc + row)
     query_len = tl.load(query_start_loc + row + 1) - first_token
-    return row, first_token, query_len, (tile - (first_token - before) // TOKENS - low) * TOKENS
+    return row, first_token, query_len, (tile - (first_token - before + low * (TOKENS - 1)) // TOKENS) * TOKENS

@@ -114,6 +114,12 @@ def prefill_tile(
     return fitted(PrefillTile(**_nearest(kind, spec, cache, 1)), need, room)
 
 
+def widened_heads(spec: AttentionSpec, num_keys: int, num_bytes: int) -> int:
+    """KV heads whose keys and values, made 16 bits, have room in so many bytes."""
+    head_bytes = num_keys * (spec.head_dim + spec.head_dim_vo) * spec.dtype.itemsize
+    return min(spec.num_kv_heads, num_bytes // head_bytes) if head_bytes else 0
+
+
 def block_dims(spec: AttentionSpec) -> tuple[int, int]:
     """Columns of a block of keys, and of one of values.
 

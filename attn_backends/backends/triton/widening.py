@@ -1,0 +1,50 @@
+"""When prefills over a cache of 8 bits have its keys made 16 bits first, for the kernel for Hopper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from attn_backends.backends.triton.launch import HOPPER_ROWS, num_prefill_tiles, suits_hopper_kernel
+from attn_backends.backends.triton.tuning import TritonOptions, widened_heads
+from attn_backends.page_table import IntArray
+from attn_backends.spec import AttentionSpec
+from attn_backends.triton_split import num_multiprocessors
+
+# In times in which a multiprocessor's tile reads a key by the kernel for Hopper, as measured on an H200.
+_PORTABLE_READ = 2.3  # by the portable kernel, from 8 bits
+_WIDENING = 2.1  # a key of one head is made 16 bits, by one multiprocessor
+
+
+def widens(spec: AttentionSpec, options: TritonOptions, device: torch.device) -> bool:
+    """Whether prefills over the cache may have its keys made 16 bits, for the kernel for Hopper."""
+    has_tile = options.prefill_tile is not None or options.prompt_tile is not None
+    widened = replace(spec, cache_dtype=spec.dtype)
+    return spec.cache_dtype.itemsize == 1 and not has_tile and suits_hopper_kernel(widened, device)
+
+
+def is_faster_widened(
+    spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, num_bytes: int, device: torch.device
+) -> bool:
+    """Whether these rows take less time so: by how often all multiprocessors have a tile that reads keys.
+
+    Args:
+        query_lens, seq_lens: of the rows, or upper bounds of the latter.
+        num_bytes: room for keys and values of 16 bits.
+    """
+    num_keys, num_sms = int(seq_lens.sum()), num_multiprocessors(device)
+    at_once = widened_heads(spec, num_keys, num_bytes)
+    if not at_once:
+        return False
+
+    reach = spec.window_left + 1 if spec.window_left >= 0 else spec.chunk_size or int(seq_lens.max())
+    tokens, tile_tokens = int(query_lens.sum()), max(1, HOPPER_ROWS // spec.group_size)
+    keys_of_tile = int(np.minimum(seq_lens, reach) @ query_lens.astype(np.int64)) / tokens
+    tiles = int((-(-query_lens // tile_tokens)).sum())
+    places = num_prefill_tiles(tokens, len(query_lens), tile_tokens)  # those without a query cost the portable nothing
+    times = -(-tiles * spec.num_kv_heads // num_sms)
+    times_widened = -(-spec.num_kv_heads // at_once) * -(-places * at_once // num_sms)
+    saved = (_PORTABLE_READ * times - times_widened) * num_sms * keys_of_tile
+    return saved > _WIDENING * num_keys * spec.num_kv_heads

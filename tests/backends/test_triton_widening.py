@@ -1,0 +1,60 @@
+"""Where prefills over an fp8 cache have its keys made 16 bits: where that was faster on an H200."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attn_backends import AttentionSpec
+
+widening = pytest.importorskip("attn_backends.backends.triton.widening", reason="needs triton")
+TritonOptions = pytest.importorskip("attn_backends.backends.triton.tuning").TritonOptions
+
+ROOM = TritonOptions().widened_bytes
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def _on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(widening, "num_multiprocessors", lambda device: 132)
+
+
+def is_faster(spec: AttentionSpec, query_lens: list[int], seq_lens: list[int], num_bytes: int = ROOM) -> bool:
+    lens = (np.array(lens, np.int32) for lens in (query_lens, seq_lens))
+    return bool(widening.is_faster_widened(spec, *lens, num_bytes, torch.device("cuda")))
+
+
+def layer(heads: tuple[int, int], **more: Any) -> AttentionSpec:
+    return AttentionSpec(*heads, 128, dtype=torch.bfloat16, cache_dtype=E4M3, **more)
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "seq_len", "query_len", "faster"),
+    [
+        ((32, 8), 1, 8192, 32, True),
+        ((32, 8), 4, 8192, 64, True),
+        ((32, 8), 4, 8192, 512, True),
+        ((32, 32), 1, 8192, 32, True),
+        ((32, 32), 4, 8192, 256, False),
+        ((32, 32), 1, 32768, 512, False),  # all programs wait for one part of the heads
+        ((32, 32), 1, 32768, 32768, True),
+        ((64, 8), 1, 32768, 512, True),
+    ],
+)
+def test_as_measured(heads: tuple[int, int], rows: int, seq_len: int, query_len: int, faster: bool) -> None:
+    assert is_faster(layer(heads), [query_len] * rows, [seq_len] * rows) is faster
+
+
+def test_keys_that_few_queries_see_stay_as_they_are() -> None:
+    assert not is_faster(layer((32, 8)), [17] * 64, [8192] * 64)
+    assert is_faster(layer((32, 8)), [8192], [32768])
+    assert not is_faster(layer((32, 8), window_left=127), [8192], [32768])  # most of the keys are seen by none
+
+
+def test_keys_without_room_stay_as_they_are() -> None:
+    needed = 8192 * 2 * 128 * 2  # of one head
+    assert is_faster(layer((1, 1)), [8192], [8192], needed)
+    assert not is_faster(layer((1, 1)), [8192], [8192], needed - 1)
