@@ -18,14 +18,13 @@ FORMS = {
     "prefill": ("TFLOP/s", "TFLOP/s, causal"),
     "both": ("us", "us (less is better)"),
 }
+COLUMNS = 3
 OURS = {"TRITON": "#c1272d", "FLASHINFER": "#0072b2", "FLASH_ATTN": "#009e73"}
 
 
-def color(name: str, index: int) -> str | tuple[float, float, float]:
-    """Ours in colours of their own, bare kernels in greys."""
-    family = name.partition(":")[0].partition(",")[0]
-    grey = 0.35 + 0.5 * (index % 6) / 6
-    return OURS.get(family, (grey, grey, grey))
+def color(name: str) -> str:
+    """Ours in colours of their own, bare kernels in grey."""
+    return OURS.get(name.partition(":")[0].partition(",")[0], "#9a9a9a")
 
 
 def kind_of(shape: str) -> str:
@@ -44,31 +43,36 @@ def draw(results: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    kinds = [(form, [r for r in results["rows"] if kind_of(r["shape"]) == kind]) for kind, form in FORMS.items()]
-    kinds = [(form, rows) for form, rows in kinds if rows]
-    most = sum(len(rows) for _, rows in kinds)
-    figure, axes = pyplot.subplots(len(kinds), 1, figsize=(10, 2 + 0.17 * most), squeeze=False,
-                                   height_ratios=[len(rows) for _, rows in kinds])  # fmt: skip
-    for (column, label), rows, axis in ((form, rows, axes[i, 0]) for i, (form, rows) in enumerate(kinds)):
-        at, labels, ticks = 0.0, [], []
-        for shape in dict.fromkeys(row["shape"] for row in rows):
-            group = sorted((row for row in rows if row["shape"] == shape), key=lambda row: row["us"])
-            for index, row in enumerate(group):
-                axis.barh(at, row[column], height=0.85, color=color(row["contender"], index))
-                axis.text(row[column], at, f" {row['us']:,.1f} us", va="center", fontsize=6)
-                ticks.append(at)
-                labels.append(row["contender"])
-                at += 1
-            axis.text(0, at - len(group) - 0.9, shape, fontsize=7, fontweight="bold", va="bottom")
-            at += 1.4
-        axis.set_yticks(ticks, labels, fontsize=6)
-        axis.invert_yaxis()
-        axis.set_xlabel(label)
-        axis.margins(x=0.08, y=0.01)
+    by_shape: dict[str, list[dict[str, Any]]] = {}
+    for row in results["rows"]:
+        by_shape.setdefault(row["shape"], []).append(row)
+    shapes = sorted(by_shape, key=lambda shape: [*FORMS].index(kind_of(shape)))
+    highest = {kind: 0.0 for kind in FORMS}
+    for row in results["rows"]:
+        kind = kind_of(row["shape"])
+        highest[kind] = max(highest[kind], row[FORMS[kind][0]])
+
+    num_lines, most = -(-len(shapes) // COLUMNS), max(map(len, by_shape.values()))
+    figure, axes = pyplot.subplots(num_lines, COLUMNS, figsize=(17, 0.6 + num_lines * (0.9 + 0.16 * most)),
+                                   squeeze=False, layout="constrained")  # fmt: skip
+    for axis, shape in zip(axes.flat, shapes, strict=False):
+        kind = kind_of(shape)
+        column, label = FORMS[kind]
+        group = sorted(by_shape[shape], key=lambda row: row["us"])
+        for index, row in enumerate(group):
+            axis.barh(index, row[column], height=0.85, color=color(row["contender"]))
+            axis.text(row[column], index, f" {row['us']:,.1f} us", va="center", fontsize=6)
+        axis.set_title(shape, fontsize=8, fontweight="bold", loc="left")
+        axis.set_yticks(range(len(group)), [row["contender"] for row in group], fontsize=6)
+        axis.set_ylim(most - 0.5, -0.5)
+        axis.set_xlim(0, 1.12 * highest[kind])
+        axis.tick_params(axis="x", labelsize=6)
+        axis.set_xlabel(label, fontsize=6)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{results['title']}; {results['gpu'] or results['cpu']}, {results['date']}", fontsize=9)
-    figure.tight_layout(rect=(0, 0, 1, 0.995))
-    figure.savefig(path, dpi=130)
+    for axis in axes.flat[len(shapes) :]:
+        axis.remove()
+    figure.suptitle(f"{results['title']}; {results['gpu'] or results['cpu']}, {results['date']}", fontsize=11)
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
