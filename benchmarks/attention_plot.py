@@ -47,7 +47,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for row in results["rows"]:
         by_shape.setdefault(row["shape"], []).append(row)
     shapes = sorted(by_shape, key=lambda shape: [*FORMS].index(kind_of(shape)))
-    highest = {kind: 0.0 for kind in FORMS}
+    highest = dict.fromkeys(FORMS, 0.0)
     for row in results["rows"]:
         kind = kind_of(row["shape"])
         highest[kind] = max(highest[kind], row[FORMS[kind][0]])
