@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -118,13 +119,19 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         cached = not common.is_profile_run and self.group.spec.attention_type is AttentionType.DECODER
         return cached and common.max_query_len <= DECODE_TOKENS
 
+    @cached_property
+    def _widened_bytes(self) -> int:
+        """Room for keys that are made 16 bits; 0 where none may be."""
+        options = self.options or TritonOptions()
+        return options.widened_bytes if widens(self.group.spec, options, self.device) else 0
+
     def _keys_to_widen(self, common: CommonAttentionMetadata, first: int) -> int:
         """All keys of rows from `first` on, if that saves time; else 0."""
-        spec, last, options = self.group.spec, common.num_actual_reqs, self.options or TritonOptions()
-        if first >= last or not widens(spec, options, self.device):
+        last = common.num_actual_reqs
+        if first >= last or not self._widened_bytes:
             return 0
         query_lens, seq_lens = (lens.numpy()[first:last] for lens in (common.query_lens_cpu, common.seq_lens_cpu))
-        is_faster = is_faster_widened(spec, query_lens, seq_lens, options.widened_bytes, self.device)
+        is_faster = is_faster_widened(self.group.spec, query_lens, seq_lens, self._widened_bytes, self.device)
         return int(seq_lens.sum()) if is_faster else 0
 
     def _are_prompts(self, common: CommonAttentionMetadata, first: int) -> bool:

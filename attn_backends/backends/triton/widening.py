@@ -21,8 +21,9 @@ _WIDENING = 2.1  # a key of one head is made 16 bits, by one multiprocessor
 def widens(spec: AttentionSpec, options: TritonOptions, device: torch.device) -> bool:
     """Whether prefills over the cache may have its keys made 16 bits, for the kernel for Hopper."""
     has_tile = options.prefill_tile is not None or options.prompt_tile is not None
-    widened = replace(spec, cache_dtype=spec.dtype)
-    return spec.cache_dtype.itemsize == 1 and not has_tile and suits_hopper_kernel(widened, device)
+    if spec.cache_dtype.itemsize > 1 or has_tile:
+        return False
+    return suits_hopper_kernel(replace(spec, cache_dtype=spec.dtype), device)
 
 
 def is_faster_widened(
