@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec
+from attn_backends.config_errors import ConfigError
+from attn_backends.registry import validate_options
 
 widening = pytest.importorskip("attn_backends.backends.triton.widening", reason="needs triton")
 TritonOptions = pytest.importorskip("attn_backends.backends.triton.tuning").TritonOptions
@@ -35,12 +37,20 @@ def layer(heads: tuple[int, int], **more: Any) -> AttentionSpec:
     ("heads", "rows", "seq_len", "query_len", "faster"),
     [
         ((32, 8), 1, 8192, 32, True),
+        ((32, 8), 1, 8192, 512, True),
         ((32, 8), 4, 8192, 64, True),
+        ((32, 8), 4, 8192, 128, False),
+        ((32, 8), 4, 8192, 256, True),
         ((32, 8), 4, 8192, 512, True),
+        ((32, 8), 1, 32768, 512, True),
+        ((32, 8), 64, 2048, 32, False),
         ((32, 32), 1, 8192, 32, True),
+        ((32, 32), 1, 8192, 512, True),
+        ((32, 32), 4, 8192, 128, False),
         ((32, 32), 4, 8192, 256, False),
+        ((32, 32), 4, 8192, 512, False),
         ((32, 32), 1, 32768, 512, False),  # all programs wait for one part of the heads
-        ((32, 32), 1, 32768, 32768, True),
+        ((32, 32), 64, 2048, 32, False),
         ((64, 8), 1, 32768, 512, True),
     ],
 )
@@ -51,6 +61,7 @@ def test_as_measured(heads: tuple[int, int], rows: int, seq_len: int, query_len:
 def test_keys_that_few_queries_see_stay_as_they_are() -> None:
     assert not is_faster(layer((32, 8)), [17] * 64, [8192] * 64)
     assert is_faster(layer((32, 8)), [8192], [32768])
+    assert is_faster(layer((32, 32)), [32768], [32768])
     assert not is_faster(layer((32, 8), window_left=127), [8192], [32768])  # most of the keys are seen by none
 
 
@@ -58,3 +69,8 @@ def test_keys_without_room_stay_as_they_are() -> None:
     needed = 8192 * 2 * 128 * 2  # of one head
     assert is_faster(layer((1, 1)), [8192], [8192], needed)
     assert not is_faster(layer((1, 1)), [8192], [8192], needed - 1)
+
+
+def test_room_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match=r"widened_bytes .*: got -1; allowed: greater than or equal to 0"):
+        validate_options("TRITON", {"widened_bytes": -1})
