@@ -281,6 +281,17 @@ def test_calls_of_a_mixed_batch() -> None:
         assert all((call.schedule is not None) == (name == FA3) for call in calls)
 
 
+@pytest.mark.parametrize("provider", PROVIDERS, ids=lambda provider: provider.name)
+def test_kernels_that_size_by_the_page_table_get_it_as_wide_as_needed(provider: Any) -> None:
+    """In those how many parts keys are split into follows from it. The others get it as it is."""
+    layer, batch = layer_and_batch(f"FLASH_ATTN_{provider.name.upper()}_EMULATED", 300, 40)
+    common = batch.common()
+    wide = replace(common, page_table=torch.nn.functional.pad(common.page_table, (0, 7)))
+    (call,) = layer.state.begin_forward(layer.builder.build(0, wide)).calls
+    lacking = wide.page_table.shape[1] - call.rows.page_table.shape[1]
+    assert lacking == (7 if provider.name in ("flash_attn", "flash_attn_interface") else 0)
+
+
 def test_a_fast_build_makes_no_schedule() -> None:
     layer, batch = layer_and_batch(FA3, 32, 40)
     step = layer.state.begin_forward(layer.builder.build(0, batch.common(), fast_build=True))

@@ -60,6 +60,13 @@ class Rows:
         )
 
 
+    def narrowed(self, page_size: int) -> Rows:
+        """With a page table as wide as the longest row wants it."""
+        if self.page_table is None:
+            return self
+        return replace(self, page_table=self.page_table[:, : max(1, -(-self.max_seq_len // page_size))])
+
+
 @dataclass(frozen=True)
 class LayerConstants:
     """What a layer asks for in every call, as kernels take it."""

@@ -25,6 +25,7 @@ class FlashAttn2(Provider):
     module_names = ("flash_attn", "flash_attn_2_cuda")
     install = "pip install flash-attn --no-build-isolation"
     decodes_apart = True
+    sizes_by_table = True
 
     def check(self, package: Any, kernels: Any) -> None:
         found = tuple(map(int, re.findall(r"\d+", package.__version__)[:2]))

@@ -127,6 +127,7 @@ class FlashAttnInterface(FlashAttention3):
     name = "flash_attn_interface"
     module_names = ("flash_attn_interface",)
     install = "pip install git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"
+    sizes_by_table = True
 
     def check(self, interface: Any) -> None:
         known = "the module of flash_attn_3 with get_scheduler_metadata and return_attn_probs"

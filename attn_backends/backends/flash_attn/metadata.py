@@ -129,7 +129,6 @@ def graph_metadata(group_index: int, slot_mapping: torch.Tensor, rows: Rows) -> 
 
 def _rows(common: CommonAttentionMetadata, cached: bool, attention_type: AttentionType) -> Rows:
     """All rows of a batch; keys in their pages, or those that the step brings."""
-    used = -(-common.max_seq_len // common.page_size)
     return Rows(
         common.num_reqs,
         common.num_tokens,
@@ -137,7 +136,7 @@ def _rows(common: CommonAttentionMetadata, cached: bool, attention_type: Attenti
         max(1, common.max_seq_len),
         common.query_start_loc,
         common.seq_lens,
-        None if not cached else common.page_table if common.for_graph else common.page_table[:, : max(1, used)],
+        common.page_table if cached else None,
         common.for_graph or attention_type is AttentionType.CROSS,
     )
 

@@ -58,6 +58,7 @@ class Provider(ABC):
     install: ClassVar[str]  # what to type
     newest_compute_capability: ClassVar[int | None] = None  # major
     decodes_apart: ClassVar[bool]  # whether a mixed batch's leading decodes are a call of their own
+    sizes_by_table: ClassVar[bool] = False  # whether its kernels take a page table's width for the longest row there is
     max_sinks: ClassVar[int] = 0  # query heads that its kernels take sinks for
 
     def __init__(self, modules: dict[str, Any] | None = None) -> None:

@@ -64,6 +64,8 @@ class FlashAttnState(CapturingState[FlashAttnMetadata, "FlashAttnGraphState"]):
         """The step's calls, with their schedules, made on the device."""
         spec, provider = self._specs[metadata.group_index], self.choices[metadata.group_index].provider
         rows, split = metadata.rows, metadata.num_decodes
+        if provider.sizes_by_table:
+            rows = rows.narrowed(self.cache.page_size)
         prefix_len, prefix = metadata.common_prefix_len, None
         apart = provider.decodes_apart and rows.page_table is not None and not metadata.for_graph
         if (apart or prefix_len) and 0 < split < rows.num_rows:
