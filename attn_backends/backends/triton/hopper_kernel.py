@@ -146,19 +146,23 @@ def _load(  # type: ignore[no-untyped-def]
     row, head, first_token, query_len, first, seq_len = _look_up(tile, rows, spans, KV_HEADS, TOKENS)
     _tell(news, 0, head, first_token, query_len, first, seq_len)
     num_told, done = 1, 0
+    start, num_blocks, _, _ = _span(query_len, first, seq_len, sees, LOCAL, TOKENS, KEYS)
+    ids = _page_ids(rows, row, start + (num_blocks - 1) * KEYS, seq_len, PAGE_SIZE, LOAD)
     while head >= 0:
-        start, num_blocks, _, _ = _span(query_len, first, seq_len, sees, LOCAL, TOKENS, KEYS)
         place = (rows, steps, row, head, start, seq_len, num_blocks, done)
-        _load_blocks(0, gl.minimum(num_blocks, 1), key_strips, value_strips, place, held, PAGE_SIZE, LOAD, KEYS, DIM,
-                     DIM_VO)  # fmt: skip
+        ids = _load_blocks(0, gl.minimum(num_blocks, 1), ids, key_strips, value_strips, place, held, PAGE_SIZE, LOAD,
+                           KEYS, DIM, DIM_VO)  # fmt: skip
         next_row, next_head, first_token, query_len, first, next_len = _look_up(
             following, rows, spans, KV_HEADS, TOKENS
         )
         _tell(news, num_told, next_head, first_token, query_len, first, next_len)
         num_told += 1
-        _load_blocks(1, num_blocks, key_strips, value_strips, place, held, PAGE_SIZE, LOAD, KEYS, DIM, DIM_VO)
+        next_start, next_num_blocks, _, _ = _span(query_len, first, next_len, sees, LOCAL, TOKENS, KEYS)
+        next_ids = _page_ids(rows, next_row, next_start + (next_num_blocks - 1) * KEYS, next_len, PAGE_SIZE, LOAD)
+        _load_blocks(1, num_blocks, ids, key_strips, value_strips, place, held, PAGE_SIZE, LOAD, KEYS, DIM, DIM_VO)
         done += num_blocks
-        row, head, seq_len = next_row, next_head, next_len
+        row, head, seq_len, ids = next_row, next_head, next_len, next_ids
+        start, num_blocks = next_start, next_num_blocks
         following = gl.atomic_add(counters, 1, sem="relaxed") + 2 * num_programs
     if gl.atomic_add(counters + 1, 1, sem="relaxed") == num_programs - 1:  # for the next launch
         gl.store(counters, 0)
@@ -210,19 +214,17 @@ def _hear(news, nth):  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _load_blocks(  # type: ignore[no-untyped-def]
-    begin, end, key_strips, value_strips, place, held, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, KEYS: gl.constexpr,
-    DIM: gl.constexpr, DIM_VO: gl.constexpr,
+    begin, end, ids, key_strips, value_strips, place, held, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr,
+    KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr,
 ):  # fmt: skip
-    """Of a tile, the last block first; `done` blocks of other tiles came before."""
+    """Of a tile, the last block first; `done` blocks of other tiles came before. Takes the page ids of the first of
+    them, and returns those of the next."""
     keys, values, arrived, free = held
     rows, steps, row, head, start, seq_len, num_blocks, done = place
-    _, _, key_start_loc, page_table, table_row = rows
     page_rows, head_rows, key_head, value_head = steps
-    at_row, pages = head * head_rows, page_table
+    at_row = head * head_rows
     if PAGE_SIZE == 0:
-        at_row += gl.load(key_start_loc + row)
-    else:
-        pages += row.to(gl.int64) * table_row
+        at_row += gl.load(rows[2] + row)
     for block in range(begin, end):
         stage, turn = (done + block) % STAGES, (done + block) // STAGES & 1
         first = start + (num_blocks - 1 - block) * KEYS
@@ -231,13 +233,29 @@ def _load_blocks(  # type: ignore[no-untyped-def]
             at = first + part * LOAD
             of_load = at_row + at
             if PAGE_SIZE != 0:
-                page = gl.load(pages + at // PAGE_SIZE, mask=at < seq_len, other=0)
+                page = gl.sum(gl.where(gl.arange(0, 32, ids.type.layout) == part, ids, 0), 0)
                 of_load = at_row + page * page_rows + at % PAGE_SIZE
             loads = loads + (of_load,)  # type: ignore[assignment]  # noqa: RUF005
         mbarrier.wait(free[0].index(stage), turn ^ 1)
         _load_block(key_strips, loads, head * key_head, arrived[0].index(stage), keys, stage, LOAD, KEYS, DIM)
+        ids = _page_ids(rows, row, first - KEYS, seq_len, PAGE_SIZE, LOAD)  # they come while this block waits
         mbarrier.wait(free[1].index(stage), turn ^ 1)
         _load_block(value_strips, loads, head * value_head, arrived[1].index(stage), values, stage, LOAD, KEYS, DIM_VO)
+    return ids
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _page_ids(  # type: ignore[no-untyped-def]
+    rows, row, first, seq_len, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr
+):
+    """[32] i32, of the loads of a row's block from key `first` on; where there is no key, those of others."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    _seq_lens, _query_start_loc, _key_start_loc, page_table, table_row = rows
+    ids = gl.full([32], 0, gl.int32, LANES)
+    if PAGE_SIZE != 0:
+        at = gl.maximum(gl.minimum(first + gl.arange(0, 32, LANES) * LOAD, seq_len - 1), 0)
+        ids = gl.load(page_table + row.to(gl.int64) * table_row + at // PAGE_SIZE)
+    return ids
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
