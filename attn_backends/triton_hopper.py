@@ -28,6 +28,20 @@ def strips_of(shape: list[int], strides: list[int], tensor: torch.Tensor, rows: 
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
+def page_ids(pages, first, num_keys, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr):  # type: ignore[no-untyped-def]
+    """[32] i32, of the loads of a row from key `first` on, for one warp; where there is no key, those of others. One
+    instruction for all, which comes early: what wants them is a block ahead."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    at = gl.maximum(gl.minimum(first + gl.arange(0, 32, LANES) * LOAD, num_keys - 1), 0)
+    return gl.load(pages + at // PAGE_SIZE)
+
+
+@gluon.jit
+def nth_of(ids, nth):  # type: ignore[no-untyped-def]
+    return gl.sum(gl.where(gl.arange(0, 32, ids.type.layout) == nth, ids, 0), 0)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
 def load_strip(strips, rows, column, ready, to, LOAD: gl.constexpr):  # type: ignore[no-untyped-def]
     """Asks for STRIP columns of a block, by a load of LOAD rows from each of `rows` on."""
     for part in gl.static_range(to.shape[0] // LOAD):

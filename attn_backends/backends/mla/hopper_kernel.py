@@ -25,6 +25,8 @@ from attn_backends.triton_hopper import (
     barriers,
     clear_rows,
     load_strip,
+    nth_of,
+    page_ids,
     times_rows,
     weigh,
     write_rows,
@@ -96,15 +98,15 @@ def _load(  # type: ignore[no-untyped-def]
 ):
     """One warp: asks for the rope keys and every piece of every block once their place is free."""
     strips, rope, arrived, free = held
+    ids = page_ids(pages, start, stop, PAGE_SIZE, LOAD)
     for pair in range(num_pairs):
         turn = pair & 1
+        next_ids = page_ids(pages, start + (2 * pair + 2) * KEYS, stop, PAGE_SIZE, LOAD)
         for block in gl.static_range(2):
-            first = start + (2 * pair + block) * KEYS
             rows = ()
             for part in gl.static_range(KEYS // LOAD):
-                key = first + part * LOAD
-                # Anywhere, if there is no such key: nobody sees those rows.
-                page = gl.load(pages + key // PAGE_SIZE, mask=key < stop, other=0)
+                key = start + (2 * pair + block) * KEYS + part * LOAD
+                page = nth_of(ids, block * (KEYS // LOAD) + part)
                 rows = rows + (page * PAGE_SIZE + key % PAGE_SIZE,)  # type: ignore[assignment]  # noqa: RUF005
             mbarrier.wait(free[2].index(block), turn ^ 1)
             ready = arrived[PIECES].index(block)
@@ -119,6 +121,7 @@ def _load(  # type: ignore[no-untyped-def]
                     strip = piece * (WIDTH // STRIP) + nth
                     to = strips.index(block * (RANK // STRIP) + strip)
                     load_strip(cached, rows, strip * STRIP, ready, to, LOAD)
+        ids = next_ids
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

@@ -28,6 +28,8 @@ from attn_backends.triton_hopper import (
     barriers,
     clear_rows,
     load_strip,
+    nth_of,
+    page_ids,
     times_rows,
     weigh,
     write_rows,
@@ -233,8 +235,7 @@ def _load_blocks(  # type: ignore[no-untyped-def]
             at = first + part * LOAD
             of_load = at_row + at
             if PAGE_SIZE != 0:
-                page = gl.sum(gl.where(gl.arange(0, 32, ids.type.layout) == part, ids, 0), 0)
-                of_load = at_row + page * page_rows + at % PAGE_SIZE
+                of_load = at_row + nth_of(ids, part) * page_rows + at % PAGE_SIZE
             loads = loads + (of_load,)  # type: ignore[assignment]  # noqa: RUF005
         mbarrier.wait(free[0].index(stage), turn ^ 1)
         _load_block(key_strips, loads, head * key_head, arrived[0].index(stage), keys, stage, LOAD, KEYS, DIM)
@@ -245,16 +246,12 @@ def _load_blocks(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _page_ids(  # type: ignore[no-untyped-def]
-    rows, row, first, seq_len, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr
-):
-    """[32] i32, of the loads of a row's block from key `first` on; where there is no key, those of others."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+def _page_ids(rows, row, first, seq_len, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Of the block from key `first` on. Keys that do not lie in pages have none."""
     _seq_lens, _query_start_loc, _key_start_loc, page_table, table_row = rows
-    ids = gl.full([32], 0, gl.int32, LANES)
+    ids = first
     if PAGE_SIZE != 0:
-        at = gl.maximum(gl.minimum(first + gl.arange(0, 32, LANES) * LOAD, seq_len - 1), 0)
-        ids = gl.load(page_table + row.to(gl.int64) * table_row + at // PAGE_SIZE)
+        ids = page_ids(page_table + row.to(gl.int64) * table_row, first, seq_len, PAGE_SIZE, LOAD)
     return ids
 
 
