@@ -13,6 +13,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 STRIP = gl.constexpr(64)  # columns of one load: what a swizzle of 128 bytes is wide
 BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+WORD_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)  # the same, two by two
+# Of four values of 8 bits in a register: the first two as float16, and the other two.
+_E4M3 = gl.constexpr(
+    "{.reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high;}"
+)
+_E5M2 = gl.constexpr("prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;")  # float16 without its last byte
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # as older versions call it
 
@@ -83,6 +89,14 @@ def as_operand(weights, of_dtype: gl.constexpr, sums):  # type: ignore[no-untype
     """Weights in registers as a product that adds to `sums` wants them, which is where they are."""
     layout: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 2)
     return gl.convert_layout(weights.to(of_dtype), layout)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def halves_of(words, E5M2: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Values of 8 bits [rows, n / 4], four in an i32, as float16 [rows, n / 2], two in an i32."""
+    HOW: gl.constexpr = _E5M2 if E5M2 else _E4M3
+    two, others = gl.inline_asm_elementwise(HOW, "=&r,=r,r", [words], (gl.int32, gl.int32), True, 1)
+    return gl.join(two, others).reshape([words.shape[0], 2 * words.shape[1]])
 
 
 @gluon.jit

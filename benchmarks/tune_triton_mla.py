@@ -41,7 +41,7 @@ def tiles(shape: MLAShape, dtype: torch.dtype) -> Iterator[Tile]:
     """Every tile worth a try; those that take more shared memory than there is drop out by themselves."""
     queries, is_wide = num_queries(shape), dtype.itemsize > 1
     if not is_wide:
-        some = [size for size in product((16, 32, 64), (32, 64), (4, 8), (2, 3, 4))
+        some = [size for size in product((16, 32, 64), (64,), (4, 8), (2, 3))
                 if size[0] <= min(max(16, queries), 8 * size[2])]  # fmt: skip
     elif queries >= 64:
         some = [(64, 64, 8, 2), *((64, 32, 8, stages) for stages in (3, 5, 6, 7))]
@@ -51,8 +51,8 @@ def tiles(shape: MLAShape, dtype: torch.dtype) -> Iterator[Tile]:
                 if stages * keys <= 256 and keys * queries // warps >= 64]  # fmt: skip
     least = (128, 256, 512) if len(shape.seq_lens) == 1 else (128,)
     for (size, hopper), programs, min_keys in product(
-        [(HOPPER_TILE, True)] * is_wide + [(size, False) for size in some],
-        (1, 2) if is_wide and queries >= 32 else (1, 2, 4),
+        [(HOPPER_TILE, True), *((size, False) for size in some)],
+        (1, 2) if queries >= 32 else (1, 2, 4),
         least,
     ):
         names = ("rows", "keys", "warps", "stages", "programs", "min_keys")

@@ -25,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import KernelInterface
 
+from attn_backends import triton_hopper
+
 Dtype = torch.dtype
 
 
@@ -217,9 +219,10 @@ class SharedArray:
         return Shared(self.data[start : start + self.together])
 
     def _reinterpret(self, dtype: Dtype, shape: Sequence[int], layout: Any) -> SharedArray:
-        count, rows, width = self.data.shape
-        assert (dtype, shape[1], shape[0] * shape[2]) == (self.dtype, rows, count * width), shape
-        return SharedArray(self.data, shape[2] // width)
+        data = self.data.view(dtype)
+        count, rows, width = data.shape
+        assert (shape[1], shape[0] * shape[2]) == (rows, count * width), shape
+        return SharedArray(data, shape[2] // width)
 
 
 class Barrier:
@@ -365,13 +368,19 @@ class Program:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Choose who runs: whoever comes after the one that ran, and can."""
+        """Choose who runs, of those that can: in every third program whoever comes after the one that ran; in others
+        the last, which loads and so gets as far ahead as it may, and then the first ones, in order or reversed."""
         if self.error is not None:
             for part in self.partitions:
                 part.may_run.set()
             return
         count = len(self.partitions)
-        order = [(self.current + i) % count for i in range(1, count + 1)]
+        first, *others = reversed(range(count))
+        order = [
+            [(self.current + i) % count for i in range(1, count + 1)],
+            [first, *others],
+            [first, *reversed(others)],
+        ][self.number % 3]
         while any(part.is_ready is not None for part in self.partitions):
             for number in order:
                 part = self.partitions[number]
@@ -414,6 +423,11 @@ def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     at, mask = pointer.chosen(mask)
     values = torch.as_tensor(_data(value)).to(pointer.storage.dtype).expand(at.shape)
     pointer.storage[at[mask]] = values[mask]
+
+
+def _halves_of(words: Tensor, e5m2: bool) -> Tensor:
+    narrow = words.data.view(torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn)
+    return Tensor(narrow.to(torch.float16).view(torch.int32))
 
 
 def _atomic_add(pointer: Pointer, value: int, sem: str) -> Tensor:
@@ -487,7 +501,7 @@ def _wait_for_copies(pending: int) -> None:
 
 
 LANGUAGE = SimpleNamespace(
-    int32=torch.int32, int64=torch.int64, float32=torch.float32,
+    int32=torch.int32, int64=torch.int64, float16=torch.float16, float32=torch.float32,
     NVMMADistributedLayout=Layout, SliceLayout=Layout, BlockedLayout=Layout, DotOperandLayout=Layout,
     SwizzledSharedLayout=Layout,
     program_id=lambda axis: Tensor(torch.tensor(_program().number, dtype=torch.int32)),
@@ -500,7 +514,7 @@ LANGUAGE = SimpleNamespace(
     zeros_like=lambda like: Tensor(torch.zeros_like(like.data)),
     convert_layout=lambda value, layout, assert_trivial=False: value,
     where=_apply(torch.where), maximum=_apply(torch.maximum), minimum=_apply(torch.minimum),
-    exp2=_apply(torch.exp2), log2=_apply(torch.log2),
+    exp2=_apply(torch.exp2), log2=_apply(torch.log2), abs=_apply(torch.abs),
     max=lambda value, axis: Tensor(value.data.amax(axis)),
     sum=lambda value, axis: Tensor(value.data.sum(axis, dtype=value.dtype)),
     load=_load, store=_store, atomic_add=_atomic_add,
@@ -523,6 +537,7 @@ _STAND_INS: dict[int, Any] = {
     id(hopper.warpgroup_mma): _multiply,
     id(hopper.warpgroup_mma_wait): _wait_for_products,
     id(hopper.fence_async_shared): lambda: None,
+    id(triton_hopper.halves_of): _halves_of,
     id(getattr(gl, "barrier", None) or gl.thread_barrier): lambda: None,
 }
 

@@ -56,9 +56,9 @@ def of_package(package: str) -> ModuleType:
     return importlib.import_module(f"attn_backends.backends.{package}.hopper_kernel")
 
 
-def check(name: str, batch: Batch, launches: list[int]) -> None:
+def check(name: str, batch: Batch, launches: list[int], options: Any = None) -> None:
     """Twice: a launch leaves behind what the next one wants."""
-    layer, expected = make_layer(get_backend(name), batch), batch.expected()
+    layer, expected = make_layer(get_backend(name), batch, options=options), batch.expected()
     for want_lse in (False, True):
         assert_matches(layer.forward(batch, layer.begin(batch), want_lse=want_lse), batch, name, expected)
     assert len(launches) == 2
@@ -141,11 +141,11 @@ def test_an_encoder(launches: list[int]) -> None:
     check("TRITON", prefill(spec, 16, ([130, 17], [130, 17])), launches)
 
 
-def latent(heads: int, query_len: int, page_size: int) -> Batch:
+def latent(heads: int, query_len: int, page_size: int, k_scale: float = 1.0, **more: Any) -> Batch:
     """Rows that are split, and one that is not."""
-    spec = MLASpec(heads, dtype=torch.float16)
+    spec = MLASpec(heads, **{"dtype": torch.float16, **more})
     backend, lens = get_backend("TRITON_MLA"), ([700, 5, 130], [query_len] * 3)
-    return random_batch(backend, spec, *lens, page_size=page_size, poison=float("nan"))
+    return random_batch(backend, spec, *lens, page_size=page_size, poison=float("nan"), k_scale=k_scale)
 
 
 @only_interpreted
@@ -154,6 +154,23 @@ def latent(heads: int, query_len: int, page_size: int) -> Batch:
 def test_latent_decode(heads: int, query_len: int, page_size: int, launches: list[int]) -> None:
     """Tiles of 64 queries that are not full, one and two a row."""
     check("TRITON_MLA", latent(heads, query_len, page_size), launches)
+
+
+@only_interpreted
+@pytest.mark.parametrize("cache_dtype", FP8_DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "query_len", "page_size"), [(16, 1, 64), (40, 2, 16), (128, 1, 48)])
+def test_latent_rows_of_8_bits(
+    heads: int, query_len: int, page_size: int, cache_dtype: torch.dtype, launches: list[int]
+) -> None:
+    batch = latent(heads, query_len, page_size, 0.5, cache_dtype=cache_dtype, dtype=torch.bfloat16)
+    check("TRITON_MLA", batch, launches, for_hopper())
+
+
+def for_hopper() -> Any:
+    """Options that choose the kernel for Hopper, where none is in the table."""
+    from attn_backends.backends.mla.triton_tiles import HOPPER_TILE, LatentTile, TritonMLAOptions
+
+    return TritonMLAOptions(decode_tile=LatentTile(*HOPPER_TILE, programs=1, min_keys=128, hopper=True))
 
 
 # The conformance kit, as far as these kernels serve.
@@ -231,6 +248,18 @@ FAULTS = {
         "                    pass\n",
         WRONG,
     ),
+    "other halves of 8 bits that are overwritten": (
+        "mla of 8 bits",
+        "        mbarrier.wait(free[0].index(block), turn ^ 1)\n",
+        "",
+        WRONG,
+    ),
+    "halves of 8 bits that are overwritten": (
+        "mla of 8 bits",
+        "        mbarrier.wait(free[1].index(block), turn ^ 1)\n",
+        "",
+        WRONG,
+    ),
     "NaN behind the last key": ("mla", "    if num_live < KEYS:\n", "    if num_live < 0:\n", WRONG),
 }
 
@@ -240,7 +269,8 @@ FAULTS = {
 def test_faults_are_found(fault: str, launches: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.gluon_emulator import Emulated
 
-    package, old, new, told = FAULTS[fault]
+    of, old, new, told = FAULTS[fault]
+    package = of.split()[0]
     module = of_package(package)
     assert module.__file__ is not None
     source = Path(module.__file__).read_text()
@@ -253,6 +283,11 @@ def test_faults_are_found(fault: str, launches: list[int], tmp_path: Path, monke
     wrong = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(wrong)
     monkeypatch.setattr(module, KERNELS[package], Emulated(getattr(wrong, KERNELS[package]), launches.append))
-    name, batch = ("TRITON", prefill(spec_of(), 16, LENS)) if package == "triton" else ("TRITON_MLA", latent(40, 2, 16))
+    given: dict[str, tuple[str, Batch, Any]] = {
+        "triton": ("TRITON", prefill(spec_of(), 16, LENS), None),
+        "mla": ("TRITON_MLA", latent(40, 2, 16), None),
+        "mla of 8 bits": ("TRITON_MLA", latent(40, 2, 16, cache_dtype=torch.float8_e4m3fn), for_hopper()),
+    }
+    name, batch, options = given[of]
     with pytest.raises((AssertionError, RuntimeError, IndexError), match=told):
-        check(name, batch, launches)
+        check(name, batch, launches, options)

@@ -38,7 +38,7 @@ POINTERS = {
 }
 WITHOUT_BLOCKS = {"key_blocks": None, "value_blocks": None}
 ALIGNED = {"query_token", "query_head", "key_page", "key_slot", "key_head", "value_page", "value_slot", "value_head",
-           "out_token", "out_head"}  # fmt: skip
+           "out_token", "out_head", "slot_step"}  # fmt: skip
 
 
 def spec_of(dim: int, dim_vo: int, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> AttentionSpec:
@@ -234,11 +234,12 @@ def test_latent_decode_fits_as_compiled(capability: int, room: int, heads: int) 
     assert shared_bytes(mla_decode_kernel, types, constants, tile.warps, capability) <= room
 
 
+@pytest.mark.parametrize("cached", ["of queries", "e4m3", "e5m2"])
 @pytest.mark.parametrize(
     ("query_len", "heads", "want_lse", "dtype", "page_size"), [(1, 128, 0, "bf16", 64), (4, 40, 1, "fp16", 16)]
 )
 def test_the_latent_kernel_for_hopper_as_compiled(
-    query_len: int, heads: int, want_lse: int, dtype: str, page_size: int
+    query_len: int, heads: int, want_lse: int, dtype: str, page_size: int, cached: str
 ) -> None:
     """Blocks of rows beside the queries."""
     from attn_backends import triton_hopper
@@ -248,9 +249,12 @@ def test_the_latent_kernel_for_hopper_as_compiled(
     assert (rows, pair, 2 * group, 1) == tiles.HOPPER_TILE
     load = triton_hopper.rows_of_load(page_size, hopper_kernel.KEYS.value)
     constants = {"WANT_LSE": want_lse, "PAGE_SIZE": page_size, "LOAD": load, "QUERY_LEN": query_len, "HEADS": heads,
-                 "TILES": -(-query_len * heads // 64)}  # fmt: skip
+                 "TILES": -(-query_len * heads // 64), "WIDEN": int(cached != "of queries"),
+                 "E5M2": int(cached == "e5m2")}  # fmt: skip
     types = dict.fromkeys(("query", "output"), f"*{dtype}")
     types["cached"] = f"tensordesc<{dtype}[{load}, 64],{triton_hopper.BLOCK_LAYOUT!r}>"
+    if cached != "of queries":
+        types["cached"] = "*i32"
     check_for_hopper(hopper_kernel.mla_hopper_kernel, types, constants, group)
 
 
@@ -307,8 +311,9 @@ def on_machine(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict
         ({}, True),
         ({"page_size": 16}, True),
         ({"page_size": 8}, False),
-        ({"cache_dtype": torch.float8_e4m3fn}, False),
+        ({"cache_dtype": torch.float8_e4m3fn}, True),
         ({"dtype": torch.float32}, False),
+        ({"dtype": torch.float32, "cache_dtype": torch.float8_e5m2}, False),
         ({"kv_lora_rank": 256}, False),
         ({"scale": -1.0}, False),
         ({"capability": (8, 0)}, False),
@@ -328,7 +333,8 @@ def test_whom_the_kernel_for_hopper_serves(
     assert triton_mla.suits_hopper_kernel(spec, cache, torch.device("cuda")) is serves
     assert not triton_mla.suits_hopper_kernel(spec, cache, torch.device("cpu"))
     tile = tiles.decode_tile(spec, cache, 64, 128, None, HOPPER, serves)
-    assert (tile.hopper, tiles.Cut(tile, 64, 40, 132).tile_rows) == (serves, 64 if serves else min(64, tile.rows))
+    if spec.cache_dtype is spec.dtype:  # for a cache of 8 bits it takes a tile that is given
+        assert (tile.hopper, tiles.Cut(tile, 64, 40, 132).tile_rows) == (serves, 64 if serves else min(64, tile.rows))
 
 
 def test_a_tile_for_hopper_where_its_kernel_cannot_serve() -> None:

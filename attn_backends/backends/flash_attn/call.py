@@ -59,7 +59,6 @@ class Rows:
             page_table=self.page_table[:, num_keys // page_size :],
         )
 
-
     def narrowed(self, page_size: int) -> Rows:
         """With a page table as wide as the longest row wants it."""
         if self.page_table is None:

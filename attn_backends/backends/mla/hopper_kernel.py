@@ -4,6 +4,9 @@ A block of 64 latent rows is 72 KiB, and so are the queries of a tile: shared me
 blocks. Two groups of four warps take turns, as in FlashMLA (DeepSeek, 2025): each makes logits and weights of one block
 of a pair, and each adds the weighted rows of both blocks to its half of the columns. While one group works out weights
 the other multiplies, and a block is asked for again, by a warp that does nothing else, half by half as both are done.
+
+Rows of 8 bits are loaded by four warps, which write them to shared memory as float16, piece by piece in the places that
+the others would be loaded into. All else is the same, with queries as float16 shares (see `triton_fp8`).
 """
 
 from __future__ import annotations
@@ -17,13 +20,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attn_backends.triton_fp8 import largest_of, shares_of
 from attn_backends.triton_hopper import (
     BLOCK_LAYOUT,
     STRIP,
+    WORD_LAYOUT,
     as_operand,
     barrier,
     barriers,
     clear_rows,
+    halves_of,
     load_strip,
     nth_of,
     page_ids,
@@ -42,21 +48,22 @@ GROUP_WARPS = 4
 
 @gluon.jit(do_not_specialize=["table_row"])  # type: ignore[untyped-decorator]
 def mla_hopper_kernel(  # type: ignore[no-untyped-def]
-    query, cached, output, lse, page_table, items, partial, partial_sums, scale, value_scale, table_row,
+    query, cached, slot_step, output, lse, page_table, items, partial, partial_sums, scale, value_scale, table_row,
     WANT_LSE: gl.constexpr, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr,
-    TILES: gl.constexpr,
+    TILES: gl.constexpr, WIDEN: gl.constexpr, E5M2: gl.constexpr,
 ):  # fmt: skip
     """One program an item and tile of 64 of its queries, as `mla_decode_kernel` does.
 
     Args:
         query: [num_rows, QUERY_LEN * HEADS, RANK + ROPE], contiguous.
-        cached: see `triton_hopper.strips_of`; loads have LOAD rows. PAGE_SIZE is a multiple of 16.
+        cached: see `triton_hopper.strips_of`; loads have LOAD rows. PAGE_SIZE is a multiple of 16. Where it has 8 bits
+            (WIDEN; E5M2 says which), [num_slots, (RANK + ROPE) / 4] i32, whose rows are `slot_step` apart.
         output: [num_rows, QUERY_LEN * HEADS, RANK]; lse: [num_rows, QUERY_LEN * HEADS] f32.
         items: see `triton_split`, cut at multiples of a pair's keys; a place of partial results holds TILES * 64
             queries of RANK.
         scale: of logits in base 2, positive; value_scale: of the cache.
     """
-    of_dtype: gl.constexpr = query.dtype.element_ty
+    of_dtype: gl.constexpr = gl.float16 if WIDEN else query.dtype.element_ty
     tile = gl.program_id(0) % TILES
     item = items + gl.program_id(0) // TILES * 8
     row = gl.load(item)
@@ -79,17 +86,27 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     held = (strips, rope, arrived, free)
     between = (weights, stats, weighed, met)
     results = (output, lse, partial, partial_sums)
-    gl.warp_specialize(
-        [
-            (_attend, (query, results, item, scale, value_scale, tile, num_pairs, q, q_rope, held, between, 0,
-                       WANT_LSE, QUERY_LEN, HEADS, TILES)),
-            (_attend, (query, results, item, scale, value_scale, tile, num_pairs, q, q_rope, held, between, 1,
-                       WANT_LSE, QUERY_LEN, HEADS, TILES)),
-            (_load, (cached, pages, start, stop, num_pairs, held, PAGE_SIZE, LOAD)),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    of_tile = (query, results, item, scale, value_scale, tile, num_pairs, q, q_rope, held, between)
+    if WIDEN:
+        gl.warp_specialize(
+            [
+                (_attend, (of_tile, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, WIDEN)),
+                (_attend, (of_tile, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, WIDEN)),
+                (_load_as_halves, (cached, slot_step, pages, start, stop, num_pairs, held, PAGE_SIZE, E5M2)),
+            ],
+            [4, 4],
+            [208, 88],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_attend, (of_tile, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, WIDEN)),
+                (_attend, (of_tile, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, WIDEN)),
+                (_load, (cached, pages, start, stop, num_pairs, held, PAGE_SIZE, LOAD)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -125,14 +142,75 @@ def _load(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
+def _load_as_halves(  # type: ignore[no-untyped-def]
+    cached, slot_step, pages, start, stop, num_pairs, held, PAGE_SIZE: gl.constexpr, E5M2: gl.constexpr
+):
+    """Four warps: rope keys and every piece of every block, as float16. The next of them are on their way meanwhile."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+    THIN: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
+    strips, rope_at, arrived, free = held
+    pieces = strips._reinterpret(gl.int32, [2 * PIECES, KEYS, WIDTH // 2], WORD_LAYOUT)
+    ropes = rope_at._reinterpret(gl.int32, [2, KEYS, ROPE // 2], WORD_LAYOUT)
+    rope_rows = _rows(cached, slot_step, pages, start, stop, PAGE_SIZE, THIN)
+    rows = _rows(cached, slot_step, pages, start, stop, PAGE_SIZE, LINES)
+    rope = _columns(rope_rows, RANK, ROPE, THIN)
+    first, second = _columns(rows, 0, WIDTH, LINES), _columns(rows, WIDTH, WIDTH, LINES)
+    for nth in range(2 * num_pairs):
+        block, turn = nth % 2, nth // 2 & 1
+        next_start = start + (nth + 1) * KEYS
+        next_rope_rows = _rows(cached, slot_step, pages, next_start, stop, PAGE_SIZE, THIN)
+        next_rows = _rows(cached, slot_step, pages, next_start, stop, PAGE_SIZE, LINES)
+        mbarrier.wait(free[2].index(block), turn ^ 1)
+        _put(rope, ropes.index(block), arrived[PIECES].index(block), E5M2)
+        mbarrier.wait(free[0].index(block), turn ^ 1)
+        _put(first, pieces.index(block * PIECES), arrived[0].index(block), E5M2)
+        third = _columns(rows, 2 * WIDTH, WIDTH, LINES)
+        _put(second, pieces.index(block * PIECES + 1), arrived[1].index(block), E5M2)
+        fourth = _columns(rows, 3 * WIDTH, WIDTH, LINES)
+        mbarrier.wait(free[1].index(block), turn ^ 1)
+        rope = _columns(next_rope_rows, RANK, ROPE, THIN)
+        _put(third, pieces.index(block * PIECES + 2), arrived[2].index(block), E5M2)
+        first = _columns(next_rows, 0, WIDTH, LINES)
+        _put(fourth, pieces.index(block * PIECES + 3), arrived[3].index(block), E5M2)
+        second = _columns(next_rows, WIDTH, WIDTH, LINES)
+        rows = next_rows
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _rows(  # type: ignore[no-untyped-def]
+    cached, slot_step, pages, first, stop, PAGE_SIZE: gl.constexpr, LINES: gl.constexpr
+):
+    """Pointers [KEYS] to the rows of a block; where there is no key, to others."""
+    key = gl.maximum(gl.minimum(first + gl.arange(0, KEYS, gl.SliceLayout(1, LINES)), stop - 1), 0)
+    slot = gl.load(pages + key // PAGE_SIZE).to(gl.int64) * PAGE_SIZE + key % PAGE_SIZE
+    return cached + slot * slot_step
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _columns(rows, begin: gl.constexpr, COUNT: gl.constexpr, LINES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """[KEYS, COUNT / 4] i32, four columns each, from column `begin` on; under way."""
+    return gl.load(rows[:, None] + (begin // 4 + gl.arange(0, COUNT // 4, gl.SliceLayout(0, LINES)))[None])
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _put(words, to, ready, E5M2: gl.constexpr):  # type: ignore[no-untyped-def]
+    """As float16, to where products find it."""
+    to.store(halves_of(words, E5M2))
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(ready)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    query, results, item, scale, value_scale, tile, num_pairs, q, q_rope, held, between, which: gl.constexpr,
-    WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr,
+    of_tile, which: gl.constexpr,
+    WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr, WIDEN: gl.constexpr,
 ):  # fmt: skip
     """A group of warps: weights of one block of each pair, and half of the columns of the result."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    query, results, item, scale, value_scale, tile, num_pairs, q, q_rope, held, between = of_tile
     output, lse, partial, partial_sums = results
     strips, _rope, _arrived, free = held
     weights_at, stats, _weighed, met = between
@@ -141,8 +219,14 @@ def _attend(  # type: ignore[no-untyped-def]
     seq_len = gl.load(item + 5)
     if row >= 0:
         count, nth = parts // MOST_ITEMS, parts % MOST_ITEMS
-        _store_queries(query, q, q_rope, row, tile, which, QUERY_LEN * HEADS)
+        if WIDEN:
+            _store_shares(query, q, q_rope, stats.index(2 + which), row, tile, which, QUERY_LEN * HEADS)
+        else:
+            _store_queries(query, q, q_rope, row, tile, which, QUERY_LEN * HEADS)
         _meet(met, 0)
+        stretch, after = scale, scale
+        if WIDEN:  # logits are scaled before they are compared: each row by another number
+            stretch, after = stats.index(2 + which).load(ROW) * scale, 1.0
 
         values = strips._reinterpret(strips.dtype, [4, KEYS, HALF], BLOCK_LAYOUT)  # halves of both blocks
         sums = gl.zeros([ROWS, HALF], gl.float32, SUMS)
@@ -158,11 +242,13 @@ def _attend(  # type: ignore[no-untyped-def]
             logits = _logits(q, q_rope, held, which, turn, LOGITS)
             barrier()
             mbarrier.arrive(free[2].index(which))
+            if WIDEN:
+                logits *= stretch[:, None]
             if own + KEYS > all_see:
                 seen = own + gl.arange(0, KEYS, gl.SliceLayout(0, LOGITS))[None] <= last_seen[:, None]
                 logits = gl.where(seen, logits, float("-inf"))
             if which == 0:
-                weights, top, total, shrunk = weigh(logits, top, total, scale)
+                weights, top, total, shrunk = weigh(logits, top, total, after)
                 _hand_over(weights, top, between, 0)
                 _clear(strips, 0, which, seq_len - first)
                 weights = as_operand(weights, strips.dtype, sums)
@@ -170,14 +256,14 @@ def _attend(  # type: ignore[no-untyped-def]
                 sums = warpgroup_mma_wait(0, deps=(sums,))
                 barrier()
                 mbarrier.arrive(free[which].index(0))
-                top, total, shrunk = _take_over(top, total, between, 1, turn, scale)
+                top, total, shrunk = _take_over(top, total, between, 1, turn, after)
                 _clear(strips, 1, which, seq_len - first - KEYS)
                 sums = warpgroup_mma(weights_at, values.index(2 + which), times_rows(sums, shrunk), is_async=True)
             else:
-                top, total, shrunk = _take_over(top, total, between, 0, turn, scale)
+                top, total, shrunk = _take_over(top, total, between, 0, turn, after)
                 _clear(strips, 0, which, seq_len - first)
                 sums = warpgroup_mma(weights_at, values.index(which), times_rows(sums, shrunk), is_async=True)
-                weights, top, total, shrunk = weigh(logits, top, total, scale)
+                weights, top, total, shrunk = weigh(logits, top, total, after)
                 sums = warpgroup_mma_wait(0, deps=(sums,))
                 barrier()
                 mbarrier.arrive(free[which].index(0))
@@ -193,7 +279,7 @@ def _attend(  # type: ignore[no-untyped-def]
         _meet(met, 1)
         total += stats.index(3 - which).load(ROW)
         live = lane < QUERY_LEN * HEADS
-        top *= scale
+        top *= after
         saw = total > 0
         if count == 1:
             at = row.to(gl.int64) * (QUERY_LEN * HEADS) + lane
@@ -288,3 +374,27 @@ def _store_queries(  # type: ignore[no-untyped-def]
         q_rope.store(gl.load(at, mask=live, other=0.0))
     for part in gl.static_range(PIECES // 2):
         q.index(which * (PIECES // 2) + part).store(loaded[part])
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _store_shares(  # type: ignore[no-untyped-def]
+    query, q, q_rope, largest_at, row, tile, which: gl.constexpr, QUERIES: gl.constexpr
+):
+    """The same as shares of each query's largest element, which is left for this group [ROWS] f32."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    lane = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
+    from_row = query + (row.to(gl.int64) * QUERIES + lane)[:, None] * (RANK + ROPE)
+    live = (lane < QUERIES)[:, None]
+    at = from_row + gl.arange(0, WIDTH, gl.SliceLayout(0, LINES))[None]
+    rope = gl.load(from_row + RANK + gl.arange(0, ROPE, gl.SliceLayout(0, LINES))[None], mask=live, other=0.0)
+    largest = largest_of(rope)
+    loaded = ()
+    for piece in gl.static_range(PIECES):
+        loaded = loaded + (gl.load(at + piece * WIDTH, mask=live, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+    for piece in gl.static_range(PIECES):
+        largest = gl.maximum(largest, largest_of(loaded[piece]))
+    if which == 0:
+        q_rope.store(shares_of(rope, largest))
+    for part in gl.static_range(PIECES // 2):
+        q.index(which * (PIECES // 2) + part).store(shares_of(loaded[which * (PIECES // 2) + part], largest))
+    largest_at.store(largest)

@@ -39,12 +39,13 @@ _CUTS = 1024  # that are kept
 
 
 def suits_hopper_kernel(spec: MLASpec, cache: KVCacheSpec, device: torch.device) -> bool:
-    """Whether the kernel that is written for Hopper can serve a layer: rows of 512 + 64 in 16 bits, whose pages loads
-    of 16 rows divide."""
+    """Whether the kernel that is written for Hopper can serve a layer: rows of 512 + 64, in the queries' 16 bits or in
+    8, whose pages loads of 16 rows divide."""
     return (
         has_hopper_kernels(device)
         and (spec.kv_lora_rank, spec.qk_rope_head_dim) == (512, 64)
-        and spec.cache_dtype is spec.dtype is not torch.float32
+        and spec.dtype is not torch.float32
+        and (spec.cache_dtype is spec.dtype or spec.cache_dtype.itemsize == 1)
         and spec.scale > 0
         and cache.page_size % HOPPER_PAGE == 0
     )
@@ -199,10 +200,15 @@ def _on_hopper(
 
     page_size, query_len, heads, tiles, *_ = constants
     slots, rows = latent_cache.flatten(0, 1), triton_hopper.rows_of_load(page_size, hopper_kernel.KEYS.value)
-    cached = triton_hopper.strips_of([*slots.shape], [*slots.stride()], slots, rows)
+    widen, cached, slot_step = slots.itemsize == 1, None, 0
+    if widen:
+        cached = slots.view(torch.int32)
+        slot_step = cached.stride(0)
+    else:
+        cached = triton_hopper.strips_of([*slots.shape], [*slots.stride()], slots, rows)
     hopper_kernel.mla_hopper_kernel[grid](
-        query, cached, output, lse, *rest, page_size, rows, query_len, heads, tiles,
-        num_warps=hopper_kernel.GROUP_WARPS,
+        query, cached, slot_step, output, lse, *rest, page_size, rows, query_len, heads, tiles, widen,
+        slots.dtype is torch.float8_e5m2, num_warps=hopper_kernel.GROUP_WARPS,
     )  # fmt: skip
 
 

@@ -58,9 +58,10 @@ def decode_tile(
         if options.decode_tile.hopper and not hopper:
             raise ValueError(
                 "backend_options.decode_tile of TRITON_MLA is for its kernel for Hopper, which serves latents of 512 "
-                "and rope keys of 64 in one dtype of 16 bits, from pages of a multiple of 16, on Hopper with Triton "
-                f"3.6 or 3.7; this layer has {spec.kv_lora_rank} and {spec.qk_rope_head_dim} in {spec.dtype}, a cache "
-                f"in {spec.cache_dtype} and pages of {cache.page_size}: leave `hopper` out of the tile"
+                "and rope keys of 64 in the queries' dtype of 16 bits or in 8, from pages of a multiple of 16, on "
+                f"Hopper with Triton 3.6 or 3.7; this layer has {spec.kv_lora_rank} and {spec.qk_rope_head_dim} in "
+                f"{spec.dtype}, a cache in {spec.cache_dtype} and pages of {cache.page_size}: leave `hopper` out of "
+                "the tile"
             )
         return options.decode_tile
     cached, widest = spec.cache_dtype.itemsize, max(spec.dtype.itemsize, spec.cache_dtype.itemsize)
