@@ -14,6 +14,7 @@ import torch
 
 from attn_backends import MLASpec
 from attn_backends.registry import validate_options
+from attn_backends.spec import FP8_DTYPES
 from attn_backends.testing.cases import BatchShape
 from attn_backends.testing.conformance import MLAConformance
 from attn_backends.testing.harness import assert_matches, make_layer
@@ -110,6 +111,9 @@ class TestTritonMLAManyHeads(ModelShape):
         return super().make_batch(spec, shape, page_size=page_size, **how)
 
 
+ROWS = (*SHAPES, BatchShape(seq_lens=(1500, 64, 700), query_lens=(2, 2, 2)))
+
+
 @pytest.mark.gpu
 class TestOnHopper(KitBase):
     """Tiles of 64 queries, which a kernel of their own serves on Hopper: split rows, tiles that are not full, blocks
@@ -121,12 +125,26 @@ class TestOnHopper(KitBase):
 
     @pytest.mark.parametrize("page_size", [16, 48, 64, 128])
     @pytest.mark.parametrize("heads", [16, 40, 128])
-    @pytest.mark.parametrize("shape", [*SHAPES, BatchShape(seq_lens=(1500, 64, 700), query_lens=(2, 2, 2))], ids=str)
+    @pytest.mark.parametrize("shape", ROWS, ids=str)
     def test_rows(self, shape: BatchShape, heads: int, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        spec = MLASpec(heads, dtype=self.dtype)
+        self.check_rows(MLASpec(heads, dtype=self.dtype), shape, page_size, monkeypatch)
+
+    @pytest.mark.parametrize("cache_dtype", FP8_DTYPES, ids=str)
+    @pytest.mark.parametrize("page_size", [16, 64])
+    @pytest.mark.parametrize("heads", [16, 40, 128])
+    @pytest.mark.parametrize("shape", ROWS, ids=str)
+    def test_rows_of_8_bits(
+        self, shape: BatchShape, heads: int, page_size: int, cache_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        spec = MLASpec(heads, dtype=self.dtype, cache_dtype=cache_dtype)
+        self.check_rows(spec, shape, page_size, monkeypatch, k_scale=0.5)
+
+    def check_rows(
+        self, spec: MLASpec, shape: BatchShape, page_size: int, monkeypatch: pytest.MonkeyPatch, **scales: float
+    ) -> None:
         sizes = dict(zip(("rows", "keys", "warps", "stages"), triton_tiles.HOPPER_TILE, strict=True))
         tile = {**TILE, **sizes, "min_keys": 128, "hopper": True}
-        batch = self.make_batch(spec, shape, page_size=page_size, poison=float("nan"))
+        batch = self.make_batch(spec, shape, page_size=page_size, poison=float("nan"), **scales)
         made, seen = triton_mla._on_hopper, []
         monkeypatch.setattr(triton_mla, "_on_hopper", lambda *given: seen.append(given[0]) or made(*given))
         options = validate_options("TRITON_MLA", {"decode_tile": tile})
