@@ -313,7 +313,7 @@ def test_a_schedule_is_for_its_lengths_alone() -> None:
     step = layer.begin(batch)
     call = step.calls[0]
     for schedule, is_written in ((call.schedule, True), (torch.zeros_like(call.schedule), False)):
-        changed = replace(step, calls=(replace(call, schedule=schedule),))
+        changed = replace(step, calls=(call._replace(schedule=schedule),))
         output = torch.full_like(batch.query, torch.nan)
         layer.impl.forward(batch.query, batch.key, batch.value, batch.fresh_pool(), changed, output)
         assert bool(output.isfinite().all()) == is_written

@@ -8,14 +8,14 @@ special.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from attn_backends.spec import AttentionSpec
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):  # made in every step: quicker than a dataclass
     """Rows that one call attends. Lengths and pages are on the device; what is on the host follows from shapes alone,
     but for `max_seq_len`, of which the longest row may fall short."""
 
@@ -38,8 +38,7 @@ class Rows:
         if stop - first == self.num_rows:
             return self
         starts = self.query_start_loc[first : stop + 1]
-        return replace(
-            self,
+        return self._replace(
             num_rows=stop - first,
             num_tokens=tokens.stop - tokens.start,
             max_query_len=max_query_len,
@@ -52,8 +51,7 @@ class Rows:
         """The same rows over what comes after their first keys, whole pages that every row has."""
         if not num_keys or self.page_table is None:
             return self
-        return replace(
-            self,
+        return self._replace(
             max_seq_len=self.max_seq_len - num_keys,
             seq_lens=self.seq_lens - num_keys,
             page_table=self.page_table[:, num_keys // page_size :],
@@ -63,7 +61,7 @@ class Rows:
         """With a page table as wide as the longest row wants it."""
         if self.page_table is None:
             return self
-        return replace(self, page_table=self.page_table[:, : max(1, -(-self.max_seq_len // page_size))])
+        return self._replace(page_table=self.page_table[:, : max(1, -(-self.max_seq_len // page_size))])
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,7 @@ class LayerConstants:
         return replace(self, causal=False, window=(-1, -1), sinks=None)
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One launch of a step: rows, which of its tokens they are, and their schedule."""
 
     rows: Rows
