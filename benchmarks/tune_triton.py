@@ -3,7 +3,8 @@
     python benchmarks/tune_triton.py [--shapes decode verify prefill] [--match TEXT] [--dtype fp32] [--workers N]
 
 Kernels are compiled first, on all cores, for a small batch of the same layers. Then every tile is timed as one CUDA
-graph over several copies of the cache, and the fastest is checked against float64.
+graph over several copies of the cache, and the fastest is checked against float64. Tiles of decode that compile to the
+same code are timed with one number of programs first, and of the fastest with the others too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -31,6 +32,7 @@ from attn_backends.backends.triton.tuning import DecodeTile, in_registers
 
 TABLE = Path(__file__).parents[1] / "attn_backends" / "backends" / "triton" / "tuned.json"
 SETS = ("decode", "verify", "dims", "prefill", "prompt")  # of SHAPES; the last are those of prefill
+LEADING = 8  # tiles of code of their own, which are timed with other numbers of programs too
 Tile = dict[str, int]
 
 
@@ -99,28 +101,43 @@ def fastest(kind: str, shape: Shape, dtype: torch.dtype, page_size: int, rounds:
     device = torch.device("cuda")
     problem = make_problem(shape, dtype, page_size, device)
     label = "TRITON" + WITH_WRITE * (kind == "prompt")  # only then are there keys as they came
-    found = []
+    found: list[dict[str, Any]] = []
+
+    def time_all(some: Iterable[Tile]) -> None:
+        for tile in some:
+            try:
+                made = ours("TRITON", problem, option(kind, tile))[label]
+                (replay_us,) = in_turns_us({"it": made.replay}, rounds, device).values()
+            except Exception as error:  # out of shared memory or registers
+                print(f"{shape.name}: {tile}: {reason(error)[:100]}", flush=True)
+                continue
+            found.append({"shape": shape.name, **tile, "us": made.us(replay_us)})
+            del made
+        found.sort(key=lambda row: row["us"])
+
+    of_code: dict[tuple[object, ...], list[Tile]] = {}
     for tile in tiles(shape):
-        try:
-            made = ours("TRITON", problem, option(kind, tile))[label]
-            (replay_us,) = in_turns_us({"it": made.replay}, rounds, device).values()
-        except Exception as error:  # out of shared memory or registers
-            print(f"{shape.name}: {tile}: {reason(error)[:100]}", flush=True)
-            continue
-        found.append({"shape": shape.name, **tile, "us": made.us(replay_us)})
-        del made
-    found.sort(key=lambda row: row["us"])
-    best = ours("TRITON", problem, option(kind, {k: v for k, v in found[0].items() if k not in ("shape", "us")}))
+        of_code.setdefault(compiled(tile), []).append(tile)
+    first = [same.pop((len(same) - 1) // 2) for same in of_code.values()]
+    time_all(first)
+    leading = [of_code[compiled(tile_of(row))] for row in found[:LEADING]]
+    time_all(tile for others in leading for tile in others)
+    best = ours("TRITON", problem, option(kind, tile_of(found[0])))
     best[label].check()
     free_memory(device)
     return found
+
+
+def tile_of(row: dict[str, Any]) -> Tile:
+    """Of what was found."""
+    return {name: value for name, value in row.items() if name not in ("shape", "us")}
 
 
 def entry(shape: Shape, best: dict[str, Any], dtype: torch.dtype, page_size: int) -> dict[str, Any]:
     queries = {} if shape.is_prefill else {"queries": tile_rows(shape)}
     layer = {"bits": dtype.itemsize * 8, "head_dim": shape.heads[2], "group": shape.heads[0] // shape.heads[1],
              "page_size": page_size, **queries, "rows": 1 if shape.is_prefill else len(shape.seq_lens)}  # fmt: skip
-    return layer | {"tile": {name: value for name, value in best.items() if name not in ("shape", "us")}}
+    return layer | {"tile": tile_of(best)}
 
 
 def write(kind: str, entries: Sequence[dict[str, Any]]) -> None:
