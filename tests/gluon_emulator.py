@@ -517,6 +517,7 @@ LANGUAGE = SimpleNamespace(
     exp2=_apply(torch.exp2), log2=_apply(torch.log2), abs=_apply(torch.abs),
     max=lambda value, axis: Tensor(value.data.amax(axis)),
     sum=lambda value, axis: Tensor(value.data.sum(axis, dtype=value.dtype)),
+    associative_scan=lambda value, axis, add: Tensor(value.data.cumsum(axis, dtype=value.dtype)),
     load=_load, store=_store, atomic_add=_atomic_add,
     allocate_shared_memory=_allocate,
     warp_specialize=lambda *given: _program().specialize(*given),

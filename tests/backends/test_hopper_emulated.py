@@ -112,6 +112,15 @@ def test_prefill_of_prompts(launches: list[int]) -> None:
 
 
 @only_interpreted
+@pytest.mark.parametrize("heads", [(2, 2), (8, 1)], ids=str)
+def test_prefill_of_many_rows(heads: tuple[int, int], launches: list[int]) -> None:
+    """More than the loading warp has lanes, behind a decode, with lengths beside a tile's 128 and 16 tokens."""
+    query_lens = [1, *(17, 129, 30, 18, 128, 33, 32, 17, 40) * 4]
+    seq_lens = [length + 3 * (row % 5) for row, length in enumerate(query_lens)]
+    check("TRITON", prefill(spec_of(heads=heads), 16, (seq_lens, query_lens)), launches)
+
+
+@only_interpreted
 @pytest.mark.parametrize(
     ("changes", "heads_at_once"),
     [({}, 2), ({"window_left": 90}, 2), ({"causal": False}, 2), ({"sinks": True}, 1), ({"heads": (9, 3)}, 2)],

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn_backends.backends.triton.tile import rows_of, tile_of
+from attn_backends.backends.triton.tile import tile_of
 from attn_backends.triton_hopper import (
     BLOCK_LAYOUT,
     STRIP,
@@ -39,6 +39,7 @@ from attn_backends.triton_split import FAR, LN_2, LOG2_E, first_key, seen_by_all
 ROWS = gl.constexpr(64)  # queries of a group of warps
 STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory
 SLOTS, NUMBERS = gl.constexpr(2), gl.constexpr(5)  # tiles that the groups are told at a time, and numbers of each
+LANES = gl.constexpr(32)  # of the warp that loads
 GROUP_WARPS = 4
 
 
@@ -52,14 +53,14 @@ def places_of(head_dim: int) -> int:
     return 1 if head_dim > 192 else 2
 
 
-_NOT_CONSTANT = ["first_row", "num_rows", "num_tiles", "section", "table_row", "ahead", "behind", "chunk", "has_sinks",
+_NOT_CONSTANT = ["first_row", "num_rows", "section", "table_row", "ahead", "behind", "chunk", "has_sinks",
                  "want_lse", "lse_token", "page_rows", "head_rows"]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_NOT_CONSTANT)  # type: ignore[untyped-decorator]
 def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     query, key_strips, value_strips, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, sinks, counters,
-    scale, value_scale, ahead, behind, chunk, has_sinks, want_lse, first_row, num_rows, num_tiles, section, table_row,
+    scale, value_scale, ahead, behind, chunk, has_sinks, want_lse, first_row, num_rows, section, table_row,
     page_rows, head_rows, key_head, value_head, query_token, query_head, out_token, out_head, lse_token,
     LOCAL: gl.constexpr, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     TOKENS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr, PLACES: gl.constexpr,
@@ -95,7 +96,7 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     factors = (scale, value_scale)
     sees = (ahead, behind, chunk, has_sinks, want_lse)
     rows = (seq_lens, query_start_loc, key_start_loc, page_table, table_row)
-    spans = (first_row, num_rows, num_tiles, section)
+    spans = (first_row, num_rows, section)
     steps = (page_rows, head_rows, key_head, value_head)
     gl.warp_specialize(
         [
@@ -143,9 +144,9 @@ def _load(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One warp: takes tiles, tells the groups which, one ahead, and asks for every block's keys and values once their
     places are free."""
-    num_programs = gl.num_programs(0)
+    num_programs, num_tiles = gl.num_programs(0), _count_tiles(rows, spans, TOKENS)
     tile, following = gl.program_id(0), gl.program_id(0) + num_programs
-    row, head, first_token, query_len, first, seq_len = _look_up(tile, rows, spans, KV_HEADS, TOKENS)
+    row, head, first_token, query_len, first, seq_len = _look_up(tile, num_tiles, rows, spans, KV_HEADS, TOKENS)
     _tell(news, 0, head, first_token, query_len, first, seq_len)
     num_told, done = 1, 0
     start, num_blocks, _, _ = _span(query_len, first, seq_len, sees, LOCAL, TOKENS, KEYS)
@@ -155,7 +156,7 @@ def _load(  # type: ignore[no-untyped-def]
         ids = _load_blocks(0, gl.minimum(num_blocks, 1), ids, key_strips, value_strips, place, held, PAGE_SIZE, LOAD,
                            KEYS, DIM, DIM_VO)  # fmt: skip
         next_row, next_head, first_token, query_len, first, next_len = _look_up(
-            following, rows, spans, KV_HEADS, TOKENS
+            following, num_tiles, rows, spans, KV_HEADS, TOKENS
         )
         _tell(news, num_told, next_head, first_token, query_len, first, next_len)
         num_told += 1
@@ -172,16 +173,49 @@ def _load(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _look_up(program, rows, spans, KV_HEADS: gl.constexpr, TOKENS: gl.constexpr):  # type: ignore[no-untyped-def]
+def _look_up(  # type: ignore[no-untyped-def]
+    program, num_tiles, rows, spans, KV_HEADS: gl.constexpr, TOKENS: gl.constexpr
+):
     """A tile's row and head, the row's first query token and their number, which of them is the tile's first, and the
     row's length; a head of -1 behind the last tile."""
     seq_lens, query_start_loc, _, _, _ = rows
-    first_row, num_rows, num_tiles, section = spans
+    first_row, num_rows, section = spans
     last = num_tiles * KV_HEADS - 1
     head, tile = tile_of(gl.minimum(program, last), num_tiles, section, KV_HEADS)
-    row, first_token, query_len, first = rows_of(tile, query_start_loc, first_row, num_rows, TOKENS)
+    row, first_of_row, before = first_row, 0, 0
+    for begin in range(0, num_rows, LANES):
+        counts = _tile_counts(rows, spans, begin, TOKENS)
+        ends = before + gl.associative_scan(counts, 0, _add)
+        row += gl.sum((ends <= tile).to(gl.int32), 0)
+        first_of_row = gl.maximum(first_of_row, gl.max(gl.where(ends <= tile, ends, 0), 0))
+        before += gl.sum(counts, 0)
+    first_token = gl.load(query_start_loc + row)
+    query_len = gl.load(query_start_loc + row + 1) - first_token
     head = gl.where(program > last, -1, head)
-    return row, head, first_token, query_len, first, gl.load(seq_lens + row)
+    return row, head, first_token, query_len, (tile - first_of_row) * TOKENS, gl.load(seq_lens + row)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _count_tiles(rows, spans, TOKENS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Of all rows, for one KV head."""
+    total = 0
+    for begin in range(0, spans[1], LANES):
+        total += gl.sum(_tile_counts(rows, spans, begin, TOKENS), 0)
+    return total
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _tile_counts(rows, spans, begin, TOKENS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """[LANES] i32, of rows from the `begin`th on; 0 behind the last."""
+    nth = begin + gl.arange(0, LANES, gl.BlockedLayout([1], [LANES], [1], [0]))
+    starts, there = rows[1] + spans[0] + nth, nth < spans[1]
+    lens = gl.load(starts + 1, mask=there, other=0) - gl.load(starts, mask=there, other=0)
+    return (lens + (TOKENS - 1)) // TOKENS
+
+
+@gluon.jit
+def _add(a, b):  # type: ignore[no-untyped-def]
+    return a + b
 
 
 @gluon.jit
