@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from attn_backends.backends.triton.launch import HOPPER_ROWS, suits_hopper_kernel
+from attn_backends.backends.triton.launch import HOPPER_ROWS, num_prefill_tiles, suits_hopper_kernel
 from attn_backends.backends.triton.tuning import TritonOptions, widened_heads
 from attn_backends.page_table import IntArray
 from attn_backends.spec import AttentionSpec
@@ -44,7 +44,8 @@ def is_faster_widened(
     tokens, tile_tokens = int(query_lens.sum()), max(1, HOPPER_ROWS // spec.group_size)
     keys_of_tile = int(np.minimum(seq_lens, reach) @ query_lens.astype(np.int64)) / tokens
     tiles = int((-(-query_lens // tile_tokens)).sum())
+    places = num_prefill_tiles(tokens, len(query_lens), tile_tokens)  # those without a query cost the portable nothing
     times = -(-tiles * spec.num_kv_heads // num_sms)
-    times_widened = -(-spec.num_kv_heads // at_once) * -(-tiles * at_once // num_sms)
+    times_widened = -(-spec.num_kv_heads // at_once) * -(-places * at_once // num_sms)
     saved = (_PORTABLE_READ * times - times_widened) * num_sms * keys_of_tile
     return saved > _WIDENING * num_keys * spec.num_kv_heads
