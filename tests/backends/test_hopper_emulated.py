@@ -114,7 +114,7 @@ def test_prefill_of_prompts(launches: list[int]) -> None:
 @only_interpreted
 @pytest.mark.parametrize("heads", [(2, 2), (8, 1)], ids=str)
 def test_prefill_of_many_rows(heads: tuple[int, int], launches: list[int]) -> None:
-    """More than the loading warp has lanes, behind a decode, with lengths beside a tile's 128 and 16 tokens."""
+    """More than a warp has lanes, behind a decode, with lengths beside a tile's 128 and 16 tokens."""
     query_lens = [1, *(17, 129, 30, 18, 128, 33, 32, 17, 40) * 4]
     seq_lens = [length + 3 * (row % 5) for row, length in enumerate(query_lens)]
     check("TRITON", prefill(spec_of(heads=heads), 16, (seq_lens, query_lens)), launches)
@@ -233,7 +233,13 @@ FAULTS = {
     ),
     "tiles that nobody waits for": (
         "triton",
-        "    mbarrier.wait(told.index(slot), nth // SLOTS & 1)\n",
+        "    mbarrier.wait(told.index(0), nth & 1)\n",
+        "",
+        rf"{WRONG}|{STUCK}",
+    ),
+    "tiles that are told too early": (
+        "triton",
+        "        mbarrier.wait(news[3].index(0), nth & 1)\n",
         "",
         rf"{WRONG}|{STUCK}",
     ),

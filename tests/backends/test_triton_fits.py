@@ -265,11 +265,12 @@ def test_the_latent_kernel_for_hopper_as_compiled(
 def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_size: int, is_local: bool) -> None:
     from attn_backends import triton_hopper
     from attn_backends.backends.triton import hopper_kernel
+    from attn_backends.triton_split import FAR
 
     keys = hopper_kernel.keys_of(dims[0])
     rows = triton_hopper.rows_of_load(page_size, keys)
-    constants = {"LOCAL": int(is_local), "PAGE_SIZE": page_size, "LOAD": rows, "KV_HEADS": 2, "GROUP": 4, "TOKENS": 32,
-                 "KEYS": keys, "DIM": dims[0], "DIM_VO": dims[1],
+    constants = {"CHUNK": FAR.value, "LOCAL": int(is_local), "PAGE_SIZE": page_size, "LOAD": rows,
+                 "KV_HEADS": 2, "GROUP": 4, "TOKENS": 32, "KEYS": keys, "DIM": dims[0], "DIM_VO": dims[1],
                  "PLACES": hopper_kernel.places_of(dims[0])}  # fmt: skip
     types = dict.fromkeys(("query", "output"), "*bf16")
     strips = f"tensordesc<bf16[{rows}, 64],{triton_hopper.BLOCK_LAYOUT!r}>"

@@ -3,8 +3,8 @@
 Two groups of warps have 64 queries each and share the keys. A group asks for the next block's logits, then for the
 values that the last block's weights give, and works out its weights while the latter are under way, as FlashAttention-3
 does (Shah et al., 2024). A warp that does nothing else loads keys and values by the tensor memory accelerator, out of
-pages of any multiple of 16 slots. It also takes the tiles, one after the other: a program for each multiprocessor goes
-on until none is left, and what the next tile needs first comes while the last ends.
+pages of any multiple of 16 slots. A program for each multiprocessor goes from tile to tile until none is left: one more
+warp takes them, and tells the others a tile ahead what they are to know, so that nobody waits for what is in memory.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from attn_backends.triton_split import FAR, LN_2, LOG2_E, first_key, seen_by_all
 
 ROWS = gl.constexpr(64)  # queries of a group of warps
 STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory
-SLOTS, NUMBERS = gl.constexpr(2), gl.constexpr(5)  # tiles that the groups are told at a time, and numbers of each
-LANES = gl.constexpr(32)  # of the warp that loads
+NUMBERS = gl.constexpr(10)  # that are told of a tile
+LANES = gl.constexpr(32)  # of a warp
 GROUP_WARPS = 4
 
 
@@ -53,20 +53,21 @@ def places_of(head_dim: int) -> int:
     return 1 if head_dim > 192 else 2
 
 
-_NOT_CONSTANT = ["first_row", "num_rows", "section", "table_row", "ahead", "behind", "chunk", "has_sinks",
-                 "want_lse", "lse_token", "page_rows", "head_rows"]  # fmt: skip
+_NOT_CONSTANT = ["first_row", "num_rows", "section", "table_row", "ahead", "behind", "has_sinks", "want_lse",
+                 "lse_token", "page_rows", "head_rows"]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_NOT_CONSTANT)  # type: ignore[untyped-decorator]
 def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     query, key_strips, value_strips, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, sinks, counters,
-    scale, value_scale, ahead, behind, chunk, has_sinks, want_lse, first_row, num_rows, section, table_row,
-    page_rows, head_rows, key_head, value_head, query_token, query_head, out_token, out_head, lse_token,
-    LOCAL: gl.constexpr, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    TOKENS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr, PLACES: gl.constexpr,
+    scale, value_scale, ahead, behind, has_sinks, want_lse, first_row, num_rows, section, table_row, page_rows,
+    head_rows, key_head, value_head, query_token, query_head, out_token, out_head, lse_token,
+    CHUNK: gl.constexpr, LOCAL: gl.constexpr, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr,
+    PLACES: gl.constexpr,
 ):  # fmt: skip
-    """Programs that go from tile to tile, as `prefill_kernel` has them, of 2 * ROWS queries: the first two by number,
-    then whichever is next.
+    """Programs that go from tile to tile, as `prefill_kernel` has them, of 2 * ROWS queries: the first by number, then
+    whichever is next.
 
     Args:
         key_strips, value_strips: see `triton_hopper.strips_of`; loads have LOAD rows.
@@ -75,6 +76,7 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
         key_head, value_head: columns from head to head.
         scale: of logits in base 2, positive; value_scale: of the cache.
         query_token, query_head: multiples of 16, and `query` of 16 bytes.
+        CHUNK: positions of a chunk, FAR where there are none: one that is known needs no divisions.
         LOCAL: of windows and chunks some blocks may need no mask, which else all have.
         PLACES: for queries, 2 or 1.
     """
@@ -83,44 +85,45 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     q_1 = gl.allocate_shared_memory(of_dtype, [PLACES * (DIM // STRIP), ROWS, STRIP], BLOCK_LAYOUT)
     keys = gl.allocate_shared_memory(of_dtype, [STAGES * (DIM // STRIP), KEYS, STRIP], BLOCK_LAYOUT)
     values = gl.allocate_shared_memory(of_dtype, [STAGES * (DIM_VO // STRIP), KEYS, STRIP], BLOCK_LAYOUT)
-    numbers = gl.allocate_shared_memory(gl.int32, [SLOTS * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    numbers = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    first_ids = gl.allocate_shared_memory(gl.int32, [1, LANES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     arrived = (barriers(STAGES, 1), barriers(STAGES, 1))  # of keys, of values
     free = (barriers(STAGES, 2), barriers(STAGES, 2))  # by both groups
-    told, heard = barriers(SLOTS, 1), barriers(SLOTS, 2)
+    told, heard = barriers(1, 1), barriers(1, 3)
     fence_async_shared()
 
     held = (keys, values, arrived, free)
-    news = (numbers, told, heard)
+    news = (numbers, first_ids, told, heard)
     tensors = (query, output, lse, sinks)
     strides = (query_token, query_head, out_token, out_head, lse_token)
     factors = (scale, value_scale)
-    sees = (ahead, behind, chunk, has_sinks, want_lse)
+    sees, wants = (ahead, behind), (has_sinks, want_lse)
     rows = (seq_lens, query_start_loc, key_start_loc, page_table, table_row)
     spans = (first_row, num_rows, section)
     steps = (page_rows, head_rows, key_head, value_head)
     gl.warp_specialize(
         [
-            (_attend, (tensors, strides, factors, sees, q_0, held, news, 0, LOCAL, GROUP, TOKENS, KEYS, DIM, DIM_VO,
-                       PLACES)),
-            (_attend, (tensors, strides, factors, sees, q_1, held, news, 1, LOCAL, GROUP, TOKENS, KEYS, DIM, DIM_VO,
-                       PLACES)),
-            (_load, (key_strips, value_strips, rows, spans, steps, sees, counters, held, news, LOCAL, PAGE_SIZE, LOAD,
-                     KV_HEADS, TOKENS, KEYS, DIM, DIM_VO)),
+            (_attend, (tensors, strides, factors, sees, wants, q_0, held, news, 0, CHUNK, LOCAL, GROUP, TOKENS, KEYS,
+                       DIM, DIM_VO, PLACES)),
+            (_attend, (tensors, strides, factors, sees, wants, q_1, held, news, 1, CHUNK, LOCAL, GROUP, TOKENS, KEYS,
+                       DIM, DIM_VO, PLACES)),
+            (_load, (key_strips, value_strips, rows, steps, held, news, PAGE_SIZE, LOAD, KEYS, DIM, DIM_VO)),
+            (_take_tiles, (rows, spans, sees, counters, news, CHUNK, LOCAL, PAGE_SIZE, LOAD, KV_HEADS, TOKENS, KEYS)),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1, 1],
+        [240, 24, 24],
     )  # fmt: skip
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _span(  # type: ignore[no-untyped-def]
-    query_len, first, seq_len, sees, LOCAL: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr
+    query_len, first, seq_len, sees, CHUNK: gl.constexpr, LOCAL: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr
 ):
     """Of a tile from query token `first` of a row on: the first key of its blocks, and how many blocks there are. They
     come from the last on. Which is the first that all queries see whole, and which the first behind those."""
-    ahead, behind, chunk, _has_sinks, _want_lse = sees
+    ahead, behind = sees
     oldest = seq_len - query_len + first  # position of the tile's first query
-    start = first_key(oldest, behind, chunk) // KEYS * KEYS
+    start = first_key(oldest, behind, CHUNK) // KEYS * KEYS
     stop = gl.minimum(seq_len, oldest + TOKENS + ahead)
     if first >= query_len:
         stop = start
@@ -128,71 +131,80 @@ def _span(  # type: ignore[no-untyped-def]
     upper, lower = num_blocks, num_blocks
     if LOCAL:
         newest = gl.minimum(oldest + TOKENS, seq_len) - 1
-        seen_from, seen_to = seen_by_all(oldest, newest, seq_len, ahead, behind, chunk)
+        seen_from, seen_to = seen_by_all(oldest, newest, seq_len, ahead, behind, CHUNK)
         upper -= gl.maximum(seen_to - start, 0) // KEYS
         lower = gl.maximum(upper, num_blocks - (gl.maximum(seen_from - start, 0) + KEYS - 1) // KEYS)
-    elif gl.minimum(behind, chunk) >= FAR:
+    elif gl.minimum(behind, CHUNK) >= FAR:
         upper -= gl.maximum(gl.minimum(seq_len, oldest + 1 + ahead) - start, 0) // KEYS
     return start, num_blocks, upper, lower
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _load(  # type: ignore[no-untyped-def]
-    key_strips, value_strips, rows, spans, steps, sees, counters, held, news, LOCAL: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, KV_HEADS: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr,
-    DIM: gl.constexpr, DIM_VO: gl.constexpr,
+def _take_tiles(  # type: ignore[no-untyped-def]
+    rows, spans, sees, counters, news, CHUNK: gl.constexpr, LOCAL: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    LOAD: gl.constexpr, KV_HEADS: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """One warp: takes tiles, tells the groups which, one ahead, and asks for every block's keys and values once their
-    places are free."""
+    """One warp: takes a tile as soon as all others have heard of the one before, and tells them of it."""
     num_programs, num_tiles = gl.num_programs(0), _count_tiles(rows, spans, TOKENS)
-    tile, following = gl.program_id(0), gl.program_id(0) + num_programs
-    row, head, first_token, query_len, first, seq_len = _look_up(tile, num_tiles, rows, spans, KV_HEADS, TOKENS)
-    _tell(news, 0, head, first_token, query_len, first, seq_len)
-    num_told, done = 1, 0
-    start, num_blocks, _, _ = _span(query_len, first, seq_len, sees, LOCAL, TOKENS, KEYS)
-    ids = _page_ids(rows, row, start + (num_blocks - 1) * KEYS, seq_len, PAGE_SIZE, LOAD)
+    tile, nth, head, begin, before = gl.program_id(0), 0, 0, 0, 0
     while head >= 0:
-        place = (rows, steps, row, head, start, seq_len, num_blocks, done)
-        ids = _load_blocks(0, gl.minimum(num_blocks, 1), ids, key_strips, value_strips, place, held, PAGE_SIZE, LOAD,
-                           KEYS, DIM, DIM_VO)  # fmt: skip
-        next_row, next_head, first_token, query_len, first, next_len = _look_up(
-            following, num_tiles, rows, spans, KV_HEADS, TOKENS
-        )
-        _tell(news, num_told, next_head, first_token, query_len, first, next_len)
-        num_told += 1
-        next_start, next_num_blocks, _, _ = _span(query_len, first, next_len, sees, LOCAL, TOKENS, KEYS)
-        next_ids = _page_ids(rows, next_row, next_start + (next_num_blocks - 1) * KEYS, next_len, PAGE_SIZE, LOAD)
-        _load_blocks(1, num_blocks, ids, key_strips, value_strips, place, held, PAGE_SIZE, LOAD, KEYS, DIM, DIM_VO)
-        done += num_blocks
-        row, head, seq_len, ids = next_row, next_head, next_len, next_ids
-        start, num_blocks = next_start, next_num_blocks
-        following = gl.atomic_add(counters, 1, sem="relaxed") + 2 * num_programs
+        at, begin, before = _look_up(tile, num_tiles, begin, before, rows, spans, KV_HEADS, TOKENS)
+        row, head, first_token, query_len, first, seq_len = at
+        start, num_blocks, upper, lower = _span(query_len, first, seq_len, sees, CHUNK, LOCAL, TOKENS, KEYS)
+        ids = _page_ids(rows, row, start + (num_blocks - 1) * KEYS, seq_len, PAGE_SIZE, LOAD)
+        if PAGE_SIZE == 0:
+            row = gl.load(rows[2] + row)
+        given = (head, row, start, num_blocks, seq_len, upper, lower, first_token, query_len, first)
+        _tell(news, given, ids, PAGE_SIZE)
+        mbarrier.wait(news[3].index(0), nth & 1)
+        nth += 1
+        tile = gl.atomic_add(counters, 1, sem="relaxed") + num_programs
     if gl.atomic_add(counters + 1, 1, sem="relaxed") == num_programs - 1:  # for the next launch
         gl.store(counters, 0)
         gl.store(counters + 1, 0)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
+def _load(  # type: ignore[no-untyped-def]
+    key_strips, value_strips, rows, steps, held, news, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr,
+    KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr,
+):  # fmt: skip
+    """One warp: asks for every block's keys and values once their places are free."""
+    told, ids = _hear(news, 0, PAGE_SIZE)
+    num_tiles, done = 0, 0
+    while told[0] >= 0:
+        _load_blocks(told, ids, done, key_strips, value_strips, rows, steps, held, PAGE_SIZE, LOAD, KEYS, DIM, DIM_VO)
+        done += told[3]
+        num_tiles += 1
+        told, ids = _hear(news, num_tiles, PAGE_SIZE)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
 def _look_up(  # type: ignore[no-untyped-def]
-    program, num_tiles, rows, spans, KV_HEADS: gl.constexpr, TOKENS: gl.constexpr
+    program, num_tiles, begin, before, rows, spans, KV_HEADS: gl.constexpr, TOKENS: gl.constexpr
 ):
     """A tile's row and head, the row's first query token and their number, which of them is the tile's first, and the
-    row's length; a head of -1 behind the last tile."""
+    row's length; a head of -1 behind the last tile. It looks among LANES rows at a time, first among those from the
+    `begin`th on, which have `before` tiles in front; also returns where it found the tile."""
     seq_lens, query_start_loc, _, _, _ = rows
-    first_row, num_rows, section = spans
+    first_row, _num_rows, section = spans
     last = num_tiles * KV_HEADS - 1
     head, tile = tile_of(gl.minimum(program, last), num_tiles, section, KV_HEADS)
-    row, first_of_row, before = first_row, 0, 0
-    for begin in range(0, num_rows, LANES):
-        counts = _tile_counts(rows, spans, begin, TOKENS)
-        ends = before + gl.associative_scan(counts, 0, _add)
-        row += gl.sum((ends <= tile).to(gl.int32), 0)
-        first_of_row = gl.maximum(first_of_row, gl.max(gl.where(ends <= tile, ends, 0), 0))
+    if tile < before:
+        begin, before = begin * 0, before * 0
+    counts = _tile_counts(rows, spans, begin, TOKENS)
+    while before + gl.sum(counts, 0) <= tile:
         before += gl.sum(counts, 0)
+        begin += LANES
+        counts = _tile_counts(rows, spans, begin, TOKENS)
+    ends = before + gl.associative_scan(counts, 0, _add)
+    row = first_row + begin + gl.sum((ends <= tile).to(gl.int32), 0)
+    first_of_row = gl.max(gl.where(ends <= tile, ends, before), 0)
     first_token = gl.load(query_start_loc + row)
     query_len = gl.load(query_start_loc + row + 1) - first_token
     head = gl.where(program > last, -1, head)
-    return row, head, first_token, query_len, (tile - first_of_row) * TOKENS, gl.load(seq_lens + row)
+    at = (row, head, first_token, query_len, (tile - first_of_row) * TOKENS, gl.load(seq_lens + row))
+    return at, begin, before
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -218,50 +230,51 @@ def _add(a, b):  # type: ignore[no-untyped-def]
     return a + b
 
 
-@gluon.jit
-def _tell(news, nth, head, first_token, query_len, first, seq_len):  # type: ignore[no-untyped-def]
-    """What the groups are to know of the program's nth tile, once both have heard of the one that has its slot."""
-    numbers, told, heard = news
+@gluon.jit  # type: ignore[untyped-decorator]
+def _tell(news, given, ids, PAGE_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """NUMBERS of a tile, and its first page ids, once all have heard of the one before."""
+    numbers, first_ids, told, _heard = news
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    slot = nth % SLOTS
-    mbarrier.wait(heard.index(slot), nth // SLOTS & 1 ^ 1)
-    given = (head, first_token, query_len, first, seq_len)
     for i in gl.static_range(NUMBERS):
-        numbers.index(slot * NUMBERS + i).store(gl.full([1], 0, gl.int32, ONE) + given[i])
+        numbers.index(i).store(gl.full([1], 0, gl.int32, ONE) + given[i])
+    if PAGE_SIZE != 0:
+        first_ids.index(0).store(ids)
     barrier()
-    mbarrier.arrive(told.index(slot))
+    mbarrier.arrive(told.index(0))
 
 
-@gluon.jit
-def _hear(news, nth):  # type: ignore[no-untyped-def]
-    """What was told: a tile's head, its row's first query token and their number, which of them is its first, and the
-    row's length."""
-    numbers, told, heard = news
+@gluon.jit  # type: ignore[untyped-decorator]
+def _hear(news, nth, PAGE_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """What was told of the program's nth tile: its head, its row or, without pages, where its keys start, its span (see
+    `_span`) with the row's length between, the row's first query token and their number, and which of them is its
+    first. Also the first page ids, for one warp."""
+    numbers, first_ids, told, heard = news
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    slot = nth % SLOTS
-    mbarrier.wait(told.index(slot), nth // SLOTS & 1)
+    mbarrier.wait(told.index(0), nth & 1)
     given = ()
     for i in gl.static_range(NUMBERS):
-        given = given + (gl.sum(numbers.index(slot * NUMBERS + i).load(ONE), 0),)  # type: ignore[assignment]  # noqa: RUF005
+        given = given + (gl.sum(numbers.index(i).load(ONE), 0),)  # type: ignore[assignment]  # noqa: RUF005
+    ids = nth
+    if PAGE_SIZE != 0:
+        ids = first_ids.index(0).load(gl.BlockedLayout([1], [LANES], [1], [0]))
     barrier()
-    mbarrier.arrive(heard.index(slot))
-    return given
+    mbarrier.arrive(heard.index(0))
+    return given, ids
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _load_blocks(  # type: ignore[no-untyped-def]
-    begin, end, ids, key_strips, value_strips, place, held, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr,
+    told, ids, done, key_strips, value_strips, rows, steps, held, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr,
     KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr,
 ):  # fmt: skip
-    """Of a tile, the last block first; `done` blocks of other tiles came before. Takes the page ids of the first of
-    them, and returns those of the next."""
+    """Of a tile, the last block first, of which `ids` are the pages; `done` blocks of other tiles came before."""
     keys, values, arrived, free = held
-    rows, steps, row, head, start, seq_len, num_blocks, done = place
+    head, row, start, num_blocks, seq_len, _upper, _lower, _first_token, _query_len, _first = told
     page_rows, head_rows, key_head, value_head = steps
     at_row = head * head_rows
     if PAGE_SIZE == 0:
-        at_row += gl.load(rows[2] + row)
-    for block in range(begin, end):
+        at_row += row
+    for block in range(num_blocks):
         stage, turn = (done + block) % STAGES, (done + block) // STAGES & 1
         first = start + (num_blocks - 1 - block) * KEYS
         loads = ()
@@ -276,7 +289,6 @@ def _load_blocks(  # type: ignore[no-untyped-def]
         ids = _page_ids(rows, row, first - KEYS, seq_len, PAGE_SIZE, LOAD)  # they come while this block waits
         mbarrier.wait(free[1].index(stage), turn ^ 1)
         _load_block(value_strips, loads, head * value_head, arrived[1].index(stage), values, stage, LOAD, KEYS, DIM_VO)
-    return ids
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -301,37 +313,37 @@ def _load_block(  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    tensors, strides, factors, sees, q, held, news, which: gl.constexpr, LOCAL: gl.constexpr, GROUP: gl.constexpr,
-    TOKENS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr, PLACES: gl.constexpr,
+    tensors, strides, factors, sees, wants, q, held, news, which: gl.constexpr, CHUNK: gl.constexpr,
+    LOCAL: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr,
+    DIM_VO: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """A group of warps: 64 queries of every tile. Those of the next come while this one is worked out."""
-    head, first_token, query_len, first, seq_len = _hear(news, 0)
-    _ask_for_queries(q, 0, (head, first_token, query_len, first), tensors, strides, which, GROUP, TOKENS, DIM)
+    told, _ids = _hear(news, 0, 0)
+    _ask_for_queries(q, 0, told, tensors, strides, which, GROUP, TOKENS, DIM)
     num_tiles, done = 0, 0
-    while head >= 0:
+    while told[0] >= 0:
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()
-        next_head, next_token, next_query_len, next_first, next_len = _hear(news, num_tiles + 1)
-        next_tile = (next_head, next_token, next_query_len, next_first)
+        next_told, _ids = _hear(news, num_tiles + 1, 0)
         place, next_place = num_tiles % PLACES, (num_tiles + 1) % PLACES
         if PLACES > 1:
-            _ask_for_queries(q, next_place, next_tile, tensors, strides, which, GROUP, TOKENS, DIM)
-        start, num_blocks, upper, lower = _span(query_len, first, seq_len, sees, LOCAL, TOKENS, KEYS)
-        of_tile = (head, first_token, query_len, first, seq_len, start, num_blocks, upper, lower, done, place)
-        _attend_tile(tensors, strides, factors, sees, of_tile, q, held, which, LOCAL, GROUP, TOKENS, KEYS, DIM, DIM_VO)
+            _ask_for_queries(q, next_place, next_told, tensors, strides, which, GROUP, TOKENS, DIM)
+        _attend_tile(told, place, done, tensors, strides, factors, sees, wants, q, held, which, CHUNK, LOCAL, GROUP,
+                     TOKENS, KEYS, DIM, DIM_VO)  # fmt: skip
         if PLACES == 1:
             barrier()
-            _ask_for_queries(q, next_place, next_tile, tensors, strides, which, GROUP, TOKENS, DIM)
-        head, first_token, query_len, first, seq_len = next_head, next_token, next_query_len, next_first, next_len
+            _ask_for_queries(q, next_place, next_told, tensors, strides, which, GROUP, TOKENS, DIM)
         num_tiles += 1
-        done += num_blocks
+        done += told[3]
+        told = next_told
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend_tile(  # type: ignore[no-untyped-def]
-    tensors, strides, factors, sees, of_tile, q, held, which: gl.constexpr, LOCAL: gl.constexpr,
-    GROUP: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr,
+    told, place, done, tensors, strides, factors, sees, wants, q, held, which: gl.constexpr, CHUNK: gl.constexpr,
+    LOCAL: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr,
+    DIM_VO: gl.constexpr,
 ):  # fmt: skip
     """64 of a tile's queries, which lie in `q` at its place."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -339,15 +351,16 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
     _query, output, lse, sinks = tensors
     _query_token, _query_head, out_token, out_head, lse_token = strides
-    ahead, behind, chunk, has_sinks, want_lse = sees
+    ahead, behind = sees
+    has_sinks, want_lse = wants
     scale, value_scale = factors
-    head, first_token, query_len, first, seq_len, start, num_blocks, upper, lower, done, place = of_tile
+    head, _row, start, num_blocks, seq_len, upper, lower, first_token, query_len, first = told
 
     lane = which * ROWS + gl.arange(0, ROWS, ROW)
     token = first + lane // GROUP
     position = seq_len - query_len + token
-    low = first_key(position, behind, chunk)
-    high = gl.minimum(position + ahead, gl.maximum(position, 0) // chunk * chunk + (chunk - 1))
+    low = first_key(position, behind, CHUNK)
+    high = gl.minimum(position + ahead, gl.maximum(position, 0) // CHUNK * CHUNK + (CHUNK - 1))
     high = gl.minimum(high, seq_len - 1)
     last = start + (num_blocks - 1) * KEYS
 
@@ -451,13 +464,13 @@ def _masked(logits, first, low, high):  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _ask_for_queries(  # type: ignore[no-untyped-def]
-    q, place, of_tile, tensors, strides, which: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
+    q, place, told, tensors, strides, which: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
     DIM: gl.constexpr,
 ):  # fmt: skip
     """A group's queries of a tile, on their way to a place in shared memory. Lanes without a query keep what is there,
     which no other lane sees."""
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    head, first_token, query_len, first = of_tile
+    head, _row, _start, _num_blocks, _seq_len, _upper, _lower, first_token, query_len, first = told
     query, _output, _lse, _sinks = tensors
     query_token, query_head, _out_token, _out_head, _lse_token = strides
     lane = which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))

@@ -355,7 +355,8 @@ def _prefill_on_hopper(
     first_row, num_rows, num_tiles, section = span
     page_size, num_kv_heads, group_size, tile_tokens, *dims = constants
     keys = hopper_kernel.keys_of(dims[0])
-    has_whole_blocks = keys <= min(sees[1:3]) < FAR.value  # within a window, or a chunk
+    ahead, behind, chunk, has_sinks = sees
+    has_whole_blocks = keys <= min(behind, chunk) < FAR.value  # within a window, or a chunk
     rows = triton_hopper.rows_of_load(page_size, keys)
     strips = [triton_hopper.strips_of(*_as_rows(of), of, rows) for of in (key, value)]
     *page_rows, head_rows = _row_steps(key)
@@ -365,8 +366,9 @@ def _prefill_on_hopper(
     table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
     hopper_kernel.prefill_hopper_kernel[min(num_tiles * num_kv_heads, num_programs),](
         query, *strips, output, sinks if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc, sinks,
-        tiles, *factors[:2], *sees, int(lse is not None), first_row, num_rows, section, stride, *steps,
-        *query.stride()[:2], *output.stride()[:2], 0 if lse is None else lse.stride(0), int(has_whole_blocks),
-        page_size, rows, num_kv_heads, group_size, tile_tokens, keys, *dims, hopper_kernel.places_of(dims[0]),
+        tiles, *factors[:2], ahead, behind, has_sinks, int(lse is not None), first_row, num_rows, section, stride,
+        *steps, *query.stride()[:2], *output.stride()[:2], 0 if lse is None else lse.stride(0), chunk,
+        int(has_whole_blocks), page_size, rows, num_kv_heads, group_size, tile_tokens, keys, *dims,
+        hopper_kernel.places_of(dims[0]),
         num_warps=hopper_kernel.GROUP_WARPS,
     )  # fmt: skip
