@@ -39,7 +39,7 @@ def layer(heads: tuple[int, int], **more: Any) -> AttentionSpec:
         ((32, 8), 1, 8192, 32, True),
         ((32, 8), 1, 8192, 512, True),
         ((32, 8), 4, 8192, 64, True),
-        ((32, 8), 4, 8192, 128, False),
+        ((32, 8), 4, 8192, 128, True),
         ((32, 8), 4, 8192, 256, True),
         ((32, 8), 4, 8192, 512, True),
         ((32, 8), 1, 32768, 512, True),
@@ -48,7 +48,7 @@ def layer(heads: tuple[int, int], **more: Any) -> AttentionSpec:
         ((32, 32), 1, 8192, 512, True),
         ((32, 32), 4, 8192, 128, False),
         ((32, 32), 4, 8192, 256, False),
-        ((32, 32), 4, 8192, 512, False),
+        ((32, 32), 4, 8192, 512, True),
         ((32, 32), 1, 32768, 512, False),  # all programs wait for one part of the heads
         ((32, 32), 64, 2048, 32, False),
         ((64, 8), 1, 32768, 512, True),

@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from attn_backends.backends.triton.launch import HOPPER_ROWS, num_prefill_tiles, suits_hopper_kernel
+from attn_backends.backends.triton.launch import HOPPER_ROWS, suits_hopper_kernel
 from attn_backends.backends.triton.tuning import TritonOptions, widened_heads
 from attn_backends.page_table import IntArray
 from attn_backends.spec import AttentionSpec
 from attn_backends.triton_split import num_multiprocessors
 
-# In times in which a multiprocessor's tile reads a key by the kernel for Hopper, as measured on an H200.
+# In times in which a multiprocessor's tile reads a key by the kernel for Hopper: see benchmarks/widening.py.
 _PORTABLE_READ = 2.3  # by the portable kernel, from 8 bits
-_WIDENING = 2.1  # a key of one head is made 16 bits, by one multiprocessor
+_WIDENING = 3.0  # a key of one head is made 16 bits, by one multiprocessor; of some 100 MB 2.1 times, of more up to 4
 
 
 def widens(spec: AttentionSpec, options: TritonOptions, device: torch.device) -> bool:
@@ -44,8 +44,7 @@ def is_faster_widened(
     tokens, tile_tokens = int(query_lens.sum()), max(1, HOPPER_ROWS // spec.group_size)
     keys_of_tile = int(np.minimum(seq_lens, reach) @ query_lens.astype(np.int64)) / tokens
     tiles = int((-(-query_lens // tile_tokens)).sum())
-    places = num_prefill_tiles(tokens, len(query_lens), tile_tokens)  # those without a query cost the portable nothing
     times = -(-tiles * spec.num_kv_heads // num_sms)
-    times_widened = -(-spec.num_kv_heads // at_once) * -(-places * at_once // num_sms)
+    times_widened = -(-spec.num_kv_heads // at_once) * -(-tiles * at_once // num_sms)
     saved = (_PORTABLE_READ * times - times_widened) * num_sms * keys_of_tile
     return saved > _WIDENING * num_keys * spec.num_kv_heads
