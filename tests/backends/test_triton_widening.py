@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,9 @@ from attn_backends.registry import validate_options
 widening = pytest.importorskip("attn_backends.backends.triton.widening", reason="needs triton")
 TritonOptions = pytest.importorskip("attn_backends.backends.triton.tuning").TritonOptions
 
+# By benchmarks/widening.py.
+MEASURED = json.loads(Path(__file__).parents[2].joinpath("benchmarks/results/widening.json").read_text())["rows"]
+SIZES = ("heads", "rows", "keys of each", "tokens of each")
 ROOM = TritonOptions().widened_bytes
 E4M3 = torch.float8_e4m3fn
 
@@ -33,29 +38,12 @@ def layer(heads: tuple[int, int], **more: Any) -> AttentionSpec:
     return AttentionSpec(*heads, 128, dtype=torch.bfloat16, cache_dtype=E4M3, **more)
 
 
-@pytest.mark.parametrize(
-    ("heads", "rows", "seq_len", "query_len", "faster"),
-    [
-        ((32, 8), 1, 8192, 32, True),
-        ((32, 8), 1, 8192, 512, True),
-        ((32, 8), 4, 8192, 64, True),
-        ((32, 8), 4, 8192, 128, True),
-        ((32, 8), 4, 8192, 256, True),
-        ((32, 8), 4, 8192, 512, True),
-        ((32, 8), 1, 32768, 512, True),
-        ((32, 8), 64, 2048, 32, False),
-        ((32, 32), 1, 8192, 32, True),
-        ((32, 32), 1, 8192, 512, True),
-        ((32, 32), 4, 8192, 128, False),
-        ((32, 32), 4, 8192, 256, False),
-        ((32, 32), 4, 8192, 512, True),
-        ((32, 32), 1, 32768, 512, False),  # all programs wait for one part of the heads
-        ((32, 32), 64, 2048, 32, False),
-        ((64, 8), 1, 32768, 512, True),
-    ],
-)
-def test_as_measured(heads: tuple[int, int], rows: int, seq_len: int, query_len: int, faster: bool) -> None:
-    assert is_faster(layer(heads), [query_len] * rows, [seq_len] * rows) is faster
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: "-".join(str(row[name]) for name in SIZES))
+def test_as_measured(row: dict[str, Any]) -> None:
+    heads, num_rows, seq_len, query_len = (row[name] for name in SIZES)
+    query_heads, kv_heads = map(int, heads.split("/"))
+    chosen = is_faster(layer((query_heads, kv_heads)), [query_len] * num_rows, [seq_len] * num_rows)
+    assert chosen is (row["16 bits us"] < row["8 bits us"])
 
 
 def test_keys_that_few_queries_see_stay_as_they_are() -> None:
