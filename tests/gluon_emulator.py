@@ -368,8 +368,8 @@ class Program:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Choose who runs, of those that can: in every third program whoever comes after the one that ran; in others
-        the last, which loads and so gets as far ahead as it may, and then the first ones, in order or reversed."""
+        """Choose who runs, of those that can. In every third program whoever comes after the one that ran; in others
+        the last, which loads or takes tiles, as far ahead as it may, then the others, from behind or from the front."""
         if self.error is not None:
             for part in self.partitions:
                 part.may_run.set()
