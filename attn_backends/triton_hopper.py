@@ -13,6 +13,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 STRIP = gl.constexpr(64)  # columns of one load: what a swizzle of 128 bytes is wide
 BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+LANES = gl.constexpr(32)  # of a warp
+LANE_LAYOUT = gl.BlockedLayout([1], [32], [1], [0])  # a number a lane, for one warp
 WORD_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)  # the same, two by two
 # Of four values of 8 bits in a register: the first two as float16, and the other two.
 _E4M3 = gl.constexpr(
@@ -35,16 +37,15 @@ def strips_of(shape: list[int], strides: list[int], tensor: torch.Tensor, rows: 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def page_ids(pages, first, num_keys, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[32] i32, of the loads of a row from key `first` on, for one warp; where there is no key, those of others. One
+    """[LANES] i32, of the loads of a row from key `first` on, for one warp; where there is no key, those of others. One
     instruction for all, which comes early: what wants them is a block ahead."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    at = gl.maximum(gl.minimum(first + gl.arange(0, 32, LANES) * LOAD, num_keys - 1), 0)
+    at = gl.maximum(gl.minimum(first + gl.arange(0, LANES, LANE_LAYOUT) * LOAD, num_keys - 1), 0)
     return gl.load(pages + at // PAGE_SIZE)
 
 
 @gluon.jit
 def nth_of(ids, nth):  # type: ignore[no-untyped-def]
-    return gl.sum(gl.where(gl.arange(0, 32, ids.type.layout) == nth, ids, 0), 0)
+    return gl.sum(gl.where(gl.arange(0, LANES, LANE_LAYOUT) == nth, ids, 0), 0)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

@@ -239,7 +239,7 @@ FAULTS = {
     ),
     "tiles that are told too early": (
         "triton",
-        "        mbarrier.wait(news[3].index(0), nth & 1)\n",
+        "        mbarrier.wait(heard.index(0), nth & 1)\n",
         "",
         rf"{WRONG}|{STUCK}",
     ),

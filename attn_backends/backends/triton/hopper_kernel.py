@@ -22,6 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attn_backends.backends.triton.tile import tile_of
 from attn_backends.triton_hopper import (
     BLOCK_LAYOUT,
+    LANE_LAYOUT,
+    LANES,
     STRIP,
     as_operand,
     barrier,
@@ -39,7 +41,6 @@ from attn_backends.triton_split import FAR, LN_2, LOG2_E, first_key, seen_by_all
 ROWS = gl.constexpr(64)  # queries of a group of warps
 STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory
 NUMBERS = gl.constexpr(10)  # that are told of a tile
-LANES = gl.constexpr(32)  # of a warp
 GROUP_WARPS = 4
 
 
@@ -145,6 +146,7 @@ def _take_tiles(  # type: ignore[no-untyped-def]
     LOAD: gl.constexpr, KV_HEADS: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
     """One warp: takes a tile as soon as all others have heard of the one before, and tells them of it."""
+    _numbers, _first_ids, _told, heard = news
     num_programs, num_tiles = gl.num_programs(0), _count_tiles(rows, spans, TOKENS)
     tile, nth, head, begin, before = gl.program_id(0), 0, 0, 0, 0
     while head >= 0:
@@ -156,7 +158,7 @@ def _take_tiles(  # type: ignore[no-untyped-def]
             row = gl.load(rows[2] + row)
         given = (head, row, start, num_blocks, seq_len, upper, lower, first_token, query_len, first)
         _tell(news, given, ids, PAGE_SIZE)
-        mbarrier.wait(news[3].index(0), nth & 1)
+        mbarrier.wait(heard.index(0), nth & 1)
         nth += 1
         tile = gl.atomic_add(counters, 1, sem="relaxed") + num_programs
     if gl.atomic_add(counters + 1, 1, sem="relaxed") == num_programs - 1:  # for the next launch
@@ -219,7 +221,7 @@ def _count_tiles(rows, spans, TOKENS: gl.constexpr):  # type: ignore[no-untyped-
 @gluon.jit  # type: ignore[untyped-decorator]
 def _tile_counts(rows, spans, begin, TOKENS: gl.constexpr):  # type: ignore[no-untyped-def]
     """[LANES] i32, of rows from the `begin`th on; 0 behind the last."""
-    nth = begin + gl.arange(0, LANES, gl.BlockedLayout([1], [LANES], [1], [0]))
+    nth = begin + gl.arange(0, LANES, LANE_LAYOUT)
     starts, there = rows[1] + spans[0] + nth, nth < spans[1]
     lens = gl.load(starts + 1, mask=there, other=0) - gl.load(starts, mask=there, other=0)
     return (lens + (TOKENS - 1)) // TOKENS
@@ -256,7 +258,7 @@ def _hear(news, nth, PAGE_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
         given = given + (gl.sum(numbers.index(i).load(ONE), 0),)  # type: ignore[assignment]  # noqa: RUF005
     ids = nth
     if PAGE_SIZE != 0:
-        ids = first_ids.index(0).load(gl.BlockedLayout([1], [LANES], [1], [0]))
+        ids = first_ids.index(0).load(LANE_LAYOUT)
     barrier()
     mbarrier.arrive(heard.index(0))
     return given, ids
