@@ -39,8 +39,8 @@ def num_queries(shape: MLAShape) -> int:
 
 def tiles(shape: MLAShape, dtype: torch.dtype) -> Iterator[Tile]:
     """Every tile worth a try; those that take more shared memory than there is drop out by themselves."""
-    queries, is_wide = num_queries(shape), dtype.itemsize > 1
-    if not is_wide:
+    queries = num_queries(shape)
+    if dtype.itemsize == 1:
         some = [size for size in product((16, 32, 64), (64,), (4, 8), (2, 3))
                 if size[0] <= min(max(16, queries), 8 * size[2])]  # fmt: skip
     elif queries >= 64:

@@ -334,8 +334,7 @@ def test_whom_the_kernel_for_hopper_serves(
     assert triton_mla.suits_hopper_kernel(spec, cache, torch.device("cuda")) is serves
     assert not triton_mla.suits_hopper_kernel(spec, cache, torch.device("cpu"))
     tile = tiles.decode_tile(spec, cache, 64, 128, None, HOPPER, serves)
-    if spec.cache_dtype is spec.dtype:  # for a cache of 8 bits it takes a tile that is given
-        assert (tile.hopper, tiles.Cut(tile, 64, 40, 132).tile_rows) == (serves, 64 if serves else min(64, tile.rows))
+    assert (tile.hopper, tiles.Cut(tile, 64, 40, 132).tile_rows) == (serves, 64 if serves else min(64, tile.rows))
 
 
 def test_a_tile_for_hopper_where_its_kernel_cannot_serve() -> None:

@@ -13,9 +13,10 @@ from attn_backends.page_table import IntArray
 from attn_backends.spec import AttentionSpec
 from attn_backends.triton_split import num_multiprocessors
 
-# In times in which a multiprocessor's tile reads a key by the kernel for Hopper: see benchmarks/widening.py.
+# In times in which a multiprocessor's tile reads a key by the kernel for Hopper. With these the faster way is taken in
+# every case that benchmarks/widening.py has measured.
 _PORTABLE_READ = 2.3  # by the portable kernel, from 8 bits
-_WIDENING = 3.0  # a key of one head is made 16 bits, by one multiprocessor; of some 100 MB 2.1 times, of more up to 4
+_WIDENING = 3.0  # a key of one head is made 16 bits, by one multiprocessor
 
 
 def widens(spec: AttentionSpec, options: TritonOptions, device: torch.device) -> bool:
