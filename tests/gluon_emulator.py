@@ -219,9 +219,12 @@ class SharedArray:
         return Shared(self.data[start : start + self.together])
 
     def _reinterpret(self, dtype: Dtype, shape: Sequence[int], layout: Any) -> SharedArray:
+        """Matrices beside one another as one, or one as several below one another."""
         data = self.data.view(dtype)
-        count, rows, width = data.shape
-        assert (shape[1], shape[0] * shape[2]) == (rows, count * width), shape
+        _count, rows, width = data.shape
+        if shape[2] == width and rows % shape[1] == 0:
+            data = data.view(-1, shape[1], width)
+        assert [len(data) * width // shape[2], data.shape[1], shape[2]] == list(shape), shape
         return SharedArray(data, shape[2] // width)
 
 

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -29,11 +30,11 @@ from attn_backends.triton_hopper import (
     barrier,
     barriers,
     clear_rows,
-    load_strip,
     nth_of,
     page_ids,
     times_rows,
     weigh,
+    write_lines,
     write_rows,
 )
 from attn_backends.triton_split import FAR, LN_2, LOG2_E, first_key, seen_by_all
@@ -41,6 +42,7 @@ from attn_backends.triton_split import FAR, LN_2, LOG2_E, first_key, seen_by_all
 ROWS = gl.constexpr(64)  # queries of a group of warps
 STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory
 NUMBERS = gl.constexpr(10)  # that are told of a tile
+BATCH = gl.constexpr(4)  # loads of keys or values that code is written out for
 GROUP_WARPS = 4
 
 
@@ -55,14 +57,14 @@ def places_of(head_dim: int) -> int:
 
 
 _NOT_CONSTANT = ["first_row", "num_rows", "section", "table_row", "ahead", "behind", "has_sinks", "want_lse",
-                 "lse_token", "page_rows", "head_rows"]  # fmt: skip
+                 "lse_token", "page_rows", "head_rows", "num_batches"]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_NOT_CONSTANT)  # type: ignore[untyped-decorator]
 def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     query, key_strips, value_strips, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, sinks, counters,
     scale, value_scale, ahead, behind, has_sinks, want_lse, first_row, num_rows, section, table_row, page_rows,
-    head_rows, key_head, value_head, query_token, query_head, out_token, out_head, lse_token,
+    head_rows, num_batches, key_head, value_head, query_token, query_head, out_token, out_head, lse_token,
     CHUNK: gl.constexpr, LOCAL: gl.constexpr, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr,
     PLACES: gl.constexpr,
@@ -74,6 +76,8 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
         key_strips, value_strips: see `triton_hopper.strips_of`; loads have LOAD rows.
         counters: [2] i32, zeros between launches: tiles that were taken, and programs that are done.
         page_rows, head_rows: rows of them from page to page, and from head to head.
+        num_batches: of a block's loads, by BATCH or as many as there are. Not a constant: a compiler that writes all of
+            them out has too few registers left, for the other warps too.
         key_head, value_head: columns from head to head.
         scale: of logits in base 2, positive; value_scale: of the cache.
         query_token, query_head: multiples of 16, and `query` of 16 bytes.
@@ -101,7 +105,7 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     sees, wants = (ahead, behind), (has_sinks, want_lse)
     rows = (seq_lens, query_start_loc, key_start_loc, page_table, table_row)
     spans = (first_row, num_rows, section)
-    steps = (page_rows, head_rows, key_head, value_head)
+    steps = (page_rows, head_rows, key_head, value_head, num_batches)
     gl.warp_specialize(
         [
             (_attend, (tensors, strides, factors, sees, wants, q_0, held, news, 0, CHUNK, LOCAL, GROUP, TOKENS, KEYS,
@@ -272,25 +276,21 @@ def _load_blocks(  # type: ignore[no-untyped-def]
     """Of a tile, the last block first, of which `ids` are the pages; `done` blocks of other tiles came before."""
     keys, values, arrived, free = held
     head, row, start, num_blocks, seq_len, _upper, _lower, _first_token, _query_len, _first = told
-    page_rows, head_rows, key_head, value_head = steps
+    page_rows, head_rows, key_head, value_head, num_batches = steps
     at_row = head * head_rows
     if PAGE_SIZE == 0:
         at_row += row
     for block in range(num_blocks):
         stage, turn = (done + block) % STAGES, (done + block) // STAGES & 1
         first = start + (num_blocks - 1 - block) * KEYS
-        loads = ()
-        for part in gl.static_range(KEYS // LOAD):
-            at = first + part * LOAD
-            of_load = at_row + at
-            if PAGE_SIZE != 0:
-                of_load = at_row + nth_of(ids, part) * page_rows + at % PAGE_SIZE
-            loads = loads + (of_load,)  # type: ignore[assignment]  # noqa: RUF005
+        of_block = (stage, at_row, first, ids, page_rows, num_batches)
         mbarrier.wait(free[0].index(stage), turn ^ 1)
-        _load_block(key_strips, loads, head * key_head, arrived[0].index(stage), keys, stage, LOAD, KEYS, DIM)
-        ids = _page_ids(rows, row, first - KEYS, seq_len, PAGE_SIZE, LOAD)  # they come while this block waits
+        _load_block(key_strips, head * key_head, of_block, arrived[0].index(stage), keys, PAGE_SIZE, LOAD, KEYS, DIM)
+        next_ids = _page_ids(rows, row, first - KEYS, seq_len, PAGE_SIZE, LOAD)  # they come while this block waits
         mbarrier.wait(free[1].index(stage), turn ^ 1)
-        _load_block(value_strips, loads, head * value_head, arrived[1].index(stage), values, stage, LOAD, KEYS, DIM_VO)
+        _load_block(value_strips, head * value_head, of_block, arrived[1].index(stage), values, PAGE_SIZE, LOAD, KEYS,
+                    DIM_VO)  # fmt: skip
+        ids = next_ids
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -305,12 +305,24 @@ def _page_ids(rows, row, first, seq_len, PAGE_SIZE: gl.constexpr, LOAD: gl.const
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _load_block(  # type: ignore[no-untyped-def]
-    strips, rows, column, ready, to, stage, LOAD: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr
-):
-    mbarrier.expect(ready, KEYS // LOAD * (WIDTH // STRIP) * strips.block_type.nbytes)
-    for strip in gl.static_range(WIDTH // STRIP):
-        place = to.index(stage * (WIDTH // STRIP) + strip)
-        load_strip(strips, rows, column + strip * STRIP, ready, place, LOAD)
+    strips, column, of_block, ready, to, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, KEYS: gl.constexpr,
+    WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Keys or values of a block, BATCH loads of all strips at a time."""
+    stage, at_row, first, ids, page_rows, num_batches = of_block
+    LOADS: gl.constexpr = KEYS // LOAD
+    AT_ONCE: gl.constexpr = LOADS if LOADS < BATCH else BATCH
+    mbarrier.expect(ready, LOADS * (WIDTH // STRIP) * strips.block_type.nbytes)
+    places = to._reinterpret(to.dtype, [STAGES * (WIDTH // STRIP) * LOADS, LOAD, STRIP], BLOCK_LAYOUT)
+    for batch in range(num_batches):
+        for i in gl.static_range(AT_ONCE):
+            nth = batch * AT_ONCE + i
+            row = at_row + first + nth * LOAD
+            if PAGE_SIZE != 0:
+                row = at_row + nth_of(ids, nth) * page_rows + (first + nth * LOAD) % PAGE_SIZE
+            for strip in gl.static_range(WIDTH // STRIP):
+                place = places.index((stage * (WIDTH // STRIP) + strip) * LOADS + nth)
+                tma.async_copy_global_to_shared(strips, [row, column + strip * STRIP], ready, place)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -332,7 +344,7 @@ def _attend(  # type: ignore[no-untyped-def]
         if PLACES > 1:
             _ask_for_queries(q, next_place, next_told, tensors, strides, which, GROUP, TOKENS, DIM)
         _attend_tile(told, place, done, tensors, strides, factors, sees, wants, q, held, which, CHUNK, LOCAL, GROUP,
-                     TOKENS, KEYS, DIM, DIM_VO)  # fmt: skip
+                     TOKENS, KEYS, DIM, DIM_VO, PLACES)  # fmt: skip
         if PLACES == 1:
             barrier()
             _ask_for_queries(q, next_place, next_told, tensors, strides, which, GROUP, TOKENS, DIM)
@@ -345,7 +357,7 @@ def _attend(  # type: ignore[no-untyped-def]
 def _attend_tile(  # type: ignore[no-untyped-def]
     told, place, done, tensors, strides, factors, sees, wants, q, held, which: gl.constexpr, CHUNK: gl.constexpr,
     LOCAL: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr,
-    DIM_VO: gl.constexpr,
+    DIM_VO: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """64 of a tile's queries, which lie in `q` at its place."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -407,7 +419,15 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     shrunk = gl.exp2(top - higher)
     total = total * shrunk + gl.exp2(sink - higher)
     share = gl.where(saw, value_scale * shrunk / gl.where(saw, total, 1.0), 0.0)
-    write_rows(output + at * out_token + q_head * out_head, sums, share, live)
+    if DIM == DIM_VO:  # the place of the tile's queries, which nobody wants any more, is as wide
+        LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM_VO, DIM_VO // 8], [gl.num_warps(), 1], [1, 0])
+        line = which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
+        its_token = first + line // GROUP
+        to = output + (first_token + its_token).to(gl.int64) * out_token + (head * GROUP + line % GROUP) * out_head
+        its_place = q._reinterpret(q.dtype, [PLACES, ROWS, DIM_VO], BLOCK_LAYOUT).index(place)
+        write_lines(to, sums, share, (its_token < query_len) & (line < TOKENS * GROUP), its_place)
+    else:
+        write_rows(output + at * out_token + q_head * out_head, sums, share, live)
     if want_lse != 0:
         log_sum = (higher + gl.log2(gl.where(saw, total, 1.0))) * LN_2
         gl.store(lse + at * lse_token + q_head, gl.where(saw, log_sum, float("-inf")), mask=live)

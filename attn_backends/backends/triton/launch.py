@@ -362,7 +362,7 @@ def _prefill_on_hopper(
     *page_rows, head_rows = _row_steps(key)
     # Heads lie within a row, or whole rows apart.
     columns = (of.stride(-2) % of.stride(-3) for of in (key, value))
-    steps = (*(page_rows or [0]), head_rows, *columns)
+    steps = (*(page_rows or [0]), head_rows, -(-keys // rows // hopper_kernel.BATCH.value), *columns)
     table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
     hopper_kernel.prefill_hopper_kernel[min(num_tiles * num_kv_heads, num_programs),](
         query, *strips, output, sinks if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc, sinks,
