@@ -121,6 +121,18 @@ def test_prefill_of_many_rows(heads: tuple[int, int], launches: list[int]) -> No
 
 
 @only_interpreted
+def test_rows_without_queries_end(launches: list[int]) -> None:
+    """And write nothing, whatever the host took them for."""
+    batch = prefill(spec_of(), 16, ([70, 50], [20, 33]))
+    layer = make_layer(get_backend("TRITON"), batch)
+    step, output = layer.begin(batch), torch.full_like(batch.query, 7.0)
+    step.metadata.query_start_loc.zero_()
+    layer.impl.forward(batch.query, None, None, batch.fresh_pool(), step, output)
+    assert len(launches) == 1
+    assert torch.equal(output, torch.full_like(output, 7.0))
+
+
+@only_interpreted
 @pytest.mark.parametrize(
     ("changes", "heads_at_once"),
     [({}, 2), ({"window_left": 90}, 2), ({"causal": False}, 2), ({"sinks": True}, 1), ({"heads": (9, 3)}, 2)],

@@ -193,18 +193,18 @@ def _look_up(  # type: ignore[no-untyped-def]
     row's length; a head of -1 behind the last tile. It looks among LANES rows at a time, first among those from the
     `begin`th on, which have `before` tiles in front; also returns where it found the tile."""
     seq_lens, query_start_loc, _, _, _ = rows
-    first_row, _num_rows, section = spans
+    first_row, num_rows, section = spans
     last = num_tiles * KV_HEADS - 1
-    head, tile = tile_of(gl.minimum(program, last), num_tiles, section, KV_HEADS)
+    head, tile = tile_of(gl.minimum(program, last), gl.maximum(num_tiles, 1), section, KV_HEADS)
     if tile < before:
         begin, before = begin * 0, before * 0
     counts = _tile_counts(rows, spans, begin, TOKENS)
-    while before + gl.sum(counts, 0) <= tile:
+    while (begin + LANES < num_rows) & (before + gl.sum(counts, 0) <= tile):
         before += gl.sum(counts, 0)
         begin += LANES
         counts = _tile_counts(rows, spans, begin, TOKENS)
     ends = before + gl.associative_scan(counts, 0, _add)
-    row = first_row + begin + gl.sum((ends <= tile).to(gl.int32), 0)
+    row = first_row + gl.minimum(begin + gl.sum((ends <= tile).to(gl.int32), 0), num_rows - 1)
     first_of_row = gl.max(gl.where(ends <= tile, ends, before), 0)
     first_token = gl.load(query_start_loc + row)
     query_len = gl.load(query_start_loc + row + 1) - first_token
