@@ -394,7 +394,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         barrier()
         mbarrier.arrive(free[0].index(done % STAGES))
         weights, top, total, _shrunk = weigh(_masked(logits, last, low, high), top, total, scale)
-        so_far = (as_operand(weights, values.dtype, sums), sums, top, total)
+        so_far = (weights, sums, top, total)
         at = (q, place, held, values, done)
         upper, lower = gl.maximum(upper, 1), gl.maximum(lower, 1)
         so_far = _blocks(so_far, at, 1, upper, last, low, high, scale, True, KEYS, DIM, DIM_VO)
@@ -404,6 +404,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         weights, sums, top, total = so_far
         stage, turn = (done + num_blocks - 1) % STAGES, (done + num_blocks - 1) // STAGES & 1
         mbarrier.wait(arrived[1].index(stage), turn)
+        weights = as_operand(weights, values.dtype, sums)
         sums = warpgroup_mma(weights, values.index(stage), sums, is_async=True)
         sums = warpgroup_mma_wait(0, deps=(sums,))
         barrier()
@@ -445,16 +446,16 @@ def _blocks(  # type: ignore[no-untyped-def]
     keys, _, arrived, free = held
     for block in range(begin, end):
         before = done + block - 1
+        operand = as_operand(weights, values.dtype, sums)  # values of 16 bits that a loop hands on are taken apart
         pending = _logits(q, place, keys, arrived[0], before + 1, LOGITS, KEYS, DIM)
         mbarrier.wait(arrived[1].index(before % STAGES), before // STAGES & 1)
-        sums_pending = warpgroup_mma(weights, values.index(before % STAGES), sums, is_async=True)
+        sums_pending = warpgroup_mma(operand, values.index(before % STAGES), sums, is_async=True)
         logits = warpgroup_mma_wait(1, deps=(pending,))
         barrier()
         mbarrier.arrive(free[0].index((before + 1) % STAGES))
         if MASKED:
             logits = _masked(logits, last - block * KEYS, low, high)
-        given, top, total, shrunk = weigh(logits, top, total, scale)
-        weights = as_operand(given, values.dtype, sums)
+        weights, top, total, shrunk = weigh(logits, top, total, scale)
         sums = warpgroup_mma_wait(0, deps=(sums_pending,))
         barrier()
         mbarrier.arrive(free[1].index(before % STAGES))
