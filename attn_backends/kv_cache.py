@@ -111,6 +111,8 @@ def write_kv(
     slot_mapping: torch.Tensor,  # [num_tokens] i64; -1 is never written
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    *,
+    next_waits: bool = False,  # the kernel behind it may start before it ends, and waits for it by itself
 ) -> None:
     """Write tokens to their slots, wherever padding stands, without a read of the device.
 
@@ -122,7 +124,7 @@ def write_kv(
     if _has_kernel(kv_cache.key):
         from attn_backends.kv_write_triton import write_kv as write_in_one_launch
 
-        write_in_one_launch(key, value, *kv_cache, slot_mapping, k_scale, v_scale)
+        write_in_one_launch(key, value, *kv_cache, slot_mapping, k_scale, v_scale, next_waits)
         return
     live = slot_mapping >= 0
     some = live.to(torch.uint8).argmax(0, keepdim=True)  # [1], a real token if there is one

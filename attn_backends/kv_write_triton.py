@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from attn_backends.spec import FP8_DTYPES
+from attn_backends.triton_split import can_start_early, let_next_start
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -34,8 +35,11 @@ def write_kv_kernel(  # type: ignore[no-untyped-def]
     key_page, key_offset, key_cache_head, value_page, value_offset, value_cache_head,
     PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, LIMIT: tl.constexpr, SCALED: tl.constexpr,
+    LETS_NEXT_START: tl.constexpr,
 ):  # fmt: skip
-    """One program a token. A slot of -1 is padding."""
+    """One program a token. A slot of -1 is padding. LETS_NEXT_START: the next kernel waits for this one by itself."""
+    if LETS_NEXT_START:
+        let_next_start()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
@@ -75,6 +79,7 @@ def write_kv(
     slot_mapping: torch.Tensor,
     k_scale: float,
     v_scale: float,
+    next_waits: bool,
 ) -> None:
     """`attn_backends.kv_cache.write_kv`, in one launch."""
     key, value = (new if new.stride(2) == 1 else new.contiguous() for new in (key, value))
@@ -86,5 +91,5 @@ def write_kv(
         *key_cache.stride()[:3], *value_cache.stride()[:3],
         key_cache.shape[1], num_heads, key_dim, value_dim,
         triton.next_power_of_2(num_heads * key_dim), triton.next_power_of_2(num_heads * value_dim),
-        limit, k_scale != 1.0 or v_scale != 1.0,
+        limit, k_scale != 1.0 or v_scale != 1.0, next_waits and can_start_early(key_cache.device),
     )  # fmt: skip

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from attn_backends.devices import is_hopper
 from attn_backends.spec import AttentionSpec
@@ -54,6 +56,12 @@ def has_tensor_engine(device: torch.device) -> bool:
 def has_hopper_kernels(device: torch.device) -> bool:
     """Whether kernels that are written for Hopper, in Gluon, run on a device. None is interpreted."""
     return device.type == "cuda" and is_hopper(device) and _TRITON in _GLUON_TRIED
+
+
+@cache
+def can_start_early(device: torch.device) -> bool:
+    """Whether a kernel can start before the one in front of it has ended: by programmatic dependent launch."""
+    return device.type == "cuda" and has_tensor_engine(device) and hasattr(cuda, "gdc_wait")
 
 
 class Tile(Protocol):
@@ -159,6 +167,18 @@ class ItemList:
             list_items(seq_lens, query_start_loc, self.items, self._how)
         else:
             self._kernel, self._arguments = _launch_schedule(seq_lens, query_start_loc, self.items, self._how)
+
+
+@triton.jit
+def let_next_start():  # type: ignore[no-untyped-def]
+    """The kernel behind this one starts once all programs came here, if it is launched so (Triton's `launch_pdl`)."""
+    cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_last():  # type: ignore[no-untyped-def]
+    """In every program of such a kernel: from here on all that the kernel before it writes is there."""
+    cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize=["num_rows", "target", "max_items", "behind", "chunk"])  # type: ignore[untyped-decorator]

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, get_backend
+from attn_backends.batch_views import without_new_keys
 from attn_backends.testing.conformance import BackendConformance
-from attn_backends.testing.harness import assert_matches, run_backend
+from attn_backends.testing.harness import assert_matches, make_layer, run_backend
 from attn_backends.testing.random_batch import random_batch
 from tests.backends.large_cache import check_large_cache
 from tests.backends.test_call_checks import CALLS, check_refused
@@ -18,6 +19,7 @@ from tests.interpreted import in_own_process, only_interpreted, run_interpreted
 triton = pytest.importorskip("triton", reason="needs triton")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 launch = pytest.importorskip("attn_backends.backends.triton.launch")
+impl = pytest.importorskip("attn_backends.backends.triton.impl")
 rows_of = pytest.importorskip("attn_backends.backends.triton.tile").rows_of
 metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
 
@@ -82,6 +84,30 @@ def test_whole_blocks_between_those_with_a_mask(changes: dict[str, Any]) -> None
     for page_size in (16, 32):
         batch = random_batch(backend, spec, [300, 130], [160, 33], page_size=page_size, poison=float("nan"))
         assert_matches(run_backend(backend, batch), batch, str(changes))
+
+
+@only_interpreted
+@pytest.mark.parametrize(
+    ("query_lens", "writes", "early"),
+    [((1, 1), True, True), ((1, 40), True, True), ((1, 1), False, False), ((40, 40), True, None)],
+    ids=str,
+)
+def test_decode_starts_early_behind_its_write_alone(
+    query_lens: tuple[int, ...], writes: bool, early: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that can: the write then lets the next kernel start, and only if that waits for it. None: no decode."""
+    started, let = [], []
+    monkeypatch.setattr(launch, "can_start_early", lambda device: True)
+    monkeypatch.setattr(launch, "_decode", lambda *arguments: started.append(arguments[-3][-1]))
+    monkeypatch.setattr(impl, "write_kv", lambda *arguments, next_waits: let.append(next_waits))
+    batch = random_batch(get_backend("TRITON"), AttentionSpec(4, 2, 32), [50, 60], query_lens)
+    layer = make_layer(get_backend("TRITON"), batch)
+    common = batch.common() if writes else without_new_keys(batch.common())
+    step = layer.state.begin_forward(layer.builder.build(0, common))
+    new = (batch.key, batch.value) if writes else (None, None)
+    layer.impl.forward(batch.query, *new, batch.fresh_pool(), step)
+    assert started == ([] if early is None else [early])
+    assert let == ([early is not None] if writes else [])
 
 
 @triton.jit

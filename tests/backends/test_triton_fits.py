@@ -107,7 +107,7 @@ def decode_of(spec: AttentionSpec, num_rows: int, query_rows: int, room: int) ->
     """The tile, and the kernel's constants, for one tile of queries."""
     tile = tuning.decode_tile(spec, KVCacheSpec(16, 16), num_rows, query_rows, None, room)
     sizes = {"TILES": 1, "ROWS": query_rows, "LANES": query_rows, "PARTS": 1, "KEYS": tile.keys, "STAGES": tile.stages,
-             "MASKED_STAGES": 1, "PAIRS": int(spec.cache_dtype.itemsize == 1)}  # fmt: skip
+             "MASKED_STAGES": 1, "PAIRS": int(spec.cache_dtype.itemsize == 1), "EARLY_START": 0}  # fmt: skip
     return tile, constants_of(spec, 16, **sizes)
 
 
@@ -183,7 +183,9 @@ def test_an_fp8_cache_costs_no_slow_instructions(cached: torch.dtype) -> None:
     from attn_backends.backends.triton.decode_kernel import decode_kernel
 
     spec, latent = spec_of(128, 128, torch.bfloat16, cached), MLASpec(16, dtype=torch.bfloat16, cache_dtype=cached)
-    decode = constants_of(spec, 16, TILES=1, ROWS=16, LANES=16, PARTS=1, KEYS=64, STAGES=3, MASKED_STAGES=1, PAIRS=1)
+    decode = constants_of(
+        spec, 16, TILES=1, ROWS=16, LANES=16, PARTS=1, KEYS=64, STAGES=3, MASKED_STAGES=1, PAIRS=1, EARLY_START=1
+    )
     mla = {"WANT_LSE": 0, "PAGE_SIZE": 16, "QUERY_LEN": 1, "HEADS": 16, "TILES": 1, "ROWS": 16, "KEYS": 32, "RANK": 512,
            "ROPE": 64, "BLOCK_RANK": 512, "BLOCK_ROPE": 64, "EXACT": 0, "STAGES": 3, "latent_rows": None,
            "rope_rows": None}  # fmt: skip
@@ -196,6 +198,23 @@ def test_an_fp8_cache_costs_no_slow_instructions(cached: torch.dtype) -> None:
         assert "HMMA" in code
         assert "F2F." not in code
         assert code.count("LDS.U8") <= 4  # by masks
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_decode_waits_where_it_starts_early(early: int) -> None:
+    """Before it reads queries or keys: in front of all loads but those of its item."""
+    from triton.compiler import ASTSource
+
+    from attn_backends.backends.triton.decode_kernel import decode_kernel
+
+    spec = spec_of(128, 128, torch.bfloat16, torch.bfloat16)
+    tile, constants = decode_of(spec, 64, 16, HOPPER)
+    code = listing(
+        _compiled(ASTSource, decode_kernel, tensors_of(spec), constants | {"EARLY_START": early}, tile.warps, 90)
+    )
+    before, waits, _ = code.partition("ACQBULK")
+    assert bool(waits) == bool(early)
+    assert not early or (before.count("LDG") <= 8 and "LDGSTS" not in before)
 
 
 @pytest.mark.parametrize("cached", [torch.bfloat16, torch.float8_e4m3fn], ids=str)

@@ -21,6 +21,7 @@ from attn_backends.triton_split import (
     FAR,
     HOPPER_PAGE,
     ItemList,
+    can_start_early,
     has_hopper_kernels,
     has_tensor_engine,
     num_multiprocessors,
@@ -141,6 +142,7 @@ class Kernels:
         self._extras = (nothing if slopes is None else slopes, nothing if sinks is None else sinks)
         self._scales = {True: (k_scale, v_scale), False: (1.0, 1.0)}  # of the cache; of keys as they came
         self._sees = [*sight(spec), int(spec.sinks)]
+        self._starts_early = can_start_early(device)
         self._is_local = spec.window_left >= 0 or spec.chunk_size is not None
         early = spec.logits_soft_cap is not None or spec.alibi_slopes is not None or spec.scale <= 0
         self._form = [int(spec.logits_soft_cap is not None), int(spec.alibi_slopes is not None), int(early)]
@@ -150,9 +152,10 @@ class Kernels:
     def decode(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
         lse: torch.Tensor | None, page_table: torch.Tensor, schedule: Schedule,
-        room: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        room: tuple[torch.Tensor, torch.Tensor, torch.Tensor], follows_write: bool,
     ) -> None:  # fmt: skip
-        """Rows whose keys are split; `room` is where their parts meet."""
+        """Rows whose keys are split; `room` is where their parts meet. Where the launch in front of it is that
+        which writes the new keys, it starts before that has ended: the items were there before either."""
         tile, cut = schedule.tile, schedule.cut
         threads = 32 * tile.warps
         registers = min(_JOIN_REGISTERS, _REGISTERS // (tile.programs * threads) // 2) * threads
@@ -161,6 +164,7 @@ class Kernels:
             *self._form, _alike(key, value), _can_be_pairs(value), key.shape[1], *self._heads, cut.tiles, cut.rows,
             tile.keys, *self._dims, tile.stages, tile.stages if self._is_local else 1,
             int(query.dtype is torch.float32), cut.lanes, at_once,
+            int(follows_write and self._starts_early),
         ]  # fmt: skip
         grid = len(schedule.list.items) * self.spec.num_kv_heads * cut.tiles
         _decode(query, key, value, output, lse, page_table, schedule.list.items, *room, *self._extras,
@@ -308,6 +312,7 @@ def _decode(
         query, key, value, output, sums if lse is None else lse, page_table, items, partial, sums, counters, slopes,
         sinks, *factors, *sees, int(lse is not None), page_table.stride(0),
         *_strides(query, key, value, output, lse), *constants, num_warps=warps,
+        **({"launch_pdl": True} if constants[-1] else {}),
     )  # fmt: skip
 
 

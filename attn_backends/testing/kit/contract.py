@@ -230,6 +230,20 @@ class Contract(KitBase):
             assert_matches(result, batch, "one of two layers of a step")
             assert_pool(result.kv_cache, batch.pool_after(), "one of two layers of a step")
 
+    @pytest.mark.parametrize("shape", ["small_decode", "mixed_small"])
+    def test_layers_follow_each_other_at_once(self, shape: str) -> None:
+        """Each attends the keys that it writes, in slots where the layer in front of it wrote others."""
+        first = self.make_batch(self.make_spec(), shape)
+        second = replace(first, rows=tuple(map(_of_another_layer, first.rows)))
+        layer, pool = make_layer(self.backend, first), first.fresh_pool()
+        step = layer.begin(first)
+        given = [(batch.query, batch.key, batch.value) for batch in (first, second)]
+        outputs = [layer.impl.forward(*tensors, pool, step) for _ in range(8) for tensors in given]
+        expected = [batch.expected() for batch in (first, second)]
+        for nth, output in enumerate(outputs):
+            assert_matches(Result(output, None, None), first, f"layer {nth} of {len(outputs)}", expected[nth % 2])
+        assert_pool(pool, second.pool_after(), "after all layers")
+
 
 def _without_lookahead(row: Row, batch: Batch) -> Row:
     pages: Sequence[int] = list(row.data.pages if row.data.pages is not None else [])
