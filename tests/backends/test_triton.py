@@ -89,25 +89,27 @@ def test_whole_blocks_between_those_with_a_mask(changes: dict[str, Any]) -> None
 @only_interpreted
 @pytest.mark.parametrize(
     ("query_lens", "writes", "early"),
-    [((1, 1), True, True), ((1, 40), True, True), ((1, 1), False, False), ((40, 40), True, None)],
+    [((1, 1), True, True), ((1, 5), True, True), ((1, 1), False, False), ((1, 6), True, False), ((40,), True, None)],
     ids=str,
 )
 def test_decode_starts_early_behind_its_write_alone(
     query_lens: tuple[int, ...], writes: bool, early: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU that can: the write then lets the next kernel start, and only if that waits for it. None: no decode."""
-    started, let = [], []
+    """Of no more tokens than there are multiprocessors, six here; None: no decode. The write lets nothing else start
+    early: what others launch may not wait for it."""
+    started, lets = [], []
     monkeypatch.setattr(launch, "can_start_early", lambda device: True)
-    monkeypatch.setattr(launch, "_decode", lambda *arguments: started.append(arguments[-3][-1]))
-    monkeypatch.setattr(impl, "write_kv", lambda *arguments, next_waits: let.append(next_waits))
-    batch = random_batch(get_backend("TRITON"), AttentionSpec(4, 2, 32), [50, 60], query_lens)
-    layer = make_layer(get_backend("TRITON"), batch)
-    common = batch.common() if writes else without_new_keys(batch.common())
-    step = layer.state.begin_forward(layer.builder.build(0, common))
+    monkeypatch.setattr(launch, "num_multiprocessors", lambda device: 6)
+    monkeypatch.setattr(launch, "_decode", lambda *arguments: started.append(bool(arguments[-3][-1])))
+    monkeypatch.setattr(impl, "write_kv", lambda *arguments, next_waits: lets.append(next_waits))
+    backend = get_backend("TRITON")
+    batch = random_batch(backend, AttentionSpec(4, 2, 32), [50, 60][: len(query_lens)], query_lens)
+    layer, common = make_layer(backend, batch), batch.common()
+    step = layer.state.begin_forward(layer.builder.build(0, common if writes else without_new_keys(common)))
     new = (batch.key, batch.value) if writes else (None, None)
     layer.impl.forward(batch.query, *new, batch.fresh_pool(), step)
     assert started == ([] if early is None else [early])
-    assert let == ([early is not None] if writes else [])
+    assert lets == ([bool(early)] if writes else [])
 
 
 @triton.jit

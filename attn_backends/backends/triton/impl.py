@@ -59,18 +59,18 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         if output is None:
             output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)
         decoded_pages = metadata.page_table if metadata.num_decode_rows else None
-        follows_write = False
+        starts_early = False
         if kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
+            starts_early = decoded_pages is not None and self._kernels.can_start_early(len(key))
             write_kv(key, value, kv_cache, metadata.slot_mapping[: len(key)], self.k_scale, self.v_scale,
-                     next_waits=decoded_pages is not None)  # fmt: skip
-            follows_write = True
+                     next_waits=starts_early)  # fmt: skip
         keys, values = self._source(metadata, key, value, kv_cache)
         num_decoded = metadata.num_decode_tokens if metadata.num_decode_rows < metadata.num_rows else len(query)
         if decoded_pages is not None:
             assert planned.schedule is not None  # as there are rows to decode
             room = (planned.room.partial, planned.room.sums, planned.room.counters)
             self._kernels.decode(query, keys, values, output, lse, decoded_pages, planned.schedule, room,
-                                 follows_write)  # fmt: skip
+                                 starts_early)  # fmt: skip
         if metadata.num_decode_rows < metadata.num_rows:
             table = metadata.page_table
             if metadata.prefills_are_prompts and key is not None and value is not None:

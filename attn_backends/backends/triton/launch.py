@@ -142,20 +142,28 @@ class Kernels:
         self._extras = (nothing if slopes is None else slopes, nothing if sinks is None else sinks)
         self._scales = {True: (k_scale, v_scale), False: (1.0, 1.0)}  # of the cache; of keys as they came
         self._sees = [*sight(spec), int(spec.sinks)]
-        self._starts_early = can_start_early(device)
+        self._can_start_early = can_start_early(device)
         self._is_local = spec.window_left >= 0 or spec.chunk_size is not None
         early = spec.logits_soft_cap is not None or spec.alibi_slopes is not None or spec.scale <= 0
         self._form = [int(spec.logits_soft_cap is not None), int(spec.alibi_slopes is not None), int(early)]
         self._heads = [spec.num_kv_heads, spec.group_size]
         self._dims = [spec.head_dim, spec.head_dim_vo, *block_dims(spec)]
 
+    def can_start_early(self, num_written: int) -> bool:
+        """Whether decode can start before the launch that writes so many tokens has ended.
+
+        That has a program a token. With more than there are multiprocessors some are fuller than others when it ends,
+        and decode's programs, which fill the GPU evenly, would not.
+        """
+        return self._can_start_early and num_written <= self._num_sms
+
     def decode(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
         lse: torch.Tensor | None, page_table: torch.Tensor, schedule: Schedule,
-        room: tuple[torch.Tensor, torch.Tensor, torch.Tensor], follows_write: bool,
+        room: tuple[torch.Tensor, torch.Tensor, torch.Tensor], starts_early: bool,
     ) -> None:  # fmt: skip
-        """Rows whose keys are split; `room` is where their parts meet. Where the launch in front of it is that
-        which writes the new keys, it starts before that has ended: the items were there before either."""
+        """Rows whose keys are split; `room` is where their parts meet. `starts_early`: right behind the launch that
+        writes the new keys, which lets it (see `can_start_early`)."""
         tile, cut = schedule.tile, schedule.cut
         threads = 32 * tile.warps
         registers = min(_JOIN_REGISTERS, _REGISTERS // (tile.programs * threads) // 2) * threads
@@ -164,7 +172,7 @@ class Kernels:
             *self._form, _alike(key, value), _can_be_pairs(value), key.shape[1], *self._heads, cut.tiles, cut.rows,
             tile.keys, *self._dims, tile.stages, tile.stages if self._is_local else 1,
             int(query.dtype is torch.float32), cut.lanes, at_once,
-            int(follows_write and self._starts_early),
+            int(starts_early),
         ]  # fmt: skip
         grid = len(schedule.list.items) * self.spec.num_kv_heads * cut.tiles
         _decode(query, key, value, output, lse, page_table, schedule.list.items, *room, *self._extras,
