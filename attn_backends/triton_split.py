@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from enum import IntEnum
 from functools import cache
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -62,6 +63,17 @@ def has_hopper_kernels(device: torch.device) -> bool:
 def can_start_early(device: torch.device) -> bool:
     """Whether a kernel can start before the one in front of it has ended: by programmatic dependent launch."""
     return device.type == "cuda" and has_tensor_engine(device) and hasattr(cuda, "gdc_wait")
+
+
+class Start(IntEnum):
+    """When a kernel starts, to the one in front of it."""
+
+    BEHIND = 0  # once that has ended
+    EARLY = 1  # before it has ended, to wait for it first
+    BESIDE = 2  # the same, and does not need what it writes: one program waits for it last, so that both have ended
+
+
+EARLY_START, BESIDE = tl.constexpr(int(Start.EARLY)), tl.constexpr(int(Start.BESIDE))  # as kernels know them
 
 
 class Tile(Protocol):
@@ -173,6 +185,12 @@ class ItemList:
 def let_next_start():  # type: ignore[no-untyped-def]
     """The kernel behind this one starts once all programs came here, if it is launched so (Triton's `launch_pdl`)."""
     cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def see_all():  # type: ignore[no-untyped-def]
+    """What kernels in front of the one beside which this one runs have written is read anew from here on."""
+    tl.inline_asm_elementwise("fence.acq_rel.gpu; // dummy $0", "=r", [], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

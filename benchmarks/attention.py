@@ -6,12 +6,12 @@
 Every contender is one CUDA graph that attends over several copies of the cache, more than the L2 holds, and its output
 is first checked against float64. Ours goes builder → state → impl: for decode through the state's clone for graphs, for
 prefill planned eagerly, with the impls' launches captured. A mixed batch has decodes in front of prompts; TRITON, which
-takes a launch for each, is also timed with all in its prefill kernel. "us" writes no new keys, as bare kernels do not;
-"with KV write" does. A backend's ratio is against the fastest bare kernel of its shape, and FLASH_ATTN's also against
-that of the same provider, which follows the backend's name (without one, the best that is here): the two have their
-turns next to one another, and the median of all rounds' ratios counts. "of copy" is the bandwidth (keys and values once
-a request, queries, outputs) as a share of what a copy within the device reads and writes; "read us" is what a kernel
-takes for a decode's keys and values that does nothing else.
+has a launch for each, side by side, is also timed with one behind the other, and with all in its prefill kernel. "us"
+writes no new keys, as bare kernels do not; "with KV write" does. A backend's ratio is against the fastest bare kernel
+of its shape, and FLASH_ATTN's also against that of the same provider, which follows the backend's name (without one,
+the best that is here): the two have their turns next to one another, and the median of all rounds' ratios counts. "of
+copy" is the bandwidth (keys and values once a request, queries, outputs) as a share of what a copy within the device
+reads and writes; "read us" is what a kernel takes for a decode's keys and values that does nothing else.
 """
 
 from __future__ import annotations
@@ -92,7 +92,12 @@ SHAPES = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CACHE_DTYPES = DTYPES | {"fp8": torch.float8_e4m3fn}  # with queries of the same dtype, of fp8 in bfloat16
-COPY, READ, WITH_WRITE, ONE_LAUNCH = "copy", "read", " with KV write", ", decodes with the prefill"
+COPY, READ, WITH_WRITE = "copy", "read", " with KV write"
+ONE_LAUNCH, IN_TURN = ", decodes with the prefill", ", decodes behind the prefill"
+OTHERWISE = {  # that TRITON can serve a mixed batch, beside side by side
+    ONE_LAUNCH: {"num_decode_rows": 0, "num_decode_tokens": 0, "prefills_are_prompts": False, "prefill_share": None},
+    IN_TURN: {"prefill_share": None},
+}
 BARE = bare_kernels.DECODE.keys() | bare_kernels.PREFILL.keys()
 OWN = {"vllm_fa3": "FA3", "flash_attn": "FA2, page 256", "flash_attn_4": "FA4"}  # FLASH_ATTN's providers' bare ones
 
@@ -147,10 +152,10 @@ def ours(name: str, problem: Problem, options: dict[str, Any]) -> Made:
     if not is_capturable or not builder.can_run_in_cudagraph(common):
         built = [builder.build(0, of) for of in (without_new_keys(fitting.common), fitting.common)]
         made = captured(*map(state.begin_forward, built), None)
-        if name == "TRITON" and problem.shape.decodes:
-            label += ONE_LAUNCH
-            whole = [replace(of, num_decode_rows=0, num_decode_tokens=0, prefills_are_prompts=False) for of in built]
-            made |= captured(*map(state.begin_forward, whole), None)
+        side_by_side = label
+        for suffix, changes in OTHERWISE.items() if name == "TRITON" and problem.shape.decodes else ():
+            label = side_by_side + suffix
+            made |= captured(*(state.begin_forward(replace(of, **changes)) for of in built), None)
         return made
     with state.graph_capture(common.num_reqs):
         clone = state.graph_clone(common.num_reqs, problem.shape.query_len)

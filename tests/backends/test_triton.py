@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +24,9 @@ launch = pytest.importorskip("attn_backends.backends.triton.launch")
 impl = pytest.importorskip("attn_backends.backends.triton.impl")
 rows_of = pytest.importorskip("attn_backends.backends.triton.tile").rows_of
 metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
+widening = pytest.importorskip("attn_backends.backends.triton.widening")
+sharing = pytest.importorskip("attn_backends.backends.triton.sharing")
+Start = pytest.importorskip("attn_backends.triton_split").Start
 
 # The interpreter takes milliseconds a program. These are left to the GPU; the others take every road of the kernels.
 LEFT_OUT = (
@@ -86,30 +91,98 @@ def test_whole_blocks_between_those_with_a_mask(changes: dict[str, Any]) -> None
         assert_matches(run_backend(backend, batch), batch, str(changes))
 
 
-@only_interpreted
-@pytest.mark.parametrize(
-    ("query_lens", "writes", "early"),
-    [((1, 1), True, True), ((1, 5), True, True), ((1, 1), False, False), ((1, 6), True, False), ((40,), True, None)],
-    ids=str,
-)
-def test_decode_starts_early_behind_its_write_alone(
-    query_lens: tuple[int, ...], writes: bool, early: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of no more tokens than there are multiprocessors, six here; None: no decode. The write lets nothing else start
-    early: what others launch may not wait for it."""
-    started, lets = [], []
-    monkeypatch.setattr(launch, "can_start_early", lambda device: True)
-    monkeypatch.setattr(launch, "num_multiprocessors", lambda device: 6)
-    monkeypatch.setattr(launch, "_decode", lambda *arguments: started.append(bool(arguments[-3][-1])))
-    monkeypatch.setattr(impl, "write_kv", lambda *arguments, next_waits: lets.append(next_waits))
-    backend = get_backend("TRITON")
-    batch = random_batch(backend, AttentionSpec(4, 2, 32), [50, 60][: len(query_lens)], query_lens)
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
+    """What an impl launches on a GPU that starts kernels early, of six multiprocessors; nothing is run."""
+    made: list[tuple[str, object]] = []
+    for where in (launch, widening):
+        monkeypatch.setattr(where, "num_multiprocessors", lambda device: 6)
+    for name in ("can_start_early", "has_hopper_kernels", "has_tensor_engine"):
+        monkeypatch.setattr(launch, name, lambda device: True)
+
+    def prefill(*arguments: Any) -> None:
+        made.append(("prefill", (arguments[-1], bool(arguments[-2][-1]))))  # programs, and whether it lets
+
+    monkeypatch.setattr(launch, "_prefill_on_hopper", prefill)
+    monkeypatch.setattr(launch, "_prefill", lambda *arguments: made.append(("portable prefill", None)))
+    monkeypatch.setattr(launch, "_widen", lambda *arguments: made.append(("widen", None)))
+    monkeypatch.setattr(launch, "_decode", lambda *arguments: made.append(("decode", Start(arguments[-3][-1]))))
+    monkeypatch.setattr(impl, "write_kv", lambda *arguments, next_waits: made.append(("write", next_waits)))
+    monkeypatch.setattr(metadata, "is_faster_widened", lambda *_: True)
+    return made
+
+
+def launch_step(query_lens: Sequence[int], writes: bool = True, **changes: Any) -> None:
+    """A step of rows of 100 keys."""
+    backend, spec = get_backend("TRITON"), AttentionSpec(4, 2, 64, **{"dtype": torch.float16, **changes})
+    batch = random_batch(backend, spec, [100] * len(query_lens), list(query_lens))
     layer, common = make_layer(backend, batch), batch.common()
     step = layer.state.begin_forward(layer.builder.build(0, common if writes else without_new_keys(common)))
     new = (batch.key, batch.value) if writes else (None, None)
     layer.impl.forward(batch.query, *new, batch.fresh_pool(), step)
-    assert started == ([] if early is None else [early])
-    assert lets == ([bool(early)] if writes else [])
+
+
+@only_interpreted
+@pytest.mark.parametrize(("query_lens", "early"), [((1, 1), True), ((1, 5), True), ((1, 6), False)], ids=str)
+def test_decode_starts_early_behind_a_small_write(
+    query_lens: tuple[int, ...], early: bool, launches: list[tuple[str, object]]
+) -> None:
+    """Of no more tokens than there are multiprocessors. The write lets nothing else start: it may not wait."""
+    launch_step(query_lens)
+    assert launches == [("write", early), ("decode", Start.EARLY if early else Start.BEHIND)]
+
+
+@only_interpreted
+def test_decode_without_a_write_starts_behind(launches: list[tuple[str, object]]) -> None:
+    launch_step((1, 1), writes=False)
+    assert launches == [("decode", Start.BEHIND)]
+
+
+@only_interpreted
+@pytest.mark.parametrize("writes", [True, False])
+def test_decodes_and_prefills_run_side_by_side(writes: bool, launches: list[tuple[str, object]]) -> None:
+    """The latter first, with as many programs as they need to take as long."""
+    for num_decodes, programs in ((1, 5), (10, 2)):
+        launches.clear()
+        launch_step((*[1] * num_decodes, 40), writes)
+        assert launches[:-2] == [("write", False)] * writes
+        assert launches[-2:] == [("prefill", (programs, True)), ("decode", Start.BESIDE)]
+
+
+@only_interpreted
+@pytest.mark.parametrize(
+    ("changes", "prefill"),
+    [({"logits_soft_cap": 30.0}, "portable prefill"), ({"cache_dtype": torch.float8_e4m3fn}, "prefill")],
+    ids=str,
+)
+def test_decodes_wait_for_other_prefills(
+    changes: dict[str, Any], prefill: str, launches: list[tuple[str, object]]
+) -> None:
+    """The portable kernel lets nothing start, nor the one for Hopper where it takes several launches."""
+    launch_step((1, 1, 40), **changes)
+    assert launches[-1] == ("decode", Start.BEHIND)
+    assert prefill in [name for name, _ in launches]
+    assert ("prefill", (6, False)) in launches or prefill != "prefill"
+
+
+@only_interpreted
+def test_prefills_alone_take_the_whole_gpu(launches: list[tuple[str, object]]) -> None:
+    launch_step((40, 20))
+    assert launches == [("write", False), ("prefill", (6, False))]
+
+
+def test_the_share_of_prefills() -> None:
+    """Grows with their tokens and shrinks with the keys that decodes read: of a window those in it, of 8 bits half."""
+
+    def share(prefill: int, decodes: int, **changes: Any) -> float:
+        spec = AttentionSpec(32, 8, 128, **{"dtype": torch.bfloat16, **changes})
+        lens = np.array([1] * decodes + [prefill]), np.array([4096] * decodes + [prefill])
+        return float(sharing.prefill_share(spec, *lens, decodes))
+
+    assert 0 < share(512, 64) < share(2048, 64) < share(2048, 16) < 1
+    assert share(2048, 64) < share(2048, 64, cache_dtype=torch.float8_e4m3fn)
+    assert share(2048, 64) < share(2048, 64, window_left=255)
+    assert share(2048, 64) == share(2048, 64, window_left=8000)
 
 
 @triton.jit

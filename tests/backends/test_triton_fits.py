@@ -107,7 +107,7 @@ def decode_of(spec: AttentionSpec, num_rows: int, query_rows: int, room: int) ->
     """The tile, and the kernel's constants, for one tile of queries."""
     tile = tuning.decode_tile(spec, KVCacheSpec(16, 16), num_rows, query_rows, None, room)
     sizes = {"TILES": 1, "ROWS": query_rows, "LANES": query_rows, "PARTS": 1, "KEYS": tile.keys, "STAGES": tile.stages,
-             "MASKED_STAGES": 1, "PAIRS": int(spec.cache_dtype.itemsize == 1), "EARLY_START": 0}  # fmt: skip
+             "MASKED_STAGES": 1, "PAIRS": int(spec.cache_dtype.itemsize == 1), "START": 0}  # fmt: skip
     return tile, constants_of(spec, 16, **sizes)
 
 
@@ -184,7 +184,7 @@ def test_an_fp8_cache_costs_no_slow_instructions(cached: torch.dtype) -> None:
 
     spec, latent = spec_of(128, 128, torch.bfloat16, cached), MLASpec(16, dtype=torch.bfloat16, cache_dtype=cached)
     decode = constants_of(
-        spec, 16, TILES=1, ROWS=16, LANES=16, PARTS=1, KEYS=64, STAGES=3, MASKED_STAGES=1, PAIRS=1, EARLY_START=1
+        spec, 16, TILES=1, ROWS=16, LANES=16, PARTS=1, KEYS=64, STAGES=3, MASKED_STAGES=1, PAIRS=1, START=1
     )
     mla = {"WANT_LSE": 0, "PAGE_SIZE": 16, "QUERY_LEN": 1, "HEADS": 16, "TILES": 1, "ROWS": 16, "KEYS": 32, "RANK": 512,
            "ROPE": 64, "BLOCK_RANK": 512, "BLOCK_ROPE": 64, "EXACT": 0, "STAGES": 3, "latent_rows": None,
@@ -200,21 +200,28 @@ def test_an_fp8_cache_costs_no_slow_instructions(cached: torch.dtype) -> None:
         assert code.count("LDS.U8") <= 4  # by masks
 
 
-@pytest.mark.parametrize("early", [0, 1])
-def test_decode_waits_where_it_starts_early(early: int) -> None:
-    """Before it reads queries or keys: in front of all loads but those of its item."""
+@pytest.mark.parametrize("start", list(split.Start))
+def test_decode_waits_as_it_starts(start: Any) -> None:
+    """Early: before all loads but those of its item. Beside another kernel: last of all, and reads anew at first."""
     from triton.compiler import ASTSource
 
     from attn_backends.backends.triton.decode_kernel import decode_kernel
 
     spec = spec_of(128, 128, torch.bfloat16, torch.bfloat16)
     tile, constants = decode_of(spec, 64, 16, HOPPER)
-    code = listing(
-        _compiled(ASTSource, decode_kernel, tensors_of(spec), constants | {"EARLY_START": early}, tile.warps, 90)
-    )
-    before, waits, _ = code.partition("ACQBULK")
-    assert bool(waits) == bool(early)
-    assert not early or (before.count("LDG") <= 8 and "LDGSTS" not in before)
+    constants["START"] = int(start)
+    code = listing(_compiled(ASTSource, decode_kernel, tensors_of(spec), constants, tile.warps, 90))
+    before, waits, behind = code.partition("ACQBULK")
+    if start is split.Start.BEHIND:
+        assert not waits
+    elif start is split.Start.EARLY:
+        assert waits
+        assert before.count("LDG") <= 8
+        assert "LDGSTS" not in before
+    else:
+        assert waits
+        assert "LDG" not in code.partition("CCTL.IVALL")[0]
+        assert not any(access in behind for access in ("LDG", "STG", "LDS", "STS"))
 
 
 @pytest.mark.parametrize("cached", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
@@ -290,7 +297,7 @@ def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_s
     rows = triton_hopper.rows_of_load(page_size, keys)
     constants = {"CHUNK": FAR.value, "LOCAL": int(is_local), "PAGE_SIZE": page_size, "LOAD": rows,
                  "KV_HEADS": 2, "GROUP": 4, "TOKENS": 32, "KEYS": keys, "DIM": dims[0], "DIM_VO": dims[1],
-                 "PLACES": hopper_kernel.places_of(dims[0])}  # fmt: skip
+                 "PLACES": hopper_kernel.places_of(dims[0]), "LETS_NEXT_START": 1}  # fmt: skip
     types = dict.fromkeys(("query", "output"), "*bf16")
     strips = f"tensordesc<bf16[{rows}, 64],{triton_hopper.BLOCK_LAYOUT!r}>"
     types |= dict.fromkeys(("key_strips", "value_strips"), strips)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from attn_backends.backends.triton.tile import attend_keys, factor, write_rows
 from attn_backends.triton_fp8 import all_columns, as_pairs, largest_of, no_sums, shares_of
-from attn_backends.triton_split import FAR, MOST_ITEMS, join, wait_for_last
+from attn_backends.triton_split import BESIDE, EARLY_START, FAR, MOST_ITEMS, join, see_all, wait_for_last
 
 
 @triton.jit(do_not_specialize=["table_row", "ahead", "behind", "chunk", "has_sinks", "want_lse", "lse_token"])  # type: ignore[untyped-decorator]
@@ -26,15 +26,17 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
     EXACT: tl.constexpr,
-    LANES: tl.constexpr, PARTS: tl.constexpr, EARLY_START: tl.constexpr,
+    LANES: tl.constexpr, PARTS: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
     """One program an item, KV head and tile of ROWS of its queries; items of a row's heads lie side by side.
 
     Of a tile LANES are queries at most; PARTS are joined at a time. ALIKE: keys and values have the same strides.
-    PAIRS: values of 8 bits come two by two. EARLY_START: the launch may start before the one in front of it has ended.
+    PAIRS: values of 8 bits come two by two. START: see `triton_split.Start`.
     """
     if ALIKE:
         value_page, value_slot, value_head = key_page, key_slot, key_head
+    if START == BESIDE:
+        see_all()
     program = tl.program_id(0)
     tile = program % TILES
     head = program // TILES % KV_HEADS
@@ -42,7 +44,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     row = tl.load(item)
     start, stop, place, parts = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
     seq_len, first_token, query_len = tl.load(item + 5), tl.load(item + 6), tl.load(item + 7)
-    if EARLY_START:  # items were listed before that one was launched
+    if START == EARLY_START:  # items were listed before that one was launched
         wait_for_last()
     if row >= 0:
         count, nth = parts // MOST_ITEMS, parts % MOST_ITEMS
@@ -108,3 +110,6 @@ def decode_kernel(  # type: ignore[no-untyped-def]
                 write_rows(output, lse, sinks, joined, joined_top, joined_total, tile * ROWS + tl.arange(0, LANES),
                            head, first_token, query_len, value_scale, out_token, out_head, lse_token,
                            has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
+    if START == BESIDE:  # noqa: SIM102 (a constant on its own leaves out what some GPUs do not have)
+        if program == tl.num_programs(0) - 1:
+            wait_for_last()

@@ -37,7 +37,7 @@ from attn_backends.triton_hopper import (
     write_lines,
     write_rows,
 )
-from attn_backends.triton_split import FAR, LN_2, LOG2_E, first_key, seen_by_all
+from attn_backends.triton_split import FAR, LN_2, LOG2_E, first_key, let_next_start, seen_by_all
 
 ROWS = gl.constexpr(64)  # queries of a group of warps
 STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory
@@ -67,7 +67,7 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     head_rows, num_batches, key_head, value_head, query_token, query_head, out_token, out_head, lse_token,
     CHUNK: gl.constexpr, LOCAL: gl.constexpr, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr,
-    PLACES: gl.constexpr,
+    PLACES: gl.constexpr, LETS_NEXT_START: gl.constexpr,
 ):  # fmt: skip
     """Programs that go from tile to tile, as `prefill_kernel` has them, of 2 * ROWS queries: the first by number, then
     whichever is next.
@@ -84,7 +84,10 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
         CHUNK: positions of a chunk, FAR where there are none: one that is known needs no divisions.
         LOCAL: of windows and chunks some blocks may need no mask, which else all have.
         PLACES: for queries, 2 or 1.
+        LETS_NEXT_START: the next kernel runs beside this one, where it leaves multiprocessors free, and waits for it.
     """
+    if LETS_NEXT_START:
+        let_next_start()
     of_dtype: gl.constexpr = query.dtype.element_ty
     q_0 = gl.allocate_shared_memory(of_dtype, [PLACES * (DIM // STRIP), ROWS, STRIP], BLOCK_LAYOUT)
     q_1 = gl.allocate_shared_memory(of_dtype, [PLACES * (DIM // STRIP), ROWS, STRIP], BLOCK_LAYOUT)

@@ -14,7 +14,7 @@ from attn_backends.backends.triton.widening import widens
 from attn_backends.call_checks import check_call, check_new_kv
 from attn_backends.interface import AttentionImpl, AttentionStep
 from attn_backends.kv_cache import KVCache, write_kv
-from attn_backends.triton_split import shared_memory
+from attn_backends.triton_split import Start, shared_memory
 
 
 def _together(tensor: torch.Tensor) -> torch.Tensor:
@@ -59,27 +59,40 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         if output is None:
             output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)
         decoded_pages = metadata.page_table if metadata.num_decode_rows else None
-        starts_early = False
+        has_prefills = metadata.num_decode_rows < metadata.num_rows
+        start = Start.BEHIND  # of decode
         if kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
-            starts_early = decoded_pages is not None and self._kernels.can_start_early(len(key))
+            if decoded_pages is not None and not has_prefills and self._kernels.can_start_early(len(key)):
+                start = Start.EARLY
             write_kv(key, value, kv_cache, metadata.slot_mapping[: len(key)], self.k_scale, self.v_scale,
-                     next_waits=starts_early)  # fmt: skip
+                     next_waits=start is Start.EARLY)  # fmt: skip
         keys, values = self._source(metadata, key, value, kv_cache)
-        num_decoded = metadata.num_decode_tokens if metadata.num_decode_rows < metadata.num_rows else len(query)
+        if has_prefills:
+            start = self._prefill(query, (keys, values), (key, value), output, lse, planned)
         if decoded_pages is not None:
             assert planned.schedule is not None  # as there are rows to decode
             room = (planned.room.partial, planned.room.sums, planned.room.counters)
             self._kernels.decode(query, keys, values, output, lse, decoded_pages, planned.schedule, room,
-                                 starts_early)  # fmt: skip
-        if metadata.num_decode_rows < metadata.num_rows:
-            table = metadata.page_table
-            if metadata.prefills_are_prompts and key is not None and value is not None:
-                keys, values, table = _together(key), _together(value), None
-            rows = Rows(table, metadata.seq_lens, metadata.query_start_loc, metadata.key_start_loc,
-                        metadata.num_decode_rows, len(query) - num_decoded, metadata.num_widened_keys,
-                        metadata.max_seq_len)  # fmt: skip
-            self._kernels.prefill(query, keys, values, output, lse, rows, planned.room.tiles, planned.room.widened)
+                                 start)  # fmt: skip
         return output
+
+    def _prefill(
+        self, query: torch.Tensor, source: tuple[torch.Tensor, torch.Tensor],
+        new: tuple[torch.Tensor | None, torch.Tensor | None], output: torch.Tensor, lse: torch.Tensor | None,
+        step: TritonStep,
+    ) -> Start:  # fmt: skip
+        """Rows behind the decodes, which can start when it says; their keys from the cache, or as the step brings
+        them."""
+        metadata, table = step.metadata, step.metadata.page_table
+        keys, values = source
+        key, value = new
+        if metadata.prefills_are_prompts and key is not None and value is not None:
+            keys, values, table = _together(key), _together(value), None
+        num_tokens = len(query) - (metadata.num_decode_tokens if metadata.num_decode_rows else 0)
+        rows = Rows(table, metadata.seq_lens, metadata.query_start_loc, metadata.key_start_loc,
+                    metadata.num_decode_rows, num_tokens, metadata.num_widened_keys, metadata.max_seq_len)  # fmt: skip
+        return self._kernels.prefill(query, keys, values, output, lse, rows, step.room.tiles, step.room.widened,
+                                     metadata.prefill_share)  # fmt: skip
 
     def _source(
         self, metadata: TritonMetadata, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache | None

@@ -21,6 +21,7 @@ from attn_backends.triton_split import (
     FAR,
     HOPPER_PAGE,
     ItemList,
+    Start,
     can_start_early,
     has_hopper_kernels,
     has_tensor_engine,
@@ -150,7 +151,7 @@ class Kernels:
         self._dims = [spec.head_dim, spec.head_dim_vo, *block_dims(spec)]
 
     def can_start_early(self, num_written: int) -> bool:
-        """Whether decode can start before the launch that writes so many tokens has ended.
+        """Whether decode can start early, in front of it the launch that writes so many tokens.
 
         That has a program a token. With more than there are multiprocessors some are fuller than others when it ends,
         and decode's programs, which fill the GPU evenly, would not.
@@ -160,10 +161,10 @@ class Kernels:
     def decode(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
         lse: torch.Tensor | None, page_table: torch.Tensor, schedule: Schedule,
-        room: tuple[torch.Tensor, torch.Tensor, torch.Tensor], starts_early: bool,
+        room: tuple[torch.Tensor, torch.Tensor, torch.Tensor], start: Start,
     ) -> None:  # fmt: skip
-        """Rows whose keys are split; `room` is where their parts meet. `starts_early`: right behind the launch that
-        writes the new keys, which lets it (see `can_start_early`)."""
+        """Rows whose keys are split; `room` is where their parts meet. `start`: other than behind the launch in front
+        of it where that lets it: early if that writes the new keys, beside it if that is `prefill`."""
         tile, cut = schedule.tile, schedule.cut
         threads = 32 * tile.warps
         registers = min(_JOIN_REGISTERS, _REGISTERS // (tile.programs * threads) // 2) * threads
@@ -172,7 +173,7 @@ class Kernels:
             *self._form, _alike(key, value), _can_be_pairs(value), key.shape[1], *self._heads, cut.tiles, cut.rows,
             tile.keys, *self._dims, tile.stages, tile.stages if self._is_local else 1,
             int(query.dtype is torch.float32), cut.lanes, at_once,
-            int(starts_early),
+            int(start),
         ]  # fmt: skip
         grid = len(schedule.list.items) * self.spec.num_kv_heads * cut.tiles
         _decode(query, key, value, output, lse, page_table, schedule.list.items, *room, *self._extras,
@@ -180,15 +181,18 @@ class Kernels:
 
     def prefill(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
-        lse: torch.Tensor | None, rows: Rows, tiles: torch.Tensor, widened: torch.Tensor,
-    ) -> None:  # fmt: skip
+        lse: torch.Tensor | None, rows: Rows, tiles: torch.Tensor, widened: torch.Tensor, share: float | None,
+    ) -> Start:  # fmt: skip
         """Rows that are not split. `tiles` is where programs count what they take. Keys that are to be made 16 bits
-        are so in `widened` [num_bytes] u8, of as many KV heads at a time as it has room for."""
+        are so in `widened` [num_bytes] u8, of as many KV heads at a time as it has room for.
+
+        Returns when the next launch can start, if that is `decode` of other rows: `share` is the part of the GPU that
+        is enough beside it. None: it is not.
+        """
         spec, group = self.spec, self.spec.group_size
         count = widened_heads(spec, rows.num_widened, len(widened))
         if not count:
-            self._attend(query, key, value, output, lse, rows, tiles, 0, rows.page_table is not None)
-            return
+            return self._attend(query, key, value, output, lse, rows, tiles, 0, rows.page_table is not None, share)
         starts = torch.empty_like(rows.seq_lens)
         dense = rows._replace(page_table=None, key_start_loc=starts)
         for first in range(0, spec.num_kv_heads, count):
@@ -200,12 +204,14 @@ class Kernels:
             _widen(key, value, keys, values, starts, rows.page_table, rows.seq_lens, how)
             part = slice(first * group, (first + heads) * group)
             sums = None if lse is None else lse[:, part]
-            self._attend(query[:, part], keys, values, output[:, part], sums, dense, tiles, first, True)
+            self._attend(query[:, part], keys, values, output[:, part], sums, dense, tiles, first, True, None)
+        return Start.BEHIND
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
         lse: torch.Tensor | None, rows: Rows, tiles: torch.Tensor, first_head: int, is_cached: bool,
-    ) -> None:  # fmt: skip
+        share: float | None,
+    ) -> Start:  # fmt: skip
         """KV heads from `first_head` on, as many as the keys have. Keys from the cache are scaled."""
         spec, is_paged, num_kv_heads = self.spec, rows.page_table is not None, key.shape[-2]
         tile = self._prefill_tiles[is_paged]
@@ -225,10 +231,20 @@ class Kernels:
         tensors = (query, key, value, output, lse, *rows[:4])
         factors, heads = self._factors(is_cached), (num_kv_heads, spec.group_size)
         if on_hopper:
-            constants = [page_size, *heads, tile_tokens, spec.head_dim, spec.head_dim_vo]
+            next_start, num_programs = Start.BEHIND, self._num_sms
+            if share is not None and self._can_start_early:
+                next_start, num_programs = Start.BESIDE, math.ceil(share * num_programs)
+            constants = [
+                page_size,
+                *heads,
+                tile_tokens,
+                spec.head_dim,
+                spec.head_dim_vo,
+                int(next_start is Start.BESIDE),
+            ]
             _prefill_on_hopper(*tensors, sinks, tiles, factors, self._sees, span, constants,
-                               self._num_sms)  # fmt: skip
-            return
+                               num_programs)  # fmt: skip
+            return next_start
         constants = [
             *self._form, _alike(key, value), page_size, *heads, tile_tokens,
             padded(tile_tokens * spec.group_size), tile.keys, *self._dims,
@@ -236,6 +252,7 @@ class Kernels:
         ]  # fmt: skip
         _prefill(*tensors, slopes, sinks, factors, self._sees, span, constants,
                  tile.keys if in_blocks else 0, tile.warps)  # fmt: skip
+        return Start.BEHIND
 
     def _factors(self, cached: bool) -> list[float]:
         """Of logits, in base 2 unless a soft cap comes between; of values; the soft cap."""
@@ -366,7 +383,7 @@ def _prefill_on_hopper(
     from attn_backends.backends.triton import hopper_kernel
 
     first_row, num_rows, num_tiles, section = span
-    page_size, num_kv_heads, group_size, tile_tokens, *dims = constants
+    page_size, num_kv_heads, group_size, tile_tokens, *dims, lets_next_start = constants
     keys = hopper_kernel.keys_of(dims[0])
     ahead, behind, chunk, has_sinks = sees
     has_whole_blocks = keys <= min(behind, chunk) < FAR.value  # within a window, or a chunk
@@ -382,6 +399,6 @@ def _prefill_on_hopper(
         tiles, *factors[:2], ahead, behind, has_sinks, int(lse is not None), first_row, num_rows, section, stride,
         *steps, *query.stride()[:2], *output.stride()[:2], 0 if lse is None else lse.stride(0), chunk,
         int(has_whole_blocks), page_size, rows, num_kv_heads, group_size, tile_tokens, keys, *dims,
-        hopper_kernel.places_of(dims[0]),
+        hopper_kernel.places_of(dims[0]), lets_next_start,
         num_warps=hopper_kernel.GROUP_WARPS,
     )  # fmt: skip

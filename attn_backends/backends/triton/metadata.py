@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from attn_backends.backends.triton.sharing import prefill_share
 from attn_backends.backends.triton.tuning import TritonOptions
 from attn_backends.backends.triton.widening import is_faster_widened, widens
 from attn_backends.batch import CommonAttentionMetadata
@@ -30,6 +31,7 @@ class TritonMetadata(AttentionMetadata):
     max_decode_len: int  # most query tokens of a decode row
     max_seq_len: int  # or an upper bound of it
     num_widened_keys: int  # to make 16 bits for rows behind the decodes, or an upper bound; 0: none, which is faster
+    prefill_share: float | None  # of the GPU, for rows behind the decodes where both run side by side; None: one only
     prefills_are_prompts: bool  # the step brings all keys that rows behind the decodes see: they are read as they come
     for_graph: bool
     query_start_loc: torch.Tensor  # [R + 1] i32
@@ -43,7 +45,7 @@ class TritonMetadata(AttentionMetadata):
             return None
         rows, tokens, new_kv = self.num_decodes, self.num_decode_tokens, self.num_decode_new_kv
         return replace(self, num_prefills=0, num_prefill_tokens=0, num_tokens=tokens, num_rows=rows,
-                       num_decode_rows=rows, num_new_kv=new_kv, num_widened_keys=0,
+                       num_decode_rows=rows, num_new_kv=new_kv, num_widened_keys=0, prefill_share=None,
                        slot_mapping=self.slot_mapping[:new_kv])  # fmt: skip
 
     @property
@@ -57,7 +59,7 @@ class TritonMetadata(AttentionMetadata):
         return replace(self, num_decodes=0, num_decode_tokens=0, num_decode_new_kv=0, num_tokens=tokens,
                        num_rows=self.num_prefills, num_decode_rows=0, query_start_loc=starts,
                        key_start_loc=key_starts, seq_lens=self.seq_lens[first:], page_table=table,
-                       num_new_kv=self.num_new_kv - before,
+                       num_new_kv=self.num_new_kv - before, prefill_share=None,
                        slot_mapping=self.slot_mapping[before : self.num_new_kv])  # fmt: skip
 
 
@@ -101,6 +103,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             max_decode_len=max_decode_len,
             max_seq_len=common.max_seq_len,
             num_widened_keys=self._keys_to_widen(common, num_decode_rows) if use_cache else 0,
+            prefill_share=self._prefill_share(common, num_decode_rows),
             prefills_are_prompts=use_cache and self._are_prompts(common, num_decode_rows),
             for_graph=common.for_graph,
             query_start_loc=common.query_start_loc,
@@ -133,6 +136,13 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         query_lens, seq_lens = (lens.numpy()[first:last] for lens in (common.query_lens_cpu, common.seq_lens_cpu))
         is_faster = is_faster_widened(self.group.spec, query_lens, seq_lens, self._widened_bytes, self.device)
         return int(seq_lens.sum()) if is_faster else 0
+
+    def _prefill_share(self, common: CommonAttentionMetadata, num_decodes: int) -> float | None:
+        if not 0 < num_decodes < common.num_actual_reqs:
+            return None
+        rows = slice(0, common.num_actual_reqs)
+        query_lens, seq_lens = (lens.numpy()[rows] for lens in (common.query_lens_cpu, common.seq_lens_cpu))
+        return prefill_share(self.group.spec, query_lens, seq_lens, num_decodes)
 
     def _are_prompts(self, common: CommonAttentionMetadata, first: int) -> bool:
         """Whether rows from `first` on bring all of their keys, in the cache's dtype: pages have nothing to add."""

@@ -209,6 +209,7 @@ class TritonGraphState(TritonState):
             num_decode_new_kv=num_tokens,
             max_decode_len=query_len,
             num_widened_keys=0,
+            prefill_share=None,
             prefills_are_prompts=False,
             for_graph=True,
             max_seq_len=self.limits.max_model_len,

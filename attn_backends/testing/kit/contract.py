@@ -27,6 +27,7 @@ from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
 from attn_backends.testing.snapshot import differences, snapshot
 
 CHUNKED = BatchShape(seq_lens=(40, 23, 7), query_lens=(40, 23, 7))
+LONGER_BEHIND = BatchShape(seq_lens=(40, 23, 70), query_lens=(1, 1, 33))
 CHUNK_EDGES = (5, 16, 17, 33, 40)  # query tokens done after each step
 POSITIONAL = ["plain", "window_15", "chunks", "alibi", "sinks", "soft_cap"]
 
@@ -230,8 +231,8 @@ class Contract(KitBase):
             assert_matches(result, batch, "one of two layers of a step")
             assert_pool(result.kv_cache, batch.pool_after(), "one of two layers of a step")
 
-    @pytest.mark.parametrize("shape", ["small_decode", "mixed_small"])
-    def test_layers_follow_each_other_at_once(self, shape: str) -> None:
+    @pytest.mark.parametrize("shape", ["small_decode", "mixed_small", LONGER_BEHIND], ids=str)
+    def test_layers_follow_each_other_at_once(self, shape: BatchShape | str) -> None:
         """Each attends the keys that it writes, in slots where the layer in front of it wrote others."""
         first = self.make_batch(self.make_spec(), shape)
         second = replace(first, rows=tuple(map(_of_another_layer, first.rows)))

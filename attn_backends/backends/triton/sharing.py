@@ -1,0 +1,29 @@
+"""How prefills and decodes of one step share a GPU: the former make products while the latter read."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from attn_backends.backends.triton.launch import HOPPER_ROWS
+from attn_backends.page_table import IntArray
+from attn_backends.spec import AttentionSpec
+
+# In numbers of a head, products that a multiprocessor makes for prefill while it reads a byte for decode. A share too
+# large is the better mistake: once prefills have ended decodes have the whole GPU, and not the other way round.
+_PRODUCTS_A_BYTE = 30.0
+_KEYS_BESIDE = 128  # what a tile takes beside its keys, in keys
+
+
+def prefill_share(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, num_decodes: int) -> float:
+    """Part of the multiprocessors with which the rows behind the decodes take as long as those with the others.
+
+    Args:
+        query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
+    """
+    reach = spec.window_left + 1 if spec.window_left >= 0 else spec.chunk_size or int(seq_lens.max())
+    read = np.minimum(seq_lens[:num_decodes], reach).sum(dtype=np.int64) * spec.cache_dtype.itemsize
+    tokens, keys = query_lens[num_decodes:], seq_lens[num_decodes:]
+    seen = np.minimum(keys - tokens // 2 if spec.causal else keys, reach) + _KEYS_BESIDE
+    tiles = -(-tokens // max(1, HOPPER_ROWS // spec.group_size))
+    products = HOPPER_ROWS * int(tiles.astype(np.int64) @ seen)
+    return products / (products + _PRODUCTS_A_BYTE * int(read))
