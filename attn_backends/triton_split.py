@@ -65,6 +65,11 @@ def can_start_early(device: torch.device) -> bool:
     return device.type == "cuda" and has_tensor_engine(device) and hasattr(cuda, "gdc_wait")
 
 
+def launched(early: bool) -> dict[str, bool]:
+    """What Triton is told to launch a kernel so. Not every version of it knows the word."""
+    return {"launch_pdl": True} if early else {}
+
+
 class Start(IntEnum):
     """When a kernel starts, to the one in front of it."""
 

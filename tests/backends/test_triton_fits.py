@@ -188,7 +188,7 @@ def test_an_fp8_cache_costs_no_slow_instructions(cached: torch.dtype) -> None:
     )
     mla = {"WANT_LSE": 0, "PAGE_SIZE": 16, "QUERY_LEN": 1, "HEADS": 16, "TILES": 1, "ROWS": 16, "KEYS": 32, "RANK": 512,
            "ROPE": 64, "BLOCK_RANK": 512, "BLOCK_ROPE": 64, "EXACT": 0, "STAGES": 3, "latent_rows": None,
-           "rope_rows": None}  # fmt: skip
+           "rope_rows": None, "LETS_NEXT_START": 1}  # fmt: skip
     latent_cache = f"*{TRITON_NAMES[latent.cache_dtype]}"
     for kernel, types, constants in (
         (decode_kernel, tensors_of(spec), decode),
@@ -224,6 +224,21 @@ def test_decode_waits_as_it_starts(start: Any) -> None:
         assert not any(access in behind for access in ("LDG", "STG", "LDS", "STS"))
 
 
+def test_parts_of_latent_rows_are_read_behind_the_wait() -> None:
+    """All programs wait, those with nothing to join too: else what comes next may not find the decode done."""
+    from triton.compiler import ASTSource
+
+    from attn_backends.backends.mla.triton_kernel import mla_join_kernel
+
+    constants = {"WANT_LSE": 0, "QUERIES": 128, "PLACE": 128, "RANK": 512, "BLOCK_RANK": 512, "PARTS": 8, "SPREAD": 4,
+                 "EARLY": 1}  # fmt: skip
+    code = listing(_compiled(ASTSource, mla_join_kernel, {"output": "*bf16"}, constants, 4, 90))
+    before, waits, _ = code.partition("ACQBULK")
+    assert waits
+    assert before.count("LDG") <= 3
+    assert "EXIT" not in before
+
+
 @pytest.mark.parametrize("cached", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("query_rows", [16, 32, 64])
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)], ids=str)
@@ -250,7 +265,7 @@ def test_latent_decode_fits_as_compiled(capability: int, room: int, heads: int) 
     rows = min(split.padded(heads), tile.rows)
     constants = {"WANT_LSE": 0, "PAGE_SIZE": 64, "QUERY_LEN": 1, "HEADS": heads, "TILES": heads // rows, "ROWS": rows,
                  "KEYS": tile.keys, "RANK": 512, "ROPE": 64, "BLOCK_RANK": 512, "BLOCK_ROPE": 64, "EXACT": 0,
-                 "STAGES": tile.stages}  # fmt: skip
+                 "STAGES": tile.stages, "LETS_NEXT_START": int(capability >= 90)}  # fmt: skip
     types = dict.fromkeys(("query", "latent_cache", "output"), "*bf16")
     if capability >= 90:
         blocks = {"latent_rows": 512, "rope_rows": 64}
@@ -276,7 +291,7 @@ def test_the_latent_kernel_for_hopper_as_compiled(
     load = triton_hopper.rows_of_load(page_size, hopper_kernel.KEYS.value)
     constants = {"WANT_LSE": want_lse, "PAGE_SIZE": page_size, "LOAD": load, "QUERY_LEN": query_len, "HEADS": heads,
                  "TILES": -(-query_len * heads // 64), "WIDEN": int(cached != "of queries"),
-                 "E5M2": int(cached == "e5m2")}  # fmt: skip
+                 "E5M2": int(cached == "e5m2"), "LETS_NEXT_START": 1}  # fmt: skip
     types = dict.fromkeys(("query", "output"), f"*{dtype}")
     types["cached"] = f"tensordesc<{dtype}[{load}, 64],{triton_hopper.BLOCK_LAYOUT!r}>"
     if cached != "of queries":

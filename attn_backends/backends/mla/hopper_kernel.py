@@ -37,7 +37,7 @@ from attn_backends.triton_hopper import (
     weigh,
     write_rows,
 )
-from attn_backends.triton_split import LN_2, MOST_ITEMS
+from attn_backends.triton_split import LN_2, MOST_ITEMS, let_next_start
 
 ROWS, RANK, ROPE = gl.constexpr(64), gl.constexpr(512), gl.constexpr(64)
 KEYS = gl.constexpr(64)  # of a block
@@ -50,7 +50,7 @@ GROUP_WARPS = 4
 def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     query, cached, slot_step, output, lse, page_table, items, partial, partial_sums, scale, value_scale, table_row,
     WANT_LSE: gl.constexpr, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr,
-    TILES: gl.constexpr, WIDEN: gl.constexpr, E5M2: gl.constexpr,
+    TILES: gl.constexpr, WIDEN: gl.constexpr, E5M2: gl.constexpr, LETS_NEXT_START: gl.constexpr,
 ):  # fmt: skip
     """One program an item and tile of 64 of its queries, as `mla_decode_kernel` does.
 
@@ -62,7 +62,10 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
         items: see `triton_split`, cut at multiples of a pair's keys; a place of partial results holds TILES * 64
             queries of RANK.
         scale: of logits in base 2, positive; value_scale: of the cache.
+        LETS_NEXT_START: `mla_join_kernel` starts early (see `triton_split.Start`).
     """
+    if LETS_NEXT_START:
+        let_next_start()
     of_dtype: gl.constexpr = gl.float16 if WIDEN else query.dtype.element_ty
     tile = gl.program_id(0) % TILES
     item = items + gl.program_id(0) // TILES * 8

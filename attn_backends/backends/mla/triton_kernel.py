@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from attn_backends.triton_fp8 import add_values, all_columns, as_pairs, columns_of, largest_of, no_sums, shares_of
-from attn_backends.triton_split import LN_2, MOST_ITEMS, join, load_block
+from attn_backends.triton_split import LN_2, MOST_ITEMS, join, let_next_start, load_block, wait_for_last
 
 
 @triton.jit(do_not_specialize=["table_row"])  # type: ignore[untyped-decorator]
@@ -19,7 +19,7 @@ def mla_decode_kernel(  # type: ignore[no-untyped-def]
     value_scale, table_row,
     WANT_LSE: tl.constexpr, PAGE_SIZE: tl.constexpr, QUERY_LEN: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr,
-    BLOCK_ROPE: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, LETS_NEXT_START: tl.constexpr,
 ):  # fmt: skip
     """One program an item and tile of ROWS of its queries. All tensors are contiguous.
 
@@ -31,7 +31,10 @@ def mla_decode_kernel(  # type: ignore[no-untyped-def]
         output: [num_rows, QUERY_LEN * HEADS, RANK]; lse: [num_rows, QUERY_LEN * HEADS] f32.
         items: see `triton_split`; a place of partial results holds TILES * ROWS queries of BLOCK_RANK.
         scale: of logits in base 2; value_scale: of the cache.
+        LETS_NEXT_START: `mla_join_kernel` starts early (see `triton_split.Start`).
     """
+    if LETS_NEXT_START:
+        let_next_start()
     tile = tl.program_id(0) % TILES
     item = items + tl.program_id(0) // TILES * 8
     row = tl.load(item)
@@ -84,17 +87,20 @@ def mla_decode_kernel(  # type: ignore[no-untyped-def]
 def mla_join_kernel(  # type: ignore[no-untyped-def]
     output, lse, items, partial, partial_sums, value_scale,
     WANT_LSE: tl.constexpr, QUERIES: tl.constexpr, PLACE: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
-    PARTS: tl.constexpr, SPREAD: tl.constexpr,
+    PARTS: tl.constexpr, SPREAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Join the parts of split rows: SPREAD programs an item, for the row's queries in turn, so that a row has SPREAD
     times as many programs as parts.
 
     A launch of its own: with 128 heads a row's parts are megabytes, which the last item of the row to end would join
-    alone. PLACE is how many queries a place of partial results holds; PARTS are joined at a time.
+    alone. PLACE is how many queries a place of partial results holds; PARTS are joined at a time. EARLY: it starts
+    before the decode has ended, whose items were there before.
     """
     item = items + tl.program_id(0) // SPREAD * 8
     row, place, parts = tl.load(item), tl.load(item + 3), tl.load(item + 4)
     count = parts // MOST_ITEMS
+    if EARLY:
+        wait_for_last()
     if row >= 0 and count > 1:
         nth, programs = parts % MOST_ITEMS * SPREAD + tl.program_id(0) % SPREAD, count * SPREAD
         for query in range(nth * QUERIES // programs, (nth + 1) * QUERIES // programs):

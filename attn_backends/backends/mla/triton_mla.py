@@ -25,8 +25,10 @@ from attn_backends.triton_split import (
     HOPPER_PAGE,
     INTERPRETED,
     ItemList,
+    can_start_early,
     has_hopper_kernels,
     has_tensor_engine,
+    launched,
     num_multiprocessors,
     operator,
     shared_memory,
@@ -177,23 +179,25 @@ def mla_decode(
     _page_size, query_len, heads, tiles, tile_rows, _keys, rank, _rope, block_rank, *_ = constants
     sums_to, want_lse = (sums, 0) if lse is None else (lse, 1)
     grid, rest = (len(items) * tiles,), (page_table, items, partial, sums, *factors, page_table.stride(0), want_lse)
+    early = can_start_early(query.device)
     if for_hopper:
-        _on_hopper(grid, query, latent_cache, output, sums_to, rest, constants)
+        _on_hopper(grid, query, latent_cache, output, sums_to, rest, constants, early)
     else:
         rows = _descriptors(query, latent_cache, constants)
         mla_decode_kernel[grid](
-            query, latent_cache, *rows, output, sums_to, *rest, *constants, num_warps=warps,
+            query, latent_cache, *rows, output, sums_to, *rest, *constants, early, num_warps=warps,
         )  # fmt: skip
     at_once = max(1, _JOIN_REGISTERS * 32 * _JOIN_WARPS // block_rank)  # a power of two, as all of these are
     mla_join_kernel[len(items) * spread,](
         output, sums_to, items, partial, sums, factors[1],
-        want_lse, query_len * heads, tiles * tile_rows, rank, block_rank, at_once, spread, num_warps=_JOIN_WARPS,
+        want_lse, query_len * heads, tiles * tile_rows, rank, block_rank, at_once, spread, early,
+        num_warps=_JOIN_WARPS, **launched(early),
     )  # fmt: skip
 
 
 def _on_hopper(
     grid: tuple[int], query: torch.Tensor, latent_cache: torch.Tensor, output: torch.Tensor, lse: torch.Tensor,
-    rest: tuple[Any, ...], constants: list[int],
+    rest: tuple[Any, ...], constants: list[int], lets_next_start: bool,
 ) -> None:  # fmt: skip
     from attn_backends import triton_hopper  # not every Triton has what these import
     from attn_backends.backends.mla import hopper_kernel
@@ -208,7 +212,7 @@ def _on_hopper(
         cached = triton_hopper.strips_of([*slots.shape], [*slots.stride()], slots, rows)
     hopper_kernel.mla_hopper_kernel[grid](
         query, cached, slot_step, output, lse, *rest, page_size, rows, query_len, heads, tiles, widen,
-        slots.dtype is torch.float8_e5m2, num_warps=hopper_kernel.GROUP_WARPS,
+        slots.dtype is torch.float8_e5m2, lets_next_start, num_warps=hopper_kernel.GROUP_WARPS,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from attn_backends.triton_split import (
     can_start_early,
     has_hopper_kernels,
     has_tensor_engine,
+    launched,
     num_multiprocessors,
     operator,
     padded,
@@ -337,7 +338,7 @@ def _decode(
         query, key, value, output, sums if lse is None else lse, page_table, items, partial, sums, counters, slopes,
         sinks, *factors, *sees, int(lse is not None), page_table.stride(0),
         *_strides(query, key, value, output, lse), *constants, num_warps=warps,
-        **({"launch_pdl": True} if constants[-1] else {}),
+        **launched(constants[-1] > 0),
     )  # fmt: skip
 
 
