@@ -214,7 +214,8 @@ def _pack(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """All of a step's arrays in one host buffer and one copy to the device; the tensors are views of the two.
 
-    Each array starts on an 8-byte boundary, so that the i64 slot mapping can be viewed in place.
+    Each array starts on a 16-byte boundary: the i64 slot mapping can be viewed in place, and Triton, which compiles a
+    kernel anew for tensors that do not lie so, finds all of them alike.
     """
     arrays = [
         query_start_loc,
@@ -225,7 +226,7 @@ def _pack(
         compiled.paged_kv_last_page_len,
         compiled.slot_mapping.view(np.int32),
     ]
-    starts = np.cumsum([0] + [len(a) + len(a) % 2 for a in arrays])
+    starts = np.cumsum([0] + [len(a) + -len(a) % 4 for a in arrays])
     packed = np.empty(int(starts[-1]), np.int32)
     for array, start in zip(arrays, starts[:-1], strict=True):
         packed[start : start + len(array)] = array

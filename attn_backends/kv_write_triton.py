@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 
 from attn_backends.spec import FP8_DTYPES
-from attn_backends.triton_split import can_start_early, let_next_start
+from attn_backends.triton_split import can_start_early, launch, let_next_start, power_of_two
+
+_WARPS = 4
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -66,7 +68,7 @@ def to_fp8(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     tensor = tensor if tensor.stride(2) == 1 else tensor.contiguous()
     num_tokens, heads, dim = tensor.shape
     stored = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-    block, limit = triton.next_power_of_2(heads * dim), torch.finfo(dtype).max
+    block, limit = power_of_two(heads * dim), torch.finfo(dtype).max
     quantise_kernel[num_tokens,](tensor, stored, *tensor.stride()[:2], heads, dim, block, limit)
     return stored
 
@@ -83,13 +85,13 @@ def write_kv(
 ) -> None:
     """`attn_backends.kv_cache.write_kv`, in one launch."""
     key, value = (new if new.stride(2) == 1 else new.contiguous() for new in (key, value))
-    num_heads, key_dim, value_dim = key.shape[1], key.shape[2], value.shape[2]
+    (_, num_heads, key_dim), value_dim = key.shape, value.shape[2]
     limit = torch.finfo(key_cache.dtype).max if key_cache.dtype in FP8_DTYPES else 0.0
-    write_kv_kernel[(len(slot_mapping),)](
-        key, value, key_cache, value_cache, slot_mapping, float(k_scale), float(v_scale),
-        key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        *key_cache.stride()[:3], *value_cache.stride()[:3],
+    tensors, scales = (key, value, key_cache, value_cache, slot_mapping), (float(k_scale), float(v_scale))
+    fixed = (
+        *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
         key_cache.shape[1], num_heads, key_dim, value_dim,
-        triton.next_power_of_2(num_heads * key_dim), triton.next_power_of_2(num_heads * value_dim),
-        limit, k_scale != 1.0 or v_scale != 1.0, next_waits and can_start_early(key_cache.device),
+        power_of_two(num_heads * key_dim), power_of_two(num_heads * value_dim), limit,
+        k_scale != 1.0 or v_scale != 1.0, next_waits and can_start_early(key_cache.device),
     )  # fmt: skip
+    launch(write_kv_kernel, slot_mapping.shape[0], tensors, scales, fixed, _WARPS)

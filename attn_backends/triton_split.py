@@ -7,10 +7,11 @@ is the same for every batch of a graph, and one long row among short ones is as 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import IntEnum
-from functools import cache
+from functools import cache, reduce
+from operator import attrgetter, or_
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -63,11 +64,6 @@ def has_hopper_kernels(device: torch.device) -> bool:
 def can_start_early(device: torch.device) -> bool:
     """Whether a kernel can start before the one in front of it has ended: by programmatic dependent launch."""
     return device.type == "cuda" and has_tensor_engine(device) and hasattr(cuda, "gdc_wait")
-
-
-def launched(early: bool) -> dict[str, bool]:
-    """What Triton is told to launch a kernel so. Not every version of it knows the word."""
-    return {"launch_pdl": True} if early else {}
 
 
 class Start(IntEnum):
@@ -141,6 +137,44 @@ def operator(mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callab
         return made
 
     return wrap
+
+
+_compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # kernels, by all that Triton compiles them for; and of which
+_MOST_COMPILED = 1024
+_dtype_of = attrgetter("dtype")
+
+
+def launch(
+    kernel: Any, grid: int, tensors: Sequence[torch.Tensor], varying: tuple[float, ...], fixed: tuple[Any, ...],
+    warps: int, *, descriptors: tuple[Any, ...] = (), early: bool = False,
+) -> None:  # fmt: skip
+    """Launch a Triton kernel. What Triton does to find the compiled one takes the host several times as long as to
+    launch it: once for all launches that differ in addresses and in `varying` alone.
+
+    Args:
+        kernel: its parameters are, in this order, `descriptors`, `tensors`, `varying` and `fixed`.
+        grid: programs.
+        varying: numbers that differ from batch to batch. The kernel is not specialised for them, nor do integers need
+            more than 32 bits.
+        warps: of a program.
+        descriptors: of some of the tensors, or None; what they are of follows from the others.
+        early: see `can_start_early`.
+    """
+    # Not every version of Triton knows the word.
+    options = {"num_warps": warps, "launch_pdl": True} if early else {"num_warps": warps}
+    if INTERPRETED:
+        kernel[grid,](*descriptors, *tensors, *varying, *fixed, **options)
+        return
+    addresses = [*map(torch.Tensor.data_ptr, tensors)]
+    aligned: Any = not reduce(or_, addresses) % ALIGNED or tuple(address % ALIGNED == 0 for address in addresses)
+    form = (id(kernel), tensors[0].get_device(), warps, early, aligned, *map(_dtype_of, tensors), *fixed)
+    found = _compiled.get(form)
+    if found is not None:
+        found[0][grid, 1, 1](*descriptors, *addresses, *varying, *fixed)
+        return
+    if len(_compiled) >= _MOST_COMPILED:
+        _compiled.clear()
+    _compiled[form] = kernel[grid,](*descriptors, *tensors, *varying, *fixed, **options), kernel
 
 
 @operator(("items",))

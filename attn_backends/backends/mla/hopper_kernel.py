@@ -48,7 +48,7 @@ GROUP_WARPS = 4
 
 @gluon.jit(do_not_specialize=["table_row"])  # type: ignore[untyped-decorator]
 def mla_hopper_kernel(  # type: ignore[no-untyped-def]
-    query, cached, slot_step, output, lse, page_table, items, partial, partial_sums, scale, value_scale, table_row,
+    cached, query, output, lse, page_table, items, partial, partial_sums, table_row, slot_step, scale, value_scale,
     WANT_LSE: gl.constexpr, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr,
     TILES: gl.constexpr, WIDEN: gl.constexpr, E5M2: gl.constexpr, LETS_NEXT_START: gl.constexpr,
 ):  # fmt: skip

@@ -15,8 +15,8 @@ from attn_backends.triton_split import LN_2, MOST_ITEMS, join, let_next_start, l
 
 @triton.jit(do_not_specialize=["table_row"])  # type: ignore[untyped-decorator]
 def mla_decode_kernel(  # type: ignore[no-untyped-def]
-    query, latent_cache, latent_rows, rope_rows, output, lse, page_table, items, partial, partial_sums, scale,
-    value_scale, table_row,
+    latent_rows, rope_rows, query, latent_cache, output, lse, page_table, items, partial, partial_sums, table_row,
+    scale, value_scale,
     WANT_LSE: tl.constexpr, PAGE_SIZE: tl.constexpr, QUERY_LEN: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr,
     BLOCK_ROPE: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, LETS_NEXT_START: tl.constexpr,

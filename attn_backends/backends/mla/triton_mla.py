@@ -28,7 +28,7 @@ from attn_backends.triton_split import (
     can_start_early,
     has_hopper_kernels,
     has_tensor_engine,
-    launched,
+    launch,
     num_multiprocessors,
     operator,
     shared_memory,
@@ -177,43 +177,42 @@ def mla_decode(
     constants: list[int], warps: int, for_hopper: bool, spread: int,
 ) -> None:  # fmt: skip
     _page_size, query_len, heads, tiles, tile_rows, _keys, rank, _rope, block_rank, *_ = constants
-    sums_to, want_lse = (sums, 0) if lse is None else (lse, 1)
-    grid, rest = (len(items) * tiles,), (page_table, items, partial, sums, *factors, page_table.stride(0), want_lse)
-    early = can_start_early(query.device)
+    sums_to, want_lse, grid = sums if lse is None else lse, int(lse is not None), len(items) * tiles
+    early, table_row = can_start_early(query.device), (page_table.stride(0),)
+    tensors = (output, sums_to, page_table, items, partial, sums)
     if for_hopper:
-        _on_hopper(grid, query, latent_cache, output, sums_to, rest, constants, early)
+        _on_hopper(grid, query, latent_cache, tensors, table_row, factors, want_lse, constants, early)
     else:
-        rows = _descriptors(query, latent_cache, constants)
-        mla_decode_kernel[grid](
-            query, latent_cache, *rows, output, sums_to, *rest, *constants, early, num_warps=warps,
-        )  # fmt: skip
+        fixed = (*factors, want_lse, *constants, early)
+        launch(mla_decode_kernel, grid, (query, latent_cache, *tensors), table_row, fixed, warps,
+               descriptors=_descriptors(query, latent_cache, constants))  # fmt: skip
     at_once = max(1, _JOIN_REGISTERS * 32 * _JOIN_WARPS // block_rank)  # a power of two, as all of these are
-    mla_join_kernel[len(items) * spread,](
-        output, sums_to, items, partial, sums, factors[1],
-        want_lse, query_len * heads, tiles * tile_rows, rank, block_rank, at_once, spread, early,
-        num_warps=_JOIN_WARPS, **launched(early),
-    )  # fmt: skip
+    fixed = (factors[1], want_lse, query_len * heads, tiles * tile_rows, rank, block_rank, at_once, spread, early)
+    launch(mla_join_kernel, len(items) * spread, (output, sums_to, items, partial, sums), (), fixed, _JOIN_WARPS,
+           early=early)  # fmt: skip
 
 
 def _on_hopper(
-    grid: tuple[int], query: torch.Tensor, latent_cache: torch.Tensor, output: torch.Tensor, lse: torch.Tensor,
-    rest: tuple[Any, ...], constants: list[int], lets_next_start: bool,
+    grid: int, query: torch.Tensor, latent_cache: torch.Tensor, tensors: tuple[torch.Tensor, ...],
+    table_row: tuple[int], factors: list[float], want_lse: int, constants: list[int], lets_next_start: bool,
 ) -> None:  # fmt: skip
     from attn_backends import triton_hopper  # not every Triton has what these import
     from attn_backends.backends.mla import hopper_kernel
 
     page_size, query_len, heads, tiles, *_ = constants
     slots, rows = latent_cache.flatten(0, 1), triton_hopper.rows_of_load(page_size, hopper_kernel.KEYS.value)
-    widen, cached, slot_step = slots.itemsize == 1, None, 0
+    widen, slot_step = slots.itemsize == 1, 0
+    descriptors: tuple[TensorDescriptor, ...] = ()
+    tensors = (query, *tensors)
     if widen:
-        cached = slots.view(torch.int32)
-        slot_step = cached.stride(0)
+        words = slots.view(torch.int32)
+        slot_step, tensors = words.stride(0), (words, *tensors)
     else:
-        cached = triton_hopper.strips_of([*slots.shape], [*slots.stride()], slots, rows)
-    hopper_kernel.mla_hopper_kernel[grid](
-        query, cached, slot_step, output, lse, *rest, page_size, rows, query_len, heads, tiles, widen,
-        slots.dtype is torch.float8_e5m2, lets_next_start, num_warps=hopper_kernel.GROUP_WARPS,
-    )  # fmt: skip
+        descriptors = (triton_hopper.strips_of([*slots.shape], [*slots.stride()], slots, rows),)
+    fixed = (slot_step, *factors, want_lse, page_size, rows, query_len, heads, tiles, widen,
+             slots.dtype is torch.float8_e5m2, lets_next_start)  # fmt: skip
+    launch(hopper_kernel.mla_hopper_kernel, grid, tensors, table_row, fixed, hopper_kernel.GROUP_WARPS,
+           descriptors=descriptors)  # fmt: skip
 
 
 def _descriptors(

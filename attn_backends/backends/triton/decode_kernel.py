@@ -17,7 +17,7 @@ from attn_backends.triton_split import BESIDE, EARLY_START, FAR, MOST_ITEMS, joi
 @triton.jit(do_not_specialize=["table_row", "ahead", "behind", "chunk", "has_sinks", "want_lse", "lse_token"])  # type: ignore[untyped-decorator]
 def decode_kernel(  # type: ignore[no-untyped-def]
     query, key_cache, value_cache, output, lse, page_table, items, partial, partial_sums, counters, slopes, sinks,
-    scale, value_scale, soft_cap, ahead, behind, chunk, has_sinks, want_lse, table_row,
+    table_row, scale, value_scale, soft_cap, ahead, behind, chunk, has_sinks, want_lse,
     query_token, query_head, key_page, key_slot, key_head, value_page, value_slot, value_head, out_token, out_head,
     lse_token,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr, ALIKE: tl.constexpr, PAIRS: tl.constexpr,

@@ -62,8 +62,8 @@ _NOT_CONSTANT = ["first_row", "num_rows", "section", "table_row", "ahead", "behi
 
 @gluon.jit(do_not_specialize=_NOT_CONSTANT)  # type: ignore[untyped-decorator]
 def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
-    query, key_strips, value_strips, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, sinks, counters,
-    scale, value_scale, ahead, behind, has_sinks, want_lse, first_row, num_rows, section, table_row, page_rows,
+    key_strips, value_strips, query, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, sinks, counters,
+    first_row, num_rows, section, table_row, scale, value_scale, ahead, behind, has_sinks, want_lse, page_rows,
     head_rows, num_batches, key_head, value_head, query_token, query_head, out_token, out_head, lse_token,
     CHUNK: gl.constexpr, LOCAL: gl.constexpr, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr,

@@ -62,10 +62,11 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         has_prefills = metadata.num_decode_rows < metadata.num_rows
         start = Start.BEHIND  # of decode
         if kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
-            if decoded_pages is not None and not has_prefills and self._kernels.can_start_early(len(key)):
+            num_new, slots = key.shape[0], metadata.slot_mapping
+            if decoded_pages is not None and not has_prefills and self._kernels.can_start_early(num_new):
                 start = Start.EARLY
-            write_kv(key, value, kv_cache, metadata.slot_mapping[: len(key)], self.k_scale, self.v_scale,
-                     next_waits=start is Start.EARLY)  # fmt: skip
+            slots = slots if slots.shape[0] == num_new else slots[:num_new]
+            write_kv(key, value, kv_cache, slots, self.k_scale, self.v_scale, next_waits=start is Start.EARLY)
         keys, values = self._source(metadata, key, value, kv_cache)
         if has_prefills:
             start = self._prefill(query, (keys, values), (key, value), output, lse, planned)

@@ -6,7 +6,8 @@ As an operator a launch on a CPU is seen by what records torch operations, such 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -25,7 +26,7 @@ from attn_backends.triton_split import (
     can_start_early,
     has_hopper_kernels,
     has_tensor_engine,
-    launched,
+    launch,
     num_multiprocessors,
     operator,
     padded,
@@ -235,14 +236,8 @@ class Kernels:
             next_start, num_programs = Start.BEHIND, self._num_sms
             if share is not None and self._can_start_early:
                 next_start, num_programs = Start.BESIDE, math.ceil(share * num_programs)
-            constants = [
-                page_size,
-                *heads,
-                tile_tokens,
-                spec.head_dim,
-                spec.head_dim_vo,
-                int(next_start is Start.BESIDE),
-            ]
+            lets_next_start = int(next_start is Start.BESIDE)
+            constants = [page_size, *heads, tile_tokens, spec.head_dim, spec.head_dim_vo, lets_next_start]
             _prefill_on_hopper(*tensors, sinks, tiles, factors, self._sees, span, constants,
                                num_programs)  # fmt: skip
             return next_start
@@ -272,6 +267,37 @@ def _can_be_pairs(value: torch.Tensor) -> int:
     return int(value.itemsize == 1 and not any(place % 2 for place in (*value.stride()[:-1], value.data_ptr())))
 
 
+class _Lines(NamedTuple):
+    """[(pages,) slots, heads, dim] as rows one slot's stride apart: heads lie within a row, or whole rows apart."""
+
+    steps: tuple[int, ...]  # rows from page to page, and from head to head
+    column: int  # from head to head
+    num_rows: int
+    slot: int  # elements
+
+    @staticmethod
+    @lru_cache(maxsize=256)  # a layer's cache lies alike in all steps
+    def of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> _Lines | None:
+        """None: not so, or not in multiples of 16 bytes."""
+        *page, slot, head, _ = strides
+        if slot <= 0 or any(stride % slot for stride in page) or (slot * itemsize | head * itemsize) % _ROW_ALIGNMENT:
+            return None
+        if (shape[-2] - 1) * head + shape[-1] > slot and head % slot:
+            return None
+        last = sum((size - 1) * stride for size, stride in zip(shape[:-1], strides[:-1], strict=True))
+        return _Lines((*(stride // slot for stride in page), head // slot), head % slot, last // slot + 1, slot)
+
+    def strips(self, tensor: torch.Tensor, rows: int) -> Any:
+        """See `triton_hopper.strips_of`."""
+        from attn_backends import triton_hopper  # not every Triton has what it imports
+
+        return triton_hopper.strips_of([self.num_rows, self.slot], [self.slot, 1], tensor, rows)
+
+
+def _lines_of(tensor: torch.Tensor) -> _Lines | None:
+    return None if tensor.data_ptr() % _ROW_ALIGNMENT else _Lines.of(tensor.shape, tensor.stride(), tensor.itemsize)
+
+
 def _can_be_blocks(key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether the tensor memory accelerator can load blocks of one head's keys and values: one thread asks for a block,
     and no other works out addresses.
@@ -279,43 +305,21 @@ def _can_be_blocks(key: torch.Tensor, value: torch.Tensor) -> bool:
     It wants addresses and rows of multiples of 16 bytes. A head's keys are then a run of rows, from the same row on as
     its values.
     """
-    return (
-        all(_lies_in_rows(of) for of in (key, value))
-        and _row_steps(key) == _row_steps(value)
-        and has_tensor_engine(key.device)
-    )
-
-
-def _lies_in_rows(tensor: torch.Tensor) -> bool:
-    """[(pages,) slots, heads, dim] as rows one slot's stride apart: heads lie within a row, or whole rows apart."""
-    slot, head = tensor.stride()[-3:-1]
-    in_row = (tensor.shape[-2] - 1) * head + tensor.shape[-1] <= slot
-    page = tensor.stride(0) if tensor.dim() == 4 else 0
-    aligned = not (slot * tensor.itemsize | head * tensor.itemsize | tensor.data_ptr()) % _ROW_ALIGNMENT
-    return aligned and slot > 0 and page % slot == 0 and (in_row or head % slot == 0)
+    keys, values = _lines_of(key), _lines_of(value)
+    return keys is not None and values is not None and keys.steps == values.steps and has_tensor_engine(key.device)
 
 
 def _comes_in_lines(query: torch.Tensor) -> bool:
     """Whether queries [tokens, heads, dim] can be copied into shared memory as they lie."""
-    return not any(step % ALIGNED for step in (*query.stride()[:2], query.data_ptr()))
-
-
-def _row_steps(tensor: torch.Tensor) -> list[int]:
-    """Rows from page to page and from head to head."""
-    slot = tensor.stride(-3)
-    return [stride // slot for stride in (*tensor.stride()[:-3], tensor.stride(-2))]
+    token, head, _ = query.stride()
+    return not (token % ALIGNED or head % ALIGNED or query.data_ptr() % ALIGNED)
 
 
 def row_blocks(tensor: torch.Tensor, keys: int) -> TensorDescriptor:
     """Blocks of `keys` rows of one head of [(pages,) slots, heads, dim], for which `_can_be_blocks`."""
-    return TensorDescriptor(tensor, *_as_rows(tensor), [keys, tensor.shape[-1]])
-
-
-def _as_rows(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
-    """The shape and strides of [(pages,) slots, heads, dim] as rows one slot's stride apart."""
-    sizes, strides, slot = tensor.shape[:-1], tensor.stride()[:-1], tensor.stride(-3)
-    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    return [last // slot + 1, slot], [slot, 1]
+    lines = _lines_of(tensor)
+    assert lines is not None
+    return TensorDescriptor(tensor, [lines.num_rows, lines.slot], [lines.slot, 1], [keys, tensor.shape[-1]])
 
 
 def _strides(
@@ -334,12 +338,10 @@ def _decode(
     slopes: torch.Tensor, sinks: torch.Tensor, factors: list[float], sees: list[int], constants: list[int], grid: int,
     warps: int,
 ) -> None:  # fmt: skip
-    decode_kernel[grid,](
-        query, key, value, output, sums if lse is None else lse, page_table, items, partial, sums, counters, slopes,
-        sinks, *factors, *sees, int(lse is not None), page_table.stride(0),
-        *_strides(query, key, value, output, lse), *constants, num_warps=warps,
-        **launched(constants[-1] > 0),
-    )  # fmt: skip
+    tensors = (query, key, value, output, sums if lse is None else lse, page_table, items, partial, sums, counters,
+               slopes, sinks)  # fmt: skip
+    fixed = (*factors, *sees, int(lse is not None), *_strides(query, key, value, output, lse), *constants)
+    launch(decode_kernel, grid, tensors, (page_table.stride(0),), fixed, warps, early=constants[-1] > 0)
 
 
 @operator(("keys", "values", "starts"))
@@ -367,11 +369,11 @@ def _prefill(
     num_kv_heads = constants[5]
     blocks = (row_blocks(key, block_keys), row_blocks(value, block_keys)) if block_keys else (None, None)
     table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
-    prefill_kernel[num_tiles * num_kv_heads,](
-        query, key, value, *blocks, output, sinks if lse is None else lse, table, seq_lens, query_start_loc,
-        key_start_loc, slopes, sinks, *factors, *sees, int(lse is not None), *span, stride,
-        *_strides(query, key, value, output, lse), *constants, num_warps=warps,
-    )  # fmt: skip
+    tensors = (query, key, value, output, sinks if lse is None else lse, table, seq_lens, query_start_loc,
+               key_start_loc, slopes, sinks)  # fmt: skip
+    fixed = (*factors, *sees, int(lse is not None), *_strides(query, key, value, output, lse), *constants)
+    launch(prefill_kernel, num_tiles * num_kv_heads, tensors, (*span, stride), fixed, warps,
+           descriptors=blocks)  # fmt: skip
 
 
 def _prefill_on_hopper(
@@ -389,17 +391,20 @@ def _prefill_on_hopper(
     ahead, behind, chunk, has_sinks = sees
     has_whole_blocks = keys <= min(behind, chunk) < FAR.value  # within a window, or a chunk
     rows = triton_hopper.rows_of_load(page_size, keys)
-    strips = [triton_hopper.strips_of(*_as_rows(of), of, rows) for of in (key, value)]
-    *page_rows, head_rows = _row_steps(key)
-    # Heads lie within a row, or whole rows apart.
-    columns = (of.stride(-2) % of.stride(-3) for of in (key, value))
-    steps = (*(page_rows or [0]), head_rows, -(-keys // rows // hopper_kernel.BATCH.value), *columns)
+    of_keys, of_values = _lines_of(key), _lines_of(value)
+    assert of_keys is not None
+    assert of_values is not None
+    strips = (of_keys.strips(key, rows), of_values.strips(value, rows))
+    *page_rows, head_rows = of_keys.steps
+    num_batches = -(-keys // rows // hopper_kernel.BATCH.value)
+    steps = (*(page_rows or [0]), head_rows, num_batches, of_keys.column, of_values.column)
     table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
-    hopper_kernel.prefill_hopper_kernel[min(num_tiles * num_kv_heads, num_programs),](
-        query, *strips, output, sinks if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc, sinks,
-        tiles, *factors[:2], ahead, behind, has_sinks, int(lse is not None), first_row, num_rows, section, stride,
-        *steps, *query.stride()[:2], *output.stride()[:2], 0 if lse is None else lse.stride(0), chunk,
-        int(has_whole_blocks), page_size, rows, num_kv_heads, group_size, tile_tokens, keys, *dims,
-        hopper_kernel.places_of(dims[0]), lets_next_start,
-        num_warps=hopper_kernel.GROUP_WARPS,
+    tensors = (query, output, sinks if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc,
+               sinks, tiles)  # fmt: skip
+    fixed = (
+        *factors[:2], ahead, behind, has_sinks, int(lse is not None), *steps, *query.stride()[:2], *output.stride()[:2],
+        0 if lse is None else lse.stride(0), chunk, int(has_whole_blocks), page_size, rows, num_kv_heads, group_size,
+        tile_tokens, keys, *dims, hopper_kernel.places_of(dims[0]), lets_next_start,
     )  # fmt: skip
+    launch(hopper_kernel.prefill_hopper_kernel, min(num_tiles * num_kv_heads, num_programs), tensors,
+           (first_row, num_rows, section, stride), fixed, hopper_kernel.GROUP_WARPS, descriptors=strips)  # fmt: skip

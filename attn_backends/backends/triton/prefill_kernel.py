@@ -15,10 +15,9 @@ _NOT_CONSTANT = ["first_row", "num_rows", "num_tiles", "section", "table_row", "
 
 @triton.jit(do_not_specialize=_NOT_CONSTANT)  # type: ignore[untyped-decorator]
 def prefill_kernel(  # type: ignore[no-untyped-def]
-    query, key_cache, value_cache, key_blocks, value_blocks, output, lse, page_table, seq_lens, query_start_loc,
-    key_start_loc, slopes, sinks,
-    scale, value_scale, soft_cap, ahead, behind, chunk, has_sinks, want_lse, first_row, num_rows, num_tiles, section,
-    table_row,
+    key_blocks, value_blocks, query, key_cache, value_cache, output, lse, page_table, seq_lens, query_start_loc,
+    key_start_loc, slopes, sinks, first_row, num_rows, num_tiles, section, table_row,
+    scale, value_scale, soft_cap, ahead, behind, chunk, has_sinks, want_lse,
     query_token, query_head, key_page, key_slot, key_head, value_page, value_slot, value_head, out_token, out_head,
     lse_token,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr, ALIKE: tl.constexpr, PAGE_SIZE: tl.constexpr,

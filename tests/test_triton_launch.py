@@ -1,0 +1,87 @@
+"""Launches that find the compiled kernel by themselves: for what Triton would compile anew they ask it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+split = pytest.importorskip("attn_backends.triton_split", reason="needs triton")
+
+pytestmark = pytest.mark.skipif(split.INTERPRETED, reason="interpreted kernels are not compiled")
+
+
+class Kernel:
+    """Notes what Triton is asked to launch, and what the kernels that it gave back are."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.again: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def run(*given: Any, **options: Any) -> Compiled:
+            self.asked.append((grid, given, options))
+            return Compiled(self)
+
+        return run
+
+
+class Compiled:
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *given: self.kernel.again.append((grid, given))
+
+
+def tensor(dtype: torch.dtype = torch.int32, offset: int = 0) -> torch.Tensor:
+    return torch.zeros(64, dtype=dtype)[offset:]
+
+
+def test_the_first_launch_asks_and_others_do_not() -> None:
+    kernel, first, second = Kernel(), tensor(), tensor()
+    split.launch(kernel, 3, (first,), (7,), (1, 2.5), 4, descriptors=("descriptor",))
+    split.launch(kernel, 5, (second,), (8,), (1, 2.5), 4, descriptors=("another",))
+    assert kernel.asked == [((3,), ("descriptor", first, 7, 1, 2.5), {"num_warps": 4})]
+    assert kernel.again == [((5, 1, 1), ("another", second.data_ptr(), 8, 1, 2.5))]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"tensors": (tensor(torch.int64),)}, {"tensors": (tensor(offset=1),)}, {"fixed": (2,)}, {"warps": 8},
+     {"early": True}],
+    ids=["dtype", "alignment", "number", "warps", "early"],
+)  # fmt: skip
+def test_what_is_compiled_anew(changes: dict[str, Any]) -> None:
+    kernel, given = Kernel(), {"tensors": (tensor(),), "varying": (), "fixed": (1,), "warps": 4}
+    for arguments in (given, {**given, **changes}) * 2:
+        split.launch(kernel, 1, **arguments)
+    assert (len(kernel.asked), len(kernel.again)) == (2, 2)
+    assert kernel.asked[0][2] == {"num_warps": 4}
+    assert ("launch_pdl" in kernel.asked[1][2]) == ("early" in changes)
+
+
+def test_which_of_several_tensors_is_not_aligned_matters() -> None:
+    kernel = Kernel()
+    for tensors in ((tensor(), tensor(offset=1)), (tensor(offset=1), tensor())):
+        split.launch(kernel, 1, tensors, (), (), 4)
+    assert (len(kernel.asked), len(kernel.again)) == (2, 0)
+
+
+def test_kernels_have_their_own() -> None:
+    kernels = Kernel(), Kernel()
+    for kernel in kernels:
+        split.launch(kernel, 1, (tensor(),), (), (), 4)
+    assert [len(kernel.asked) for kernel in kernels] == [1, 1]
+
+
+def test_what_is_kept_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split, "_compiled", {})
+    monkeypatch.setattr(split, "_MOST_COMPILED", 3)
+    kernel = Kernel()
+    for number in range(10):
+        split.launch(kernel, 1, (tensor(),), (), (number,), 4)
+    assert len(kernel.asked) == 10
+    assert len(split._compiled) <= 3
