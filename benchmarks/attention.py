@@ -144,7 +144,7 @@ def ours(name: str, problem: Problem, options: dict[str, Any]) -> Made:
     backend, builder, state, impl = parts_of(name, fitting, options)
 
     def captured(step: AttentionStep[Any], writing: AttentionStep[Any], held: object) -> Made:
-        calls = {label: our_call(impl, fitting, step), label + WITH_WRITE: _writing_call(impl, fitting, writing)}
+        calls = {label: our_call(impl, fitting, step), label + WITH_WRITE: writing_call(impl, fitting, writing)}
         return {name: make_contender(fitting, call, (state, held)) for name, call in calls.items()}
 
     common = replace(fitting.common, for_graph=True)
@@ -181,7 +181,7 @@ def our_call(impl: AttentionImpl[Any], problem: Problem, step: AttentionStep[Any
     return lambda i: impl.forward(queries[i], None, None, caches[i], step, outputs[i])
 
 
-def _writing_call(impl: AttentionImpl[Any], problem: Problem, step: AttentionStep[Any]) -> Call:
+def writing_call(impl: AttentionImpl[Any], problem: Problem, step: AttentionStep[Any]) -> Call:
     """With new keys and values: those that the cache holds already, so that the answer stays what it is."""
     queries, caches, outputs = problem.queries, problem.caches, problem.outputs
     keys, values = (

@@ -73,6 +73,16 @@ def test_plans_are_timed_eager_and_for_graphs(script: Script) -> None:
     assert all(row["with table us"] >= row["plan us"] > 0 for row in rows)
 
 
+def test_forwards_are_timed_by_batch(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    paged_problem = load("paged_problem")
+    small = (4, 2, 64)
+    shapes = [paged_problem.Shape((20, 30), small), paged_problem.Shape((20, 30), small, is_prefill=True, decodes=1)]
+    monkeypatch.setattr(load("forward_host_time"), "SHAPES", shapes)
+    rows = script("forward_host_time", "--calls", "3")
+    assert [row["batch"] for row in rows] == [shape.name for shape in shapes]
+    assert all(row["contender"] == "TORCH" and row["p90 us"] >= row["us"] > 0 for row in rows)
+
+
 @pytest.mark.usefixtures("_flashinfer")
 def test_a_shared_prefix_is_used_and_checked(script: Script) -> None:
     (row,) = script("cascade", "--requests", "3", "--prefixes", "32", "--own", "20", "--rounds", "1")
