@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from attn_backends.spec import FP8_DTYPES
-from attn_backends.triton_split import can_start_early, launch, let_next_start, power_of_two
+from attn_backends.triton_launch import can_start_early, launch, let_next_start, power_of_two
 
 _WARPS = 4
 
@@ -68,8 +68,8 @@ def to_fp8(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     tensor = tensor if tensor.stride(2) == 1 else tensor.contiguous()
     num_tokens, heads, dim = tensor.shape
     stored = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-    block, limit = power_of_two(heads * dim), torch.finfo(dtype).max
-    quantise_kernel[num_tokens,](tensor, stored, *tensor.stride()[:2], heads, dim, block, limit)
+    fixed = (*tensor.stride()[:2], heads, dim, power_of_two(heads * dim), torch.finfo(dtype).max)
+    launch(quantise_kernel, num_tokens, (tensor, stored), (), fixed, _WARPS)
     return stored
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.triton_split import INTERPRETED
+from attn_backends.triton_launch import INTERPRETED
 
 _COMPILED = tl.constexpr(not INTERPRETED)
 # Of two pairs in a register the first of each, or the second, side by side as float16. The compiler takes five more

@@ -30,6 +30,7 @@ FLOORS = [  # a module imports from its own floor and those above it in this lis
         "lse_merge",
         "lse_merge_triton",
         "page_copy_triton",
+        "triton_launch",
         "triton_split",
         "triton_fp8",
         "triton_hopper",

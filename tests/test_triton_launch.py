@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-split = pytest.importorskip("attn_backends.triton_split", reason="needs triton")
+launching = pytest.importorskip("attn_backends.triton_launch", reason="needs triton")
 
-pytestmark = pytest.mark.skipif(split.INTERPRETED, reason="interpreted kernels are not compiled")
+pytestmark = pytest.mark.skipif(launching.INTERPRETED, reason="interpreted kernels are not compiled")
 
 
 class Kernel:
@@ -42,8 +42,8 @@ def tensor(dtype: torch.dtype = torch.int32, offset: int = 0) -> torch.Tensor:
 
 def test_the_first_launch_asks_and_others_do_not() -> None:
     kernel, first, second = Kernel(), tensor(), tensor()
-    split.launch(kernel, 3, (first,), (7,), (1, 2.5), 4, descriptors=("descriptor",))
-    split.launch(kernel, 5, (second,), (8,), (1, 2.5), 4, descriptors=("another",))
+    launching.launch(kernel, 3, (first,), (7,), (1, 2.5), 4, descriptors=("descriptor",))
+    launching.launch(kernel, 5, (second,), (8,), (1, 2.5), 4, descriptors=("another",))
     assert kernel.asked == [((3,), ("descriptor", first, 7, 1, 2.5), {"num_warps": 4})]
     assert kernel.again == [((5, 1, 1), ("another", second.data_ptr(), 8, 1, 2.5))]
 
@@ -57,31 +57,58 @@ def test_the_first_launch_asks_and_others_do_not() -> None:
 def test_what_is_compiled_anew(changes: dict[str, Any]) -> None:
     kernel, given = Kernel(), {"tensors": (tensor(),), "varying": (), "fixed": (1,), "warps": 4}
     for arguments in (given, {**given, **changes}) * 2:
-        split.launch(kernel, 1, **arguments)
+        launching.launch(kernel, 1, **arguments)
     assert (len(kernel.asked), len(kernel.again)) == (2, 2)
     assert kernel.asked[0][2] == {"num_warps": 4}
     assert ("launch_pdl" in kernel.asked[1][2]) == ("early" in changes)
 
 
+def test_a_grid_of_two_numbers() -> None:
+    kernel = Kernel()
+    for grid in ((2, 3), (4, 5)):
+        launching.launch(kernel, grid, (tensor(),), (), (), 4)
+    assert [grid for grid, *_ in kernel.asked + kernel.again] == [(2, 3), (4, 5, 1)]
+
+
 def test_which_of_several_tensors_is_not_aligned_matters() -> None:
     kernel = Kernel()
     for tensors in ((tensor(), tensor(offset=1)), (tensor(offset=1), tensor())):
-        split.launch(kernel, 1, tensors, (), (), 4)
+        launching.launch(kernel, 1, tensors, (), (), 4)
     assert (len(kernel.asked), len(kernel.again)) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "varying"),
+    [
+        ("backends.triton.decode_kernel", "decode_kernel", ["table_row"]),
+        ("backends.triton.prefill_kernel", "prefill_kernel",
+         ["first_row", "num_rows", "num_tiles", "section", "table_row"]),
+        ("backends.triton.hopper_kernel", "prefill_hopper_kernel", ["first_row", "num_rows", "section", "table_row"]),
+        ("backends.mla.triton_kernel", "mla_decode_kernel", ["table_row"]),
+        ("backends.mla.hopper_kernel", "mla_hopper_kernel", ["table_row"]),
+        ("kv_write_triton", "write_kv_kernel", ["k_scale", "v_scale"]),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)  # fmt: skip
+def test_kernels_are_not_compiled_for_what_varies(module: str, name: str, varying: list[str]) -> None:
+    kernel = getattr(pytest.importorskip(f"attn_backends.{module}"), name)
+    first = kernel.arg_names.index(varying[0])
+    assert kernel.arg_names[first : first + len(varying)] == varying
+    assert set(varying) <= set(kernel.do_not_specialize)
 
 
 def test_kernels_have_their_own() -> None:
     kernels = Kernel(), Kernel()
     for kernel in kernels:
-        split.launch(kernel, 1, (tensor(),), (), (), 4)
+        launching.launch(kernel, 1, (tensor(),), (), (), 4)
     assert [len(kernel.asked) for kernel in kernels] == [1, 1]
 
 
 def test_what_is_kept_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split, "_compiled", {})
-    monkeypatch.setattr(split, "_MOST_COMPILED", 3)
+    monkeypatch.setattr(launching, "_compiled", {})
+    monkeypatch.setattr(launching, "_MOST_COMPILED", 3)
     kernel = Kernel()
     for number in range(10):
-        split.launch(kernel, 1, (tensor(),), (), (number,), 4)
+        launching.launch(kernel, 1, (tensor(),), (), (number,), 4)
     assert len(kernel.asked) == 10
-    assert len(split._compiled) <= 3
+    assert len(launching._compiled) <= 3

@@ -12,6 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
+from attn_backends.triton_launch import launch, power_of_two
+
+_GATE_WARPS = 4
+
 
 class Tile(NamedTuple):
     """How a product of one token is cut."""
@@ -99,25 +103,25 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torc
     """[num_tokens, size], normalised: x · w / √(mean x² + ε)."""
     num_tokens, size = hidden.shape
     out = torch.empty_like(hidden)
-    block = triton.next_power_of_2(size)
-    rms_norm_kernel[(num_tokens,)](hidden, weight, out, size, epsilon, block, num_warps=min(16, max(1, block // 512)))
+    block = power_of_two(size)
+    launch(rms_norm_kernel, num_tokens, (hidden, weight, out), (), (size, epsilon, block),
+           min(16, max(1, block // 512)))  # fmt: skip
     return out
 
 
 def rotate_(heads: torch.Tensor, num_rotated: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotate the first heads of [num_tokens, num_heads, dim] in place, by angles [num_tokens, dim]."""
-    dim = heads.shape[2]
-    rotate_kernel[(heads.shape[0], num_rotated)](
-        heads, cos, sin, heads.stride(0), dim, triton.next_power_of_2(dim // 2), num_warps=1
-    )
+    num_tokens, _, dim = heads.shape
+    fixed = (heads.stride(0), dim, power_of_two(dim // 2))
+    launch(rotate_kernel, (num_tokens, num_rotated), (heads, cos, sin), (), fixed, 1)
 
 
 def gated(gate_up: torch.Tensor) -> torch.Tensor:
     """SiLU(gate) · up of [num_tokens, 2 · size]."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, size)
-    block = min(1024, triton.next_power_of_2(size))
-    gate_kernel[(num_tokens, triton.cdiv(size, block))](gate_up, out, size, block)
+    block = min(1024, power_of_two(size))
+    launch(gate_kernel, (num_tokens, -(-size // block)), (gate_up, out), (), (size, block), _GATE_WARPS)
     return out
 
 
@@ -136,11 +140,9 @@ def one_token_linear(
     num_rows = weight.shape[0] // (2 if is_gated else 1)
     tile = tile or choose_tile(num_columns, norm is not None)
     out = token.new_empty(1, num_rows)
-    one_token_kernel[(triton.cdiv(num_rows, tile.rows),)](
-        token, weight, token if norm is None else norm, token if residual is None else residual, out, epsilon,
-        num_rows, num_columns, norm is not None, residual is not None, is_gated, tile.rows, tile.columns,
-        num_warps=tile.warps,
-    )  # fmt: skip
+    tensors = (token, weight, token if norm is None else norm, token if residual is None else residual, out)
+    fixed = (epsilon, num_rows, num_columns, norm is not None, residual is not None, is_gated, tile.rows, tile.columns)
+    launch(one_token_kernel, -(-num_rows // tile.rows), tensors, (), fixed, tile.warps)
     return out
 
 

@@ -26,7 +26,7 @@ rows_of = pytest.importorskip("attn_backends.backends.triton.tile").rows_of
 metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
 widening = pytest.importorskip("attn_backends.backends.triton.widening")
 sharing = pytest.importorskip("attn_backends.backends.triton.sharing")
-Start = pytest.importorskip("attn_backends.triton_split").Start
+Start = pytest.importorskip("attn_backends.triton_launch").Start
 
 # The interpreter takes milliseconds a program. These are left to the GPU; the others take every road of the kernels.
 LEFT_OUT = (

@@ -19,6 +19,7 @@ triton = pytest.importorskip("triton", reason="needs triton")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 tiles = pytest.importorskip("attn_backends.backends.mla.triton_tiles")
 split = pytest.importorskip("attn_backends.triton_split")
+launching = pytest.importorskip("attn_backends.triton_launch")
 launch = pytest.importorskip("attn_backends.backends.triton.launch")
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
@@ -200,7 +201,7 @@ def test_an_fp8_cache_costs_no_slow_instructions(cached: torch.dtype) -> None:
         assert code.count("LDS.U8") <= 4  # by masks
 
 
-@pytest.mark.parametrize("start", list(split.Start))
+@pytest.mark.parametrize("start", list(launching.Start))
 def test_decode_waits_as_it_starts(start: Any) -> None:
     """Early: before all loads but those of its item. Beside another kernel: last of all, and reads anew at first."""
     from triton.compiler import ASTSource
@@ -212,9 +213,9 @@ def test_decode_waits_as_it_starts(start: Any) -> None:
     constants["START"] = int(start)
     code = listing(_compiled(ASTSource, decode_kernel, tensors_of(spec), constants, tile.warps, 90))
     before, waits, behind = code.partition("ACQBULK")
-    if start is split.Start.BEHIND:
+    if start is launching.Start.BEHIND:
         assert not waits
-    elif start is split.Start.EARLY:
+    elif start is launching.Start.EARLY:
         assert waits
         assert before.count("LDG") <= 8
         assert "LDGSTS" not in before
@@ -343,7 +344,7 @@ def on_machine(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict
     asked = {"capability": (9, 0), "triton": (3, 6), "dtype": torch.bfloat16, **changed}
     capability = asked.pop("capability")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(split, "_TRITON", asked.pop("triton"))
+    monkeypatch.setattr(launching, "_TRITON", asked.pop("triton"))
     return asked
 
 

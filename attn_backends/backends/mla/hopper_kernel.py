@@ -37,7 +37,8 @@ from attn_backends.triton_hopper import (
     weigh,
     write_rows,
 )
-from attn_backends.triton_split import LN_2, MOST_ITEMS, let_next_start
+from attn_backends.triton_launch import let_next_start
+from attn_backends.triton_split import LN_2, MOST_ITEMS
 
 ROWS, RANK, ROPE = gl.constexpr(64), gl.constexpr(512), gl.constexpr(64)
 KEYS = gl.constexpr(64)  # of a block
@@ -62,7 +63,7 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
         items: see `triton_split`, cut at multiples of a pair's keys; a place of partial results holds TILES * 64
             queries of RANK.
         scale: of logits in base 2, positive; value_scale: of the cache.
-        LETS_NEXT_START: `mla_join_kernel` starts early (see `triton_split.Start`).
+        LETS_NEXT_START: `mla_join_kernel` starts early (see `triton_launch.Start`).
     """
     if LETS_NEXT_START:
         let_next_start()

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from attn_backends.triton_fp8 import add_values, all_columns, as_pairs, columns_of, largest_of, no_sums, shares_of
-from attn_backends.triton_split import LN_2, MOST_ITEMS, join, let_next_start, load_block, wait_for_last
+from attn_backends.triton_launch import let_next_start, wait_for_last
+from attn_backends.triton_split import LN_2, MOST_ITEMS, join, load_block
 
 
 @triton.jit(do_not_specialize=["table_row"])  # type: ignore[untyped-decorator]
@@ -31,7 +32,7 @@ def mla_decode_kernel(  # type: ignore[no-untyped-def]
         output: [num_rows, QUERY_LEN * HEADS, RANK]; lse: [num_rows, QUERY_LEN * HEADS] f32.
         items: see `triton_split`; a place of partial results holds TILES * ROWS queries of BLOCK_RANK.
         scale: of logits in base 2; value_scale: of the cache.
-        LETS_NEXT_START: `mla_join_kernel` starts early (see `triton_split.Start`).
+        LETS_NEXT_START: `mla_join_kernel` starts early (see `triton_launch.Start`).
     """
     if LETS_NEXT_START:
         let_next_start()

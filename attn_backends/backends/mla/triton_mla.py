@@ -20,11 +20,8 @@ from attn_backends.call_checks import reject_early_fp8
 from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
-from attn_backends.triton_split import (
-    FAR,
-    HOPPER_PAGE,
+from attn_backends.triton_launch import (
     INTERPRETED,
-    ItemList,
     can_start_early,
     has_hopper_kernels,
     has_tensor_engine,
@@ -33,6 +30,7 @@ from attn_backends.triton_split import (
     operator,
     shared_memory,
 )
+from attn_backends.triton_split import FAR, HOPPER_PAGE, ItemList
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time

@@ -10,7 +10,7 @@ from attn_backends.backends.triton.state import TritonState
 from attn_backends.call_checks import reject_early_fp8
 from attn_backends.interface import AttentionBackend, Capabilities, CudaGraphSupport, Rejection
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec
-from attn_backends.triton_split import INTERPRETED
+from attn_backends.triton_launch import INTERPRETED
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 

@@ -11,7 +11,8 @@ import triton.language as tl
 
 from attn_backends.backends.triton.tile import attend_keys, factor, write_rows
 from attn_backends.triton_fp8 import all_columns, as_pairs, largest_of, no_sums, shares_of
-from attn_backends.triton_split import BESIDE, EARLY_START, FAR, MOST_ITEMS, join, see_all, wait_for_last
+from attn_backends.triton_launch import BESIDE, EARLY_START, see_all, wait_for_last
+from attn_backends.triton_split import FAR, MOST_ITEMS, join
 
 
 @triton.jit(do_not_specialize=["table_row", "ahead", "behind", "chunk", "has_sinks", "want_lse", "lse_token"])  # type: ignore[untyped-decorator]
@@ -31,7 +32,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     """One program an item, KV head and tile of ROWS of its queries; items of a row's heads lie side by side.
 
     Of a tile LANES are queries at most; PARTS are joined at a time. ALIKE: keys and values have the same strides.
-    PAIRS: values of 8 bits come two by two. START: see `triton_split.Start`.
+    PAIRS: values of 8 bits come two by two. START: see `triton_launch.Start`.
     """
     if ALIKE:
         value_page, value_slot, value_head = key_page, key_slot, key_head

@@ -37,7 +37,8 @@ from attn_backends.triton_hopper import (
     write_lines,
     write_rows,
 )
-from attn_backends.triton_split import FAR, LN_2, LOG2_E, first_key, let_next_start, seen_by_all
+from attn_backends.triton_launch import let_next_start
+from attn_backends.triton_split import FAR, LN_2, LOG2_E, first_key, seen_by_all
 
 ROWS = gl.constexpr(64)  # queries of a group of warps
 STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory

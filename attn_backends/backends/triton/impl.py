@@ -14,7 +14,7 @@ from attn_backends.backends.triton.widening import widens
 from attn_backends.call_checks import check_call, check_new_kv
 from attn_backends.interface import AttentionImpl, AttentionStep
 from attn_backends.kv_cache import KVCache, write_kv
-from attn_backends.triton_split import Start, shared_memory
+from attn_backends.triton_launch import Start, shared_memory
 
 
 def _together(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,11 +17,8 @@ from attn_backends.backends.triton.prefill_kernel import prefill_kernel
 from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile, block_dims, widened_heads
 from attn_backends.backends.triton.widen_kernel import widen_kernel
 from attn_backends.spec import AttentionSpec
-from attn_backends.triton_split import (
+from attn_backends.triton_launch import (
     ALIGNED,
-    FAR,
-    HOPPER_PAGE,
-    ItemList,
     Start,
     can_start_early,
     has_hopper_kernels,
@@ -29,9 +26,9 @@ from attn_backends.triton_split import (
     launch,
     num_multiprocessors,
     operator,
-    padded,
     power_of_two,
 )
+from attn_backends.triton_split import FAR, HOPPER_PAGE, ItemList, padded
 
 _MAX_TILE_ROWS = 64  # of decode: more queries of a row take several tiles
 _REGISTERS = 65536  # of a multiprocessor

@@ -19,7 +19,7 @@ from attn_backends.derive import StepBuffers
 from attn_backends.graph_inputs import GraphInputs, fill_together
 from attn_backends.interface import AttentionStep
 from attn_backends.spec import AttentionSpec
-from attn_backends.triton_split import num_multiprocessors, shared_memory
+from attn_backends.triton_launch import num_multiprocessors, shared_memory
 
 _SCHEDULES = 128  # of eager steps that are kept, of tens of kilobytes each
 

@@ -11,7 +11,7 @@ from attn_backends.backends.triton.launch import HOPPER_ROWS, suits_hopper_kerne
 from attn_backends.backends.triton.tuning import TritonOptions, widened_heads
 from attn_backends.page_table import IntArray
 from attn_backends.spec import AttentionSpec
-from attn_backends.triton_split import num_multiprocessors
+from attn_backends.triton_launch import num_multiprocessors
 
 # In times in which a multiprocessor's tile reads a key by the kernel for Hopper. With these the faster way is taken in
 # every case that benchmarks/widening.py has measured.
