@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from attn_backends.spec import FP8_DTYPES
-from attn_backends.triton_launch import can_start_early, launch, let_next_start, power_of_two
+from attn_backends.triton_launch import can_start_early, launch, let_next_start, power_of_two, wait_for_last
 
 _WARPS = 4
 
@@ -37,9 +37,12 @@ def write_kv_kernel(  # type: ignore[no-untyped-def]
     key_page, key_offset, key_cache_head, value_page, value_offset, value_cache_head,
     PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, LIMIT: tl.constexpr, SCALED: tl.constexpr,
-    LETS_NEXT_START: tl.constexpr,
+    EARLY: tl.constexpr, LETS_NEXT_START: tl.constexpr,
 ):  # fmt: skip
-    """One program a token. A slot of -1 is padding. LETS_NEXT_START: the next kernel waits for this one by itself."""
+    """One program a token. A slot of -1 is padding. EARLY: it starts before the kernel in front of it has ended.
+    LETS_NEXT_START: the next kernel waits for this one by itself. It may know what was there before this one."""
+    if EARLY:
+        wait_for_last()
     if LETS_NEXT_START:
         let_next_start()
     token = tl.program_id(0).to(tl.int64)
@@ -87,11 +90,12 @@ def write_kv(
     key, value = (new if new.stride(2) == 1 else new.contiguous() for new in (key, value))
     (_, num_heads, key_dim), value_dim = key.shape, value.shape[2]
     limit = torch.finfo(key_cache.dtype).max if key_cache.dtype in FP8_DTYPES else 0.0
+    early = can_start_early(key_cache.device)
     tensors, scales = (key, value, key_cache, value_cache, slot_mapping), (float(k_scale), float(v_scale))
     fixed = (
         *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
         key_cache.shape[1], num_heads, key_dim, value_dim,
         power_of_two(num_heads * key_dim), power_of_two(num_heads * value_dim), limit,
-        k_scale != 1.0 or v_scale != 1.0, next_waits and can_start_early(key_cache.device),
+        k_scale != 1.0 or v_scale != 1.0, early, next_waits and early,
     )  # fmt: skip
-    launch(write_kv_kernel, slot_mapping.shape[0], tensors, scales, fixed, _WARPS)
+    launch(write_kv_kernel, slot_mapping.shape[0], tensors, scales, fixed, _WARPS, early=early)

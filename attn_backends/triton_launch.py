@@ -71,6 +71,14 @@ def let_next_start():  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def wait_and_let_next_start():  # type: ignore[no-untyped-def]
+    """In every program of a kernel that starts early. It waits before it lets: so what the next one finds, before it
+    waits itself, is all but what this one writes."""
+    wait_for_last()
+    let_next_start()
+
+
+@triton.jit
 def see_all():  # type: ignore[no-untyped-def]
     """What kernels in front of the one beside which this one runs have written is read anew from here on."""
     tl.inline_asm_elementwise("fence.acq_rel.gpu; // dummy $0", "=r", [], tl.int32, is_pure=False, pack=1)

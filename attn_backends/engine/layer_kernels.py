@@ -2,6 +2,10 @@
 
 A product of one token reads every weight once and computes next to nothing: it is as fast as memory, if enough reads
 are under way. It takes the normalisation of its input, or the addition and the gate of its output, along.
+
+Where GPUs can (EARLY, see `triton_launch.can_start_early`), each starts before the kernel in front of it has ended, and
+waits for it before it reads anything but weights: those are on their way by then. So a weight must have been there
+before the kernel in front was launched.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_backends.triton_launch import launch, power_of_two
+from attn_backends.triton_launch import can_start_early, launch, power_of_two, wait_and_let_next_start
 
 _GATE_WARPS = 4
 
@@ -26,20 +30,28 @@ class Tile(NamedTuple):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def rms_norm_kernel(hidden, weight, out, size, epsilon, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def rms_norm_kernel(  # type: ignore[no-untyped-def]
+    hidden, weight, out, size, epsilon, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     """One program a token."""
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     live = lane < size
+    w = tl.load(weight + lane, mask=live, other=0.0).to(tl.float32)
+    if EARLY:
+        wait_and_let_next_start()
     x = tl.load(hidden + token * size + lane, mask=live, other=0.0).to(tl.float32)
     scaled = x * tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
-    w = tl.load(weight + lane, mask=live, other=0.0).to(tl.float32)
     tl.store(out + token * size + lane, (scaled * w).to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def rotate_kernel(heads, cos, sin, stride, DIM: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+def rotate_kernel(  # type: ignore[no-untyped-def]
+    heads, cos, sin, stride, DIM: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr
+):
     """One program a token and head: the head rotated in place, its first half with its second."""
+    if EARLY:
+        wait_and_let_next_start()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, HALF)
     live = lane < DIM // 2
@@ -53,8 +65,10 @@ def rotate_kernel(heads, cos, sin, stride, DIM: tl.constexpr, HALF: tl.constexpr
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def gate_kernel(gate_up, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def gate_kernel(gate_up, out, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     """SiLU of the first half of a token's features times the second half."""
+    if EARLY:
+        wait_and_let_next_start()
     token = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = lane < size
@@ -64,9 +78,26 @@ def gate_kernel(gate_up, out, size, BLOCK: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _weights(  # type: ignore[no-untyped-def]
+    line, up, norm, column, live_rows, num_columns, NORM: tl.constexpr, GATED: tl.constexpr
+):
+    """Of some columns: the product's, or the gate's and up's, and the normalisation's; under way."""
+    live = column < num_columns
+    mask = live_rows[:, None] & live[None]
+    w = tl.load(line + column[None], mask=mask, other=0.0)
+    w_up, n = w, column
+    if GATED:
+        w_up = tl.load(up + column[None], mask=mask, other=0.0)
+    if NORM:
+        n = tl.load(norm + column, mask=live, other=0.0)
+    return w, w_up, n
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def one_token_kernel(  # type: ignore[no-untyped-def]
     tokens, weight, norm, residual, out, epsilon, num_rows, num_columns,
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A product of one token. A gated one has twice the rows: the gate's, then up's."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -76,18 +107,21 @@ def one_token_kernel(  # type: ignore[no-untyped-def]
     up_sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     squares = tl.zeros([COLUMNS], tl.float32)
     line = weight + rows.to(tl.int64)[:, None] * num_columns
+    up = line + num_rows.to(tl.int64) * num_columns
+    w, w_up, n = _weights(line, up, norm, lane, live_rows, num_columns, NORM, GATED)
+    if EARLY:
+        wait_and_let_next_start()
     for start in range(0, num_columns, COLUMNS):
         column = start + lane
-        live = column < num_columns
-        x = tl.load(tokens + column, mask=live, other=0.0).to(tl.float32)
+        next_w, next_up, next_n = _weights(line, up, norm, column + COLUMNS, live_rows, num_columns, NORM, GATED)
+        x = tl.load(tokens + column, mask=column < num_columns, other=0.0).to(tl.float32)
         if NORM:
             squares += x * x
-            x *= tl.load(norm + column, mask=live, other=0.0).to(tl.float32)
-        mask = live_rows[:, None] & live[None]
-        sums += tl.load(line + column[None], mask=mask, other=0.0).to(tl.float32) * x[None]
+            x *= n.to(tl.float32)
+        sums += w.to(tl.float32) * x[None]
         if GATED:
-            up = line + num_rows.to(tl.int64) * num_columns
-            up_sums += tl.load(up + column[None], mask=mask, other=0.0).to(tl.float32) * x[None]
+            up_sums += w_up.to(tl.float32) * x[None]
+        w, w_up, n = next_w, next_up, next_n
     scale = 1.0
     if NORM:
         scale = tl.rsqrt(tl.sum(squares, 0) / num_columns + epsilon)
@@ -104,16 +138,18 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torc
     num_tokens, size = hidden.shape
     out = torch.empty_like(hidden)
     block = power_of_two(size)
-    launch(rms_norm_kernel, num_tokens, (hidden, weight, out), (), (size, epsilon, block),
-           min(16, max(1, block // 512)))  # fmt: skip
+    early, warps = can_start_early(hidden.device), min(16, max(1, block // 512))
+    fixed = (size, epsilon, block, early)
+    launch(rms_norm_kernel, num_tokens, (hidden, weight, out), (), fixed, warps, early=early)
     return out
 
 
 def rotate_(heads: torch.Tensor, num_rotated: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotate the first heads of [num_tokens, num_heads, dim] in place, by angles [num_tokens, dim]."""
     num_tokens, _, dim = heads.shape
-    fixed = (heads.stride(0), dim, power_of_two(dim // 2))
-    launch(rotate_kernel, (num_tokens, num_rotated), (heads, cos, sin), (), fixed, 1)
+    early = can_start_early(heads.device)
+    fixed = (heads.stride(0), dim, power_of_two(dim // 2), early)
+    launch(rotate_kernel, (num_tokens, num_rotated), (heads, cos, sin), (), fixed, 1, early=early)
 
 
 def gated(gate_up: torch.Tensor) -> torch.Tensor:
@@ -121,7 +157,8 @@ def gated(gate_up: torch.Tensor) -> torch.Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, size)
     block = min(1024, power_of_two(size))
-    launch(gate_kernel, (num_tokens, -(-size // block)), (gate_up, out), (), (size, block), _GATE_WARPS)
+    early, grid = can_start_early(out.device), (num_tokens, -(-size // block))
+    launch(gate_kernel, grid, (gate_up, out), (), (size, block, early), _GATE_WARPS, early=early)
     return out
 
 
@@ -141,8 +178,9 @@ def one_token_linear(
     tile = tile or choose_tile(num_columns, norm is not None)
     out = token.new_empty(1, num_rows)
     tensors = (token, weight, token if norm is None else norm, token if residual is None else residual, out)
-    fixed = (epsilon, num_rows, num_columns, norm is not None, residual is not None, is_gated, tile.rows, tile.columns)
-    launch(one_token_kernel, -(-num_rows // tile.rows), tensors, (), fixed, tile.warps)
+    early, parts = can_start_early(out.device), (norm is not None, residual is not None, is_gated)
+    fixed = (epsilon, num_rows, num_columns, *parts, tile.rows, tile.columns, early)
+    launch(one_token_kernel, -(-num_rows // tile.rows), tensors, (), fixed, tile.warps, early=early)
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -223,6 +224,39 @@ def test_decode_waits_as_it_starts(start: Any) -> None:
         assert waits
         assert "LDG" not in code.partition("CCTL.IVALL")[0]
         assert not any(access in behind for access in ("LDG", "STG", "LDS", "STS"))
+
+
+ONE_TOKEN = {"NORM": 1, "RESIDUAL": 1, "GATED": 1, "ROWS": 4, "COLUMNS": 1024}
+WRITE = {"PAGE_SIZE": 16, "HEADS": 8, "KEY_DIM": 128, "VALUE_DIM": 128, "KEY_BLOCK": 1024, "VALUE_BLOCK": 1024,
+         "LIMIT": 0.0, "SCALED": 0, "LETS_NEXT_START": 1}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "constants", "reads"),
+    [
+        ("engine.layer_kernels", "rms_norm_kernel", {"BLOCK": 1024}, True),
+        ("engine.layer_kernels", "rotate_kernel", {"DIM": 64, "HALF": 32}, False),
+        ("engine.layer_kernels", "gate_kernel", {"BLOCK": 1024}, False),
+        ("engine.layer_kernels", "one_token_kernel", ONE_TOKEN, True),
+        ("kv_write_triton", "write_kv_kernel", WRITE, False),
+    ],
+)
+def test_kernels_that_start_early_wait_first(module: str, name: str, constants: dict[str, Any], reads: bool) -> None:
+    """But for weights, if they read some; then they let the next one start."""
+    from triton.compiler import ASTSource
+
+    kernel = getattr(importlib.import_module(f"attn_backends.{module}"), name)
+    numbers = {"size", "epsilon", "stride", "num_rows", "num_columns", "k_scale", "v_scale"} | ALIGNED
+    tensors = [n for n in kernel.arg_names if n.islower() and n not in numbers and not n.startswith(("key_", "value_"))]
+    types = dict.fromkeys([*tensors, "key_cache", "value_cache"], "*bf16")
+    types |= {"slot_mapping": "*i64"} | dict.fromkeys(("epsilon", "k_scale", "v_scale"), "fp32")
+    code = listing(_compiled(ASTSource, kernel, types, constants | {"EARLY": 1}, 4, 90))
+    before, waits, behind = code.partition("ACQBULK")
+    assert waits
+    assert ("LDG" in before) == reads
+    assert "STG" not in before
+    assert "PREEXIT" not in before
+    assert "PREEXIT" in behind
 
 
 def test_parts_of_latent_rows_are_read_behind_the_wait() -> None:

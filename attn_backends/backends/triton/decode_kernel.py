@@ -45,7 +45,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     row = tl.load(item)
     start, stop, place, parts = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
     seq_len, first_token, query_len = tl.load(item + 5), tl.load(item + 6), tl.load(item + 7)
-    if START == EARLY_START:  # items were listed before that one was launched
+    if START == EARLY_START:  # its item was there before that one was launched, or lets this one start
         wait_for_last()
     if row >= 0:
         count, nth = parts // MOST_ITEMS, parts % MOST_ITEMS
