@@ -90,12 +90,13 @@ def write_kv(
     key, value = (new if new.stride(2) == 1 else new.contiguous() for new in (key, value))
     (_, num_heads, key_dim), value_dim = key.shape, value.shape[2]
     limit = torch.finfo(key_cache.dtype).max if key_cache.dtype in FP8_DTYPES else 0.0
-    early = can_start_early(key_cache.device)
+    can_be_early, num_tokens = can_start_early(key_cache.device), slot_mapping.shape[0]
+    early = can_be_early and num_tokens == 1  # as the engine's kernels in front of it (see `engine.layer_kernels`)
     tensors, scales = (key, value, key_cache, value_cache, slot_mapping), (float(k_scale), float(v_scale))
     fixed = (
         *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
         key_cache.shape[1], num_heads, key_dim, value_dim,
         power_of_two(num_heads * key_dim), power_of_two(num_heads * value_dim), limit,
-        k_scale != 1.0 or v_scale != 1.0, early, next_waits and early,
+        k_scale != 1.0 or v_scale != 1.0, early, next_waits and can_be_early,
     )  # fmt: skip
-    launch(write_kv_kernel, slot_mapping.shape[0], tensors, scales, fixed, _WARPS, early=early)
+    launch(write_kv_kernel, num_tokens, tensors, scales, fixed, _WARPS, early=early)

@@ -4,7 +4,7 @@
 
 All are captured as CUDA graphs over several copies of the cache, checked against float64 and timed in turns (see
 attention.py). "share" is the prompts' part of the multiprocessors by `sharing.prefill_share`, "us" the time with it,
-and "lost" what that takes longer than with the best of the shares.
+and "best share" the one, of several, that took the shortest.
 """
 
 from __future__ import annotations
@@ -20,53 +20,55 @@ from gpu_harness import PACKAGES, free_memory, in_turns_us, installed
 from harness import report
 from paged_problem import Shape, make_contender, make_problem
 
-MIXES = [  # decodes, by their keys, prompts, and heads
-    ((4096,) * 64, (2048,), GQA),
-    ((4096,) * 16, (8192,), GQA),
-    ((4096,) * 64, (512,) * 4, GQA),
-    ((1024,) * 255, (512,), GQA),
-    ((8192,) * 8, (2048,) * 2, GQA),
-    ((2048,) * 128, (4096,), GQA),
-    ((512,) * 8, (2048,), GQA),
-    ((32768,), (512,), GQA),
-    ((2048,) * 128, (2048,), SMALL),
-    ((2048,) * 32, (2048,), (32, 32, 128)),
-    ((8192,) * 64, (2048,), (64, 8, 128)),
+MIXES = [  # decodes, keys of each, prompts, tokens of each, and heads
+    (64, 4096, 1, 2048, GQA),
+    (16, 4096, 1, 8192, GQA),
+    (64, 4096, 4, 512, GQA),
+    (255, 1024, 1, 512, GQA),
+    (8, 8192, 2, 2048, GQA),
+    (128, 2048, 1, 4096, GQA),
+    (8, 512, 1, 2048, GQA),
+    (1, 32768, 1, 512, GQA),
+    (128, 2048, 1, 2048, SMALL),
+    (32, 2048, 1, 2048, (32, 32, 128)),
+    (64, 8192, 1, 2048, (64, 8, 128)),
 ]
 IN_TURN = "in turn"
-OTHER_SHARES = (0.5, 0.7, 1.4, 2.0)  # times the rule's
+SHARES = (0.25, 0.375, 0.5, 0.7, 0.85, 1.0)  # beside the rule's
 
 
 @torch.inference_mode()
 def measure(
-    decodes: Sequence[int], prompts: Sequence[int], heads: tuple[int, int, int], rounds: int
+    decodes: int, keys: int, prompts: int, tokens: int, heads: tuple[int, int, int], rounds: int
 ) -> tuple[dict[str, Any], list[str]]:
     """A row of one batch, and what was wrong with it."""
     device = torch.device("cuda")
-    shape = Shape((*decodes, *prompts), heads, is_prefill=True, decodes=len(decodes))
-    problem = make_problem(shape, torch.bfloat16, 16, device)
+    lens = (*[keys] * decodes, *[tokens] * prompts)
+    problem = make_problem(Shape(lens, heads, is_prefill=True, decodes=decodes), torch.bfloat16, 16, device)
     parts, made = parts_of("TRITON", problem, {}), {}
     metadata = parts.builder.build(0, problem.common)
     rule = metadata.prefill_share
-    shares = {rule, *(min(1.0, rule * other) for other in OTHER_SHARES)}
-    for share in (None, *sorted(shares)):
+    shares = {IN_TURN: None} | {f"{share:.3g}": share for share in sorted({rule, *SHARES})}
+    for name, share in shares.items():
         step = parts.state.begin_forward(replace(metadata, prefill_share=share))
-        made[IN_TURN if share is None else share] = make_contender(
-            problem, our_call(parts.impl, problem, step), (parts, step)
-        )
+        made[name] = make_contender(problem, our_call(parts.impl, problem, step), (parts, step))
     errors, wrong = checked(made)
-    times = in_turns_us({label: made[label].replay for label in errors}, rounds, device)
-    us = {label: made[label].us(replay_us) for label, replay_us in times.items()}
+    times = in_turns_us({name: made[name].replay for name in errors}, rounds, device)
+    us = {name: made[name].us(replay_us) for name, replay_us in times.items()}
     in_turn = us.pop(IN_TURN, None)
     best = min(us, key=us.__getitem__, default=None)
     row = {
-        "batch": shape.name,
+        "heads": "/".join(map(str, heads[:2])),
+        "dim": heads[2],
+        "decodes": decodes,
+        "keys of each": keys,
+        "prompts": prompts,
+        "tokens of each": tokens,
         "share": rule,
-        "us": us.get(rule),
+        "us": us.get(f"{rule:.3g}"),
         "in turn us": in_turn,
-        "best share": best,
+        "best share": None if best is None else shares[best],
         "best us": us.get(best),
-        "lost": us[rule] / us[best] - 1 if rule in us else None,
         "error": max(errors.values(), default=None),
     }
     return row, wrong

@@ -3,9 +3,9 @@
 A product of one token reads every weight once and computes next to nothing: it is as fast as memory, if enough reads
 are under way. It takes the normalisation of its input, or the addition and the gate of its output, along.
 
-Where GPUs can (EARLY, see `triton_launch.can_start_early`), each starts before the kernel in front of it has ended, and
-waits for it before it reads anything but weights: those are on their way by then. So a weight must have been there
-before the kernel in front was launched.
+In a step of one token (EARLY) each starts before the kernel in front of it has ended, where GPUs can, and waits for it
+before it reads anything but weights: those are on their way by then. So a weight must have been there before the kernel
+in front was launched. With more tokens products are the library's, which let nothing start.
 """
 
 from __future__ import annotations
@@ -133,12 +133,16 @@ def one_token_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=live_rows)
 
 
+def _starts_early(tokens: torch.Tensor) -> bool:
+    return len(tokens) == 1 and can_start_early(tokens.device)
+
+
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """[num_tokens, size], normalised: x · w / √(mean x² + ε)."""
     num_tokens, size = hidden.shape
     out = torch.empty_like(hidden)
     block = power_of_two(size)
-    early, warps = can_start_early(hidden.device), min(16, max(1, block // 512))
+    early, warps = _starts_early(hidden), min(16, max(1, block // 512))
     fixed = (size, epsilon, block, early)
     launch(rms_norm_kernel, num_tokens, (hidden, weight, out), (), fixed, warps, early=early)
     return out
@@ -147,7 +151,7 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torc
 def rotate_(heads: torch.Tensor, num_rotated: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotate the first heads of [num_tokens, num_heads, dim] in place, by angles [num_tokens, dim]."""
     num_tokens, _, dim = heads.shape
-    early = can_start_early(heads.device)
+    early = _starts_early(heads)
     fixed = (heads.stride(0), dim, power_of_two(dim // 2), early)
     launch(rotate_kernel, (num_tokens, num_rotated), (heads, cos, sin), (), fixed, 1, early=early)
 
@@ -157,7 +161,7 @@ def gated(gate_up: torch.Tensor) -> torch.Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, size)
     block = min(1024, power_of_two(size))
-    early, grid = can_start_early(out.device), (num_tokens, -(-size // block))
+    early, grid = _starts_early(out), (num_tokens, -(-size // block))
     launch(gate_kernel, grid, (gate_up, out), (), (size, block, early), _GATE_WARPS, early=early)
     return out
 
@@ -178,7 +182,7 @@ def one_token_linear(
     tile = tile or choose_tile(num_columns, norm is not None)
     out = token.new_empty(1, num_rows)
     tensors = (token, weight, token if norm is None else norm, token if residual is None else residual, out)
-    early, parts = can_start_early(out.device), (norm is not None, residual is not None, is_gated)
+    early, parts = _starts_early(out), (norm is not None, residual is not None, is_gated)
     fixed = (epsilon, num_rows, num_columns, *parts, tile.rows, tile.columns, early)
     launch(one_token_kernel, -(-num_rows // tile.rows), tensors, (), fixed, tile.warps, early=early)
     return out

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -25,7 +24,6 @@ impl = pytest.importorskip("attn_backends.backends.triton.impl")
 rows_of = pytest.importorskip("attn_backends.backends.triton.tile").rows_of
 metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
 widening = pytest.importorskip("attn_backends.backends.triton.widening")
-sharing = pytest.importorskip("attn_backends.backends.triton.sharing")
 Start = pytest.importorskip("attn_backends.triton_launch").Start
 
 # The interpreter takes milliseconds a program. These are left to the GPU; the others take every road of the kernels.
@@ -141,8 +139,8 @@ def test_decode_without_a_write_starts_behind(launches: list[tuple[str, object]]
 @only_interpreted
 @pytest.mark.parametrize("writes", [True, False])
 def test_decodes_and_prefills_run_side_by_side(writes: bool, launches: list[tuple[str, object]]) -> None:
-    """The latter first, with as many programs as they need to take as long."""
-    for num_decodes, programs in ((1, 5), (10, 2)):
+    """The latter first, with as many programs as they need to take as long, or half of the GPU's."""
+    for num_decodes, programs in ((1, 6), (3, 4), (10, 3)):
         launches.clear()
         launch_step((*[1] * num_decodes, 40), writes)
         assert launches[:-2] == [("write", False)] * writes
@@ -169,20 +167,6 @@ def test_decodes_wait_for_other_prefills(
 def test_prefills_alone_take_the_whole_gpu(launches: list[tuple[str, object]]) -> None:
     launch_step((40, 20))
     assert launches == [("write", False), ("prefill", (6, False))]
-
-
-def test_the_share_of_prefills() -> None:
-    """Grows with their tokens and shrinks with the keys that decodes read: of a window those in it, of 8 bits half."""
-
-    def share(prefill: int, decodes: int, **changes: Any) -> float:
-        spec = AttentionSpec(32, 8, 128, **{"dtype": torch.bfloat16, **changes})
-        lens = np.array([1] * decodes + [prefill]), np.array([4096] * decodes + [prefill])
-        return float(sharing.prefill_share(spec, *lens, decodes))
-
-    assert 0 < share(512, 64) < share(2048, 64) < share(2048, 16) < 1
-    assert share(2048, 64) < share(2048, 64, cache_dtype=torch.float8_e4m3fn)
-    assert share(2048, 64) < share(2048, 64, window_left=255)
-    assert share(2048, 64) == share(2048, 64, window_left=8000)
 
 
 @triton.jit

@@ -8,14 +8,15 @@ from attn_backends.backends.triton.launch import HOPPER_ROWS
 from attn_backends.page_table import IntArray
 from attn_backends.spec import AttentionSpec
 
-# In numbers of a head, products that a multiprocessor makes for prefill while it reads a byte for decode. A share too
-# large is the better mistake: once prefills have ended decodes have the whole GPU, and not the other way round.
-_PRODUCTS_A_BYTE = 30.0
+_PRODUCTS_A_BYTE = 30.0  # of numbers of a head: as many as are made for prefill while a byte is read for decode
 _KEYS_BESIDE = 128  # what a tile takes beside its keys, in keys
+# As measured (benchmarks/sharing.py). With half of the GPU prefills are so fast that decodes lose nothing by it, as
+# they have all of it afterwards. Where prefills take most of the time decodes get what those leave at their end.
+_LEAST, _MOST = 0.5, 0.75
 
 
 def prefill_share(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, num_decodes: int) -> float:
-    """Part of the multiprocessors with which the rows behind the decodes take as long as those with the others.
+    """Part of the multiprocessors for the rows behind the decodes: so that both take about as long, but half at least.
 
     Args:
         query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
@@ -26,4 +27,5 @@ def prefill_share(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray,
     seen = np.minimum(keys - tokens // 2 if spec.causal else keys, reach) + _KEYS_BESIDE
     tiles = -(-tokens // max(1, HOPPER_ROWS // spec.group_size))
     products = HOPPER_ROWS * int(tiles.astype(np.int64) @ seen)
-    return products / (products + _PRODUCTS_A_BYTE * int(read))
+    even = products / (products + _PRODUCTS_A_BYTE * int(read))
+    return 1.0 if even > _MOST else max(even, _LEAST)
