@@ -2,23 +2,18 @@
 
     python benchmarks/sharing.py [--rounds 9]
 
-All are captured as CUDA graphs over several copies of the cache, checked against float64 and timed in turns (see
-attention.py). "share" is the prompts' part of the multiprocessors by `sharing.prefill_share`, "us" the time with it,
-and "best share" the one, of several, that took the shortest.
+All are timed as ways.py says. "share" is the prompts' part of the multiprocessors by `sharing.prefill_share`, "us" the
+time with it, and "best share" the one, of several, that took the shortest.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-from attention import GQA, SMALL, checked, our_call, parts_of
-from gpu_harness import PACKAGES, free_memory, in_turns_us, installed
-from harness import report
-from paged_problem import Shape, make_contender, make_problem
+from attention import GQA, SMALL
+from paged_problem import Shape
+from ways import run, time_ways
 
 MIXES = [  # decodes, keys of each, prompts, tokens of each, and heads
     (64, 4096, 1, 2048, GQA),
@@ -37,58 +32,36 @@ IN_TURN = "in turn"
 SHARES = (0.25, 0.375, 0.5, 0.7, 0.85, 1.0)  # beside the rule's
 
 
-@torch.inference_mode()
 def measure(
     decodes: int, keys: int, prompts: int, tokens: int, heads: tuple[int, int, int], rounds: int
 ) -> tuple[dict[str, Any], list[str]]:
     """A row of one batch, and what was wrong with it."""
-    device = torch.device("cuda")
-    lens = (*[keys] * decodes, *[tokens] * prompts)
-    problem = make_problem(Shape(lens, heads, is_prefill=True, decodes=decodes), torch.bfloat16, 16, device)
-    parts, made = parts_of("TRITON", problem, {}), {}
-    metadata = parts.builder.build(0, problem.common)
-    rule = metadata.prefill_share
-    shares = {IN_TURN: None} | {f"{share:.3g}": share for share in sorted({rule, *SHARES})}
-    for name, share in shares.items():
-        step = parts.state.begin_forward(replace(metadata, prefill_share=share))
-        made[name] = make_contender(problem, our_call(parts.impl, problem, step), (parts, step))
-    errors, wrong = checked(made)
-    times = in_turns_us({name: made[name].replay for name in errors}, rounds, device)
-    us = {name: made[name].us(replay_us) for name, replay_us in times.items()}
+    shape = Shape((*[keys] * decodes, *[tokens] * prompts), heads, is_prefill=True, decodes=decodes)
+    timed = time_ways(shape, torch.bfloat16, rounds, shares_beside)
+    rule, us = timed.metadata.prefill_share, dict(timed.us)
     in_turn = us.pop(IN_TURN, None)
     best = min(us, key=us.__getitem__, default=None)
     row = {
-        "heads": "/".join(map(str, heads[:2])),
+        "heads": f"{heads[0]}/{heads[1]}",
         "dim": heads[2],
         "decodes": decodes,
         "keys of each": keys,
         "prompts": prompts,
         "tokens of each": tokens,
         "share": rule,
-        "us": us.get(f"{rule:.3g}"),
+        "us": us.get(str(rule)),
         "in turn us": in_turn,
-        "best share": None if best is None else shares[best],
+        "best share": None if best is None else float(best),
         "best us": us.get(best),
-        "error": max(errors.values(), default=None),
+        "error": timed.error,
     }
-    return row, wrong
+    return row, timed.wrong
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    arguments = parser.parse_args(given)
-    rows: list[dict[str, Any]] = []
-    wrong: list[str] = []
-    for mix in MIXES:
-        row, out = measure(*mix, arguments.rounds)
-        print(*(f"{name}: {value}" for name, value in row.items()), *out, sep=", ", flush=True)
-        rows, wrong = [*rows, row], wrong + out
-        free_memory(torch.device("cuda"))
-    report("sharing", "decodes and prompts in one batch by TRITON, page 16", rows, installed(*PACKAGES))
-    if wrong:
-        raise SystemExit("\n".join(wrong))
+def shares_beside(metadata: Any) -> dict[str, dict[str, Any]]:
+    shares = sorted({metadata.prefill_share, *SHARES})
+    return {IN_TURN: {"prefill_share": None}} | {str(share): {"prefill_share": share} for share in shares}
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, "sharing", "decodes and prompts in one batch", MIXES, measure)
