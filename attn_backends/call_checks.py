@@ -62,7 +62,7 @@ def check_new_kv(spec: AttentionSpec, num_new_kv: int, key: torch.Tensor | None,
     if isinstance(spec, MLASpec):
         rows = ((spec.kv_lora_rank,), (spec.qk_rope_head_dim,))
     for (name, tensor), row in zip((("key", key), ("value", value)), rows, strict=True):
-        if tensor is None or tensor.shape[1:] != row or len(tensor) < num_new_kv:
+        if tensor is None or tensor.shape[1:] != row or tensor.shape[0] < num_new_kv:
             got = "not given" if tensor is None else f"of shape {tuple(tensor.shape)}"
             raise ValueError(
                 f"{name} is {got}; this step brings {num_new_kv} tokens of {row} each: pass both key and value, a row "

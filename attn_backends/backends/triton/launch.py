@@ -6,7 +6,7 @@ As an operator a launch on a CPU is seen by what records torch operations, such 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -142,7 +142,7 @@ class Kernels:
         self._extras = (nothing if slopes is None else slopes, nothing if sinks is None else sinks)
         self._scales = {True: (k_scale, v_scale), False: (1.0, 1.0)}  # of the cache; of keys as they came
         self._sees = [*sight(spec), int(spec.sinks)]
-        self._can_start_early = can_start_early(device)
+        self._can_start_early, self._has_tensor_engine = can_start_early(device), has_tensor_engine(device)
         self._is_local = spec.window_left >= 0 or spec.chunk_size is not None
         early = spec.logits_soft_cap is not None or spec.alibi_slopes is not None or spec.scale <= 0
         self._form = [int(spec.logits_soft_cap is not None), int(spec.alibi_slopes is not None), int(early)]
@@ -174,7 +174,7 @@ class Kernels:
             int(query.dtype is torch.float32), cut.lanes, at_once,
             int(start),
         ]  # fmt: skip
-        grid = len(schedule.list.items) * self.spec.num_kv_heads * cut.tiles
+        grid = schedule.list.items.shape[0] * self.spec.num_kv_heads * cut.tiles
         _decode(query, key, value, output, lse, page_table, schedule.list.items, *room, *self._extras,
                 self._factors(True), self._sees, constants, grid, tile.warps)  # fmt: skip
 
@@ -215,27 +215,28 @@ class Kernels:
         spec, is_paged, num_kv_heads = self.spec, rows.page_table is not None, key.shape[-2]
         tile = self._prefill_tiles[is_paged]
         page_size = key.shape[1] if is_paged else 0
-        on_hopper = self._by_hopper[is_paged] and page_size % HOPPER_PAGE == 0
+        on_hopper = self._by_hopper[is_paged] and page_size % HOPPER_PAGE == 0 and _comes_in_lines(query)
         in_blocks = self._dims[:2] == self._dims[2:] and page_size % tile.keys == 0
-        if (on_hopper or in_blocks) and not (query.dtype is key.dtype and _can_be_blocks(key, value)):
-            on_hopper = in_blocks = False
-        on_hopper = on_hopper and _comes_in_lines(query)
+        lines = None
+        if (on_hopper or in_blocks) and query.dtype is key.dtype and self._has_tensor_engine:
+            lines = _lines_of(key, value)
+        on_hopper, in_blocks = on_hopper and lines is not None, in_blocks and lines is not None
         tile_tokens = max(1, (HOPPER_ROWS if on_hopper else tile.rows) // spec.group_size)
         head_bytes = max(1, rows.max_seq_len) * (spec.head_dim + spec.head_dim_vo) * key.itemsize
         section = min(max(1, _L2_BYTES // head_bytes), num_kv_heads)
-        num_rows = len(rows.seq_lens) - rows.first_row
+        num_rows = rows.seq_lens.shape[0] - rows.first_row
         span = [rows.first_row, num_rows, num_prefill_tiles(rows.num_tokens, num_rows, tile_tokens), section]
         slopes, sinks = self._extras
         sinks = sinks[first_head * spec.group_size :] if spec.sinks else sinks
         tensors = (query, key, value, output, lse, *rows[:4])
         factors, heads = self._factors(is_cached), (num_kv_heads, spec.group_size)
-        if on_hopper:
+        if on_hopper and lines is not None:
             next_start, num_programs = Start.BEHIND, self._num_sms
             if share is not None and self._can_start_early:
                 next_start, num_programs = Start.BESIDE, math.ceil(share * num_programs)
             lets_next_start = int(next_start is Start.BESIDE)
             constants = [page_size, *heads, tile_tokens, spec.head_dim, spec.head_dim_vo, lets_next_start]
-            _prefill_on_hopper(*tensors, sinks, tiles, factors, self._sees, span, constants,
+            _prefill_on_hopper(*tensors, sinks, tiles, lines, factors, self._sees, span, constants,
                                num_programs)  # fmt: skip
             return next_start
         constants = [
@@ -272,6 +273,11 @@ class _Lines(NamedTuple):
     num_rows: int
     slot: int  # elements
 
+    @property
+    def layout(self) -> tuple[list[int], list[int]]:
+        """Shape and strides of the rows."""
+        return [self.num_rows, self.slot], [self.slot, 1]
+
     @staticmethod
     @lru_cache(maxsize=256)  # a layer's cache lies alike in all steps
     def of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> _Lines | None:
@@ -284,26 +290,18 @@ class _Lines(NamedTuple):
         last = sum((size - 1) * stride for size, stride in zip(shape[:-1], strides[:-1], strict=True))
         return _Lines((*(stride // slot for stride in page), head // slot), head % slot, last // slot + 1, slot)
 
-    def strips(self, tensor: torch.Tensor, rows: int) -> Any:
-        """See `triton_hopper.strips_of`."""
-        from attn_backends import triton_hopper  # not every Triton has what it imports
 
-        return triton_hopper.strips_of([self.num_rows, self.slot], [self.slot, 1], tensor, rows)
-
-
-def _lines_of(tensor: torch.Tensor) -> _Lines | None:
-    return None if tensor.data_ptr() % _ROW_ALIGNMENT else _Lines.of(tensor.shape, tensor.stride(), tensor.itemsize)
-
-
-def _can_be_blocks(key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the tensor memory accelerator can load blocks of one head's keys and values: one thread asks for a block,
-    and no other works out addresses.
+def _lines_of(key: torch.Tensor, value: torch.Tensor) -> tuple[_Lines, _Lines] | None:
+    """With which the tensor memory accelerator can load blocks of one head's keys and values: one thread asks for a
+    block, and no other works out addresses.
 
     It wants addresses and rows of multiples of 16 bytes. A head's keys are then a run of rows, from the same row on as
     its values.
     """
-    keys, values = _lines_of(key), _lines_of(value)
-    return keys is not None and values is not None and keys.steps == values.steps and has_tensor_engine(key.device)
+    if (key.data_ptr() | value.data_ptr()) % _ROW_ALIGNMENT:
+        return None
+    keys, values = (_Lines.of(tensor.shape, tensor.stride(), tensor.itemsize) for tensor in (key, value))
+    return None if keys is None or values is None or keys.steps != values.steps else (keys, values)
 
 
 def _comes_in_lines(query: torch.Tensor) -> bool:
@@ -313,10 +311,10 @@ def _comes_in_lines(query: torch.Tensor) -> bool:
 
 
 def row_blocks(tensor: torch.Tensor, keys: int) -> TensorDescriptor:
-    """Blocks of `keys` rows of one head of [(pages,) slots, heads, dim], for which `_can_be_blocks`."""
-    lines = _lines_of(tensor)
+    """Blocks of `keys` rows of one head of [(pages,) slots, heads, dim], which lies in lines."""
+    lines = _Lines.of(tensor.shape, tensor.stride(), tensor.itemsize)
     assert lines is not None
-    return TensorDescriptor(tensor, [lines.num_rows, lines.slot], [lines.slot, 1], [keys, tensor.shape[-1]])
+    return TensorDescriptor(tensor, *lines.layout, [keys, tensor.shape[-1]])
 
 
 def _strides(
@@ -373,25 +371,32 @@ def _prefill(
            descriptors=blocks)  # fmt: skip
 
 
-def _prefill_on_hopper(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
-    page_table: torch.Tensor | None, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
-    key_start_loc: torch.Tensor, sinks: torch.Tensor, tiles: torch.Tensor, factors: list[float], sees: list[int],
-    span: list[int], constants: list[int], num_programs: int,
-) -> None:  # fmt: skip
+@cache
+def _for_hopper() -> tuple[Any, Any]:
     from attn_backends import triton_hopper  # not every Triton has what these import
     from attn_backends.backends.triton import hopper_kernel
 
+    return triton_hopper, hopper_kernel
+
+
+def _prefill_on_hopper(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
+    page_table: torch.Tensor | None, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
+    key_start_loc: torch.Tensor, sinks: torch.Tensor, tiles: torch.Tensor, lines: tuple[_Lines, _Lines],
+    factors: list[float], sees: list[int], span: list[int], constants: list[int], num_programs: int,
+) -> None:  # fmt: skip
+    triton_hopper, hopper_kernel = _for_hopper()
     first_row, num_rows, num_tiles, section = span
     page_size, num_kv_heads, group_size, tile_tokens, *dims, lets_next_start = constants
     keys = hopper_kernel.keys_of(dims[0])
     ahead, behind, chunk, has_sinks = sees
     has_whole_blocks = keys <= min(behind, chunk) < FAR.value  # within a window, or a chunk
     rows = triton_hopper.rows_of_load(page_size, keys)
-    of_keys, of_values = _lines_of(key), _lines_of(value)
-    assert of_keys is not None
-    assert of_values is not None
-    strips = (of_keys.strips(key, rows), of_values.strips(value, rows))
+    of_keys, of_values = lines
+    strips = (
+        triton_hopper.strips_of(*of_keys.layout, key, rows),
+        triton_hopper.strips_of(*of_values.layout, value, rows),
+    )
     *page_rows, head_rows = of_keys.steps
     num_batches = -(-keys // rows // hopper_kernel.BATCH.value)
     steps = (*(page_rows or [0]), head_rows, num_batches, of_keys.column, of_values.column)
