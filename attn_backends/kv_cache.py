@@ -108,7 +108,7 @@ def write_kv(
     key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
     value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim_vo]
     kv_cache: KVCache,
-    slot_mapping: torch.Tensor,  # [num_tokens] i64; -1 is never written
+    slot_mapping: torch.Tensor,  # [num_tokens] i64, or longer; -1 is never written
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     *,
@@ -119,13 +119,14 @@ def write_kv(
     A scatter has no "nowhere" to send padding to, so padding repeats the write of some real token, byte for byte. With
     no real token at all it writes back what slot 0 holds.
     """
-    if not slot_mapping.numel():
+    if not (key.shape[0] and slot_mapping.shape[0]):
         return
     if _has_kernel(kv_cache.key):
         from attn_backends.kv_write_triton import write_kv as write_in_one_launch
 
         write_in_one_launch(key, value, *kv_cache, slot_mapping, k_scale, v_scale, next_waits)
         return
+    slot_mapping = slot_mapping[: key.shape[0]]
     live = slot_mapping >= 0
     some = live.to(torch.uint8).argmax(0, keepdim=True)  # [1], a real token if there is one
     slots = torch.where(live, slot_mapping, slot_mapping[some].clamp(min=0))

@@ -90,7 +90,7 @@ def write_kv(
     key, value = (new if new.stride(2) == 1 else new.contiguous() for new in (key, value))
     (_, num_heads, key_dim), value_dim = key.shape, value.shape[2]
     limit = torch.finfo(key_cache.dtype).max if key_cache.dtype in FP8_DTYPES else 0.0
-    can_be_early, num_tokens = can_start_early(key_cache.device), slot_mapping.shape[0]
+    can_be_early, num_tokens = can_start_early(key_cache.device), min(key.shape[0], slot_mapping.shape[0])
     early = can_be_early and num_tokens == 1  # as the engine's kernels in front of it (see `engine.layer_kernels`)
     tensors, scales = (key, value, key_cache, value_cache, slot_mapping), (float(k_scale), float(v_scale))
     fixed = (

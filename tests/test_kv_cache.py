@@ -91,7 +91,8 @@ def test_writes_go_to_their_slots_alone(layout: Layout, dtype: torch.dtype, data
     randomise(cache)
     before = KVCache(*(tensor.clone() for tensor in cache))
     key, value = torch.randn(len(slots), HEADS, DIM), torch.randn(len(slots), HEADS, DIM_VO)
-    write_kv(key, value, cache, torch.tensor(mapping, dtype=torch.int64), k_scale, v_scale)
+    behind = data.draw(st.lists(st.integers(-1, PAGES * PAGE_SIZE - 1), max_size=2))  # of no token
+    write_kv(key, value, cache, torch.tensor(mapping + behind, dtype=torch.int64), k_scale, v_scale)
     for cached, old, new, scale in zip(cache, before, (key, value), (k_scale, v_scale), strict=True):
         expected = old.clone()
         for token, slot in enumerate(mapping):

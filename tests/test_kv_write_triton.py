@@ -51,8 +51,10 @@ def test_latent_rows(monkeypatch: pytest.MonkeyPatch, cache_dtype: torch.dtype, 
 
 @only_interpreted
 @pytest.mark.parametrize("cache_dtype", DTYPES, ids=str)
-def test_keys_and_values(monkeypatch: pytest.MonkeyPatch, cache_dtype: torch.dtype) -> None:
-    key, value = torch.randn(len(SLOTS), 3, 8), torch.randn(len(SLOTS), 3, 6)
+@pytest.mark.parametrize("num_tokens", [2, len(SLOTS)])
+def test_keys_and_values(monkeypatch: pytest.MonkeyPatch, num_tokens: int, cache_dtype: torch.dtype) -> None:
+    """Of as many tokens as there are slots, or fewer."""
+    key, value = torch.randn(num_tokens, 3, 8), torch.randn(num_tokens, 3, 6)
     cache = KVCache(*(torch.randn(PAGES, 3, PAGE_SIZE, dim).to(cache_dtype).transpose(1, 2) for dim in (8, 6)))
     by_both(monkeypatch, lambda to: write_kv(key, value, to, SLOTS, 0.5, 2.0), cache)
 

@@ -58,8 +58,8 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
         check_new_kv(spec, metadata.num_new_kv, key, value)
         if output is None:
             output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)
-        if kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
-            write_kv(key, value, kv_cache, metadata.slot_mapping[: len(key)], self.k_scale, self.v_scale)
+        if kv_cache is not None and key is not None and value is not None:
+            write_kv(key, value, kv_cache, metadata.slot_mapping, self.k_scale, self.v_scale)
         given = kv_cache
         if planned.calls[0].rows.page_table is None:
             live = metadata.rows.num_tokens  # tiles reach behind a row: padding must not stand there

@@ -62,8 +62,8 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
         if output is None:
             output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)
         written = output if output.is_contiguous() else output.new_empty(output.shape)
-        if kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
-            write_kv(key, value, kv_cache, metadata.slot_mapping[: len(key)], self.k_scale, self.v_scale)
+        if kv_cache is not None and key is not None and value is not None:
+            write_kv(key, value, kv_cache, metadata.slot_mapping, self.k_scale, self.v_scale)
         log2_sums = lse
         if lse is None and (spec.sinks or planned.prefix is not None):
             log2_sums = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)

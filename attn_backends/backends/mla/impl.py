@@ -128,8 +128,8 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
         check_new_kv(self.spec, metadata.num_new_kv, key, value)
         if output is None:
             output = query.new_empty(query.shape[0], self.spec.num_qo_heads, self.spec.head_dim_vo)
-        if kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
-            write_latent(key, value, kv_cache.key, metadata.slot_mapping[: len(key)], self.k_scale)
+        if kv_cache is not None and key is not None and value is not None:
+            write_latent(key, value, kv_cache.key, metadata.slot_mapping, self.k_scale)
         live = metadata.num_decode_tokens + metadata.num_prefill_tokens
         if live < metadata.num_tokens:
             output[live:] = 0

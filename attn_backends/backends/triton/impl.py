@@ -61,12 +61,12 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         decoded_pages = metadata.page_table if metadata.num_decode_rows else None
         has_prefills = metadata.num_decode_rows < metadata.num_rows
         start = Start.BEHIND  # of decode
-        if kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
-            num_new, slots = key.shape[0], metadata.slot_mapping
-            if decoded_pages is not None and not has_prefills and self._kernels.can_start_early(num_new):
+        if kv_cache is not None and key is not None and value is not None:
+            num_new = min(key.shape[0], metadata.slot_mapping.shape[0])
+            if num_new and decoded_pages is not None and not has_prefills and self._kernels.can_start_early(num_new):
                 start = Start.EARLY
-            slots = slots if slots.shape[0] == num_new else slots[:num_new]
-            write_kv(key, value, kv_cache, slots, self.k_scale, self.v_scale, next_waits=start is Start.EARLY)
+            write_kv(key, value, kv_cache, metadata.slot_mapping, self.k_scale, self.v_scale,
+                     next_waits=start is Start.EARLY)  # fmt: skip
         keys, values = self._source(metadata, key, value, kv_cache)
         if has_prefills:
             start = self._prefill(query, (keys, values), (key, value), output, lse, planned)
