@@ -134,7 +134,7 @@ def one_token_kernel(  # type: ignore[no-untyped-def]
 
 
 def _starts_early(tokens: torch.Tensor) -> bool:
-    return len(tokens) == 1 and can_start_early(tokens.device)
+    return tokens.shape[0] == 1 and can_start_early(tokens.device)
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

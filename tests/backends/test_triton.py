@@ -164,6 +164,21 @@ def test_decodes_wait_for_other_prefills(
 
 
 @only_interpreted
+@pytest.mark.parametrize(
+    ("changes", "shares"),
+    [({}, True), ({"logits_soft_cap": 30.0}, False), ({"cache_dtype": torch.float8_e4m3fn}, False)],
+    ids=str,
+)
+def test_only_prefills_that_let_decodes_start_have_a_share(
+    changes: dict[str, Any], shares: bool, launches: list[tuple[str, object]]
+) -> None:
+    spec = AttentionSpec(4, 2, 64, **{"dtype": torch.float16, **changes})
+    batch = random_batch(get_backend("TRITON"), spec, [100] * 3, [1, 1, 40])
+    built = make_layer(get_backend("TRITON"), batch).builder.build(0, batch.common())
+    assert (built.prefill_share is not None) == shares
+
+
+@only_interpreted
 def test_prefills_alone_take_the_whole_gpu(launches: list[tuple[str, object]]) -> None:
     launch_step((40, 20))
     assert launches == [("write", False), ("prefill", (6, False))]

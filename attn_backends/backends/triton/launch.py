@@ -9,6 +9,7 @@ import math
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -16,6 +17,7 @@ from attn_backends.backends.triton.decode_kernel import decode_kernel
 from attn_backends.backends.triton.prefill_kernel import prefill_kernel
 from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile, block_dims, widened_heads
 from attn_backends.backends.triton.widen_kernel import widen_kernel
+from attn_backends.page_table import IntArray
 from attn_backends.spec import AttentionSpec
 from attn_backends.triton_launch import (
     ALIGNED,
@@ -44,6 +46,17 @@ def sight(spec: AttentionSpec) -> list[int]:
     """Which keys a query sees, by position: how many ahead of its own, how many behind, and the size of its chunk."""
     window = FAR.value if spec.window_left < 0 else spec.window_left
     return [0 if spec.causal else FAR.value, window, spec.chunk_size or FAR.value]
+
+
+def in_sight(spec: AttentionSpec, keys: IntArray) -> IntArray:
+    """Of so many keys up to a query's own, how many it sees at most."""
+    reach = spec.window_left + 1 if spec.window_left >= 0 else spec.chunk_size
+    return keys if reach is None else np.minimum(keys, reach)
+
+
+def num_hopper_tiles(spec: AttentionSpec, query_lens: IntArray) -> IntArray:
+    """Of each row, by the prefill kernel for Hopper, for one KV head."""
+    return -(-query_lens // max(1, HOPPER_ROWS // spec.group_size))
 
 
 def suits_hopper_kernel(spec: AttentionSpec, device: torch.device) -> bool:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from attn_backends.backends.triton.launch import suits_hopper_kernel
 from attn_backends.backends.triton.sharing import prefill_share
 from attn_backends.backends.triton.tuning import TritonOptions
 from attn_backends.backends.triton.widening import is_faster_widened, widens
@@ -31,7 +32,7 @@ class TritonMetadata(AttentionMetadata):
     max_decode_len: int  # most query tokens of a decode row
     max_seq_len: int  # or an upper bound of it
     num_widened_keys: int  # to make 16 bits for rows behind the decodes, or an upper bound; 0: none, which is faster
-    prefill_share: float | None  # of the GPU, for rows behind the decodes where both run side by side; None: one only
+    prefill_share: float | None  # of the GPU, for rows behind decodes that run beside them; None: none do
     prefills_are_prompts: bool  # the step brings all keys that rows behind the decodes see: they are read as they come
     for_graph: bool
     query_start_loc: torch.Tensor  # [R + 1] i32
@@ -137,8 +138,13 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         is_faster = is_faster_widened(self.group.spec, query_lens, seq_lens, self._widened_bytes, self.device)
         return int(seq_lens.sum()) if is_faster else 0
 
+    @cached_property
+    def _can_run_beside(self) -> bool:
+        """Whether decodes can run beside prefills: those by the kernel for Hopper let them."""
+        return suits_hopper_kernel(self.group.spec, self.device)
+
     def _prefill_share(self, common: CommonAttentionMetadata, num_decodes: int) -> float | None:
-        if not 0 < num_decodes < common.num_actual_reqs:
+        if not (0 < num_decodes < common.num_actual_reqs and self._can_run_beside):
             return None
         rows = slice(0, common.num_actual_reqs)
         query_lens, seq_lens = (lens.numpy()[rows] for lens in (common.query_lens_cpu, common.seq_lens_cpu))

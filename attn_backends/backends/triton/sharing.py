@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from attn_backends.backends.triton.launch import HOPPER_ROWS
+from attn_backends.backends.triton.launch import HOPPER_ROWS, in_sight, num_hopper_tiles
 from attn_backends.page_table import IntArray
 from attn_backends.spec import AttentionSpec
 
@@ -21,11 +21,9 @@ def prefill_share(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray,
     Args:
         query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
     """
-    reach = spec.window_left + 1 if spec.window_left >= 0 else spec.chunk_size or int(seq_lens.max())
-    read = np.minimum(seq_lens[:num_decodes], reach).sum(dtype=np.int64) * spec.cache_dtype.itemsize
+    read = int(in_sight(spec, seq_lens[:num_decodes]).sum(dtype=np.int64)) * spec.cache_dtype.itemsize
     tokens, keys = query_lens[num_decodes:], seq_lens[num_decodes:]
-    seen = np.minimum(keys - tokens // 2 if spec.causal else keys, reach) + _KEYS_BESIDE
-    tiles = -(-tokens // max(1, HOPPER_ROWS // spec.group_size))
-    products = HOPPER_ROWS * int(tiles.astype(np.int64) @ seen)
-    even = products / (products + _PRODUCTS_A_BYTE * int(read))
+    seen = in_sight(spec, keys - tokens // 2 if spec.causal else keys) + _KEYS_BESIDE
+    products = HOPPER_ROWS * int(num_hopper_tiles(spec, tokens).astype(np.int64) @ seen)
+    even = products / (products + _PRODUCTS_A_BYTE * read)
     return 1.0 if even > _MOST else max(even, _LEAST)

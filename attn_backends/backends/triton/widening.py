@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from attn_backends.backends.triton.launch import HOPPER_ROWS, suits_hopper_kernel
+from attn_backends.backends.triton.launch import in_sight, num_hopper_tiles, suits_hopper_kernel
 from attn_backends.backends.triton.tuning import TritonOptions, widened_heads
 from attn_backends.page_table import IntArray
 from attn_backends.spec import AttentionSpec
@@ -41,10 +41,8 @@ def is_faster_widened(
     if not at_once:
         return False
 
-    reach = spec.window_left + 1 if spec.window_left >= 0 else spec.chunk_size or int(seq_lens.max())
-    tokens, tile_tokens = int(query_lens.sum()), max(1, HOPPER_ROWS // spec.group_size)
-    keys_of_tile = int(np.minimum(seq_lens, reach) @ query_lens.astype(np.int64)) / tokens
-    tiles = int((-(-query_lens // tile_tokens)).sum())
+    keys_of_tile = int(in_sight(spec, seq_lens) @ query_lens.astype(np.int64)) / int(query_lens.sum())
+    tiles = int(num_hopper_tiles(spec, query_lens).sum())
     times = -(-tiles * spec.num_kv_heads // num_sms)
     times_widened = -(-spec.num_kv_heads // at_once) * -(-tiles * at_once // num_sms)
     saved = (_PORTABLE_READ * times - times_widened) * num_sms * keys_of_tile
