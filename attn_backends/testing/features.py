@@ -48,6 +48,7 @@ FEATURES = (
     Feature("gpt_oss", ("window", "sinks"), {"window_left": 20, "sinks": True}),
     Feature("soft_cap_and_sinks", ("soft_cap", "sinks"), {"logits_soft_cap": 1.5, "sinks": True}),
     Feature("alibi_and_window", ("alibi", "window"), {"window_left": 20}, alibi=True),
+    Feature("alibi_and_window_300", ("alibi", "window"), {"window_left": 300}, alibi=True),  # wider than most rows
     Feature("alibi_and_soft_cap", ("alibi", "soft_cap"), {"logits_soft_cap": 1.5}, alibi=True),
 )
 ENCODER = Feature("encoder", ("attention_type",), _encoder_or_cross(AttentionType.ENCODER))

@@ -176,12 +176,14 @@ def exact_window(layer: LayerConstants, capacity: int, want_lse: bool) -> tuple[
     """The window to ask for.
 
     Causal kernels add a bias of `slope · key position` for ALiBi, which is off by `slope · query position` in the LSE
-    and nowhere else. Those of a window add that of the distance: a window over everything gives the right LSE. A window
+    and nowhere else. Those of a window add that of the distance, so a window over everything gives the right LSE. One
     of `capacity` keys or more would be taken for none.
     """
-    if layer.alibi_slopes is not None and want_lse and layer.causal and layer.window[0] < 0:
-        return max(0, capacity - 1), 0
-    return layer.window
+    left, right = layer.window
+    if layer.alibi_slopes is None or not want_lse or not layer.causal:
+        return left, right
+    everything = max(0, capacity - 1)
+    return everything if left < 0 else min(left, everything), 0
 
 
 def token_major(lse: torch.Tensor) -> torch.Tensor:
