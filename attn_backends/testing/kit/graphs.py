@@ -136,6 +136,22 @@ class Graphs(KitBase):
                 self.check_replays(steps[0], [[first]], "the larger size")
                 self.check_replays(steps[1], [[second]], "the smaller size")
 
+    def test_eager_steps_between_replays(self) -> None:
+        """Prompts and decodes through the state whose clone was captured: before that, and between replays."""
+        for _ in self.query_lens[:1]:
+            spec, longer = self.make_spec(), max(1, self.page_size // 16)
+            batches = self.graph_batches(spec, 1)
+            mixed = BatchShape(seq_lens=(50 * longer, 5, 40 * longer, 20), query_lens=(1, 1, 9, 20))
+            eager = [*batches[:1], self.make_batch(spec, mixed, num_pages=PAGES, seed=9, poison=float("nan"))]
+            layer = make_layer(self.backend, *batches, *eager, num_padded_reqs=ROWS)
+            for batch in eager:
+                assert_matches(layer.forward(batch, layer.begin(batch)), batch, "before the capture")
+            captured = self.capture([layer], batches[:1])
+            for batch in batches:
+                for other in eager:
+                    assert_matches(layer.forward(other, layer.begin(other)), other, "between replays")
+                self.check_replays(captured, [[batch]], "behind eager steps")
+
     def test_verbs(self) -> None:
         """Metadata without a batch, the buffers by name, and a fill that `begin_forward` repeats."""
         for query_len in self.query_lens:
