@@ -12,12 +12,15 @@ import torch
 from attn_backends.spec import FP8_DTYPES, Layout
 from attn_backends.testing.cases import BatchShape, load_cases
 from attn_backends.testing.features import CROSS, ENCODER, FEATURES, feature
-from attn_backends.testing.harness import Result, assert_matches, make_layer, make_layers, run_backend
+from attn_backends.testing.harness import Result, assert_matches, assert_pool, make_layer, make_layers, run_backend
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
+from attn_backends.testing.plain import plain_cache
+from attn_backends.testing.random_layers import KINDS, random_layers
 
 FEATURE_SHAPES = ("small_prefill", "mixed_small", "page_edges_16", "spec_verify", WHOLE_PROMPTS)
 K_SCALE, V_SCALE = 0.37, 1.9  # of fp8 caches; far apart, so that one used for the other shows
 PREFIX_PAGES = 3
+RANDOM_LAYERS = 6
 
 
 class Numerics(KitBase):
@@ -36,6 +39,30 @@ class Numerics(KitBase):
     def test_features_on_long_mixed_batches(self, name: str) -> None:
         for _, spec in self.served([feature(name)]):
             self.check(spec, ["mixed_medium"], name)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_random_layers(self, kind: str) -> None:
+        """What the other cases did not think of: any numbers, heads, pages and rows together."""
+        for drawn in random_layers(kind, RANDOM_LAYERS):
+            heads = {} if self.can.mla else {"num_qo_heads": drawn.num_qo_heads, "num_kv_heads": drawn.num_kv_heads}
+            spec = self.feature_spec(drawn.feature, **heads)
+            pages: dict[str, Any] = {"page_size": drawn.page_size, "layout": drawn.layout}
+            if not self.serves(spec, may_refuse=True, **pages):
+                pages = {}  # the plain ones
+                if not self.serves(spec, may_refuse=True):
+                    continue
+            cache = replace(plain_cache(self.can), **pages)
+            prefix = drawn.shared_pages * drawn.page_size // cache.page_size * cache.page_size
+            batch = self.make_batch(
+                spec, drawn.rows, page_size=cache.page_size, layout=cache.layout, poison=float("nan"),
+                new_kv_lens=drawn.new_kv_lens, cached=drawn.cached, shared_prefix_len=prefix,
+            )  # fmt: skip
+            result = run_backend(
+                self.backend, batch, common_prefix_len=prefix, num_padded_reqs=drawn.num_padded_reqs,
+                want_lse=drawn.want_lse and self.can.lse,
+            )  # fmt: skip
+            assert_matches(result, batch, drawn.describe(cache.page_size))
+            assert_pool(result.kv_cache, batch.pool_after(), drawn.describe(cache.page_size))
 
     @pytest.mark.parametrize(("num_qo_heads", "num_kv_heads"), [(1, 1), (4, 4), (6, 2), (8, 1), (9, 3)])
     def test_heads(self, num_qo_heads: int, num_kv_heads: int) -> None:
