@@ -20,7 +20,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -91,6 +91,7 @@ SHAPES = {
     ],
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PLAIN = "bf16"
 CACHE_DTYPES = DTYPES | {"fp8": torch.float8_e4m3fn}  # with queries of the same dtype, of fp8 in bfloat16
 COPY, READ, WITH_WRITE = "copy", "read", " with KV write"
 ONE_LAUNCH, IN_TURN = ", decodes with the prefill", ", decodes behind the prefill"
@@ -284,6 +285,35 @@ def shapes_of(names: Sequence[str]) -> list[Shape]:
             if kind in names or ("all" in names and not kind.startswith("tiny"))]  # fmt: skip
 
 
+def parse(
+    description: str | None, given: Sequence[str] | None, shapes: Iterable[str], backends: list[str], page_size: int
+) -> argparse.Namespace:
+    """The options of this script and of mla_attention.py, with their own shapes, backends and page size."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    usual = " ".join(backends) or "all of MLA"
+    parser.add_argument("--backend", nargs="*", type=str.upper, default=backends, help=f"{usual} if not given")
+    parser.add_argument("--shapes", nargs="+", choices=[*shapes, "all"], default=["all"])
+    parser.add_argument("--match", default="", help="only shapes whose name has this in it")
+    parser.add_argument("--bare", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--dtype", choices=CACHE_DTYPES, default=PLAIN, help="fp8: of the cache alone")
+    parser.add_argument("--page-size", type=int, default=page_size)
+    parser.add_argument("--options", type=json.loads, default={}, help="backend_options, as JSON")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--name", help="of the result; what was asked for if not given")
+    return parser.parse_args(given)
+
+
+def result_name(script: str, arguments: argparse.Namespace) -> str:
+    """Of the file: `--name`, or the backends, and the shapes and the dtype where they are not the usual ones."""
+    if arguments.name:
+        return f"{script}_{arguments.name}"
+    parts = [script, *(backend.lower().replace(":", "_") for backend in arguments.backend)]
+    if arguments.shapes != ["all"] or arguments.match:
+        parts += [*arguments.shapes, *arguments.match.split()]
+    return "_".join([*parts, arguments.dtype] if arguments.dtype != PLAIN else parts)
+
+
 def main(given: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if given is None else given)
     if "--mla" in given:
@@ -291,23 +321,8 @@ def main(given: Sequence[str] | None = None) -> None:
 
         mla_main([argument for argument in given if argument != "--mla"])
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", nargs="*", type=str.upper, default=["FLASHINFER"])
-    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, "all"], default=["all"])
-    parser.add_argument("--match", default="", help="only shapes whose name has this in it")
-    parser.add_argument("--bare", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--dtype", choices=CACHE_DTYPES, default="bf16", help="fp8: of the cache alone")
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--options", type=json.loads, default={}, help="backend_options, as JSON")
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    arguments = parser.parse_args(given)
-    device = torch.device(arguments.device)
-    name = "_".join(["attention", *(backend.lower().replace(":", "_") for backend in arguments.backend)])
-    if arguments.shapes != ["all"] or arguments.match:
-        name += "_" + "_".join([*arguments.shapes, *arguments.match.split()])
-    if arguments.dtype != parser.get_default("dtype"):
-        name += f"_{arguments.dtype}"
+    arguments = parse(__doc__, given, SHAPES, ["FLASHINFER"], 16)
+    device, name = torch.device(arguments.device), result_name("attention", arguments)
     title = f"attention of one layer, {arguments.dtype}, page {arguments.page_size}"
     packages = installed(*PACKAGES)
     copy, rows, dropped = make_copy(device), [], []

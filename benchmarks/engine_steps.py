@@ -140,8 +140,10 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--name", default="", help="of the result, in front of the model's")
     arguments = parser.parse_args(given)
-    name = f"engine_steps_{arguments.model.lower()}" if arguments.model in SHAPES else "engine_steps"
+    model = arguments.model.lower() if arguments.model in SHAPES else ""
+    name = "_".join(filter(None, ["engine_steps", arguments.name, model]))
     packages = installed("torch", "triton", "transformers", "flashinfer-python", "vllm")
     title = f"a decode step of {arguments.model}, {arguments.dtype}"
     measured: dict[str, tuple[str, Rows]] = {  # by file

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -46,12 +48,13 @@ def _timed_ms(run: Callable[[], object]) -> float:
 
 
 def machine(packages: tuple[str, ...]) -> dict[str, Any]:
-    """What the numbers were measured on, and with which versions of these packages."""
+    """What the numbers were measured by and on, and with which versions of these packages."""
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),
     )
     return {
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "cpu": cpu,
         "cores": os.cpu_count(),

@@ -14,7 +14,6 @@ and writes.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from itertools import cycle
 from typing import Any
 
 import torch
-from attention import CACHE_DTYPES, calls_us, parts_of, show, speeds
+from attention import CACHE_DTYPES, calls_us, parse, parts_of, result_name, show, speeds
 from bare_mla import KERNELS, absorbing
 from gpu_harness import PACKAGES, Copy, free_memory, installed, make_copy, ratio, reason
 from harness import report, write
@@ -162,23 +161,8 @@ def measure(shape: MLAShape, copy: Copy, arguments: argparse.Namespace) -> tuple
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", nargs="*", type=str.upper, default=[], help="every MLA backend if not given")
-    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, "all"], default=["all"])
-    parser.add_argument("--match", default="", help="only shapes whose name has this in it")
-    parser.add_argument("--bare", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--dtype", choices=CACHE_DTYPES, default="bf16", help="fp8: of the cache alone")
-    parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--options", type=json.loads, default={}, help="backend_options, as JSON")
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    arguments = parser.parse_args(given)
-    device, wanted = torch.device(arguments.device), arguments.shapes
-    name = "_".join(["mla_attention", *map(str.lower, arguments.backend)])
-    if wanted != ["all"] or arguments.match:
-        name += "_" + "_".join([*wanted, *arguments.match.split()])
-    if arguments.dtype != parser.get_default("dtype"):
-        name += f"_{arguments.dtype}"
+    arguments = parse(__doc__, given, SHAPES, [], 64)
+    device, wanted, name = torch.device(arguments.device), arguments.shapes, result_name("mla_attention", arguments)
     title = f"MLA decode of one layer, {arguments.dtype}, page {arguments.page_size}"
     packages = installed(*PACKAGES)
     copy, rows, dropped = make_copy(device), [], []

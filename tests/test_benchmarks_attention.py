@@ -64,6 +64,14 @@ def test_every_contender_of_every_shape_is_right(script: Script) -> None:
     assert all((row["read us"] is None) == ("prefill" in row["shape"] or "window" in row["shape"]) for row in rows)
 
 
+def test_a_result_says_what_made_it(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/there/benchmarks/attention.py", "--name", "all of it"])
+    script("attention", "--shapes", "tiny", "--rounds", "1", "--no-bare", "--name", "all")
+    result = json.loads(load("harness").RESULTS.joinpath("attention_all.json").read_text())
+    assert result["benchmark"] == "attention_all"
+    assert result["command"] == "python benchmarks/attention.py --name 'all of it'"
+
+
 @pytest.mark.usefixtures("_flashinfer")
 def test_plans_are_timed_eager_and_for_graphs(script: Script) -> None:
     rows = script("plan_host_time", "--requests", "2", "--tokens", "64", "--steps", "4")

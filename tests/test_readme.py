@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -67,6 +68,20 @@ def test_reading_order_is_short() -> None:
 def test_links_lead_somewhere(document: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)", document.read_text())
     assert [link for link in links if "://" not in link and not (document.parent / link).exists()] == []
+
+
+def test_commands_that_measure_have_their_options() -> None:
+    """Of docs/measuring.md: scripts and tests that exist, and options that the scripts know."""
+    text = (ROOT / "docs" / "measuring.md").read_text()
+    commands = [shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("python ")]
+    assert len(commands) > 20
+    for _, script, *arguments in commands:
+        source = (ROOT / script).read_text()
+        source += (ROOT / "benchmarks" / "attention.py").read_text() if script.endswith("mla_attention.py") else ""
+        for argument in arguments:
+            if argument.startswith("-"):
+                assert f'"{argument.replace("--no-", "--")}"' in source, f"{script} has no {argument}"
+            assert not argument.endswith(".py") or (ROOT / argument).exists(), argument
 
 
 def test_python_examples_run() -> None:
