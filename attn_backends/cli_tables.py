@@ -47,7 +47,8 @@ def print_support(found: Sequence[Support]) -> None:
 def print_doctor(row: Support, results: Sequence[CheckResult]) -> None:
     """What a backend is, what it honours, and how its checks went."""
     console = _console()
-    console.print(f"{row.name}: {row.package or 'no package'} {row.version or ''}", highlight=False)
+    package = " ".join(filter(None, [row.package or "no package", row.version]))
+    console.print(f"{row.name}: {package}", highlight=False)
     if row.usable:
         console.print(f"device: {row.device}", highlight=False)
     else:

@@ -167,5 +167,23 @@ def test_the_support_table_is_markdown_and_json() -> None:
     assert json.loads(run_python("registry.py", "--json"))[0]["capabilities"]["window"] is True
 
 
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, cli.SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    ids=str,
+)
+def test_threads_sleep_where_others_work(
+    given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", given)
+    cli._main()
+    assert given.get("GOMP_SPINCOUNT") == spins
+
+
+def test_the_command_loads_no_torch_before() -> None:
+    """It reads the variable when it is loaded."""
+    assert run_python("-c", "import attn_backends.cli, sys; print('torch' in sys.modules)") == "False\n"
+
+
 def test_version() -> None:
     assert run("--version").exit_code == 0
