@@ -33,17 +33,9 @@ class RandomLayer:
     rows: BatchShape
     new_kv_lens: tuple[int, ...] | None  # for cross attention; None: those of the queries
     cached: bool  # False: a profile run
-    shared_pages: int  # leading pages that all rows share
+    shared_len: int  # leading keys that all rows have in common
     num_padded_reqs: int
     want_lse: bool
-
-    def describe(self, page_size: int) -> str:
-        """What of it a failed assertion should say."""
-        return (
-            f"{self.num_qo_heads}/{self.num_kv_heads} heads, {dict(self.feature.changes)}, seq_lens "
-            f"{self.rows.seq_lens}, query_lens {self.rows.query_lens}, pages of {page_size}, {self.shared_pages} "
-            f"shared, {self.num_padded_reqs} padded rows"
-        )
 
 
 def random_layers(kind: str, num: int) -> list[RandomLayer]:
@@ -82,7 +74,7 @@ def _layer(plain: Feature, numbers: Random) -> RandomLayer:
         rows=BatchShape(seq_lens=tuple(seq_lens), query_lens=tuple(queries)),
         new_kv_lens=new_kv_lens,
         cached=any(contexts) or attention_type is not AttentionType.DECODER or numbers.random() < 0.5,
-        shared_pages=numbers.randint(0, shared),
+        shared_len=numbers.randint(0, shared) * page_size,
         num_padded_reqs=numbers.choice((0, 0, 1, 3)),
         want_lse=numbers.random() < 0.5,
     )
@@ -101,6 +93,6 @@ def _rows(numbers: Random) -> tuple[list[int], list[int]]:
     else:
         queries = [query if numbers.random() < 0.5 else 1 for query in queries]
     queries.sort()  # decodes stand first, however long a backend lets them be
-    if numbers.random() < 0.3:  # long enough to share pages
-        contexts = [max(context, numbers.choice((64, 256))) if any(contexts) else 0 for context in contexts]
+    if numbers.random() < 0.3 and any(contexts):  # long enough to share pages
+        contexts = [max(context, numbers.choice((64, 256))) for context in contexts]
     return queries, contexts

@@ -36,14 +36,18 @@ LENGTHS = ((40, 17, 33, 9), (3,), (16, 64), (50, 4, 48), (5, 6, 7, 8))  # small 
 class Graphs(KitBase):
     """Of a backend that declares `Capabilities.cuda_graph`."""
 
+    @property
+    def longer(self) -> int:
+        """How many times as long rows are where pages are longer than 16."""
+        return max(1, self.page_size // 16)
+
     def graph_batches(self, spec: AttentionSpec, query_len: int, **how: Any) -> list[Batch]:
         """Batches of different rows over pools of one shape, the largest first.
 
         Their numbers of pages differ too, whatever the page size: schedules may depend on these alone.
         """
-        longer = max(1, self.page_size // 16)
         shapes = [
-            BatchShape(seq_lens=tuple(longer * length for length in lens), query_lens=(query_len,) * len(lens))
+            BatchShape(seq_lens=tuple(self.longer * length for length in lens), query_lens=(query_len,) * len(lens))
             for lens in LENGTHS
         ]
         batches = [
@@ -139,9 +143,9 @@ class Graphs(KitBase):
     def test_eager_steps_between_replays(self) -> None:
         """Prompts and decodes through the state whose clone was captured: before that, and between replays."""
         for _ in self.query_lens[:1]:
-            spec, longer = self.make_spec(), max(1, self.page_size // 16)
+            spec = self.make_spec()
             batches = self.graph_batches(spec, 1)
-            mixed = BatchShape(seq_lens=(50 * longer, 5, 40 * longer, 20), query_lens=(1, 1, 9, 20))
+            mixed = BatchShape(seq_lens=(50 * self.longer, 5, 40 * self.longer, 20), query_lens=(1, 1, 9, 20))
             eager = [*batches[:1], self.make_batch(spec, mixed, num_pages=PAGES, seed=9, poison=float("nan"))]
             layer = make_layer(self.backend, *batches, *eager, num_padded_reqs=ROWS)
             for batch in eager:

@@ -52,7 +52,7 @@ class Numerics(KitBase):
                 if not self.serves(spec, may_refuse=True):
                     continue
             cache = replace(plain_cache(self.can), **pages)
-            prefix = drawn.shared_pages * drawn.page_size // cache.page_size * cache.page_size
+            prefix = drawn.shared_len // cache.page_size * cache.page_size
             batch = self.make_batch(
                 spec, drawn.rows, page_size=cache.page_size, layout=cache.layout, poison=float("nan"),
                 new_kv_lens=drawn.new_kv_lens, cached=drawn.cached, shared_prefix_len=prefix,
@@ -61,8 +61,8 @@ class Numerics(KitBase):
                 self.backend, batch, common_prefix_len=prefix, num_padded_reqs=drawn.num_padded_reqs,
                 want_lse=drawn.want_lse and self.can.lse,
             )  # fmt: skip
-            assert_matches(result, batch, drawn.describe(cache.page_size))
-            assert_pool(result.kv_cache, batch.pool_after(), drawn.describe(cache.page_size))
+            assert_matches(result, batch, f"{drawn} over {cache}")
+            assert_pool(result.kv_cache, batch.pool_after(), f"{drawn} over {cache}")
 
     @pytest.mark.parametrize(("num_qo_heads", "num_kv_heads"), [(1, 1), (4, 4), (6, 2), (8, 1), (9, 3)])
     def test_heads(self, num_qo_heads: int, num_kv_heads: int) -> None:
