@@ -1,11 +1,11 @@
 """Seconds that `attn-backends generate` takes on a CPU of which other work has some cores, by how long threads spin.
 
-    python benchmarks/busy_cores.py [--spins 20000 300000] [--busy 0 1 2] [--max-tokens 32] [--repeats 3]
+    python benchmarks/busy_cores.py [--spins 1000 20000 300000] [--busy 0 1 2] [--max-tokens 32] [--repeats 3]
 
 Threads of GNU's OpenMP, which torch has on Linux, spin before they sleep while they wait for one another:
-`GOMP_SPINCOUNT` says how often, 300000 times if nothing does; the command sets 20000. Other work is a loop on each of
-so many cores. Each number of spins has its turn in every repeat, in a process of its own; loading the model is not
-counted.
+`GOMP_SPINCOUNT` says how often, 300000 times if nothing does; the command sets `attn_backends.cli.SPINS`. Other work is
+a loop on each of so many cores. Each number of spins has its turn in every repeat, in a process of its own; loading the
+model is not counted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from harness import report
+
+from attn_backends.cli import SPINS
 
 
 @contextmanager
@@ -48,7 +50,7 @@ def seconds(spins: int, max_tokens: int) -> float:
 
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--spins", type=int, nargs="+", default=[20000, 300000])
+    parser.add_argument("--spins", type=int, nargs="+", default=[1000, int(SPINS), 300000])
     parser.add_argument("--busy", type=int, nargs="+", default=[0, 1, 2], help="cores that other work has")
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)

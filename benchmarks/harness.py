@@ -48,13 +48,12 @@ def _timed_ms(run: Callable[[], object]) -> float:
 
 
 def machine(packages: tuple[str, ...]) -> dict[str, Any]:
-    """What the numbers were measured by and on, and with which versions of these packages."""
+    """What the numbers were measured on, and with which versions of these packages."""
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),
     )
     return {
-        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "cpu": cpu,
         "cores": os.cpu_count(),
@@ -66,10 +65,12 @@ def machine(packages: tuple[str, ...]) -> dict[str, Any]:
 
 
 def write(name: str, title: str, rows: list[dict[str, Any]], packages: tuple[str, ...]) -> Path:
-    """Write rows to `results/<name>.json` beside the machine's description; long runs do so as they go."""
+    """Write rows to `results/<name>.json` beside the command and the machine; long runs do so as they go."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"benchmark": name, "title": title, **machine(packages), "rows": rows}, indent=1) + "\n")
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    made = {"benchmark": name, "title": title, "command": command, **machine(packages), "rows": rows}
+    path.write_text(json.dumps(made, indent=1) + "\n")
     return path
 
 
