@@ -35,6 +35,7 @@ FLOORS = [  # a module imports from its own floor and those above it in this lis
         "triton_fp8",
         "triton_hopper",
         "staging",
+        "streams",
         "step_device",
         "device_copy",
         "devices",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -15,11 +15,13 @@ from attn_backends.backends.mla.impl import MLAImpl
 from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadataBuilder
 from attn_backends.backends.mla.state import MLAState, MLAStep
 from attn_backends.backends.mla.triton_kernel import mla_decode_kernel, mla_join_kernel
-from attn_backends.backends.mla.triton_tiles import Cut, block_dims, decode_tile
+from attn_backends.backends.mla.triton_tiles import Cut, block_dims, decode_tile, decode_tiles
 from attn_backends.call_checks import reject_early_fp8
+from attn_backends.derive import StepBuffers
 from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
+from attn_backends.streams import PerStream
 from attn_backends.triton_launch import (
     INTERPRETED,
     can_start_early,
@@ -86,20 +88,43 @@ class TritonMLABackend(MLABackend):
         return super().reject(spec, cache, device) + reject_early_fp8(spec, device)
 
 
+class Workspace(NamedTuple):
+    """Where the parts of split rows meet."""
+
+    partial: torch.Tensor  # [partial slots * rank] f32
+    sums: torch.Tensor  # [partial slots * 2] f32: highest logit, sum of weights
+
+    def check(self, cut: Cut, spec: MLASpec) -> None:
+        """Refuse a launch that would write beyond the end.
+
+        Raises:
+            ValueError: the batch is above the limits that the workspace was sized from.
+        """
+        needs, has = cut.need(spec), tuple(map(torch.Tensor.numel, self))
+        if any(need > size for need, size in zip(needs, has, strict=True)):
+            raise ValueError(
+                f"a step of {cut.num_rows} rows of {cut.queries} queries needs {needs} floats of TRITON_MLA's "
+                f"workspace, which has {has}: make the state with Limits that hold the batch"
+            )
+
+
 @dataclass(frozen=True)
 class Split:
-    """How the rows of a step are cut, and where parts of a row meet."""
+    """How the rows of a step are cut, and its workspace."""
 
     cut: Cut
     query_starts: torch.Tensor  # [num_rows + 1] i32
     list: ItemList  # of [cut.num_items, 8]
-    partial: torch.Tensor  # [places * rank] f32
-    sums: torch.Tensor  # [places * 2] f32: highest logit, sum of weights
+    room: Workspace
 
 
 class TritonMLAState(MLAState):
-    """Room for the parts of split rows, sized by the multiprocessors and not by the context; one for all layers, which
-    run one after the other."""
+    """A workspace for the parts of split rows, sized by the multiprocessors and not by the context; one for all layers,
+    which run one after the other.
+
+    A step takes the workspace of the stream on which it began, so steps on several streams do not meet. Captured graphs
+    share one of their own.
+    """
 
     backend_name = "TRITON_MLA"
 
@@ -108,34 +133,55 @@ class TritonMLAState(MLAState):
         self._num_sms = num_multiprocessors(self.device)
         self._shared_memory = shared_memory(self.device)
         self._cut = lru_cache(maxsize=_CUTS)(self._make_cut)  # eager steps repeat their shapes
-        most = self.limits.max_num_requests
-        batches = [*(1 << bits for bits in range(most.bit_length())), most]
-        lens = range(1, min(MLAMetadataBuilder.decode_threshold, self.limits.max_num_tokens) + 1)
-        cuts = [(spec, self._cut(spec, num_rows, query_len))
-                for spec in self.specs.values() for num_rows in batches for query_len in lens]  # fmt: skip
-        floats = max(cut.places * block_dims(spec)[0] for spec, cut in cuts)
-        self._room = (
-            torch.empty(floats, dtype=torch.float32, device=self.device),
-            torch.empty(2 * max(cut.places for _, cut in cuts), dtype=torch.float32, device=self.device),
-        )
+        self.room = self._make_room()
+        self._rooms = PerStream(self.device, self._make_room)
+        self._graph_room: Workspace | None = None  # kept for good once graphs were captured
+
+    def hold_inputs(self, max_batch_size: int, inputs: StepBuffers | None) -> None:
+        super().hold_inputs(max_batch_size, inputs)
+        self._graph_room = self._graph_room or self._make_room()
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Split | None) -> Split:
         if held is None:
-            cut = self._cut(spec, rows.num_rows, rows.query_len)
-            ints = {"dtype": torch.int32, "device": self.device}
-            starts = torch.arange(rows.num_rows + 1, **ints) * rows.query_len  # type: ignore[call-overload]
-            items = torch.empty(cut.num_items, 8, **ints)  # type: ignore[call-overload]
-            min_blocks = max(1, cut.tile.min_keys // cut.tile.keys)
-            how = [cut.num_rows, cut.target, FAR.value, FAR.value, cut.tile.keys, min_blocks]
-            held = Split(cut, starts, ItemList(items, how), *self._room)
+            room = self._rooms.of_current(self.room) if rows.idle is None else self._graph_room
+            assert room is not None  # as graphs have captured rows
+            held = self._split(spec, rows, room)
         held.list.fill(rows.seq_lens, held.query_starts)
         return held
 
+    def _split(self, spec: MLASpec, rows: DecodeRows, room: Workspace) -> Split:
+        cut = self._cut(spec, rows.num_rows, rows.query_len)
+        room.check(cut, spec)
+        ints = {"dtype": torch.int32, "device": self.device}
+        starts = torch.arange(rows.num_rows + 1, **ints) * rows.query_len  # type: ignore[call-overload]
+        items = torch.empty(cut.num_items, 8, **ints)  # type: ignore[call-overload]
+        min_blocks = max(1, cut.tile.min_keys // cut.tile.keys)
+        how = [cut.num_rows, cut.target, FAR.value, FAR.value, cut.tile.keys, min_blocks]
+        return Split(cut, starts, ItemList(items, how), room)
+
     def _make_cut(self, spec: MLASpec, num_rows: int, query_len: int) -> Cut:
-        queries = query_len * spec.num_qo_heads
+        asked = self._asked(spec, num_rows, query_len)
+        return Cut(decode_tile(*asked), num_rows, query_len * spec.num_qo_heads, self._num_sms)
+
+    def _make_room(self) -> Workspace:
+        """Enough for every launch within the limits: over all numbers of rows and all query lengths, as the need peaks
+        between the ends of both."""
+        most_rows = self.limits.max_num_requests
+        longest = min(MLAMetadataBuilder.decode_threshold, self.limits.max_num_tokens)
+        needs = [
+            Cut(tile, most_rows, query_len * spec.num_qo_heads, self._num_sms).need(spec)
+            for spec in self.specs.values()
+            for query_len in range(1, longest + 1)
+            for tile in decode_tiles(*self._asked(spec, most_rows, query_len))
+        ]
+        sizes = (max(sizes) for sizes in zip(*needs, strict=True))
+        return Workspace(*(torch.empty(size, dtype=torch.float32, device=self.device) for size in sizes))
+
+    def _asked(self, spec: MLASpec, num_rows: int, query_len: int) -> tuple[Any, ...]:
+        """What decides a tile."""
         hopper = suits_hopper_kernel(spec, self.cache, self.device)
-        tile = decode_tile(spec, self.cache, num_rows, queries, self.options, self._shared_memory, hopper)
-        return Cut(tile, num_rows, queries, self._num_sms)
+        queries = query_len * spec.num_qo_heads
+        return spec, self.cache, num_rows, queries, self.options, self._shared_memory, hopper
 
 
 class TritonMLAImpl(MLAImpl):
@@ -164,7 +210,7 @@ class TritonMLAImpl(MLAImpl):
             latent_cache.shape[1], rows.query_len, self.spec.num_qo_heads, cut.tiles, cut.tile_rows, tile.keys,
             *self._dims, tile.stages, int(query.dtype is torch.float32),
         ]  # fmt: skip
-        mla_decode(query, latent_cache, output, lse, rows.page_table, split.list.items, split.partial, split.sums,
+        mla_decode(query, latent_cache, output, lse, rows.page_table, split.list.items, *split.room,
                    [self._scale, self.k_scale], constants, tile.warps, tile.hopper, cut.join_spread)  # fmt: skip
 
 
