@@ -82,13 +82,15 @@ def _let_threads_sleep() -> None:
 @app.command("list")
 def list_backends(as_json: JsonOption = False) -> None:
     """Each backend: its package and version, whether it can be used here, and if not, why and what fixes it."""
-    from attn_backends.support import all_support
+    from attn_backends.registry import auto_order
+    from attn_backends.support import all_support, devices_here
 
     with clear_errors():
         found = all_support()
+        order = auto_order(devices_here()[0])
     if as_json:
         return print_json([asdict(row) for row in found])
-    print_list(found)
+    print_list(found, order)
 
 
 @app.command()
@@ -99,7 +101,7 @@ def doctor(
 ) -> None:
     """Import a backend, look at its device and capabilities, and run it against the reference."""
     with clear_errors():
-        from attn_backends.entries import get_backend, get_entry
+        from attn_backends.registry import auto_order, get_backend, get_entry
         from attn_backends.support import choose_device, support
 
         row = support(get_entry(name))
@@ -113,7 +115,7 @@ def doctor(
     if as_json:
         print_json(asdict(row) | {"checks": [asdict(result) for result in results], "ok": healthy})
     else:
-        print_doctor(row, results)
+        print_doctor(row, results, auto_order(row.device) if row.device else None)
     if not healthy:
         raise typer.Exit(EXIT_FAILED)
 

@@ -127,8 +127,8 @@ class EngineConfig(_Settings):
     device: Annotated[str, Field(min_length=1)] = "auto"
     """A torch device such as cpu or cuda:0; auto is a GPU if there is one."""
     backend: Annotated[str, Field(min_length=1)] = "AUTO"
-    """Attention backend by name, used or refused. AUTO takes the first that serves every layer: by priority, and on a
-    GPU the fastest first of those that were measured."""
+    """Attention backend by name, used or refused. AUTO takes the first that serves every layer, by priority, or on a
+    GPU that backends were measured on by their times; `attn-backends explain` prints the order and the reasons."""
     backend_options: dict[str, Any] = {}
     """The backend's own options, checked by its own model."""
     trust_remote_code: bool = False
