@@ -87,10 +87,10 @@ class CacheConfig(_Settings):
     """Pages of the pool, in place of `memory`."""
     prefix_caching: bool = True
     """Keep the pages of finished requests and reuse them for a prompt that begins alike."""
-    k_scale: Scale = 1.0
-    """Keys are stored divided by this (for fp8 caches)."""
-    v_scale: Scale = 1.0
-    """Values are stored divided by this (for fp8 caches)."""
+    k_scale: Scale | None = None
+    """Keys are stored divided by this, of every layer; None: the checkpoint's own scales for an fp8 cache, else 1."""
+    v_scale: Scale | None = None
+    """Values are stored divided by this, of every layer; None: the checkpoint's own scales for an fp8 cache, else 1."""
 
     @field_validator("memory", mode="before")
     @classmethod

@@ -65,9 +65,14 @@ def find_model(model: str, convert: Convert, report: Report = silent) -> Path:
 def _check_folder(path: Path) -> None:
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} has no config.json: give the folder that holds it")
-    index = path / "model.safetensors.index.json"
-    for shard in _shards(index) if index.is_file() else ["model.safetensors"]:
-        _check_shard(path / shard)
+    for file in weight_files(path):
+        _check_shard(file)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face folder, whether or not they exist."""
+    index = folder / "model.safetensors.index.json"
+    return [folder / name for name in (_shards(index) if index.is_file() else ["model.safetensors"])]
 
 
 def _shards(index: Path) -> list[str]:

@@ -8,10 +8,11 @@ arguments given to the model reach it. Batches are flattened: one row of all req
 from __future__ import annotations
 
 import copy
+import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from attn_backends.config import EngineConfig
 from attn_backends.devices import HAS_TRITON
 from attn_backends.engine.checkpoint import ModelError, Report, find_model, silent
 from attn_backends.engine.fused_layer import fuse_layers
+from attn_backends.engine.kv_scales import is_kv_scale
 from attn_backends.engine.latent_layer import LatentAttention, use_latent_attention
 from attn_backends.engine.linears import merge_projections, min_tokens, pack_linears
 from attn_backends.interface import AttentionImpl, AttentionMetadataBuilder
@@ -33,6 +35,9 @@ from attn_backends.spec import AttentionSpec
 ATTENTION_NAME = "attn_backends"  # must not contain "flash", "sdpa" or "/": transformers gives those a meaning
 # A damaged file sends the parser anywhere: past the end (struct), into text that is none, to absurd sizes.
 GGUF_ERRORS = (OSError, ValueError, LookupError, RuntimeError, ImportError, ArithmeticError, MemoryError, struct.error)
+_OF_QUANTISED = re.compile(
+    r"(?:weight|input|act|activation)_scale(?:_inv|_2)?$|\.scales$|weight_zero_point$|qzeros$|qweight$|weight_packed$|g_idx$"
+)
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 
 
@@ -140,6 +145,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     min_tokens: int = 1  # a step of fewer is slower than one padded to this many
     source: Any = None  # what a compiler reads: `module` as transformers made it, over the same weights
+    folder: Path | None = None  # where it was read from
 
     def prepared(
         self,
@@ -201,7 +207,23 @@ def load_model(config: EngineConfig, device: torch.device, report: Report = sile
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"the weights in {path} lack {len(missing)} tensors, such as {missing[:3]}: fetch them again")
-    return ready_model(model.to(device), tokenizer, config)
+    _refuse_scales(path, info["unexpected_keys"])
+    return replace(ready_model(model.to(device), tokenizer, config), folder=path)
+
+
+def _refuse_scales(path: Path, unread: Iterable[str]) -> None:
+    """Refuse weights that were quantised and read without their scales, as transformers does where it knows no better.
+
+    Raises:
+        ModelError: a tensor that belongs to a quantised weight was not read.
+    """
+    left = sorted(name for name in unread if _OF_QUANTISED.search(name) and not is_kv_scale(name))
+    if left:
+        raise ModelError(
+            f"the weights in {path} are quantised in a way that transformers does not read here: {len(left)} tensors, "
+            f"such as {left[0]}, would be ignored. Give the model in 16 or 32 bits, or install what its "
+            "quantization_config names"
+        )
 
 
 def ready_model(model: Any, tokenizer: Any, config: EngineConfig) -> LoadedModel:
@@ -356,7 +378,11 @@ def _read_config(path: Path, config: EngineConfig) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot read the config of {path}: {error}") from error
     check_config(hf_config)
-    return copy.deepcopy(hf_config)
+    hf_config = copy.deepcopy(hf_config)
+    scheme = getattr(hf_config, "quantization_config", None)
+    if isinstance(scheme, dict) and scheme.get("kv_cache_scheme") and not scheme.get("config_groups"):
+        del hf_config.quantization_config  # of the cache alone, which is ours: the weights are plain
+    return hf_config
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from attn_backends.cuda_graphs import GraphRecorder
 from attn_backends.engine.checkpoint import Report, silent
 from attn_backends.engine.detokenizer import Detokenizer
 from attn_backends.engine.hf import LoadedModel, layer_specs, load_model
+from attn_backends.engine.kv_scales import kv_scales
 from attn_backends.engine.outputs import Prompt, RequestOutput, Stats, TextChunk
 from attn_backends.engine.page_allocator import PageAllocator
 from attn_backends.engine.request import Request
@@ -93,7 +94,7 @@ class LLM:
         self.scheduler = Scheduler(config.scheduler, self.allocator, max_model_len)
         self.runner = ModelRunner(
             model, backend, specs, cache, limits, device,
-            k_scale=config.cache.k_scale, v_scale=config.cache.v_scale, options=options,
+            scales=kv_scales(config.cache, specs, model.folder), options=options,
         )  # fmt: skip
         self.scheduler.on_release = self.runner.forget
         self.scheduler.on_finish = self._have_ended.append
