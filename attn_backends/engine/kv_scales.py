@@ -7,7 +7,6 @@ Names, as quantisers write them and vLLM reads them: `layers.N.self_attn.k_scale
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 from safetensors import safe_open
 
 from attn_backends.config import CacheConfig
-from attn_backends.engine.checkpoint import ModelError, weight_files
+from attn_backends.engine.checkpoint import ModelError, read_json, weight_files
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import FP8_DTYPES, AttentionSpec
 
@@ -82,11 +81,12 @@ def _of_checkpoint(folder: Path, specs: Mapping[int, AttentionSpec]) -> dict[int
 
 def _check_scheme(folder: Path) -> None:
     """Refuse a scheme of the checkpoint's cache that one scale a layer does not serve."""
-    config = _json(folder / "config.json")
+    config = read_json(folder / "config.json")
     quantization = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     scheme = (quantization or {}).get("kv_cache_scheme") or {}
     wrong = [f"{name} {scheme[name]}" for name, served in _SERVED.items() if scheme.get(name, served) != served]
-    algorithm = _json(folder / "hf_quant_config.json").get("quantization", {}).get("kv_cache_quant_algo")
+    modelopt = folder / "hf_quant_config.json"
+    algorithm = read_json(modelopt).get("quantization", {}).get("kv_cache_quant_algo") if modelopt.is_file() else None
     if algorithm not in (None, "FP8"):
         wrong.append(f"kv_cache_quant_algo {algorithm}")
     if wrong:
@@ -94,11 +94,6 @@ def _check_scheme(folder: Path) -> None:
             f"the KV cache of {folder} is quantised with {', '.join(wrong)}; served is one static fp8 scale a layer "
             f"for keys and one for values: {OR_ELSE}"
         )
-
-
-def _json(file: Path) -> dict[str, Any]:
-    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return found if isinstance(found, dict) else {}
 
 
 def _read(folder: Path, layers: Collection[int]) -> dict[int, dict[str, float]]:
