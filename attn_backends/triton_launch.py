@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from attn_backends.devices import is_hopper
+from attn_backends.devices import is_hip, is_hopper
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 ALIGNED = 16  # of which kernels are told that addresses, in bytes, and other numbers are multiples
@@ -39,7 +39,7 @@ def shared_memory(device: torch.device) -> int:
 
 def has_tensor_engine(device: torch.device) -> bool:
     """Whether a GPU has a tensor memory accelerator, as Hopper and newer do. Interpreted kernels have."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _TENSOR_ENGINE_SINCE
+    return device.type != "cuda" or (not is_hip() and torch.cuda.get_device_capability(device) >= _TENSOR_ENGINE_SINCE)
 
 
 def has_hopper_kernels(device: torch.device) -> bool:
