@@ -16,7 +16,7 @@ from attn_backends.engine.detokenizer import Detokenizer
 from attn_backends.engine.hf import LoadedModel, layer_specs, load_model
 from attn_backends.engine.outputs import Prompt, RequestOutput, Stats, TextChunk
 from attn_backends.engine.page_allocator import PageAllocator
-from attn_backends.engine.request import Request
+from attn_backends.engine.request import Request, salts_for
 from attn_backends.engine.runner import ModelRunner
 from attn_backends.engine.sampler import OnTheirWay, Sampler
 from attn_backends.engine.scheduler import ScheduledBatch, Scheduler
@@ -144,29 +144,38 @@ class LLM:
         return cls(config, loaded, device, report, recorder)
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        cache_salt: str | None | Sequence[str | None] = None,
     ) -> list[RequestOutput]:
         """Texts for all prompts, in their order, batched continuously.
 
         Args:
             prompts: texts or token ids.
             sampling: for all, or one a prompt; None: `config.sampling`.
+            cache_salt: for all, or one a prompt; prompts find each other's prefixes under equal salts alone, and those
+                without one find each other's.
 
         A prompt that cannot be served has `finish_reason` "error" and says why; the others are not touched by it.
         """
-        finished = [chunk.output for chunk in self._chunks(prompts, sampling, in_pieces=False) if chunk.output]
-        return sorted(finished, key=lambda output: output.index)
+        chunks = self._chunks(prompts, sampling, cache_salt, in_pieces=False)
+        return sorted((chunk.output for chunk in chunks if chunk.output), key=lambda output: output.index)
 
     def stream(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        cache_salt: str | None | Sequence[str | None] = None,
     ) -> Iterator[TextChunk]:
         """The same, piece by piece as tokens are made. Closing the iterator early aborts what still runs."""
-        return self._chunks(prompts, sampling, in_pieces=True)
+        return self._chunks(prompts, sampling, cache_salt, in_pieces=True)
 
     def _chunks(
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
+        cache_salt: str | None | Sequence[str | None],
         *,
         in_pieces: bool,
     ) -> Iterator[TextChunk]:
@@ -178,7 +187,7 @@ class LLM:
         before = self._counters()
         self.allocator.reset_peak()
         try:
-            self._admit(prompts, sampling, in_pieces)
+            self._admit(prompts, sampling, cache_salt, in_pieces)
             yield from self._close_finished()
             launch: _Launch | None = None
             while self._live:  # at the end, what still runs ahead is for nobody
@@ -223,6 +232,7 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
+        cache_salt: str | None | Sequence[str | None],
         in_pieces: bool,
     ) -> None:
         if isinstance(prompts, str):
@@ -230,9 +240,10 @@ class LLM:
         each = sampling if isinstance(sampling, Sequence) else [sampling or self.config.sampling] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: pass one, or one a prompt")
+        salts = salts_for(cache_salt, len(prompts))
         for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
             token_ids = self.model.tokenizer(prompt).input_ids if isinstance(prompt, str) else [int(t) for t in prompt]
-            request = Request(str(self._num_requests), token_ids, params)
+            request = Request(str(self._num_requests), token_ids, params, cache_salt=salts[index])
             self._num_requests += 1
             item = _Live(index, prompt, request, Detokenizer(self.model.tokenizer, params.stop))
             self._live[request.request_id] = item
