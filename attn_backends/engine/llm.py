@@ -147,7 +147,7 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        cache_salt: str | None | Sequence[str | None] = None,
+        cache_salt: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Texts for all prompts, in their order, batched continuously.
 
@@ -166,7 +166,7 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        cache_salt: str | None | Sequence[str | None] = None,
+        cache_salt: str | Sequence[str | None] | None = None,
     ) -> Iterator[TextChunk]:
         """The same, piece by piece as tokens are made. Closing the iterator early aborts what still runs."""
         return self._chunks(prompts, sampling, cache_salt, in_pieces=True)
@@ -175,7 +175,7 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
-        cache_salt: str | None | Sequence[str | None],
+        cache_salt: str | Sequence[str | None] | None,
         *,
         in_pieces: bool,
     ) -> Iterator[TextChunk]:
@@ -232,7 +232,7 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
-        cache_salt: str | None | Sequence[str | None],
+        cache_salt: str | Sequence[str | None] | None,
         in_pieces: bool,
     ) -> None:
         if isinstance(prompts, str):

@@ -26,8 +26,8 @@ class PageAllocator:
     - free: nobody refers to it and it holds nothing worth finding.
 
     A digest names a page's tokens, all tokens before them and the request's cache salt, so equal digests mean equal
-    keys and values: one pool has one model, one dtype and one pair of scales. Whatever else made the keys of equal tokens
-    differ between requests would have to be in the salt.
+    keys and values: one pool has one model, one dtype and one pair of scales. Whatever else made the keys of equal
+    tokens differ between requests would have to be in the salt.
 
     Args:
         prefix_caching: off, `extend_digests` makes none, so nothing is ever published or found.

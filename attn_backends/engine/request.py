@@ -104,7 +104,7 @@ def check_salt(cache_salt: str | None) -> None:
         raise ValueError("cache_salt is empty: requests with an unset name would share pages; pass a name, or None")
 
 
-def salts_for(cache_salt: str | None | Sequence[str | None], num_prompts: int) -> list[str | None]:
+def salts_for(cache_salt: str | Sequence[str | None] | None, num_prompts: int) -> list[str | None]:
     """The salt of each prompt: one for all, or one a prompt.
 
     Raises:
