@@ -9,6 +9,7 @@ from attn_backends.batch import CommonAttentionMetadata
 from attn_backends.device_copy import DeviceCopy
 from attn_backends.spec import KVCacheSpec, Limits
 from attn_backends.step_table import StepBatch, StepTable
+from tests.edit_walk import EditWalk
 from tests.interpreted import INTERPRETED, in_own_process, only_interpreted, run_interpreted
 from tests.step_walk import CACHE, LIMITS, StepWalk, assert_both_sides_equal, assert_step, compiled
 
@@ -36,6 +37,14 @@ def test_random_steps() -> None:
     walk = StepWalk([interpreted(LIMITS, CACHE)], seed=3)
     walk.run(60)
     assert {"advance", "chunk", "decode", "verify"} <= set(walk.seen)
+
+
+@only_interpreted
+@pytest.mark.parametrize("max_pages_a_copy", [5, 1000])
+def test_any_order_of_edits_and_steps(max_pages_a_copy: int) -> None:
+    walk = EditWalk([interpreted(LIMITS, CACHE, max_pages_a_copy)], seed=max_pages_a_copy)
+    walk.run(80)
+    assert {"advance", "append", "leave", "swap_rows"} <= set(walk.seen)
 
 
 LONG = Limits(3, 2600, 2600), KVCacheSpec(2700, 1)

@@ -18,7 +18,7 @@ from attn_backends.engine.kv_scales import kv_scales
 from attn_backends.engine.outputs import Prompt, RequestOutput, Stats, TextChunk
 from attn_backends.engine.page_allocator import PageAllocator
 from attn_backends.engine.prompts import check_prompts, check_sampling, why_not_served, why_not_text
-from attn_backends.engine.request import Request
+from attn_backends.engine.request import Request, salts_for
 from attn_backends.engine.runner import ModelRunner
 from attn_backends.engine.sampler import OnTheirWay, Sampler
 from attn_backends.engine.scheduler import ScheduledBatch, Scheduler
@@ -148,13 +148,18 @@ class LLM:
         return cls(config, loaded, device, report, recorder)
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Texts for all prompts, in their order, batched continuously.
 
         Args:
             prompts: texts or token ids.
             sampling: for all, or one a prompt; None: `config.sampling`.
+            cache_salt: for all, or one a prompt; prompts find each other's prefixes under equal salts alone, and those
+                without one find each other's.
 
         A prompt that cannot be served has `finish_reason` "error" and says why; the others are not touched by it.
 
@@ -162,19 +167,23 @@ class LLM:
             TypeError: `prompts` is no list, a prompt no text or list of token ids, or `sampling` no `SamplingParams`.
             ValueError: there are not as many sampling parameters as prompts.
         """
-        finished = [chunk.output for chunk in self._chunks(prompts, sampling, in_pieces=False) if chunk.output]
-        return sorted(finished, key=lambda output: output.index)
+        chunks = self._chunks(prompts, sampling, cache_salt, in_pieces=False)
+        return sorted((chunk.output for chunk in chunks if chunk.output), key=lambda output: output.index)
 
     def stream(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
     ) -> Iterator[TextChunk]:
         """The same, piece by piece as tokens are made. Closing the iterator early aborts what still runs."""
-        return self._chunks(prompts, sampling, in_pieces=True)
+        return self._chunks(prompts, sampling, cache_salt, in_pieces=True)
 
     def _chunks(
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
+        cache_salt: str | Sequence[str | None] | None,
         *,
         in_pieces: bool,
     ) -> Iterator[TextChunk]:
@@ -184,11 +193,12 @@ class LLM:
         started = time.perf_counter()
         prompts = check_prompts(prompts)
         sampling = check_sampling(sampling, self.config.sampling, len(prompts))
+        salts = salts_for(cache_salt, len(prompts))
         self.stats = Stats(num_prompts=len(prompts), num_pages=self.allocator.num_pages)
         before = self._counters()
         self.allocator.reset_peak()
         try:
-            self._admit(prompts, sampling, in_pieces)
+            self._admit(prompts, sampling, salts, in_pieces)
             yield from self._close_finished()
             launch: _Launch | None = None
             while self._live:  # at the end, what still runs ahead is for nobody
@@ -233,12 +243,18 @@ class LLM:
             if item.index == index:
                 self.scheduler.abort(item.request.request_id)
 
-    def _admit(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], in_pieces: bool) -> None:
-        for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+    def _admit(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sequence[SamplingParams],
+        salts: Sequence[str | None],
+        in_pieces: bool,
+    ) -> None:
+        for index, (prompt, params, salt) in enumerate(zip(prompts, sampling, salts, strict=True)):
             error = why_not_text(prompt) if isinstance(prompt, str) else None
             token_ids = [] if error else self._token_ids(prompt)
             error = error or why_not_served(token_ids, params, self.model.vocab_size)
-            request = Request(str(self._num_requests), token_ids, params)
+            request = Request(str(self._num_requests), token_ids, params, cache_salt=salt)
             self._num_requests += 1
             item = _Live(index, prompt, request, Detokenizer(self.model.tokenizer, params.stop))
             self._live[request.request_id] = item
