@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from attn_backends.derive import PagedCsr
-from attn_backends.triton_launch import start
+from attn_backends.triton_launch import start_kernel
 
 _BLOCK = 1024
 
@@ -48,8 +48,9 @@ def csr_of(
     num_reqs, device = len(seq_lens), seq_lens.device
     packed = torch.empty(2 * num_reqs + 1 + num_indices, dtype=torch.int32, device=device)
     indptr, last_page_len, indices = packed.split([num_reqs + 1, num_reqs, num_indices])
-    start(
-        csr_kernel, (num_reqs,), page_table, page_table.stride(0), seq_lens, first_pages, indptr, indices, last_page_len, num_reqs, num_indices,
+    start_kernel(
+        csr_kernel, (num_reqs,),
+        page_table, page_table.stride(0), seq_lens, first_pages, indptr, indices, last_page_len, num_reqs, num_indices,
         page_size, triton.next_power_of_2(num_reqs), _BLOCK,
     )  # fmt: skip
     return PagedCsr(indptr, indices, last_page_len)

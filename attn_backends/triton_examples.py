@@ -1,8 +1,8 @@
 """Tensors without memory that lie as engines bring them, to list launches with (see `triton_variants`).
 
-Triton compiles a kernel anew for strides that are 1, multiples of 16 or neither, and for addresses that are multiples of
-16 bytes or not. With a head dim that is a multiple of 16 all of the layouts below are one to it. Tensors whose strides
-or addresses are multiples of 16 where none of these are, or the other way round, are compiled for when they come.
+Triton compiles a kernel anew for strides that are 1, multiples of 16 or neither, and for addresses that are multiples
+of 16 bytes or not. With a head dim that is a multiple of 16 all of the layouts below are one to it. Tensors that lie
+otherwise, such as rows that are padded to an odd number, have their kernels compiled when they first come.
 """
 
 from __future__ import annotations

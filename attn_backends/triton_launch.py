@@ -154,7 +154,7 @@ _MOST_COMPILED = 1024
 _dtype_of = attrgetter("dtype")
 
 
-def start(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any) -> Any:
+def start_kernel(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any) -> Any:
     """Launch a kernel by Triton itself, which looks for the compiled one and returns it; None where there is none."""
     if (listing := LISTING.get()) is not None:
         listing.add(kernel, given, options)
@@ -182,7 +182,7 @@ def launch(
     # Not every version of Triton knows the word.
     options = {"num_warps": warps, "launch_pdl": True} if early else {"num_warps": warps}
     if INTERPRETED or LISTING.get() is not None:
-        start(kernel, grid, *descriptors, *tensors, *varying, *fixed, **options)
+        start_kernel(kernel, grid, *descriptors, *tensors, *varying, *fixed, **options)
         return
     addresses = [*map(torch.Tensor.data_ptr, tensors)]
     aligned: Any = not reduce(or_, addresses) % ALIGNED or tuple(address % ALIGNED == 0 for address in addresses)

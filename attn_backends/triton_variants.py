@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
 
 from attn_backends.devices import Progress
 from attn_backends.triton_launch import ALIGNED, LISTING, Machine
@@ -79,26 +80,25 @@ def listing(machine: Machine) -> Iterator[VariantList]:
 
 
 def compile_variants(variants: Iterable[Variant], device: torch.device, progress: Progress | None = None) -> None:
-    """Compile what Triton has not in its cache, side by side, and load everything onto the GPU. Elsewhere kernels are
-    interpreted, and there is nothing to compile.
+    """Compile what Triton has not in its cache, side by side, and load everything onto the GPU.
 
     Threads are enough: all but the first tenth or so of a compilation lets other threads run.
 
     Raises:
         RuntimeError: a kernel does not compile, or wants more than the GPU has; says which.
     """
-    from triton.runtime._async_compile import AsyncCompileMode
-
     wanted = list(variants)
-    if device.type != "cuda":
-        return
-    with torch.cuda.device(device), ThreadPoolExecutor(_num_workers()) as pool:
-        with AsyncCompileMode(pool, ignore_errors=True):
+    pool = ThreadPoolExecutor(_num_workers())
+    with torch.cuda.device(device), pool, AsyncCompileMode(pool, ignore_errors=True):
+        try:
             begun = [variant.kernel.warmup(*variant.given, grid=(1,), **variant.options) for variant in wanted]
             for done, (variant, kernel) in enumerate(zip(wanted, begun, strict=True), start=1):
                 _load(variant, kernel)
                 if progress is not None:
                     progress(done, len(wanted), variant.name)
+        except BaseException:  # Ctrl-C too: what has not begun need not
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _num_workers() -> int:
@@ -108,10 +108,11 @@ def _num_workers() -> int:
 def _load(variant: Variant, kernel: Any) -> None:
     """Wait for a kernel, which may be a promise of one, and load it."""
     try:
-        made = kernel.result() if hasattr(kernel, "finalize_compile") else kernel
+        made = kernel.result() if isinstance(kernel, FutureKernel) else kernel
         made._init_handles()
     except Exception as error:  # whatever a compiler raises
+        said = " ".join(str(error).split())[:300]
         raise RuntimeError(
-            f"{variant.name} cannot be compiled for this GPU, as a step within the limits may want it: {error}. Give a "
-            "smaller tile in backend_options, lower limits, or choose another backend"
+            f"{variant.name} cannot be compiled for this GPU, and steps within the limits may want it: leave tiles out "
+            f"of backend_options, lower the limits, or choose another backend ({type(error).__name__}: {said})"
         ) from error

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_backends.triton_launch import start
+from attn_backends.triton_launch import start_kernel
 
 _KEYS = tl.constexpr(64)  # of a block
 _OVERHEAD = tl.constexpr(5)  # blocks, that to begin a row costs
@@ -95,7 +95,7 @@ def fill(seq_lens: torch.Tensor, parts: torch.Tensor, splits: torch.Tensor) -> N
     i32. One launch."""
     num_parts = len(parts)
     width = triton.next_power_of_2(num_parts)
-    start(_fill_kernel, (1,), seq_lens, parts, splits, len(seq_lens), num_parts, width, num_warps=4)
+    start_kernel(_fill_kernel, (1,), seq_lens, parts, splits, len(seq_lens), num_parts, width, num_warps=4)
 
 
 def is_known(decode: Callable[..., Any], new_schedule: Callable[[], Any], device: torch.device) -> bool:

@@ -18,7 +18,7 @@ from attn_backends.backends.triton.metadata import DECODE_TOKENS
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile, widened_heads
 from attn_backends.backends.triton.widening import widens
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits
-from attn_backends.triton_examples import NewTokens, caches, distinct, empty, list_writes, new_tokens
+from attn_backends.triton_examples import caches, distinct, empty, list_writes, new_tokens
 from attn_backends.triton_launch import Machine, Start, num_multiprocessors, power_of_two, shared_memory
 from attn_backends.triton_variants import Variant, listing
 
