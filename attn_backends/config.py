@@ -183,6 +183,9 @@ class EngineConfig(_Settings):
     compile: Literal["none", "model"] = "none"
     """model: by torch.compile. On a GPU the whole model, in place of the three above; on a CPU decode steps, attention
     included, for which it needs a C++ compiler and holds the weights again. Minutes of compiling at each start."""
+    warm_up: bool = True
+    """Compile every kernel that requests may need before the first one comes, and on a GPU run steps of every size:
+    loading takes longer, cold caches a minute, and no request waits for it."""
     cache: CacheConfig = CacheConfig()
     """The KV pool."""
     scheduler: SchedulerConfig = SchedulerConfig()

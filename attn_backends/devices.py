@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
 
+Progress = Callable[[int, int, str], None]  # of work that takes long: how much is done, of how much, and its last part
 # Kernels of ours stand beside torch operations. On ROCm/HIP they have not been tried, and torch's operations stay.
 HAS_TRITON = find_spec("triton") is not None and torch.version.hip is None
 

@@ -19,7 +19,7 @@ import torch
 from attn_backends.batch import CommonAttentionMetadata, SequenceGroup
 from attn_backends.batch_order import SwappableRows
 from attn_backends.derive import StepBuffers
-from attn_backends.devices import compute_capability, gpu_name, has_gpu
+from attn_backends.devices import Progress, compute_capability, gpu_name, has_gpu
 from attn_backends.kv_cache import KVCache
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Layout, Limits, PlanGroup
@@ -224,6 +224,17 @@ class AttentionState(ABC, Generic[MetadataT]):
     @abstractmethod
     def begin_forward(self, metadata: MetadataT) -> AttentionStep[MetadataT]:
         """Plan one group's step. Called once a step and group, before its layers run; the only place that plans."""
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every kernel that steps within the limits can launch, so that none is compiled once requests come.
+        Call it while an engine loads; calling it again takes little time. By default there is nothing to compile.
+
+        Args:
+            progress: told after each kernel how many are done, of how many, and its name.
+
+        Raises:
+            RuntimeError: a kernel cannot be compiled for this GPU.
+        """
 
     # CUDA graphs. `with graph_capture(n)` holds the persistent buffers; `graph_clone(size)` is the state of one size
     # that is captured. Its `begin_forward`, at capture and at replay, fills them, plans, and returns a step over them.

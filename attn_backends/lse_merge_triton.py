@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from attn_backends.triton_launch import start_kernel
+
 _ROWS = 16  # pairs of token and head of a program
 
 
@@ -42,7 +44,8 @@ def merge_kernel(  # type: ignore[no-untyped-def]
 def merge(output: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
     num_tokens, num_heads, dim = output.shape
     grid = (-(-num_tokens * num_heads // _ROWS),)
-    merge_kernel[grid](
+    start_kernel(
+        merge_kernel, grid,
         output, lse, more, more_lse, num_tokens * num_heads, *output.stride()[:2], *lse.stride(), *more.stride()[:2],
         *more_lse.stride(), num_heads, dim, triton.next_power_of_2(dim), _ROWS,
     )  # fmt: skip

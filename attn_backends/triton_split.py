@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from attn_backends.spec import AttentionSpec
-from attn_backends.triton_launch import ALIGNED, INTERPRETED, operator, power_of_two
+from attn_backends.triton_launch import ALIGNED, INTERPRETED, operator, power_of_two, start_kernel
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -88,8 +88,8 @@ def _launch_schedule(
     grid = (-(-len(items) // _ITEMS), 1, 1)
     numbers = (num_rows, target, len(items), behind, chunk, len(counters), keys, min_blocks,
                triton.next_power_of_2(num_rows), _ITEMS)  # fmt: skip
-    compiled = schedule_kernel[grid](seq_lens, query_start_loc, items, counters, *numbers, num_warps=4)
-    return None if INTERPRETED else compiled[grid], (items.data_ptr(), counters.data_ptr(), *numbers)
+    compiled = start_kernel(schedule_kernel, grid, seq_lens, query_start_loc, items, counters, *numbers, num_warps=4)
+    return None if compiled is None else compiled[grid], (items.data_ptr(), counters.data_ptr(), *numbers)
 
 
 class ItemList:

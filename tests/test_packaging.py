@@ -32,6 +32,8 @@ FLOORS = [  # a module imports from its own floor and those above it in this lis
         "page_copy_triton",
         "triton_launch",
         "triton_split",
+        "triton_variants",
+        "triton_examples",
         "triton_fp8",
         "triton_hopper",
         "staging",

@@ -410,7 +410,8 @@ def _check_raw_config(path: Path, trust_remote_code: bool) -> None:
                 "true in the config file, or set ATTN_BACKENDS_TRUST_REMOTE_CODE=true"
             )
         said = f"model_type {kind!r}" if "model_type" in raw else "no model_type"
-        raise ModelError(f"{path}/config.json says {said}; transformers {transformers.__version__} has no such model: {hint}")
+        here = f"transformers {transformers.__version__}"
+        raise ModelError(f"{path}/config.json says {said}; {here} has no such model: {hint}")
     nested = raw.get("text_config")
     text = nested if isinstance(nested, dict) else raw
     wrong, num_layers, num_tensors = why_not_sizes(text), text.get("num_hidden_layers"), count_tensors(path)

@@ -29,6 +29,7 @@ from attn_backends.triton_launch import (
     num_multiprocessors,
     operator,
     power_of_two,
+    start_kernel,
 )
 from attn_backends.triton_split import FAR, HOPPER_PAGE, MOST_ITEMS, ItemList, padded
 
@@ -362,7 +363,8 @@ def _widen(
 ) -> None:  # fmt: skip
     first_row, first_head, *dims = how
     num_rows, (num_keys, heads, _) = len(seq_lens) - first_row, keys.shape
-    widen_kernel[(num_keys // _WIDENED_KEYS + num_rows) * heads,](
+    start_kernel(
+        widen_kernel, ((num_keys // _WIDENED_KEYS + num_rows) * heads,),
         key, value, keys, values, starts, page_table, seq_lens, first_row, num_rows, page_table.stride(0), first_head,
         *key.stride()[:3], *value.stride()[:3], power_of_two(num_rows), key.shape[1], heads, _WIDENED_KEYS, *dims,
         num_warps=4,

@@ -12,16 +12,19 @@ import torch
 from attn_backends.backends.triton.launch import Cut, Schedule
 from attn_backends.backends.triton.metadata import TritonMetadata
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile
+from attn_backends.backends.triton.variants import variants
 from attn_backends.backends.triton.widening import widens
 from attn_backends.backends.triton.workspace import DECODE_TOKENS, Workspace, decode_need, largest_need
 from attn_backends.capturing_state import CapturingState
 from attn_backends.cuda_graphs import CudaRecorder, without_python
 from attn_backends.derive import StepBuffers
+from attn_backends.devices import Progress
 from attn_backends.graph_inputs import GraphInputs, fill_together
 from attn_backends.interface import AttentionStep
 from attn_backends.spec import AttentionSpec
 from attn_backends.streams import PerStream
-from attn_backends.triton_launch import num_multiprocessors, shared_memory
+from attn_backends.triton_launch import machine_of, num_multiprocessors, shared_memory
+from attn_backends.triton_variants import Variant, compile_variants
 
 _SCHEDULES = 128  # of eager steps that are kept, of tens of kilobytes each
 
@@ -78,6 +81,15 @@ class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
     def _tile(self, spec: AttentionSpec, num_rows: int, query_len: int) -> DecodeTile:
         query_rows = Cut.of(spec, query_len).rows
         return decode_tile(spec, self.cache, num_rows, query_rows, self.options, self._shared_memory)
+
+    def variants(self) -> list[Variant]:
+        """The compiled forms of kernels that steps within the limits ask for."""
+        specs = [group.spec for group in self.groups]
+        return variants(specs, self.cache, self.limits, self.device, self.options, machine_of(self.device))
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        if self.device.type == "cuda":
+            compile_variants(self.variants(), self.device, progress)
 
     # Graphs.
 

@@ -132,9 +132,11 @@ def prefill_tile(
 
 
 def widened_heads(spec: AttentionSpec, num_keys: int, num_bytes: int) -> int:
-    """KV heads whose keys and values, made 16 bits, have room in so many bytes."""
+    """KV heads whose keys and values, made 16 bits, have room in so many bytes: as many at a time as divide all, since
+    kernels are compiled for their number."""
     head_bytes = num_keys * (spec.head_dim + spec.head_dim_vo) * spec.dtype.itemsize
-    return min(spec.num_kv_heads, num_bytes // head_bytes) if head_bytes else 0
+    most = min(spec.num_kv_heads, num_bytes // head_bytes) if head_bytes else 0
+    return next((heads for heads in range(most, 0, -1) if spec.num_kv_heads % heads == 0), 0)
 
 
 def block_dims(spec: AttentionSpec) -> tuple[int, int]:
