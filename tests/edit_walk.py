@@ -74,7 +74,7 @@ class EditWalk:
         ]  # fmt: skip
         for i in range(num_steps):
             if i % 16 == 0:
-                weights = [self.random.choice([0.1, 1, 4]) for _ in edits]
+                weights = [self.random.choice([1, 4] if edit == self.enter else [0.1, 1, 4]) for edit in edits]
             for edit in self.random.choices(edits, weights, k=self.random.choice([0, 1, 1, 2, 2, 3, 5])):
                 edit()
             (self.advance if self.ends and self.random.random() < 0.5 else self.step)()
