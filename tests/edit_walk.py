@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +44,16 @@ def overwrite(value: Any) -> None:
         value.zero_()
 
 
+def assert_bounded(step: StepBatch, exact: CommonAttentionMetadata, bounds: CommonAttentionMetadata) -> None:
+    """Lengths on the device are exact, and those on the host bounds: indices that are left over are 0."""
+    for name in ("seq_lens", "slot_mapping", "query_start_loc", "paged_kv_indptr", "paged_kv_last_page_len"):
+        assert getattr(step.common, name).tolist() == getattr(exact, name).tolist(), name
+    for name in ("seq_lens_cpu", "context_lens_cpu", "query_start_loc_cpu", "paged_kv_indptr_cpu"):
+        assert getattr(step.common, name).tolist() == getattr(bounds, name).tolist(), name
+    indices, used = step.common.paged_kv_indices.tolist(), exact.paged_kv_indices.tolist()
+    assert indices == used + [0] * (int(bounds.paged_kv_indptr_cpu[-1]) - len(used))
+
+
 class EditWalk:
     """Random edits and steps of several tables alike.
 
@@ -65,6 +74,7 @@ class EditWalk:
         self.overwritten: set[tuple[str, str]] = set()
         self.steps: list[StepBatch] = []
         self.ends: list[int] = []  # lengths after the last step, if it can be advanced
+        self.most: list[int] = []  # what the host takes them for, where it has upper bounds
         self.padding = 0
 
     def run(self, num_steps: int) -> None:
@@ -74,7 +84,7 @@ class EditWalk:
         ]  # fmt: skip
         for i in range(num_steps):
             if i % 16 == 0:
-                weights = [self.random.choice([0.1, 1, 4]) for _ in edits]
+                weights = [self.random.choice([1, 4] if edit == self.enter else [0.1, 1, 4]) for edit in edits]
             for edit in self.random.choices(edits, weights, k=self.random.choice([0, 1, 1, 2, 2, 3, 5])):
                 edit()
             (self.advance if self.ends and self.random.random() < 0.5 else self.step)()
@@ -206,19 +216,20 @@ class EditWalk:
         query = [self.random.randint(1, min(longest, most)) for most in room]
         context = [self.random.randint(0, most - n) for most, n in zip(room, query, strict=True)]
         self.padding = self.random.choice([0, 0, min(2, LIMITS.max_num_requests - count)])
-        given: dict[str, Any] = {"context_lens": context, "query_lens": query, "num_padded_reqs": self.padding}
+        given: dict[str, Any] = {"query_lens": query, "num_padded_reqs": self.padding}
         ids = [self.random.randrange(1000) for _ in range(sum(query))] if self.random.random() < 0.7 else None
-        if on_device := self.random.random() < 0.2:  # which knows them exactly, and so does the host
+        most = context
+        if self.random.random() < 0.2:  # the device alone knows them exactly
             given["context_lens_on_device"] = torch.tensor(context, dtype=torch.int32)
-        steps = self.call("step", token_ids=ids, **given)
-        self.check(steps, context, query, on_device, ids)
+            most = [self.random.randint(c, end - n) for c, n, end in zip(context, query, room, strict=True)]
+        steps = self.call("step", context_lens=most, token_ids=ids, **given)
+        self.check(steps, context, most, query, ids)
 
     def advance(self) -> None:
         """The last step, if its rows have pages for one token more; they may have got some since."""
         room = [min(len(self.pages[name]) * CACHE.page_size, LIMITS.max_model_len) for name in self.names]
-        if any(end >= most for end, most in zip(self.ends, room, strict=False)):
+        if any(end >= most for end, most in zip(self.most, room, strict=False)):
             return self.step()
-        on_device = self.steps[0].common.seq_lens_are_upper_bounds
         ids = [self.random.randrange(1000) for _ in self.ends]
         steps = []
         for table, step in zip(self.tables, self.steps, strict=True):
@@ -227,13 +238,14 @@ class EditWalk:
             overwrite(tokens)
         self.overwritten.add(("advance", "token_ids"))
         self.seen["advance"] = self.seen.get("advance", 0) + 1
-        self.check(steps, self.ends, [1] * len(ids), on_device, None)
+        self.check(steps, self.ends, self.most, [1] * len(ids), None)
         assert all(step.token_ids[: len(ids)].tolist() == ids for step in steps)
 
     def check(
-        self, steps: list[StepBatch], context: list[int], query: list[int], on_device: bool, ids: list[int] | None
+        self, steps: list[StepBatch], context: list[int], most: list[int], query: list[int], ids: list[int] | None
     ) -> None:
-        expected = replace(self.compiled(context, query), seq_lens_are_upper_bounds=on_device)
+        """Both sides' pages, and every tensor of a step. `most` are the context lengths that the host was told."""
+        expected, bounds = self.compiled(context, query), self.compiled(most, query)
         for table, step in zip(self.tables, steps, strict=True):
             assert table.request_ids == self.names
             on_the_device = table.side.buffers.page_table.cpu()
@@ -243,8 +255,14 @@ class EditWalk:
                 assert on_the_device[row, :count].tolist() == self.pages[name], f"the device's row {row}"
             assert on_the_device.min() >= 0
             assert on_the_device.max() < CACHE.num_pages
-            assert_step(step, expected, ids)
-        self.steps, self.ends = steps, [c + n for c, n in zip(context, query, strict=True)]
+            if step.common.seq_lens_are_upper_bounds:
+                assert_bounded(step, expected, bounds)
+            else:
+                assert_step(step, expected, ids)
+        self.steps, self.ends, self.most = (
+            steps,
+            *([c + n for c, n in zip(at, query, strict=True)] for at in (context, most)),
+        )
 
     def compiled(self, context: list[int], query: list[int]) -> CommonAttentionMetadata:
         groups = [

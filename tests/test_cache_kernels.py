@@ -11,6 +11,7 @@ from attn_backends import kv_cache
 from attn_backends.kv_cache import KVCache, copy_pages
 from attn_backends.lse_merge import merge
 from tests.interpreted import in_own_process, only_interpreted, run_interpreted
+from tests.mutate import mutate
 from tests.page_pairs import pairs_at_random
 
 DTYPES = [torch.float32, torch.float16, torch.float8_e4m3fn]
@@ -75,6 +76,14 @@ def test_pages_at_random(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
             others = sorted({*range(6)} - {destination for _, destination in pairs})
             assert all(torch.equal(tensor[i].view(torch.uint8), was[i].view(torch.uint8)) for i in others)
     assert 0 < len(launches) < 12
+
+
+@only_interpreted
+def test_one_launch_for_pages_whose_order_counts_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch, kv_cache, "copy_pages", "set(sources).isdisjoint(destinations)", "True")
+    monkeypatch.setattr(f"{__name__}.copy_pages", kv_cache.copy_pages)
+    with pytest.raises(AssertionError):
+        test_pages_at_random(monkeypatch, 0)
 
 
 @only_interpreted

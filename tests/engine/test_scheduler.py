@@ -386,6 +386,14 @@ def test_prefixes_are_shared_under_one_salt_alone() -> None:
         engine.run()
         found.append((request.num_prefix_hit_tokens, longer.num_prefix_hit_tokens))
     assert found == [(0, 12), (0, 12), (8, 12), (0, 12), (8, 12), (8, 12), (8, 12)]
+    engine, found = Engine(SchedulerConfig(), num_pages=64, page_size=8), []
+    for salt in (None, "tenant", None):  # a first page that generated tokens fill
+        request = engine.add("short", [1], cache_salt=salt, max_tokens=12, ignore_eos=True)
+        engine.run()
+        longer = engine.add("longer", request.token_ids, cache_salt=salt, max_tokens=1)
+        engine.run()
+        found.append((request.num_prefix_hit_tokens, longer.num_prefix_hit_tokens))
+    assert found == [(0, 8)] * 3
 
 
 @pytest.mark.parametrize(
