@@ -11,7 +11,13 @@ from attn_backends.triton_launch import start_kernel
 _ROWS = 16  # pairs of token and head of a program
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+# How LSEs lie follows from the number of tokens, for libraries that have them head by head.
+_NOT_CONSTANT = ["num_rows", "lse_token", "lse_head", "more_lse_token", "more_lse_head"]
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=_NOT_CONSTANT, do_not_specialize_on_alignment=["lse", "more_lse"]
+)
 def merge_kernel(  # type: ignore[no-untyped-def]
     output, lse, more, more_lse, num_rows, out_token, out_head, lse_token, lse_head, more_token, more_head,
     more_lse_token, more_lse_head,

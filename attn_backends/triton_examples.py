@@ -14,7 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from attn_backends.kv_write_triton import write_kv
+from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec
+from attn_backends.triton_launch import power_of_two
 
 NUM_TOKENS = (1, 2, 3)  # one token, which may start early; and both parities, which strides of heads can show
 _PAGES = 2
@@ -67,8 +69,24 @@ def _sizes(spec: AttentionSpec) -> Sequence[tuple[int, int]]:
     return (spec.num_qo_heads, spec.head_dim), (heads, spec.head_dim), (heads, spec.head_dim_vo)
 
 
+def new_latents(spec: MLASpec) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Latent rows and rope keys of new tokens, as `write_latent` gives them on: each on its own, or side by side."""
+    found = []
+    for num_tokens, is_packed, is_packed_rope in product(NUM_TOKENS, (False, True), (False, True)):
+        sizes = (spec.kv_lora_rank, spec.qk_rope_head_dim)
+        apart = tuple(empty(num_tokens, size, dtype=spec.dtype) for size in sizes)
+        packed = empty(num_tokens, spec.latent_dim, dtype=spec.dtype).split(sizes, 1)
+        found.append(((packed if is_packed else apart)[0][:, None], (packed if is_packed_rope else apart)[1][:, None]))
+    return found
+
+
 def caches(spec: AttentionSpec, cache: KVCacheSpec) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """A pool's keys and values, [num_pages, page_size, num_kv_heads, dim] each: two tensors, or halves of one."""
+    """A pool's keys and values, [num_pages, page_size, num_kv_heads, dim] each: two tensors, or halves of one. Those of
+    MLA are parts of a row."""
+    if isinstance(spec, MLASpec):
+        latents = empty(_PAGES, cache.page_size, 1, spec.latent_dim, dtype=spec.cache_dtype)
+        yield latents[..., : spec.kv_lora_rank], latents[..., spec.kv_lora_rank :]
+        return
     heads, dims = spec.num_kv_heads, (spec.head_dim, spec.head_dim_vo)
     page = (cache.page_size, heads) if cache.layout == "NHD" else (heads, cache.page_size)
     key, value = (empty(_PAGES, *page, dim, dtype=spec.cache_dtype) for dim in dims)
@@ -88,10 +106,16 @@ def list_writes(spec: AttentionSpec, cache: KVCacheSpec, lets_start: Sequence[bo
     Args:
         lets_start: whether what comes behind starts early.
     """
-    ways = product(distinct(new_tokens(spec)), distinct(caches(spec, cache)), (1.0, 0.5), lets_start)
-    for (_, key, value), cached, scale, next_waits in ways:
+    tokens = new_latents(spec) if isinstance(spec, MLASpec) else [tuple(new[1:]) for new in new_tokens(spec)]
+    ways = product(distinct(tokens), distinct(caches(spec, cache)), (1.0, 0.5), lets_start)
+    for (key, value), cached, scale, next_waits in ways:
         slots = empty(key.shape[0], dtype=torch.int64)
         write_kv(key, value, *cached, slots, scale, scale, next_waits=next_waits)
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Up to the first that is not below `most`."""
+    return [1 << bits for bits in range(power_of_two(most).bit_length())]
 
 
 def distinct(given: Iterable[TensorsT]) -> list[TensorsT]:

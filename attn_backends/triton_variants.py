@@ -11,10 +11,12 @@ import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
+from triton.runtime.jit import JITCallable
 
 from attn_backends.devices import Progress
 from attn_backends.triton_launch import ALIGNED, LISTING, Machine
@@ -89,7 +91,7 @@ def compile_variants(variants: Iterable[Variant], device: torch.device, progress
     """
     wanted = list(variants)
     pool = ThreadPoolExecutor(_num_workers())
-    with torch.cuda.device(device), pool, AsyncCompileMode(pool, ignore_errors=True):
+    with torch.cuda.device(device), _one_parser(), pool, AsyncCompileMode(pool, ignore_errors=True):
         try:
             begun = [variant.kernel.warmup(*variant.given, grid=(1,), **variant.options) for variant in wanted]
             for done, (variant, kernel) in enumerate(zip(wanted, begun, strict=True), start=1):
@@ -99,6 +101,23 @@ def compile_variants(variants: Iterable[Variant], device: torch.device, progress
         except BaseException:  # Ctrl-C too: what has not begun need not
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+@contextmanager
+def _one_parser() -> Iterator[None]:
+    """Only one thread parses Python at a time: CPython 3.11 counts the depth of all threads' trees as one, and raises a
+    SystemError where two parse at once (python/cpython#106905)."""
+    parse, lock = JITCallable.parse, Lock()
+
+    def parse_alone(function: JITCallable) -> Any:
+        with lock:
+            return parse(function)
+
+    JITCallable.parse = parse_alone
+    try:
+        yield
+    finally:
+        JITCallable.parse = parse
 
 
 def _num_workers() -> int:

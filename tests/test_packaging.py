@@ -49,7 +49,7 @@ FLOORS = [  # a module imports from its own floor and those above it in this lis
         "config",
         "config_errors",
     },
-    {"batch", "step_table", "batch_order", "batch_views", "virtual_batches", "kv_cache", "native"},
+    {"batch", "step_table", "batch_order", "batch_views", "virtual_batches", "kv_cache", "native", "warm_up"},
     {"interface", "cuda_graphs"},
     {"call_checks", "capturing_state"},
     {"backends", "registry", "entries", "verdicts", "support", "measured"},

@@ -16,23 +16,27 @@ from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadataBuilder
 from attn_backends.backends.mla.state import MLAState, MLAStep
 from attn_backends.backends.mla.triton_kernel import mla_decode_kernel, mla_join_kernel
 from attn_backends.backends.mla.triton_tiles import Cut, block_dims, decode_tile, decode_tiles
+from attn_backends.backends.mla.triton_variants import list_decodes, table_of
 from attn_backends.call_checks import reject_early_fp8
 from attn_backends.derive import StepBuffers
 from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
 from attn_backends.streams import PerStream
+from attn_backends.triton_examples import empty
 from attn_backends.triton_launch import (
     INTERPRETED,
     can_start_early,
     has_hopper_kernels,
     has_tensor_engine,
     launch,
+    machine_of,
     num_multiprocessors,
     operator,
     shared_memory,
 )
 from attn_backends.triton_split import FAR, HOPPER_PAGE, ItemList
+from attn_backends.triton_variants import Variant, listing
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
@@ -155,9 +159,28 @@ class TritonMLAState(MLAState):
         ints = {"dtype": torch.int32, "device": self.device}
         starts = torch.arange(rows.num_rows + 1, **ints) * rows.query_len  # type: ignore[call-overload]
         items = torch.empty(cut.num_items, 8, **ints)  # type: ignore[call-overload]
-        min_blocks = max(1, cut.tile.min_keys // cut.tile.keys)
-        how = [cut.num_rows, cut.target, FAR.value, FAR.value, cut.tile.keys, min_blocks]
-        return Split(cut, starts, ItemList(items, how), room)
+        return Split(cut, starts, _list_of(cut, items), room)
+
+    def variants(self) -> list[Variant]:
+        """The compiled forms of kernels of ours that steps within the limits ask for."""
+        with listing(machine_of(self.device)) as found:
+            self.list_launches()
+        return list(found.variants.values())
+
+    def list_launches(self) -> None:
+        super().list_launches()
+        list_decodes(self.specs.values(), self.cache, self.limits, self._make_cut, self._list_decode)
+
+    def _list_decode(
+        self, spec: MLASpec, cut: Cut, query_len: int, query: torch.Tensor, latents: torch.Tensor, want_lse: bool
+    ) -> None:
+        floats, starts = empty(0, dtype=torch.float32), empty(cut.num_rows + 1, dtype=torch.int32)
+        items = empty(cut.num_items, 8, dtype=torch.int32)
+        split = Split(cut, starts, _list_of(cut, items), Workspace(floats, floats))
+        split.list.fill(empty(cut.num_rows, dtype=torch.int32), split.query_starts)
+        lse = empty(cut.num_rows, query_len, spec.num_qo_heads, dtype=torch.float32) if want_lse else None
+        launch_decode(spec, 1.0, query, latents, query[..., : spec.kv_lora_rank], lse, table_of(cut.num_rows), split,
+                      query_len)  # fmt: skip
 
     def _make_cut(self, spec: MLASpec, num_rows: int, query_len: int) -> Cut:
         asked = self._asked(spec, num_rows, query_len)
@@ -188,12 +211,6 @@ class TritonMLAImpl(MLAImpl):
     backend_name = "TRITON_MLA"
     zeroes_idle_rows = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        spec = self.spec
-        self._scale = spec.scale * self.k_scale * math.log2(math.e)
-        self._dims = [spec.kv_lora_rank, spec.qk_rope_head_dim, *block_dims(spec)]
-
     def _decode(
         self,
         query: torch.Tensor,
@@ -204,14 +221,29 @@ class TritonMLAImpl(MLAImpl):
     ) -> None:
         split, rows = step.plan, step.metadata.decode
         assert rows is not None  # as there are rows to decode
-        cut: Cut = split.cut
-        tile = cut.tile
-        constants = [
-            latent_cache.shape[1], rows.query_len, self.spec.num_qo_heads, cut.tiles, cut.tile_rows, tile.keys,
-            *self._dims, tile.stages, int(query.dtype is torch.float32),
-        ]  # fmt: skip
-        mla_decode(query, latent_cache, output, lse, rows.page_table, split.list.items, *split.room,
-                   [self._scale, self.k_scale], constants, tile.warps, tile.hopper, cut.join_spread)  # fmt: skip
+        launch_decode(self.spec, self.k_scale, query, latent_cache, output, lse, rows.page_table, split,
+                      rows.query_len)  # fmt: skip
+
+
+def _list_of(cut: Cut, items: torch.Tensor) -> ItemList:
+    """The list of a batch's work, in `items` [cut.num_items, 8] i32."""
+    min_blocks = max(1, cut.tile.min_keys // cut.tile.keys)
+    return ItemList(items, [cut.num_rows, cut.target, FAR.value, FAR.value, cut.tile.keys, min_blocks])
+
+
+def launch_decode(
+    spec: MLASpec, k_scale: float, query: torch.Tensor, latent_cache: torch.Tensor, output: torch.Tensor,
+    lse: torch.Tensor | None, page_table: torch.Tensor, split: Split, query_len: int,
+) -> None:  # fmt: skip
+    """A layer's decode over rows that are cut, and their join."""
+    cut, tile = split.cut, split.cut.tile
+    constants = [
+        latent_cache.shape[1], query_len, spec.num_qo_heads, cut.tiles, cut.tile_rows, tile.keys, spec.kv_lora_rank,
+        spec.qk_rope_head_dim, *block_dims(spec), tile.stages, int(query.dtype is torch.float32),
+    ]  # fmt: skip
+    mla_decode(query, latent_cache, output, lse, page_table, split.list.items, *split.room,
+               [spec.scale * k_scale * math.log2(math.e), k_scale], constants, tile.warps, tile.hopper,
+               cut.join_spread)  # fmt: skip
 
 
 @operator(("output", "lse", "partial", "sums"))
@@ -231,8 +263,8 @@ def mla_decode(
         launch(mla_decode_kernel, grid, (query, latent_cache, *tensors), table_row, fixed, warps,
                descriptors=_descriptors(query, latent_cache, constants))  # fmt: skip
     at_once = max(1, _JOIN_REGISTERS * 32 * _JOIN_WARPS // block_rank)  # a power of two, as all of these are
-    fixed = (factors[1], want_lse, query_len * heads, tiles * tile_rows, rank, block_rank, at_once, spread, early)
-    launch(mla_join_kernel, len(items) * spread, (output, sums_to, items, partial, sums), (), fixed, _JOIN_WARPS,
+    fixed = (factors[1], want_lse, query_len * heads, tiles * tile_rows, rank, block_rank, at_once, early)
+    launch(mla_join_kernel, len(items) * spread, (output, sums_to, items, partial, sums), (spread,), fixed, _JOIN_WARPS,
            early=early)  # fmt: skip
 
 

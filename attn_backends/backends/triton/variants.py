@@ -18,7 +18,7 @@ from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, deco
 from attn_backends.backends.triton.widening import widens
 from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits
-from attn_backends.triton_examples import caches, distinct, empty, list_writes, new_tokens
+from attn_backends.triton_examples import caches, distinct, empty, list_writes, new_tokens, powers_of_two
 from attn_backends.triton_launch import Machine, Start, num_multiprocessors, power_of_two, shared_memory
 from attn_backends.triton_variants import Variant, listing
 
@@ -94,7 +94,7 @@ class _Layer:
                         for heads in range(1, spec.num_kv_heads + 1)]  # fmt: skip
         least = {widened_heads(spec, keys, num_bytes): min(keys, most_keys) for keys in num_bytes_of if keys}
         for num_keys in least.values():
-            for num_rows in _powers(self.limits.max_num_requests):
+            for num_rows in powers_of_two(self.limits.max_num_requests):
                 yield num_rows, num_keys
 
     def _decode(self, starts: Sequence[Start]) -> None:
@@ -124,8 +124,3 @@ class _Layer:
 
     def _output(self, query: torch.Tensor) -> torch.Tensor:
         return empty(query.shape[0], self.spec.num_qo_heads, self.spec.head_dim_vo, dtype=query.dtype)
-
-
-def _powers(most: int) -> list[int]:
-    """Powers of two, up to the first that is not below `most`."""
-    return [1 << bits for bits in range(power_of_two(most).bit_length())]
