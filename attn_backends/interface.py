@@ -287,7 +287,8 @@ class AttentionImpl(ABC, Generic[MetadataT]):
         spec, cache: the layer and the pool.
         device: where it runs.
         sinks: [num_qo_heads] float, needed exactly if `spec.sinks`.
-        k_scale, v_scale: a cached value times its scale is the real one (fp8 caches; 1.0 elsewhere).
+        k_scale, v_scale: a cached value times its scale is the real one, whatever the cache's dtype. Keys and values of
+            this step are real ones: they are divided when they are written.
         options: the backend's own options, validated; None for its defaults.
     """
 

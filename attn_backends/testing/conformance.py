@@ -17,10 +17,11 @@ from attn_backends.testing.kit.graphs import Graphs
 from attn_backends.testing.kit.latent import Latent
 from attn_backends.testing.kit.numerics import Numerics
 from attn_backends.testing.kit.refusals import Refusals
+from attn_backends.testing.kit.scales import Scales
 from attn_backends.testing.kit.visibility import Visibility
 
 
-class BackendConformance(Numerics, Visibility, Contract, Building, Graphs, Refusals):
+class BackendConformance(Numerics, Scales, Visibility, Contract, Building, Graphs, Refusals):
     """Subclass it, name the backend, and run pytest.
 
     Attributes:
@@ -42,3 +43,4 @@ class MLAConformance(Latent, BackendConformance):
     test_heads = None  # type: ignore[assignment]
     test_head_dims = None  # type: ignore[assignment]
     test_unequal_head_dims = None  # type: ignore[assignment]
+    test_interleaved_caches = None  # type: ignore[assignment]

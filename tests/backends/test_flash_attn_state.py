@@ -325,7 +325,7 @@ def test_sinks_go_to_kernels_that_hold_them_exactly() -> None:
     impl = get_backend(FA3).get_impl_cls()
     for sinks, given in ((exact, True), (rounded, False)):
         made = impl(batch.spec, batch.cache, "cpu", sinks=sinks)
-        assert (made.constants.sinks is not None) == given
+        assert (made.constants[True].sinks is not None) == given
         layer.impl = made
         changed = replace(batch, sinks=sinks)
         for want_lse in (False, True):
@@ -348,7 +348,7 @@ def test_a_row_without_keys_has_no_lse_of_sinks_that_kernels_take(name: str) -> 
     layer, batch = layer_and_batch(name, 0, 33, query_lens=(2, 3), **changes)
     changed = replace(batch, sinks=torch.tensor([0.5, 1.0, -2.0, 3.0]))
     layer.impl = get_backend(name).get_impl_cls()(batch.spec, batch.cache, "cpu", sinks=changed.sinks)
-    assert layer.impl.constants.sinks is not None
+    assert layer.impl.constants[True].sinks is not None
     result = layer.forward(changed, layer.begin(changed), want_lse=True)
     assert_matches(result, changed, "a row without keys")
     assert bool(result.lse[:2].isneginf().all())

@@ -167,7 +167,9 @@ MUTATIONS = [
     Mutation("context causal", mutant(CausalContext), lambda k: k.check(k.make_spec(), [SQUARE])),
     Mutation("new tokens not causal", mutant(NeverCausal), lambda k: k.test_future_keys("plain")),
     Mutation("a chunk lost", mutant(LosesAChunk), lambda k: k.test_context_in_chunks(16, F32)),
-    Mutation("context unscaled", mutant(ForgetsTheScale), lambda k: k.test_chunked_prefill_equals_whole_in_fp8(FP8)),
+    Mutation(
+        "context unscaled", mutant(ForgetsTheScale), lambda k: k.test_chunked_prefill_equals_whole_with_scales(FP8)
+    ),
     Mutation("verify sees ahead", mutant(state=SeesOneMore), lambda k: k.test_verify_lengths(3)),
     Mutation("tails of pages read", mutant(get_builder_cls=staticmethod(lambda: WholePages)), whole_pages),
     Mutation("idle rows left", mutant(SaysThatIdleRowsAreZero), lambda k: k.test_replays_equal_the_reference("plain")),
