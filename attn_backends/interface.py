@@ -8,6 +8,7 @@ A backend is a static class that names the four others. Builders are pure; one s
 from __future__ import annotations
 
 import enum
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -88,6 +89,8 @@ class Capabilities:
     mla: bool = False  # serves layers of MLASpec, and no others
     kv_lora_ranks: frozenset[int] | None = None
     qk_rope_head_dims: frozenset[int] | None = None
+    # A query whose q·k, with the scale or without, all lie below may come back as one that sees no key.
+    lowest_logit: float = -math.inf
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,14 @@ from attn_backends.testing.kit.building import Building
 from attn_backends.testing.kit.contract import Contract
 from attn_backends.testing.kit.graphs import Graphs
 from attn_backends.testing.kit.latent import Latent
+from attn_backends.testing.kit.logits import Logits
 from attn_backends.testing.kit.numerics import Numerics
 from attn_backends.testing.kit.refusals import Refusals
 from attn_backends.testing.kit.scales import Scales
 from attn_backends.testing.kit.visibility import Visibility
 
 
-class BackendConformance(Numerics, Scales, Visibility, Contract, Building, Graphs, Refusals):
+class BackendConformance(Numerics, Scales, Logits, Visibility, Contract, Building, Graphs, Refusals):
     """Subclass it, name the backend, and run pytest.
 
     Attributes:
