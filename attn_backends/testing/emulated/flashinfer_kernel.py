@@ -71,7 +71,7 @@ def attend(
     lse = torch.logsumexp(logits, -1)  # [num_kv_heads, num_tokens, group_size]
     if rules.compares is not None and rules.soft_cap == 0:
         compared = logits * LOG2E if rules.compares == "logits" else products.view(shape)
-        lse = lse.masked_fill(compared.masked_fill(~seen[:, None], -math.inf).amax(-1) < EMPTY_LSE, -math.inf)
+        lse = lse.masked_fill(~(seen[:, None] & (compared >= EMPTY_LSE)).any(-1), -math.inf)
     empty = lse == -math.inf
     weights = torch.exp(logits - lse.masked_fill(empty, math.inf)[..., None])
     out = weighted(weights, value, seen)
