@@ -8,6 +8,7 @@ A backend is a static class that names the four others. Builders are pure; one s
 from __future__ import annotations
 
 import enum
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -88,6 +89,8 @@ class Capabilities:
     mla: bool = False  # serves layers of MLASpec, and no others
     kv_lora_ranks: frozenset[int] | None = None
     qk_rope_head_dims: frozenset[int] | None = None
+    # A query whose q·k, with the scale or without, all lie below may come back as one that sees no key.
+    lowest_logit: float = -math.inf
 
 
 @dataclass(frozen=True)
@@ -298,7 +301,8 @@ class AttentionImpl(ABC, Generic[MetadataT]):
         spec, cache: the layer and the pool.
         device: where it runs.
         sinks: [num_qo_heads] float, needed exactly if `spec.sinks`.
-        k_scale, v_scale: a cached value times its scale is the real one (fp8 caches; 1.0 elsewhere).
+        k_scale, v_scale: a cached value times its scale is the real one, whatever the cache's dtype. Keys and values of
+            this step are real ones: they are divided when they are written.
         options: the backend's own options, validated; None for its defaults.
     """
 

@@ -323,7 +323,7 @@ class FlashInferGraphState(FlashInferState):
         lens = torch.full((num_rows,), num_pages * page_size, dtype=torch.int32)
         starts = (tensors.qo_indptr, self._starts_cpu)
         longest = num_pages * page_size
-        rows = Rows(self.num_tokens, *starts, csr, tensors.indptr, indptr_cpu, lens, longest, num_rows)
+        rows = Rows(self.num_tokens, *starts, csr, tensors.indptr, indptr_cpu, lens, longest, num_rows, True)
         return graph_metadata(group_index, self._slot_mapping, rows, self.is_decode)
 
     def _static_step(self, group: int) -> FlashInferStep:
