@@ -114,7 +114,7 @@ def padded(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 def output_error(output: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest relative error of a token, norm(out - ref) / norm(ref); inf where something is not finite."""
-    got = output.detach().to("cpu", torch.float64).flatten(1)
+    got = output.detach().to(expected.device, torch.float64).flatten(1)
     expected = expected.flatten(1)
     if got.shape != expected.shape or not bool(torch.isfinite(got).all()):
         return float("inf")
@@ -124,7 +124,7 @@ def output_error(output: torch.Tensor, expected: torch.Tensor) -> float:
 
 def lse_error(lse: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest error of an LSE, relative to it where it is above 1; inf where it is not infinite as expected, or NaN."""
-    got = lse.detach().to("cpu", torch.float64)
+    got = lse.detach().to(expected.device, torch.float64)
     if got.shape != expected.shape or not torch.equal(got == -torch.inf, expected == -torch.inf):
         return float("inf")
     live = expected > -torch.inf
@@ -171,5 +171,5 @@ def assert_pool(kv_cache: KVCache | None, expected: KVCache | None, what: str = 
             assert not slots, f"{what}: {len(slots)} slots of the {name} cache are not as they should be: {slots[:8]}"
 
 
-def slot_bytes(cached: torch.Tensor) -> torch.Tensor:  # [num_slots, bytes of a slot] u8, cpu
-    return cached.cpu().contiguous().view(torch.uint8).flatten(0, 1).flatten(1)
+def slot_bytes(cached: torch.Tensor) -> torch.Tensor:  # [num_slots, bytes of a slot] u8
+    return cached.contiguous().view(torch.uint8).flatten(0, 1).flatten(1)
