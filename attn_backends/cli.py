@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from attn_backends.cli_tables import print_doctor, print_explanation, print_json, print_list, print_support
+from attn_backends.cli_verify import verify
 
 if TYPE_CHECKING:
     from attn_backends.config import EngineConfig
@@ -185,6 +186,9 @@ def generate(
         prompts = read_prompts(prompt or [], prompts_file)
         code = run(settings, prompts, chat=chat, stream=stream, as_json=as_json)
     raise typer.Exit(code)
+
+
+app.command()(verify)
 
 
 def _explanation(config: EngineConfig) -> Explanation:

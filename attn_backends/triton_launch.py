@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from attn_backends import devices
 from attn_backends.devices import is_hopper
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -24,9 +25,7 @@ _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 def num_multiprocessors(device: torch.device) -> int:
     """Of a GPU; on a CPU a few, so that little work is split there too."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return devices.num_multiprocessors(device, pretended=2)
 
 
 def shared_memory(device: torch.device) -> int:

@@ -114,17 +114,19 @@ class CapturedStep:
             layer.impl.forward(*given, cache, step, output)
         return self.outputs[-1]
 
-    def _put_in(self, batches: Sequence[Batch]) -> None:
+    def _put_in(self, batches: Sequence[Batch], keep_pools: bool = False) -> None:
         for given, cache, batch in zip(self.inputs, self.caches, batches, strict=True):
             for static, new in zip(given, (batch.query, batch.key, batch.value), strict=True):
                 static.fill_(torch.nan)  # what stands in padded rows must not matter
                 static[: len(new)].copy_(new)
-            for cached, now in zip(cache, batch.pool or (), strict=True):
-                cached.copy_(now)
+            if not keep_pools:
+                for cached, now in zip(cache, batch.pool or (), strict=True):
+                    cached.copy_(now)
 
-    def fill(self, batches: Sequence[Batch]) -> None:
-        """Put a batch a layer, of equal rows, where the graph reads."""
-        self._put_in(batches)
+    def fill(self, batches: Sequence[Batch], keep_pools: bool = False) -> None:
+        """Put a batch a layer, of equal rows, where the graph reads. `keep_pools`: what the last replay left in the
+        pools is what the batches have cached."""
+        self._put_in(batches, keep_pools)
         with self.guards.watching():
             for layer, batch in zip(self.layers, batches, strict=True):
                 self.clone.begin_forward(layer.builder.build(0, self._common(batch)))

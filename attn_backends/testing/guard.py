@@ -39,6 +39,7 @@ class GuardBands:
         self.beyond = beyond
         self._bands: list[Band] = []
         self._watching = False
+        self._making = False  # a guarded tensor is being made: what is allocated for it is left alone
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -52,6 +53,11 @@ class GuardBands:
                 yield
         finally:
             self._watching = False
+
+    @property
+    def is_making(self) -> bool:
+        """Whether what is allocated now is part of a guarded tensor."""
+        return self._making
 
     def place(self, tensor: torch.Tensor, *, beyond: int | None = None, read_only: bool = False) -> torch.Tensor:
         """A guarded copy with the same strides.
@@ -101,11 +107,15 @@ class GuardBands:
     ) -> torch.Tensor:
         if tensor.layout is not torch.strided or tensor.device.type == "meta" or not tensor.numel():
             return tensor
-        band, inner = Band.around(tensor, where, beyond, pinned)
-        if keep:
-            inner.copy_(tensor)
-        if read_only:
-            band.freeze()
+        self._making = True
+        try:
+            band, inner = Band.around(tensor, where, beyond, pinned)
+            if keep:
+                inner.copy_(tensor)
+            if read_only:
+                band.freeze()
+        finally:
+            self._making = False
         self._bands.append(band)
         return inner
 
@@ -121,6 +131,8 @@ class _Allocations(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
+        if self._guards.is_making:
+            return result
         if (name in _EMPTY or name in _FILLED) and "out" not in kwargs and isinstance(result, torch.Tensor):
             return self._guards.fresh(result, keep=name in _FILLED, pinned=bool(kwargs.get("pin_memory")))
         return result

@@ -88,10 +88,12 @@ class Layer:
 
 
 def make_layers(
-    backend: Backend, layers: Sequence[Batch], *more: Batch, num_padded_reqs: int = 0, options: Any = None
+    backend: Backend, layers: Sequence[Batch], *more: Batch, num_padded_reqs: int = 0, options: Any = None,
+    roomy: int = 1,
 ) -> tuple[Layer, ...]:
-    """Layers that share one state, a plan group each, sized for their batches and `more`, and nothing larger."""
+    """Layers that share one state, a plan group each, sized for their batches and `more`, `roomy` times over."""
     limits = limits_for(*layers, *more, num_padded_reqs=num_padded_reqs)
+    limits = Limits(*(roomy * number for number in vars(limits).values()))
     groups = plan_groups({i: batch.spec for i, batch in enumerate(layers)})
     guards = GuardBands(unowned_page([*layers, *more]))
     with guards.watching():
