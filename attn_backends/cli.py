@@ -12,6 +12,7 @@ import typer
 
 from attn_backends.cli_errors import EXIT_FAILED, Commands, clear_errors
 from attn_backends.cli_tables import print_doctor, print_explanation, print_json, print_list, print_support
+from attn_backends.cli_verify import verify
 
 if TYPE_CHECKING:
     from attn_backends.config import EngineConfig
@@ -171,6 +172,9 @@ def generate(
         prompts = read_prompts(prompt or [], prompts_file)
         code = run(settings, prompts, chat=chat, stream=stream, as_json=as_json)
     raise typer.Exit(code)
+
+
+app.command()(verify)
 
 
 def _explanation(config: EngineConfig) -> Explanation:

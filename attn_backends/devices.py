@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 import torch
@@ -10,12 +11,24 @@ import torch
 Progress = Callable[[int, int, str], None]  # of work that takes long: how much is done, of how much, and its last part
 # Kernels of ours stand beside torch operations. On ROCm/HIP they have not been tried, and torch's operations stay.
 HAS_TRITON = find_spec("triton") is not None and torch.version.hip is None
+_pretended: int | None = None  # multiprocessors, where kernels are interpreted or emulated
 
 
-def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; on a CPU, where kernels are emulated, those of an H200."""
+@contextmanager
+def pretend_multiprocessors(count: int) -> Iterator[None]:
+    """Within it a CPU, where kernels are interpreted or emulated, stands for a GPU of so many multiprocessors."""
+    global _pretended
+    before, _pretended = _pretended, count
+    try:
+        yield
+    finally:
+        _pretended = before
+
+
+def num_multiprocessors(device: torch.device, pretended: int = 132) -> int:
+    """Multiprocessors of a GPU; on a CPU `pretended`, by default an H200's, unless `pretend_multiprocessors` says."""
     if device.type != "cuda":
-        return 132
+        return pretended if _pretended is None else _pretended
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from attn_backends import devices
 from attn_backends.devices import is_hip, is_hopper
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -55,9 +56,7 @@ def num_multiprocessors(device: torch.device) -> int:
     """Of a GPU; on a CPU a few, so that little work is split there too."""
     if (listing := LISTING.get()) is not None:
         return listing.machine.num_multiprocessors
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return devices.num_multiprocessors(device, pretended=2)
 
 
 def shared_memory(device: torch.device) -> int:
