@@ -133,7 +133,7 @@ def _draw(form: Form, size: Size, numbers: Random, graph_tokens: int) -> Episode
         new_kv_lens = tuple(numbers.choice((0, context)) for context in contexts)
     steps = [tuple(queries)]
     if cached and kind != AttentionType.CROSS.value and numbers.random() < 0.5:
-        steps += [(graph_tokens or numbers.choice((1, 1, 2, 5)),) * rows] * numbers.randint(1, 2)
+        steps += [(graph_tokens or numbers.choice((1, 1, 2, 5)),) * rows] * numbers.randint(1, size.num_episodes - 1)
     return Episode(
         kind=kind,
         contexts=tuple(contexts),
