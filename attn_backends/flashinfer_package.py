@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 Version = tuple[int, ...]
+
+# Its running maxima begin at -5e4 (`math::inf`): of q·k in fa2 and fa3, of logits in base 2 in decode on CUDA cores and
+# where parts of a row are joined. A query all of whose keys lie below comes back with zeros (FlashInfer's issues 4267,
+# 4450 and 4451, mended after 0.6.18).
+LOWEST_LOGIT = -5e4 * math.log(2)
 
 
 def load_flashinfer(module: Any, first: Version, below: Version) -> tuple[Any, Version]:

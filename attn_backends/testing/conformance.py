@@ -15,12 +15,14 @@ from attn_backends.testing.kit.building import Building
 from attn_backends.testing.kit.contract import Contract
 from attn_backends.testing.kit.graphs import Graphs
 from attn_backends.testing.kit.latent import Latent
+from attn_backends.testing.kit.logits import Logits
 from attn_backends.testing.kit.numerics import Numerics
 from attn_backends.testing.kit.refusals import Refusals
+from attn_backends.testing.kit.scales import Scales
 from attn_backends.testing.kit.visibility import Visibility
 
 
-class BackendConformance(Numerics, Visibility, Contract, Building, Graphs, Refusals):
+class BackendConformance(Numerics, Scales, Logits, Visibility, Contract, Building, Graphs, Refusals):
     """Subclass it, name the backend, and run pytest.
 
     Attributes:
@@ -42,3 +44,4 @@ class MLAConformance(Latent, BackendConformance):
     test_heads = None  # type: ignore[assignment]
     test_head_dims = None  # type: ignore[assignment]
     test_unequal_head_dims = None  # type: ignore[assignment]
+    test_interleaved_caches = None  # type: ignore[assignment]

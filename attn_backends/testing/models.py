@@ -46,7 +46,7 @@ class PublishedModel(BaseModel):
             "dtype": dtype,
             "cache_dtype": cache_dtype,
         }
-        if self.is_mla:
+        if self.kv_lora_rank is not None and self.qk_rope_head_dim is not None:
             return [MLASpec(**plain, kv_lora_rank=self.kv_lora_rank, qk_rope_head_dim=self.qk_rope_head_dim)]
         plain |= {
             "num_kv_heads": self.num_kv_heads,

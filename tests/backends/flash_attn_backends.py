@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from attn_backends.backends.flash_attn.backend import FlashAttnBackend
+from attn_backends.backends.flash_attn.built import Kernel, Kernels
 from attn_backends.backends.flash_attn.fa2 import FlashAttn2, VllmFa2
 from attn_backends.backends.flash_attn.fa3 import FlashAttnInterface, VllmFa3
 from attn_backends.backends.flash_attn.fa4 import FlashAttn4
@@ -27,17 +28,23 @@ MODULES = {
     VllmFa3: vllm_flash_attn.MODULES,
     FlashAttn4: flash_attn_4.MODULES,
 }
-BUILT = frozenset({64, 128, 256})  # head dims that the flash_attn of the GPU machine was built for
 
 
-def emulated(kind: type[Provider]) -> Provider:
-    """A provider over emulated kernels, on any device."""
+def emulated(kind: type[Provider], built: Kernels | None = None) -> Provider:
+    """A provider over emulated kernels, on any device; `built` plays a build that leaves others out."""
 
     class Emulated(kind):  # type: ignore[misc,valid-type]
-        def capabilities(self) -> Capabilities:
-            return replace(super().capabilities(), devices=flash_attn.DEVICES)
+        def declared(self) -> Capabilities:
+            return replace(super().declared(), devices=flash_attn.DEVICES)
 
-    made: Provider = Emulated(MODULES[kind])
+        def attend(self, query: Any, keys: Any, values: Any, output: Any, call: Any, layer: Any, want_lse: bool) -> Any:
+            """The kernels that were not built are not run."""
+            asked = Kernel(keys.dtype, self.kernel_dim(query.shape[-1]) or 0, layer.soft_cap > 0)
+            if built is not None and asked not in built:
+                raise RuntimeError(f"CUDA error: an illegal instruction was encountered ({asked})")
+            return super().attend(query, keys, values, output, call, layer, want_lse)
+
+    made: Provider = Emulated(MODULES[kind], built)
     return made
 
 
@@ -67,13 +74,8 @@ def register(name: str, provider: Provider) -> None:
     register_backend(name, Backend, options=FlashAttnOptions)
 
 
-class BuiltFlashAttn2(FlashAttn2):
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities(), head_dims=BUILT)
-
-
 for each in MODULES:
     register(f"FLASH_ATTN_{each.name.upper()}_EMULATED", emulated(each))
-register("FLASH_ATTN_FLASH_ATTN", BuiltFlashAttn2())
+register("FLASH_ATTN_FLASH_ATTN", FlashAttn2())
 register("FLASH_ATTN_VLLM_FA3", VllmFa3())
 register("FLASH_ATTN_FLASH_ATTN_4", FlashAttn4())

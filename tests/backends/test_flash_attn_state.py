@@ -251,6 +251,7 @@ def test_doctor_finds_nothing_wrong() -> None:
         (FA3, {"cache_dtype": torch.float8_e5m2}, SMALL, "cache_dtype: got float8_e5m2"),
         (FA3, {"dtype": torch.float16, "cache_dtype": torch.float8_e4m3fn}, SMALL, "float8_e4m3fn with bfloat16"),
         (FA3, {"head_dim_vo": 32}, SMALL, "unequal_head_dims"),
+        (FA3, {"head_dim": 96, "head_dim_vo": 96}, SMALL, "head_dim: got 96; supported: 64, 128, 192, 256 .*illegal"),
         (FA4, {"alibi_slopes": SLOPES}, SMALL, "alibi: got alibi_slopes"),
         (FA4, {"cache_dtype": torch.float8_e4m3fn}, SMALL, "cache_dtype: got float8_e4m3fn; supported: bfloat16"),
         (FA4, {}, KVCacheSpec(64, 128), "page_size: got 128; supported: 1, 2, 4, 8, 16, .*NaN behind a row's end"),
@@ -325,7 +326,7 @@ def test_sinks_go_to_kernels_that_hold_them_exactly() -> None:
     impl = get_backend(FA3).get_impl_cls()
     for sinks, given in ((exact, True), (rounded, False)):
         made = impl(batch.spec, batch.cache, "cpu", sinks=sinks)
-        assert (made.constants.sinks is not None) == given
+        assert (made.constants[True].sinks is not None) == given
         layer.impl = made
         changed = replace(batch, sinks=sinks)
         for want_lse in (False, True):
@@ -348,7 +349,7 @@ def test_a_row_without_keys_has_no_lse_of_sinks_that_kernels_take(name: str) -> 
     layer, batch = layer_and_batch(name, 0, 33, query_lens=(2, 3), **changes)
     changed = replace(batch, sinks=torch.tensor([0.5, 1.0, -2.0, 3.0]))
     layer.impl = get_backend(name).get_impl_cls()(batch.spec, batch.cache, "cpu", sinks=changed.sinks)
-    assert layer.impl.constants.sinks is not None
+    assert layer.impl.constants[True].sinks is not None
     result = layer.forward(changed, layer.begin(changed), want_lse=True)
     assert_matches(result, changed, "a row without keys")
     assert bool(result.lse[:2].isneginf().all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +17,17 @@ from attn_backends.backends.flashinfer.plans import DecodePlan
 from attn_backends.backends.flashinfer.state import FlashInferStep
 from attn_backends.backends.flashinfer.workspace import Need, eager_need, graph_need
 from attn_backends.batch import CommonAttentionMetadata, SequenceData, SequenceGroup
+from attn_backends.flashinfer_package import LOWEST_LOGIT
 from attn_backends.interface import AttentionStep
 from attn_backends.kv_cache import KVCache
 from attn_backends.registry import validate_options
 from attn_backends.testing.cases import BatchShape
+from attn_backends.testing.conformance import BackendConformance
 from attn_backends.testing.emulated import flashinfer
-from attn_backends.testing.harness import assert_matches, output_error, padded
+from attn_backends.testing.features import feature
+from attn_backends.testing.harness import assert_matches, make_layer, output_error, padded
 from attn_backends.testing.kit.base import KitBase
+from attn_backends.testing.kit.logits import LEVELS
 from tests.backends.flashinfer_emulated import EmulatedState
 
 SPEC = AttentionSpec(4, 2, 64, dtype=torch.float16)
@@ -328,3 +333,33 @@ def test_a_fixed_split_gives_a_row_the_same_bits_in_any_batch() -> None:
     alone = attended([1900])[0]
     for others in ([1900], [40] * 15, [2000, 3, 700]):
         assert attended([1900, *others])[0].equal(alone)
+
+
+class AnyLevel(BackendConformance):
+    """Decode and prefill by fa2, whose products of queries and keys may be low if the logits are what is declared."""
+
+    backend_name = "FLASHINFER_EMULATED"
+    dtypes = (torch.float16,)
+
+    def levels(self, spec: AttentionSpec) -> list[float]:
+        return [level for level in LEVELS if 2 * level / spec.scale > LOWEST_LOGIT]
+
+
+@pytest.mark.parametrize("name", ["plain", "sinks", "cross"])
+def test_low_lses_of_kernels_are_kept(name: str) -> None:
+    """One below -5e4 in base 2 is that of a row with keys: rows without any are told by their pages."""
+    assert min(AnyLevel().levels(replace(SPEC, scale=8.0))) / math.log(2) < -5e4
+    AnyLevel().test_logits_far_from_zero(feature(name), 8.0)
+    if name == "sinks":
+        AnyLevel().test_replays_of_logits_far_from_zero()
+
+
+def test_no_row_of_a_causal_layer_lacks_keys_but_padding() -> None:
+    """So that nothing is launched to find them."""
+    kit = AnyLevel()
+    layer = make_layer(kit.backend, kit.make_batch(kit.make_spec(), "mixed_small"), num_padded_reqs=2)
+    step = layer.begin(kit.make_batch(kit.make_spec(), "mixed_small"), num_padded_reqs=2)
+    assert step.metadata.decode is not None
+    assert step.metadata.prefill is not None
+    assert not step.metadata.decode.some_may_lack_keys
+    assert not step.metadata.prefill.some_may_lack_keys

@@ -38,6 +38,9 @@ LEFT_OUT = (
     "shared_prefix and not plain",  # it is attended like any other keys
     "nan and (float8 or soft_cap or sinks or alibi)",  # what keeps it out is the same for all
     "chunked_prefill_equals_whole[ and not (plain or window)",
+    "scales_over and not (plain or sinks] or soft_cap] or alibi] or cross)",  # constants, which all features share
+    "interleaved and HND",
+    "far_from_zero and 0.125",  # the product of queries and keys is any other number
     "padded_rows and 1]",  # five, not one
     "layouts and HND and not 16",  # layouts are strides
     "(writes_its_slots or cache_dtypes) and HND and (bfloat16 or e5m2)",

@@ -12,6 +12,7 @@ import torch
 from attn_backends.backends.torch import TorchMetadata, TorchMetadataBuilder
 from attn_backends.spec import AttentionSpec
 from attn_backends.testing.cases import load_cases
+from attn_backends.testing.features import feature
 from tests.testing.mutants import (
     Backend,
     Common,
@@ -101,6 +102,12 @@ def padded_rows_left_alone(forward: Any, layer: Any, given: dict[str, Any]) -> t
 
 def quiet_output_scale(forward: Any, layer: Any, given: dict[str, Any]) -> torch.Tensor:
     return forward(**{**given, "output_scale": None})  # type: ignore[no-any-return]
+
+
+def scales_new_keys(forward: Any, layer: Any, given: dict[str, Any]) -> torch.Tensor:
+    """Multiplies outputs by v_scale where no cache was read as well."""
+    output: torch.Tensor = forward(**given)
+    return output if given["kv_cache"] is not None else output.mul_(layer.v_scale)
 
 
 def reads_the_whole_pool(forward: Any, layer: Any, given: dict[str, Any]) -> torch.Tensor:
@@ -209,6 +216,21 @@ MUTATIONS = [
         "k_scale and v_scale exchanged",
         other_scales(lambda k, v: (v, k)),
         lambda k: k.test_cache_dtypes(FP8, "NHD", F32),
+    ),
+    Mutation(
+        "k_scale of float caches ignored",
+        other_scales(lambda k, v: (1.0, v)),
+        lambda k: k.test_scales_over_float_caches("window_15", F32),
+    ),
+    Mutation(
+        "v_scale of float caches ignored",
+        other_scales(lambda k, v: (k, 1.0)),
+        lambda k: k.test_scales_with_a_shared_prefix("sinks"),
+    ),
+    Mutation(
+        "scales for keys without a cache",
+        other_forward(scales_new_keys),
+        lambda k: k.test_scales_are_of_the_cache_alone(feature("plain")),
     ),
     Mutation(
         "wrong KV head of a group",

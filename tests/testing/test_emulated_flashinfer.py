@@ -363,3 +363,26 @@ def test_names_are_where_the_real_package_has_them() -> None:
         assert getattr(flashinfer.prefill, name) is getattr(flashinfer, name)
     for name in ("merge_state", "merge_states", "merge_state_in_place", "MultiLevelCascadeAttentionWrapper"):
         assert getattr(flashinfer.cascade, name) is getattr(flashinfer, name)
+
+
+@pytest.mark.parametrize("kind", ["cuda_cores", "tensor_cores", "prefill"])
+@pytest.mark.parametrize(("product", "scale", "drowned"), [
+    (-8192.0, 8.0, {"cuda_cores"}), (-65536.0, 0.125, {"tensor_cores", "prefill"}), (-16384.0, 1.0, set()),
+    (-65536.0, 1.0, {"cuda_cores", "tensor_cores", "prefill"}), (65536.0, 1.0, set()),
+])  # fmt: skip
+def test_queries_all_of_whose_logits_are_very_low(kind: str, product: float, scale: float, drowned: set[str]) -> None:
+    """They come back as without keys; what is compared is q·k, but on CUDA cores the logit of base 2."""
+    pages = Pages([20, 33], [1, 1])
+    pages.query.fill_(2.0)
+    pages.cache[0].fill_(product / (2 * pages.query.shape[-1]))
+    how = {"sm_scale": scale, **pages.dtypes()}
+    if kind == "prefill":
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace())
+        wrapper.plan(pages.qo_indptr, *pages.table, *pages.sizes, causal=True, **how)
+    else:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), use_tensor_cores=kind == "tensor_cores")
+        wrapper.plan(*pages.table, *pages.sizes, **how)
+    out, lse = wrapper.run(pages.query, pages.cache, return_lse=True)
+    assert (out.count_nonzero() == 0) == (kind in drowned)
+    expected = product * scale / math.log(2)
+    assert torch.allclose(lse, torch.full_like(lse, EMPTY_LSE if kind in drowned else expected), rtol=1e-3)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from attn_backends.backends.mla.metadata import DecodeRows, PrefillRows
 from attn_backends.backends.mla.torch_mla import (
@@ -47,6 +48,28 @@ class HeadsExchanged(TorchMLAImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.w_uv = self.w_uv.roll(1, 0)
+
+
+class SplitsHeadsInHalves(TorchMLAImpl):
+    """Takes q_nope for as wide as values, as it is in DeepSeek's models."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        halves = self.kv_b_proj.view(self.spec.num_qo_heads, -1, self.spec.kv_lora_rank).chunk(2, dim=1)
+        wide = self.spec.qk_nope_head_dim, self.spec.head_dim_vo
+        padded = [
+            F.pad(half, (0, 0, 0, max(0, n - half.shape[1])))[:, :n] for half, n in zip(halves, wide, strict=True)
+        ]
+        self.w_uk, self.w_uv = padded[0], padded[1].mT
+
+
+class ScaleOfValues(TorchMLAImpl):
+    """The scale of a head dim that is taken from values."""
+
+    def __init__(self, spec: MLASpec, *args: Any, **kwargs: Any) -> None:
+        wide = spec.head_dim_vo + spec.qk_rope_head_dim
+        scale = wide**-0.5 if spec.scale == spec.head_dim**-0.5 else spec.scale
+        super().__init__(replace(spec, scale=scale), *args, **kwargs)
 
 
 class NoSharedKey(TorchMLAImpl):
@@ -156,6 +179,10 @@ def whole_pages(kit: Any) -> None:
 MUTATIONS = [
     Mutation("scale of q_nope", mutant(UnscaledRoPE), lambda k: k.test_matches_the_reference(DECODE, F32)),
     Mutation("W_UV of another head", mutant(HeadsExchanged), lambda k: k.test_matches_the_reference(DECODE, F32)),
+    Mutation("heads split in halves", mutant(SplitsHeadsInHalves), lambda k: k.test_widths_of_heads(40, 16)),
+    Mutation("heads split in halves, narrow", mutant(SplitsHeadsInHalves), lambda k: k.test_widths_of_heads(16, 40)),
+    Mutation("scale of values", mutant(ScaleOfValues), lambda k: k.test_widths_of_heads(64, 128)),
+    Mutation("scale of rows dropped", mutant(ForgetsTheScale), lambda k: k.test_scales_over_float_caches("plain", F32)),
     Mutation("shared key dropped", mutant(NoSharedKey), lambda k: k.test_matches_the_reference(DECODE, F32)),
     Mutation(
         "rows in the other order",
@@ -167,7 +194,9 @@ MUTATIONS = [
     Mutation("context causal", mutant(CausalContext), lambda k: k.check(k.make_spec(), [SQUARE])),
     Mutation("new tokens not causal", mutant(NeverCausal), lambda k: k.test_future_keys("plain")),
     Mutation("a chunk lost", mutant(LosesAChunk), lambda k: k.test_context_in_chunks(16, F32)),
-    Mutation("context unscaled", mutant(ForgetsTheScale), lambda k: k.test_chunked_prefill_equals_whole_in_fp8(FP8)),
+    Mutation(
+        "context unscaled", mutant(ForgetsTheScale), lambda k: k.test_chunked_prefill_equals_whole_with_scales(FP8)
+    ),
     Mutation("verify sees ahead", mutant(state=SeesOneMore), lambda k: k.test_verify_lengths(3)),
     Mutation("tails of pages read", mutant(get_builder_cls=staticmethod(lambda: WholePages)), whole_pages),
     Mutation("idle rows left", mutant(SaysThatIdleRowsAreZero), lambda k: k.test_replays_equal_the_reference("plain")),

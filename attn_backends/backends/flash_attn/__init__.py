@@ -7,6 +7,7 @@ state.py      which provider serves which layers; schedules; graph buffers
 impl.py       one layer: write the new keys, attend, join what was attended in parts
 call.py       what every provider is called with
 provider.py   what a provider is, and how one is chosen
+built.py      which kernels a compiled library holds
 fa2.py        FlashAttention 2: `flash_attn`, or as vLLM builds it
 fa3.py        FlashAttention 3: `flash_attn_interface`, or as vLLM builds it
 fa4.py        FlashAttention 4, on Hopper: `flash-attn-4`

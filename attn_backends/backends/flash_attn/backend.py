@@ -47,7 +47,7 @@ class FlashAttnBackend(AttentionBackend):
         """Of the providers that are here together, or of all of them where none is. What no single one of them serves,
         `reject` refuses with each one's reasons."""
         here = [provider for provider in PROVIDERS if provider.missing() is None]
-        return together(here or PROVIDERS)
+        return together([provider.capabilities() for provider in here or PROVIDERS])
 
     @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
@@ -59,7 +59,7 @@ class FlashAttnBackend(AttentionBackend):
     ) -> list[Rejection]:
         """What the provider refuses that is named, or all of them."""
         device, wanted = torch.device(device), (options or FlashAttnOptions()).provider
-        found = mismatches(together(cls.providers), spec, cache, device)
+        found = mismatches(together([provider.declared() for provider in cls.providers]), spec, cache, device)
         elsewhere = [rejection for rejection in found if rejection.code in ("device", "mla")]
         if elsewhere:  # whatever provider is here
             return elsewhere

@@ -6,15 +6,18 @@ import inspect
 import math
 import re
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
+from attn_backends.backends.flash_attn.built import Reader, flash_attention_2
 from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows
 from attn_backends.backends.flash_attn.provider import COMMON, Provider, ProviderError
 from attn_backends.interface import Capabilities
 
 KNOWN = ((2, 7), (2, 9))  # of the package, from the first to below the second: its extension is called by position
+KERNEL_DIMS = (32, 64, 96, 128, 192, 256)
 MAX_UNIFORM = 64  # query tokens a row that the decode kernel takes: one tile; it splits keys, the other does not
 
 
@@ -26,6 +29,11 @@ class FlashAttn2(Provider):
     install = "pip install flash-attn --no-build-isolation"
     decodes_apart = True
     sizes_by_table = True
+    kernel_dims = KERNEL_DIMS
+    read_kernels: ClassVar[Reader] = staticmethod(flash_attention_2)
+
+    def library_file(self) -> Path:
+        return Path(self.modules[1].__file__)
 
     def check(self, package: Any, kernels: Any) -> None:
         found = tuple(map(int, re.findall(r"\d+", package.__version__)[:2]))
@@ -33,7 +41,7 @@ class FlashAttn2(Provider):
             first, last = (".".join(map(str, version)) for version in KNOWN)
             raise ProviderError(f"flash-attn {package.__version__}", f"flash-attn {first} to below {last}")
 
-    def capabilities(self) -> Capabilities:
+    def declared(self) -> Capabilities:
         return replace(COMMON, page_size_multiple=256, alibi=True)
 
     def attend(
@@ -109,11 +117,16 @@ class VllmFa2(Provider):
     module_names = ("vllm.vllm_flash_attn.flash_attn_interface",)
     install = "pip install vllm"
     decodes_apart = True
+    kernel_dims = KERNEL_DIMS
+    read_kernels: ClassVar[Reader] = staticmethod(flash_attention_2)
+
+    def library_file(self) -> Path:
+        return beside(self.modules[0], "_vllm_fa2_C*.so")
 
     def check(self, interface: Any) -> None:
         check_vllm(interface, "FA2")
 
-    def capabilities(self) -> Capabilities:
+    def declared(self) -> Capabilities:
         return replace(COMMON, page_size_multiple=16, alibi=True)
 
     def attend(
@@ -138,6 +151,12 @@ class VllmFa2(Provider):
             num_splits=0 if call.split_keys else 1, fa_version=2,
         )  # fmt: skip
         return empty_idle_rows(rows, output, lse.t()) if want_lse else None
+
+
+def beside(module: Any, pattern: str) -> Path:
+    """The file in a module's folder, or in one below, that a pattern names; a path without a file if there is none."""
+    folder = Path(module.__file__).parent
+    return min(folder.glob(pattern), default=folder / pattern)
 
 
 def check_vllm(interface: Any, generation: str) -> None:

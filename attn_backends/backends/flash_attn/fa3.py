@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
+from attn_backends.backends.flash_attn.built import Reader, flash_attention_3
 from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows, window_of
-from attn_backends.backends.flash_attn.fa2 import check_vllm, keys_by
+from attn_backends.backends.flash_attn.fa2 import beside, check_vllm, keys_by
 from attn_backends.backends.flash_attn.provider import COMMON, HALF, Provider, ProviderError
 from attn_backends.interface import Capabilities, Rejection
 from attn_backends.kv_cache import quantise
@@ -24,15 +26,25 @@ class FlashAttention3(Provider):
 
     newest_compute_capability = 9
     decodes_apart = False
+    kernel_dims = (64, 96, 128, 192, 256)
+    read_kernels: ClassVar[Reader] = staticmethod(flash_attention_3)
+    # The kernels of 96 are built, and some end in an illegal instruction, after which the device's context is dead
+    # (vLLM 0.26 on an H200). Head dims that they run are left out.
+    head_dims = frozenset({64, 128, 192, 256})
     # Pages that are whole tiles (64 keys and more) are copied as they are, and what lies past a row's end in its last
     # page is multiplied by 0: NaN there would reach the output (flash-attention's issues 1745, 1974, 2374).
     page_sizes: ClassVar[frozenset[int]] = frozenset({1, 2, 4, 8, 16, 32})
 
-    def capabilities(self) -> Capabilities:
+    def declared(self) -> Capabilities:
         return replace(
-            COMMON, cache_dtypes=HALF | {FP8}, page_sizes=self.page_sizes, fp8_queries=True,
+            COMMON, cache_dtypes=HALF | {FP8}, head_dims=self.head_dims, page_sizes=self.page_sizes, fp8_queries=True,
             min_compute_capability=(9, 0),
         )  # fmt: skip
+
+    def why_not_head_dim(self, head_dim: int) -> str:
+        if self.kernel_dim(head_dim) != 96:
+            return super().why_not_head_dim(head_dim)
+        return "Kernels of FlashAttention 3 for head dims above 64 and up to 96 end in an illegal instruction."
 
     def why_not_pages_of(self, page_size: int) -> str:
         if page_size % _TILE:
@@ -94,6 +106,9 @@ class VllmFa3(FlashAttention3):
     page_sizes = frozenset({16, 32, 48})
     max_sinks = 64
 
+    def library_file(self) -> Path:
+        return beside(self.modules[0], "_vllm_fa3_C*.so")
+
     def check(self, interface: Any) -> None:
         check_vllm(interface, "FA3")
 
@@ -128,6 +143,9 @@ class FlashAttnInterface(FlashAttention3):
     module_names = ("flash_attn_interface",)
     install = "pip install git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"
     sizes_by_table = True
+
+    def library_file(self) -> Path:
+        return beside(self.modules[0], "flash_attn_3/_C*.so")
 
     def check(self, interface: Any) -> None:
         known = "the module of flash_attn_3 with get_scheduler_metadata and return_attn_probs"

@@ -51,7 +51,7 @@ class FlashAttn4(Provider):
         if lacking:
             raise ProviderError(f"{PACKAGE} {version}, whose function takes no {', '.join(sorted(lacking))}", KNOWN)
 
-    def capabilities(self) -> Capabilities:
+    def declared(self) -> Capabilities:
         return replace(COMMON, head_dims=self.head_dims, page_sizes=self.page_sizes, min_compute_capability=(9, 0))
 
     def why_not_pages_of(self, page_size: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,11 +15,16 @@ from attn_backends.call_checks import check_call, check_new_kv, check_planned_fo
 from attn_backends.interface import AttentionImpl, AttentionStep
 from attn_backends.kv_cache import KVCache, write_kv
 from attn_backends.lse_merge import merge
+from attn_backends.spec import FP8_DTYPES
 
 
 class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
     """Kernels that take sinks take them in bfloat16. Sinks that are not exact there, or that a kernel does not take,
-    join behind it, from the LSE."""
+    join behind it, from the LSE.
+
+    Kernels take `k_scale` and `v_scale` over fp8 caches alone. Over others the scale of the softmax holds `k_scale`,
+    and outputs are multiplied by `v_scale`, where keys are read from the cache. Keys of this step are as they came.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -27,8 +33,9 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
         sinks = None if self.sinks is None else self.sinks.to(self.device, torch.bfloat16)
         if sinks is not None and self.sinks is not None and not bool((sinks == self.sinks.to(self.device)).all()):
             sinks = None  # the one look at the device, when the model is loaded
-        self.constants = LayerConstants(
-            scale=spec.scale,
+        folds = spec.cache_dtype not in FP8_DTYPES
+        constants = LayerConstants(
+            scale=spec.scale * (self.k_scale if folds else 1.0),
             causal=spec.causal,
             window=window_of(spec, spec.causal),
             soft_cap=spec.logits_soft_cap or 0.0,
@@ -37,8 +44,10 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
             k_scale=torch.full((1, 1), self.k_scale, device=self.device),
             v_scale=torch.full((1, 1), self.v_scale, device=self.device),
         )
-        self.constants_behind = self.constants.without_sinks()
-        self.prefix_constants = self.constants.over_prefix()
+        self.constants = {True: constants, False: replace(constants, scale=spec.scale)}  # by whether keys are cached
+        self.constants_behind = {is_cached: each.without_sinks() for is_cached, each in self.constants.items()}
+        self.prefix_constants = constants.over_prefix()
+        self.value_scales = {True: self.v_scale if folds else 1.0, False: 1.0}
 
     def forward(
         self,
@@ -79,23 +88,23 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
         lse: torch.Tensor | None,
     ) -> None:
         """Run the step's calls, each over its rows' tokens."""
-        spec = self.spec
-        behind = spec.sinks and (self.constants.sinks is None or spec.num_qo_heads > step.provider.max_sinks)
-        constants = self.constants_behind if behind else self.constants
+        spec, is_cached = self.spec, step.calls[0].rows.page_table is not None
+        constants = self.constants[is_cached]
+        behind = spec.sinks and (constants.sinks is None or spec.num_qo_heads > step.provider.max_sinks)
+        if behind:
+            constants = self.constants_behind[is_cached]
         want_lse = lse is not None or behind or step.prefix is not None
         for call in step.calls:
             tokens = call.tokens
             out = output[tokens]
             sums = step.provider.attend(query[tokens], *given, out, call, constants, want_lse)
-            if sums is None:
-                continue
-            sums = sums.masked_fill(sums == math.inf, -math.inf)  # as FlashAttention 2 has it for rows without keys
-            if step.prefix is not None and call is step.calls[0]:
-                self._join_prefix(query, given, out, sums, step, step.prefix)
-            if behind:
-                sums = self._join_sinks(out, sums)
-            if lse is not None:
-                lse[tokens] = sums
+            if sums is not None:
+                sums = sums.masked_fill(sums == math.inf, -math.inf)  # as FlashAttention 2 has it for rows without keys
+                if step.prefix is not None and call is step.calls[0]:
+                    self._join_prefix(query, given, out, sums, step, step.prefix)
+                if lse is not None:
+                    lse[tokens] = self._with_sinks(sums) if behind else sums
+            self._scale_output(out, sums if behind else None, self.value_scales[is_cached])
 
     def _check(self, step: AttentionStep[FlashAttnMetadata]) -> FlashAttnStep:
         if not isinstance(step, FlashAttnStep):
@@ -121,12 +130,20 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
         assert more is not None
         merge(output, sums, shared, more)
 
-    def _join_sinks(self, output: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-        """Sinks take their share of the softmax and give nothing; in place, returns the LSE with them."""
+    def _with_sinks(self, sums: torch.Tensor) -> torch.Tensor:
+        """LSEs with the sinks among the keys; those of rows without keys stay."""
         assert self.sinks is not None
-        with_sinks = torch.logaddexp(sums, self.sinks.float())
-        output.mul_((sums - with_sinks).exp()[..., None].to(output.dtype))
-        return torch.where(sums == -math.inf, sums, with_sinks)
+        return torch.where(sums == -math.inf, sums, torch.logaddexp(sums, self.sinks.float()))
+
+    def _scale_output(self, output: torch.Tensor, sums: torch.Tensor | None, scale: float) -> None:
+        """Multiply by `scale`, and by what sinks leave of the softmax whose LSEs without them are `sums`; in place.
+
+        The factor is float32, so that the output is rounded once.
+        """
+        if sums is not None and self.sinks is not None:
+            output.mul_((torch.sigmoid(sums - self.sinks.float()) * scale)[..., None])
+        elif scale != 1.0:
+            output.mul_(scale)
 
     def _fill_padding(self, output: torch.Tensor, lse: torch.Tensor | None, metadata: FlashAttnMetadata) -> None:
         """Kernels run without padding, but in a graph, where padded rows have no keys and get zeros from them."""

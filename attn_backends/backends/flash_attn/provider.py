@@ -7,10 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
+from attn_backends.backends.flash_attn.built import Kernels, Reader, kernels_in, narrowed
 from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows
 from attn_backends.call_checks import reject_newer_gpu
 from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection, Unsupported, mismatches
@@ -51,6 +53,7 @@ class Provider(ABC):
 
     Args:
         modules: what stands for the library's modules, by name; None to import them.
+        built: the kernels that these were built with; None for all. Those of an imported library are read of its file.
     """
 
     name: ClassVar[str]  # in `backend_options`
@@ -60,9 +63,11 @@ class Provider(ABC):
     decodes_apart: ClassVar[bool]  # whether a mixed batch's leading decodes are a call of their own
     sizes_by_table: ClassVar[bool] = False  # whether its kernels take a page table's width for the longest row there is
     max_sinks: ClassVar[int] = 0  # query heads that its kernels take sinks for
+    kernel_dims: ClassVar[tuple[int, ...]] = ()  # head dims of kernels, ascending: a layer's is rounded up to one
+    read_kernels: ClassVar[Reader | None] = None  # what its file's names say; None: kernels are compiled when called
 
-    def __init__(self, modules: dict[str, Any] | None = None) -> None:
-        self._given = modules
+    def __init__(self, modules: dict[str, Any] | None = None, built: Kernels | None = None) -> None:
+        self._given, self._built = modules, built
 
     @cached_property
     def modules(self) -> tuple[Any, ...]:
@@ -76,6 +81,22 @@ class Provider(ABC):
     def check(self, *modules: Any) -> None:
         """Raise a `ProviderError` for a version that is not known."""
 
+    def library_file(self) -> Path:
+        """The compiled library whose kernels `read_kernels` finds."""
+        raise NotImplementedError(f"{type(self).__name__} has no compiled library")
+
+    @cached_property
+    def built(self) -> Kernels | None:
+        """The kernels that the library was built with; None where nothing limits them."""
+        read = type(self).read_kernels
+        if self._given is not None or read is None:
+            return self._built
+        return kernels_in(self.library_file(), read)
+
+    def kernel_dim(self, head_dim: int) -> int | None:
+        """The head dim of the kernel that runs layers of `head_dim`; None where that is too wide for any."""
+        return next((dim for dim in self.kernel_dims if dim >= head_dim), None)
+
     def missing(self) -> Rejection | None:
         """Why its kernels cannot be had here; None if they can."""
         known = ", ".join(self.module_names)
@@ -87,24 +108,41 @@ class Provider(ABC):
             return Rejection("provider", f"no module {error.name!r}", known, f"Try: {self.install}")
         except Exception as error:  # a compiled library raises anything on import
             return Rejection("provider", f"{type(error).__name__}: {error}", known, f"Try: {self.install}")
+        if self.built is not None and not self.built:
+            got = f"{self.library_file()}, in which no name tells a kernel" if self._given is None else "no kernel"
+            return Rejection("provider", got, "a library whose kernels can be told", f"Try: {self.install}")
         return None
 
     @abstractmethod
+    def declared(self) -> Capabilities:
+        """What its kernels honour, where all of them were built."""
+
     def capabilities(self) -> Capabilities:
-        """What its kernels honour."""
+        """What the kernels honour that were built; all of them where the library is not here."""
+        if self.missing() is not None or self.built is None:
+            return self.declared()
+        return narrowed(self.declared(), self.built, self.kernel_dim)
 
     def why_not_pages_of(self, page_size: int) -> str:
         """What else to say where such pages are refused."""
         return ""
+
+    def why_not_head_dim(self, head_dim: int) -> str:
+        """What else to say where such a head dim is refused."""
+        if self.built is None or head_dim not in (self.declared().head_dims or ()):
+            return ""
+        where = "its build" if self._given is not None else str(self.library_file())
+        dims = ", ".join(map(str, sorted(self.capabilities().head_dims or ())))
+        return f"{self.name} has no kernels for it: {where} holds those of {dims}."
 
     def reject(self, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device) -> list[Rejection]:
         """Every reason why it cannot serve such a layer here."""
         missing = self.missing()
         if missing is not None:
             return [missing]
-        why = self.why_not_pages_of(cache.page_size)
+        why = {"page_size": self.why_not_pages_of(cache.page_size), "head_dim": self.why_not_head_dim(spec.head_dim)}
         found = [
-            replace(each, hint=f"{each.hint} {why}") if why and each.code == "page_size" else each
+            replace(each, hint=f"{each.hint} {why.get(each.code, '')}".strip())
             for each in mismatches(self.capabilities(), spec, cache, device)
         ]
         if spec.cache_dtype in HALF and spec.dtype in HALF and spec.cache_dtype is not spec.dtype:
@@ -177,15 +215,17 @@ def choose(
     )
 
 
-def together(providers: Sequence[Provider]) -> Capabilities:
+def together(each: Sequence[Capabilities]) -> Capabilities:
     """What providers honour between them; not all of it at once."""
-    each = [provider.capabilities() for provider in providers]
     return replace(
         COMMON,
         devices=frozenset().union(*(can.devices for can in each)),
+        dtypes=frozenset().union(*(can.dtypes for can in each)),
         cache_dtypes=frozenset().union(*(can.cache_dtypes for can in each)),
+        head_dims=_union([can.head_dims for can in each]),
         page_sizes=_union([can.page_sizes for can in each]),
         page_size_multiple=min(can.page_size_multiple for can in each),
+        soft_cap=any(can.soft_cap for can in each),
         alibi=any(can.alibi for can in each),
         fp8_queries=any(can.fp8_queries for can in each),
         min_compute_capability=min(can.min_compute_capability or (0, 0) for can in each),

@@ -8,6 +8,7 @@ from attn_backends.backends.flashinfer.impl import FlashInferImpl
 from attn_backends.backends.flashinfer.library import FA3_HEAD_DIMS
 from attn_backends.backends.flashinfer.metadata import FlashInferMetadata, FlashInferMetadataBuilder
 from attn_backends.backends.flashinfer.state import FlashInferState
+from attn_backends.flashinfer_package import LOWEST_LOGIT
 from attn_backends.interface import AttentionBackend, Capabilities, CudaGraphSupport, Rejection
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec
 
@@ -53,6 +54,7 @@ class FlashInferBackend(AttentionBackend):
             lse=True,
             cascade=True,
             cuda_graph=CudaGraphSupport.UNIFORM_BATCH,
+            lowest_logit=LOWEST_LOGIT,
             min_compute_capability=(8, 0),
         )
 

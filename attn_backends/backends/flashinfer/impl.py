@@ -14,9 +14,6 @@ from attn_backends.call_checks import check_call, check_new_kv, check_planned_fo
 from attn_backends.interface import AttentionImpl, AttentionStep
 from attn_backends.kv_cache import KVCache, write_kv
 
-# FlashInfer's infinity is 5e4, so that a token without keys has an LSE of minus that; two of them merged a little more.
-EMPTY_LSE = -4.9e4
-
 
 class _Source:
     """Where rows read their keys and values: the cache, or what the step brings."""
@@ -73,7 +70,7 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
                 log2_sums.fill_(-math.inf)
         self._attend(query, _Source(self, planned, key, value, kv_cache), planned, written, log2_sums)
         if log2_sums is not None:
-            self._finish(written, log2_sums)
+            self._finish(written, log2_sums, metadata)
         return output if written is output else output.copy_(written)
 
     def _check(self, step: AttentionStep[FlashInferMetadata]) -> FlashInferStep:
@@ -108,11 +105,32 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
             step.prefix.run(query[tokens], source.of(metadata.prefix), shared, shared_lse, scales)
             step.prefix.library.merge(output[tokens], lse[tokens], shared, shared_lse)
 
-    def _finish(self, output: torch.Tensor, lse: torch.Tensor) -> None:
-        """LSEs to natural logarithms, and sinks, which take their share of the softmax and give nothing, in place."""
-        lse.masked_fill_(lse <= EMPTY_LSE, -math.inf).mul_(math.log(2))
+    def _finish(self, output: torch.Tensor, lse: torch.Tensor, metadata: FlashInferMetadata) -> None:
+        """LSEs to natural logarithms, and sinks, which take their share of the softmax and give nothing, in place.
+
+        What kernels write as the LSE of a row without keys is a number like any other, so such rows are told by their
+        pages. The factor of the sinks is float32: outputs are rounded once.
+        """
+        lse.mul_(math.log(2))
+        done = 0
+        for rows in (metadata.decode, metadata.prefill):
+            if rows is not None:
+                self._empty_idle_rows(lse[done : done + rows.num_tokens], rows, metadata.for_graph)
+                done += rows.num_tokens
         if self.sinks is None:
             return
-        with_sinks = torch.logaddexp(lse, self.sinks.float())
-        output.mul_((lse - with_sinks).exp()[..., None].to(output.dtype))
-        lse.copy_(torch.where(lse == -math.inf, lse, with_sinks))
+        sinks = self.sinks.float()
+        output.mul_(torch.sigmoid(lse - sinks)[..., None])
+        lse.copy_(torch.where(lse == -math.inf, lse, torch.logaddexp(lse, sinks)))
+
+    @staticmethod
+    def _empty_idle_rows(lse: torch.Tensor, rows: Rows, is_uniform: bool) -> None:
+        """Minus infinity in the LSEs of rows without keys; `is_uniform`: all rows have as many tokens."""
+        if not rows.some_may_lack_keys:
+            return
+        idle = rows.kv_indptr.diff() == 0
+        if is_uniform:
+            lse.unflatten(0, (rows.num_rows, -1)).masked_fill_(idle[:, None, None], -math.inf)
+        else:
+            of_tokens = idle.repeat_interleave(rows.qo_indptr.diff(), output_size=rows.num_tokens)
+            lse.masked_fill_(of_tokens[:, None], -math.inf)

@@ -43,6 +43,7 @@ class Rows:
     kv_lens_cpu: torch.Tensor  # [R] i32, keys of each row in those pages
     max_kv_len: int  # an upper bound of these
     num_rows: int  # R
+    some_may_lack_keys: bool = False  # padding, and rows of cross attention
 
     @property
     def num_pages(self) -> int:
@@ -102,12 +103,13 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         pages = _Pages(common, self.group.spec.window_left) if use_cache else None
         prefix_len = prefix_to_share(common, common_prefix_len, self.group.spec, num_decodes, CASCADE_MIN_BYTES)
         decode = prefill = prefix = None
+        lacking = self.group.spec.attention_type is AttentionType.CROSS
         if pages is not None and num_decodes:
             own = pages if not prefix_len else pages.without(prefix_len // common.page_size)
-            decode = _rows(common, own, 0, num_decodes)
+            decode = _rows(common, own, 0, num_decodes, lacking)
         if num_decodes < actual:
             fresh = pages is None or self._is_fresh(common, num_decodes)
-            prefill = _rows(common, None if fresh else pages, num_decodes, actual)
+            prefill = _rows(common, None if fresh else pages, num_decodes, actual, lacking)
         if prefix_len:
             prefix = _prefix_row(common, prefix_len, num_decodes)
         return FlashInferMetadata(
@@ -143,7 +145,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             raise ValueError(
                 "graphs of FLASHINFER serve cached self-attention without fixed_split_size: run this batch eager"
             )
-        rows = _rows(common, _Pages(common, self.group.spec.window_left), 0, common.num_reqs)
+        rows = _rows(common, _Pages(common, self.group.spec.window_left), 0, common.num_reqs, True)
         is_decode = common.num_tokens == common.num_reqs
         return graph_metadata(self.group.index, common.slot_mapping, rows, is_decode)
 
@@ -212,14 +214,16 @@ class _Pages:
             self.csr = csr_of(*table)
 
 
-def _rows(common: CommonAttentionMetadata, pages: _Pages | None, first: int, stop: int) -> Rows:
-    """Rows `first` to `stop` over pages; None: over the keys that the step brings."""
+def _rows(common: CommonAttentionMetadata, pages: _Pages | None, first: int, stop: int, lacking: bool) -> Rows:
+    """Rows `first` to `stop` over pages; None: over the keys that the step brings. `lacking`: some may have no keys."""
     starts, starts_cpu = common.query_start_loc, common.query_start_loc_cpu
     csr = None if pages is None else pages.csr
     longest = common.max_seq_len
     if first == 0 and stop == common.num_reqs and pages is not None and csr is not None:  # views take microseconds
         lens = pages.kv_lens_cpu
-        return Rows(common.num_tokens, starts, starts_cpu, csr, csr.indptr, pages.indptr_cpu, lens, longest, stop)
+        return Rows(
+            common.num_tokens, starts, starts_cpu, csr, csr.indptr, pages.indptr_cpu, lens, longest, stop, lacking
+        )
     starts, starts_cpu = starts[first : stop + 1], starts_cpu[first : stop + 1]
     before = int(starts_cpu[0])
     if before:
@@ -230,7 +234,7 @@ def _rows(common: CommonAttentionMetadata, pages: _Pages | None, first: int, sto
     indptr, indptr_cpu = csr.indptr[first : stop + 1], pages.indptr_cpu[first : stop + 1]
     own = PagedCsr(indptr, csr.indices, csr.last_page_len[first:stop])
     lens = pages.kv_lens_cpu[first:stop]
-    return Rows(num_tokens, starts, starts_cpu, own, indptr, indptr_cpu, lens, longest, num_rows)
+    return Rows(num_tokens, starts, starts_cpu, own, indptr, indptr_cpu, lens, longest, num_rows, lacking)
 
 
 def _prefix_row(common: CommonAttentionMetadata, prefix_len: int, num_tokens: int) -> Rows:

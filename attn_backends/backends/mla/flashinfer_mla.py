@@ -23,6 +23,7 @@ from attn_backends.backends.mla.options import MLAOptions
 from attn_backends.backends.mla.state import MLAState, MLAStep
 from attn_backends.batch import CommonAttentionMetadata
 from attn_backends.devices import is_hopper, num_multiprocessors, refuse_while_capturing
+from attn_backends.flashinfer_package import LOWEST_LOGIT
 from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, KVCacheSpec
@@ -66,6 +67,7 @@ class FlashInferMLABackend(MLABackend):
             unequal_head_dims=True,
             lse=True,
             cuda_graph=CudaGraphSupport.UNIFORM_BATCH,
+            lowest_logit=LOWEST_LOGIT,
             min_compute_capability=(8, 0),
             mla=True,
             kv_lora_ranks=frozenset({512}),

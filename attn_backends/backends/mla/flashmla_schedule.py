@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from attn_backends.triton_launch import start_kernel
+
 _KEYS = tl.constexpr(64)  # of a block
 _OVERHEAD = tl.constexpr(5)  # blocks, that to begin a row costs
 _NUMBERS = 8  # of a part
@@ -92,7 +94,8 @@ def fill(seq_lens: torch.Tensor, parts: torch.Tensor, splits: torch.Tensor) -> N
     """The schedule for lengths [num_rows] i32, where FlashMLA has made room for it: [num_parts, 8] and [num_rows + 1]
     i32. One launch."""
     num_parts = len(parts)
-    _fill_kernel[1,](seq_lens, parts, splits, len(seq_lens), num_parts, triton.next_power_of_2(num_parts), num_warps=4)
+    width = triton.next_power_of_2(num_parts)
+    start_kernel(_fill_kernel, (1,), seq_lens, parts, splits, len(seq_lens), num_parts, width, num_warps=4)
 
 
 def is_known(decode: Callable[..., Any], new_schedule: Callable[[], Any], device: torch.device) -> bool:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 LOG2E = math.log2(math.e)
-# `math::inf` of the real package is 5e4, and what a query without keys has as its lse is minus that: a finite number.
+# `math::inf` of the real package is 5e4, and running maxima begin at minus that. A query all of whose logits lie below
+# comes back as one that sees no key: with zeros, and that number as its lse.
 EMPTY_LSE = -5e4
 
 
@@ -25,6 +27,8 @@ class Rules:
     causal: bool
     window_left: int  # -1: unlimited
     soft_cap: float  # 0: none
+    # What kernels compare with `EMPTY_LSE`: products of queries and keys, or logits of base 2. None: neither.
+    compares: Literal["products", "logits", None] = None
 
 
 @dataclass(frozen=True)
@@ -51,20 +55,25 @@ def attend(
     j + qo_len <= kv_len + i (if causal), as in FlashInfer's `variants.cuh` and `prefill.cuh`.
 
     Returns:
-        out [num_tokens, num_qo_heads, head_dim_vo] f32, zeros where no key is seen; lse [num_tokens, num_qo_heads] f32,
-        log2, `EMPTY_LSE` there; covered [num_tokens] bool, the tokens that the plan knows of.
+        out [num_tokens, num_qo_heads, head_dim_vo] f32, zeros where no key is seen or all lie too low; lse
+        [num_tokens, num_qo_heads] f32, log2, `EMPTY_LSE` there; covered [num_tokens] bool, the tokens that the plan
+        knows of.
     """
     seen, covered = _seen(len(query), len(key), rows, rules)
     num_tokens, num_kv_heads, group_size = len(query), key.shape[1], query.shape[1] // key.shape[1]
     grouped = query.float().reshape(num_tokens, num_kv_heads, group_size, -1).transpose(0, 1).flatten(1, 2)
-    logits = torch.matmul(grouped * rules.scale, key.permute(1, 2, 0))  # [num_kv_heads, num_tokens * group_size, slots]
+    products = torch.matmul(grouped, key.permute(1, 2, 0))  # [num_kv_heads, num_tokens * group_size, slots]
+    logits = products * rules.scale
     if rules.soft_cap > 0:
         logits = rules.soft_cap * torch.tanh(logits / rules.soft_cap)
-    logits = logits.view(num_kv_heads, num_tokens, group_size, -1)
-    logits = logits.masked_fill(~seen[:, None], -math.inf)
+    shape = (num_kv_heads, num_tokens, group_size, -1)
+    logits = logits.view(shape).masked_fill(~seen[:, None], -math.inf)
     lse = torch.logsumexp(logits, -1)  # [num_kv_heads, num_tokens, group_size]
+    if rules.compares is not None and rules.soft_cap == 0:
+        compared = logits * LOG2E if rules.compares == "logits" else products.view(shape)
+        lse = lse.masked_fill(~(seen[:, None] & (compared >= EMPTY_LSE)).any(-1), -math.inf)
     empty = lse == -math.inf
-    weights = torch.exp(logits - lse.masked_fill(empty, 0.0)[..., None])
+    weights = torch.exp(logits - lse.masked_fill(empty, math.inf)[..., None])
     out = weighted(weights, value, seen)
     out = out.permute(1, 0, 2, 3).reshape(num_tokens, -1, value.shape[2])
     lse = (lse * LOG2E).masked_fill(empty, EMPTY_LSE).transpose(0, 1).reshape(num_tokens, -1)

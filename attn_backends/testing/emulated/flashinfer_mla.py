@@ -129,7 +129,7 @@ class MLAModule:
         rows = Rows(qo_indptr.long(), ends * page_size, lens, lens, (qo_indptr[1:] - qo_indptr[:-1]).long())
         ckv, kpe = (gather_pages(part[:, :, None], kv_indices, ends) for part in (ckv_cache, kpe_cache))
         query, keys = torch.cat([q_nope, q_pe], -1), torch.cat([ckv, kpe], -1)
-        made, sums, _ = attend(query, keys, ckv, rows, Rules(scale, causal, -1, 0.0))
+        made, sums, _ = attend(query, keys, ckv, rows, Rules(scale, causal, -1, 0.0, "products"))
         fits = numbers[-1] == plan_info[0]
         out.copy_(torch.where(fits, made, math.nan))
         if lse is not None:

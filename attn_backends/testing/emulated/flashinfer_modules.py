@@ -136,6 +136,7 @@ class AttentionModule:
             rules.causal,
             rules.window_left if self.use_sliding_window else -1,
             rules.soft_cap if self.use_logits_soft_cap else 0.0,
+            "logits" if self.kind == DECODE else "products",
         )
         made, made_lse, covered = attend(query, key, value, rows, baked)
         split, v_offset, s_offset = (plan_info[i] for i in _SPLIT[self.kind]) if self.kind in _SPLIT else (0, 0, 0)

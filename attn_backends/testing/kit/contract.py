@@ -37,7 +37,7 @@ class Contract(KitBase):
     @pytest.mark.parametrize("cache_dtype", [None, *FP8_DTYPES], ids=str)
     def test_writes_its_slots_and_no_others(self, cache_dtype: torch.dtype | None, layout: Layout) -> None:
         spec = self.make_spec(cache_dtype=cache_dtype)
-        scales = {"k_scale": 0.5, "v_scale": 2.0} if cache_dtype else {}  # powers of two: exact in any order of work
+        scales = {"k_scale": 0.5, "v_scale": 2.0}  # powers of two: exact in any order of work
         if self.serves(spec, may_refuse=True, layout=layout):
             for shape in ("mixed_small", "page_edges_16", WHOLE_PROMPTS):
                 batch = self.make_batch(spec, shape, layout=layout, lookahead=1, **scales)
@@ -118,8 +118,8 @@ class Contract(KitBase):
         for _, spec in self.served([feature(name)]):
             self.check_chunked(spec)
 
-    @pytest.mark.parametrize("cache_dtype", FP8_DTYPES, ids=str)
-    def test_chunked_prefill_equals_whole_in_fp8(self, cache_dtype: torch.dtype) -> None:
+    @pytest.mark.parametrize("cache_dtype", [None, *FP8_DTYPES], ids=str)
+    def test_chunked_prefill_equals_whole_with_scales(self, cache_dtype: torch.dtype | None) -> None:
         spec = self.make_spec(cache_dtype=cache_dtype)
         if self.serves(spec, may_refuse=True):
             self.check_chunked(spec, k_scale=0.37, v_scale=1.9)

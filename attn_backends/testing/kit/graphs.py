@@ -85,6 +85,16 @@ class Graphs(KitBase):
                 captured = self.capture([layer], batches[:1], query_len)
                 self.check_replays(captured, [[batch] for batch in batches], f"{name} query_len={query_len}")
 
+    @pytest.mark.parametrize("name", ["plain", "soft_cap", "sinks", "alibi", "window_15", "chunks_24"])
+    def test_replays_with_scales(self, name: str) -> None:
+        """A graph reads a float cache with the layer's scales, of keys and of values."""
+        for query_len in self.query_lens:
+            for _, spec in self.served([feature(name)]):
+                batches = self.graph_batches(spec, query_len, k_scale=0.3, v_scale=2.5)
+                layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
+                captured = self.capture([layer], batches[:1], query_len)
+                self.check_replays(captured, [[batch] for batch in batches[:3]], f"{name} with scales")
+
     def test_replays_in_every_dtype(self, dtype: Any) -> None:
         for query_len in self.query_lens:
             batches = self.graph_batches(self.make_spec(dtype=dtype), query_len)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,11 +16,13 @@ from attn_backends.registry import validate_options
 from attn_backends.spec import KVCacheSpec
 from attn_backends.testing.batches import Batch
 from attn_backends.testing.cases import BatchShape
-from attn_backends.testing.harness import Result, assert_matches, assert_pool, make_layer
+from attn_backends.testing.harness import Result, assert_matches, assert_pool, make_layer, run_backend
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
+from attn_backends.testing.plain import plain_cache
 
 # Prefill rows behind decodes. Their contexts are nothing, less than a chunk, several chunks, and shared out over some.
 CONTEXTS = BatchShape(seq_lens=(9, 50, 31, 20, 90, 64, 12), query_lens=(1, 1, 11, 20, 9, 12, 10))
+RANDOM_LAYERS = 12
 LONG = BatchShape(seq_lens=(300, 270), query_lens=(20, 30))
 
 
@@ -50,6 +54,52 @@ class Latent(KitBase):
         )
         if self.serves(spec, may_refuse=True):
             self.check(spec, ["mixed_small", BatchShape(seq_lens=(40, 31), query_lens=(9, 11))])
+
+    @pytest.mark.parametrize(("nope", "v_dim"), [(16, 40), (40, 16), (128, 64), (64, 128), (192, 256), (8, 8)])
+    def test_widths_of_heads(self, nope: int, v_dim: int) -> None:
+        """The part of a key that knows no positions, and the value, are as wide as the model wants each."""
+        rope = self.make_mla().qk_rope_head_dim
+        spec = self.make_mla(head_dim=nope + rope, head_dim_vo=v_dim)
+        if self.serves(spec, may_refuse=True):
+            self.check(spec, ["mixed_small", CONTEXTS], f"q_nope of {nope} and values of {v_dim}")
+
+    @pytest.mark.parametrize("nth", range(RANDOM_LAYERS))
+    def test_random_latent_layers(self, nth: int) -> None:
+        """Heads, widths, scale, pages, rows and a shared prefix by chance."""
+        numbers = Random(f"latent {nth}")
+        spec = self.make_random(numbers)
+        cache = replace(plain_cache(self.can), page_size=numbers.choice((1, 16, 32, 64)))
+        if not self.serves(spec, may_refuse=True, page_size=cache.page_size):
+            cache = plain_cache(self.can)
+        if not self.serves(spec, may_refuse=True):
+            spec = self.make_mla()
+        rows = numbers.choice((1, 2, 4, 7))
+        queries = sorted(numbers.choice((1, 1, 2, 3, 8, 9, 17, 40)) for _ in range(rows))
+        contexts = [numbers.choice((0, 1, 15, 16, 64, 65, 130, 300)) for _ in range(rows)]
+        shape = BatchShape(seq_lens=tuple(map(sum, zip(contexts, queries, strict=True))), query_lens=tuple(queries))
+        prefix = numbers.randint(0, min(contexts) // cache.page_size) * cache.page_size
+        batch = self.make_batch(
+            spec, shape, seed=nth, page_size=cache.page_size, shared_prefix_len=prefix, poison=float("nan"),
+            k_scale=numbers.choice((1.0, numbers.uniform(0.2, 4.0))),
+        )  # fmt: skip
+        padded, want_lse = numbers.choice((0, 3)), self.can.lse and numbers.random() < 0.5
+        result = run_backend(self.backend, batch, common_prefix_len=prefix, num_padded_reqs=padded, want_lse=want_lse)
+        what = f"{spec} over {cache}: {shape}, k_scale {batch.k_scale}, prefix {prefix}, {padded} padded rows"
+        assert_matches(result, batch, what)
+        assert_pool(result.kv_cache, batch.pool_after(), what)
+
+    def make_random(self, numbers: Random) -> MLASpec:
+        """A layer of the declared widths, where these are declared."""
+        can, drawn = self.can, numbers.choice
+        rope = drawn(sorted(can.qk_rope_head_dims or {8, 16, 32, 64}))
+        return self.make_mla(
+            num_qo_heads=drawn(sorted(can.head_counts or {1, 2, 3, 4, 8, 16, 20})),
+            kv_lora_rank=drawn(sorted(can.kv_lora_ranks or {16, 32, 64, 128})),
+            qk_rope_head_dim=rope,
+            head_dim=rope + drawn((8, 16, 24, 64, 128)),
+            head_dim_vo=drawn((8, 16, 24, 64, 128)),
+            scale=drawn((None, numbers.uniform(0.02, 0.4))),
+        )
 
     @pytest.mark.parametrize("query_len", [2, 3, 4, 8, 9])
     def test_verify_lengths(self, query_len: int) -> None:

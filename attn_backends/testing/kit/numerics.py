@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
+from attn_backends.kv_cache import KVCache
 from attn_backends.spec import FP8_DTYPES, Layout
+from attn_backends.testing.batches import as_bits
 from attn_backends.testing.cases import BatchShape, load_cases
 from attn_backends.testing.features import CROSS, ENCODER, FEATURES, feature
 from attn_backends.testing.harness import Result, assert_matches, assert_pool, make_layer, make_layers, run_backend
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
+from attn_backends.testing.kit.scales import draw_scales
 from attn_backends.testing.plain import plain_cache
 from attn_backends.testing.random_layers import KINDS, random_layers
 
 FEATURE_SHAPES = ("small_prefill", "mixed_small", "page_edges_16", "spec_verify", WHOLE_PROMPTS)
-K_SCALE, V_SCALE = 0.37, 1.9  # of fp8 caches; far apart, so that one used for the other shows
+K_SCALE, V_SCALE = 0.37, 1.9  # far apart, so that one used for the other shows
 PREFIX_PAGES = 3
 RANDOM_LAYERS = 6
 
@@ -43,6 +47,7 @@ class Numerics(KitBase):
     @pytest.mark.parametrize("kind", KINDS)
     def test_random_layers(self, kind: str) -> None:
         """What the other cases did not think of: any numbers, heads, pages and rows together."""
+        numbers = Random(f"scales of {kind}")
         for drawn in random_layers(kind, RANDOM_LAYERS):
             heads = {} if self.can.mla else {"num_qo_heads": drawn.num_qo_heads, "num_kv_heads": drawn.num_kv_heads}
             spec = self.feature_spec(drawn.feature, **heads)
@@ -53,16 +58,19 @@ class Numerics(KitBase):
                     continue
             cache = replace(plain_cache(self.can), **pages)
             prefix = drawn.shared_len // cache.page_size * cache.page_size
+            k_scale, v_scale = numbers.choice(((1.0, 1.0), draw_scales(numbers)))
             batch = self.make_batch(
                 spec, drawn.rows, page_size=cache.page_size, layout=cache.layout, poison=float("nan"),
                 new_kv_lens=drawn.new_kv_lens, cached=drawn.cached, shared_prefix_len=prefix,
+                k_scale=k_scale, v_scale=v_scale,
             )  # fmt: skip
             result = run_backend(
                 self.backend, batch, common_prefix_len=prefix, num_padded_reqs=drawn.num_padded_reqs,
                 want_lse=drawn.want_lse and self.can.lse,
             )  # fmt: skip
-            assert_matches(result, batch, f"{drawn} over {cache}")
-            assert_pool(result.kv_cache, batch.pool_after(), f"{drawn} over {cache}")
+            what = f"{drawn} over {cache}, scales {k_scale} and {v_scale}"
+            assert_matches(result, batch, what)
+            assert_pool(result.kv_cache, batch.pool_after(), what)
 
     @pytest.mark.parametrize(("num_qo_heads", "num_kv_heads"), [(1, 1), (4, 4), (6, 2), (8, 1), (9, 3)])
     def test_heads(self, num_qo_heads: int, num_kv_heads: int) -> None:
@@ -101,11 +109,34 @@ class Numerics(KitBase):
     @pytest.mark.parametrize("layout", ["NHD", "HND"])
     @pytest.mark.parametrize("cache_dtype", [*FP8_DTYPES, torch.bfloat16], ids=str)
     def test_cache_dtypes(self, cache_dtype: torch.dtype, layout: Layout, dtype: torch.dtype) -> None:
-        """A cache in another dtype than the queries; fp8 with scales, which the reference reads in the same fp8."""
+        """A cache in another dtype than the queries, with scales; the reference reads the same rounded values."""
         spec = self.make_spec(dtype=dtype, cache_dtype=cache_dtype)
-        scales: dict[str, Any] = {"k_scale": K_SCALE, "v_scale": V_SCALE} if cache_dtype in FP8_DTYPES else {}
         if self.serves(spec, may_refuse=True, layout=layout):
-            self.check(spec, ["small_decode", "mixed_small", "page_edges_16"], layout=layout, **scales)
+            shapes = ["small_decode", "mixed_small", "page_edges_16"]
+            self.check(spec, shapes, layout=layout, k_scale=K_SCALE, v_scale=V_SCALE)
+
+    @pytest.mark.parametrize("layout", ["NHD", "HND"])
+    @pytest.mark.parametrize("cache_dtype", [None, *FP8_DTYPES], ids=str)
+    def test_interleaved_caches(self, cache_dtype: torch.dtype | None, layout: Layout, dtype: torch.dtype) -> None:
+        """Keys and values side by side in one tensor, as engines allocate them: right, or refused by name."""
+        spec = self.make_spec(dtype=dtype, cache_dtype=cache_dtype)
+        if not self.serves(spec, may_refuse=True, layout=layout):
+            return
+        for shape in ("small_decode", "mixed_small", WHOLE_PROMPTS):
+            how = {"layout": layout, "k_scale": K_SCALE, "v_scale": V_SCALE, "poison": float("nan")}
+            batch = self.make_batch(spec, shape, **how)
+            pool = batch.fresh_pool()
+            assert pool is not None
+            refusal = ""
+            try:
+                result = run_backend(self.backend, batch, kv_cache=interleaved(pool, layout))
+            except ValueError as error:
+                refusal = str(error)
+            if refusal:
+                assert "kv_cache" in refusal, f"interleaved caches are refused, and not by name: {refusal}"
+            else:
+                assert_matches(result, batch, f"{shape}, keys and values interleaved")
+                assert_pool(result.kv_cache, batch.pool_after(), f"{shape}, keys and values interleaved")
 
     def test_encoder(self, dtype: torch.dtype) -> None:
         """Both ways over this step's own tokens, with no cache."""
@@ -163,3 +194,12 @@ class Numerics(KitBase):
         layer = make_layer(self.backend, batch)
         output = layer.impl.forward(query, key, value, batch.fresh_pool(), layer.begin(batch))
         assert_matches(Result(output, None, None), batch, "strided inputs")
+
+
+def interleaved(pool: KVCache, layout: Layout) -> KVCache:
+    """The same cache as two views of one tensor, whose slots hold a head's key and then its value."""
+    ordered = [as_bits(cached if layout == "NHD" else cached.transpose(1, 2)) for cached in pool]
+    both = torch.cat(ordered, dim=-1)
+    parts = both.split([part.shape[-1] for part in ordered], dim=-1)
+    views = [part.view(cached.dtype) for part, cached in zip(parts, pool, strict=True)]
+    return KVCache(*(view if layout == "NHD" else view.transpose(1, 2) for view in views))
