@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from attn_backends.testing.verify.cases import SIBLINGS
 from attn_backends.testing.verify.outcome import Outcome
+from attn_backends.testing.verify.sizes import SIZES
 from attn_backends.testing.verify.worker import Asked
 
 SEEDS_OF_A_RUN = 1 << 20  # so many cases lie between two seeds of a run
@@ -54,15 +54,15 @@ class Tally:
 class Seeds:
     """The seeds of a run in blocks of siblings, until there are enough or the time is over."""
 
-    def __init__(self, first: int, num_cases: int | None, deadline: float) -> None:
-        self._blocks = self._in_blocks(first, num_cases)
+    def __init__(self, first: int, num_cases: int | None, siblings: int, deadline: float) -> None:
+        self._blocks = self._in_blocks(first, num_cases, siblings)
         self._deadline = deadline
         self._lock = threading.Lock()
 
     @staticmethod
-    def _in_blocks(first: int, num_cases: int | None) -> Iterator[list[int]]:
-        for start in count(0, SIBLINGS):
-            stop = start + SIBLINGS if num_cases is None else min(start + SIBLINGS, num_cases)
+    def _in_blocks(first: int, num_cases: int | None, siblings: int) -> Iterator[list[int]]:
+        for start in count(0, siblings):
+            stop = start + siblings if num_cases is None else min(start + siblings, num_cases)
             if start >= stop:
                 return
             yield list(range(first + start, first + stop))
@@ -90,7 +90,7 @@ def run_campaign(
         on_case: called after each case with what there is so far, one call at a time.
     """
     tally, outcomes = Tally(), queue.Queue[Outcome | None]()
-    seeds = Seeds(first_seed, num_cases, time.monotonic() + 60 * minutes)
+    seeds = Seeds(first_seed, num_cases, SIZES[asked.size].siblings, time.monotonic() + 60 * minutes)
     threads = [threading.Thread(target=_drive, args=(asked, seeds, outcomes), daemon=True) for _ in range(workers)]
     for thread in threads:
         thread.start()

@@ -13,8 +13,7 @@ from attn_backends.testing.verify.layers import Form, draw_form, fits_all, witho
 from attn_backends.testing.verify.sizes import Size
 
 Backend = type[AttentionBackend]
-SIBLINGS = 16  # seeds in a row whose layers are alike: kernels that were compiled for one serve the others
-MULTIPROCESSORS = (2, 46, 108, 132, 192)  # of GPUs that an interpreter stands for
+MULTIPROCESSORS = {2: 12, 6: 4, 46: 1, 108: 1, 132: 1, 192: 1}  # that an interpreter stands for, and how often
 _KINDS = ("decode", "decode", "verify", "chunk", "mixed", "mixed", "skewed", "prefix", "prompts", "profile")
 _GRAPH_KINDS = ("decode", "decode", "verify", "skewed", "prefix")
 _GRAPH_TOKENS = 8  # most query tokens of a row that every backend with graphs of several tokens serves
@@ -63,7 +62,7 @@ class Case:
 
 def draw_case(backend: Backend, seed: int, size: Size, device: str, multiprocessors: int | None = None) -> Case:
     """The case of a seed."""
-    form = draw_form(backend, Random(f"form {seed // SIBLINGS}"), size, device)
+    form = draw_form(backend, Random(f"form {seed // size.siblings}"), size, device)
     if backend.capabilities().mla:
         form = without_value_scale(form)
     numbers = Random(f"case {seed}")
@@ -85,7 +84,7 @@ def draw_case(backend: Backend, seed: int, size: Size, device: str, multiprocess
         want_lse=backend.capabilities().lse and numbers.random() < 0.5,
         fused=not backend.capabilities().mla and numbers.random() < 0.3,
         roomy=numbers.choice((1, 1, 2, 4)),
-        multiprocessors=multiprocessors or numbers.choice(MULTIPROCESSORS),
+        multiprocessors=multiprocessors or numbers.choices([*MULTIPROCESSORS], [*MULTIPROCESSORS.values()])[0],
     )
 
 
@@ -134,7 +133,7 @@ def _draw(form: Form, size: Size, numbers: Random, graph_tokens: int) -> Episode
         new_kv_lens = tuple(numbers.choice((0, context)) for context in contexts)
     steps = [tuple(queries)]
     if cached and kind != AttentionType.CROSS.value and numbers.random() < 0.5:
-        steps += [(graph_tokens or numbers.choice((1, 1, 2, 5)),) * rows] * numbers.randint(1, 2)
+        steps += [(graph_tokens or numbers.choice((1, 1, 2, 5)),) * rows] * numbers.randint(1, size.num_episodes - 1)
     return Episode(
         kind=kind,
         contexts=tuple(contexts),

@@ -14,7 +14,7 @@ from attn_backends.interface import AttentionBackend, Capabilities
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec, Layout
 from attn_backends.testing.models import PublishedModel, alibi_slopes, published_models
-from attn_backends.testing.verify.sizes import Size, fits
+from attn_backends.testing.verify.sizes import Size, fits, interprets_triton
 
 Backend = type[AttentionBackend]
 _FEATURES = ("window", "soft_cap", "alibi", "sinks", "chunks", "non_causal", "scale")
@@ -144,12 +144,14 @@ def _heads(model: PublishedModel, can: Capabilities, numbers: Random, size: Size
 def _dtypes(can: Capabilities, numbers: Random) -> tuple[torch.dtype, torch.dtype]:
     """Of queries, mostly 16 bits, and of the cache, which is the same in half of the draws."""
     declared = sorted(can.dtypes, key=str)
+    if interprets_triton():  # it multiplies no bfloat16
+        declared = [dtype for dtype in declared if dtype is not torch.bfloat16] or declared
     halves = [dtype for dtype in declared if dtype.itemsize == 2]
     dtype = numbers.choice(halves if halves and numbers.random() < 0.75 else declared)
     if numbers.random() < 0.5 and dtype in can.cache_dtypes:
         return dtype, dtype
     eight = [d for d in sorted(can.cache_dtypes, key=str) if d in FP8_DTYPES]
-    others = sorted(can.cache_dtypes, key=str)
+    others = [d for d in sorted(can.cache_dtypes, key=str) if d in declared or d not in can.dtypes]
     return dtype, numbers.choice(eight if eight and numbers.random() < 0.7 else others)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass, replace
 
 from attn_backends.spec import AttentionSpec
@@ -23,6 +22,7 @@ class Size:
     num_episodes: int
     max_layers: int
     spread: float  # most cases are smaller, by up to this power of two
+    siblings: int  # seeds in a row whose layers are alike: kernels that were compiled for one serve the others
 
     def scaled(self, factor: float) -> Size:
         """With other limits of a whole step."""
@@ -31,9 +31,9 @@ class Size:
 
 
 SIZES = {
-    "large": Size("large", 256, 16384, 2048, 1 << 27, 1 << 29, 1 << 21, 3, 3, 7),
-    "medium": Size("medium", 32, 2048, 256, 1 << 19, 1 << 22, 1 << 14, 3, 3, 2),
-    "small": Size("small", 8, 640, 64, 1 << 17, 1 << 19, 256, 2, 2, 2),
+    "large": Size("large", 256, 16384, 2048, 1 << 27, 1 << 29, 1 << 21, 3, 3, 7, 16),
+    "medium": Size("medium", 32, 2048, 256, 1 << 19, 1 << 22, 1 << 14, 3, 3, 2, 1),
+    "small": Size("small", 8, 4096, 64, 1 << 20, 1 << 19, 64, 2, 2, 2, 1),
 }
 
 
@@ -41,7 +41,12 @@ def default_size(device: str) -> str:
     """Large on an accelerator, small where Triton interprets its kernels, medium on a CPU else."""
     if not device.startswith("cpu"):
         return "large"
-    return "small" if os.environ.get("TRITON_INTERPRET") == "1" or "triton.runtime.interpreter" in sys.modules else "medium"
+    return "small" if interprets_triton() else "medium"
+
+
+def interprets_triton() -> bool:
+    """Whether Triton's kernels run in its interpreter, as it decides when it is first imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def fits(size: Size, spec: AttentionSpec, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> bool:
