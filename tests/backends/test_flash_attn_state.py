@@ -416,3 +416,13 @@ def test_sinks_count_once_in_a_cascade(sinks: tuple[float, ...]) -> None:
     step = layer.begin(batch, 32)
     assert step.prefix is not None
     assert_matches(layer.forward(batch, step, want_lse=True), batch, "sinks in a cascade")
+
+
+def test_a_schedule_of_another_size_is_not_taken_for_the_captured_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, batch = layer_and_batch(FA3, 32, 40)
+    with layer.state.graph_capture(2):
+        clone = layer.state.graph_clone(2)
+    longer = clone.schedule
+    monkeypatch.setattr(clone, "schedule", lambda *given: torch.cat([longer(*given)] * 2))
+    with pytest.raises(RuntimeError, match=r"its version changed what a schedule's size follows from"):
+        clone.begin_forward(layer.builder.build(0, replace(batch.common(), for_graph=True)))
