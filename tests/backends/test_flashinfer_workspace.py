@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, KVCacheSpec, Limits, MLASpec, SequenceData, SequenceGroup, plan_groups
+from attn_backends.backends.flashinfer import plans, workspace
 from attn_backends.backends.flashinfer.metadata import FlashInferMetadataBuilder
 from attn_backends.backends.flashinfer.options import FlashInferOptions
 from attn_backends.backends.flashinfer.workspace import (
@@ -188,3 +189,46 @@ def test_latent_schedules_hold_what_they_are_said_to(monkeypatch: pytest.MonkeyP
                     tile = 128 if packed > 64 else 64
                     real = num_rows * -(-packed // tile) + num_sms // (tile // 64)
                     assert real <= most_works(num_rows, query_len, heads, num_sms)
+
+
+def narrower(name: str, change: Any) -> Any:
+    """A function of `workspace` that gives something else."""
+    made = getattr(workspace, name)
+    return lambda patch: patch.setattr(workspace, name, lambda *given, **how: change(made, *given, **how))
+
+
+def one_schedule_for_all_heads(made: Any, spec: AttentionSpec, num_rows: int, num_tokens: int) -> Need:
+    tiles = -(-num_tokens // FA3_TILE) + num_rows - 1
+    return Need(0, 28 * tiles * (1 if tiles > SAME_SCHEDULE_TILES else spec.num_qo_heads) + 8192)
+
+
+BY_CHANCE = lambda patch: [test_plans_take_what_is_said(seed, patch) for seed in range(4)]  # noqa: E731
+FAULTS: dict[str, tuple[Any, Any]] = {
+    "tiles of a mean row in graphs": (
+        narrower("_graph_tile", lambda made, *given: workspace._mean_tile(*given)), BY_CHANCE
+    ),
+    "a tile less a row": (
+        narrower("_num_tiles", lambda made, spec, tokens, rows, tile: -(-tokens * spec.group_size // tile)), BY_CHANCE
+    ),
+    "half of the blocks": (narrower("tiles_at_once", lambda made, *given: made(*given) // 2), BY_CHANCE),
+    "outputs without LSEs": (
+        narrower("_partial_bytes", lambda made, spec, tile: spec.num_qo_heads * tile * spec.head_dim_vo * 4), BY_CHANCE
+    ),
+    "limits alone for fa3": (
+        narrower("_fa3_need", one_schedule_for_all_heads), lambda patch: test_a_smaller_step_of_fa3_may_take_more()
+    ),
+    "uneven rows as in graphs": (
+        lambda patch: patch.setattr(
+            plans, "most_parts", lambda spec, rows, sms, held: workspace.graph_tiles(spec, rows, 1, sms)
+        ),
+        lambda patch: test_uneven_rows_are_split_as_far_as_the_workspace_goes((32, 8, 128), 512),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_workspaces_of_another_size_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, case = FAULTS[fault]
+    change(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError)):
+        case(monkeypatch)
