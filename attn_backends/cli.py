@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
+from attn_backends.cli_errors import EXIT_FAILED, Commands, clear_errors
 from attn_backends.cli_tables import print_doctor, print_explanation, print_json, print_list, print_support
+from attn_backends.cli_verify import verify
 
 if TYPE_CHECKING:
     from attn_backends.config import EngineConfig
     from attn_backends.verdicts import Explanation
 
 app = typer.Typer(
+    cls=Commands,
     help="Paged-attention backends for LLM inference: which there are, which run here, and which one your model gets.",
     no_args_is_help=True,
     add_completion=False,
@@ -28,26 +27,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-EXIT_FAILED, EXIT_WRONG_INPUT = 1, 2
 SPINS = "20000"  # by benchmarks/busy_cores.py: as fast as more on idle cores, where 1,000 are not
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file, such as configs/cpu.yaml.")]
 BackendOption = Annotated[str | None, typer.Option("--backend", help="A backend's name, or AUTO. Overrides the file.")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, … or auto. Overrides the file.")]
-
-
-@contextmanager
-def clear_errors() -> Iterator[None]:
-    """Wrong input ends in its message on stderr and exit code 2, without a traceback."""
-    try:
-        yield
-    except (ValueError, ImportError, OSError, NotImplementedError) as error:
-        missing = isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("attn_backends")
-        hint = "; try: pip install 'attn-backends[hf]'" if missing else ""
-        text = f"[red]error:[/red] {escape(str(error) + hint)}"
-        Console(stderr=True, soft_wrap=True).print(text, highlight=False)
-        raise typer.Exit(EXIT_WRONG_INPUT) from error
 
 
 def _print_version(wanted: bool) -> None:
@@ -82,13 +67,15 @@ def _let_threads_sleep() -> None:
 @app.command("list")
 def list_backends(as_json: JsonOption = False) -> None:
     """Each backend: its package and version, whether it can be used here, and if not, why and what fixes it."""
-    from attn_backends.support import all_support
+    from attn_backends.registry import auto_order
+    from attn_backends.support import all_support, devices_here
 
     with clear_errors():
         found = all_support()
+        order = auto_order(devices_here()[0])
     if as_json:
         return print_json([asdict(row) for row in found])
-    print_list(found)
+    print_list(found, order)
 
 
 @app.command()
@@ -99,7 +86,7 @@ def doctor(
 ) -> None:
     """Import a backend, look at its device and capabilities, and run it against the reference."""
     with clear_errors():
-        from attn_backends.entries import get_backend, get_entry
+        from attn_backends.registry import auto_order, get_backend, get_entry
         from attn_backends.support import choose_device, support
 
         row = support(get_entry(name))
@@ -113,7 +100,7 @@ def doctor(
     if as_json:
         print_json(asdict(row) | {"checks": [asdict(result) for result in results], "ok": healthy})
     else:
-        print_doctor(row, results)
+        print_doctor(row, results, auto_order(row.device) if row.device else None)
     if not healthy:
         raise typer.Exit(EXIT_FAILED)
 
@@ -185,6 +172,9 @@ def generate(
         prompts = read_prompts(prompt or [], prompts_file)
         code = run(settings, prompts, chat=chat, stream=stream, as_json=as_json)
     raise typer.Exit(code)
+
+
+app.command()(verify)
 
 
 def _explanation(config: EngineConfig) -> Explanation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from attn_backends.cli_errors import EXIT_INTERRUPTED
 from attn_backends.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -30,30 +32,40 @@ DEFAULT_PROMPTS = (
     "Write a haiku about the sea.",
     "List three uses of a paperclip.",
 )
-EXIT_INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 
 def read_prompts(prompts: Sequence[str], prompts_file: Path | None) -> list[str]:
     """The prompts to answer: options, else the file's lines, else stdin's if it is piped, else four of our own.
 
     Raises:
-        ValueError: the file cannot be read, or holds nothing.
+        ValueError: the file or stdin cannot be read, or the file holds nothing.
     """
     if prompts:
-        return list(prompts)
+        return [_as_utf8(prompt) for prompt in prompts]
     if prompts_file is not None:
         try:
-            lines = [line for line in prompts_file.read_text().splitlines() if line.strip()]
+            lines = [line for line in prompts_file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--prompts-file {prompts_file}: {error}") from error
         if not lines:
             raise ValueError(f"--prompts-file {prompts_file} holds no prompt: write one a line")
         return lines
-    if not sys.stdin.isatty():
-        piped = sys.stdin.read().strip()
+    if sys.stdin is not None and not sys.stdin.isatty():
+        try:
+            piped = sys.stdin.buffer.read().decode("utf-8-sig").strip()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"standard input is not UTF-8: {error}. Convert it: iconv -t UTF-8") from error
         if piped:
             return [piped]
     return list(DEFAULT_PROMPTS)
+
+
+def _as_utf8(argument: str) -> str:
+    """An argument whose bytes another locale, such as an ASCII one, has decoded; as it is if they are no UTF-8."""
+    try:
+        return os.fsencode(argument).decode()
+    except UnicodeError:
+        return argument
 
 
 @contextmanager

@@ -24,13 +24,15 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
-def print_list(found: Sequence[Support]) -> None:
-    """One line a backend: can it be used here, and if not, what to type."""
+def print_list(found: Sequence[Support], auto_order: str) -> None:
+    """One line a backend: can it be used here, and if not, what to type. Behind them, how AUTO orders them here."""
     rows = [
         (row.name, row.package or "", row.version or "", "yes" if row.usable else "no", row.reason or "", row.fix or "")
         for row in found
     ]
-    _console().print(_table("backend", "package", "version", "usable here", "why not", "fix", rows=rows))
+    console = _console()
+    console.print(_table("backend", "package", "version", "usable here", "why not", "fix", rows=rows))
+    console.print(f"AUTO tries them {escape(auto_order)}", highlight=False)
 
 
 def print_support(found: Sequence[Support]) -> None:
@@ -44,13 +46,13 @@ def print_support(found: Sequence[Support]) -> None:
     _console().print(_table("backend", *titles, rows=rows, style=box.MARKDOWN))
 
 
-def print_doctor(row: Support, results: Sequence[CheckResult]) -> None:
-    """What a backend is, what it honours, and how its checks went."""
+def print_doctor(row: Support, results: Sequence[CheckResult], auto_order: str | None) -> None:
+    """What a backend is, what it honours, how AUTO orders backends on its device, and how its checks went."""
     console = _console()
     package = " ".join(filter(None, [row.package or "no package", row.version]))
     console.print(f"{row.name}: {package}", highlight=False)
     if row.usable:
-        console.print(f"device: {row.device}", highlight=False)
+        console.print(f"device: {row.device}; AUTO orders backends there {escape(str(auto_order))}", highlight=False)
     else:
         console.print(f"[red]cannot be used here:[/red] {escape(row.reason or '')}", highlight=False)
     if row.fix:

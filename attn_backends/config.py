@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from attn_backends.config_errors import ConfigError, KeyPath, config_error, sections
 
-Positive = Annotated[int, Field(ge=1)]
-Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+def _whole(value: object) -> object:
+    """Integers, NumPy's too; nothing is rounded, and True is no number."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError("allowed: a whole number")
+    return operator.index(value)
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool | str | bytes):
+        raise ValueError("allowed: a number")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Number = Annotated[float, BeforeValidator(_number)]
+Text = Annotated[str, Field(min_length=1, strict=True)]
+Positive = Annotated[Whole, Field(ge=1)]
+Scale = Annotated[Number, Field(gt=0, allow_inf_nan=False)]
 
 PREFIX = "ATTN_BACKENDS_"  # of environment variables
 
@@ -30,23 +48,44 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 class _Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
+    def __init__(self, /, **given: Any) -> None:
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise config_error(error, type(self), lambda path: f"{type(self).__name__}(…)") from error
+
+    # Validation of a section inside another does not come by `__init__`, and names the whole path.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @classmethod
+    def model_validate(cls, obj: Any, **how: Any) -> Self:
+        """Settings from a mapping.
+
+        Raises:
+            ConfigError: names every problem and what is allowed.
+        """
+        try:
+            return super().model_validate(obj, **how)
+        except ValidationError as error:
+            raise config_error(error, cls, lambda path: f"{cls.__name__}.model_validate") from error
+
 
 class SamplingParams(_Settings):
     """How one request's next tokens are chosen, and when it ends."""
 
     max_tokens: Positive = 64
     """Most new tokens."""
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    temperature: Annotated[Number, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Divides the logits before sampling; 0 is greedy: the most likely token, always."""
     top_k: Positive | None = None
     """Sample among this many most likely tokens; None is all."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
     """Sample among the fewest most likely tokens whose probabilities reach this sum; 1 is all."""
-    seed: int | None = None
+    seed: Whole | None = None
     """The request's own seed: its tokens no longer depend on what it is batched with. None draws from the engine's."""
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    stop: tuple[Text, ...] = ()
     """Strings that end the text; they are not part of it. One string may be given alone."""
-    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    stop_token_ids: tuple[Annotated[Whole, Field(ge=0)], ...] = ()
     """Token ids that end the text, beside the model's own end token."""
     ignore_eos: bool = False
     """Run on to `max_tokens` past the model's end token, as benchmarks do."""
@@ -87,10 +126,10 @@ class CacheConfig(_Settings):
     """Pages of the pool, in place of `memory`."""
     prefix_caching: bool = True
     """Keep the pages of finished requests and reuse them for a prompt that begins alike."""
-    k_scale: Scale = 1.0
-    """Keys are stored divided by this (for fp8 caches)."""
-    v_scale: Scale = 1.0
-    """Values are stored divided by this (for fp8 caches)."""
+    k_scale: Scale | None = None
+    """Keys are stored divided by this, of every layer; None: the checkpoint's own scales for an fp8 cache, else 1."""
+    v_scale: Scale | None = None
+    """Values are stored divided by this, of every layer; None: the checkpoint's own scales for an fp8 cache, else 1."""
 
     @field_validator("memory", mode="before")
     @classmethod
@@ -120,20 +159,20 @@ class GraphsConfig(_Settings):
 class EngineConfig(_Settings):
     """Everything an engine is built from."""
 
-    model: Annotated[str, Field(min_length=1)] = "smollm2-135m-instruct"
+    model: Text = "smollm2-135m-instruct"
     """The built-in default model, or a local Hugging Face folder."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """What weights and activations are computed in; auto leaves it to the model and the device."""
-    device: Annotated[str, Field(min_length=1)] = "auto"
+    device: Text = "auto"
     """A torch device such as cpu or cuda:0; auto is a GPU if there is one."""
-    backend: Annotated[str, Field(min_length=1)] = "AUTO"
-    """Attention backend by name, used or refused. AUTO takes the first that serves every layer: by priority, and on a
-    GPU the fastest first of those that were measured."""
+    backend: Text = "AUTO"
+    """Attention backend by name, used or refused. AUTO takes the first that serves every layer, by priority, or on a
+    GPU that backends were measured on by their times; `attn-backends explain` prints the order and the reasons."""
     backend_options: dict[str, Any] = {}
     """The backend's own options, checked by its own model."""
     trust_remote_code: bool = False
     """Run Python code that a model folder brings along."""
-    seed: int = 0
+    seed: Whole = 0
     """Of the engine's random numbers."""
     pack_linears: bool = True
     """On a CPU, reorder the weights of linear layers once for the matmul library: faster, same size."""
@@ -144,6 +183,9 @@ class EngineConfig(_Settings):
     compile: Literal["none", "model"] = "none"
     """model: by torch.compile. On a GPU the whole model, in place of the three above; on a CPU decode steps, attention
     included, for which it needs a C++ compiler and holds the weights again. Minutes of compiling at each start."""
+    warm_up: bool = True
+    """Compile every kernel that requests may need before the first one comes, and on a GPU run steps of every size:
+    loading takes longer, cold caches a minute, and no request waits for it."""
     cache: CacheConfig = CacheConfig()
     """The KV pool."""
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -206,7 +248,7 @@ def load_config(
         if value is not None:
             given |= _leaves(tuple(dotted.split(".")), value, f"option {dotted}")
     try:
-        return EngineConfig.model_validate(_nest(given))
+        return TypeAdapter(EngineConfig).validate_python(_nest(given))
     except ValidationError as error:
         raise config_error(error, EngineConfig, lambda path: _source(path, given)) from error
 

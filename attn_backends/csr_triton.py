@@ -7,11 +7,12 @@ import triton
 import triton.language as tl
 
 from attn_backends.derive import PagedCsr
+from attn_backends.triton_launch import start_kernel
 
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_indices"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["stride", "num_reqs", "num_indices"])  # type: ignore[untyped-decorator]
 def csr_kernel(  # type: ignore[no-untyped-def]
     page_table, stride, seq_lens, first_pages, indptr, indices, last_page_len, num_reqs, num_indices,
     PAGE_SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -47,7 +48,8 @@ def csr_of(
     num_reqs, device = len(seq_lens), seq_lens.device
     packed = torch.empty(2 * num_reqs + 1 + num_indices, dtype=torch.int32, device=device)
     indptr, last_page_len, indices = packed.split([num_reqs + 1, num_reqs, num_indices])
-    csr_kernel[(num_reqs,)](
+    start_kernel(
+        csr_kernel, (num_reqs,),
         page_table, page_table.stride(0), seq_lens, first_pages, indptr, indices, last_page_len, num_reqs, num_indices,
         page_size, triton.next_power_of_2(num_reqs), _BLOCK,
     )  # fmt: skip

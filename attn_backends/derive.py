@@ -171,3 +171,9 @@ def write_pages(
     behind = first - starts[:-1]  # column less place, the same for all pages of a run
     run = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), starts.diff(), output_size=len(pages))
     page_table[rows[run], torch.arange(len(pages), device=rows.device) + behind[run]] = pages
+
+
+def move_rows(page_table: torch.Tensor, rows: torch.Tensor, sources: torch.Tensor, width: int) -> None:
+    """Put the first `width` columns of rows `sources` into `rows`. All of them are read before any is written."""
+    leading = page_table[:, :width]
+    leading[rows] = leading[sources]

@@ -1,16 +1,29 @@
-"""A GPU's side of a step table: brought up to date by one copy a step; one launch derives the rest."""
+"""A GPU's side of a step table: one copy a step brings what is new, and one launch derives the rest.
+
+Rows that changed places are moved on the device first, so that they cost two numbers each and not their pages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from attn_backends.derive import PagedCsr, StepBuffers, StepShape, advance_step, fill_csr, fill_step, write_pages
-from attn_backends.page_rows import PageRows, PageRuns
+from attn_backends.derive import (
+    PagedCsr,
+    StepBuffers,
+    StepShape,
+    advance_step,
+    fill_csr,
+    fill_step,
+    move_rows,
+    write_pages,
+)
+from attn_backends.page_rows import PageRows, PageRuns, RowMoves
 from attn_backends.page_table import IntArray
 from attn_backends.staging import Event, StagingRing
 from attn_backends.step_device import HostStep
@@ -22,7 +35,7 @@ class PackedShape(NamedTuple):
     """Where things lie in the one copy of a step, in i32, one behind the other:
 
     seq_lens [R], query_lens [R], token_ids [num_token_ids]; of each of E runs (see `PageRuns`) rows [E], first [E] and
-    starts [E + 1]; pages [num_pages].
+    starts [E + 1]; pages [num_pages]; of M moves (see `RowMoves`) rows [M] and sources [M].
     """
 
     num_rows: int  # of the table: those of the step, and those that have new pages
@@ -30,6 +43,7 @@ class PackedShape(NamedTuple):
     num_token_ids: int  # T, or 0: they are on the device already
     num_runs: int  # E
     num_pages: int
+    num_moves: int  # M
 
     @property
     def runs(self) -> int:
@@ -40,8 +54,12 @@ class PackedShape(NamedTuple):
         return self.runs + 3 * self.num_runs + 1
 
     @property
-    def size(self) -> int:
+    def moves(self) -> int:
         return self.pages + self.num_pages
+
+    @property
+    def size(self) -> int:
+        return self.moves + 2 * self.num_moves
 
 
 class AheadShape(NamedTuple):
@@ -76,7 +94,7 @@ class TorchDerive:
         self._ones = torch.ones_like(buffers.seq_lens)
 
     def __call__(self, packed: PackedShape, shape: StepShape, num_indices: int) -> None:
-        self._write_pages(self.packed[packed.runs : packed.size], packed.num_runs)
+        self._write_pages(self.packed[packed.runs : packed.moves], packed.num_runs)
         if packed.num_reqs:
             lens, ids = self.packed[: 2 * packed.num_reqs].chunk(2), self.packed[2 * packed.num_reqs : packed.runs]
             self.buffers.tokens(packed.num_token_ids).token_ids.copy_(ids)
@@ -117,22 +135,22 @@ class DeviceCopy:
         page_table = torch.zeros(rows.page_table.shape, dtype=torch.int32, device=device)
         self.buffers = StepBuffers(rows.limits, rows.cache, page_table, with_indices=True)
         self.max_pages = min(max_pages_a_copy, page_table.numel())
-        size = 1 + 5 * rows.limits.max_num_requests + rows.limits.max_num_tokens + self.max_pages
+        size = 1 + 7 * rows.limits.max_num_requests + rows.limits.max_num_tokens + self.max_pages
         self.ring = StagingRing(size, device, make_event=make_event)
         # An advance brings about a page a row; its copies are of one size, and small.
         self.max_pages_ahead = min(self.max_pages, rows.limits.max_num_requests)
         ahead = AheadShape(0, rows.limits.max_num_requests, 0, 0).size(self.max_pages_ahead)
         self.ring_ahead = StagingRing(ahead, device, depth=16, group=4, make_event=make_event)
         self.derive = make_derive(self.buffers, self.ring.on_device, self.ring_ahead)
-        self.packed = PackedShape(0, 0, 0, 0, 0)
+        self.packed = PackedShape(0, 0, 0, 0, 0, 0)
         self.csr = lru_cache(maxsize=rows.limits.max_num_requests)(self._csr)
 
     def step(self, rows: PageRows, step: HostStep) -> PagedCsr:
-        runs = rows.take_unsent(self.max_pages)
+        moves, runs = rows.take_moves(), rows.take_unsent(self.max_pages)
         while rows.has_unsent:
-            self._send(rows.num_rows, runs, None)
-            runs = rows.take_unsent(self.max_pages)
-        self.packed = self._send(rows.num_rows, runs, step)
+            self._send(rows.num_rows, moves, runs, None)
+            moves, runs = None, rows.take_unsent(self.max_pages)
+        self.packed = self._send(rows.num_rows, moves, runs, step)
         if step.context_lens_on_device is not None:
             lens, actual = self.ring.on_device, step.shape.num_actual_reqs
             queries = lens[step.shape.num_reqs :][:actual]
@@ -151,12 +169,10 @@ class DeviceCopy:
         return self.csr(shape.num_reqs)
 
     def _send_ahead(self, ahead: AheadShape, shape: StepShape, runs: PageRuns | None) -> None:
-        buffer, num_pages, at = self.ring_ahead.next_buffer(), 0, len(ahead)
+        buffer, num_pages = self.ring_ahead.next_buffer(), 0
         if runs is not None:
             ahead, num_pages = ahead._replace(num_runs=len(runs.rows)), len(runs.pages)
-            for values in runs:
-                buffer[at : at + len(values)] = values
-                at += len(values)
+            _put(runs, buffer[len(ahead) :])
         buffer[: len(ahead)] = ahead
         self.derive.advance(ahead, shape, num_pages)
 
@@ -173,27 +189,43 @@ class DeviceCopy:
         rows = self.buffers.rows(num_reqs)
         return PagedCsr(rows.paged_kv_indptr, self.buffers.paged_kv_indices, rows.paged_kv_last_page_len)
 
-    def _send(self, num_rows: int, runs: PageRuns | None, step: HostStep | None) -> PackedShape:
-        """Pack and copy. Without a step pages alone, which are put in place at once: the next copy overwrites them."""
+    def _send(self, num_rows: int, moves: RowMoves | None, runs: PageRuns | None, step: HostStep | None) -> PackedShape:
+        """Pack and copy, and move rows. Without a step pages alone, which are put in place at once: the next copy
+        overwrites them."""
         buffer = self.ring.next_buffer()
-        num_reqs = num_token_ids = num_runs = num_pages = 0
-        if step is not None:
-            num_reqs = step.shape.num_reqs
-            buffer[:num_reqs] = step.seq_lens
-            buffer[num_reqs : 2 * num_reqs] = step.query_lens
-            if step.token_ids is not None:
-                num_token_ids = step.shape.num_tokens
-                ids = buffer[2 * num_reqs : 2 * num_reqs + num_token_ids]
-                ids[: len(step.token_ids)] = step.token_ids
-                ids[len(step.token_ids) :] = 0
-        if runs is not None:
-            num_runs, num_pages = len(runs.rows), len(runs.pages)
-            at = 2 * num_reqs + num_token_ids
-            for values in runs:
-                buffer[at : at + len(values)] = values
-                at += len(values)
-        packed = PackedShape(max(num_rows, num_reqs), num_reqs, num_token_ids, num_runs, num_pages)
+        num_reqs, num_token_ids = _put_step(step, buffer) if step else (0, 0)
+        num_runs, num_pages = (len(runs.rows), len(runs.pages)) if runs else (0, 0)
+        num_moves = len(moves.rows) if moves else 0
+        packed = PackedShape(max(num_rows, num_reqs), num_reqs, num_token_ids, num_runs, num_pages, num_moves)
+        if runs:
+            _put(runs, buffer[packed.runs :])
+        if moves:
+            _put((moves.rows, moves.sources), buffer[packed.moves :])
         self.ring.send(packed.size)
+        if moves:
+            to, sources = self.ring.on_device[packed.moves : packed.size].chunk(2)
+            move_rows(self.buffers.page_table, to, sources, moves.width)
         if step is None:
             self.derive(packed, StepShape(0, 0, 0, 0), 0)
         return packed
+
+
+def _put_step(step: HostStep, buffer: IntArray) -> tuple[int, int]:
+    """Lengths and token ids. Returns how many rows and ids these are, padding included."""
+    num_reqs, num_token_ids = step.shape.num_reqs, 0
+    buffer[:num_reqs] = step.seq_lens
+    buffer[num_reqs : 2 * num_reqs] = step.query_lens
+    if step.token_ids is not None:
+        num_token_ids = step.shape.num_tokens
+        ids = buffer[2 * num_reqs : 2 * num_reqs + num_token_ids]
+        ids[: len(step.token_ids)] = step.token_ids
+        ids[len(step.token_ids) :] = 0
+    return num_reqs, num_token_ids
+
+
+def _put(arrays: Iterable[NDArray[Any]], buffer: IntArray) -> None:
+    """One behind the other."""
+    at = 0
+    for values in arrays:
+        buffer[at : at + len(values)] = values
+        at += len(values)

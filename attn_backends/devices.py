@@ -2,22 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 import torch
 
-HAS_TRITON = find_spec("triton") is not None  # of kernels of ours that stand beside torch operations
+Progress = Callable[[int, int, str], None]  # of work that takes long: how much is done, of how much, and its last part
+# Kernels of ours stand beside torch operations. On ROCm/HIP they have not been tried, and torch's operations stay.
+HAS_TRITON = find_spec("triton") is not None and torch.version.hip is None
+_pretended: int | None = None  # multiprocessors, where kernels are interpreted or emulated
 
 
-def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; on a CPU, where kernels are emulated, those of an H200."""
+@contextmanager
+def pretend_multiprocessors(count: int) -> Iterator[None]:
+    """Within it a CPU, where kernels are interpreted or emulated, stands for a GPU of so many multiprocessors."""
+    global _pretended
+    before, _pretended = _pretended, count
+    try:
+        yield
+    finally:
+        _pretended = before
+
+
+def num_multiprocessors(device: torch.device, pretended: int = 132) -> int:
+    """Multiprocessors of a GPU; on a CPU `pretended`, by default an H200's, unless `pretend_multiprocessors` says."""
     if device.type != "cuda":
-        return 132
+        return pretended if _pretended is None else _pretended
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def is_hip() -> bool:
+    """Whether this torch is built for AMD's GPUs (ROCm/HIP), which it calls cuda too."""
+    return torch.version.hip is not None
+
+
+def gpu_name(device: torch.device | str) -> str | None:
+    """Name of a GPU that is here, such as "NVIDIA H200"; None elsewhere."""
+    if torch.device(device).type != "cuda":
+        return None
+    try:
+        return torch.cuda.get_device_name(device)
+    except (AssertionError, RuntimeError):  # a torch without CUDA, no GPU, or not so many
+        return None
+
+
+def has_gpu(device: torch.device | str) -> bool:
+    """Whether `device` is a GPU that is here, NVIDIA's or AMD's."""
+    return _capability(device) is not None
+
+
 def compute_capability(device: torch.device | str) -> tuple[int, int] | None:
-    """Of a GPU that is here; None elsewhere."""
+    """Compute capability of an NVIDIA GPU that is here; None elsewhere.
+
+    HIP reports numbers of its own by the same call: an MI300 reports 9.4, and is no Hopper GPU.
+    """
+    return None if is_hip() else _capability(device)
+
+
+def _capability(device: torch.device | str) -> tuple[int, int] | None:
     if torch.device(device).type != "cuda":
         return None
     try:
@@ -28,7 +71,7 @@ def compute_capability(device: torch.device | str) -> tuple[int, int] | None:
 
 def is_hopper(device: torch.device) -> bool:
     """Whether kernels for Hopper GPUs run; a CPU, where kernels are emulated, is taken for one."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+    return device.type != "cuda" or (not is_hip() and torch.cuda.get_device_capability(device)[0] == 9)
 
 
 def refuse_while_capturing(device: torch.device, backend_name: str) -> None:

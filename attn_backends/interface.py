@@ -20,7 +20,7 @@ import torch
 from attn_backends.batch import CommonAttentionMetadata, SequenceGroup
 from attn_backends.batch_order import SwappableRows
 from attn_backends.derive import StepBuffers
-from attn_backends.devices import compute_capability
+from attn_backends.devices import Progress, compute_capability, gpu_name, has_gpu
 from attn_backends.kv_cache import KVCache
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Layout, Limits, PlanGroup
@@ -227,6 +227,17 @@ class AttentionState(ABC, Generic[MetadataT]):
     @abstractmethod
     def begin_forward(self, metadata: MetadataT) -> AttentionStep[MetadataT]:
         """Plan one group's step. Called once a step and group, before its layers run; the only place that plans."""
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every kernel that steps within the limits can launch, so that none is compiled once requests come.
+        Call it while an engine loads; calling it again takes little time. By default there is nothing to compile.
+
+        Args:
+            progress: told after each kernel how many are done, of how many, and its name.
+
+        Raises:
+            RuntimeError: a kernel cannot be compiled for this GPU.
+        """
 
     # CUDA graphs. `with graph_capture(n)` holds the persistent buffers; `graph_clone(size)` is the state of one size
     # that is captured. Its `begin_forward`, at capture and at replay, fills them, plans, and returns a step over them.
@@ -464,13 +475,27 @@ def mismatches(can: Capabilities, spec: AttentionSpec, cache: KVCacheSpec, devic
         for code, wanted, honoured, got in features
         if wanted and not honoured
     ]
+    return found + gpu_mismatches(can, device)
+
+
+def gpu_mismatches(can: Capabilities, device: torch.device) -> list[Rejection]:
+    """What a GPU lacks that these capabilities need.
+
+    A compute capability is NVIDIA's: a backend that needs one is refused on AMD's GPUs, which torch calls cuda too.
+    """
+    if device.type != "cuda" or "cuda" not in can.devices:
+        return []
+    if not has_gpu(device):
+        return [Rejection("device", str(device), "devices that are here", "Set device to cpu, or mend CUDA.")]
     needed, capability = can.min_compute_capability, compute_capability(device)
-    if device.type == "cuda" and "cuda" in can.devices and capability is None:
-        found.append(Rejection("device", str(device), "devices that are here", "Set device to cpu, or mend CUDA."))
+    if needed and capability is None:
+        got = f"{gpu_name(device)} (ROCm/HIP {torch.version.hip})"
+        return [Rejection("device", got, "NVIDIA's GPUs (CUDA)", "On ROCm/HIP it has not been tried: use TORCH, or "
+                          "TORCH_MLA for MLA.")]  # fmt: skip
     if needed and capability and capability < needed:
         got, since = (".".join(map(str, pair)) for pair in (capability, needed))
-        found.append(Rejection("compute_capability", got, f"{since} and newer", "Use a newer GPU or another backend."))
-    return found
+        return [Rejection("compute_capability", got, f"{since} and newer", "Use a newer GPU or another backend.")]
+    return []
 
 
 def _word(value: object) -> str:

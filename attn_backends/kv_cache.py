@@ -197,13 +197,18 @@ def dequantise(stored: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.
 def copy_pages(caches: Sequence[KVCache], pairs: Sequence[tuple[int, int]]) -> None:
     """Copy whole pages (source, destination) within each layer's cache, as when a shared page is about to change.
 
-    A source is read before any page is written.
+    All sources are read before any page is written: (1, 2) and (2, 3) put what page 2 held before into page 3.
+
+    Raises:
+        ValueError: a page that a cache does not have, or one that is written twice; nothing is copied then.
     """
     tensors = [tensor for cache in caches for tensor in cache if tensor.numel()]
     if not pairs or not tensors:
         return
+    num_pages = min(len(tensor) for tensor in tensors)
+    _check_pairs(pairs, num_pages, num_pages)
     sources, destinations = zip(*pairs, strict=True)
-    in_any_order = set(sources).isdisjoint(destinations) and len({*destinations}) == len(pairs)
+    in_any_order = set(sources).isdisjoint(destinations)
     if in_any_order and all(map(_has_kernel, tensors)):
         from attn_backends.page_copy_triton import can_copy, copy_pages as copy_in_one_launch
 
@@ -219,14 +224,34 @@ def swap_pages(sources: Sequence[KVCache], destinations: Sequence[KVCache], pair
     """Copy pages (source, destination) from one pool to another, such as device to host and back.
 
     Returns once the destination holds the pages.
+
+    Raises:
+        ValueError: as for `copy_pages`.
     """
-    if not pairs:
+    if not pairs or not sources:
         return
+    num_pages = (min(len(cache.key) for cache in caches) for caches in (sources, destinations))
+    _check_pairs(pairs, *num_pages)
     source, destination = torch.tensor(pairs).unbind(1)
     for from_cache, to_cache in zip(sources, destinations, strict=True):
         for from_tensor, to_tensor in zip(from_cache, to_cache, strict=True):
             moved = _bits(from_tensor)[source.to(from_tensor.device)].to(to_tensor.device)
             _bits(to_tensor)[destination.to(to_tensor.device)] = moved
+
+
+def _check_pairs(pairs: Sequence[tuple[int, int]], num_sources: int, num_destinations: int) -> None:
+    """Torch would read page -1 as the last one, a kernel beyond the cache, and of two writes any may be the last."""
+    written: dict[int, int] = {}
+    for source, destination in pairs:
+        for page, count in ((source, num_sources), (destination, num_destinations)):
+            if not 0 <= page < count:
+                raise ValueError(f"copy of page {source} to {destination}: page {page} is not one of 0 to {count - 1}")
+        if destination in written:
+            raise ValueError(
+                f"pages {written[destination]} and {source} are both copied to page {destination}: name each "
+                "destination once"
+            )
+        written[destination] = source
 
 
 def gather_pages(cached: torch.Tensor, pages: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -30,7 +30,9 @@ def _store(  # type: ignore[no-untyped-def]
     tl.store(to, value.to(cached.dtype.element_ty), mask=live)
 
 
-@triton.jit(do_not_specialize=["k_scale", "v_scale"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["k_scale", "v_scale"], do_not_specialize_on_alignment=["slot_mapping"]
+)
 def write_kv_kernel(  # type: ignore[no-untyped-def]
     key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale,
     key_token, key_head, value_token, value_head,

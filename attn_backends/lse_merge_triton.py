@@ -6,10 +6,18 @@ import torch
 import triton
 import triton.language as tl
 
+from attn_backends.triton_launch import start_kernel
+
 _ROWS = 16  # pairs of token and head of a program
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+# How LSEs lie follows from the number of tokens, for libraries that have them head by head.
+_NOT_CONSTANT = ["num_rows", "lse_token", "lse_head", "more_lse_token", "more_lse_head"]
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=_NOT_CONSTANT, do_not_specialize_on_alignment=["lse", "more_lse"]
+)
 def merge_kernel(  # type: ignore[no-untyped-def]
     output, lse, more, more_lse, num_rows, out_token, out_head, lse_token, lse_head, more_token, more_head,
     more_lse_token, more_lse_head,
@@ -42,7 +50,8 @@ def merge_kernel(  # type: ignore[no-untyped-def]
 def merge(output: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
     num_tokens, num_heads, dim = output.shape
     grid = (-(-num_tokens * num_heads // _ROWS),)
-    merge_kernel[grid](
+    start_kernel(
+        merge_kernel, grid,
         output, lse, more, more_lse, num_tokens * num_heads, *output.stride()[:2], *lse.stride(), *more.stride()[:2],
         *more_lse.stride(), num_heads, dim, triton.next_power_of_2(dim), _ROWS,
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""How long backends were measured to take: among those, AUTO tries the fastest first.
+"""How long backends were measured to take: on the GPU that was measured, AUTO tries the fastest of them first.
 
 `measured.json` is written by benchmarks/rank_backends.py from results of the benchmarks: one layer's decode on a GPU. A
-layer and load that is not in it takes the nearest that is.
+layer and load that is not in it takes the nearest that is. It says nothing of other GPUs: they go by priority.
 """
 
 from __future__ import annotations
@@ -46,8 +46,16 @@ class Measured:
         return f"{times}: a layer's decode of {shape}, on {self.where}"
 
 
-def nearest(groups: Sequence[PlanGroup[Any]], load: Load) -> Measured | None:
-    """What was measured nearest to the largest group's layers, by the ratios of sizes; None: nothing of its kind."""
+def nearest(groups: Sequence[PlanGroup[Any]], load: Load, gpu: str | None) -> Measured | None:
+    """What was measured nearest to the largest group's layers, by the ratios of sizes.
+
+    None for layers of a kind that was not measured, and for a GPU that is not the measured one.
+
+    Args:
+        gpu: the GPU's name, as torch says it; None where there is none.
+    """
+    if gpu != _table().gpu:
+        return None
     spec = max(groups, key=lambda group: len(group.layers)).spec
     is_mla = type(spec).__name__ == "MLASpec"  # its class loads torch
     asked = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, *load)
@@ -55,7 +63,17 @@ def nearest(groups: Sequence[PlanGroup[Any]], load: Load) -> Measured | None:
     def distance(row: Measured) -> float:
         return sum(abs(math.log2(size / wanted)) for size, wanted in zip((*row.heads, *row.load), asked, strict=True))
 
-    return min((row for row in _table() if row.is_mla == is_mla), key=distance, default=None)
+    return min((row for row in _table().rows if row.is_mla == is_mla), key=distance, default=None)
+
+
+def unmeasured(gpu: str | None) -> str | None:
+    """Why AUTO goes by priority on a GPU, in words; None on the measured one, and where there is no GPU.
+
+    >>> unmeasured("NVIDIA A100-SXM4-80GB")
+    'no times of NVIDIA A100-SXM4-80GB are shipped, those of NVIDIA H200 alone'
+    """
+    measured = _table().gpu
+    return None if gpu in (None, measured) else f"no times of {gpu} are shipped, those of {measured} alone"
 
 
 def fastest_first(entries: Iterable[BackendEntry], measured: Measured | None) -> list[BackendEntry]:
@@ -70,10 +88,14 @@ def fastest_first(entries: Iterable[BackendEntry], measured: Measured | None) ->
     return ordered
 
 
+class _Table(NamedTuple):
+    gpu: str  # as torch names it
+    rows: tuple[Measured, ...]
+
+
 @cache
-def _table() -> tuple[Measured, ...]:
-    found = json.loads(resources.files(__package__).joinpath("measured.json").read_text())
-    return tuple(
-        Measured(row["is_mla"], tuple(row["heads"]), Load(*row["load"]), row["us"], found["where"])
-        for row in found["rows"]
-    )
+def _table() -> _Table:
+    found = json.loads(resources.files(__package__).joinpath("measured.json").read_text(encoding="utf-8"))
+    where = f"{found['gpu']} ({found['dates']})"
+    rows = (Measured(row["is_mla"], tuple(row["heads"]), Load(*row["load"]), row["us"], where) for row in found["rows"])
+    return _Table(found["gpu"], tuple(rows))

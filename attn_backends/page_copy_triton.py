@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from attn_backends.triton_launch import start_kernel
+
 _BLOCK = 1024  # words of four bytes
 
 
@@ -41,4 +43,4 @@ def copy_pages(tensors: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]
     strides = torch.tensor([tensor.stride(0) * tensor.itemsize // 4 for tensor in tensors])
     sizes = torch.tensor([tensor[0].nbytes // 4 for tensor in tensors], dtype=torch.int32)
     told = (each.to(device) for each in (addresses, strides, sizes, torch.tensor(pairs)))
-    copy_pages_kernel[len(tensors), len(pairs)](*told, _BLOCK)
+    start_kernel(copy_pages_kernel, (len(tensors), len(pairs)), *told, _BLOCK)

@@ -25,6 +25,17 @@ class PageRuns(NamedTuple):
     pages: IntArray  # [starts[-1]] i32
 
 
+class RowMoves(NamedTuple):
+    """Rows of the device's table that change places: what row `sources[i]` held at the last step belongs to `rows[i]`.
+
+    All sources are read before any row is written. It goes ahead of the runs of the same step.
+    """
+
+    rows: RowArray  # [M] i64, each once
+    sources: RowArray  # [M] i64, each once
+    width: int  # leading columns that count
+
+
 class PageRows:
     """Rows 0 to `num_rows - 1` are the running requests. Every edit costs what it edits, not what is there.
 
@@ -35,7 +46,9 @@ class PageRows:
         num_pages: [max_num_requests] i32, pages of a row, lookahead included.
         num_sent: [max_num_requests] i32, how many of them the last step's tensors on the device have.
         request_ids: whose the rows are.
+        row_on_device: [max_num_requests] i64, which row of the device's table holds a row's sent pages.
         has_unsent: whether `num_sent` may be behind `num_pages` in some row.
+        has_moved: whether `row_on_device` may be another row than a row itself.
         num_moves: how often rows changed places so far.
         capacity: most pages of a row, `ceil(max_model_len / page_size)`.
     """
@@ -47,13 +60,12 @@ class PageRows:
         self.page_table = np.zeros((limits.max_num_requests, self.capacity), np.int32)
         self.num_pages = np.zeros(limits.max_num_requests, np.int32)
         self.num_sent = np.zeros(limits.max_num_requests, np.int32)
+        self.row_on_device = np.arange(limits.max_num_requests)
         self.request_ids: list[str] = []
         self._row_of: dict[str, int] = {}
         self._sets = PageSets(limits.max_num_requests, cache.num_pages)
-        self.has_unsent = False
+        self.has_unsent = self.has_moved = False
         self.num_moves = 0
-        self._appended: tuple[RowArray, IntArray, IntArray] | None = None  # rows, columns, pages: all that is unsent
-        self._counted = np.arange(limits.max_num_requests + 1, dtype=np.int32)
 
     @property
     def num_rows(self) -> int:
@@ -109,7 +121,6 @@ class PageRows:
                 self._check_pages(self.request_ids[row], row, page)
         self.page_table[at, columns] = added
         self.num_pages[at] = columns + 1
-        self._appended = None if self.has_unsent else (at, columns, added)
         self.has_unsent = True
 
     def leave(self, request_id: str) -> int:
@@ -133,14 +144,14 @@ class PageRows:
         pair, swapped = [first, second], [second, first]
         width = int(self.num_pages[pair].max())
         self.page_table[pair, :width] = self.page_table[swapped, :width]
-        self.num_pages[pair] = self.num_pages[swapped]
-        self.num_sent[pair] = 0
+        for of_rows in (self.num_pages, self.num_sent, self.row_on_device):
+            of_rows[pair] = of_rows[swapped]
         self._sets.swap(first, second)
+        self.has_moved = True
         self.num_moves += 1
         for row, request_id in zip(swapped, [self.request_ids[row] for row in pair], strict=True):
             self.request_ids[row] = request_id
             self._row_of[request_id] = row
-        self._has_changed()
 
     def arrange(
         self, request_ids: Sequence[str], query_lens: IntArray | Sequence[int], decode_threshold: int = 1
@@ -168,44 +179,54 @@ class PageRows:
             self.swap_rows(first, second)
         return np.argsort([self._row_of[request_id] for request_id in request_ids])
 
+    def take_moves(self) -> RowMoves | None:
+        """What the device has to move before it takes new pages, and count it as moved; None if it is nothing."""
+        if not self.has_moved:
+            return None
+        sources, in_place = self.row_on_device[: self.num_rows].copy(), self._put_in_place()
+        rows = np.flatnonzero((sources != in_place[: self.num_rows]) & (self.num_sent[: self.num_rows] > 0))
+        return RowMoves(rows, sources[rows], int(self.num_sent[rows].max())) if len(rows) else None
+
     def take_unsent(self, most: int) -> PageRuns | None:
         """Pages that the device lacks, at most so many, and count them as sent; None if it lacks none."""
         if not self.has_unsent:
             return None
-        if self._appended is not None and len(self._appended[0]) <= most:
-            rows, first, pages = self._appended
-            starts = self._counted[: len(rows) + 1]
-            self.num_sent[rows] = first + 1
-            self.has_unsent = False
+        counts = self.num_pages[: self.num_rows] - self.num_sent[: self.num_rows]
+        rows = counts.nonzero()[0]
+        first, counts = self.num_sent[rows], counts[rows]
+        starts = np.zeros(len(rows) + 1, np.int32)
+        counts.cumsum(out=starts[1:])
+        self.has_unsent = bool(starts[-1] > most)
+        if self.has_unsent:
+            rows = rows[starts[:-1] < most]
+            first, starts = first[: len(rows)], starts[: len(rows) + 1].clip(max=most)
+        if starts[-1] == len(rows):  # one page each, as decoding brings them
+            pages = self.page_table[rows, first]
         else:
-            counts = self.num_pages[: self.num_rows] - self.num_sent[: self.num_rows]
-            before = np.cumsum(counts, dtype=np.int64) - counts
-            taken = np.clip(most - before, 0, counts).astype(np.int32)
-            self.has_unsent = bool((taken < counts).any())
-            rows = np.flatnonzero(taken)
-            first, taken = self.num_sent[rows], taken[rows]
-            starts = np.concatenate([[0], np.cumsum(taken)], dtype=np.int32)
-            which, columns = token_positions(first, taken)
+            which, columns = token_positions(first, starts[1:] - starts[:-1])
             pages = self.page_table[rows[which], columns]
-            self.num_sent[rows] = first + taken
-        self._appended = None
+        self.num_sent[rows] += starts[1:] - starts[:-1]
         return PageRuns(rows, first, starts, pages)
 
     def mark_sent(self) -> None:
-        """Count all pages as sent: the device sees them where they are."""
+        """Count all pages as sent and all rows as moved: the device sees them where they are."""
         if self.has_unsent:
             self.num_sent[: self.num_rows] = self.num_pages[: self.num_rows]
-            self._has_changed(False)
+            self.has_unsent = False
+        if self.has_moved:
+            self._put_in_place()
 
-    def _has_changed(self, has_unsent: bool = True) -> None:
-        self.has_unsent, self._appended = has_unsent, None
+    def _put_in_place(self) -> RowArray:
+        self.has_moved = False
+        self.row_on_device[:] = np.arange(len(self.row_on_device))
+        return self.row_on_device
 
     def _add(self, row: int, pages: IntArray) -> None:
         count = int(self.num_pages[row])
         self.page_table[row, count : count + len(pages)] = pages
         self.num_pages[row] = count + len(pages)
         self._sets.add_all(row, pages)
-        self._has_changed()
+        self.has_unsent = True
 
     def _check_rows(self, rows: RowArray) -> None:
         for row in rows[(rows < 0) | (rows >= self.num_rows)].tolist():

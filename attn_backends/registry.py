@@ -23,7 +23,7 @@ from attn_backends.entries import (
     import_target,
     register_backend,
 )
-from attn_backends.measured import Load, Measured, fastest_first, nearest
+from attn_backends.measured import Load, Measured, fastest_first, nearest, unmeasured
 from attn_backends.verdicts import Explanation, LayerRejection, Selection, Verdict
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ __all__ = [
     "Selection",
     "UnknownBackendError",
     "Verdict",
+    "auto_order",
     "backends",
     "explain",
     "get_backend",
@@ -65,9 +66,9 @@ def select_backend(
 ) -> Selection:  # fmt: skip
     """The backend to run these layers with. A named one is used or refused; only AUTO chooses.
 
-    AUTO takes the first by priority that serves every layer, and logs why it passed over each earlier one. On a GPU
-    backends that were measured trade places by their times for such layers and load. Its candidates are the MLA family
-    where all layers are MLA, and all others where none is.
+    AUTO takes the first by priority that serves every layer, and logs why it passed over each earlier one. On the GPU
+    that backends were measured on, those trade places by their times for such layers and load. Its candidates are the
+    MLA family where all layers are MLA, and all others where none is.
 
     Args:
         cache: what the pool is, or what it may be, best first: `Selection.cache` is the first that the backend serves.
@@ -89,7 +90,7 @@ def select_backend(
         verdicts.append(verdict)
         if verdict.cache is not None:
             asked = [verdict for verdict in verdicts if verdict.is_candidate]
-            reason = _reason(name, asked, measured)
+            reason = _reason(name, asked, measured, _gpu_name(device))
             return Selection(entry.name, get_backend(entry.name), verdict.cache, tuple(asked), reason)
         if verdict.import_error and not is_auto:
             get_backend(name)  # raises: only with AUTO a missing package is a verdict
@@ -120,7 +121,8 @@ def explain(
     if not usable:
         return Explanation(asked, tuple(verdicts.values()), None, str(_refusal(asked, tried)))
     passed = [verdict for verdict in tried[: tried.index(usable[0]) + 1] if verdict.is_candidate]
-    return Explanation(asked, tuple(verdicts.values()), usable[0].name, _reason(asked, passed, measured))
+    reason = _reason(asked, passed, measured, _gpu_name(device))
+    return Explanation(asked, tuple(verdicts.values()), usable[0].name, reason)
 
 
 def validate_options(name: str, options: Mapping[str, Any]) -> BaseModel | None:
@@ -149,10 +151,24 @@ def validate_options(name: str, options: Mapping[str, Any]) -> BaseModel | None:
         raise config_error(error, model, lambda path: f"options of {entry.name}", ("backend_options",)) from error
 
 
+def auto_order(device: torch.device | str) -> str:
+    """What AUTO orders backends by on a device, in words."""
+    gpu = _gpu_name(device)
+    why = unmeasured(gpu)
+    if gpu is None or why:
+        return f"by priority ({why})" if why else "by priority"
+    return f"by times measured on {gpu} for the nearest layers and load, else by priority"
+
+
+def _gpu_name(device: torch.device | str) -> str | None:
+    from attn_backends.devices import gpu_name  # it loads torch
+
+    return gpu_name(device)
+
+
 def _measured(name: str, groups: Groups, device: torch.device | str, load: Load | None) -> Measured | None:
     """What AUTO orders backends of a GPU by."""
-    on_gpu = str(device).partition(":")[0] == "cuda"
-    return nearest(groups, load or Load()) if name.upper() == AUTO and on_gpu else None
+    return nearest(groups, load or Load(), _gpu_name(device)) if name.upper() == AUTO else None
 
 
 def _auto_entries(measured: Measured | None) -> list[BackendEntry]:
@@ -247,10 +263,14 @@ def _refusal(name: str, verdicts: Iterable[Verdict]) -> Exception:
     return Unsupported(AUTO, found)
 
 
-def _reason(name: str, verdicts: list[Verdict], measured: Measured | None) -> str:
+def _reason(name: str, verdicts: list[Verdict], measured: Measured | None, gpu: str | None = None) -> str:
     """Why the last verdict's backend is used."""
     if name.upper() != AUTO:
         return f"{verdicts[-1].name} was asked for by name and serves every layer"
     passed = "; ".join(f"{verdict.name} was passed over: {verdict.reasons[0]}" for verdict in verdicts[:-1])
-    by = "by priority" if measured is None or verdicts[-1].name not in measured.us else f"as measured ({measured})"
+    by, why = "by priority", unmeasured(gpu)
+    if measured is not None and verdicts[-1].name in measured.us:
+        by = f"as measured ({measured})"
+    elif why:
+        by = f"by priority ({why})"
     return f"AUTO: the first {by} that serves every layer{'; ' if passed else ''}{passed}"

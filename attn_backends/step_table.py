@@ -29,7 +29,7 @@ class StepBatch:
     """One step, for builders and the model. Its tensors on the device are the table's: valid until its next step."""
 
     common: CommonAttentionMetadata
-    token_ids: torch.Tensor  # [T] i64 on the device; 0 for padding. Without ids given, what was there before
+    token_ids: torch.Tensor  # [T] i64 on the device; 0 for padding of `step`. What is not given was there before
     positions: torch.Tensor  # [T] i64 on the device; 0 for padding
     num_advanced: int = 0  # how often `advance` has been called since `StepTable.step`
 

@@ -36,7 +36,7 @@ def support(entry: BackendEntry) -> Support:
         known = plain(get_class(entry).capabilities()) if entry.module else None
         return Support(entry.name, package, version, False, None, error.reason, error.fix, known)
     device = next((device for device in devices_here() if device in can.devices), None)
-    reason = _too_old(can) if device else _elsewhere(can)
+    reason = _lacks(can, device) if device else _elsewhere(can)
     return Support(entry.name, package, version, reason is None, device, reason, None, plain(can))
 
 
@@ -97,14 +97,13 @@ def _elsewhere(can: Capabilities) -> str:
     return f"needs a device of type {' or '.join(sorted(can.devices))}; here: {', '.join(devices_here())}"
 
 
-def _too_old(can: Capabilities) -> str | None:
+def _lacks(can: Capabilities, device: str) -> str | None:
     """Why this machine's GPU cannot run it, or None."""
     import torch
 
-    needed = can.min_compute_capability
-    if needed is None or "cpu" in can.devices or torch.cuda.get_device_capability() >= needed:
-        return None
-    return f"needs compute capability {_plain(needed)}; this GPU has {_plain(torch.cuda.get_device_capability())}"
+    from attn_backends.interface import gpu_mismatches
+
+    return next((str(found) for found in gpu_mismatches(can, torch.device(device))), None)
 
 
 def _version(package: str | None) -> str | None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from enum import IntEnum
 from functools import cache, reduce
 from operator import attrgetter, or_
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from attn_backends.devices import is_hopper
+from attn_backends import devices
+from attn_backends.devices import is_hip, is_hopper
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 ALIGNED = 16  # of which kernels are told that addresses, in bytes, and other numbers are multiples
@@ -22,15 +24,45 @@ _GLUON_TRIED = {(3, 6), (3, 7)}  # Triton's versions that compile our kernels fo
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
+class Machine(NamedTuple):
+    """What decides which kernels a device is given, and how they are compiled."""
+
+    num_multiprocessors: int
+    shared_memory: int  # bytes that one program can have
+    has_tensor_engine: bool
+    has_hopper_kernels: bool
+    can_start_early: bool
+
+
+class Listing(Protocol):
+    """Takes note of launches in their place (see `triton_variants`)."""
+
+    @property
+    def machine(self) -> Machine: ...
+    def add(self, kernel: Any, given: tuple[Any, ...], options: dict[str, Any]) -> None: ...
+
+
+LISTING: ContextVar[Listing | None] = ContextVar("listing", default=None)  # where launches go instead of to a device
+
+
+def machine_of(device: torch.device) -> Machine:
+    return Machine(
+        num_multiprocessors(device), shared_memory(device), has_tensor_engine(device), has_hopper_kernels(device),
+        can_start_early(device),
+    )  # fmt: skip
+
+
 def num_multiprocessors(device: torch.device) -> int:
     """Of a GPU; on a CPU a few, so that little work is split there too."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    if (listing := LISTING.get()) is not None:
+        return listing.machine.num_multiprocessors
+    return devices.num_multiprocessors(device, pretended=2)
 
 
 def shared_memory(device: torch.device) -> int:
     """Bytes that one program can have; where kernels are interpreted, a Hopper GPU's."""
+    if (listing := LISTING.get()) is not None:
+        return listing.machine.shared_memory
     if device.type != "cuda":
         return 227 << 10
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -39,17 +71,26 @@ def shared_memory(device: torch.device) -> int:
 
 def has_tensor_engine(device: torch.device) -> bool:
     """Whether a GPU has a tensor memory accelerator, as Hopper and newer do. Interpreted kernels have."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _TENSOR_ENGINE_SINCE
+    if (listing := LISTING.get()) is not None:
+        return listing.machine.has_tensor_engine
+    return device.type != "cuda" or (not is_hip() and torch.cuda.get_device_capability(device) >= _TENSOR_ENGINE_SINCE)
 
 
 def has_hopper_kernels(device: torch.device) -> bool:
     """Whether kernels that are written for Hopper, in Gluon, run on a device. None is interpreted."""
+    if (listing := LISTING.get()) is not None:
+        return listing.machine.has_hopper_kernels
     return device.type == "cuda" and is_hopper(device) and _TRITON in _GLUON_TRIED
 
 
-@cache
 def can_start_early(device: torch.device) -> bool:
     """Whether a kernel can start before the one in front of it has ended: by programmatic dependent launch."""
+    listing = LISTING.get()
+    return _can_start_early(device) if listing is None else listing.machine.can_start_early
+
+
+@cache
+def _can_start_early(device: torch.device) -> bool:
     return device.type == "cuda" and has_tensor_engine(device) and hasattr(cuda, "gdc_wait")
 
 
@@ -112,6 +153,14 @@ _MOST_COMPILED = 1024
 _dtype_of = attrgetter("dtype")
 
 
+def start_kernel(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any) -> Any:
+    """Launch a kernel by Triton itself, which looks for the compiled one and returns it; None where there is none."""
+    if (listing := LISTING.get()) is not None:
+        listing.add(kernel, given, options)
+        return None
+    return kernel[grid](*given, **options)
+
+
 def launch(
     kernel: Any, grid: int | tuple[int, ...], tensors: Sequence[torch.Tensor], varying: tuple[float, ...],
     fixed: tuple[Any, ...], warps: int, *, descriptors: tuple[Any, ...] = (), early: bool = False,
@@ -131,8 +180,8 @@ def launch(
     grid = grid if isinstance(grid, tuple) else (grid,)
     # Not every version of Triton knows the word.
     options = {"num_warps": warps, "launch_pdl": True} if early else {"num_warps": warps}
-    if INTERPRETED:
-        kernel[grid](*descriptors, *tensors, *varying, *fixed, **options)
+    if INTERPRETED or LISTING.get() is not None:
+        start_kernel(kernel, grid, *descriptors, *tensors, *varying, *fixed, **options)
         return
     addresses = [*map(torch.Tensor.data_ptr, tensors)]
     aligned: Any = not reduce(or_, addresses) % ALIGNED or tuple(address % ALIGNED == 0 for address in addresses)

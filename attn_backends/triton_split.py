@@ -16,13 +16,14 @@ import triton
 import triton.language as tl
 
 from attn_backends.spec import AttentionSpec
-from attn_backends.triton_launch import ALIGNED, INTERPRETED, operator, power_of_two
+from attn_backends.triton_launch import ALIGNED, INTERPRETED, operator, power_of_two, start_kernel
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr(1 << 30)  # beyond any position
 MOST_ITEMS = tl.constexpr(1 << 15)  # of a row
 HOPPER_PAGE = 16  # slots, of which the pages of kernels for Hopper are multiples, as those of a load are
+COUNTERS = tl.constexpr(1024)  # that a scheduling program clears at a time
 _ITEMS = 64  # of a scheduling program
 
 
@@ -71,21 +72,24 @@ def padded(size: int) -> int:
     return max(16, power_of_two(size))
 
 
-@operator(("items",))
-def list_items(seq_lens: torch.Tensor, query_start_loc: torch.Tensor, items: torch.Tensor, how: list[int]) -> None:
+@operator(("items", "counters"))
+def list_items(
+    seq_lens: torch.Tensor, query_start_loc: torch.Tensor, items: torch.Tensor, counters: torch.Tensor, how: list[int]
+) -> None:
     """For lengths [num_rows] and query starts [num_rows + 1], i32. One launch."""
-    _launch_schedule(seq_lens, query_start_loc, items, how)
+    _launch_schedule(seq_lens, query_start_loc, items, counters, how)
 
 
 def _launch_schedule(
-    seq_lens: torch.Tensor, query_start_loc: torch.Tensor, items: torch.Tensor, how: list[int]
+    seq_lens: torch.Tensor, query_start_loc: torch.Tensor, items: torch.Tensor, counters: torch.Tensor, how: list[int]
 ) -> tuple[Any, tuple[int, ...]]:
     """Returns the compiled kernel on its grid, and its arguments behind the first two tensors."""
     num_rows, target, behind, chunk, keys, min_blocks = how
     grid = (-(-len(items) // _ITEMS), 1, 1)
-    numbers = (num_rows, target, len(items), behind, chunk, keys, min_blocks, triton.next_power_of_2(num_rows), _ITEMS)
-    compiled = schedule_kernel[grid](seq_lens, query_start_loc, items, *numbers, num_warps=4)
-    return None if INTERPRETED else compiled[grid], (items.data_ptr(), *numbers)
+    numbers = (num_rows, target, len(items), behind, chunk, len(counters), keys, min_blocks,
+               triton.next_power_of_2(num_rows), _ITEMS)  # fmt: skip
+    compiled = start_kernel(schedule_kernel, grid, seq_lens, query_start_loc, items, counters, *numbers, num_warps=4)
+    return None if compiled is None else compiled[grid], (items.data_ptr(), counters.data_ptr(), *numbers)
 
 
 class ItemList:
@@ -95,10 +99,13 @@ class ItemList:
         items: [max_items, 8] i32, which every batch is listed into.
         how: number of rows, target, keys behind a query that it sees, size of its chunk, keys of a block, and blocks of
             an item at least (see `schedule_kernel`).
+        counters: [num_counters] i32, which every listing sets to 0: what a launch that was cut short left there must
+            not be found by the next step. None: there are none.
     """
 
-    def __init__(self, items: torch.Tensor, how: list[int]) -> None:
+    def __init__(self, items: torch.Tensor, how: list[int], counters: torch.Tensor | None = None) -> None:
         self.items = items
+        self.counters = items.new_empty(0) if counters is None else counters
         self._how = how
         self._kernel: Any = None
         self._arguments: tuple[int, ...] = ()
@@ -109,14 +116,18 @@ class ItemList:
         if self._kernel is not None and not (at[0] | at[1]) % ALIGNED:
             self._kernel(*at, *self._arguments)
         elif INTERPRETED or (at[0] | at[1]) % ALIGNED:
-            list_items(seq_lens, query_start_loc, self.items, self._how)
+            list_items(seq_lens, query_start_loc, self.items, self.counters, self._how)
         else:
-            self._kernel, self._arguments = _launch_schedule(seq_lens, query_start_loc, self.items, self._how)
+            given = (seq_lens, query_start_loc, self.items, self.counters, self._how)
+            self._kernel, self._arguments = _launch_schedule(*given)
 
 
-@triton.jit(do_not_specialize=["num_rows", "target", "max_items", "behind", "chunk"])  # type: ignore[untyped-decorator]
+_VARY = ["num_rows", "target", "max_items", "behind", "chunk", "num_counters"]
+
+
+@triton.jit(do_not_specialize=_VARY)  # type: ignore[untyped-decorator]
 def schedule_kernel(  # type: ignore[no-untyped-def]
-    seq_lens, query_start_loc, items, num_rows, target, max_items, behind, chunk,
+    seq_lens, query_start_loc, items, counters, num_rows, target, max_items, behind, chunk, num_counters,
     KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, MAX_ROWS: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """`items` [max_items, 8] i32, all that a program has to know: row (-1: none), first key, end of keys, place of the
@@ -124,7 +135,12 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
 
     About `target` items in all, or one a row. A row with less than half as many blocks again as an item has is not
     split: at most 4 / 3 of `target` items are parts of rows.
+
+    `counters` [num_counters] i32 become 0.
     """
+    for first in range(tl.program_id(0) * COUNTERS, num_counters, tl.num_programs(0) * COUNTERS):
+        counter = first + tl.arange(0, COUNTERS)
+        tl.store(counters + counter, counter * 0, mask=counter < num_counters)
     rows = tl.arange(0, MAX_ROWS)
     exists = rows < num_rows
     lens = tl.load(seq_lens + rows, mask=exists, other=0)

@@ -45,13 +45,12 @@ def results() -> tuple[dict[str, Any], dict[str, Any]]:
     return plain, mla
 
 
-def rows() -> tuple[list[dict[str, Any]], str]:
-    """Rows of the table, and where they were measured."""
+def table() -> dict[str, Any]:
+    """The GPU that was measured, the dates, and the rows of the table."""
     plain, mla = results()
     gpus, dates = ({result[name] for result in (plain, mla)} for name in ("gpu", "date"))
     if len(gpus) > 1:
         raise SystemExit(f"the results are of different GPUs: {', '.join(sorted(gpus))}; run both benchmarks on one")
-    where = f"{gpus.pop()} ({' and '.join(sorted(dates))})"
     made = []
     for shape in attention.SHAPES["decode"]:
         us = times(plain, shape.name, "us", PLAIN)
@@ -61,18 +60,18 @@ def rows() -> tuple[list[dict[str, Any]], str]:
         made.append(
             {"is_mla": True, "heads": latent.heads, "load": [len(latent.seq_lens), latent.seq_lens[0]], "us": us}
         )
-    return [row for row in made if row["us"]], where
+    return {"gpu": gpus.pop(), "dates": " and ".join(sorted(dates)), "rows": [row for row in made if row["us"]]}
 
 
 def choices() -> list[dict[str, Any]]:
     """What AUTO takes by the shipped table, where all of these can be imported, and its time over the fastest ones'."""
     plain, mla = results()
-    made = []
+    made, gpu = [], table()["gpu"]
     for shape in [*attention.SHAPES["decode"], *mla_attention.SHAPES["decode"], *mla_attention.SHAPES["verify"]]:
         is_mla = isinstance(shape, MLAShape)
         us = times(mla, shape.name, "layer us", LATENT) if is_mla else times(plain, shape.name, "us", PLAIN)
         spec = MLASpec(shape.heads[0]) if is_mla else AttentionSpec(*shape.heads)
-        found = nearest(plan_groups({0: spec}), Load(len(shape.seq_lens), shape.seq_lens[0]))
+        found = nearest(plan_groups({0: spec}), Load(len(shape.seq_lens), shape.seq_lens[0]), gpu)
         entries = fastest_first((backends[name] for name in us), found)
         for page_size in (None, 16, 64):
             serving = [entry.name for entry in entries if serves_pages_of(page_size, entry, spec)]
@@ -92,11 +91,12 @@ def serves_pages_of(page_size: int | None, entry: BackendEntry, spec: AttentionS
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    made, where = rows()
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in made)
+    made = table()
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in made["rows"])
+    gpu, dates = (json.dumps(made[key]) for key in ("gpu", "dates"))
     with open(TABLE, "w") as file:
-        file.write(f'{{\n "where": {json.dumps(where)},\n "rows": [\n{lines}\n ]\n}}\n')
-    print(f"{len(made)} shapes, measured on {where}, written to {TABLE}")
+        file.write(f'{{\n "gpu": {gpu},\n "dates": {dates},\n "rows": [\n{lines}\n ]\n}}\n')
+    print(f"{len(made['rows'])} shapes, measured on {made['gpu']}, written to {TABLE}")
     print_table("what AUTO takes", choices())
 
 

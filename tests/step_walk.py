@@ -26,6 +26,11 @@ SIDES: dict[str, Callable[[PageRows], DeviceSide]] = {
 }
 
 
+def copied_at_once(rows: PageRows) -> DeviceSide:
+    """All of a step's pages in its one copy."""
+    return DeviceCopy(rows, torch.device("cpu"))
+
+
 def table_of_three(side: str) -> StepTable:
     """Requests a, b and c with 3, 2 and 5 pages; b's first page is a's too; c has lookahead."""
     table = StepTable(LIMITS, CACHE, make_side=SIDES[side])

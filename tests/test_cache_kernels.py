@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
 
@@ -9,6 +11,8 @@ from attn_backends import kv_cache
 from attn_backends.kv_cache import KVCache, copy_pages
 from attn_backends.lse_merge import merge
 from tests.interpreted import in_own_process, only_interpreted, run_interpreted
+from tests.mutate import mutate
+from tests.page_pairs import pairs_at_random
 
 DTYPES = [torch.float32, torch.float16, torch.float8_e4m3fn]
 
@@ -54,7 +58,36 @@ def test_pages(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, hnd: bool) -
 
 
 @only_interpreted
-@pytest.mark.parametrize("pairs", [[(0, 1), (1, 2)], [(0, 1), (2, 1)], [(3, 3)]], ids=["chain", "twice", "itself"])
+@pytest.mark.parametrize("seed", range(4))
+def test_pages_at_random(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Pairs of any kind: those whose order does not count go in one launch, and all give what was there before."""
+    page_copy = pytest.importorskip("attn_backends.page_copy_triton")
+    random, launches, copied = Random(seed), [], page_copy.copy_pages
+    monkeypatch.setattr(kv_cache, "_has_kernel", lambda cached: True)
+    monkeypatch.setattr(page_copy, "copy_pages", lambda *given: (launches.append(1), copied(*given)))
+    for _ in range(12):
+        layers = pool(DTYPES[random.randrange(3)], random.random() < 0.5)
+        before = [tensor.clone() for layer in layers for tensor in layer]
+        pairs = pairs_at_random(random, random.choice([2, 6]))
+        copy_pages(layers, pairs)
+        for tensor, was in zip([tensor for layer in layers for tensor in layer], before, strict=True):
+            for source, destination in pairs:
+                assert torch.equal(tensor[destination].view(torch.uint8), was[source].view(torch.uint8)), pairs
+            others = sorted({*range(6)} - {destination for _, destination in pairs})
+            assert all(torch.equal(tensor[i].view(torch.uint8), was[i].view(torch.uint8)) for i in others)
+    assert 0 < len(launches) < 12
+
+
+@only_interpreted
+def test_one_launch_for_pages_whose_order_counts_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch, kv_cache, "copy_pages", "set(sources).isdisjoint(destinations)", "True")
+    monkeypatch.setattr(f"{__name__}.copy_pages", kv_cache.copy_pages)
+    with pytest.raises(AssertionError):
+        test_pages_at_random(monkeypatch, 0)
+
+
+@only_interpreted
+@pytest.mark.parametrize("pairs", [[(0, 1), (1, 2)], [(0, 1), (1, 0)], [(3, 3)]], ids=["chain", "circle", "itself"])
 def test_pages_whose_order_counts_take_the_plain_road(
     monkeypatch: pytest.MonkeyPatch, pairs: list[tuple[int, int]]
 ) -> None:
@@ -129,8 +162,10 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
     check_merged(tuple(tensor.cpu() for tensor in moved), expected, total)
     layers = pool(dtype, True)
     on_gpu = [KVCache(*(tensor.cuda() for tensor in layer)) for layer in layers]
-    for caches in (layers, on_gpu):
-        copy_pages(caches, [(0, 3), (5, 1)])
-    for got, want in zip(on_gpu, layers, strict=True):
-        assert got.key.cpu().equal(want.key)
-        assert got.value.cpu().equal(want.value)
+    random = Random(0)
+    for pairs in ([(0, 3), (5, 1)], *(pairs_at_random(random, 6) for _ in range(30))):
+        for caches in (layers, on_gpu):
+            copy_pages(caches, pairs)
+        for got, want in zip(on_gpu, layers, strict=True):
+            assert got.key.cpu().equal(want.key), pairs
+            assert got.value.cpu().equal(want.value), pairs

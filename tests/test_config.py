@@ -120,7 +120,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
     ids=str,
 )  # fmt: skip
 def test_sampling_values_out_of_range(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValidationError):
+    with pytest.raises(ConfigError, match=rf"(?s)not valid:.*{next(iter(wrong))}"):
         SamplingParams(**wrong)  # type: ignore[arg-type]
 
 

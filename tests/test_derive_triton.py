@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 
@@ -9,7 +12,9 @@ from attn_backends.batch import CommonAttentionMetadata
 from attn_backends.device_copy import DeviceCopy
 from attn_backends.spec import KVCacheSpec, Limits
 from attn_backends.step_table import StepBatch, StepTable
+from tests.edit_walk import EditWalk
 from tests.interpreted import INTERPRETED, in_own_process, only_interpreted, run_interpreted
+from tests.mutate import mutated_module
 from tests.step_walk import CACHE, LIMITS, StepWalk, assert_both_sides_equal, assert_step, compiled
 
 triton = pytest.importorskip("triton", reason="needs triton")
@@ -20,14 +25,16 @@ def test_interpreted() -> None:
     run_interpreted(__file__)
 
 
-def interpreted(limits: Limits, cache: KVCacheSpec, max_pages_a_copy: int = 5) -> StepTable:
-    from attn_backends.derive_triton import TritonDerive
+def interpreted(
+    limits: Limits, cache: KVCacheSpec, max_pages_a_copy: int = 5, module: ModuleType | None = None
+) -> StepTable:
+    """A table whose device's side is the kernel of a module, by default the real one."""
+    from attn_backends import derive_triton
 
+    derive = (module or derive_triton).TritonDerive
     return StepTable(
         limits, cache,
-        make_side=lambda rows: DeviceCopy(
-            rows, torch.device("cpu"), TritonDerive, max_pages_a_copy=max_pages_a_copy
-        ),
+        make_side=lambda rows: DeviceCopy(rows, torch.device("cpu"), derive, max_pages_a_copy=max_pages_a_copy),
     )  # fmt: skip
 
 
@@ -36,6 +43,38 @@ def test_random_steps() -> None:
     walk = StepWalk([interpreted(LIMITS, CACHE)], seed=3)
     walk.run(60)
     assert {"advance", "chunk", "decode", "verify"} <= set(walk.seen)
+
+
+@only_interpreted
+@pytest.mark.parametrize("max_pages_a_copy", [5, 1000])
+def test_any_order_of_edits_and_steps(max_pages_a_copy: int) -> None:
+    walk = EditWalk([interpreted(LIMITS, CACHE, max_pages_a_copy)], seed=max_pages_a_copy)
+    walk.run(80)
+    assert {"advance", "append", "leave", "swap_rows"} <= set(walk.seen)
+
+
+MUTATIONS = {  # what stands in the kernel, and what takes its place: nothing that leaves a tensor's memory
+    "the first new page is read from the table": ("mask=live & (column >= first)", "mask=live & (column > first)"),
+    "old pages are read from the copy": ("tl.where(column < first, old, new).to(tl.int64)", "new.to(tl.int64)"),
+    "a run goes to the row before": ("other=-1) == row)", "other=-1) == row + 1)"),
+    "padded rows move on": ("tl.where(lens > 0, num_advanced, 0)", "num_advanced"),
+    "indices behind the last row stay": ("if row == num_reqs - 1:", "if row == num_reqs:"),
+}  # fmt: skip
+
+
+def check_kernel_of(module: ModuleType) -> None:
+    EditWalk([interpreted(LIMITS, CACHE, module=module)], seed=5).run(80)
+    check_lengths_that_only_the_device_knows(interpreted(LIMITS, CACHE, module=module))
+
+
+@only_interpreted
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_kernel_with_a_fault_is_noticed(name: str, tmp_path: Path) -> None:
+    from attn_backends import derive_triton
+
+    module = mutated_module(derive_triton, tmp_path, *MUTATIONS[name])
+    with pytest.raises(AssertionError):
+        check_kernel_of(module)
 
 
 LONG = Limits(3, 2600, 2600), KVCacheSpec(2700, 1)
@@ -65,15 +104,18 @@ def test_rows_longer_than_a_block_on_a_gpu() -> None:
     check_rows_longer_than_a_block(StepTable(*LONG, "cuda"))
 
 
-@only_interpreted
-def test_lengths_that_only_the_device_knows() -> None:
-    table = interpreted(LIMITS, CACHE)
+def check_lengths_that_only_the_device_knows(table: StepTable) -> None:
     table.enter("a", [3, 40, 5])
     table.enter("b", [9, 2])
     exact = torch.tensor([4, 1], dtype=torch.int32)
     step = table.step([10, 3], [1, 2], num_padded_reqs=1, context_lens_on_device=exact)
     assert_follows_from(step, compiled(table, [4, 1], [1, 2], 1))
     assert_follows_from(table.advance(step), compiled(table, [5, 3], [1, 1], 1))
+
+
+@only_interpreted
+def test_lengths_that_only_the_device_knows() -> None:
+    check_lengths_that_only_the_device_knows(interpreted(LIMITS, CACHE))
 
 
 def assert_follows_from(step: StepBatch, exact: CommonAttentionMetadata) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from attn_backends.kv_cache import (
 )
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec, Layout
+from tests.page_pairs import pairs_at_random
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, *FP8_DTYPES)
 LAYOUTS: tuple[Layout, ...] = ("NHD", "HND")
@@ -122,6 +124,50 @@ def test_copy_pages_within_each_layer(layout: Layout, dtype: torch.dtype) -> Non
         for tensor, was in zip(cache, old, strict=True):
             expected = was[[0, 2, 2, 0, 4]] if dtype not in FP8_DTYPES else was.view(torch.uint8)[[0, 2, 2, 0, 4]]
             assert torch.equal(as_bytes(tensor), as_bytes(expected))
+
+
+@each_cache
+@pytest.mark.parametrize("seed", range(3))
+def test_sources_are_read_before_any_page_is_written(layout: Layout, dtype: torch.dtype, seed: int) -> None:
+    """Within a pool and between two, whatever the pairs."""
+    random, layers, others = Random(seed), *([*make_pool(layout, dtype, 2).layers.values()] for _ in range(2))
+    for _ in range(10):
+        for cache in [*layers, *others]:
+            randomise(cache)
+        before = [as_bytes(tensor).clone() for cache in layers for tensor in cache]
+        there = [as_bytes(tensor).clone() for cache in others for tensor in cache]
+        pairs = pairs_at_random(random, PAGES)
+        swap_pages(layers, others, pairs)
+        copy_pages(layers, pairs)
+        for caches, olds in ((layers, before), (others, there)):
+            tensors = [as_bytes(tensor) for cache in caches for tensor in cache]
+            for tensor, was, old in zip(tensors, before, olds, strict=True):
+                expected = old.clone()
+                for source, destination in pairs:
+                    expected[destination] = was[source]
+                assert torch.equal(tensor, expected), pairs
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ([(0, 3), (2, 3)], "pages 0 and 2 are both copied to page 3: name each destination once"),
+        ([(0, 3), (0, 3)], "pages 0 and 0 are both copied to page 3"),
+        ([(0, 1), (-1, 3)], "copy of page -1 to 3: page -1 is not one of 0 to 4"),
+        ([(0, 1), (1, -2)], "copy of page 1 to -2: page -2 is not one of 0 to 4"),
+        ([(5, 1)], "copy of page 5 to 1: page 5 is not one of 0 to 4"),
+        ([(1, 5)], "copy of page 1 to 5: page 5 is not one of 0 to 4"),
+    ],
+)
+def test_pairs_that_are_refused(pairs: list[tuple[int, int]], message: str) -> None:
+    caches = [make_pool("NHD", torch.float32).layers[0], latent_caches(torch.float32, 1)[0]]
+    for cache in caches:
+        randomise(cache)
+        before = cache.key.clone()
+        for refused in (lambda: copy_pages([cache], pairs), lambda: swap_pages([cache], [cache], pairs)):  # noqa: B023
+            with pytest.raises(ValueError, match=message):
+                refused()
+        assert torch.equal(cache.key, before)
 
 
 @each_cache

@@ -32,9 +32,12 @@ FLOORS = [  # a module imports from its own floor and those above it in this lis
         "page_copy_triton",
         "triton_launch",
         "triton_split",
+        "triton_variants",
+        "triton_examples",
         "triton_fp8",
         "triton_hopper",
         "staging",
+        "streams",
         "step_device",
         "device_copy",
         "devices",
@@ -46,12 +49,12 @@ FLOORS = [  # a module imports from its own floor and those above it in this lis
         "config",
         "config_errors",
     },
-    {"batch", "step_table", "batch_order", "batch_views", "virtual_batches", "kv_cache", "native"},
+    {"batch", "step_table", "batch_order", "batch_views", "virtual_batches", "kv_cache", "native", "warm_up"},
     {"interface", "cuda_graphs"},
     {"call_checks", "capturing_state"},
     {"backends", "registry", "entries", "verdicts", "support", "measured"},
     {"engine", "adapters", "testing"},
-    {"cli", "cli_tables", "cli_generate"},
+    {"cli", "cli_tables", "cli_generate", "cli_errors"},
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
+from attn_backends.device_copy import DeviceCopy
+from attn_backends.spec import KVCacheSpec, Limits
 from attn_backends.step_table import StepTable
+from tests.edit_walk import EditWalk
 from tests.step_walk import (
     CACHE,
     LIMITS,
@@ -15,6 +20,7 @@ from tests.step_walk import (
     assert_both_sides_equal,
     assert_step,
     compiled,
+    copied_at_once,
     table_of_three,
 )
 
@@ -154,6 +160,37 @@ def test_pages_of_one_request_are_free_for_another_once_it_left(table: StepTable
     assert table.pages_of("b").tolist() == [3, 10, 47]
 
 
+MOVES: dict[str, Callable[[StepTable], object]] = {
+    "leave": lambda table: table.leave("r1"),
+    "leave of two": lambda table: (table.leave("r0"), table.leave("r2")),
+    "leave, and another enters": lambda table: (table.leave("r1"), table.enter("new", [9])),
+    "swap": lambda table: table.swap_rows(0, 3),
+    "rotation": lambda table: (table.swap_rows(0, 3), table.swap_rows(3, 1), table.swap_rows(1, 2)),
+    "arrange": lambda table: table.arrange(["r3", "r1"], [1, 5]),
+    "swap and back": lambda table: (table.swap_rows(0, 3), table.swap_rows(3, 0)),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_rows_that_move_cost_rows_and_not_contexts(move: str) -> None:
+    """One copy, two i32 for a row that moved, and none of the pages that are on the device already."""
+    table = StepTable(Limits(4, 64, 8192), KVCacheSpec(4096, 2), make_side=copied_at_once)
+    for row in range(4):
+        table.enter(f"r{row}", range(1000 * row, 1000 * row + 1000))
+    table.step([1990] * 4, [1] * 4)
+    MOVES[move](table)
+    assert isinstance(table.side, DeviceCopy)
+    sent: list[int] = []
+    send = table.side.ring.send
+    table.side.ring.send = lambda count: (sent.append(count), send(count))[1]  # type: ignore[method-assign]
+    step = table.step([10] * (table.num_rows - 1), [1] * (table.num_rows - 1))
+    assert_step(step, compiled(table, [10] * 3, [1] * (table.num_rows - 1)))
+    assert_both_sides_equal(table)
+    most = {"swap and back": 0, "leave, and another enters": 6}.get(move, 8)
+    assert len(sent) == 1
+    assert sent[0] <= 2 * (table.num_rows - 1) + 1 + most
+
+
 # On a GPU.
 
 
@@ -167,8 +204,14 @@ def test_random_steps_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
+def test_any_order_of_edits_and_steps_on_a_gpu() -> None:
+    EditWalk([StepTable(LIMITS, CACHE), StepTable(LIMITS, CACHE, "cuda")], seed=1).run(500)
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_no_step_waits_for_the_gpu() -> None:
-    """Decodes with new pages, chunks, admissions, exact lengths on the device, and the advance."""
+    """Decodes with new pages, chunks, admissions, rows that move, exact lengths on the device, and the advance."""
     table = StepTable(LIMITS, CACHE, "cuda")
     table.enter("a", [1, 2, 3])
     exact = torch.tensor([5], dtype=torch.int32, device="cuda")
@@ -179,6 +222,9 @@ def test_no_step_waits_for_the_gpu() -> None:
         table.append([0], [9])
         table.enter("b", [4, 5])
         table.advance(table.step([11, 6], [1, 1], [1, 2], num_padded_reqs=2))
+        table.swap_rows(0, 1)
+        table.step([6, 12], [1, 1])
+        table.leave("b")
         table.advance(table.step([6], [1], context_lens_on_device=exact), sampled)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -113,12 +113,15 @@ class TokenTable:
         context_lens_cpu: IntArray,
         csr: PagedCsr | None,
     ) -> CommonAttentionMetadata:
-        """The pool has written all keys before: none is new, but a graph's tokens keep their slots, which are -1."""
+        """The pool has written all keys before: none is new, but a graph's tokens keep their slots, which are -1.
+
+        Lengths and slots are copied: an engine writes its next step's into the same tensors.
+        """
         num_rows, num_tokens, device = len(rows.query_lens), len(rows.slots), self.req_to_token.device
         starts = np.zeros(num_rows + 1, np.int32)
         np.cumsum(rows.query_lens, out=starts[1:])
         starts_cpu = torch.from_numpy(starts)
-        slots = rows.slots.long() if rows.for_graph else rows.slots.new_zeros(0, dtype=torch.int64)
+        slots = rows.slots[: num_tokens if rows.for_graph else 0].to(torch.int64, copy=True)
         return CommonAttentionMetadata(
             page_size=1,
             num_reqs=num_rows,
@@ -129,8 +132,8 @@ class TokenTable:
             max_seq_len=int(seq_lens_cpu.max()),
             query_start_loc=starts_cpu.to(device, non_blocking=True),
             query_start_loc_cpu=starts_cpu,
-            seq_lens=seq_lens,
-            seq_lens_cpu=torch.from_numpy(seq_lens_cpu),
+            seq_lens=seq_lens.clone(),
+            seq_lens_cpu=torch.from_numpy(seq_lens_cpu.copy()),
             context_lens_cpu=torch.from_numpy(context_lens_cpu),
             page_table=page_table,
             slot_mapping=slots,

@@ -31,6 +31,7 @@ from attn_backends.batch_order import (
 from attn_backends.batch_views import prefix_to_share
 from attn_backends.call_checks import check_call, check_new_kv
 from attn_backends.capturing_state import CapturingState
+from attn_backends.devices import Progress
 from attn_backends.interface import (
     AttentionBackend,
     AttentionImpl,
@@ -44,6 +45,7 @@ from attn_backends.kv_cache import KVCache, dequantise, gather_pages, gather_slo
 from attn_backends.native.paged_decode import PagedDecode, PagedRows
 from attn_backends.page_table import PAD_SLOT
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, Limits, PlanGroup
+from attn_backends.warm_up import compile_listed, list_cache_writes
 
 # A shared prefix is attended once for all rows if that saves reading this many bytes: see benchmarks/torch_cascade.py.
 CASCADE_MIN_BYTES = 4 << 20
@@ -492,6 +494,10 @@ class TorchState(CapturingState[TorchMetadata, "TorchGraphState"]):
 
     def begin_forward(self, metadata: TorchMetadata) -> TorchStep:
         return TorchStep(metadata, self.scratch)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        specs = [group.spec for group in self.groups]
+        compile_listed(self.device, lambda: list_cache_writes(specs, self.cache), progress)
 
     def make_clone(self, batch_size: int, query_len: int) -> TorchGraphState:
         return TorchGraphState(self, batch_size, query_len)

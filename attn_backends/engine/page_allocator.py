@@ -25,7 +25,9 @@ class PageAllocator:
       free list is empty, the least recently used first.
     - free: nobody refers to it and it holds nothing worth finding.
 
-    A digest names a page's tokens and all tokens before them, so equal digests mean equal keys and values.
+    A digest names a page's tokens, all tokens before them and the request's cache salt, so equal digests mean equal
+    keys and values: one pool has one model, one dtype and one pair of scales. Whatever else made the keys of equal
+    tokens differ between requests would have to be in the salt.
 
     Args:
         prefix_caching: off, `extend_digests` makes none, so nothing is ever published or found.
@@ -117,14 +119,19 @@ class PageAllocator:
                 else:
                     self._free.append(page)
 
-    def extend_digests(self, digests: list[bytes], token_ids: Sequence[int]) -> None:
-        """Append the digests of a sequence's full pages that `digests` does not have yet."""
+    def extend_digests(self, digests: list[bytes], token_ids: Sequence[int], cache_salt: str | None = None) -> None:
+        """Append the digests of a sequence's full pages that `digests` does not have yet.
+
+        Args:
+            cache_salt: what the chain of digests starts from, the same at every call for a sequence. Sequences share
+                pages under equal salts alone.
+        """
         first, last = len(digests), len(token_ids) // self.page_size
         if not self.prefix_caching or first >= last:
             return
         tokens = array("q", token_ids[first * self.page_size : last * self.page_size])
         page_bytes = self.page_size * tokens.itemsize
-        whole, parent = tokens.tobytes(), digests[-1] if digests else b""
+        whole, parent = tokens.tobytes(), digests[-1] if digests else _root(cache_salt)
         for start in range(0, len(whole), page_bytes):
             parent = blake2b(parent + whole[start : start + page_bytes], digest_size=16).digest()
             digests.append(parent)
@@ -147,3 +154,10 @@ class PageAllocator:
         page, _ = self._cached.popitem(last=False)
         del self._page_of[self._digest_of.pop(page)]
         return page
+
+
+def _root(cache_salt: str | None) -> bytes:
+    """The start of a chain. Personalised, so that no salt has the digest of a page, whatever it spells."""
+    if cache_salt is None:
+        return b""
+    return blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"cache_salt").digest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,12 +16,17 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Mutable; the scheduler writes it, others read it. Compared by identity."""
+    """Mutable; the scheduler writes it, others read it. Compared by identity.
+
+    Raises:
+        TypeError, ValueError: `cache_salt` is no string, or an empty one.
+    """
 
     request_id: str
     token_ids: list[int]  # the prompt's at first (copied); new ones are appended
     sampling: SamplingParams
     priority: int = 0  # the lowest number is served first
+    cache_salt: str | None = None  # it shares prefix pages with requests of an equal salt alone
     arrival: int = field(default=-1, init=False)  # given by the scheduler; breaks ties of priority
     num_prompt_tokens: int = field(init=False)
     is_greedy: bool = field(init=False)  # its tokens are the most likely ones: no randomness
@@ -36,6 +42,7 @@ class Request:
     _page_buffer: IntArray = field(default_factory=lambda: np.empty(8, np.int32), init=False, repr=False)
 
     def __post_init__(self) -> None:
+        check_salt(self.cache_salt)
         self.token_ids = list(self.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.is_greedy = self.sampling.temperature == 0 or self.sampling.top_k == 1
@@ -84,3 +91,31 @@ class Request:
         self.num_pages = 0
         self.num_computed_tokens = 0
         self.num_published_pages = 0
+
+
+def check_salt(cache_salt: str | None) -> None:
+    """Refuses a salt that would keep nobody apart, or that is no text: equal salts are equal strings."""
+    if cache_salt is not None and not isinstance(cache_salt, str):
+        raise TypeError(
+            f"cache_salt is {cache_salt!r} of type {type(cache_salt).__name__}; pass a string, or None to share "
+            "prefixes with all requests that have none"
+        )
+    if cache_salt == "":
+        raise ValueError("cache_salt is empty: requests with an unset name would share pages; pass a name, or None")
+
+
+def salts_for(cache_salt: str | Sequence[str | None] | None, num_prompts: int) -> list[str | None]:
+    """The salt of each prompt: one for all, or one a prompt.
+
+    Raises:
+        TypeError, ValueError: not one a prompt, or one of them is refused.
+    """
+    if isinstance(cache_salt, Sequence) and not isinstance(cache_salt, (str, bytes)):
+        salts = list(cache_salt)
+    else:
+        salts = [cache_salt] * num_prompts
+    if len(salts) != num_prompts:
+        raise ValueError(f"{len(salts)} cache salts for {num_prompts} prompts: pass one, or one a prompt")
+    for salt in salts:
+        check_salt(salt)
+    return salts

@@ -14,6 +14,7 @@ from attn_backends.cuda_graphs import CudaRecorder, GraphRecorder
 from attn_backends.engine.checkpoint import Report, silent
 from attn_backends.engine.graphs import FullGraphs, GraphKey, PiecewiseGraphs, default_sizes, graph_mode
 from attn_backends.engine.hf import LoadedModel
+from attn_backends.engine.kv_scales import KVScales
 from attn_backends.engine.layers import Layers
 from attn_backends.engine.request import Request
 from attn_backends.engine.scheduler import ScheduledBatch
@@ -30,6 +31,7 @@ class ModelRunner:
 
     Args:
         specs: the layers as the backend was selected for them (cache dtype included).
+        scales: of the layers' cached keys and values; 1 for a layer that is not in it.
         options: the backend's validated options, or None.
     """
 
@@ -42,8 +44,7 @@ class ModelRunner:
         limits: Limits,
         device: torch.device,
         *,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
+        scales: Mapping[int, KVScales] = {},
         options: object = None,
     ) -> None:
         # One row more than requests: padding that makes up a number of tokens is one row.
@@ -55,10 +56,9 @@ class ModelRunner:
         groups = plan_groups(specs)
         self.state = backend.get_state_cls()(groups, cache, self.limits, device, options=options)
         builder = backend.get_builder_cls()
+        of_layer = {layer: scales.get(layer, KVScales())._asdict() | model.layers[layer].weights for layer in specs}
         impls = {
-            layer: backend.get_impl_cls()(
-                spec, cache, device, **model.layers[layer].weights, k_scale=k_scale, v_scale=v_scale, options=options
-            )
+            layer: backend.get_impl_cls()(spec, cache, device, **of_layer[layer], options=options)
             for layer, spec in specs.items()
         }
         builders = [builder(group, cache, self.limits, device, options=options) for group in groups]

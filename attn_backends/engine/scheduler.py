@@ -258,7 +258,7 @@ class Scheduler:
     def _hits_if_fits(self, request: Request, budget: int) -> list[int] | None:
         """The pages of a waiting request that are cached; None if its pages and tokens do not fit into this step."""
         allocator, num_tokens = self.allocator, len(request.token_ids)
-        allocator.extend_digests(request.page_digests, request.token_ids)
+        allocator.extend_digests(request.page_digests, request.token_ids, request.cache_salt)
         # At least one token is computed, or there would be nothing to sample from.
         hits = allocator.match(request.page_digests[: (num_tokens - 1) // allocator.page_size])
         num_hit_tokens = len(hits) * allocator.page_size
@@ -347,7 +347,7 @@ class Scheduler:
         num_full = request.num_computed_tokens // self.allocator.page_size
         if num_full == request.num_published_pages or not self.allocator.prefix_caching:
             return
-        self.allocator.extend_digests(request.page_digests, request.token_ids)
+        self.allocator.extend_digests(request.page_digests, request.token_ids, request.cache_salt)
         for i in range(request.num_published_pages, num_full):
             self.allocator.publish(int(request.page_ids[i]), request.page_digests[i])
         request.num_published_pages = num_full

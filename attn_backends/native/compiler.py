@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from attn_backends.cache_folder import cache_folder
+from attn_backends.cache_folder import CacheFolderError, cache_folder
 
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 TIMEOUT_S = 120
@@ -42,7 +42,10 @@ def load(source: Path, defines: Mapping[str, int | str]) -> ctypes.CDLL:
     flags = [*FLAGS, *(f"-D{name}={value}" for name, value in defines.items())]
     parts = [source.read_text(), *compiler, *flags, _run([*compiler, "--version"]), _cpu(), torch.__file__]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    path = cache_folder() / "native" / f"{source.stem}-{name}.so"
+    try:
+        path = cache_folder() / "native" / f"{source.stem}-{name}.so"
+    except CacheFolderError as error:
+        raise CompileError(str(error)) from error
     if not _is_whole(path):
         _compile([*compiler, *flags], source, path)
     try:

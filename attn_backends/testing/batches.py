@@ -95,7 +95,7 @@ class Batch:
         return key.double() * self.k_scale, value.double() * self.v_scale
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The reference: out [num_tokens, num_qo_heads, head_dim_vo] and lse [num_tokens, num_qo_heads], f64, cpu."""
+        """The reference: out [num_tokens, num_qo_heads, head_dim_vo] and lse [num_tokens, num_qo_heads], f64."""
         parts = [
             reference_attention(
                 self._query(row), *self.attended(row), self.spec, context_len=row.data.context_len, sinks=self.sinks
@@ -131,10 +131,11 @@ class Batch:
 
     def store(self, pool: KVCache, row: Row, first: int, stop: int) -> None:
         """Put positions `first` to `stop` of a row where its page list says."""
-        positions = torch.arange(first, stop)
-        pages = torch.as_tensor(np.asarray(row.data.pages, np.int64))[positions // self.cache.page_size]
+        positions = np.arange(first, stop)
+        pages = np.asarray(row.data.pages, np.int64)[positions // self.cache.page_size]
+        place = torch.from_numpy(np.stack([pages, positions % self.cache.page_size])).to(pool.key.device).unbind()
         for cached, real in zip(pool, self._stored(row), strict=True):
-            as_bits(cached)[pages, positions % self.cache.page_size] = as_bits(real[first:stop].to(cached.device))
+            as_bits(cached)[place] = as_bits(real[first:stop].to(cached.device))
 
 
 def _cut(row: Row, first: int, stop: int) -> Row:

@@ -78,20 +78,29 @@ class CapturedStep:
         self.clone = clone
         self.num_rows = num_rows
         self.query_len = query_len
+        self.guards = layers[0].guards
+        place = self.guards.place
         self.inputs = [self._empty_inputs(batch) for batch in examples]
-        self.outputs = [self._empty_output(batch) for batch in examples]
-        self.caches = [pool for batch in examples if (pool := batch.fresh_pool()) is not None]
+        self.outputs = [place(self._empty_output(batch)) for batch in examples]
+        self.caches = [KVCache(*map(place, pool)) for batch in examples if (pool := batch.fresh_pool()) is not None]
         self._put_in(examples)
-        steps = [
-            clone.begin_forward(layer.builder.build_for_cudagraph_capture(make_common(batch, num_rows, query_len)))
-            for layer, batch in zip(layers, examples, strict=True)
-        ]
-        held = [clone, self.inputs, self.outputs, self.caches, [layer.impl for layer in layers]]
-        self.graph = recorder.capture(lambda: self._run(steps), held)
+        with self.guards.watching():
+            steps = [
+                clone.begin_forward(layer.builder.build_for_cudagraph_capture(self._common(batch)))
+                for layer, batch in zip(layers, examples, strict=True)
+            ]
+            held = [clone, self.inputs, self.outputs, self.caches, [layer.impl for layer in layers]]
+            self.graph = recorder.capture(lambda: self._run(steps), held)
+        self.guards.check("after the capture")
+
+    def _common(self, batch: Batch) -> CommonAttentionMetadata:
+        return self.make_common(batch, self.num_rows, self.query_len)
 
     def _empty_inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         num_tokens = self.num_rows * self.query_len
-        query, key, value = (t.new_zeros(num_tokens, *t.shape[1:]) for t in (batch.query, batch.key, batch.value))
+        query, key, value = (
+            self.guards.place(t.new_zeros(num_tokens, *t.shape[1:])) for t in (batch.query, batch.key, batch.value)
+        )
         return query, key, value
 
     def _empty_output(self, batch: Batch) -> torch.Tensor:
@@ -105,23 +114,31 @@ class CapturedStep:
             layer.impl.forward(*given, cache, step, output)
         return self.outputs[-1]
 
-    def _put_in(self, batches: Sequence[Batch]) -> None:
+    def _put_in(self, batches: Sequence[Batch], keep_pools: bool = False) -> None:
         for given, cache, batch in zip(self.inputs, self.caches, batches, strict=True):
             for static, new in zip(given, (batch.query, batch.key, batch.value), strict=True):
                 static.fill_(torch.nan)  # what stands in padded rows must not matter
                 static[: len(new)].copy_(new)
-            for cached, now in zip(cache, batch.pool or (), strict=True):
-                cached.copy_(now)
+            if not keep_pools:
+                for cached, now in zip(cache, batch.pool or (), strict=True):
+                    cached.copy_(now)
 
-    def fill(self, batches: Sequence[Batch]) -> None:
-        """Put a batch a layer, of equal rows, where the graph reads."""
-        self._put_in(batches)
-        for layer, batch in zip(self.layers, batches, strict=True):
-            self.clone.begin_forward(layer.builder.build(0, self.make_common(batch, self.num_rows, self.query_len)))
+    def fill(self, batches: Sequence[Batch], keep_pools: bool = False) -> None:
+        """Put a batch a layer, of equal rows, where the graph reads. `keep_pools`: what the last replay left in the
+        pools is what the batches have cached."""
+        self._put_in(batches, keep_pools)
+        with self.guards.watching():
+            for layer, batch in zip(self.layers, batches, strict=True):
+                self.clone.begin_forward(layer.builder.build(0, self._common(batch)))
 
     def replay(self) -> list[Result]:
-        """What the graph made of it, a result a layer; the outputs of padded rows behind the others."""
+        """What the graph made of it, a result a layer; the outputs of padded rows behind the others.
+
+        Raises:
+            GuardError: something was written beyond a tensor.
+        """
         self.graph.replay()
+        self.guards.check("after a replay")
         return [
             Result(output.clone(), None, KVCache(*(tensor.clone() for tensor in cache)))
             for output, cache in zip(self.outputs, self.caches, strict=True)

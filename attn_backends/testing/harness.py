@@ -13,6 +13,7 @@ from attn_backends.kv_cache import KVCache
 from attn_backends.spec import Limits, PlanGroup, plan_groups
 from attn_backends.testing.batches import Batch
 from attn_backends.testing.cases import load_cases
+from attn_backends.testing.guard import GuardBands
 
 Backend = type[AttentionBackend]
 
@@ -27,7 +28,10 @@ class Result:
 
 
 class Layer:
-    """One layer: its builder, its impl, and a state that it may share with layers of other plan groups."""
+    """One layer: its builder, its impl, and a state that it may share with layers of other plan groups.
+
+    What it is given and what it allocates lies in guard bands, which are compared after every call.
+    """
 
     def __init__(
         self,
@@ -37,17 +41,22 @@ class Layer:
         batch: Batch,
         limits: Limits,
         options: Any = None,
+        guards: GuardBands | None = None,
     ) -> None:
         self.state = state
-        self.builder = backend.get_builder_cls()(group, batch.cache, limits, batch.device, options=options)
-        self.impl = backend.get_impl_cls()(
-            batch.spec, batch.cache, batch.device, k_scale=batch.k_scale, v_scale=batch.v_scale, options=options,
-            **batch.weights,
-        )  # fmt: skip
+        self.guards = guards or GuardBands(unowned_page([batch]))
+        with self.guards.watching():
+            self.builder = backend.get_builder_cls()(group, batch.cache, limits, batch.device, options=options)
+            self.impl = backend.get_impl_cls()(
+                batch.spec, batch.cache, batch.device, k_scale=batch.k_scale, v_scale=batch.v_scale, options=options,
+                **batch.weights,
+            )  # fmt: skip
 
     def begin(self, batch: Batch, common_prefix_len: int = 0, num_padded_reqs: int = 0) -> AttentionStep[Any]:
         """Build and plan a step."""
-        return self.state.begin_forward(self.builder.build(common_prefix_len, batch.common(num_padded_reqs)))
+        common = self.guards.place_batch(batch.common(num_padded_reqs))
+        with self.guards.watching():
+            return self.state.begin_forward(self.builder.build(common_prefix_len, common))
 
     def forward(
         self,
@@ -58,23 +67,43 @@ class Layer:
         want_lse: bool = False,
         kv_cache: KVCache | None = None,
     ) -> Result:
-        """Run a planned step over a clone of the batch's pool, or over `kv_cache` if it is given."""
-        kv_cache = batch.fresh_pool() if kv_cache is None else kv_cache
-        query = padded(batch.query, num_padded_reqs)
-        key, value = (padded(new, num_padded_reqs) if len(new) else None for new in (batch.key, batch.value))
-        lse = torch.full(query.shape[:2], torch.nan, device=batch.device) if want_lse else None
-        return Result(self.impl.forward(query, key, value, kv_cache, step, lse=lse), lse, kv_cache)
+        """Run a planned step over a clone of the batch's pool, or over `kv_cache` if it is given.
+
+        Raises:
+            GuardError: something was written beyond a tensor, or to an input.
+        """
+        place, fresh = self.guards.place, batch.fresh_pool() if kv_cache is None else None
+        if fresh is not None:
+            kv_cache = KVCache(*map(place, fresh))
+        query = place(padded(batch.query, num_padded_reqs), read_only=True)
+        key, value = (
+            place(padded(new, num_padded_reqs), read_only=True) if len(new) else None
+            for new in (batch.key, batch.value)
+        )
+        lse = place(torch.full(query.shape[:2], torch.nan, device=batch.device)) if want_lse else None
+        with self.guards.watching():
+            output = self.impl.forward(query, key, value, kv_cache, step, lse=lse)
+        self.guards.check("after forward()")
+        return Result(output, lse, kv_cache)
 
 
 def make_layers(
-    backend: Backend, layers: Sequence[Batch], *more: Batch, num_padded_reqs: int = 0, options: Any = None
+    backend: Backend,
+    layers: Sequence[Batch],
+    *more: Batch,
+    num_padded_reqs: int = 0,
+    options: Any = None,
+    roomy: int = 1,
 ) -> tuple[Layer, ...]:
-    """Layers that share one state, a plan group each, sized for their batches and `more`, and nothing larger."""
+    """Layers that share one state, a plan group each, sized for their batches and `more`, `roomy` times over."""
     limits = limits_for(*layers, *more, num_padded_reqs=num_padded_reqs)
+    limits = Limits(*(roomy * number for number in vars(limits).values()))
     groups = plan_groups({i: batch.spec for i, batch in enumerate(layers)})
-    state = backend.get_state_cls()(groups, layers[0].cache, limits, layers[0].device, options=options)
+    guards = GuardBands(unowned_page([*layers, *more]))
+    with guards.watching():
+        state = backend.get_state_cls()(groups, layers[0].cache, limits, layers[0].device, options=options)
     pairs = zip(groups, layers, strict=True)
-    return tuple(Layer(backend, group, state, batch, limits, options) for group, batch in pairs)
+    return tuple(Layer(backend, group, state, batch, limits, options, guards) for group, batch in pairs)
 
 
 def make_layer(backend: Backend, *batches: Batch, num_padded_reqs: int = 0, options: Any = None) -> Layer:
@@ -98,6 +127,14 @@ def run_backend(
     return layer.forward(batch, step, num_padded_reqs=num_padded_reqs, want_lse=want_lse, kv_cache=kv_cache)
 
 
+def unowned_page(batches: Sequence[Batch]) -> int:
+    """The last page of the pool that no request of these batches owns; 0, which tables are padded with, if none is."""
+    owned = {int(page) for batch in batches for row in batch.rows for page in (row.data.pages or ())}
+    return max(
+        (page for page in range(min(batch.cache.num_pages for batch in batches)) if page not in owned), default=0
+    )
+
+
 def limits_for(*batches: Batch, num_padded_reqs: int = 0) -> Limits:
     """Exactly what these batches need, so that a buffer sized a little too small shows."""
     return Limits(
@@ -114,7 +151,7 @@ def padded(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 def output_error(output: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest relative error of a token, norm(out - ref) / norm(ref); inf where something is not finite."""
-    got = output.detach().to("cpu", torch.float64).flatten(1)
+    got = output.detach().to(expected.device, torch.float64).flatten(1)
     expected = expected.flatten(1)
     if got.shape != expected.shape or not bool(torch.isfinite(got).all()):
         return float("inf")
@@ -124,7 +161,7 @@ def output_error(output: torch.Tensor, expected: torch.Tensor) -> float:
 
 def lse_error(lse: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest error of an LSE, relative to it where it is above 1; inf where it is not infinite as expected, or NaN."""
-    got = lse.detach().to("cpu", torch.float64)
+    got = lse.detach().to(expected.device, torch.float64)
     if got.shape != expected.shape or not torch.equal(got == -torch.inf, expected == -torch.inf):
         return float("inf")
     live = expected > -torch.inf
@@ -171,5 +208,5 @@ def assert_pool(kv_cache: KVCache | None, expected: KVCache | None, what: str = 
             assert not slots, f"{what}: {len(slots)} slots of the {name} cache are not as they should be: {slots[:8]}"
 
 
-def slot_bytes(cached: torch.Tensor) -> torch.Tensor:  # [num_slots, bytes of a slot] u8, cpu
-    return cached.cpu().contiguous().view(torch.uint8).flatten(0, 1).flatten(1)
+def slot_bytes(cached: torch.Tensor) -> torch.Tensor:  # [num_slots, bytes of a slot] u8
+    return cached.contiguous().view(torch.uint8).flatten(0, 1).flatten(1)

@@ -1,13 +1,17 @@
-"""The oracle: attention in float64, unpaged, one query after the other. It shares no code with any backend."""
+"""The oracle: attention in float64, unpaged, one request at a time. It shares no code with any backend."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, AttentionType
+
+_LOGITS_AT_ONCE = 1 << 22  # 32 MB in float64
+_EXPANDED_AT_ONCE = 1 << 24  # numbers of the keys and values that latent rows are expanded to: 128 MB in float64
 
 
 def reference_attention(
@@ -20,7 +24,7 @@ def reference_attention(
     query_positions: Sequence[int] | None = None,
     sinks: torch.Tensor | None = None,  # [num_qo_heads]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one request, computed on the CPU.
+    """Attention of one request, computed on the device of its queries.
 
     For query head h, query position i and key position j, with k and v of KV head `h // group_size`:
 
@@ -46,19 +50,39 @@ def reference_attention(
     if query_positions is None:
         first = num_keys - num_queries if context_len is None else context_len
         query_positions = range(first, first + num_queries)
-    query, key, value = (tensor.detach().to("cpu", torch.float64) for tensor in (query, key, value))
-    key, value = (of.repeat_interleave(spec.group_size, dim=1) for of in (key, value))  # as each query head reads them
-    out = torch.zeros(num_queries, spec.num_qo_heads, spec.head_dim_vo, dtype=torch.float64)
-    lse = torch.full((num_queries, spec.num_qo_heads), -torch.inf, dtype=torch.float64)
-    for i, position in enumerate(query_positions):
-        seen = sees(spec, position, torch.arange(num_keys)).nonzero().flatten()
-        if not len(seen):
-            continue
-        logits = _logits(query[i], key[seen], spec, seen - position)
-        terms = logits if sinks is None else torch.cat([logits, sinks.detach().to("cpu", torch.float64)[None]])
-        lse[i] = torch.logsumexp(terms, 0)
-        out[i] = torch.einsum("jh,jhd->hd", torch.exp(logits - lse[i]), value[seen])
+    on = query.device
+    positions = torch.tensor(list(query_positions), device=on)
+    query, key, value = (tensor.detach().to(on, torch.float64) for tensor in (query, key, value))
+    sinks = None if sinks is None else sinks.detach().to(on, torch.float64)
+    out = torch.zeros(num_queries, spec.num_qo_heads, spec.head_dim_vo, dtype=torch.float64, device=on)
+    lse = torch.full((num_queries, spec.num_qo_heads), -torch.inf, dtype=torch.float64, device=on)
+    at_once = max(1, _LOGITS_AT_ONCE // (max(1, num_keys) * spec.num_qo_heads))
+    for start in range(0, num_queries if num_keys else 0, at_once):
+        part = slice(start, start + at_once)
+        out[part], lse[part] = _attend(query[part], key, value, spec, positions[part], sinks)
     return out, lse
+
+
+def _attend(
+    query: torch.Tensor,  # [queries, num_qo_heads, head_dim] f64
+    key: torch.Tensor,  # [keys, num_kv_heads, head_dim] f64
+    value: torch.Tensor,  # [keys, num_kv_heads, head_dim_vo] f64
+    spec: AttentionSpec,
+    positions: torch.Tensor,  # [queries] i64
+    sinks: torch.Tensor | None,  # [num_qo_heads] f64
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference_attention` of some queries, all of whose logits fit into memory."""
+    num_queries, keys = len(query), torch.arange(len(key), device=key.device)
+    seen = sees(spec, positions[:, None], keys[None])  # [queries, keys]
+    logits = _logits(query, key, spec, keys[None] - positions[:, None])  # [num_qo_heads, queries, keys]
+    logits.masked_fill_(~seen, -torch.inf)
+    lse = torch.logsumexp(logits, 2)
+    if sinks is not None:
+        lse = torch.where(seen.any(1), torch.logaddexp(lse, sinks[:, None]), -torch.inf)
+    weights = torch.exp(logits - lse.clamp_min(torch.finfo(torch.float64).min)[:, :, None])
+    grouped = weights.view(spec.num_kv_heads, -1, len(key))  # as each query head reads them
+    out = torch.matmul(grouped, value.transpose(0, 1)).view(spec.num_qo_heads, num_queries, spec.head_dim_vo)
+    return out.transpose(0, 1), lse.T
 
 
 def reference_mla(
@@ -75,39 +99,51 @@ def reference_mla(
     Head h of token j has the key [W_UK_h c_j, r_j] and the value W_UV_h c_j, with W_UK_h and W_UV_h the head's rows of
     `kv_b_proj`; then it is `reference_attention`, which says what is returned.
     """
-    latent, rope_key, weight = (t.detach().to("cpu", torch.float64) for t in (latent, rope_key, kv_b_proj))
+    on = query.device
+    latent, rope_key, weight = (t.detach().to(on, torch.float64) for t in (latent, rope_key, kv_b_proj))
     heads = weight.view(spec.num_qo_heads, -1, spec.kv_lora_rank)
-    keys, values = (
-        torch.einsum("jr,hdr->jhd", latent, part)
-        for part in heads.split([spec.qk_nope_head_dim, spec.head_dim_vo], dim=1)
-    )
-    keys = torch.cat([keys, rope_key[:, None].expand(-1, spec.num_qo_heads, -1)], dim=2)
-    return reference_attention(query, keys, values, spec, context_len=context_len)
+    at_once = max(1, _EXPANDED_AT_ONCE // (max(1, len(latent)) * (spec.head_dim + spec.head_dim_vo)))
+    parts = []
+    for first in range(0, spec.num_qo_heads, at_once):
+        some = slice(first, min(first + at_once, spec.num_qo_heads))
+        keys, values = (
+            torch.einsum("jr,hdr->jhd", latent, part)
+            for part in heads[some].split([spec.qk_nope_head_dim, spec.head_dim_vo], dim=1)
+        )
+        count = some.stop - some.start
+        keys = torch.cat([keys, rope_key[:, None].expand(-1, count, -1)], dim=2)
+        fewer = replace(spec, num_qo_heads=count, num_kv_heads=count)
+        parts.append(reference_attention(query[:, some], keys, values, fewer, context_len=context_len))
+    return torch.cat([out for out, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=1)
 
 
-def sees(spec: AttentionSpec, query_position: int, key_positions: torch.Tensor) -> torch.Tensor:
-    """Whether the query at one position attends to the keys at others. Cross attention sees every key."""
-    seen = torch.ones_like(key_positions, dtype=torch.bool)
+def sees(spec: AttentionSpec, query_positions: int | torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
+    """Whether queries attend to keys, by their positions, which are broadcast. Cross attention sees every key."""
+    seen = torch.ones_like(key_positions - query_positions, dtype=torch.bool)
     if spec.attention_type is AttentionType.CROSS:
         return seen
     if spec.causal:
-        seen &= key_positions <= query_position
+        seen &= key_positions <= query_positions
     if spec.window_left >= 0:
-        seen &= key_positions >= query_position - spec.window_left
+        seen &= key_positions >= query_positions - spec.window_left
     if spec.chunk_size is not None:
-        seen &= key_positions // spec.chunk_size == query_position // spec.chunk_size
+        seen &= key_positions // spec.chunk_size == query_positions // spec.chunk_size
     return seen
 
 
 def _logits(
-    query: torch.Tensor,  # [num_qo_heads, head_dim]
-    keys: torch.Tensor,  # [num_keys, num_qo_heads, head_dim]
+    query: torch.Tensor,  # [queries, num_qo_heads, head_dim]
+    key: torch.Tensor,  # [keys, num_kv_heads, head_dim]
     spec: AttentionSpec,
-    distances: torch.Tensor,  # [num_keys], of the keys behind the query: negative
-) -> torch.Tensor:  # [num_keys, num_qo_heads]
-    logits = torch.einsum("jhd,hd->jh", keys, query) * spec.scale
+    distances: torch.Tensor,  # [queries, keys], of the keys behind the query: negative
+) -> torch.Tensor:  # [num_qo_heads, queries, keys]
+    num_queries = len(query)
+    grouped = query.transpose(0, 1).reshape(spec.num_kv_heads, -1, spec.head_dim)
+    logits = torch.matmul(grouped, key.permute(1, 2, 0)).mul_(spec.scale)
+    logits = logits.view(spec.num_qo_heads, num_queries, len(key))
     if spec.logits_soft_cap is not None:
-        logits = spec.logits_soft_cap * torch.tanh(logits / spec.logits_soft_cap)
+        logits = logits.div_(spec.logits_soft_cap).tanh_().mul_(spec.logits_soft_cap)
     if spec.alibi_slopes is not None:
-        logits = logits + distances[:, None] * torch.tensor(spec.alibi_slopes, dtype=torch.float64)
+        slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float64, device=query.device)
+        logits = logits.addcmul_(slopes[:, None, None], distances.to(torch.float64)[None])
     return logits

@@ -265,7 +265,7 @@ def test_parts_of_latent_rows_are_read_behind_the_wait() -> None:
 
     from attn_backends.backends.mla.triton_kernel import mla_join_kernel
 
-    constants = {"WANT_LSE": 0, "QUERIES": 128, "PLACE": 128, "RANK": 512, "BLOCK_RANK": 512, "PARTS": 8, "SPREAD": 4,
+    constants = {"WANT_LSE": 0, "QUERIES": 128, "PLACE": 128, "RANK": 512, "BLOCK_RANK": 512, "PARTS": 8,
                  "EARLY": 1}  # fmt: skip
     code = listing(_compiled(ASTSource, mla_join_kernel, {"output": "*bf16"}, constants, 4, 90))
     before, waits, _ = code.partition("ACQBULK")

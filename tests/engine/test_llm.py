@@ -163,6 +163,35 @@ def test_a_shared_prefix_is_found_and_changes_nothing(tiny_llama: Path, monkeypa
     assert llm.stats.num_prefix_hit_tokens >= 3 * 32
 
 
+def test_prefixes_of_other_salts_are_not_found(tiny_llama: Path) -> None:
+    prompts = ["the same words at the start of every prompt, " + end for end in ("a", "be", "see")]
+    llm, hits = engine(tiny_llama), []
+    expected = tokens(llm, prompts)
+    for salt in ("tenant", "tenant", "other", ["tenant", "other", None], ["new", "newer", "newest"]):
+        assert [output.token_ids for output in llm.generate(prompts, LONG, salt)] == expected
+        hits.append(llm.stats.num_prefix_hit_tokens)
+    assert hits == [0, 96, 0, 96, 0]
+    list(llm.stream(prompts, LONG, "tenant"))
+    assert llm.stats.num_prefix_hit_tokens == 96
+
+
+@pytest.mark.parametrize(
+    ("salt", "message"),
+    [
+        (["a"], "1 cache salts for 2 prompts: pass one, or one a prompt"),
+        (b"ab", "cache_salt is b'ab' of type bytes"),
+        (7, "cache_salt is 7 of type int; pass a string"),
+        (["a", ""], "cache_salt is empty"),
+    ],
+)
+def test_wrong_salts_are_refused_before_anything_runs(tiny_llama: Path, salt: Any, message: str) -> None:
+    llm = engine(tiny_llama)
+    with pytest.raises((TypeError, ValueError), match=message):
+        llm.generate(["a", "b"], LONG, salt)
+    assert not llm.scheduler.has_unfinished
+    assert tokens(llm, PROMPTS) == tokens(engine(tiny_llama), PROMPTS)
+
+
 def test_a_pool_far_too_small_finishes_every_request_by_preemption(tiny_llama: Path) -> None:
     llm = engine(tiny_llama, cache={"num_pages": 5, "page_size": 16})
     outputs = llm.generate(PROMPTS * 4, LONG)

@@ -1,5 +1,7 @@
 """Pages are in one place at a time, and a digest always finds the tokens that it names."""
 
+from array import array
+
 import numpy as np
 import pytest
 from hypothesis import settings, strategies as st
@@ -75,6 +77,33 @@ def test_digests_grow_as_if_made_at_once() -> None:
         allocator.extend_digests(digests, [5, 6, 7, 8, 5, 6, 7][:end])
     assert digests == digests_of(allocator, [5, 6, 7, 8, 5, 6, 7])
     assert len(set(digests)) == 3
+
+
+SALTS = [None, "a", "b", "a\x00", "\udc80", "\ud83d\ude00", "é", "e\u0301", "x" * 4000]
+
+
+def test_a_salt_makes_every_digest_another() -> None:
+    """Equal salts give equal digests; unequal ones none in common, at no page."""
+    allocator = PageAllocator(8, PAGE_SIZE)
+    chains: list[list[bytes]] = []
+    for salt in SALTS:
+        whole: list[bytes] = []
+        allocator.extend_digests(whole, [1, 1, 1, 1, 1, 1], salt)
+        grown: list[bytes] = []
+        for end in range(7):
+            allocator.extend_digests(grown, [1] * end, salt)
+        assert grown == whole
+        chains.append(whole)
+    assert len({digest for chain in chains for digest in chain}) == 3 * len(SALTS)
+
+
+def test_a_salt_that_spells_tokens_is_no_page_of_them() -> None:
+    """Nobody who may choose a salt can meet another's pages by it."""
+    allocator = PageAllocator(8, PAGE_SIZE)
+    plain, salted = digests_of(allocator, [65, 66, 67, 68]), []
+    allocator.extend_digests(salted, [67, 68], bytes(array("q", [65, 66])).decode())
+    assert salted[0] not in plain
+    assert digests_of(allocator, [67, 68])[0] != salted[0]
 
 
 def test_a_cached_page_stays_until_it_is_taken_for_something_else() -> None:

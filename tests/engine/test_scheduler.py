@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from attn_backends.engine.scheduler import ScheduledBatch, Scheduler
 
 EOS = 0
 VOCAB = 4  # so few that prompts and outputs often share pages
+SALTS = [None, "tenant", "other tenant"]
 
 
 def next_token(tokens: list[int]) -> int:
@@ -41,7 +43,7 @@ Launch = tuple[ScheduledBatch, list[list[int]]]  # and the tokens of its rows, s
 
 
 class Engine:
-    """Scheduler, allocator, and a pool whose slots hold (token, position) in place of keys and values."""
+    """Scheduler, allocator, and a pool whose slots hold (token, position, salt) in place of keys and values."""
 
     def __init__(
         self,
@@ -56,11 +58,13 @@ class Engine:
         self.launch: Launch | None = None  # whose tokens the scheduler has not seen
         self.allocator = PageAllocator(num_pages, page_size, prefix_caching)
         self.scheduler = Scheduler(config, self.allocator, config.max_model_len or 10_000)
-        self.pool = np.full((num_pages * page_size, 2), -1, np.int64)
+        self.pool = np.full((num_pages * page_size, 3), -1, np.int64)
         self.batches: list[ScheduledBatch] = []
 
-    def add(self, name: str, prompt: list[int], priority: int = 0, **sampling: object) -> Request:
-        request = Request(name, prompt, SamplingParams.model_validate(sampling), priority)
+    def add(
+        self, name: str, prompt: list[int], priority: int = 0, cache_salt: str | None = None, **sampling: object
+    ) -> Request:
+        request = Request(name, prompt, SamplingParams.model_validate(sampling), priority, cache_salt)
         self.scheduler.add(request)
         return request
 
@@ -120,7 +124,8 @@ class Engine:
         slots = CommonAttentionMetadata.from_sequence_groups(groups, page_size).slot_mapping.numpy()
         owners = [page for request in self.scheduler.running for page in set(request.page_ids.tolist())]
         assert all(owners.count(page) == 1 for page in set((slots // page_size).tolist()))  # no write to a shared page
-        self.pool[slots] = np.stack([batch.token_ids, batch.positions], axis=1)
+        salts = np.array([SALTS.index(request.cache_salt) for request in batch.requests])
+        self.pool[slots] = np.stack([batch.token_ids, batch.positions, salts.repeat(batch.query_lens)], axis=1)
         tokens = []
         for request, group in zip(batch.requests, groups, strict=True):
             (row,) = group.sequences
@@ -129,6 +134,7 @@ class Engine:
             known = request.token_ids[: row.seq_len]
             assert history[: len(known), 0].tolist() == known
             assert history[:, 1].tolist() == positions.tolist()
+            assert set(history[:, 2].tolist()) == {SALTS.index(request.cache_salt)}  # nobody else's pages
             tokens.append(next_token(history[:, 0].tolist()))
         return tokens
 
@@ -137,7 +143,10 @@ class Engine:
 SHARED = [1, 2, 3, 1, 0, 2, 2, 3, 1, 3]
 prompts = st.tuples(st.integers(0, 10), st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4))
 often, seldom = st.sampled_from([True, True, False]), st.sampled_from([False, False, True])
-requests = st.tuples(prompts.map(lambda p: SHARED[: p[0]] + p[1]), st.integers(0, 2), st.integers(1, 16), often, seldom)
+salts = st.sampled_from([None, *SALTS])
+requests = st.tuples(
+    prompts.map(lambda p: SHARED[: p[0]] + p[1]), st.integers(0, 2), st.integers(1, 16), often, seldom, salts
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -155,7 +164,7 @@ requests = st.tuples(prompts.map(lambda p: SHARED[: p[0]] + p[1]), st.integers(0
     data=st.data(),
 )
 def test_any_load_gives_each_request_what_it_gives_alone(
-    load: list[tuple[list[int], int, int, bool, bool]],
+    load: list[tuple[list[int], int, int, bool, bool, str | None]],
     pool_tokens: int,
     page_size: int,
     max_num_requests: int,
@@ -178,14 +187,14 @@ def test_any_load_gives_each_request_what_it_gives_alone(
     engine = Engine(config, num_pages, page_size, prefix_caching, follow)
     limit = min(max_model_len or 10_000, num_pages * page_size)
     added = []
-    for i, (prompt, priority, max_tokens, ignore_eos, with_stop) in enumerate(load):
+    for i, (prompt, priority, max_tokens, ignore_eos, with_stop, salt) in enumerate(load):
         for _ in range(data.draw(st.integers(0, 3))):
             engine.step()
         if added and data.draw(st.integers(0, 9)) == 0:
             engine.scheduler.abort(data.draw(st.sampled_from(added)).request_id)
         stop = [VOCAB - 1] if with_stop else []
         sampling = {"max_tokens": max_tokens, "ignore_eos": ignore_eos, "stop_token_ids": stop}
-        added.append(engine.add(str(i), prompt, priority, **sampling))
+        added.append(engine.add(str(i), prompt, priority, salt, **sampling))
     engine.run()
     for request in added:
         prompt = request.prompt_token_ids
@@ -364,6 +373,40 @@ def test_prefix_hits_are_counted_and_one_token_is_always_computed() -> None:
     assert engine.scheduler.num_prefix_hit_tokens == 12
     assert sorted(engine.batches[-1].query_lens.tolist()) == [1, 4]
     assert first.output_token_ids == same.output_token_ids
+
+
+def test_prefixes_are_shared_under_one_salt_alone() -> None:
+    """Also what was generated behind a prompt, and what was published when a request gave up its pages."""
+    engine = Engine(SchedulerConfig(), num_pages=64, page_size=2)
+    prompt, found = [1, 2, 3, 1, 2, 3, 1, 2, 3], []
+    for salt in (None, "tenant", "tenant", "other tenant", None, "other tenant", "tenant"):
+        request = engine.add("same", prompt, cache_salt=salt, max_tokens=4, ignore_eos=True)
+        engine.run()
+        longer = engine.add("longer", request.token_ids, cache_salt=salt, max_tokens=1)
+        engine.run()
+        found.append((request.num_prefix_hit_tokens, longer.num_prefix_hit_tokens))
+    assert found == [(0, 12), (0, 12), (8, 12), (0, 12), (8, 12), (8, 12), (8, 12)]
+    engine, found = Engine(SchedulerConfig(), num_pages=64, page_size=8), []
+    for salt in (None, "tenant", None):  # a first page that generated tokens fill
+        request = engine.add("short", [1], cache_salt=salt, max_tokens=12, ignore_eos=True)
+        engine.run()
+        longer = engine.add("longer", request.token_ids, cache_salt=salt, max_tokens=1)
+        engine.run()
+        found.append((request.num_prefix_hit_tokens, longer.num_prefix_hit_tokens))
+    assert found == [(0, 8)] * 3
+
+
+@pytest.mark.parametrize(
+    ("salt", "error", "message"),
+    [
+        (b"tenant", TypeError, "cache_salt is b'tenant' of type bytes; pass a string, or None"),
+        (7, TypeError, "cache_salt is 7 of type int"),
+        ("", ValueError, "cache_salt is empty: .* pass a name, or None"),
+    ],
+)
+def test_salts_that_are_refused(salt: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Request("r", [1], SamplingParams(), cache_salt=salt)
 
 
 def test_generated_pages_are_found_by_the_next_turn() -> None:

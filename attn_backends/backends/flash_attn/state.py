@@ -17,9 +17,11 @@ from attn_backends.backends.flash_attn.providers import PROVIDERS
 from attn_backends.capturing_state import CapturingState
 from attn_backends.cuda_graphs import CudaRecorder, without_python
 from attn_backends.derive import StepBuffers
+from attn_backends.devices import Progress
 from attn_backends.graph_inputs import GraphInputs, fill_together
 from attn_backends.interface import AttentionStep
-from attn_backends.spec import AttentionSpec, PlanGroup
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, PlanGroup
+from attn_backends.warm_up import compile_listed, list_cache_writes, list_merges, list_quantised_queries
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +93,16 @@ class FlashAttnState(CapturingState[FlashAttnMetadata, "FlashAttnGraphState"]):
         return self.choices[group].provider.schedule(
             spec, self.cache, rows, causal=spec.causal if causal is None else causal, split_keys=self.options.split_keys
         )
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile what is launched beside the library, whose kernels come compiled but for FlashAttention 4's."""
+        compile_listed(self.device, self._list_launches, progress)
+
+    def _list_launches(self) -> None:
+        specs = self._specs.values()
+        list_cache_writes(specs, self.cache)
+        list_merges(specs)
+        list_quantised_queries(spec for spec in specs if spec.cache_dtype in FP8_DTYPES)
 
     # Graphs.
 

@@ -22,11 +22,12 @@ from attn_backends.backends.flashinfer.plans import DecodePlan, Plan, PrefillPla
 from attn_backends.backends.flashinfer.workspace import Need, eager_need, graph_need
 from attn_backends.capturing_state import CapturingState
 from attn_backends.derive import PagedCsr, StepBuffers
-from attn_backends.devices import is_hopper, num_multiprocessors, refuse_while_capturing
+from attn_backends.devices import Progress, is_hopper, num_multiprocessors, refuse_while_capturing
 from attn_backends.graph_inputs import GraphInputs, fill_together
 from attn_backends.interface import AttentionStep, Rejection, Unsupported
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, PlanGroup
 from attn_backends.staging import HostRing
+from attn_backends.warm_up import compile_listed, list_cache_writes, list_prefix_pages
 
 FA3_MIN_QUERY_LEN = 64  # of the average row: below, fa2 packs a KV head's query heads into its tiles and fa3 does not
 
@@ -87,6 +88,14 @@ class FlashInferState(CapturingState[FlashInferMetadata, "FlashInferGraphState"]
         if metadata.prefix is not None:
             prefix = self._planned(group, "prefix", metadata.prefix)
         return FlashInferStep(metadata, self._specs[group], decode, prefill, prefix)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile what is launched beside the library. What that compiles for itself, it does when it plans first."""
+        compile_listed(self.device, self._list_launches, progress)
+
+    def _list_launches(self) -> None:
+        list_cache_writes(self._specs.values(), self.cache)
+        list_prefix_pages(self.limits.max_num_requests, self.cache.page_size)
 
     def reset_workspace_buffer(self, float_workspace: torch.Tensor) -> None:
         """Use another float workspace, such as one that an engine shares between its libraries.

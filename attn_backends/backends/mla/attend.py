@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from attn_backends.devices import is_hip
+
 
 def attend(
     query: torch.Tensor,  # [B, H, num_queries, head_dim]
@@ -26,7 +28,7 @@ def attend(
             *wide, 0.0, is_causal, attn_mask=bias, scale=scale
         )
         return out[..., : value.shape[-1]], lse
-    if query.is_cuda and bias is None and query.dtype is not torch.float64:
+    if query.is_cuda and not is_hip() and bias is None and query.dtype is not torch.float64:
         out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
             *map(in_whole_words, (query, key, value)), None, True, 0.0, is_causal, scale=scale
         )

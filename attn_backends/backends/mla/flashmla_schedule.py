@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from attn_backends.triton_launch import start_kernel
+
 _KEYS = tl.constexpr(64)  # of a block
 _OVERHEAD = tl.constexpr(5)  # blocks, that to begin a row costs
 _NUMBERS = 8  # of a part
@@ -104,7 +106,8 @@ def fill(seq_lens: torch.Tensor, parts: torch.Tensor, splits: torch.Tensor) -> N
             f"a schedule of {len(seq_lens)} rows is {_NUMBERS} numbers a part and {len(seq_lens) + 1} splits, in one "
             f"piece each, and there is room for {shapes[0]} and {shapes[1]}"
         )
-    _fill_kernel[1,](seq_lens, parts, splits, len(seq_lens), num_parts, triton.next_power_of_2(num_parts), num_warps=4)
+    width = triton.next_power_of_2(num_parts)
+    start_kernel(_fill_kernel, (1,), seq_lens, parts, splits, len(seq_lens), num_parts, width, num_warps=4)
 
 
 def is_known(decode: Callable[..., Any], new_schedule: Callable[[], Any], device: torch.device) -> bool:

@@ -11,10 +11,12 @@ from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata, RaggedR
 from attn_backends.backends.mla.options import workspace_tokens
 from attn_backends.capturing_state import CapturingState
 from attn_backends.derive import StepBuffers
+from attn_backends.devices import Progress
 from attn_backends.graph_inputs import GraphInputs, fill_together
 from attn_backends.interface import AttentionState, AttentionStep
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import PlanGroup
+from attn_backends.warm_up import compile_listed, list_cache_writes, list_merges
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,14 @@ class MLAState(CapturingState[MLAMetadata, "MLAGraphState"]):
         num_bytes = self._num_tokens * spec.latent_dim * spec.cache_dtype.itemsize
         workspace = self.workspace[:num_bytes].view(spec.cache_dtype).view(-1, spec.latent_dim)
         return MLAStep(metadata, plan, prefill_plans, workspace)
+
+    def list_launches(self) -> None:
+        """Launch, in a listing, what of ours steps can launch: rows written, and parts of a context joined."""
+        list_cache_writes(self.specs.values(), self.cache)
+        list_merges(self.specs.values(), torch.float32)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        compile_listed(self.device, self.list_launches, progress)
 
     # Graphs.
 

@@ -84,26 +84,26 @@ def mla_decode_kernel(  # type: ignore[no-untyped-def]
             tl.store(partial_sums + mine * 2 + 1, total, mask=live)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["spread"])  # type: ignore[untyped-decorator]
 def mla_join_kernel(  # type: ignore[no-untyped-def]
-    output, lse, items, partial, partial_sums, value_scale,
+    output, lse, items, partial, partial_sums, spread, value_scale,
     WANT_LSE: tl.constexpr, QUERIES: tl.constexpr, PLACE: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
-    PARTS: tl.constexpr, SPREAD: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of split rows: SPREAD programs an item, for the row's queries in turn, so that a row has SPREAD
-    times as many programs as parts.
+    """Join the parts of split rows: `spread` programs an item, for the row's queries in turn, so that a row has
+    `spread` times as many programs as parts. It differs from batch to batch: it is no constant.
 
     A launch of its own: with 128 heads a row's parts are megabytes, which the last item of the row to end would join
     alone. PLACE is how many queries a place of partial results holds; PARTS are joined at a time. EARLY: it starts
     before the decode has ended, whose items were there before.
     """
-    item = items + tl.program_id(0) // SPREAD * 8
+    item = items + tl.program_id(0) // spread * 8
     row, place, parts = tl.load(item), tl.load(item + 3), tl.load(item + 4)
     count = parts // MOST_ITEMS
     if EARLY:
         wait_for_last()
     if row >= 0 and count > 1:
-        nth, programs = parts % MOST_ITEMS * SPREAD + tl.program_id(0) % SPREAD, count * SPREAD
+        nth, programs = parts % MOST_ITEMS * spread + tl.program_id(0) % spread, count * spread
         for query in range(nth * QUERIES // programs, (nth + 1) * QUERIES // programs):
             joined, top, total = join(
                 partial, partial_sums, place * PLACE + query, PLACE, count, 1, 1, BLOCK_RANK, PARTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -15,22 +15,28 @@ from attn_backends.backends.mla.impl import MLAImpl
 from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadataBuilder
 from attn_backends.backends.mla.state import MLAState, MLAStep
 from attn_backends.backends.mla.triton_kernel import mla_decode_kernel, mla_join_kernel
-from attn_backends.backends.mla.triton_tiles import Cut, block_dims, decode_tile
+from attn_backends.backends.mla.triton_tiles import Cut, block_dims, decode_tile, decode_tiles
+from attn_backends.backends.mla.triton_variants import list_decodes, table_of
 from attn_backends.call_checks import reject_early_fp8
+from attn_backends.derive import StepBuffers
 from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
+from attn_backends.streams import PerStream
+from attn_backends.triton_examples import empty
 from attn_backends.triton_launch import (
     INTERPRETED,
     can_start_early,
     has_hopper_kernels,
     has_tensor_engine,
     launch,
+    machine_of,
     num_multiprocessors,
     operator,
     shared_memory,
 )
 from attn_backends.triton_split import FAR, HOPPER_PAGE, ItemList
+from attn_backends.triton_variants import Variant, listing
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
@@ -86,20 +92,43 @@ class TritonMLABackend(MLABackend):
         return super().reject(spec, cache, device) + reject_early_fp8(spec, device)
 
 
+class Workspace(NamedTuple):
+    """Where the parts of split rows meet."""
+
+    partial: torch.Tensor  # [partial slots * rank] f32
+    sums: torch.Tensor  # [partial slots * 2] f32: highest logit, sum of weights
+
+    def check(self, cut: Cut, spec: MLASpec) -> None:
+        """Refuse a launch that would write beyond the end.
+
+        Raises:
+            ValueError: the batch is above the limits that the workspace was sized from.
+        """
+        needs, has = cut.need(spec), tuple(map(torch.Tensor.numel, self))
+        if any(need > size for need, size in zip(needs, has, strict=True)):
+            raise ValueError(
+                f"a step of {cut.num_rows} rows of {cut.queries} queries needs {needs} floats of TRITON_MLA's "
+                f"workspace, which has {has}: make the state with Limits that hold the batch"
+            )
+
+
 @dataclass(frozen=True)
 class Split:
-    """How the rows of a step are cut, and where parts of a row meet."""
+    """How the rows of a step are cut, and its workspace."""
 
     cut: Cut
     query_starts: torch.Tensor  # [num_rows + 1] i32
     list: ItemList  # of [cut.num_items, 8]
-    partial: torch.Tensor  # [places * rank] f32
-    sums: torch.Tensor  # [places * 2] f32: highest logit, sum of weights
+    room: Workspace
 
 
 class TritonMLAState(MLAState):
-    """Room for the parts of split rows, sized by the multiprocessors and not by the context; one for all layers, which
-    run one after the other."""
+    """A workspace for the parts of split rows, sized by the multiprocessors and not by the context; one for all layers,
+    which run one after the other.
+
+    A step takes the workspace of the stream on which it began, so steps on several streams do not meet. Captured graphs
+    share one of their own.
+    """
 
     backend_name = "TRITON_MLA"
 
@@ -108,45 +137,79 @@ class TritonMLAState(MLAState):
         self._num_sms = num_multiprocessors(self.device)
         self._shared_memory = shared_memory(self.device)
         self._cut = lru_cache(maxsize=_CUTS)(self._make_cut)  # eager steps repeat their shapes
-        most = self.limits.max_num_requests
-        batches = [*(1 << bits for bits in range(most.bit_length())), most]
-        lens = range(1, min(MLAMetadataBuilder.decode_threshold, self.limits.max_num_tokens) + 1)
-        cuts = [(spec, self._cut(spec, num_rows, query_len))
-                for spec in self.specs.values() for num_rows in batches for query_len in lens]  # fmt: skip
-        floats = max(cut.places * block_dims(spec)[0] for spec, cut in cuts)
-        self._room = (
-            torch.empty(floats, dtype=torch.float32, device=self.device),
-            torch.empty(2 * max(cut.places for _, cut in cuts), dtype=torch.float32, device=self.device),
-        )
+        self.room = self._make_room()
+        self._rooms = PerStream(self.device, self._make_room)
+        self._graph_room: Workspace | None = None  # kept for good once graphs were captured
+
+    def hold_inputs(self, max_batch_size: int, inputs: StepBuffers | None) -> None:
+        super().hold_inputs(max_batch_size, inputs)
+        self._graph_room = self._graph_room or self._make_room()
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Split | None) -> Split:
         if held is None:
-            cut = self._cut(spec, rows.num_rows, rows.query_len)
-            ints = {"dtype": torch.int32, "device": self.device}
-            starts = torch.arange(rows.num_rows + 1, **ints) * rows.query_len  # type: ignore[call-overload]
-            items = torch.empty(cut.num_items, 8, **ints)  # type: ignore[call-overload]
-            min_blocks = max(1, cut.tile.min_keys // cut.tile.keys)
-            how = [cut.num_rows, cut.target, FAR.value, FAR.value, cut.tile.keys, min_blocks]
-            held = Split(cut, starts, ItemList(items, how), *self._room)
+            room = self._rooms.of_current(self.room) if rows.idle is None else self._graph_room
+            assert room is not None  # as graphs have captured rows
+            held = self._split(spec, rows, room)
         held.list.fill(rows.seq_lens, held.query_starts)
         return held
 
+    def _split(self, spec: MLASpec, rows: DecodeRows, room: Workspace) -> Split:
+        cut = self._cut(spec, rows.num_rows, rows.query_len)
+        room.check(cut, spec)
+        ints = {"dtype": torch.int32, "device": self.device}
+        starts = torch.arange(rows.num_rows + 1, **ints) * rows.query_len  # type: ignore[call-overload]
+        items = torch.empty(cut.num_items, 8, **ints)  # type: ignore[call-overload]
+        return Split(cut, starts, _list_of(cut, items), room)
+
+    def variants(self) -> list[Variant]:
+        """The compiled forms of kernels of ours that steps within the limits ask for."""
+        with listing(machine_of(self.device)) as found:
+            self.list_launches()
+        return list(found.variants.values())
+
+    def list_launches(self) -> None:
+        super().list_launches()
+        list_decodes(self.specs.values(), self.cache, self.limits, self._make_cut, self._list_decode)
+
+    def _list_decode(
+        self, spec: MLASpec, cut: Cut, query_len: int, query: torch.Tensor, latents: torch.Tensor, want_lse: bool
+    ) -> None:
+        floats, starts = empty(0, dtype=torch.float32), empty(cut.num_rows + 1, dtype=torch.int32)
+        items = empty(cut.num_items, 8, dtype=torch.int32)
+        split = Split(cut, starts, _list_of(cut, items), Workspace(floats, floats))
+        split.list.fill(empty(cut.num_rows, dtype=torch.int32), split.query_starts)
+        lse = empty(cut.num_rows, query_len, spec.num_qo_heads, dtype=torch.float32) if want_lse else None
+        launch_decode(spec, 1.0, query, latents, query[..., : spec.kv_lora_rank], lse, table_of(cut.num_rows), split,
+                      query_len)  # fmt: skip
+
     def _make_cut(self, spec: MLASpec, num_rows: int, query_len: int) -> Cut:
-        queries = query_len * spec.num_qo_heads
+        asked = self._asked(spec, num_rows, query_len)
+        return Cut(decode_tile(*asked), num_rows, query_len * spec.num_qo_heads, self._num_sms)
+
+    def _make_room(self) -> Workspace:
+        """Enough for every launch within the limits: over all numbers of rows and all query lengths, as the need peaks
+        between the ends of both."""
+        most_rows = self.limits.max_num_requests
+        longest = min(MLAMetadataBuilder.decode_threshold, self.limits.max_num_tokens)
+        needs = [
+            Cut(tile, most_rows, query_len * spec.num_qo_heads, self._num_sms).need(spec)
+            for spec in self.specs.values()
+            for query_len in range(1, longest + 1)
+            for tile in decode_tiles(*self._asked(spec, most_rows, query_len))
+        ]
+        sizes = (max(sizes) for sizes in zip(*needs, strict=True))
+        return Workspace(*(torch.empty(size, dtype=torch.float32, device=self.device) for size in sizes))
+
+    def _asked(self, spec: MLASpec, num_rows: int, query_len: int) -> tuple[Any, ...]:
+        """What decides a tile."""
         hopper = suits_hopper_kernel(spec, self.cache, self.device)
-        tile = decode_tile(spec, self.cache, num_rows, queries, self.options, self._shared_memory, hopper)
-        return Cut(tile, num_rows, queries, self._num_sms)
+        queries = query_len * spec.num_qo_heads
+        return spec, self.cache, num_rows, queries, self.options, self._shared_memory, hopper
 
 
 class TritonMLAImpl(MLAImpl):
     backend_name = "TRITON_MLA"
     zeroes_idle_rows = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        spec = self.spec
-        self._scale = spec.scale * self.k_scale * math.log2(math.e)
-        self._dims = [spec.kv_lora_rank, spec.qk_rope_head_dim, *block_dims(spec)]
 
     def _decode(
         self,
@@ -158,14 +221,29 @@ class TritonMLAImpl(MLAImpl):
     ) -> None:
         split, rows = step.plan, step.metadata.decode
         assert rows is not None  # as there are rows to decode
-        cut: Cut = split.cut
-        tile = cut.tile
-        constants = [
-            latent_cache.shape[1], rows.query_len, self.spec.num_qo_heads, cut.tiles, cut.tile_rows, tile.keys,
-            *self._dims, tile.stages, int(query.dtype is torch.float32),
-        ]  # fmt: skip
-        mla_decode(query, latent_cache, output, lse, rows.page_table, split.list.items, split.partial, split.sums,
-                   [self._scale, self.k_scale], constants, tile.warps, tile.hopper, cut.join_spread)  # fmt: skip
+        launch_decode(self.spec, self.k_scale, query, latent_cache, output, lse, rows.page_table, split,
+                      rows.query_len)  # fmt: skip
+
+
+def _list_of(cut: Cut, items: torch.Tensor) -> ItemList:
+    """The list of a batch's work, in `items` [cut.num_items, 8] i32."""
+    min_blocks = max(1, cut.tile.min_keys // cut.tile.keys)
+    return ItemList(items, [cut.num_rows, cut.target, FAR.value, FAR.value, cut.tile.keys, min_blocks])
+
+
+def launch_decode(
+    spec: MLASpec, k_scale: float, query: torch.Tensor, latent_cache: torch.Tensor, output: torch.Tensor,
+    lse: torch.Tensor | None, page_table: torch.Tensor, split: Split, query_len: int,
+) -> None:  # fmt: skip
+    """A layer's decode over rows that are cut, and their join."""
+    cut, tile = split.cut, split.cut.tile
+    constants = [
+        latent_cache.shape[1], query_len, spec.num_qo_heads, cut.tiles, cut.tile_rows, tile.keys, spec.kv_lora_rank,
+        spec.qk_rope_head_dim, *block_dims(spec), tile.stages, int(query.dtype is torch.float32),
+    ]  # fmt: skip
+    mla_decode(query, latent_cache, output, lse, page_table, split.list.items, *split.room,
+               [spec.scale * k_scale * math.log2(math.e), k_scale], constants, tile.warps, tile.hopper,
+               cut.join_spread)  # fmt: skip
 
 
 @operator(("output", "lse", "partial", "sums"))
@@ -185,8 +263,8 @@ def mla_decode(
         launch(mla_decode_kernel, grid, (query, latent_cache, *tensors), table_row, fixed, warps,
                descriptors=_descriptors(query, latent_cache, constants))  # fmt: skip
     at_once = max(1, _JOIN_REGISTERS * 32 * _JOIN_WARPS // block_rank)  # a power of two, as all of these are
-    fixed = (factors[1], want_lse, query_len * heads, tiles * tile_rows, rank, block_rank, at_once, spread, early)
-    launch(mla_join_kernel, len(items) * spread, (output, sums_to, items, partial, sums), (), fixed, _JOIN_WARPS,
+    fixed = (factors[1], want_lse, query_len * heads, tiles * tile_rows, rank, block_rank, at_once, early)
+    launch(mla_join_kernel, len(items) * spread, (output, sums_to, items, partial, sums), (spread,), fixed, _JOIN_WARPS,
            early=early)  # fmt: skip
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from importlib import resources
 from typing import Any
 
 from attn_backends.backends.mla.options import MLAOptions
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import KVCacheSpec
-from attn_backends.triton_split import block_bytes, fitted, padded
+from attn_backends.triton_split import MOST_ITEMS, block_bytes, fitted, padded
 
 HOPPER_TILE = (64, 128, 8, 1)  # rows, keys, warps and stages of hopper_kernel.py, which has no other
 
@@ -64,23 +64,50 @@ def decode_tile(
                 "the tile"
             )
         return options.decode_tile
-    cached, widest = spec.cache_dtype.itemsize, max(spec.dtype.itemsize, spec.cache_dtype.itemsize)
-    asked = {"bits": 8 * widest, "cache_bits": 8 * cached, "queries": queries, "page_size": cache.page_size,
-             "rows": num_rows}  # fmt: skip
-    weights = {"bits": 256, "cache_bits": 64, "queries": 8, "page_size": 2, "rows": 1}
+    return _fitted(_nearest(spec, cache, num_rows, queries, hopper), spec, queries, room)
 
-    def distance(row: dict[str, Any]) -> float:
-        return sum(weight * abs(math.log2(row[name] / asked[name])) for name, weight in weights.items())
 
+@lru_cache(maxsize=64)
+def decode_tiles(
+    spec: MLASpec, cache: KVCacheSpec, most_rows: int, queries: int, options: TritonMLAOptions | None, room: int,
+    hopper: bool = False,
+) -> frozenset[LatentTile]:  # fmt: skip
+    """Every tile that `decode_tile` gives for 1 to `most_rows` rows."""
+    if options is not None and options.decode_tile is not None:
+        return frozenset({decode_tile(spec, cache, most_rows, queries, options, room, hopper)})
+    nearest = {_nearest(spec, cache, num_rows, queries, hopper) for num_rows in range(1, most_rows + 1)}
+    return frozenset(_fitted(tile, spec, queries, room) for tile in nearest)
+
+
+def _fitted(tile: LatentTile, spec: MLASpec, queries: int, room: int) -> LatentTile:
     def need(tile: LatentTile) -> int:
         rows = min(padded(queries), tile.rows)
         width = sum(block_dims(spec))
         weights = rows * tile.keys * spec.dtype.itemsize
         return rows * width * spec.dtype.itemsize + block_bytes(spec, tile.keys, tile.stages, width) + weights
 
-    rows = [row for row in _table() if hopper or not row["tile"].get("hopper")]
-    tile = LatentTile(**min(rows, key=distance)["tile"])
     return tile if tile.hopper else fitted(tile, need, room)
+
+
+def _nearest(spec: MLASpec, cache: KVCacheSpec, num_rows: int, queries: int, hopper: bool) -> LatentTile:
+    cached, widest = spec.cache_dtype.itemsize, max(spec.dtype.itemsize, spec.cache_dtype.itemsize)
+    distances = _distances(8 * widest, 8 * cached, queries, cache.page_size, hopper)
+    return min(distances, key=lambda row: row[0] + abs(math.log2(row[1] / num_rows)))[2]
+
+
+@lru_cache(maxsize=256)
+def _distances(
+    bits: int, cache_bits: int, queries: int, page_size: int, hopper: bool
+) -> list[tuple[float, int, LatentTile]]:
+    """How far each row of the table is but for its number of rows, that number, and its tile."""
+    asked = {"bits": bits, "cache_bits": cache_bits, "queries": queries, "page_size": page_size}
+    weights = {"bits": 256, "cache_bits": 64, "queries": 8, "page_size": 2}
+
+    def distance(row: dict[str, Any]) -> float:
+        return sum(weight * abs(math.log2(row[name] / asked[name])) for name, weight in weights.items())
+
+    rows = [row for row in _table() if hopper or not row["tile"].get("hopper")]
+    return [(distance(row), row["rows"], LatentTile(**row["tile"])) for row in rows]
 
 
 def block_dims(spec: MLASpec) -> tuple[int, int]:
@@ -117,7 +144,7 @@ class Cut:
     @property
     def target(self) -> int:
         """Items that fill the GPU: each is a program for every tile."""
-        return max(1, self.num_sms * self.tile.programs // self.tiles)
+        return min(max(1, self.num_sms * self.tile.programs // self.tiles), int(MOST_ITEMS.value) // 2)
 
     @property
     def join_spread(self) -> int:
@@ -134,3 +161,7 @@ class Cut:
     def places(self) -> int:
         """Parts that rows can be cut into, times the queries of each: see `triton_split.schedule_kernel`."""
         return -(-4 * self.target // 3) * self.tiles * self.tile_rows
+
+    def need(self, spec: MLASpec) -> tuple[int, int]:
+        """Floats of accumulators, and of maxima and sums, that a launch writes at most, whatever the lengths."""
+        return self.places * block_dims(spec)[0], self.places * 2

@@ -14,8 +14,11 @@ from attn_backends.triton_fp8 import all_columns, as_pairs, largest_of, no_sums,
 from attn_backends.triton_launch import BESIDE, EARLY_START, see_all, wait_for_last
 from attn_backends.triton_split import FAR, MOST_ITEMS, join
 
+_NOT_CONSTANT = ["table_row", "ahead", "behind", "chunk", "has_sinks", "want_lse", "lse_token"]
+_ANYWHERE = ["lse", "page_table", "sinks"]  # no code depends on whether these are aligned
 
-@triton.jit(do_not_specialize=["table_row", "ahead", "behind", "chunk", "has_sinks", "want_lse", "lse_token"])  # type: ignore[untyped-decorator]
+
+@triton.jit(do_not_specialize=_NOT_CONSTANT, do_not_specialize_on_alignment=_ANYWHERE)  # type: ignore[untyped-decorator]
 def decode_kernel(  # type: ignore[no-untyped-def]
     query, key_cache, value_cache, output, lse, page_table, items, partial, partial_sums, counters, slopes, sinks,
     table_row, scale, value_scale, soft_cap, ahead, behind, chunk, has_sinks, want_lse,

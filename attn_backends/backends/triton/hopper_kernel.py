@@ -59,9 +59,11 @@ def places_of(head_dim: int) -> int:
 
 _NOT_CONSTANT = ["first_row", "num_rows", "section", "table_row", "ahead", "behind", "has_sinks", "want_lse",
                  "lse_token", "page_rows", "head_rows", "num_batches"]  # fmt: skip
+# No code depends on whether these are aligned.
+_ANYWHERE = ["lse", "page_table", "seq_lens", "query_start_loc", "key_start_loc", "sinks"]
 
 
-@gluon.jit(do_not_specialize=_NOT_CONSTANT)  # type: ignore[untyped-decorator]
+@gluon.jit(do_not_specialize=_NOT_CONSTANT, do_not_specialize_on_alignment=_ANYWHERE)  # type: ignore[untyped-decorator]
 def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     key_strips, value_strips, query, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, sinks, counters,
     first_row, num_rows, section, table_row, scale, value_scale, ahead, behind, has_sinks, want_lse, page_rows,

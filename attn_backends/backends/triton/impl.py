@@ -6,15 +6,14 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.triton.launch import Kernels, Rows, suits_hopper_kernel
+from attn_backends.backends.triton.launch import Rows
+from attn_backends.backends.triton.layer import make_kernels
 from attn_backends.backends.triton.metadata import TritonMetadata
 from attn_backends.backends.triton.state import TritonStep
-from attn_backends.backends.triton.tuning import TritonOptions, prefill_tile
-from attn_backends.backends.triton.widening import widens
 from attn_backends.call_checks import check_call, check_new_kv
 from attn_backends.interface import AttentionImpl, AttentionStep
 from attn_backends.kv_cache import KVCache, write_kv
-from attn_backends.triton_launch import Start, shared_memory
+from attn_backends.triton_launch import Start
 
 
 def _together(tensor: torch.Tensor) -> torch.Tensor:
@@ -25,19 +24,8 @@ def _together(tensor: torch.Tensor) -> torch.Tensor:
 class TritonImpl(AttentionImpl[TritonMetadata]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        slopes, room = self.spec.alibi_slopes, shared_memory(self.device)
-        suits_hopper, given = suits_hopper_kernel(self.spec, self.device), self.options or TritonOptions()
-        widened = widens(self.spec, given, self.device)
-        self._kernels = Kernels(
-            self.spec,
-            prefill_tile(self.spec, self.cache, self.options, room),
-            prefill_tile(self.spec, self.cache, self.options, room, "prompt"),
-            (suits_hopper and given.prefill_tile is None, widened or (suits_hopper and given.prompt_tile is None)),
-            None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=self.device),
-            None if self.sinks is None else self.sinks.to(self.device, torch.float32),
-            self.k_scale,
-            self.v_scale,
-            self.device,
+        self._kernels = make_kernels(
+            self.spec, self.cache, self.device, self.options, self.sinks, self.k_scale, self.v_scale
         )
 
     def forward(

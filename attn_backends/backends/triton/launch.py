@@ -29,8 +29,9 @@ from attn_backends.triton_launch import (
     num_multiprocessors,
     operator,
     power_of_two,
+    start_kernel,
 )
-from attn_backends.triton_split import FAR, HOPPER_PAGE, ItemList, padded
+from attn_backends.triton_split import FAR, HOPPER_PAGE, MOST_ITEMS, ItemList, padded
 
 _MAX_TILE_ROWS = 64  # of decode: more queries of a row take several tiles
 _REGISTERS = 65536  # of a multiprocessor
@@ -92,7 +93,8 @@ class Cut(NamedTuple):
 
     def target(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
         """Items that fill a GPU: each is a program for every KV head and tile."""
-        return max(1, num_sms * tile.programs // (spec.num_kv_heads * self.tiles))
+        filling = max(1, num_sms * tile.programs // (spec.num_kv_heads * self.tiles))
+        return min(filling, int(MOST_ITEMS.value) // 2)
 
     def places(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
         """Items that can be parts of rows (see `triton_split.schedule_kernel`)."""
@@ -119,18 +121,20 @@ class Schedule:
         num_rows: of the batch, padding included.
         query_len: most query tokens of a row.
         num_sms: multiprocessors, which items are to fill.
+        counters: [num_rows * num_kv_heads * tiles] i32 or more, of the workspace that its launches use.
     """
 
     def __init__(
-        self, spec: AttentionSpec, tile: DecodeTile, num_rows: int, query_len: int, num_sms: int, device: torch.device
-    ) -> None:
+        self, spec: AttentionSpec, tile: DecodeTile, num_rows: int, query_len: int, num_sms: int,
+        counters: torch.Tensor,
+    ) -> None:  # fmt: skip
         self.tile = tile
         self.cut = Cut.of(spec, query_len)
         target = self.cut.target(spec, tile, num_sms)
-        items = torch.empty(num_rows + target, 8, dtype=torch.int32, device=device)
+        items = counters.new_empty(num_rows + target, 8)
         min_blocks = max(1, tile.min_keys // tile.keys)
         how = [num_rows, target, *sight(spec)[1:], tile.keys, min_blocks]
-        self.list = ItemList(items, how)
+        self.list = ItemList(items, how, counters[: num_rows * spec.num_kv_heads * self.cut.tiles])
 
 
 class Kernels:
@@ -359,7 +363,8 @@ def _widen(
 ) -> None:  # fmt: skip
     first_row, first_head, *dims = how
     num_rows, (num_keys, heads, _) = len(seq_lens) - first_row, keys.shape
-    widen_kernel[(num_keys // _WIDENED_KEYS + num_rows) * heads,](
+    start_kernel(
+        widen_kernel, ((num_keys // _WIDENED_KEYS + num_rows) * heads,),
         key, value, keys, values, starts, page_table, seq_lens, first_row, num_rows, page_table.stride(0), first_head,
         *key.stride()[:3], *value.stride()[:3], power_of_two(num_rows), key.shape[1], heads, _WIDENED_KEYS, *dims,
         num_warps=4,

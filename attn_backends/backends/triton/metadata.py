@@ -12,12 +12,11 @@ from attn_backends.backends.triton.launch import suits_hopper_kernel
 from attn_backends.backends.triton.sharing import prefill_share
 from attn_backends.backends.triton.tuning import TritonOptions
 from attn_backends.backends.triton.widening import is_faster_widened, widens
+from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.batch import CommonAttentionMetadata
 from attn_backends.batch_order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.spec import AttentionType
-
-DECODE_TOKENS = 16  # most query tokens of a row whose keys are split
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,11 @@ from attn_backends.triton_split import first_key, seen_by_all
 
 _NOT_CONSTANT = ["first_row", "num_rows", "num_tiles", "section", "table_row", "ahead", "behind", "chunk", "has_sinks",
                  "want_lse", "lse_token"]  # fmt: skip
+# No code depends on whether these are aligned.
+_ANYWHERE = ["lse", "page_table", "seq_lens", "query_start_loc", "key_start_loc", "sinks"]
 
 
-@triton.jit(do_not_specialize=_NOT_CONSTANT)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_NOT_CONSTANT, do_not_specialize_on_alignment=_ANYWHERE)  # type: ignore[untyped-decorator]
 def prefill_kernel(  # type: ignore[no-untyped-def]
     key_blocks, value_blocks, query, key_cache, value_cache, output, lse, page_table, seq_lens, query_start_loc,
     key_start_loc, slopes, sinks, first_row, num_rows, num_tiles, section, table_row,

@@ -10,30 +10,23 @@ from typing import Any
 import torch
 
 from attn_backends.backends.triton.launch import Cut, Schedule
-from attn_backends.backends.triton.metadata import DECODE_TOKENS, TritonMetadata
-from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, block_dims, decode_tile
+from attn_backends.backends.triton.metadata import TritonMetadata
+from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile
+from attn_backends.backends.triton.variants import variants
 from attn_backends.backends.triton.widening import widens
+from attn_backends.backends.triton.workspace import DECODE_TOKENS, Workspace, decode_need, largest_need
 from attn_backends.capturing_state import CapturingState
 from attn_backends.cuda_graphs import CudaRecorder, without_python
 from attn_backends.derive import StepBuffers
+from attn_backends.devices import Progress
 from attn_backends.graph_inputs import GraphInputs, fill_together
 from attn_backends.interface import AttentionStep
 from attn_backends.spec import AttentionSpec
-from attn_backends.triton_launch import num_multiprocessors, shared_memory
+from attn_backends.streams import PerStream
+from attn_backends.triton_launch import machine_of, num_multiprocessors, shared_memory
+from attn_backends.triton_variants import Variant, compile_variants
 
 _SCHEDULES = 128  # of eager steps that are kept, of tens of kilobytes each
-
-
-@dataclass(frozen=True)
-class Room:
-    """Where the parts of split rows meet, and where programs count. The same for all layers, which run one after the
-    other."""
-
-    partial: torch.Tensor  # [places * heads * lanes * head_dim_vo] f32
-    sums: torch.Tensor  # [places * heads * lanes * 2] f32: highest logit in base 2, sum of weights
-    counters: torch.Tensor  # [rows * heads * tiles] i32, zeros between launches
-    tiles: torch.Tensor  # [2] i32, of prefill, zeros between launches
-    widened: torch.Tensor  # u8, keys and values of a cache of 8 bits, made 16 bits for prefills
 
 
 @dataclass(frozen=True)
@@ -41,15 +34,18 @@ class TritonStep(AttentionStep[TritonMetadata]):
     """A step, and how its decode rows are cut."""
 
     schedule: Schedule | None  # None: nothing is decoded
-    room: Room
+    room: Workspace
 
 
 class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
-    """Room for the parts of split rows, sized by the multiprocessors and the layers' heads, not by the context.
+    """A workspace for the parts of split rows, sized by the multiprocessors and the layers' heads, not by the context.
 
     A program leaves (head_dim_vo + 2) * 4 bytes for each of its queries; about 4 / 3 as many programs can have parts
     as the GPU holds at once (see `triton_split.schedule_kernel`). Layers over a cache of 8 bits have room on Hopper for
     keys and values of 16 bits too, `TritonOptions.widened_bytes` at most.
+
+    A step takes the workspace of the stream on which it began, so steps on several streams do not meet. The first
+    stream's is made at once, another's when a step begins there. Captured graphs share one of their own.
     """
 
     backend_name = "TRITON"
@@ -59,68 +55,66 @@ class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
         self._num_sms = num_multiprocessors(self.device)
         self._shared_memory = shared_memory(self.device)
         self._specs = {group.index: group.spec for group in self.groups}
-        self.room = self._make_room()
+        self.room = self._make_room(self._widened_bytes())
+        self._rooms = PerStream(self.device, lambda: self._make_room(self._widened_bytes()))
+        self._graph_room: Workspace | None = None  # kept for good once graphs were captured
         self._schedule = lru_cache(maxsize=_SCHEDULES)(self.make_schedule)  # of eager steps, which repeat their shapes
         self._recorder = CudaRecorder() if self.device.type == "cuda" else None
         self._inputs: GraphInputs | None = None  # kept for good once graphs were captured
 
     def begin_forward(self, metadata: TritonMetadata) -> TritonStep:
+        room = self._rooms.of_current(self.room)
+        if metadata.num_decode_rows < metadata.num_rows:
+            room.tiles.zero_()
         if not metadata.num_decode_rows:
-            return TritonStep(metadata, None, self.room)
-        schedule = self._schedule(metadata.group_index, metadata.num_decode_rows, metadata.max_decode_len)
+            return TritonStep(metadata, None, room)
+        schedule = self._schedule(metadata.group_index, metadata.num_decode_rows, metadata.max_decode_len, room)
         schedule.list.fill(metadata.seq_lens, metadata.query_start_loc)
-        return TritonStep(metadata, schedule, self.room)
+        return TritonStep(metadata, schedule, room)
 
-    def make_schedule(self, group: int, num_rows: int, query_len: int) -> Schedule:
+    def make_schedule(self, group: int, num_rows: int, query_len: int, room: Workspace) -> Schedule:
         spec = self._specs[group]
         tile = self._tile(spec, num_rows, query_len)
-        return Schedule(spec, tile, num_rows, query_len, self._num_sms, self.device)
+        room.check(decode_need(spec, tile, num_rows, query_len, self._num_sms), num_rows, query_len)
+        return Schedule(spec, tile, num_rows, query_len, self._num_sms, room.counters)
 
     def _tile(self, spec: AttentionSpec, num_rows: int, query_len: int) -> DecodeTile:
         query_rows = Cut.of(spec, query_len).rows
         return decode_tile(spec, self.cache, num_rows, query_rows, self.options, self._shared_memory)
+
+    def variants(self) -> list[Variant]:
+        """The compiled forms of kernels that steps within the limits ask for."""
+        specs = [group.spec for group in self.groups]
+        return variants(specs, self.cache, self.limits, self.device, self.options, machine_of(self.device))
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        if self.device.type == "cuda":
+            compile_variants(self.variants(), self.device, progress)
 
     # Graphs.
 
     def hold_inputs(self, max_batch_size: int, inputs: StepBuffers | None) -> None:
         if self._inputs is None or not self._inputs.serves(max_batch_size, inputs):
             self._inputs = GraphInputs(self.cache, self.limits, self.device, max_batch_size, inputs)
+        self._graph_room = self._graph_room or self._make_room(widened_bytes=0)  # no prefills
 
     def make_clone(self, batch_size: int, query_len: int) -> TritonGraphState:
         assert self._inputs is not None  # while rows are held
+        assert self._graph_room is not None
         if query_len > DECODE_TOKENS:
             raise ValueError(
                 f"graphs of TRITON serve up to {DECODE_TOKENS} query tokens a row, and {query_len} were asked for: "
                 "run longer rows eager"
             )
-        return TritonGraphState(self, self._inputs, batch_size, query_len)
+        return TritonGraphState(self, self._inputs, self._graph_room, batch_size, query_len)
 
     def idle_metadata_of(self, clone: TritonGraphState, group_index: int) -> TritonMetadata:
         return clone.steps[group_index].metadata
 
-    def _make_room(self) -> Room:
-        longest = min(DECODE_TOKENS, self.limits.max_num_tokens)
-        floats, sums, counters = 0, 0, 0
-        most_rows = self.limits.max_num_requests
-        batches = [*(1 << bits for bits in range(most_rows.bit_length())), most_rows]
-        for spec in self._specs.values():
-            for query_len in {1, longest}:
-                cut = Cut.of(spec, query_len)
-                tiles = [self._tile(spec, num_rows, query_len) for num_rows in batches]
-                most = max(tiles, key=lambda tile: tile.programs)
-                heads = spec.num_kv_heads * cut.tiles
-                queries = cut.places(spec, most, self._num_sms) * heads * cut.lanes
-                floats = max(floats, queries * block_dims(spec)[1])
-                sums = max(sums, queries * 2)
-                counters = max(counters, most_rows * heads)
-        made = {"dtype": torch.float32, "device": self.device}
-        return Room(
-            torch.empty(floats, **made),  # type: ignore[call-overload]
-            torch.empty(sums, **made),  # type: ignore[call-overload]
-            torch.zeros(counters, dtype=torch.int32, device=self.device),
-            torch.zeros(2, dtype=torch.int32, device=self.device),
-            torch.empty(self._widened_bytes(), dtype=torch.uint8, device=self.device),
-        )
+    def _make_room(self, widened_bytes: int) -> Workspace:
+        specs = self._specs.values()
+        need = largest_need(specs, self.cache, self.limits, self.options, self._num_sms, self._shared_memory)
+        return Workspace.of(need, widened_bytes, self.device)
 
     def _widened_bytes(self) -> int:
         options = self.options or TritonOptions()
@@ -133,7 +127,9 @@ class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
 class TritonGraphState(TritonState):
     """The state of one captured size: a step a group, over the tensors that all sizes share."""
 
-    def __init__(self, parent: TritonState, inputs: GraphInputs, num_rows: int, query_len: int) -> None:
+    def __init__(
+        self, parent: TritonState, inputs: GraphInputs, room: Workspace, num_rows: int, query_len: int
+    ) -> None:
         CapturingState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
         self.num_rows, self.num_tokens = num_rows, num_rows * query_len
         self._inputs = inputs
@@ -146,8 +142,8 @@ class TritonGraphState(TritonState):
         self.steps = {
             group.index: TritonStep(
                 self._metadata(group.index, starts, query_len),
-                parent.make_schedule(group.index, num_rows, query_len),
-                parent.room,
+                parent.make_schedule(group.index, num_rows, query_len, room),
+                room,
             )
             for group in self.groups
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from typing import Annotated, Any
 
@@ -70,7 +70,25 @@ def decode_tile(
     """Args: query_rows: of a tile of queries; room: bytes of shared memory that a program can have."""
     if options is not None and options.decode_tile is not None:
         return options.decode_tile
+    return _fitted_decode_tile(
+        DecodeTile(**_nearest("decode", spec, cache, num_rows, query_rows)), spec, query_rows, room
+    )
 
+
+@lru_cache(maxsize=64)
+def decode_tiles(
+    spec: AttentionSpec, cache: KVCacheSpec, most_rows: int, query_rows: int, options: TritonOptions | None, room: int
+) -> frozenset[DecodeTile]:
+    """Every tile that `decode_tile` gives for 1 to `most_rows` rows."""
+    if options is not None and options.decode_tile is not None:
+        return frozenset({options.decode_tile})
+    nearest = {DecodeTile(**_nearest("decode", spec, cache, num_rows, query_rows))
+               for num_rows in range(1, most_rows + 1)}  # fmt: skip
+    return frozenset(_fitted_decode_tile(tile, spec, query_rows, room) for tile in nearest)
+
+
+def _fitted_decode_tile(tile: DecodeTile, spec: AttentionSpec, query_rows: int, room: int) -> DecodeTile:
+    """The tile, or the nearest that fits in shared memory and registers."""
     dim, dim_vo = block_dims(spec)
 
     def need(tile: DecodeTile) -> int:
@@ -81,7 +99,6 @@ def decode_tile(
             row += 4 * dim_vo + 8 * tile.keys
         return blocks + query_rows * row + _SCRATCH
 
-    tile = DecodeTile(**_nearest("decode", spec, cache, num_rows, query_rows))
     while tile.keys > 64 and need(tile) > room:  # rather than fewer blocks under way
         tile = replace(tile, keys=tile.keys // 2, warps=max(1, tile.warps // 2))
     return fitted(in_registers(tile, query_rows, dim + dim_vo), need, room)
@@ -115,9 +132,11 @@ def prefill_tile(
 
 
 def widened_heads(spec: AttentionSpec, num_keys: int, num_bytes: int) -> int:
-    """KV heads whose keys and values, made 16 bits, have room in so many bytes."""
+    """KV heads whose keys and values, made 16 bits, have room in so many bytes: as many at a time as divide all, since
+    kernels are compiled for their number."""
     head_bytes = num_keys * (spec.head_dim + spec.head_dim_vo) * spec.dtype.itemsize
-    return min(spec.num_kv_heads, num_bytes // head_bytes) if head_bytes else 0
+    most = min(spec.num_kv_heads, num_bytes // head_bytes) if head_bytes else 0
+    return next((heads for heads in range(most, 0, -1) if spec.num_kv_heads % heads == 0), 0)
 
 
 def block_dims(spec: AttentionSpec) -> tuple[int, int]:
@@ -140,13 +159,20 @@ def _table() -> dict[str, list[dict[str, Any]]]:
 
 def _nearest(kind: str, spec: AttentionSpec, cache: KVCacheSpec, num_rows: int, query_rows: int = 0) -> dict[str, int]:
     """The tile of the row that differs least; what decides its size in bytes counts most."""
-    asked = {
-        "bits": 8 * spec.cache_dtype.itemsize, "head_dim": spec.head_dim, "group": spec.group_size,
-        "page_size": cache.page_size, "queries": query_rows, "rows": num_rows,
-    }  # fmt: skip
-    weights = {"bits": 64, "head_dim": 16, "queries": 8, "page_size": 4, "group": 4, "rows": 1}
+    shape = (8 * spec.cache_dtype.itemsize, spec.head_dim, spec.group_size, cache.page_size, query_rows)
+    distances = _distances(kind, *shape)
+    return dict(min(distances, key=lambda row: row[0] + abs(math.log2(row[1] / num_rows)) if row[1] else row[0])[2])
+
+
+@lru_cache(maxsize=256)
+def _distances(
+    kind: str, bits: int, head_dim: int, group: int, page_size: int, queries: int
+) -> list[tuple[float, int, dict[str, int]]]:
+    """How far each row of the table is but for its number of rows, that number (0: it has none), and its tile."""
+    asked = {"bits": bits, "head_dim": head_dim, "group": group, "page_size": page_size, "queries": queries}
+    weights = {"bits": 64, "head_dim": 16, "queries": 8, "page_size": 4, "group": 4}
 
     def distance(row: dict[str, Any]) -> float:
         return sum(weights[name] * abs(math.log2(row[name] / asked[name])) for name in row if name in weights)
 
-    return dict(min(_table()[kind], key=distance)["tile"])
+    return [(distance(row), row.get("rows", 0), row["tile"]) for row in _table()[kind]]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_NOT_CONSTANT = ["first_row", "num_rows", "table_row", "first_head"]
+_ANYWHERE = ["page_table", "seq_lens"]  # read from `first_row` on: no code depends on whether they are aligned
 
-@triton.jit(do_not_specialize=["first_row", "num_rows", "table_row", "first_head"])  # type: ignore[untyped-decorator]
+
+@triton.jit(do_not_specialize=_NOT_CONSTANT, do_not_specialize_on_alignment=_ANYWHERE)  # type: ignore[untyped-decorator]
 def widen_kernel(  # type: ignore[no-untyped-def]
     key_cache, value_cache, keys, values, starts, page_table, seq_lens, first_row, num_rows, table_row, first_head,
     key_page, key_slot, key_head, value_page, value_slot, value_head,

@@ -1,0 +1,126 @@
+"""Every compiled form of a kernel that steps within the limits can ask TRITON for.
+
+Tiles follow from the number of rows and of query tokens by tables that are only looked at: all of those numbers are
+walked, and each tile and cut that comes out is launched once in a listing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+
+from attn_backends.backends.triton.launch import Cut, Kernels, Rows, Schedule
+from attn_backends.backends.triton.layer import make_kernels
+from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile, widened_heads
+from attn_backends.backends.triton.widening import widens
+from attn_backends.backends.triton.workspace import DECODE_TOKENS
+from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits
+from attn_backends.triton_examples import caches, distinct, empty, list_writes, new_tokens, powers_of_two
+from attn_backends.triton_launch import Machine, Start, num_multiprocessors, power_of_two, shared_memory
+from attn_backends.triton_variants import Variant, listing
+
+_WIDTH = 2  # pages of a row: no kernel is compiled for it
+
+
+def variants(
+    specs: Sequence[AttentionSpec], cache: KVCacheSpec, limits: Limits, device: torch.device,
+    options: TritonOptions | None, machine: Machine,
+) -> list[Variant]:  # fmt: skip
+    with listing(machine) as found:
+        for spec in specs:
+            _Layer(spec, cache, limits, device, options).launch_all()
+    return list(found.variants.values())
+
+
+class _Layer:
+    """A layer's launches, of all steps that there can be."""
+
+    def __init__(
+        self, spec: AttentionSpec, cache: KVCacheSpec, limits: Limits, device: torch.device,
+        options: TritonOptions | None,
+    ) -> None:  # fmt: skip
+        self.spec, self.cache, self.limits, self.device = spec, cache, limits, device
+        self.options = options or TritonOptions()
+        sinks = torch.zeros(spec.num_qo_heads, device=device) if spec.sinks else None
+        self.kernels: Kernels = make_kernels(spec, cache, device, options, sinks)
+        self.tokens = new_tokens(spec)
+
+    def launch_all(self) -> None:
+        starts = {Start.BEHIND, *self._prefill_tokens(), *self._prefill_pages()}
+        if self.spec.attention_type is AttentionType.ENCODER:  # no cache
+            return
+        starts |= {Start.EARLY} if self.kernels.can_start_early(1) else set()
+        list_writes(self.spec, self.cache, sorted({start is Start.EARLY for start in starts}))
+        self._decode(sorted(starts))
+
+    def _prefill_tokens(self) -> Iterator[Start]:
+        """Rows that bring all of their keys."""
+        for new in self.tokens:
+            yield from self._prefill(new.query, new.key, new.value, self._rows(None), empty(0, dtype=torch.uint8))
+
+    def _prefill_pages(self) -> Iterator[Start]:
+        """Rows over the cache, as it is or made 16 bits."""
+        room = empty(self.options.widened_bytes // 16 * 16, dtype=torch.uint8)
+        table = empty(1, _WIDTH, dtype=torch.int32)
+        for (query, *_), cached in product(distinct(self.tokens), distinct(caches(self.spec, self.cache))):
+            yield from self._prefill(query, *cached, self._rows(table), room)
+            for num_rows, num_keys in self._widened():
+                rows = self._rows(table.expand(num_rows, -1), num_keys)
+                yield from self._prefill(query, *cached, rows, room)
+
+    def _prefill(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, room: torch.Tensor
+    ) -> Iterator[Start]:
+        tiles, output = empty(2, dtype=torch.int32), self._output(query)
+        for share in (None, 1.0):  # of the GPU, beside decodes
+            yield self.kernels.prefill(query, key, value, output, None, rows, tiles, room, share)
+
+    def _rows(self, table: torch.Tensor | None, num_keys: int = 0) -> Rows:
+        num_rows = 1 if table is None else len(table)
+        lens, starts = empty(num_rows, dtype=torch.int32), empty(num_rows + 1, dtype=torch.int32)
+        return Rows(table, lens, starts, starts, 0, 1, num_keys, 1)
+
+    def _widened(self) -> Iterator[tuple[int, int]]:
+        """Numbers of rows, and of keys by which so many KV heads are made 16 bits at a time: all powers of two, and all
+        numbers of heads."""
+        spec, num_bytes = self.spec, self.options.widened_bytes
+        if not widens(spec, self.options, self.device):
+            return
+        most_keys = self.limits.max_num_requests * self.limits.max_model_len
+        num_bytes_of = [num_bytes // (heads * (spec.head_dim + spec.head_dim_vo) * spec.dtype.itemsize)
+                        for heads in range(1, spec.num_kv_heads + 1)]  # fmt: skip
+        least = {widened_heads(spec, keys, num_bytes): min(keys, most_keys) for keys in num_bytes_of if keys}
+        for num_keys in least.values():
+            for num_rows in powers_of_two(self.limits.max_num_requests):
+                yield num_rows, num_keys
+
+    def _decode(self, starts: Sequence[Start]) -> None:
+        spec, ints = self.spec, {"dtype": torch.int32}
+        room = (empty(0, dtype=torch.float32), empty(0, dtype=torch.float32), empty(0, dtype=torch.int32))
+        given = [*product(distinct([(new.query,) for new in self.tokens]), distinct(caches(spec, self.cache)))]
+        for num_rows, query_len, tile in self._cuts():
+            schedule = Schedule(spec, tile, num_rows, query_len, num_multiprocessors(self.device), room[-1])
+            schedule.list.fill(empty(num_rows, **ints), empty(num_rows + 1, **ints))
+            table = empty(num_rows, _WIDTH, **ints)
+            for ((query,), (key, value)), start in product(given, starts):
+                output = self._output(query)
+                self.kernels.decode(query, key, value, output, None, table, schedule, room, start)
+
+    def _cuts(self) -> Iterator[tuple[int, int, DecodeTile]]:
+        """Numbers of rows and of query tokens, and their tile: of all that kernels are compiled alike for, one."""
+        found: dict[tuple[Any, ...], tuple[int, int, DecodeTile]] = {}
+        room, limits, tiles = shared_memory(self.device), self.limits, {}
+        for query_len in range(1, min(DECODE_TOKENS, limits.max_num_tokens) + 1):
+            cut = Cut.of(self.spec, query_len)
+            for num_rows in range(1, limits.max_num_requests + 1):
+                asked = (num_rows, cut.rows)
+                if asked not in tiles:
+                    tiles[asked] = decode_tile(self.spec, self.cache, *asked, self.options, room)
+                found.setdefault((cut, tiles[asked], power_of_two(num_rows)), (num_rows, query_len, tiles[asked]))
+        yield from found.values()
+
+    def _output(self, query: torch.Tensor) -> torch.Tensor:
+        return empty(query.shape[0], self.spec.num_qo_heads, self.spec.head_dim_vo, dtype=query.dtype)

@@ -1,0 +1,98 @@
+"""The workspace of TRITON's kernels: what one launch needs of it, and how large it has to be for every launch.
+
+`decode_need` alone knows: the state sizes the workspace by it, and every schedule is checked against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from attn_backends.backends.triton.launch import Cut
+from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, block_dims, decode_tiles
+from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
+
+DECODE_TOKENS = 16  # most query tokens of a row whose keys are split
+
+
+class DecodeNeed(NamedTuple):
+    """What one decode launch writes of a workspace, in elements."""
+
+    partial: int  # f32, accumulators of partial results
+    sums: int  # f32, their maximum and sum
+    counters: int  # i32
+
+    def or_more(self, other: DecodeNeed) -> DecodeNeed:
+        """The larger of each."""
+        return DecodeNeed(*map(max, self, other))
+
+
+NOTHING = DecodeNeed(0, 0, 0)
+
+
+def decode_need(spec: AttentionSpec, tile: DecodeTile, num_rows: int, query_len: int, num_sms: int) -> DecodeNeed:
+    """What a decode launch over `num_rows` rows of up to `query_len` tokens writes, whatever their lengths.
+
+    A partial result has [num_kv_heads, tiles, lanes] queries of the padded head_dim_vo, and 2 numbers a query. A row
+    has a counter for each KV head and tile (see `decode_kernel`).
+    """
+    cut = Cut.of(spec, query_len)
+    heads = spec.num_kv_heads * cut.tiles
+    queries = cut.places(spec, tile, num_sms) * heads * cut.lanes
+    return DecodeNeed(queries * block_dims(spec)[1], queries * 2, num_rows * heads)
+
+
+def largest_need(
+    specs: Iterable[AttentionSpec], cache: KVCacheSpec, limits: Limits, options: TritonOptions | None, num_sms: int,
+    shared_memory: int,
+) -> DecodeNeed:  # fmt: skip
+    """What suffices for every decode launch within the limits: over all numbers of rows and all query lengths.
+
+    The need peaks between the ends of both ranges: queries are padded to tiles, and a tile of more queries is cut for
+    fewer programs.
+    """
+    need, most_rows = NOTHING, limits.max_num_requests
+    for spec in specs:
+        for query_len in range(1, min(DECODE_TOKENS, limits.max_num_tokens) + 1):
+            query_rows = Cut.of(spec, query_len).rows
+            for tile in decode_tiles(spec, cache, most_rows, query_rows, options, shared_memory):
+                need = need.or_more(decode_need(spec, tile, most_rows, query_len, num_sms))
+    return need
+
+
+@dataclass(frozen=True, eq=False)
+class Workspace:
+    """Where the parts of split rows meet, and where programs count. All layers of a step share it, as they run one
+    after the other; steps on other streams have another."""
+
+    partial: torch.Tensor  # [partial slots * heads * lanes * head_dim_vo] f32
+    sums: torch.Tensor  # [partial slots * heads * lanes * 2] f32: highest logit in base 2, sum of weights
+    counters: torch.Tensor  # [rows * heads * tiles] i32, zeros between launches; a step's schedule clears them
+    tiles: torch.Tensor  # [2] i32, of prefill, zeros between launches; a step with prefills clears them
+    widened: torch.Tensor  # u8, keys and values of a cache of 8 bits, made 16 bits for prefills
+
+    @staticmethod
+    def of(need: DecodeNeed, widened_bytes: int, device: torch.device) -> Workspace:
+        return Workspace(
+            torch.empty(need.partial, dtype=torch.float32, device=device),
+            torch.empty(need.sums, dtype=torch.float32, device=device),
+            torch.zeros(need.counters, dtype=torch.int32, device=device),
+            torch.zeros(2, dtype=torch.int32, device=device),
+            torch.empty(widened_bytes, dtype=torch.uint8, device=device),
+        )
+
+    def check(self, need: DecodeNeed, num_rows: int, query_len: int) -> None:
+        """Refuse a launch that would write beyond the end.
+
+        Raises:
+            ValueError: the batch is above the limits that the workspace was sized from.
+        """
+        has = DecodeNeed(self.partial.numel(), self.sums.numel(), self.counters.numel())
+        if any(need > size for need, size in zip(need, has, strict=True)):
+            raise ValueError(
+                f"a step of {num_rows} rows of up to {query_len} tokens needs {need} elements of TRITON's workspace, "
+                f"which has {has}: make the state with Limits that hold the batch"
+            )

@@ -1,0 +1,122 @@
+"""How the `attn-backends` command ends when it does not end well: one message, an exit code, no traceback."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from typer.core import TyperGroup
+
+from attn_backends.cache_folder import CacheFolderError
+
+EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+_UsageError: Any = typer.BadParameter.__mro__[1]  # of the click that typer has, its own or the package
+
+
+@contextmanager
+def clear_errors() -> Iterator[None]:
+    """Wrong input ends in its message on stderr and exit code 2, a failure in its message and 1; no traceback."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except (CacheFolderError, FloatingPointError, MemoryError) as error:
+        _end(str(error) or "there is not enough memory", EXIT_FAILED, error)
+    except (ValueError, TypeError, ImportError, OSError, NotImplementedError) as error:
+        missing = isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("attn_backends")
+        hint = "; try: pip install 'attn-backends[hf]'" if missing else ""
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC):
+            hint = ". Set HOME, XDG_CACHE_HOME and TRITON_CACHE_DIR to folders that can be written"
+        _end(str(error) + hint, EXIT_WRONG_INPUT, error)
+
+
+class Commands(TyperGroup):
+    """The commands, each of which ends in our words: also for options that it has not, a closed pipe, and Ctrl-C."""
+
+    def main(self, args: Sequence[str] | None = None, standalone_mode: bool = True, **more: Any) -> Any:  # type: ignore[override]
+        show_any_character()
+        try:
+            code = super().main(args, standalone_mode=False, **more)
+        except _UsageError as error:
+            code = tell_usage(error)
+        if not standalone_mode:
+            return code
+        sys.exit(code or 0)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            _close_quietly()
+            raise typer.Exit(0) from None
+        except KeyboardInterrupt as error:
+            _end("interrupted", EXIT_INTERRUPTED, error)
+        return result
+
+
+def show_any_character() -> None:
+    """Have what a terminal or a pipe cannot encode, as in an ASCII locale, written as escapes, not end the command."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+
+
+def tell_usage(error: Any) -> int:
+    """Say what is wrong with the words of a command line; returns the exit code."""
+    command = error.ctx.command_path if error.ctx else "attn-backends"
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(error.ctx.get_help())
+        return EXIT_WRONG_INPUT
+    message = error.format_message().rstrip(".")
+    name = getattr(error, "option_name", None)
+    if isinstance(name, str):
+        message = f"{command} has no option {name}{_nearest(error)}{_as_setting(name)}"
+    _print(f"{message}. {command} --help lists what there is")
+    return EXIT_WRONG_INPUT
+
+
+def _nearest(error: Any) -> str:
+    possible = getattr(error, "possibilities", None)
+    return f"; did you mean {' or '.join(sorted(possible))}?" if possible else ""
+
+
+def _as_setting(option: str) -> str:
+    """What to type where an option's name is that of a setting, which has no option."""
+    from attn_backends.config import PREFIX, EngineConfig
+    from attn_backends.config_errors import sections
+
+    name = option.lstrip("-").replace("-", "_").partition("=")[0]
+    paths = [(*path, name) for path, model in sections(EngineConfig) if name in model.model_fields]
+    if not paths:
+        return ""
+    dotted, variable = ".".join(paths[0]), PREFIX + "__".join(paths[0]).upper()
+    return f"; {dotted} is a setting: write it in a YAML file for --config, or set {variable} in the environment"
+
+
+def _close_quietly() -> None:
+    """Whoever read our output has gone: what is left of it goes nowhere, also at the interpreter's end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, AttributeError):
+            os.dup2(nowhere, stream.fileno())
+
+
+def _end(message: str, code: int, error: BaseException) -> None:
+    _print(message)
+    raise typer.Exit(code) from error
+
+
+def _print(message: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"[red]error:[/red] {escape(message)}", highlight=False)

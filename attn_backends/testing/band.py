@@ -1,0 +1,134 @@
+"""One tensor inside a larger allocation: where its borders are, what they hold, and what became of them."""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_NAN = 0x7FFF  # in two bytes: NaN in float16, bfloat16, float32 and float64, and byte by byte in both fp8 types
+_ALIGNMENT = 512  # bytes, as the CUDA allocator aligns tensors: kernels are chosen by it
+_LEAST, _MOST = 1024, 1 << 20  # bytes of a border
+_OWN = tuple(str(Path(__file__).with_stem(stem)) for stem in ("band", "guard"))
+_TORCH = str(Path(torch.__file__).parent)
+
+
+class Band:
+    """The borders of one guarded tensor.
+
+    It holds the allocation until `release`, so that nothing else can lie there before the borders were compared.
+    A tensor that was allocated while a CUDA graph is captured is held for good: every replay writes to it.
+    """
+
+    def __init__(self, flat: torch.Tensor, start: int, stop: int, where: str, word: int, width: int) -> None:
+        self.where = where
+        self.device = flat.device
+        self._start, self._stop, self._size = start, stop, flat.numel()
+        self._flat: torch.Tensor | None = flat
+        self._weak: Any = flat.untyped_storage()._weak_ref()
+        self._held = _is_capturing(flat.device)
+        self._pattern = pattern(word, width, flat.device)
+        self._frozen: torch.Tensor | None = None
+
+    @staticmethod
+    def around(tensor: torch.Tensor, where: str, beyond: int, pinned: bool) -> tuple[Band, torch.Tensor]:
+        """A band, and within it a tensor of the same form that holds the pattern too.
+
+        Args:
+            beyond: what the border holds if the tensor holds integers of 16 bits or more.
+        """
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        num_bytes = (last + 1) * tensor.itemsize
+        border = min(max(-(-num_bytes // _ALIGNMENT) * _ALIGNMENT, _LEAST), _MOST)
+        size = _LEAST + -(-num_bytes // 8) * 8 + border
+        flat = torch.empty(size, dtype=torch.uint8, device=tensor.device, pin_memory=pinned)
+        is_integer = tensor.itemsize > 1 and not tensor.is_floating_point() and not tensor.is_complex()
+        word, width = (beyond, tensor.itemsize) if is_integer else (_NAN, 2)
+        flat.view(_INTEGERS[width]).fill_(word)
+        band = Band(flat, _LEAST, _LEAST + num_bytes, where, word, width)
+        inner = flat[_LEAST : _LEAST + num_bytes].view(tensor.dtype).as_strided(
+            tensor.shape, tensor.stride(), _LEAST // tensor.itemsize
+        )  # fmt: skip
+        return band, inner
+
+    def storage(self) -> torch.Tensor | None:
+        """The allocation [num_bytes] u8, or None if it is gone."""
+        if self._flat is not None:
+            return self._flat
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._weak)
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, 0, (self._size,), (1,))
+
+    def freeze(self) -> None:
+        """The tensor itself must stay as it is now too."""
+        assert self._flat is not None
+        self._frozen = self._flat.clone()
+
+    def release(self) -> None:
+        """Let others have the memory once nobody else uses the tensor."""
+        if not self._held:
+            self._flat = None
+
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What there is and what there should be, in bytes. None where the allocation is gone."""
+        flat = self.storage()
+        if flat is None:
+            return []
+        if self._frozen is not None:
+            return [(flat, self._frozen)]
+        behind = self._stop % 8
+        return [
+            (flat[: self._start], self._pattern[: self._start]),
+            (flat[self._stop :], self._pattern[behind : behind + self._size - self._stop]),
+        ]
+
+    def damage(self) -> str:
+        """What was written, in words; empty if nothing was."""
+        found, flat = [], self.storage()
+        if flat is None or all(torch.equal(*pair) for pair in self.pairs()):
+            return ""
+        expected = self._frozen
+        if expected is None:
+            expected = flat.clone()
+            for (_, wanted), part in zip(
+                self.pairs(), (slice(0, self._start), slice(self._stop, None)), strict=True
+            ):  # fmt: skip
+                expected[part] = wanted
+        changed = (flat != expected).nonzero().flatten()
+        before, behind = changed[changed < self._start], changed[changed >= self._stop]
+        if len(before):
+            found.append(f"{len(before)} bytes up to {self._start - int(before[0])} bytes before it were written")
+        if len(behind):
+            first, last = (int(behind[i]) - self._stop for i in (0, -1))
+            found.append(f"{len(behind)} bytes behind it were written, {first} to {last} bytes from its end")
+        if len(changed) > len(before) + len(behind):
+            found.append("it is an input, and was changed itself")
+        return f"{self.where}: " + ", and ".join(found)
+
+    def __del__(self) -> None:
+        torch.UntypedStorage._free_weak_ref(self._weak)
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@lru_cache(maxsize=64)
+def pattern(word: int, width: int, device: torch.device) -> torch.Tensor:
+    """The longest border there can be, in bytes u8, from a multiple of 8 bytes on."""
+    return torch.full(((_MOST + 1024) // width,), word, dtype=_INTEGERS[width], device=device).view(torch.uint8)
+
+
+def where_in_code() -> str:
+    """The innermost line that is neither torch's nor of guards."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, *_OWN)):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

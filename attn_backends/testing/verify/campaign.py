@@ -1,0 +1,211 @@
+"""Many cases over several processes that are kept alive: hands out seeds, and starts anew what a case has killed."""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from attn_backends.testing.verify.cases import SIBLINGS
+from attn_backends.testing.verify.outcome import Outcome
+from attn_backends.testing.verify.worker import Asked
+
+SEEDS_OF_A_RUN = 1 << 20  # so many cases lie between two seeds of a run
+_SILENT_AFTER_S = {"cpu": 300.0, "cuda": 900.0}  # a case that takes longer hangs; libraries compile for minutes
+MOST_FINDINGS = 100  # after so many a run ends: more tell nothing
+_LAST_LINES = 12  # of what a process that died has printed
+
+
+@dataclass
+class Tally:
+    """What became of all cases so far."""
+
+    num_cases: int = 0
+    num_steps: int = 0
+    cases: Counter[str] = field(default_factory=Counter)  # by kind
+    steps: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    worst: dict[str, float] = field(default_factory=dict)
+    worst_seeds: dict[str, int] = field(default_factory=dict)
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    interrupted: bool = False
+
+    def add(self, outcome: Outcome) -> None:
+        self.num_cases += 1
+        self.num_steps += sum(outcome.kinds.values())
+        self.cases[outcome.kind] += 1
+        self.steps.update(outcome.kinds)
+        self.refused.update(outcome.refused)
+        for name, error in outcome.worst.items():
+            if error > self.worst.get(name, -1.0):
+                self.worst[name], self.worst_seeds[name] = error, outcome.seed
+        if outcome.finding is not None:
+            self.findings.append({"seed": outcome.seed, "kind": outcome.kind, "what": outcome.finding})
+
+
+class Seeds:
+    """The seeds of a run in blocks of siblings, until there are enough or the time is over."""
+
+    def __init__(self, first: int, num_cases: int | None, deadline: float) -> None:
+        self._blocks = self._in_blocks(first, num_cases)
+        self._deadline = deadline
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def _in_blocks(first: int, num_cases: int | None) -> Iterator[list[int]]:
+        for start in count(0, SIBLINGS):
+            stop = start + SIBLINGS if num_cases is None else min(start + SIBLINGS, num_cases)
+            if start >= stop:
+                return
+            yield list(range(first + start, first + stop))
+
+    def end(self) -> None:
+        """No seed follows."""
+        self._deadline = 0.0
+
+    def next_block(self) -> list[int]:
+        """Empty at the end."""
+        with self._lock:
+            return next(self._blocks, []) if time.monotonic() < self._deadline else []
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._deadline
+
+
+def run_campaign(
+    asked: Asked, first_seed: int, num_cases: int | None, minutes: float, workers: int, on_case: Callable[[Tally], None]
+) -> Tally:
+    """Run cases in `workers` processes until so many have run, or so many minutes are over.
+
+    Args:
+        on_case: called after each case with what there is so far, one call at a time.
+    """
+    tally, outcomes = Tally(), queue.Queue[Outcome | None]()
+    seeds = Seeds(first_seed, num_cases, time.monotonic() + 60 * minutes)
+    threads = [threading.Thread(target=_drive, args=(asked, seeds, outcomes), daemon=True) for _ in range(workers)]
+    for thread in threads:
+        thread.start()
+    running = len(threads)
+    try:
+        while running:
+            outcome = outcomes.get()
+            if outcome is None:
+                running -= 1
+            else:
+                tally.add(outcome)
+                on_case(tally)
+                if len(tally.findings) >= MOST_FINDINGS:
+                    seeds.end()
+    except KeyboardInterrupt:  # what ran until then is reported
+        tally.interrupted = True
+    return tally
+
+
+def _drive(asked: Asked, seeds: Seeds, outcomes: queue.Queue[Outcome | None]) -> None:
+    """Keep one process busy, and start another where one dies."""
+    process: _Process | None = None
+    try:
+        while block := seeds.next_block():
+            for seed in block:
+                if seeds.is_over:
+                    break
+                process = process or _Process(asked)
+                outcome, is_alive = process.run(seed)
+                outcomes.put(outcome)
+                if not is_alive:
+                    process.close()
+                    process = None
+    except Exception as error:  # the run is told of it, rather than waiting for ever
+        outcomes.put(Outcome(-1, "(worker)", finding=f"{type(error).__name__}: {error}"))
+    finally:
+        if process is not None:
+            process.close()
+        outcomes.put(None)
+
+
+class _Process:
+    """One worker process."""
+
+    def __init__(self, asked: Asked) -> None:
+        command = [sys.executable, "-m", "attn_backends.testing.verify.worker", asked.to_json()]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace")
+        self._printed = deque[str](maxlen=_LAST_LINES)
+        self._lines = queue.Queue[str]()
+        self._limit_s = _SILENT_AFTER_S["cpu" if asked.device.startswith("cpu") else "cuda"]
+        for read in (self._read_answers, self._read_prints):
+            threading.Thread(target=read, daemon=True).start()
+        if self._next_line() is None:
+            raise RuntimeError(f"a worker process did not start: {self._last_words()}")
+
+    def run(self, seed: int) -> tuple[Outcome, bool]:
+        """The outcome of a case, and whether the process can run another."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{seed}\n")
+            self._process.stdin.flush()
+        except OSError:  # it died between two cases: the next line is empty, which says so
+            pass
+        line = self._next_line()
+        if line is None:
+            return Outcome(seed, "(process died)", finding=self._last_words()), False
+        values = json.loads(line)
+        outcome = Outcome(**{**values, "kinds": Counter(values["kinds"]), "refused": Counter(values["refused"])})
+        dead = outcome.finding is not None and self._has_ended()
+        return outcome, not dead
+
+    def close(self) -> None:
+        """Let it end by itself, or kill it."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+            self._process.wait(10)
+        except (OSError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+
+    def _has_ended(self) -> bool:
+        """Whether it left after a finding, as it does with `EXIT_DEAD_DEVICE` where the device is."""
+        try:
+            self._process.wait(0.5)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _next_line(self) -> str | None:
+        """None: it died, or says nothing for so long that it hangs."""
+        try:
+            return self._lines.get(timeout=self._limit_s) or None
+        except queue.Empty:
+            self._process.kill()
+            return None
+
+    def _last_words(self) -> str:
+        try:
+            status = self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        said = "".join(self._printed).strip()
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        return f"the process {how} (or hung for {self._limit_s:.0f} s). Its last lines:\n{said or '(none)'}"
+
+    def _read_answers(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def _read_prints(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._printed.append(line)

@@ -1,0 +1,90 @@
+"""What a run of `attn-backends verify` found, as data, with all that is needed to repeat it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attn_backends.testing.verify.campaign import Tally
+from attn_backends.testing.verify.sizes import default_size
+from attn_backends.testing.verify.worker import Asked
+
+
+def as_report(asked: Asked, tally: Tally, first_seed: int, seconds: float, package: str | None) -> dict[str, Any]:
+    """The JSON that `--json` writes."""
+    findings = [{**each, "command": repeat_command(asked, each["seed"])} for each in tally.findings]
+    return {
+        "command": shlex.join([*_environment(), "attn-backends", *sys.argv[1:]]),
+        "backend": asked.name,
+        "device": asked.device,
+        "size": asked.size,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": machine(asked.device),
+        "versions": versions(package),
+        "first_seed": first_seed,
+        "seconds": round(seconds, 1),
+        "interrupted": tally.interrupted,
+        "num_cases": tally.num_cases,
+        "num_steps": tally.num_steps,
+        "cases": dict(sorted(tally.cases.items())),
+        "steps": dict(sorted(tally.steps.items())),
+        "refused": dict(sorted(tally.refused.items())),
+        "worst": {
+            name: {"of_tolerance": round(error, 4), "seed": tally.worst_seeds[name]}
+            for name, error in sorted(tally.worst.items())
+        },
+        "findings": findings,
+    }
+
+
+def repeat_command(asked: Asked, seed: int) -> str:
+    """What to type to run one case again."""
+    words = [*_environment(), "attn-backends", "verify", asked.name, "--case", str(seed), "--device", asked.device]
+    if asked.size != default_size(asked.device):
+        words += ["--size", asked.size]
+    if asked.multiprocessors is not None:
+        words += ["--multiprocessors", str(asked.multiprocessors)]
+    for module in asked.imports:
+        words += ["--import", module]
+    return shlex.join(words)
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What it ran on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
+    found: dict[str, Any] = {"cpu": cpu, "cores": os.cpu_count(), "gpu": None}
+    if device.startswith("cuda"):
+        properties = torch.cuda.get_device_properties(device)
+        found["gpu"] = properties.name
+        found["compute_capability"] = f"{properties.major}.{properties.minor}"
+        found["multiprocessors"] = properties.multi_processor_count
+    return found
+
+
+def versions(package: str | None) -> dict[str, str | None]:
+    """Of Python, CUDA, and the packages that matter here."""
+    names = dict.fromkeys(["attn-backends", "torch", "triton", "numpy", *([package] if package else [])])
+    return {"python": platform.python_version(), "cuda": torch.version.cuda} | {name: _version(name) for name in names}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _environment(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Variables without which the cases would be others."""
+    return ["TRITON_INTERPRET=1"] if environ.get("TRITON_INTERPRET") == "1" else []

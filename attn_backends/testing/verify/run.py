@@ -1,0 +1,176 @@
+"""Runs one case: layers over one state, step after step, eager or in a graph, each compared with the reference."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from attn_backends.devices import pretend_multiprocessors
+from attn_backends.interface import AttentionBackend, AttentionStep, Unsupported
+from attn_backends.kv_cache import KVCache
+from attn_backends.testing.batches import Batch
+from attn_backends.testing.graph_harness import CapturedStep, batch_of_table, graph_batch, make_recorder, step_table
+from attn_backends.testing.harness import Expected, Layer, Result, make_layers, padded
+from attn_backends.testing.verify.cases import Case, Episode
+from attn_backends.testing.verify.data import LayerData
+from attn_backends.testing.verify.outcome import Outcome, compare, compare_pools
+
+Backend = type[AttentionBackend]
+
+
+def run_case(backend: Backend, case: Case, device: str) -> Outcome:
+    """Run a case to its end, or to what is wrong first.
+
+    Raises:
+        Exception: what is wrong: a mismatch, a write beyond a tensor, or whatever a library raises.
+    """
+    started, outcome = time.perf_counter(), Outcome(case.seed, case.kind, refused=case.form.refused)
+    with torch.no_grad(), pretend_multiprocessors(case.multiprocessors):
+        try:
+            _Run(backend, case, torch.device(device), outcome).episodes()
+        except Unsupported as refusal:
+            outcome.refused["+".join(sorted(rejection.code for rejection in refusal.rejections))] += 1
+        except ValueError as error:
+            if not (case.form.interleaved and "kv_cache." in str(error)):
+                raise
+            outcome.refused["interleaved caches"] += 1
+    outcome.seconds = time.perf_counter() - started
+    return outcome
+
+
+class _Run:
+    """One case under way."""
+
+    def __init__(self, backend: Backend, case: Case, device: torch.device, outcome: Outcome) -> None:
+        self.case, self.device, self.outcome = case, device, outcome
+        self.data = [LayerData(backend, case, i, device) for i in range(len(case.form.specs))]
+        wholes = [data.batch(number) for number in range(len(case.episodes)) for data in self.data[:1]]
+        firsts = [data.batch(0) for data in self.data]
+        more = max([case.graph_rows * max(case.episodes[0].steps[0]), *(e.num_padded_reqs for e in case.episodes)])
+        self.layers = make_layers(backend, firsts, *wholes, num_padded_reqs=more, roomy=case.roomy)
+        self.guards = self.layers[0].guards
+        self.pools = [KVCache(*map(self.guards.place, data.template)) for data in self.data]
+        self.captured: CapturedStep | None = None
+        self.in_graph = case.graph_rows > 0 and self._graph_serves(wholes)
+
+    def _graph_serves(self, wholes: list[Batch]) -> bool:
+        """Whether the backend can run every step in a graph; if not, all of them run eager."""
+        for whole, episode in zip(wholes, self.case.episodes, strict=True):
+            for step, lens in enumerate(episode.steps):
+                common = graph_batch(_step_of(whole, episode, step), self.case.graph_rows, lens[0])
+                if not all(layer.builder.can_run_in_cudagraph(common) for layer in self.layers):
+                    self.outcome.refused["graph of a batch"] += 1
+                    return False
+        return True
+
+    def episodes(self) -> None:
+        for number, episode in enumerate(self.case.episodes):
+            wholes = [data.batch(number) for data in self.data]
+            expected = [whole.expected() if whole.spec.causal else None for whole in wholes]
+            self._reset_pools()
+            for step in range(len(episode.steps)):
+                batches = [_step_of(whole, episode, step) for whole in wholes]
+                answers = [  # where queries see keys ahead of them, a later step's are not there yet
+                    batch.expected() if each is None else _answers_of(each, episode, step)
+                    for batch, each in zip(batches, expected, strict=True)
+                ]
+                what = f"episode {number} ({episode.kind}), step {step}"
+                results = self._graph_step(batches, step) if self.in_graph else self._eager_step(batches, episode)
+                self.outcome.kinds[episode.kind] += 1
+                self._compare(results, batches, answers, what)
+
+    def _reset_pools(self) -> None:
+        pools = self.captured.caches if self.captured else self.pools
+        for pool, data in zip(pools, self.data, strict=True):
+            for tensor, now in zip(pool, data.template, strict=True):
+                tensor.copy_(now)
+
+    def _compare(self, results: list[Result], batches: list[Batch], answers: list[Expected], what: str) -> None:
+        for i, (result, batch, expected) in enumerate(zip(results, batches, answers, strict=True)):
+            named = f"{what}, layer {i}"
+            compare(self.outcome, result, batch, expected, named)
+            if batch.pool is not None and result.kv_cache is not None:
+                for row in batch.rows:
+                    batch.store(batch.pool, row, row.num_cached, row.data.seq_len)
+                exact = all(scale.hex().split("p")[0] in ("0x1.0000000000000",) for scale in self.case.form.scales[i])
+                compare_pools(result.kv_cache, batch.pool, exact, named)
+
+    def _eager_step(self, batches: list[Batch], episode: Episode) -> list[Result]:
+        """All layers one behind the other; borders are compared once all have run."""
+        hint = episode.shared_len if episode.hint else 0
+        steps = [
+            layer.begin(batch, hint, episode.num_padded_reqs) for layer, batch in zip(self.layers, batches, strict=True)
+        ]
+        calls = zip(self.layers, batches, steps, self.pools, strict=True)
+        inputs = [self._inputs(batch, episode.num_padded_reqs) for batch in batches]
+        results = []
+        with self.guards.watching():
+            for (layer, batch, step, pool), given in zip(calls, inputs, strict=True):
+                results.append(self._forward(layer, batch, step, pool, given))
+        self.guards.check("after a step")
+        return results
+
+    def _inputs(self, batch: Batch, num_padded_reqs: int) -> list[torch.Tensor | None]:
+        """Queries, keys and values with NaN behind them: guarded, and slices of one tensor where the case says so."""
+        tensors = [padded(new, num_padded_reqs) for new in (batch.query, batch.key, batch.value)]
+        if not self.case.fused or len({len(tensor) for tensor in tensors}) > 1:
+            return [self.guards.place(new, read_only=True) if len(new) else None for new in tensors]
+        whole = self.guards.place(torch.cat([tensor.flatten(1) for tensor in tensors], dim=1), read_only=True)
+        parts = whole.split([tensor[0].numel() for tensor in tensors], dim=1)
+        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def _forward(
+        self, layer: Layer, batch: Batch, step: AttentionStep[Any], pool: KVCache, given: list[torch.Tensor | None]
+    ) -> Result:
+        query, key, value = given
+        assert query is not None
+        lse = torch.empty(query.shape[:2], device=self.device) if self.case.want_lse else None
+        cache = pool if batch.pool is not None else None
+        output = layer.impl.forward(query, key, value, cache, step, lse=lse)
+        return Result(output, lse, cache)
+
+    def _graph_step(self, batches: list[Batch], step: int) -> list[Result]:
+        if self.captured is None:
+            self.captured = self._capture(batches)
+        self.captured.fill(batches, keep_pools=step > 0)
+        return self.captured.replay()
+
+    def _capture(self, batches: list[Batch]) -> CapturedStep:
+        case, state = self.case, self.layers[0].state
+        query_len = case.episodes[0].steps[0][0]
+        make_common, inputs = graph_batch, None
+        if case.over_table:
+            table = step_table(state.limits, batches[0].cache, self.device)
+            make_common, inputs = partial(batch_of_table, table), table.side.buffers
+        with self.guards.watching(), state.graph_capture(case.graph_rows, inputs):
+            clone = state.graph_clone(case.graph_rows, query_len)
+            return CapturedStep(
+                self.layers, clone, batches, case.graph_rows, query_len, make_recorder(self.device), make_common
+            )
+
+
+def _step_of(whole: Batch, episode: Episode, step: int) -> Batch:
+    """The batch of one step of an episode."""
+    done = [sum(lens) for lens in zip(*episode.steps[:step], strict=True)] or [0] * len(whole.rows)
+    if len(episode.steps) == 1:
+        return whole
+    return whole.cut(
+        [(i, start, start + new) for i, (start, new) in enumerate(zip(done, episode.steps[step], strict=True))]
+    )
+
+
+def _answers_of(expected: Expected, episode: Episode, step: int) -> Expected:
+    """The reference's rows of one step, of those of all steps."""
+    totals = [sum(lens) for lens in zip(*episode.steps, strict=True)]
+    done = [sum(lens) for lens in zip(*episode.steps[:step], strict=True)] or [0] * len(totals)
+    return tuple(torch.cat(list(_parts(each, totals, done, episode.steps[step]))) for each in expected)  # type: ignore[return-value]
+
+
+def _parts(rows: torch.Tensor, totals: list[int], done: list[int], new: tuple[int, ...]) -> Iterator[torch.Tensor]:
+    for (start, _), first, count in zip(pairwise(accumulate(totals, initial=0)), done, new, strict=True):
+        yield rows[start + first : start + first + count]

@@ -1,0 +1,66 @@
+"""Kernels of ours that backends launch beside their libraries', compiled before they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from attn_backends.devices import HAS_TRITON, Progress
+from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec
+
+
+def compile_listed(device: torch.device, list_launches: Callable[[], None], progress: Progress | None) -> None:
+    """Compile what a function launches over tensors without memory; nothing where kernels are not compiled."""
+    if device.type != "cuda" or not HAS_TRITON:
+        return
+    from attn_backends.triton_launch import machine_of
+    from attn_backends.triton_variants import compile_variants, listing
+
+    with listing(machine_of(device)) as found:
+        list_launches()
+    compile_variants(found.variants.values(), device, progress)
+
+
+def list_cache_writes(specs: Iterable[AttentionSpec], cache: KVCacheSpec) -> None:
+    """The launches that write new tokens, or latent rows, to the cache."""
+    from attn_backends.triton_examples import list_writes
+
+    for spec in specs:
+        if spec.attention_type is not AttentionType.ENCODER and spec.cache_dtype is not torch.float64:
+            list_writes(spec, cache)
+
+
+def list_prefix_pages(max_num_requests: int, page_size: int) -> None:
+    """The launches that leave pages out of a batch's CSR (see `csr_triton`)."""
+    from attn_backends.csr_triton import csr_of
+    from attn_backends.triton_examples import empty, powers_of_two
+
+    for num_rows in powers_of_two(max_num_requests):
+        table, lens = empty(num_rows, 2, dtype=torch.int32), empty(num_rows, dtype=torch.int32)
+        csr_of(table, lens, page_size, 0, lens)
+
+
+def list_quantised_queries(specs: Iterable[AttentionSpec]) -> None:
+    """The launches that make queries what an fp8 cache holds."""
+    from attn_backends.kv_write_triton import to_fp8
+    from attn_backends.triton_examples import new_tokens
+
+    for spec in specs:
+        for new in new_tokens(spec):
+            to_fp8(new.query, spec.cache_dtype)
+
+
+def list_merges(specs: Iterable[AttentionSpec], dtype: torch.dtype | None = None) -> None:
+    """The launches that join attention over two sets of keys.
+
+    Args:
+        dtype: of what is joined; None: the layer's.
+    """
+    from attn_backends.lse_merge_triton import merge
+    from attn_backends.triton_examples import empty
+
+    for spec in specs:
+        size = (2, spec.num_qo_heads, spec.head_dim_vo)
+        more, lse = empty(*size, dtype=spec.dtype), empty(*size[:2], dtype=torch.float32)
+        merge(empty(*size, dtype=dtype or spec.dtype), lse, more, lse)

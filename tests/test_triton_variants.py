@@ -1,0 +1,194 @@
+"""Kernels listed and compiled ahead, without a GPU: what tells two apart, and that nothing is left to compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
+
+launching = pytest.importorskip("attn_backends.triton_launch", reason="needs triton")
+variants = pytest.importorskip("attn_backends.triton_variants")
+triton = pytest.importorskip("triton")
+
+pytestmark = pytest.mark.skipif(launching.INTERPRETED, reason="interpreted kernels are not compiled")
+
+H200 = launching.Machine(132, 227 << 10, True, True, True)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[str, bool]]]:
+    """A Hopper GPU for Triton to compile for, and the names of what it compiles or finds in its empty cache."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import CompiledKernel
+    from triton.runtime.driver import driver
+
+    gpu = SimpleNamespace(
+        get_current_device=lambda: 0, get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )  # fmt: skip
+    monkeypatch.setattr(driver, "_active", gpu)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(CompiledKernel, "_init_handles", lambda self: None)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    told: list[tuple[str, bool]] = []
+    monkeypatch.setattr(
+        triton.knobs.compilation, "listener", lambda src, cache_hit, **_: told.append((src.name, cache_hit))
+    )
+    with fresh_kernels():
+        yield told
+
+
+class fresh_kernels:
+    """As in a new process: kernels have nothing compiled."""
+
+    def __enter__(self) -> None:
+        self._forget()
+
+    def __exit__(self, *_: object) -> None:
+        self._forget()
+
+    @staticmethod
+    def _forget() -> None:
+        from triton.runtime.jit import _triton_jit_function_registry
+
+        for kernel in _triton_jit_function_registry.values():
+            kernel.device_caches.clear()
+
+
+def writes(dtype: torch.dtype = torch.bfloat16) -> list[Any]:
+    from attn_backends.triton_examples import list_writes
+
+    with variants.listing(H200) as found:
+        list_writes(AttentionSpec(4, 2, 64, dtype=dtype), KVCacheSpec(4), (False, True))
+    return list(found.variants.values())
+
+
+def test_compiled_once_and_found_afterwards(compiled: list[tuple[str, bool]]) -> None:
+    wanted, told = writes(), []
+    assert len(wanted) == 8  # scaled or not, early or not, letting the next start or not
+    variants.compile_variants(wanted, CUDA, lambda *progress: told.append(progress))
+    assert sorted(compiled) == [("write_kv_kernel", False)] * 8
+    assert told == [(done, 8, "write_kv_kernel") for done in range(1, 9)]
+    variants.compile_variants(writes(), CUDA)
+    assert len(compiled) == 8
+    with fresh_kernels():
+        variants.compile_variants(writes(), CUDA)
+    assert compiled[8:] == [("write_kv_kernel", True)] * 8
+
+
+def test_what_a_launch_asks_triton_for_is_there(compiled: list[tuple[str, bool]]) -> None:
+    """Real tensors in place of those without memory."""
+    variants.compile_variants(writes(), CUDA)
+    compiled.clear()
+    for variant in writes():
+        real = [torch.empty_like(given, device="cpu") if isinstance(given, torch.Tensor) else given
+                for given in variant.given]  # fmt: skip
+        assert variant.kernel.run(*real, grid=(1,), warmup=True, **variant.options) is not None
+    assert compiled == []
+
+
+def test_a_kernel_that_does_not_compile_is_named(compiled: list[tuple[str, bool]]) -> None:
+    good, bad = writes()[:1], writes(torch.float16)[0]
+    broken = bad._replace(given=(*bad.given[:-6], "no block", *bad.given[-5:]))
+    with pytest.raises(
+        RuntimeError, match=r"write_kv_kernel cannot be compiled for this GPU.*choose another backend \(Comp"
+    ):
+        variants.compile_variants([broken, *good], CUDA)
+    variants.compile_variants(good, CUDA)  # as ever
+
+
+def test_a_list_launches_nothing_and_has_an_end() -> None:
+    def kernel(*given: Any) -> None:
+        pytest.fail("it was launched")
+
+    kernel.params = ()  # type: ignore[attr-defined]
+    with suppress(ZeroDivisionError), variants.listing(H200) as found:
+        launching.start_kernel(kernel, (1,))
+        launching.start_kernel(kernel, (1,))
+        assert len(found.variants) == 1
+        assert launching.num_multiprocessors(CPU) == 132
+        raise ZeroDivisionError
+    assert launching.LISTING.get() is None
+    assert launching.num_multiprocessors(CPU) == 2
+
+
+# What tells variants apart.
+
+
+def draw_tensor(numbers: Random) -> torch.Tensor:
+    dtype = numbers.choice((torch.bfloat16, torch.float32))
+    return torch.empty(64, dtype=dtype, device="meta")[numbers.choice((0, 1, 8)) :]
+
+
+def draw_arguments(kernel: Any, numbers: Random) -> tuple[Any, ...]:
+    draws: tuple[Callable[[], Any], ...] = (
+        lambda: draw_tensor(numbers), lambda: numbers.choice((0, 1, 2, 16, 48, 1 << 31, -16)),
+        lambda: numbers.choice((0.5, 2.0)), lambda: None, lambda: numbers.random() < 0.5,
+    )  # fmt: skip
+    constants = (0, 1, 16, True, 2.5)
+    return tuple(
+        numbers.choice(constants) if param.is_constexpr else numbers.choice(draws)() for param in kernel.params
+    )
+
+
+def changed(kernel: Any, given: tuple[Any, ...], numbers: Random) -> tuple[Any, ...]:
+    """With another argument or two."""
+    others = draw_arguments(kernel, numbers)
+    places = {numbers.randrange(len(given)) for _ in range(numbers.randint(0, 2))}
+    return tuple(other if i in places else one for i, (one, other) in enumerate(zip(given, others, strict=True)))
+
+
+@pytest.mark.parametrize("name", ["backends.triton.decode_kernel.decode_kernel", "kv_write_triton.write_kv_kernel",
+                                  "triton_split.schedule_kernel"])  # fmt: skip
+def test_a_key_is_what_triton_compiles_by(name: str) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    module, _, name = name.rpartition(".")
+    kernel = getattr(pytest.importorskip(f"attn_backends.{module}"), name)
+    binder = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+
+    def of_triton(given: tuple[Any, ...]) -> str:
+        values, specialization, _ = binder(*given)
+        constants = [repr(value) for (kind, _), value in zip(specialization, values.values(), strict=True)
+                     if kind == "constexpr"]  # fmt: skip
+        return str(specialization) + str(constants)
+
+    numbers, same = Random(name), 0
+    for _ in range(1500):
+        one = draw_arguments(kernel, numbers)
+        other = changed(kernel, one, numbers)
+        keys = [variants.Variant(kernel, given, {"num_warps": 4}).key for given in (one, other)]
+        assert (keys[0] == keys[1]) == (of_triton(one) == of_triton(other)), (one, other)
+        same += keys[0] == keys[1]
+    assert 100 < same < 1400
+
+
+def test_each_kernel_of_a_layer_compiles_for_hopper(compiled: list[tuple[str, bool]]) -> None:
+    """One listed variant of each, by chance; over a cache of 16 bits, and of 8."""
+    state = pytest.importorskip("attn_backends.backends.triton.state")
+    numbers, names = Random(0), set()
+    for cache_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        spec = AttentionSpec(8, 2, 128, dtype=torch.bfloat16, cache_dtype=cache_dtype)
+        with variants.listing(H200):
+            from attn_backends.spec import plan_groups
+
+            listed = state.TritonState(plan_groups({0: spec}), KVCacheSpec(64), Limits(64, 2048, 4096), CPU).variants()
+        by_name: dict[str, list[Any]] = {}
+        for variant in listed:
+            by_name.setdefault(variant.name, []).append(variant)
+        variants.compile_variants([numbers.choice(of_name) for of_name in by_name.values()], CUDA)
+        names |= set(by_name)
+    assert names == {"prefill_kernel", "prefill_hopper_kernel", "widen_kernel", "decode_kernel", "schedule_kernel",
+                     "write_kv_kernel"}  # fmt: skip
+    assert {name for name, _ in compiled} == names
