@@ -12,7 +12,7 @@ import torch
 from attn_backends import AttentionSpec, KVCacheSpec, MLASpec, explain, plan_groups, select_backend
 from attn_backends.entries import BackendEntry, backends
 from attn_backends.measured import Load, fastest_first, nearest, unmeasured
-from attn_backends.registry import _auto_entries, _measured, _reason, auto_order
+from attn_backends.registry import _auto_entries, _choice, _measured, auto_order
 from attn_backends.verdicts import Verdict
 
 ROOT = Path(__file__).parents[1]
