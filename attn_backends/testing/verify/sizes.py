@@ -41,11 +41,7 @@ def default_size(device: str) -> str:
     """Large on an accelerator, small where Triton interprets its kernels, medium on a CPU else."""
     if not device.startswith("cpu"):
         return "large"
-    return (
-        "small"
-        if os.environ.get("TRITON_INTERPRET") == "1" or "triton.runtime.interpreter" in sys.modules
-        else "medium"
-    )
+    return "small" if os.environ.get("TRITON_INTERPRET") == "1" or "triton.runtime.interpreter" in sys.modules else "medium"
 
 
 def fits(size: Size, spec: AttentionSpec, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> bool:
