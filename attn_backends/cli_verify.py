@@ -35,12 +35,9 @@ def verify(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Another number draws other cases.")] = 0,
     case: Annotated[int | None, typer.Option("--case", min=0, help="Run this one case alone, and show it.")] = None,
     device: Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda, cuda:1, … or auto.")] = "auto",
-    workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Processes that run cases side by side.")
-    ] = None,
+    workers: Annotated[int | None, typer.Option("--workers", min=1, help="Processes that run cases side by side.")] = None,
     size: Annotated[
-        str | None,
-        typer.Option("--size", help="Work of a case: small, medium or large; by default what suits the device."),
+        str | None, typer.Option("--size", help="Work of a case: small, medium or large; by default what suits the device.")
     ] = None,
     multiprocessors: Annotated[
         int | None, typer.Option("--multiprocessors", min=1, help="On a CPU: those of the GPU that it stands for.")
