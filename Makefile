@@ -13,7 +13,7 @@ override PROMPT := $(value PROMPT)
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help generate test lint wheel clean
+.PHONY: help generate test verify lint wheel clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
@@ -23,6 +23,14 @@ generate: $(READY) ## answer a few prompts, or yours: PROMPT="..."; more options
 
 test: $(READY) ## run the tests; a part of them: ARGS="tests/test_config.py -x"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(ARGS)
+
+verify: $(READY) ## random cases against float64, half a minute; a backend for longer: ARGS="TORCH --minutes 5"
+ifdef ARGS
+	$(BIN)/attn-backends verify $(ARGS)
+else
+	$(BIN)/attn-backends verify TORCH --device cpu --minutes 0.2
+	TRITON_INTERPRET=1 $(BIN)/attn-backends verify TRITON --device cpu --minutes 0.25
+endif
 
 lint: $(READY) ## ruff and mypy, as .ci/run runs them
 	$(BIN)/ruff check .

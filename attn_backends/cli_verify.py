@@ -16,6 +16,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from attn_backends.cli_errors import clear_errors
+
 if TYPE_CHECKING:
     from attn_backends.testing.verify.campaign import Tally
     from attn_backends.testing.verify.worker import Asked
@@ -35,9 +37,12 @@ def verify(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Another number draws other cases.")] = 0,
     case: Annotated[int | None, typer.Option("--case", min=0, help="Run this one case alone, and show it.")] = None,
     device: Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda, cuda:1, … or auto.")] = "auto",
-    workers: Annotated[int | None, typer.Option("--workers", min=1, help="Processes that run cases side by side.")] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Processes that run cases side by side.")
+    ] = None,
     size: Annotated[
-        str | None, typer.Option("--size", help="Work of a case: small, medium or large; by default what suits the device.")
+        str | None,
+        typer.Option("--size", help="Work of a case: small, medium or large; by default what suits the device."),
     ] = None,
     multiprocessors: Annotated[
         int | None, typer.Option("--multiprocessors", min=1, help="On a CPU: those of the GPU that it stands for.")
@@ -52,8 +57,6 @@ def verify(
     Every tensor lies in guard bands, so that a write or a read beyond it is found too. The exit status is 1 if anything
     was found, and the report has one command for each finding that repeats it.
     """
-    from attn_backends.cli import clear_errors
-
     with clear_errors():
         asked, package = _asked(name, device, size, multiprocessors, tuple(imports or ()))
         if case is not None:

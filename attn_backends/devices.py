@@ -11,12 +11,12 @@ import torch
 Progress = Callable[[int, int, str], None]  # of work that takes long: how much is done, of how much, and its last part
 # Kernels of ours stand beside torch operations. On ROCm/HIP they have not been tried, and torch's operations stay.
 HAS_TRITON = find_spec("triton") is not None and torch.version.hip is None
-_pretended: int | None = None  # multiprocessors, where kernels are interpreted or emulated
+_pretended: int | None = None  # multiprocessors, where kernels are interpreted
 
 
 @contextmanager
 def pretend_multiprocessors(count: int) -> Iterator[None]:
-    """Within it a CPU, where kernels are interpreted or emulated, stands for a GPU of so many multiprocessors."""
+    """Within it a CPU, where Triton's kernels are interpreted, stands for a GPU of so many multiprocessors."""
     global _pretended
     before, _pretended = _pretended, count
     try:
@@ -25,10 +25,11 @@ def pretend_multiprocessors(count: int) -> Iterator[None]:
         _pretended = before
 
 
-def num_multiprocessors(device: torch.device, pretended: int = 132) -> int:
-    """Multiprocessors of a GPU; on a CPU `pretended`, by default an H200's, unless `pretend_multiprocessors` says."""
+def num_multiprocessors(device: torch.device, interpreted: int | None = None) -> int:
+    """Multiprocessors of a GPU. On a CPU those of an H200, which emulated kernels stand for; where kernels are
+    interpreted `interpreted`, unless `pretend_multiprocessors` says otherwise."""
     if device.type != "cuda":
-        return pretended if _pretended is None else _pretended
+        return 132 if interpreted is None else _pretended or interpreted
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -56,7 +56,7 @@ def num_multiprocessors(device: torch.device) -> int:
     """Of a GPU; on a CPU a few, so that little work is split there too."""
     if (listing := LISTING.get()) is not None:
         return listing.machine.num_multiprocessors
-    return devices.num_multiprocessors(device, pretended=2)
+    return devices.num_multiprocessors(device, interpreted=2)
 
 
 def shared_memory(device: torch.device) -> int:

@@ -1,7 +1,7 @@
 """Merge the reports of several runs of `attn-backends verify` into one file.
 
-    attn-backends verify TRITON --seed 1 --cases 2000 --json one.json        and so on, with other seeds
-    python benchmarks/merge_verify.py one.json two.json --out benchmarks/results/verify_h200.json
+attn-backends verify TRITON --seed 1 --cases 2000 --json one.json        and so on, with other seeds
+python benchmarks/merge_verify.py one.json two.json --out benchmarks/results/verify_h200.json
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def main(given: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(given)
     merged = merge([json.loads(path.read_text()) for path in arguments.reports])
     arguments.out.write_text(json.dumps(merged, indent=1) + "\n")
-    print(f"{merged['num_cases']} cases of {len(merged['runs'])} runs, {merged['num_findings']} findings: {arguments.out}")
+    print(
+        f"{merged['num_cases']} cases of {len(merged['runs'])} runs, {merged['num_findings']} findings: {arguments.out}"
+    )
 
 
 if __name__ == "__main__":

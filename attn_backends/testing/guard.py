@@ -83,9 +83,8 @@ class GuardBands:
     def place_batch(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """The batch with its page table, slots, lengths and starts guarded and read-only on the device."""
         beyond = {"slot_mapping": self.beyond * common.page_size, "query_start_loc": int(common.num_tokens)}
-        placed = {
-            name: self.place(getattr(common, name), beyond=beyond.get(name), read_only=True)
-            for name in _DEVICE_TENSORS
+        placed: dict[str, Any] = {
+            name: self.place(getattr(common, name), beyond=beyond.get(name), read_only=True) for name in _DEVICE_TENSORS
         }
         csr = common.csr
         if csr is not None:

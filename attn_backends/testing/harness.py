@@ -88,7 +88,11 @@ class Layer:
 
 
 def make_layers(
-    backend: Backend, layers: Sequence[Batch], *more: Batch, num_padded_reqs: int = 0, options: Any = None,
+    backend: Backend,
+    layers: Sequence[Batch],
+    *more: Batch,
+    num_padded_reqs: int = 0,
+    options: Any = None,
     roomy: int = 1,
 ) -> tuple[Layer, ...]:
     """Layers that share one state, a plan group each, sized for their batches and `more`, `roomy` times over."""
@@ -126,7 +130,9 @@ def run_backend(
 def unowned_page(batches: Sequence[Batch]) -> int:
     """The last page of the pool that no request of these batches owns; 0, which tables are padded with, if none is."""
     owned = {int(page) for batch in batches for row in batch.rows for page in (row.data.pages or ())}
-    return max((page for page in range(min(batch.cache.num_pages for batch in batches)) if page not in owned), default=0)
+    return max(
+        (page for page in range(min(batch.cache.num_pages for batch in batches)) if page not in owned), default=0
+    )
 
 
 def limits_for(*batches: Batch, num_padded_reqs: int = 0) -> Limits:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from random import Random
 from typing import Any
 
 from attn_backends.spec import AttentionType, Layout
 from attn_backends.testing.cases import BatchShape
 from attn_backends.testing.features import Feature, feature
+from attn_backends.testing.models import published_models
 
 # One of each kind. There are no other combinations: libraries compile kernels for each, which may take minutes.
 KINDS = (
@@ -16,7 +18,6 @@ KINDS = (
     "non_causal_chunks", "gemma2", "gpt_oss", "soft_cap_and_sinks", "alibi_and_window", "alibi_and_soft_cap",
     "encoder", "cross",
 )  # fmt: skip
-_HEADS = ((1, 1), (2, 1), (4, 4), (6, 2), (7, 1), (8, 1), (9, 3), (12, 4))  # of queries, of keys and values
 _CONTEXTS = (0, 1, 15, 16, 17, 63, 64, 65, 100, 255, 300)  # keys in the cache before the step
 _QUERIES = (2, 3, 7, 16, 17, 33, 64, 65, 130)
 
@@ -53,7 +54,7 @@ def _layer(plain: Feature, numbers: Random) -> RandomLayer:
     }
     changes: dict[str, Any] = {name: drawn.get(name, value) for name, value in plain.changes.items()}
     attention_type = changes.get("attention_type", AttentionType.DECODER)
-    heads, page_size = numbers.choice(_HEADS), numbers.choice((1, 16, 32, 64, 256))
+    heads, page_size = numbers.choice(_heads()), numbers.choice((1, 16, 32, 64, 256))
     layout: Layout = numbers.choice(("NHD", "HND"))
     queries, contexts = _rows(numbers)
     new_kv_lens = None
@@ -78,6 +79,18 @@ def _layer(plain: Feature, numbers: Random) -> RandomLayer:
         num_padded_reqs=numbers.choice((0, 0, 1, 3)),
         want_lse=numbers.random() < 0.5,
     )
+
+
+@cache
+def _heads() -> list[tuple[int, int]]:
+    """Heads of queries, and of keys and values: those of published models, on one of so many GPUs that it has at most
+    two of the latter."""
+    found = set()
+    for model in published_models():
+        kv = model.num_kv_heads
+        ways = next(n for n in range(1, kv + 1) if kv % n == 0 and kv // n <= 2)
+        found.add((model.num_qo_heads // ways, kv // ways))
+    return sorted(found)
 
 
 def _rows(numbers: Random) -> tuple[list[int], list[int]]:

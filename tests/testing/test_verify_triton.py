@@ -127,7 +127,7 @@ def test_a_need_that_peaks_between_the_ends(sized: str, monkeypatch: pytest.Monk
         if sized == "whole":
             assert_matches(layer.forward(batch, step), batch)
         else:
-            with pytest.raises(GuardError, match="workspace.py.* bytes behind it were written"):
+            with pytest.raises(GuardError, match=r"workspace.py.* bytes behind it were written"):
                 layer.forward(batch, step)
 
 

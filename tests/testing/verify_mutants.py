@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.torch import TorchBackend, TorchImpl, TorchMetadata, TorchMetadataBuilder, TorchState
+from attn_backends.backends.torch import TorchImpl, TorchMetadata, TorchMetadataBuilder, TorchState
 from attn_backends.interface import AttentionBackend
 from attn_backends.kv_cache import KVCache
-from attn_backends.testing.verify.cases import draw_case
 from attn_backends.testing.verify.outcome import Outcome
-from attn_backends.testing.verify.sizes import SIZES
 from attn_backends.testing.verify.worker import Asked, run_seed
 from tests.testing.mutants import Backend, Common, mutant, other_batch, other_forward, other_scales, with_seq_lens
 from tests.testing.mutations import next_slot, padding_is_live
@@ -129,4 +127,3 @@ MUTATIONS = [
     VerifyMutation("v_scale ignored", other_scales(lambda k, v: (k, 1.0))),
     VerifyMutation("sinks of another layer", mutant(impl=SinksOfTheFirstLayer)),
 ]
-__all__ = ["MUTATIONS", "TorchBackend", "VerifyMutation", "draw_case", "first_finding", "outcomes", "SIZES"]

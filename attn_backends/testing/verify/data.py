@@ -98,7 +98,8 @@ class LayerData:
         own = torch.Generator(self.device).manual_seed(self.case.seed * 8 + self.layer)
         width = spec.num_qo_heads * (spec.qk_nope_head_dim + spec.head_dim_vo)
         weight = torch.randn(width, spec.kv_lora_rank, generator=own, device=self.device) * spec.kv_lora_rank**-0.5
-        return weight.to(spec.dtype)
+        expansion: torch.Tensor = weight.to(spec.dtype)
+        return expansion
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device)

@@ -106,8 +106,12 @@ def _model(can: Capabilities, numbers: Random) -> PublishedModel:
 
 
 def _declares(can: Capabilities, model: PublishedModel) -> bool:
-    asked = [(model.head_dim, can.head_dims), (model.kv_lora_rank, can.kv_lora_ranks),
-             (model.qk_rope_head_dim, can.qk_rope_head_dims), (model.head_dim_vo or model.head_dim, can.head_dims)]
+    asked = [
+        (model.head_dim, can.head_dims),
+        (model.kv_lora_rank, can.kv_lora_ranks),
+        (model.qk_rope_head_dim, can.qk_rope_head_dims),
+        (model.head_dim_vo or model.head_dim, can.head_dims),
+    ]
     return all(got is None or some is None or got in some for got, some in asked)  # fmt: skip
 
 
@@ -175,9 +179,7 @@ def _features(can: Capabilities, numbers: Random, kind: AttentionType) -> list[s
     return [name for name in picked if not (name == "chunks" and "window" in picked)]
 
 
-def _feature(
-    name: str, num_qo_heads: int, head_dim: int, model: PublishedModel, numbers: Random
-) -> dict[str, Any]:
+def _feature(name: str, num_qo_heads: int, head_dim: int, model: PublishedModel, numbers: Random) -> dict[str, Any]:
     """Arguments of the layer: the model's own numbers where it has some, or drawn ones."""
     own = numbers.random() < 0.5
     if name == "window":

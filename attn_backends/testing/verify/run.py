@@ -103,7 +103,9 @@ class _Run:
     def _eager_step(self, batches: list[Batch], episode: Episode) -> list[Result]:
         """All layers one behind the other; borders are compared once all have run."""
         hint = episode.shared_len if episode.hint else 0
-        steps = [layer.begin(batch, hint, episode.num_padded_reqs) for layer, batch in zip(self.layers, batches, strict=True)]
+        steps = [
+            layer.begin(batch, hint, episode.num_padded_reqs) for layer, batch in zip(self.layers, batches, strict=True)
+        ]
         calls = zip(self.layers, batches, steps, self.pools, strict=True)
         inputs = [self._inputs(batch, episode.num_padded_reqs) for batch in batches]
         results = []
@@ -157,7 +159,9 @@ def _step_of(whole: Batch, episode: Episode, step: int) -> Batch:
     done = [sum(lens) for lens in zip(*episode.steps[:step], strict=True)] or [0] * len(whole.rows)
     if len(episode.steps) == 1:
         return whole
-    return whole.cut([(i, start, start + new) for i, (start, new) in enumerate(zip(done, episode.steps[step], strict=True))])
+    return whole.cut(
+        [(i, start, start + new) for i, (start, new) in enumerate(zip(done, episode.steps[step], strict=True))]
+    )
 
 
 def _answers_of(expected: Expected, episode: Episode, step: int) -> Expected:

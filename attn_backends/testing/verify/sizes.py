@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from typing import Any
 
 from attn_backends.spec import AttentionSpec
 
@@ -26,7 +27,9 @@ class Size:
 
     def scaled(self, factor: float) -> Size:
         """With other limits of a whole step."""
-        limits = {name: max(1, int(factor * getattr(self, name))) for name in ("numbers", "logits", "visits")}
+        limits: dict[str, Any] = {
+            name: max(1, int(factor * getattr(self, name))) for name in ("numbers", "logits", "visits")
+        }
         return replace(self, **limits)
 
 

@@ -1,7 +1,7 @@
-"""A process that runs cases one after the other: seeds come as lines, what became of them goes back as lines of JSON.
+"""A process that runs cases one after the other: seeds come as lines, and what became of them goes back as JSON.
 
-What a kernel does to the process (a segmentation fault, a dead CUDA context, a hang) ends this process alone: the parent
-knows which seed it ran, and starts another.
+What a kernel does to the process (a segmentation fault, a dead CUDA context, a hang) ends this process alone: the
+parent knows which seed it ran, and starts another.
 
     python -m attn_backends.testing.verify.worker '{"name": "TORCH", "device": "cpu", ...}'
 """

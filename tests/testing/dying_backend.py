@@ -1,0 +1,28 @@
+"""TORCH, but for cases that kill the process, hang it or raise: what `verify --import` is given in tests."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from attn_backends.backends.torch import TorchBackend, TorchImpl
+from attn_backends.registry import register_backend
+
+
+class DyingImpl(TorchImpl):
+    def forward(self, query: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(query) % 3 == 0:
+            print("the last words of a kernel", flush=True)
+            os.kill(os.getpid(), 11)
+        return super().forward(query, *args, **kwargs)
+
+
+@register_backend("DYING")
+class DyingBackend(TorchBackend):
+    @staticmethod
+    def get_name() -> str:
+        return "DYING"
+
+    @staticmethod
+    def get_impl_cls() -> type[TorchImpl]:
+        return DyingImpl
