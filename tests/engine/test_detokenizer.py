@@ -48,7 +48,7 @@ def test_stop_strings_never_show(tokenizer: PreTrainedTokenizerBase, before: str
 
 
 def check_stops(tokenizer: PreTrainedTokenizerBase, text: str, stops: list[str]) -> None:
-    """The text ends with the token that completes the first stop string, where the earliest in it then begins."""
+    """The token that completes a stop string ends the text, where the earliest of those then in it begins."""
     ends = [text[:n] for n in range(1, len(text) + 1) if any(stop in text[:n] for stop in stops)]
     expected = text if not ends else ends[0][: min(ends[0].find(stop) for stop in stops if stop in ends[0])]
     shown, detokenizer = pieces(tokenizer, text, tuple(stops))
