@@ -30,6 +30,7 @@ class Band:
         self._flat: torch.Tensor | None = flat
         self._weak: Any = flat.untyped_storage()._weak_ref()
         self._held = _is_capturing(flat.device)
+        self.is_unwritten = self._held  # what fills it was captured alone, and has not run
         self._pattern = pattern(word, width, flat.device)
         self._frozen: torch.Tensor | None = None
 
@@ -68,13 +69,19 @@ class Band:
         assert self._flat is not None
         self._frozen = self._flat.clone()
 
+    def write(self) -> None:
+        """Fill the borders, which a capture left as they were."""
+        for border, wanted in self.pairs():
+            border.copy_(wanted)
+        self.is_unwritten = False
+
     def release(self) -> None:
         """Let others have the memory once nobody else uses the tensor."""
         if not self._held:
             self._flat = None
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What there is and what there should be, in bytes. None where the allocation is gone."""
+        """What there is and what there should be, in bytes; nothing where the allocation is gone."""
         flat = self.storage()
         if flat is None:
             return []
