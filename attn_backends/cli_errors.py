@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -20,6 +22,13 @@ EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 _UsageError: Any = typer.BadParameter.__mro__[1]  # of the click that typer has, its own or the package
 
 
+class Screen(Console):
+    """A console that leaves a closed pipe to `Commands`; rich's own would end the command with exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
 @contextmanager
 def clear_errors() -> Iterator[None]:
     """Wrong input ends in its message on stderr and exit code 2, a failure in its message and 1; no traceback."""
@@ -27,9 +36,18 @@ def clear_errors() -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
-    except (CacheFolderError, FloatingPointError, MemoryError) as error:
+    except Exception as error:
+        if _interrupted.is_set():
+            raise KeyboardInterrupt from error
+        _tell(error)
+        raise
+
+
+def _tell(error: Exception) -> None:
+    """End the command with an error's words, if it is one that has words for users."""
+    if isinstance(error, (CacheFolderError, FloatingPointError, MemoryError)):
         _end(str(error) or "there is not enough memory", EXIT_FAILED, error)
-    except (ValueError, TypeError, ImportError, OSError, NotImplementedError) as error:
+    if isinstance(error, (ValueError, TypeError, ImportError, OSError, NotImplementedError)):
         missing = isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("attn_backends")
         hint = "; try: pip install 'attn-backends[hf]'" if missing else ""
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC):
@@ -52,7 +70,8 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            result = super().invoke(ctx)
+            with _interrupts_stay():
+                result = super().invoke(ctx)
             if sys.stdout is not None:
                 sys.stdout.flush()
         except BrokenPipeError:
@@ -61,6 +80,30 @@ class Commands(TyperGroup):
         except KeyboardInterrupt as error:
             _end("interrupted", EXIT_INTERRUPTED, error)
         return result
+
+
+_interrupted = threading.Event()
+
+
+@contextmanager
+def _interrupts_stay() -> Iterator[None]:
+    """Ctrl-C is a `KeyboardInterrupt`, as always, and noted: while it is imported, a library may make another error
+    of it, or none."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        _interrupted.set()
+        signal.default_int_handler(number, frame)
+
+    _interrupted.clear()
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def show_any_character() -> None:
@@ -77,11 +120,11 @@ def tell_usage(error: Any) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         print(error.ctx.get_help())
         return EXIT_WRONG_INPUT
-    message = error.format_message().rstrip(".")
+    message = error.format_message()
     name = getattr(error, "option_name", None)
     if isinstance(name, str):
-        message = f"{command} has no option {name}{_nearest(error)}{_as_setting(name)}"
-    _print(f"{message}. {command} --help lists what there is")
+        message = f"{command} has no option {name}{_as_setting(name) or _nearest(error)}"
+    _print(f"{message.rstrip('.')}{'' if message.endswith('?') else '.'} {command} --help lists what there is")
     return EXIT_WRONG_INPUT
 
 
@@ -113,10 +156,10 @@ def _close_quietly() -> None:
             os.dup2(nowhere, stream.fileno())
 
 
-def _end(message: str, code: int, error: BaseException) -> None:
+def _end(message: str, code: int, error: BaseException) -> NoReturn:
     _print(message)
     raise typer.Exit(code) from error
 
 
 def _print(message: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"[red]error:[/red] {escape(message)}", highlight=False)
+    Screen(stderr=True, soft_wrap=True).print(f"[red]error:[/red] {escape(message)}", highlight=False)

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from attn_backends.cli_errors import EXIT_INTERRUPTED
+from attn_backends.cli_errors import EXIT_INTERRUPTED, Screen
 from attn_backends.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -161,7 +161,12 @@ def generate(config: EngineConfig, prompts: list[str], *, chat: bool | None, str
     Args:
         chat: wrap prompts in the model's chat template; None: if it has one.
     """
-    out, err = Console(), Console(stderr=True)
+    out, err = Screen(), Screen(stderr=True)
+    if not out.encoding.startswith("utf"):
+        err.print(
+            f"standard output is {out.encoding}: what it cannot show comes as \\xe9 or \\u20ac; PYTHONUTF8=1 shows it",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
     with loading_bar(err) as report:
         report("importing torch and transformers")
         from attn_backends.engine.llm import LLM

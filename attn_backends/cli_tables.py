@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from attn_backends.cli_errors import Screen
+
 if TYPE_CHECKING:
     from attn_backends.support import Support
     from attn_backends.testing.quick_check import CheckResult
@@ -85,8 +87,8 @@ def _table(*titles: str, rows: Sequence[Sequence[str]], style: box.Box = box.ROU
 
 def _console() -> Console:
     """Standard output; a pipe or a file gets whole lines."""
-    console = Console()
-    return console if console.is_terminal else Console(width=400)
+    console = Screen()
+    return console if console.is_terminal else Screen(width=400)
 
 
 def _words(value: object) -> str:

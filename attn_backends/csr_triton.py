@@ -12,7 +12,11 @@ from attn_backends.triton_launch import start_kernel
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["stride", "num_reqs", "num_indices"])  # type: ignore[untyped-decorator]
+_NOT_CONSTANT = ["stride", "num_reqs", "num_indices"]
+_ANYWHERE = ["page_table", "indices", "last_page_len"]  # where they begin follows from the number of rows
+
+
+@triton.jit(do_not_specialize=_NOT_CONSTANT, do_not_specialize_on_alignment=_ANYWHERE)  # type: ignore[untyped-decorator]
 def csr_kernel(  # type: ignore[no-untyped-def]
     page_table, stride, seq_lens, first_pages, indptr, indices, last_page_len, num_reqs, num_indices,
     PAGE_SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, BLOCK: tl.constexpr,

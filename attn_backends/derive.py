@@ -174,6 +174,12 @@ def write_pages(
 
 
 def move_rows(page_table: torch.Tensor, rows: torch.Tensor, sources: torch.Tensor, width: int) -> None:
-    """Put the first `width` columns of rows `sources` into `rows`. All of them are read before any is written."""
+    """Copies the first `width` columns of rows `sources` to `rows`, which may overlap: all are read before any is
+    written.
+
+    Args:
+        page_table: [max_num_requests, capacity] i32.
+        rows, sources: [M] i32, on the table's device.
+    """
     leading = page_table[:, :width]
     leading[rows] = leading[sources]

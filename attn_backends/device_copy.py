@@ -190,8 +190,8 @@ class DeviceCopy:
         return PagedCsr(rows.paged_kv_indptr, self.buffers.paged_kv_indices, rows.paged_kv_last_page_len)
 
     def _send(self, num_rows: int, moves: RowMoves | None, runs: PageRuns | None, step: HostStep | None) -> PackedShape:
-        """Pack and copy, and move rows. Without a step pages alone, which are put in place at once: the next copy
-        overwrites them."""
+        """Packs and copies, and moves rows. Without a step, pages are put in place at once: the next copy overwrites
+        them."""
         buffer = self.ring.next_buffer()
         num_reqs, num_token_ids = _put_step(step, buffer) if step else (0, 0)
         num_runs, num_pages = (len(runs.rows), len(runs.pages)) if runs else (0, 0)
@@ -211,7 +211,7 @@ class DeviceCopy:
 
 
 def _put_step(step: HostStep, buffer: IntArray) -> tuple[int, int]:
-    """Lengths and token ids. Returns how many rows and ids these are, padding included."""
+    """Writes a step's lengths and token ids to the buffer's front; returns how many rows and ids, padding included."""
     num_reqs, num_token_ids = step.shape.num_reqs, 0
     buffer[:num_reqs] = step.seq_lens
     buffer[num_reqs : 2 * num_reqs] = step.query_lens
@@ -224,7 +224,7 @@ def _put_step(step: HostStep, buffer: IntArray) -> tuple[int, int]:
 
 
 def _put(arrays: Iterable[NDArray[Any]], buffer: IntArray) -> None:
-    """One behind the other."""
+    """Writes arrays to the buffer's front, one behind the other."""
     at = 0
     for values in arrays:
         buffer[at : at + len(values)] = values

@@ -434,6 +434,11 @@ class AttentionBackend(ABC):
         """`reject`, and what the backend's own options, validated, rule out; by default that is nothing."""
         return cls.reject(spec, cache, device)
 
+    @classmethod
+    def note(cls, device: torch.device | str) -> str:
+        """What is worth knowing of a backend that serves, for the reason of its choice; by default nothing."""
+        return ""
+
 
 def mismatches(can: Capabilities, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device) -> list[Rejection]:
     """What a layer asks for that these capabilities do not have."""

@@ -180,7 +180,7 @@ class PageRows:
         return np.argsort([self._row_of[request_id] for request_id in request_ids])
 
     def take_moves(self) -> RowMoves | None:
-        """What the device has to move before it takes new pages, and count it as moved; None if it is nothing."""
+        """The rows that the device has to move before it takes new pages, counted as moved; None if there are none."""
         if not self.has_moved:
             return None
         sources, in_place = self.row_on_device[: self.num_rows].copy(), self._put_in_place()

@@ -76,6 +76,17 @@ def has_tensor_engine(device: torch.device) -> bool:
     return device.type != "cuda" or (not is_hip() and torch.cuda.get_device_capability(device) >= _TENSOR_ENGINE_SINCE)
 
 
+def untried_triton(device: torch.device) -> str:
+    """Says that this version of Triton was not tried with the kernels for Hopper, where a GPU is one; else nothing."""
+    if device.type != "cuda" or _TRITON in _GLUON_TRIED or not is_hopper(device):
+        return ""
+    tried = ", ".join(f"{major}.{minor}" for major, minor in sorted(_GLUON_TRIED))
+    return (
+        f"Triton {triton.__version__} was not tried with the kernels for Hopper ({tried} were): portable ones serve "
+        "in their place, slower"
+    )
+
+
 def has_hopper_kernels(device: torch.device) -> bool:
     """Whether kernels that are written for Hopper, in Gluon, run on a device. None is interpreted."""
     if (listing := LISTING.get()) is not None:

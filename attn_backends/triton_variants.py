@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Lock
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -107,7 +107,7 @@ def compile_variants(variants: Iterable[Variant], device: torch.device, progress
 def _one_parser() -> Iterator[None]:
     """Only one thread parses Python at a time: CPython 3.11 counts the depth of all threads' trees as one, and raises a
     SystemError where two parse at once (python/cpython#106905)."""
-    parse, lock = JITCallable.parse, Lock()
+    parse, lock = JITCallable.parse, RLock()
 
     def parse_alone(function: JITCallable) -> Any:
         with lock:

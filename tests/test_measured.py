@@ -12,7 +12,7 @@ import torch
 from attn_backends import AttentionSpec, KVCacheSpec, MLASpec, explain, plan_groups, select_backend
 from attn_backends.entries import BackendEntry, backends
 from attn_backends.measured import Load, fastest_first, nearest, unmeasured
-from attn_backends.registry import _auto_entries, _measured, _reason, auto_order
+from attn_backends.registry import _auto_entries, _choice, _measured, auto_order
 from attn_backends.verdicts import Verdict
 
 ROOT = Path(__file__).parents[1]
@@ -83,11 +83,11 @@ def test_the_reason_says_what_was_measured() -> None:
     measured = nearest(GQA, Load(16, 4096), H200)
     assert measured is not None
     fastest = next(iter(measured.us))
-    reason = _reason("AUTO", [Verdict("PLUGIN", 99, import_error="missing"), Verdict(fastest, 1)], measured)
+    reason = _choice("AUTO", [Verdict("PLUGIN", 99, import_error="missing"), Verdict(fastest, 1)], measured)
     assert reason.startswith(f"AUTO: the first as measured ({fastest} ")
     assert "a layer's decode of 16 x 4096 keys, 32/8 heads of 128, on NVIDIA H200" in reason
     assert reason.endswith("PLUGIN was passed over: missing")
-    assert "by priority" in _reason("AUTO", [Verdict("TORCH", 0)], measured)
+    assert "by priority" in _choice("AUTO", [Verdict("TORCH", 0)], measured)
 
 
 OTHERS = [
@@ -106,7 +106,7 @@ def test_another_gpu_has_the_order_by_priority_and_the_reason_says_so(gpu: str) 
             assert _auto_entries(measured) == by_priority
     told = f"no times of {gpu} are shipped, those of {H200} alone"
     assert auto_order("cuda") == f"by priority ({told})"
-    reason = _reason("AUTO", [Verdict("TRITON", 8)], None, gpu)
+    reason = _choice("AUTO", [Verdict("TRITON", 8)], None, gpu)
     assert reason == f"AUTO: the first by priority ({told}) that serves every layer"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -58,10 +59,11 @@ class fresh_kernels:
 
     @staticmethod
     def _forget() -> None:
-        from triton.runtime.jit import _triton_jit_function_registry
+        from triton.runtime.jit import JITFunction
 
-        for kernel in _triton_jit_function_registry.values():
-            kernel.device_caches.clear()
+        for kernel in gc.get_objects():
+            if issubclass(type(kernel), JITFunction):  # isinstance would wake objects that load what they stand for
+                kernel.device_caches.clear()
 
 
 def writes(dtype: torch.dtype = torch.bfloat16) -> list[Any]:
@@ -177,10 +179,12 @@ def test_a_key_is_what_triton_compiles_by(name: str) -> None:
 def test_each_kernel_of_a_layer_compiles_for_hopper(compiled: list[tuple[str, bool]]) -> None:
     """One listed variant of each, by chance; over a cache of 16 bits, and of 8."""
     state = pytest.importorskip("attn_backends.backends.triton.state")
+    has_hopper_kernels = launching._TRITON in launching._GLUON_TRIED
+    machine = H200._replace(has_hopper_kernels=has_hopper_kernels)
     numbers, names = Random(0), set()
     for cache_dtype in (torch.bfloat16, torch.float8_e4m3fn):
         spec = AttentionSpec(8, 2, 128, dtype=torch.bfloat16, cache_dtype=cache_dtype)
-        with variants.listing(H200):
+        with variants.listing(machine):
             from attn_backends.spec import plan_groups
 
             listed = state.TritonState(plan_groups({0: spec}), KVCacheSpec(64), Limits(64, 2048, 4096), CPU).variants()
@@ -189,6 +193,6 @@ def test_each_kernel_of_a_layer_compiles_for_hopper(compiled: list[tuple[str, bo
             by_name.setdefault(variant.name, []).append(variant)
         variants.compile_variants([numbers.choice(of_name) for of_name in by_name.values()], CUDA)
         names |= set(by_name)
-    assert names == {"prefill_kernel", "prefill_hopper_kernel", "widen_kernel", "decode_kernel", "schedule_kernel",
-                     "write_kv_kernel"}  # fmt: skip
+    for_hopper = {"prefill_hopper_kernel", "widen_kernel"} if has_hopper_kernels else set()
+    assert names == {"prefill_kernel", "decode_kernel", "schedule_kernel", "write_kv_kernel"} | for_hopper
     assert {name for name, _ in compiled} == names

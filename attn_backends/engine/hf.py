@@ -388,7 +388,7 @@ def _read_config(path: Path, config: EngineConfig) -> Any:
     _check_raw_config(path, config.trust_remote_code)
     with _quietly(), _in_our_words(f"cannot read the config of {path}"):
         hf_config = copy.deepcopy(AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code))
-    wrong = why_not_sizes(hf_config.get_text_config().to_dict())
+        wrong = why_not_sizes(hf_config.get_text_config().to_dict())
     if wrong:
         raise ModelError(f"{path}/config.json: {wrong}")
     check_config(hf_config)
@@ -410,8 +410,9 @@ def _check_raw_config(path: Path, trust_remote_code: bool) -> None:
                 "true in the config file, or set ATTN_BACKENDS_TRUST_REMOTE_CODE=true"
             )
         said = f"model_type {kind!r}" if "model_type" in raw else "no model_type"
-        here = f"transformers {transformers.__version__}"
-        raise ModelError(f"{path}/config.json says {said}; {here} has no such model: {hint}")
+        raise ModelError(
+            f"{path}/config.json says {said}; transformers {transformers.__version__} has no such model: {hint}"
+        )
     nested = raw.get("text_config")
     text = nested if isinstance(nested, dict) else raw
     wrong, num_layers, num_tensors = why_not_sizes(text), text.get("num_hidden_layers"), count_tensors(path)

@@ -94,7 +94,11 @@ class Request:
 
 
 def check_salt(cache_salt: str | None) -> None:
-    """Refuses a salt that would keep nobody apart, or that is no text: equal salts are equal strings."""
+    """Refuses a cache salt that is no string, and an empty one, which keeps nobody apart.
+
+    Raises:
+        TypeError, ValueError: as above; the message says what to pass.
+    """
     if cache_salt is not None and not isinstance(cache_salt, str):
         raise TypeError(
             f"cache_salt is {cache_salt!r} of type {type(cache_salt).__name__}; pass a string, or None to share "
@@ -105,7 +109,7 @@ def check_salt(cache_salt: str | None) -> None:
 
 
 def salts_for(cache_salt: str | Sequence[str | None] | None, num_prompts: int) -> list[str | None]:
-    """The salt of each prompt: one for all, or one a prompt.
+    """The cache salt of each prompt, [num_prompts]: the one for all, or those given one a prompt.
 
     Raises:
         TypeError, ValueError: not one a prompt, or one of them is refused.

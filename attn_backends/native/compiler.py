@@ -40,7 +40,8 @@ def load(source: Path, defines: Mapping[str, int | str]) -> ctypes.CDLL:
     """
     compiler = _compiler()
     flags = [*FLAGS, *(f"-D{name}={value}" for name, value in defines.items())]
-    parts = [source.read_text(), *compiler, *flags, _run([*compiler, "--version"]), _cpu(), torch.__file__]
+    text = source.read_text(encoding="utf-8")
+    parts = [text, *compiler, *flags, _run([*compiler, "--version"]), _cpu(), torch.__file__]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     try:
         path = cache_folder() / "native" / f"{source.stem}-{name}.so"
@@ -89,7 +90,10 @@ def _is_whole(path: Path) -> bool:
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=TIMEOUT_S,
+            check=False,
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CompileError(f"{shlex.join(command)}: {error}") from error
     if done.returncode:
@@ -100,7 +104,7 @@ def _run(command: list[str]) -> str:
 def _cpu() -> str:
     """What `-march=native` depends on."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     return platform.machine() + "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))

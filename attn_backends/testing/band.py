@@ -20,26 +20,34 @@ class Band:
     """The borders of one guarded tensor.
 
     It holds the allocation until `release`, so that nothing else can lie there before the borders were compared.
-    A tensor that was allocated while a CUDA graph is captured is held for good: every replay writes to it.
+
+    Args:
+        slack: bytes behind the tensor that may be written.
     """
 
-    def __init__(self, flat: torch.Tensor, start: int, stop: int, where: str, word: int, width: int) -> None:
+    def __init__(
+        self, flat: torch.Tensor, start: int, stop: int, where: str, word: int, width: int, slack: int
+    ) -> None:
         self.where = where
         self.device = flat.device
         self._start, self._stop, self._size = start, stop, flat.numel()
         self._flat: torch.Tensor | None = flat
         self._weak: Any = flat.untyped_storage()._weak_ref()
-        self._held = _is_capturing(flat.device)
-        self.is_unwritten = self._held  # what fills it was captured alone, and has not run
+        self._slack = slack
         self._pattern = pattern(word, width, flat.device)
         self._frozen: torch.Tensor | None = None
 
     @staticmethod
-    def around(tensor: torch.Tensor, where: str, beyond: int, pinned: bool) -> tuple[Band, torch.Tensor]:
+    def around(
+        tensor: torch.Tensor, where: str, beyond: int, pinned: bool, slack: bool = False
+    ) -> tuple[Band, torch.Tensor]:
         """A band, and within it a tensor of the same form that holds the pattern too.
 
         Args:
             beyond: what the border holds if the tensor holds integers of 16 bits or more.
+            slack: what lies between the tensor's end and the next multiple of 512 bytes may be written. torch's CUDA
+                allocator gives it to no one else, and compiled libraries count on that: FlashAttention 2 writes up to
+                15 floats behind an LSE of its own where it joins split keys.
         """
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         num_bytes = (last + 1) * tensor.itemsize
@@ -49,7 +57,8 @@ class Band:
         is_integer = tensor.itemsize > 1 and not tensor.is_floating_point() and not tensor.is_complex()
         word, width = (beyond, tensor.itemsize) if is_integer else (_NAN, 2)
         flat.view(_INTEGERS[width]).fill_(word)
-        band = Band(flat, _LEAST, _LEAST + num_bytes, where, word, width)
+        allowed = -num_bytes % _ALIGNMENT if slack else 0
+        band = Band(flat, _LEAST, _LEAST + num_bytes, where, word, width, allowed)
         inner = flat[_LEAST : _LEAST + num_bytes].view(tensor.dtype).as_strided(
             tensor.shape, tensor.stride(), _LEAST // tensor.itemsize
         )  # fmt: skip
@@ -69,28 +78,22 @@ class Band:
         assert self._flat is not None
         self._frozen = self._flat.clone()
 
-    def write(self) -> None:
-        """Fill the borders, which a capture left as they were."""
-        for border, wanted in self.pairs():
-            border.copy_(wanted)
-        self.is_unwritten = False
-
     def release(self) -> None:
         """Let others have the memory once nobody else uses the tensor."""
-        if not self._held:
-            self._flat = None
+        self._flat = None
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What there is and what there should be, in bytes; nothing where the allocation is gone."""
+        """What there is and what there should be, in bytes. None where the allocation is gone."""
         flat = self.storage()
         if flat is None:
             return []
         if self._frozen is not None:
             return [(flat, self._frozen)]
-        behind = self._stop % 8
+        stop = self._stop + self._slack
+        behind = stop % 8
         return [
             (flat[: self._start], self._pattern[: self._start]),
-            (flat[self._stop :], self._pattern[behind : behind + self._size - self._stop]),
+            (flat[stop:], self._pattern[behind : behind + self._size - stop]),
         ]
 
     def damage(self) -> str:
@@ -102,7 +105,7 @@ class Band:
         if expected is None:
             expected = flat.clone()
             for (_, wanted), part in zip(
-                self.pairs(), (slice(0, self._start), slice(self._stop, None)), strict=True
+                self.pairs(), (slice(0, self._start), slice(self._stop + self._slack, None)), strict=True
             ):  # fmt: skip
                 expected[part] = wanted
         changed = (flat != expected).nonzero().flatten()
@@ -137,5 +140,6 @@ def where_in_code() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

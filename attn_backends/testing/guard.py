@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_backends.batch import CommonAttentionMetadata
-from attn_backends.testing.band import Band, where_in_code
+from attn_backends.testing.band import Band, is_capturing, where_in_code
 
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 _FILLED = frozenset(
@@ -40,6 +41,7 @@ class GuardBands:
         self._bands: list[Band] = []
         self._watching = False
         self._making = False  # a guarded tensor is being made: what is allocated for it is left alone
+        self._from_python = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -49,7 +51,7 @@ class GuardBands:
             return
         self._watching = True
         try:
-            with _Allocations(self):
+            with _Factories(self), _Allocations(self):
                 yield
         finally:
             self._watching = False
@@ -58,6 +60,15 @@ class GuardBands:
     def is_making(self) -> bool:
         """Whether what is allocated now is part of a guarded tensor."""
         return self._making
+
+    @contextmanager
+    def from_python(self) -> Iterator[None]:
+        """Within it what is allocated was asked for in Python, by a function of torch's."""
+        before, self._from_python = self._from_python, True
+        try:
+            yield
+        finally:
+            self._from_python = before
 
     def place(self, tensor: torch.Tensor, *, beyond: int | None = None, read_only: bool = False) -> torch.Tensor:
         """A guarded copy with the same strides.
@@ -84,23 +95,18 @@ class GuardBands:
         """A guarded tensor in the place of one that was just allocated; `keep` says that its content counts."""
         what = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
         where = f"a tensor {what}, allocated in {where_in_code()}"
-        return self._guarded(tensor, where, self.beyond, keep, False, pinned)
+        slack = tensor.is_cuda and not self._from_python
+        return self._guarded(tensor, where, self.beyond, keep, False, pinned, slack)
 
     def check(self, what: str) -> None:
         """Compare all borders and read-only tensors with what they were, in one comparison a device.
-
-        Tensors that were allocated in a CUDA graph's capture are compared from the next call on.
 
         Raises:
             GuardError: some were written; says which, and in `what`.
         """
         alive = [band for band in self._bands if band.storage() is not None]
-        written = [band for band in alive if not band.is_unwritten]
-        for band in alive:
-            if band.is_unwritten:
-                band.write()
-        for device in {band.device for band in written}:
-            here = [band for band in written if band.device == device]
+        for device in {band.device for band in alive}:
+            here = [band for band in alive if band.device == device]
             if not _equal(here):
                 raise GuardError(f"{what}: " + "; ".join(filter(None, (band.damage() for band in here))))
         for band in alive:
@@ -108,13 +114,14 @@ class GuardBands:
         self._bands = alive
 
     def _guarded(
-        self, tensor: torch.Tensor, where: str, beyond: int, keep: bool, read_only: bool, pinned: bool = False
-    ) -> torch.Tensor:
+        self, tensor: torch.Tensor, where: str, beyond: int, keep: bool, read_only: bool, pinned: bool = False,
+        slack: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
         if tensor.layout is not torch.strided or tensor.device.type == "meta" or not tensor.numel():
             return tensor
         self._making = True
         try:
-            band, inner = Band.around(tensor, where, beyond, pinned)
+            band, inner = Band.around(tensor, where, beyond, pinned, slack)
             if keep:
                 inner.copy_(tensor)
             if read_only:
@@ -125,8 +132,23 @@ class GuardBands:
         return inner
 
 
+class _Factories(TorchFunctionMode):
+    """Tells what Python code allocates from what a compiled library allocates for itself."""
+
+    def __init__(self, guards: GuardBands) -> None:
+        super().__init__()
+        self._guards = guards
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") not in _EMPTY | _FILLED:
+            return func(*args, **(kwargs or {}))
+        with self._guards.from_python():
+            return func(*args, **(kwargs or {}))
+
+
 class _Allocations(TorchDispatchMode):
-    """Gives what was allocated a border."""
+    """Gives what was allocated a border; not while a CUDA graph is captured, as its replays write to what others have
+    by then. A capture's warm-up makes the same launches, and there they have borders."""
 
     def __init__(self, guards: GuardBands) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -136,10 +158,12 @@ class _Allocations(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        if self._guards.is_making:
+        if self._guards.is_making or is_capturing():
             return result
         if (name in _EMPTY or name in _FILLED) and "out" not in kwargs and isinstance(result, torch.Tensor):
             return self._guards.fresh(result, keep=name in _FILLED, pinned=bool(kwargs.get("pin_memory")))
+        if isinstance(result, list):  # a library's operator may return tensors that are not defined: no mode takes them
+            return [torch.empty(0) if part is None else part for part in result]
         return result
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from attn_backends import KVCacheSpec, MLASpec, Unsupported, select_backend
+from attn_backends.backends.mla.flash_attn_mla import most_splits, partial_bytes
 from attn_backends.registry import validate_options
 from attn_backends.testing.conformance import MLAConformance
 from attn_backends.testing.emulated import flash_attn_mla
@@ -98,3 +100,26 @@ def test_rows_are_cut_as_far_as_pays_and_memory_allows(seq_len: int, split_bytes
     batch = random_batch(backend, MLASpec(16, dtype=torch.bfloat16), [seq_len], [1], page_size=32)
     layer = make_layer(backend, batch, options=validate_options(name, {"split_bytes": split_bytes}))
     assert layer.begin(batch).plan.num_splits == num_splits
+
+
+@pytest.mark.parametrize("heads", [1, 16, 20, 40, 64, 128])
+def test_parts_of_rows_fit_the_bytes_that_they_may_take(heads: int) -> None:
+    """Of any rows and tokens: one part is taken where not even that fits."""
+    spec = MLASpec(heads, dtype=torch.bfloat16)
+    for num_rows in range(1, 513):
+        for query_len in range(1, 17):
+            one = partial_bytes(spec, num_rows * query_len)
+            for longest, split_bytes in ((163840, 512 << 20), (1000, 64 << 20), (1, 1)):
+                parts = most_splits(spec, num_rows * query_len, longest, split_bytes)
+                assert parts == 1 or one * parts <= split_bytes
+                assert 1 <= parts <= max(1, longest // 256)
+
+
+def test_a_schedule_of_another_size_is_not_taken_for_the_captured_one() -> None:
+    batch = random_batch(emulated.EmulatedFlashAttnMLA, MLASpec(4, dtype=torch.bfloat16), [40, 17], [1, 1])
+    layer = make_layer(emulated.EmulatedFlashAttnMLA, batch)
+    plan = layer.begin(batch).plan
+    rows = layer.builder.build(0, batch.common()).decode
+    held = replace(plan, schedule=torch.cat([plan.schedule, plan.schedule]))
+    with pytest.raises(RuntimeError, match=r"its version changed what a schedule's size follows from"):
+        layer.state.plan_decode(batch.spec, rows, held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
@@ -31,6 +32,8 @@ from attn_backends.testing.emulated import vllm_flash_attn
 from attn_backends.testing.harness import Result, assert_matches, make_layer
 from attn_backends.testing.kit.base import KitBase
 from attn_backends.testing.quick_check import quick_check
+from attn_backends.testing.random_batch import random_batch
+from tests.backends import flashinfer_emulated  # noqa: F401 (registers)
 from tests.backends.flash_attn_backends import MODULES, emulated
 
 CPU = torch.device("cpu")
@@ -416,3 +419,29 @@ def test_sinks_count_once_in_a_cascade(sinks: tuple[float, ...]) -> None:
     step = layer.begin(batch, 32)
     assert step.prefix is not None
     assert_matches(layer.forward(batch, step, want_lse=True), batch, "sinks in a cascade")
+
+
+def test_a_schedule_of_another_size_is_not_taken_for_the_captured_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, batch = layer_and_batch(FA3, 32, 40)
+    with layer.state.graph_capture(2):
+        clone = layer.state.graph_clone(2)
+    longer = clone.schedule
+    monkeypatch.setattr(clone, "schedule", lambda *given: torch.cat([longer(*given)] * 2))
+    with pytest.raises(RuntimeError, match=r"its version changed what a schedule's size follows from"):
+        clone.begin_forward(layer.builder.build(0, replace(batch.common(), for_graph=True)))
+
+
+@pytest.mark.parametrize("name", [FA3, "FLASHINFER_EMULATED"])
+def test_what_sinks_leave_is_rounded_once(name: str) -> None:
+    """Behind a kernel whose output is in bfloat16, the factor is not rounded to that as well."""
+    spec = replace(SPEC, sinks=True, dtype=torch.bfloat16, cache_dtype=torch.bfloat16)
+    batch = random_batch(get_backend(name), spec, [40] * 64, [1] * 64)
+    layer = make_layer(get_backend(name), batch)
+    lse, output = torch.randn(64, spec.num_qo_heads), torch.randn(64, spec.num_qo_heads, spec.head_dim_vo).bfloat16()
+    factor = torch.sigmoid(lse.double() - batch.sinks.double())[..., None]
+    got = output.clone()
+    if name == FA3:
+        layer.impl._scale_output(got, lse, 1.0)
+    else:
+        layer.impl._finish(got, lse / math.log(2), layer.begin(batch).metadata)
+    assert float((got == (output * factor).bfloat16()).float().mean()) > 0.99

@@ -57,6 +57,22 @@ def dealt_out(lens: list[int], num_parts: int) -> tuple[Parts, list[int]]:
     return parts, splits
 
 
+@pytest.mark.parametrize("num_parts", [1, 2, 16, 46, 78, 108, 114, 132, 142, 148, 160, 192])
+def test_splits_are_as_many_as_the_library_makes_room_for(num_parts: int) -> None:
+    """Its partial results are for a split a row and one a part more; a schedule for more is never made."""
+    for num_rows in (*range(1, 513, 7), 512):
+        for longest in (1, 64, 4000):
+            lens = [1 + (nth * 7919) % longest for nth in range(num_rows)]
+            assert dealt_out(lens, num_parts)[1][-1] <= num_rows + num_parts
+
+
+def test_room_of_another_size_is_refused() -> None:
+    lens, parts, splits = (torch.ones(n, dtype=torch.int32) for n in (3, 16, 4))
+    for wrong in ((parts.view(4, 4), splits), (parts.view(2, 8), splits[:3]), (parts.view(8, 2).t(), splits)):
+        with pytest.raises(ValueError, match=r"a schedule of 3 rows is 8 numbers a part and 4 splits"):
+            schedules.fill(lens, *wrong)
+
+
 def filled(lens: list[int], num_parts: int, device: str) -> tuple[Parts, list[int]]:
     parts = torch.full((num_parts, 8), -7, dtype=torch.int32, device=device)
     splits = torch.full((len(lens) + 1,), -7, dtype=torch.int32, device=device)

@@ -413,6 +413,21 @@ def test_whom_the_kernel_for_hopper_serves(
     assert (tile.hopper, tiles.Cut(tile, 64, 40, 132).tile_rows) == (serves, 64 if serves else min(64, tile.rows))
 
 
+@pytest.mark.parametrize("name", ["TRITON", "TRITON_MLA"])
+def test_an_untried_triton_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the reason of the choice; not where no kernel for Hopper would serve anyway."""
+    from attn_backends import get_backend
+
+    note = get_backend(name).note
+    on_machine({}, monkeypatch)
+    assert note("cuda") == note("cpu") == ""
+    on_machine({"triton": (9, 9)}, monkeypatch)
+    assert f"Triton {triton.__version__} was not tried with the kernels for Hopper (3.6, 3.7 were)" in note("cuda")
+    assert note("cpu") == ""
+    on_machine({"triton": (9, 9), "capability": (8, 0)}, monkeypatch)
+    assert note("cuda") == ""
+
+
 def test_a_tile_for_hopper_where_its_kernel_cannot_serve() -> None:
     sizes = dict(zip(("rows", "keys", "warps", "stages"), tiles.HOPPER_TILE, strict=True))
     options = tiles.TritonMLAOptions(decode_tile={**sizes, "programs": 1, "min_keys": 128, "hopper": True})

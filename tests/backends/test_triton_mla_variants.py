@@ -1,4 +1,4 @@
-"""What TRITON_MLA's decode steps launch is among what `warm_up` compiles: drawn layers, machines and traffic."""
+"""What TRITON_MLA's decode steps launch is among what `warm_up` compiles: drawn layers and traffic."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ def draw_spec(numbers: Random, feature: dict[str, Any]) -> AttentionSpec:
     return AttentionSpec(qo_heads, kv_heads, dim, dtype=dtype, cache_dtype=cached, **feature)
 
 
-def draw_engine(numbers: Random, feature: dict[str, Any]) -> Engine:
-    spec = draw_spec(numbers, feature)
+def draw_engine(numbers: Random, feature: dict[str, Any], spec: AttentionSpec | None = None) -> Engine:
+    spec = spec or draw_spec(numbers, feature)
     specs = {0: spec}
     if spec.attention_type is AttentionType.DECODER and numbers.random() < 0.4:  # layers of another kind beside it
         specs[1] = replace(spec, window_left=spec.window_left + 64 if spec.chunk_size is None else -1)
@@ -209,6 +209,28 @@ def test_traffic_asks_for_what_was_listed(seed: int, machine: Any) -> None:
     assert asked
     missing = [variant.key for variant in asked if variant.key not in listed]
     assert not missing, f"{engine.groups[0].spec} over {engine.cache} within {engine.limits}: {missing[0]}"
+
+
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_traffic_for_the_kernel_for_hopper(cached: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that it serves: decodes run beside it, and keys of 8 bits are made 16 bits, by some heads at a time."""
+    monkeypatch.setattr(triton_metadata, "is_faster_widened", lambda *_: True)
+    numbers, machine, asked = Random(0), MACHINES["H200"], {}
+    for _ in range(12):
+        heads = numbers.choice([given for given in HEADS if given[2] in (64, 128, 256)])
+        spec = AttentionSpec(*heads, dtype=torch.bfloat16, cache_dtype=cached)
+        with variants.listing(machine):
+            engine = draw_engine(numbers, {}, spec)
+            listed = {variant.key for variant in engine.state.variants()}
+        found = {variant.key: variant for variant in keys_of_traffic(numbers, engine, machine, 40)}
+        assert set(found) <= listed, f"{spec} over {engine.cache} within {engine.limits}"
+        asked |= found
+    last = {(variant.name, variant.given[-1]) for variant in asked.values()}  # how it starts, or lets the next one
+    assert ("prefill_hopper_kernel", 0) in last
+    if cached is torch.bfloat16:
+        assert {("prefill_hopper_kernel", 1), ("decode_kernel", int(launching.Start.BESIDE))} <= last
+    else:
+        assert len({variant.given[-7] for variant in asked.values() if variant.name == "widen_kernel"}) > 1  # heads
 
 
 def test_the_list_is_short() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from attn_backends.engine.detokenizer import Detokenizer
@@ -45,6 +45,24 @@ def test_stop_strings_never_show(tokenizer: PreTrainedTokenizerBase, before: str
     shown, detokenizer = pieces(tokenizer, text, ("END", "ENDx"))
     assert "".join(shown) == detokenizer.text == text.partition("END")[0]
     assert detokenizer.stopped
+
+
+def check_stops(tokenizer: PreTrainedTokenizerBase, text: str, stops: list[str]) -> None:
+    """The text ends with the token that completes the first stop string, where the earliest in it then begins."""
+    ends = [text[:n] for n in range(1, len(text) + 1) if any(stop in text[:n] for stop in stops)]
+    expected = text if not ends else ends[0][: min(ends[0].find(stop) for stop in stops if stop in ends[0])]
+    shown, detokenizer = pieces(tokenizer, text, tuple(stops))
+    assert "".join(shown) == detokenizer.text == expected, (text, stops)
+    assert detokenizer.stopped == bool(ends)
+
+
+@settings(max_examples=300, derandomize=True)
+@given(text=st.text("abc", max_size=10), stops=st.lists(st.text("abc", min_size=1, max_size=3), max_size=4))
+def test_the_earliest_stop_string_cuts_in_whatever_order_they_are_listed(
+    tokenizer: PreTrainedTokenizerBase, text: str, stops: list[str]
+) -> None:
+    check_stops(tokenizer, text, stops)
+    check_stops(tokenizer, text, stops[::-1])
 
 
 @given(token_ids=st.lists(st.integers(0, 258), max_size=30), stop=st.sampled_from([(), ("END",), ("b", "ab")]))

@@ -10,7 +10,14 @@ import torch
 from attn_backends.engine import fused_layer, linears
 from attn_backends.engine.fused_layer import FusedLayer, fuse_layers
 from attn_backends.engine.hf import ATTENTION_NAME
-from attn_backends.engine.linears import MergedSlice, PackedLinear, merge_projections, pack_linears, packable
+from attn_backends.engine.linears import (
+    MergedSlice,
+    PackedLinear,
+    merge_projections,
+    pack_linears,
+    packable,
+    padded_size,
+)
 from attn_backends.engine.mkl_linear import MklLinear, is_right
 from tests.tiny_models import tiny_model
 
@@ -114,3 +121,45 @@ def test_other_layers_are_not_fused(family: str, changes: dict[str, Any]) -> Non
     assert fuse_layers(model.model.layers, model.model.rotary_emb) == 0
     assert not any(isinstance(layer, FusedLayer) for layer in model.model.layers)
     torch.testing.assert_close(logits(model), expected)
+
+
+def check_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of all numbers of tokens: right, and by no more than some dozen sizes, for each of which oneDNN keeps
+    code."""
+    sizes: set[int] = set()
+    plain, plus = linears._linear, linears._linear_with
+
+    def spy(rows: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes.add(rows.numel() // rows.shape[-1])
+        out: torch.Tensor = plain(rows, *rest)
+        return out
+
+    def spy_with(rows: torch.Tensor, other: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes.add(len(rows))
+        out: torch.Tensor = plus(rows, other, *rest)
+        return out
+
+    monkeypatch.setattr(linears, "_linear", spy)
+    monkeypatch.setattr(linears, "_linear_with", spy_with)
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(6, 10, generator=generator), torch.randn(6, generator=generator)
+    layer = PackedLinear(weight, bias)
+    for num_tokens in [*range(1, 300), *range(300, 2049, 37)]:
+        tokens = torch.randn(num_tokens, 10, generator=generator)
+        other = torch.randn(num_tokens, 6, generator=generator)
+        expected = tokens @ weight.T + bias
+        torch.testing.assert_close(layer(tokens[None]), expected[None])
+        torch.testing.assert_close(layer.plus(tokens, other), expected + other)
+        torch.testing.assert_close(layer.times(tokens, other), expected * other, atol=1e-4, rtol=1e-4)
+    assert len(sizes) <= 40
+    assert set(range(1, 8)) <= sizes  # few tokens are computed as they are
+
+
+@needs_packing
+def test_products_of_any_number_of_tokens_have_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_few_sizes(monkeypatch)
+
+
+def test_padding_is_at_most_a_quarter() -> None:
+    for num_tokens in range(1, 10_000):
+        assert num_tokens <= padded_size(num_tokens) <= 1.25 * num_tokens

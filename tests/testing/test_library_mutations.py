@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from attn_backends.backends.flash_attn.built import narrowed
 from attn_backends.backends.flash_attn.impl import FlashAttnImpl
 from attn_backends.backends.flashinfer.impl import FlashInferImpl
 from attn_backends.backends.flashinfer.plans import Plan
@@ -17,11 +18,12 @@ from attn_backends.kv_cache import write_kv
 from attn_backends.registry import get_backend
 from attn_backends.testing.conformance import BackendConformance
 from attn_backends.testing.features import CROSS, feature
-from tests.backends import flash_attn_backends, flashinfer_emulated  # noqa: F401 (register)
+from tests.backends import flash_attn_backends, flashinfer_emulated, test_flash_attn_built  # noqa: F401 (register)
 from tests.backends.test_flashinfer_state import AnyLevel
 
 F16 = torch.float16
 FLASH_ATTN = "FLASH_ATTN_VLLM_FA3_EMULATED"
+CUT = "FLASH_ATTN_CUT_EMULATED"  # without kernels of 96
 FLASHINFER = "FLASHINFER_EMULATED"
 
 
@@ -108,6 +110,20 @@ def idle_rows_of_one_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FlashInferImpl, "_empty_idle_rows", staticmethod(changed))
 
 
+def declares_what_was_not_built(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("attn_backends.backends.flash_attn.provider.narrowed", lambda can, *others: can)
+
+
+def rounds_no_head_dim_up(patch: pytest.MonkeyPatch) -> None:
+    """A layer of 80 is taken to have a kernel of its own, where that of 96 runs it."""
+    patch.setattr(
+        "attn_backends.backends.flash_attn.provider.narrowed",
+        lambda can, kernels, kernel_dim: replace(
+            narrowed(can, kernels, kernel_dim), head_dims=narrowed(can, kernels, kernel_dim).head_dims | {80}
+        ),
+    )
+
+
 @dataclass(frozen=True)
 class Mutation:
     name: str
@@ -150,6 +166,10 @@ MUTATIONS = [
     ),
     Mutation("FA: k_scale not written", FLASH_ATTN, unscaled_write("flash_attn", "k"), scales("window_1")),
     Mutation("FA: v_scale not written", FLASH_ATTN, unscaled_write("flash_attn", "v"), scales("cross")),
+    Mutation(
+        "FA: what was not built is declared", CUT, declares_what_was_not_built, lambda k: k.test_head_dims(96, F16)
+    ),
+    Mutation("FA: a head dim is not rounded up", CUT, rounds_no_head_dim_up, lambda k: k.test_head_dims(80, F16)),
     Mutation("FI: k_scale not read", FLASHINFER, without_scale("k_scale"), scales("gemma2")),
     Mutation("FI: v_scale not read", FLASHINFER, without_scale("v_scale"), scales("plain")),
     Mutation("FI: k_scale not written", FLASHINFER, unscaled_write("flashinfer", "k"), scales("plain")),
@@ -185,7 +205,7 @@ def kit(name: str) -> BackendConformance:
 def test_the_kit_fails_on(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     mutation.case(kit(mutation.backend))
     mutation.change(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, RuntimeError)):
         mutation.case(kit(mutation.backend))
 
 

@@ -187,6 +187,11 @@ class FlashAttnGraphState(FlashAttnState):
         def again() -> torch.Tensor:
             made = self.schedule(group, self._rows)
             assert made is not None  # as it was the first time
+            if made.shape != schedule.shape:
+                raise RuntimeError(
+                    f"a schedule of {tuple(schedule.shape)} numbers was captured, and the library makes one of "
+                    f"{tuple(made.shape)} for the same rows: its version changed what a schedule's size follows from"
+                )
             return schedule.copy_(made)
 
         return without_python(again, [self._rows, schedule], self._recorder)

@@ -15,7 +15,7 @@ import torch
 
 from attn_backends.backends.flashinfer.library import Library, missing_module
 from attn_backends.backends.flashinfer.metadata import Rows
-from attn_backends.backends.flashinfer.workspace import graph_tiles, tiles_at_once
+from attn_backends.backends.flashinfer.workspace import Kernels, Need, most_parts, plan_need, tiles_at_once
 from attn_backends.spec import AttentionSpec
 from attn_backends.staging import HostRing
 
@@ -33,7 +33,7 @@ class Plan:
         spec: of those layers. All of it is in the plan but the lengths.
         page_size: of the cache; 1 for keys that lie together.
         ring: pinned buffers as large as the wrapper's int workspace.
-        split_size: see `FlashInferOptions.fixed_split_size`.
+        split_size: see `FlashInferOptions.fixed_split_size`; in pages of this `page_size`.
         in_graph: the wrapper is for a graph: its tensors stay where they are.
     """
 
@@ -57,6 +57,7 @@ class Plan:
         Raises:
             RuntimeError: the kernels are to be compiled and cannot be; says what is missing.
         """
+        self._check_workspaces(rows)
         pinned = self.ring.next_host()
         if self.is_planned:
             self._plan_lengths(rows, pinned)
@@ -66,6 +67,39 @@ class Plan:
                 self._plan_all(rows)
             self.is_planned = True
         self.ring.sent()
+
+    def _check_workspaces(self, rows: Rows) -> None:
+        """The workspaces hold what a plan of these rows takes.
+
+        Raises:
+            RuntimeError: they do not: the step is larger than the limits that they were sized from.
+        """
+        need, held = self._need(rows), self._held()
+        if not need.fits(held):
+            raise RuntimeError(
+                f"a plan of {rows.num_rows} rows and {rows.num_tokens} tokens takes up to {need.float_bytes} and "
+                f"{need.int_bytes} bytes, and its workspaces have {held.float_bytes} and {held.int_bytes}: raise "
+                "max_num_requests and max_num_tokens of the limits"
+            )
+
+    def _held(self) -> Need:
+        """Bytes of the workspaces, of which that for integers is there on the host as well."""
+        wrapper = self.wrapper
+        ints = wrapper._int_workspace_buffer.numel() * wrapper._int_workspace_buffer.itemsize
+        floats = wrapper._float_workspace_buffer.numel() * wrapper._float_workspace_buffer.itemsize
+        return Need(floats, min(ints, self.ring.hosts_cpu[0].numel() * 4))
+
+    def _kernels(self) -> Kernels:
+        return "fa3" if self.wrapper._backend == "fa3" else "fa2"
+
+    def _need(self, rows: Rows) -> Need:
+        parts = None
+        if self.split_size is not None:
+            parts = -(-max(1, rows.max_kv_len) // (self.split_size * self.page_size))
+        return plan_need(
+            self._kernels(), self.spec, rows.num_rows, rows.num_tokens, self.library.num_sms,
+            in_graph=self.in_graph, parts=parts,
+        )  # fmt: skip
 
     def run(
         self,
@@ -129,6 +163,9 @@ class Plan:
 class DecodePlan(Plan):
     """Rows of one query token."""
 
+    def _kernels(self) -> Kernels:
+        return super()._kernels() if self.wrapper.use_tensor_cores else "cuda_cores"
+
     def _plan_all(self, rows: Rows) -> None:
         spec = self.spec
         self.wrapper.plan(
@@ -153,7 +190,8 @@ class DecodePlan(Plan):
         """Pages of a part, where a few rows are much longer than most and FlashInfer would split none.
 
         It splits rows while they do not fill the GPU, and otherwise leaves each to one block, however long. Its grid
-        has room for some more: the smallest parts that fit it are taken. None: as FlashInfer finds best.
+        has room for some more: the smallest parts that fit it, and the workspace, are taken. None: as FlashInfer finds
+        best.
         """
         spec, num_rows = self.spec, rows.num_rows
         if num_rows <= tiles_at_once(spec, self.library.num_sms) or spec.window_left >= 0:
@@ -161,7 +199,8 @@ class DecodePlan(Plan):
         if -(-rows.max_kv_len // self.page_size) * num_rows < UNEVEN * rows.num_pages:  # as most batches are
             return None
         pages = np.diff(rows.kv_indptr_cpu.numpy())
-        longest, room = int(pages.max()), graph_tiles(spec, num_rows, 1, self.library.num_sms) - num_rows
+        most = most_parts(spec, num_rows, self.library.num_sms, self._held().float_bytes)
+        longest, room = int(pages.max()), most - num_rows
         if longest * num_rows < UNEVEN * int(pages.sum()) or room < 1:
             return None
         low, high = -(-MIN_SPLIT // self.page_size), longest

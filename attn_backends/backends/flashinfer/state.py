@@ -163,6 +163,8 @@ class FlashInferState(CapturingState[FlashInferMetadata, "FlashInferGraphState"]
             wrapper = library.decode_wrapper(workspaces, cache, self._tensor_cores(spec), graph)
             return DecodePlan(library, wrapper, spec, cache.page_size, self._ring, **how)
         if kind.startswith("ragged"):
+            if self.options.fixed_split_size is not None:  # its pages are keys
+                how["split_size"] = self.options.fixed_split_size * cache.page_size
             return RaggedPlan(library, library.ragged_wrapper(workspaces, kernels), spec, 1, self._ring, **how)
         wrapper = library.prefill_wrapper(workspaces, cache, kernels, graph)
         causal = spec.causal and kind != "prefix"

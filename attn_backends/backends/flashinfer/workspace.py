@@ -6,12 +6,14 @@ partial output and an LSE, both float32, for every tile of its queries:
     floats = num_qo_heads · tiles · rows of a tile · (head_dim_vo + 1)
 
 Without a graph, rows are split only while their tiles are fewer than what the GPU runs at once. In a graph they always
-are, and the tiles are as many as its size allows.
+are, and the tiles are as many as its size allows. `plan_need` says what one plan takes: workspaces are sized so that
+none takes more, and every plan is held against them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from attn_backends.spec import AttentionSpec, Limits
 
@@ -20,6 +22,8 @@ DECODE_CTAS_PER_SM = 16  # at most: 128 threads a block, 2048 a multiprocessor
 FA3_TILE = 128
 SAME_SCHEDULE_TILES = 4096  # of fa3: above, one schedule serves all heads
 SLACK_BYTES = 4096  # alignment of a plan's dozen arrays
+
+Kernels = Literal["cuda_cores", "fa2", "fa3"]
 
 
 @dataclass(frozen=True)
@@ -33,31 +37,64 @@ class Need:
         """Enough for either."""
         return Need(max(self.float_bytes, other.float_bytes), max(self.int_bytes, other.int_bytes))
 
+    def fits(self, other: Need) -> bool:
+        """Whether workspaces of the other's bytes hold it."""
+        return self.float_bytes <= other.float_bytes and self.int_bytes <= other.int_bytes
+
+
+def plan_need(
+    kernels: Kernels, spec: AttentionSpec, num_rows: int, num_tokens: int, num_sms: int, *,
+    in_graph: bool = False, parts: int | None = None,
+) -> Need:  # fmt: skip
+    """What a plan of so many rows and query tokens takes at most, whatever the lengths of each row.
+
+    Args:
+        parts: of a row's keys, at most, where their size is chosen; None: as many as FlashInfer finds best.
+    """
+    if kernels == "cuda_cores":
+        return _decode_need(spec, num_rows, num_sms)
+    if kernels == "fa3":
+        return _fa3_need(spec, num_rows, num_tokens)
+    tile = _graph_tile(spec, num_rows, num_tokens) if in_graph else _mean_tile(spec, num_rows, num_tokens)
+    query_tiles = _num_tiles(spec, num_tokens, num_rows, tile)
+    split = tiles_at_once(spec, num_sms)
+    if parts is not None:
+        split = query_tiles * parts
+    elif in_graph:
+        split = max(split, query_tiles)
+    return Need(_partials(spec, split, tile), _fa2_ints(max(split, query_tiles), num_rows, num_tokens))
+
 
 def eager_need(spec: AttentionSpec, limits: Limits, num_sms: int, split_size: int | None, page_size: int) -> Need:
-    """Of any batch within the limits, planned without a graph, whichever kernels run it."""
-    ctas = tiles_at_once(spec, num_sms)
-    tiles = _num_tiles(spec, limits.max_num_tokens, limits.max_num_requests, 16)
-    if split_size is not None:  # every tile may be split, into as many parts as its keys need
-        ctas = tiles = tiles * -(-limits.max_model_len // (split_size * page_size))
-    largest_tile = 64 if spec.head_dim >= 256 else 128
-    need = Need(_partials(spec, ctas, largest_tile), _fa2_ints(max(ctas, tiles), limits))
-    return need | _decode_need(spec, limits.max_num_requests, num_sms) | _fa3_need(spec, limits)
+    """Of any plan within the limits without a graph, whichever kernels run it."""
+    num_rows, num_tokens = limits.max_num_requests, limits.max_num_tokens
+    parts = 0 if split_size is None else -(-limits.max_model_len // (split_size * page_size))
+    need = _decode_need(spec, num_rows, num_sms) | _fa3_need(spec, num_rows, num_tokens)
+    for tile in (16, 64) if spec.head_dim >= 256 else (16, 64, 128):  # which one a step has, its lengths say
+        query_tiles = _num_tiles(spec, num_tokens, num_rows, tile)
+        split = query_tiles * parts or tiles_at_once(spec, num_sms)
+        need |= Need(_partials(spec, split, tile), _fa2_ints(max(split, query_tiles), num_rows, num_tokens))
+    return need
 
 
 def graph_need(spec: AttentionSpec, num_rows: int, query_len: int, num_sms: int) -> Need:
     """Of a graph of `num_rows` rows of `query_len` tokens, decoded by either kernel or prefilled by fa2."""
-    num_tokens = num_rows * query_len
-    tile = _tile((num_tokens - num_rows + 1) * spec.group_size, spec.head_dim)
-    tiles = graph_tiles(spec, num_rows, query_len, num_sms)
-    need = Need(_partials(spec, tiles, tile), _fa2_ints(tiles, Limits(num_rows, num_tokens, 1)))
+    need = plan_need("fa2", spec, num_rows, num_rows * query_len, num_sms, in_graph=True)
     return need | _decode_need(spec, num_rows, num_sms)
+
+
+def most_parts(spec: AttentionSpec, num_rows: int, num_sms: int, float_bytes: int) -> int:
+    """Query tiles of a decode, each over a part of a row's keys, that a graph of so many rows has room for, and that a
+    workspace of so many bytes holds the results of."""
+    tile = _mean_tile(spec, num_rows, num_rows)
+    held = (float_bytes - SLACK_BYTES) // _partial_bytes(spec, tile)
+    return min(graph_tiles(spec, num_rows, 1, num_sms), held)
 
 
 def graph_tiles(spec: AttentionSpec, num_rows: int, query_len: int, num_sms: int) -> int:
     """Query tiles, each over a part of a row's keys, that a graph of this size has room for, a KV head."""
     num_tokens = num_rows * query_len
-    tile = _tile((num_tokens - num_rows + 1) * spec.group_size, spec.head_dim)
+    tile = _graph_tile(spec, num_rows, num_tokens)
     return max(tiles_at_once(spec, num_sms), _num_tiles(spec, num_tokens, num_rows, tile))
 
 
@@ -77,13 +114,26 @@ def _num_tiles(spec: AttentionSpec, num_tokens: int, num_rows: int, tile: int) -
     return -(-num_tokens * spec.group_size // tile) + num_rows - 1
 
 
+def _graph_tile(spec: AttentionSpec, num_rows: int, num_tokens: int) -> int:
+    """As if one row had all tokens but one for each other row."""
+    return _tile((num_tokens - num_rows + 1) * spec.group_size, spec.head_dim)
+
+
+def _mean_tile(spec: AttentionSpec, num_rows: int, num_tokens: int) -> int:
+    return _tile(num_tokens * spec.group_size // num_rows, spec.head_dim)
+
+
+def _partial_bytes(spec: AttentionSpec, tile: int) -> int:
+    return spec.num_qo_heads * tile * (spec.head_dim_vo + 1) * 4
+
+
 def _partials(spec: AttentionSpec, tiles: int, tile: int) -> int:
-    return spec.num_qo_heads * tiles * tile * (spec.head_dim_vo + 1) * 4 + SLACK_BYTES
+    return tiles * _partial_bytes(spec, tile) + SLACK_BYTES
 
 
-def _fa2_ints(tiles: int, limits: Limits) -> int:
+def _fa2_ints(tiles: int, num_rows: int, num_tokens: int) -> int:
     """Three indices and a flag a tile, and the starts of rows and of each token's parts."""
-    return 13 * tiles + 4 * (limits.max_num_requests + limits.max_num_tokens) + SLACK_BYTES
+    return 13 * tiles + 4 * (num_rows + num_tokens) + SLACK_BYTES
 
 
 def _decode_need(spec: AttentionSpec, num_rows: int, num_sms: int) -> Need:
@@ -92,8 +142,9 @@ def _decode_need(spec: AttentionSpec, num_rows: int, num_sms: int) -> Need:
     return Need(floats, 13 * max(blocks, num_rows) + SLACK_BYTES)
 
 
-def _fa3_need(spec: AttentionSpec, limits: Limits) -> Need:
-    """Seven indices a tile and head; partial results there are none."""
-    tiles = -(-limits.max_num_tokens // FA3_TILE) + limits.max_num_requests - 1
-    works = tiles if tiles > SAME_SCHEDULE_TILES else tiles * spec.num_qo_heads
+def _fa3_need(spec: AttentionSpec, num_rows: int, num_tokens: int) -> Need:
+    """Seven indices a tile and head, partial results none. One schedule serves all heads where there are many tiles: so
+    a smaller step may take more than a larger one, and this is for any up to this size."""
+    tiles = -(-num_tokens // FA3_TILE) + num_rows - 1
+    works = max(tiles, min(tiles, SAME_SCHEDULE_TILES) * spec.num_qo_heads)
     return Need(0, 28 * works + 4 * 1024 + SLACK_BYTES)

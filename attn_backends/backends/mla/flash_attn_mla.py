@@ -32,6 +32,17 @@ class FlashAttnMLAOptions(MLAOptions):
     query and split. Fewer splits leave a GPU idle where one row is much longer than all others."""
 
 
+def partial_bytes(spec: MLASpec, num_tokens: int) -> int:
+    """Bytes that the library allocates for one part of every query: an output and an LSE a head, in float32."""
+    return num_tokens * spec.num_qo_heads * (spec.kv_lora_rank + 1) * 4
+
+
+def most_splits(spec: MLASpec, num_tokens: int, longest: int, split_bytes: int) -> int:
+    """Into how many parts the library may cut the keys of a row of up to `longest`, so that all fit `split_bytes`."""
+    held = split_bytes // partial_bytes(spec, num_tokens)
+    return max(1, min(_MOST_SPLITS, held, longest // _KEYS_OF_SPLIT))
+
+
 class FlashAttnMLABackend(MLABackend):
     """Latent rows of 512 + 64 in half precision, on Hopper."""
 
@@ -94,6 +105,11 @@ class FlashAttnMLAState(MLAState):
         made = self.kernels.schedule(call, spec, self.cache)
         if held is None:
             return replace(call, schedule=made)
+        if made.shape != held.schedule.shape:
+            raise RuntimeError(
+                f"a schedule of {tuple(held.schedule.shape)} numbers was captured, and the library makes one of "
+                f"{tuple(made.shape)} for the same rows: its version changed what a schedule's size follows from"
+            )
         held.schedule.copy_(made)
         return held
 
@@ -102,8 +118,7 @@ class FlashAttnMLAState(MLAState):
         longest = rows.page_table.shape[1] * self.cache.page_size
         if rows.idle is None:  # not in a graph
             longest = min(longest, int(rows.seq_lens_cpu.max()))
-        query_bytes = rows.num_tokens * spec.num_qo_heads * (spec.kv_lora_rank + 1) * 4
-        room = (self.options or FlashAttnMLAOptions()).split_bytes // query_bytes
+        split_bytes = (self.options or FlashAttnMLAOptions()).split_bytes
         starts = torch.arange(rows.num_rows + 1, dtype=torch.int32, device=self.device) * rows.query_len
         return DecodeCall(
             kernels=self.kernels,
@@ -112,7 +127,7 @@ class FlashAttnMLAState(MLAState):
             page_table=rows.page_table,
             seq_lens=rows.seq_lens,
             max_seq_len=longest,
-            num_splits=max(1, min(_MOST_SPLITS, room, longest // _KEYS_OF_SPLIT)),
+            num_splits=most_splits(spec, rows.num_tokens, longest, split_bytes),
             schedule=starts,  # until there is one
         )
 

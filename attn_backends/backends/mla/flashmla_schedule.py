@@ -92,8 +92,20 @@ def _fill_kernel(seq_lens, parts, splits, num_rows, num_parts, PARTS: tl.constex
 
 def fill(seq_lens: torch.Tensor, parts: torch.Tensor, splits: torch.Tensor) -> None:
     """The schedule for lengths [num_rows] i32, where FlashMLA has made room for it: [num_parts, 8] and [num_rows + 1]
-    i32. One launch."""
+    i32. One launch.
+
+    Raises:
+        ValueError: there is room for other sizes.
+    """
     num_parts = len(parts)
+    shapes = (tuple(parts.shape), tuple(splits.shape))
+    if shapes != ((num_parts, _NUMBERS), (len(seq_lens) + 1,)) or not (
+        parts.is_contiguous() and splits.is_contiguous()
+    ):
+        raise ValueError(
+            f"a schedule of {len(seq_lens)} rows is {_NUMBERS} numbers a part and {len(seq_lens) + 1} splits, in one "
+            f"piece each, and there is room for {shapes[0]} and {shapes[1]}"
+        )
     width = triton.next_power_of_2(num_parts)
     start_kernel(_fill_kernel, (1,), seq_lens, parts, splits, len(seq_lens), num_parts, width, num_warps=4)
 

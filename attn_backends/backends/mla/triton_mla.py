@@ -34,6 +34,7 @@ from attn_backends.triton_launch import (
     num_multiprocessors,
     operator,
     shared_memory,
+    untried_triton,
 )
 from attn_backends.triton_split import FAR, HOPPER_PAGE, ItemList
 from attn_backends.triton_variants import Variant, listing
@@ -90,6 +91,10 @@ class TritonMLABackend(MLABackend):
     @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
         return super().reject(spec, cache, device) + reject_early_fp8(spec, device)
+
+    @classmethod
+    def note(cls, device: torch.device | str) -> str:
+        return untried_triton(torch.device(device))
 
 
 class Workspace(NamedTuple):

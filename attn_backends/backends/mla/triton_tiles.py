@@ -118,7 +118,7 @@ def block_dims(spec: MLASpec) -> tuple[int, int]:
 
 @cache
 def _table() -> list[dict[str, Any]]:
-    text = resources.files(__package__).joinpath("triton_tuned.json").read_text()
+    text = resources.files(__package__).joinpath("triton_tuned.json").read_text(encoding="utf-8")
     rows: list[dict[str, Any]] = json.loads(text)["decode"]
     return rows
 

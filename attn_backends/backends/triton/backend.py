@@ -10,7 +10,7 @@ from attn_backends.backends.triton.state import TritonState
 from attn_backends.call_checks import reject_early_fp8
 from attn_backends.interface import AttentionBackend, Capabilities, CudaGraphSupport, Rejection
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec
-from attn_backends.triton_launch import INTERPRETED
+from attn_backends.triton_launch import INTERPRETED, untried_triton
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -62,3 +62,7 @@ class TritonBackend(AttentionBackend):
     @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
         return super().reject(spec, cache, device) + reject_early_fp8(spec, device)
+
+    @classmethod
+    def note(cls, device: torch.device | str) -> str:
+        return untried_triton(torch.device(device))

@@ -149,7 +149,8 @@ def write_rows(  # type: ignore[no-untyped-def]
     at = (first_token + token).to(tl.int64)
     dims = tl.arange(0, sums.shape[1])
     saw = total > 0
-    sink = tl.load(sinks + q_head, mask=live & (has_sinks != 0), other=float("-inf")) * LOG2_E
+    # Compared as a block: of one number, Triton 3.9's interpreter makes a mask that is none.
+    sink = tl.load(sinks + q_head, mask=live & (q_head * 0 + has_sinks != 0), other=float("-inf")) * LOG2_E
     higher = tl.maximum(top, sink)
     shrunk = tl.exp2(top - higher)
     sums *= shrunk[:, None]

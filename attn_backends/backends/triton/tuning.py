@@ -153,7 +153,7 @@ def block_dims(spec: AttentionSpec) -> tuple[int, int]:
 
 @cache
 def _table() -> dict[str, list[dict[str, Any]]]:
-    text = resources.files(__package__).joinpath("tuned.json").read_text()
+    text = resources.files(__package__).joinpath("tuned.json").read_text(encoding="utf-8")
     return {kind: rows for kind, rows in json.loads(text).items() if kind in KINDS}
 
 
