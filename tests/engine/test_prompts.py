@@ -45,7 +45,6 @@ def llm(tiny_llama: Path) -> LLM:
         ({5}, r"prompts\[1\] is \{5\} \(set\)"),
         (iter([5]), r"prompts\[1\] is <list_iterator"),
     ],
-    ids=str,
 )
 def test_a_prompt_of_the_wrong_type_is_named(llm: LLM, prompt: Any, words: str) -> None:
     for call in (llm.generate, lambda prompts: list(llm.stream(prompts))):
@@ -55,7 +54,7 @@ def test_a_prompt_of_the_wrong_type_is_named(llm: LLM, prompt: Any, words: str) 
     assert len(llm.generate(["fine"], SHORT)) == 1
 
 
-@pytest.mark.parametrize("prompts", ["text", b"bytes", 3, None, {"a": 1}, {"a"}, (p for p in "ab"), SHORT], ids=str)
+@pytest.mark.parametrize("prompts", ["text", b"bytes", 3, None, {"a": 1}, {"a"}, (p for p in "ab"), SHORT])
 def test_what_is_no_list_of_prompts(llm: LLM, prompts: Any) -> None:
     with pytest.raises(TypeError, match=r"^prompts is .*pass a list"):
         llm.generate(prompts)

@@ -21,6 +21,7 @@ from attn_backends.testing.verify.worker import Asked
 SEEDS_OF_A_RUN = 1 << 20  # so many cases lie between two seeds of a run
 _SILENT_AFTER_S = {"cpu": 300.0, "cuda": 900.0}  # a case that takes longer hangs; libraries compile for minutes
 MOST_FINDINGS = 100  # after so many a run ends: more tell nothing
+_GRACE_S = 60.0  # once the time is over, for cases that are under way
 _LAST_LINES = 12  # of what a process that died has printed
 
 
@@ -77,6 +78,11 @@ class Seeds:
             return next(self._blocks, []) if time.monotonic() < self._deadline else []
 
     @property
+    def remaining_s(self) -> float:
+        """Seconds until the time is over."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    @property
     def is_over(self) -> bool:
         return time.monotonic() >= self._deadline
 
@@ -97,7 +103,7 @@ def run_campaign(
     running = len(threads)
     try:
         while running:
-            outcome = outcomes.get()
+            outcome = outcomes.get(timeout=seeds.remaining_s + _GRACE_S)
             if outcome is None:
                 running -= 1
             else:
@@ -105,7 +111,7 @@ def run_campaign(
                 on_case(tally)
                 if len(tally.findings) >= MOST_FINDINGS:
                     seeds.end()
-    except KeyboardInterrupt:  # what ran until then is reported
+    except (KeyboardInterrupt, queue.Empty):  # what ran until then is reported; what hangs at the end is not awaited
         tally.interrupted = True
     return tally
 
