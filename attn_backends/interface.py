@@ -228,6 +228,10 @@ class AttentionState(ABC, Generic[MetadataT]):
     def begin_forward(self, metadata: MetadataT) -> AttentionStep[MetadataT]:
         """Plan one group's step. Called once a step and group, before its layers run; the only place that plans."""
 
+    def move_to_current_stream(self) -> None:
+        """Let the current CUDA stream take over from the one on which steps began so far: it waits for that one. There
+        is nothing to do where every stream has a workspace of its own, or steps share none."""
+
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every kernel that steps within the limits can launch, so that none is compiled once requests come.
         Call it while an engine loads; calling it again takes little time. By default there is nothing to compile.

@@ -158,12 +158,12 @@ class _Allocations(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
+        if isinstance(result, list):  # a library's operator may return tensors that are not defined: no mode takes them
+            return [torch.empty(0) if part is None else part for part in result]
         if self._guards.is_making or is_capturing():
             return result
         if (name in _EMPTY or name in _FILLED) and "out" not in kwargs and isinstance(result, torch.Tensor):
             return self._guards.fresh(result, keep=name in _FILLED, pinned=bool(kwargs.get("pin_memory")))
-        if isinstance(result, list):  # a library's operator may return tensors that are not defined: no mode takes them
-            return [torch.empty(0) if part is None else part for part in result]
         return result
 
 

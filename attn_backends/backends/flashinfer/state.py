@@ -27,6 +27,7 @@ from attn_backends.graph_inputs import GraphInputs, fill_together
 from attn_backends.interface import AttentionStep, Rejection, Unsupported
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, PlanGroup
 from attn_backends.staging import HostRing
+from attn_backends.streams import OneStream
 from attn_backends.warm_up import compile_listed, list_cache_writes, list_prefix_pages
 
 FA3_MIN_QUERY_LEN = 64  # of the average row: below, fa2 packs a KV head's query heads into its tiles and fa3 does not
@@ -68,6 +69,7 @@ class FlashInferState(CapturingState[FlashInferMetadata, "FlashInferGraphState"]
         needs = [eager_need(s, self.limits, self.library.num_sms, split, page_size) for s in self._specs.values()]
         self.need = reduce(or_, needs)
         self.float_workspace = self._float_workspace(self.need)
+        self._stream = OneStream(self.backend_name, self.device)
         self._ring = self._host_ring(self.need)
         self._plans: dict[tuple[int, Kind], Plan] = {}
         self._graphs: _GraphBuffers | None = None  # kept for good once graphs were captured
@@ -76,9 +78,11 @@ class FlashInferState(CapturingState[FlashInferMetadata, "FlashInferGraphState"]
         """Plan a step's rows.
 
         Raises:
-            RuntimeError: a graph is being captured: plan before, the graph reads what was planned.
+            RuntimeError: a graph is being captured: plan before, the graph reads what was planned. Or the steps before
+                began on another stream.
         """
         refuse_while_capturing(self.device, self.backend_name)
+        self._stream.check()
         group = metadata.group_index
         decode = prefill = prefix = None
         if metadata.decode is not None:
@@ -96,6 +100,9 @@ class FlashInferState(CapturingState[FlashInferMetadata, "FlashInferGraphState"]
     def _list_launches(self) -> None:
         list_cache_writes(self._specs.values(), self.cache)
         list_prefix_pages(self.limits.max_num_requests, self.cache.page_size)
+
+    def move_to_current_stream(self) -> None:
+        self._stream.move()
 
     def reset_workspace_buffer(self, float_workspace: torch.Tensor) -> None:
         """Use another float workspace, such as one that an engine shares between its libraries.
@@ -263,6 +270,7 @@ class FlashInferGraphState(FlashInferState):
         self.num_tokens = num_rows * query_len
         self.is_decode = query_len == 1
         self._specs = parent._specs
+        self._stream = parent._stream
         self._inputs = buffers.inputs
         self._slot_mapping = buffers.inputs.slot_mapping[: self.num_tokens]
         self._starts_cpu = torch.arange(num_rows + 1, dtype=torch.int32) * query_len
@@ -276,6 +284,7 @@ class FlashInferGraphState(FlashInferState):
 
     def begin_forward(self, metadata: FlashInferMetadata) -> FlashInferStep:
         refuse_while_capturing(self.device, self.backend_name)
+        self._stream.check()
         rows = metadata.decode if self.is_decode else metadata.prefill
         if not metadata.for_graph or rows is None or metadata.num_tokens != self.num_tokens:
             raise ValueError(

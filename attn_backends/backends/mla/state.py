@@ -16,6 +16,7 @@ from attn_backends.graph_inputs import GraphInputs, fill_together
 from attn_backends.interface import AttentionState, AttentionStep
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import PlanGroup
+from attn_backends.streams import OneStream
 from attn_backends.warm_up import compile_listed, list_cache_writes, list_merges
 
 
@@ -29,7 +30,10 @@ class MLAStep(AttentionStep[MLAMetadata]):
 
 
 class MLAState(CapturingState[MLAMetadata, "MLAGraphState"]):
-    """One workspace for all layers, as they run one after the other. A backend that plans overrides `plan_…`."""
+    """One workspace for all layers, as they run one after the other. A backend that plans overrides `plan_…`.
+
+    Steps and graphs share workspaces, so all begin on one stream (see `move_to_current_stream`).
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -37,6 +41,7 @@ class MLAState(CapturingState[MLAMetadata, "MLAGraphState"]):
         self._num_tokens = workspace_tokens(self.options, self.limits)
         row_bytes = max(spec.latent_dim * spec.cache_dtype.itemsize for spec in self.specs.values())
         self.workspace = torch.empty(self._num_tokens * row_bytes, dtype=torch.uint8, device=self.device)
+        self.stream = OneStream(self.backend_name, self.device)
         self._graphs: _GraphBuffers | None = None  # kept for good once graphs were captured
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Any) -> Any:
@@ -55,7 +60,11 @@ class MLAState(CapturingState[MLAMetadata, "MLAGraphState"]):
         """The same for `MLAImpl._prefill`, which is given it with these rows. Plans of one step live side by side."""
         return None
 
+    def move_to_current_stream(self) -> None:
+        self.stream.move()
+
     def begin_forward(self, metadata: MLAMetadata) -> MLAStep:
+        self.stream.check()
         spec, prefill = self.specs[metadata.group_index], metadata.prefill
         plan = None if metadata.decode is None else self.plan_decode(spec, metadata.decode, None)
         ragged = () if prefill is None else (prefill.new, *(chunk.rows for chunk in prefill.chunks))
@@ -133,7 +142,9 @@ class MLAGraphState(AttentionState[MLAMetadata]):
 
         Raises:
             ValueError: the metadata is of another size, or not of a graph's form.
+            RuntimeError: the steps before began on another stream.
         """
+        self.parent.stream.check()
         rows, given = self._rows, metadata.decode
         if given is None or given.idle is None or (given.num_rows, given.query_len) != (rows.num_rows, rows.query_len):
             raise ValueError(

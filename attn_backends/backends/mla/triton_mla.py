@@ -18,11 +18,9 @@ from attn_backends.backends.mla.triton_kernel import mla_decode_kernel, mla_join
 from attn_backends.backends.mla.triton_tiles import Cut, block_dims, decode_tile, decode_tiles
 from attn_backends.backends.mla.triton_variants import list_decodes, table_of
 from attn_backends.call_checks import reject_early_fp8
-from attn_backends.derive import StepBuffers
 from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
-from attn_backends.streams import PerStream
 from attn_backends.triton_examples import empty
 from attn_backends.triton_launch import (
     INTERPRETED,
@@ -130,9 +128,6 @@ class Split:
 class TritonMLAState(MLAState):
     """A workspace for the parts of split rows, sized by the multiprocessors and not by the context; one for all layers,
     which run one after the other.
-
-    A step takes the workspace of the stream on which it began, so steps on several streams do not meet. Captured graphs
-    share one of their own.
     """
 
     backend_name = "TRITON_MLA"
@@ -143,28 +138,20 @@ class TritonMLAState(MLAState):
         self._shared_memory = shared_memory(self.device)
         self._cut = lru_cache(maxsize=_CUTS)(self._make_cut)  # eager steps repeat their shapes
         self.room = self._make_room()
-        self._rooms = PerStream(self.device, self._make_room)
-        self._graph_room: Workspace | None = None  # kept for good once graphs were captured
-
-    def hold_inputs(self, max_batch_size: int, inputs: StepBuffers | None) -> None:
-        super().hold_inputs(max_batch_size, inputs)
-        self._graph_room = self._graph_room or self._make_room()
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Split | None) -> Split:
         if held is None:
-            room = self._rooms.of_current(self.room) if rows.idle is None else self._graph_room
-            assert room is not None  # as graphs have captured rows
-            held = self._split(spec, rows, room)
+            held = self._split(spec, rows)
         held.list.fill(rows.seq_lens, held.query_starts)
         return held
 
-    def _split(self, spec: MLASpec, rows: DecodeRows, room: Workspace) -> Split:
+    def _split(self, spec: MLASpec, rows: DecodeRows) -> Split:
         cut = self._cut(spec, rows.num_rows, rows.query_len)
-        room.check(cut, spec)
+        self.room.check(cut, spec)
         ints = {"dtype": torch.int32, "device": self.device}
         starts = torch.arange(rows.num_rows + 1, **ints) * rows.query_len  # type: ignore[call-overload]
         items = torch.empty(cut.num_items, 8, **ints)  # type: ignore[call-overload]
-        return Split(cut, starts, _list_of(cut, items), room)
+        return Split(cut, starts, _list_of(cut, items), self.room)
 
     def variants(self) -> list[Variant]:
         """The compiled forms of kernels of ours that steps within the limits ask for."""
