@@ -22,6 +22,12 @@ if TYPE_CHECKING:
         slice_rows as slice_rows,
         unpad_rows as unpad_rows,
     )
+    from attn_backends.capabilities import (
+        Capabilities as Capabilities,
+        CudaGraphSupport as CudaGraphSupport,
+        Rejection as Rejection,
+        Unsupported as Unsupported,
+    )
     from attn_backends.config import (
         EngineConfig as EngineConfig,
         SamplingParams as SamplingParams,
@@ -45,10 +51,6 @@ if TYPE_CHECKING:
         AttentionMetadataBuilder as AttentionMetadataBuilder,
         AttentionState as AttentionState,
         AttentionStep as AttentionStep,
-        Capabilities as Capabilities,
-        CudaGraphSupport as CudaGraphSupport,
-        Rejection as Rejection,
-        Unsupported as Unsupported,
     )
     from attn_backends.kv_cache import (
         KVCache as KVCache,
@@ -100,12 +102,13 @@ _HOME = {
         "batch_order": "BatchSplit SwappableRows reorder_batch_to_split_decodes_and_prefills "
         "split_decodes_and_prefills",
         "batch_views": "pad_rows slice_rows unpad_rows",
+        "capabilities": "Capabilities CudaGraphSupport Rejection Unsupported",
         "config": "EngineConfig SamplingParams load_config",
         "cuda_graphs": "CudaRecorder GraphRecorder",
         "engine.llm": "LLM",
         "engine.outputs": "RequestOutput TextChunk",
         "interface": "AttentionBackend AttentionImpl AttentionMetadata AttentionMetadataBuilder AttentionState "
-        "AttentionStep Capabilities CudaGraphSupport Rejection Unsupported",
+        "AttentionStep",
         "kv_cache": "KVCache allocate_kv_cache copy_pages get_kv_cache_layout swap_pages write_kv write_latent",
         "layer_parameters": "PerLayerParameters get_per_layer_parameters infer_global_hyperparameters",
         "mla_spec": "MLASpec",

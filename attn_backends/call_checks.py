@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from attn_backends.capabilities import Rejection, Unsupported
 from attn_backends.devices import compute_capability
-from attn_backends.interface import Rejection, Unsupported
 from attn_backends.kv_cache import KVCache
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import FP8_DTYPES, AttentionSpec

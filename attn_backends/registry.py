@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     import torch
     from pydantic import BaseModel
 
-    from attn_backends.interface import AttentionBackend, Rejection
+    from attn_backends.capabilities import Rejection
+    from attn_backends.interface import AttentionBackend
     from attn_backends.spec import AttentionSpec, KVCacheSpec, PlanGroup
 
     Specs = Mapping[Any, AttentionSpec] | Iterable[AttentionSpec]  # by layer, or in order; equal ones are asked once
@@ -245,7 +246,7 @@ def _is_candidate(backend: type[AttentionBackend], groups: Groups) -> bool:
 
 def _refusal(name: str, verdicts: Iterable[Verdict]) -> Exception:
     """The error of a refusal; AUTO's has the reasons of every backend, each with its name."""
-    from attn_backends.interface import Rejection, Unsupported  # it loads torch
+    from attn_backends.capabilities import Rejection, Unsupported  # it loads torch
 
     if name.upper() != AUTO:
         return Unsupported(name.upper(), [found.rejection for verdict in verdicts for found in verdict.rejections])

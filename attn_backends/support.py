@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attn_backends.entries import BackendEntry, BackendImportError, backends, get_backend, get_class
 
 if TYPE_CHECKING:
-    from attn_backends.interface import Capabilities
+    from attn_backends.capabilities import Capabilities
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _lacks(can: Capabilities, device: str) -> str | None:
     """Why this machine's GPU cannot run it, or None."""
     import torch
 
-    from attn_backends.interface import gpu_mismatches
+    from attn_backends.capabilities import gpu_mismatches
 
     return next((str(found) for found in gpu_mismatches(can, torch.device(device))), None)
 

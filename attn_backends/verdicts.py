@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from attn_backends.entries import get_backend
 
 if TYPE_CHECKING:
-    from attn_backends.interface import AttentionBackend, Rejection
+    from attn_backends.capabilities import Rejection
+    from attn_backends.interface import AttentionBackend
     from attn_backends.spec import KVCacheSpec
 
 

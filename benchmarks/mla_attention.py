@@ -30,8 +30,8 @@ from paged_problem import Contender, make_contender
 
 from attn_backends import get_backend
 from attn_backends.batch_views import without_new_keys
+from attn_backends.capabilities import CudaGraphSupport
 from attn_backends.entries import backends
-from attn_backends.interface import CudaGraphSupport
 from attn_backends.registry import validate_options
 
 LAYER = " layer"

@@ -14,7 +14,8 @@ import torch
 from paged_problem import COLD_BYTES, MOST_COPIES, Problem, Shape, common_of, reference
 
 from attn_backends import KVCacheSpec, MLASpec
-from attn_backends.interface import AttentionBackend, Capabilities
+from attn_backends.capabilities import Capabilities
+from attn_backends.interface import AttentionBackend
 from attn_backends.kv_cache import KVCache, gather_pages
 
 LAYERS = 27  # of DeepSeek-V2-Lite

@@ -27,7 +27,7 @@ from harness import report
 from step_metadata import STEPS, Decoding
 
 from attn_backends import AttentionSpec, get_backend, plan_groups, select_backend
-from attn_backends.interface import CudaGraphSupport
+from attn_backends.capabilities import CudaGraphSupport
 from attn_backends.registry import validate_options
 from attn_backends.step_table import StepBatch
 

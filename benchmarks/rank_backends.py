@@ -21,8 +21,8 @@ from harness import RESULTS, print_table
 from mla_problem import MLAShape
 
 from attn_backends import AttentionSpec, KVCacheSpec, MLASpec, plan_groups
+from attn_backends.capabilities import mismatches
 from attn_backends.entries import BackendEntry, backends, get_class
-from attn_backends.interface import mismatches
 from attn_backends.measured import Load, __file__ as measured_file, fastest_first, nearest
 
 TABLE = measured_file.replace(".py", ".json")

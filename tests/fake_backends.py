@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from attn_backends.capabilities import Capabilities
 from attn_backends.interface import (
     AttentionBackend,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
     AttentionState,
-    Capabilities,
 )
 
 

@@ -50,7 +50,7 @@ FLOORS = [  # a module imports from its own floor and those above it in this lis
         "config_errors",
     },
     {"batch", "step_table", "batch_order", "batch_views", "virtual_batches", "kv_cache", "native", "warm_up"},
-    {"interface", "cuda_graphs"},
+    {"capabilities", "interface", "cuda_graphs"},
     {"call_checks", "capturing_state"},
     {"backends", "registry", "entries", "verdicts", "support", "measured"},
     {"engine", "adapters", "testing"},

@@ -17,8 +17,9 @@ import torch
 from pydantic import BaseModel
 
 from attn_backends import entries
+from attn_backends.capabilities import Rejection, Unsupported
 from attn_backends.config import ConfigError
-from attn_backends.interface import AttentionBackend, Rejection, Unsupported
+from attn_backends.interface import AttentionBackend
 from attn_backends.mla_spec import MLASpec
 from attn_backends.registry import (
     BackendImportError,

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from attn_backends.interface import Rejection, Unsupported
+from attn_backends.capabilities import Rejection, Unsupported
 from attn_backends.page_table import IntArray
 
 HostLens = torch.Tensor | Sequence[int]  # on the host

@@ -17,7 +17,8 @@ from attn_backends.adapters.token_batch import (
 )
 from attn_backends.adapters.token_plans import PlannedStep, TokenPlans
 from attn_backends.adapters.token_table import SharedBuffers
-from attn_backends.interface import AttentionState, CudaGraphSupport, Rejection, Unsupported
+from attn_backends.capabilities import CudaGraphSupport, Rejection, Unsupported
+from attn_backends.interface import AttentionState
 from attn_backends.page_table import PAD_SLOT
 
 SEQ_LEN_FILL_VALUE = 1  # of padded rows: with one key nothing is divided by zero

@@ -30,6 +30,7 @@ from attn_backends.batch_order import (
 )
 from attn_backends.batch_views import prefix_to_share
 from attn_backends.call_checks import check_call, check_new_kv
+from attn_backends.capabilities import Capabilities, CudaGraphSupport
 from attn_backends.capturing_state import CapturingState
 from attn_backends.devices import Progress
 from attn_backends.interface import (
@@ -38,8 +39,6 @@ from attn_backends.interface import (
     AttentionMetadata,
     AttentionMetadataBuilder,
     AttentionStep,
-    Capabilities,
-    CudaGraphSupport,
 )
 from attn_backends.kv_cache import KVCache, dequantise, gather_pages, gather_slots, write_kv, write_slots
 from attn_backends.native.paged_decode import PagedDecode, PagedRows

@@ -16,18 +16,12 @@ import torch
 from numpy.typing import NDArray
 
 from attn_backends.batch import CommonAttentionMetadata
+from attn_backends.capabilities import CudaGraphSupport, Rejection, Unsupported
 from attn_backends.config import GraphsConfig
 from attn_backends.cuda_graphs import Graph, GraphRecorder
 from attn_backends.engine.checkpoint import Report
 from attn_backends.engine.layers import Layers, Steps
-from attn_backends.interface import (
-    AttentionBackend,
-    AttentionState,
-    CudaGraphSupport,
-    Rejection,
-    Unsupported,
-    check_capture_size,
-)
+from attn_backends.interface import AttentionBackend, AttentionState, check_capture_size
 from attn_backends.page_table import IntArray
 from attn_backends.step_table import StepBatch, StepTable
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from attn_backends.interface import AttentionBackend, Capabilities
+from attn_backends.capabilities import Capabilities
+from attn_backends.interface import AttentionBackend
 from attn_backends.kv_cache import get_kv_cache_layout
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec

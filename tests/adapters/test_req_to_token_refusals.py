@@ -14,8 +14,8 @@ from attn_backends import entries
 from attn_backends.adapters.req_to_token import ReqToTokenAttention
 from attn_backends.adapters.token_batch import ForwardBatch, ForwardMode
 from attn_backends.adapters.token_kv_pool import TokenKVPool
+from attn_backends.capabilities import Unsupported
 from attn_backends.entries import UnknownBackendError
-from attn_backends.interface import Unsupported
 from attn_backends.registry import register_backend
 from tests.adapters.req_to_token_engine import (
     CROSS,

@@ -11,7 +11,7 @@ from attn_backends.backends.mla.flashinfer_mla import (
     FlashInferMLAState,
 )
 from attn_backends.backends.mla.flashinfer_plan import MLALibrary
-from attn_backends.interface import Capabilities
+from attn_backends.capabilities import Capabilities
 from attn_backends.registry import register_backend
 from attn_backends.testing.emulated import flashinfer
 

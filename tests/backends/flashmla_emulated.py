@@ -7,7 +7,7 @@ from typing import Any
 
 from attn_backends.backends.mla.flashmla import FlashMLABackend, FlashMLAOptions, FlashMLAState
 from attn_backends.backends.mla.flashmla_kernels import Kernels
-from attn_backends.interface import Capabilities
+from attn_backends.capabilities import Capabilities
 from attn_backends.registry import register_backend
 from attn_backends.testing.emulated import flashmla, flashmla_older
 

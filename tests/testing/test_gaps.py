@@ -9,7 +9,8 @@ import torch
 
 from attn_backends import entries
 from attn_backends.backends.torch import TorchBackend, TorchImpl, TorchState
-from attn_backends.interface import AttentionState, Capabilities, Rejection, Unsupported
+from attn_backends.capabilities import Capabilities, Rejection, Unsupported
+from attn_backends.interface import AttentionState
 from attn_backends.testing.conformance import BackendConformance
 from attn_backends.testing.quick_check import quick_check
 

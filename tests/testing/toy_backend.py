@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from attn_backends.batch import CommonAttentionMetadata
+from attn_backends.capabilities import Capabilities, CudaGraphSupport
 from attn_backends.derive import StepBuffers
 from attn_backends.interface import (
     AttentionBackend,
@@ -20,8 +21,6 @@ from attn_backends.interface import (
     AttentionMetadataBuilder,
     AttentionState,
     AttentionStep,
-    Capabilities,
-    CudaGraphSupport,
 )
 from attn_backends.kv_cache import KVCache
 from attn_backends.spec import AttentionSpec

@@ -13,7 +13,7 @@ from attn_backends.backends.flash_attn.built import Reader, flash_attention_3
 from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows, window_of
 from attn_backends.backends.flash_attn.fa2 import beside, check_vllm, keys_by
 from attn_backends.backends.flash_attn.provider import COMMON, HALF, Provider, ProviderError
-from attn_backends.interface import Capabilities, Rejection
+from attn_backends.capabilities import Capabilities, Rejection
 from attn_backends.kv_cache import quantise
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
 

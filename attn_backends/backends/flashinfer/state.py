@@ -20,11 +20,12 @@ from attn_backends.backends.flashinfer.metadata import FlashInferMetadata, Rows,
 from attn_backends.backends.flashinfer.options import FlashInferOptions
 from attn_backends.backends.flashinfer.plans import DecodePlan, Plan, PrefillPlan, RaggedPlan
 from attn_backends.backends.flashinfer.workspace import Need, eager_need, graph_need
+from attn_backends.capabilities import Rejection, Unsupported
 from attn_backends.capturing_state import CapturingState
 from attn_backends.derive import PagedCsr, StepBuffers
 from attn_backends.devices import Progress, is_hopper, num_multiprocessors, refuse_while_capturing
 from attn_backends.graph_inputs import GraphInputs, fill_together
-from attn_backends.interface import AttentionStep, Rejection, Unsupported
+from attn_backends.interface import AttentionStep
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, PlanGroup
 from attn_backends.staging import HostRing
 from attn_backends.streams import OneStream

@@ -22,9 +22,9 @@ from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata, MLAMeta
 from attn_backends.backends.mla.options import MLAOptions
 from attn_backends.backends.mla.state import MLAState, MLAStep
 from attn_backends.batch import CommonAttentionMetadata
+from attn_backends.capabilities import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.devices import is_hopper, num_multiprocessors, refuse_while_capturing
 from attn_backends.flashinfer_package import LOWEST_LOGIT
-from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 from attn_backends.staging import HostRing

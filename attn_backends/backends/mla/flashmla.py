@@ -21,8 +21,8 @@ from attn_backends.backends.mla.metadata import DecodeRows
 from attn_backends.backends.mla.options import MLAOptions
 from attn_backends.backends.mla.state import MLAState, MLAStep
 from attn_backends.call_checks import reject_newer_gpu
+from attn_backends.capabilities import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.derive import StepBuffers
-from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 

@@ -20,7 +20,7 @@ from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadataBuilder
 from attn_backends.backends.mla.options import MLAOptions
 from attn_backends.backends.mla.state import MLAState, MLAStep
 from attn_backends.batch import CommonAttentionMetadata
-from attn_backends.interface import Capabilities, CudaGraphSupport
+from attn_backends.capabilities import Capabilities, CudaGraphSupport
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import FP8_DTYPES, Limits
 

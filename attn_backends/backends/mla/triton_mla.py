@@ -18,7 +18,7 @@ from attn_backends.backends.mla.triton_kernel import mla_decode_kernel, mla_join
 from attn_backends.backends.mla.triton_tiles import Cut, block_dims, decode_tile, decode_tiles
 from attn_backends.backends.mla.triton_variants import list_decodes, table_of
 from attn_backends.call_checks import reject_early_fp8
-from attn_backends.interface import Capabilities, CudaGraphSupport, Rejection
+from attn_backends.capabilities import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
 from attn_backends.triton_examples import empty

@@ -8,7 +8,8 @@ from attn_backends.backends.triton.impl import TritonImpl
 from attn_backends.backends.triton.metadata import TritonMetadata, TritonMetadataBuilder
 from attn_backends.backends.triton.state import TritonState
 from attn_backends.call_checks import reject_early_fp8
-from attn_backends.interface import AttentionBackend, Capabilities, CudaGraphSupport, Rejection
+from attn_backends.capabilities import Capabilities, CudaGraphSupport, Rejection
+from attn_backends.interface import AttentionBackend
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec
 from attn_backends.triton_launch import INTERPRETED, untried_triton
 

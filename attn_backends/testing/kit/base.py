@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from attn_backends.capabilities import Capabilities, Unsupported
 from attn_backends.entries import BackendImportError
-from attn_backends.interface import Capabilities, Unsupported
 from attn_backends.registry import get_backend, select_backend
 from attn_backends.spec import AttentionSpec
 from attn_backends.testing.batches import Batch

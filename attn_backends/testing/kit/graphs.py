@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from attn_backends.interface import CudaGraphSupport
+from attn_backends.capabilities import CudaGraphSupport
 from attn_backends.spec import AttentionSpec
 from attn_backends.testing.batches import Batch
 from attn_backends.testing.cases import BatchShape

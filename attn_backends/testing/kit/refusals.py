@@ -8,14 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from attn_backends.capabilities import CudaGraphSupport, Unsupported
 from attn_backends.interface import (
     AttentionBackend,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
     AttentionState,
-    CudaGraphSupport,
-    Unsupported,
 )
 from attn_backends.mla_spec import MLASpec
 from attn_backends.registry import get_backend, select_backend

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from attn_backends.interface import AttentionBackend, Capabilities
+from attn_backends.capabilities import Capabilities
+from attn_backends.interface import AttentionBackend
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec, Layout
 from attn_backends.testing.models import PublishedModel, alibi_slopes, published_models

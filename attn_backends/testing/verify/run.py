@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from attn_backends.capabilities import Unsupported
 from attn_backends.devices import pretend_multiprocessors
-from attn_backends.interface import AttentionBackend, AttentionStep, Unsupported
+from attn_backends.interface import AttentionBackend, AttentionStep
 from attn_backends.kv_cache import KVCache
 from attn_backends.testing.batches import Batch
 from attn_backends.testing.graph_harness import CapturedStep, batch_of_table, graph_batch, make_recorder, step_table
