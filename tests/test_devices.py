@@ -59,7 +59,7 @@ def test_capabilities_are_nvidias_numbers() -> None:
     assert not devices.is_hopper(GPU)
     assert not triton_launch.has_tensor_engine(GPU)
     assert not triton_launch.has_hopper_kernels(GPU)
-    assert not triton_launch.can_start_early.__wrapped__(GPU)
+    assert not triton_launch._can_start_early.__wrapped__(GPU)
     assert not fresh_devices().HAS_TRITON
 
 

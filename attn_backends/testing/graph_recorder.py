@@ -23,7 +23,7 @@ from attn_backends.testing.reachable import Place, address, flat
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 _OWN = (
     str(Path(torch.__file__).parent),
-    *(str(Path(__file__).with_stem(s)) for s in (Path(__file__).stem, "host_reads")),
+    *(str(Path(__file__).with_stem(s)) for s in (Path(__file__).stem, "host_reads", "guard")),
 )
 # As an index it is outside any pool of a test; as a length or a loop's bound it still ends.
 WRONG_INTEGER = 1_000_003

@@ -153,7 +153,8 @@ def test_prefill_of_widened_keys(
     layer = make_layer(get_backend("TRITON"), batch, num_padded_reqs=2, options=room)
     step = layer.begin(batch, num_padded_reqs=2)
     assert_matches(layer.forward(batch, step, num_padded_reqs=2, want_lse=True), batch)
-    assert len(launches) == -(-spec.num_kv_heads // heads_at_once)
+    at_once = max(n for n in range(1, heads_at_once + 1) if spec.num_kv_heads % n == 0)  # all launches are alike
+    assert len(launches) == spec.num_kv_heads // at_once
 
 
 @only_interpreted

@@ -10,7 +10,7 @@ import pytest
 
 from attn_backends import LLM, EngineConfig, SamplingParams
 from attn_backends.engine.warm_up import rows_of_steps, run_steps
-from attn_backends.interface import AttentionState
+from attn_backends.registry import get_backend
 from attn_backends.spec import Limits
 
 PROMPTS = ["a", "one two three", "the quick brown fox"]
@@ -60,7 +60,8 @@ def test_steps_of_any_limits_are_within_them() -> None:
 
 def test_the_engine_compiles_before_it_captures(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
-    monkeypatch.setattr(AttentionState, "warm_up", lambda state, progress=None: calls.append(progress))
+    state = get_backend("TORCH").get_state_cls()
+    monkeypatch.setattr(state, "warm_up", lambda state, progress=None: calls.append(progress))
     engine(tiny_llama, backend="TORCH")
     engine(tiny_llama, backend="TORCH", warm_up=False)
     assert len(calls) == 1
