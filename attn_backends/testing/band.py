@@ -12,6 +12,7 @@ import torch
 _NAN = 0x7FFF  # in two bytes: NaN in float16, bfloat16, float32 and float64, and byte by byte in both fp8 types
 _ALIGNMENT = 512  # bytes, as the CUDA allocator aligns tensors: kernels are chosen by it
 _LEAST, _MOST = 1024, 1 << 20  # bytes of a border
+_MOST_ON_CPU = 1 << 17  # of one that a CPU fills and compares, and of what it fills at either end of fresh memory
 _OWN = tuple(str(Path(__file__).with_stem(stem)) for stem in ("band", "guard"))
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -51,12 +52,18 @@ class Band:
         """
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         num_bytes = (last + 1) * tensor.itemsize
-        border = min(max(-(-num_bytes // _ALIGNMENT) * _ALIGNMENT, _LEAST), _MOST)
+        most = _MOST if tensor.is_cuda else _MOST_ON_CPU
+        border = min(max(-(-num_bytes // _ALIGNMENT) * _ALIGNMENT, _LEAST), most)
         size = _LEAST + -(-num_bytes // 8) * 8 + border
         flat = torch.empty(size, dtype=torch.uint8, device=tensor.device, pin_memory=pinned)
         is_integer = tensor.itemsize > 1 and not tensor.is_floating_point() and not tensor.is_complex()
         word, width = (beyond, tensor.itemsize) if is_integer else (_NAN, 2)
-        flat.view(_INTEGERS[width]).fill_(word)
+        words = flat.view(_INTEGERS[width])
+        if tensor.is_cuda or size <= 4 * most:
+            words.fill_(word)
+        else:  # a large workspace, of which a CPU would fill more than steps read
+            words[: 2 * most // width].fill_(word)
+            words[-2 * most // width :].fill_(word)
         allowed = -num_bytes % _ALIGNMENT if slack else 0
         band = Band(flat, _LEAST, _LEAST + num_bytes, where, word, width, allowed)
         inner = flat[_LEAST : _LEAST + num_bytes].view(tensor.dtype).as_strided(
