@@ -1,4 +1,4 @@
-"""The five classes of a backend, what a backend can say of itself, and the step that layers receive.
+"""The five classes of a backend, and the step that layers receive; `capabilities` has what a backend says of itself.
 
     scheduler ─SequenceGroups─▶ CommonAttentionMetadata ─▶ builder ─Metadata─▶ state.begin_forward ─Step─▶ impl × layers
 

@@ -57,10 +57,11 @@ def of_package(package: str) -> ModuleType:
 
 
 def check(name: str, batch: Batch, launches: list[int], options: Any = None) -> None:
-    """Twice: a launch leaves behind what the next one wants."""
+    """Two layers of a step: a launch leaves behind what the next one wants."""
     layer, expected = make_layer(get_backend(name), batch, options=options), batch.expected()
+    step = layer.begin(batch)
     for want_lse in (False, True):
-        assert_matches(layer.forward(batch, layer.begin(batch), want_lse=want_lse), batch, name, expected)
+        assert_matches(layer.forward(batch, step, want_lse=want_lse), batch, name, expected)
     assert len(launches) == 2
 
 
