@@ -78,9 +78,7 @@ class LayerData:
         query_lens = [sum(lens) for lens in zip(*episode.steps, strict=True)]
         seq_lens = episode.seq_lens(len(episode.steps) - 1, is_cross)
         key_shape, value_shape = new_kv_shapes(spec)
-        # Keys are as large as their scale: queries make up for it, or logits round further than a tolerance allows.
-        gain = episode.gain / max(1.0, self.case.form.scales[self.layer][0])
-        queries = (self._random(sum(query_lens), spec.num_qo_heads, spec.head_dim) * gain).to(spec.dtype)
+        queries = (self._random(sum(query_lens), spec.num_qo_heads, spec.head_dim) * episode.gain).to(spec.dtype)
         keys, values = (self._random(sum(seq_lens), *shape).to(spec.dtype) for shape in (key_shape, value_shape))
         rows, parts = [], (queries.split(query_lens), keys.split(seq_lens), values.split(seq_lens))
         for i, (query, key, value) in enumerate(zip(*parts, strict=True)):
