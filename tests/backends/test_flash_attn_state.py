@@ -445,18 +445,3 @@ def test_what_sinks_leave_is_rounded_once(name: str) -> None:
     else:
         layer.impl._finish(got, lse / math.log(2), layer.begin(batch).metadata)
     assert float((got == (output * factor).bfloat16()).float().mean()) > 0.99
-
-
-def test_fa3_refuses_windows_over_fp8() -> None:
-    """Its kernels were seen to give wrong outputs there; either alone is served."""
-    provider, cache = emulated(VllmFa3), KVCacheSpec(4, 16)
-    bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
-    for cache_dtype, window_left, codes in (
-        (fp8, 948, ["window"]),
-        (fp8, 0, ["window"]),
-        (fp8, -1, []),
-        (bf16, 948, []),
-    ):
-        spec = AttentionSpec(32, 4, 128, dtype=bf16, cache_dtype=cache_dtype, window_left=window_left)
-        found = provider.reject(spec, cache, torch.device("cpu"))
-        assert [rejection.code for rejection in found] == codes

@@ -15,9 +15,17 @@ import torch
 from attn_backends.spec import AttentionSpec
 
 
+class HostLens(NamedTuple):
+    """Lengths of rows as the host knows them."""
+
+    query_start_loc: torch.Tensor  # [R + 1] i32; differences count, so that it may begin anywhere
+    seq_lens: torch.Tensor  # [R] i32
+    are_exact: bool  # else `seq_lens` are upper bounds
+
+
 class Rows(NamedTuple):  # made in every step: quicker than a dataclass
     """Rows that one call attends. Lengths and pages are on the device; what is on the host follows from shapes alone,
-    but for `max_seq_len`, of which the longest row may fall short."""
+    but for `max_seq_len`, of which the longest row may fall short, and `on_host`."""
 
     num_rows: int  # R
     num_tokens: int
@@ -27,6 +35,7 @@ class Rows(NamedTuple):  # made in every step: quicker than a dataclass
     seq_lens: torch.Tensor  # [R] i32; a row of 0 gets zeros
     page_table: torch.Tensor | None  # [R, max_pages] i32; None: keys are this step's own, by query_start_loc
     some_may_lack_keys: bool = False  # of the rows with tokens of their own
+    on_host: HostLens | None = None  # None in graphs, whose rows have other lengths at every replay
 
     @property
     def query_len(self) -> int | None:
@@ -45,6 +54,7 @@ class Rows(NamedTuple):  # made in every step: quicker than a dataclass
             query_start_loc=starts - tokens.start if tokens.start else starts,
             seq_lens=self.seq_lens[first:stop],
             page_table=None if self.page_table is None else self.page_table[first:stop],
+            on_host=None if self.on_host is None else _part_on_host(self.on_host, first, stop),
         )
 
     def behind(self, num_keys: int, page_size: int) -> Rows:
@@ -55,6 +65,7 @@ class Rows(NamedTuple):  # made in every step: quicker than a dataclass
             max_seq_len=self.max_seq_len - num_keys,
             seq_lens=self.seq_lens - num_keys,
             page_table=self.page_table[:, num_keys // page_size :],
+            on_host=None,
         )
 
     def narrowed(self, page_size: int) -> Rows:
@@ -62,6 +73,10 @@ class Rows(NamedTuple):  # made in every step: quicker than a dataclass
         if self.page_table is None:
             return self
         return self._replace(page_table=self.page_table[:, : max(1, -(-self.max_seq_len // page_size))])
+
+
+def _part_on_host(lens: HostLens, first: int, stop: int) -> HostLens:
+    return HostLens(lens.query_start_loc[first : stop + 1], lens.seq_lens[first:stop], lens.are_exact)
 
 
 @dataclass(frozen=True)
@@ -92,6 +107,7 @@ class Call(NamedTuple):
     tokens: slice
     schedule: torch.Tensor | None  # i32, on the device; None: the kernel makes its own
     split_keys: bool
+    tot_seq_lens: torch.Tensor | None = None  # [R] i32, as `Provider.tot_seq_lens` gives them
 
 
 def window_of(spec: AttentionSpec, causal: bool) -> tuple[int, int]:

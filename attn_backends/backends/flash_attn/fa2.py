@@ -101,13 +101,14 @@ class FlashAttn2(Provider):
         if query_len == 1:
             query_len = 2  # at 1 the kernel reorders heads, and writes the output elsewhere
         left, right = exact_window(layer, rows.max_seq_len, want_lse)
-        lens = None if rows.page_table is None else lens_for_lse(rows) if want_lse else rows.seq_lens
+        lens = None if rows.page_table is None else lent_lens(rows)
         result = kernels.varlen_fwd(
             query, keys, values, out, rows.query_start_loc, rows.query_start_loc, lens, None, rows.page_table,
             layer.alibi_slopes, query_len, rows.max_seq_len, 0.0, layer.scale, False, layer.causal and left < 0, left,
             right, layer.soft_cap, False, None,
         )  # fmt: skip
-        return empty_idle_rows(rows, output, result[1].t()) if want_lse else None
+        lse = empty_idle_rows(rows, output, result[1].t())
+        return lse if want_lse else None
 
 
 class VllmFa2(Provider):
@@ -142,15 +143,16 @@ class VllmFa2(Provider):
         rows = call.rows
         left, right = exact_window(layer, rows.max_seq_len, want_lse)
         by = keys_by(rows)
-        if want_lse and rows.page_table is not None:
-            by["seqused_k"] = lens_for_lse(rows)
+        if rows.page_table is not None:
+            by["seqused_k"] = lent_lens(rows)
         _, lse = self.modules[0].flash_attn_varlen_func(
             query, keys, values, rows.max_query_len, rows.query_start_loc, rows.max_seq_len, **by,
             softmax_scale=layer.scale, causal=layer.causal and left < 0, window_size=(left, right),
             softcap=layer.soft_cap, alibi_slopes=layer.alibi_slopes, return_softmax_lse=True, out=output,
             num_splits=0 if call.split_keys else 1, fa_version=2,
         )  # fmt: skip
-        return empty_idle_rows(rows, output, lse.t()) if want_lse else None
+        lse = empty_idle_rows(rows, output, lse.t())
+        return lse if want_lse else None
 
 
 def beside(module: Any, pattern: str) -> Path:
@@ -175,9 +177,10 @@ def keys_by(rows: Rows) -> dict[str, torch.Tensor | None]:
     return {"seqused_k": rows.seq_lens, "block_table": rows.page_table}
 
 
-def lens_for_lse(rows: Rows) -> torch.Tensor:
-    """Lengths [R] i32 to ask for an LSE with: the kernel for rows of any lengths writes that of a row without keys over
-    those of other rows. Such a row is lent one key."""
+def lent_lens(rows: Rows) -> torch.Tensor:
+    """Lengths [R] i32 for the kernel for rows of any lengths. It writes the LSE of a row without keys, asked for or
+    not, where LSEs padded to the longest row would lie: over those of other rows, and beyond the tensor. Such a row is
+    lent one key."""
     return rows.seq_lens.clamp(min=1) if rows.some_may_lack_keys else rows.seq_lens
 
 
@@ -189,6 +192,12 @@ def empty_idle_rows(rows: Rows, output: torch.Tensor, lse: torch.Tensor) -> torc
     idle = (rows.seq_lens == 0).repeat_interleave(rows.query_start_loc.diff(), output_size=rows.num_tokens)[:, None]
     output.masked_fill_(idle[..., None], 0.0)
     return lse.masked_fill(idle, -math.inf)
+
+
+def with_sinks_above(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """LSEs [num_tokens, heads] of kernels that add sinks [heads] by themselves. Where a sink is more than 88 above the
+    largest logit, its share overflows and they give +inf; the LSE is the sink then, and the output is 0 as it is."""
+    return lse if sinks is None else torch.where(lse == math.inf, sinks.float(), lse)
 
 
 def exact_window(layer: LayerConstants, capacity: int, want_lse: bool) -> tuple[int, int]:

@@ -11,7 +11,8 @@ import torch
 
 from attn_backends.backends.flash_attn.built import Reader, flash_attention_3
 from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows, window_of
-from attn_backends.backends.flash_attn.fa2 import beside, check_vllm, keys_by
+from attn_backends.backends.flash_attn.fa2 import beside, check_vllm, keys_by, with_sinks_above
+from attn_backends.backends.flash_attn.fa3_window import BEYOND_ALL, TILES, may_see_ahead
 from attn_backends.backends.flash_attn.provider import COMMON, HALF, Provider, ProviderError
 from attn_backends.capabilities import Capabilities, Rejection
 from attn_backends.kv_cache import quantise
@@ -56,12 +57,6 @@ class FlashAttention3(Provider):
         if spec.cache_dtype is FP8 and spec.dtype is torch.float16 and not found:
             found.append(Rejection("cache_dtype", "float8_e4m3fn with float16", "float8_e4m3fn with bfloat16",
                                    "Its kernels give bfloat16 over an fp8 cache: load the model in that."))  # fmt: skip
-        # On an H200 (vLLM 0.26) outputs of chunks of 13 to 142 tokens over 1,500 keys were off by 0.2 to 0.4 with a
-        # window of 949 keys, and right without one. Random cases of `attn-backends verify` found it.
-        if spec.cache_dtype is FP8 and spec.window_left >= 0:
-            found.append(Rejection("window", f"window_left={spec.window_left} over float8_e4m3fn",
-                                   "windows over caches of 16 bits", "Its kernels give wrong outputs there: leave "
-                                   "cache.dtype out, or choose another backend."))  # fmt: skip
         return found
 
     def max_seq_len(self, rows: Rows, page_size: int) -> int:
@@ -118,6 +113,28 @@ class VllmFa3(FlashAttention3):
     def check(self, interface: Any) -> None:
         check_vllm(interface, "FA3")
 
+    def reject(self, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device) -> list[Rejection]:
+        found = super().reject(spec, cache, device)
+        if spec.window_left >= 0 and spec.causal and self.missing() is None and not self._takes_tot_seq_lens():
+            found.append(Rejection("window", f"window_left={spec.window_left} by a flash_attn_varlen_func without "
+                                   "cp_tot_seqused_k", "windows by one that takes it", "Early queries may see keys "
+                                   "ahead of them where it cannot be given. Try: pip install -U vllm"))  # fmt: skip
+        return found
+
+    def _takes_tot_seq_lens(self) -> bool:
+        return "cp_tot_seqused_k" in inspect.signature(self.modules[0].flash_attn_varlen_func).parameters
+
+    def tot_seq_lens(self, spec: AttentionSpec, rows: Rows, *, causal: bool) -> torch.Tensor | None:
+        """More than there are, where a query might see keys ahead of it else."""
+        if spec.window_left < 0 or not causal or rows.max_query_len == 1:
+            return None
+        stored = spec.dtype if rows.page_table is None else spec.cache_dtype
+        tiles = TILES[stored.itemsize, self.kernel_dim(spec.head_dim) or 0]
+        group_size = spec.num_qo_heads // spec.num_kv_heads
+        if not any(may_see_ahead(tile, group_size, spec.window_left, rows) for tile in tiles):
+            return None
+        return torch.full((rows.num_rows,), BEYOND_ALL, dtype=torch.int32, device=rows.seq_lens.device)
+
     def attend(
         self,
         query: torch.Tensor,
@@ -129,14 +146,16 @@ class VllmFa3(FlashAttention3):
         want_lse: bool,
     ) -> torch.Tensor | None:
         rows = call.rows
-        query, scales = self.fp8_arguments(query, keys, rows, layer)
+        query, more = self.fp8_arguments(query, keys, rows, layer)
+        if call.tot_seq_lens is not None:
+            more["cp_tot_seqused_k"] = call.tot_seq_lens
         _, lse = self.modules[0].flash_attn_varlen_func(
             query, keys, values, rows.max_query_len, rows.query_start_loc, rows.max_seq_len, **keys_by(rows),
             softmax_scale=layer.scale, causal=layer.causal, window_size=layer.window, softcap=layer.soft_cap,
             return_softmax_lse=True, out=output, scheduler_metadata=call.schedule,
-            num_splits=0 if call.split_keys else 1, fa_version=3, s_aux=layer.sinks, **scales,
+            num_splits=0 if call.split_keys else 1, fa_version=3, s_aux=layer.sinks, **more,
         )  # fmt: skip
-        return lse.t() if want_lse else None
+        return with_sinks_above(lse.t(), layer.sinks) if want_lse else None
 
 
 class FlashAttnInterface(FlashAttention3):

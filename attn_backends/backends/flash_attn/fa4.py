@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attn_backends.backends.flash_attn.call import Call, LayerConstants
-from attn_backends.backends.flash_attn.fa2 import empty_idle_rows
+from attn_backends.backends.flash_attn.fa2 import empty_idle_rows, with_sinks_above
 from attn_backends.backends.flash_attn.provider import COMMON, Provider, ProviderError
 from attn_backends.capabilities import Capabilities
 
@@ -83,7 +83,8 @@ class FlashAttn4(Provider):
         if not want_lse:
             return None
         # A row without keys has an LSE of its sinks.
-        return lse.t() if layer.sinks is None else empty_idle_rows(rows, output, lse.t())
+        lse = with_sinks_above(lse.t(), layer.sinks)
+        return lse if layer.sinks is None else empty_idle_rows(rows, output, lse)
 
 
 def is_known(version: str) -> bool:

@@ -1,4 +1,4 @@
-"""A batch as rows whose lengths and pages the kernels read on the device. Nothing of it depends on host lengths."""
+"""A batch as rows whose lengths and pages the kernels read on the device. No shape of it depends on host lengths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attn_backends.backends.flash_attn.call import Rows
+from attn_backends.backends.flash_attn.call import HostLens, Rows
 from attn_backends.batch import CommonAttentionMetadata
 from attn_backends.batch_order import (
     SwappableRows,
@@ -138,7 +138,12 @@ def _rows(common: CommonAttentionMetadata, cached: bool, attention_type: Attenti
         common.seq_lens,
         common.page_table if cached else None,
         common.for_graph or attention_type is AttentionType.CROSS,
+        None if common.for_graph else _on_host(common),
     )
+
+
+def _on_host(common: CommonAttentionMetadata) -> HostLens:
+    return HostLens(common.query_start_loc_cpu, common.seq_lens_cpu, not common.seq_lens_are_upper_bounds)
 
 
 def _prefix_row(common: CommonAttentionMetadata, prefix_len: int, num_tokens: int) -> Rows:

@@ -163,6 +163,10 @@ class Provider(ABC):
         """A schedule of these rows for all layers of a step, made on the device; None where kernels have none."""
         return None
 
+    def tot_seq_lens(self, spec: AttentionSpec, rows: Rows, *, causal: bool) -> torch.Tensor | None:
+        """Lengths [R] i32 to tell kernels beside the rows' own, in all layers of a step; None: these are enough."""
+        return None
+
     @abstractmethod
     def attend(
         self,

@@ -85,7 +85,8 @@ class FlashAttnState(CapturingState[FlashAttnMetadata, "FlashAttnGraphState"]):
 
     def _call(self, metadata: FlashAttnMetadata, rows: Rows, tokens: slice, causal: bool | None = None) -> Call:
         schedule = None if metadata.fast_build else self.schedule(metadata.group_index, rows, causal)
-        return Call(rows, tokens, schedule, self.options.split_keys)
+        lens = self.tot_seq_lens(metadata.group_index, rows, causal)
+        return Call(rows, tokens, schedule, self.options.split_keys, lens)
 
     def schedule(self, group: int, rows: Rows, causal: bool | None = None) -> torch.Tensor | None:
         """As `Provider.schedule`; `causal` as the layers are, if it is None."""
@@ -93,6 +94,12 @@ class FlashAttnState(CapturingState[FlashAttnMetadata, "FlashAttnGraphState"]):
         return self.choices[group].provider.schedule(
             spec, self.cache, rows, causal=spec.causal if causal is None else causal, split_keys=self.options.split_keys
         )
+
+    def tot_seq_lens(self, group: int, rows: Rows, causal: bool | None = None) -> torch.Tensor | None:
+        """As `Provider.tot_seq_lens`; `causal` as the layers are, if it is None."""
+        spec = self._specs[group]
+        causal = spec.causal if causal is None else causal
+        return self.choices[group].provider.tot_seq_lens(spec, rows, causal=causal)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile what is launched beside the library, whose kernels come compiled but for FlashAttention 4's."""
@@ -207,5 +214,6 @@ class FlashAttnGraphState(FlashAttnState):
     def _static_step(self, group: PlanGroup[Any]) -> FlashAttnStep:
         """The step that every batch is filled into: what layers read is where it stays."""
         metadata = graph_metadata(group.index, self._slot_mapping, self._rows)
-        call = Call(self._rows, slice(0, self.num_tokens), self._schedules[group.index], self.options.split_keys)
+        lens = self.tot_seq_lens(group.index, self._rows)
+        call = Call(self._rows, slice(0, self.num_tokens), self._schedules[group.index], self.options.split_keys, lens)
         return FlashAttnStep(metadata, group.spec, self.choices[group.index].provider, (call,), None)

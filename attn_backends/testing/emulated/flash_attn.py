@@ -117,7 +117,7 @@ def varlen_fwd(
 
     Returns:
         out [num_tokens, num_qo_heads, head_dim], lse [num_qo_heads, num_tokens] f32. Over pages a row without keys
-        has its LSE written where those of other rows are: all of it is NaN here then.
+        has its LSE written where those of other rows are, and beyond them, whatever lies there: both are NaN here then.
     """
     _not_emulated(leftpad_k=leftpad_k, p_dropout=p_dropout or None, return_softmax=return_softmax or None)
     check_inputs(q, k, v, HALF)
@@ -139,14 +139,14 @@ def varlen_fwd(
         lens = cu_seqlens_k[1:] - cu_seqlens_k[:-1] if seqused_k is None else seqused_k
         check_ints(lens, num_rows, "seqused_k")
         keys = paged_keys(k, v, block_table, lens)
-        lse_is_right = (lens > 0).all()
+        is_within = (lens > 0).all()
     else:
         check_shape(v, tuple(k.shape), "v")
         keys = own_keys(k, v, cu_seqlens_k)
-        lse_is_right = torch.ones((), dtype=torch.bool, device=q.device)
+        is_within = torch.ones((), dtype=torch.bool, device=q.device)
     rules = Rules(softmax_scale, False, (window[0], window[1]), softcap, alibi_slopes, empty_lse=math.inf)
     made, lse, _ = attend(q, cu_seqlens_q, keys, rules)
-    lse = torch.where(lse_is_right, lse, math.nan)
+    made, lse = (torch.where(is_within, each, math.nan) for each in (made, lse))
     # Kernels go over tiles of the longest row that they were told of: tokens beyond it are not written.
     starts = cu_seqlens_q.long()
     index = torch.arange(len(q), device=q.device)

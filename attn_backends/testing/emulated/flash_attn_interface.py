@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from attn_backends.testing.emulated.flash_attn_blocks import Blocks
 from attn_backends.testing.emulated.flash_attn_checks import (
     HALF,
     check,
@@ -116,6 +117,7 @@ def forward(
     rules: Rules,
     scheduler_metadata: torch.Tensor | None,
     num_splits: int,
+    blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What both builds call. Returns out [num_tokens, num_qo_heads, head_dim] and lse [num_qo_heads, num_tokens]."""
     check_inputs(q, k, v, (*HALF, FP8))
@@ -153,7 +155,7 @@ def forward(
         check_ints(scheduler_metadata, shape.size, "scheduler_metadata")
         planned_keys = scheduler_metadata[shape.rounded :][:num_rows] if shape.splits else keys.lens
         planned = (scheduler_metadata[:num_rows], planned_keys)
-    made, lse, covered = attend(query, cu_seqlens_q, keys, rules, planned)
+    made, lse, covered = attend(query, cu_seqlens_q, keys, rules, planned, blocks)
     out.copy_(torch.where(covered[:, None, None], made.to(out_dtype), out))
     return out, lse.t().contiguous()
 

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from attn_backends.testing.emulated.flash_attn_blocks import Blocks
 from attn_backends.testing.emulated.flashinfer_kernel import place, select_pages, weighted
 
 FP8 = torch.float8_e4m3fn
+OVERFLOWS = math.log(torch.finfo(torch.float32).max)
 FP8_WEIGHT_SCALE = 256.0  # weights are rounded to fp8 after the largest of them was brought to this
 
 
@@ -65,11 +67,13 @@ def attend(
     keys: Keys,
     rules: Rules,
     planned: tuple[torch.Tensor, torch.Tensor] | None = None,
+    blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of every row, bottom right aligned: query i of q stands at key i + k - q of k.
 
     Args:
         planned: [R] queries and [R] keys of each row, as a schedule has them; None: as many as there are.
+        blocks: queries see what it shows them as well.
 
     Returns:
         out [num_tokens, num_qo_heads, head_dim_vo] f32, zeros where no key is seen; lse [num_tokens, num_qo_heads] f32,
@@ -81,24 +85,30 @@ def attend(
     row, index, covered = place(len(query), starts, torch.minimum(query_lens, planned_queries.long()))
     key_row, key_index, is_key = place(len(keys.key), keys.starts, torch.minimum(keys.lens, planned_keys.long()))
     position = ((keys.lens - query_lens)[row] + index)[:, None]
-    seen = (row[:, None] == key_row) & is_key & covered[:, None]
+    seen = there = (row[:, None] == key_row) & is_key & covered[:, None]
     left, right = rules.window[0], 0 if rules.causal else rules.window[1]
     if right >= 0:
         seen = seen & (key_index <= position + right)
     if left >= 0:
         seen = seen & (key_index >= position - left)
+    by_head = seen[:, None]  # [num_tokens, 1 or group_size, num_slots]
+    if blocks is not None:
+        group_size = query.shape[1] // keys.key.shape[1]
+        shown = blocks.shown(row, index, query_lens, keys.lens, key_index, group_size)
+        by_head = by_head | (shown & there[:, None])
     logits = _logits(query, keys, rules, position, key_index, by_key=left < 0 and right == 0)
-    logits = logits.masked_fill(~seen[:, None], -math.inf)  # [num_kv_heads, num_tokens, group_size, num_slots]
+    logits = logits.masked_fill(~by_head, -math.inf)  # [num_kv_heads, num_tokens, group_size, num_slots]
     lse = torch.logsumexp(logits, -1)  # [num_kv_heads, num_tokens, group_size]
     empty = lse == -math.inf
+    top = logits.amax(-1).masked_fill(empty, 0.0)[..., None]
     if rules.sinks is not None:
         lse = torch.logaddexp(lse, rules.sinks.float().view(len(lse), 1, -1))
-    top = logits.amax(-1).masked_fill(empty, 0.0)[..., None]
+        lse = lse.masked_fill(lse - top[..., 0] > OVERFLOWS, math.inf)  # as exp(sink - top) does
     weights = torch.exp(logits - top)
     if keys.is_fp8:
         weights = (weights * FP8_WEIGHT_SCALE).to(FP8).float() / FP8_WEIGHT_SCALE
     weights = weights * torch.exp(top - lse.masked_fill(empty, 0.0)[..., None])
-    out = weighted(weights, keys.value, seen).permute(1, 0, 2, 3).reshape(len(query), -1, keys.value.shape[2])
+    out = weighted(weights, keys.value, by_head.any(1)).permute(1, 0, 2, 3).reshape(len(query), -1, keys.value.shape[2])
     return out, lse.masked_fill(empty, rules.empty_lse).transpose(0, 1).reshape(len(query), -1), covered
 
 

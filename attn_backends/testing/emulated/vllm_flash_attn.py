@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attn_backends.testing.emulated.flash_attn import varlen_fwd
+from attn_backends.testing.emulated.flash_attn_blocks import blocks_of
 from attn_backends.testing.emulated.flash_attn_checks import check, check_shape
 from attn_backends.testing.emulated.flash_attn_interface import (
     forward,
@@ -57,6 +58,9 @@ def flash_attn_varlen_func(
     output_scale: None = None,
     fa_version: int = 2,
     s_aux: torch.Tensor | None = None,  # [num_qo_heads] bf16: sinks
+    cp_world_size: int = 1,
+    cp_rank: int = 0,
+    cp_tot_seqused_k: torch.Tensor | None = None,  # [num_rows] i32
 ) -> Any:
     """`out` is written in place. Returns (out, lse [num_qo_heads, num_tokens]) with `return_softmax_lse`."""
     assert cu_seqlens_k is not None or seqused_k is not None, "cu_seqlens_k or seqused_k must be provided"
@@ -85,10 +89,16 @@ def flash_attn_varlen_func(
         check(s_aux.dtype is torch.bfloat16, "We only support bf16 dtype for S aux.")
         check(s_aux.is_contiguous(), "s_aux must be contiguous")
         check_shape(s_aux, (q.shape[1],), "s_aux")
+    if (cp_world_size, cp_rank) != (1, 0):
+        raise NotImplementedError("context parallelism is not emulated")
     rules = Rules(scale, causal, window, softcap, sinks=s_aux)
+    blocks = blocks_of(
+        q.element_size(), q.shape[2], block_table is not None, window, causal, max_seqlen_k, cp_tot_seqused_k,
+        len(cu_seqlens_q) - 1,
+    )  # fmt: skip
     three = forward(
         q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, block_table,
-        (q_descale, k_descale, v_descale), rules, scheduler_metadata, num_splits,
+        (q_descale, k_descale, v_descale), rules, scheduler_metadata, num_splits, blocks,
     )  # fmt: skip
     return three if return_softmax_lse else three[0]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -73,16 +74,17 @@ class Logits(KitBase):
         "asked", [feature("plain"), feature("sinks"), feature("window_15"), CROSS], ids=lambda asked: asked.name
     )
     def test_logits_far_from_zero(self, asked: Feature, scale: float) -> None:
-        """A row whose logits are very low sees its keys all the same; sinks beside them weigh what they should."""
+        """A row whose logits are very low sees its keys all the same; sinks weigh what they should, beside the logits
+        and far from them, where one of both is all there is."""
         shapes: list[BatchShape | str] = ["small_decode", "mixed_small", WHOLE_PROMPTS]
         if asked is CROSS:
             shapes = [BatchShape(seq_lens=(40, 7, 0, 33), query_lens=(1, 1, 2, 4))]  # one without keys
         for _, spec in self.served([asked], scale=scale):
             for level in self.levels(spec):
-                for shape in shapes:
+                top = level * (2 if level > 0 else 1)
+                for shape, raised in product(shapes, (top, 0.0) if spec.sinks else (0.0,)):
                     batch = levelled(self.make_batch(spec, shape), level, every_second)
-                    top = level * (2 if level > 0 else 1)
-                    sinks = None if batch.sinks is None else batch.sinks + top
+                    sinks = None if batch.sinks is None else batch.sinks + raised
                     batch = with_pool(replace(batch, sinks=sinks), self.backend, float("nan"))
                     for want_lse in self.lse_modes:
                         result = run_backend(self.backend, batch, want_lse=want_lse)
