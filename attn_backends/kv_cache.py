@@ -121,7 +121,7 @@ def write_kv(
     """
     if not (key.shape[0] and slot_mapping.shape[0]):
         return
-    if _has_kernel(kv_cache.key):
+    if _has_kernel(kv_cache.key, key):
         from attn_backends.kv_write_triton import write_kv as write_in_one_launch
 
         write_in_one_launch(key, value, *kv_cache, slot_mapping, k_scale, v_scale, next_waits)
@@ -136,9 +136,9 @@ def write_kv(
         _scatter(torch.where(live[some], stored, _bits(gather_slots(cached, slots))), cached, slots)
 
 
-def _has_kernel(cached: torch.Tensor) -> bool:
-    """Whether one kernel of ours writes to such a cache, or makes what such a one stores."""
-    return cached.is_cuda and cached.dtype is not torch.float64 and HAS_TRITON
+def _has_kernel(*tensors: torch.Tensor) -> bool:
+    """Whether one kernel of ours, which divides in float32, takes all of these: caches, and what is written to them."""
+    return HAS_TRITON and all(tensor.is_cuda and tensor.dtype is not torch.float64 for tensor in tensors)
 
 
 def write_latent(
@@ -176,15 +176,23 @@ def _scatter(stored: torch.Tensor, cached: torch.Tensor, slots: torch.Tensor) ->
 
 
 def quantise(tensor: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """Real values to what a cache of `dtype` stores: `tensor / scale`, saturated for fp8."""
-    if dtype in FP8_DTYPES:
-        if scale == 1.0 and tensor.dim() == 3 and tensor.numel() and _has_kernel(tensor):
-            from attn_backends.kv_write_triton import to_fp8
+    """Real values to what a cache of `dtype` stores: `tensor / scale`, saturated for fp8.
 
-            return to_fp8(tensor, dtype)
+    The division is done in the wider of both dtypes, in float32 at least.
+    """
+    is_fp8 = dtype in FP8_DTYPES
+    if is_fp8 and scale == 1.0 and tensor.dim() == 3 and tensor.numel() and _has_kernel(tensor):
+        from attn_backends.kv_write_triton import to_fp8
+
+        return to_fp8(tensor, dtype)
+    if not is_fp8 and scale == 1.0:
+        return tensor.to(dtype)
+    least = torch.float32 if is_fp8 else torch.promote_types(dtype, torch.float32)
+    quotient = tensor.to(torch.promote_types(tensor.dtype, least)) / scale
+    if is_fp8:
         limit = torch.finfo(dtype).max
-        return (tensor.float() / scale).clamp(-limit, limit).to(dtype)
-    return (tensor if scale == 1.0 else tensor.to(torch.promote_types(dtype, torch.float32)) / scale).to(dtype)
+        quotient = quotient.clamp(-limit, limit)
+    return quotient.to(dtype)
 
 
 def dequantise(stored: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -28,8 +29,10 @@ from attn_backends.kv_cache import (
 )
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec, Layout
+from attn_backends.testing.batches import stored as reference_stored
 from tests.page_pairs import pairs_at_random
 
+F64 = torch.float64
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, *FP8_DTYPES)
 LAYOUTS: tuple[Layout, ...] = ("NHD", "HND")
 PAGES, PAGE_SIZE, HEADS, DIM, DIM_VO = 5, 4, 2, 8, 6
@@ -101,6 +104,17 @@ def test_writes_go_to_their_slots_alone(layout: Layout, dtype: torch.dtype, data
             if slot >= 0:
                 expected[slot // PAGE_SIZE, slot % PAGE_SIZE] = (new[token] / scale).to(dtype)
         assert torch.equal(as_bytes(cached), as_bytes(expected))
+
+
+@pytest.mark.parametrize("write", [quantise, reference_stored], ids=["written", "reference"])
+@pytest.mark.parametrize("dtypes", [(F64, torch.float32), (torch.float16, F64), (torch.bfloat16, F64)], ids=str)
+def test_quotients_have_the_wider_dtype(
+    dtypes: tuple[torch.dtype, torch.dtype], write: Callable[..., torch.Tensor]
+) -> None:
+    """Float64 on either side is divided in float64, by a scale that float32 does not hold."""
+    of_layer, of_cache = dtypes
+    real = torch.linspace(-3, 3, 1001, dtype=F64).to(of_layer)
+    assert write(real, of_cache, 2.4538964212590586).equal((real.double() / 2.4538964212590586).to(of_cache))
 
 
 @pytest.mark.parametrize("dtype", FP8_DTYPES, ids=str)

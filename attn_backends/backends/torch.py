@@ -427,19 +427,23 @@ def _visible(spec: AttentionSpec, queries: torch.Tensor, keys: torch.Tensor) -> 
     return visible
 
 
+def _bias_dtype(spec: AttentionSpec) -> torch.dtype:
+    """The layer's dtype, which holds 0 and -inf; for ALiBi float32 at least, as 16 bits round what lies far away."""
+    return spec.dtype if spec.alibi_slopes is None else torch.promote_types(spec.dtype, torch.float32)
+
+
 def _bias(spec: AttentionSpec, queries: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """What is added to the logits: 0 or ALiBi's slope · (key - query) where visible, -inf elsewhere.
 
     `queries` [B, query_len, 1] and `keys` [B, 1, num_keys] are positions, `visible` broadcasts over them.
-    Returns [B, Hkv | 1, G | 1, query_len, num_keys] in the layer's dtype.
+    Returns [B, Hkv | 1, G | 1, query_len, num_keys] of `_bias_dtype`.
     """
+    dtype = _bias_dtype(spec)
     if spec.alibi_slopes is None:
-        added = torch.zeros(visible.shape, dtype=spec.dtype, device=keys.device)[..., None, None, :, :]
+        added = torch.zeros(visible.shape, dtype=dtype, device=keys.device)[..., None, None, :, :]
     else:
-        exact = torch.promote_types(spec.dtype, torch.float32)
-        slopes = torch.tensor(spec.alibi_slopes, dtype=exact).to(keys.device, non_blocking=True)
-        slopes = slopes.view(spec.num_kv_heads, spec.group_size, 1, 1)
-        added = (slopes * (keys - queries)[:, None, None]).to(spec.dtype)
+        slopes = torch.tensor(spec.alibi_slopes, dtype=dtype).to(keys.device, non_blocking=True)
+        added = slopes.view(spec.num_kv_heads, spec.group_size, 1, 1) * (keys - queries)[:, None, None]
     hidden = ~visible.reshape(-1, 1, 1, *visible.shape[-2:])
     return added.view(-1, *added.shape[-4:]).masked_fill(hidden, float("-inf"))
 
@@ -521,7 +525,7 @@ class TorchGraphState(TorchState):
         batch = DecodeBatch(
             num_rows,
             torch.zeros(num_rows * num_keys, dtype=torch.int64, device=device),
-            torch.zeros(num_rows, *heads, query_len, num_keys, dtype=spec.dtype, device=device),
+            torch.zeros(num_rows, *heads, query_len, num_keys, dtype=_bias_dtype(spec), device=device),
             None,
             query_len,
             torch.zeros(self.num_tokens, dtype=torch.bool, device=device),
@@ -799,6 +803,10 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         want_lse: bool,
         with_sinks: bool = True,
     ) -> Attended:
+        if bias is not None and not _can_add(bias, query):
+            wide = bias.dtype
+            attended = self._attend(query.to(wide), key.to(wide), value.to(wide), bias, is_causal, want_lse, with_sinks)
+            return Attended(attended.output.to(query.dtype), attended.lse)
         spec = self.spec
         sinks = self.sinks if with_sinks else None
         key, value = key.transpose(1, 2), value.transpose(1, 2)
@@ -848,6 +856,11 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # what SDPA
 def _gives_lse(device: torch.device, spec: AttentionSpec) -> bool:
     """Whether a fused kernel returns the LSE too."""
     return device.type == "cpu" and spec.head_dim == spec.head_dim_vo and spec.logits_soft_cap is None
+
+
+def _can_add(bias: torch.Tensor, query: torch.Tensor) -> bool:
+    """Whether fused kernels add such a bias to logits of such queries: a GPU's want both to have one dtype."""
+    return bias.dtype == query.dtype or query.device.type == "cpu"
 
 
 def _unfolded(out: torch.Tensor, lse: torch.Tensor | None, query: torch.Tensor) -> Attended:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,6 +50,11 @@ class Batch:
     def tolerance(self) -> float:
         """Largest relative error of a token's output."""
         return load_cases().tolerance(torch.float8_e4m3fn if self.fp8_queries else self.spec.dtype)
+
+    @property
+    def has_exact_scales(self) -> bool:
+        """Whether all ways to divide by the scales give the same: they are powers of two."""
+        return all(math.frexp(scale)[0] == 0.5 for scale in (self.k_scale, self.v_scale))
 
     @property
     def groups(self) -> tuple[SequenceGroup, ...]:
@@ -146,8 +152,11 @@ def _cut(row: Row, first: int, stop: int) -> Row:
 
 
 def stored(tensor: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """What a cache of `dtype` holds for real values: `tensor / scale`, fp8 saturated at the largest finite value."""
-    scaled = tensor.float() / scale if tensor.dtype != torch.float64 else tensor / scale
+    """What a cache of `dtype` holds for real values: `tensor / scale`, fp8 saturated at the largest finite value.
+
+    The division is done in float64 where either side is that, and in float32 elsewhere.
+    """
+    scaled = (tensor.double() if torch.float64 in (tensor.dtype, dtype) else tensor.float()) / scale
     limit = torch.finfo(dtype).max if dtype in FP8_DTYPES else torch.inf
     return scaled.clamp(-limit, limit).to(dtype)
 

@@ -52,6 +52,7 @@ FEATURES = (
     Feature("alibi_and_soft_cap", ("alibi", "soft_cap"), {"logits_soft_cap": 1.5}, alibi=True),
 )
 ENCODER = Feature("encoder", ("attention_type",), _encoder_or_cross(AttentionType.ENCODER))
+NON_CAUSAL_ALIBI = Feature("non_causal_alibi", ("alibi", "non_causal"), {"causal": False}, alibi=True)
 CROSS = Feature("cross", ("attention_type",), _encoder_or_cross(AttentionType.CROSS))
 
 

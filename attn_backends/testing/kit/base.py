@@ -16,7 +16,7 @@ from attn_backends.spec import AttentionSpec
 from attn_backends.testing.batches import Batch
 from attn_backends.testing.cases import BatchShape, load_cases
 from attn_backends.testing.features import Feature
-from attn_backends.testing.harness import Backend, assert_matches, run_backend
+from attn_backends.testing.harness import Backend, assert_matches, assert_pool, run_backend
 from attn_backends.testing.plain import FLOATS, plain_cache, plain_spec, undeclared
 from attn_backends.testing.random_batch import random_batch
 
@@ -114,13 +114,15 @@ class KitBase:
         return False
 
     def check(self, spec: AttentionSpec, shapes: Sequence[BatchShape | str], what: str = "", **how: Any) -> None:
-        """Batches of these shapes equal the reference, with and without the LSE."""
+        """Batches of these shapes equal the reference, with and without the LSE, and so does what they write."""
         for shape in shapes:
             batch = self.make_batch(spec, shape, **how)
-            expected = batch.expected()
+            expected, pool = batch.expected(), batch.pool_after()
             for want_lse in self.lse_modes:
                 name = f"{what} {shape}{' with lse' if want_lse else ''}".strip()
-                assert_matches(run_backend(self.backend, batch, want_lse=want_lse), batch, name, expected)
+                result = run_backend(self.backend, batch, want_lse=want_lse)
+                assert_matches(result, batch, name, expected)
+                assert_pool(result.kv_cache, pool, name, batch.has_exact_scales)
 
     def served(self, features: Sequence[Feature], **changes: Any) -> Iterator[tuple[Feature, AttentionSpec]]:
         """The features that the backend serves, with their layers; the others have refused in order."""

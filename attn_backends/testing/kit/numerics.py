@@ -14,7 +14,7 @@ from attn_backends.kv_cache import KVCache
 from attn_backends.spec import FP8_DTYPES, Layout
 from attn_backends.testing.batches import as_bits
 from attn_backends.testing.cases import BatchShape, load_cases
-from attn_backends.testing.features import CROSS, ENCODER, FEATURES, feature
+from attn_backends.testing.features import CROSS, ENCODER, FEATURES, NON_CAUSAL_ALIBI, feature
 from attn_backends.testing.harness import Result, assert_matches, assert_pool, make_layer, make_layers, run_backend
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
 from attn_backends.testing.kit.scales import draw_scales
@@ -33,6 +33,12 @@ class Numerics(KitBase):
         spec = self.make_spec(dtype=dtype)
         assert self.serves(spec)
         self.check(spec, [shape])
+
+    def test_alibi_of_keys_ahead(self, dtype: torch.dtype) -> None:
+        """A bias that grows with the distance, until 16 bits would round it by a good part of a key's weight."""
+        for _, spec in self.served([NON_CAUSAL_ALIBI], dtype=dtype):
+            self.check(spec, [BatchShape(seq_lens=(100,), query_lens=(60,))])
+            self.check(spec, [WHOLE_PROMPTS], "without a cache", cached=False)
 
     @pytest.mark.parametrize("name", [f.name for f in FEATURES])
     def test_features(self, name: str, dtype: torch.dtype) -> None:
@@ -70,7 +76,7 @@ class Numerics(KitBase):
             )  # fmt: skip
             what = f"{drawn} over {cache}, scales {k_scale} and {v_scale}"
             assert_matches(result, batch, what)
-            assert_pool(result.kv_cache, batch.pool_after(), what)
+            assert_pool(result.kv_cache, batch.pool_after(), what, batch.has_exact_scales)
 
     @pytest.mark.parametrize(("num_qo_heads", "num_kv_heads"), [(1, 1), (4, 4), (6, 2), (8, 1), (9, 3)])
     def test_heads(self, num_qo_heads: int, num_kv_heads: int) -> None:
@@ -107,7 +113,7 @@ class Numerics(KitBase):
             self.check(spec, [decodes, prefills, "mixed_small"], page_size=page_size, layout=layout)
 
     @pytest.mark.parametrize("layout", ["NHD", "HND"])
-    @pytest.mark.parametrize("cache_dtype", [*FP8_DTYPES, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("cache_dtype", [*FP8_DTYPES, torch.bfloat16, torch.float64], ids=str)
     def test_cache_dtypes(self, cache_dtype: torch.dtype, layout: Layout, dtype: torch.dtype) -> None:
         """A cache in another dtype than the queries, with scales; the reference reads the same rounded values."""
         spec = self.make_spec(dtype=dtype, cache_dtype=cache_dtype)
@@ -136,7 +142,21 @@ class Numerics(KitBase):
                 assert "kv_cache" in refusal, f"interleaved caches are refused, and not by name: {refusal}"
             else:
                 assert_matches(result, batch, f"{shape}, keys and values interleaved")
-                assert_pool(result.kv_cache, batch.pool_after(), f"{shape}, keys and values interleaved")
+                what = f"{shape}, keys and values interleaved"
+                assert_pool(result.kv_cache, batch.pool_after(), what, batch.has_exact_scales)
+
+    @pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=str)
+    def test_windows_over_several_tiles(self, cache_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+        """A chunk and a prompt whose tiles of queries begin ahead of the window's first block, and one within it.
+
+        One head for each KV head, so that tiles hold many tokens, and a head dim that most libraries cut blocks for.
+        """
+        heads = {} if self.can.mla else {"num_qo_heads": 1, "num_kv_heads": 1}
+        dim = {"head_dim": 128} if 128 in (self.can.head_dims or ()) and not self.can.mla else {}
+        spec = self.make_spec(window_left=500, dtype=dtype, cache_dtype=cache_dtype, **heads, **dim)
+        if self.serves(spec, may_refuse=True):
+            for seq_len, query_len in ((828, 128), (700, 700), (450, 450)):
+                self.check(spec, [BatchShape(seq_lens=(seq_len,), query_lens=(query_len,))], "window of 500")
 
     def test_encoder(self, dtype: torch.dtype) -> None:
         """Both ways over this step's own tokens, with no cache."""
