@@ -64,12 +64,21 @@ def machine(packages: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def write(name: str, title: str, rows: list[dict[str, Any]], packages: tuple[str, ...]) -> Path:
-    """Write rows to `results/<name>.json` beside the command and the machine; long runs do so as they go."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def write(
+    name: str,
+    title: str,
+    rows: list[dict[str, Any]],
+    packages: tuple[str, ...],
+    folder: Path | None = None,
+    **more: Any,
+) -> Path:
+    """Write rows and what else there is to `<name>.json` beside the command and the machine; long runs do so as they
+    go. `folder` is `results` where none is given."""
+    folder = folder or RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    made = {"benchmark": name, "title": title, "command": command, **machine(packages), "rows": rows}
+    made = {"benchmark": name, "title": title, "command": command, **machine(packages), "rows": rows, **more}
     path.write_text(json.dumps(made, indent=1) + "\n")
     return path
 
