@@ -14,6 +14,7 @@ from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCache
 from attn_backends.triton_launch import INTERPRETED, untried_triton
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_WIDEST_FLOAT32 = 128
 
 
 class TritonBackend(AttentionBackend):
@@ -62,8 +63,23 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
-        return super().reject(spec, cache, device) + reject_early_fp8(spec, device)
+        return super().reject(spec, cache, device) + reject_early_fp8(spec, device) + _reject_wide_float32(spec, device)
 
     @classmethod
     def note(cls, device: torch.device | str) -> str:
         return untried_triton(torch.device(device))
+
+
+def _reject_wide_float32(spec: AttentionSpec, device: torch.device | str) -> list[Rejection]:
+    """Columns of float32 that a GPU's registers do not hold.
+
+    Products of float32 are three of tf32, whose parts are held too. Even the smallest tile keeps some of its 256
+    columns in memory, a usual one up to 4 KB a thread, and on an H200 such kernels wrote elsewhere.
+    """
+    if torch.device(device).type != "cuda" or spec.dtype is not torch.float32:
+        return []
+    widest = max(spec.head_dim, spec.head_dim_vo)
+    if widest <= _WIDEST_FLOAT32:
+        return []
+    supported = f"{spec.dtype} at head dims up to {_WIDEST_FLOAT32}, 16 bits up to 256"
+    return [Rejection("head_dim", f"{widest} in {spec.dtype}", supported, "Use bfloat16 or float16, or TORCH.")]

@@ -41,7 +41,8 @@ def attend_keys(  # type: ignore[no-untyped-def]
         MASKED: whether some query may not see some key of these blocks, or they reach beyond the keys.
         EARLY: whether logits are scaled before they are compared: where something comes between, or `scale` is not
             positive. It saves a multiplication a key not to.
-        EXACT: float32 products in float32, not tf32.
+        EXACT: float32 products as three of tf32, which is float32's precision but for a bit or two, and not as one.
+            Products of float32 itself hold whole rows and columns in a thread's registers, far more than it has.
 
     Returns:
         sums, top, total; `top` times `factor(scale, EARLY)` is a logit in base 2.
@@ -49,7 +50,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
     lane = tl.arange(0, KEYS)
     dims = tl.arange(0, queries.shape[1])
     dims_vo = tl.arange(0, sums[0].shape[1])
-    PRECISION: tl.constexpr = "ieee" if EXACT else None
+    PRECISION: tl.constexpr = "tf32x3" if EXACT else None
     after = factor(scale, EARLY)
     # Where a block's keys lie within their pages is the same for every block: only the pages move.
     inside = lane * 0

@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 from importlib import resources
 from typing import Annotated, Any
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from attn_backends.spec import AttentionSpec, KVCacheSpec
@@ -97,11 +98,14 @@ def _fitted_decode_tile(tile: DecodeTile, spec: AttentionSpec, query_rows: int, 
         row = (dim + tile.keys) * spec.dtype.itemsize  # a query, and its weights
         if query_rows >= _MMA_ROWS and tile.warps >= 4:  # sums and logits go through it too
             row += 4 * dim_vo + 8 * tile.keys
+        if spec.dtype is torch.float32:  # in two parts
+            row *= 2
         return blocks + query_rows * row + _SCRATCH
 
     while tile.keys > 64 and need(tile) > room:  # rather than fewer blocks under way
         tile = replace(tile, keys=tile.keys // 2, warps=max(1, tile.warps // 2))
-    return fitted(in_registers(tile, query_rows, dim + dim_vo), need, room)
+    parts = 3 if spec.dtype is torch.float32 else 1  # a product of float32 is three, of parts that are kept as well
+    return fitted(in_registers(tile, query_rows, parts * (dim + dim_vo)), need, room)
 
 
 def in_registers(tile: DecodeTile, query_rows: int, width: int) -> DecodeTile:
@@ -125,7 +129,10 @@ def prefill_tile(
     dim, dim_vo = block_dims(spec)
 
     def need(tile: PrefillTile) -> int:
-        queries = tile.rows * dim * spec.dtype.itemsize
+        rows = max(tile.rows, padded(spec.group_size))  # at least a token
+        queries = rows * dim * spec.dtype.itemsize
+        if spec.dtype is torch.float32:  # in two parts
+            queries *= 2
         return queries + block_bytes(spec, tile.keys, tile.stages, dim + dim_vo) + _MARGIN
 
     return fitted(PrefillTile(**_nearest(kind, spec, cache, 1)), need, room)
