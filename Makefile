@@ -28,8 +28,8 @@ verify: $(READY) ## random cases against float64, half a minute; a backend for l
 ifdef ARGS
 	$(BIN)/attn-backends verify $(ARGS)
 else
-	$(BIN)/attn-backends verify TORCH --device cpu --cases 40 --minutes 0.3
-	TRITON_INTERPRET=1 $(BIN)/attn-backends verify TRITON --device cpu --cases 8 --minutes 0.3
+	$(BIN)/attn-backends verify TORCH --device cpu --cases 80
+	TRITON_INTERPRET=1 $(BIN)/attn-backends verify TRITON --device cpu --cases 4
 endif
 
 lint: $(READY) ## ruff and mypy, as .ci/run runs them

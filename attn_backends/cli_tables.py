@@ -38,13 +38,15 @@ def print_list(found: Sequence[Support], auto_order: str) -> None:
 
 
 def print_support(found: Sequence[Support]) -> None:
-    """One line a backend: what it honours, in Markdown, to paste into the README."""
+    """One line a backend: what it honours and where that has run, in Markdown, to paste into the README."""
     rows = []
     for row in found:
         can = row.capabilities or {}
         flags = ", ".join(key for key, value in can.items() if value is True)
-        rows.append((row.name, *(_words(can[key]) if can else "?" for key in _SETS), flags, can.get("cuda_graph", "?")))
-    titles = (*(key.replace("_", " ") for key in _SETS), "honours", "CUDA graphs")
+        rows.append(
+            (row.name, *(_words(can[key]) if can else "?" for key in _SETS), flags, can.get("cuda_graph", "?"), row.ran)
+        )
+    titles = (*(key.replace("_", " ") for key in _SETS), "honours", "CUDA graphs", "ran on")
     _console().print(_table("backend", *titles, rows=rows, style=box.MARKDOWN))
 
 
@@ -88,7 +90,7 @@ def _table(*titles: str, rows: Sequence[Sequence[str]], style: box.Box = box.ROU
 def _console() -> Console:
     """Standard output; a pipe or a file gets whole lines."""
     console = Screen()
-    return console if console.is_terminal else Screen(width=400)
+    return console if console.is_terminal else Screen(width=800)
 
 
 def _words(value: object) -> str:

@@ -20,6 +20,7 @@ from attn_backends.cli_errors import clear_errors
 
 if TYPE_CHECKING:
     from attn_backends.testing.verify.campaign import Tally
+    from attn_backends.testing.verify.planned import Planned
     from attn_backends.testing.verify.worker import Asked
 
 EXIT_FOUND = 1
@@ -31,9 +32,18 @@ _LINE_EVERY_S = 20.0  # of progress, where there is no terminal
 def verify(
     name: Annotated[str, typer.Argument(help="A backend's name; attn-backends list shows them.")],
     minutes: Annotated[
-        float | None, typer.Option("--minutes", min=0.0, help="How long to run; 5, or without end if --cases is given.")
+        float | None,
+        typer.Option("--minutes", min=0.0, help="How long to run; 5, or to the end with --cases or --declared."),
     ] = None,
     cases: Annotated[int | None, typer.Option("--cases", min=1, help="How many cases to run at most.")] = None,
+    declared: Annotated[
+        bool,
+        typer.Option("--declared", help="All that the backend declares, in all pairs, rather than random layers."),
+    ] = False,
+    covered: Annotated[
+        Path | None,
+        typer.Option("--covered", help="With --declared: a report or a merged one; leave out what it says has run."),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Another number draws other cases.")] = 0,
     case: Annotated[int | None, typer.Option("--case", min=0, help="Run this one case alone, and show it.")] = None,
     device: Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda, cuda:1, … or auto.")] = "auto",
@@ -54,16 +64,22 @@ def verify(
 ) -> None:
     """Run random layers and batches of published models' head shapes, eager and in CUDA graphs, against float64.
 
+    With --declared they are those of a covering array: each value that the backend declares, and each pair of values
+    that it serves together, is in some case; open ranges have their ends and 8 values between.
+
     Every tensor lies in guard bands, so that a write or a read beyond it is found too. The exit status is 1 if anything
     was found, and the report has one command for each finding that repeats it.
     """
     with clear_errors():
-        asked, package = _asked(name, device, size, multiprocessors, tuple(imports or ()))
+        if covered is not None and not declared:
+            raise ValueError("--covered goes with --declared: random cases are drawn whatever has run")
+        asked, package = _asked(name, device, size, multiprocessors, tuple(imports or ()), declared)
         if case is not None:
             raise typer.Exit(_run_one(asked, case))
         if minutes is None:
-            minutes = _DEFAULT_MINUTES if cases is None else float(10**6)
-        report = _run_many(asked, seed, cases, minutes, workers or _default_workers(asked.device), package)
+            minutes = _DEFAULT_MINUTES if cases is None and not declared else float(10**6)
+        planned = _planned(asked, seed, cases, covered)
+        report = _run_many(asked, planned, minutes, workers or _default_workers(asked.device), package)
         if json_file is not None:
             json_file.write_text(json.dumps(report, indent=1) + "\n")
     _print_report(report)
@@ -72,7 +88,7 @@ def verify(
 
 
 def _asked(
-    name: str, device: str, size: str | None, multiprocessors: int | None, imports: tuple[str, ...]
+    name: str, device: str, size: str | None, multiprocessors: int | None, imports: tuple[str, ...], declared: bool
 ) -> tuple[Asked, str | None]:
     """What all cases have in common, and the backend's package.
 
@@ -97,7 +113,7 @@ def _asked(
     chosen = choose_device(row, device)
     if size is not None and size not in SIZES:
         raise ValueError(f"--size is {size!r}; allowed: {', '.join(SIZES)}")
-    return Asked(row.name, chosen, size or default_size(chosen), multiprocessors, imports), row.package
+    return Asked(row.name, chosen, size or default_size(chosen), multiprocessors, imports, declared), row.package
 
 
 def _what_to_type(package: str | None) -> str:
@@ -114,30 +130,47 @@ def _default_workers(device: str) -> int:
 
 def _run_one(asked: Asked, seed: int) -> int:
     """One case in this process; returns the exit status."""
-    from attn_backends.testing.verify.cases import draw_case
-    from attn_backends.testing.verify.sizes import SIZES
-    from attn_backends.testing.verify.worker import prepare, run_seed
+    from attn_backends.testing.verify.planned import row_of
+    from attn_backends.testing.verify.worker import cases_of, prepare, run_seed
 
     console, backend = Console(soft_wrap=True), prepare(asked)
-    case = draw_case(backend, seed, SIZES[asked.size], asked.device, asked.multiprocessors)
+    row = row_of(asked, seed) if asked.declared else None
+    case = next(cases_of(asked, backend, seed, row))
     for name, value in vars(case).items():
         console.print(f"{name}: {value}", highlight=False, markup=False)
-    outcome = run_seed(asked, backend, seed)
+    outcome = run_seed(asked, backend, seed, row)
     console.print(f"worst errors, of what is allowed: {outcome.worst}", highlight=False, markup=False)
     console.print("found: " + (outcome.finding or "nothing"), highlight=False, markup=False)
     return 0 if outcome.finding is None else EXIT_FOUND
 
 
-def _run_many(
-    asked: Asked, seed: int, cases: int | None, minutes: float, workers: int, package: str | None
-) -> dict[str, Any]:
-    from attn_backends.testing.verify.campaign import SEEDS_OF_A_RUN, run_campaign
+def _planned(asked: Asked, seed: int, cases: int | None, covered: Path | None) -> Planned:
+    """The cases of a run.
+
+    Raises:
+        ValueError: what has run is no report, or has nothing of the backend.
+    """
+    from attn_backends.testing.verify.planned import plan_declared, plan_random
+
+    if not asked.declared:
+        return plan_random(asked, seed, cases)
+    try:
+        ran = None if covered is None else json.loads(covered.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--covered {covered} cannot be read: {error}; give a report of --json, or a merged one"
+        ) from error
+    return plan_declared(asked, seed, cases, ran)
+
+
+def _run_many(asked: Asked, planned: Planned, minutes: float, workers: int, package: str | None) -> dict[str, Any]:
+    from attn_backends.testing.verify.campaign import run_campaign
     from attn_backends.testing.verify.report import as_report
 
-    first, started = seed * SEEDS_OF_A_RUN, time.monotonic()
-    with _progress(asked, cases, minutes) as show:
-        tally = run_campaign(asked, first, cases, minutes, workers, show)
-    return as_report(asked, tally, first, time.monotonic() - started, package)
+    started = time.monotonic()
+    with _progress(asked, planned.num_cases, minutes) as show:
+        tally = run_campaign(asked, planned.blocks, minutes, workers, show)
+    return as_report(asked, tally, planned, time.monotonic() - started, package)
 
 
 @contextmanager
@@ -186,6 +219,8 @@ def _print_report(report: dict[str, Any]) -> None:
     if report["refused"]:
         refused = ", ".join(f"{reason} ({times})" for reason, times in report["refused"].items())
         console.print(f"refused, and left out: {escape(refused)}", highlight=False)
+    if report["declared"]:
+        _print_declared(console, report)
     for finding in report["findings"][:_MOST_SHOWN]:
         console.print(f"[red]found[/red] in {finding['kind']}: {escape(finding['what'])}", highlight=False)
         console.print(f"  repeat it: {finding['command']}", highlight=False, soft_wrap=True)
@@ -197,3 +232,18 @@ def _print_report(report: dict[str, Any]) -> None:
         f"second): {len(report['findings'])} findings{', interrupted' if report['interrupted'] else ''}",
         highlight=False,
     )
+
+
+def _print_declared(console: Console, report: dict[str, Any]) -> None:
+    """What has run of what is declared, what is refused, and what did not run."""
+    values = [times for counts in report["values"].values() for times in counts.values()]
+    pairs = report["num_pairs"]
+    refused = "".join(f", {times} refused ({why})" for why, times in pairs["refused"].items())
+    ran = f"{sum(times > 0 for times in values)} of {len(values)} declared values and {pairs['run']} of "
+    told = f"{ran}{pairs['declared']} pairs of them ran{refused}, {pairs['not_run']} pairs did not run"
+    console.print(escape(told), highlight=False)
+    missing = [f"{one} with {other}" for one, others in report["pairs_not_run"].items() for other in others]
+    for pair in missing[:_MOST_SHOWN]:
+        console.print(f"  did not run: {escape(pair)}", highlight=False)
+    if len(missing) > _MOST_SHOWN:
+        console.print(f"  and {len(missing) - _MOST_SHOWN} more: --json has all of them")

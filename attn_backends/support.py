@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import enum
 import importlib.metadata
+import json
 from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from attn_backends.entries import BackendEntry, BackendImportError, backends, get_backend, get_class
@@ -25,6 +28,7 @@ class Support:
     reason: str | None  # why it is not usable
     fix: str | None  # the command that makes it so, if one does
     capabilities: dict[str, Any] | None  # plain values; None if its class cannot be imported
+    ran: str = "not run"  # where `verify` ran it, and how many of its declared values and pairs of values did
 
 
 def support(entry: BackendEntry) -> Support:
@@ -34,15 +38,37 @@ def support(entry: BackendEntry) -> Support:
         can = get_backend(entry.name).capabilities()
     except BackendImportError as error:
         known = plain(get_class(entry).capabilities()) if entry.module else None
-        return Support(entry.name, package, version, False, None, error.reason, error.fix, known)
+        return Support(entry.name, package, version, False, None, error.reason, error.fix, known, ran(entry.name))
     device = next((device for device in devices_here() if device in can.devices), None)
     reason = _lacks(can, device) if device else _elsewhere(can)
-    return Support(entry.name, package, version, reason is None, device, reason, None, plain(can))
+    return Support(entry.name, package, version, reason is None, device, reason, None, plain(can), ran(entry.name))
 
 
 def all_support() -> list[Support]:
     """`support` of every known backend."""
     return [support(entry) for entry in backends.values()]
+
+
+def ran(name: str) -> str:
+    """Where a backend's declared values have run, and how many of them; benchmarks/what_ran.py makes the file."""
+    lines = [_ran(each) for each in _runs().get(name, ())]
+    return "; ".join(lines) or "not run"
+
+
+def _ran(found: dict[str, Any]) -> str:
+    where = found["machine"].removeprefix("NVIDIA ") + (f", {found['provider']}" if found["provider"] else "")
+    if "values" not in found:
+        return f"{where}: {found['cases']} cases"
+    values, pairs = (f"{found[f'{name}_run']} of {found[name]} {name}" for name in ("values", "pairs"))
+    return f"{where}: {values}, {pairs}"
+
+
+@cache
+def _runs() -> dict[str, list[dict[str, Any]]]:
+    runs: dict[str, list[dict[str, Any]]] = json.loads(
+        resources.files("attn_backends").joinpath("ran.json").read_text()
+    )
+    return runs
 
 
 def plain(capabilities: Capabilities) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Merge the reports of several runs of `attn-backends verify` into one file.
 
 attn-backends verify TRITON --seed 1 --cases 2000 --json one.json        and so on, with other seeds
-python benchmarks/merge_verify.py one.json two.json --out benchmarks/results/verify_h200.json
+attn-backends verify TRITON --declared --json two.json
+python benchmarks/merge_verify.py one.json two.json --out benchmarks/results/verify.json
 """
 
 from __future__ import annotations
@@ -9,39 +10,52 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from attn_backends.testing.verify.pairs import Pairs, counted, values_in
+
 _SUMS = ("num_cases", "num_steps", "seconds")
 _COUNTS = ("cases", "steps", "refused")
+_OF_A_RUN = ("command", "backend", "device", "date", "machine", "versions", "declared", "first_seed", *_SUMS)
 
 
 def merge(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One report of several, with a row for each backend and each run as it was.
 
     Raises:
-        ValueError: two runs of one backend began at the same seed, so their cases are the same.
+        ValueError: two runs of one backend began at the same seed, so their cases are the same; or they were on
+            different machines, of which one would seem to have run what the other did.
     """
-    runs = Counter((report["backend"], report["size"], report["first_seed"]) for report in reports)
-    twice = [f"{backend} from seed {seed}" for (backend, _, seed), times in runs.items() if times > 1]
+    runs = Counter(
+        (report["backend"], report["size"], report["first_seed"], report.get("declared", False))
+        for report in reports
+        if not report.get("continued")
+    )
+    twice = [f"{backend} from seed {seed}" for (backend, _, seed, _), times in runs.items() if times > 1]
     if twice:
         raise ValueError(f"the same cases are in two reports: {', '.join(twice)}; give each run another --seed")
+    _check_machines(reports)
     backends = dict.fromkeys(report["backend"] for report in reports)
     return {
         "title": "attn-backends verify: random cases against float64 and guard bands",
         "num_cases": sum(report["num_cases"] for report in reports),
         "num_steps": sum(report["num_steps"] for report in reports),
         "num_findings": sum(len(report["findings"]) for report in reports),
-        "backends": {
-            name: _merged([report for report in reports if report["backend"] == name]) for name in backends
-        },
-        "runs": [
-            {key: report[key] for key in ("command", "backend", "device", "date", "machine", "versions", "first_seed",
-                                          *_SUMS)}
-            for report in reports
-        ],
-    }  # fmt: skip
+        "backends": {name: _merged([report for report in reports if report["backend"] == name]) for name in backends},
+        "runs": [{key: report[key] for key in _OF_A_RUN if key in report} for report in reports],
+    }
+
+
+def _check_machines(reports: Sequence[dict[str, Any]]) -> None:
+    machines: dict[str, set[str]] = {}
+    for report in reports:
+        machine = report["machine"]
+        machines.setdefault(report["backend"], set()).add(machine.get("gpu") or machine.get("cpu") or "an unknown CPU")
+    for backend, names in machines.items():
+        if len(names) > 1:
+            raise ValueError(f"{backend} ran on {' and on '.join(sorted(names))}: merge the runs of each into a file")
 
 
 def _merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -54,10 +68,29 @@ def _merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for name, each in report["worst"].items():
             if name not in worst or each["of_tolerance"] > worst[name]["of_tolerance"]:
                 worst[name] = each
+    recorded = [report for report in reports if "values" in report]
     return merged | {
         "worst": dict(sorted(worst.items())),
         "findings": [finding for report in reports for finding in report["findings"]],
+        **(_merged_values(recorded) if recorded else {}),
     }
+
+
+def _merged_values(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How many cases had each declared value, and which pairs of values ran, are refused, or did neither."""
+    values: dict[str, Counter[str]] = {}
+    for report in reports:
+        for name, counts in report["values"].items():
+            found = values.setdefault(name, Counter())
+            for value, times in counts.items():
+                found[value] += times
+    run, refused = Pairs(values), dict[str, Pairs]()
+    for report in reports:
+        numbered = values_in(report["values"])
+        run.merge(numbered, report["pairs"]["run"])
+        for why, masks in report["pairs"]["refused"].items():
+            refused.setdefault(why, Pairs(values)).merge(numbered, masks)
+    return {"values": {name: dict(counts) for name, counts in values.items()}, **counted(run, refused)}
 
 
 def main(given: Sequence[str] | None = None) -> None:

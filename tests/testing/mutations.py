@@ -25,7 +25,7 @@ from tests.testing.mutants import (
     with_seq_lens,
 )
 
-F32, FP8 = torch.float32, torch.float8_e4m3fn
+F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 WINDOW_4097 = load_cases().window[1]
 
 
@@ -110,10 +110,31 @@ def scales_new_keys(forward: Any, layer: Any, given: dict[str, Any]) -> torch.Te
     return output if given["kv_cache"] is not None else output.mul_(layer.v_scale)
 
 
+def writes_in_float32(forward: Any, layer: Any, given: dict[str, Any]) -> torch.Tensor:
+    """What is written to a wider cache went through float32."""
+    output: torch.Tensor = forward(**given)
+    for cached in given["kv_cache"] or ():
+        slots = given["step"].metadata.slot_mapping[: given["step"].metadata.num_new_kv]
+        cached.flatten(0, 1)[slots] = cached.flatten(0, 1)[slots].float().to(cached.dtype)
+    return output
+
+
 def reads_the_whole_pool(forward: Any, layer: Any, given: dict[str, Any]) -> torch.Tensor:
     """A harmless-looking 0 · x over pages that are not this batch's."""
     output: torch.Tensor = forward(**given)
     return output if given["kv_cache"] is None else output + 0 * given["kv_cache"].value.float().sum().to(output.dtype)
+
+
+class RoundsItsBias(TorchMetadataBuilder):
+    """To the layer's dtype, before it is added to the logits."""
+
+    def build(self, *args: Any, **kwargs: Any) -> TorchMetadata:
+        built = super().build(*args, **kwargs)
+        rows = tuple(replace(row, bias=self._rounded(row.bias)) for row in built.prefill_rows)
+        return replace(built, prefill_rows=rows)
+
+    def _rounded(self, bias: torch.Tensor | None) -> torch.Tensor | None:
+        return None if bias is None else bias.to(self.group.spec.dtype)
 
 
 class RemembersTheLastBatch(TorchMetadataBuilder):
@@ -184,6 +205,8 @@ MUTATIONS = [
         "alibi dropped", other_spec(lambda s: replace(s, alibi_slopes=None)), lambda k: k.test_features("alibi", F32)
     ),
     Mutation("alibi of the wrong sign", other_spec(rising_alibi), lambda k: k.test_features("alibi", F32)),
+    Mutation("alibi rounded to float16", mutant(RoundsItsBias), lambda k: k.test_alibi_of_keys_ahead(F16)),
+    Mutation("alibi rounded to bfloat16", mutant(RoundsItsBias), lambda k: k.test_alibi_of_keys_ahead(BF16)),
     Mutation("chunk edge off by one", other_spec(longer_chunks), lambda k: k.test_chunk_edges(16)),
     Mutation("not causal", other_spec(lambda s: replace(s, causal=False)), lambda k: k.test_future_keys("plain")),
     Mutation(
@@ -216,6 +239,11 @@ MUTATIONS = [
         "k_scale and v_scale exchanged",
         other_scales(lambda k, v: (v, k)),
         lambda k: k.test_cache_dtypes(FP8, "NHD", F32),
+    ),
+    Mutation(
+        "float64 caches written in float32",
+        other_forward(writes_in_float32),
+        lambda k: k.test_cache_dtypes(torch.float64, "NHD", F16),
     ),
     Mutation(
         "k_scale of float caches ignored",

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,11 +17,15 @@ import pytest
 import torch
 
 from attn_backends.devices import num_multiprocessors, pretend_multiprocessors
+from attn_backends.mla_spec import MLASpec
 from attn_backends.registry import get_backend
+from attn_backends.spec import AttentionSpec
+from attn_backends.testing.batches import as_bits, stored
 from attn_backends.testing.models import published_models
 from attn_backends.testing.plain import undeclared
 from attn_backends.testing.verify.cases import Case, draw_case
-from attn_backends.testing.verify.data import cache_of, page_lists
+from attn_backends.testing.verify.data import as_read, cache_of, page_lists
+from attn_backends.testing.verify.run import run_case
 from attn_backends.testing.verify.sizes import SIZES, fits
 from attn_backends.testing.verify.worker import Asked, run_seed
 from benchmarks.merge_verify import merge
@@ -103,6 +108,37 @@ def test_cases_pass(name: str, seed: int) -> None:
     outcome = run_seed(Asked(name, "cpu", "medium", None, ()), get_backend(name), seed)
     assert outcome.finding is None
     assert sum(outcome.kinds.values()) > 0
+
+
+@pytest.mark.parametrize("seed", [0, 3, 9])
+def test_latent_rows_of_one_number_do_not_cancel(seed: int) -> None:
+    """Outputs that are near zero by chance have no relative error to speak of."""
+    layer = MLASpec(1, head_dim=24, head_dim_vo=16, kv_lora_rank=1, qk_rope_head_dim=8, dtype=torch.bfloat16)
+    (case,) = drawn("TORCH_MLA", "medium", range(seed, seed + 1))
+    case = replace(case, form=replace(case.form, specs=(layer,), scales=((1.0, 1.0),)))
+    assert run_case(get_backend("TORCH_MLA"), case, "cpu").finding is None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_few_outputs_of_latent_rows_do_not_cancel(seed: int) -> None:
+    """One head of one value over rows of many numbers."""
+    case = draw_case(get_backend("TORCH_MLA"), seed, SIZES["medium"], "cpu")
+    spec = MLASpec(1, head_dim=9, head_dim_vo=1, kv_lora_rank=256, qk_rope_head_dim=8, dtype=torch.float16)
+    form = replace(case.form, specs=(spec,), scales=((1.0, 1.0),))
+    assert run_case(get_backend("TORCH_MLA"), replace(case, form=form, graph_rows=0), "cpu").finding is None
+
+
+@pytest.mark.parametrize("cached", [torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_whoever_divides_by_a_scale_rounds_alike(cached: torch.dtype) -> None:
+    """Quotients a little larger and a little smaller are the same numbers of the cache."""
+    spec = AttentionSpec(4, 2, 64, dtype=torch.float32, cache_dtype=cached)
+    for scale in (2.45, 0.3, 1.7):
+        new = torch.randn(1000, 2, 64)
+        read = as_read(new, spec, scale)
+        one, other = (stored(read * factor, cached, scale) for factor in (1 + 2**-20, 1 - 2**-20))
+        assert torch.equal(as_bits(one), as_bits(other))
+        assert torch.equal(as_bits(one), as_bits(stored(new, cached, scale)))
+    assert torch.equal(as_read(new, spec, 0.5), new)
 
 
 def test_the_command_reports(tmp_path: Path) -> None:

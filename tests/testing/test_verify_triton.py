@@ -14,9 +14,13 @@ from attn_backends.spec import AttentionSpec
 from attn_backends.testing.guard import GuardError
 from attn_backends.testing.harness import assert_matches, make_layers
 from attn_backends.testing.random_batch import random_batch
+from attn_backends.testing.verify.campaign import Tally
 from attn_backends.testing.verify.cases import Case, draw_case
+from attn_backends.testing.verify.covering import CoveringArray, served_by
+from attn_backends.testing.verify.pairs import Pairs
 from attn_backends.testing.verify.run import run_case
 from attn_backends.testing.verify.sizes import SIZES
+from attn_backends.testing.verify.worker import Asked, run_seed
 from tests.interpreted import in_own_process, only_interpreted, run_interpreted
 
 MOST_CASES = 6
@@ -108,6 +112,22 @@ def test_verify_finds(change: Any, told: str) -> None:
 @only_interpreted
 def test_verify_finds_nothing_else() -> None:
     assert first_finding(backend()) == ""
+
+
+@only_interpreted
+def test_declared_values_run() -> None:
+    """Of a covering array's rows the first ones with small heads."""
+    served = served_by(backend(), "cpu")
+    rows = [row for block in CoveringArray(served, 0).blocks for row in block]
+    few = [row for row in rows if row["head_dim"] <= 48 and row["group"] <= 4][:3]
+    tally = Tally(Pairs(served.factors))
+    for number, row in enumerate(few):
+        tally.add(run_seed(Asked("TRITON", "cpu", "small", None, (), declared=True), backend(), number, row))
+    assert (tally.num_cases, tally.findings) == (3, [])
+    assert all(tally.values[name, str(value)] for row in few for name, value in row.items())
+    assert "bfloat16" not in {row["dtype"] for row in rows}
+    left = Pairs(served.factors).unseen(served.refused.values())
+    assert "dtype=bfloat16" in left, "what an interpreter cannot run is not refused: it has not run"
 
 
 @only_interpreted

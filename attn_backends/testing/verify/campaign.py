@@ -9,14 +9,16 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from attn_backends.testing.verify.declared import Row
+from attn_backends.testing.verify.factors import factors
 from attn_backends.testing.verify.outcome import Outcome
-from attn_backends.testing.verify.sizes import SIZES
-from attn_backends.testing.verify.worker import Asked
+from attn_backends.testing.verify.pairs import Pairs
+from attn_backends.testing.verify.worker import Asked, prepare
 
 SEEDS_OF_A_RUN = 1 << 20  # so many cases lie between two seeds of a run
 _SILENT_AFTER_S = {"cpu": 300.0, "cuda": 900.0}  # a case that takes longer hangs; libraries compile for minutes
@@ -25,10 +27,15 @@ _GRACE_S = 60.0  # once the time is over, for cases that are under way
 _LAST_LINES = 12  # of what a process that died has printed
 
 
+Job = tuple[int, Row | None]  # a case's seed, and the values that it is to have if it is of a covering array
+
+
 @dataclass
 class Tally:
     """What became of all cases so far."""
 
+    pairs: Pairs  # of declared values that ran
+    values: Counter[tuple[str, str]] = field(default_factory=Counter)  # cases that ran, by factor and value
     num_cases: int = 0
     num_steps: int = 0
     cases: Counter[str] = field(default_factory=Counter)  # by kind
@@ -45,34 +52,44 @@ class Tally:
         self.cases[outcome.kind] += 1
         self.steps.update(outcome.kinds)
         self.refused.update(outcome.refused)
+        self._add_values(outcome)
         for name, error in outcome.worst.items():
             if error > self.worst.get(name, -1.0):
                 self.worst[name], self.worst_seeds[name] = error, outcome.seed
         if outcome.finding is not None:
             self.findings.append({"seed": outcome.seed, "kind": outcome.kind, "what": outcome.finding})
 
+    def _add_values(self, outcome: Outcome) -> None:
+        """What ran; a case in which anything was found has not shown that its values work."""
+        if outcome.finding is not None:
+            return
+        for row in outcome.values:
+            self.pairs.add(row)
+        self.values.update({(name, str(value)) for row in outcome.values for name, value in row.items()})
 
-class Seeds:
-    """The seeds of a run in blocks of siblings, until there are enough or the time is over."""
 
-    def __init__(self, first: int, num_cases: int | None, siblings: int, deadline: float) -> None:
-        self._blocks = self._in_blocks(first, num_cases, siblings)
+def random_blocks(first: int, num_cases: int | None, siblings: int) -> Iterator[list[Job]]:
+    """Seeds of random cases in blocks of siblings, without end if no number is given."""
+    for start in count(0, siblings):
+        stop = start + siblings if num_cases is None else min(start + siblings, num_cases)
+        if start >= stop:
+            return
+        yield [(first + number, None) for number in range(start, stop)]
+
+
+class Jobs:
+    """The blocks of a run, until there are no more or the time is over."""
+
+    def __init__(self, blocks: Iterable[list[Job]], deadline: float) -> None:
+        self._blocks = iter(blocks)
         self._deadline = deadline
         self._lock = threading.Lock()
 
-    @staticmethod
-    def _in_blocks(first: int, num_cases: int | None, siblings: int) -> Iterator[list[int]]:
-        for start in count(0, siblings):
-            stop = start + siblings if num_cases is None else min(start + siblings, num_cases)
-            if start >= stop:
-                return
-            yield list(range(first + start, first + stop))
-
     def end(self) -> None:
-        """No seed follows."""
+        """No case follows."""
         self._deadline = 0.0
 
-    def next_block(self) -> list[int]:
+    def next_block(self) -> list[Job]:
         """Empty at the end."""
         with self._lock:
             return next(self._blocks, []) if time.monotonic() < self._deadline else []
@@ -88,44 +105,44 @@ class Seeds:
 
 
 def run_campaign(
-    asked: Asked, first_seed: int, num_cases: int | None, minutes: float, workers: int, on_case: Callable[[Tally], None]
+    asked: Asked, blocks: Iterable[list[Job]], minutes: float, workers: int, on_case: Callable[[Tally], None]
 ) -> Tally:
-    """Run cases in `workers` processes until so many have run, or so many minutes are over.
+    """Run cases in `workers` processes until all have run, or so many minutes are over.
 
     Args:
         on_case: called after each case with what there is so far, one call at a time.
     """
-    tally, outcomes = Tally(), queue.Queue[Outcome | None]()
-    seeds = Seeds(first_seed, num_cases, SIZES[asked.size].siblings, time.monotonic() + 60 * minutes)
-    threads = [threading.Thread(target=_drive, args=(asked, seeds, outcomes), daemon=True) for _ in range(workers)]
+    tally, outcomes = Tally(Pairs(factors(prepare(asked)))), queue.Queue[Outcome | None]()
+    jobs = Jobs(blocks, time.monotonic() + 60 * minutes)
+    threads = [threading.Thread(target=_drive, args=(asked, jobs, outcomes), daemon=True) for _ in range(workers)]
     for thread in threads:
         thread.start()
     running = len(threads)
     try:
         while running:
-            outcome = outcomes.get(timeout=seeds.remaining_s + _GRACE_S)
+            outcome = outcomes.get(timeout=jobs.remaining_s + _GRACE_S)
             if outcome is None:
                 running -= 1
             else:
                 tally.add(outcome)
                 on_case(tally)
                 if len(tally.findings) >= MOST_FINDINGS:
-                    seeds.end()
+                    jobs.end()
     except (KeyboardInterrupt, queue.Empty):  # what ran until then is reported; what hangs at the end is not awaited
         tally.interrupted = True
     return tally
 
 
-def _drive(asked: Asked, seeds: Seeds, outcomes: queue.Queue[Outcome | None]) -> None:
+def _drive(asked: Asked, jobs: Jobs, outcomes: queue.Queue[Outcome | None]) -> None:
     """Keep one process busy, and start another where one dies."""
     process: _Process | None = None
     try:
-        while block := seeds.next_block():
-            for seed in block:
-                if seeds.is_over:
+        while block := jobs.next_block():
+            for job in block:
+                if jobs.is_over:
                     break
                 process = process or _Process(asked)
-                outcome, is_alive = process.run(seed)
+                outcome, is_alive = process.run(job)
                 outcomes.put(outcome)
                 if not is_alive:
                     process.close()
@@ -153,17 +170,17 @@ class _Process:
         if self._next_line() is None:
             raise RuntimeError(f"a worker process did not start: {self._last_words()}")
 
-    def run(self, seed: int) -> tuple[Outcome, bool]:
+    def run(self, job: Job) -> tuple[Outcome, bool]:
         """The outcome of a case, and whether the process can run another."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(f"{seed}\n")
+            self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.flush()
         except OSError:  # it died between two cases: the next line is empty, which says so
             pass
         line = self._next_line()
         if line is None:
-            return Outcome(seed, "(process died)", finding=self._last_words()), False
+            return Outcome(job[0], "(process died)", finding=self._last_words()), False
         values = json.loads(line)
         outcome = Outcome(**{**values, "kinds": Counter(values["kinds"]), "refused": Counter(values["refused"])})
         dead = outcome.finding is not None and self._has_ended()

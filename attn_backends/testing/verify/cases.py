@@ -17,7 +17,7 @@ Backend = type[AttentionBackend]
 MULTIPROCESSORS = {2: 12, 6: 4, 46: 1, 108: 1, 132: 1, 192: 1}  # that an interpreter stands for, and how often
 _KINDS = ("decode", "decode", "verify", "chunk", "mixed", "mixed", "skewed", "prefix", "prompts", "profile")
 _GRAPH_KINDS = ("decode", "decode", "verify", "skewed", "prefix")
-_GRAPH_TOKENS = 8  # most query tokens of a row that every backend with graphs of several tokens serves
+GRAPH_TOKENS = 8  # most query tokens of a row that every backend with graphs of several tokens serves
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,17 @@ def draw_case(backend: Backend, seed: int, size: Size, device: str, multiprocess
     in_graph = _is_decoder(form) and level > CudaGraphSupport.NEVER and numbers.random() < 0.4
     graph_tokens = 1
     if in_graph and level >= CudaGraphSupport.UNIFORM_BATCH and numbers.random() < 0.5:
-        graph_tokens = numbers.randint(2, _GRAPH_TOKENS)
+        graph_tokens = numbers.randint(2, GRAPH_TOKENS)
     count = numbers.randint(1, size.num_episodes)
-    episodes = tuple(_episode(form, size, numbers, graph_tokens if in_graph else 0) for _ in range(count))
+    episodes = tuple(draw_episode(form, size, numbers, graph_tokens if in_graph else 0) for _ in range(count))
+    return case_of(backend, seed, form, episodes, in_graph, numbers, multiprocessors)
+
+
+def case_of(
+    backend: Backend, seed: int, form: Form, episodes: tuple[Episode, ...], in_graph: bool, numbers: Random,
+    multiprocessors: int | None,
+) -> Case:  # fmt: skip
+    """The case of a form and its episodes, with all else drawn."""
     rows = max(len(episode.contexts) for episode in episodes) + numbers.choice((0, 0, 1, 3))
     return Case(
         seed=seed,
@@ -93,13 +101,16 @@ def _is_decoder(form: Form) -> bool:
     return form.specs[0].attention_type is AttentionType.DECODER
 
 
-def _episode(form: Form, size: Size, numbers: Random, graph_tokens: int) -> Episode:
-    """One that is within the size: rows are left out, then contexts halved, until it is."""
-    kind = form.specs[0].attention_type
-    drawn = _draw(form, size, numbers, graph_tokens)
-    while not all(
-        fits_all(size, form, lens, drawn.seq_lens(i, kind is AttentionType.CROSS)) for i, lens in enumerate(drawn.steps)
-    ):
+def draw_episode(form: Form, size: Size, numbers: Random, graph_tokens: int, kind: str | None = None) -> Episode:
+    """One that is within the size: rows are left out, then contexts halved, until it is.
+
+    Args:
+        graph_tokens: query tokens of each request in a graph; 0: eager.
+        kind: the batch's, drawn if None.
+    """
+    is_cross = form.specs[0].attention_type is AttentionType.CROSS
+    drawn = _draw(form, size, numbers, graph_tokens, kind)
+    while not all(fits_all(size, form, lens, drawn.seq_lens(i, is_cross)) for i, lens in enumerate(drawn.steps)):
         smaller = _smaller(drawn, form.page_size, keep_queries=graph_tokens > 0)
         if smaller == drawn:  # one request of one token: nothing is smaller
             return drawn
@@ -107,8 +118,8 @@ def _episode(form: Form, size: Size, numbers: Random, graph_tokens: int) -> Epis
     return drawn
 
 
-def _draw(form: Form, size: Size, numbers: Random, graph_tokens: int) -> Episode:
-    kind = numbers.choice(_GRAPH_KINDS if graph_tokens else _KINDS)
+def _draw(form: Form, size: Size, numbers: Random, graph_tokens: int, kind: str | None) -> Episode:
+    kind = kind or numbers.choice(_GRAPH_KINDS if graph_tokens else _KINDS)
     if not _is_decoder(form):
         kind = form.specs[0].attention_type.value
     rows = _log_uniform(numbers, 1, size.max_rows)

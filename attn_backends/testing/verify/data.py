@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from random import Random
@@ -13,12 +14,13 @@ from attn_backends.interface import AttentionBackend
 from attn_backends.kv_cache import KVCache, allocate_kv_cache
 from attn_backends.mla_spec import MLASpec, new_kv_shapes
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec
-from attn_backends.testing.batches import Batch, Row, as_bits
+from attn_backends.testing.batches import Batch, Row, as_bits, stored
 from attn_backends.testing.mla_batches import MLABatch
 from attn_backends.testing.random_batch import FP8_NAN_BYTE, SPARE_PAGES
 from attn_backends.testing.verify.cases import Case, Episode
 
 Backend = type[AttentionBackend]
+_FEW = 32  # sums of fewer numbers may all be near zero, and then no relative error is small
 
 
 def cache_of(case: Case) -> KVCacheSpec:
@@ -79,7 +81,12 @@ class LayerData:
         seq_lens = episode.seq_lens(len(episode.steps) - 1, is_cross)
         key_shape, value_shape = new_kv_shapes(spec)
         queries = (self._random(sum(query_lens), spec.num_qo_heads, spec.head_dim) * episode.gain).to(spec.dtype)
-        keys, values = (self._random(sum(seq_lens), *shape).to(spec.dtype) for shape in (key_shape, value_shape))
+        keys, values = (self._random(sum(seq_lens), *shape) for shape in (key_shape, value_shape))
+        if self.has_few_outputs:
+            (keys if isinstance(spec, MLASpec) else values).abs_()
+        k_scale, v_scale = self.case.form.scales[self.layer]
+        scales = (k_scale, k_scale if isinstance(spec, MLASpec) else v_scale)  # a latent row has one
+        keys, values = (as_read(new, spec, scale) for new, scale in zip((keys, values), scales, strict=True))
         rows, parts = [], (queries.split(query_lens), keys.split(seq_lens), values.split(seq_lens))
         for i, (query, key, value) in enumerate(zip(*parts, strict=True)):
             own = None if pages is None else pages[i]
@@ -98,11 +105,33 @@ class LayerData:
         own = torch.Generator(self.device).manual_seed(self.case.seed * 8 + self.layer)
         width = spec.num_qo_heads * (spec.qk_nope_head_dim + spec.head_dim_vo)
         weight = torch.randn(width, spec.kv_lora_rank, generator=own, device=self.device) * spec.kv_lora_rank**-0.5
+        if self.has_few_outputs:
+            weight.abs_()
         expansion: torch.Tensor = weight.to(spec.dtype)
         return expansion
 
+    @property
+    def has_few_outputs(self) -> bool:
+        """Whether a token's outputs follow from so few numbers that all may be near zero, were these of either sign."""
+        spec = self.spec
+        if isinstance(spec, MLASpec):
+            return min(spec.kv_lora_rank, spec.num_qo_heads * spec.head_dim_vo) < _FEW
+        return spec.num_kv_heads * spec.head_dim_vo < _FEW
+
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device)
+
+
+def as_read(new: torch.Tensor, spec: AttentionSpec, scale: float) -> torch.Tensor:
+    """Random numbers in the layer's dtype that a coarser cache gives back nearly as they were.
+
+    A quotient by a scale that is no power of two may lie at the middle of two numbers of the cache, where a GPU's own
+    division takes one and a CPU's the other: outputs would differ by what no kernel is to blame for.
+    """
+    is_exact = math.frexp(scale)[0] == 0.5
+    if not is_exact and torch.finfo(spec.cache_dtype).eps > torch.finfo(spec.dtype).eps:
+        new = stored(new.to(spec.dtype), spec.cache_dtype, scale).double() * scale
+    return new.to(spec.dtype)
 
 
 def empty_pool(

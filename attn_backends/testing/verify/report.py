@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from attn_backends.testing.verify.campaign import Tally
+from attn_backends.testing.verify.pairs import counted
+from attn_backends.testing.verify.planned import Planned
 from attn_backends.testing.verify.sizes import default_size
 from attn_backends.testing.verify.worker import Asked
 
 
-def as_report(asked: Asked, tally: Tally, first_seed: int, seconds: float, package: str | None) -> dict[str, Any]:
+def as_report(asked: Asked, tally: Tally, planned: Planned, seconds: float, package: str | None) -> dict[str, Any]:
     """The JSON that `--json` writes."""
     findings = [{**each, "command": repeat_command(asked, each["seed"])} for each in tally.findings]
     return {
@@ -30,7 +32,9 @@ def as_report(asked: Asked, tally: Tally, first_seed: int, seconds: float, packa
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": machine(asked.device),
         "versions": versions(package),
-        "first_seed": first_seed,
+        "declared": asked.declared,
+        "continued": planned.continued,
+        "first_seed": planned.first_seed,
         "seconds": round(seconds, 1),
         "interrupted": tally.interrupted,
         "num_cases": tally.num_cases,
@@ -38,12 +42,22 @@ def as_report(asked: Asked, tally: Tally, first_seed: int, seconds: float, packa
         "cases": dict(sorted(tally.cases.items())),
         "steps": dict(sorted(tally.steps.items())),
         "refused": dict(sorted(tally.refused.items())),
+        "values": _values(tally),
+        **counted(tally.pairs, planned.refused),
         "worst": {
             name: {"of_tolerance": round(error, 4), "seed": tally.worst_seeds[name]}
             for name, error in sorted(tally.worst.items())
         },
         "findings": findings,
     }
+
+
+def _values(tally: Tally) -> dict[str, dict[str, int]]:
+    """Cases that ran, by factor and declared value, in the order in which masks of `pairs` number them."""
+    found: dict[str, dict[str, int]] = {}
+    for name, value in tally.pairs.values:
+        found.setdefault(name, {})[value] = tally.values[name, value]
+    return found
 
 
 def _without_folder(word: str) -> str:
@@ -54,6 +68,8 @@ def _without_folder(word: str) -> str:
 def repeat_command(asked: Asked, seed: int) -> str:
     """What to type to run one case again."""
     words = [*_environment(), "attn-backends", "verify", asked.name, "--case", str(seed), "--device", asked.device]
+    if asked.declared:
+        words.insert(len(_environment()) + 3, "--declared")
     if asked.size != default_size(asked.device):
         words += ["--size", asked.size]
     if asked.multiprocessors is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -17,10 +16,12 @@ from attn_backends.interface import AttentionBackend, AttentionStep
 from attn_backends.kv_cache import KVCache
 from attn_backends.testing.batches import Batch
 from attn_backends.testing.graph_harness import CapturedStep, batch_of_table, graph_batch, make_recorder, step_table
-from attn_backends.testing.harness import Expected, Layer, Result, make_layers, padded
+from attn_backends.testing.harness import Expected, Layer, Result, assert_pool, make_layers, padded
 from attn_backends.testing.verify.cases import Case, Episode
 from attn_backends.testing.verify.data import LayerData
-from attn_backends.testing.verify.outcome import Outcome, compare, compare_pools
+from attn_backends.testing.verify.factors import factors
+from attn_backends.testing.verify.outcome import Outcome, compare
+from attn_backends.testing.verify.values import values_of
 
 Backend = type[AttentionBackend]
 
@@ -34,7 +35,9 @@ def run_case(backend: Backend, case: Case, device: str) -> Outcome:
     started, outcome = time.perf_counter(), Outcome(case.seed, case.kind, refused=case.form.refused)
     with torch.no_grad(), pretend_multiprocessors(case.multiprocessors):
         try:
-            _Run(backend, case, torch.device(device), outcome).episodes()
+            run = _Run(backend, case, torch.device(device), outcome)
+            run.episodes()
+            outcome.values = values_of(case, factors(backend), run.in_graph)
         except Unsupported as refusal:
             outcome.refused["+".join(sorted(rejection.code for rejection in refusal.rejections))] += 1
         except ValueError as error:
@@ -99,8 +102,7 @@ class _Run:
             if batch.pool is not None and result.kv_cache is not None:
                 for row in batch.rows:
                     batch.store(batch.pool, row, row.num_cached, row.data.seq_len)
-                exact = all(math.frexp(scale)[0] == 0.5 for scale in self.case.form.scales[i])  # powers of two
-                compare_pools(result.kv_cache, batch.pool, exact, named)
+                assert_pool(result.kv_cache, batch.pool, named, batch.has_exact_scales)
 
     def _eager_step(self, batches: list[Batch], episode: Episode) -> list[Result]:
         """All layers one behind the other; borders are compared once all have run."""

@@ -1,4 +1,6 @@
-"""A process that runs cases one after the other: seeds come as lines, and what became of them goes back as JSON.
+"""A process that runs cases one after the other: seeds come as lines of JSON, alone or with a row of declared values.
+
+What became of a case goes back as JSON.
 
 What a kernel does to the process (a segmentation fault, a dead CUDA context, a hang) ends this process alone: the
 parent knows which seed it ran, and starts another.
@@ -13,7 +15,8 @@ import json
 import os
 import sys
 import traceback
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,11 +24,14 @@ import torch
 
 from attn_backends.entries import get_backend
 from attn_backends.interface import AttentionBackend
-from attn_backends.testing.verify.cases import draw_case
+from attn_backends.testing.verify.cases import Case, draw_case
+from attn_backends.testing.verify.declared import Row, draw_declared
+from attn_backends.testing.verify.factors import EAGER
 from attn_backends.testing.verify.outcome import Outcome
 from attn_backends.testing.verify.run import run_case
 from attn_backends.testing.verify.sizes import SIZES
 
+SHORT_CONTEXT = 512
 EXIT_DEAD_DEVICE = 3  # the last case left the device unusable; it was reported
 
 
@@ -38,6 +44,7 @@ class Asked:
     size: str
     multiprocessors: int | None  # None: drawn for each case
     imports: tuple[str, ...]  # modules that register backends
+    declared: bool = False  # cases of a covering array, and not random ones
 
     @staticmethod
     def from_json(text: str) -> Asked:
@@ -55,13 +62,28 @@ def prepare(asked: Asked) -> type[AttentionBackend]:
     return get_backend(asked.name)
 
 
-def run_seed(asked: Asked, backend: type[AttentionBackend], seed: int) -> Outcome:
-    """Draw and run one case. Whatever it raises is the finding."""
+def cases_of(asked: Asked, backend: type[AttentionBackend], seed: int, row: Row | None) -> Iterator[Case]:
+    """The case of a seed. Of a row that asks for a graph, then one of short requests, as some graphs hold no others."""
+    size = SIZES[asked.size]
+    if row is None:
+        yield draw_case(backend, seed, size, asked.device, asked.multiprocessors)
+        return
+    yield draw_declared(backend, row, seed, size, asked.device, asked.multiprocessors)
+    if row["run"] != EAGER:
+        short = replace(size, max_context=min(size.max_context, SHORT_CONTEXT))
+        yield draw_declared(backend, row, seed, short, asked.device, asked.multiprocessors)
+
+
+def run_seed(asked: Asked, backend: type[AttentionBackend], seed: int, row: Row | None = None) -> Outcome:
+    """Draw and run one case, with the values of a row if there is one. Whatever it raises is the finding."""
     kind = "(not drawn)"
     try:
-        case = draw_case(backend, seed, SIZES[asked.size], asked.device, asked.multiprocessors)
-        kind = case.kind
-        return run_case(backend, case, asked.device)
+        for case in cases_of(asked, backend, seed, row):
+            kind = case.kind
+            outcome = run_case(backend, case, asked.device)
+            if not outcome.refused["graph of a batch"]:
+                break
+        return outcome
     except torch.OutOfMemoryError:
         outcome = Outcome(seed, kind)
         outcome.refused["too little device memory"] += 1
@@ -95,7 +117,7 @@ def _serve(asked: Asked, lines: IO[str], answers: IO[str]) -> None:
     backend = prepare(asked)
     answer(ready=True)
     for line in lines:
-        outcome = run_seed(asked, backend, int(line))
+        outcome = run_seed(asked, backend, *json.loads(line))
         usable = is_usable(asked.device)
         answer(**outcome.as_dict())
         if not usable:

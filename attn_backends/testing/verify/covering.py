@@ -1,0 +1,177 @@
+"""Rows of values in which every pair that a backend serves is found: a covering array, one row at a time.
+
+Each row is the best of several: it starts from a pair that is missing, and takes factor after factor, in any order,
+the value that adds most missing pairs (Cohen, Dalal, Fredman and Patton, "The AETG system", 1997). Everything follows
+from the backend, the device and a seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations, combinations_with_replacement, count
+from random import Random
+from typing import Any
+
+from attn_backends.interface import AttentionBackend
+from attn_backends.testing.verify.declared import NOT_HERE, OF_DECODERS, refusal
+from attn_backends.testing.verify.factors import EAGER, WIDE_GRAPH, Factors, factors
+from attn_backends.testing.verify.pairs import Pairs
+
+Row = dict[str, Any]
+Refuses = Callable[[Row], str | None]
+
+_RANDOM_ROWS = 600  # each that is served shows at once that all of its pairs are
+_TRIES = 40  # rows that are tried for one pair before it is refused
+_CANDIDATES = 24  # rows of which the best is taken
+_MOST_ALIKE = 8  # rows of one form that one worker takes
+_FEATURES = ("soft_cap", "window", "sinks", "alibi", "chunks", "non_causal", "attention_type")
+_FORM = ("dtype", "cache_dtype", "head_dim", "head_dim_vo", "qk_nope_head_dim", "kv_lora_rank", "qk_rope_head_dim")
+
+
+class Served:
+    """Which pairs of values a backend serves, and why it refuses the others."""
+
+    def __init__(self, given: Factors, refuses: Refuses) -> None:
+        self.factors, self.refuses = given, refuses
+        self.pairs = Pairs(given)
+        self.refused: dict[str, Pairs] = {}  # by the codes that refuse them
+        self.rows: dict[tuple[int, int], Row] = {}  # one that has a pair, for each that is served
+        self._values = [(name, value) for name, values in given.items() for value in values]
+        numbers = Random(f"served {list(given)}")
+        for _ in range(_RANDOM_ROWS):
+            self._try(self._tidy({name: numbers.choice(values) for name, values in given.items()}, {}))
+        for pair in [*((i, i) for i in range(len(self._values))), *self.pairs.all()]:
+            if not self.pairs.has(*pair):
+                self._look_for(pair, numbers)
+
+    def _look_for(self, pair: tuple[int, int], numbers: Random) -> None:
+        """A row with both values, the others plain or nearly; if there is none, the fewest codes that refuse one."""
+        fixed, why = dict(self._values[number] for number in pair), ""
+        hopeless = not all(self.pairs.has(number, number) for number in pair) and pair[0] != pair[1]
+        for attempt in range(1 if hopeless else _TRIES):  # a value that no layer has alone
+            row = {name: values[0] for name, values in self.factors.items()}
+            if attempt:
+                row |= {name: numbers.choice(values) for name, values in self.factors.items() if numbers.random() < 0.3}
+            found = self._try(self._tidy(row | fixed, fixed))
+            if found is None:
+                return
+            why = min(why or found, found, key=lambda codes: codes.count("+"))
+        if why != NOT_HERE:
+            self.refused.setdefault(why, Pairs(self.factors)).add_pair(*pair)
+
+    def _try(self, row: Row) -> str | None:
+        why = self.refuses(row)
+        if why is None:
+            numbers = sorted(self.pairs.numbers(row))
+            for i, j in combinations_with_replacement(numbers, 2):
+                self.rows.setdefault((i, j), row)
+            self.pairs.add_numbers(numbers)
+        return why
+
+    def _tidy(self, row: Row, fixed: Row) -> Row:
+        """Values that are not fixed, changed to what fits the fixed ones."""
+        if row["attention_type"] != "decoder" and not {"kind", "non_causal", "run"} & set(fixed):
+            row = {name: value for name, value in row.items() if name not in OF_DECODERS} | {"run": EAGER}
+        if fixed.get("run") == WIDE_GRAPH and "kind" not in fixed:
+            row["kind"] = "verify"
+        if "cache_dtype" not in fixed and row["dtype"] in self.factors["cache_dtype"]:
+            row["cache_dtype"] = row["dtype"]
+        elif "dtype" not in fixed and row["cache_dtype"] in self.factors["dtype"]:
+            row["dtype"] = row["cache_dtype"]
+        return row
+
+
+class CoveringArray:
+    """Rows that have every pair which is served, in an order in which workers take them."""
+
+    def __init__(self, served: Served, seed: int) -> None:
+        self._served, self._numbers = served, Random(f"covering array {seed}")
+        self._missing = [mask & others for mask, others in zip(served.pairs.masks, served.pairs.others, strict=True)]
+        self._ids = {name: [served.pairs.number[name, str(value)] for value in values]
+                     for name, values in served.factors.items()}  # fmt: skip
+        rows: list[Row] = []
+        while any(self._missing):
+            rows.append(self._next_row())
+            self._cross_out(rows[-1])
+        self.blocks = in_blocks(rows)
+
+    def _next_row(self) -> Row:
+        """The candidate with most missing pairs; where all are refused, the row that a missing pair is known by."""
+        best, most = None, 0
+        for _ in range(_CANDIDATES):
+            first, second = self._missing_pair()
+            row = self._candidate(first, second)
+            if row is not None and (gain := self._gain(row)) > most and self._served.refuses(row) is None:
+                best, most = row, gain
+        return best or self._served.rows[min(first, second), max(first, second)]
+
+    def _missing_pair(self) -> tuple[int, int]:
+        counts = [mask.bit_count() for mask in self._missing]
+        first = self._best(range(len(counts)), counts)
+        partners = [j for j in range(len(counts)) if self._missing[first] >> j & 1]
+        return first, self._best(partners, [counts[j] for j in partners])
+
+    def _candidate(self, first: int, second: int) -> Row | None:
+        values, pairs = self._served.pairs.values, self._served.pairs
+        chosen = {values[number][0]: number for number in (first, second)}
+        mask, allowed = 1 << first | 1 << second, pairs.masks[first] & pairs.masks[second]
+        names = [name for name in self._ids if name not in chosen]
+        for name in self._numbers.sample(names, k=len(names)):
+            fitting = [number for number in self._ids[name] if allowed >> number & 1]
+            if not fitting and name not in OF_DECODERS:
+                return None
+            if fitting:
+                number = self._best(fitting, [(self._missing[number] & mask).bit_count() for number in fitting])
+                chosen[name], mask, allowed = number, mask | 1 << number, allowed & pairs.masks[number]
+        place = {name: self._ids[name].index(number) for name, number in chosen.items()}
+        return {name: values[place[name]] for name, values in self._served.factors.items() if name in place}
+
+    def _best(self, numbers: Sequence[int], gains: Sequence[int]) -> int:
+        """One of those with the largest gain."""
+        most = max(gains)
+        return self._numbers.choice([number for number, gain in zip(numbers, gains, strict=True) if gain == most])
+
+    def _gain(self, row: Row) -> int:
+        numbers = self._served.pairs.numbers(row)
+        mask = sum(1 << number for number in numbers)
+        return sum((self._missing[number] & mask).bit_count() for number in numbers)
+
+    def _cross_out(self, row: Row) -> None:
+        numbers = self._served.pairs.numbers(row)
+        mask = sum(1 << number for number in numbers)
+        for number in numbers:
+            self._missing[number] &= ~mask
+
+
+def in_blocks(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows of one form together, those of equal features next to one another: what was compiled for one serves others.
+
+    Blocks come in the order of their first rows, so that what a run leaves out when its time is over adds least.
+    """
+    forms: dict[tuple[Any, ...], list[int]] = {}
+    for number, row in enumerate(rows):
+        forms.setdefault(tuple(row.get(name) for name in _FORM), []).append(number)
+    blocks: list[list[int]] = []
+    for numbers in forms.values():
+        alike = sorted(numbers, key=lambda number: [str(rows[number].get(name)) for name in _FEATURES])
+        blocks += [alike[start : start + _MOST_ALIKE] for start in range(0, len(alike), _MOST_ALIKE)]
+    return [[rows[number] for number in block] for block in sorted(blocks, key=min)]
+
+
+def served_by(backend: type[AttentionBackend], device: str) -> Served:
+    """What a backend serves on a device, by `backend.reject`."""
+    return Served(factors(backend), lambda row: refusal(backend, row, device))
+
+
+def missing_rows(blocks: Sequence[Sequence[Row]], covered: Pairs) -> list[list[tuple[int, Row]]]:
+    """Blocks of rows with their numbers, without rows whose pairs were all covered before."""
+    numbered, kept = count(), []
+    for block in blocks:
+        rows = [(next(numbered), row) for row in block]
+        kept.append([(number, row) for number, row in rows if not _is_covered(row, covered)])
+    return [block for block in kept if block]
+
+
+def _is_covered(row: Row, covered: Pairs) -> bool:
+    numbers = covered.numbers(row)
+    return all(covered.has(i, j) for i, j in combinations(numbers, 2))
