@@ -15,6 +15,7 @@ import torch
 
 from attn_backends.kv_write_triton import write_kv
 from attn_backends.mla_spec import MLASpec
+from attn_backends.page_copy_triton import copy_pages
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec
 from attn_backends.triton_launch import power_of_two
 
@@ -101,7 +102,7 @@ def _as_slots(tensor: torch.Tensor, cache: KVCacheSpec) -> torch.Tensor:
 
 
 def list_writes(spec: AttentionSpec, cache: KVCacheSpec, lets_start: Sequence[bool] = (False,)) -> None:
-    """The launches that write new tokens to the cache, whatever its scales.
+    """The launches that write to the cache: new tokens, whatever its scales, and copies of its pages.
 
     Args:
         lets_start: whether what comes behind starts early.
@@ -111,6 +112,7 @@ def list_writes(spec: AttentionSpec, cache: KVCacheSpec, lets_start: Sequence[bo
     for (key, value), cached, scale, next_waits in ways:
         slots = empty(key.shape[0], dtype=torch.int64)
         write_kv(key, value, *cached, slots, scale, scale, next_waits=next_waits)
+    copy_pages([empty(_PAGES, 1, dtype=torch.int32)], [(0, 1)])
 
 
 def powers_of_two(most: int) -> list[int]:

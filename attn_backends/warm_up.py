@@ -23,7 +23,7 @@ def compile_listed(device: torch.device, list_launches: Callable[[], None], prog
 
 
 def list_cache_writes(specs: Iterable[AttentionSpec], cache: KVCacheSpec) -> None:
-    """The launches that write new tokens, or latent rows, to the cache."""
+    """The launches that write new tokens, or latent rows, to the cache, and copy its pages."""
     from attn_backends.triton_examples import list_writes
 
     for spec in specs:

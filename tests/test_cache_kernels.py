@@ -47,7 +47,7 @@ def test_pages(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, hnd: bool) -
     pairs = [(0, 3), (5, 1), (0, 4)]
     copy_pages(plain, pairs)
     launches: list[int] = []
-    monkeypatch.setattr(kv_cache, "_has_kernel", lambda cached: True)
+    monkeypatch.setattr(kv_cache, "_has_kernel", lambda *tensors: True)
     copied = page_copy.copy_pages
     monkeypatch.setattr(page_copy, "copy_pages", lambda *given: (launches.append(1), copied(*given)))
     copy_pages(layers, pairs)
@@ -63,7 +63,7 @@ def test_pages_at_random(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Pairs of any kind: those whose order does not count go in one launch, and all give what was there before."""
     page_copy = pytest.importorskip("attn_backends.page_copy_triton")
     random, launches, copied = Random(seed), [], page_copy.copy_pages
-    monkeypatch.setattr(kv_cache, "_has_kernel", lambda cached: True)
+    monkeypatch.setattr(kv_cache, "_has_kernel", lambda *tensors: True)
     monkeypatch.setattr(page_copy, "copy_pages", lambda *given: (launches.append(1), copied(*given)))
     for _ in range(12):
         layers = pool(DTYPES[random.randrange(3)], random.random() < 0.5)
@@ -93,7 +93,7 @@ def test_pages_whose_order_counts_take_the_plain_road(
 ) -> None:
     layers = pool(torch.float32, False)
     before = layers[0].key.clone()
-    monkeypatch.setattr(kv_cache, "_has_kernel", lambda cached: True)
+    monkeypatch.setattr(kv_cache, "_has_kernel", lambda *tensors: True)
     monkeypatch.setattr("attn_backends.page_copy_triton.copy_pages", lambda *given: pytest.fail("one launch"))
     copy_pages(layers, pairs)
     source, destination = pairs[-1]

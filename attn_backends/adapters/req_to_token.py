@@ -19,6 +19,7 @@ from attn_backends.adapters.token_kv_pool import KVPool
 from attn_backends.adapters.token_layers import AttentionLayer, LayerKinds
 from attn_backends.adapters.token_plans import PlannedStep, TokenPlans
 from attn_backends.adapters.token_table import SharedBuffers, TokenTable
+from attn_backends.devices import Progress
 from attn_backends.spec import Limits
 
 
@@ -86,6 +87,11 @@ class ReqToTokenAttention:
             self.plans.check_buffers(*kv_pool.get_kv_buffer(layer.layer_id), self.kinds.group(layer))
         self.graphs: TokenGraphs | None = None
         self._planned: PlannedStep | None = None
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every kernel that steps within the limits can launch, before the first step. See
+        `AttentionState.warm_up`."""
+        self.plans.state.warm_up(progress)
 
     # Eager steps.
 

@@ -209,3 +209,11 @@ def test_any_steps(name: str, steps: list[tuple[ForwardMode, list[int], list[int
                 engine.enter(request)
         new = {EXTEND: lens, DECODE: [1] * 4, VERIFY: [lens[0]] * 4}[mode]
         engine.run(mode, list(zip(requests, new, strict=False)))
+
+
+def test_its_state_is_warmed_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = filled(name, 7)
+    asked: list[object] = []
+    monkeypatch.setattr(type(engine.adapter.plans.state), "warm_up", lambda state, progress: asked.append(progress))
+    engine.adapter.warm_up(print)
+    assert asked == [print]
