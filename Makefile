@@ -13,7 +13,7 @@ override PROMPT := $(value PROMPT)
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help generate test verify lint wheel clean
+.PHONY: help generate test long verify lint wheel clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
@@ -23,6 +23,9 @@ generate: $(READY) ## answer a few prompts, or yours: PROMPT="..."; more options
 
 test: $(READY) ## run the tests; a part of them: ARGS="tests/test_config.py -x"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(ARGS)
+
+long: $(READY) ## run all tests, with those that `make test` leaves out as they are more of the same
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --long $(ARGS)
 
 verify: $(READY) ## random cases against float64, half a minute; a backend for longer: ARGS="TORCH --minutes 5"
 ifdef ARGS

@@ -8,6 +8,10 @@ import pytest
 import torch
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run tests marked `long` too")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not torch.cuda.is_available():
         terminalreporter.write_line("no CUDA device here: classes of tests that want one were left out")
@@ -27,8 +31,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("no CUDA device here")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests begin before the others, which then even out what workers have left to do."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow tests begin before the others, which then even out what workers have left to do."""
+    if not config.getoption("--long"):
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
 
 

@@ -79,7 +79,7 @@ class Recorder(Operations):
         self.inputs: dict[int, Input] = {}
         self._paused = False
         self._constants: dict[int, torch.Tensor] = {}
-        self._before: dict[int, tuple[torch.Tensor, torch.UntypedStorage]] = {}
+        self._before: dict[Place, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def cut(self, eager: Callable[[], None]) -> None:
         """Run something now that is not recorded but called again at its place."""
@@ -92,8 +92,8 @@ class Recorder(Operations):
 
     def undo(self) -> None:
         """Put back what operations wrote to their inputs: capturing runs nothing on a GPU."""
-        for tensor, content in self._before.values():
-            tensor.untyped_storage().copy_(content)
+        for tensor, content in reversed(self._before.values()):  # they may overlap
+            tensor.copy_(content)
         self._before.clear()
 
     def operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -137,9 +137,9 @@ class Recorder(Operations):
                 self.inputs[start].is_written |= any(tensor is other for other in changed)
 
     def _keep(self, tensor: torch.Tensor) -> None:
-        start = address(tensor)
-        if start > 0 and start not in self.made and start not in self._before:
-            self._before[start] = (tensor, tensor.untyped_storage().clone())
+        start, place = address(tensor), Place.of(tensor)
+        if start > 0 and start not in self.made and place not in self._before:
+            self._before[place] = (tensor, tensor.clone())
 
     def _refuse_read(self, name: str, tensor: torch.Tensor) -> None:
         if self._paused:

@@ -7,7 +7,7 @@ it meets a number that is wrong and harmless, such as a page of poison. Fresh me
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +51,7 @@ class GuardBands:
             return
         self._watching = True
         try:
-            with _Factories(self), _Allocations(self):
+            with _Factories(self) if torch.cuda.is_available() else nullcontext(), _Allocations(self):
                 yield
         finally:
             self._watching = False
@@ -153,6 +153,10 @@ class _Allocations(TorchDispatchMode):
     def __init__(self, guards: GuardBands) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._guards = guards
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and a wrapper around every operator costs as much as the operator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -32,6 +32,7 @@ class TestVllmFa2Emulated(BackendConformance):
     backend_name = "FLASH_ATTN_VLLM_FA2_EMULATED"
 
 
+@pytest.mark.long
 class TestVllmFa3Emulated(BackendConformance):
     backend_name = "FLASH_ATTN_VLLM_FA3_EMULATED"
     dtypes = (torch.float16,)  # the other one below
@@ -51,6 +52,7 @@ class TestVllmFa3EmulatedBf16(InBf16):
     backend_name = "FLASH_ATTN_VLLM_FA3_EMULATED"
 
 
+@pytest.mark.long
 class TestFlashAttn4Emulated(BackendConformance):
     backend_name = "FLASH_ATTN_FLASH_ATTN_4_EMULATED"
     dtypes = (torch.float16,)  # the other one below

@@ -28,6 +28,7 @@ from attn_backends.backends.flash_attn.provider import Provider
 from attn_backends.backends.flash_attn.providers import PROVIDERS
 from attn_backends.testing.cases import BatchShape
 from attn_backends.testing.conformance import BackendConformance
+from attn_backends.testing.kit.base import KitBase
 from tests.backends.flash_attn_backends import emulated, register
 
 F16, BF16, FP8 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -188,15 +189,22 @@ def test_what_a_build_leaves_out_leaves_the_rest() -> None:
 register("FLASH_ATTN_CUT_EMULATED", emulated(FlashAttn2, without(FlashAttn2, (F16, 96, True), (F16, 96, False))))
 
 
-class TestCutBuild(BackendConformance):
-    """The kit over a build without kernels of 96: it declares what is there, and calls nothing else."""
+class CutBuild(KitBase):
+    """Without kernels of 96: it declares what is there, and calls nothing else."""
 
     backend_name = "FLASH_ATTN_CUT_EMULATED"
     dtypes = (F16,)
 
+
+class TestHeadDimsOfCutBuild(CutBuild):
     def test_no_other_head_dims(self) -> None:
         assert self.can.head_dims == {64, 128, 192, 256}
         self.check(self.make_spec(head_dim=192), [BatchShape(seq_lens=(40, 31), query_lens=(1, 11))])
+
+
+@pytest.mark.long
+class TestCutBuild(CutBuild, BackendConformance):
+    pass
 
 
 @pytest.mark.gpu

@@ -58,6 +58,7 @@ def test_interpreted() -> None:
 class TestTritonInterpreted(BackendConformance):
     backend_name = "TRITON"
     dtypes = (torch.float32,)  # the interpreter multiplies no bfloat16, and is slow: the others are for a GPU
+    num_random_layers = 2
 
     @pytest.fixture(autouse=True)
     def _large_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,7 +286,8 @@ def test_parts_of_latent_rows_are_read_behind_the_wait() -> None:
 
 @pytest.mark.parametrize("cached", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("query_rows", [16, 32, 64])
-@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), pytest.param((80, 80), marks=pytest.mark.long), (128, 128),
+                                  pytest.param((192, 128), marks=pytest.mark.long), (256, 256)], ids=str)  # fmt: skip
 def test_decode_stays_in_registers(dims: tuple[int, int], query_rows: int, cached: torch.dtype) -> None:
     """But for a few numbers; and products of 64 rows are of Hopper's matrix units where four warps have them."""
     from triton.compiler import ASTSource

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,10 +24,11 @@ from attn_backends.testing.random_layers import KINDS, random_layers
 FEATURE_SHAPES = ("small_prefill", "mixed_small", "page_edges_16", "spec_verify", WHOLE_PROMPTS)
 K_SCALE, V_SCALE = 0.37, 1.9  # far apart, so that one used for the other shows
 PREFIX_PAGES = 3
-RANDOM_LAYERS = 6
 
 
 class Numerics(KitBase):
+    num_random_layers: ClassVar[int] = 6  # of each kind
+
     @pytest.mark.parametrize("shape", load_cases().batches)
     def test_matches_the_reference(self, shape: str, dtype: torch.dtype) -> None:
         spec = self.make_spec(dtype=dtype)
@@ -54,7 +55,7 @@ class Numerics(KitBase):
     def test_random_layers(self, kind: str) -> None:
         """What the other cases did not think of: any numbers, heads, pages and rows together."""
         numbers = Random(f"scales of {kind}")
-        for drawn in random_layers(kind, RANDOM_LAYERS):
+        for drawn in random_layers(kind, self.num_random_layers):
             heads = {} if self.can.mla else {"num_qo_heads": drawn.num_qo_heads, "num_kv_heads": drawn.num_kv_heads}
             spec = self.feature_spec(drawn.feature, **heads)
             pages: dict[str, Any] = {"page_size": drawn.page_size, "layout": drawn.layout}
