@@ -57,11 +57,13 @@ def test_an_ascii_locale(model: Path) -> None:
     assert "standard output is ascii" in err
     code, out, _ = run(*answer(model, "--json"), given=prompt.encode(), **ASCII)
     assert (code, json.loads(out)["stats"]["num_prompt_tokens"]) == (0, len(prompt.encode()))
-    for words in (("--help",), ("generate", "--help"), ("list",)):
+    for words in (("generate", "--help"), ("list",)):
         assert run(*words, **ASCII)[0] == 0
 
 
-@pytest.mark.parametrize("more", [(), ("--no-stream",), ("--json",)])
+@pytest.mark.parametrize(
+    "more", [(), *(pytest.param((option,), marks=pytest.mark.long) for option in ("--no-stream", "--json"))]
+)
 def test_a_closed_pipe_ends_it_quietly(model: Path, more: tuple[str, ...]) -> None:
     words, env = command(*answer(model, "--prompt", "a", "--prompt", "b", *more))
     done = subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -40,9 +40,9 @@ class Band:
 
     @staticmethod
     def around(
-        tensor: torch.Tensor, where: str, beyond: int, pinned: bool, slack: bool = False
+        tensor: torch.Tensor, where: str, beyond: int, pinned: bool, slack: bool = False, zero: bool = False
     ) -> tuple[Band, torch.Tensor]:
-        """A band, and within it a tensor of the same form that holds the pattern too.
+        """A band, and within it a tensor of the same form that holds the pattern too, or zeros.
 
         Args:
             beyond: what the border holds if the tensor holds integers of 16 bits or more.
@@ -55,11 +55,18 @@ class Band:
         most = _MOST if tensor.is_cuda else _MOST_ON_CPU
         border = min(max(-(-num_bytes // _ALIGNMENT) * _ALIGNMENT, _LEAST), most)
         size = _LEAST + -(-num_bytes // 8) * 8 + border
-        flat = torch.empty(size, dtype=torch.uint8, device=tensor.device, pin_memory=pinned)
+        make = torch.zeros if zero else torch.empty
+        flat = make(size, dtype=torch.uint8, device=tensor.device, pin_memory=pinned)
         is_integer = tensor.itemsize > 1 and not tensor.is_floating_point() and not tensor.is_complex()
         word, width = (beyond, tensor.itemsize) if is_integer else (_NAN, 2)
         words = flat.view(_INTEGERS[width])
-        if tensor.is_cuda or size <= 4 * most:
+        if zero:  # memory that is zero as it comes costs nothing until it is used
+            stop = _LEAST + num_bytes
+            whole = -(-stop // 8) * 8
+            words[: _LEAST // width].fill_(word)
+            words[whole // width :].fill_(word)
+            flat[stop:whole] = pattern(word, width, flat.device)[stop % 8 : stop % 8 + whole - stop]
+        elif tensor.is_cuda or size <= 4 * most:
             words.fill_(word)
         else:  # a large workspace, of which a CPU would fill more than steps read
             words[: 2 * most // width].fill_(word)

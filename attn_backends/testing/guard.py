@@ -22,6 +22,7 @@ _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "n
 _FILLED = frozenset(
     {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full", "clone"}
 )
+_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 _DEVICE_TENSORS = ("query_start_loc", "seq_lens", "page_table", "slot_mapping")
 
 
@@ -91,12 +92,17 @@ class GuardBands:
             csr = type(csr)(*(self.place(tensor, read_only=True) for tensor in vars(csr).values()))
         return replace(common, csr=csr, **placed)
 
-    def fresh(self, tensor: torch.Tensor, *, keep: bool, pinned: bool = False) -> torch.Tensor:
-        """A guarded tensor in the place of one that was just allocated; `keep` says that its content counts."""
+    def fresh(self, tensor: torch.Tensor, *, keep: bool, zero: bool = False, pinned: bool = False) -> torch.Tensor:
+        """A guarded tensor in the place of one that was just allocated.
+
+        Args:
+            keep: its content counts.
+            zero: that is zeros.
+        """
         what = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
         where = f"a tensor {what}, allocated in {where_in_code()}"
         slack = tensor.is_cuda and not self._from_python
-        return self._guarded(tensor, where, self.beyond, keep, False, pinned, slack)
+        return self._guarded(tensor, where, self.beyond, keep, False, pinned, slack, zero)
 
     def check(self, what: str) -> None:
         """Compare all borders and read-only tensors with what they were, in one comparison a device.
@@ -115,14 +121,14 @@ class GuardBands:
 
     def _guarded(
         self, tensor: torch.Tensor, where: str, beyond: int, keep: bool, read_only: bool, pinned: bool = False,
-        slack: bool = False,
+        slack: bool = False, zero: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         if tensor.layout is not torch.strided or tensor.device.type == "meta" or not tensor.numel():
             return tensor
         self._making = True
         try:
-            band, inner = Band.around(tensor, where, beyond, pinned, slack)
-            if keep:
+            band, inner = Band.around(tensor, where, beyond, pinned, slack, zero)
+            if keep and not zero:
                 inner.copy_(tensor)
             if read_only:
                 band.freeze()
@@ -167,7 +173,9 @@ class _Allocations(TorchDispatchMode):
         if self._guards.is_making or is_capturing():
             return result
         if (name in _EMPTY or name in _FILLED) and "out" not in kwargs and isinstance(result, torch.Tensor):
-            return self._guards.fresh(result, keep=name in _FILLED, pinned=bool(kwargs.get("pin_memory")))
+            return self._guards.fresh(
+                result, keep=name in _FILLED, zero=name in _ZEROS, pinned=bool(kwargs.get("pin_memory"))
+            )
         return result
 
 

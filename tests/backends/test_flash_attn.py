@@ -24,12 +24,14 @@ class TestFlashAttnInterfaceEmulated(BackendConformance):
     """The only test of this provider: there is no build of it to run."""
 
     backend_name = "FLASH_ATTN_FLASH_ATTN_INTERFACE_EMULATED"
+    num_random_layers = 3
 
 
 class TestVllmFa2Emulated(BackendConformance):
     """The only test of this provider: there is no build of it to run."""
 
     backend_name = "FLASH_ATTN_VLLM_FA2_EMULATED"
+    num_random_layers = 3
 
 
 @pytest.mark.long

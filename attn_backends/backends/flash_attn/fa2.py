@@ -196,8 +196,9 @@ def empty_idle_rows(rows: Rows, output: torch.Tensor, lse: torch.Tensor) -> torc
 
 def with_sinks_above(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """LSEs [num_tokens, heads] of kernels that add sinks [heads] by themselves. Where a sink is more than 88 above the
-    largest logit, its share overflows and they give +inf; the LSE is the sink then, and the output is 0 as it is."""
-    return lse if sinks is None else torch.where(lse == math.inf, sinks.float(), lse)
+    largest logit, its share overflows and they give +inf, or NaN where they join split keys; the LSE is the sink then,
+    and the output is 0 as it is."""
+    return lse if sinks is None else torch.where(lse < math.inf, lse, sinks.float())
 
 
 def exact_window(layer: LayerConstants, capacity: int, want_lse: bool) -> tuple[int, int]:

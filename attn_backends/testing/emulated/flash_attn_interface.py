@@ -7,6 +7,7 @@ keys: a call with a schedule that is too old attends only the keys, and writes o
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -148,14 +149,17 @@ def forward(
         key = keys.key * _of_rows(descales[1], keys.starts, len(keys.key))
         value = keys.value * _of_rows(descales[2], keys.starts, len(keys.key))
         keys = type(keys)(key, value, keys.starts, keys.lens, True)
-    planned = None
+    planned, joins_splits = None, False
     if scheduler_metadata is not None:
         shape = Shape(num_rows, max_seqlen_q, max_seqlen_k, dim, page_table is not None, rules.causal, rules.window,
                       num_splits)  # fmt: skip
         check_ints(scheduler_metadata, shape.size, "scheduler_metadata")
+        joins_splits = shape.splits
         planned_keys = scheduler_metadata[shape.rounded :][:num_rows] if shape.splits else keys.lens
         planned = (scheduler_metadata[:num_rows], planned_keys)
     made, lse, covered = attend(query, cu_seqlens_q, keys, rules, planned, blocks)
+    if joins_splits:  # the kernel that joins them subtracts the largest of their LSEs from each
+        lse = lse.masked_fill(lse == math.inf, math.nan)
     out.copy_(torch.where(covered[:, None, None], made.to(out_dtype), out))
     return out, lse.t().contiguous()
 
