@@ -14,6 +14,7 @@ from attn_backends.engine import compiled
 from attn_backends.engine.checkpoint import ModelError
 from attn_backends.engine.hf import LoadedModel
 from attn_backends.engine.linears import prefers_mkl
+from tests.backends.best_tokens import assert_best_tokens
 from tests.tiny_models import save_tiny
 
 PROMPTS = ["a", "one two three", "xyz" * 12]
@@ -82,14 +83,10 @@ def test_attention_that_cannot_be_traced(tmp_path: Path, graph_sizes: list[int])
 
 @pytest.mark.first
 def test_bfloat16(tmp_path: Path, graph_sizes: list[int]) -> None:
-    """Two tokens each, the second from a graph: later ones may differ by rounding."""
+    """Tokens that are as good as tied may change places: how a processor multiplies bfloat16 decides."""
     folder = save_tiny(tmp_path / "llama", num_hidden_layers=1)
-    two = SamplingParams(max_tokens=2, ignore_eos=True)
-    got, expected = (
-        [output.token_ids for output in engine(folder, how, dtype="bfloat16").generate(["ab", "cd", "ef"], two)]
-        for how in ("model", "none")
-    )
-    assert got == expected
+    eight, llm = SamplingParams(max_tokens=8, ignore_eos=True), engine(folder, "model", dtype="bfloat16")
+    assert_best_tokens(llm, folder, "llama", ["ab", "cd", "ef"], eight, least_same=0.75, num_hidden_layers=1)
     assert max(graph_sizes) > 2
 
 
