@@ -1,13 +1,15 @@
-"""Kernels of ours that backends launch beside their libraries', compiled before they are needed."""
+"""What steps would compile or load when they first need it, before they do: kernels of ours that backends launch beside
+their libraries', and batches of every kind for libraries that choose kernels as they plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from attn_backends.batch import CommonAttentionMetadata, SequenceData, SequenceGroup
 from attn_backends.devices import HAS_TRITON, Progress
-from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec
+from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits
 
 
 def compile_listed(device: torch.device, list_launches: Callable[[], None], progress: Progress | None) -> None:
@@ -64,3 +66,25 @@ def list_merges(specs: Iterable[AttentionSpec], dtype: torch.dtype | None = None
         size = (2, spec.num_qo_heads, spec.head_dim_vo)
         more, lse = empty(*size, dtype=spec.dtype), empty(*size[:2], dtype=torch.float32)
         merge(empty(*size, dtype=dtype or spec.dtype), lse, more, lse)
+
+
+def batches_to_plan(
+    spec: AttentionSpec, cache: KVCacheSpec, limits: Limits, device: torch.device, query_lens: Iterable[int]
+) -> Iterator[CommonAttentionMetadata]:
+    """A batch of one row of each kind that a layer can be given within the limits: with keys in the cache and without,
+    of each of some query lengths. Rows have the pool's first pages."""
+    longest = limits.max_model_len
+    if spec.attention_type is not AttentionType.ENCODER:
+        longest = min(longest, cache.num_pages * cache.page_size)
+    for query_len in query_lens:
+        if query_len > min(limits.max_num_tokens, longest):
+            continue
+        pages = range(-(-min(longest, query_len + 1) // cache.page_size))
+        rows = [SequenceData(0, query_len, None)]  # a prompt, before there is a cache
+        if spec.attention_type is AttentionType.CROSS:
+            rows = [SequenceData(0, query_len, pages, seq_len=1, new_kv_len=new) for new in (0, 1)]
+        elif spec.attention_type is AttentionType.DECODER:
+            contexts = (0, 1) if query_len < longest else (0,)
+            rows += [SequenceData(context, query_len, pages) for context in contexts]
+        for row in rows:
+            yield CommonAttentionMetadata.from_sequence_groups([SequenceGroup("", (row,))], cache.page_size, device)

@@ -34,6 +34,13 @@ def state(limits: Limits = LIMITS, *heads: int, **options: Any) -> EmulatedState
     return EmulatedState(groups, CACHE, limits, "cpu", options=FlashInferMLAOptions(**options))
 
 
+def test_kernels_are_chosen_before_traffic() -> None:
+    """A first plan loads or compiles kernels."""
+    given = state(LIMITS, 16, 8)
+    given.warm_up()
+    assert [plan._is_planned for plan in given._eager.values()] == [True, True]
+
+
 def batch(*seq_lens: int, query_len: int = 1, **changes: Any) -> Batch:
     shape = BatchShape(seq_lens=seq_lens, query_lens=(query_len,) * len(seq_lens))
     return Kit().make_batch(Kit().make_spec(**changes), shape, num_pages=CACHE.num_pages)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from attn_backends.flashinfer_package import LOWEST_LOGIT
 from attn_backends.interface import AttentionStep
 from attn_backends.kv_cache import KVCache
 from attn_backends.registry import validate_options
+from attn_backends.spec import AttentionType
 from attn_backends.testing.cases import BatchShape
 from attn_backends.testing.conformance import BackendConformance
 from attn_backends.testing.emulated import flashinfer
@@ -28,7 +30,8 @@ from attn_backends.testing.features import feature
 from attn_backends.testing.harness import assert_matches, make_layer, output_error, padded
 from attn_backends.testing.kit.base import KitBase
 from attn_backends.testing.kit.logits import LEVELS
-from tests.backends.flashinfer_emulated import EmulatedState
+from attn_backends.testing.random_batch import random_batch
+from tests.backends.flashinfer_emulated import EmulatedFlashInfer, EmulatedState
 
 SPEC = AttentionSpec(4, 2, 64, dtype=torch.float16)
 CACHE = KVCacheSpec(64, 16)
@@ -147,6 +150,42 @@ def test_a_pinned_buffer_is_not_rewritten_while_its_copy_may_run() -> None:
         pinned.append(owner._ring.slot)
     assert pinned[0] != pinned[1]
     assert owner._ring.hosts_cpu[0].numel() * 4 >= owner.need.int_bytes
+
+
+@pytest.mark.parametrize("is_hopper", [True, False], ids=["hopper", "ampere"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"window_left": 40},
+        {"causal": False, "window_left": 9},
+        {"causal": False, "attention_type": AttentionType.ENCODER},
+        {"causal": False, "attention_type": AttentionType.CROSS},
+    ],
+    ids=str,
+)
+def test_kernels_are_chosen_before_traffic(
+    changes: dict[str, Any], is_hopper: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan chooses, and loads or compiles, kernels when it is made: random steps make none."""
+    monkeypatch.setattr("attn_backends.backends.flashinfer.state.is_hopper", lambda device: is_hopper)
+    spec, numbers = replace(SPEC, **changes), Random(str(changes))
+    given = state(Limits(max_num_requests=16, max_num_tokens=400, max_model_len=500), plan_groups({0: spec}))
+    told: list[tuple[int, int]] = []
+    given.warm_up(lambda done, total, name: told.append((done, total)))
+    assert told == [(1, 1)]
+    warm, kinds = set(given._plans), set()
+    for _ in range(12):
+        lens = [numbers.choice((1, 1, 2, 30, 99)) for _ in range(numbers.randint(1, 4))]
+        is_encoder = spec.attention_type is AttentionType.ENCODER
+        cached = not is_encoder and (spec.attention_type is AttentionType.CROSS or numbers.random() < 0.7)
+        seq_lens = [n + (numbers.randint(0, 300) if cached else 0) for n in lens]
+        made = random_batch(EmulatedFlashInfer, spec, seq_lens, lens, page_size=16, cached=cached)
+        builder = EmulatedFlashInfer.get_builder_cls()(given.groups[0], made.cache, given.limits, made.device)
+        step = given.begin_forward(builder.build(0, made.common()))
+        kinds |= {kind for kind in ("decode", "prefill") if getattr(step, kind) is not None}
+    assert set(given._plans) == warm
+    assert "prefill" in kinds
 
 
 def test_what_is_planned_is_what_runs() -> None:

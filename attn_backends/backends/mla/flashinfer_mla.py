@@ -23,11 +23,12 @@ from attn_backends.backends.mla.options import MLAOptions
 from attn_backends.backends.mla.state import MLAState, MLAStep
 from attn_backends.batch import CommonAttentionMetadata
 from attn_backends.capabilities import Capabilities, CudaGraphSupport, Rejection
-from attn_backends.devices import is_hopper, num_multiprocessors, refuse_while_capturing
+from attn_backends.devices import Progress, is_hopper, num_multiprocessors, refuse_while_capturing
 from attn_backends.flashinfer_package import LOWEST_LOGIT
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 from attn_backends.staging import HostRing
+from attn_backends.warm_up import batches_to_plan
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
@@ -136,6 +137,22 @@ class FlashInferMLAState(MLAState):
         plan: MLAPlan = held or (self._eager[spec] if rows.idle is None else self._new_plan(spec, rows))
         plan(rows)
         return plan
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile what is launched beside the library, and plan a decode, whereupon the library loads or compiles its
+        kernels."""
+        super().warm_up(progress)
+        for done, group in enumerate(self.groups):
+            spec = self.specs[group.index]
+            builder = FlashInferMLAMetadataBuilder(group, self.cache, self.limits, self.device, options=self.options)
+            for batch in batches_to_plan(spec, self.cache, self.limits, self.device, (1,)):
+                decode = builder.build(0, batch).decode
+                if decode is not None:
+                    self.plan_decode(spec, decode, None)
+            if progress is not None:
+                progress(done + 1, len(self.groups), f"plans of FlashInfer, {spec.num_qo_heads} heads")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # steps may begin on another stream
 
     def _new_plan(self, spec: MLASpec, graph: DecodeRows | None) -> MLAPlan:
         workspaces = (self.float_workspace, self._ring)
