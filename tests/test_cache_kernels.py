@@ -1,4 +1,4 @@
-"""Page copies and merges in one launch, interpreted, against the plain road."""
+"""Page copies, merges and CSRs in one launch, interpreted, against the plain road."""
 
 from __future__ import annotations
 
@@ -149,6 +149,18 @@ def test_merge_in_one_launch(dtype: torch.dtype) -> None:
     expected, total = reference(*given), torch.logaddexp(given[1], given[3])
     pytest.importorskip("attn_backends.lse_merge_triton").merge(*given)
     check_merged(given, expected, total)
+
+
+@pytest.mark.parametrize("module", ["derive", pytest.param("csr_triton", marks=only_interpreted)])
+def test_leading_pages_are_left_out_of_rows_that_have_them(module: str) -> None:
+    """Rows without keys, as padding is, have fewer pages than are left out, and take no places of the rows behind."""
+    csr_of = pytest.importorskip(f"attn_backends.{module}").csr_of
+    table, ints = torch.arange(1, 31, dtype=torch.int32).view(5, 6), {"dtype": torch.int32}
+    lens, first = torch.tensor([9, 0, 4, 24, 0], **ints), torch.tensor([1, 2, 1, 2, 2], **ints)
+    csr = csr_of(table, lens, 4, 8, first)
+    assert csr.indptr.tolist() == [0, 2, 2, 2, 6, 6]
+    assert csr.indices.tolist() == [2, 3, 21, 22, 23, 24, 0, 0]
+    assert csr.last_page_len.tolist() == [1, 0, 4, 4, 0]
 
 
 @pytest.mark.gpu

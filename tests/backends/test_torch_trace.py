@@ -40,7 +40,7 @@ def made(
     cache, limits = KVCacheSpec(PAGES, PAGE_SIZE), Limits(8, 32, 64)
     sinks = torch.arange(HEADS) / 2 if spec.sinks else None
     options = TorchOptions(native_decode=native)
-    impl = TorchImpl(spec, cache, "cpu", sinks=sinks, k_scale=scale, v_scale=scale, options=options)
+    impl = TorchImpl(spec, cache, "cpu", sinks=sinks, k_scale=scale, v_scale=scale**2, options=options)
     groups = [SequenceGroup(str(index), (row,)) for index, row in enumerate(rows)]
     builder = TorchMetadataBuilder(plan_groups({0: spec})[0], cache, limits, "cpu", options=options)
     return impl, builder.build_from_groups(groups, num_padded, prefix)
