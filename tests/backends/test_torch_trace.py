@@ -1,4 +1,4 @@
-"""What TORCH gives a compiler to trace is its forward, run here without a compiler."""
+"""What TORCH gives a compiler to trace is its forward without a kernel of its own, run here without a compiler."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def test_as_forward(rows: list[SequenceData], num_padded: int, layer: str, scale
     impl, metadata = made(rows, num_padded, scale=scale, native=native, **LAYERS[layer])
     query, key, value = (torch.randn(len(rows) + num_padded, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     expected_cache, cache = new_cache(impl), new_cache(impl)
-    expected = impl.forward(query, key, value, expected_cache, AttentionStep(metadata))
+    plain, its_metadata = made(rows, num_padded, scale=scale, **LAYERS[layer])
+    expected = plain.forward(query, key, value, expected_cache, AttentionStep(its_metadata))
     inputs = impl.trace_inputs(metadata)
     assert inputs is not None
     got = impl.trace(query, key, value, cache, inputs)
