@@ -205,9 +205,9 @@ def test_pages_that_one_of_the_caches_lacks_are_refused() -> None:
     for caches in (few + many, many + few):
         with pytest.raises(ValueError, match="page 3 is not one of 0 to 2"):
             copy_pages(caches, [(0, 3)])
-        for given in ((caches, many + many, [(3, 0)]), (many + many, caches, [(0, 3)])):
+        for case in ((caches, many + many, [(3, 0)]), (many + many, caches, [(0, 3)])):
             with pytest.raises(ValueError, match="page 3 is not one of 0 to 2"):
-                swap_pages(*given)
+                swap_pages(*case)
     swap_pages(few, many, [(2, 4)])
     swap_pages(many, few, [(4, 2)])
 
