@@ -221,6 +221,13 @@ def test_one_latent_workspace_holds_layers_of_every_kind(monkeypatch: pytest.Mon
             assert all(need <= size for need, size in zip(needs, has, strict=True)), (spec, rows, query_len)
 
 
+def test_a_latent_workspace_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_mla, "num_multiprocessors", lambda _: 132)
+    spec = MLASpec(16, dtype=BF16)
+    made = triton_mla.TritonMLAState(plan_groups({0: spec}), CACHE, Limits(1, 1, 4096), "meta")
+    made.room.check(made._make_cut(spec, 1, 1), spec)
+
+
 def _latent_tile(spec: MLASpec, rows: int, query_len: int, hopper: bool) -> Any:
     return triton_tiles.decode_tile(spec, CACHE, rows, query_len * spec.num_qo_heads, None, SHARED_MEMORY, hopper)
 
