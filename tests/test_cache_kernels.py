@@ -1,4 +1,4 @@
-"""Page copies and merges in one launch, interpreted, against the plain road."""
+"""Page copies, merges and CSRs in one launch, interpreted, against the plain road."""
 
 from __future__ import annotations
 
@@ -58,6 +58,17 @@ def test_pages(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, hnd: bool) -
 
 
 @only_interpreted
+def test_pages_of_several_blocks() -> None:
+    """Of more words than a program copies at a time, and not of a multiple of them; nothing beside them changes."""
+    page_copy = pytest.importorskip("attn_backends.page_copy_triton")
+    pages = torch.randn(5, 3000)
+    before, tensor = pages.clone(), pages[:, 100:2600].unflatten(1, (50, 1, 50))
+    page_copy.copy_pages([tensor], [(1, 3)])
+    before[3, 100:2600] = before[1, 100:2600]
+    assert pages.equal(before)
+
+
+@only_interpreted
 @pytest.mark.parametrize("seed", range(4))
 def test_pages_at_random(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Pairs of any kind: those whose order does not count go in one launch, and all give what was there before."""
@@ -109,6 +120,27 @@ def test_pages_with_gaps_are_no_runs() -> None:
     assert not page_copy.can_copy(torch.zeros(4, 1, 1, 2, dtype=torch.uint8))
 
 
+def test_pages_out_of_line_with_words_are_no_runs() -> None:
+    """By where the first of them begins, by how far apart they lie, by how much they hold."""
+    can_copy = pytest.importorskip("attn_backends.page_copy_triton").can_copy
+    some = torch.zeros(200, dtype=torch.uint8)
+    assert can_copy(some[4:].as_strided((4, 2, 1, 4), (12, 4, 4, 1)))
+    assert not can_copy(some[1:33].view(4, 2, 1, 4))
+    assert not can_copy(some.as_strided((4, 2, 1, 4), (10, 4, 4, 1)))
+    assert not can_copy(some.as_strided((4, 2, 1, 3), (12, 3, 3, 1)))
+    assert can_copy(some.as_strided((4, 1, 2, 4), (12, 99, 4, 1)))  # nobody steps from a single slot to the next
+
+
+def test_one_layer_with_gaps_takes_all_down_the_plain_road(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("attn_backends.page_copy_triton")
+    whole, gaps = torch.arange(32.0).view(4, 2, 1, 4), torch.arange(64.0).view(4, 2, 1, 8)[..., :4]
+    monkeypatch.setattr(kv_cache, "_has_kernel", lambda *tensors: True)
+    monkeypatch.setattr("attn_backends.page_copy_triton.copy_pages", lambda *given: pytest.fail("one launch"))
+    copy_pages([KVCache(whole, whole.clone()), KVCache(whole.clone(), gaps)], [(0, 3)])
+    assert whole[3].equal(whole[0])
+    assert gaps[3].equal(gaps[0])
+
+
 def parts(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Two results for 5 tokens of 3 heads: rows without keys in either, both and none; strided, as models have them."""
     output, more = torch.randn(5, 2, 3, 12).to(dtype)[:, 0], torch.randn(5, 3, 20).to(dtype)[..., :12]
@@ -149,6 +181,18 @@ def test_merge_in_one_launch(dtype: torch.dtype) -> None:
     expected, total = reference(*given), torch.logaddexp(given[1], given[3])
     pytest.importorskip("attn_backends.lse_merge_triton").merge(*given)
     check_merged(given, expected, total)
+
+
+@pytest.mark.parametrize("module", ["derive", pytest.param("csr_triton", marks=only_interpreted)])
+def test_leading_pages_are_left_out_of_rows_that_have_them(module: str) -> None:
+    """Rows without keys, as padding is, have fewer pages than are left out, and take no places of the rows behind."""
+    csr_of = pytest.importorskip(f"attn_backends.{module}").csr_of
+    table, ints = torch.arange(1, 31, dtype=torch.int32).view(5, 6), {"dtype": torch.int32}
+    lens, first = torch.tensor([9, 0, 4, 24, 0], **ints), torch.tensor([1, 2, 1, 2, 2], **ints)
+    csr = csr_of(table, lens, 4, 8, first)
+    assert csr.indptr.tolist() == [0, 2, 2, 2, 6, 6]
+    assert csr.indices.tolist() == [2, 3, 21, 22, 23, 24, 0, 0]
+    assert csr.last_page_len.tolist() == [1, 0, 4, 4, 0]
 
 
 @pytest.mark.gpu

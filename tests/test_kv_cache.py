@@ -84,6 +84,16 @@ def test_page_bytes_adds_layers_of_different_sizes() -> None:
     assert [[int(t.unique()) for t in layer] for layer in pool.layers.values()] == [[0, 1], [10, 11]]
 
 
+def test_layers_of_narrow_dtypes_do_not_push_wide_ones_out_of_line() -> None:
+    """Every tensor starts at a multiple of its own item size, wherever its layer stands."""
+    narrow = AttentionSpec(1, 1, 5, cache_dtype=torch.float8_e4m3fn)
+    specs = {0: narrow, 1: AttentionSpec(1, 1, 5), 2: AttentionSpec(1, 1, 5, dtype=torch.bfloat16)}
+    pool = allocate_kv_cache(AttentionBackend, specs, KVCacheSpec(3, 1), "cpu")
+    assert [*pool.layers] == [0, 1, 2]
+    for layer, spec in specs.items():
+        assert all(tensor.data_ptr() % spec.cache_dtype.itemsize == 0 for tensor in pool.layers[layer])
+
+
 @each_cache
 @given(data=st.data())
 @settings(deadline=None)
@@ -115,6 +125,11 @@ def test_quotients_have_the_wider_dtype(
     of_layer, of_cache = dtypes
     real = torch.linspace(-3, 3, 1001, dtype=F64).to(of_layer)
     assert write(real, of_cache, 2.4538964212590586).equal((real.double() / 2.4538964212590586).to(of_cache))
+
+
+def test_products_have_the_wider_dtype() -> None:
+    """What a cache stores may be beyond the layer's dtype where its product with the scale is not."""
+    assert dequantise(torch.tensor([1e5, 6.0]), torch.float16, 0.5).tolist() == [49984.0, 3.0]  # 5e4, rounded
 
 
 @pytest.mark.parametrize("dtype", FP8_DTYPES, ids=str)
@@ -182,6 +197,19 @@ def test_pairs_that_are_refused(pairs: list[tuple[int, int]], message: str) -> N
             with pytest.raises(ValueError, match=message):
                 refused()
         assert torch.equal(cache.key, before)
+
+
+def test_pages_that_one_of_the_caches_lacks_are_refused() -> None:
+    """Of caches of unequal numbers of pages, whichever comes first."""
+    few, many = ([KVCache(*(torch.zeros(pages, 2, 1, 4) for _ in range(2)))] for pages in (3, 5))
+    for caches in (few + many, many + few):
+        with pytest.raises(ValueError, match="page 3 is not one of 0 to 2"):
+            copy_pages(caches, [(0, 3)])
+        for case in ((caches, many + many, [(3, 0)]), (many + many, caches, [(0, 3)])):
+            with pytest.raises(ValueError, match="page 3 is not one of 0 to 2"):
+                swap_pages(*case)
+    swap_pages(few, many, [(2, 4)])
+    swap_pages(many, few, [(4, 2)])
 
 
 @each_cache

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from attn_backends.page_rows import PageRows
+from attn_backends.spec import KVCacheSpec
 from tests.step_walk import CACHE, LIMITS
 
 
@@ -56,3 +57,39 @@ def test_pages_are_told_apart_however_they_came(page: int) -> None:
         with pytest.raises(ValueError, match=f"'a' would have page {page} twice"):
             edit()
     rows.append([1], [page])
+
+
+@pytest.mark.parametrize("most", [3, 5])
+def test_pages_that_just_fit_go_at_once(most: int) -> None:
+    """All of them, or those of the first row: no run is empty, and nothing is left to send that is not."""
+    rows = PageRows(LIMITS, CACHE)
+    rows.enter("a", [1, 2, 3])
+    rows.enter("b", [4, 5])
+    runs = rows.take_unsent(most)
+    assert runs is not None
+    assert runs.pages.tolist() == [1, 2, 3, 4, 5][:most]
+    assert runs.starts.tolist() == [0, 3, 5][: len(runs.rows) + 1]
+    assert len(runs.rows) == (1 if most == 3 else 2)
+    assert rows.has_unsent == (most < 5)
+
+
+def test_what_the_device_sees_in_place_is_neither_sent_nor_moved_later() -> None:
+    rows = PageRows(LIMITS, CACHE)
+    rows.enter("a", [1, 2, 3])
+    rows.enter("b", [4, 5])
+    rows.swap_rows(0, 1)
+    rows.mark_sent()
+    assert not rows.has_unsent
+    assert rows.take_unsent(99) is None
+    assert rows.take_moves() is None
+
+
+def test_the_last_pages_of_a_pool_are_each_rows_own() -> None:
+    """Of a pool whose pages do not fill whole bytes: neither a row beside nor one that left is seen in them."""
+    rows = PageRows(LIMITS, KVCacheSpec(13, 4))
+    for row in range(LIMITS.max_num_requests):
+        rows.enter(f"r{row}", [12, 4])
+    with pytest.raises(ValueError, match="'r6' would have page 12 twice"):
+        rows.append([6], [12])
+    rows.leave("r6")
+    rows.enter("r7", [12, 4])

@@ -65,8 +65,9 @@ def test_one_event_guards_a_group_of_advances() -> None:
     depth = len(side.ring_ahead.buffers)
     assert len(guards) * 4 == depth
     step = table.step([0], [1])
-    for _ in range(depth):
+    for num_sent in range(1, depth + 1):
         step = table.advance(step)
+        assert sum(not event.is_done for event in guards) == num_sent // 4  # behind the last copy of each group
     assert [(event.is_done, event.num_waits) for event in guards] == [(False, 0)] * len(guards)
     step = table.advance(step)
     assert [event.num_waits for event in guards] == [1, 0, 0, 0]
@@ -113,3 +114,24 @@ def test_a_decode_step_moves_what_its_rows_need() -> None:
         sent.append(table.side.packed.size)
         assert_both_sides_equal(table)
     assert sent[0] == sent[1] < 40
+
+
+def test_the_largest_step_and_the_largest_advance_fit_their_buffers() -> None:
+    """Every row has moved and has a new page, and all tokens are used; sizes fill what copies are rounded up to."""
+    limits, cache = Limits(64, 256, 768), KVCacheSpec(192, 256)
+    table = StepTable(limits, cache, make_side=lambda rows: DeviceCopy(rows, torch.device("cpu"), max_pages_a_copy=64))
+    rows, context, query = range(64), [250] * 64, [193, *[1] * 63]
+    for row in rows:
+        table.enter(f"r{row}", [row])
+    table.step(context, [1] * 64)
+    for row in range(32):
+        table.swap_rows(row, 63 - row)
+    table.append(rows, range(64, 128))
+    ids = list(range(256))
+    step = table.step(context, query, ids)
+    assert_step(step, compiled(table, context, query), ids)
+    assert_both_sides_equal(table)
+    step = table.step([511] * 64, [1] * 64)
+    table.append(rows, range(128, 192))
+    assert_step(table.advance(step), compiled(table, [512] * 64, [1] * 64))
+    assert_both_sides_equal(table)

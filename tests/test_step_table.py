@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -52,6 +54,14 @@ def test_a_step_is_the_plain_compilers(
         step = table.step(context, query, ids, num_padded_reqs=padded, padded_query_len=padded_query_len)
         assert_step(step, compiled(table, context, query, padded, padded_query_len), ids)
         assert_both_sides_equal(table)
+
+
+def test_the_last_step_is_the_callers_to_keep(table: StepTable) -> None:
+    """The table remembers it, and does not hold it."""
+    steps = [weakref.ref(table.step([11, 7], [1, 1]))]
+    steps.append(weakref.ref(table.advance(table.step([8, 6], [1, 1]))))
+    gc.collect()
+    assert [step() for step in steps] == [None, None]
 
 
 def test_the_page_table_is_as_wide_as_a_row_may_become(table: StepTable) -> None:

@@ -110,6 +110,20 @@ def test_another_rule_is_found(monkeypatch: pytest.MonkeyPatch, function: str, b
         check_the_rule()
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        (Tile(24, 12), 5, 33, 8, 40),  # not a key fewer
+        (Tile(24, 8), 3, 17, 8, 33),  # not a key further
+        (Tile(16, 4), 5, 9, 21, 25),  # a tile that has some heads of two more tokens than it holds
+    ],
+)
+def test_rows_at_the_edges_of_the_rule_are_told(case: tuple[Tile, int, int, int, int]) -> None:
+    tile, group_size, window, query_len, seq_len = case
+    assert sees_others(*case)
+    assert fa3_window.may_see_ahead(tile, group_size, window, rows_of((query_len, seq_len)))
+
+
 def may_see_ahead(head_dim: int, group_size: int, window: int, rows: Rows, element_size: int = 2) -> bool:
     return any(fa3_window.may_see_ahead(tile, group_size, window, rows) for tile in TILES[element_size, head_dim])
 

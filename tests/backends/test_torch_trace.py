@@ -1,4 +1,4 @@
-"""What TORCH gives a compiler to trace is its forward, run here without a compiler."""
+"""What TORCH gives a compiler to trace is its forward without a kernel of its own, run here without a compiler."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def made(
     cache, limits = KVCacheSpec(PAGES, PAGE_SIZE), Limits(8, 32, 64)
     sinks = torch.arange(HEADS) / 2 if spec.sinks else None
     options = TorchOptions(native_decode=native)
-    impl = TorchImpl(spec, cache, "cpu", sinks=sinks, k_scale=scale, v_scale=scale, options=options)
+    impl = TorchImpl(spec, cache, "cpu", sinks=sinks, k_scale=scale, v_scale=scale**2, options=options)
     groups = [SequenceGroup(str(index), (row,)) for index, row in enumerate(rows)]
     builder = TorchMetadataBuilder(plan_groups({0: spec})[0], cache, limits, "cpu", options=options)
     return impl, builder.build_from_groups(groups, num_padded, prefix)
@@ -62,7 +62,8 @@ def test_as_forward(rows: list[SequenceData], num_padded: int, layer: str, scale
     impl, metadata = made(rows, num_padded, scale=scale, native=native, **LAYERS[layer])
     query, key, value = (torch.randn(len(rows) + num_padded, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     expected_cache, cache = new_cache(impl), new_cache(impl)
-    expected = impl.forward(query, key, value, expected_cache, AttentionStep(metadata))
+    plain, its_metadata = made(rows, num_padded, scale=scale, **LAYERS[layer])
+    expected = plain.forward(query, key, value, expected_cache, AttentionStep(its_metadata))
     inputs = impl.trace_inputs(metadata)
     assert inputs is not None
     got = impl.trace(query, key, value, cache, inputs)

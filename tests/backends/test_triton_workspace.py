@@ -137,6 +137,14 @@ def test_the_workspace_holds_every_launch() -> None:
     assert next(overruns(workspace.largest_need, specs), None) is None
 
 
+def test_one_workspace_holds_layers_of_every_kind() -> None:
+    """In whatever order they come, with values wider than keys among them."""
+    kinds = [AttentionSpec(8, 8, 128, dtype=BF16), AttentionSpec(64, 8, 64, 256, dtype=BF16)]
+    for specs in (kinds, kinds[::-1]):
+        shared = lambda _, *how, specs=specs: workspace.largest_need(specs, *how)  # noqa: E731
+        assert next(overruns(shared, kinds), None) is None
+
+
 def _sized_for(spec_tokens: Callable[[int], list[int]]) -> Callable[..., Any]:
     """`largest_need` over some query lengths alone."""
 
@@ -198,6 +206,28 @@ def test_the_latent_workspace_holds_every_launch(monkeypatch: pytest.MonkeyPatch
                 assert all(need <= size for need, size in zip(needs, has, strict=True)), (spec, tile, rows, sms)
 
 
+def test_one_latent_workspace_holds_layers_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order they come, with ranks that are no power of two; and each on its own."""
+    monkeypatch.setattr(triton_mla, "num_multiprocessors", lambda _: 132)
+    wide, narrow = MLASpec(16, dtype=BF16), MLASpec(128, dtype=BF16, kv_lora_rank=48, qk_rope_head_dim=8)
+    for specs in ([wide, narrow], [narrow, wide], [narrow]):
+        groups = plan_groups(dict(enumerate(specs)))
+        made = triton_mla.TritonMLAState(groups, CACHE, Limits(8, 64, 4096), "meta")
+        has = tuple(map(torch.Tensor.numel, made.room))
+        for spec, rows, query_len in product(specs, range(1, 9), range(1, MLAMetadataBuilder.decode_threshold + 1)):
+            cut = made._make_cut(spec, rows, query_len)
+            queries = math.floor(4 * cut.target / 3) * cut.tiles * cut.tile_rows
+            needs = (queries * triton_tiles.block_dims(spec)[0], queries * 2)
+            assert all(need <= size for need, size in zip(needs, has, strict=True)), (spec, rows, query_len)
+
+
+def test_a_latent_workspace_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_mla, "num_multiprocessors", lambda _: 132)
+    spec = MLASpec(16, dtype=BF16)
+    made = triton_mla.TritonMLAState(plan_groups({0: spec}), CACHE, Limits(1, 1, 4096), "meta")
+    made.room.check(made._make_cut(spec, 1, 1), spec)
+
+
 def _latent_tile(spec: MLASpec, rows: int, query_len: int, hopper: bool) -> Any:
     return triton_tiles.decode_tile(spec, CACHE, rows, query_len * spec.num_qo_heads, None, SHARED_MEMORY, hopper)
 
@@ -212,6 +242,19 @@ def test_the_state_is_sized_by_the_need(monkeypatch: pytest.MonkeyPatch) -> None
     need = workspace.largest_need([spec], CACHE, limits, None, 132, SHARED_MEMORY)
     room = make_state(spec, limits).room
     assert (room.partial.numel(), room.sums.numel(), room.counters.numel()) == need
+
+
+def test_room_for_keys_made_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All keys within the limits of the layer that has most of them, or as many bytes as are allowed: whole lines, as
+    they are read as another dtype. Graphs run no prefills."""
+    monkeypatch.setattr(state, "widens", lambda *_: True)
+    layers = {i: AttentionSpec(8, heads, 128, dtype=BF16, cache_dtype=FP8) for i, heads in enumerate((2, 8, 4))}
+    for allowed, expected in ((1 << 20, 2 * 24 * 8 * 256 * 2), (1003, 992)):
+        options = tuning.TritonOptions(widened_bytes=allowed)
+        made = state.TritonState(plan_groups(layers), CACHE, Limits(2, 16, 24), "cpu", options=options)
+        assert made.room.widened.numel() == expected
+        made.hold_inputs(2, None)
+        assert made._graph_room.widened.numel() == 0
 
 
 def test_a_batch_above_the_limits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

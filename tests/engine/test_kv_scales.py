@@ -177,11 +177,15 @@ def test_a_latent_row_has_the_scale_of_keys(tmp_path: Path, checkpoint: Callable
     scales = drawn(3)
     llm = engine(checkpoint(of_attention(scales), folder=latent))
     assert scales_of(llm) == {layer: (pytest.approx(k), 1.0) for layer, (k, _) in scales.items()}
+    of_values = {name: scale for name, scale in of_attention(scales).items() if name.endswith("v_scale")}
+    with pytest.raises(ModelError, match="only the v_scale of layer 0"):
+        engine(checkpoint(of_values, folder=latent))
 
 
 def test_layers_that_the_model_does_not_run_are_left_out(checkpoint: Callable[..., Path]) -> None:
+    """Whatever scales they have, of a form that is not served too."""
     scales = drawn(4)
-    more = {"model.layers.4.self_attn.k_scale": torch.tensor(3.0), "vision.layers.0.attn.k_scale": torch.tensor(4.0)}
+    more = {"model.layers.4.self_attn.k_scale": torch.ones(2), "vision.layers.0.attn.k_scale": torch.tensor(4.0)}
     assert scales_of(engine(checkpoint(of_attention(scales) | more)))[0] == pytest.approx(scales[0])
 
 

@@ -79,7 +79,7 @@ def test_digests_grow_as_if_made_at_once() -> None:
     assert len(set(digests)) == 3
 
 
-SALTS = [None, "a", "b", "a\x00", "\udc80", "\ud83d\ude00", "é", "e\u0301", "x" * 4000]
+SALTS = [None, "", "a", "b", "a\x00", "?", "\udc80", "\udc81", "\ud83d\ude00", "é", "e\u0301", "x" * 4000]
 
 
 def test_a_salt_makes_every_digest_another() -> None:
@@ -95,6 +95,18 @@ def test_a_salt_makes_every_digest_another() -> None:
         assert grown == whole
         chains.append(whole)
     assert len({digest for chain in chains for digest in chain}) == 3 * len(SALTS)
+
+
+def test_a_page_has_one_digest() -> None:
+    """Nothing finds it under another, nor under its own once it holds something else."""
+    allocator = PageAllocator(1, PAGE_SIZE)
+    digests, (page,) = digests_of(allocator, [1, 2, 3, 4]), allocator.allocate(1).tolist()
+    for digest in digests:
+        allocator.publish(page, digest)
+    assert (allocator.match(digests[:1]), allocator.match(digests[1:])) == ([page], [])
+    allocator.free([page])
+    allocator.allocate(1)
+    assert (allocator.match(digests[:1]), allocator.match(digests[1:])) == ([], [])
 
 
 def test_a_salt_that_spells_tokens_is_no_page_of_them() -> None:

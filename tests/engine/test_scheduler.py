@@ -502,3 +502,21 @@ def test_pages_of_a_request_grow_in_place() -> None:
     assert request.page_ids.base is not None  # a view, not a copy
     request.clear_cache()
     assert request.num_pages == len(request.page_ids) == 0
+
+
+def test_a_batch_in_another_order_samples_the_same_requests() -> None:
+    """Of rows that go round in a circle, where an order is not its own opposite."""
+    lens = [(0, 3), (4, 1), (2, 2)]  # tokens computed, and computed now
+    requests = [
+        Request(f"r{i}", list(range(10 * i, 10 * i + done + new + (i == 0))), SamplingParams())
+        for i, (done, new) in enumerate(lens)
+    ]
+    for request, (done, _) in zip(requests, lens, strict=True):
+        request.num_computed_tokens = done
+    batch = ScheduledBatch.from_rows([(request, new) for request, (_, new) in zip(requests, lens, strict=True)])
+    assert batch.sample_rows.tolist() == [1, 2]
+    ordered = batch.in_order([1, 2, 0])
+    assert [request.request_id for request in ordered.requests] == ["r1", "r2", "r0"]
+    assert ordered.sample_rows.tolist() == [0, 1]
+    assert [request.request_id for request in ordered.sampled] == ["r1", "r2"]
+    assert ordered.token_ids.tolist() == [14, 22, 23, 0, 1, 2]
