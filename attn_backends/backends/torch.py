@@ -515,6 +515,7 @@ class TorchGraphState(TorchState):
     def __init__(self, parent: TorchState, batch_size: int, query_len: int) -> None:
         CapturingState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
         self.scratch = parent.scratch
+        self.shape = (batch_size, query_len)
         self.num_tokens = batch_size * query_len
         self.steps = {group.index: self._step(group, batch_size, query_len) for group in parent.groups}
 
@@ -534,14 +535,13 @@ class TorchGraphState(TorchState):
         return TorchStep(_static_metadata(group.index, slot_mapping, batch), self.scratch)
 
     def begin_forward(self, metadata: TorchMetadata) -> TorchStep:
-        if (
-            metadata.num_tokens != self.num_tokens
-            or metadata.decode_batch is None
-            or metadata.decode_batch.live is None
-        ):
+        batch = metadata.decode_batch
+        if batch is None or batch.live is None or (batch.num_rows, batch.query_len) != self.shape:
+            num_rows, query_len = self.shape
             raise ValueError(
-                f"this graph was captured for {self.num_tokens} tokens of static shape, and the metadata has "
-                f"{metadata.num_tokens}: pad the batch to the captured size, and build it with for_graph=True"
+                f"this graph was captured for {num_rows} rows of {query_len} tokens, and the metadata has "
+                f"{metadata.num_tokens} tokens of other rows or lengths: pad the batch to the captured size, and build "
+                "it with for_graph=True"
             )
         self.prepare_graph_input_buffers(self.get_graph_input_buffers(metadata), metadata)
         return self.steps[metadata.group_index]

@@ -308,10 +308,12 @@ class FlashInferGraphState(FlashInferState):
         refuse_while_capturing(self.device, self.backend_name)
         self._stream.check()
         rows = metadata.decode if self.is_decode else metadata.prefill
-        if not metadata.for_graph or rows is None or metadata.num_tokens != self.num_tokens:
+        wanted = (self.num_rows, self.num_tokens)
+        if not metadata.for_graph or rows is None or (rows.num_rows, metadata.num_tokens) != wanted:
             raise ValueError(
                 f"this graph was captured for {self.num_rows} rows and {self.num_tokens} tokens, and the metadata has "
-                f"{metadata.num_tokens} tokens: pad the batch to the captured size, and build it with for_graph=True"
+                f"{metadata.num_tokens} tokens of other rows or lengths: pad the batch to the captured size, and build "
+                "it with for_graph=True"
             )
         group = metadata.group_index
         self.prepare_graph_input_buffers(self.get_graph_input_buffers(metadata), metadata)

@@ -213,6 +213,27 @@ class Graphs(KitBase):
             with forbid_host_reads(self.device, [common, clone]):
                 clone.begin_forward(layer.builder.build(0, common))
 
+    def test_a_batch_of_another_shape_is_refused(self) -> None:
+        """One of as many tokens, in other rows."""
+        if self.can.cuda_graph < CudaGraphSupport.UNIFORM_BATCH:
+            return
+        shapes = {num_rows: (6 // num_rows,) * num_rows for num_rows in (2, 3, 6)}
+        given = [
+            self.make_batch(self.make_spec(), BatchShape(seq_lens=(9,) * num_rows, query_lens=query_lens))
+            for num_rows, query_lens in shapes.items()
+        ]
+        layer = make_layer(self.backend, *given, num_padded_reqs=ROWS)
+        with layer.state.graph_capture(6):
+            clones = {num_rows: layer.state.graph_clone(num_rows, 6 // num_rows) for num_rows in shapes}
+        for captured, clone in clones.items():
+            for num_rows, batch in zip(shapes, given, strict=True):
+                metadata = layer.builder.build(0, graph_batch(batch, num_rows, 6 // num_rows))
+                if num_rows == captured:
+                    clone.begin_forward(metadata)
+                else:
+                    with pytest.raises(ValueError, match="captured"):
+                        clone.begin_forward(metadata)
+
     def test_a_batch_of_another_size_is_refused(self) -> None:
         for _ in self.query_lens[:1]:
             batch = self.graph_batches(self.make_spec(), 1)[1]
