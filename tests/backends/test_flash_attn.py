@@ -18,20 +18,39 @@ from tests.backends.large_cache import check_large_cache
 
 class TestFlashAttn2Emulated(BackendConformance):
     backend_name = "FLASH_ATTN_FLASH_ATTN_EMULATED"
+    dtypes = (torch.float16,)
+
+
+@pytest.mark.long
+class TestFlashAttn2EmulatedInBfloat16(BackendConformance):
+    backend_name = "FLASH_ATTN_FLASH_ATTN_EMULATED"
+    dtypes = (torch.bfloat16,)
 
 
 class TestFlashAttnInterfaceEmulated(BackendConformance):
     """The only test of this provider: there is no build of it to run."""
 
     backend_name = "FLASH_ATTN_FLASH_ATTN_INTERFACE_EMULATED"
-    num_random_layers = 3
+    dtypes = (torch.bfloat16,)
+
+
+@pytest.mark.long
+class TestFlashAttnInterfaceEmulatedInFloat16(BackendConformance):
+    backend_name = "FLASH_ATTN_FLASH_ATTN_INTERFACE_EMULATED"
+    dtypes = (torch.float16,)
 
 
 class TestVllmFa2Emulated(BackendConformance):
     """The only test of this provider: there is no build of it to run."""
 
     backend_name = "FLASH_ATTN_VLLM_FA2_EMULATED"
-    num_random_layers = 3
+    dtypes = (torch.bfloat16,)
+
+
+@pytest.mark.long
+class TestVllmFa2EmulatedInFloat16(BackendConformance):
+    backend_name = "FLASH_ATTN_VLLM_FA2_EMULATED"
+    dtypes = (torch.float16,)
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from attn_backends.testing.conformance import BackendConformance
 from tests.backends import flashinfer_emulated  # noqa: F401 (registers)
@@ -10,6 +11,13 @@ from tests.backends import flashinfer_emulated  # noqa: F401 (registers)
 
 class TestFlashInferEmulated(BackendConformance):
     backend_name = "FLASHINFER_EMULATED"
+    dtypes = (torch.bfloat16,)
+
+
+@pytest.mark.long
+class TestFlashInferEmulatedInFloat16(BackendConformance):
+    backend_name = "FLASHINFER_EMULATED"
+    dtypes = (torch.float16,)
 
 
 @pytest.mark.gpu

@@ -15,6 +15,13 @@ class TestFlashMLAEmulated(MLAConformance):
 
 class TestFlashMLAEmulatedOlder(MLAConformance):
     backend_name = "FLASHMLA_EMULATED_OLDER"
+    dtypes = (torch.float16,)
+
+
+@pytest.mark.long
+class TestFlashMLAEmulatedOlderInBfloat16(MLAConformance):
+    backend_name = "FLASHMLA_EMULATED_OLDER"
+    dtypes = (torch.bfloat16,)
 
 
 @pytest.mark.gpu

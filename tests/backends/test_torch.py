@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from attn_backends.testing.conformance import BackendConformance
 
@@ -13,12 +14,21 @@ class TestTorch(BackendConformance):
     backend_name = "TORCH"
 
 
-class TestTorchWithoutKernel(BackendConformance):
+class WithoutKernel(BackendConformance):
     backend_name = "TORCH"
 
     @pytest.fixture(autouse=True)
     def _without_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("attn_backends.backends.torch._is_native", lambda options: False)
+
+
+class TestTorchWithoutKernel(WithoutKernel):
+    dtypes = (torch.float32,)
+
+
+@pytest.mark.long
+class TestTorchWithoutKernelInOtherDtypes(WithoutKernel):
+    dtypes = (torch.bfloat16, torch.float16, torch.float64)
 
 
 @pytest.mark.gpu
