@@ -4,12 +4,14 @@ their libraries', and batches of every kind for libraries that choose kernels as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
 from attn_backends.batch import CommonAttentionMetadata, SequenceData, SequenceGroup
 from attn_backends.devices import HAS_TRITON, Progress
-from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits
+from attn_backends.interface import AttentionState
+from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits, PlanGroup
 
 
 def compile_listed(device: torch.device, list_launches: Callable[[], None], progress: Progress | None) -> None:
@@ -66,6 +68,23 @@ def list_merges(specs: Iterable[AttentionSpec], dtype: torch.dtype | None = None
         size = (2, spec.num_qo_heads, spec.head_dim_vo)
         more, lse = empty(*size, dtype=spec.dtype), empty(*size[:2], dtype=torch.float32)
         merge(empty(*size, dtype=dtype or spec.dtype), lse, more, lse)
+
+
+def plan_all_kinds(
+    state: AttentionState[Any],
+    query_lens: Iterable[int],
+    plan: Callable[[PlanGroup[Any], CommonAttentionMetadata], None],
+    progress: Progress | None,
+) -> None:
+    """Plan the batches of `batches_to_plan` for each of a state's groups, so that FlashInfer chooses its kernels, and
+    loads or compiles them. Steps may begin on another stream afterwards."""
+    for done, group in enumerate(state.groups):
+        for batch in batches_to_plan(group.spec, state.cache, state.limits, state.device, query_lens):
+            plan(group, batch)
+        if progress is not None:
+            progress(done + 1, len(state.groups), f"plans of FlashInfer, heads of {group.spec.head_dim}")
+    if state.device.type == "cuda":
+        torch.cuda.synchronize(state.device)
 
 
 def batches_to_plan(

@@ -10,7 +10,6 @@ The reference is worked out on the CPU, as a GPU under such a tool takes long fo
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -26,7 +25,7 @@ from attn_backends.testing.batches import Batch
 from attn_backends.testing.harness import Expected
 from attn_backends.testing.mla_batches import MLABatch
 from attn_backends.testing.verify.outcome import Outcome
-from attn_backends.testing.verify.worker import EXIT_DEAD_DEVICE, Asked, is_usable, prepare, run_seed
+from attn_backends.testing.verify.worker import Asked, answer_lines, prepare, run_seed, take_standard_output
 
 
 def without_bands() -> None:
@@ -78,25 +77,12 @@ def serve(given: dict[str, Any], lines: IO[str], answers: IO[str]) -> None:
         with suppress(Exception):  # its cases say so
             _prepared(asked)
 
-    def answer(values: dict[str, Any]) -> None:
-        answers.write(json.dumps(values) + "\n")
-        answers.flush()
-
-    answer({"ready": True})
-    for line in lines:
-        case = json.loads(line)
-        asked = all_asked[case["backend"]]
-        outcome = _run(asked, case["seed"])
-        usable = is_usable(asked.device)
-        answer(outcome.as_dict())
-        if not usable:
-            os._exit(EXIT_DEAD_DEVICE)  # destructors would talk to the dead context
+    answer_lines(lambda case: _run(all_asked[case["backend"]], case["seed"]), given["device"], lines, answers)
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    answers = take_standard_output()
     without_bands()
     expected_on_cpu()
     serve(json.loads(sys.argv[1]), sys.stdin, answers)

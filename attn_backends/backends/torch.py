@@ -516,7 +516,6 @@ class TorchGraphState(TorchState):
         CapturingState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
         self.scratch = parent.scratch
         self.shape = (batch_size, query_len)
-        self.num_tokens = batch_size * query_len
         self.steps = {group.index: self._step(group, batch_size, query_len) for group in parent.groups}
 
     def _step(self, group: PlanGroup[Any], num_rows: int, query_len: int) -> TorchStep:
@@ -529,9 +528,9 @@ class TorchGraphState(TorchState):
             torch.zeros(num_rows, *heads, query_len, num_keys, dtype=_bias_dtype(spec), device=device),
             None,
             query_len,
-            torch.zeros(self.num_tokens, dtype=torch.bool, device=device),
+            torch.zeros(num_rows * query_len, dtype=torch.bool, device=device),
         )
-        slot_mapping = torch.full((self.num_tokens,), PAD_SLOT, dtype=torch.int64, device=device)
+        slot_mapping = torch.full((num_rows * query_len,), PAD_SLOT, dtype=torch.int64, device=device)
         return TorchStep(_static_metadata(group.index, slot_mapping, batch), self.scratch)
 
     def begin_forward(self, metadata: TorchMetadata) -> TorchStep:

@@ -54,7 +54,7 @@ class Batch:
     @property
     def has_exact_scales(self) -> bool:
         """Whether all ways to divide by the scales give the same: they are powers of two."""
-        return all(math.frexp(scale)[0] == 0.5 for scale in (self.k_scale, self.v_scale))
+        return is_power_of_two(self.k_scale) and is_power_of_two(self.v_scale)
 
     @property
     def groups(self) -> tuple[SequenceGroup, ...]:
@@ -149,6 +149,10 @@ def _cut(row: Row, first: int, stop: int) -> Row:
     seq_len = context_len + query_len
     data = SequenceData(context_len, query_len, row.data.pages)
     return Row(data, row.query[first:stop], row.key[:seq_len], row.value[:seq_len])
+
+
+def is_power_of_two(scale: float) -> bool:
+    return math.frexp(scale)[0] == 0.5
 
 
 def stored(tensor: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:

@@ -19,10 +19,9 @@ from attn_backends.batch import CommonAttentionMetadata
 from attn_backends.testing.band import Band, is_capturing, where_in_code
 
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
-_FILLED = frozenset(
-    {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full", "clone"}
-)
 _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
+_FILLED = frozenset({"ones", "ones_like", "new_ones", "full", "full_like", "new_full", "clone"})
+_MAKES = _EMPTY | _ZEROS | _FILLED
 _DEVICE_TENSORS = ("query_start_loc", "seq_lens", "page_table", "slot_mapping")
 
 
@@ -96,8 +95,8 @@ class GuardBands:
         """A guarded tensor in the place of one that was just allocated.
 
         Args:
-            keep: its content counts.
-            zero: that is zeros.
+            keep: its content counts, and is copied.
+            zero: its content is zeros.
         """
         what = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
         where = f"a tensor {what}, allocated in {where_in_code()}"
@@ -128,7 +127,7 @@ class GuardBands:
         self._making = True
         try:
             band, inner = Band.around(tensor, where, beyond, pinned, slack, zero)
-            if keep and not zero:
+            if keep:
                 inner.copy_(tensor)
             if read_only:
                 band.freeze()
@@ -146,7 +145,7 @@ class _Factories(TorchFunctionMode):
         self._guards = guards
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") not in _EMPTY | _FILLED:
+        if getattr(func, "__name__", "") not in _MAKES:
             return func(*args, **(kwargs or {}))
         with self._guards.from_python():
             return func(*args, **(kwargs or {}))
@@ -172,7 +171,7 @@ class _Allocations(TorchDispatchMode):
             return [torch.empty(0) if part is None else part for part in result]
         if self._guards.is_making or is_capturing():
             return result
-        if (name in _EMPTY or name in _FILLED) and "out" not in kwargs and isinstance(result, torch.Tensor):
+        if name in _MAKES and "out" not in kwargs and isinstance(result, torch.Tensor):
             return self._guards.fresh(
                 result, keep=name in _FILLED, zero=name in _ZEROS, pinned=bool(kwargs.get("pin_memory"))
             )

@@ -25,6 +25,7 @@ from attn_backends.backends.flashinfer.metadata import (
 from attn_backends.backends.flashinfer.options import FlashInferOptions
 from attn_backends.backends.flashinfer.plans import DecodePlan, Plan, PrefillPlan, RaggedPlan
 from attn_backends.backends.flashinfer.workspace import Need, eager_need, graph_need
+from attn_backends.batch import CommonAttentionMetadata
 from attn_backends.capabilities import Rejection, Unsupported
 from attn_backends.capturing_state import CapturingState
 from attn_backends.derive import PagedCsr, StepBuffers
@@ -34,7 +35,7 @@ from attn_backends.interface import AttentionStep
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, PlanGroup
 from attn_backends.staging import HostRing
 from attn_backends.streams import OneStream
-from attn_backends.warm_up import batches_to_plan, compile_listed, list_cache_writes, list_prefix_pages
+from attn_backends.warm_up import compile_listed, list_cache_writes, list_prefix_pages, plan_all_kinds
 
 FA3_MIN_QUERY_LEN = 64  # of the average row: below, fa2 packs a KV head's query heads into its tiles and fa3 does not
 
@@ -103,21 +104,17 @@ class FlashInferState(CapturingState[FlashInferMetadata, "FlashInferGraphState"]
         return FlashInferStep(metadata, self._specs[group], decode, prefill, prefix)
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile what is launched beside the library, and plan a batch of every kind: that is when the library chooses
-        kernels, and loads or compiles them."""
+        """Compile what is launched beside the library, and plan a batch of every kind but shared prefixes, which take
+        the kernels of prefills: that is when the library chooses kernels, and loads or compiles them."""
         compile_listed(self.device, self._list_launches, progress)
         self._choose_kernels(progress)
 
     def _choose_kernels(self, progress: Progress | None) -> None:
-        for done, group in enumerate(self.groups):
+        def plan(group: PlanGroup[Any], batch: CommonAttentionMetadata) -> None:
             builder = FlashInferMetadataBuilder(group, self.cache, self.limits, self.device, options=self.options)
-            query_lens = (1, 2, FA3_MIN_QUERY_LEN)
-            for batch in batches_to_plan(group.spec, self.cache, self.limits, self.device, query_lens):
-                self._plan_step(builder.build(0, batch))
-            if progress is not None:
-                progress(done + 1, len(self.groups), f"plans of FlashInfer, heads of {group.spec.head_dim}")
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # steps may begin on another stream
+            self._plan_step(builder.build(0, batch))
+
+        plan_all_kinds(self, (1, 2, FA3_MIN_QUERY_LEN), plan, progress)
 
     def _list_launches(self) -> None:
         list_cache_writes(self._specs.values(), self.cache)

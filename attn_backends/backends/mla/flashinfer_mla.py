@@ -26,9 +26,9 @@ from attn_backends.capabilities import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.devices import Progress, is_hopper, num_multiprocessors, refuse_while_capturing
 from attn_backends.flashinfer_package import LOWEST_LOGIT
 from attn_backends.mla_spec import MLASpec
-from attn_backends.spec import AttentionSpec, KVCacheSpec
+from attn_backends.spec import AttentionSpec, KVCacheSpec, PlanGroup
 from attn_backends.staging import HostRing
-from attn_backends.warm_up import batches_to_plan
+from attn_backends.warm_up import plan_all_kinds
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
@@ -142,17 +142,14 @@ class FlashInferMLAState(MLAState):
         """Compile what is launched beside the library, and plan a decode, whereupon the library loads or compiles its
         kernels."""
         super().warm_up(progress)
-        for done, group in enumerate(self.groups):
-            spec = self.specs[group.index]
+
+        def plan(group: PlanGroup[Any], batch: CommonAttentionMetadata) -> None:
             builder = FlashInferMLAMetadataBuilder(group, self.cache, self.limits, self.device, options=self.options)
-            for batch in batches_to_plan(spec, self.cache, self.limits, self.device, (1,)):
-                decode = builder.build(0, batch).decode
-                if decode is not None:
-                    self.plan_decode(spec, decode, None)
-            if progress is not None:
-                progress(done + 1, len(self.groups), f"plans of FlashInfer, {spec.num_qo_heads} heads")
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # steps may begin on another stream
+            decode = builder.build(0, batch).decode
+            if decode is not None:
+                self.plan_decode(self.specs[group.index], decode, None)
+
+        plan_all_kinds(self, (1,), plan, progress)
 
     def _new_plan(self, spec: MLASpec, graph: DecodeRows | None) -> MLAPlan:
         workspaces = (self.float_workspace, self._ring)

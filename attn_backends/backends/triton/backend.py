@@ -71,10 +71,10 @@ class TritonBackend(AttentionBackend):
 
 
 def _reject_wide_float32(spec: AttentionSpec, device: torch.device | str) -> list[Rejection]:
-    """Columns of float32 that a GPU's registers do not hold.
+    """Reject float32 layers whose head dims a thread's registers cannot hold.
 
-    Products of float32 are three of tf32, whose parts are held too. Even the smallest tile keeps some of its 256
-    columns in memory, a usual one up to 4 KB a thread, and on an H200 such kernels wrote elsewhere.
+    A product of float32 is three of tf32, and a thread holds the parts of both operands. At 256 columns even the
+    smallest tile spills, a usual one up to 4 KB a thread; kernels that spilled so gave wrong outputs on an H200.
     """
     if torch.device(device).type != "cuda" or spec.dtype is not torch.float32:
         return []

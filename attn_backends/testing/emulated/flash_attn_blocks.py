@@ -3,8 +3,8 @@
 From `hopper/` of vllm-project/flash-attention: `block.h` (where a tile's keys begin, and how many blocks it has),
 `mainloop_fwd_sm90_tma_gmma_ws.hpp` (which blocks get a mask) and `tile_size.h`. With a window, blocks are counted from
 the first query's window on, and which of them need a mask is worked out from the row's whole length, or from
-`cp_tot_seqused_k`. On an H200 outputs of 215 rows that this predicts to be wrong equalled its own, and no other of
-14,760 was wrong.
+`cp_tot_seqused_k`. Rows drawn for it on an H200 on 2026-11-23 were wrong where this predicts it, and nowhere else; no
+report of that run is kept.
 """
 
 from __future__ import annotations

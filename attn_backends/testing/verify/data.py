@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from random import Random
@@ -14,7 +13,7 @@ from attn_backends.interface import AttentionBackend
 from attn_backends.kv_cache import KVCache, allocate_kv_cache
 from attn_backends.mla_spec import MLASpec, new_kv_shapes
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec
-from attn_backends.testing.batches import Batch, Row, as_bits, stored
+from attn_backends.testing.batches import Batch, Row, as_bits, is_power_of_two, stored
 from attn_backends.testing.mla_batches import MLABatch
 from attn_backends.testing.random_batch import FP8_NAN_BYTE, SPARE_PAGES
 from attn_backends.testing.verify.cases import Case, Episode
@@ -128,8 +127,7 @@ def as_read(new: torch.Tensor, spec: AttentionSpec, scale: float) -> torch.Tenso
     A quotient by a scale that is no power of two may lie at the middle of two numbers of the cache, where a GPU's own
     division takes one and a CPU's the other: outputs would differ by what no kernel is to blame for.
     """
-    is_exact = math.frexp(scale)[0] == 0.5
-    if not is_exact and torch.finfo(spec.cache_dtype).eps > torch.finfo(spec.dtype).eps:
+    if not is_power_of_two(scale) and torch.finfo(spec.cache_dtype).eps > torch.finfo(spec.dtype).eps:
         new = stored(new.to(spec.dtype), spec.cache_dtype, scale).double() * scale
     return new.to(spec.dtype)
 

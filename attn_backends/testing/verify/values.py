@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
 from attn_backends.mla_spec import MLASpec
 from attn_backends.spec import AttentionSpec, AttentionType
+from attn_backends.testing.batches import is_power_of_two
 from attn_backends.testing.verify.cases import Case, Episode
 from attn_backends.testing.verify.factors import EAGER, GRAPH, WIDE_GRAPH, Factors
 
@@ -101,7 +101,7 @@ def _switch(is_on: bool) -> str:
 def _scales(scales: tuple[float, float]) -> str:
     if scales == (1.0, 1.0):
         return "1"
-    return "powers of 2" if all(math.frexp(scale)[0] == 0.5 for scale in scales) else "others"
+    return "powers of 2" if all(map(is_power_of_two, scales)) else "others"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -109,26 +109,37 @@ def is_usable(device: str) -> bool:
     return True
 
 
-def _serve(asked: Asked, lines: IO[str], answers: IO[str]) -> None:
-    def answer(**values: Any) -> None:
+def answer_lines(run: Callable[[Any], Outcome], device: str, lines: IO[str], answers: IO[str]) -> None:
+    """Says that the process is ready, then runs the case of each line of JSON and answers with its outcome.
+
+    The process ends with `EXIT_DEAD_DEVICE` behind the answer of a case that left the device unusable.
+    """
+
+    def answer(values: dict[str, Any]) -> None:
         answers.write(json.dumps(values) + "\n")
         answers.flush()
 
-    backend = prepare(asked)
-    answer(ready=True)
+    answer({"ready": True})
     for line in lines:
-        outcome = run_seed(asked, backend, *json.loads(line))
-        usable = is_usable(asked.device)
-        answer(**outcome.as_dict())
+        outcome = run(json.loads(line))
+        usable = is_usable(device)
+        answer(outcome.as_dict())
         if not usable:
             os._exit(EXIT_DEAD_DEVICE)  # destructors would talk to the dead context
 
 
+def take_standard_output() -> IO[str]:
+    """Standard output, for answers alone: what libraries print goes to standard error from now on."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
-    _serve(Asked.from_json(sys.argv[1]), sys.stdin, answers)
+    answers, asked = take_standard_output(), Asked.from_json(sys.argv[1])
+    backend = prepare(asked)
+    answer_lines(lambda case: run_seed(asked, backend, *case), asked.device, sys.stdin, answers)
 
 
 if __name__ == "__main__":
