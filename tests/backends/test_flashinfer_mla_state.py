@@ -10,14 +10,25 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, KVCacheSpec, Limits, Unsupported, plan_groups, select_backend
+from attn_backends.backends.mla import flashinfer_plan
 from attn_backends.backends.mla.flashinfer_mla import FlashInferMLAMetadataBuilder, FlashInferMLAOptions
-from attn_backends.backends.mla.flashinfer_plan import MLALibrary, MLAPlan, float_bytes, int_bytes, lines
+from attn_backends.backends.mla.flashinfer_plan import (
+    MLALibrary,
+    MLAPlan,
+    PlannedRows,
+    float_bytes,
+    int_bytes,
+    lines,
+    tokens_of_a_row,
+)
+from attn_backends.backends.mla.metadata import DecodeRows
 from attn_backends.mla_spec import MLASpec
 from attn_backends.registry import validate_options
 from attn_backends.testing.batches import Batch
 from attn_backends.testing.cases import BatchShape
 from attn_backends.testing.conformance import MLAConformance
 from attn_backends.testing.emulated import flashinfer
+from attn_backends.testing.graph_harness import CapturedStep, make_recorder
 from attn_backends.testing.harness import assert_matches, make_layer
 from tests.backends.flashinfer_mla_emulated import EmulatedFlashInferMLA, EmulatedState
 
@@ -152,6 +163,64 @@ def test_the_kit_finds_plans_that_graphs_keep() -> None:
     kit: Any = type("Kit", (Kit,), {"backend": backend})()
     with pytest.raises(AssertionError, match="output is off"):
         kit.test_replays_equal_the_reference("plain")
+
+
+# Tiles of 128 query tokens times heads, which end within a token where the heads do not divide them.
+
+CUT_TOKENS = [(40, 8), (24, 8), (100, 2), (36, 4), (160, 3)]  # heads, tokens of a row
+
+
+def rows_of_whole_blocks(heads: int, query_len: int, **changes: Any) -> Batch:
+    """A row for each tile but the last whose keys in front of the token that it cuts fill blocks of 64."""
+    ends = [i * 128 // heads for i in range(1, -(-query_len * heads // 128))]
+    return batch(*(64 - end + query_len for end in ends), query_len=query_len, num_qo_heads=heads, **changes)
+
+
+@pytest.mark.parametrize(("heads", "query_len"), CUT_TOKENS)
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_no_token_loses_its_own_key(heads: int, query_len: int, in_graph: bool) -> None:
+    given = rows_of_whole_blocks(heads, query_len)
+    layer, rows = make_layer(EmulatedFlashInferMLA, given, num_padded_reqs=2 * query_len), len(given.rows) + 2
+    if not in_graph:
+        assert_matches(layer.forward(given, layer.begin(given), want_lse=True), given)
+        return
+    with layer.state.graph_capture(rows):
+        clone = layer.state.graph_clone(rows, query_len)
+        captured = CapturedStep([layer], clone, [given], rows, query_len, make_recorder("cpu"))
+    captured.fill([given])
+    assert_matches(captured.replay()[0], given)
+
+
+@pytest.mark.parametrize(("heads", "query_len"), CUT_TOKENS)
+def test_the_emulated_kernels_lose_it(heads: int, query_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that are planned whole, as the real ones do; one key more, and they do not."""
+    monkeypatch.setattr(flashinfer_plan, "tokens_of_a_row", lambda query_len, heads: query_len)
+    given = rows_of_whole_blocks(heads, query_len)
+    layer = make_layer(EmulatedFlashInferMLA, given)
+    with pytest.raises(AssertionError, match="output is off"):
+        assert_matches(layer.forward(given, layer.begin(given)), given)
+    longer = batch(*(row.data.seq_len + 1 for row in given.rows[:1]), query_len=query_len, num_qo_heads=heads)
+    assert_matches(layer.forward(longer, layer.begin(longer)), longer)
+
+
+def test_rows_are_planned_whole_where_tiles_end_with_tokens() -> None:
+    whole = {(heads, n) for heads in (1, 2, 4, 8, 16, 32, 64, 128) for n in range(1, 9)}
+    whole |= {(heads, 128 // heads) for heads in range(1, 129)} | {(heads, 1) for heads in range(1, 257)}
+    assert all(tokens_of_a_row(n, heads) == n for heads, n in whole)
+    cut = {(40, 8): 3, (24, 8): 5, (65, 2): 1, (200, 2): 1}
+    assert {(heads, n): tokens_of_a_row(n, heads) for heads, n in cut} == cut
+
+
+def test_parts_of_rows_have_the_keys_that_they_see() -> None:
+    table = torch.zeros(3, 7, dtype=torch.int32)
+    lens = torch.tensor([69, 8, 0], dtype=torch.int32)
+    planned = PlannedRows.of(DecodeRows(3, 8, table, lens, lens, None), 7, 3)
+    assert planned.query_starts.tolist() == [0, 3, 6, 8, 11, 14, 16, 19, 22, 24]
+    assert planned.page_starts.tolist() == [0, 0, 0, 7, 7, 7, 14, 14, 14, 21]
+    assert planned.kv_lens.tolist() == [64, 67, 69, 3, 6, 8, 0, 0, 0]
+    assert {each.dtype for each in planned[:3]} == {torch.int32}
+    assert planned.causal
+    assert not PlannedRows.of(DecodeRows(3, 8, table, lens, lens, None), 7, 1).causal
 
 
 # What is told.

@@ -29,6 +29,7 @@ class Rules:
     soft_cap: float  # 0: none
     # What kernels compare with `EMPTY_LSE`: products of queries and keys, or logits of base 2. None: neither.
     compares: Literal["products", "logits", None] = None
+    hidden: int = 0  # of the keys that a causal query would see, the last so many are not shown to it
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,10 @@ def _seen(num_tokens: int, num_slots: int, rows: Rows, rules: Rules) -> tuple[to
     key_row, key_index, is_key = place(num_slots, rows.key_indptr, reached)
     qo_lens = rows.qo_indptr[1:] - rows.qo_indptr[:-1]
     position = ((rows.kv_lens - qo_lens)[row] + index)[:, None]  # of each query among the keys of its row
-    seen = (row[:, None] == key_row) & is_key & in_row[:, None]
+    owner, _, _ = place_slots(rows.key_indptr[row], rows.key_indptr, reached)  # of rows that begin at one key, the last
+    seen = (owner[:, None] == key_row) & is_key & in_row[:, None] & (key_index < reached[row][:, None])
     if rules.causal:
-        seen = seen & (key_index <= position)
+        seen = seen & (key_index + rules.hidden <= position)
     if rules.window_left >= 0:
         seen = seen & (key_index + rules.window_left >= position)
     return seen, in_row
@@ -105,7 +107,13 @@ def _seen(num_tokens: int, num_slots: int, rows: Rows, rules: Rules) -> tuple[to
 
 def place(count: int, indptr: torch.Tensor, lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of each of `count` slots its row, its place in that row, and whether the row reaches so far. [count] each."""
-    slots = torch.arange(count, dtype=torch.int64, device=indptr.device)
+    return place_slots(torch.arange(count, dtype=torch.int64, device=indptr.device), indptr, lens)
+
+
+def place_slots(
+    slots: torch.Tensor, indptr: torch.Tensor, lens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same of given slots, [count] i64."""
     last = len(indptr) - 2
     found = torch.searchsorted(indptr[1:], slots, right=True)
     row = found.clamp(max=last)

@@ -5,25 +5,27 @@
 
 As with the real one, kernels read a batch's lengths and the starts of its rows from the int workspace, where the plan
 has left them, and of the tensors that the wrapper was given the pages alone. The size of a cluster, which a launch has
-baked in, must be that of the last plan: else all is NaN, where the real one leaves tiles out.
+baked in, must be that of the last plan: else all is NaN, where the real one leaves tiles out. Causal tiles that end
+within a token lose that token's own key where the real ones do (`_without_own_key`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from attn_backends.testing.emulated.flashinfer_checks import check_shape, lse_for
-from attn_backends.testing.emulated.flashinfer_kernel import EMPTY_LSE, Rows, Rules, attend, gather_pages
+from attn_backends.testing.emulated.flashinfer_kernel import EMPTY_LSE, Rows, Rules, attend, gather_pages, place
 from attn_backends.testing.emulated.flashinfer_modules import FA2, FA3, HALF_DTYPES
 from attn_backends.testing.emulated.flashinfer_schedule import NUM_SMS, WorkspaceAllocator
 from attn_backends.testing.emulated.flashinfer_wrapper import INT_WORKSPACE_BYTES, pinned_like
 
 TILE_ROWS, MAX_WORKS = 64, 16384
+BLOCK_KEYS = 64
 HEAD_DIMS = (512, 64)
 _PER_WORK = ("q_indptr", "kv_indptr", "partial_indptr")
 _PER_SM = ("merge_packed_offset_start", "merge_packed_offset_end", "merge_partial_packed_offset_start",
@@ -73,8 +75,8 @@ class MLAModule:
             raise RuntimeError(f"{num_works} tiles and splits are more than the {MAX_WORKS} of a schedule")
         info = self._allocate(float_workspace, int_workspace, cluster, head_dim_o)
         numbers = pinned.view(torch.uint8)[: 4 * (3 * batch_size + 2)].view(torch.int32)
-        for place, values in zip(planned(numbers, batch_size), (kv_lens, kv_indptr, qo_indptr), strict=False):
-            place.copy_(values[: len(place)])
+        for part, values in zip(planned(numbers, batch_size), (kv_lens, kv_indptr, qo_indptr), strict=False):
+            part.copy_(values[: len(part)])
         numbers[-1] = cluster
         int_workspace.view(torch.uint8)[: numbers.numel() * 4].view(torch.int32).copy_(numbers, non_blocking=True)
         return [*info, batch_size]
@@ -129,11 +131,28 @@ class MLAModule:
         rows = Rows(qo_indptr.long(), ends * page_size, lens, lens, (qo_indptr[1:] - qo_indptr[:-1]).long())
         ckv, kpe = (gather_pages(part[:, :, None], kv_indices, ends) for part in (ckv_cache, kpe_cache))
         query, keys = torch.cat([q_nope, q_pe], -1), torch.cat([ckv, kpe], -1)
-        made, sums, _ = attend(query, keys, ckv, rows, Rules(scale, causal, -1, 0.0, "products"))
+        rules = Rules(scale, causal, -1, 0.0, "products")
+        made, sums, _ = attend(query, keys, ckv, rows, rules)
+        tile = plan_info[0] * TILE_ROWS
+        if causal and tile % num_heads:
+            lost = _without_own_key(len(query), num_heads, tile, rows)
+            others, other_sums, _ = attend(query, keys, ckv, rows, replace(rules, hidden=1))
+            made, sums = torch.where(lost[..., None], others, made), torch.where(lost, other_sums, sums)
         fits = numbers[-1] == plan_info[0]
         out.copy_(torch.where(fits, made, math.nan))
         if lse is not None:
             lse.copy_(torch.where(fits, sums.masked_fill(sums == EMPTY_LSE, -math.inf), math.nan))
+
+
+def _without_own_key(num_tokens: int, num_heads: int, tile: int, rows: Rows) -> torch.Tensor:
+    """[num_tokens, num_heads] bool: heads in a tile, but a row's last, that ends within their token, where the keys in
+    front of the token's own are whole blocks."""
+    row, index, _ = place(num_tokens, rows.qo_indptr, rows.planned_qo_lens)
+    lens = rows.planned_qo_lens[row][:, None]
+    packed = index[:, None] * num_heads + torch.arange(num_heads, device=index.device)
+    end = (packed // tile + 1) * tile  # of the tile
+    counted = rows.kv_lens[row][:, None] - lens + end // num_heads
+    return (end < lens * num_heads) & (end // num_heads == index[:, None]) & (counted % BLOCK_KEYS == 0)
 
 
 def planned(numbers: torch.Tensor, batch_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
