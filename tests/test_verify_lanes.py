@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.verify_lanes import Lane, main
+from benchmarks.verify_lanes import Lane, covered, main
 
 
 def test_lanes_end_in_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,6 +27,27 @@ def test_runs_that_fail_are_named(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"no run wrote a report: see .*\.log"):
         main(["--lane", "NOBODY:1", "--minutes", "0.02", "--device", "cpu", "--folder", str(tmp_path)])
     assert "NOBODY" in (tmp_path / "nobody_random_0.log").read_text()
+
+
+def test_backends_that_an_earlier_report_has_not_run_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify` refuses a report that says nothing of its backend."""
+    started: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        started.append(command)
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps({"backends": {"TRITON": {}}}))
+    words = ["--lane", "TORCH:1", "TRITON:1", "--minutes", "0.05", "--covered", str(earlier)]
+    with pytest.raises(SystemExit, match="no run wrote a report"):
+        main([*words, "--folder", str(tmp_path)])
+    told = {command[4]: "--covered" in command for command in started if "--declared" in command}
+    assert told == {"TORCH": False, "TRITON": True}
+    one = tmp_path / "one.json"
+    one.write_text(json.dumps({"backend": "TORCH"}))
+    assert covered(one) == {"TORCH"}
 
 
 @pytest.mark.parametrize("text", ["TRITON", "TRITON:0", ":3", "TRITON:x"])

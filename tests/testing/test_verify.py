@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -23,8 +24,11 @@ from attn_backends.spec import AttentionSpec
 from attn_backends.testing.batches import as_bits, stored
 from attn_backends.testing.models import published_models
 from attn_backends.testing.plain import undeclared
+from attn_backends.testing.verify import worker
+from attn_backends.testing.verify.campaign import Jobs
 from attn_backends.testing.verify.cases import Case, draw_case
 from attn_backends.testing.verify.data import as_read, cache_of, page_lists
+from attn_backends.testing.verify.outcome import Outcome
 from attn_backends.testing.verify.run import run_case
 from attn_backends.testing.verify.sizes import SIZES, fits
 from attn_backends.testing.verify.worker import Asked, run_seed
@@ -171,6 +175,69 @@ def test_a_process_that_dies_is_named_and_another_goes_on(tmp_path: Path) -> Non
     again = verify(*words[2:])
     assert again.returncode == -11
     assert f"repeat it: {dead[0]['command']}" in re.sub(r"\s+", " ", done.stdout)
+
+
+def test_a_process_that_memory_ended_is_followed_by_another_for_its_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, module = tmp_path / "report.json", "tests.testing.dying_backend"
+    monkeypatch.setenv("FULL", str(tmp_path / "full"))
+    done = verify("FULL", "--cases", "2", "--workers", "1", "--size", "small", "--import", module, "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(file.read_text())["num_cases"] == 2
+    assert (tmp_path / "full").exists()
+
+
+OUT_OF_MEMORY = "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"
+FAILED_ALLOCATION = (
+    'torch_call_dispatcher( "aten::new_empty", "", stack.data(), TORCH_ABI_VERSION) API call failed at o.h'
+)
+
+
+@pytest.mark.parametrize(
+    ("raised", "runs", "becomes"),
+    [
+        ([RuntimeError(OUT_OF_MEMORY)], 2, None),
+        ([torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")] * 2, 2, "refused"),
+        ([RuntimeError(OUT_OF_MEMORY)] * 2, 2, "refused"),
+        ([RuntimeError(FAILED_ALLOCATION)], 2, None),
+        ([RuntimeError(FAILED_ALLOCATION)] * 2, 2, "a finding"),
+        ([RuntimeError(OUT_OF_MEMORY), AssertionError("the output is off")], 2, "a finding"),
+        ([RuntimeError("CUDA error: an illegal memory access was encountered")], 1, "a finding"),
+    ],
+)
+def test_cases_that_memory_was_too_little_for(
+    raised: list[Exception], runs: int, becomes: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run again once the process has given back what it kept, which it does behind each case too."""
+    happened: list[str] = []
+    left = list(raised)
+
+    def run(backend: Any, case: Case, device: str) -> Outcome:
+        happened.append("run")
+        if left:
+            raise left.pop(0)
+        return Outcome(case.seed, case.kind)
+
+    case = draw_case(get_backend("TORCH"), 3, SIZES["small"], "cpu")
+    monkeypatch.setattr(worker, "cases_of", lambda *given: iter([case]))
+    monkeypatch.setattr(worker, "run_case", run)
+    monkeypatch.setattr(worker, "is_usable", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("give back"))
+    outcome = run_seed(Asked("TORCH", "cuda", "medium", None, ()), get_backend("TORCH"), 3)
+    assert happened == ["run", "give back"] * runs
+    refused = outcome.refused["too little device memory"] == 1
+    assert (refused, outcome.finding is not None) == (becomes == "refused", becomes == "a finding")
+
+
+def test_what_is_under_way_at_the_end_is_awaited_for_a_minute_in_all() -> None:
+    """Not for one behind each case that ends: libraries compile for minutes."""
+    jobs = Jobs([], time.monotonic() - 20)
+    assert 39 < jobs.awaited_s < 41
+    assert Jobs([], time.monotonic() - 90).awaited_s == 0
+    ended = Jobs([], time.monotonic() + 1000)
+    ended.end()
+    assert 59 < ended.awaited_s < 61
 
 
 def test_one_case_alone() -> None:

@@ -18,7 +18,7 @@ from attn_backends.testing.verify.declared import Row
 from attn_backends.testing.verify.factors import factors
 from attn_backends.testing.verify.outcome import Outcome
 from attn_backends.testing.verify.pairs import Pairs
-from attn_backends.testing.verify.worker import Asked, prepare
+from attn_backends.testing.verify.worker import Asked, may_lack_memory, prepare
 
 SEEDS_OF_A_RUN = 1 << 20  # so many cases lie between two seeds of a run
 _SILENT_AFTER_S = {"cpu": 300.0, "cuda": 900.0}  # a case that takes longer hangs; libraries compile for minutes
@@ -87,7 +87,7 @@ class Jobs:
 
     def end(self) -> None:
         """No case follows."""
-        self._deadline = 0.0
+        self._deadline = min(self._deadline, time.monotonic())
 
     def next_block(self) -> list[Job]:
         """Empty at the end."""
@@ -95,9 +95,9 @@ class Jobs:
             return next(self._blocks, []) if time.monotonic() < self._deadline else []
 
     @property
-    def remaining_s(self) -> float:
-        """Seconds until the time is over."""
-        return max(0.0, self._deadline - time.monotonic())
+    def awaited_s(self) -> float:
+        """Seconds until what is under way is awaited no longer."""
+        return max(0.0, self._deadline + _GRACE_S - time.monotonic())
 
     @property
     def is_over(self) -> bool:
@@ -120,7 +120,7 @@ def run_campaign(
     running = len(threads)
     try:
         while running:
-            outcome = outcomes.get(timeout=jobs.remaining_s + _GRACE_S)
+            outcome = outcomes.get(timeout=jobs.awaited_s)
             if outcome is None:
                 running -= 1
             else:
@@ -134,19 +134,22 @@ def run_campaign(
 
 
 def _drive(asked: Asked, jobs: Jobs, outcomes: queue.Queue[Outcome | None]) -> None:
-    """Keep one process busy, and start another where one dies."""
+    """Keep one process busy, and start another where one dies; for the same case once, if memory was short."""
     process: _Process | None = None
     try:
         while block := jobs.next_block():
             for job in block:
                 if jobs.is_over:
                     break
-                process = process or _Process(asked)
-                outcome, is_alive = process.run(job)
+                for may_run_again in (True, False):
+                    process = process or _Process(asked)
+                    outcome, is_alive = process.run(job)
+                    if not is_alive:
+                        process.close()
+                        process = None
+                    if is_alive or not (may_run_again and may_lack_memory(outcome)):
+                        break
                 outcomes.put(outcome)
-                if not is_alive:
-                    process.close()
-                    process = None
     except Exception as error:  # the run is told of it, rather than waiting for ever
         outcomes.put(Outcome(-1, "(worker)", finding=f"{type(error).__name__}: {error}"))
     finally:

@@ -10,6 +10,7 @@ parent knows which seed it ran, and starts another.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -32,6 +33,8 @@ from attn_backends.testing.verify.run import run_case
 from attn_backends.testing.verify.sizes import SIZES
 
 SHORT_CONTEXT = 512
+_NO_MEMORY = "out of memory"  # as torch, CUDA and libraries say it
+_FAILED_ALLOCATION = '"aten::new_empty", "", stack.data(), TORCH_ABI_VERSION) API call failed'  # and do not say why
 EXIT_DEAD_DEVICE = 3  # the last case left the device unusable; it was reported
 
 
@@ -75,7 +78,29 @@ def cases_of(asked: Asked, backend: type[AttentionBackend], seed: int, row: Row 
 
 
 def run_seed(asked: Asked, backend: type[AttentionBackend], seed: int, row: Row | None = None) -> Outcome:
-    """Draw and run one case, with the values of a row if there is one. Whatever it raises is the finding."""
+    """Draw and run one case, with the values of a row if there is one. Whatever it raises is the finding.
+
+    A case that memory may have been too little for runs once more when this process has given back what it kept: other
+    processes take of the device's memory too. If it says again that memory is out, it is refused, and no finding.
+    """
+    outcome = _run_seed(asked, backend, seed, row)
+    if may_lack_memory(outcome):
+        gc.collect()
+        _give_back(asked.device)
+        outcome = _run_seed(asked, backend, seed, row)
+        if _NO_MEMORY in (outcome.finding or ""):
+            outcome = Outcome(seed, outcome.kind)
+            outcome.refused["too little device memory"] += 1
+    _give_back(asked.device)
+    return outcome
+
+
+def may_lack_memory(outcome: Outcome) -> bool:
+    """Whether nothing but memory may have been wrong, by the words of the finding."""
+    return any(words in (outcome.finding or "") for words in (_NO_MEMORY, _FAILED_ALLOCATION))
+
+
+def _run_seed(asked: Asked, backend: type[AttentionBackend], seed: int, row: Row | None) -> Outcome:
     kind = "(not drawn)"
     try:
         for case in cases_of(asked, backend, seed, row):
@@ -84,12 +109,14 @@ def run_seed(asked: Asked, backend: type[AttentionBackend], seed: int, row: Row 
             if not outcome.refused["graph of a batch"]:
                 break
         return outcome
-    except torch.OutOfMemoryError:
-        outcome = Outcome(seed, kind)
-        outcome.refused["too little device memory"] += 1
-        return outcome
     except Exception as error:
         return Outcome(seed, kind, finding=_described(error))
+
+
+def _give_back(device: str) -> None:
+    """Memory that torch keeps for later is others' until the next case."""
+    if device.startswith("cuda") and is_usable(device):
+        torch.cuda.empty_cache()
 
 
 def _described(error: BaseException) -> str:
