@@ -5,7 +5,8 @@
 A model is a shape with random weights. Every figure is of a process of its own: cold, with an empty folder for Triton's
 compiled kernels; then warm, with what the first one left there. Each makes the engine and runs a mixed load of requests
 twice, all there at once. Compilations are counted by Triton's own hook: what was compiled, and what was read from its
-cache. With --without, a cold one without warming up comes too.
+cache. Both loads are the same steps: the file has how long each kind took, and those of which the first took longest
+beside the second. With --without, a cold one without warming up comes too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,6 +56,51 @@ class Compilations:
         self._compiled.clear()
         self._read.clear()
         return taken
+
+
+class Steps:
+    """The steps that an engine launches, each until the next one: the host runs ahead of the device by few."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._runner = llm.runner
+        self._begun: list[tuple[float, int, str]] = []  # when, tokens with padding, and what ran them
+        self._run, self._run_next = llm.runner.run, llm.runner.run_next
+        self._runner.run = lambda batch: self._timed(self._run, batch)  # type: ignore[method-assign]
+        self._runner.run_next = lambda tokens: self._timed(self._run_next, tokens)  # type: ignore[method-assign]
+
+    def _timed(self, run: Any, given: Any) -> Any:
+        begun, replays = time.perf_counter(), self._runner.num_replays
+        result = run(given)
+        kind = "eager" if self._runner.num_replays == replays else "graph"
+        self._begun.append((begun, self._runner._step.common.num_tokens, kind))
+        return result
+
+    def pop(self) -> list[Step]:
+        """Those since last asked."""
+        times = [begun for begun, _, _ in self._begun] + [time.perf_counter()]
+        lasted = (end - begun for begun, end in pairwise(times))
+        taken = [Step(kind, size, long) for (_, size, kind), long in zip(self._begun, lasted, strict=True)]
+        self._begun.clear()
+        return taken
+
+
+class Step(NamedTuple):
+    kind: str
+    tokens: int
+    seconds: float
+
+
+def compared(first: Sequence[Step], second: Sequence[Step], most: int = 12) -> dict[str, Any]:
+    """Seconds of each kind of step in two loads, and the steps whose first took longest beside the second."""
+    if [step[:2] for step in first] != [step[:2] for step in second]:
+        return {"steps": [len(first), len(second)], "same": False}
+    kinds = {
+        kind: [sum(step.seconds for step in steps if step.kind == kind) for steps in (first, second)]
+        for kind in dict.fromkeys(step.kind for step in first)
+    }
+    pairs = sorted(zip(first, second, strict=True), key=lambda pair: pair[1].seconds - pair[0].seconds)
+    slower = [{"kind": a.kind, "tokens": a.tokens, "ms": [1e3 * a.seconds, 1e3 * b.seconds]} for a, b in pairs[:most]]
+    return {"steps": [len(first), len(second)], "same": True, "seconds": kinds, "slower": slower}
 
 
 class Phases:
@@ -95,12 +142,13 @@ def run_once(arguments: argparse.Namespace) -> dict[str, object]:
     phases("ready")
     while_loading = compilations.pop()
     lens, new = load(arguments.requests)
-    numbers, seconds, left = np.random.default_rng(1), [], []
+    numbers, seconds, left, steps, ran = np.random.default_rng(1), [], [], Steps(llm), []
     for _ in range(2):
         prompts = [numbers.integers(3, llm.model.vocab_size, length).tolist() for length in lens]
         llm.generate(prompts, [SamplingParams(max_tokens=count, ignore_eos=True) for count in new])
         seconds.append(llm.stats.seconds)
         left.append(compilations.pop())
+        ran.append(steps.pop())
     return {
         "backend": llm.selection.name,
         "model s": loaded - started,
@@ -114,6 +162,7 @@ def run_once(arguments: argparse.Namespace) -> dict[str, object]:
         "first/second": seconds[0] / seconds[1],
         "compiled in loads": sum(sum(each["compiled"].values()) + sum(each["read"].values()) for each in left),
         "compilations": {"model": before, "engine": while_loading, "first load": left[0], "second load": left[1]},
+        "both loads": compared(*ran),
     }
 
 
@@ -132,7 +181,7 @@ def in_a_process(model: str, folder: str, given: Sequence[str], warm: bool) -> d
 
 def turned(rows: list[dict[str, object]]) -> list[dict[str, object]]:
     """A figure each, with a column a run; the kernels' names are in the file alone."""
-    names = [name for name in rows[0] if name not in ("model", "caches", "compilations")]
+    names = [name for name in rows[0] if name not in ("model", "caches", "compilations", "both loads")]
     return [{"": name} | {f"{row['model']}, {row['caches']}": row[name] for row in rows} for name in names]
 
 
