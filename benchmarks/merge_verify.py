@@ -3,6 +3,10 @@
 attn-backends verify TRITON --seed 1 --cases 2000 --json one.json        and so on, with other seeds
 attn-backends verify TRITON --declared --json two.json
 python benchmarks/merge_verify.py one.json two.json --out benchmarks/results/verify.json
+
+With `--alone`, what `verify NAME --case` printed of cases that the device's memory was too little for, beside others:
+{"cases": [{"command": "attn-backends verify ...", "printed": ["seed: 7", ..., "found: nothing"]}]}. Those in which
+nothing was found are no findings then, but `ran_alone`, with the words of both.
 """
 
 from __future__ import annotations
@@ -15,14 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from attn_backends.testing.verify.pairs import Pairs, counted, values_in
+from attn_backends.testing.verify.worker import may_lack_memory
 
 _SUMS = ("num_cases", "num_steps", "seconds")
 _COUNTS = ("cases", "steps", "refused")
 _OF_A_RUN = ("command", "backend", "device", "date", "machine", "versions", "declared", "first_seed", *_SUMS)
 
 
-def merge(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merge(reports: Sequence[dict[str, Any]], alone: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """One report of several, with a row for each backend and each run as it was.
+
+    Args:
+        alone: cases that ran by themselves afterwards, as `command` and what it `printed`.
 
     Raises:
         ValueError: two runs of one backend began at the same seed, so their cases are the same; or they were on
@@ -37,6 +45,7 @@ def merge(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if twice:
         raise ValueError(f"the same cases are in two reports: {', '.join(twice)}; give each run another --seed")
     _check_machines(reports)
+    reports = [_without_those_alone(report, alone) for report in reports]
     backends = dict.fromkeys(report["backend"] for report in reports)
     return {
         "title": "attn-backends verify: random cases against float64 and guard bands",
@@ -46,6 +55,19 @@ def merge(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "backends": {name: _merged([report for report in reports if report["backend"] == name]) for name in backends},
         "runs": [{key: report[key] for key in _OF_A_RUN if key in report} for report in reports],
     }
+
+
+def _without_those_alone(report: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A report, with findings of memory alone apart if nothing was found in their cases later."""
+    passed = {each["command"]: each["printed"] for each in alone if each["printed"][-1] == "found: nothing"}
+    findings: list[dict[str, Any]] = []
+    ran_alone: list[dict[str, Any]] = []
+    for finding in report["findings"]:
+        if may_lack_memory(finding["what"]) and (printed := passed.get(finding["command"])):
+            ran_alone.append({**finding, "printed_alone": printed})
+        else:
+            findings.append(finding)
+    return {**report, "findings": findings, "ran_alone": ran_alone}
 
 
 def _check_machines(reports: Sequence[dict[str, Any]]) -> None:
@@ -72,6 +94,7 @@ def _merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return merged | {
         "worst": dict(sorted(worst.items())),
         "findings": [finding for report in reports for finding in report["findings"]],
+        "ran_alone": [each for report in reports for each in report["ran_alone"]],
         **(_merged_values(recorded) if recorded else {}),
     }
 
@@ -96,9 +119,11 @@ def _merged_values(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reports", nargs="+", type=Path)
+    parser.add_argument("--alone", type=Path, help="what cases printed that ran by themselves")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args(given)
-    merged = merge([json.loads(path.read_text()) for path in arguments.reports])
+    alone = json.loads(arguments.alone.read_text())["cases"] if arguments.alone else []
+    merged = merge([json.loads(path.read_text()) for path in arguments.reports], alone)
     arguments.out.write_text(json.dumps(merged, indent=1) + "\n")
     print(
         f"{merged['num_cases']} cases of {len(merged['runs'])} runs, {merged['num_findings']} findings: {arguments.out}"

@@ -107,10 +107,12 @@ def _where(name: str, found: Mapping[str, Any], runs: Sequence[Mapping[str, Any]
     known = ", ".join(f"{package} {' and '.join(each)}" for package, each in versions.items() if each)
     worst, error = max(found["worst"].items(), key=lambda item: item[1]["of_tolerance"], default=("nothing", None))
     near = "" if error is None else f" The worst error is {error['of_tolerance']:.2f} of its tolerance: {worst}."
+    alone = len(found.get("ran_alone", ()))
+    again = f" The device's memory was too little for {alone}, which then ran by themselves." if alone else ""
     days = " and ".join(dict.fromkeys(run["date"] for run in mine))
     return (
         f"{where}, {days}; {known}.\n\n{found['num_cases']:,} cases, {found['num_steps']:,} steps, "
-        f"{len(found['findings'])} findings.{near}"
+        f"{len(found['findings'])} findings.{again}{near}"
     )
 
 

@@ -70,6 +70,31 @@ def test_a_report_without_values_says_nothing_of_them() -> None:
     assert merge([older, report(2)])["backends"]["TRITON"]["num_pairs"]["not_run"] == 12
 
 
+MEMORY = {
+    "seed": 7,
+    "kind": "decode",
+    "what": "CUDA error: out of memory",
+    "command": "attn-backends verify TRITON --case 7",
+}
+OTHER = {**MEMORY, "seed": 8, "what": "the output is off", "command": "attn-backends verify TRITON --case 8"}
+
+
+@pytest.mark.parametrize(("printed", "num_findings"), [("found: nothing", 1), ("found: the output is off", 2)])
+def test_cases_of_memory_that_passed_by_themselves_are_no_findings(printed: str, num_findings: int) -> None:
+    """Nothing else that was found is forgotten, whatever its case printed later."""
+    alone = [{"command": each["command"], "printed": ["seed", printed]} for each in (MEMORY, OTHER)]
+    found = report(1, findings=[MEMORY, OTHER])
+    merged = merge([found], alone)
+    assert merged["num_findings"] == num_findings
+    mine = merged["backends"]["TRITON"]
+    assert OTHER in mine["findings"]
+    assert len(mine["ran_alone"]) == 2 - num_findings
+    assert ("memory was too little for 1," in page(merged)) is (num_findings == 1)
+    if num_findings == 1:
+        assert mine["ran_alone"] == [{**MEMORY, "printed_alone": ["seed", printed]}]
+    assert merge([found])["num_findings"] == 2
+
+
 def test_runs_of_two_gpus_are_not_merged() -> None:
     with pytest.raises(ValueError, match="TRITON ran on NVIDIA A100 and on NVIDIA H200: merge the runs of each"):
         merge([report(1), report(2, machine={"gpu": "NVIDIA A100"})])

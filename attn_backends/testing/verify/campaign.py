@@ -147,7 +147,7 @@ def _drive(asked: Asked, jobs: Jobs, outcomes: queue.Queue[Outcome | None]) -> N
                     if not is_alive:
                         process.close()
                         process = None
-                    if is_alive or not (may_run_again and may_lack_memory(outcome)):
+                    if is_alive or not (may_run_again and may_lack_memory(outcome.finding)):
                         break
                 outcomes.put(outcome)
     except Exception as error:  # the run is told of it, rather than waiting for ever

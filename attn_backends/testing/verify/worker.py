@@ -84,7 +84,7 @@ def run_seed(asked: Asked, backend: type[AttentionBackend], seed: int, row: Row 
     processes take of the device's memory too. If it says again that memory is out, it is refused, and no finding.
     """
     outcome = _run_seed(asked, backend, seed, row)
-    if may_lack_memory(outcome):
+    if may_lack_memory(outcome.finding):
         gc.collect()
         _give_back(asked.device)
         outcome = _run_seed(asked, backend, seed, row)
@@ -95,9 +95,9 @@ def run_seed(asked: Asked, backend: type[AttentionBackend], seed: int, row: Row 
     return outcome
 
 
-def may_lack_memory(outcome: Outcome) -> bool:
-    """Whether nothing but memory may have been wrong, by the words of the finding."""
-    return any(words in (outcome.finding or "") for words in (_NO_MEMORY, _FAILED_ALLOCATION))
+def may_lack_memory(finding: str | None) -> bool:
+    """Whether nothing but memory may have been wrong, by the words of a finding."""
+    return any(words in (finding or "") for words in (_NO_MEMORY, _FAILED_ALLOCATION))
 
 
 def _run_seed(asked: Asked, backend: type[AttentionBackend], seed: int, row: Row | None) -> Outcome:
