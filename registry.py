@@ -8,6 +8,6 @@ from attn_backends.registry import *  # noqa: F403 (a façade: the other module'
 if __name__ == "__main__":
     import typer
 
-    from attn_backends.cli import support_table
+    from attn_backends.cli.app import support_table
 
     typer.run(support_table)

@@ -37,10 +37,10 @@ from plain_read import make_read
 from attn_backends import get_backend, plan_groups, select_backend
 from attn_backends.backends.flash_attn.provider import choose
 from attn_backends.backends.flash_attn.providers import PROVIDERS
-from attn_backends.batch_views import without_new_keys
-from attn_backends.capabilities import CudaGraphSupport
+from attn_backends.batch.views import without_new_keys
+from attn_backends.cache.kv_cache import gather_slots
 from attn_backends.interface import AttentionBackend, AttentionImpl, AttentionStep
-from attn_backends.kv_cache import gather_slots
+from attn_backends.interface.capabilities import CudaGraphSupport
 from attn_backends.registry import validate_options
 
 GQA, SMALL = (32, 8, 128), (9, 3, 64)

@@ -15,7 +15,7 @@ from paged_problem import Call, Contender, Problem, make_contender
 
 from attn_backends import AttentionSpec, CommonAttentionMetadata
 from attn_backends.backends.flash_attn.call import window_of
-from attn_backends.kv_cache import gather_slots
+from attn_backends.cache.kv_cache import gather_slots
 
 WORKSPACE_BYTES = 512 << 20  # of FlashInfer; its own advice is 128 MB, which graphs of many rows overflow
 

@@ -3,9 +3,9 @@
     python benchmarks/busy_cores.py [--spins 1000 20000 300000] [--busy 0 1 2] [--max-tokens 32] [--repeats 3]
 
 Threads of GNU's OpenMP, which torch has on Linux, spin before they sleep while they wait for one another:
-`GOMP_SPINCOUNT` says how often, 300000 times if nothing does; the command sets `attn_backends.cli.SPINS`. Other work is
-a loop on each of so many cores. Each number of spins has its turn in every repeat, in a process of its own; loading the
-model is not counted.
+`GOMP_SPINCOUNT` says how often, 300000 times if nothing does; the command sets `SPINS` (attn_backends.cli.app). Other
+work is a loop on each of so many cores. Each number of spins has its turn in every repeat, in a process of its own;
+loading the model is not counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from harness import report
 
-from attn_backends.cli import SPINS
+from attn_backends.cli.app import SPINS
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def busy(num_cores: int) -> Iterator[None]:
 
 def seconds(spins: int, max_tokens: int) -> float:
     """Of generation alone: four prompts at once."""
-    command = [sys.executable, "-m", "attn_backends.cli", "generate", "--device", "cpu", "--json"]
+    command = [sys.executable, "-m", "attn_backends.cli.app", "generate", "--device", "cpu", "--json"]
     environ = os.environ | {"GOMP_SPINCOUNT": str(spins)}
     done = subprocess.run(
         [*command, "--max-tokens", str(max_tokens)], env=environ, stdin=subprocess.DEVNULL, capture_output=True,

@@ -24,7 +24,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from attn_backends import LLM, AttentionSpec, EngineConfig, SamplingParams
-from attn_backends.engine.hf import AttentionContext, LayerProbe, LoadedModel
+from attn_backends.engine.models.context import AttentionContext
+from attn_backends.engine.models.hf import LayerProbe, LoadedModel
 
 VOCAB, PROMPT, NEW = 259, 384, 256
 NUM_LOGITS = 16  # to look for the largest of many is the device's work

@@ -24,8 +24,9 @@ from harness import report, write
 from random_models import SHAPES, random_model
 
 from attn_backends import LLM, EngineConfig, SamplingParams, Unsupported
-from attn_backends.engine.checkpoint import DEFAULT_MODEL, silent
-from attn_backends.entries import AUTO
+from attn_backends.engine.models.checkpoint import DEFAULT_MODEL
+from attn_backends.engine.outputs import silent
+from attn_backends.registry.table import AUTO
 
 PLAIN: dict[str, Any] = {"fuse_layers": False, "merge_projections": False}  # the model as it is
 MODES: dict[str, dict[str, Any]] = {  # name: settings
@@ -89,7 +90,7 @@ def engine(arguments: argparse.Namespace, backend: str, settings: dict[str, Any]
         return LLM.from_pretrained(arguments.model, config)
     model, device = random_model(arguments.model, config), torch.device(arguments.device)
     if config.compile == "model":
-        from attn_backends.engine.compiled import compile_model
+        from attn_backends.engine.models.compiled import compile_model
 
         model = compile_model(model, device)
     return LLM(config, model, device, silent)

@@ -20,8 +20,8 @@ from harness import report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attn_backends import LLM, EngineConfig, SamplingParams
-from attn_backends.engine.checkpoint import DEFAULT_MODEL, find_model
-from attn_backends.engine.hf import convert_gguf
+from attn_backends.engine.models.checkpoint import DEFAULT_MODEL, find_model
+from attn_backends.engine.models.hf import convert_gguf
 
 
 def ours(llm: LLM, texts: list[str], new_tokens: int) -> tuple[float, list[list[int]]]:

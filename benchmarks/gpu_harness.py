@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from attn_backends.cuda_graphs import CudaRecorder
+from attn_backends.graphs.recorder import CudaRecorder
 
 FRONT_BYTES = 1 << 30
 TURN_US = 5_000  # that one turn of a contender takes, about

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from gpu_harness import capture, free_memory, in_turns_us, installed, make_copy
 from harness import report
 
-from attn_backends.engine.layer_kernels import Tile, choose_tile, one_token_linear, pays
+from attn_backends.engine.models.fused.kernels import Tile, choose_tile, one_token_linear, pays
 
 COPIED_BYTES = 256 << 20
 

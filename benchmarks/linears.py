@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from harness import alternate_ms, report
 
-from attn_backends.engine.linears import merge_projections, pack_linears
+from attn_backends.engine.models.fused.linears import merge_projections, pack_linears
 
 HIDDEN, KV, INTERMEDIATE, LAYERS, VOCAB = 576, 192, 1536, 30, 49152
 

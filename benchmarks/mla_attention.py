@@ -29,10 +29,10 @@ from mla_problem import LAYERS, Forms, MLAShape, make_forms
 from paged_problem import Contender, make_contender
 
 from attn_backends import get_backend
-from attn_backends.batch_views import without_new_keys
-from attn_backends.capabilities import CudaGraphSupport
-from attn_backends.entries import backends
+from attn_backends.batch.views import without_new_keys
+from attn_backends.interface.capabilities import CudaGraphSupport
 from attn_backends.registry import validate_options
+from attn_backends.registry.table import backends
 
 LAYER = " layer"
 MANY, FEW = (128, 1, 576), (16, 1, 576)

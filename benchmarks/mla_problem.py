@@ -14,9 +14,9 @@ import torch
 from paged_problem import COLD_BYTES, MOST_COPIES, Problem, Shape, common_of, reference
 
 from attn_backends import KVCacheSpec, MLASpec
-from attn_backends.capabilities import Capabilities
+from attn_backends.cache.kv_cache import KVCache, gather_pages
 from attn_backends.interface import AttentionBackend
-from attn_backends.kv_cache import KVCache, gather_pages
+from attn_backends.interface.capabilities import Capabilities
 
 LAYERS = 27  # of DeepSeek-V2-Lite
 

@@ -24,9 +24,9 @@ from attn_backends import (
     SequenceGroup,
     allocate_kv_cache,
 )
-from attn_backends.capabilities import Capabilities
+from attn_backends.cache.kv_cache import KVCache, gather_pages, get_kv_cache_layout
 from attn_backends.interface import AttentionBackend
-from attn_backends.kv_cache import KVCache, gather_pages, get_kv_cache_layout
+from attn_backends.interface.capabilities import Capabilities
 
 COLD_BYTES = 256 << 20  # of all copies together at least: several times the L2
 MOST_COPIES = 64

@@ -27,9 +27,9 @@ from harness import report
 from step_metadata import STEPS, Decoding
 
 from attn_backends import AttentionSpec, get_backend, plan_groups, select_backend
-from attn_backends.capabilities import CudaGraphSupport
+from attn_backends.interface.capabilities import CudaGraphSupport
 from attn_backends.registry import validate_options
-from attn_backends.step_table import StepBatch
+from attn_backends.step.table import StepBatch
 
 SPEC = AttentionSpec(32, 8, 128, dtype=torch.bfloat16)
 WARMUP = 20

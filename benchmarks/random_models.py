@@ -9,7 +9,7 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from attn_backends import EngineConfig
-from attn_backends.engine.hf import ATTENTION_NAME, LoadedModel, ready_model
+from attn_backends.engine.models.hf import ATTENTION_NAME, LoadedModel, ready_model
 
 SHAPES: dict[str, dict[str, Any]] = {
     "SmolLM2-135M": {

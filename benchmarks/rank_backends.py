@@ -1,4 +1,4 @@
-"""AUTO's order from what was measured: writes attn_backends/measured.json.
+"""AUTO's order from what was measured: writes attn_backends/registry/measured.json.
 
     python benchmarks/rank_backends.py
 
@@ -21,9 +21,9 @@ from harness import RESULTS, print_table
 from mla_problem import MLAShape
 
 from attn_backends import AttentionSpec, KVCacheSpec, MLASpec, plan_groups
-from attn_backends.capabilities import mismatches
-from attn_backends.entries import BackendEntry, backends, get_class
-from attn_backends.measured import Load, __file__ as measured_file, fastest_first, nearest
+from attn_backends.interface.capabilities import mismatches
+from attn_backends.registry.measured import Load, __file__ as measured_file, fastest_first, nearest
+from attn_backends.registry.table import BackendEntry, backends, get_class
 
 TABLE = measured_file.replace(".py", ".json")
 PLAIN = {"TRITON", "FLASHINFER", "FLASH_ATTN"}

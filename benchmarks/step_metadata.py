@@ -25,7 +25,7 @@ from builder import PAGE_SIZE, plain_build
 from harness import alternate_ms, report
 
 from attn_backends import CommonAttentionMetadata, KVCacheSpec, Limits, SequenceData, SequenceGroup
-from attn_backends.step_table import StepBatch, StepTable
+from attn_backends.step.table import StepBatch, StepTable
 
 STEPS = 512  # that one table decodes here, at most
 AHEAD = PAGE_SIZE  # steps on a GPU that rows are given pages for at a time

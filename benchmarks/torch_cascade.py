@@ -9,9 +9,10 @@ import torch
 from harness import alternate_ms, report
 
 from attn_backends import AttentionSpec
-from attn_backends.backends import torch as backend
+from attn_backends.backends.torch import metadata
+from attn_backends.backends.torch.backend import TorchBackend
+from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import assert_matches, make_layer
-from attn_backends.testing.random_batch import random_batch
 
 HEADS = [(9, 3, 64), (32, 8, 128)]  # query heads, KV heads, head dim
 ROWS = (4, 16)
@@ -23,8 +24,8 @@ OWN = 100  # keys that a row has beside the prefix
 def measure(heads: tuple[int, int, int], dtype: torch.dtype, rows: int, prefix: int) -> dict[str, object]:
     """Times of one shape, after checking both against the reference."""
     spec = AttentionSpec(*heads, dtype=dtype)
-    batch = random_batch(backend.TorchBackend, spec, [prefix + OWN] * rows, [1] * rows, shared_prefix_len=prefix)
-    layer = make_layer(backend.TorchBackend, batch)
+    batch = random_batch(TorchBackend, spec, [prefix + OWN] * rows, [1] * rows, shared_prefix_len=prefix)
+    layer = make_layer(TorchBackend, batch)
     steps = [layer.begin(batch), layer.begin(batch, prefix)]
     expected = batch.expected()
     for step in steps:
@@ -47,7 +48,7 @@ def measure(heads: tuple[int, int, int], dtype: torch.dtype, rows: int, prefix: 
 
 
 def main() -> None:
-    backend.CASCADE_MIN_BYTES = 0
+    metadata.CASCADE_MIN_BYTES = 0
     rows = [
         measure(heads, dtype, count, prefix)
         for dtype in (torch.float32, torch.bfloat16)

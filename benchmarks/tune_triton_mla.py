@@ -26,9 +26,9 @@ from harness import report
 from mla_attention import SHAPES, ours
 from mla_problem import Forms, MLAShape, make_forms
 
-from attn_backends.backends.mla.triton_tiles import HOPPER_TILE
+from attn_backends.backends.mla.triton_mla.tuning import HOPPER_TILE
 
-TABLE = Path(__file__).parents[1] / "attn_backends" / "backends" / "mla" / "triton_tuned.json"
+TABLE = Path(__file__).parents[1] / "attn_backends" / "backends" / "mla" / "triton_mla" / "tuned.json"
 LAYER = ("bits", "cache_bits", "queries", "page_size", "rows")
 Tile = dict[str, int | bool]
 

@@ -57,7 +57,7 @@ def run_verify(
     backend: str, workers: int, declared: bool, seconds: float, report: Path, given: argparse.Namespace
 ) -> bool:
     """Whether a run wrote its report. What it printed is beside it."""
-    command = [sys.executable, "-m", "attn_backends.cli", "verify", backend, "--device", given.device,
+    command = [sys.executable, "-m", "attn_backends.cli.app", "verify", backend, "--device", given.device,
                "--minutes", f"{max(seconds, 1) / 60:.3f}", "--workers", str(workers),
                "--seed", str(given.seed + (not declared)), "--json", str(report)]  # fmt: skip
     command += [word for module in given.imports for word in ("--import", module)]

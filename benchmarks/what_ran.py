@@ -1,4 +1,4 @@
-"""Write docs/what-ran.md and attn_backends/ran.json: which declared values have run, by results/verify.json.
+"""Write docs/what-ran.md and attn_backends/registry/ran.json: which declared values have run, by results/verify.json.
 
 python benchmarks/what_ran.py
 """
@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attn_backends.entries import BUILT_IN
+from attn_backends.registry.table import BUILT_IN
 from attn_backends.testing.verify.pairs import Pairs, values_in
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "verify.json"
 PAGE = ROOT / "docs" / "what-ran.md"
-SHIPPED = ROOT / "attn_backends" / "ran.json"
+SHIPPED = ROOT / "attn_backends" / "registry" / "ran.json"
 _HEAD = """# What ran
 
 What a backend declares (`python registry.py` prints it), and which of it `attn-backends verify` has run: against

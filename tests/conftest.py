@@ -43,6 +43,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _cascade_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shared prefix is attended once however short it is, so that small cases go that way."""
-    monkeypatch.setattr("attn_backends.backends.torch.CASCADE_MIN_BYTES", 0)
+    monkeypatch.setattr("attn_backends.backends.torch.metadata.CASCADE_MIN_BYTES", 0)
     monkeypatch.setattr("attn_backends.backends.flashinfer.metadata.CASCADE_MIN_BYTES", 0)
     monkeypatch.setattr("attn_backends.backends.flash_attn.metadata.CASCADE_MIN_BYTES", 0)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn_backends.batch import CommonAttentionMetadata, SequenceData, SequenceGroup
-from attn_backends.step_table import StepBatch, StepTable
+from attn_backends.batch.common import CommonAttentionMetadata, SequenceData, SequenceGroup
+from attn_backends.step.table import StepBatch, StepTable
 from tests.step_walk import CACHE, LIMITS, assert_step
 
 CAPACITY = -(-LIMITS.max_model_len // CACHE.page_size)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from attn_backends.capabilities import Capabilities
 from attn_backends.interface import (
     AttentionBackend,
     AttentionImpl,
@@ -15,6 +14,7 @@ from attn_backends.interface import (
     AttentionMetadataBuilder,
     AttentionState,
 )
+from attn_backends.interface.capabilities import Capabilities
 
 
 def fake_backend(

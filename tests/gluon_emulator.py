@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import KernelInterface
 
-from attn_backends import triton_hopper
+from attn_backends.kernels import hopper as triton_hopper
 
 Dtype = torch.dtype
 

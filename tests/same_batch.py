@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from hypothesis import strategies as st
 
-from attn_backends.batch import CommonAttentionMetadata, SequenceData, SequenceGroup
+from attn_backends.batch.common import CommonAttentionMetadata, SequenceData, SequenceGroup
 
 EXACT = {  # by value; tensors by dtype and shape too
     "page_size", "num_reqs", "num_actual_reqs", "num_tokens", "num_actual_tokens", "max_query_len", "max_seq_len",

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from attn_backends.batch import CommonAttentionMetadata, SequenceData, SequenceGroup
-from attn_backends.device_copy import DeviceCopy
+from attn_backends.batch.common import CommonAttentionMetadata, SequenceData, SequenceGroup
 from attn_backends.engine.page_allocator import PageAllocator
-from attn_backends.page_rows import PageRows
 from attn_backends.spec import KVCacheSpec, Limits
-from attn_backends.step_device import DeviceSide, SharedMemory
-from attn_backends.step_table import StepBatch, StepTable
+from attn_backends.step.device import DeviceCopy, DeviceSide, SharedMemory
+from attn_backends.step.rows import PageRows
+from attn_backends.step.table import StepBatch, StepTable
 from tests.same_batch import assert_same_batch
 
 LIMITS = Limits(max_num_requests=7, max_num_tokens=40, max_model_len=46)

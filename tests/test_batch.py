@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from attn_backends.batch import CommonAttentionMetadata, SequenceData, SequenceGroup
+from attn_backends.batch.common import CommonAttentionMetadata, SequenceData, SequenceGroup
 
 from_groups = CommonAttentionMetadata.from_sequence_groups
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from attn_backends.batch import CommonAttentionMetadata, SequenceData, SequenceGroup
-from attn_backends.batch_order import reorder_batch_to_split_decodes_and_prefills, split_decodes_and_prefills
-from attn_backends.testing.cases import SplitCase, load_cases
+from attn_backends.batch.common import CommonAttentionMetadata, SequenceData, SequenceGroup
+from attn_backends.batch.order import reorder_batch_to_split_decodes_and_prefills, split_decodes_and_prefills
+from attn_backends.testing.cases.cases import SplitCase, load_cases
 
 LENS = st.lists(st.integers(1, 6), min_size=1, max_size=10)
 THRESHOLDS = st.integers(1, 5)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from attn_backends.batch import CommonAttentionMetadata, SequenceData, SequenceGroup
-from attn_backends.batch_views import pad_rows, slice_rows, unpad_rows
+from attn_backends.batch.common import CommonAttentionMetadata, SequenceData, SequenceGroup
+from attn_backends.batch.views import pad_rows, slice_rows, unpad_rows
 from tests.same_batch import Rows, assert_same_batch, rows
 
 

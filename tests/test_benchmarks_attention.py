@@ -120,7 +120,7 @@ def _flash_attn(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"attn_backends.backends.flash_attn.{where}", providers)
     for name, value in {"PROVIDERS": providers, "PROVIDER_CAN": {p.name: p.capabilities() for p in providers}}.items():
         monkeypatch.setattr(load("attention"), name, value)
-    monkeypatch.setattr("attn_backends.entries._classes", {})
+    monkeypatch.setattr("attn_backends.registry.table._classes", {})
 
 
 @pytest.mark.usefixtures("_flash_attn")

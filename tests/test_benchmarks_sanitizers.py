@@ -53,7 +53,7 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def line_of(code: str, path: str = "attn_backends/triton_hopper.py") -> int:
+def line_of(code: str, path: str = "attn_backends/kernels/hopper.py") -> int:
     return next(i for i, line in enumerate((ROOT / path).read_text().splitlines(), 1) if code in line)
 
 
@@ -102,15 +102,13 @@ def test_the_same_place_is_one_report_whatever_the_thread(tmp_path: Path) -> Non
 
 def test_what_is_explained_is_told_from_what_is_new(tmp_path: Path) -> None:
     """By the function that a line is in, for one tool and one kernel; each place of a report."""
-    here, elsewhere = (
-        log_text("triton_hopper.py", line_of(code)) for code in ("block.store(", "new_top = gl.maximum(")
-    )
+    here, elsewhere = (log_text("hopper.py", line_of(code)) for code in ("block.store(", "new_top = gl.maximum("))
     invalid, race = read(tmp_path, here)
     assert "zeros" in race.explanation("racecheck")
     assert race.explanation("memcheck") is None
     assert invalid.explanation("racecheck") is None
     assert [report.explanation("racecheck") for report in read(tmp_path, elsewhere)] == [None, None]
-    at = line_of("tl.where(saw[:, None]", "attn_backends/backends/triton/tile.py")
+    at = line_of("tl.where(saw[:, None]", "attn_backends/backends/triton/kernels/tile.py")
     lines = read(tmp_path, log_text("tile.py", at))[1].lines
     of_decode = [line.replace("prefill_hopper_kernel", "decode_kernel") for line in lines]
     assert race._replace(lines=of_decode).explanation("racecheck") is None  # a read that nothing keeps from the write
@@ -208,7 +206,7 @@ def test_every_backend_under_every_tool(sanitize: Any) -> None:
 
 
 def test_only_what_is_not_explained_fails(sanitize: Any) -> None:
-    text = log_text("triton_hopper.py", line_of("block.store("))
+    text = log_text("hopper.py", line_of("block.store("))
     race = text[text.index("========= Error") :]
     status, result = sanitize("--tool", "racecheck", said=race)
     assert (status, result["rows"][1]["explained"], result["rows"][1]["new"]) == (0, 1, 0)

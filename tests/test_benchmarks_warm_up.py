@@ -14,7 +14,7 @@ import pytest
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    for name in ("warm_up", "harness"):  # `attn_backends.warm_up` is another one
+    for name in ("warm_up", "harness"):  # `attn_backends.kernels.warm_up` is another one
         monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module("warm_up")
 

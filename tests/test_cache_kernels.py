@@ -7,9 +7,9 @@ from random import Random
 import pytest
 import torch
 
-from attn_backends import kv_cache
-from attn_backends.kv_cache import KVCache, copy_pages
-from attn_backends.lse_merge import merge
+from attn_backends.cache import kv_cache
+from attn_backends.cache.kv_cache import KVCache, copy_pages
+from attn_backends.kernels.merge_state import merge
 from tests.interpreted import in_own_process, only_interpreted, run_interpreted
 from tests.mutate import mutate
 from tests.page_pairs import pairs_at_random
@@ -41,7 +41,7 @@ def pool(dtype: torch.dtype, hnd: bool) -> list[KVCache]:
 @pytest.mark.parametrize("hnd", [False, True], ids=["NHD", "HND"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_pages(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, hnd: bool) -> None:
-    page_copy = pytest.importorskip("attn_backends.page_copy_triton")
+    page_copy = pytest.importorskip("attn_backends.cache.kernels")
     layers = pool(dtype, hnd)
     plain = [KVCache(*(tensor.clone() for tensor in layer)) for layer in layers]
     pairs = [(0, 3), (5, 1), (0, 4)]
@@ -60,7 +60,7 @@ def test_pages(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, hnd: bool) -
 @only_interpreted
 def test_pages_of_several_blocks() -> None:
     """Of more words than a program copies at a time, and not of a multiple of them; nothing beside them changes."""
-    page_copy = pytest.importorskip("attn_backends.page_copy_triton")
+    page_copy = pytest.importorskip("attn_backends.cache.kernels")
     pages = torch.randn(5, 3000)
     before, tensor = pages.clone(), pages[:, 100:2600].unflatten(1, (50, 1, 50))
     page_copy.copy_pages([tensor], [(1, 3)])
@@ -72,7 +72,7 @@ def test_pages_of_several_blocks() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_pages_at_random(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Pairs of any kind: those whose order does not count go in one launch, and all give what was there before."""
-    page_copy = pytest.importorskip("attn_backends.page_copy_triton")
+    page_copy = pytest.importorskip("attn_backends.cache.kernels")
     random, launches, copied = Random(seed), [], page_copy.copy_pages
     monkeypatch.setattr(kv_cache, "_has_kernel", lambda *tensors: True)
     monkeypatch.setattr(page_copy, "copy_pages", lambda *given: (launches.append(1), copied(*given)))
@@ -105,14 +105,14 @@ def test_pages_whose_order_counts_take_the_plain_road(
     layers = pool(torch.float32, False)
     before = layers[0].key.clone()
     monkeypatch.setattr(kv_cache, "_has_kernel", lambda *tensors: True)
-    monkeypatch.setattr("attn_backends.page_copy_triton.copy_pages", lambda *given: pytest.fail("one launch"))
+    monkeypatch.setattr("attn_backends.cache.kernels.copy_pages", lambda *given: pytest.fail("one launch"))
     copy_pages(layers, pairs)
     source, destination = pairs[-1]
     assert layers[0].key[destination].equal(before[source])
 
 
 def test_pages_with_gaps_are_no_runs() -> None:
-    page_copy = pytest.importorskip("attn_backends.page_copy_triton")
+    page_copy = pytest.importorskip("attn_backends.cache.kernels")
     assert page_copy.can_copy(torch.zeros(4, 4, 2, 8))
     assert page_copy.can_copy(torch.zeros(4, 2, 4, 8).transpose(1, 2))
     assert page_copy.can_copy(torch.zeros(4, 2, 4, 2, 8)[:, 0])
@@ -122,7 +122,7 @@ def test_pages_with_gaps_are_no_runs() -> None:
 
 def test_pages_out_of_line_with_words_are_no_runs() -> None:
     """By where the first of them begins, by how far apart they lie, by how much they hold."""
-    can_copy = pytest.importorskip("attn_backends.page_copy_triton").can_copy
+    can_copy = pytest.importorskip("attn_backends.cache.kernels").can_copy
     some = torch.zeros(200, dtype=torch.uint8)
     assert can_copy(some[4:].as_strided((4, 2, 1, 4), (12, 4, 4, 1)))
     assert not can_copy(some[1:33].view(4, 2, 1, 4))
@@ -132,10 +132,10 @@ def test_pages_out_of_line_with_words_are_no_runs() -> None:
 
 
 def test_one_layer_with_gaps_takes_all_down_the_plain_road(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("attn_backends.page_copy_triton")
+    pytest.importorskip("attn_backends.cache.kernels")
     whole, gaps = torch.arange(32.0).view(4, 2, 1, 4), torch.arange(64.0).view(4, 2, 1, 8)[..., :4]
     monkeypatch.setattr(kv_cache, "_has_kernel", lambda *tensors: True)
-    monkeypatch.setattr("attn_backends.page_copy_triton.copy_pages", lambda *given: pytest.fail("one launch"))
+    monkeypatch.setattr("attn_backends.cache.kernels.copy_pages", lambda *given: pytest.fail("one launch"))
     copy_pages([KVCache(whole, whole.clone()), KVCache(whole.clone(), gaps)], [(0, 3)])
     assert whole[3].equal(whole[0])
     assert gaps[3].equal(gaps[0])
@@ -179,11 +179,13 @@ def test_merge(dtype: torch.dtype) -> None:
 def test_merge_in_one_launch(dtype: torch.dtype) -> None:
     given = parts(dtype)
     expected, total = reference(*given), torch.logaddexp(given[1], given[3])
-    pytest.importorskip("attn_backends.lse_merge_triton").merge(*given)
+    pytest.importorskip("attn_backends.kernels.merge_state_triton").merge(*given)
     check_merged(given, expected, total)
 
 
-@pytest.mark.parametrize("module", ["derive", pytest.param("csr_triton", marks=only_interpreted)])
+@pytest.mark.parametrize(
+    "module", ["batch.csr", pytest.param("backends.flashinfer.csr_kernel", marks=only_interpreted)]
+)
 def test_leading_pages_are_left_out_of_rows_that_have_them(module: str) -> None:
     """Rows without keys, as padding is, have fewer pages than are left out, and take no places of the rows behind."""
     csr_of = pytest.importorskip(f"attn_backends.{module}").csr_of

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from attn_backends import cli, entries
-from attn_backends.registry import register_backend
+from attn_backends.cli import app as cli
+from attn_backends.registry import register_backend, table
 from attn_backends.spec import AttentionSpec
 from tests.fake_backends import fake_backend
 
@@ -34,8 +34,8 @@ class CheckResult:
 
 @pytest.fixture(autouse=True)
 def _own_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entries, "_classes", {})
-    monkeypatch.setattr(entries, "_rows", functools.cache(entries._rows.__wrapped__))
+    monkeypatch.setattr(table, "_classes", {})
+    monkeypatch.setattr(table, "_rows", functools.cache(table._rows.__wrapped__))
 
 
 @pytest.fixture
@@ -64,8 +64,8 @@ def run_python(*arguments: str, **environ: str) -> str:
         "import attn_backends",
         "import attn_backends.registry; list(attn_backends.registry.backends)",
         "import registry",
-        "import attn_backends.config",
-        "from attn_backends.cli import app; import sys; sys.argv = ['x', '--help']; app(standalone_mode=False)",
+        "import attn_backends.engine.config",
+        "from attn_backends.cli.app import app; import sys; sys.argv = ['x', '--help']; app(standalone_mode=False)",
     ],
 )
 def test_importing_loads_no_kernel_library(code: str) -> None:
@@ -182,7 +182,7 @@ def test_threads_sleep_where_others_work(
 
 def test_the_command_loads_no_torch_before() -> None:
     """It reads the variable when it is loaded."""
-    assert run_python("-c", "import attn_backends.cli, sys; print('torch' in sys.modules)") == "False\n"
+    assert run_python("-c", "import attn_backends.cli.app, sys; print('torch' in sys.modules)") == "False\n"
 
 
 def test_version() -> None:

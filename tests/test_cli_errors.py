@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from attn_backends import cli
-from attn_backends.cli_errors import clear_errors
+from attn_backends.cli import app as cli
+from attn_backends.cli.errors import clear_errors
 from tests.tiny_models import save_tiny
 
 ROOT = Path(__file__).parent.parent
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(*arguments: str, **environ: str) -> tuple[list[str], dict[str, str]]:
-    return [sys.executable, "-m", "attn_backends.cli", *arguments], os.environ | {"PYTHONPATH": str(ROOT)} | environ
+    return [sys.executable, "-m", "attn_backends.cli.app", *arguments], os.environ | {"PYTHONPATH": str(ROOT)} | environ
 
 
 def run(*arguments: str, given: bytes | None = None, **environ: str) -> tuple[int, str, str]:

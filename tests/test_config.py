@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from attn_backends.config import ConfigError, EngineConfig, SamplingParams, load_config, parse_bytes
-from attn_backends.config_errors import sections
+from attn_backends.engine.config import ConfigError, EngineConfig, SamplingParams, load_config, parse_bytes
+from attn_backends.validation import sections
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 

@@ -8,10 +8,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from attn_backends.batch import CommonAttentionMetadata
-from attn_backends.device_copy import DeviceCopy
+from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.spec import KVCacheSpec, Limits
-from attn_backends.step_table import StepBatch, StepTable
+from attn_backends.step.device import DeviceCopy
+from attn_backends.step.table import StepBatch, StepTable
 from tests.edit_walk import EditWalk
 from tests.interpreted import INTERPRETED, in_own_process, only_interpreted, run_interpreted
 from tests.mutate import mutated_module
@@ -29,7 +29,7 @@ def interpreted(
     limits: Limits, cache: KVCacheSpec, max_pages_a_copy: int = 5, module: ModuleType | None = None
 ) -> StepTable:
     """A table whose device's side is the kernel of a module, by default the real one."""
-    from attn_backends import derive_triton
+    from attn_backends.step import kernel as derive_triton
 
     derive = (module or derive_triton).TritonDerive
     return StepTable(
@@ -70,7 +70,7 @@ def check_kernel_of(module: ModuleType) -> None:
 @only_interpreted
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_kernel_with_a_fault_is_noticed(name: str, tmp_path: Path) -> None:
-    from attn_backends import derive_triton
+    from attn_backends.step import kernel as derive_triton
 
     module = mutated_module(derive_triton, tmp_path, *MUTATIONS[name])
     with pytest.raises(AssertionError):
@@ -134,7 +134,7 @@ def test_it_compiles_without_a_gpu(capability: int, advance: bool) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from attn_backends.derive_triton import derive_step_kernel
+    from attn_backends.step.kernel import derive_step_kernel
 
     constants = {"CAPACITY": 1024, "PAGE_SIZE": 16, "MAX_ROWS": 256, "BLOCK": 1024, "ADVANCE": advance}
     is_wide = {"slot_mapping", "positions", "token_ids"}

@@ -8,18 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends import (
-    AttentionSpec,
-    KVCacheSpec,
-    MLASpec,
-    Unsupported,
-    devices,
-    select_backend,
-    support,
-    triton_launch,
-)
-from attn_backends.entries import BUILT_IN, backends, get_class
+from attn_backends import AttentionSpec, KVCacheSpec, MLASpec, Unsupported, machine, select_backend
 from attn_backends.interface import AttentionBackend
+from attn_backends.kernels import launch
+from attn_backends.registry import support
+from attn_backends.registry.table import BUILT_IN, backends, get_class
 
 GPU = torch.device("cuda")
 PORTABLE = {"TORCH", "TORCH_MLA"}  # plain torch operations
@@ -35,9 +28,9 @@ def _mi300(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "AMD Instinct MI300X")
 
 
-def fresh_devices() -> Any:
+def fresh_machine() -> Any:
     """The module as it is imported by a process that has such a GPU."""
-    spec = importlib.util.spec_from_file_location("fresh_devices", devices.__file__)
+    spec = importlib.util.spec_from_file_location("fresh_machine", machine.__file__)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -54,13 +47,13 @@ def rejections(backend: type[AttentionBackend], cache_dtype: torch.dtype | None 
 
 @pytest.mark.usefixtures("_mi300")
 def test_capabilities_are_nvidias_numbers() -> None:
-    assert devices.compute_capability(GPU) is None
-    assert devices.has_gpu(GPU)
-    assert not devices.is_hopper(GPU)
-    assert not triton_launch.has_tensor_engine(GPU)
-    assert not triton_launch.has_hopper_kernels(GPU)
-    assert not triton_launch._can_start_early.__wrapped__(GPU)
-    assert not fresh_devices().HAS_TRITON
+    assert machine.compute_capability(GPU) is None
+    assert machine.has_gpu(GPU)
+    assert not machine.is_hopper(GPU)
+    assert not launch.has_tensor_engine(GPU)
+    assert not launch.has_hopper_kernels(GPU)
+    assert not launch._can_start_early.__wrapped__(GPU)
+    assert not fresh_machine().HAS_TRITON
 
 
 @pytest.mark.usefixtures("_mi300")
@@ -98,7 +91,7 @@ def test_a_named_backend_is_refused_before_its_package_is_asked_for() -> None:
 def test_the_table_of_support_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "devices_here", lambda: ["cuda", "cpu"])
     monkeypatch.setattr(support, "get_backend", lambda name: get_class(backends[name]))
-    monkeypatch.setattr("attn_backends.triton_launch.INTERPRETED", False)
+    monkeypatch.setattr("attn_backends.kernels.launch.INTERPRETED", False)
     rows = {row.name: row for row in map(support.support, BUILT_IN)}
     assert {name for name, row in rows.items() if row.usable} == PORTABLE
     assert all("has not been tried" in (row.reason or "") for row in rows.values() if not row.usable)
@@ -108,7 +101,7 @@ def test_the_table_of_support_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nvidias_gpus_are_told_by_their_numbers(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    assert devices.compute_capability(GPU) == capability
-    assert devices.is_hopper(GPU) == (capability == (9, 0))
+    assert machine.compute_capability(GPU) == capability
+    assert machine.is_hopper(GPU) == (capability == (9, 0))
     codes = {each.code for each in rejections(get_class(backends["FLASHMLA"]))}
     assert codes == (set() if capability == (9, 0) else {"compute_capability"})

@@ -103,10 +103,10 @@ def test_plugin(with_plugin: Python, code: str) -> None:
 
 
 def test_plugin_on_the_command_line(with_plugin: Python) -> None:
-    listed = {row["name"]: row for row in json.loads(with_plugin("-m", "attn_backends.cli", "list", "--json"))}
+    listed = {row["name"]: row for row in json.loads(with_plugin("-m", "attn_backends.cli.app", "list", "--json"))}
     assert listed["NAIVE"]["usable"]
     assert listed["NAIVE"]["version"] == "0.1.0"
-    healthy = json.loads(with_plugin("-m", "attn_backends.cli", "doctor", "NAIVE", "--json"))
+    healthy = json.loads(with_plugin("-m", "attn_backends.cli.app", "doctor", "NAIVE", "--json"))
     assert healthy["ok"], healthy["checks"]
     assert len(healthy["checks"]) > 10
 

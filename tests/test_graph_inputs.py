@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attn_backends.graph_inputs import GraphInputs, fill_together
-from attn_backends.page_table import PAD_SLOT
+from attn_backends.batch.page_table import PAD_SLOT
+from attn_backends.graphs.inputs import GraphInputs, fill_together
 from attn_backends.spec import KVCacheSpec, Limits
-from attn_backends.testing.graph_harness import step_table
+from attn_backends.testing.graphs.harness import step_table
 
 CACHE = KVCacheSpec(num_pages=16, page_size=4)
 LIMITS = Limits(max_num_requests=4, max_num_tokens=8, max_model_len=30)

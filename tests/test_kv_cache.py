@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from attn_backends.backends.mla.backend import MLABackend
-from attn_backends.interface import AttentionBackend
-from attn_backends.kv_cache import (
+from attn_backends.cache.kv_cache import (
     KVCache,
     KVCachePool,
     allocate_kv_cache,
@@ -27,9 +26,9 @@ from attn_backends.kv_cache import (
     write_kv,
     write_latent,
 )
-from attn_backends.mla_spec import MLASpec
-from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec, Layout
-from attn_backends.testing.batches import stored as reference_stored
+from attn_backends.interface import AttentionBackend
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec, Layout, MLASpec
+from attn_backends.testing.cases.batches import stored as reference_stored
 from tests.page_pairs import pairs_at_random
 
 F64 = torch.float64

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends import kv_cache
-from attn_backends.kv_cache import KVCache, quantise, write_kv, write_latent
+from attn_backends.cache import kv_cache
+from attn_backends.cache.kv_cache import KVCache, quantise, write_kv, write_latent
 from attn_backends.spec import FP8_DTYPES
 from tests.interpreted import in_own_process, only_interpreted, run_interpreted
 

@@ -8,7 +8,11 @@ from dataclasses import fields, replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from attn_backends.layer_parameters import PerLayerParameters, get_per_layer_parameters, infer_global_hyperparameters
+from attn_backends.batch.layer_parameters import (
+    PerLayerParameters,
+    get_per_layer_parameters,
+    infer_global_hyperparameters,
+)
 from attn_backends.spec import AttentionSpec, AttentionType, plan_groups
 
 FULL = AttentionSpec(4, 2, 8)

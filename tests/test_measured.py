@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, KVCacheSpec, MLASpec, explain, plan_groups, select_backend
-from attn_backends.entries import BackendEntry, backends
-from attn_backends.measured import Load, fastest_first, nearest, unmeasured
-from attn_backends.registry import _auto_entries, _choice, _measured, auto_order
-from attn_backends.verdicts import Verdict
+from attn_backends.registry.measured import Load, fastest_first, nearest, unmeasured
+from attn_backends.registry.select import _auto_entries, _choice, _measured, auto_order
+from attn_backends.registry.table import BackendEntry, backends
+from attn_backends.registry.verdicts import Verdict
 
 ROOT = Path(__file__).parents[1]
 H200 = "NVIDIA H200"
@@ -128,7 +128,7 @@ def test_the_order_in_words(gpu: str) -> None:
 
 def test_no_preset_states_the_order_that_code_decides() -> None:
     """`attn-backends explain` prints it. What a preset says of AUTO names no backend."""
-    texts = [*(ROOT / "configs").glob("*.yaml"), ROOT / "attn_backends" / "config.py"]
+    texts = [*(ROOT / "configs").glob("*.yaml"), ROOT / "attn_backends" / "engine" / "config.py"]
     for path in texts:
         for sentence in re.split(r"[.;]\s|\n\n", path.read_text().replace("\n# ", " ")):
             if "AUTO" in sentence and "AUTO: Final" not in sentence:
@@ -147,7 +147,7 @@ def test_the_table_is_what_the_results_say(monkeypatch: pytest.MonkeyPatch) -> N
     import rank_backends
 
     made = rank_backends.table()
-    table = json.loads((ROOT / "attn_backends" / "measured.json").read_text())
+    table = json.loads((ROOT / "attn_backends" / "registry" / "measured.json").read_text())
     assert table == json.loads(json.dumps(made))
     assert {name for row in made["rows"] for name in row["us"]} <= set(backends)
 

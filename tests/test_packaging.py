@@ -17,46 +17,17 @@ import registry
 ROOT = Path(__file__).parent.parent
 PACKAGE = "attn_backends"
 
-FLOORS = [  # a module imports from its own floor and those above it in this list
-    {
-        "page_table",
-        "page_sets",
-        "page_rows",
-        "derive",
-        "graph_inputs",
-        "derive_triton",
-        "csr_triton",
-        "kv_write_triton",
-        "lse_merge",
-        "lse_merge_triton",
-        "page_copy_triton",
-        "triton_launch",
-        "triton_split",
-        "triton_variants",
-        "triton_examples",
-        "triton_fp8",
-        "triton_hopper",
-        "staging",
-        "streams",
-        "step_device",
-        "device_copy",
-        "devices",
-        "flashinfer_package",
-        "cache_folder",
-        "spec",
-        "mla_spec",
-        "layer_parameters",
-        "config",
-        "config_errors",
-    },
-    {"batch", "step_table", "batch_order", "batch_views", "virtual_batches", "kv_cache", "native"},
-    {"capabilities", "interface", "cuda_graphs"},
-    {"call_checks", "capturing_state", "warm_up"},
-    {"backends", "registry", "entries", "verdicts", "support", "measured"},
+FLOORS = [  # a room imports from its own floor and those above it in this list
+    {"spec", "machine", "validation"},
+    {"batch", "kernels"},
+    {"step", "cache"},
+    {"graphs", "interface"},
+    {"backends", "registry"},
     {"engine", "adapters", "testing"},
-    {"cli", "cli_tables", "cli_generate", "cli_verify", "cli_errors"},
+    {"cli"},
 ]
-FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+FACADES = {f"{PACKAGE}.interface", f"{PACKAGE}.registry"}  # rooms that may be imported by their own name
 
 
 def module_name(path: Path) -> str:
@@ -89,24 +60,41 @@ def inner_imports(module: str) -> set[str]:
 
 
 def part(module: str, depth: int = 1) -> str:
-    """ "engine" of "attn_backends.engine.hf"; at depth 2, "hf"."""
+    """ "engine" of "attn_backends.engine.models.hf"; at depth 2, "hf"."""
     return [*module.split("."), "", ""][depth]
 
 
-def test_every_module_has_a_floor() -> None:
-    assert {part(module) for module in MODULES} <= set(FLOOR)
+def test_the_top_level_holds_rooms_and_what_all_of_them_need() -> None:
+    assert {part(module) for module in MODULES} == set(FLOOR)
+    assert {path.stem for path in (ROOT / PACKAGE).glob("*.py")} == {"__init__", *FLOORS[0]}
+
+
+@pytest.mark.parametrize("room", sorted({path.parent for path in (ROOT / PACKAGE).rglob("*.py")}), ids=lambda p: p.name)
+def test_every_room_says_what_it_is_for(room: Path) -> None:
+    """And does no more, but for the package's own table and two that offer their modules' names."""
+    module = ast.parse((room / "__init__.py").read_text())
+    assert ast.get_docstring(module), f"{room}/__init__.py has no docstring"
+    if room != ROOT / PACKAGE and module_name(room / "__init__.py") not in FACADES:
+        assert len(module.body) == 1, f"{room}/__init__.py has more than a docstring"
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_down_only(module: str) -> None:
     for target in inner_imports(module):
         assert target != PACKAGE, f"{module} imports {PACKAGE} itself; name the module"
+        is_room = (ROOT / target.replace(".", "/")).is_dir()
+        assert not is_room or target in FACADES, f"{module} imports the folder {target}; name the module"
         assert FLOOR[part(target)] <= FLOOR[part(module)], f"{module} imports {target}, which is above it"
 
 
 def test_no_circle() -> None:
+    """Neither of modules nor of rooms."""
     graph = {module: inner_imports(module) for module in MODULES}
     list(graphlib.TopologicalSorter(graph).static_order())
+    rooms: dict[str, set[str]] = {}
+    for module, targets in graph.items():
+        rooms.setdefault(part(module), set()).update({part(target) for target in targets} - {part(module)})
+    list(graphlib.TopologicalSorter(rooms).static_order())
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -120,7 +108,7 @@ def test_parts_reach_each_other_by_the_agreed_doors(module: str) -> None:
         if {own, other} == {"engine", "testing"}:
             pytest.fail(f"{module} imports {target}; engine and testing know nothing of each other")
     if "transformers" in {name.partition(".")[0] for name in imports(module)}:
-        assert module == "attn_backends.engine.hf", f"{module} imports transformers; only engine/hf.py may"
+        assert module == "attn_backends.engine.models.hf", f"{module} imports transformers; only engine/hf.py may"
 
 
 def test_there_is_no_utils() -> None:
@@ -137,6 +125,11 @@ def test_the_root_facade_is_the_registry() -> None:
 def test_every_public_name_exists() -> None:
     for name in attn_backends.__all__:
         assert getattr(attn_backends, name) is not None
+    stub = ast.parse((ROOT / PACKAGE / "__init__.pyi").read_text())
+    told = {
+        (str(node.module), alias.name) for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert told == {(f"{PACKAGE}.{module}", name) for name, module in attn_backends._HOME.items()}
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         attn_backends.nothing  # noqa: B018 (the lookup is the test)
 

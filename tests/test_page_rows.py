@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from attn_backends.page_rows import PageRows
 from attn_backends.spec import KVCacheSpec
+from attn_backends.step.rows import PageRows
 from tests.step_walk import CACHE, LIMITS
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from attn_backends.page_table import CompiledPageTable, common_prefix_len, compile_page_table, token_positions
-from attn_backends.testing.cases import CsrCase, load_cases
+from attn_backends.batch.page_table import CompiledPageTable, common_prefix_len, compile_page_table, token_positions
+from attn_backends.testing.cases.cases import CsrCase, load_cases
 
 
 @dataclass(frozen=True)

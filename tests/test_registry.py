@@ -16,11 +16,9 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from attn_backends import entries
-from attn_backends.capabilities import Rejection, Unsupported
-from attn_backends.config import ConfigError
+from attn_backends.engine.config import ConfigError
 from attn_backends.interface import AttentionBackend
-from attn_backends.mla_spec import MLASpec
+from attn_backends.interface.capabilities import Rejection, Unsupported
 from attn_backends.registry import (
     BackendImportError,
     Explanation,
@@ -31,9 +29,10 @@ from attn_backends.registry import (
     get_backend,
     register_backend,
     select_backend,
+    table,
     validate_options,
 )
-from attn_backends.spec import AttentionSpec, KVCacheSpec
+from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec
 from tests.fake_backends import fake_backend, install_plugin
 
 SPECS = {"first": AttentionSpec(4, 2, 64), "second": AttentionSpec(4, 2, 80), "third": AttentionSpec(4, 2, 80)}
@@ -48,8 +47,8 @@ Fake = register_backend({name!r}, priority={priority})(fake_backend({name!r}, mo
 @pytest.fixture(autouse=True)
 def _own_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test begins with the built-in rows and what is installed, and leaves what others have registered."""
-    monkeypatch.setattr(entries, "_classes", {})
-    monkeypatch.setattr(entries, "_rows", functools.cache(entries._rows.__wrapped__))
+    monkeypatch.setattr(table, "_classes", {})
+    monkeypatch.setattr(table, "_rows", functools.cache(table._rows.__wrapped__))
 
 
 @pytest.fixture
@@ -194,7 +193,7 @@ def test_entry_points_are_known_unimported_and_a_broken_one_hides_nothing(
     assert not {"broken_plugin", "good_plugin"} & set(sys.modules)
     assert backends["TORCH"].source == "built-in"
     assert (backends["GOOD"].package, backends["GOOD"].install) == ("good_plugin", "pip install good_plugin")
-    assert "the name is attn_backends.backends.torch:TorchBackend" in caplog.text
+    assert "the name is attn_backends.backends.torch.backend:TorchBackend" in caplog.text
     assert "the name is reserved" in caplog.text
     assert "torn_plugin" in caplog.text
     with pytest.raises(BackendImportError, match="RuntimeError: boom"):

@@ -9,8 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from attn_backends.mla_spec import MLASpec, new_kv_shapes
-from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits, plan_groups
+from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits, MLASpec, new_kv_shapes, plan_groups
 
 
 def test_defaults_are_resolved() -> None:

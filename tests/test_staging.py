@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from attn_backends.device_copy import DeviceCopy
 from attn_backends.spec import KVCacheSpec, Limits
-from attn_backends.step_table import StepTable
+from attn_backends.step.device import DeviceCopy
+from attn_backends.step.table import StepTable
 from tests.step_walk import CACHE, LIMITS, assert_both_sides_equal, assert_step, compiled
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from attn_backends.device_copy import DeviceCopy
 from attn_backends.spec import KVCacheSpec, Limits
-from attn_backends.step_table import StepTable
+from attn_backends.step.device import DeviceCopy
+from attn_backends.step.table import StepTable
 from tests.edit_walk import EditWalk
 from tests.step_walk import (
     CACHE,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attn_backends.step_table import StepTable
+from attn_backends.step.table import StepTable
 from tests.edit_walk import EditWalk, mutable_arguments
 from tests.step_walk import (
     CACHE,

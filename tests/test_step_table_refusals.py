@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attn_backends.step_table import StepTable
+from attn_backends.step.table import StepTable
 from tests.step_walk import SIDES, assert_step, compiled, table_of_three
 
 

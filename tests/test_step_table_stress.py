@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attn_backends.step_table import StepTable
+from attn_backends.step.table import StepTable
 from tests.step_walk import CACHE, LIMITS, SIDES, StepWalk
 
 EVENTS = {"admit", "resume", "prefix hit", "chunk", "decode", "verify", "preempt", "swap", "abort", "finish", "advance"}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attn_backends import streams
-from attn_backends.mla_spec import MLASpec
+from attn_backends.kernels import streams
+from attn_backends.kernels.streams import OneStream, PerStream
 from attn_backends.registry import get_backend
-from attn_backends.spec import AttentionSpec
-from attn_backends.streams import OneStream, PerStream
-from attn_backends.testing.graph_harness import graph_batch
+from attn_backends.spec import AttentionSpec, MLASpec
+from attn_backends.testing.cases.random_batch import random_batch
+from attn_backends.testing.graphs.harness import graph_batch
 from attn_backends.testing.harness import assert_matches, make_layer
-from attn_backends.testing.random_batch import random_batch
 from tests.backends import flashinfer_emulated, flashinfer_mla_emulated  # noqa: F401 (they register backends)
 
 GPU = torch.device("cuda")

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from attn_backends import device_copy, kv_cache
-from attn_backends.adapters.token_table import TokenTable
+from attn_backends.adapters.req_to_token.table import TokenTable
+from attn_backends.cache import kv_cache
 from attn_backends.engine import page_allocator
 from attn_backends.engine.request import Request
 from attn_backends.engine.scheduler import Scheduler
-from attn_backends.page_rows import PageRows
-from attn_backends.step_table import StepTable
+from attn_backends.step import device as device_copy
+from attn_backends.step.rows import PageRows
+from attn_backends.step.table import StepTable
 from tests import test_kv_cache
 from tests.edit_walk import EditWalk
 from tests.engine import test_page_allocator, test_scheduler

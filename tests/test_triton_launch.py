@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-launching = pytest.importorskip("attn_backends.triton_launch", reason="needs triton")
+launching = pytest.importorskip("attn_backends.kernels.launch", reason="needs triton")
 
 pytestmark = pytest.mark.skipif(launching.INTERPRETED, reason="interpreted kernels are not compiled")
 
@@ -80,13 +80,14 @@ def test_which_of_several_tensors_is_not_aligned_matters() -> None:
 @pytest.mark.parametrize(
     ("module", "name", "varying"),
     [
-        ("backends.triton.decode_kernel", "decode_kernel", ["table_row"]),
-        ("backends.triton.prefill_kernel", "prefill_kernel",
+        ("backends.triton.kernels.decode", "decode_kernel", ["table_row"]),
+        ("backends.triton.kernels.prefill", "prefill_kernel",
          ["first_row", "num_rows", "num_tiles", "section", "table_row"]),
-        ("backends.triton.hopper_kernel", "prefill_hopper_kernel", ["first_row", "num_rows", "section", "table_row"]),
-        ("backends.mla.triton_kernel", "mla_decode_kernel", ["table_row"]),
-        ("backends.mla.hopper_kernel", "mla_hopper_kernel", ["table_row"]),
-        ("kv_write_triton", "write_kv_kernel", ["k_scale", "v_scale"]),
+        ("backends.triton.kernels.prefill_hopper", "prefill_hopper_kernel",
+         ["first_row", "num_rows", "section", "table_row"]),
+        ("backends.mla.triton_mla.decode_kernel", "mla_decode_kernel", ["table_row"]),
+        ("backends.mla.triton_mla.decode_hopper_kernel", "mla_hopper_kernel", ["table_row"]),
+        ("cache.kernels", "write_kv_kernel", ["k_scale", "v_scale"]),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )  # fmt: skip

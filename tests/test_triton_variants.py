@@ -15,8 +15,8 @@ import torch
 
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
 
-launching = pytest.importorskip("attn_backends.triton_launch", reason="needs triton")
-variants = pytest.importorskip("attn_backends.triton_variants")
+launching = pytest.importorskip("attn_backends.kernels.launch", reason="needs triton")
+variants = pytest.importorskip("attn_backends.kernels.variants")
 triton = pytest.importorskip("triton")
 
 pytestmark = pytest.mark.skipif(launching.INTERPRETED, reason="interpreted kernels are not compiled")
@@ -67,7 +67,7 @@ class fresh_kernels:
 
 
 def writes(dtype: torch.dtype = torch.bfloat16) -> list[Any]:
-    from attn_backends.triton_examples import list_writes
+    from attn_backends.cache.warm_up import list_writes
 
     with variants.listing(H200) as found:
         list_writes(AttentionSpec(4, 2, 64, dtype=dtype), KVCacheSpec(4), (False, True))
@@ -149,8 +149,8 @@ def changed(kernel: Any, given: tuple[Any, ...], numbers: Random) -> tuple[Any, 
     return tuple(other if i in places else one for i, (one, other) in enumerate(zip(given, others, strict=True)))
 
 
-@pytest.mark.parametrize("name", ["backends.triton.decode_kernel.decode_kernel", "kv_write_triton.write_kv_kernel",
-                                  "triton_split.schedule_kernel"])  # fmt: skip
+@pytest.mark.parametrize("name", ["backends.triton.kernels.decode.decode_kernel", "cache.kernels.write_kv_kernel",
+                                  "kernels.split_kv.schedule_kernel"])  # fmt: skip
 def test_a_key_is_what_triton_compiles_by(name: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend

@@ -10,17 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from attn_backends.backends.torch import TorchBackend
-from attn_backends.batch import CommonAttentionMetadata, SequenceData
-from attn_backends.batch_views import pad_rows
-from attn_backends.kv_cache import KVCache
+from attn_backends.backends.torch.backend import TorchBackend
+from attn_backends.batch.common import CommonAttentionMetadata, SequenceData
+from attn_backends.batch.local_attention import make_local_attention_virtual_batches
+from attn_backends.batch.views import pad_rows
+from attn_backends.cache.kv_cache import KVCache
 from attn_backends.spec import AttentionSpec
-from attn_backends.testing.batches import Batch
-from attn_backends.testing.cases import LocalCase, load_cases
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.cases import LocalCase, load_cases
+from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import make_layer
-from attn_backends.testing.random_batch import random_batch
 from attn_backends.testing.reference import reference_attention
-from attn_backends.virtual_batches import make_local_attention_virtual_batches
 from tests.same_batch import Rows, assert_same_batch, rows
 
 SPEC = AttentionSpec(2, 1, 4, dtype=torch.float64)

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends import warm_up
+from attn_backends.backends.flashinfer import metadata
+from attn_backends.cache.warm_up import list_cache_writes
+from attn_backends.kernels import warm_up
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
-launching = pytest.importorskip("attn_backends.triton_launch", reason="needs triton")
-examples = pytest.importorskip("attn_backends.triton_examples")
-variants = pytest.importorskip("attn_backends.triton_variants")
+launching = pytest.importorskip("attn_backends.kernels.launch", reason="needs triton")
+examples = pytest.importorskip("attn_backends.kernels.examples")
+variants = pytest.importorskip("attn_backends.kernels.variants")
 
 pytestmark = pytest.mark.skipif(launching.INTERPRETED, reason="interpreted kernels are not compiled")
 
@@ -29,9 +31,9 @@ def keys(launch: Callable[[], object]) -> set[Any]:
 
 
 def test_pages_left_out_of_any_table() -> None:
-    from attn_backends.csr_triton import csr_of
+    from attn_backends.backends.flashinfer.csr_kernel import csr_of
 
-    listed, numbers = keys(lambda: warm_up.list_prefix_pages(200, 16)), Random(0)
+    listed, numbers = keys(lambda: metadata.list_prefix_pages(200, 16)), Random(0)
     for _ in range(200):
         num_rows, width = numbers.randint(1, 200), numbers.randint(1, 99)
         table, lens = torch.zeros(num_rows, width, dtype=torch.int32), torch.zeros(num_rows, dtype=torch.int32)
@@ -40,7 +42,7 @@ def test_pages_left_out_of_any_table() -> None:
 
 def test_parts_joined_for_any_number_of_tokens() -> None:
     """LSEs lie token by token, or head by head, as libraries give them."""
-    from attn_backends.lse_merge_triton import merge
+    from attn_backends.kernels.merge_state_triton import merge
 
     listed, numbers = keys(lambda: warm_up.list_merges([SPEC])), Random(0)
     for _ in range(200):
@@ -52,9 +54,9 @@ def test_parts_joined_for_any_number_of_tokens() -> None:
 
 def test_pages_copied_in_caches_of_any_layout() -> None:
     """However many, of however many layers."""
-    from attn_backends.page_copy_triton import copy_pages
+    from attn_backends.cache.kernels import copy_pages
 
-    listed, numbers = keys(lambda: warm_up.list_cache_writes([SPEC], KVCacheSpec(64, 16))), Random(0)
+    listed, numbers = keys(lambda: list_cache_writes([SPEC], KVCacheSpec(64, 16))), Random(0)
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         for _ in range(20):
             tensor = examples.empty(numbers.randint(9, 99), 16, numbers.randint(1, 9), 128, dtype=dtype)
@@ -65,7 +67,7 @@ def test_pages_copied_in_caches_of_any_layout() -> None:
 @pytest.mark.parametrize("hidden", [576, 2048, 4096])
 def test_layers_are_compared_at_every_form_of_their_kernels(hidden: int) -> None:
     """At one token and at seven (see `fuse_cuda_layers`): with any other number nothing more is compiled."""
-    from attn_backends.engine.layer_kernels import gated, rms_norm, rotate_
+    from attn_backends.engine.models.fused.kernels import gated, rms_norm, rotate_
 
     def layer(num_tokens: int) -> None:
         tokens = examples.empty(num_tokens, hidden, dtype=torch.bfloat16)
@@ -97,7 +99,7 @@ def test_states_compile_what_they_list(name: str, expected: set[str], monkeypatc
     """On a GPU; for one layer's state, without its library."""
     from attn_backends.backends.flash_attn.state import FlashAttnState
     from attn_backends.backends.flashinfer.state import FlashInferState
-    from attn_backends.backends.torch import TorchState
+    from attn_backends.backends.torch.state import TorchState
     from attn_backends.backends.triton import state as triton_state
     from attn_backends.spec import Limits, plan_groups
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attn_backends import support
+from attn_backends.registry import support
 from attn_backends.testing.verify.pairs import Pairs
 from benchmarks.merge_verify import merge
 from benchmarks.what_ran import PAGE, RESULTS, SHIPPED, page, shipped

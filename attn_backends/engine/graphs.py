@@ -15,15 +15,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from attn_backends.batch import CommonAttentionMetadata
-from attn_backends.capabilities import CudaGraphSupport, Rejection, Unsupported
-from attn_backends.config import GraphsConfig
-from attn_backends.cuda_graphs import Graph, GraphRecorder
-from attn_backends.engine.checkpoint import Report
-from attn_backends.engine.layers import Layers, Steps
-from attn_backends.interface import AttentionBackend, AttentionState, check_capture_size
-from attn_backends.page_table import IntArray
-from attn_backends.step_table import StepBatch, StepTable
+from attn_backends.batch.common import CommonAttentionMetadata
+from attn_backends.batch.page_table import IntArray
+from attn_backends.engine.config import GraphsConfig
+from attn_backends.engine.layers import Layers
+from attn_backends.engine.models.context import Steps
+from attn_backends.engine.outputs import Report
+from attn_backends.graphs.recorder import Graph, GraphRecorder
+from attn_backends.interface import AttentionBackend, AttentionState
+from attn_backends.interface.capabilities import CudaGraphSupport, Rejection, Unsupported
+from attn_backends.interface.state import check_capture_size
+from attn_backends.step.table import StepBatch, StepTable
 
 CAPTURE = "graph capture"  # a request id
 KeptT = TypeVar("KeptT")

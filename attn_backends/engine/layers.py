@@ -6,35 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from attn_backends.batch import CommonAttentionMetadata
-from attn_backends.engine.hf import AttentionContext, LoadedModel
+from attn_backends.batch.common import CommonAttentionMetadata
+from attn_backends.cache.kv_cache import KVCache
+from attn_backends.engine.models.context import AttentionContext, StepContext, Steps
+from attn_backends.engine.models.hf import LoadedModel
 from attn_backends.interface import AttentionImpl, AttentionMetadataBuilder, AttentionState, AttentionStep
-from attn_backends.kv_cache import KVCache
 from attn_backends.spec import PlanGroup
-
-Steps = Mapping[int, AttentionStep[Any]]  # by layer
-
-
-class StepContext:
-    """One step, as the model's attention layers see it: each layer's Impl, cache and planned step."""
-
-    def __init__(self, impls: Mapping[int, AttentionImpl[Any]], caches: Mapping[int, KVCache], steps: Steps) -> None:
-        self.impls = impls
-        self.caches = caches
-        self.steps = steps
-
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        constants: Mapping[str, Any],
-    ) -> torch.Tensor:
-        layer: int = module.layer_idx  # type: ignore[assignment]  # the dry run has checked it
-        return self.impls[layer].forward(query, key, value, self.caches[layer], self.steps[layer])
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 
-from attn_backends.config import EngineConfig, SamplingParams
-from attn_backends.cuda_graphs import GraphRecorder
-from attn_backends.engine.checkpoint import Report, silent
+from attn_backends.cache.kv_cache import page_bytes
+from attn_backends.engine.config import EngineConfig, SamplingParams
 from attn_backends.engine.detokenizer import Detokenizer
-from attn_backends.engine.hf import LoadedModel, layer_specs, load_model
-from attn_backends.engine.kv_scales import kv_scales
-from attn_backends.engine.outputs import Prompt, RequestOutput, Stats, TextChunk
+from attn_backends.engine.models.hf import LoadedModel, layer_specs, load_model
+from attn_backends.engine.models.kv_scales import kv_scales
+from attn_backends.engine.outputs import Prompt, Report, RequestOutput, Stats, TextChunk, silent
 from attn_backends.engine.page_allocator import PageAllocator
 from attn_backends.engine.prompts import check_prompts, check_sampling, why_not_served, why_not_text
 from attn_backends.engine.request import Request, salts_for
@@ -23,10 +22,9 @@ from attn_backends.engine.runner import ModelRunner
 from attn_backends.engine.sampler import OnTheirWay, Sampler
 from attn_backends.engine.scheduler import ScheduledBatch, Scheduler
 from attn_backends.engine.warm_up import compile_kernels, run_steps
-from attn_backends.kv_cache import page_bytes
-from attn_backends.mla_spec import MLASpec
+from attn_backends.graphs.recorder import GraphRecorder
 from attn_backends.registry import AUTO, Load, get_entry, select_backend, validate_options
-from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
+from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, MLASpec
 
 PAGE_SIZES = (16, 32, 64, 128, 256)  # tried in this order where the config leaves it open
 MEASURED_LATENT = (64, 32)  # MLA on a GPU tries these first: with them its backends were measured
@@ -146,7 +144,7 @@ class LLM:
             select_backend(config.backend, specs, caches, device, options=config.backend_options)
         loaded = load_model(config, device, report)
         if config.compile == "model":
-            from attn_backends.engine.compiled import compile_model  # loads the compiler: half a second
+            from attn_backends.engine.models.compiled import compile_model  # loads the compiler: half a second
 
             loaded = compile_model(loaded, device, report)
         report("setting up the engine")

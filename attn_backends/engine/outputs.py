@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 Prompt = str | Sequence[int]  # text, or token ids
 
@@ -47,3 +48,13 @@ class Stats:
     @property
     def tokens_per_second(self) -> float:
         return self.num_new_tokens / self.seconds if self.seconds else 0.0
+
+
+class Report(Protocol):
+    """Is told what is being done while that takes long; `done` of `total` parts where they are known."""
+
+    def __call__(self, message: str, done: int = 0, total: int | None = None) -> None: ...
+
+
+def silent(message: str, done: int = 0, total: int | None = None) -> None:
+    """The report that nobody reads."""

@@ -10,7 +10,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from attn_backends.page_table import IntArray
+from attn_backends.batch.page_table import IntArray
 
 
 class OutOfPages(RuntimeError):

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from attn_backends.config import SamplingParams
+from attn_backends.engine.config import SamplingParams
 from attn_backends.engine.outputs import Prompt
 
 

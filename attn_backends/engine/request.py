@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from attn_backends.config import SamplingParams
-from attn_backends.page_table import IntArray
+from attn_backends.batch.page_table import IntArray
+from attn_backends.engine.config import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

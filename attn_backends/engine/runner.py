@@ -9,19 +9,19 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from attn_backends.config import GraphsConfig
-from attn_backends.cuda_graphs import CudaRecorder, GraphRecorder
-from attn_backends.engine.checkpoint import Report, silent
+from attn_backends.cache.kv_cache import allocate_kv_cache
+from attn_backends.engine.config import GraphsConfig
 from attn_backends.engine.graphs import FullGraphs, GraphKey, PiecewiseGraphs, default_sizes, graph_mode
-from attn_backends.engine.hf import LoadedModel
-from attn_backends.engine.kv_scales import KVScales
 from attn_backends.engine.layers import Layers
+from attn_backends.engine.models.hf import LoadedModel
+from attn_backends.engine.models.kv_scales import KVScales
+from attn_backends.engine.outputs import Report, silent
 from attn_backends.engine.request import Request
 from attn_backends.engine.scheduler import ScheduledBatch
+from attn_backends.graphs.recorder import CudaRecorder, GraphRecorder
 from attn_backends.interface import AttentionBackend
-from attn_backends.kv_cache import allocate_kv_cache
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, plan_groups
-from attn_backends.step_table import StepBatch, StepTable
+from attn_backends.step.table import StepBatch, StepTable
 
 logger = logging.getLogger(__name__)
 

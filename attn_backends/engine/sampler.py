@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import torch
 
-from attn_backends.config import SamplingParams
+from attn_backends.engine.config import SamplingParams
 from attn_backends.engine.request import Request
 
 FEW, MORE = 256, 16  # a nucleus is looked for among 256 tokens, then 16 times as many: a whole sort is slow

@@ -10,11 +10,11 @@ from itertools import chain, count
 import numpy as np
 from numpy.typing import NDArray
 
-from attn_backends.batch import SequenceData, SequenceGroup
-from attn_backends.config import SchedulerConfig
+from attn_backends.batch.common import SequenceData, SequenceGroup
+from attn_backends.batch.page_table import IntArray, token_positions
+from attn_backends.engine.config import SchedulerConfig
 from attn_backends.engine.page_allocator import PageAllocator
 from attn_backends.engine.request import FinishReason, Request
-from attn_backends.page_table import IntArray, token_positions
 
 _NONE: NDArray[np.int64] = np.empty(0, np.int64)
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn_backends.config import SamplingParams
-from attn_backends.engine.checkpoint import Report
+from attn_backends.engine.config import SamplingParams
+from attn_backends.engine.outputs import Report
 from attn_backends.engine.request import Request
 from attn_backends.engine.runner import ModelRunner
 from attn_backends.engine.sampler import Sampler

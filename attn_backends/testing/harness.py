@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from attn_backends.cache.kv_cache import KVCache
 from attn_backends.interface import AttentionBackend, AttentionState, AttentionStep
-from attn_backends.kv_cache import KVCache
 from attn_backends.spec import Limits, PlanGroup, plan_groups
-from attn_backends.testing.batches import Batch
-from attn_backends.testing.cases import load_cases
-from attn_backends.testing.guard import GuardBands
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.cases import load_cases
+from attn_backends.testing.guards.guard import GuardBands
 
 Backend = type[AttentionBackend]
 

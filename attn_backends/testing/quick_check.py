@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from attn_backends.spec import FP8_DTYPES, AttentionSpec
-from attn_backends.testing.batches import Batch
-from attn_backends.testing.cases import BatchShape, load_cases
-from attn_backends.testing.features import CROSS, ENCODER, feature
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.cases import BatchShape, load_cases
+from attn_backends.testing.cases.features import CROSS, ENCODER, feature
+from attn_backends.testing.cases.plain import plain_cache, plain_spec, undeclared
+from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import Backend, assert_matches, assert_pool, output_error, run_backend
-from attn_backends.testing.plain import plain_cache, plain_spec, undeclared
-from attn_backends.testing.random_batch import random_batch
 
 MIXED = load_cases().batches["mixed_small"]
 WHOLE_PROMPTS = BatchShape(seq_lens=(5, 17), query_lens=(5, 17))

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from attn_backends.mla_spec import MLASpec
-from attn_backends.spec import AttentionSpec, AttentionType
+from attn_backends.spec import AttentionSpec, AttentionType, MLASpec
 
 _LOGITS_AT_ONCE = 1 << 22  # 32 MB in float64
 _EXPANDED_AT_ONCE = 1 << 24  # numbers of the keys and values that latent rows are expanded to: 128 MB in float64

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from attn_backends.adapters.req_to_token import ReqToTokenAttention
-from attn_backends.adapters.token_batch import ForwardBatch, ForwardMode
-from attn_backends.adapters.token_kv_pool import TokenKVPool
-from attn_backends.adapters.token_layers import Layer
-from attn_backends.cuda_graphs import Graph
+from attn_backends.adapters.req_to_token.attention import ReqToTokenAttention
+from attn_backends.adapters.req_to_token.batch import ForwardBatch, ForwardMode
+from attn_backends.adapters.req_to_token.kv_pool import TokenKVPool
+from attn_backends.adapters.req_to_token.layers import Layer
+from attn_backends.graphs.recorder import Graph
 from attn_backends.registry import get_backend
 from attn_backends.spec import AttentionSpec, AttentionType
-from attn_backends.testing.cases import load_cases
-from attn_backends.testing.graph_harness import make_recorder
+from attn_backends.testing.cases.cases import load_cases
+from attn_backends.testing.graphs.harness import make_recorder
 from attn_backends.testing.harness import output_error
 from attn_backends.testing.reference import reference_attention
 from tests.backends import flashinfer_emulated  # noqa: F401 (registers)

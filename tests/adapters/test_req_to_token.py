@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from attn_backends.adapters.req_to_token import ReqToTokenAttention
-from attn_backends.adapters.token_batch import ForwardBatch, ForwardMode
-from attn_backends.adapters.token_kv_pool import TokenKVPool
-from attn_backends.adapters.token_layers import LayerKind
-from attn_backends.testing.host_reads import forbid_host_reads
+from attn_backends.adapters.req_to_token.attention import ReqToTokenAttention
+from attn_backends.adapters.req_to_token.batch import ForwardBatch, ForwardMode
+from attn_backends.adapters.req_to_token.kv_pool import TokenKVPool
+from attn_backends.adapters.req_to_token.layers import LayerKind
+from attn_backends.testing.graphs.host_reads import forbid_host_reads
 from tests.adapters.req_to_token_engine import (
     BACKENDS,
     CROSS,

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from attn_backends import get_backend
-from attn_backends.adapters.token_batch import ForwardMode
-from attn_backends.entries import BackendImportError
-from attn_backends.testing.graph_harness import make_recorder
+from attn_backends.adapters.req_to_token.batch import ForwardMode
+from attn_backends.registry.table import BackendImportError
+from attn_backends.testing.graphs.harness import make_recorder
 from tests.adapters.req_to_token_engine import (
     CROSS,
     DECODE,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attn_backends.adapters.token_batch import ForwardMode
-from attn_backends.cuda_graphs import GraphRecorder
-from attn_backends.testing.graph_harness import make_recorder
-from attn_backends.testing.host_reads import forbid_host_reads
+from attn_backends.adapters.req_to_token.batch import ForwardMode
+from attn_backends.graphs.recorder import GraphRecorder
+from attn_backends.testing.graphs.harness import make_recorder
+from attn_backends.testing.graphs.host_reads import forbid_host_reads
 from tests.adapters.req_to_token_engine import (
     BACKENDS,
     CROSS,

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends import entries
-from attn_backends.adapters.req_to_token import ReqToTokenAttention
-from attn_backends.adapters.token_batch import ForwardBatch, ForwardMode
-from attn_backends.adapters.token_kv_pool import TokenKVPool
-from attn_backends.capabilities import Unsupported
-from attn_backends.entries import UnknownBackendError
-from attn_backends.registry import register_backend
+from attn_backends.adapters.req_to_token.attention import ReqToTokenAttention
+from attn_backends.adapters.req_to_token.batch import ForwardBatch, ForwardMode
+from attn_backends.adapters.req_to_token.kv_pool import TokenKVPool
+from attn_backends.interface.capabilities import Unsupported
+from attn_backends.registry import register_backend, table
+from attn_backends.registry.table import UnknownBackendError
 from tests.adapters.req_to_token_engine import (
     CROSS,
     DECODE,
@@ -68,7 +67,7 @@ def test_batches(engine: Engine, wrong: ForwardBatch, told: str) -> None:
 
 def test_a_backend_that_reads_lengths_on_the_device_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """TORCH in a graph is one, but for what its builder says."""
-    monkeypatch.setattr("attn_backends.backends.torch.TorchMetadataBuilder.needs_exact_lengths", False)
+    monkeypatch.setattr("attn_backends.backends.torch.metadata.TorchMetadataBuilder.needs_exact_lengths", False)
     engine = filled("TORCH", 6, 9)
     engine.adapter.init_cuda_graph_state(3, 9)
     graph = GraphRunner(engine, 3, 3)
@@ -163,11 +162,11 @@ def adapter(name: str, **how: Any) -> ReqToTokenAttention:
 @pytest.fixture
 def _own_table() -> Iterator[None]:
     """What a test registers is gone behind it."""
-    before = dict(entries._rows()), dict(entries._classes)
+    before = dict(table._rows()), dict(table._classes)
     yield
-    for table, content in zip((entries._rows(), entries._classes), before, strict=True):
-        table.clear()  # type: ignore[attr-defined]
-        table.update(content)  # type: ignore[attr-defined]
+    for held, content in zip((table._rows(), table._classes), before, strict=True):
+        held.clear()  # type: ignore[attr-defined]
+        held.update(content)  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("_own_table")

@@ -17,7 +17,7 @@ from attn_backends.backends.flash_attn.fa4 import FlashAttn4
 from attn_backends.backends.flash_attn.options import FlashAttnOptions
 from attn_backends.backends.flash_attn.provider import Provider
 from attn_backends.backends.flash_attn.state import FlashAttnState
-from attn_backends.capabilities import Capabilities
+from attn_backends.interface.capabilities import Capabilities
 from attn_backends.registry import register_backend
 from attn_backends.testing.emulated import flash_attn, flash_attn_4, flash_attn_interface, vllm_flash_attn
 

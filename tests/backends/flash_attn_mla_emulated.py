@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attn_backends.backends.mla.flash_attn_mla import FlashAttnMLABackend, FlashAttnMLAOptions, FlashAttnMLAState
-from attn_backends.backends.mla.flash_attn_mla_kernels import InterfaceKernels, VllmKernels
-from attn_backends.capabilities import Capabilities
+from attn_backends.backends.mla.flash_attn_mla.backend import (
+    FlashAttnMLABackend,
+    FlashAttnMLAOptions,
+    FlashAttnMLAState,
+)
+from attn_backends.backends.mla.flash_attn_mla.library import InterfaceKernels, VllmKernels
+from attn_backends.interface.capabilities import Capabilities
 from attn_backends.registry import register_backend
 from attn_backends.testing.emulated import flash_attn_mla
 

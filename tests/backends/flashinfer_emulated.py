@@ -9,7 +9,7 @@ from attn_backends.backends.flashinfer.backend import FlashInferBackend
 from attn_backends.backends.flashinfer.library import Library
 from attn_backends.backends.flashinfer.options import FlashInferOptions
 from attn_backends.backends.flashinfer.state import FlashInferState
-from attn_backends.capabilities import Capabilities
+from attn_backends.interface.capabilities import Capabilities
 from attn_backends.registry import register_backend
 from attn_backends.testing.emulated import flashinfer
 

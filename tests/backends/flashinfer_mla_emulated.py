@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from attn_backends.backends.mla.flashinfer_mla import (
+from attn_backends.backends.mla.flashinfer_mla.backend import (
     FlashInferMLABackend,
     FlashInferMLAOptions,
     FlashInferMLAState,
 )
-from attn_backends.backends.mla.flashinfer_plan import MLALibrary
-from attn_backends.capabilities import Capabilities
+from attn_backends.backends.mla.flashinfer_mla.plan import MLALibrary
+from attn_backends.interface.capabilities import Capabilities
 from attn_backends.registry import register_backend
 from attn_backends.testing.emulated import flashinfer
 

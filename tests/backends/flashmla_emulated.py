@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from attn_backends.backends.mla.flashmla import FlashMLABackend, FlashMLAOptions, FlashMLAState
-from attn_backends.backends.mla.flashmla_kernels import Kernels
-from attn_backends.capabilities import Capabilities
+from attn_backends.backends.mla.flashmla.backend import FlashMLABackend, FlashMLAOptions, FlashMLAState
+from attn_backends.backends.mla.flashmla.library import Kernels
+from attn_backends.interface.capabilities import Capabilities
 from attn_backends.registry import register_backend
 from attn_backends.testing.emulated import flashmla, flashmla_older
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_backends.testing.cases import BatchShape
+from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.conformance import BackendConformance
 from attn_backends.testing.harness import assert_matches, run_backend
 

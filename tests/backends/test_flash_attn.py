@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec
-from attn_backends.testing.batches import Batch
-from attn_backends.testing.cases import BatchShape
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.conformance import BackendConformance
 from tests.backends import flash_attn_backends  # noqa: F401 (registers)
 from tests.backends.large_cache import check_large_cache

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from attn_backends import KVCacheSpec, MLASpec, Unsupported, select_backend
-from attn_backends.backends.mla.flash_attn_mla import most_splits, partial_bytes
+from attn_backends.backends.mla.flash_attn_mla.backend import most_splits, partial_bytes
 from attn_backends.registry import validate_options
+from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.conformance import MLAConformance
 from attn_backends.testing.emulated import flash_attn_mla
 from attn_backends.testing.harness import make_layer
-from attn_backends.testing.random_batch import random_batch
 from tests.backends import flash_attn_mla_emulated as emulated
 
 

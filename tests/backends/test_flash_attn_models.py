@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attn_backends import LLM, EngineConfig
-from attn_backends.testing.graph_simulator import GraphSimulator
+from attn_backends.testing.graphs.simulator import GraphSimulator
 from tests.backends import flash_attn_backends  # noqa: F401 (registers)
 from tests.backends.test_flashinfer_models import HEADS, LONG, PROMPTS, texts
 from tests.tiny_models import save_tiny, tiny_model

@@ -21,18 +21,18 @@ from attn_backends.backends.flash_attn.options import FlashAttnOptions
 from attn_backends.backends.flash_attn.provider import choose
 from attn_backends.backends.flash_attn.providers import PROVIDERS
 from attn_backends.backends.flash_attn.state import FlashAttnState, FlashAttnStep
-from attn_backends.config_errors import ConfigError
-from attn_backends.entries import BackendImportError, get_entry
 from attn_backends.interface import AttentionStep
 from attn_backends.registry import register_backend, validate_options
+from attn_backends.registry.support import support
+from attn_backends.registry.table import BackendImportError, get_entry
 from attn_backends.spec import AttentionType
-from attn_backends.support import support
-from attn_backends.testing.cases import BatchShape
+from attn_backends.testing.cases.cases import BatchShape
+from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.emulated import vllm_flash_attn
 from attn_backends.testing.harness import Result, assert_matches, make_layer
 from attn_backends.testing.kit.base import KitBase
 from attn_backends.testing.quick_check import quick_check
-from attn_backends.testing.random_batch import random_batch
+from attn_backends.validation import ConfigError
 from tests.backends import flashinfer_emulated  # noqa: F401 (registers)
 from tests.backends.flash_attn_backends import MODULES, emulated
 
@@ -138,7 +138,7 @@ def test_without_any_provider_the_command_that_fixes_it_is_shown(monkeypatch: py
     for module in ("flash_attn", "flash_attn_interface", "vllm"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, "vllm.vllm_flash_attn.flash_attn_interface", raising=False)
-    monkeypatch.setattr("attn_backends.entries._classes", {})
+    monkeypatch.setattr("attn_backends.registry.table._classes", {})
     with pytest.raises(BackendImportError, match=r"none of the modules flash_attn, .* pip install flash-attn"):
         get_backend("FLASH_ATTN")
     row = support(get_entry("FLASH_ATTN"))
@@ -146,8 +146,10 @@ def test_without_any_provider_the_command_that_fixes_it_is_shown(monkeypatch: py
 
 
 def test_a_broken_library_is_told_before_missing_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_backends.entries._classes", {})
-    monkeypatch.setattr("attn_backends.entries.importlib.import_module", _raises(flash_attn=OSError("no libcudart")))
+    monkeypatch.setattr("attn_backends.registry.table._classes", {})
+    monkeypatch.setattr(
+        "attn_backends.registry.table.importlib.import_module", _raises(flash_attn=OSError("no libcudart"))
+    )
     with pytest.raises(BackendImportError, match="OSError: no libcudart"):
         get_backend("FLASH_ATTN")
 

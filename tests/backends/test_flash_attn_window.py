@@ -16,11 +16,11 @@ from attn_backends.backends.flash_attn import fa3_window
 from attn_backends.backends.flash_attn.call import HostLens, Rows
 from attn_backends.backends.flash_attn.fa3 import VllmFa3
 from attn_backends.backends.flash_attn.fa3_window import BEYOND_ALL, TILES, Tile
-from attn_backends.testing.cases import BatchShape
+from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.conformance import BackendConformance
 from attn_backends.testing.emulated import vllm_flash_attn
 from attn_backends.testing.emulated.flash_attn_blocks import Blocks
-from attn_backends.testing.graph_harness import graph_batch
+from attn_backends.testing.graphs.harness import graph_batch
 from attn_backends.testing.harness import make_layer, output_error
 from tests.backends.flash_attn_backends import emulated
 from tests.mutate import mutate

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, KVCacheSpec, Limits, Unsupported, plan_groups, select_backend
-from attn_backends.backends.mla import flashinfer_plan
-from attn_backends.backends.mla.flashinfer_mla import FlashInferMLAMetadataBuilder, FlashInferMLAOptions
-from attn_backends.backends.mla.flashinfer_plan import (
+from attn_backends.backends.mla.flashinfer_mla import plan as flashinfer_plan
+from attn_backends.backends.mla.flashinfer_mla.backend import FlashInferMLAMetadataBuilder, FlashInferMLAOptions
+from attn_backends.backends.mla.flashinfer_mla.plan import (
     MLALibrary,
     MLAPlan,
     PlannedRows,
@@ -22,13 +22,13 @@ from attn_backends.backends.mla.flashinfer_plan import (
     tokens_of_a_row,
 )
 from attn_backends.backends.mla.metadata import DecodeRows
-from attn_backends.mla_spec import MLASpec
 from attn_backends.registry import validate_options
-from attn_backends.testing.batches import Batch
-from attn_backends.testing.cases import BatchShape
+from attn_backends.spec import MLASpec
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.conformance import MLAConformance
 from attn_backends.testing.emulated import flashinfer
-from attn_backends.testing.graph_harness import CapturedStep, make_recorder
+from attn_backends.testing.graphs.harness import CapturedStep, make_recorder
 from attn_backends.testing.harness import assert_matches, make_layer
 from tests.backends.flashinfer_mla_emulated import EmulatedFlashInferMLA, EmulatedState
 
@@ -234,7 +234,7 @@ def test_every_choice_of_kernels_is_right(kernels: str) -> None:
 
 
 def test_fa3_needs_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_backends.backends.mla.flashinfer_mla.is_hopper", lambda device: False)
+    monkeypatch.setattr("attn_backends.backends.mla.flashinfer_mla.backend.is_hopper", lambda device: False)
     state(kernels="auto")
     with pytest.raises(ValueError, match="needs a Hopper GPU: set it to auto"):
         state(kernels="fa3")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attn_backends import LLM, EngineConfig, SamplingParams
-from attn_backends.testing.graph_simulator import GraphSimulator
+from attn_backends.testing.graphs.simulator import GraphSimulator
 from tests.backends import flashinfer_emulated  # noqa: F401 (registers)
 from tests.backends.best_tokens import assert_best_tokens
 from tests.tiny_models import save_tiny

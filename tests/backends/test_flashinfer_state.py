@@ -17,20 +17,20 @@ from attn_backends.backends.flashinfer.options import FlashInferOptions
 from attn_backends.backends.flashinfer.plans import DecodePlan
 from attn_backends.backends.flashinfer.state import FlashInferStep
 from attn_backends.backends.flashinfer.workspace import Need, eager_need, graph_need
-from attn_backends.batch import CommonAttentionMetadata, SequenceData, SequenceGroup
-from attn_backends.flashinfer_package import LOWEST_LOGIT
+from attn_backends.batch.common import CommonAttentionMetadata, SequenceData, SequenceGroup
+from attn_backends.cache.kv_cache import KVCache
 from attn_backends.interface import AttentionStep
-from attn_backends.kv_cache import KVCache
+from attn_backends.kernels.flashinfer_package import LOWEST_LOGIT
 from attn_backends.registry import validate_options
 from attn_backends.spec import AttentionType
-from attn_backends.testing.cases import BatchShape
+from attn_backends.testing.cases.cases import BatchShape
+from attn_backends.testing.cases.features import feature
+from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.conformance import BackendConformance
 from attn_backends.testing.emulated import flashinfer
-from attn_backends.testing.features import feature
 from attn_backends.testing.harness import assert_matches, make_layer, output_error, padded
 from attn_backends.testing.kit.base import KitBase
 from attn_backends.testing.kit.logits import LEVELS
-from attn_backends.testing.random_batch import random_batch
 from tests.backends.flashinfer_emulated import EmulatedFlashInfer, EmulatedState
 
 SPEC = AttentionSpec(4, 2, 64, dtype=torch.float16)

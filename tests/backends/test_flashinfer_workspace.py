@@ -23,7 +23,7 @@ from attn_backends.backends.flashinfer.workspace import (
     plan_need,
     tiles_at_once,
 )
-from attn_backends.backends.mla.flashinfer_plan import float_bytes, int_bytes, most_works
+from attn_backends.backends.mla.flashinfer_mla.plan import float_bytes, int_bytes, most_works
 from attn_backends.testing.emulated import flashinfer_schedule as schedule
 from tests.backends.flashinfer_emulated import EmulatedState
 

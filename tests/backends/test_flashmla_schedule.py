@@ -12,15 +12,15 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from attn_backends import MLASpec
-from attn_backends.backends.mla.flashmla_kernels import FilledSchedule, Kernels, RefilledSchedule, load_kernels
+from attn_backends.backends.mla.flashmla.library import FilledSchedule, Kernels, RefilledSchedule, load_kernels
 from attn_backends.backends.mla.metadata import DecodeRows
+from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.emulated import flashmla
 from attn_backends.testing.harness import make_layer
-from attn_backends.testing.random_batch import random_batch
 from tests.backends.flashmla_emulated import EmulatedFlashMLA
 from tests.interpreted import in_own_process, only_interpreted, run_interpreted
 
-schedules = pytest.importorskip("attn_backends.backends.mla.flashmla_schedule", reason="needs triton")
+schedules = pytest.importorskip("attn_backends.backends.mla.flashmla.schedule", reason="needs triton")
 OVERHEAD = 5
 Parts = list[list[int]]
 

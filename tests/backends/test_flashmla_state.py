@@ -10,17 +10,16 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, KVCacheSpec, Unsupported, get_backend, select_backend
-from attn_backends.backends.mla import flashmla_kernels
-from attn_backends.backends.mla.flashmla_kernels import PROVIDERS, FilledSchedule, Kernels, MadeSchedule, load_kernels
+from attn_backends.backends.mla.flashmla import library as flashmla_kernels
+from attn_backends.backends.mla.flashmla.library import PROVIDERS, FilledSchedule, Kernels, MadeSchedule, load_kernels
 from attn_backends.backends.mla.metadata import DecodeRows
-from attn_backends.entries import BackendImportError
-from attn_backends.mla_spec import MLASpec
 from attn_backends.registry import validate_options
-from attn_backends.spec import AttentionType
-from attn_backends.support import all_support
+from attn_backends.registry.support import all_support
+from attn_backends.registry.table import BackendImportError
+from attn_backends.spec import AttentionType, MLASpec
 from attn_backends.testing.conformance import MLAConformance
 from attn_backends.testing.emulated import flashmla, flashmla_older
-from attn_backends.testing.host_reads import GraphViolation
+from attn_backends.testing.graphs.host_reads import GraphViolation
 from tests.backends.flashmla_emulated import EmulatedFlashMLA, EmulatedOlderFlashMLA, NewerState, OlderState
 
 GENERATIONS = [pytest.param(flashmla, id="newer"), pytest.param(flashmla_older, id="older")]
@@ -128,8 +127,8 @@ def test_without_a_provider_the_reasons_of_all_are_told(monkeypatch: pytest.Monk
     with pytest.raises(ModuleNotFoundError) as caught:
         load_kernels()
     assert all(f"{name}: " in str(caught.value) for name in PROVIDERS)
-    monkeypatch.delitem(sys.modules, "attn_backends.backends.mla.flashmla_provider", raising=False)
-    monkeypatch.setattr("attn_backends.entries._classes", {})
+    monkeypatch.delitem(sys.modules, "attn_backends.backends.mla.flashmla.provider", raising=False)
+    monkeypatch.setattr("attn_backends.registry.table._classes", {})
     with pytest.raises(BackendImportError, match=r"no provider of FlashMLA imports.*Try: pip install"):
         get_backend("FLASHMLA")
     row = next(row for row in all_support() if row.name == "FLASHMLA")

@@ -12,17 +12,18 @@ import torch
 
 from attn_backends import AttentionSpec, AttentionType, MLASpec, get_backend
 from attn_backends.spec import FP8_DTYPES
-from attn_backends.testing.batches import Batch
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.conformance import BackendConformance, MLAConformance
 from attn_backends.testing.harness import assert_matches, make_layer
-from attn_backends.testing.random_batch import random_batch
 from tests.backends.test_triton import SMALL
 from tests.backends.test_triton_mla import SHARED
 from tests.interpreted import in_own_process, only_interpreted, run_interpreted
 
-pytest.importorskip("attn_backends.triton_split", reason="needs triton")
+pytest.importorskip("attn_backends.kernels.split_kv", reason="needs triton")
 
 KERNELS = {"triton": "prefill_hopper_kernel", "mla": "mla_hopper_kernel"}  # by their packages
+MODULES = {"triton": "triton.kernels.prefill_hopper", "mla": "mla.triton_mla.decode_hopper_kernel"}
 
 
 @in_own_process
@@ -40,13 +41,13 @@ def test_the_kit_interpreted() -> None:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of emulated kernels: so many programs each. Keys of 8 bits are made 16 bits however few queries see them."""
-    from attn_backends.backends.mla import triton_mla
+    from attn_backends.backends.mla.triton_mla import backend
     from attn_backends.backends.triton import launch, metadata
     from tests.gluon_emulator import Emulated
 
     made: list[int] = []
     monkeypatch.setattr(metadata, "is_faster_widened", lambda *_: True)
-    for where in (launch, triton_mla):
+    for where in (launch, backend):
         monkeypatch.setattr(where, "has_hopper_kernels", lambda device: True)
     for package, name in KERNELS.items():
         module = of_package(package)
@@ -55,7 +56,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def of_package(package: str) -> ModuleType:
-    return importlib.import_module(f"attn_backends.backends.{package}.hopper_kernel")
+    return importlib.import_module(f"attn_backends.backends.{MODULES[package]}")
 
 
 def check(name: str, batch: Batch, launches: list[int], options: Any = None) -> None:
@@ -193,7 +194,7 @@ def test_latent_rows_of_8_bits(
 
 def for_hopper() -> Any:
     """Options that choose the kernel for Hopper, where none is in the table."""
-    from attn_backends.backends.mla.triton_tiles import HOPPER_TILE, LatentTile, TritonMLAOptions
+    from attn_backends.backends.mla.triton_mla.tuning import HOPPER_TILE, LatentTile, TritonMLAOptions
 
     return TritonMLAOptions(decode_tile=LatentTile(*HOPPER_TILE, programs=1, min_keys=128, hopper=True))
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from attn_backends import LLM, EngineConfig, SamplingParams, Unsupported, get_backend
-from attn_backends.entries import BackendImportError
-from attn_backends.testing.graph_simulator import GraphSimulator
+from attn_backends.registry.table import BackendImportError
+from attn_backends.testing.graphs.simulator import GraphSimulator
 from tests.backends import flashinfer_mla_emulated, flashmla_emulated  # noqa: F401 (they register)
 from tests.backends.best_tokens import assert_best_tokens
 from tests.tiny_models import save_tiny

@@ -12,12 +12,11 @@ from hypothesis import given, strategies as st
 from attn_backends.backends.mla.metadata import MLAMetadataBuilder, RaggedRows, cut_contexts
 from attn_backends.backends.mla.options import MLAOptions
 from attn_backends.backends.mla.torch_mla import TorchMLABackend, TorchMLAImpl, TorchMLAOptions, TorchMLAState
-from attn_backends.batch import CommonAttentionMetadata, SequenceData, SequenceGroup
-from attn_backends.lse_merge import merge
-from attn_backends.mla_spec import MLASpec
-from attn_backends.spec import KVCacheSpec, Limits, plan_groups
+from attn_backends.batch.common import CommonAttentionMetadata, SequenceData, SequenceGroup
+from attn_backends.kernels.merge_state import merge
+from attn_backends.spec import KVCacheSpec, Limits, MLASpec, plan_groups
+from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import assert_matches, make_layer
-from attn_backends.testing.random_batch import random_batch
 
 CACHE, LIMITS = KVCacheSpec(64, 4), Limits(8, 256, 128)
 SPEC = MLASpec(2, head_dim=12, head_dim_vo=8, kv_lora_rank=8, qk_rope_head_dim=4)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from attn_backends import KVCacheSpec, MLASpec
-from attn_backends.backends.mla.flash_attn_mla_kernels import DecodeCall, VllmKernels
-from attn_backends.backends.mla.flashmla_kernels import FilledSchedule, Kernels, MadeSchedule, load_kernels
+from attn_backends.backends.mla.flash_attn_mla.library import DecodeCall, VllmKernels
+from attn_backends.backends.mla.flashmla.library import FilledSchedule, Kernels, MadeSchedule, load_kernels
 from attn_backends.backends.mla.metadata import DecodeRows
 from attn_backends.testing.emulated import flash_attn_mla, flashinfer as emulated_flashinfer, flashmla, flashmla_older
 from attn_backends.testing.harness import output_error
@@ -174,7 +174,7 @@ def test_flashinfer(real_flashinfer: Any, kernels: str, lens: str, heads: int, q
 def test_flash_attention_3(lens: str, heads: int, query_len: int, num_splits: int) -> None:
     """Rows without keys, whose queries nobody reads, come back as zeros too: no launch of ours writes them."""
     pytest.importorskip("vllm.vllm_flash_attn")
-    from attn_backends.backends.mla.flash_attn_mla_kernels import load
+    from attn_backends.backends.mla.flash_attn_mla.library import load
 
     case = Case(lens, heads, query_len, 32)
 

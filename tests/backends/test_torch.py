@@ -19,7 +19,8 @@ class WithoutKernel(BackendConformance):
 
     @pytest.fixture(autouse=True)
     def _without_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("attn_backends.backends.torch._is_native", lambda options: False)
+        for module in ("impl", "metadata"):
+            monkeypatch.setattr(f"attn_backends.backends.torch.{module}.is_native", lambda options: False)
 
 
 class TestTorchWithoutKernel(WithoutKernel):

@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attn_backends.backends.torch import TorchBackend, TorchOptions
+from attn_backends.backends.torch.backend import TorchBackend
+from attn_backends.backends.torch.options import TorchOptions
 from attn_backends.spec import AttentionSpec
-from attn_backends.testing.batches import Batch
-from attn_backends.testing.graph_harness import CapturedStep, make_recorder
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.random_batch import random_batch
+from attn_backends.testing.graphs.harness import CapturedStep, make_recorder
 from attn_backends.testing.harness import Result, assert_matches, make_layer
-from attn_backends.testing.random_batch import random_batch
 
 PLAIN = TorchOptions(native_decode=False)
 ROADS = {
@@ -55,7 +56,7 @@ def test_where_queries_and_bias_must_have_one_dtype(
         return fused(query, key, value, mask, **how)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", strict)
-    monkeypatch.setattr("attn_backends.backends.torch._can_add", lambda bias, query: bias.dtype == query.dtype)
+    monkeypatch.setattr("attn_backends.backends.torch.impl.can_add", lambda bias, query: bias.dtype == query.dtype)
     batch = make_batch(dtype, query_len=query_len, **LAYERS[layer])
     made = make_layer(TorchBackend, batch, options=PLAIN)
     assert_matches(made.forward(batch, made.begin(batch)), batch)

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends.backends.torch import TorchImpl, TorchMetadataBuilder, TorchOptions, TorchState
-from attn_backends.batch import SequenceData, SequenceGroup
+from attn_backends.backends.torch.impl import TorchImpl
+from attn_backends.backends.torch.metadata import TorchMetadataBuilder
+from attn_backends.backends.torch.options import TorchOptions
+from attn_backends.backends.torch.state import TorchState
+from attn_backends.batch.common import SequenceData, SequenceGroup
+from attn_backends.cache.kv_cache import KVCache
 from attn_backends.interface import AttentionStep
-from attn_backends.kv_cache import KVCache
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, plan_groups
 
 HEADS, KV_HEADS, DIM, PAGES, PAGE_SIZE = 4, 2, 16, 24, 4
@@ -69,7 +72,7 @@ def test_pieces_give_what_rows_give(layer: str, lengths: tuple[int, ...], keys: 
 
 
 def test_pieces_after_a_shared_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_backends.backends.torch.CASCADE_MIN_BYTES", 1)
+    monkeypatch.setattr("attn_backends.backends.torch.metadata.CASCADE_MIN_BYTES", 1)
     whole, in_pieces = (attended((13, 31, 9), options, prefix=8) for options in (TOGETHER, cut(5)))
     torch.testing.assert_close(in_pieces[:2], whole[:2])
     assert in_pieces[2]

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends.backends.torch import TorchImpl, TorchMetadata, TorchMetadataBuilder, TorchOptions
-from attn_backends.batch import SequenceData, SequenceGroup
+from attn_backends.backends.torch.impl import TorchImpl
+from attn_backends.backends.torch.metadata import TorchMetadata, TorchMetadataBuilder
+from attn_backends.backends.torch.options import TorchOptions
+from attn_backends.batch.common import SequenceData, SequenceGroup
+from attn_backends.cache.kv_cache import KVCache
 from attn_backends.interface import AttentionStep
-from attn_backends.kv_cache import KVCache
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, plan_groups
 
 HEADS, KV_HEADS, DIM, PAGES, PAGE_SIZE = 4, 2, 16, 12, 4

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, get_backend
-from attn_backends.batch_views import without_new_keys
+from attn_backends.batch.views import without_new_keys
+from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.conformance import BackendConformance
 from attn_backends.testing.harness import assert_matches, make_layer, run_backend
-from attn_backends.testing.random_batch import random_batch
 from tests.backends.large_cache import check_large_cache
 from tests.backends.test_call_checks import CALLS, check_refused
 from tests.interpreted import in_own_process, only_interpreted, run_interpreted
@@ -21,10 +21,10 @@ triton = pytest.importorskip("triton", reason="needs triton")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 launch = pytest.importorskip("attn_backends.backends.triton.launch")
 impl = pytest.importorskip("attn_backends.backends.triton.impl")
-rows_of = pytest.importorskip("attn_backends.backends.triton.tile").rows_of
+rows_of = pytest.importorskip("attn_backends.backends.triton.kernels.tile").rows_of
 metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
-widening = pytest.importorskip("attn_backends.backends.triton.widening")
-Start = pytest.importorskip("attn_backends.triton_launch").Start
+widening = pytest.importorskip("attn_backends.backends.triton.rules")
+Start = pytest.importorskip("attn_backends.kernels.launch").Start
 
 # The interpreter takes milliseconds a program. These are left to the GPU; the others take every road of the kernels.
 LEFT_OUT = (

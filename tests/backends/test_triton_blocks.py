@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, get_backend
-from attn_backends.testing.batches import Batch
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import Layer, Result, assert_matches, assert_pool, make_layer
-from attn_backends.testing.random_batch import random_batch
 from tests.interpreted import in_own_process, only_interpreted, run_interpreted
 
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning", reason="needs triton")

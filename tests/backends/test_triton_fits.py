@@ -18,9 +18,9 @@ from tests.interpreted import INTERPRETED
 
 triton = pytest.importorskip("triton", reason="needs triton")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
-tiles = pytest.importorskip("attn_backends.backends.mla.triton_tiles")
-split = pytest.importorskip("attn_backends.triton_split")
-launching = pytest.importorskip("attn_backends.triton_launch")
+tiles = pytest.importorskip("attn_backends.backends.mla.triton_mla.tuning")
+split = pytest.importorskip("attn_backends.kernels.split_kv")
+launching = pytest.importorskip("attn_backends.kernels.launch")
 launch = pytest.importorskip("attn_backends.backends.triton.launch")
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
@@ -139,7 +139,7 @@ def tensors_of(spec: AttentionSpec) -> dict[str, str]:
     ids=str,
 )
 def test_prefill_fits_as_compiled(spec: AttentionSpec, page_size: int, capability: int, room: int) -> None:
-    from attn_backends.backends.triton.prefill_kernel import prefill_kernel
+    from attn_backends.backends.triton.kernels.prefill import prefill_kernel
 
     tile, constants = prefill_of(spec, page_size, room)
     types = tensors_of(spec)
@@ -156,7 +156,7 @@ def test_keys_and_values_lie_in_shared_memory_alike(dims: tuple[int, int], page_
     """See `block_dims`."""
     from triton.compiler import ASTSource
 
-    from attn_backends.backends.triton.prefill_kernel import prefill_kernel
+    from attn_backends.backends.triton.kernels.prefill import prefill_kernel
 
     spec = spec_of(*dims, torch.bfloat16)
     tile, constants = prefill_of(spec, page_size, HOPPER)
@@ -180,7 +180,7 @@ def test_keys_and_values_lie_in_shared_memory_alike(dims: tuple[int, int], page_
 def test_decode_fits_as_compiled(
     spec: AttentionSpec, capability: int, room: int, num_rows: int, query_rows: int
 ) -> None:
-    from attn_backends.backends.triton.decode_kernel import decode_kernel
+    from attn_backends.backends.triton.kernels.decode import decode_kernel
 
     tile, constants = decode_of(spec, num_rows, query_rows, room)
     assert shared_bytes(decode_kernel, tensors_of(spec), constants, tile.warps, capability) <= room
@@ -191,8 +191,8 @@ def test_an_fp8_cache_costs_no_slow_instructions(cached: torch.dtype) -> None:
     """See `triton_fp8`: one of 16 bits at a time, and loads of single bytes."""
     from triton.compiler import ASTSource
 
-    from attn_backends.backends.mla.triton_kernel import mla_decode_kernel
-    from attn_backends.backends.triton.decode_kernel import decode_kernel
+    from attn_backends.backends.mla.triton_mla.decode_kernel import mla_decode_kernel
+    from attn_backends.backends.triton.kernels.decode import decode_kernel
 
     spec, latent = spec_of(128, 128, torch.bfloat16, cached), MLASpec(16, dtype=torch.bfloat16, cache_dtype=cached)
     decode = constants_of(
@@ -217,7 +217,7 @@ def test_decode_waits_as_it_starts(start: Any) -> None:
     """Early: before all loads but those of its item. Beside another kernel: last of all, and reads anew at first."""
     from triton.compiler import ASTSource
 
-    from attn_backends.backends.triton.decode_kernel import decode_kernel
+    from attn_backends.backends.triton.kernels.decode import decode_kernel
 
     spec = spec_of(128, 128, torch.bfloat16, torch.bfloat16)
     tile, constants = decode_of(spec, 64, 16, HOPPER)
@@ -244,11 +244,11 @@ WRITE = {"PAGE_SIZE": 16, "HEADS": 8, "KEY_DIM": 128, "VALUE_DIM": 128, "KEY_BLO
 @pytest.mark.parametrize(
     ("module", "name", "constants", "reads"),
     [
-        ("engine.layer_kernels", "rms_norm_kernel", {"BLOCK": 1024}, True),
-        ("engine.layer_kernels", "rotate_kernel", {"DIM": 64, "HALF": 32}, False),
-        ("engine.layer_kernels", "gate_kernel", {"BLOCK": 1024}, False),
-        ("engine.layer_kernels", "one_token_kernel", ONE_TOKEN, True),
-        ("kv_write_triton", "write_kv_kernel", WRITE, False),
+        ("engine.models.fused.kernels", "rms_norm_kernel", {"BLOCK": 1024}, True),
+        ("engine.models.fused.kernels", "rotate_kernel", {"DIM": 64, "HALF": 32}, False),
+        ("engine.models.fused.kernels", "gate_kernel", {"BLOCK": 1024}, False),
+        ("engine.models.fused.kernels", "one_token_kernel", ONE_TOKEN, True),
+        ("cache.kernels", "write_kv_kernel", WRITE, False),
     ],
 )
 def test_kernels_that_start_early_wait_first(module: str, name: str, constants: dict[str, Any], reads: bool) -> None:
@@ -273,7 +273,7 @@ def test_parts_of_latent_rows_are_read_behind_the_wait() -> None:
     """All programs wait, those with nothing to join too: else what comes next may not find the decode done."""
     from triton.compiler import ASTSource
 
-    from attn_backends.backends.mla.triton_kernel import mla_join_kernel
+    from attn_backends.backends.mla.triton_mla.decode_kernel import mla_join_kernel
 
     constants = {"WANT_LSE": 0, "QUERIES": 128, "PLACE": 128, "RANK": 512, "BLOCK_RANK": 512, "PARTS": 8,
                  "EARLY": 1}  # fmt: skip
@@ -292,7 +292,7 @@ def test_decode_stays_in_registers(dims: tuple[int, int], query_rows: int, cache
     """But for a few numbers; and products of 64 rows are of Hopper's matrix units where four warps have them."""
     from triton.compiler import ASTSource
 
-    from attn_backends.backends.triton.decode_kernel import decode_kernel
+    from attn_backends.backends.triton.kernels.decode import decode_kernel
 
     spec = spec_of(*dims, torch.bfloat16, cached)
     tile, constants = decode_of(spec, 64, query_rows, HOPPER)
@@ -305,7 +305,7 @@ def test_decode_stays_in_registers(dims: tuple[int, int], query_rows: int, cache
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize(("capability", "room"), [(90, HOPPER), (80, AMPERE)])
 def test_latent_decode_fits_as_compiled(capability: int, room: int, heads: int) -> None:
-    from attn_backends.backends.mla.triton_kernel import mla_decode_kernel
+    from attn_backends.backends.mla.triton_mla.decode_kernel import mla_decode_kernel
 
     tile = tiles.decode_tile(MLASpec(heads, dtype=torch.bfloat16), KVCacheSpec(16, 64), 64, heads, None, room)
     rows = min(split.padded(heads), tile.rows)
@@ -329,20 +329,24 @@ def test_the_latent_kernel_for_hopper_as_compiled(
     query_len: int, heads: int, want_lse: int, dtype: str, page_size: int, cached: str
 ) -> None:
     """Blocks of rows beside the queries."""
-    from attn_backends import triton_hopper
-    from attn_backends.backends.mla import hopper_kernel
+    from attn_backends.backends.mla.triton_mla import decode_hopper_kernel
+    from attn_backends.kernels import hopper
 
-    rows, pair, group = hopper_kernel.ROWS.value, 2 * hopper_kernel.KEYS.value, hopper_kernel.GROUP_WARPS
+    rows, pair, group = (
+        decode_hopper_kernel.ROWS.value,
+        2 * decode_hopper_kernel.KEYS.value,
+        decode_hopper_kernel.GROUP_WARPS,
+    )
     assert (rows, pair, 2 * group, 1) == tiles.HOPPER_TILE
-    load = triton_hopper.rows_of_load(page_size, hopper_kernel.KEYS.value)
+    load = hopper.rows_of_load(page_size, decode_hopper_kernel.KEYS.value)
     constants = {"WANT_LSE": want_lse, "PAGE_SIZE": page_size, "LOAD": load, "QUERY_LEN": query_len, "HEADS": heads,
                  "TILES": -(-query_len * heads // 64), "WIDEN": int(cached != "of queries"),
                  "E5M2": int(cached == "e5m2"), "LETS_NEXT_START": 1}  # fmt: skip
     types = dict.fromkeys(("query", "output"), f"*{dtype}")
-    types["cached"] = f"tensordesc<{dtype}[{load}, 64],{triton_hopper.BLOCK_LAYOUT!r}>"
+    types["cached"] = f"tensordesc<{dtype}[{load}, 64],{hopper.BLOCK_LAYOUT!r}>"
     if cached != "of queries":
         types["cached"] = "*i32"
-    check_for_hopper(hopper_kernel.mla_hopper_kernel, types, constants, group)
+    check_for_hopper(decode_hopper_kernel.mla_hopper_kernel, types, constants, group)
 
 
 @pytest.mark.parametrize("is_local", [False, True], ids=["all_keys", "window"])
@@ -350,19 +354,19 @@ def test_the_latent_kernel_for_hopper_as_compiled(
     ("dims", "page_size"), [*((dims, 16) for dims in launch._HOPPER_DIMS), ((128, 128), 0)], ids=str
 )
 def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_size: int, is_local: bool) -> None:
-    from attn_backends import triton_hopper
-    from attn_backends.backends.triton import hopper_kernel
-    from attn_backends.triton_split import FAR
+    from attn_backends.backends.triton.kernels import prefill_hopper
+    from attn_backends.kernels import hopper
+    from attn_backends.kernels.split_kv import FAR
 
-    keys = hopper_kernel.keys_of(dims[0])
-    rows = triton_hopper.rows_of_load(page_size, keys)
+    keys = prefill_hopper.keys_of(dims[0])
+    rows = hopper.rows_of_load(page_size, keys)
     constants = {"CHUNK": FAR.value, "LOCAL": int(is_local), "PAGE_SIZE": page_size, "LOAD": rows,
                  "KV_HEADS": 2, "GROUP": 4, "TOKENS": 32, "KEYS": keys, "DIM": dims[0], "DIM_VO": dims[1],
-                 "PLACES": hopper_kernel.places_of(dims[0]), "LETS_NEXT_START": 1}  # fmt: skip
+                 "PLACES": prefill_hopper.places_of(dims[0]), "LETS_NEXT_START": 1}  # fmt: skip
     types = dict.fromkeys(("query", "output"), "*bf16")
-    strips = f"tensordesc<bf16[{rows}, 64],{triton_hopper.BLOCK_LAYOUT!r}>"
+    strips = f"tensordesc<bf16[{rows}, 64],{hopper.BLOCK_LAYOUT!r}>"
     types |= dict.fromkeys(("key_strips", "value_strips"), strips)
-    check_for_hopper(hopper_kernel.prefill_hopper_kernel, types, constants, hopper_kernel.GROUP_WARPS)
+    check_for_hopper(prefill_hopper.prefill_hopper_kernel, types, constants, prefill_hopper.GROUP_WARPS)
 
 
 def test_what_was_tuned_on_hopper_stays_as_it_was_there() -> None:
@@ -379,7 +383,7 @@ def test_what_was_tuned_on_hopper_stays_as_it_was_there() -> None:
             assert {k: v for k, v in vars(got).items() if k not in changed} == {
                 k: v for k, v in row["tile"].items() if k not in changed
             }, row
-    for row in json.loads((BACKENDS / "mla" / "triton_tuned.json").read_text())["decode"]:
+    for row in json.loads((BACKENDS / "mla" / "triton_mla" / "tuned.json").read_text())["decode"]:
         mla = MLASpec(row["queries"], dtype=of_bits[row["bits"]], cache_dtype=of_bits[row["cache_bits"]])
         cache = KVCacheSpec(16, row["page_size"])
         of_layer = (mla, cache, row["rows"], row["queries"], None, HOPPER)
@@ -416,7 +420,7 @@ def on_machine(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict
 def test_whom_the_kernel_for_hopper_serves(
     changed: dict[str, Any], serves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attn_backends.backends.mla import triton_mla
+    from attn_backends.backends.mla.triton_mla import backend as triton_mla
 
     asked = on_machine(changed, monkeypatch)
     cache = KVCacheSpec(16, asked.pop("page_size", 64))

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, MLASpec, get_backend
-from attn_backends.kv_cache import KVCache
-from attn_backends.testing.batches import Batch
+from attn_backends.cache.kv_cache import KVCache
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import assert_matches, run_backend
-from attn_backends.testing.random_batch import random_batch
 from tests.interpreted import in_own_process, only_interpreted, run_interpreted
 
 launch = pytest.importorskip("attn_backends.backends.triton.launch", reason="needs triton")

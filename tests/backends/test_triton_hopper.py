@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, AttentionType, get_backend
-from attn_backends.testing.batches import Batch
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import Result, assert_matches, assert_pool, make_layer, run_backend
-from attn_backends.testing.random_batch import random_batch
 
 launch = pytest.importorskip("attn_backends.backends.triton.launch", reason="needs triton")
 metadata = pytest.importorskip("attn_backends.backends.triton.metadata")

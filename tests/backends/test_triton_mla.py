@@ -15,15 +15,15 @@ import torch
 from attn_backends import MLASpec
 from attn_backends.registry import validate_options
 from attn_backends.spec import FP8_DTYPES
-from attn_backends.testing.cases import BatchShape
+from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.conformance import MLAConformance
 from attn_backends.testing.harness import assert_matches, make_layer
 from attn_backends.testing.kit.base import KitBase
 from tests.interpreted import in_own_process, only_interpreted, run_interpreted
 
-MOST_ITEMS = pytest.importorskip("attn_backends.triton_split").MOST_ITEMS
-triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla")
-triton_tiles = pytest.importorskip("attn_backends.backends.mla.triton_tiles")
+MOST_ITEMS = pytest.importorskip("attn_backends.kernels.split_kv").MOST_ITEMS
+triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla.backend")
+triton_tiles = pytest.importorskip("attn_backends.backends.mla.triton_mla.tuning")
 
 SHARED = "chunk or reorder or shared_prefix or features_on_long or head_counts or host_reads"
 # Of blocks and pages each of the two within the other, and neither; NaN is kept out of every cache alike.

@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends import kv_cache
-from attn_backends.batch import CommonAttentionMetadata, SequenceData, SequenceGroup
-from attn_backends.kv_cache import KVCache
-from attn_backends.mla_spec import MLASpec
-from attn_backends.spec import KVCacheSpec, Limits, plan_groups
+from attn_backends.batch.common import CommonAttentionMetadata, SequenceData, SequenceGroup
+from attn_backends.cache import kv_cache
+from attn_backends.cache.kv_cache import KVCache
+from attn_backends.spec import KVCacheSpec, Limits, MLASpec, plan_groups
 
-launching = pytest.importorskip("attn_backends.triton_launch", reason="needs triton")
-examples = pytest.importorskip("attn_backends.triton_examples")
-variants = pytest.importorskip("attn_backends.triton_variants")
-triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla")
+launching = pytest.importorskip("attn_backends.kernels.launch", reason="needs triton")
+examples = pytest.importorskip("attn_backends.kernels.examples")
+variants = pytest.importorskip("attn_backends.kernels.variants")
+triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla.backend")
 
 pytestmark = pytest.mark.skipif(launching.INTERPRETED, reason="interpreted kernels are not compiled")
 

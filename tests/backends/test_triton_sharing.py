@@ -12,7 +12,7 @@ import torch
 
 from attn_backends import AttentionSpec
 
-sharing = pytest.importorskip("attn_backends.backends.triton.sharing", reason="needs triton")
+sharing = pytest.importorskip("attn_backends.backends.triton.rules", reason="needs triton")
 
 # By benchmarks/sharing.py.
 MEASURED = json.loads(Path(__file__).parents[2].joinpath("benchmarks/results/sharing.json").read_text())["rows"]

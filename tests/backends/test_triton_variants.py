@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends import kv_cache
-from attn_backends.batch import CommonAttentionMetadata, SequenceData, SequenceGroup
-from attn_backends.kv_cache import KVCache
+from attn_backends.batch.common import CommonAttentionMetadata, SequenceData, SequenceGroup
+from attn_backends.cache import kv_cache
+from attn_backends.cache.kv_cache import KVCache
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits, plan_groups
 
-launching = pytest.importorskip("attn_backends.triton_launch", reason="needs triton")
-examples = pytest.importorskip("attn_backends.triton_examples")
-variants = pytest.importorskip("attn_backends.triton_variants")
+launching = pytest.importorskip("attn_backends.kernels.launch", reason="needs triton")
+examples = pytest.importorskip("attn_backends.kernels.examples")
+variants = pytest.importorskip("attn_backends.kernels.variants")
 triton_state = pytest.importorskip("attn_backends.backends.triton.state")
 triton_impl = pytest.importorskip("attn_backends.backends.triton.impl")
 triton_metadata = pytest.importorskip("attn_backends.backends.triton.metadata")

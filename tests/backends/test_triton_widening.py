@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec
-from attn_backends.config_errors import ConfigError
 from attn_backends.registry import validate_options
+from attn_backends.validation import ConfigError
 
-widening = pytest.importorskip("attn_backends.backends.triton.widening", reason="needs triton")
+widening = pytest.importorskip("attn_backends.backends.triton.rules", reason="needs triton")
 TritonOptions = pytest.importorskip("attn_backends.backends.triton.tuning").TritonOptions
 
 # By benchmarks/widening.py.

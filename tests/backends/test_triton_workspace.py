@@ -13,23 +13,22 @@ import numpy as np
 import pytest
 import torch
 
-from attn_backends import streams
 from attn_backends.backends.mla.metadata import MLAMetadataBuilder
-from attn_backends.mla_spec import MLASpec
+from attn_backends.kernels import streams
 from attn_backends.registry import get_backend
-from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, plan_groups
+from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, MLASpec, plan_groups
+from attn_backends.testing.cases.models import published_models
+from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import assert_matches, make_layer
-from attn_backends.testing.models import published_models
-from attn_backends.testing.random_batch import random_batch
 from tests.interpreted import in_own_process, only_interpreted, run_interpreted
 
-triton_split = pytest.importorskip("attn_backends.triton_split", reason="needs triton")
+triton_split = pytest.importorskip("attn_backends.kernels.split_kv", reason="needs triton")
 launch = pytest.importorskip("attn_backends.backends.triton.launch")
 state = pytest.importorskip("attn_backends.backends.triton.state")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 workspace = pytest.importorskip("attn_backends.backends.triton.workspace")
-triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla")
-triton_tiles = pytest.importorskip("attn_backends.backends.mla.triton_tiles")
+triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla.backend")
+triton_tiles = pytest.importorskip("attn_backends.backends.mla.triton_mla.tuning")
 
 MULTIPROCESSORS = (1, 2, 16, 46, 78, 108, 114, 132, 142, 148, 160, 192)
 SHARED_MEMORY = 227 << 10

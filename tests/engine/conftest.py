@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from attn_backends.engine.checkpoint import DEFAULT_MODEL, find_model
-from attn_backends.engine.hf import convert_gguf
+from attn_backends.engine.models.checkpoint import DEFAULT_MODEL, find_model
+from attn_backends.engine.models.hf import convert_gguf
 from tests.tiny_models import save_tiny
 
 

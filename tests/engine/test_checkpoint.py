@@ -10,9 +10,9 @@ import safetensors.torch
 import torch
 
 from attn_backends import EngineConfig
-from attn_backends.engine import checkpoint
-from attn_backends.engine.checkpoint import ModelError, cache_folder, find_model
-from attn_backends.engine.hf import convert_gguf, layer_specs, load_model
+from attn_backends.engine.models import checkpoint
+from attn_backends.engine.models.checkpoint import ModelError, cache_folder, find_model
+from attn_backends.engine.models.hf import convert_gguf, layer_specs, load_model
 from tests.tiny_models import save_tiny
 
 CPU = torch.device("cpu")

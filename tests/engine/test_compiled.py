@@ -10,10 +10,10 @@ import torch
 from torch._inductor import config as inductor_config
 
 from attn_backends import LLM, EngineConfig, SamplingParams
-from attn_backends.engine import compiled
-from attn_backends.engine.checkpoint import ModelError
-from attn_backends.engine.hf import LoadedModel
-from attn_backends.engine.linears import prefers_mkl
+from attn_backends.engine.models import compiled
+from attn_backends.engine.models.checkpoint import ModelError
+from attn_backends.engine.models.fused.linears import prefers_mkl
+from attn_backends.engine.models.hf import LoadedModel
 from tests.backends.best_tokens import assert_best_tokens
 from tests.tiny_models import save_tiny
 

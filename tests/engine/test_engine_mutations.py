@@ -10,12 +10,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from attn_backends import LLM, devices, measured, registry
-from attn_backends.engine import linears, llm
+from attn_backends import LLM, machine
+from attn_backends.engine import llm
 from attn_backends.engine.detokenizer import Detokenizer
-from attn_backends.engine.kv_scales import KVScales, kv_scales
-from attn_backends.engine.linears import packable
+from attn_backends.engine.models.fused import linears
+from attn_backends.engine.models.fused.linears import packable
+from attn_backends.engine.models.kv_scales import KVScales, kv_scales
 from attn_backends.engine.scheduler import ScheduledBatch
+from attn_backends.registry import measured, select
 from tests import test_devices, test_measured
 from tests.engine import test_detokenizer, test_kv_scales, test_linears, test_prompts, test_sample_rows
 
@@ -88,7 +90,7 @@ gpu = test_measured.gpu
 @pytest.mark.usefixtures("_mi300")
 def test_hip_taken_for_cuda(monkeypatch: Patch) -> None:
     test_devices.test_capabilities_are_nvidias_numbers()
-    monkeypatch.setattr(devices, "is_hip", lambda: False)
+    monkeypatch.setattr(machine, "is_hip", lambda: False)
     with pytest.raises(AssertionError):
         test_devices.test_capabilities_are_nvidias_numbers()
 
@@ -97,7 +99,7 @@ def test_hip_taken_for_cuda(monkeypatch: Patch) -> None:
 def test_times_of_another_gpu(gpu: str, monkeypatch: Patch) -> None:
     case = test_measured.test_another_gpu_has_the_order_by_priority_and_the_reason_says_so
     case(gpu)
-    monkeypatch.setattr(registry, "nearest", lambda groups, load, name: measured.nearest(groups, load, "NVIDIA H200"))
+    monkeypatch.setattr(select, "nearest", lambda groups, load, name: measured.nearest(groups, load, "NVIDIA H200"))
     with pytest.raises(AssertionError):
         case(gpu)
 

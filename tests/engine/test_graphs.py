@@ -11,9 +11,9 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from attn_backends import LLM, CudaGraphSupport, EngineConfig, SamplingParams, Unsupported
-from attn_backends.backends.torch import TorchBackend
+from attn_backends.backends.torch.backend import TorchBackend
 from attn_backends.engine.graphs import GraphKey, SizeLadder, default_sizes
-from attn_backends.testing.graph_simulator import GraphSimulator
+from attn_backends.testing.graphs.simulator import GraphSimulator
 from tests.tiny_models import FAMILIES, save_tiny
 
 LONG = SamplingParams(max_tokens=24, ignore_eos=True)

@@ -15,8 +15,8 @@ import torch
 import transformers
 
 from attn_backends import LLM, EngineConfig, SamplingParams
-from attn_backends.engine.checkpoint import ModelError
-from attn_backends.engine.kv_scales import KVScales, is_kv_scale
+from attn_backends.engine.models.checkpoint import ModelError
+from attn_backends.engine.models.kv_scales import KVScales, is_kv_scale
 from tests.tiny_models import save_tiny
 
 FP8 = torch.float8_e4m3fn

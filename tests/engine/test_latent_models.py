@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from attn_backends import LLM, EngineConfig, SamplingParams, Unsupported
-from attn_backends.cli_generate import stats_table
-from attn_backends.engine.checkpoint import ModelError
-from attn_backends.engine.hf import ATTENTION_NAME
-from attn_backends.engine.latent_layer import LatentAttention, use_latent_attention
-from attn_backends.testing.graph_simulator import GraphSimulator
+from attn_backends.cli.generate import stats_table
+from attn_backends.engine.models.checkpoint import ModelError
+from attn_backends.engine.models.hf import ATTENTION_NAME
+from attn_backends.engine.models.latent_layer import LatentAttention, use_latent_attention
+from attn_backends.testing.graphs.simulator import GraphSimulator
 from tests.tiny_models import LATENT_FAMILIES, save_tiny, tiny_model
 
 LONG = SamplingParams(max_tokens=16, ignore_eos=True)
@@ -110,7 +110,7 @@ def latent_to_be(family: str) -> Any:
 @pytest.mark.parametrize("family", LATENT_FAMILIES)
 def test_a_module_that_would_differ_is_not_replaced(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert use_latent_attention(latent_to_be(family)) == 4
-    rotation = "attn_backends.engine.latent_layer._rotation"
+    rotation = "attn_backends.engine.models.latent_layer._rotation"
     monkeypatch.setattr(rotation, lambda attention: lambda query, key, angles: (query, key))
     with pytest.raises(ModelError, match="layer 0 on latent rows is off by"):
         use_latent_attention(latent_to_be(family))

@@ -33,7 +33,7 @@ def normed(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("extra", ["nothing", "norm", "residual", "norm and gate"])
 @pytest.mark.parametrize(("num_rows", "num_columns"), [(33, 72), (16, 576), (80, 130)])
 def test_one_token_linear(device: str, extra: str, num_rows: int, num_columns: int) -> None:
-    from attn_backends.engine.layer_kernels import Tile, one_token_linear
+    from attn_backends.engine.models.fused.kernels import Tile, one_token_linear
 
     torch.manual_seed(num_rows)
     is_gated = "gate" in extra
@@ -55,7 +55,7 @@ def test_one_token_linear(device: str, extra: str, num_rows: int, num_columns: i
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_norm_rotation_and_gate(device: str) -> None:
-    from attn_backends.engine.layer_kernels import gated, rms_norm, rotate_
+    from attn_backends.engine.models.fused.kernels import gated, rms_norm, rotate_
 
     torch.manual_seed(0)
     made = {"dtype": torch.float16, "device": device}
@@ -77,9 +77,9 @@ def test_norm_rotation_and_gate(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_fused_layer_agrees_with_its_original(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_backends.engine import fused_layer_cuda
-    from attn_backends.engine.hf import ATTENTION_NAME
-    from attn_backends.engine.llama_form import agree
+    from attn_backends.engine.models.fused import cuda as fused_layer_cuda
+    from attn_backends.engine.models.fused.llama_form import agree
+    from attn_backends.engine.models.hf import ATTENTION_NAME
     from tests.tiny_models import tiny_model
 
     monkeypatch.setattr(fused_layer_cuda, "_is_plain", lambda weight: True)

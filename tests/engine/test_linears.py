@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends.engine import fused_layer, linears
-from attn_backends.engine.fused_layer import FusedLayer, fuse_layers
-from attn_backends.engine.hf import ATTENTION_NAME
-from attn_backends.engine.linears import (
+from attn_backends.engine.models.fused import cpu as fused_layer, linears
+from attn_backends.engine.models.fused.cpu import FusedLayer, fuse_layers
+from attn_backends.engine.models.fused.linears import (
     MergedSlice,
     PackedLinear,
     merge_projections,
@@ -18,7 +17,8 @@ from attn_backends.engine.linears import (
     packable,
     padded_size,
 )
-from attn_backends.engine.mkl_linear import MklLinear, is_right
+from attn_backends.engine.models.fused.mkl_linear import MklLinear, is_right
+from attn_backends.engine.models.hf import ATTENTION_NAME
 from tests.tiny_models import tiny_model
 
 needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch has no MKL")

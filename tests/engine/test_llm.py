@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from attn_backends import LLM, AttentionSpec, EngineConfig, MLASpec, SamplingParams, Unsupported
-from attn_backends.backends.torch import TorchMetadata, TorchMetadataBuilder
+from attn_backends.backends.torch.metadata import TorchMetadata, TorchMetadataBuilder
 from attn_backends.engine.llm import possible_caches
 from attn_backends.engine.scheduler import ScheduledBatch
 from attn_backends.registry import UnknownBackendError
-from attn_backends.testing.graph_simulator import GraphSimulator
+from attn_backends.testing.graphs.simulator import GraphSimulator
 from tests.tiny_models import save_tiny
 
 LONG = SamplingParams(max_tokens=24, ignore_eos=True)

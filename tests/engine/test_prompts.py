@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from attn_backends import LLM, EngineConfig, SamplingParams
-from attn_backends.config import CacheConfig, ConfigError, GraphsConfig, SchedulerConfig
+from attn_backends.engine.config import CacheConfig, ConfigError, GraphsConfig, SchedulerConfig
 from attn_backends.engine.prompts import check_prompts, why_not_served, why_not_text
 
 SHORT = SamplingParams(max_tokens=2, ignore_eos=True)

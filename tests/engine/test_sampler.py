@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from attn_backends.config import SamplingParams
+from attn_backends.engine.config import SamplingParams
 from attn_backends.engine.request import Request
 from attn_backends.engine.sampler import OnTheirWay, Sampler
 

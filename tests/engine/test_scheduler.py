@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from attn_backends.batch import CommonAttentionMetadata
-from attn_backends.config import SamplingParams, SchedulerConfig
+from attn_backends.batch.common import CommonAttentionMetadata
+from attn_backends.engine.config import SamplingParams, SchedulerConfig
 from attn_backends.engine.page_allocator import PageAllocator
 from attn_backends.engine.request import Request
 from attn_backends.engine.scheduler import ScheduledBatch, Scheduler

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_backends.backends.torch import TorchBackend
-from attn_backends.native import compiler, paged_decode
-from attn_backends.native.compiler import CompileError, load
+from attn_backends.backends.torch.backend import TorchBackend
+from attn_backends.backends.torch.native import compiler, paged_decode
+from attn_backends.backends.torch.native.compiler import CompileError, load
 from attn_backends.spec import AttentionSpec
+from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import assert_matches, run_backend
-from attn_backends.testing.random_batch import random_batch
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends.backends.torch import TorchBackend
-from attn_backends.native import paged_decode
+from attn_backends.backends.torch.backend import TorchBackend
+from attn_backends.backends.torch.native import paged_decode
 from attn_backends.testing.conformance import BackendConformance
 
 F32 = torch.float32

@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends.backends.torch import TorchBackend, TorchImpl, TorchMetadataBuilder, TorchOptions
-from attn_backends.batch import SequenceData, SequenceGroup
+from attn_backends.backends.torch.backend import TorchBackend
+from attn_backends.backends.torch.impl import TorchImpl
+from attn_backends.backends.torch.metadata import TorchMetadataBuilder
+from attn_backends.backends.torch.native.paged_decode import PagedDecode, PagedRows
+from attn_backends.backends.torch.options import TorchOptions
+from attn_backends.batch.common import SequenceData, SequenceGroup
+from attn_backends.cache.kv_cache import KVCache, write_slots
 from attn_backends.interface import AttentionStep
-from attn_backends.kv_cache import KVCache, write_slots
-from attn_backends.native.paged_decode import PagedDecode, PagedRows, c_shims
+from attn_backends.kernels.c_shims import c_shims
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits, plan_groups
+from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import assert_matches, assert_pool, make_layer, run_backend
-from attn_backends.testing.random_batch import random_batch
 
 CPU = torch.device("cpu")
 LAYERS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from attn_backends.backends.torch import TorchBackend, TorchImpl
+from attn_backends.backends.torch.backend import TorchBackend
+from attn_backends.backends.torch.impl import TorchImpl
 from attn_backends.registry import register_backend
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from attn_backends.batch import CommonAttentionMetadata
+from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.interface import AttentionBackend
-from attn_backends.testing.reachable import tensors_of
+from attn_backends.testing.graphs.reachable import tensors_of
 from tests.testing.mutants import with_seq_lens
 
 Backend = type[AttentionBackend]

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.torch import TorchBackend, TorchImpl, TorchMetadataBuilder
-from attn_backends.batch import CommonAttentionMetadata
+from attn_backends.backends.torch.backend import TorchBackend
+from attn_backends.backends.torch.impl import TorchImpl
+from attn_backends.backends.torch.metadata import TorchMetadataBuilder
+from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.interface import AttentionBackend
 from attn_backends.spec import AttentionSpec
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.torch import TorchMetadata, TorchMetadataBuilder
+from attn_backends.backends.torch.metadata import TorchMetadata, TorchMetadataBuilder
 from attn_backends.spec import AttentionSpec
-from attn_backends.testing.cases import load_cases
-from attn_backends.testing.features import feature
+from attn_backends.testing.cases.cases import load_cases
+from attn_backends.testing.cases.features import feature
 from tests.testing.mutants import (
     Backend,
     Common,

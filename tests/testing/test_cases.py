@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 
-from attn_backends.backends.torch import TorchBackend
+from attn_backends.backends.torch.backend import TorchBackend
 from attn_backends.spec import AttentionSpec
-from attn_backends.testing.cases import load_cases
-from attn_backends.testing.random_batch import random_batch
+from attn_backends.testing.cases.cases import load_cases
+from attn_backends.testing.cases.random_batch import random_batch
 
 
 def test_every_shape_is_whole() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from attn_backends.testing.emulated import flashinfer
-from attn_backends.testing.graph_simulator import GraphSimulator, SimulatedGraph
-from attn_backends.testing.host_reads import GraphViolation
+from attn_backends.testing.graphs.host_reads import GraphViolation
+from attn_backends.testing.graphs.simulator import GraphSimulator, SimulatedGraph
 from tests.testing.test_emulated_flashinfer import HEAD_DIM, VARIANTS, Pages, assert_as_reference, spec_of, workspace
 
 NUM_ROWS, NUM_PAGES, MAX_TOKENS = 4, 40, 24

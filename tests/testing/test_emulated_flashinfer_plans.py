@@ -9,7 +9,7 @@ import torch
 
 from attn_backends.testing.emulated import flashinfer
 from attn_backends.testing.emulated.flashinfer_schedule import cta_tile_q
-from attn_backends.testing.host_reads import forbid_host_reads
+from attn_backends.testing.graphs.host_reads import forbid_host_reads
 from tests.testing.test_emulated_flashinfer import (
     HEAD_DIM,
     PAGE_SIZE,

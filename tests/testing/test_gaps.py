@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends import entries
-from attn_backends.backends.torch import TorchBackend, TorchImpl, TorchState
-from attn_backends.capabilities import Capabilities, Rejection, Unsupported
+from attn_backends.backends.torch.backend import TorchBackend
+from attn_backends.backends.torch.impl import TorchImpl
+from attn_backends.backends.torch.state import TorchState
 from attn_backends.interface import AttentionState
+from attn_backends.interface.capabilities import Capabilities, Rejection, Unsupported
+from attn_backends.registry import table
 from attn_backends.testing.conformance import BackendConformance
 from attn_backends.testing.quick_check import quick_check
 
@@ -64,10 +66,8 @@ class TestPoor(BackendConformance):
     @pytest.fixture(autouse=True)
     def _registered(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Known to the registry for the length of a test."""
-        monkeypatch.setitem(
-            entries._rows(), "POOR", entries.BackendEntry("POOR", "tests.testing.test_gaps:PoorBackend")
-        )
-        monkeypatch.setitem(entries._classes, "POOR", PoorBackend)
+        monkeypatch.setitem(table._rows(), "POOR", table.BackendEntry("POOR", "tests.testing.test_gaps:PoorBackend"))
+        monkeypatch.setitem(table._classes, "POOR", PoorBackend)
 
 
 def test_quick_check_counts_refusals_as_ok() -> None:

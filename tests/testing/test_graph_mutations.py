@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from attn_backends.spec import AttentionSpec
-from attn_backends.testing.batches import Batch
-from attn_backends.testing.graph_harness import CapturedStep, graph_batch
-from attn_backends.testing.graph_simulator import GraphSimulator
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.random_batch import random_batch
+from attn_backends.testing.graphs.harness import CapturedStep, graph_batch
+from attn_backends.testing.graphs.host_reads import GraphViolation
+from attn_backends.testing.graphs.simulator import GraphSimulator
+from attn_backends.testing.guards.snapshot import differences, snapshot
 from attn_backends.testing.harness import Backend, Layer, assert_matches, assert_pool, make_layers
-from attn_backends.testing.host_reads import GraphViolation
-from attn_backends.testing.random_batch import random_batch
-from attn_backends.testing.snapshot import differences, snapshot
 from tests.testing import graph_mutants as mutants
 from tests.testing.toy_backend import ToyBackend, ToyMetadata, ToyState, ToyStep
 

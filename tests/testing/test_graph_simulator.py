@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attn_backends.testing.graph_recorder import WRONG_INTEGER, poison
-from attn_backends.testing.graph_simulator import GraphSimulator, SimulatedGraph
-from attn_backends.testing.host_reads import GraphViolation
+from attn_backends.testing.graphs.host_reads import GraphViolation
+from attn_backends.testing.graphs.recorder import WRONG_INTEGER, poison
+from attn_backends.testing.graphs.simulator import GraphSimulator, SimulatedGraph
 from tests.testing.test_host_reads import READS, STAYS
 
 Held = SimpleNamespace

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends.backends.torch import TorchBackend, TorchState
+from attn_backends.backends.torch.backend import TorchBackend
+from attn_backends.backends.torch.state import TorchState
 from attn_backends.spec import AttentionSpec
-from attn_backends.testing.batches import Batch
-from attn_backends.testing.graph_simulator import GraphSimulator
-from attn_backends.testing.guard import GuardBands, GuardError
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.random_batch import random_batch
+from attn_backends.testing.graphs.simulator import GraphSimulator
+from attn_backends.testing.guards.guard import GuardBands, GuardError
 from attn_backends.testing.harness import make_layer, run_backend
-from attn_backends.testing.random_batch import random_batch
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from attn_backends.backends.torch import TorchBackend
+from attn_backends.backends.torch.backend import TorchBackend
 from attn_backends.spec import AttentionSpec
+from attn_backends.testing.cases.random_batch import random_batch
+from attn_backends.testing.graphs.host_reads import GraphViolation, forbid_host_reads
 from attn_backends.testing.harness import make_layer
-from attn_backends.testing.host_reads import GraphViolation, forbid_host_reads
-from attn_backends.testing.random_batch import random_batch
 
 Read = Callable[[torch.Tensor], object]
 READS: dict[str, Read] = {

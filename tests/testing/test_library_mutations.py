@@ -14,10 +14,10 @@ from attn_backends.backends.flash_attn.built import narrowed
 from attn_backends.backends.flash_attn.impl import FlashAttnImpl
 from attn_backends.backends.flashinfer.impl import FlashInferImpl
 from attn_backends.backends.flashinfer.plans import Plan
-from attn_backends.kv_cache import write_kv
+from attn_backends.cache.kv_cache import write_kv
 from attn_backends.registry import get_backend
+from attn_backends.testing.cases.features import CROSS, feature
 from attn_backends.testing.conformance import BackendConformance
-from attn_backends.testing.features import CROSS, feature
 from tests.backends import flash_attn_backends, flashinfer_emulated, test_flash_attn_built  # noqa: F401 (register)
 from tests.backends.test_flashinfer_state import AnyLevel
 

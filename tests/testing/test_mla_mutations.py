@@ -20,8 +20,8 @@ from attn_backends.backends.mla.torch_mla import (
     TorchMLAState,
 )
 from attn_backends.interface import AttentionBackend
-from attn_backends.mla_spec import MLASpec
-from attn_backends.testing.cases import BatchShape
+from attn_backends.spec import MLASpec
+from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.conformance import MLAConformance
 from tests.testing.mutants import with_seq_lens
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attn_backends.mla_spec import MLASpec
-from attn_backends.testing.models import PublishedModel, alibi_slopes, published_models
+from attn_backends.spec import MLASpec
+from attn_backends.testing.cases.models import PublishedModel, alibi_slopes, published_models
 
 BY_NAME = {model.name: model for model in published_models()}
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attn_backends.backends.torch import TorchBackend
+from attn_backends.backends.torch.backend import TorchBackend
 from attn_backends.testing.conformance import BackendConformance
 from attn_backends.testing.quick_check import quick_check
 from tests.testing.mutants import (

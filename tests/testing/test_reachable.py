@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends.kv_cache import KVCache
-from attn_backends.testing.reachable import Place, address, is_host_path, tensors_of, walk
+from attn_backends.cache.kv_cache import KVCache
+from attn_backends.testing.graphs.reachable import Place, address, is_host_path, tensors_of, walk
 
 
 class Slotted:

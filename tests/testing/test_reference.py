@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends.mla_spec import MLASpec
-from attn_backends.spec import AttentionSpec, AttentionType
+from attn_backends.spec import AttentionSpec, AttentionType, MLASpec
 from attn_backends.testing.reference import reference_attention, reference_mla, sees
 
 LN2, LN3 = math.log(2), math.log(3)

@@ -17,13 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends.devices import num_multiprocessors, pretend_multiprocessors
-from attn_backends.mla_spec import MLASpec
+from attn_backends.machine import num_multiprocessors, pretend_multiprocessors
 from attn_backends.registry import get_backend
-from attn_backends.spec import AttentionSpec
-from attn_backends.testing.batches import as_bits, stored
-from attn_backends.testing.models import published_models
-from attn_backends.testing.plain import undeclared
+from attn_backends.spec import AttentionSpec, MLASpec
+from attn_backends.testing.cases.batches import as_bits, stored
+from attn_backends.testing.cases.models import published_models
+from attn_backends.testing.cases.plain import undeclared
 from attn_backends.testing.verify import worker
 from attn_backends.testing.verify.campaign import Jobs
 from attn_backends.testing.verify.cases import Case, draw_case
@@ -39,7 +38,7 @@ NAMES = ("TORCH", "TORCH_MLA")
 
 
 def verify(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "attn_backends.cli", "verify", *arguments]
+    command = [sys.executable, "-m", "attn_backends.cli.app", "verify", *arguments]
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(command, cwd=ROOT, env=clean | environ, capture_output=True, text=True, check=False)
 
@@ -271,7 +270,7 @@ def test_what_cannot_run_here_is_said(arguments: tuple[str, ...], told: str) -> 
 def test_it_needs_neither_pytest_nor_hypothesis() -> None:
     code = (
         "import sys; sys.modules['pytest'] = sys.modules['hypothesis'] = None\n"
-        "from attn_backends.cli import app\n"
+        "from attn_backends.cli.app import app\n"
         "app(['verify', 'TORCH', '--case', '2', '--size', 'small'])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends.backends.torch import TorchBackend
-from attn_backends.capabilities import Capabilities, CudaGraphSupport
-from attn_backends.entries import BUILT_IN, get_class
+from attn_backends.backends.torch.backend import TorchBackend
+from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport
 from attn_backends.registry import get_backend
+from attn_backends.registry.table import BUILT_IN, get_class
 from attn_backends.spec import AttentionType
 from attn_backends.testing.verify.campaign import Tally
 from attn_backends.testing.verify.covering import CoveringArray, Served, missing_rows, served_by
@@ -235,7 +235,8 @@ def test_rows_that_have_run_are_left_out(arrays: Any) -> None:
 @pytest.mark.parametrize("is_native", [True, False], ids=["C", "Python"])
 def test_cases_of_torch_pass(is_native: bool, monkeypatch: pytest.MonkeyPatch, arrays: Any) -> None:
     if not is_native:
-        monkeypatch.setattr("attn_backends.backends.torch._is_native", lambda options: False)
+        for module in ("impl", "metadata"):
+            monkeypatch.setattr(f"attn_backends.backends.torch.{module}.is_native", lambda options: False)
     rows = [row for block in arrays["TORCH"][1].blocks for row in block][::12]
     tally = tally_of("TORCH", TorchBackend, rows)
     assert tally.findings == []
@@ -298,7 +299,7 @@ def test_a_graph_that_does_not_hold_the_batch_counts_as_eager(arrays: Any) -> No
 
 
 def test_what_is_refused_while_it_runs_has_not_run(arrays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_backends.capabilities import Unsupported
+    from attn_backends.interface.capabilities import Unsupported
     from attn_backends.testing.verify import run
 
     def refuse(*_: Any) -> None:

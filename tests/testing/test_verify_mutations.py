@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from attn_backends.backends.torch import TorchBackend
+from attn_backends.backends.torch.backend import TorchBackend
 from tests.testing.verify_mutants import MUTATIONS, VerifyMutation, first_finding, outcomes
 
 SEEDS = range(64)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends.devices import pretend_multiprocessors
+from attn_backends.machine import pretend_multiprocessors
 from attn_backends.spec import AttentionSpec
-from attn_backends.testing.guard import GuardError
+from attn_backends.testing.cases.random_batch import random_batch
+from attn_backends.testing.guards.guard import GuardError
 from attn_backends.testing.harness import assert_matches, make_layers
-from attn_backends.testing.random_batch import random_batch
 from attn_backends.testing.verify.campaign import Tally
 from attn_backends.testing.verify.cases import Case, draw_case
 from attn_backends.testing.verify.covering import CoveringArray, served_by

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from attn_backends.batch import CommonAttentionMetadata
-from attn_backends.capabilities import Capabilities, CudaGraphSupport
-from attn_backends.derive import StepBuffers
+from attn_backends.batch.common import CommonAttentionMetadata
+from attn_backends.cache.kv_cache import KVCache
 from attn_backends.interface import (
     AttentionBackend,
     AttentionImpl,
@@ -22,8 +21,9 @@ from attn_backends.interface import (
     AttentionState,
     AttentionStep,
 )
-from attn_backends.kv_cache import KVCache
+from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport
 from attn_backends.spec import AttentionSpec
+from attn_backends.step.buffers import StepBuffers
 
 NUM_SPLITS = 2  # every row's keys are attended in two parts, which are merged
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.torch import TorchImpl, TorchMetadata, TorchMetadataBuilder, TorchState
+from attn_backends.backends.torch.impl import TorchImpl
+from attn_backends.backends.torch.metadata import TorchMetadata, TorchMetadataBuilder
+from attn_backends.backends.torch.state import TorchState
+from attn_backends.cache.kv_cache import KVCache
 from attn_backends.interface import AttentionBackend
-from attn_backends.kv_cache import KVCache
 from attn_backends.testing.verify.outcome import Outcome
 from attn_backends.testing.verify.worker import Asked, run_seed
 from tests.testing.mutants import Backend, Common, mutant, other_batch, other_forward, other_scales, with_seq_lens

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from attn_backends.capabilities import Capabilities
+from attn_backends.interface.capabilities import Capabilities
 
 _DTYPES = {
     "half_t": torch.float16,

@@ -14,7 +14,7 @@ import torch
 from attn_backends.backends.flash_attn.built import Reader, flash_attention_2
 from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows
 from attn_backends.backends.flash_attn.provider import COMMON, Provider, ProviderError
-from attn_backends.capabilities import Capabilities
+from attn_backends.interface.capabilities import Capabilities
 
 KNOWN = ((2, 7), (2, 9))  # of the package, from the first to below the second: its extension is called by position
 KERNEL_DIMS = (32, 64, 96, 128, 192, 256)

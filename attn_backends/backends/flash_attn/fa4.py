@@ -13,7 +13,7 @@ import torch
 from attn_backends.backends.flash_attn.call import Call, LayerConstants
 from attn_backends.backends.flash_attn.fa2 import empty_idle_rows, with_sinks_above
 from attn_backends.backends.flash_attn.provider import COMMON, Provider, ProviderError
-from attn_backends.capabilities import Capabilities
+from attn_backends.interface.capabilities import Capabilities
 
 PACKAGE = "flash-attn-4"
 KNOWN = f"{PACKAGE} 4.0.0b36 to below 4.1"

@@ -11,10 +11,10 @@ import torch
 from attn_backends.backends.flash_attn.call import Call, LayerConstants, window_of
 from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata
 from attn_backends.backends.flash_attn.state import FlashAttnStep
-from attn_backends.call_checks import check_call, check_new_kv, check_planned_for
+from attn_backends.cache.kv_cache import KVCache, write_kv
 from attn_backends.interface import AttentionImpl, AttentionStep
-from attn_backends.kv_cache import KVCache, write_kv
-from attn_backends.lse_merge import merge
+from attn_backends.interface.impl import check_call, check_new_kv, check_planned_for
+from attn_backends.kernels.merge_state import merge
 from attn_backends.spec import FP8_DTYPES
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from attn_backends.backends.flash_attn.call import HostLens, Rows
-from attn_backends.batch import CommonAttentionMetadata
-from attn_backends.batch_order import (
+from attn_backends.batch.common import CommonAttentionMetadata
+from attn_backends.batch.order import (
     SwappableRows,
     leading_decodes,
     leading_new_kv,
     reorder_batch_to_split_decodes_and_prefills,
 )
-from attn_backends.batch_views import prefix_to_share
+from attn_backends.batch.views import prefix_to_share
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.spec import AttentionType
 

@@ -14,8 +14,14 @@ import torch
 
 from attn_backends.backends.flash_attn.built import Kernels, Reader, kernels_in, narrowed
 from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows
-from attn_backends.call_checks import reject_newer_gpu
-from attn_backends.capabilities import Capabilities, CudaGraphSupport, Rejection, Unsupported, mismatches
+from attn_backends.interface.capabilities import (
+    Capabilities,
+    CudaGraphSupport,
+    Rejection,
+    Unsupported,
+    mismatches,
+    reject_newer_gpu,
+)
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec
 
 HALF = frozenset({torch.float16, torch.bfloat16})

@@ -14,14 +14,15 @@ from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata, graph_
 from attn_backends.backends.flash_attn.options import FlashAttnOptions
 from attn_backends.backends.flash_attn.provider import Provider, choose
 from attn_backends.backends.flash_attn.providers import PROVIDERS
-from attn_backends.capturing_state import CapturingState
-from attn_backends.cuda_graphs import CudaRecorder, without_python
-from attn_backends.derive import StepBuffers
-from attn_backends.devices import Progress
-from attn_backends.graph_inputs import GraphInputs, fill_together
+from attn_backends.cache.warm_up import list_cache_writes, list_quantised_queries
+from attn_backends.graphs.inputs import GraphInputs, fill_together
+from attn_backends.graphs.recorder import CudaRecorder, without_python
 from attn_backends.interface import AttentionStep
+from attn_backends.interface.state import CapturingState
+from attn_backends.kernels.warm_up import compile_listed, list_merges
+from attn_backends.machine import Progress
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, PlanGroup
-from attn_backends.warm_up import compile_listed, list_cache_writes, list_merges, list_quantised_queries
+from attn_backends.step.buffers import StepBuffers
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from attn_backends.backends.flashinfer.impl import FlashInferImpl
 from attn_backends.backends.flashinfer.library import FA3_HEAD_DIMS
 from attn_backends.backends.flashinfer.metadata import FlashInferMetadata, FlashInferMetadataBuilder
 from attn_backends.backends.flashinfer.state import FlashInferState
-from attn_backends.capabilities import Capabilities, CudaGraphSupport, Rejection
-from attn_backends.flashinfer_package import LOWEST_LOGIT
 from attn_backends.interface import AttentionBackend
+from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport, Rejection
+from attn_backends.kernels.flashinfer_package import LOWEST_LOGIT
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec
 
 _HALF = frozenset({torch.float16, torch.bfloat16})

@@ -10,9 +10,9 @@ from attn_backends.backends.flashinfer.library import paged
 from attn_backends.backends.flashinfer.metadata import FlashInferMetadata, Rows
 from attn_backends.backends.flashinfer.plans import KeysAndValues
 from attn_backends.backends.flashinfer.state import FlashInferStep
-from attn_backends.call_checks import check_call, check_new_kv, check_planned_for
+from attn_backends.cache.kv_cache import KVCache, write_kv
 from attn_backends.interface import AttentionImpl, AttentionStep
-from attn_backends.kv_cache import KVCache, write_kv
+from attn_backends.interface.impl import check_call, check_new_kv, check_planned_for
 
 
 class _Source:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from attn_backends.flashinfer_package import load_flashinfer, missing_kernels
-from attn_backends.kv_cache import KVCache
+from attn_backends.cache.kv_cache import KVCache
+from attn_backends.kernels.flashinfer_package import load_flashinfer, missing_kernels
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
 KNOWN = ((0, 5, 0), (0, 8, 0))  # from the first to below the second

@@ -14,16 +14,12 @@ import numpy as np
 import torch
 
 from attn_backends.backends.flashinfer.options import FlashInferOptions
-from attn_backends.batch import CommonAttentionMetadata
-from attn_backends.batch_order import (
-    SwappableRows,
-    leading_decodes,
-    reorder_batch_to_split_decodes_and_prefills,
-)
-from attn_backends.batch_views import prefix_to_share
-from attn_backends.derive import PagedCsr, csr_of
+from attn_backends.batch.common import CommonAttentionMetadata
+from attn_backends.batch.csr import PagedCsr, csr_of
+from attn_backends.batch.order import SwappableRows, leading_decodes, reorder_batch_to_split_decodes_and_prefills
+from attn_backends.batch.page_table import IntArray
+from attn_backends.batch.views import prefix_to_share
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
-from attn_backends.page_table import IntArray
 from attn_backends.spec import AttentionType
 
 # A shared prefix is attended once for all rows if that saves reading this many bytes: see benchmarks/cascade.py.
@@ -207,7 +203,7 @@ class _Pages:
         self.kv_lens_cpu, self.indptr_cpu = torch.from_numpy(lens), torch.from_numpy(indptr)
         table = (common.page_table, common.seq_lens, page_size, int(indptr[-1]), on_device)
         if common.seq_lens.is_cuda:
-            from attn_backends.csr_triton import csr_of as csr_in_one_launch
+            from attn_backends.backends.flashinfer.csr_kernel import csr_of as csr_in_one_launch
 
             self.csr = csr_in_one_launch(*table)
         else:
@@ -246,3 +242,13 @@ def _prefix_row(common: CommonAttentionMetadata, prefix_len: int, num_tokens: in
     csr = PagedCsr(on_device[1], common.page_table[0, :num_pages].contiguous(), last)
     lens = torch.tensor([prefix_len], dtype=torch.int32)
     return Rows(num_tokens, on_device[0], pair, csr, on_device[1], pages, lens, prefix_len, 1)
+
+
+def list_prefix_pages(max_num_requests: int, page_size: int) -> None:
+    """The launches that leave pages out of a batch's CSR (see `csr_kernel`)."""
+    from attn_backends.backends.flashinfer.csr_kernel import csr_of as csr_in_one_launch
+    from attn_backends.kernels.examples import empty, powers_of_two
+
+    for num_rows in powers_of_two(max_num_requests):
+        table, lens = empty(num_rows, 2, dtype=torch.int32), empty(num_rows, dtype=torch.int32)
+        csr_in_one_launch(table, lens, page_size, 0, lens)

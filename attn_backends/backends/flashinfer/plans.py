@@ -17,7 +17,7 @@ from attn_backends.backends.flashinfer.library import Library, missing_module
 from attn_backends.backends.flashinfer.metadata import Rows
 from attn_backends.backends.flashinfer.workspace import Kernels, Need, most_parts, plan_need, tiles_at_once
 from attn_backends.spec import AttentionSpec
-from attn_backends.staging import HostRing
+from attn_backends.step.staging import HostRing
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 

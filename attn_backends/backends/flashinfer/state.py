@@ -21,21 +21,25 @@ from attn_backends.backends.flashinfer.metadata import (
     FlashInferMetadataBuilder,
     Rows,
     graph_metadata,
+    list_prefix_pages,
 )
 from attn_backends.backends.flashinfer.options import FlashInferOptions
 from attn_backends.backends.flashinfer.plans import DecodePlan, Plan, PrefillPlan, RaggedPlan
 from attn_backends.backends.flashinfer.workspace import Need, eager_need, graph_need
-from attn_backends.batch import CommonAttentionMetadata
-from attn_backends.capabilities import Rejection, Unsupported
-from attn_backends.capturing_state import CapturingState
-from attn_backends.derive import PagedCsr, StepBuffers
-from attn_backends.devices import Progress, is_hopper, num_multiprocessors, refuse_while_capturing
-from attn_backends.graph_inputs import GraphInputs, fill_together
+from attn_backends.batch.common import CommonAttentionMetadata
+from attn_backends.batch.csr import PagedCsr
+from attn_backends.cache.warm_up import list_cache_writes
+from attn_backends.graphs.inputs import GraphInputs, fill_together
 from attn_backends.interface import AttentionStep
+from attn_backends.interface.capabilities import Rejection, Unsupported
+from attn_backends.interface.state import CapturingState
+from attn_backends.interface.warm_up import plan_all_kinds
+from attn_backends.kernels.streams import OneStream
+from attn_backends.kernels.warm_up import compile_listed
+from attn_backends.machine import Progress, is_hopper, num_multiprocessors, refuse_while_capturing
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, PlanGroup
-from attn_backends.staging import HostRing
-from attn_backends.streams import OneStream
-from attn_backends.warm_up import compile_listed, list_cache_writes, list_prefix_pages, plan_all_kinds
+from attn_backends.step.buffers import StepBuffers
+from attn_backends.step.staging import HostRing
 
 FA3_MIN_QUERY_LEN = 64  # of the average row: below, fa2 packs a KV head's query heads into its tiles and fa3 does not
 

@@ -8,14 +8,12 @@ impl.py       one layer: write, absorb, decode, expand, prefill in bounded chunk
 attend.py     attention with its LSE in plain torch
 torch_mla.py  TORCH_MLA, on any device
 
-flashmla.py           FLASHMLA
-flashmla_kernels.py   its kernels: who brings them, and the two generations of their schedules
-flashmla_provider.py  fails to import where nobody does
-flashinfer_mla.py     FLASHINFER_MLA
-flashinfer_plan.py    one wrapper of FlashInfer and its plans
-triton_mla.py         TRITON_MLA: triton_kernel.py decodes, and hopper_kernel.py many heads on Hopper; triton_tiles.py
-                      says in which tiles
-flash_attn_mla.py     FLASH_ATTN_MLA, over the builds of flash_attn_mla_kernels.py; flash_attn_mla_provider.py as above
+flashmla/        FLASHMLA: library.py has its kernels, who brings them, and the two generations of their schedules;
+                 provider.py fails to import where nobody does
+flashinfer_mla/  FLASHINFER_MLA: plan.py has one wrapper of FlashInfer and its plans
+triton_mla/      TRITON_MLA: decode_kernel.py decodes, and decode_hopper_kernel.py many heads on Hopper; tuning.py says
+                 in which tiles
+flash_attn_mla/  FLASH_ATTN_MLA, over the builds of library.py; provider.py as above
 
 A backend names its own Impl and State over these. It must have `MLAImpl._decode`; it may have `MLAImpl._prefill`,
 `MLAState.plan_decode` and `plan_prefill`, and what its `reject` adds.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from attn_backends.devices import is_hip
+from attn_backends.machine import is_hip
 
 
 def attend(

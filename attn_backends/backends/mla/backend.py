@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from attn_backends.backends.mla.metadata import MLAMetadata, MLAMetadataBuilder
-from attn_backends.capabilities import Rejection
 from attn_backends.interface import AttentionBackend
-from attn_backends.mla_spec import MLASpec
-from attn_backends.spec import AttentionSpec, KVCacheSpec, Layout
+from attn_backends.interface.capabilities import Rejection
+from attn_backends.spec import AttentionSpec, KVCacheSpec, Layout, MLASpec
 
 
 class MLABackend(AttentionBackend):

@@ -21,12 +21,11 @@ import torch.nn.functional as F
 from attn_backends.backends.mla.attend import attend
 from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata, PrefillRows, RaggedRows
 from attn_backends.backends.mla.state import MLAStep
-from attn_backends.call_checks import check_call, check_new_kv
+from attn_backends.cache.kv_cache import KVCache, dequantise, gather_slots, write_latent
 from attn_backends.interface import AttentionImpl, AttentionStep
-from attn_backends.kv_cache import KVCache, dequantise, gather_slots, write_latent
-from attn_backends.lse_merge import merge
-from attn_backends.mla_spec import MLASpec
-from attn_backends.spec import AttentionSpec, KVCacheSpec
+from attn_backends.interface.impl import check_call, check_new_kv
+from attn_backends.kernels.merge_state import merge
+from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec
 
 
 class MLAImpl(AttentionImpl[MLAMetadata]):

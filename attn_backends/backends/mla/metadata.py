@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from attn_backends.backends.mla.options import workspace_tokens
-from attn_backends.batch import CommonAttentionMetadata
-from attn_backends.batch_order import SwappableRows, leading_new_kv, reorder_batch_to_split_decodes_and_prefills
+from attn_backends.batch.common import CommonAttentionMetadata
+from attn_backends.batch.order import SwappableRows, leading_new_kv, reorder_batch_to_split_decodes_and_prefills
+from attn_backends.batch.page_table import IntArray
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
-from attn_backends.page_table import IntArray
 
 
 @dataclass(frozen=True)

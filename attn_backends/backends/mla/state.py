@@ -9,15 +9,15 @@ import torch
 
 from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata, RaggedRows, graph_metadata
 from attn_backends.backends.mla.options import workspace_tokens
-from attn_backends.capturing_state import CapturingState
-from attn_backends.derive import StepBuffers
-from attn_backends.devices import Progress
-from attn_backends.graph_inputs import GraphInputs, fill_together
+from attn_backends.cache.warm_up import list_cache_writes
+from attn_backends.graphs.inputs import GraphInputs, fill_together
 from attn_backends.interface import AttentionState, AttentionStep
-from attn_backends.mla_spec import MLASpec
-from attn_backends.spec import PlanGroup
-from attn_backends.streams import OneStream
-from attn_backends.warm_up import compile_listed, list_cache_writes, list_merges
+from attn_backends.interface.state import CapturingState
+from attn_backends.kernels.streams import OneStream
+from attn_backends.kernels.warm_up import compile_listed, list_merges
+from attn_backends.machine import Progress
+from attn_backends.spec import MLASpec, PlanGroup
+from attn_backends.step.buffers import StepBuffers
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ from attn_backends.backends.mla.impl import MLAImpl
 from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadataBuilder
 from attn_backends.backends.mla.options import MLAOptions
 from attn_backends.backends.mla.state import MLAState, MLAStep
-from attn_backends.batch import CommonAttentionMetadata
-from attn_backends.capabilities import Capabilities, CudaGraphSupport
-from attn_backends.mla_spec import MLASpec
-from attn_backends.spec import FP8_DTYPES, Limits
+from attn_backends.batch.common import CommonAttentionMetadata
+from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport
+from attn_backends.spec import FP8_DTYPES, Limits, MLASpec
 
 _FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 

@@ -7,11 +7,10 @@ import torch
 from attn_backends.backends.triton.impl import TritonImpl
 from attn_backends.backends.triton.metadata import TritonMetadata, TritonMetadataBuilder
 from attn_backends.backends.triton.state import TritonState
-from attn_backends.call_checks import reject_early_fp8
-from attn_backends.capabilities import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.interface import AttentionBackend
+from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport, Rejection, reject_early_fp8
+from attn_backends.kernels.launch import INTERPRETED, untried_triton
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec
-from attn_backends.triton_launch import INTERPRETED, untried_triton
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _WIDEST_FLOAT32 = 128

@@ -10,10 +10,10 @@ from attn_backends.backends.triton.launch import Rows
 from attn_backends.backends.triton.layer import make_kernels
 from attn_backends.backends.triton.metadata import TritonMetadata
 from attn_backends.backends.triton.state import TritonStep
-from attn_backends.call_checks import check_call, check_new_kv
+from attn_backends.cache.kv_cache import KVCache, write_kv
 from attn_backends.interface import AttentionImpl, AttentionStep
-from attn_backends.kv_cache import KVCache, write_kv
-from attn_backends.triton_launch import Start
+from attn_backends.interface.impl import check_call, check_new_kv
+from attn_backends.kernels.launch import Start
 
 
 def _together(tensor: torch.Tensor) -> torch.Tensor:

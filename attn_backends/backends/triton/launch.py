@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attn_backends.backends.triton.decode_kernel import decode_kernel
-from attn_backends.backends.triton.prefill_kernel import prefill_kernel
+from attn_backends.backends.triton.kernels.decode import decode_kernel
+from attn_backends.backends.triton.kernels.prefill import prefill_kernel
+from attn_backends.backends.triton.kernels.widen import widen_kernel
 from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile, block_dims, widened_heads
-from attn_backends.backends.triton.widen_kernel import widen_kernel
-from attn_backends.page_table import IntArray
-from attn_backends.spec import AttentionSpec
-from attn_backends.triton_launch import (
+from attn_backends.batch.page_table import IntArray
+from attn_backends.kernels.launch import (
     ALIGNED,
     Start,
     can_start_early,
@@ -31,7 +30,8 @@ from attn_backends.triton_launch import (
     power_of_two,
     start_kernel,
 )
-from attn_backends.triton_split import FAR, HOPPER_PAGE, MOST_ITEMS, ItemList, padded
+from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE, MOST_ITEMS, ItemList, padded
+from attn_backends.spec import AttentionSpec
 
 _MAX_TILE_ROWS = 64  # of decode: more queries of a row take several tiles
 _REGISTERS = 65536  # of a multiprocessor
@@ -97,7 +97,7 @@ class Cut(NamedTuple):
         return min(filling, int(MOST_ITEMS.value) // 2)
 
     def places(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
-        """Items that can be parts of rows (see `triton_split.schedule_kernel`)."""
+        """Items that can be parts of rows (see `split_kv.schedule_kernel`)."""
         return -(-4 * self.target(spec, tile, num_sms) // 3)
 
 
@@ -391,10 +391,10 @@ def _prefill(
 
 @cache
 def _for_hopper() -> tuple[Any, Any]:
-    from attn_backends import triton_hopper  # not every Triton has what these import
-    from attn_backends.backends.triton import hopper_kernel
+    from attn_backends.backends.triton.kernels import prefill_hopper
+    from attn_backends.kernels import hopper  # not every Triton has what these import
 
-    return triton_hopper, hopper_kernel
+    return hopper, prefill_hopper
 
 
 def _prefill_on_hopper(
@@ -403,20 +403,20 @@ def _prefill_on_hopper(
     key_start_loc: torch.Tensor, sinks: torch.Tensor, tiles: torch.Tensor, lines: tuple[_Lines, _Lines],
     factors: list[float], sees: list[int], span: list[int], constants: list[int], num_programs: int,
 ) -> None:  # fmt: skip
-    triton_hopper, hopper_kernel = _for_hopper()
+    hopper, prefill_hopper = _for_hopper()
     first_row, num_rows, num_tiles, section = span
     page_size, num_kv_heads, group_size, tile_tokens, *dims, lets_next_start = constants
-    keys = hopper_kernel.keys_of(dims[0])
+    keys = prefill_hopper.keys_of(dims[0])
     ahead, behind, chunk, has_sinks = sees
     has_whole_blocks = keys <= min(behind, chunk) < FAR.value  # within a window, or a chunk
-    rows = triton_hopper.rows_of_load(page_size, keys)
+    rows = hopper.rows_of_load(page_size, keys)
     of_keys, of_values = lines
     strips = (
-        triton_hopper.strips_of(*of_keys.layout, key, rows),
-        triton_hopper.strips_of(*of_values.layout, value, rows),
+        hopper.strips_of(*of_keys.layout, key, rows),
+        hopper.strips_of(*of_values.layout, value, rows),
     )
     *page_rows, head_rows = of_keys.steps
-    num_batches = -(-keys // rows // hopper_kernel.BATCH.value)
+    num_batches = -(-keys // rows // prefill_hopper.BATCH.value)
     steps = (*(page_rows or [0]), head_rows, num_batches, of_keys.column, of_values.column)
     table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
     tensors = (query, output, sinks if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc,
@@ -424,7 +424,7 @@ def _prefill_on_hopper(
     fixed = (
         *factors[:2], ahead, behind, has_sinks, int(lse is not None), *steps, *query.stride()[:2], *output.stride()[:2],
         0 if lse is None else lse.stride(0), chunk, int(has_whole_blocks), page_size, rows, num_kv_heads, group_size,
-        tile_tokens, keys, *dims, hopper_kernel.places_of(dims[0]), lets_next_start,
+        tile_tokens, keys, *dims, prefill_hopper.places_of(dims[0]), lets_next_start,
     )  # fmt: skip
-    launch(hopper_kernel.prefill_hopper_kernel, min(num_tiles * num_kv_heads, num_programs), tensors,
-           (first_row, num_rows, section, stride), fixed, hopper_kernel.GROUP_WARPS, descriptors=strips)  # fmt: skip
+    launch(prefill_hopper.prefill_hopper_kernel, min(num_tiles * num_kv_heads, num_programs), tensors,
+           (first_row, num_rows, section, stride), fixed, prefill_hopper.GROUP_WARPS, descriptors=strips)  # fmt: skip

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from attn_backends.backends.triton.launch import Kernels, suits_hopper_kernel
+from attn_backends.backends.triton.rules import widens
 from attn_backends.backends.triton.tuning import TritonOptions, prefill_tile
-from attn_backends.backends.triton.widening import widens
+from attn_backends.kernels.launch import shared_memory
 from attn_backends.spec import AttentionSpec, KVCacheSpec
-from attn_backends.triton_launch import shared_memory
 
 
 def make_kernels(

@@ -9,12 +9,11 @@ from functools import cached_property
 import torch
 
 from attn_backends.backends.triton.launch import suits_hopper_kernel
-from attn_backends.backends.triton.sharing import prefill_share
+from attn_backends.backends.triton.rules import is_faster_widened, prefill_share, widens
 from attn_backends.backends.triton.tuning import TritonOptions
-from attn_backends.backends.triton.widening import is_faster_widened, widens
 from attn_backends.backends.triton.workspace import DECODE_TOKENS
-from attn_backends.batch import CommonAttentionMetadata
-from attn_backends.batch_order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
+from attn_backends.batch.common import CommonAttentionMetadata
+from attn_backends.batch.order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.spec import AttentionType
 

@@ -11,20 +11,20 @@ import torch
 
 from attn_backends.backends.triton.launch import Cut, Schedule
 from attn_backends.backends.triton.metadata import TritonMetadata
+from attn_backends.backends.triton.rules import widens
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile
 from attn_backends.backends.triton.variants import variants
-from attn_backends.backends.triton.widening import widens
 from attn_backends.backends.triton.workspace import DECODE_TOKENS, Workspace, decode_need, largest_need
-from attn_backends.capturing_state import CapturingState
-from attn_backends.cuda_graphs import CudaRecorder, without_python
-from attn_backends.derive import StepBuffers
-from attn_backends.devices import Progress
-from attn_backends.graph_inputs import GraphInputs, fill_together
+from attn_backends.graphs.inputs import GraphInputs, fill_together
+from attn_backends.graphs.recorder import CudaRecorder, without_python
 from attn_backends.interface import AttentionStep
+from attn_backends.interface.state import CapturingState
+from attn_backends.kernels.launch import machine_of, num_multiprocessors, shared_memory
+from attn_backends.kernels.streams import PerStream
+from attn_backends.kernels.variants import Variant, compile_variants
+from attn_backends.machine import Progress
 from attn_backends.spec import AttentionSpec
-from attn_backends.streams import PerStream
-from attn_backends.triton_launch import machine_of, num_multiprocessors, shared_memory
-from attn_backends.triton_variants import Variant, compile_variants
+from attn_backends.step.buffers import StepBuffers
 
 _SCHEDULES = 128  # of eager steps that are kept, of tens of kilobytes each
 
@@ -41,7 +41,7 @@ class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
     """A workspace for the parts of split rows, sized by the multiprocessors and the layers' heads, not by the context.
 
     A program leaves (head_dim_vo + 2) * 4 bytes for each of its queries; about 4 / 3 as many programs can have parts
-    as the GPU holds at once (see `triton_split.schedule_kernel`). Layers over a cache of 8 bits have room on Hopper for
+    as the GPU holds at once (see `split_kv.schedule_kernel`). Layers over a cache of 8 bits have room on Hopper for
     keys and values of 16 bits too, `TritonOptions.widened_bytes` at most.
 
     A step takes the workspace of the stream on which it began, so steps on several streams do not meet. The first

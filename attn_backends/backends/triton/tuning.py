@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from attn_backends.kernels.split_kv import block_bytes, fitted, padded
 from attn_backends.spec import AttentionSpec, KVCacheSpec
-from attn_backends.triton_split import block_bytes, fitted, padded
 
 KINDS = ("decode", "prefill", "prompt")
 _SCRATCH = 2 << 10  # of a decode program, beside its blocks and its queries: page ids, and where warps meet

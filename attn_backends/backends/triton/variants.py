@@ -14,13 +14,14 @@ import torch
 
 from attn_backends.backends.triton.launch import Cut, Kernels, Rows, Schedule
 from attn_backends.backends.triton.layer import make_kernels
+from attn_backends.backends.triton.rules import widens
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile, widened_heads
-from attn_backends.backends.triton.widening import widens
 from attn_backends.backends.triton.workspace import DECODE_TOKENS
+from attn_backends.cache.warm_up import list_writes
+from attn_backends.kernels.examples import caches, distinct, empty, new_tokens, powers_of_two
+from attn_backends.kernels.launch import Machine, Start, num_multiprocessors, power_of_two, shared_memory
+from attn_backends.kernels.variants import Variant, listing
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits
-from attn_backends.triton_examples import caches, distinct, empty, list_writes, new_tokens, powers_of_two
-from attn_backends.triton_launch import Machine, Start, num_multiprocessors, power_of_two, shared_memory
-from attn_backends.triton_variants import Variant, listing
 
 _WIDTH = 2  # pages of a row: no kernel is compiled for it
 

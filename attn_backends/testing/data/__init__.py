@@ -1,1 +1,1 @@
-"""Data files of the test tools; read through `attn_backends.testing.cases`."""
+"""Data files of the test tools; read through `attn_backends.testing.cases.cases`."""

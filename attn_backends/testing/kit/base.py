@@ -9,16 +9,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from attn_backends.capabilities import Capabilities, Unsupported
-from attn_backends.entries import BackendImportError
+from attn_backends.interface.capabilities import Capabilities, Unsupported
 from attn_backends.registry import get_backend, select_backend
+from attn_backends.registry.table import BackendImportError
 from attn_backends.spec import AttentionSpec
-from attn_backends.testing.batches import Batch
-from attn_backends.testing.cases import BatchShape, load_cases
-from attn_backends.testing.features import Feature
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.cases import BatchShape, load_cases
+from attn_backends.testing.cases.features import Feature
+from attn_backends.testing.cases.plain import FLOATS, plain_cache, plain_spec, undeclared
+from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import Backend, assert_matches, assert_pool, run_backend
-from attn_backends.testing.plain import FLOATS, plain_cache, plain_spec, undeclared
-from attn_backends.testing.random_batch import random_batch
 
 WHOLE_PROMPTS = BatchShape(seq_lens=(1, 17, 40), query_lens=(1, 17, 40))
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from attn_backends.batch import SequenceGroup
+from attn_backends.batch.common import SequenceGroup
 from attn_backends.interface import AttentionMetadata, AttentionStep
-from attn_backends.testing.batches import Batch
-from attn_backends.testing.cases import BatchShape
-from attn_backends.testing.features import feature
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.cases import BatchShape
+from attn_backends.testing.cases.features import feature
+from attn_backends.testing.graphs.host_reads import forbid_host_reads
+from attn_backends.testing.guards.snapshot import differences, snapshot
 from attn_backends.testing.harness import Result, assert_matches, assert_pool, make_layer
-from attn_backends.testing.host_reads import forbid_host_reads
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
-from attn_backends.testing.snapshot import differences, snapshot
 
 POOL_PAGES = 16  # one size for batches that share a builder
 

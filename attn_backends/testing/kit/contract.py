@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attn_backends.batch_views import without_new_keys
-from attn_backends.kv_cache import KVCache
+from attn_backends.batch.views import without_new_keys
+from attn_backends.cache.kv_cache import KVCache
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, Layout
-from attn_backends.testing.batches import Batch, Row
-from attn_backends.testing.cases import BatchShape
-from attn_backends.testing.features import feature
+from attn_backends.testing.cases.batches import Batch, Row
+from attn_backends.testing.cases.cases import BatchShape
+from attn_backends.testing.cases.features import feature
+from attn_backends.testing.guards.snapshot import differences, snapshot
 from attn_backends.testing.harness import (
     Result,
     assert_matches,
@@ -24,7 +25,6 @@ from attn_backends.testing.harness import (
     run_backend,
 )
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
-from attn_backends.testing.snapshot import differences, snapshot
 
 CHUNKED = BatchShape(seq_lens=(40, 23, 7), query_lens=(40, 23, 7))
 LONGER_BEHIND = BatchShape(seq_lens=(40, 23, 70), query_lens=(1, 1, 33))

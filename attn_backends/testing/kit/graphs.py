@@ -12,20 +12,14 @@ from typing import Any
 
 import pytest
 
-from attn_backends.capabilities import CudaGraphSupport
+from attn_backends.interface.capabilities import CudaGraphSupport
 from attn_backends.spec import AttentionSpec
-from attn_backends.testing.batches import Batch
-from attn_backends.testing.cases import BatchShape
-from attn_backends.testing.features import FEATURES, feature
-from attn_backends.testing.graph_harness import (
-    CapturedStep,
-    batch_of_table,
-    graph_batch,
-    make_recorder,
-    step_table,
-)
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.cases import BatchShape
+from attn_backends.testing.cases.features import FEATURES, feature
+from attn_backends.testing.graphs.harness import CapturedStep, batch_of_table, graph_batch, make_recorder, step_table
+from attn_backends.testing.graphs.host_reads import forbid_host_reads
 from attn_backends.testing.harness import Layer, assert_matches, assert_pool, make_layer, make_layers
-from attn_backends.testing.host_reads import forbid_host_reads
 from attn_backends.testing.kit.base import KitBase
 
 ROWS = 4

@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends.batch_views import without_new_keys
-from attn_backends.kv_cache import allocate_kv_cache
-from attn_backends.mla_spec import MLASpec
+from attn_backends.batch.views import without_new_keys
+from attn_backends.cache.kv_cache import allocate_kv_cache
 from attn_backends.registry import validate_options
-from attn_backends.spec import KVCacheSpec
-from attn_backends.testing.batches import Batch
-from attn_backends.testing.cases import BatchShape
+from attn_backends.spec import KVCacheSpec, MLASpec
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.cases import BatchShape
+from attn_backends.testing.cases.plain import plain_cache
 from attn_backends.testing.harness import Result, assert_matches, assert_pool, make_layer, run_backend
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
-from attn_backends.testing.plain import plain_cache
 
 # Prefill rows behind decodes. Their contexts are nothing, less than a chunk, several chunks, and shared out over some.
 CONTEXTS = BatchShape(seq_lens=(9, 50, 31, 20, 90, 64, 12), query_lens=(1, 1, 11, 20, 9, 12, 10))

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from attn_backends.spec import AttentionSpec
-from attn_backends.testing.batches import Batch, Row
-from attn_backends.testing.cases import BatchShape
-from attn_backends.testing.features import CROSS, Feature, feature
+from attn_backends.testing.cases.batches import Batch, Row
+from attn_backends.testing.cases.cases import BatchShape
+from attn_backends.testing.cases.features import CROSS, Feature, feature
+from attn_backends.testing.cases.mla_batches import MLABatch
+from attn_backends.testing.cases.random_batch import with_pool
 from attn_backends.testing.harness import Result, lse_error, make_layer, output_error, run_backend
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
-from attn_backends.testing.mla_batches import MLABatch
-from attn_backends.testing.random_batch import with_pool
 
 LEVELS = (-(2.0**16), -(2.0**14), 2.0**14, 2.0**16)  # of the logits, in natural units; others are twice as far from 0
 SCALES = (8.0, 0.125)  # of the layer: q·k before it is nearer to 0 than the logit, or further away

@@ -10,16 +10,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from attn_backends.kv_cache import KVCache
+from attn_backends.cache.kv_cache import KVCache
 from attn_backends.spec import FP8_DTYPES, Layout
-from attn_backends.testing.batches import as_bits
-from attn_backends.testing.cases import BatchShape, load_cases
-from attn_backends.testing.features import CROSS, ENCODER, FEATURES, NON_CAUSAL_ALIBI, feature
+from attn_backends.testing.cases.batches import as_bits
+from attn_backends.testing.cases.cases import BatchShape, load_cases
+from attn_backends.testing.cases.features import CROSS, ENCODER, FEATURES, NON_CAUSAL_ALIBI, feature
+from attn_backends.testing.cases.plain import plain_cache
+from attn_backends.testing.cases.random_layers import KINDS, random_layers
 from attn_backends.testing.harness import Result, assert_matches, assert_pool, make_layer, make_layers, run_backend
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
 from attn_backends.testing.kit.scales import draw_scales
-from attn_backends.testing.plain import plain_cache
-from attn_backends.testing.random_layers import KINDS, random_layers
 
 FEATURE_SHAPES = ("small_prefill", "mixed_small", "page_edges_16", "spec_verify", WHOLE_PROMPTS)
 K_SCALE, V_SCALE = 0.37, 1.9  # far apart, so that one used for the other shows

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attn_backends.capabilities import CudaGraphSupport, Unsupported
 from attn_backends.interface import (
     AttentionBackend,
     AttentionImpl,
@@ -16,13 +15,13 @@ from attn_backends.interface import (
     AttentionMetadataBuilder,
     AttentionState,
 )
-from attn_backends.mla_spec import MLASpec
+from attn_backends.interface.capabilities import CudaGraphSupport, Unsupported
 from attn_backends.registry import get_backend, select_backend
-from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType
-from attn_backends.testing.features import CROSS, ENCODER, FEATURES, Feature
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, MLASpec
+from attn_backends.testing.cases.features import CROSS, ENCODER, FEATURES, Feature
+from attn_backends.testing.cases.plain import FLOATS, plain_cache
 from attn_backends.testing.harness import make_layer
 from attn_backends.testing.kit.base import KitBase
-from attn_backends.testing.plain import FLOATS, plain_cache
 
 
 def refuses(call: Callable[[], object], code: str, what: str) -> None:

@@ -7,8 +7,8 @@ from random import Random
 import pytest
 import torch
 
-from attn_backends.testing.cases import BatchShape
-from attn_backends.testing.features import CROSS, ENCODER, FEATURES, Feature, feature
+from attn_backends.testing.cases.cases import BatchShape
+from attn_backends.testing.cases.features import CROSS, ENCODER, FEATURES, Feature, feature
 from attn_backends.testing.harness import assert_matches, assert_pool, run_backend
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from attn_backends.spec import AttentionSpec
-from attn_backends.testing.batches import Batch
-from attn_backends.testing.cases import BatchShape, WindowCase, load_cases
-from attn_backends.testing.features import ENCODER, feature
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.cases import BatchShape, WindowCase, load_cases
+from attn_backends.testing.cases.features import ENCODER, feature
+from attn_backends.testing.cases.random_batch import with_pool
 from attn_backends.testing.harness import Backend, make_layer
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
-from attn_backends.testing.random_batch import with_pool
 from attn_backends.testing.reference import sees
 
 

@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 from random import Random
 
-from attn_backends.capabilities import CudaGraphSupport
 from attn_backends.interface import AttentionBackend
-from attn_backends.mla_spec import MLASpec
-from attn_backends.spec import AttentionType
+from attn_backends.interface.capabilities import CudaGraphSupport
+from attn_backends.spec import AttentionType, MLASpec
 from attn_backends.testing.verify.layers import Form, draw_form, fits_all, without_value_scale
 from attn_backends.testing.verify.sizes import Size
 

@@ -8,14 +8,13 @@ from random import Random
 
 import torch
 
-from attn_backends.batch import SequenceData
+from attn_backends.batch.common import SequenceData
+from attn_backends.cache.kv_cache import KVCache, allocate_kv_cache
 from attn_backends.interface import AttentionBackend
-from attn_backends.kv_cache import KVCache, allocate_kv_cache
-from attn_backends.mla_spec import MLASpec, new_kv_shapes
-from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec
-from attn_backends.testing.batches import Batch, Row, as_bits, is_power_of_two, stored
-from attn_backends.testing.mla_batches import MLABatch
-from attn_backends.testing.random_batch import FP8_NAN_BYTE, SPARE_PAGES
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec, MLASpec, new_kv_shapes
+from attn_backends.testing.cases.batches import Batch, Row, as_bits, is_power_of_two, stored
+from attn_backends.testing.cases.mla_batches import MLABatch
+from attn_backends.testing.cases.random_batch import FP8_NAN_BYTE, SPARE_PAGES
 from attn_backends.testing.verify.cases import Case, Episode
 
 Backend = type[AttentionBackend]

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from attn_backends.interface import AttentionBackend
-from attn_backends.mla_spec import MLASpec
-from attn_backends.spec import AttentionSpec, KVCacheSpec
-from attn_backends.testing.models import alibi_slopes
+from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec
+from attn_backends.testing.cases.models import alibi_slopes
 from attn_backends.testing.verify.cases import GRAPH_TOKENS, Case, Episode, case_of, draw_episode
 from attn_backends.testing.verify.factors import EAGER, GRAPH, LARGEST_HEAD_DIM, MIXED_GRAPH, WIDE_GRAPH
 from attn_backends.testing.verify.layers import Form

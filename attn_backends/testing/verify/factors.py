@@ -13,9 +13,9 @@ from random import Random
 
 import torch
 
-from attn_backends.capabilities import Capabilities, CudaGraphSupport
 from attn_backends.interface import AttentionBackend
-from attn_backends.testing.models import published_models
+from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport
+from attn_backends.testing.cases.models import published_models
 
 Backend = type[AttentionBackend]
 Value = str | int

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from attn_backends.capabilities import Capabilities
 from attn_backends.interface import AttentionBackend
-from attn_backends.mla_spec import MLASpec
-from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec, Layout
-from attn_backends.testing.models import PublishedModel, alibi_slopes, published_models
+from attn_backends.interface.capabilities import Capabilities
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec, Layout, MLASpec
+from attn_backends.testing.cases.models import PublishedModel, alibi_slopes, published_models
 from attn_backends.testing.verify.sizes import Size, fits, interprets_triton
 
 Backend = type[AttentionBackend]

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from attn_backends.testing.batches import Batch
-from attn_backends.testing.cases import load_cases
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.cases import load_cases
 from attn_backends.testing.harness import Expected, Result, lse_error, output_error
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from attn_backends.capabilities import Unsupported
-from attn_backends.devices import pretend_multiprocessors
+from attn_backends.cache.kv_cache import KVCache
 from attn_backends.interface import AttentionBackend, AttentionStep
-from attn_backends.kv_cache import KVCache
-from attn_backends.testing.batches import Batch
-from attn_backends.testing.graph_harness import CapturedStep, batch_of_table, graph_batch, make_recorder, step_table
+from attn_backends.interface.capabilities import Unsupported
+from attn_backends.machine import pretend_multiprocessors
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.graphs.harness import CapturedStep, batch_of_table, graph_batch, make_recorder, step_table
 from attn_backends.testing.harness import Expected, Layer, Result, assert_pool, make_layers, padded
 from attn_backends.testing.verify.cases import Case, Episode
 from attn_backends.testing.verify.data import LayerData

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from attn_backends.mla_spec import MLASpec
-from attn_backends.spec import AttentionSpec, AttentionType
-from attn_backends.testing.batches import is_power_of_two
+from attn_backends.spec import AttentionSpec, AttentionType, MLASpec
+from attn_backends.testing.cases.batches import is_power_of_two
 from attn_backends.testing.verify.cases import Case, Episode
 from attn_backends.testing.verify.factors import EAGER, GRAPH, WIDE_GRAPH, Factors
 

@@ -23,8 +23,8 @@ from typing import IO, Any
 
 import torch
 
-from attn_backends.entries import get_backend
 from attn_backends.interface import AttentionBackend
+from attn_backends.registry.table import get_backend
 from attn_backends.testing.verify.cases import Case, draw_case
 from attn_backends.testing.verify.declared import Row, draw_declared
 from attn_backends.testing.verify.factors import EAGER

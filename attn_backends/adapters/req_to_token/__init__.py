@@ -1,0 +1,1 @@
+"""Attention for engines with a table of token slots a request (pymllm, SGLang)."""

@@ -1,0 +1,298 @@
+"""Any backend by name, in the calling convention of engines with a token-granular `req_to_token` (pymllm, SGLang).
+
+An engine plans each step by `init_forward_metadata`, or by one of the two for CUDA graphs, and its layers then call
+`forward_extend`, `forward_decode`, or `forward`. New keys and values are written by the engine's own pool, to the slots
+that the step names, padding to slot 0; the backend reads them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attn_backends.adapters.req_to_token.batch import ForwardBatchLike, ForwardMode, HostLens, step_rows
+from attn_backends.adapters.req_to_token.graphs import SEQ_LEN_FILL_VALUE, GraphRows, TokenGraphs
+from attn_backends.adapters.req_to_token.kv_pool import KVPool
+from attn_backends.adapters.req_to_token.layers import AttentionLayer, LayerKinds
+from attn_backends.adapters.req_to_token.plans import PlannedStep, TokenPlans
+from attn_backends.adapters.req_to_token.table import SharedBuffers, TokenTable
+from attn_backends.machine import Progress
+from attn_backends.spec import Limits
+
+
+class ReqToTokenAttention:
+    """One backend, one state, and a plan for each kind of layer.
+
+    Args:
+        name: of the backend, used or refused; or AUTO.
+        num_heads, num_kv_heads, head_dim: of every layer, on this device.
+        kv_cache_dtype, q_dtype: of what the pool stores, and of queries and outputs.
+        max_context_len: most tokens of one row.
+        req_to_token: [max_reqs, max_context_len or more] i32: the slot of every token of every request. It is read at
+            every step, and holds slots of the pool everywhere.
+        max_req_pool_size: most rows of a step.
+        kv_pool: where keys and values are; its slot 0 is for padding.
+        layers: every layer that will call. None: layers of the usual scale without a soft cap, with a window of
+            `sliding_window_size` if it is given, and without one; layer 0 is one of them.
+        sliding_window_size: keys to the left, self excluded, as one of the layers has it.
+        max_num_tokens: most new tokens of a step; as many as the pool has slots if None.
+        skip_prefill: serve steps of one token a row alone.
+        kv_indptr_buf, kv_last_page_len_buf: [max_req_pool_size + 1] and [max_req_pool_size] i32, filled at every step
+            with the CSR of its decoder tokens. Adapters may share them: they hold the last step that any has planned.
+        init_new_workspace: accepted, and so either way: workspaces belong to this adapter's state, on its device.
+        options: of the backend.
+
+    Raises:
+        Unsupported: the backend refuses a layer; the reasons say why.
+        ValueError: arguments that do not go together.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        kv_cache_dtype: torch.dtype,
+        q_dtype: torch.dtype,
+        max_context_len: int,
+        req_to_token: torch.Tensor,
+        device: torch.device | str,
+        max_req_pool_size: int,
+        kv_pool: KVPool,
+        layers: Iterable[AttentionLayer] | None = None,
+        sliding_window_size: int | None = None,
+        max_num_tokens: int | None = None,
+        skip_prefill: bool = False,
+        kv_indptr_buf: torch.Tensor | None = None,
+        kv_last_page_len_buf: torch.Tensor | None = None,
+        init_new_workspace: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.kv_pool, self.skip_prefill = kv_pool, skip_prefill
+        declared = None if layers is None else list(layers)
+        heads = (num_heads, num_kv_heads, head_dim)
+        self.kinds = LayerKinds(heads, q_dtype, kv_cache_dtype, declared, sliding_window_size)
+        table = TokenTable(req_to_token, max_context_len, torch.device(device))
+        self.buffers = SharedBuffers(kv_indptr_buf, kv_last_page_len_buf)
+        num_slots = len(kv_pool.get_kv_buffer(declared[0].layer_id if declared else 0)[0])
+        usual = max_req_pool_size if skip_prefill else max(num_slots, max_req_pool_size)
+        limits = Limits(max_req_pool_size, max_num_tokens or usual, max_context_len)
+        self.plans = TokenPlans(name, self.kinds.specs, num_slots, limits, table, options or {})
+        for layer in declared or []:
+            self.plans.check_buffers(*kv_pool.get_kv_buffer(layer.layer_id), self.kinds.group(layer))
+        self.graphs: TokenGraphs | None = None
+        self._planned: PlannedStep | None = None
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every kernel that steps within the limits can launch, before the first step. See
+        `AttentionState.warm_up`."""
+        self.plans.state.warm_up(progress)
+
+    # Eager steps.
+
+    def init_forward_metadata(self, forward_batch: ForwardBatchLike) -> None:
+        """Plan a step, once before its layers run.
+
+        Raises:
+            ValueError: a mode, lengths or sizes that cannot be served; says what to pass.
+        """
+        self._planned = None
+        if self.graphs is not None:
+            self.graphs.stop_capturing()
+        mode = ForwardMode.of(forward_batch.forward_mode)
+        if mode is ForwardMode.IDLE or not len(forward_batch.req_pool_indices):
+            self._planned = PlannedStep(ForwardMode.IDLE, 0, ())
+            return
+        self._check_mode(mode, {*ForwardMode})
+        rows = step_rows(forward_batch, self.plans.table.max_context_len)
+        self._planned = self.plans.plan(self.plans.state, mode, rows, self.buffers)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatchLike,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """One layer of the planned step, whatever its mode.
+
+        Args:
+            q: [T, num_heads * head_dim] or [T, num_heads, head_dim].
+            k, v: what the step adds to the pool, [slots, num_kv_heads * head_dim] or with heads apart; None: nothing.
+            forward_batch: its slots are where k and v go: `out_cache_loc`, or `encoder_out_cache_loc` for cross
+                attention.
+            save_kv_cache: False where k and v are in the pool already.
+
+        Returns:
+            [T, num_heads * v_head_dim]; zeros of an idle step, and for rows without keys.
+
+        Raises:
+            RuntimeError: nothing is planned.
+            ValueError: a layer that was not declared, or shapes other than the plan's.
+        """
+        planned = self._planned
+        if planned is None:
+            raise RuntimeError("no step is planned: call init_forward_metadata(forward_batch) before its layers run")
+        group = self.kinds.group(layer)
+        if planned.mode is ForwardMode.IDLE:
+            return q.new_zeros(len(q), layer.tp_q_head_num * layer.v_head_dim)
+        query = self._query(q, layer, planned)
+        if save_kv_cache and (k is not None or v is not None):
+            self._write(k, v, layer, forward_batch)
+        key, value = self.kv_pool.get_kv_buffer(layer.layer_id)
+        return self.plans.attend(query, key, value, group, planned).flatten(1)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatchLike,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """`forward` of an EXTEND, MIXED or TARGET_VERIFY step."""
+        self._expect({ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.TARGET_VERIFY})
+        return self.forward(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatchLike,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """`forward` of a DECODE step."""
+        self._expect({ForwardMode.DECODE})
+        return self.forward(q, k, v, layer, forward_batch, save_kv_cache)
+
+    # CUDA graphs.
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """What engines put into `seq_lens` of padded rows. Such a row may name any request; its output is nobody's."""
+        return SEQ_LEN_FILL_VALUE
+
+    def init_cuda_graph_state(
+        self, max_bs: int, max_num_tokens: int, kv_indices_buf: torch.Tensor | None = None
+    ) -> None:
+        """Say, before any is captured, how large graphs will be: `max_bs` padded rows, `max_num_tokens` tokens.
+
+        Args:
+            kv_indices_buf: [as many as any step has keys] i32, filled with the CSR's indices at every replay.
+
+        Raises:
+            ValueError: larger than the adapter's limits.
+            RuntimeError: graphs were captured.
+        """
+        if self.graphs is not None and self.graphs.captured:
+            raise RuntimeError("graphs were captured, and their buffers never grow: call init_cuda_graph_state before")
+        self.graphs = TokenGraphs(self.plans, max_bs, max_num_tokens, replace(self.buffers, indices=kv_indices_buf))
+
+    def init_forward_metadata_capture_cuda_graph(
+        self,
+        bs: int,
+        num_tokens: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        forward_mode: object,
+        *,
+        encoder_lens: torch.Tensor | None = None,
+    ) -> None:
+        """Plan the step that is captured next: `bs` rows of `num_tokens // bs` tokens, DECODE or TARGET_VERIFY.
+
+        What stands in `seq_lens` and `encoder_lens` does not matter: rows are planned with the fill value.
+
+        Raises:
+            ValueError: a mode or size that graphs do not have.
+            Unsupported: the backend cannot run in such a graph.
+        """
+        self._planned = None
+        rows = GraphRows(req_pool_indices, seq_lens, None, encoder_lens, None)
+        self._planned = self._graphs().capture(bs, num_tokens, self._graph_mode(forward_mode), rows)
+
+    def init_forward_metadata_replay_cuda_graph(
+        self,
+        bs: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_sum: int,
+        forward_mode: object,
+        seq_lens_cpu: HostLens | None,
+        *,
+        encoder_lens: torch.Tensor | None = None,
+        encoder_lens_cpu: HostLens | None = None,
+    ) -> None:
+        """Plan the step that is replayed next, padded to the captured `bs`. `seq_lens_sum` is not read.
+
+        Raises:
+            ValueError: no such graph was captured, or the backend plans with lengths and `seq_lens_cpu` is missing.
+        """
+        self._planned = None
+        rows = GraphRows(req_pool_indices, seq_lens, seq_lens_cpu, encoder_lens, encoder_lens_cpu)
+        self._planned = self._graphs().replay(bs, self._graph_mode(forward_mode), rows)
+
+    def _graphs(self) -> TokenGraphs:
+        if self.graphs is None:
+            raise RuntimeError("no graphs: call init_cuda_graph_state(max_bs, max_num_tokens) first")
+        return self.graphs
+
+    def _graph_mode(self, forward_mode: object) -> ForwardMode:
+        """A graph's mode; an idle step replays a decode of padded rows."""
+        mode = ForwardMode.of(forward_mode)
+        mode = ForwardMode.DECODE if mode is ForwardMode.IDLE else mode
+        self._check_mode(mode, {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY})
+        return mode
+
+    # Checks, and what the pool is given.
+
+    def _check_mode(self, mode: ForwardMode, served: set[ForwardMode]) -> None:
+        if self.skip_prefill:
+            served = {ForwardMode.DECODE}
+        if mode not in served:
+            names = ", ".join(each.name for each in ForwardMode if each in served)
+            why = "this adapter was made with skip_prefill" if self.skip_prefill else "this is for a CUDA graph"
+            hint = "make it without" if self.skip_prefill else "run this step eager"
+            raise ValueError(f"forward_mode is {mode.name}, and {why}, which serves {names}: {hint}")
+
+    def _expect(self, modes: set[ForwardMode]) -> None:
+        if self._planned is not None and self._planned.mode not in modes | {ForwardMode.IDLE}:
+            names = ", ".join(each.name for each in ForwardMode if each in modes)
+            raise ValueError(
+                f"the planned step is {self._planned.mode.name}, and this call is for {names}: call "
+                "init_forward_metadata for this batch, or forward, which serves every mode"
+            )
+
+    def _query(self, q: torch.Tensor, layer: AttentionLayer, planned: PlannedStep) -> torch.Tensor:
+        """[T, num_heads, head_dim]."""
+        wide, dtype = layer.tp_q_head_num * layer.qk_head_dim, self.kinds.dtype
+        if q.dtype is not dtype or len(q) != planned.num_tokens or q[0].numel() != wide:
+            raise ValueError(
+                f"q is {list(q.shape)} {q.dtype}; the planned step and layer {layer.layer_id} need "
+                f"[{planned.num_tokens}, {wide}] {dtype}: call init_forward_metadata for this batch, and pass q so"
+            )
+        return q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+
+    def _write(
+        self, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer, forward_batch: ForwardBatchLike
+    ) -> None:
+        """Put new keys and values into the pool."""
+        name = "encoder_out_cache_loc" if layer.is_cross_attention else "out_cache_loc"
+        slots = getattr(forward_batch, name, None)
+        if k is None or v is None or slots is None or not len(k) == len(v) == len(slots):
+            given = [None if tensor is None else list(tensor.shape) for tensor in (k, v, slots)]
+            raise ValueError(
+                f"layer {layer.layer_id} was given k {given[0]}, v {given[1]} and {name} {given[2]}: need one k, v and "
+                "slot a token, or k and v None to write nothing"
+            )
+        k = k.reshape(len(k), layer.tp_k_head_num, layer.qk_head_dim)
+        v = v.reshape(len(v), layer.tp_k_head_num, layer.v_head_dim)
+        self.kv_pool.set_kv_buffer(layer.layer_id, slots, k, v)

@@ -1,0 +1,1 @@
+"""FLASH_ATTN_MLA: FlashAttention 3 over the latent cache."""

@@ -1,0 +1,1 @@
+"""FLASHMLA: FlashMLA's kernels over the latent cache, in both generations."""

@@ -1,0 +1,178 @@
+"""FlashMLA itself, as this backend calls it: who brings it, and the two generations of its schedules.
+
+The kernel splits rows among the multiprocessors by a schedule that fits one set of lengths. Older releases make it in
+`get_mla_metadata`, which is asked with the lengths. Newer ones give an empty object there, and the first call of the
+kernel fills it on the device: the launch that does so is part of that call. It takes as long as the attention of a
+short batch, so in graphs a launch of ours fills it again (`schedule`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from attn_backends.backends.mla.metadata import DecodeRows
+from attn_backends.machine import HAS_TRITON
+
+# What `provider` says, and the module behind it. The first that imports is taken.
+PROVIDERS = {
+    "flash_mla": "flash_mla",
+    "vllm": "vllm.third_party.flashmla.flash_mla_interface",
+    "sgl_kernel": "sgl_kernel.flash_mla",
+}
+
+
+class Kernels:
+    """What one provider brings.
+
+    Args:
+        module: with `get_mla_metadata` and `flash_mla_with_kvcache`.
+
+    Attributes:
+        fills_schedules: the newer generation.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.get_mla_metadata = module.get_mla_metadata
+        self.flash_mla_with_kvcache = module.flash_mla_with_kvcache
+        self.fills_schedules = "cache_seqlens" not in inspect.signature(self.get_mla_metadata).parameters
+        self._writes_out = "out" in inspect.signature(self.flash_mla_with_kvcache).parameters
+
+    def new_schedule(self) -> Any:
+        """An empty one, of the newer generation."""
+        return self.get_mla_metadata()[0]
+
+    def can_refill(self, device: torch.device) -> bool:
+        """Whether a launch of ours makes the schedules that the newer generation fills. It is called to find out."""
+        if not self.fills_schedules or device.type != "cuda" or not HAS_TRITON:
+            return False
+        from attn_backends.backends.mla.flashmla.schedule import is_known
+
+        return is_known(self.flash_mla_with_kvcache, self.new_schedule, device)
+
+    def run(
+        self,
+        query: torch.Tensor,  # [num_rows, query_len, num_qo_heads, 576]
+        latent_cache: torch.Tensor,  # [num_pages, 64, 576]
+        rows: DecodeRows,
+        schedule: tuple[Any, Any],
+        scale: float,
+        output: torch.Tensor,  # [num_rows, query_len, num_qo_heads, 512], written in place
+    ) -> torch.Tensor:
+        """Returns the LSE [num_rows, num_qo_heads, query_len] f32, natural log, +inf for a row without keys."""
+        # The kernel takes all of a row's queries as those of its one KV head, whatever its docstring says of `out`.
+        given = {"out": output.view(len(output), 1, -1, output.shape[-1])} if self._writes_out else {}
+        made, lse = self.flash_mla_with_kvcache(
+            query, latent_cache.unsqueeze(2), rows.page_table, rows.seq_lens, output.shape[-1], *schedule,
+            softmax_scale=scale, causal=True, **given,
+        )  # fmt: skip
+        if not self._writes_out:
+            output.copy_(made)
+        return lse  # type: ignore[no-any-return]
+
+
+def load_kernels(provider: str = "auto") -> Kernels:
+    """The kernels of a provider, or of the first that imports.
+
+    Raises:
+        ModuleNotFoundError: none is installed.
+        ImportError: one is installed and cannot be imported; the reasons of all are in the message.
+    """
+    names = list(PROVIDERS) if provider == "auto" else [provider]
+    errors: dict[str, Exception] = {}
+    for name in names:
+        try:
+            return Kernels(importlib.import_module(PROVIDERS[name]))
+        except Exception as error:  # kernel libraries raise anything on import: OSError, RuntimeError, …
+            errors[name] = error
+    absent = {name for name, error in errors.items() if isinstance(error, ModuleNotFoundError)}
+    reasons = "; ".join(
+        f"{name}: {error}" if name in absent else f"{name}: {type(error).__name__}: {error}"
+        for name, error in errors.items()
+    )
+    raise (ModuleNotFoundError if len(absent) == len(names) else ImportError)(
+        f"no provider of FlashMLA imports ({reasons})"
+    )
+
+
+class Schedule(ABC):
+    """How the kernel splits some rows, for all layers of a plan group."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+
+    @abstractmethod
+    def plan(self, rows: DecodeRows, num_qo_heads: int) -> None:
+        """The rows have new lengths."""
+
+    @abstractmethod
+    def of(self, layer: object) -> tuple[Any, Any]:
+        """`tile_scheduler_metadata` and `num_splits` for a layer's call."""
+
+
+class MadeSchedule(Schedule):
+    """The older generation's: made by the state, and refilled where it lies when lengths change."""
+
+    tensors: tuple[torch.Tensor, torch.Tensor] | None = None  # [num_sm_parts, 8] i32, [num_rows + 1] i32
+
+    def plan(self, rows: DecodeRows, num_qo_heads: int) -> None:
+        made = self.kernels.get_mla_metadata(rows.seq_lens, rows.query_len * num_qo_heads, 1)
+        if self.tensors is None:
+            self.tensors = made[0], made[1]
+        else:  # their shapes follow from the size of a graph
+            for held, new in zip(self.tensors, made, strict=True):
+                held.copy_(new)
+
+    def of(self, layer: object) -> tuple[Any, Any]:
+        assert self.tensors is not None  # the state plans first
+        return self.tensors
+
+
+class FilledSchedule(Schedule):
+    """The newer generation's: the first layer's call fills it, the others find it filled.
+
+    A graph must fill it at every replay, so the launch that does must be captured: `in_graph`, every pass over the
+    layers begins with an empty one. A pass has begun where the layer that filled it comes again.
+    """
+
+    def __init__(self, kernels: Kernels, in_graph: bool) -> None:
+        super().__init__(kernels)
+        self.in_graph = in_graph
+        self._held: Any = None
+        self._first: object = None  # the layer that filled it
+
+    def plan(self, rows: DecodeRows, num_qo_heads: int) -> None:
+        self._held = self._first = None
+
+    def of(self, layer: object) -> tuple[Any, Any]:
+        if self._held is None or (self.in_graph and layer is self._first):
+            self._held, self._first = self.kernels.new_schedule(), layer
+        return self._held, None
+
+
+class RefilledSchedule(Schedule):
+    """The newer generation's in a graph: the first call fills it, and every later pass over the layers begins with a
+    launch of ours that fills it again. The first pass warms up, so that the graph has the launch of ours."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__(kernels)
+        self._held: Any = None
+        self._first: object = None  # layer of a pass
+        self._seq_lens: torch.Tensor | None = None
+
+    def plan(self, rows: DecodeRows, num_qo_heads: int) -> None:
+        self._seq_lens = rows.seq_lens
+
+    def of(self, layer: object) -> tuple[Any, Any]:
+        from attn_backends.backends.mla.flashmla.schedule import fill
+
+        if self._held is None:
+            self._held, self._first = self.kernels.new_schedule(), layer
+        elif layer is self._first:
+            assert self._seq_lens is not None  # the state plans first
+            fill(self._seq_lens, self._held.tile_scheduler_metadata, self._held.num_splits)
+        return self._held, None

@@ -1,0 +1,1 @@
+"""TRITON_MLA: our own kernels over the latent cache."""

@@ -1,0 +1,166 @@
+"""TRITON_MLA's tiles by dtypes, queries a row, page size and number of rows: measured once and shipped as data.
+
+`tuned.json` is written by benchmarks/tune_triton_mla.py. What is not in it takes the nearest that is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from importlib import resources
+from typing import Any
+
+from attn_backends.backends.mla.options import MLAOptions
+from attn_backends.kernels.split_kv import MOST_ITEMS, block_bytes, fitted, padded
+from attn_backends.spec import KVCacheSpec, MLASpec
+
+HOPPER_TILE = (64, 128, 8, 1)  # rows, keys, warps and stages of hopper_kernel.py, which has no other
+
+
+@dataclass(frozen=True)
+class LatentTile:
+    """How decode is cut."""
+
+    rows: int  # of a tile at most: query tokens times heads
+    keys: int  # of a block
+    warps: int
+    stages: int  # blocks under way
+    programs: int  # a multiprocessor, which the split aims at
+    min_keys: int  # of an item: fewer are not worth joining
+    hopper: bool = False  # for the kernel that is written for Hopper, where that can serve
+
+    def __post_init__(self) -> None:
+        size = (self.rows, self.keys, self.warps, self.stages)
+        if self.hopper and size != HOPPER_TILE:
+            raise ValueError(
+                f"a tile of (rows, keys, warps, stages) {size} for Hopper: its kernel takes {HOPPER_TILE}; give these, "
+                "or leave `hopper` out"
+            )
+
+
+class TritonMLAOptions(MLAOptions):
+    """The `backend_options` of TRITON_MLA."""
+
+    decode_tile: LatentTile | None = None
+    """How decode is cut; None takes the nearest that was measured."""
+
+
+def decode_tile(
+    spec: MLASpec, cache: KVCacheSpec, num_rows: int, queries: int, options: TritonMLAOptions | None, room: int,
+    hopper: bool = False,
+) -> LatentTile:  # fmt: skip
+    """For a batch of `num_rows` rows of `queries` queries each, token times head. The wider dtype, of queries or cache,
+    decides first. A program can have `room` bytes of shared memory. `hopper`: the kernel for Hopper can serve."""
+    if options is not None and options.decode_tile is not None:
+        if options.decode_tile.hopper and not hopper:
+            raise ValueError(
+                "backend_options.decode_tile of TRITON_MLA is for its kernel for Hopper, which serves latents of 512 "
+                "and rope keys of 64 in the queries' dtype of 16 bits or in 8, from pages of a multiple of 16, on "
+                f"Hopper with Triton 3.6 or 3.7; this layer has {spec.kv_lora_rank} and {spec.qk_rope_head_dim} in "
+                f"{spec.dtype}, a cache in {spec.cache_dtype} and pages of {cache.page_size}: leave `hopper` out of "
+                "the tile"
+            )
+        return options.decode_tile
+    return _fitted(_nearest(spec, cache, num_rows, queries, hopper), spec, queries, room)
+
+
+@lru_cache(maxsize=64)
+def decode_tiles(
+    spec: MLASpec, cache: KVCacheSpec, most_rows: int, queries: int, options: TritonMLAOptions | None, room: int,
+    hopper: bool = False,
+) -> frozenset[LatentTile]:  # fmt: skip
+    """Every tile that `decode_tile` gives for 1 to `most_rows` rows."""
+    if options is not None and options.decode_tile is not None:
+        return frozenset({decode_tile(spec, cache, most_rows, queries, options, room, hopper)})
+    nearest = {_nearest(spec, cache, num_rows, queries, hopper) for num_rows in range(1, most_rows + 1)}
+    return frozenset(_fitted(tile, spec, queries, room) for tile in nearest)
+
+
+def _fitted(tile: LatentTile, spec: MLASpec, queries: int, room: int) -> LatentTile:
+    def need(tile: LatentTile) -> int:
+        rows = min(padded(queries), tile.rows)
+        width = sum(block_dims(spec))
+        weights = rows * tile.keys * spec.dtype.itemsize
+        return rows * width * spec.dtype.itemsize + block_bytes(spec, tile.keys, tile.stages, width) + weights
+
+    return tile if tile.hopper else fitted(tile, need, room)
+
+
+def _nearest(spec: MLASpec, cache: KVCacheSpec, num_rows: int, queries: int, hopper: bool) -> LatentTile:
+    cached, widest = spec.cache_dtype.itemsize, max(spec.dtype.itemsize, spec.cache_dtype.itemsize)
+    distances = _distances(8 * widest, 8 * cached, queries, cache.page_size, hopper)
+    return min(distances, key=lambda row: row[0] + abs(math.log2(row[1] / num_rows)))[2]
+
+
+@lru_cache(maxsize=256)
+def _distances(
+    bits: int, cache_bits: int, queries: int, page_size: int, hopper: bool
+) -> list[tuple[float, int, LatentTile]]:
+    """How far each row of the table is but for its number of rows, that number, and its tile."""
+    asked = {"bits": bits, "cache_bits": cache_bits, "queries": queries, "page_size": page_size}
+    weights = {"bits": 256, "cache_bits": 64, "queries": 8, "page_size": 2}
+
+    def distance(row: dict[str, Any]) -> float:
+        return sum(weight * abs(math.log2(row[name] / asked[name])) for name, weight in weights.items())
+
+    rows = [row for row in _table() if hopper or not row["tile"].get("hopper")]
+    return [(distance(row), row["rows"], LatentTile(**row["tile"])) for row in rows]
+
+
+def block_dims(spec: MLASpec) -> tuple[int, int]:
+    """Latents and rope keys as blocks have them: their even and their odd columns alone are wide enough for a product
+    too, as an 8-bit cache has them."""
+    return 2 * padded((spec.kv_lora_rank + 1) // 2), 2 * padded((spec.qk_rope_head_dim + 1) // 2)
+
+
+@cache
+def _table() -> list[dict[str, Any]]:
+    text = resources.files(__package__).joinpath("tuned.json").read_text(encoding="utf-8")
+    rows: list[dict[str, Any]] = json.loads(text)["decode"]
+    return rows
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What follows from the shape of a batch of decode rows alone, whatever their lengths."""
+
+    tile: LatentTile
+    num_rows: int
+    queries: int  # of a row, token times head
+    num_sms: int
+
+    @cached_property
+    def tile_rows(self) -> int:
+        return self.tile.rows if self.tile.hopper else min(padded(self.queries), self.tile.rows)
+
+    @property
+    def tiles(self) -> int:
+        """Of a row."""
+        return -(-self.queries // self.tile_rows)
+
+    @property
+    def target(self) -> int:
+        """Items that fill the GPU: each is a program for every tile."""
+        return min(max(1, self.num_sms * self.tile.programs // self.tiles), int(MOST_ITEMS.value) // 2)
+
+    @property
+    def join_spread(self) -> int:
+        """Programs of an item that join its row's queries: each takes about two where rows of one length are split. One
+        for 32 queries at least: a long row among short ones is split where rows of one length are not."""
+        parts = self.target // self.num_rows
+        return max(1, self.queries // 32, self.queries // (2 * parts) if parts > 1 else 0)
+
+    @property
+    def num_items(self) -> int:
+        return self.num_rows + self.target
+
+    @property
+    def places(self) -> int:
+        """Parts that rows can be cut into, times the queries of each: see `split_kv.schedule_kernel`."""
+        return -(-4 * self.target // 3) * self.tiles * self.tile_rows
+
+    def need(self, spec: MLASpec) -> tuple[int, int]:
+        """Floats of accumulators, and of maxima and sums, that a launch writes at most, whatever the lengths."""
+        return self.places * block_dims(spec)[0], self.places * 2

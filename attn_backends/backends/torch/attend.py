@@ -1,0 +1,93 @@
+"""Attention in plain torch, with its LSE: fused where torch has it, and by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attn_backends.spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class Attended:
+    """An attention result, by [B, query_len] or flat over tokens."""
+
+    output: torch.Tensor  # [..., num_qo_heads, head_dim_vo]
+    lse: torch.Tensor | None  # [..., num_qo_heads] f32 or f64
+
+    def flat(self) -> Attended:
+        return Attended(self.output.flatten(0, 1), None if self.lse is None else self.lse.flatten(0, 1))
+
+    def of(self, live: torch.Tensor | None) -> Attended:
+        """With nothing in the flat tokens that are not live: they saw no key, and hold NaN. None: all are."""
+        if live is None:
+            return self
+        lse = None if self.lse is None else self.lse.masked_fill(~live[:, None], float("-inf"))
+        return Attended(self.output.masked_fill(~live[:, None, None], 0), lse)
+
+
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # what SDPA runs on a CPU, with its LSE
+
+
+def gives_lse(device: torch.device, spec: AttentionSpec) -> bool:
+    """Whether a fused kernel returns the LSE too."""
+    return device.type == "cpu" and spec.head_dim == spec.head_dim_vo and spec.logits_soft_cap is None
+
+
+def can_add(bias: torch.Tensor, query: torch.Tensor) -> bool:
+    """Whether fused kernels add such a bias to logits of such queries: a GPU's want both to have one dtype."""
+    return bias.dtype == query.dtype or query.device.type == "cpu"
+
+
+def unfolded(out: torch.Tensor, lse: torch.Tensor | None, query: torch.Tensor) -> Attended:
+    """[B, Hkv, query_len · G, Dv] and [B, Hkv, query_len · G], by query token and head."""
+    batch, query_len, num_heads = query.shape[:3]
+    out = out.unflatten(2, (query_len, -1)).transpose(1, 2).reshape(batch, query_len, num_heads, -1)
+    if lse is not None:
+        lse = lse.unflatten(2, (query_len, -1)).transpose(1, 2).reshape(batch, query_len, num_heads)
+    return Attended(out, lse)
+
+
+def add_sinks(attended: Attended, sinks: torch.Tensor | None) -> Attended:
+    """A sink takes its share of the softmax and gives nothing: outputs shrink by exp(LSE without it - LSE with it)."""
+    if sinks is None or attended.lse is None:
+        return attended
+    lse = torch.logaddexp(attended.lse, sinks.to(attended.lse.dtype))
+    return Attended(attended.output * (attended.lse - lse).exp()[..., None].to(attended.output.dtype), lse)
+
+
+def attend_by_hand(
+    query: torch.Tensor,  # [B, Hkv, G, query_len, D]
+    key: torch.Tensor,  # [B, Hkv, num_keys, D]
+    value: torch.Tensor,  # [B, Hkv, num_keys, Dv]
+    bias: torch.Tensor | None,
+    is_causal: bool,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None,  # [Hq]
+) -> Attended:
+    """Attention as in "Attention Is All You Need", eq. 1, with soft cap, bias, sinks and LSE; in float32 or wider."""
+    work = torch.promote_types(query.dtype, torch.float32)
+    logits = torch.matmul(query.to(work), key.to(work).mT[:, :, None]) * spec.scale  # [B, Hkv, G, query_len, num_keys]
+    if spec.logits_soft_cap is not None:
+        logits = torch.tanh(logits / spec.logits_soft_cap) * spec.logits_soft_cap
+    if bias is not None:
+        logits = logits + bias
+    if is_causal:
+        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
+        logits = logits.masked_fill(hidden, float("-inf"))
+    lse = logits.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(work).view(spec.num_kv_heads, spec.group_size, 1))
+    out = torch.matmul((logits - lse[..., None]).exp(), value.to(work)[:, :, None])
+    return Attended(out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype), lse.permute(0, 3, 1, 2).flatten(2, 3))
+
+
+def merge(attended: Attended, shared: Attended | None, tokens: slice) -> Attended:
+    """Join attention over two disjoint sets of keys: each output weighs exp(its LSE)."""
+    if shared is None or shared.lse is None or attended.lse is None:
+        return attended
+    shared_out, shared_lse = shared.output[0, tokens], shared.lse[0, tokens]
+    lse = torch.logaddexp(attended.lse, shared_lse)
+    own, other = (attended.lse - lse).exp()[..., None], (shared_lse - lse).exp()[..., None]
+    return Attended((attended.output * own + shared_out * other).to(attended.output.dtype), lse)

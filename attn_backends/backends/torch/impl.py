@@ -1,0 +1,307 @@
+"""TORCH: paged attention in plain torch, on any device. The one to read first, and the default on a CPU.
+
+The builder turns a batch into work items: one `DecodeBatch` for decode rows that are cheap to gather together, and a
+`Row` for every other row. Each item names the keys to gather and a bias that holds all that depends on positions
+(causality, window, chunks, ALiBi, padding), shared by all layers of the group. What is left to the Impl: write the new
+keys, gather, attend, write the output.
+
+On a CPU where C can be compiled, decode rows take another road: a kernel (native/paged_decode.py) that reads pages in
+place and works positions out itself, so that its item, `PagedRows`, is little more than the page table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from attn_backends.backends.torch.attend import (
+    Attended,
+    add_sinks,
+    attend_by_hand,
+    can_add,
+    flash,
+    gives_lse,
+    merge,
+    unfolded,
+)
+from attn_backends.backends.torch.metadata import DecodeBatch, TorchMetadata, is_native
+from attn_backends.backends.torch.native.paged_decode import PagedDecode, PagedRows
+from attn_backends.backends.torch.state import room_in
+from attn_backends.cache.kv_cache import KVCache, dequantise, gather_pages, gather_slots, write_kv, write_slots
+from attn_backends.interface import AttentionImpl, AttentionStep
+from attn_backends.interface.impl import check_call, check_new_kv
+from attn_backends.spec import FP8_DTYPES
+
+
+class TorchImpl(AttentionImpl[TorchMetadata]):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        constants = (self.spec, self.device, self.sinks, self.k_scale, self.v_scale)
+        self.kernel = PagedDecode.of(*constants) if is_native(self.options) else None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: KVCache | None,
+        step: AttentionStep[TorchMetadata],
+        output: torch.Tensor | None = None,
+        *,
+        lse: torch.Tensor | None = None,
+        output_scale: float | None = None,
+    ) -> torch.Tensor:
+        metadata = self._check(step)
+        check_call("TORCH", self.spec, metadata.num_tokens, query, kv_cache, output, lse, output_scale)
+        check_new_kv(self.spec, metadata.num_new_kv, key, value)
+        if output is None:
+            output = query.new_empty(query.shape[0], self.spec.num_qo_heads, self.spec.head_dim_vo)
+        if metadata.has_idle_tokens:
+            output.zero_()
+            if lse is not None:
+                lse.fill_(float("-inf"))
+        if kv_cache is not None and metadata.paged_rows is not None:
+            self._decode(query, key, value, kv_cache, step, metadata.paged_rows, output, lse)
+        elif kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
+            self._write(key, value, kv_cache, metadata)
+        for tokens, attended in self._attend_items(query, key, value, kv_cache, step, lse is not None):
+            output[tokens] = attended.output
+            if lse is not None and attended.lse is not None:
+                lse[tokens] = attended.lse
+        return output
+
+    def trace_inputs(self, metadata: TorchMetadata) -> tuple[torch.Tensor, ...] | None:
+        """For the kernel, slots of new keys and its rows. Otherwise slots, one for each new key; which token's key goes
+        there; slots to gather [rows, keys]; what hides them.
+
+        For steps that decode, all rows together. A padded row does as the first one does: it writes the same once more.
+        """
+        if self.kernel is not None:
+            paged, num_tokens = metadata.paged_rows, metadata.num_tokens
+            if paged is None or metadata.prefix_pages is not None or not 2 <= num_tokens == len(paged.seq_lens):
+                return None
+            return metadata.slot_mapping, paged.pages, paged.first_pages, paged.seq_lens
+        batch = self._whole_batch(metadata)
+        if batch is None or metadata.num_tokens < 2 or len(batch.slots) < 2 * batch.num_rows:
+            return None
+        slots, bias = batch.slots.view(batch.num_rows, -1), batch.bias
+        if bias is None:
+            bias = torch.zeros(batch.num_rows, 1, 1, 1, slots.shape[1], dtype=self.spec.dtype)
+        rows = torch.arange(metadata.num_tokens)
+        if metadata.num_tokens == batch.num_rows:
+            return metadata.slot_mapping, rows, slots, bias
+        rows[batch.num_rows :] = 0
+        return metadata.slot_mapping[rows], rows, slots[rows], bias[rows]
+
+    def _whole_batch(self, metadata: TorchMetadata) -> DecodeBatch | None:
+        """A step of decode rows, all with keys, on a CPU, as one batch; None for any other step."""
+        num_rows, batch, rows = metadata.num_decodes, metadata.decode_batch, metadata.decode_rows
+        plain = not (metadata.is_static or metadata.num_prefills or metadata.common_prefix_len)
+        plain = plain and self.spec.cache_dtype not in FP8_DTYPES
+        if not plain or metadata.num_new_kv != num_rows or self.device.type != "cpu":
+            return None
+        if batch is not None and (rows or batch.owners is None):
+            return None if rows else batch
+        if batch is not None:  # the pieces of one row, side by side
+            bias = None if batch.bias is None else batch.bias.permute(1, 2, 3, 0, 4).flatten(3)[None]
+            return DecodeBatch(1, batch.slots, bias) if num_rows == 1 else None
+        if num_rows != 1 or not rows or rows[0].pages is None:
+            return None
+        page_size = self.cache.page_size
+        slots = (rows[0].pages.long()[:, None] * page_size + torch.arange(page_size)).view(-1)[rows[0].keys]
+        return DecodeBatch(1, slots, rows[0].bias)
+
+    def trace(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: KVCache,
+        inputs: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
+        if self.kernel is not None:
+            return self.kernel.trace(query, key, value, kv_cache, *inputs)
+        slot_mapping, rows, slots, bias = inputs
+        write_slots(key[rows], value[rows], kv_cache, slot_mapping, self.k_scale, self.v_scale)
+        keys, values = (
+            dequantise(gather_slots(cached, slots.view(-1)), query.dtype, scale).unflatten(0, slots.shape)
+            for cached, scale in ((kv_cache.key, self.k_scale), (kv_cache.value, self.v_scale))
+        )
+        return self._attend(query[:, None], keys, values, bias, False, False).output[:, 0]
+
+    def _write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, metadata: TorchMetadata) -> None:
+        slots, num_new = metadata.slot_mapping, metadata.num_new_kv
+        if metadata.is_static:
+            write_kv(key, value, kv_cache, slots, self.k_scale, self.v_scale)
+        else:
+            write_slots(key[:num_new], value[:num_new], kv_cache, slots[:num_new], self.k_scale, self.v_scale)
+
+    def _check(self, step: AttentionStep[TorchMetadata]) -> TorchMetadata:
+        metadata = step.metadata
+        if not isinstance(metadata, TorchMetadata):
+            raise TypeError(f"TORCH got {type(metadata).__name__}; build the step with TorchMetadataBuilder")
+        return metadata
+
+    def _decode(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: KVCache,
+        step: AttentionStep[TorchMetadata],
+        rows: PagedRows,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """By the kernel, which writes all new keys of the step first; into `output` itself if that is possible."""
+        if self.kernel is None:
+            raise ValueError(
+                "this step was built with native_decode, and the layer has it off: give both one set of options"
+            )
+        slots, tokens = step.metadata.slot_mapping[: step.metadata.num_new_kv], slice(0, len(rows.seq_lens))
+        if step.metadata.prefix_pages is None and output.is_contiguous() and (lse is None or lse.is_contiguous()):
+            self.kernel.attend(query, key, value, kv_cache, slots, rows, output, lse)
+            return
+        out = output.new_empty(len(rows.seq_lens), *output.shape[1:])
+        own_lse = torch.empty(out.shape[:2])
+        self.kernel.attend(query, key, value, kv_cache, slots, rows, out, own_lse)
+        attended = merge(Attended(out, own_lse), self._attend_prefix(query, kv_cache, step), tokens)
+        output[tokens] = attended.output
+        if lse is not None and attended.lse is not None:
+            lse[tokens] = attended.lse
+
+    def _attend_prefix(
+        self, query: torch.Tensor, kv_cache: KVCache | None, step: AttentionStep[TorchMetadata]
+    ) -> Attended | None:
+        """All decode rows over the prefix that they share, without sinks; None if they share none."""
+        metadata = step.metadata
+        if metadata.prefix_pages is None or kv_cache is None:
+            return None
+        keys, values = self._gather(kv_cache, metadata.prefix_pages, slice(0, metadata.common_prefix_len), step)
+        # Queries of all rows in one row: without causality their order means nothing.
+        decodes = query[None, : metadata.num_decode_tokens]
+        return self._attend(decodes, keys, values, None, False, True, with_sinks=False)
+
+    def _attend_items(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: KVCache | None,
+        step: AttentionStep[TorchMetadata],
+        want_lse: bool,
+    ) -> Iterator[tuple[slice, Attended]]:
+        """Every item's tokens and result but the kernel's: decode rows together, then row by row."""
+        metadata = step.metadata
+        shared = None if metadata.paged_rows is not None else self._attend_prefix(query, kv_cache, step)
+        batch = metadata.decode_batch
+        if batch is not None and batch.owners is not None and kv_cache is not None:
+            tokens = slice(0, batch.num_rows)
+            attended = self._attend_pieces(query[tokens], kv_cache, batch, batch.owners, step)
+            yield tokens, merge(attended, shared, tokens)
+        elif batch is not None and kv_cache is not None:
+            key_room, value_room = room_in(step, kv_cache, len(batch.slots))
+            keys = dequantise(gather_slots(kv_cache.key, batch.slots, key_room), query.dtype, self.k_scale)
+            values = dequantise(gather_slots(kv_cache.value, batch.slots, value_room), query.dtype, self.v_scale)
+            keys, values = (tensor.view(batch.num_rows, -1, *tensor.shape[1:]) for tensor in (keys, values))
+            tokens = slice(0, batch.num_rows * batch.query_len)
+            queries = query[tokens].unflatten(0, (batch.num_rows, batch.query_len))
+            attended = self._attend(queries, keys, values, batch.bias, False, want_lse or shared is not None).flat()
+            yield tokens, merge(attended.of(batch.live), shared, tokens)
+        for row in metadata.decode_rows + metadata.prefill_rows:
+            if row.pages is not None and kv_cache is not None:
+                keys, values = self._gather(kv_cache, row.pages, row.keys, step)
+            elif key is not None and value is not None:
+                keys, values = key[None, row.new_keys], value[None, row.new_keys]
+            else:
+                raise ValueError("this step reads a cache or fresh keys, and neither was given: pass kv_cache or key")
+            with_shared = shared if row.queries.stop <= metadata.num_decode_tokens else None
+            attended = self._attend(
+                query[None, row.queries], keys, values, row.bias, row.is_causal, want_lse or with_shared is not None
+            )
+            yield row.queries, merge(attended.flat(), with_shared, row.queries)
+
+    def _attend_pieces(
+        self,
+        query: torch.Tensor,  # [num_rows, num_qo_heads, head_dim]
+        kv_cache: KVCache,
+        batch: DecodeBatch,
+        owners: torch.Tensor,
+        step: AttentionStep[TorchMetadata],
+    ) -> Attended:
+        """One piece a core, gathered and attended before the next; at the end each row's are joined."""
+        spec, num_pieces, at_once = self.spec, len(owners), torch.get_num_threads()
+        num_keys = len(batch.slots) // num_pieces
+        heads = query.unflatten(1, (spec.num_kv_heads, -1))  # [num_rows, Hkv, G, D]
+        outs = heads.index_select(0, owners)  # queries, each of which makes place for its output
+        lses = torch.empty(outs.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+        masks = repeat(None) if batch.bias is None else batch.bias[:, :, :, 0].split(at_once)
+        key_room, value_room = room_in(step, kv_cache, min(at_once, num_pieces) * num_keys)
+        shape = (-1, num_keys, spec.num_kv_heads, spec.head_dim)
+        parts = (batch.slots.split(at_once * num_keys), outs.split(at_once), lses.split(at_once))
+        for slots, out, lse, mask in zip(*parts, masks, strict=False):
+            keys = dequantise(gather_slots(kv_cache.key, slots, key_room), spec.dtype, self.k_scale).view(shape)
+            values = dequantise(gather_slots(kv_cache.value, slots, value_room), spec.dtype, self.v_scale).view(shape)
+            attended = flash(out, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, scale=spec.scale)
+            out.copy_(attended[0])
+            lse.copy_(attended[1])
+        # Each output weighs exp(its LSE).
+        top = lses.new_full(heads.shape[:3], float("-inf"))
+        top.scatter_reduce_(0, owners[:, None, None].expand_as(lses), lses, "amax")
+        weights = lses.sub_(top.index_select(0, owners)).exp_()
+        total = torch.zeros_like(top).index_add_(0, owners, weights)
+        out = total.new_zeros(heads.shape).index_add_(0, owners, outs.to(lses.dtype).mul_(weights[..., None]))
+        out = (out / total[..., None]).to(query.dtype)
+        return add_sinks(Attended(out.flatten(1, 2), (top + total.log()).flatten(1, 2)), self.sinks)
+
+    def _gather(
+        self, kv_cache: KVCache, pages: torch.Tensor, tokens: slice, step: AttentionStep[TorchMetadata]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of some pages as [1, num_keys, num_kv_heads, dim] in the query's dtype."""
+        key_room, value_room = room_in(step, kv_cache, len(pages) * self.cache.page_size)
+        keys = gather_pages(kv_cache.key, pages, key_room)[None, tokens]
+        values = gather_pages(kv_cache.value, pages, value_room)[None, tokens]
+        dtype = self.spec.dtype
+        return dequantise(keys, dtype, self.k_scale), dequantise(values, dtype, self.v_scale)
+
+    def _attend(
+        self,
+        query: torch.Tensor,  # [B, query_len, num_qo_heads, head_dim]
+        key: torch.Tensor,  # [B, num_keys, num_kv_heads, head_dim]
+        value: torch.Tensor,  # [B, num_keys, num_kv_heads, head_dim_vo]
+        bias: torch.Tensor | None,  # [1 | B, Hkv | 1, G | 1, query_len, num_keys]
+        is_causal: bool,
+        want_lse: bool,
+        with_sinks: bool = True,
+    ) -> Attended:
+        if bias is not None and not can_add(bias, query):
+            wide = bias.dtype
+            attended = self._attend(query.to(wide), key.to(wide), value.to(wide), bias, is_causal, want_lse, with_sinks)
+            return Attended(attended.output.to(query.dtype), attended.lse)
+        spec = self.spec
+        sinks = self.sinks if with_sinks else None
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+        alone = query.shape[1] == 1
+        # Queries that differ in nothing but their vectors can be one KV head's: no key is read twice.
+        together = alone or (bias is None and not is_causal)
+        wants_sum = want_lse or sinks is not None
+        if spec.logits_soft_cap is not None or (wants_sum and not (together and gives_lse(query.device, spec))):
+            heads = query.reshape(*query.shape[:2], spec.num_kv_heads, spec.group_size, -1).permute(0, 2, 3, 1, 4)
+            return attend_by_hand(heads, key, value, bias, is_causal, spec, sinks)
+        if together:
+            heads = query.unflatten(2, (spec.num_kv_heads, -1)).transpose(1, 2).flatten(2, 3)  # [B, Hkv, len · G, D]
+            mask = None if bias is None else bias[:, :, :, 0]
+            if not wants_sum:
+                return unfolded(F.scaled_dot_product_attention(heads, key, value, mask, scale=spec.scale), None, query)
+            out, lse = flash(heads, key, value, attn_mask=mask, scale=spec.scale)
+            return add_sinks(unfolded(out, lse, query), sinks)
+        mask = None if bias is None else bias.flatten(1, 2)  # [B, Hq | 1, query_len, num_keys]
+        out = F.scaled_dot_product_attention(
+            query.transpose(1, 2), key, value, mask, is_causal=is_causal, scale=spec.scale,
+            enable_gqa=spec.group_size > 1,
+        )  # fmt: skip
+        return Attended(out.transpose(1, 2), None)

@@ -1,0 +1,239 @@
+"""What a scheduler hands over (`SequenceGroup`), and what every builder starts from (`CommonAttentionMetadata`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+import torch
+
+from attn_backends.batch.csr import PagedCsr, csr_of
+from attn_backends.batch.page_table import CompiledPageTable, IntArray, compile_page_table
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceData:
+    """One row of a batch: which tokens are new, and which pages hold its keys.
+
+    A prefix-cache hit is a first step with `context_len > 0`; a chunk of a long prompt is a step with
+    `query_len` below the prompt's rest. `pages` may run ahead of the sequence (lookahead). With `pages=None` no cache
+    exists yet (a profile run, or encoder attention): keys are this step's own.
+
+    Cross attention names its keys itself: `seq_len` is the encoder's length, `new_kv_len` how many of them this step
+    writes (all at the first step, none later).
+    """
+
+    context_len: int  # tokens already in the cache
+    query_len: int  # new this step
+    pages: IntArray | Sequence[int] | None
+    seq_len: int = cast(int, None)  # None: context_len + query_len
+    new_kv_len: int = cast(int, None)  # None: query_len
+
+    def __post_init__(self) -> None:
+        if self.seq_len is None:
+            object.__setattr__(self, "seq_len", self.context_len + self.query_len)
+        if self.new_kv_len is None:
+            object.__setattr__(self, "new_kv_len", self.query_len)
+        if self.context_len < 0 or self.query_len < 1 or not 0 <= self.new_kv_len <= self.seq_len:
+            raise ValueError(
+                f"context_len {self.context_len}, query_len {self.query_len}, seq_len {self.seq_len}, new_kv_len "
+                f"{self.new_kv_len}: need context_len >= 0, query_len >= 1 and 0 <= new_kv_len <= seq_len"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceGroup:
+    """One request as a scheduler sees it: one sequence, or several that sample from one prompt."""
+
+    request_id: str
+    sequences: tuple[SequenceData, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class CommonAttentionMetadata:
+    """One step's batch, the same for every layer and backend. Frozen; made by `from_sequence_groups`.
+
+    R rows (`num_reqs`, padding included), T query tokens (`num_tokens`, padding included), N new keys. Tensors named
+    `_cpu` stay on the host; the others are on the step's device, all copied in one transfer.
+    """
+
+    page_size: int
+    num_reqs: int  # R
+    num_actual_reqs: int  # without padding
+    num_tokens: int  # T
+    num_actual_tokens: int  # without padding
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: torch.Tensor  # [R + 1] i32
+    query_start_loc_cpu: torch.Tensor  # [R + 1] i32
+    seq_lens: torch.Tensor  # [R] i32; 0 for padding
+    seq_lens_cpu: torch.Tensor  # [R] i32
+    context_lens_cpu: torch.Tensor  # [R] i32
+    page_table: torch.Tensor  # [R, max_pages] i32; it and the slots are empty in a profile run
+    slot_mapping: torch.Tensor  # [N + padding] i64; -1 is padding, always behind the real slots
+    num_new_kv: int  # N
+    new_kv_start_loc_cpu: (
+        torch.Tensor
+    )  # [R + 1] i32: which new keys are whose; query_start_loc except for cross attention
+    is_profile_run: bool
+    seq_lens_are_upper_bounds: bool = False  # host lengths (`_cpu`, `max_seq_len`) may exceed those on the device
+    for_graph: bool = False  # padded to a captured shape: metadata must not depend on host lengths
+    csr: PagedCsr | None = None  # None: worked out from the table at first use
+
+    @property
+    def paged_kv(self) -> PagedCsr:
+        """The pages as CSR. Its indices may have others behind those that count, which `paged_kv_indices` has not."""
+        return self._worked_out if self.csr is None else self.csr
+
+    @cached_property
+    def _worked_out(self) -> PagedCsr:
+        lens = torch.zeros_like(self.seq_lens) if self.is_profile_run else self.seq_lens  # no pages hold its keys
+        return csr_of(self.page_table, lens, self.page_size, self._num_pages)
+
+    @property
+    def paged_kv_indptr(self) -> torch.Tensor:  # [R + 1] i32
+        return self.paged_kv.indptr
+
+    @property
+    def paged_kv_indices(self) -> torch.Tensor:  # [paged_kv_indptr_cpu[-1]] i32
+        return self.paged_kv.indices[: self._num_pages]
+
+    @property
+    def paged_kv_last_page_len(self) -> torch.Tensor:  # [R] i32
+        return self.paged_kv.last_page_len
+
+    @cached_property
+    def paged_kv_indptr_cpu(self) -> torch.Tensor:  # [R + 1] i32
+        indptr = np.zeros(self.num_reqs + 1, np.int32)
+        if not self.is_profile_run:
+            ((self.seq_lens_cpu.numpy() + (self.page_size - 1)) // self.page_size).cumsum(out=indptr[1:])
+        return torch.from_numpy(indptr)
+
+    @property
+    def _num_pages(self) -> int:
+        return int(self.paged_kv_indptr_cpu[-1])
+
+    @cached_property
+    def paged_kv_last_page_len_cpu(self) -> torch.Tensor:  # [R] i32
+        lens = np.zeros(self.num_reqs, np.int32) if self.is_profile_run else self.seq_lens_cpu.numpy()
+        return torch.from_numpy(np.where(lens > 0, (lens - 1) % self.page_size + 1, 0).astype(np.int32))
+
+    @property
+    def query_lens_cpu(self) -> torch.Tensor:  # [R] i32
+        return self.query_start_loc_cpu.diff()
+
+    @staticmethod
+    def from_sequence_groups(
+        groups: Sequence[SequenceGroup],
+        page_size: int,
+        device: torch.device | str = "cpu",
+        num_padded_reqs: int = 0,
+        padded_query_len: int = 1,
+    ) -> CommonAttentionMetadata:
+        """Compile a scheduler's groups; every sequence becomes one row, in order.
+
+        Args:
+            num_padded_reqs: rows added behind the batch for a CUDA graph, each of `padded_query_len` tokens.
+
+        Raises:
+            ValueError: the batch is empty, a row lacks pages, or only some rows have pages.
+        """
+        named = [(group.request_id, seq) for group in groups for seq in group.sequences]
+        rows = [seq for _, seq in named]
+        if not rows:
+            raise ValueError("the batch is empty: a step needs at least one sequence")
+        without = [name for name, seq in named if seq.pages is None]
+        if without and len(without) != len(rows):
+            raise ValueError(f"requests {without[:5]} have no pages while others have: a profile run has none at all")
+        seq_lens = np.array([seq.seq_len for seq in rows], np.int32)
+        new_kv_lens = np.array([seq.new_kv_len for seq in rows], np.int32)
+        query_lens = np.array([seq.query_len for seq in rows], np.int32)
+        num_padded_tokens = num_padded_reqs * padded_query_len
+        if without:
+            compiled = _no_pages(len(rows) + num_padded_reqs)
+        else:
+            pages = [np.asarray(seq.pages, np.int32) for seq in rows]
+            _check_pages(named, pages, seq_lens, page_size)
+            compiled = compile_page_table(pages, seq_lens, new_kv_lens, page_size, num_padded_reqs, num_padded_tokens)
+        num_reqs = len(rows) + num_padded_reqs
+        padded = np.zeros(num_padded_reqs, np.int32)
+        query_start_loc = np.zeros(num_reqs + 1, np.int32)
+        np.cumsum(np.concatenate([query_lens, padded + padded_query_len]), out=query_start_loc[1:])
+        seq_lens = np.concatenate([seq_lens, padded])
+        context_lens = np.concatenate([np.array([s.context_len for s in rows], np.int32), padded])
+        host, on_device = _pack(compiled, query_start_loc, seq_lens, torch.device(device))
+        return CommonAttentionMetadata(
+            page_size=page_size,
+            num_reqs=num_reqs,
+            num_actual_reqs=len(rows),
+            num_tokens=int(query_start_loc[-1]),
+            num_actual_tokens=int(query_start_loc[-1]) - num_padded_tokens,
+            max_query_len=max(int(query_lens.max()), padded_query_len if num_padded_reqs else 0),
+            max_seq_len=int(seq_lens.max()),
+            query_start_loc=on_device[0],
+            query_start_loc_cpu=host[0],
+            seq_lens=on_device[1],
+            seq_lens_cpu=host[1],
+            context_lens_cpu=torch.from_numpy(context_lens),
+            page_table=on_device[2].view(compiled.page_table.shape),
+            slot_mapping=on_device[6].view(torch.int64),
+            num_new_kv=int(new_kv_lens.sum()),
+            new_kv_start_loc_cpu=torch.from_numpy(
+                np.cumsum(np.concatenate([[0], new_kv_lens, padded]), dtype=np.int32)
+            ),
+            is_profile_run=bool(without),
+            csr=PagedCsr(on_device[3], on_device[4], on_device[5]),
+        )
+
+
+def _check_pages(
+    named: list[tuple[str, SequenceData]], pages: list[IntArray], seq_lens: IntArray, page_size: int
+) -> None:
+    """The compiler's own check knows rows; here the request has a name."""
+    for (request_id, _), row_pages, seq_len in zip(named, pages, seq_lens.tolist(), strict=True):
+        if len(row_pages) * page_size < seq_len:
+            raise ValueError(
+                f"request {request_id!r} has {len(row_pages)} pages of {page_size} slots, which hold "
+                f"{len(row_pages) * page_size} keys, but its length is {seq_len}: allocate pages before the step"
+            )
+
+
+def _no_pages(num_rows: int) -> CompiledPageTable:
+    empty = np.zeros(0, np.int32)
+    zeros = np.zeros(num_rows, np.int32)
+    return CompiledPageTable(
+        np.zeros((num_rows, 0), np.int32), np.zeros(num_rows + 1, np.int32), empty, zeros, np.zeros(0, np.int64)
+    )
+
+
+def _pack(
+    compiled: CompiledPageTable, query_start_loc: IntArray, seq_lens: IntArray, device: torch.device
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """All of a step's arrays in one host buffer and one copy to the device; the tensors are views of the two.
+
+    Each array starts on a 16-byte boundary: the i64 slot mapping can be viewed in place, and Triton, which compiles a
+    kernel anew for tensors that do not lie so, finds all of them alike.
+    """
+    arrays = [
+        query_start_loc,
+        seq_lens,
+        compiled.page_table.reshape(-1),
+        compiled.paged_kv_indptr,
+        compiled.paged_kv_indices,
+        compiled.paged_kv_last_page_len,
+        compiled.slot_mapping.view(np.int32),
+    ]
+    starts = np.cumsum([0] + [len(a) + -len(a) % 4 for a in arrays])
+    packed = np.empty(int(starts[-1]), np.int32)
+    for array, start in zip(arrays, starts[:-1], strict=True):
+        packed[start : start + len(array)] = array
+    host = torch.from_numpy(packed)
+    on_device = host.to(device, non_blocking=True)
+    spans = [(int(start), len(array)) for array, start in zip(arrays, starts[:-1], strict=True)]
+    return (
+        [host[start : start + length] for start, length in spans],
+        [on_device[start : start + length] for start, length in spans],
+    )

@@ -1,0 +1,149 @@
+"""The cache's kernels for a GPU, one launch each: new keys and values into their slots, fp8, and copies of pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from attn_backends.kernels.launch import (
+    can_start_early,
+    launch,
+    let_next_start,
+    power_of_two,
+    start_kernel,
+    wait_for_last,
+)
+from attn_backends.spec import FP8_DTYPES
+
+_WARPS = 4
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(  # type: ignore[no-untyped-def]
+    new, cached, token, page, offset, scale, new_token, new_head, page_stride, offset_stride, head_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """One token's heads, [HEADS, DIM], quantised as `kv_cache.quantise` does."""
+    lane = tl.arange(0, BLOCK)
+    head, dim, live = lane // DIM, lane % DIM, lane < HEADS * DIM
+    value = tl.load(new + token * new_token + head * new_head + dim, mask=live, other=0.0)
+    if SCALED:
+        value = value.to(tl.float32) / scale
+    if LIMIT > 0:  # NaN stays NaN
+        value = tl.maximum(value.to(tl.float32), -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        value = tl.minimum(value, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    to = cached + page * page_stride + offset * offset_stride + head * head_stride + dim
+    tl.store(to, value.to(cached.dtype.element_ty), mask=live)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["k_scale", "v_scale"], do_not_specialize_on_alignment=["slot_mapping"]
+)
+def write_kv_kernel(  # type: ignore[no-untyped-def]
+    key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale,
+    key_token, key_head, value_token, value_head,
+    key_page, key_offset, key_cache_head, value_page, value_offset, value_cache_head,
+    PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, LIMIT: tl.constexpr, SCALED: tl.constexpr,
+    EARLY: tl.constexpr, LETS_NEXT_START: tl.constexpr,
+):  # fmt: skip
+    """One program a token. A slot of -1 is padding. EARLY: it starts before the kernel in front of it has ended.
+    LETS_NEXT_START: the next kernel waits for this one by itself. It may know what was there before this one."""
+    if EARLY:
+        wait_for_last()
+    if LETS_NEXT_START:
+        let_next_start()
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
+        _store(key, key_cache, token, page, offset, k_scale, key_token, key_head, key_page, key_offset,
+               key_cache_head, HEADS, KEY_DIM, KEY_BLOCK, LIMIT, SCALED)  # fmt: skip
+        _store(value, value_cache, token, page, offset, v_scale, value_token, value_head, value_page, value_offset,
+               value_cache_head, HEADS, VALUE_DIM, VALUE_BLOCK, LIMIT, SCALED)  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def quantise_kernel(  # type: ignore[no-untyped-def]
+    tensor, stored, token_stride, head_stride, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    LIMIT: tl.constexpr,
+):  # fmt: skip
+    """One program a token."""
+    token = tl.program_id(0).to(tl.int64)
+    _store(tensor, stored, token, token, 0, 1.0, token_stride, head_stride, HEADS * DIM, 0, DIM, HEADS, DIM, BLOCK,
+           LIMIT, False)  # fmt: skip
+
+
+def to_fp8(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`attn_backends.cache.kv_cache.quantise` of [num_tokens, heads, dim] with a scale of 1, in one launch."""
+    tensor = tensor if tensor.stride(2) == 1 else tensor.contiguous()
+    num_tokens, heads, dim = tensor.shape
+    stored = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+    fixed = (*tensor.stride()[:2], heads, dim, power_of_two(heads * dim), torch.finfo(dtype).max)
+    launch(quantise_kernel, num_tokens, (tensor, stored), (), fixed, _WARPS)
+    return stored
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float,
+    v_scale: float,
+    next_waits: bool,
+) -> None:
+    """`attn_backends.cache.kv_cache.write_kv`, in one launch."""
+    key, value = (new if new.stride(2) == 1 else new.contiguous() for new in (key, value))
+    (_, num_heads, key_dim), value_dim = key.shape, value.shape[2]
+    limit = torch.finfo(key_cache.dtype).max if key_cache.dtype in FP8_DTYPES else 0.0
+    can_be_early, num_tokens = can_start_early(key_cache.device), min(key.shape[0], slot_mapping.shape[0])
+    early = can_be_early and num_tokens == 1  # as the engine's kernels in front of it (`engine.models.fused.kernels`)
+    tensors, scales = (key, value, key_cache, value_cache, slot_mapping), (float(k_scale), float(v_scale))
+    fixed = (
+        *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
+        key_cache.shape[1], num_heads, key_dim, value_dim,
+        power_of_two(num_heads * key_dim), power_of_two(num_heads * value_dim), limit,
+        k_scale != 1.0 or v_scale != 1.0, early, next_waits and can_be_early,
+    )  # fmt: skip
+    launch(write_kv_kernel, num_tokens, tensors, scales, fixed, _WARPS, early=early)
+
+
+_BLOCK = 1024  # words of four bytes
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def copy_pages_kernel(addresses, strides, sizes, pairs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program a tensor and pair. Addresses [n] i64; of its pages strides [n] i64 and sizes [n] i32, in words."""
+    tensor, pair = tl.program_id(0), tl.program_id(1)
+    base = tl.load(addresses + tensor).to(tl.pointer_type(tl.int32))
+    stride, size = tl.load(strides + tensor), tl.load(sizes + tensor)
+    source, destination = tl.load(pairs + 2 * pair), tl.load(pairs + 2 * pair + 1)
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        words = tl.load(base + source * stride + at, mask=at < size)
+        tl.store(base + destination * stride + at, words, mask=at < size)
+
+
+def can_copy(tensor: torch.Tensor) -> bool:
+    """Whether each of its pages is one run of whole words."""
+    dense = 1
+    for stride, size in sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True)):
+        if size > 1 and stride != dense:
+            return False
+        dense *= size
+    return not (tensor[0].nbytes % 4 or tensor.stride(0) * tensor.itemsize % 4 or tensor.data_ptr() % 4)
+
+
+def copy_pages(tensors: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+    """In each tensor [num_pages, …] of `can_copy`, page to page. No destination may be a source."""
+    device = tensors[0].device
+    addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
+    strides = torch.tensor([tensor.stride(0) * tensor.itemsize // 4 for tensor in tensors])
+    sizes = torch.tensor([tensor[0].nbytes // 4 for tensor in tensors], dtype=torch.int32)
+    told = (each.to(device) for each in (addresses, strides, sizes, torch.tensor(pairs)))
+    start_kernel(copy_pages_kernel, (len(tensors), len(pairs)), *told, _BLOCK)

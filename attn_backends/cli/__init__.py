@@ -1,0 +1,1 @@
+"""The `attn-backends` command: what it does, prints, and says when something goes wrong."""

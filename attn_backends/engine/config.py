@@ -1,0 +1,302 @@
+"""The engine's settings: pydantic models, and `load_config`, which reads them from file, environment and options."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+
+from attn_backends.validation import ConfigError, KeyPath, config_error, sections
+
+
+def _whole(value: object) -> object:
+    """Integers, NumPy's too; nothing is rounded, and True is no number."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError("allowed: a whole number")
+    return operator.index(value)
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool | str | bytes):
+        raise ValueError("allowed: a number")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Number = Annotated[float, BeforeValidator(_number)]
+Text = Annotated[str, Field(min_length=1, strict=True)]
+Positive = Annotated[Whole, Field(ge=1)]
+Scale = Annotated[Number, Field(gt=0, allow_inf_nan=False)]
+
+PREFIX = "ATTN_BACKENDS_"  # of environment variables
+
+_UNITS = {"b": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    def __init__(self, /, **given: Any) -> None:
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise config_error(error, type(self), lambda path: f"{type(self).__name__}(…)") from error
+
+    # Validation of a section inside another does not come by `__init__`, and names the whole path.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @classmethod
+    def model_validate(cls, obj: Any, **how: Any) -> Self:
+        """Settings from a mapping.
+
+        Raises:
+            ConfigError: names every problem and what is allowed.
+        """
+        try:
+            return super().model_validate(obj, **how)
+        except ValidationError as error:
+            raise config_error(error, cls, lambda path: f"{cls.__name__}.model_validate") from error
+
+
+class SamplingParams(_Settings):
+    """How one request's next tokens are chosen, and when it ends."""
+
+    max_tokens: Positive = 64
+    """Most new tokens."""
+    temperature: Annotated[Number, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Divides the logits before sampling; 0 is greedy: the most likely token, always."""
+    top_k: Positive | None = None
+    """Sample among this many most likely tokens; None is all."""
+    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    """Sample among the fewest most likely tokens whose probabilities reach this sum; 1 is all."""
+    seed: Whole | None = None
+    """The request's own seed: its tokens no longer depend on what it is batched with. None draws from the engine's."""
+    stop: tuple[Text, ...] = ()
+    """Strings that end the text; they are not part of it. One string may be given alone."""
+    stop_token_ids: tuple[Annotated[Whole, Field(ge=0)], ...] = ()
+    """Token ids that end the text, beside the model's own end token."""
+    ignore_eos: bool = False
+    """Run on to `max_tokens` past the model's end token, as benchmarks do."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_string_or_many(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+
+class SchedulerConfig(_Settings):
+    """How requests are batched into steps."""
+
+    max_num_requests: Positive = 64
+    """Most requests that run in one step; the others wait."""
+    max_num_tokens: Positive = 2048
+    """Most query tokens in one step, over all requests."""
+    max_model_len: Positive | None = None
+    """Longest request, prompt and new tokens together; None is the model's own limit."""
+    decode_steps_per_launch: Positive = 1
+    """Decode steps that run before the host looks at tokens again: fewer round trips, text in larger pieces."""
+    chunked_prefill: bool = True
+    """Split a prompt over steps when it does not fit into one beside the requests that are decoding."""
+
+
+class CacheConfig(_Settings):
+    """The paged KV pool: allocated once, never grown."""
+
+    page_size: Positive | None = None
+    """Tokens a page holds; None: 16, on a GPU 64 for MLA, or another that the backend serves."""
+    layout: Literal["NHD", "HND"] = "NHD"
+    """Order in memory inside a page: tokens then heads, or heads then tokens."""
+    dtype: Literal["auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"] = "auto"
+    """What keys and values are stored in; auto is the model's dtype."""
+    memory: int | str = "1GiB"
+    """Bytes of the pool over all layers: a number, or text such as 512MiB (powers of 1024) or 2GB (of 1000)."""
+    num_pages: Positive | None = None
+    """Pages of the pool, in place of `memory`."""
+    prefix_caching: bool = True
+    """Keep the pages of finished requests and reuse them for a prompt that begins alike."""
+    k_scale: Scale | None = None
+    """Keys are stored divided by this, of every layer; None: the checkpoint's own scales for an fp8 cache, else 1."""
+    v_scale: Scale | None = None
+    """Values are stored divided by this, of every layer; None: the checkpoint's own scales for an fp8 cache, else 1."""
+
+    @field_validator("memory", mode="before")
+    @classmethod
+    def _readable(cls, value: object) -> object:
+        parse_bytes(value)
+        return value
+
+    @property
+    def memory_bytes(self) -> int:
+        """`memory` as a number of bytes."""
+        return parse_bytes(self.memory)
+
+
+class GraphsConfig(_Settings):
+    """CUDA graphs: a step captured once for each padded size, then replayed."""
+
+    mode: Literal["auto", "none", "piecewise", "full"] = "auto"
+    """full: a decode step as one graph; piecewise: any step, with attention between the graphs; none: eager.
+    auto is full on a GPU if the backend can, else none."""
+    sizes: tuple[Positive, ...] | None = None
+    """Sizes that steps are padded to, rows of a full graph or tokens of a piecewise one. None: 1, 2, 4, 8, 12, 16, 24
+    and so on in growing strides, to scheduler.max_num_requests."""
+    query_lens: tuple[Positive, ...] = (1,)
+    """Tokens a row that full graphs are captured for. More than 1 serves the verify steps of speculative decoding."""
+
+
+class EngineConfig(_Settings):
+    """Everything an engine is built from."""
+
+    model: Text = "smollm2-135m-instruct"
+    """The built-in default model, or a local Hugging Face folder."""
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """What weights and activations are computed in; auto leaves it to the model and the device."""
+    device: Text = "auto"
+    """A torch device such as cpu or cuda:0; auto is a GPU if there is one."""
+    backend: Text = "AUTO"
+    """Attention backend by name, used or refused. AUTO takes the first that serves every layer, by priority, or on a
+    GPU that backends were measured on by their times; `attn-backends explain` prints the order and the reasons."""
+    backend_options: dict[str, Any] = {}
+    """The backend's own options, checked by its own model."""
+    trust_remote_code: bool = False
+    """Run Python code that a model folder brings along."""
+    seed: Whole = 0
+    """Of the engine's random numbers."""
+    pack_linears: bool = True
+    """On a CPU, reorder the weights of linear layers once for the matmul library: faster, same size."""
+    fuse_layers: bool = True
+    """Replace decoder layers of the Llama form by fused ones that agree with them within rounding."""
+    merge_projections: bool = True
+    """Compute projections of one input (q, k, v; gate, up) as one product: faster, equal within rounding."""
+    compile: Literal["none", "model"] = "none"
+    """model: by torch.compile. On a GPU the whole model, in place of the three above; on a CPU decode steps, attention
+    included, for which it needs a C++ compiler and holds the weights again. Minutes of compiling at each start."""
+    warm_up: bool = True
+    """Compile every kernel that requests may need before the first one comes, and on a GPU run steps of every size:
+    loading takes longer, cold caches a minute, and no request waits for it."""
+    cache: CacheConfig = CacheConfig()
+    """The KV pool."""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """Batching."""
+    graphs: GraphsConfig = GraphsConfig()
+    """CUDA graphs."""
+    sampling: SamplingParams = SamplingParams()
+    """For requests that bring none of their own."""
+
+
+def parse_bytes(size: object) -> int:
+    """A number of bytes from an int or from text with a unit.
+
+    >>> parse_bytes("512MiB"), parse_bytes("2GB")
+    (536870912, 2000000000)
+    """
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if isinstance(size, str) and size.strip().isdigit():
+        size = int(size)
+    if match and match[2].lower() in _UNITS:
+        size = int(float(match[1]) * _UNITS[match[2].lower()])
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError("allowed: a positive number of bytes, or text such as 512MiB, 1.5GiB or 2GB")
+    return size
+
+
+class Given(NamedTuple):
+    """A value and where it was written."""
+
+    value: Any
+    source: str
+
+
+_NESTED = {*dict(sections(EngineConfig)), ("backend_options",)}  # merged key by key; any other value is taken whole
+
+
+def load_config(
+    path: str | Path | None = None,
+    overrides: Mapping[str, Any] = {},
+    environ: Mapping[str, str] | None = None,
+) -> EngineConfig:
+    """Settings from, weakest first: defaults, a YAML file, environment variables, overrides.
+
+    Args:
+        path: YAML file, or None.
+        overrides: by dotted key, such as `{"cache.page_size": 32}`; a value of None is as if absent.
+        environ: in place of `os.environ`. `ATTN_BACKENDS_CACHE__PAGE_SIZE=32` sets `cache.page_size`; values are YAML.
+
+    Raises:
+        ConfigError: names every problem, where it came from and what is allowed.
+    """
+    given: dict[KeyPath, Given] = {}
+    if path is not None:
+        given |= _leaves((), _read_yaml(Path(path)), f"file {path}")
+    for name, text in sorted((os.environ if environ is None else environ).items()):
+        if name.startswith(PREFIX):
+            key = tuple(name.removeprefix(PREFIX).lower().split("__"))
+            given |= _leaves(key, _read_value(name, text), f"environment variable {name}")
+    for dotted, value in overrides.items():
+        if value is not None:
+            given |= _leaves(tuple(dotted.split(".")), value, f"option {dotted}")
+    try:
+        return TypeAdapter(EngineConfig).validate_python(_nest(given))
+    except ValidationError as error:
+        raise config_error(error, EngineConfig, lambda path: _source(path, given)) from error
+
+
+def _read_yaml(path: Path) -> Mapping[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=3)
+        hint = f"; near it: {', '.join(near)}" if near else "; give the path of a YAML file, such as configs/cpu.yaml"
+        raise ConfigError(f"cannot read config file {path}: {getattr(error, 'strerror', error)}{hint}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file {path} is not valid YAML: {error}") from error
+    if not isinstance(content, Mapping | None):
+        raise ConfigError(f"config file {path} holds {content!r}; allowed: settings, such as 'backend: TORCH'")
+    return content or {}
+
+
+def _read_value(name: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"environment variable {name}={text!r} is not a YAML value; quote it: {error}") from error
+
+
+def _leaves(key: KeyPath, value: Any, source: str) -> dict[KeyPath, Given]:
+    """A value by key path; sections are opened, and one left empty says nothing."""
+    if key in _NESTED and value is None:
+        return {}
+    if key in _NESTED and isinstance(value, Mapping):
+        return {k: v for name, sub in value.items() for k, v in _leaves((*key, str(name)), sub, source).items()}
+    return {key: Given(value, source)}
+
+
+def _nest(given: Mapping[KeyPath, Given]) -> dict[str, Any]:
+    """Key paths back to nested dicts. A scalar where a section belongs stays, for validation to refuse."""
+    tree: dict[str, Any] = {}
+    for key, (value, _) in sorted(given.items(), key=lambda item: len(item[0])):
+        node: Any = tree
+        for part in key[:-1]:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                break
+        else:
+            node[key[-1]] = value
+    return tree
+
+
+def _source(path: KeyPath, given: Mapping[KeyPath, Given]) -> str:
+    """Where a value was written, or the section around it, or a part of it."""
+    return given[min((key for key in given if key[: len(path)] == path[: len(key)]), key=len)].source

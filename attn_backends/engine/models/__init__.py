@@ -1,0 +1,1 @@
+"""A model that calls our attention, by one door (`LoadedModel`)."""

@@ -1,0 +1,310 @@
+"""`compile: model`: the Hugging Face model as one graph, made by torch.compile for a CPU or a GPU.
+
+On a CPU a graph holds a whole decode step, attention included, if the backend lets the compiler see through it
+(`AttentionImpl.trace`): no Python runs between the layers. Other steps, those with prompts, run as without it.
+
+Elsewhere attention is one operator in the graph (attend_operator.py), which runs Python of ours; on a GPU the forward
+can be captured like any other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from itertools import count
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch._dynamo.exc import TorchDynamoException
+from torch._inductor import config as inductor_config
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+from torch.fx.experimental import _config
+from torch.utils.dlpack import from_dlpack
+
+from attn_backends.batch.common import SequenceData, SequenceGroup
+from attn_backends.cache.kv_cache import KVCache
+from attn_backends.engine.models.attend_operator import Blank, Operator, during
+from attn_backends.engine.models.checkpoint import ModelError
+from attn_backends.engine.models.context import AttentionContext, StepContext
+from attn_backends.engine.models.fused.cpu import FusedLayer
+from attn_backends.engine.models.fused.linears import MergedSlice, PackedLinear
+from attn_backends.engine.models.fused.mkl_linear import MklLinear
+from attn_backends.engine.models.hf import LoadedModel, run_module
+from attn_backends.engine.outputs import Report, silent
+from attn_backends.interface import AttentionImpl, AttentionMetadataBuilder
+from attn_backends.kernels.c_shims import c_shims
+
+Graph = Callable[..., torch.Tensor]  # tokens, positions, logits_at, … to logits
+Inputs = tuple[tuple[torch.Tensor, ...], ...]  # what a traced step reads, by plan group
+Caches = tuple[KVCache, ...]  # by layer
+Others = Callable[[int], tuple[Any, ...]]  # a number of tokens to a graph's other arguments, as its first run has them
+
+# Tokens and logits that a graph is made with, and its products tuned for. A size of 1 would be constant: a graph for
+# any size is for 2 and more.
+SEVERAL, TWO, ONE = (16, 15), (3, 2), (1, 1)
+TRACED_KEYS = 64  # that a decode graph is made with, a row
+
+# Calls of kernels and of the libraries' products from C++, not from Python; those calls compiled without much effort.
+CPP = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
+# Weights reordered into constants of the graph; the originals stay. Per shape, the faster of oneDNN's product and
+# torch's own, with AMX where the CPU has it: measured while compiling.
+TUNED = CPP | {
+    "freezing": True,
+    "max_autotune": True,
+    "max_autotune_gemm_backends": "ATEN,CPP",
+    "max_autotune_report_choices_stats": False,
+    "autotune_num_choices_displayed": 0,
+}
+
+CPU = torch.device("cpu")
+shapes_config: Any = _config  # its `patch` is made at run time
+_numbers = count()  # of compiled functions
+
+
+def _nothing(num_tokens: int) -> tuple[Any, ...]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """One graph for few tokens and one for more; either may be missing."""
+
+    few: Graph | None
+    most_few: int  # tokens
+    more: Graph | None
+
+    def fit(self, num_tokens: int) -> Graph | None:
+        return self.few if self.few is not None and num_tokens <= self.most_few else self.more
+
+
+def run_graph(
+    graph: Graph, token_ids: torch.Tensor, positions: torch.Tensor, logits_at: torch.Tensor, *others: Any
+) -> torch.Tensor:
+    padded = F.pad(logits_at, (0, max(0, min(2, len(token_ids)) - len(logits_at))))
+    return graph(token_ids, positions, padded, *others)[: len(logits_at)]
+
+
+@dataclass(frozen=True)
+class CompiledModel(LoadedModel):
+    """A model whose forward is a graph, attention an operator in it; it runs as it is where there is no graph."""
+
+    graphs: Graphs = field(kw_only=True)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, logits_at: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:
+        graph = self.graphs.fit(len(token_ids))
+        if graph is None:
+            return super().forward(token_ids, positions, logits_at, context)
+        with during(context):
+            return run_graph(graph, token_ids, positions, logits_at)
+
+
+@dataclass(frozen=True)
+class TracedModel(LoadedModel):
+    """A model whose decode steps are a graph, attention in it; other steps run the model as it is."""
+
+    graphs: Graphs = field(kw_only=True)
+    first_layers: tuple[int, ...] = field(kw_only=True)  # one of each plan group
+    caches: Caches = field(kw_only=True)  # as the graphs take them
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, logits_at: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:
+        graph = self.graphs.fit(len(token_ids))
+        inputs = self._inputs(cast(StepContext, context)) if graph is not None else None
+        if graph is None or inputs is None:
+            return super().forward(token_ids, positions, logits_at, context)
+        return run_graph(graph, token_ids, positions, logits_at, inputs, self.caches)
+
+    def _inputs(self, step: StepContext) -> Inputs | None:
+        inputs = []
+        for layer in self.first_layers:
+            of_group = step.impls[layer].trace_inputs(step.steps[layer].metadata)
+            if of_group is None:
+                return None
+            inputs.append(of_group)
+        return tuple(inputs)
+
+
+@dataclass(frozen=True)
+class ModelToCompile(LoadedModel):
+    """A model for a CPU, compiled once its layers' impls and caches are known."""
+
+    report: Report = field(kw_only=True)
+
+    def prepared(
+        self,
+        builders: Sequence[AttentionMetadataBuilder[Any]],
+        impls: Mapping[int, AttentionImpl[Any]],
+        caches: Mapping[int, KVCache],
+    ) -> LoadedModel:
+        """The compiled model. Its first runs write to the caches: they hold nothing yet."""
+        module = self.module if _has_operators(self.module) else self.source
+        with _told(self.report):
+            if _example_inputs(builders, impls, 2) is None:
+                return CompiledModel(**_kept(self), graphs=_cpu_graphs(module, _with_operator(module)))
+            own = tuple(_alone(cache) for _, cache in sorted(caches.items()))
+            traced = _with_attention(module, builders, impls)
+            graphs = _cpu_graphs(module, traced, lambda rows: (_example_inputs(builders, impls, rows), own))
+        first_layers = tuple(builder.group.layers[0] for builder in builders)
+        return TracedModel(**_kept(self), graphs=graphs, first_layers=first_layers, caches=own)
+
+
+def compile_model(model: LoadedModel, device: torch.device, report: Report = silent) -> LoadedModel:
+    """Compile a model; on a CPU, have it compiled by `prepared`.
+
+    Raises:
+        ModelError: no C++ compiler for a CPU, or the model's code cannot be one graph.
+    """
+    if device.type == "cpu":
+        _check_compiler()
+        # torch writes a product of one token as a loop, which takes longer than two tokens.
+        return ModelToCompile(**_kept(model) | {"min_tokens": 2}, report=report)
+    with _told(report):
+        whole = _with_operator(model.source)
+        graphs = Graphs(_graph(whole, ONE, {}, device=device), 1, _graph(whole, SEVERAL, {}, device=device))
+    return CompiledModel(**_kept(model), graphs=graphs)
+
+
+def _has_operators(module: torch.nn.Module) -> bool:
+    """Whether a model's products are operators of ours, every one, and its layers fused."""
+    kinds = {type(each) for each in module.modules()}
+    return {FusedLayer, MklLinear} <= kinds and not kinds & {torch.nn.Linear, PackedLinear, MergedSlice}
+
+
+def _cpu_graphs(module: Any, whole: Graph, others: Others = _nothing) -> Graphs:
+    if _has_operators(module):
+        return Graphs(None, 0, _graph(whole, SEVERAL, CPP, others))
+    if next(module.parameters()).dtype is torch.float32:
+        # Products of two tokens are faster on the weights as they are; of more, in the layers of the eager model.
+        return Graphs(_graph(whole, TWO, CPP, others), 2, None)
+    return Graphs(None, 0, _graph(whole, SEVERAL, TUNED, others))
+
+
+def _with_operator(module: Any) -> Graph:
+    """The module's forward, attention as the operator."""
+
+    def whole(token_ids: torch.Tensor, positions: torch.Tensor, logits_at: torch.Tensor) -> torch.Tensor:
+        return run_module(module, token_ids, positions, logits_at, Operator())
+
+    return whole
+
+
+class _Traced:
+    """The attention context that a decode graph is traced with: each layer's impl, inputs and cache."""
+
+    def __init__(self, impls: Mapping[int, AttentionImpl[Any]], inputs: Mapping[int, Any], caches: Caches) -> None:
+        self.impls, self.inputs, self.caches = impls, inputs, caches
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, constants: Mapping[str, Any]
+    ) -> torch.Tensor:
+        layer = module.layer_idx
+        return self.impls[layer].trace(query, key, value, self.caches[layer], self.inputs[layer])
+
+
+def _with_attention(
+    module: Any, builders: Sequence[AttentionMetadataBuilder[Any]], impls: Mapping[int, AttentionImpl[Any]]
+) -> Graph:
+    """The module's forward, attention in it, given the inputs of each plan group and each layer's cache."""
+    impls = dict(impls)
+    groups = {layer: index for index, builder in enumerate(builders) for layer in builder.group.layers}
+
+    def whole(
+        token_ids: torch.Tensor, positions: torch.Tensor, logits_at: torch.Tensor, inputs: Inputs, caches: Caches
+    ) -> torch.Tensor:
+        context = _Traced(impls, {layer: inputs[group] for layer, group in groups.items()}, caches)
+        return run_module(module, token_ids, positions, logits_at, context)
+
+    return whole
+
+
+def _example_inputs(
+    builders: Sequence[AttentionMetadataBuilder[Any]], impls: Mapping[int, AttentionImpl[Any]], num_rows: int
+) -> Inputs | None:
+    """What the layers read of a step of rows that decode; None if a group cannot be traced."""
+    inputs = []
+    for builder in builders:
+        pages = [0] * (-(-TRACED_KEYS // builder.cache.page_size))
+        row = SequenceData(TRACED_KEYS - 1, 1, pages)
+        groups = [SequenceGroup(str(index), (row,)) for index in range(num_rows)]
+        of_group = impls[builder.group.layers[0]].trace_inputs(builder.build_from_groups(groups))
+        if of_group is None:
+            return None
+        inputs.append(tuple(tensor.clone() for tensor in of_group))  # the graph would hold on to how views came about
+    return tuple(inputs)
+
+
+def _alone(cache: KVCache) -> KVCache:
+    """The same memory, as tensors that share it with no other layer's, else the compiler copies whole caches."""
+    alone = KVCache(*map(from_dlpack, cache))
+    for tensor in alone:
+        torch._dynamo.mark_static(tensor)
+    return alone
+
+
+def _graph(
+    whole: Graph,
+    sizes: tuple[int, int],
+    settings: Mapping[str, Any],
+    others: Others = _nothing,
+    device: torch.device = CPU,
+) -> Graph:
+    """The graph for 2 tokens and logits or more, or for `ONE` and nothing else; made by a first run."""
+    # A model does not change once loaded: all that can is its input's sizes.
+    options: dict[str, Any] = {"guard_filter_fn": _only_sizes}
+    graph: Graph = torch.compile(_own(whole), fullgraph=True, dynamic=sizes is not ONE, options=options)
+    tokens, logits = (torch.arange(size, device=device) for size in sizes)
+    try:
+        # Around the run, not in the options: tracing has to see `freezing` too. Numbers of keys that are equal in the
+        # example need not stay equal: no duck shapes.
+        with (
+            torch.no_grad(),
+            inductor_config.patch({**settings, "aot_inductor.custom_ops_to_c_shims": c_shims()}),
+            shapes_config.patch(use_duck_shape=others is _nothing),
+            during(Blank()),
+        ):
+            graph(torch.zeros_like(tokens), tokens, logits, *others(sizes[0]))
+    except (TorchDynamoException, CppCompileError) as error:
+        raise ModelError(
+            f"the model cannot be compiled as one graph; set compile: none to run it as it is: {error}"
+        ) from error
+    return graph
+
+
+@contextmanager
+def _told(report: Report) -> Iterator[None]:
+    report("compiling the model: a minute or two, less when it was compiled before")
+    started = time.perf_counter()
+    yield
+    report(f"compiled the model in {time.perf_counter() - started:.0f} s")
+
+
+def _kept(model: LoadedModel) -> dict[str, Any]:
+    return {each.name: getattr(model, each.name) for each in fields(LoadedModel)}
+
+
+def _own(function: Any) -> Any:
+    """With code of its own, by which torch keeps graphs: another model's, unguarded, would serve for this one's."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+    return FunctionType(code, function.__globals__, None, function.__defaults__, function.__closure__)
+
+
+def _only_sizes(guards: Any) -> list[bool]:
+    return [guard.guard_type == "SHAPE_ENV" for guard in guards]
+
+
+def _check_compiler() -> None:
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise ModelError(
+            "compile: model needs a C++ compiler on a CPU, and there is none: install one (on Debian: apt install g++) "
+            "or set compile: none"
+        ) from error

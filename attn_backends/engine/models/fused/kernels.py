@@ -1,0 +1,203 @@
+"""What lies between the products of a decoder layer of the Llama form, and products of one token, as GPU kernels.
+
+A product of one token reads every weight once and computes next to nothing: it is as fast as memory, if enough reads
+are under way. It takes the normalisation of its input, or the addition and the gate of its output, along.
+
+In a step of one token (EARLY) each starts before the kernel in front of it has ended, where GPUs can, and waits for it
+before it reads anything but weights: those are on their way by then. So a weight must have been there before the kernel
+in front was launched. With more tokens products are the library's, which let nothing start.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from attn_backends.kernels.launch import can_start_early, launch, power_of_two, wait_and_let_next_start
+
+_GATE_WARPS = 4
+
+
+class Tile(NamedTuple):
+    """How a product of one token is cut."""
+
+    rows: int  # output features a program
+    columns: int  # input features at a time
+    warps: int
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rms_norm_kernel(  # type: ignore[no-untyped-def]
+    hidden, weight, out, size, epsilon, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    """One program a token."""
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    live = lane < size
+    w = tl.load(weight + lane, mask=live, other=0.0).to(tl.float32)
+    if EARLY:
+        wait_and_let_next_start()
+    x = tl.load(hidden + token * size + lane, mask=live, other=0.0).to(tl.float32)
+    scaled = x * tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
+    tl.store(out + token * size + lane, (scaled * w).to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rotate_kernel(  # type: ignore[no-untyped-def]
+    heads, cos, sin, stride, DIM: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr
+):
+    """One program a token and head: the head rotated in place, its first half with its second."""
+    if EARLY:
+        wait_and_let_next_start()
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    lane = tl.arange(0, HALF)
+    live = lane < DIM // 2
+    start = heads + token * stride + head * DIM
+    first = tl.load(start + lane, mask=live).to(tl.float32)
+    second = tl.load(start + DIM // 2 + lane, mask=live).to(tl.float32)
+    angles = token * DIM + lane
+    c, s = tl.load(cos + angles, mask=live).to(tl.float32), tl.load(sin + angles, mask=live).to(tl.float32)
+    tl.store(start + lane, (first * c - second * s).to(heads.dtype.element_ty), mask=live)
+    tl.store(start + DIM // 2 + lane, (second * c + first * s).to(heads.dtype.element_ty), mask=live)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gate_kernel(gate_up, out, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """SiLU of the first half of a token's features times the second half."""
+    if EARLY:
+        wait_and_let_next_start()
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = lane < size
+    gate = tl.load(gate_up + token * 2 * size + lane, mask=live).to(tl.float32)
+    up = tl.load(gate_up + token * 2 * size + size + lane, mask=live).to(tl.float32)
+    tl.store(out + token * size + lane, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weights(  # type: ignore[no-untyped-def]
+    line, up, norm, column, live_rows, num_columns, NORM: tl.constexpr, GATED: tl.constexpr
+):
+    """Of some columns: the product's, or the gate's and up's, and the normalisation's; under way."""
+    live = column < num_columns
+    mask = live_rows[:, None] & live[None]
+    w = tl.load(line + column[None], mask=mask, other=0.0)
+    w_up, n = w, column
+    if GATED:
+        w_up = tl.load(up + column[None], mask=mask, other=0.0)
+    if NORM:
+        n = tl.load(norm + column, mask=live, other=0.0)
+    return w, w_up, n
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def one_token_kernel(  # type: ignore[no-untyped-def]
+    tokens, weight, norm, residual, out, epsilon, num_rows, num_columns,
+    NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """A product of one token. A gated one has twice the rows: the gate's, then up's."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live_rows = rows < num_rows
+    lane = tl.arange(0, COLUMNS)
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up_sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    squares = tl.zeros([COLUMNS], tl.float32)
+    line = weight + rows.to(tl.int64)[:, None] * num_columns
+    up = line + num_rows.to(tl.int64) * num_columns
+    w, w_up, n = _weights(line, up, norm, lane, live_rows, num_columns, NORM, GATED)
+    if EARLY:
+        wait_and_let_next_start()
+    for start in range(0, num_columns, COLUMNS):
+        column = start + lane
+        next_w, next_up, next_n = _weights(line, up, norm, column + COLUMNS, live_rows, num_columns, NORM, GATED)
+        x = tl.load(tokens + column, mask=column < num_columns, other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= n.to(tl.float32)
+        sums += w.to(tl.float32) * x[None]
+        if GATED:
+            up_sums += w_up.to(tl.float32) * x[None]
+        w, w_up, n = next_w, next_up, next_n
+    scale = 1.0
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares, 0) / num_columns + epsilon)
+    result = tl.sum(sums, 1) * scale
+    if GATED:
+        result = result * tl.sigmoid(result) * tl.sum(up_sums, 1) * scale
+    if RESIDUAL:
+        result += tl.load(residual + rows, mask=live_rows, other=0.0).to(tl.float32)
+    tl.store(out + rows, result.to(out.dtype.element_ty), mask=live_rows)
+
+
+def _starts_early(tokens: torch.Tensor) -> bool:
+    return tokens.shape[0] == 1 and can_start_early(tokens.device)
+
+
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """[num_tokens, size], normalised: x · w / √(mean x² + ε)."""
+    num_tokens, size = hidden.shape
+    out = torch.empty_like(hidden)
+    block = power_of_two(size)
+    early, warps = _starts_early(hidden), min(16, max(1, block // 512))
+    fixed = (size, epsilon, block, early)
+    launch(rms_norm_kernel, num_tokens, (hidden, weight, out), (), fixed, warps, early=early)
+    return out
+
+
+def rotate_(heads: torch.Tensor, num_rotated: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate the first heads of [num_tokens, num_heads, dim] in place, by angles [num_tokens, dim]."""
+    num_tokens, _, dim = heads.shape
+    early = _starts_early(heads)
+    fixed = (heads.stride(0), dim, power_of_two(dim // 2), early)
+    launch(rotate_kernel, (num_tokens, num_rotated), (heads, cos, sin), (), fixed, 1, early=early)
+
+
+def gated(gate_up: torch.Tensor) -> torch.Tensor:
+    """SiLU(gate) · up of [num_tokens, 2 · size]."""
+    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_tokens, size)
+    block = min(1024, power_of_two(size))
+    early, grid = _starts_early(out), (num_tokens, -(-size // block))
+    launch(gate_kernel, grid, (gate_up, out), (), (size, block, early), _GATE_WARPS, early=early)
+    return out
+
+
+def one_token_linear(
+    token: torch.Tensor,  # [1, in_features]
+    weight: torch.Tensor,  # [out_features, in_features]; gated: [2 · out_features, in_features]
+    *,
+    norm: torch.Tensor | None = None,  # [in_features]: the token is normalised first
+    epsilon: float = 0.0,
+    residual: torch.Tensor | None = None,  # [1, out_features], added
+    is_gated: bool = False,  # SiLU of the first half of the output times the second
+    tile: Tile | None = None,
+) -> torch.Tensor:  # [1, out_features]
+    """A product of one token with what comes before and behind it, in one launch."""
+    num_columns = token.shape[1]
+    num_rows = weight.shape[0] // (2 if is_gated else 1)
+    tile = tile or choose_tile(num_columns, norm is not None)
+    out = token.new_empty(1, num_rows)
+    tensors = (token, weight, token if norm is None else norm, token if residual is None else residual, out)
+    early, parts = _starts_early(out), (norm is not None, residual is not None, is_gated)
+    fixed = (epsilon, num_rows, num_columns, *parts, tile.rows, tile.columns, early)
+    launch(one_token_kernel, -(-num_rows // tile.rows), tensors, (), fixed, tile.warps, early=early)
+    return out
+
+
+def choose_tile(num_columns: int, has_norm: bool) -> Tile:
+    """As benchmarks/layer_products.py found best."""
+    if has_norm:
+        return Tile(4, 1024, 8)
+    return Tile(2, 1024, 4) if num_columns <= 1024 else Tile(2, 2048, 8)
+
+
+def pays(weight: torch.Tensor, has_norm: bool) -> bool:
+    """Whether our kernel of one token is faster than the library's and those before and behind it.
+
+    The normalisation is read by every program again: on an H200 that pays for small weights alone.
+    """
+    return weight.numel() <= (1 << 22 if has_norm else 1 << 26)

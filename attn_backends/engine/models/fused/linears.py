@@ -1,0 +1,197 @@
+"""Linear layers made ready for decoding, where a step is little more than one read of all weights.
+
+Merged: projections of one input (q, k, v; gate, up) become one product. The model's code goes on calling its two or
+three layers; the first call of a step computes all columns, the others return theirs.
+
+Packed: on a CPU the weights are reordered once, for oneDNN, or in float32 for MKL where that is faster. torch reorders
+them on every call otherwise, or hands small batches to a slower routine. Both change results by rounding alone;
+benchmarks/linears.py measures them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from attn_backends.engine.models.fused.mkl_linear import MklLinear, is_right
+
+KeyT = TypeVar("KeyT")
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as Hugging Face models name them
+BATCH_HINT = 16  # tokens that the blocking is chosen for
+FEW_TOKENS = (1, 4)  # on some CPUs a packed product of one token takes longer than one of four
+NOISE = 0.9  # of the time of the usual choice: what takes longer than that is not worth a change
+
+
+class PackedLinear(torch.nn.Module):
+    """`torch.nn.Linear` for inference, over a reordered copy of its weight (oneDNN's own format; not for saving)."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), BATCH_HINT)
+        self.bias = bias
+
+    def forward(self, tokens: torch.Tensor, activation: str = "none") -> torch.Tensor:
+        """[..., in_features] to [..., out_features], the activation applied."""
+        return _in_few_sizes(lambda rows: _linear(rows, self.packed, self.bias, activation, [], ""), tokens)
+
+    def plus(self, tokens: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return _in_few_sizes(lambda rows, to: _linear_with(rows, to, self.packed, self.bias, "add"), tokens, other)
+
+    def times(self, tokens: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return _in_few_sizes(lambda rows, by: _linear_with(rows, by, self.packed, self.bias, "mul"), tokens, other)
+
+
+def padded_size(num_tokens: int) -> int:
+    """The number of tokens that a packed product computes: four sizes an octave, at most a quarter more than asked.
+
+    oneDNN makes code for each number of tokens that it meets and keeps it, 0.6 MB a product: with any number, 240
+    prompts of different lengths grew a process by 0.6 GB.
+
+    >>> [padded_size(n) for n in (1, 7, 9, 64, 65, 1000)]
+    [1, 7, 10, 64, 80, 1024]
+    """
+    step = 1 << max(0, num_tokens.bit_length() - 3)
+    return -(-num_tokens // step) * step
+
+
+def _in_few_sizes(product: Callable[..., torch.Tensor], tokens: torch.Tensor, *other: torch.Tensor) -> torch.Tensor:
+    """A product over `padded_size` tokens [..., features], of which only those given are returned."""
+    num_tokens = tokens.numel() // tokens.shape[-1]
+    if torch.compiler.is_compiling() or padded_size(num_tokens) == num_tokens:
+        return product(tokens, *other)
+    below = (0, 0, 0, padded_size(num_tokens) - num_tokens)
+    rows = product(*(F.pad(each.reshape(num_tokens, -1), below) for each in (tokens, *other)))[:num_tokens]
+    return rows.view(*tokens.shape[:-1], -1)
+
+
+# Named to the overload: finding it takes a while at each call.
+_linear = torch.ops.mkldnn._linear_pointwise.default
+_linear_with = torch.ops.mkldnn._linear_pointwise.binary
+
+
+class _SharedProduct(torch.nn.Module):
+    """One merged layer and, between the calls of its slices, its result. A child of each slice, found once by walks."""
+
+    def __init__(self, layer: torch.nn.Module, widths: list[int]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.widths = widths
+        self.tokens: torch.Tensor | None = None
+        self.columns: tuple[torch.Tensor, ...] = ()
+
+    def slice(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
+        if tokens is not self.tokens:
+            self.tokens, self.columns = tokens, self.layer(tokens).split(self.widths, -1)
+        out = self.columns[index]
+        if index == len(self.widths) - 1:  # the last to be called: nothing of a step outlives it
+            self.tokens, self.columns = None, ()
+        return out
+
+
+class MergedSlice(torch.nn.Module):
+    """Takes the place of one merged layer: returns its columns of the shared product."""
+
+    def __init__(self, product: _SharedProduct, index: int) -> None:
+        super().__init__()
+        self.product = product
+        self.index = index
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # [..., in_features] -> [..., out_features]
+        return self.product.slice(tokens, self.index)
+
+
+def merge_projections(model: torch.nn.Module) -> int:
+    """Merge every set of sibling projections; returns how many sets were. Plain `Linear` layers only."""
+    merged = 0
+    for parent in list(model.modules()):
+        for names in SIBLINGS:
+            linears = [child for name in names if type(child := getattr(parent, name, None)) is torch.nn.Linear]
+            if len(linears) == len(names) and len({linear.bias is None for linear in linears}) == 1:
+                product = _SharedProduct(_concatenated(linears), [linear.out_features for linear in linears])
+                for index, name in enumerate(names):
+                    setattr(parent, name, MergedSlice(product, index))
+                merged += 1
+    return merged
+
+
+def pack_linears(model: torch.nn.Module) -> int:
+    """Replace every plain `Linear` that is on the CPU, of a dtype it has fast products for, by a packed one.
+
+    Returns how many were.
+    """
+    packed = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is torch.nn.Linear and packable(child.weight):
+                setattr(parent, name, packed_linear(child.weight, child.bias))
+                packed += 1
+    return packed
+
+
+def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear | MklLinear:
+    """The faster layer of the two over a [out_features, in_features] weight that is `packable`."""
+    return MklLinear(weight, bias) if prefers_mkl(weight.dtype) else PackedLinear(weight, bias)
+
+
+@cache
+def prefers_mkl(dtype: torch.dtype) -> bool:
+    """Whether MKL's packed products of a few tokens are faster here than oneDNN's. Measured once a process: 1 s."""
+    if dtype is not torch.float32 or not torch.backends.mkl.is_available() or not is_right():
+        return False
+    tokens, weights = torch.zeros(FEW_TOKENS[-1], 576), [torch.zeros(1536, 576) for _ in range(32)]
+    layers = {kind: [kind(weight) for weight in weights] for kind in (PackedLinear, MklLinear)}
+    taken = _least_seconds({kind: partial(_run, of_kind, tokens) for kind, of_kind in layers.items()})
+    return taken[MklLinear] < taken[PackedLinear]
+
+
+@cache
+def min_tokens(dtype: torch.dtype) -> int:
+    """How many tokens a step of one is padded to: that of `FEW_TOKENS` for which packed products are faster.
+
+    Measured once a process, on more weights than caches hold: 0.1 s.
+    """
+    layers = [packed_linear(torch.zeros(1536, 576, dtype=dtype)) for _ in range(32)]
+    inputs = [torch.zeros(num_tokens, 576, dtype=dtype) for num_tokens in FEW_TOKENS]
+    taken = _least_seconds({len(tokens): partial(_run, layers, tokens) for tokens in inputs})
+    one, few = FEW_TOKENS
+    return few if taken[few] < taken[one] * NOISE else one
+
+
+def _run(layers: Sequence[torch.nn.Module], tokens: torch.Tensor) -> None:
+    for layer in layers:
+        layer(tokens)
+
+
+def _least_seconds(runs: dict[KeyT, Callable[[], None]]) -> dict[KeyT, float]:
+    """The shortest time of five of each, taken in turns."""
+    taken: dict[KeyT, float] = {}
+    for _ in range(5):
+        for key, run in runs.items():
+            started = time.perf_counter()
+            run()
+            seconds = time.perf_counter() - started
+            taken[key] = min(seconds, taken.get(key, seconds))
+    return taken
+
+
+def _concatenated(linears: Sequence[torch.nn.Linear]) -> torch.nn.Linear:
+    weight = torch.cat([linear.weight for linear in linears])
+    merged = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
+    merged.weight = torch.nn.Parameter(weight, requires_grad=False)
+    if linears[0].bias is not None:
+        merged.bias = torch.nn.Parameter(torch.cat([linear.bias for linear in linears]), requires_grad=False)
+    return merged
+
+
+def packable(weight: torch.Tensor) -> bool:
+    """Whether oneDNN has fast products for such a weight on this machine."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    bf16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype is torch.float32 or (weight.dtype is torch.bfloat16 and bf16)

@@ -1,0 +1,1 @@
+"""CUDA graphs: who captures and replays, and what captured steps read."""

@@ -1,0 +1,20 @@
+"""The five classes of a backend, a file each: backend, metadata with its builder, state, impl; and its capabilities."""
+
+from attn_backends.interface.backend import AttentionBackend
+from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport, Rejection, Unsupported
+from attn_backends.interface.impl import AttentionImpl
+from attn_backends.interface.metadata import AttentionMetadata, AttentionMetadataBuilder, AttentionStep
+from attn_backends.interface.state import AttentionState
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionImpl",
+    "AttentionMetadata",
+    "AttentionMetadataBuilder",
+    "AttentionState",
+    "AttentionStep",
+    "Capabilities",
+    "CudaGraphSupport",
+    "Rejection",
+    "Unsupported",
+]

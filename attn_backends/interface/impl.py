@@ -1,0 +1,179 @@
+"""One layer's attention, and what impls ask of a call before they run it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Generic
+
+import torch
+
+from attn_backends.cache.kv_cache import KVCache
+from attn_backends.interface.capabilities import Rejection, Unsupported
+from attn_backends.interface.metadata import AttentionStep, MetadataT
+from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec
+
+
+class AttentionImpl(ABC, Generic[MetadataT]):
+    """One layer's attention. Holds the layer's constants, nothing of a step; never syncs with the device.
+
+    Args:
+        spec, cache: the layer and the pool.
+        device: where it runs.
+        sinks: [num_qo_heads] float, needed exactly if `spec.sinks`.
+        k_scale, v_scale: a cached value times its scale is the real one, whatever the cache's dtype. Keys and values of
+            this step are real ones: they are divided when they are written.
+        options: the backend's own options, validated; None for its defaults.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        cache: KVCacheSpec,
+        device: torch.device | str,
+        *,
+        sinks: torch.Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        options: Any = None,
+    ) -> None:
+        if (sinks is not None) != spec.sinks or (sinks is not None and sinks.shape != (spec.num_qo_heads,)):
+            got = "no tensor" if sinks is None else f"shape {tuple(sinks.shape)}"
+            raise ValueError(
+                f"sinks: got {got} where spec.sinks is {spec.sinks}; pass [{spec.num_qo_heads}] exactly then"
+            )
+        if not (k_scale > 0 and v_scale > 0):
+            raise ValueError(f"k_scale ({k_scale}) and v_scale ({v_scale}) must be positive")
+        self.spec = spec
+        self.cache = cache
+        self.device = torch.device(device)
+        self.options = options
+        self.sinks = None if sinks is None else sinks.contiguous()
+        self.k_scale = k_scale
+        self.v_scale = v_scale
+
+    @abstractmethod
+    def forward(
+        self,
+        query: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim]
+        key: torch.Tensor | None,  # [num_new_kv, num_kv_heads, head_dim]; None: nothing new to write
+        value: torch.Tensor | None,  # [num_new_kv, num_kv_heads, head_dim_vo]; both are latent rows in MLA
+        kv_cache: KVCache | None,  # None in a profile run and for encoder attention
+        step: AttentionStep[MetadataT],
+        output: torch.Tensor | None = None,  # [num_tokens, num_qo_heads, head_dim_vo], written in place
+        *,
+        lse: torch.Tensor | None = None,  # [num_tokens, num_qo_heads] f32, natural log, written in place
+        output_scale: float | None = None,
+    ) -> torch.Tensor:
+        """Write the new keys and values to their slots, attend, and return `output` (allocated if None).
+
+        Padded rows come back as zeros. `lse` is the log of the softmax denominator, sinks included.
+        Raises `Unsupported` for an argument the backend does not honour.
+        """
+
+    # Optional, for a compiler that puts attention into a model's graph: `forward` again, as plain torch operations.
+
+    def trace_inputs(self, metadata: MetadataT) -> tuple[torch.Tensor, ...] | None:
+        """All that `trace` reads of a step, the same for every layer of the plan group.
+
+        None for a step that `forward` alone can run; by default that is any. Dtypes and dimensions never change, sizes
+        may, and are 2 or more.
+        """
+        return None
+
+    def trace(
+        self,
+        query: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim]
+        key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim_vo]
+        kv_cache: KVCache,
+        inputs: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
+        """Write the new keys and values, attend, and return [num_tokens, num_qo_heads, head_dim_vo].
+
+        torch.compile traces it once, for any sizes: no branch on values, no Python state. Padded rows may come back
+        as anything finite.
+        """
+        raise NotImplementedError(f"{type(self).__name__} traces no step")
+
+
+def check_call(
+    backend: str,
+    spec: AttentionSpec,
+    num_tokens: int,
+    query: torch.Tensor,
+    kv_cache: KVCache | None,
+    output: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    output_scale: float | None,
+) -> None:
+    """A call's tensors are of this step and layer, and lie as every kernel can take them; the output is not to be
+    quantised.
+
+    Raises:
+        ValueError: the query's shape is not [num_tokens, num_qo_heads, head_dim], or the output's not [num_tokens,
+            num_qo_heads, head_dim_vo], or the LSE's not [num_tokens, num_qo_heads]; another dtype; the last dimension
+            of one, or of the cache, does not lie together, or the LSE is not contiguous.
+        Unsupported: an output scale is given.
+    """
+    heads = (num_tokens, spec.num_qo_heads)
+    _check_tensor("query", query, (*heads, spec.head_dim), spec.dtype)
+    if output is not None:
+        _check_tensor("output", output, (*heads, spec.head_dim_vo), spec.dtype)
+    if lse is not None:
+        _check_tensor("lse", lse, heads, torch.float32)
+        if not lse.is_contiguous():
+            raise ValueError(f"lse has strides {lse.stride()}; it must be contiguous: pass a tensor of its own")
+    for name, cached in () if kv_cache is None else zip(kv_cache._fields, kv_cache, strict=True):
+        if cached.stride(-1) != 1 and cached.shape[-1] > 1:
+            raise ValueError(
+                f"kv_cache.{name} has strides {cached.stride()}; a slot's head_dim must lie together (a last stride of "
+                "1): make the pool with allocate_kv_cache"
+            )
+    if output_scale is not None:
+        raise Unsupported(backend, [Rejection("output_scale", str(output_scale), "None", "Quantise the output.")])
+
+
+def check_new_kv(spec: AttentionSpec, num_new_kv: int, key: torch.Tensor | None, value: torch.Tensor | None) -> None:
+    """What a call brings to the cache is what the step expects: both or none, and a row for each new token at least.
+
+    Raises:
+        ValueError: it is not; says what is.
+    """
+    if key is None and value is None:
+        return
+    rows: tuple[tuple[int, ...], ...] = ((spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim_vo))
+    if isinstance(spec, MLASpec):
+        rows = ((spec.kv_lora_rank,), (spec.qk_rope_head_dim,))
+    for (name, tensor), row in zip((("key", key), ("value", value)), rows, strict=True):
+        if tensor is None or tensor.shape[1:] != row or tensor.shape[0] < num_new_kv:
+            got = "not given" if tensor is None else f"of shape {tuple(tensor.shape)}"
+            raise ValueError(
+                f"{name} is {got}; this step brings {num_new_kv} tokens of {row} each: pass both key and value, a row "
+                "for every one of them"
+            )
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tensor.shape != shape or tensor.dtype is not dtype:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} in {tensor.dtype}; this step and layer need {shape} in {dtype}"
+        )
+    if tensor.stride(-1) != 1 and shape[-1] > 1:
+        raise ValueError(
+            f"{name} has strides {tensor.stride()}; its last dimension must lie together (a last stride of 1): pass "
+            f"{name}.contiguous()"
+        )
+
+
+def check_planned_for(planned: AttentionSpec, spec: AttentionSpec) -> None:
+    """A step was planned for layers like this one.
+
+    Raises:
+        ValueError: it was not; says what differs.
+    """
+    if planned is not spec and planned != spec:
+        differs = [name for name, value in vars(spec).items() if getattr(planned, name) != value]
+        raise ValueError(
+            f"this step was planned for layers that differ from this one in {', '.join(differs)}: give the layer "
+            "the step of its own plan group"
+        )

@@ -1,0 +1,127 @@
+"""What a batch becomes for one plan group, who makes it, and the step that layers receive."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+
+from attn_backends.batch.common import CommonAttentionMetadata, SequenceGroup
+from attn_backends.batch.order import SwappableRows
+from attn_backends.spec import KVCacheSpec, Limits, PlanGroup
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """One step of one plan group: this step's tensors and host numbers. Rows are ordered decodes first, or not split.
+
+    Frozen: a backend's subclass adds its own fields, and nothing changes them after `build`.
+    """
+
+    group_index: int  # PlanGroup.index of the layers that this serves
+    num_decodes: int  # rows with at most `decode_threshold` query tokens, at the front
+    num_decode_tokens: int
+    num_prefills: int
+    num_prefill_tokens: int
+    slot_mapping: torch.Tensor  # [num_new_kv + padding] i64; -1 is never written
+    common_prefix_len: int  # leading keys that all rows share, in the same pages; 0 for none
+    is_profile_run: bool
+
+    @property
+    @abstractmethod
+    def decode_metadata(self) -> AttentionMetadata | None:
+        """A view of the decode rows alone, or None without any."""
+
+    @property
+    @abstractmethod
+    def prefill_metadata(self) -> AttentionMetadata | None:
+        """A view of the prefill rows alone, or None without any."""
+
+
+MetadataT = TypeVar("MetadataT", bound=AttentionMetadata)
+
+
+@dataclass(frozen=True)
+class AttentionStep(Generic[MetadataT]):
+    """What every layer's Impl receives: metadata bound to what the state planned for it (a subclass adds wrappers)."""
+
+    metadata: MetadataT
+
+
+class AttentionMetadataBuilder(ABC, Generic[MetadataT]):
+    """Turns a batch into one plan group's metadata. Reusable over any batches; remembers no values of the last one.
+
+    Args:
+        group: the layers served; `group.spec` holds their constants.
+        cache: page size and layout of the pool.
+        limits: the most that one batch may hold.
+        device: where the metadata's tensors live.
+        options: the backend's own options, validated (see the registry); None for its defaults.
+    """
+
+    decode_threshold: ClassVar[int] = 1  # most query tokens of a row that counts as decode
+    needs_exact_lengths: ClassVar[bool] = False  # refuses a batch whose host lengths are upper bounds
+
+    def __init__(
+        self, group: PlanGroup[Any], cache: KVCacheSpec, limits: Limits, device: torch.device | str, *,
+        options: Any = None,
+    ) -> None:  # fmt: skip
+        self.group = group
+        self.cache = cache
+        self.limits = limits
+        self.device = torch.device(device)
+        self.options = options
+
+    @abstractmethod
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> MetadataT:
+        """Metadata of one step.
+
+        Args:
+            common_prefix_len: leading keys that all rows share in the same pages, a multiple of the page size.
+            common_attn_metadata: the batch.
+            fast_build: prefer a quick build over the quickest kernels.
+
+        For a batch with `for_graph` set, nothing that kernels are launched with may depend on host lengths but the
+        shapes. The metadata may bring lengths for the state to plan with.
+        """
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MetadataT:
+        """Metadata to capture a graph with, from a batch of the padded shape. Replays are built by `build`."""
+        return self.build(0, replace(common_attn_metadata, for_graph=True))
+
+    def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Whether a batch within the backend's `Capabilities.cuda_graph` may replay a graph after all."""
+        return True
+
+    def reorder_batch(self, batch: SwappableRows, query_lens: Sequence[int]) -> bool:
+        """Bring a batch's rows, of `query_lens` new tokens each, into the order this builder wants.
+
+        Returns whether rows changed places. The default wants none: any order is served.
+        """
+        return False
+
+    def check_lengths(self, common_attn_metadata: CommonAttentionMetadata) -> None:
+        """Refuse upper bounds where exact lengths are needed.
+
+        Raises:
+            ValueError: `needs_exact_lengths`, and the batch knows upper bounds alone.
+        """
+        if self.needs_exact_lengths and common_attn_metadata.seq_lens_are_upper_bounds:
+            raise ValueError(
+                f"{type(self).__name__} plans with exact lengths on the host, and this batch knows upper bounds alone "
+                "(seq_lens_are_upper_bounds): wait for the lengths, or choose a backend that reads them on the device"
+            )
+
+    def build_from_groups(
+        self, groups: Sequence[SequenceGroup], num_padded_reqs: int = 0, common_prefix_len: int = 0
+    ) -> MetadataT:
+        """The scheduler's road: compile the groups, then `build`. Equal to compiling them yourself."""
+        common = CommonAttentionMetadata.from_sequence_groups(
+            groups, self.cache.page_size, self.device, num_padded_reqs
+        )
+        return self.build(common_prefix_len, common)

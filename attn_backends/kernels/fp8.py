@@ -1,0 +1,97 @@
+"""Caches of 8 bits in Triton kernels: products of float16, and values that come two by two.
+
+A GPU makes two float16 of 8 bits each by one instruction, and of each of them a bfloat16 by one more, which is slow. So
+products are of float16, which holds all such values. And a product wants the values of two keys side by side: shared
+memory gives columns so that are of 16 bits, not of 8. So values are read as pairs of two columns, and the even and the
+odd columns are products of their own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_backends.kernels.launch import INTERPRETED
+
+_COMPILED = tl.constexpr(not INTERPRETED)
+# Of two pairs in a register the first of each, or the second, side by side as float16. The compiler takes five more
+# instructions for both.
+_FIRST_E4M3 = tl.constexpr(
+    "{.reg .b32 both; .reg .b16 low, high; prmt.b32 both, $1, 0, 0x4420; mov.b32 {low, high}, both; "
+    "cvt.rn.f16x2.e4m3x2 $0, low;}"
+)
+_SECOND_E4M3 = tl.constexpr(_FIRST_E4M3.value.replace("0x4420", "0x4431"))
+_FIRST_E5M2 = tl.constexpr("prmt.b32 $0, $1, 0, 0x2404;")  # float16 without its last byte
+_SECOND_E5M2 = tl.constexpr("prmt.b32 $0, $1, 0, 0x3414;")
+
+
+@triton.jit
+def largest_of(queries):  # type: ignore[no-untyped-def]
+    """Each row's largest element, and above 0, [ROWS] f32."""
+    return tl.maximum(tl.max(tl.abs(queries.to(tl.float32)), 1), 1e-30)
+
+
+@triton.jit
+def shares_of(queries, largest):  # type: ignore[no-untyped-def]
+    """bfloat16 queries as float16, each row divided by a number: what is below 2^-25 of the largest one is lost."""
+    return (queries.to(tl.float32) / largest[:, None]).to(tl.float16)
+
+
+@triton.jit
+def as_pairs(pointer):  # type: ignore[no-untyped-def]
+    """A pointer to 8 bits as one to two of these."""
+    return pointer.to(tl.pointer_type(tl.int16), bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def columns_of(  # type: ignore[no-untyped-def]
+    loaded, of_dtype: tl.constexpr, as_dtype: tl.constexpr, PAIRS: tl.constexpr
+):
+    """All columns of what was loaded, or of pairs the first ones and the second ones, as another dtype."""
+    if not PAIRS:
+        return (loaded.to(as_dtype),)
+    elif _COMPILED and as_dtype == tl.float16 and of_dtype == tl.float8e5:
+        even = tl.inline_asm_elementwise(_FIRST_E5M2, "=r,r", [loaded], tl.float16, True, 2)
+        odd = tl.inline_asm_elementwise(_SECOND_E5M2, "=r,r", [loaded], tl.float16, True, 2)
+        return even, odd
+    elif _COMPILED and as_dtype == tl.float16:
+        even = tl.inline_asm_elementwise(_FIRST_E4M3, "=r,r", [loaded], tl.float16, True, 2)
+        odd = tl.inline_asm_elementwise(_SECOND_E4M3, "=r,r", [loaded], tl.float16, True, 2)
+        return even, odd
+    else:
+        even = loaded.to(tl.int8).to(of_dtype, bitcast=True).to(as_dtype)
+        odd = (loaded >> 8).to(tl.int8).to(of_dtype, bitcast=True).to(as_dtype)
+        return even, odd
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def no_sums(ROWS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of weighted values: [ROWS, WIDTH], or the even columns and the odd ones, f32."""
+    if PAIRS:
+        return tl.zeros([ROWS, WIDTH // 2], tl.float32), tl.zeros([ROWS, WIDTH // 2], tl.float32)
+    else:
+        return (tl.zeros([ROWS, WIDTH], tl.float32),)
+
+
+@triton.jit
+def all_columns(sums):  # type: ignore[no-untyped-def]
+    """[ROWS, WIDTH] of such sums."""
+    if len(sums) == 1:
+        return sums[0]
+    else:
+        return tl.reshape(tl.join(sums[0], sums[1]), [sums[0].shape[0], 2 * sums[0].shape[1]])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_values(sums, weights, shrunk, values, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums shrunk, and weighted values added.
+
+    Args:
+        weights: [ROWS, KEYS] of the values' dtype; shrunk: [ROWS] f32.
+        values: as `columns_of` gives them.
+    """
+    first = tl.dot(weights, values[0], sums[0] * shrunk[:, None], input_precision=PRECISION)
+    if len(values) == 1:
+        return (first,)
+    else:
+        return first, tl.dot(weights, values[1], sums[1] * shrunk[:, None], input_precision=PRECISION)

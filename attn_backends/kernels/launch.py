@@ -1,0 +1,206 @@
+"""How our Triton kernels are launched: on which GPUs, when, to the kernel in front of them, and quickly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from enum import IntEnum
+from functools import cache, reduce
+from operator import attrgetter, or_
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from attn_backends import machine
+from attn_backends.machine import is_hip, is_hopper
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+ALIGNED = 16  # of which kernels are told that addresses, in bytes, and other numbers are multiples
+_TENSOR_ENGINE_SINCE = (9, 0)  # compute capability
+_GLUON_TRIED = {(3, 6), (3, 7)}  # Triton's versions that compile our kernels for Hopper: Gluon may change with others
+_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
+class Machine(NamedTuple):
+    """What decides which kernels a device is given, and how they are compiled."""
+
+    num_multiprocessors: int
+    shared_memory: int  # bytes that one program can have
+    has_tensor_engine: bool
+    has_hopper_kernels: bool
+    can_start_early: bool
+
+
+class Listing(Protocol):
+    """Takes note of launches in their place (see `variants`)."""
+
+    @property
+    def machine(self) -> Machine: ...
+    def add(self, kernel: Any, given: tuple[Any, ...], options: dict[str, Any]) -> None: ...
+
+
+LISTING: ContextVar[Listing | None] = ContextVar("listing", default=None)  # where launches go instead of to a device
+
+
+def machine_of(device: torch.device) -> Machine:
+    return Machine(
+        num_multiprocessors(device), shared_memory(device), has_tensor_engine(device), has_hopper_kernels(device),
+        can_start_early(device),
+    )  # fmt: skip
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; on a CPU a few, so that little work is split there too."""
+    if (listing := LISTING.get()) is not None:
+        return listing.machine.num_multiprocessors
+    return machine.num_multiprocessors(device, interpreted=2)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program can have; where kernels are interpreted, a Hopper GPU's."""
+    if (listing := LISTING.get()) is not None:
+        return listing.machine.shared_memory
+    if device.type != "cuda":
+        return 227 << 10
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def has_tensor_engine(device: torch.device) -> bool:
+    """Whether a GPU has a tensor memory accelerator, as Hopper and newer do. Interpreted kernels have."""
+    if (listing := LISTING.get()) is not None:
+        return listing.machine.has_tensor_engine
+    return device.type != "cuda" or (not is_hip() and torch.cuda.get_device_capability(device) >= _TENSOR_ENGINE_SINCE)
+
+
+def untried_triton(device: torch.device) -> str:
+    """Says that this version of Triton was not tried with the kernels for Hopper, where a GPU is one; else nothing."""
+    if device.type != "cuda" or _TRITON in _GLUON_TRIED or not is_hopper(device):
+        return ""
+    tried = ", ".join(f"{major}.{minor}" for major, minor in sorted(_GLUON_TRIED))
+    return (
+        f"Triton {triton.__version__} was not tried with the kernels for Hopper ({tried} were): portable ones serve "
+        "in their place, slower"
+    )
+
+
+def has_hopper_kernels(device: torch.device) -> bool:
+    """Whether kernels that are written for Hopper, in Gluon, run on a device. None is interpreted."""
+    if (listing := LISTING.get()) is not None:
+        return listing.machine.has_hopper_kernels
+    return device.type == "cuda" and is_hopper(device) and _TRITON in _GLUON_TRIED
+
+
+def can_start_early(device: torch.device) -> bool:
+    """Whether a kernel can start before the one in front of it has ended: by programmatic dependent launch."""
+    listing = LISTING.get()
+    return _can_start_early(device) if listing is None else listing.machine.can_start_early
+
+
+@cache
+def _can_start_early(device: torch.device) -> bool:
+    return device.type == "cuda" and has_tensor_engine(device) and hasattr(cuda, "gdc_wait")
+
+
+class Start(IntEnum):
+    """When a kernel starts, to the one in front of it."""
+
+    BEHIND = 0  # once that has ended
+    EARLY = 1  # before it has ended, to wait for it first
+    BESIDE = 2  # the same, and does not need what it writes: one program waits for it last, so that both have ended
+
+
+EARLY_START, BESIDE = tl.constexpr(int(Start.EARLY)), tl.constexpr(int(Start.BESIDE))  # as kernels know them
+
+
+@triton.jit
+def let_next_start():  # type: ignore[no-untyped-def]
+    """The kernel behind this one starts once all programs came here, if it is launched so (Triton's `launch_pdl`)."""
+    cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_and_let_next_start():  # type: ignore[no-untyped-def]
+    """In every program of a kernel that starts early. It waits before it lets: so what the next one finds, before it
+    waits itself, is all but what this one writes."""
+    wait_for_last()
+    let_next_start()
+
+
+@triton.jit
+def see_all():  # type: ignore[no-untyped-def]
+    """What kernels in front of the one beside which this one runs have written is read anew from here on."""
+    tl.inline_asm_elementwise("fence.acq_rel.gpu; // dummy $0", "=r", [], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def wait_for_last():  # type: ignore[no-untyped-def]
+    """In every program of such a kernel: from here on all that the kernel before it writes is there."""
+    cuda.gdc_wait()
+
+
+def power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def operator(mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Nothing where kernels are compiled: an operator takes longer to call than a kernel to launch."""
+
+    def wrap(launch: Callable[..., None]) -> Callable[..., None]:
+        if not INTERPRETED:
+            return launch
+        name = f"attn_backends::triton_{launch.__name__.strip('_')}"
+        made: Callable[..., None] = torch.library.custom_op(name, launch, mutates_args=mutates, device_types="cpu")
+        return made
+
+    return wrap
+
+
+_compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # kernels, by all that Triton compiles them for; and of which
+_MOST_COMPILED = 1024
+_dtype_of = attrgetter("dtype")
+
+
+def start_kernel(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any) -> Any:
+    """Launch a kernel by Triton itself, which looks for the compiled one and returns it; None where there is none."""
+    if (listing := LISTING.get()) is not None:
+        listing.add(kernel, given, options)
+        return None
+    return kernel[grid](*given, **options)
+
+
+def launch(
+    kernel: Any, grid: int | tuple[int, ...], tensors: Sequence[torch.Tensor], varying: tuple[float, ...],
+    fixed: tuple[Any, ...], warps: int, *, descriptors: tuple[Any, ...] = (), early: bool = False,
+) -> None:  # fmt: skip
+    """Launch a Triton kernel. What Triton does to find the compiled one takes the host several times as long as to
+    launch it: once for all launches that differ in addresses and in `varying` alone.
+
+    Args:
+        kernel: its parameters are, in this order, `descriptors`, `tensors`, `varying` and `fixed`.
+        grid: programs, one number or as many as Triton takes.
+        varying: numbers that differ from batch to batch. The kernel is not specialised for them, nor do integers need
+            more than 32 bits.
+        warps: of a program.
+        descriptors: of some of the tensors, or None; what they are of follows from the others.
+        early: see `can_start_early`.
+    """
+    grid = grid if isinstance(grid, tuple) else (grid,)
+    # Not every version of Triton knows the word.
+    options = {"num_warps": warps, "launch_pdl": True} if early else {"num_warps": warps}
+    if INTERPRETED or LISTING.get() is not None:
+        start_kernel(kernel, grid, *descriptors, *tensors, *varying, *fixed, **options)
+        return
+    addresses = [*map(torch.Tensor.data_ptr, tensors)]
+    aligned: Any = not reduce(or_, addresses) % ALIGNED or tuple(address % ALIGNED == 0 for address in addresses)
+    form = (id(kernel), tensors[0].get_device(), warps, early, aligned, *map(_dtype_of, tensors), *fixed)
+    found = _compiled.get(form)
+    if found is not None:
+        found[0][(*grid, 1, 1)[:3]](*descriptors, *addresses, *varying, *fixed)
+        return
+    if len(_compiled) >= _MOST_COMPILED:
+        _compiled.clear()
+    _compiled[form] = kernel[grid](*descriptors, *tensors, *varying, *fixed, **options), kernel

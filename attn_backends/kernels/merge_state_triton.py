@@ -1,0 +1,57 @@
+"""`attn_backends.kernels.merge_state` in one launch on a GPU."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from attn_backends.kernels.launch import start_kernel
+
+_ROWS = 16  # pairs of token and head of a program
+
+
+# How LSEs lie follows from the number of tokens, for libraries that have them head by head.
+_NOT_CONSTANT = ["num_rows", "lse_token", "lse_head", "more_lse_token", "more_lse_head"]
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=_NOT_CONSTANT, do_not_specialize_on_alignment=["lse", "more_lse"]
+)
+def merge_kernel(  # type: ignore[no-untyped-def]
+    output, lse, more, more_lse, num_rows, out_token, out_head, lse_token, lse_head, more_token, more_head,
+    more_lse_token, more_lse_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program ROWS pairs of token and head."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = row < num_rows
+    token, head = (row // HEADS).to(tl.int64), row % HEADS
+    at_lse = lse + token * lse_token + head * lse_head
+    own = tl.load(at_lse, mask=there, other=float("-inf"))
+    other = tl.load(more_lse + token * more_lse_token + head * more_lse_head, mask=there, other=float("-inf"))
+    top = tl.maximum(own, other)
+    base = tl.where(top == float("-inf"), 0.0, top)  # of a token that saw nothing
+    own_weight, other_weight = tl.exp(own - base), tl.exp(other - base)
+    total = own_weight + other_weight
+    share = 1.0 / tl.where(total > 0, total, 1.0)
+    dims = tl.arange(0, BLOCK_DIM)
+    live = there[:, None] & (dims < DIM)[None]
+    to = output + (token * out_token + head * out_head)[:, None] + dims[None]
+    of = more + (token * more_token + head * more_head)[:, None] + dims[None]
+    # Not loaded where it weighs nothing: it may be NaN there.
+    first = tl.load(to, mask=live & (own_weight > 0)[:, None], other=0.0).to(tl.float32)
+    second = tl.load(of, mask=live & (other_weight > 0)[:, None], other=0.0).to(tl.float32)
+    joined = first * (own_weight * share)[:, None] + second * (other_weight * share)[:, None]
+    tl.store(to, joined.to(output.dtype.element_ty), mask=live)
+    tl.store(at_lse, tl.where(total > 0, base + tl.log(total), float("-inf")), mask=there)
+
+
+def merge(output: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
+    num_tokens, num_heads, dim = output.shape
+    grid = (-(-num_tokens * num_heads // _ROWS),)
+    start_kernel(
+        merge_kernel, grid,
+        output, lse, more, more_lse, num_tokens * num_heads, *output.stride()[:2], *lse.stride(), *more.stride()[:2],
+        *more_lse.stride(), num_heads, dim, triton.next_power_of_2(dim), _ROWS,
+    )  # fmt: skip

@@ -1,0 +1,101 @@
+"""How long backends were measured to take: on the GPU that was measured, AUTO tries the fastest of them first.
+
+`measured.json` is written by benchmarks/rank_backends.py from results of the benchmarks: one layer's decode on a GPU. A
+layer and load that is not in it takes the nearest that is. It says nothing of other GPUs: they go by priority.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from attn_backends.registry.table import BackendEntry
+    from attn_backends.spec import PlanGroup
+
+
+class Load(NamedTuple):
+    """What a decode step is expected to be, at most."""
+
+    num_requests: int = 64
+    num_keys: int = 4096  # of each
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times of backends, the fastest first, at one shape."""
+
+    is_mla: bool
+    heads: tuple[int, int, int]  # num_qo_heads, num_kv_heads, head_dim
+    load: Load
+    us: dict[str, float]
+    where: str  # GPU and date
+
+    def __str__(self) -> str:
+        """
+        >>> print(Measured(False, (32, 8, 128), Load(64, 4096), {"TRITON": 248.9, "FLASHINFER": 257.7}, "an H200"))
+        TRITON 248.9 us, FLASHINFER 257.7 us: a layer's decode of 64 x 4096 keys, 32/8 heads of 128, on an H200
+        """
+        times = ", ".join(f"{name} {us:,.1f} us" for name, us in self.us.items())
+        shape = "{} x {} keys, {}/{} heads of {}".format(*self.load, *self.heads)
+        return f"{times}: a layer's decode of {shape}, on {self.where}"
+
+
+def nearest(groups: Sequence[PlanGroup[Any]], load: Load, gpu: str | None) -> Measured | None:
+    """What was measured nearest to the largest group's layers, by the ratios of sizes.
+
+    None for layers of a kind that was not measured, and for a GPU that is not the measured one.
+
+    Args:
+        gpu: the GPU's name, as torch says it; None where there is none.
+    """
+    if gpu != _table().gpu:
+        return None
+    spec = max(groups, key=lambda group: len(group.layers)).spec
+    is_mla = type(spec).__name__ == "MLASpec"  # its class loads torch
+    asked = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, *load)
+
+    def distance(row: Measured) -> float:
+        return sum(abs(math.log2(size / wanted)) for size, wanted in zip((*row.heads, *row.load), asked, strict=True))
+
+    return min((row for row in _table().rows if row.is_mla == is_mla), key=distance, default=None)
+
+
+def unmeasured(gpu: str | None) -> str | None:
+    """Why AUTO goes by priority on a GPU, in words; None on the measured one, and where there is no GPU.
+
+    >>> unmeasured("NVIDIA A100-SXM4-80GB")
+    'no times of NVIDIA A100-SXM4-80GB are shipped, those of NVIDIA H200 alone'
+    """
+    measured = _table().gpu
+    return None if gpu in (None, measured) else f"no times of {gpu} are shipped, those of {measured} alone"
+
+
+def fastest_first(entries: Iterable[BackendEntry], measured: Measured | None) -> list[BackendEntry]:
+    """Entries in their order, but for the measured ones, which share their places by their times."""
+    ordered = list(entries)
+    if measured is None:
+        return ordered
+    places = [i for i, entry in enumerate(ordered) if entry.name in measured.us]
+    by_time = sorted((ordered[i] for i in places), key=lambda entry: measured.us[entry.name])
+    for place, entry in zip(places, by_time, strict=True):
+        ordered[place] = entry
+    return ordered
+
+
+class _Table(NamedTuple):
+    gpu: str  # as torch names it
+    rows: tuple[Measured, ...]
+
+
+@cache
+def _table() -> _Table:
+    found = json.loads(resources.files(__package__).joinpath("measured.json").read_text(encoding="utf-8"))
+    where = f"{found['gpu']} ({found['dates']})"
+    rows = (Measured(row["is_mla"], tuple(row["heads"]), Load(*row["load"]), row["us"], where) for row in found["rows"])
+    return _Table(found["gpu"], tuple(rows))

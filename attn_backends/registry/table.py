@@ -1,0 +1,344 @@
+"""The table behind the registry: which backends are known, and how one is imported. Rows are data, nothing is imported.
+
+Known? `backends`. Importable? `get_backend(name)`. Fit for these layers? `attn_backends.registry`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from attn_backends.interface import AttentionBackend
+
+logger = logging.getLogger(__name__)
+
+AUTO = "AUTO"  # asks the registry to choose; no backend has this name
+ENTRY_POINT: Final = "entry point"
+GROUP = "attn_backends.backends"  # of entry points: name = "package.module:Class"
+
+TargetT = TypeVar("TargetT", bound="str | type[AttentionBackend]")
+
+
+@dataclass(frozen=True)
+class BackendEntry:
+    """One row: where a backend lives, and what to type if it is missing."""
+
+    name: str  # upper case
+    target: str  # "package.module:Class"
+    package: str | None = None  # distribution that brings the kernels, for its version
+    install: str | None = None  # command that makes it importable
+    priority: int | None = None  # AUTO tries the highest first, and never a backend without one
+    options: type[BaseModel] | str | None = None  # pydantic model of its `backend_options`, or "package.module:Class"
+    source: Literal["built-in", "entry point", "registered"] = "registered"
+    # Of the kernels, imported with the backend: one, or several of which any will do. None: its target imports them.
+    module: str | tuple[str, ...] | None = None
+
+
+BUILT_IN = (
+    BackendEntry(
+        "TORCH",
+        "attn_backends.backends.torch.backend:TorchBackend",
+        package="torch",
+        install="pip install torch",
+        priority=0,
+        options="attn_backends.backends.torch.options:TorchOptions",
+        source="built-in",
+    ),
+    BackendEntry(
+        "TRITON",
+        "attn_backends.backends.triton.backend:TritonBackend",
+        package="triton",
+        install="pip install triton",
+        priority=8,
+        options="attn_backends.backends.triton.tuning:TritonOptions",
+        source="built-in",
+    ),
+    BackendEntry(
+        "FLASHINFER",
+        "attn_backends.backends.flashinfer.backend:FlashInferBackend",
+        package="flashinfer-python",
+        module="flashinfer",
+        install="pip install flashinfer-python",
+        priority=10,
+        options="attn_backends.backends.flashinfer.options:FlashInferOptions",
+        source="built-in",
+    ),
+    BackendEntry(
+        "FLASH_ATTN",
+        "attn_backends.backends.flash_attn.backend:FlashAttnBackend",
+        package="flash-attn",
+        module=("flash_attn", "flash_attn_interface", "vllm.vllm_flash_attn.flash_attn_interface"),
+        install="pip install flash-attn --no-build-isolation",
+        priority=5,
+        options="attn_backends.backends.flash_attn.options:FlashAttnOptions",
+        source="built-in",
+    ),
+    BackendEntry(
+        "FLASHINFER_MLA",
+        "attn_backends.backends.mla.flashinfer_mla.backend:FlashInferMLABackend",
+        package="flashinfer-python",
+        module="flashinfer",
+        install="pip install flashinfer-python",
+        priority=20,
+        options="attn_backends.backends.mla.flashinfer_mla.backend:FlashInferMLAOptions",
+        source="built-in",
+    ),
+    BackendEntry(
+        "FLASHMLA",
+        "attn_backends.backends.mla.flashmla.backend:FlashMLABackend",
+        module="attn_backends.backends.mla.flashmla.provider",
+        install="pip install git+https://github.com/deepseek-ai/FlashMLA, or vllm, or sgl-kernel",
+        priority=10,
+        options="attn_backends.backends.mla.flashmla.backend:FlashMLAOptions",
+        source="built-in",
+    ),
+    BackendEntry(
+        "TORCH_MLA",
+        "attn_backends.backends.mla.torch_mla:TorchMLABackend",
+        package="torch",
+        install="pip install torch",
+        priority=0,
+        options="attn_backends.backends.mla.torch_mla:TorchMLAOptions",
+        source="built-in",
+    ),
+    BackendEntry(
+        "TRITON_MLA",
+        "attn_backends.backends.mla.triton_mla.backend:TritonMLABackend",
+        package="triton",
+        install="pip install triton",
+        priority=7,
+        options="attn_backends.backends.mla.triton_mla.tuning:TritonMLAOptions",
+        source="built-in",
+    ),
+    BackendEntry(
+        "FLASH_ATTN_MLA",
+        "attn_backends.backends.mla.flash_attn_mla.backend:FlashAttnMLABackend",
+        module="attn_backends.backends.mla.flash_attn_mla.provider",
+        package="vllm",
+        install="pip install vllm",
+        priority=5,
+        options="attn_backends.backends.mla.flash_attn_mla.backend:FlashAttnMLAOptions",
+        source="built-in",
+    ),
+)
+
+
+class UnknownBackendError(ValueError):
+    """No backend has this name; the message has the nearest names."""
+
+
+class BackendImportError(ImportError):
+    """A known backend cannot be imported. `reason` says why, `fix` what to type; the cause is chained."""
+
+    def __init__(self, backend: str, reason: str, fix: str) -> None:
+        super().__init__(backend, reason, fix)
+        self.backend, self.reason, self.fix = backend, reason, fix
+
+    def __str__(self) -> str:
+        return f"backend {self.backend} cannot be imported: {self.reason}. Try: {self.fix}"
+
+
+class BackendTable(Mapping[str, BackendEntry]):
+    """Read-only view of all rows, built-in, installed and registered, by name in any case."""
+
+    def __getitem__(self, name: str) -> BackendEntry:
+        return _rows()[str(name).upper()]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict(_rows()))
+
+    def __len__(self) -> int:
+        return len(_rows())
+
+    def __repr__(self) -> str:
+        return f"<backends: {', '.join(self)}>"
+
+
+backends = BackendTable()
+_classes: dict[str, type[AttentionBackend]] = {}  # imported, by name
+
+
+@functools.cache
+def _rows() -> dict[str, BackendEntry]:
+    """The table itself. Installed entry points are read once, on first use; the first row of a name stays."""
+    rows = {entry.name: entry for entry in BUILT_IN}
+    for entry in _installed_entries():
+        known = rows.setdefault(entry.name, entry)
+        if entry.name == AUTO or known.target != entry.target:
+            taken = "is reserved" if entry.name == AUTO else f"is {known.target} ({known.source})"
+            logger.warning("entry point %s = %s of %s: the name %s", entry.name, entry.target, entry.package, taken)
+    rows.pop(AUTO, None)
+    return rows
+
+
+def _installed_entries() -> Iterator[BackendEntry]:
+    """Entry points as strings. One distribution at a time: one with broken metadata must not hide the others."""
+    for dist in importlib.metadata.distributions():
+        try:
+            points = [(point.name, point.value) for point in dist.entry_points if point.group == GROUP]
+            package = dist.metadata["Name"] if points else None
+        except Exception as error:
+            logger.warning("entry points of %s cannot be read: %r", getattr(dist, "_path", dist), error)
+            continue
+        for name, value in points:
+            yield BackendEntry(name.upper(), value.strip(), package, f"pip install {package}", source=ENTRY_POINT)
+
+
+def get_entry(name: str) -> BackendEntry:
+    """The row of a name. Raises `UnknownBackendError`, a `ValueError`, with the nearest names."""
+    if name in backends:
+        return backends[name]
+    near = get_close_matches(str(name).upper(), backends, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise UnknownBackendError(f"no backend is named {name!r}; {hint}known: {', '.join([AUTO, *backends])}")
+
+
+def get_backend(name: str) -> type[AttentionBackend]:
+    """Import a backend by name.
+
+    Raises:
+        UnknownBackendError: a `ValueError`; no such name.
+        BackendImportError: an `ImportError`; whatever its import raised, or what its class lacks, and what to type.
+    """
+    entry = get_entry(name)
+    if entry.name not in _classes:
+        try:
+            if entry.module:
+                _import_any((entry.module,) if isinstance(entry.module, str) else entry.module)
+            backend = get_class(entry)
+        except Exception as error:  # kernel libraries raise anything on import: AssertionError, OSError, …
+            raise _import_error(entry, error) from error
+        _classes[entry.name] = backend
+    return _classes[entry.name]
+
+
+def _import_any(modules: tuple[str, ...]) -> None:
+    """Import the first that can be imported; if none can, raise what is wrong with one that is installed."""
+    errors: list[Exception] = []
+    for module in modules:
+        try:
+            importlib.import_module(module)
+            return
+        except Exception as error:
+            errors.append(error)
+    broken = [error for error in errors if not isinstance(error, ModuleNotFoundError)]
+    if broken or len(errors) == 1:
+        raise (broken or errors)[0]
+    raise ModuleNotFoundError(f"none of the modules {', '.join(modules)} is installed")
+
+
+def get_class(entry: BackendEntry) -> type[AttentionBackend]:
+    """A row's class, whether or not its kernels (`BackendEntry.module`) are installed."""
+    backend: type[AttentionBackend] = import_target(entry.target)
+    _check_class(entry.name, backend)
+    return backend
+
+
+def import_target(target: str) -> Any:
+    """The object that "package.module:Name" names."""
+    module, _, qualname = target.partition(":")
+    if not module or not qualname:
+        raise ValueError(f"target {target!r} must be 'package.module:Class'")
+    return functools.reduce(getattr, qualname.split("."), importlib.import_module(module))
+
+
+def _import_error(entry: BackendEntry, error: Exception) -> BackendImportError:
+    fix = entry.install or f'python -c "import {entry.target.partition(":")[0]}"'
+    if isinstance(error, ModuleNotFoundError):
+        reason = f"module {error.name!r} is not installed" if error.name else str(error)
+        return BackendImportError(entry.name, reason, fix)
+    return BackendImportError(entry.name, f"{type(error).__name__}: {error}".strip().rstrip(":."), fix)
+
+
+def _check_class(name: str, backend: object) -> None:
+    from attn_backends.interface import AttentionBackend  # it loads torch
+
+    if not isinstance(backend, type) or not issubclass(backend, AttentionBackend):
+        raise TypeError(f"{backend!r} is not a subclass of attn_backends.AttentionBackend")
+    if inspect.isabstract(backend):
+        missing = ", ".join(sorted(backend.__abstractmethods__))
+        raise TypeError(f"{backend.__qualname__} lacks the static methods {missing}")
+    if backend.get_name() != name:
+        raise TypeError(f"{backend.__qualname__}.get_name() is {backend.get_name()!r}; it is registered as {name!r}")
+
+
+def register_backend(
+    name: str,
+    target: str | type[AttentionBackend] | None = None,
+    *,
+    package: str | None = None,
+    install: str | None = None,
+    priority: int | None = None,
+    options: type[BaseModel] | str | None = None,
+    override: bool = False,
+) -> Callable[[TargetT], TargetT]:
+    """Add a backend: `register_backend("MINE", "pkg.mod:Class")`, with a class, or `@register_backend("MINE")` on one.
+
+    Registering the same target twice changes nothing. A class that an installed entry point names may be decorated
+    too: that completes the entry point's row, which has no other way to state its priority and options.
+
+    Args:
+        name: any case; stored in upper case, and what the class's `get_name()` returns.
+        target: "package.module:Class", imported on first use, or the class itself.
+        package: distribution that brings the kernels, for `attn-backends list`.
+        install: command shown when the import fails.
+        priority: AUTO tries the highest first (TORCH is 0); without one it is used only by name.
+        options: pydantic model that the config's `backend_options` are validated by, or where to import it from.
+        override: replace another target, or what else is stated, of this name.
+
+    Returns:
+        The class decorator; of no further use when `target` is given.
+
+    Raises:
+        ValueError: the name is reserved, or has another target.
+        TypeError: the class is not a complete backend, or calls itself by another name.
+    """
+
+    def register(target: TargetT) -> TargetT:
+        backend = None if isinstance(target, str) else target
+        where = f"{target.__module__}:{target.__qualname__}" if isinstance(target, type) else str(target)
+        _add(BackendEntry(name.upper(), where, package, install, priority, options), backend, override)
+        return target
+
+    if target is not None:
+        register(target)
+    return register
+
+
+def _add(entry: BackendEntry, backend: type[AttentionBackend] | None, override: bool) -> None:
+    if entry.name in ("", AUTO):
+        raise ValueError(f"a backend cannot be named {entry.name!r}; choose another name")
+    if backend is not None:
+        _check_class(entry.name, backend)
+    known = _rows().get(entry.name)
+    if known and _same_plugin(known, entry):
+        stated = {key: value for key, value in vars(entry).items() if value is not None and key != "source"}
+        entry = replace(known, **stated)
+    elif known and not override:
+        if known.target != entry.target:
+            raise ValueError(
+                f"backend {entry.name} is {known.target} ({known.source}); pass override=True to make it {entry.target}"
+            )
+        entry = known
+    _rows()[entry.name] = entry
+    if backend is not None:
+        _classes[entry.name] = backend
+    elif known and known.target != entry.target:
+        _classes.pop(entry.name, None)
+
+
+def _same_plugin(known: BackendEntry, entry: BackendEntry) -> bool:
+    """Whether an entry point's row is meant: its target may be a re-export in another module of the package."""
+    (module, _, qualname), (other_module, _, other_qualname) = (e.target.partition(":") for e in (known, entry))
+    same = module.partition(".")[0] == other_module.partition(".")[0] and qualname == other_qualname
+    return known.source == ENTRY_POINT and same

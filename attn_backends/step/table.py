@@ -1,0 +1,307 @@
+"""The page table that lives on: rows owned by running requests, on the host and on the device, one copy a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from attn_backends.batch.common import CommonAttentionMetadata
+from attn_backends.batch.page_table import IntArray
+from attn_backends.machine import HAS_TRITON
+from attn_backends.spec import KVCacheSpec, Limits
+from attn_backends.step.buffers import StepShape, TokenViews
+from attn_backends.step.device import DeviceCopy, DeviceSide, HostStep, SharedMemory
+from attn_backends.step.rows import PageRows, as_int32
+
+_MOST_AHEAD = 16
+
+
+@dataclass(frozen=True, eq=False)
+class StepBatch:
+    """One step, for builders and the model. Its tensors on the device are the table's: valid until its next step."""
+
+    common: CommonAttentionMetadata
+    token_ids: torch.Tensor  # [T] i64 on the device; 0 for padding of `step`. What is not given was there before
+    positions: torch.Tensor  # [T] i64 on the device; 0 for padding
+    num_advanced: int = 0  # how often `advance` has been called since `StepTable.step`
+
+
+class _Shaped(NamedTuple):
+    """What steps of one shape have in common. A view takes about as long as a small kernel's launch."""
+
+    shape: StepShape
+    fields: dict[str, Any]  # of their `CommonAttentionMetadata`
+    tokens: TokenViews
+    increments: IntArray  # [R] i32: 1, and 0 for padding
+
+
+class StepTable(PageRows):
+    """`CommonAttentionMetadata` without building anew: a step costs its rows and tokens, however long the contexts.
+
+    Requests own rows (`enter`, `extend`, `append`, `leave`, `swap_rows`, `arrange`); `step` takes the first n rows.
+    It equals `CommonAttentionMetadata.from_sequence_groups` of the same rows, but for `page_table`, which is all
+    `capacity` columns wide with valid ids behind a row's pages. All work on the device is queued on the current stream.
+
+    On a CPU the device's page table is the host's: edit rows when the last step has been used.
+
+    Args:
+        limits: all buffers are sized from these, once. Padding counts as requests and tokens too.
+        device: where metadata is wanted.
+        make_side: makes the device's side; chosen by `device` if None.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        cache: KVCacheSpec,
+        device: torch.device | str = "cpu",
+        *,
+        make_side: Callable[[PageRows], DeviceSide] | None = None,
+    ) -> None:
+        super().__init__(limits, cache)
+        self.device = torch.device(device)
+        self.side = make_side(self) if make_side else _side(self, self.device)
+        self._latest: Callable[[], StepBatch | None] = lambda: None  # a weak reference: its batch is the caller's
+        self._moves_at_latest = 0
+        self._coming: list[dict[str, Any]] = []  # fields of steps that `advance` may take without a look at pages
+        self._decode = lru_cache(maxsize=limits.max_num_requests)(self._make_decode)
+
+    def step(
+        self,
+        context_lens: IntArray | Sequence[int],
+        query_lens: IntArray | Sequence[int],
+        token_ids: NDArray[np.int64] | Sequence[int] | None = None,
+        *,
+        num_padded_reqs: int = 0,
+        padded_query_len: int = 1,
+        context_lens_on_device: torch.Tensor | None = None,
+        for_graph: bool = False,
+    ) -> StepBatch:
+        """The next step of rows 0 to n - 1.
+
+        Args:
+            context_lens, query_lens: [n] tokens in the cache, and new ones.
+            token_ids: the new ones, row after row; None leaves what is in `StepBatch.token_ids` on the device.
+            num_padded_reqs: rows added behind the batch for a CUDA graph, each of `padded_query_len` tokens.
+            context_lens_on_device: [n] i32 on the device, where only it knows (asynchronous scheduling, speculative
+                decoding). `context_lens` are then upper bounds, and the batch is marked `seq_lens_are_upper_bounds`.
+            for_graph: as in the batch.
+
+        Raises:
+            ValueError: a length without meaning, without pages or over a limit; nothing has changed then.
+        """
+        context, query = as_int32(context_lens, self._context_of), as_int32(query_lens, self._query_of)
+        shape = self._check(context, query, num_padded_reqs, padded_query_len)
+        ids = None if token_ids is None else np.asarray(token_ids, np.int64)
+        if ids is not None and ids.shape != (shape.num_actual_tokens,):
+            raise ValueError(f"token_ids has shape {list(ids.shape)}; the step has {shape.num_actual_tokens} tokens")
+        self._check_on_device(context_lens_on_device, len(context))
+        if num_padded_reqs:
+            context = np.concatenate([context, np.zeros(num_padded_reqs, np.int32)])
+            query = np.concatenate([query, np.full(num_padded_reqs, padded_query_len, np.int32)])
+            seq_lens = context + query
+            seq_lens[shape.num_actual_reqs :] = 0
+        else:
+            seq_lens, context = context + query, context.copy()
+        csr = self.side.step(self, HostStep(shape, seq_lens, query, ids, context_lens_on_device))
+        self._coming = []
+        if shape.num_tokens == shape.num_reqs:
+            shaped = self._decode(shape.num_reqs, shape.num_actual_reqs)
+        else:
+            starts = np.zeros(shape.num_reqs + 1, np.int32)
+            np.cumsum(query, out=starts[1:])
+            shaped = self._shaped(shape, torch.from_numpy(starts), int(query.max()))
+        lens = {
+            "seq_lens_cpu": torch.from_numpy(seq_lens),
+            "context_lens_cpu": torch.from_numpy(context),
+            "max_seq_len": int(seq_lens.max()),
+            "csr": csr,
+            "seq_lens_are_upper_bounds": context_lens_on_device is not None,
+            "for_graph": for_graph,
+        }
+        return self._made(shaped, lens, 0)
+
+    def advance(self, step: StepBatch, token_ids: torch.Tensor | None = None) -> StepBatch:
+        """The next decode step of the same rows, without the host's lists: every row has one token more, its new one.
+
+        Lengths, positions, slots and CSR move on in place on the device, and the host's with them: exact ones stay
+        exact, upper bounds stay bounds. Padded rows stay idle.
+
+        Args:
+            step: the last one that `step` or `advance` returned; its tensors become the new one's.
+            token_ids: [n] i64 on the device, what was sampled; None if it was written into `step.token_ids`.
+
+        Raises:
+            ValueError: rows have moved since, or a row has no page for its token. Pages that were added since the
+                last step travel along.
+        """
+        common = step.common
+        if step is not self._latest() or self._moves_at_latest != self.num_moves:
+            raise ValueError("only the last step can be advanced, and not once rows have moved: call step")
+        decode, context_lens = self._decode(common.num_reqs, common.num_actual_reqs), common.seq_lens_cpu
+        if self.has_unsent or not self._coming:
+            self._coming = self._look_ahead(decode, context_lens.numpy())
+        coming = self._coming.pop()
+        are_bounds, num_advanced = common.seq_lens_are_upper_bounds, step.num_advanced + 1
+        csr = self.side.advance(self, decode.shape, coming["seq_lens_cpu"], num_advanced, are_bounds)
+        if token_ids is not None:
+            self.side.buffers.tokens(common.num_actual_reqs).token_ids.copy_(token_ids, non_blocking=True)
+        lens = {
+            **coming,
+            "context_lens_cpu": context_lens,
+            "max_seq_len": common.max_seq_len + 1,
+            "csr": csr,
+            "seq_lens_are_upper_bounds": are_bounds,
+            "for_graph": common.for_graph,
+        }
+        return self._made(decode, lens, num_advanced)
+
+    def _look_ahead(self, decode: _Shaped, seq_lens: IntArray) -> list[dict[str, Any]]:
+        """Lengths of the next steps, and where rows begin in the CSR if there is one, as far as all rows have pages;
+        the next step last. At once, they cost little."""
+        room = self._room_of(len(seq_lens))
+        num_steps = int((room - seq_lens)[: decode.shape.num_actual_reqs].min())
+        if num_steps < 1:
+            row = int((seq_lens >= room).argmax())
+            self._refuse(row, int(self.num_pages[row]), int(seq_lens[row]), 1)
+        further = np.arange(min(num_steps, _MOST_AHEAD), 0, -1, dtype=np.int32)
+        coming = seq_lens + further[:, None] * decode.increments
+        lens = torch.from_numpy(coming).unbind()
+        if not len(self.side.buffers.paged_kv_indices):
+            return [{"seq_lens_cpu": each} for each in lens]
+        indptr = np.zeros((len(coming), len(seq_lens) + 1), np.int32)
+        page_size = self.cache.page_size
+        np.cumsum((coming + (page_size - 1)) // page_size, axis=1, out=indptr[:, 1:])
+        starts = torch.from_numpy(indptr).unbind()
+        # The second is what `CommonAttentionMetadata` would work out, and keeps under the same name.
+        return [{"seq_lens_cpu": one, "paged_kv_indptr_cpu": at} for one, at in zip(lens, starts, strict=True)]
+
+    def _made(self, shaped: _Shaped, lens: dict[str, Any], num_advanced: int) -> StepBatch:
+        # Not by its __init__, which for a frozen class of that many fields takes a tenth of a step's time.
+        common = object.__new__(CommonAttentionMetadata)
+        common.__dict__.update(shaped.fields)
+        common.__dict__.update(lens)
+        step = StepBatch(common, shaped.tokens.token_ids, shaped.tokens.positions, num_advanced)
+        self._latest = weakref.ref(step)
+        self._moves_at_latest = self.num_moves
+        return step
+
+    def _make_decode(self, num_reqs: int, num_actual_reqs: int) -> _Shaped:
+        shape = StepShape(num_reqs, num_actual_reqs, num_reqs, num_actual_reqs)
+        return self._shaped(shape, torch.arange(num_reqs + 1, dtype=torch.int32), 1)
+
+    def _shaped(self, shape: StepShape, starts: torch.Tensor, max_query_len: int) -> _Shaped:
+        increments = np.zeros(shape.num_reqs, np.int32)
+        increments[: shape.num_actual_reqs] = 1
+        fields = self._fields(shape, starts, max_query_len)
+        return _Shaped(shape, fields, self.side.buffers.tokens(shape.num_tokens), increments)
+
+    def _fields(self, shape: StepShape, starts: torch.Tensor, max_query_len: int) -> dict[str, Any]:
+        """What a batch holds beside its lengths."""
+        num_reqs, actual_reqs, num_tokens, actual_tokens = shape
+        rows, tokens = self.side.buffers.rows(num_reqs), self.side.buffers.tokens(num_tokens)
+        return {
+            "page_size": self.cache.page_size,
+            "num_reqs": num_reqs,
+            "num_actual_reqs": actual_reqs,
+            "num_tokens": num_tokens,
+            "num_actual_tokens": actual_tokens,
+            "max_query_len": max_query_len,
+            "query_start_loc": rows.query_start_loc,
+            "query_start_loc_cpu": starts,
+            "seq_lens": rows.seq_lens,
+            "page_table": rows.page_table,
+            "slot_mapping": tokens.slot_mapping,
+            "num_new_kv": actual_tokens,
+            "new_kv_start_loc_cpu": starts if num_tokens == actual_tokens else starts.clamp(max=actual_tokens),
+            "is_profile_run": False,
+        }
+
+    def _check(
+        self, context_lens: IntArray, query_lens: IntArray, num_padded_reqs: int, padded_query_len: int
+    ) -> StepShape:
+        """The step's shape, once all of it is found to be within limits and pages."""
+        count = len(context_lens)
+        if not 1 <= count <= self.num_rows or len(query_lens) != count:
+            raise ValueError(
+                f"{count} context lengths and {len(query_lens)} query lengths for {self.num_rows} rows: pass one of "
+                "each for one or more of the first rows"
+            )
+        is_decode = self._check_room(context_lens, query_lens)
+        num_tokens = count if is_decode else int(query_lens.sum())
+        shape = StepShape(count + num_padded_reqs, count, num_tokens + num_padded_reqs * padded_query_len, num_tokens)
+        limits = self.limits
+        if num_padded_reqs < 0 or (num_padded_reqs and padded_query_len < 1):
+            raise ValueError(f"num_padded_reqs is {num_padded_reqs} and padded_query_len {padded_query_len}")
+        if shape.num_reqs > limits.max_num_requests or shape.num_tokens > limits.max_num_tokens:
+            raise ValueError(
+                f"the step has {shape.num_reqs} requests and {shape.num_tokens} tokens, {num_padded_reqs} padded "
+                f"requests included (the first is {self.request_ids[0]!r}); the limits are max_num_requests "
+                f"{limits.max_num_requests} and max_num_tokens {limits.max_num_tokens}"
+            )
+        return shape
+
+    def _check_room(self, context_lens: IntArray, query_lens: IntArray) -> bool:
+        """Refuses lengths that have no meaning or no pages. Returns whether every row has one new token."""
+        room = self._room_of(len(context_lens))
+        is_decode = not np.count_nonzero(query_lens - 1)
+        if is_decode:  # read as unsigned, a negative length is a large one
+            wrong = context_lens.view(np.uint32) >= room.view(np.uint32)
+        else:  # in this order nothing overflows
+            wrong = (context_lens < 0) | (query_lens < 1) | (context_lens > room - query_lens)
+        if np.count_nonzero(wrong):
+            row = int(wrong.argmax())
+            self._refuse(row, int(self.num_pages[row]), int(context_lens[row]), int(query_lens[row]))
+        return is_decode
+
+    def _room_of(self, num_rows: int) -> IntArray:
+        """[num_rows] i32, how many tokens each of the first rows has pages for."""
+        return np.minimum(self.num_pages[:num_rows] * self.cache.page_size, self.limits.max_model_len)
+
+    def _refuse(self, row: int, num_pages: int, context_len: int, query_len: int) -> NoReturn:
+        name = f"request {self.request_ids[row]!r} (row {row})"
+        if query_len < 1 or context_len < 0:
+            raise ValueError(
+                f"{name} has context length {context_len} and query length {query_len}: need context_len >= 0 and "
+                "query_len >= 1"
+            )
+        seq_len, slots = context_len + query_len, num_pages * self.cache.page_size
+        if seq_len > self.limits.max_model_len:
+            raise ValueError(f"{name} would have {seq_len} tokens; max_model_len is {self.limits.max_model_len}")
+        raise ValueError(
+            f"{name} has {num_pages} pages of {self.cache.page_size} slots, which hold {slots} keys, but its length "
+            f"is {seq_len}: extend or append before the step"
+        )
+
+    def _context_of(self, row: int) -> str:
+        return f"request {self.request_ids[row]!r}: context length"
+
+    def _query_of(self, row: int) -> str:
+        return f"request {self.request_ids[row]!r}: query length"
+
+    def _check_on_device(self, context_lens: torch.Tensor | None, count: int) -> None:
+        if context_lens is None:
+            return
+        on_device = context_lens.device.type == self.device.type
+        if context_lens.dtype != torch.int32 or context_lens.shape != (count,) or not on_device:
+            raise ValueError(
+                f"context_lens_on_device is {context_lens.dtype} {list(context_lens.shape)} on {context_lens.device}; "
+                f"it must be torch.int32 [{count}] on {self.device}"
+            )
+
+
+def _side(rows: PageRows, device: torch.device) -> DeviceSide:
+    if device.type == "cpu":
+        return SharedMemory(rows)
+    if device.type != "cuda" or not HAS_TRITON:
+        return DeviceCopy(rows, device)
+    from attn_backends.step.kernel import TritonDerive
+
+    return DeviceCopy(rows, device, TritonDerive)

@@ -1,0 +1,1 @@
+"""Cases for the test tools: fixed and random batches, layers and features."""
