@@ -21,7 +21,7 @@ help: ## show this list
 generate: $(READY) ## answer a few prompts, or yours: PROMPT="..."; more options: ARGS="--max-tokens 200"
 	@$(BIN)/attn-backends generate $${PROMPT:+--prompt "$$PROMPT"} $(ARGS) </dev/null
 
-test: $(READY) ## run the tests; a part of them: ARGS="tests/test_config.py -x"
+test: $(READY) ## run the tests; a part of them: ARGS="tests/engine/test_config.py -x"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(ARGS)
 
 long: $(READY) ## run all tests, with those that `make test` leaves out as they are more of the same
@@ -38,7 +38,7 @@ endif
 lint: $(READY) ## ruff and mypy, as .ci/run runs them
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict attn_backends registry.py
+	$(BIN)/mypy --strict attn_backends registry.py tests/emulated
 
 wheel: $(READY) ## build dist/*.whl and check what is in it
 	rm -rf build dist

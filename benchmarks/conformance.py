@@ -1,6 +1,6 @@
 """The tests that want a GPU, run and counted by class: writes results/conformance_<name>.json.
 
-    python benchmarks/conformance.py [tests/backends/test_triton.py ...] [-k KEYWORD] [--name NAME] [--workers N]
+    python benchmarks/conformance.py [tests/backends/triton/test_triton.py ...] [-k KEYWORD] [--name NAME] [--workers N]
         [--under "compute-sanitizer --error-exitcode 86"]
 
 "graphs" are those of the passed whose names tell of graphs or replays. `--under` starts each worker by another command;

@@ -16,9 +16,9 @@ from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.conformance import BackendConformance, MLAConformance
 from attn_backends.testing.harness import assert_matches, make_layer
-from tests.backends.test_triton import SMALL
-from tests.backends.test_triton_mla import SHARED
-from tests.interpreted import in_own_process, only_interpreted, run_interpreted
+from tests.backends.mla.test_triton_mla import SHARED
+from tests.backends.triton.test_triton import SMALL
+from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
 
 pytest.importorskip("attn_backends.kernels.split_kv", reason="needs triton")
 
@@ -43,7 +43,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of emulated kernels: so many programs each. Keys of 8 bits are made 16 bits however few queries see them."""
     from attn_backends.backends.mla.triton_mla import backend
     from attn_backends.backends.triton import launch, metadata
-    from tests.gluon_emulator import Emulated
+    from tests.helpers.gluon_emulator import Emulated
 
     made: list[int] = []
     monkeypatch.setattr(metadata, "is_faster_widened", lambda *_: True)
@@ -300,7 +300,7 @@ FAULTS = {
 @only_interpreted
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(fault: str, launches: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.gluon_emulator import Emulated
+    from tests.helpers.gluon_emulator import Emulated
 
     of, old, new, told = FAULTS[fault]
     package = of.split()[0]

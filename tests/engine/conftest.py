@@ -9,7 +9,7 @@ import pytest
 
 from attn_backends.engine.models.checkpoint import DEFAULT_MODEL, find_model
 from attn_backends.engine.models.hf import convert_gguf
-from tests.tiny_models import save_tiny
+from tests.helpers.tiny_models import save_tiny
 
 
 @pytest.fixture(scope="session")

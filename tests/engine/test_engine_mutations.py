@@ -18,8 +18,11 @@ from attn_backends.engine.models.fused.linears import packable
 from attn_backends.engine.models.kv_scales import KVScales, kv_scales
 from attn_backends.engine.scheduler import ScheduledBatch
 from attn_backends.registry import measured, select
-from tests import test_devices, test_measured
-from tests.engine import test_detokenizer, test_kv_scales, test_linears, test_prompts, test_sample_rows
+from tests import test_machine
+from tests.engine import test_detokenizer, test_prompts, test_sample_rows
+from tests.engine.models import test_kv_scales
+from tests.engine.models.fused import test_linears
+from tests.registry import test_measured
 
 Patch = pytest.MonkeyPatch
 
@@ -83,16 +86,16 @@ def test_scales_of_a_checkpoint(
     assert test_kv_scales.tokens(found) != expected
 
 
-_mi300 = test_devices._mi300
+_mi300 = test_machine._mi300
 gpu = test_measured.gpu
 
 
 @pytest.mark.usefixtures("_mi300")
 def test_hip_taken_for_cuda(monkeypatch: Patch) -> None:
-    test_devices.test_capabilities_are_nvidias_numbers()
+    test_machine.test_capabilities_are_nvidias_numbers()
     monkeypatch.setattr(machine, "is_hip", lambda: False)
     with pytest.raises(AssertionError):
-        test_devices.test_capabilities_are_nvidias_numbers()
+        test_machine.test_capabilities_are_nvidias_numbers()
 
 
 @pytest.mark.parametrize("gpu", ["NVIDIA A100-SXM4-80GB"], indirect=True)

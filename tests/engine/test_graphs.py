@@ -14,7 +14,7 @@ from attn_backends import LLM, CudaGraphSupport, EngineConfig, SamplingParams, U
 from attn_backends.backends.torch.backend import TorchBackend
 from attn_backends.engine.graphs import GraphKey, SizeLadder, default_sizes
 from attn_backends.testing.graphs.simulator import GraphSimulator
-from tests.tiny_models import FAMILIES, save_tiny
+from tests.helpers.tiny_models import FAMILIES, save_tiny
 
 LONG = SamplingParams(max_tokens=24, ignore_eos=True)
 PROMPTS = ["a", "one two three", "the quick brown fox", "xyz" * 12, "the quick brown dog"]

@@ -15,7 +15,7 @@ from attn_backends.engine.llm import possible_caches
 from attn_backends.engine.scheduler import ScheduledBatch
 from attn_backends.registry import UnknownBackendError
 from attn_backends.testing.graphs.simulator import GraphSimulator
-from tests.tiny_models import save_tiny
+from tests.helpers.tiny_models import save_tiny
 
 LONG = SamplingParams(max_tokens=24, ignore_eos=True)
 PROMPTS = ["a", "one two three", "the quick brown fox", "xyz" * 12, "the quick brown dog"]

@@ -1,0 +1,538 @@
+"""Tiles fit into a GPU's shared memory: by their own estimate, and as the compiler counts it, without a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends import AttentionSpec, KVCacheSpec, MLASpec
+from tests.helpers.interpreted import INTERPRETED
+
+triton = pytest.importorskip("triton", reason="needs triton")
+tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
+tiles = pytest.importorskip("attn_backends.backends.mla.triton_mla.tuning")
+split = pytest.importorskip("attn_backends.kernels.split_kv")
+launching = pytest.importorskip("attn_backends.kernels.launch")
+launch = pytest.importorskip("attn_backends.backends.triton.launch")
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+
+BACKENDS = Path(tuning.__file__).parents[1]
+HOPPER, AMPERE, SMALL = 227 << 10, 163 << 10, 99 << 10  # bytes of a program, of compute capability 9.0, 8.0 and 8.6
+TRITON_NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+}
+POINTERS = {
+    **dict.fromkeys(("lse", "partial", "partial_sums", "slopes", "sinks"), "*fp32"),
+    **dict.fromkeys(("page_table", "seq_lens", "query_start_loc", "key_start_loc", "items", "counters"), "*i32"),
+    **dict.fromkeys(("scale", "value_scale", "soft_cap"), "fp32"),
+}
+WITHOUT_BLOCKS = {"key_blocks": None, "value_blocks": None}
+ALIGNED = {"query_token", "query_head", "key_page", "key_slot", "key_head", "value_page", "value_slot", "value_head",
+           "out_token", "out_head", "slot_step"}  # fmt: skip
+
+
+def spec_of(dim: int, dim_vo: int, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> AttentionSpec:
+    return AttentionSpec(8, 2, dim, head_dim_vo=dim_vo, dtype=dtype, cache_dtype=cache_dtype or dtype)
+
+
+def shared_bytes(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, capability: int) -> int:
+    """As the compiler lays a kernel out."""
+    from triton.compiler import ASTSource
+
+    return int(_compiled(ASTSource, kernel, types, constants, warps, capability).metadata.shared)
+
+
+def check_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> None:
+    """A kernel in Gluon fits, and its products run beside one another: where the assembler cannot show that no register
+    of one under way is written, it lets every product wait for the one before, and says so in a log that nobody sees.
+    """
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    made = _compiled(GluonASTSource, kernel, types, constants, warps, 90)
+    assert made.metadata.shared <= HOPPER
+    code = listing(made)
+    assert 0 < 2 * code.count("WARPGROUP.DEPBAR") < code.count("HGMMA")
+
+
+def listing(made: Any) -> str:
+    """A kernel's instructions. Of long code Triton's own listing lacks the end."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _compiled(
+    make_source: Any, kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, capability: int
+) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else {**POINTERS, **types}.get(n, "i32") for n in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    whole = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
+             if signature[n].startswith("*") or n in ALIGNED}  # fmt: skip
+    source = make_source(kernel, signature, values, whole)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+
+
+def constants_of(spec: AttentionSpec, page_size: int, **tile: int) -> dict[str, Any]:
+    dims = {"DIM": spec.head_dim, "DIM_VO": spec.head_dim_vo}
+    dims |= zip(("BLOCK_DIM", "BLOCK_DIM_VO"), tuning.block_dims(spec), strict=True)
+    return {"SOFT_CAP": 0, "ALIBI": 0, "EARLY": 0, "ALIKE": 0, "PAGE_SIZE": page_size, "KV_HEADS": spec.num_kv_heads,
+            "GROUP": spec.group_size, "EXACT": int(spec.dtype is torch.float32),
+            **dims, **tile}  # fmt: skip
+
+
+def prefill_of(spec: AttentionSpec, page_size: int, room: int) -> tuple[Any, dict[str, Any]]:
+    """The tile, and the kernel's constants; a page size of 0 stands for prompts."""
+    tile = tuning.prefill_tile(spec, KVCacheSpec(16, 16), None, room, "prefill" if page_size else "prompt")
+    tokens = max(1, tile.rows // spec.group_size)
+    sizes = {
+        "TOKENS": tokens,
+        "ROWS": split.padded(tokens * spec.group_size),
+        "KEYS": tile.keys,
+        "STAGES": tile.stages,
+        "LOCAL": 1,
+    }
+    return tile, constants_of(spec, page_size, **sizes)
+
+
+def decode_of(spec: AttentionSpec, num_rows: int, query_rows: int, room: int) -> tuple[Any, dict[str, Any]]:
+    """The tile, and the kernel's constants, for one tile of queries."""
+    tile = tuning.decode_tile(spec, KVCacheSpec(16, 16), num_rows, query_rows, None, room)
+    sizes = {"TILES": 1, "ROWS": query_rows, "LANES": query_rows, "PARTS": 1, "KEYS": tile.keys, "STAGES": tile.stages,
+             "MASKED_STAGES": 1, "PAIRS": int(spec.cache_dtype.itemsize == 1), "START": 0}  # fmt: skip
+    return tile, constants_of(spec, 16, **sizes)
+
+
+def tensors_of(spec: AttentionSpec) -> dict[str, str]:
+    name, cached = (f"*{TRITON_NAMES[dtype]}" for dtype in (spec.dtype, spec.cache_dtype))
+    return {"query": name, "output": name, "key_cache": cached, "value_cache": cached}
+
+
+@pytest.mark.parametrize(
+    ("spec", "page_size", "capability", "room"),
+    [
+        (spec_of(128, 128, torch.bfloat16), 0, 90, HOPPER),
+        (spec_of(256, 256, torch.bfloat16), 16, 90, HOPPER),
+        (spec_of(192, 128, torch.bfloat16), 0, 90, HOPPER),
+        (spec_of(256, 256, torch.bfloat16, torch.float8_e4m3fn), 16, 90, HOPPER),
+        (spec_of(256, 256, torch.bfloat16), 0, 80, AMPERE),
+        *((spec_of(128, 128, torch.float32), 16, *gpu) for gpu in ((90, HOPPER), (86, SMALL))),
+        *((AttentionSpec(71, 1, dim, dtype=torch.float32), 0, 90, HOPPER) for dim in (64, 128)),
+        (AttentionSpec(71, 1, 256, dtype=torch.bfloat16), 16, 86, SMALL),
+    ],
+    ids=str,
+)
+def test_prefill_fits_as_compiled(spec: AttentionSpec, page_size: int, capability: int, room: int) -> None:
+    from attn_backends.backends.triton.kernels.prefill import prefill_kernel
+
+    tile, constants = prefill_of(spec, page_size, room)
+    types = tensors_of(spec)
+    assert shared_bytes(prefill_kernel, types, constants | WITHOUT_BLOCKS, tile.warps, capability) <= room
+    if capability >= 90 and spec.cache_dtype is spec.dtype:
+        blocks = {"key_blocks": spec.head_dim, "value_blocks": spec.head_dim_vo}
+        types |= {name: f"tensordesc<bf16[{tile.keys}, {split.padded(dim)}]>" for name, dim in blocks.items()}
+        assert shared_bytes(prefill_kernel, types, constants, tile.warps, capability) <= room
+
+
+@pytest.mark.parametrize("page_size", [16, 0])
+@pytest.mark.parametrize("dims", [(256, 16), (64, 32), (32, 16), (16, 128)], ids=str)
+def test_keys_and_values_lie_in_shared_memory_alike(dims: tuple[int, int], page_size: int) -> None:
+    """See `block_dims`."""
+    from triton.compiler import ASTSource
+
+    from attn_backends.backends.triton.kernels.prefill import prefill_kernel
+
+    spec = spec_of(*dims, torch.bfloat16)
+    tile, constants = prefill_of(spec, page_size, HOPPER)
+    made = _compiled(ASTSource, prefill_kernel, tensors_of(spec), constants | WITHOUT_BLOCKS, tile.warps, 90)
+    assert len(set(re.findall(r"swizzlingByteWidth = \d+", made.asm["ttgir"]))) == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "capability", "room", "num_rows", "query_rows"),
+    [
+        *((spec_of(256, 256, torch.bfloat16), 90, HOPPER, num_rows, 16) for num_rows in (1, 64)),
+        *((spec_of(dim, dim, torch.bfloat16), 90, HOPPER, 16, 64) for dim in (128, 256)),
+        (spec_of(256, 256, torch.bfloat16), 86, SMALL, 1, 16),
+        *((spec_of(128, 128, torch.float32), *gpu, 1, 64) for gpu in ((90, HOPPER), (86, SMALL))),
+        (spec_of(256, 256, torch.bfloat16), 86, SMALL, 16, 64),
+        *((spec_of(256, 256, torch.bfloat16, torch.float8_e4m3fn), 90, HOPPER, 16, rows) for rows in (16, 64)),
+        (spec_of(128, 128, torch.bfloat16, torch.float8_e5m2), 89, SMALL, 16, 16),
+    ],
+    ids=str,
+)
+def test_decode_fits_as_compiled(
+    spec: AttentionSpec, capability: int, room: int, num_rows: int, query_rows: int
+) -> None:
+    from attn_backends.backends.triton.kernels.decode import decode_kernel
+
+    tile, constants = decode_of(spec, num_rows, query_rows, room)
+    assert shared_bytes(decode_kernel, tensors_of(spec), constants, tile.warps, capability) <= room
+
+
+@pytest.mark.parametrize("cached", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_an_fp8_cache_costs_no_slow_instructions(cached: torch.dtype) -> None:
+    """See `triton_fp8`: one of 16 bits at a time, and loads of single bytes."""
+    from triton.compiler import ASTSource
+
+    from attn_backends.backends.mla.triton_mla.decode_kernel import mla_decode_kernel
+    from attn_backends.backends.triton.kernels.decode import decode_kernel
+
+    spec, latent = spec_of(128, 128, torch.bfloat16, cached), MLASpec(16, dtype=torch.bfloat16, cache_dtype=cached)
+    decode = constants_of(
+        spec, 16, TILES=1, ROWS=16, LANES=16, PARTS=1, KEYS=64, STAGES=3, MASKED_STAGES=1, PAIRS=1, START=1
+    )
+    mla = {"WANT_LSE": 0, "PAGE_SIZE": 16, "QUERY_LEN": 1, "HEADS": 16, "TILES": 1, "ROWS": 16, "KEYS": 32, "RANK": 512,
+           "ROPE": 64, "BLOCK_RANK": 512, "BLOCK_ROPE": 64, "EXACT": 0, "STAGES": 3, "latent_rows": None,
+           "rope_rows": None, "LETS_NEXT_START": 1}  # fmt: skip
+    latent_cache = f"*{TRITON_NAMES[latent.cache_dtype]}"
+    for kernel, types, constants in (
+        (decode_kernel, tensors_of(spec), decode),
+        (mla_decode_kernel, {"query": "*bf16", "output": "*bf16", "latent_cache": latent_cache}, mla),
+    ):
+        code = listing(_compiled(ASTSource, kernel, types, constants, 4, 90))
+        assert "HMMA" in code
+        assert "F2F." not in code
+        assert code.count("LDS.U8") <= 4  # by masks
+
+
+@pytest.mark.parametrize("start", list(launching.Start))
+def test_decode_waits_as_it_starts(start: Any) -> None:
+    """Early: before all loads but those of its item. Beside another kernel: last of all, and reads anew at first."""
+    from triton.compiler import ASTSource
+
+    from attn_backends.backends.triton.kernels.decode import decode_kernel
+
+    spec = spec_of(128, 128, torch.bfloat16, torch.bfloat16)
+    tile, constants = decode_of(spec, 64, 16, HOPPER)
+    constants["START"] = int(start)
+    code = listing(_compiled(ASTSource, decode_kernel, tensors_of(spec), constants, tile.warps, 90))
+    before, waits, behind = code.partition("ACQBULK")
+    if start is launching.Start.BEHIND:
+        assert not waits
+    elif start is launching.Start.EARLY:
+        assert waits
+        assert before.count("LDG") <= 8
+        assert "LDGSTS" not in before
+    else:
+        assert waits
+        assert "LDG" not in code.partition("CCTL.IVALL")[0]
+        assert not any(access in behind for access in ("LDG", "STG", "LDS", "STS"))
+
+
+ONE_TOKEN = {"NORM": 1, "RESIDUAL": 1, "GATED": 1, "ROWS": 4, "COLUMNS": 1024}
+WRITE = {"PAGE_SIZE": 16, "HEADS": 8, "KEY_DIM": 128, "VALUE_DIM": 128, "KEY_BLOCK": 1024, "VALUE_BLOCK": 1024,
+         "LIMIT": 0.0, "SCALED": 0, "LETS_NEXT_START": 1}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "constants", "reads"),
+    [
+        ("engine.models.fused.kernels", "rms_norm_kernel", {"BLOCK": 1024}, True),
+        ("engine.models.fused.kernels", "rotate_kernel", {"DIM": 64, "HALF": 32}, False),
+        ("engine.models.fused.kernels", "gate_kernel", {"BLOCK": 1024}, False),
+        ("engine.models.fused.kernels", "one_token_kernel", ONE_TOKEN, True),
+        ("cache.kernels", "write_kv_kernel", WRITE, False),
+    ],
+)
+def test_kernels_that_start_early_wait_first(module: str, name: str, constants: dict[str, Any], reads: bool) -> None:
+    """But for weights, if they read some; then they let the next one start."""
+    from triton.compiler import ASTSource
+
+    kernel = getattr(importlib.import_module(f"attn_backends.{module}"), name)
+    numbers = {"size", "epsilon", "stride", "num_rows", "num_columns", "k_scale", "v_scale"} | ALIGNED
+    tensors = [n for n in kernel.arg_names if n.islower() and n not in numbers and not n.startswith(("key_", "value_"))]
+    types = dict.fromkeys([*tensors, "key_cache", "value_cache"], "*bf16")
+    types |= {"slot_mapping": "*i64"} | dict.fromkeys(("epsilon", "k_scale", "v_scale"), "fp32")
+    code = listing(_compiled(ASTSource, kernel, types, constants | {"EARLY": 1}, 4, 90))
+    before, waits, behind = code.partition("ACQBULK")
+    assert waits
+    assert ("LDG" in before) == reads
+    assert "STG" not in before
+    assert "PREEXIT" not in before
+    assert "PREEXIT" in behind
+
+
+def test_parts_of_latent_rows_are_read_behind_the_wait() -> None:
+    """All programs wait, those with nothing to join too: else what comes next may not find the decode done."""
+    from triton.compiler import ASTSource
+
+    from attn_backends.backends.mla.triton_mla.decode_kernel import mla_join_kernel
+
+    constants = {"WANT_LSE": 0, "QUERIES": 128, "PLACE": 128, "RANK": 512, "BLOCK_RANK": 512, "PARTS": 8,
+                 "EARLY": 1}  # fmt: skip
+    code = listing(_compiled(ASTSource, mla_join_kernel, {"output": "*bf16"}, constants, 4, 90))
+    before, waits, _ = code.partition("ACQBULK")
+    assert waits
+    assert before.count("LDG") <= 3
+    assert "EXIT" not in before
+
+
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("query_rows", [16, 32, 64])
+@pytest.mark.parametrize("dims", [(64, 64), pytest.param((80, 80), marks=pytest.mark.long), (128, 128),
+                                  pytest.param((192, 128), marks=pytest.mark.long), (256, 256)], ids=str)  # fmt: skip
+def test_decode_stays_in_registers(dims: tuple[int, int], query_rows: int, cached: torch.dtype) -> None:
+    """But for a few numbers; and products of 64 rows are of Hopper's matrix units where four warps have them."""
+    from triton.compiler import ASTSource
+
+    from attn_backends.backends.triton.kernels.decode import decode_kernel
+
+    spec = spec_of(*dims, torch.bfloat16, cached)
+    tile, constants = decode_of(spec, 64, query_rows, HOPPER)
+    made = _compiled(ASTSource, decode_kernel, tensors_of(spec), constants, tile.warps, 90)
+    code = listing(made)
+    assert ("HGMMA" in code) == (query_rows == 64 and tile.warps >= 4)
+    assert code.count("LDL") < 48
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize(("capability", "room"), [(90, HOPPER), (80, AMPERE)])
+def test_latent_decode_fits_as_compiled(capability: int, room: int, heads: int) -> None:
+    from attn_backends.backends.mla.triton_mla.decode_kernel import mla_decode_kernel
+
+    tile = tiles.decode_tile(MLASpec(heads, dtype=torch.bfloat16), KVCacheSpec(16, 64), 64, heads, None, room)
+    rows = min(split.padded(heads), tile.rows)
+    constants = {"WANT_LSE": 0, "PAGE_SIZE": 64, "QUERY_LEN": 1, "HEADS": heads, "TILES": heads // rows, "ROWS": rows,
+                 "KEYS": tile.keys, "RANK": 512, "ROPE": 64, "BLOCK_RANK": 512, "BLOCK_ROPE": 64, "EXACT": 0,
+                 "STAGES": tile.stages, "LETS_NEXT_START": int(capability >= 90)}  # fmt: skip
+    types = dict.fromkeys(("query", "latent_cache", "output"), "*bf16")
+    if capability >= 90:
+        blocks = {"latent_rows": 512, "rope_rows": 64}
+        types |= {name: f"tensordesc<bf16[{tile.keys}, {width}]>" for name, width in blocks.items()}
+    else:
+        constants |= {"latent_rows": None, "rope_rows": None}
+    assert shared_bytes(mla_decode_kernel, types, constants, tile.warps, capability) <= room
+
+
+@pytest.mark.parametrize("cached", ["of queries", "e4m3", "e5m2"])
+@pytest.mark.parametrize(
+    ("query_len", "heads", "want_lse", "dtype", "page_size"), [(1, 128, 0, "bf16", 64), (4, 40, 1, "fp16", 16)]
+)
+def test_the_latent_kernel_for_hopper_as_compiled(
+    query_len: int, heads: int, want_lse: int, dtype: str, page_size: int, cached: str
+) -> None:
+    """Blocks of rows beside the queries."""
+    from attn_backends.backends.mla.triton_mla import decode_hopper_kernel
+    from attn_backends.kernels import hopper
+
+    rows, pair, group = (
+        decode_hopper_kernel.ROWS.value,
+        2 * decode_hopper_kernel.KEYS.value,
+        decode_hopper_kernel.GROUP_WARPS,
+    )
+    assert (rows, pair, 2 * group, 1) == tiles.HOPPER_TILE
+    load = hopper.rows_of_load(page_size, decode_hopper_kernel.KEYS.value)
+    constants = {"WANT_LSE": want_lse, "PAGE_SIZE": page_size, "LOAD": load, "QUERY_LEN": query_len, "HEADS": heads,
+                 "TILES": -(-query_len * heads // 64), "WIDEN": int(cached != "of queries"),
+                 "E5M2": int(cached == "e5m2"), "LETS_NEXT_START": 1}  # fmt: skip
+    types = dict.fromkeys(("query", "output"), f"*{dtype}")
+    types["cached"] = f"tensordesc<{dtype}[{load}, 64],{hopper.BLOCK_LAYOUT!r}>"
+    if cached != "of queries":
+        types["cached"] = "*i32"
+    check_for_hopper(decode_hopper_kernel.mla_hopper_kernel, types, constants, group)
+
+
+@pytest.mark.parametrize("is_local", [False, True], ids=["all_keys", "window"])
+@pytest.mark.parametrize(
+    ("dims", "page_size"), [*((dims, 16) for dims in launch._HOPPER_DIMS), ((128, 128), 0)], ids=str
+)
+def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_size: int, is_local: bool) -> None:
+    from attn_backends.backends.triton.kernels import prefill_hopper
+    from attn_backends.kernels import hopper
+    from attn_backends.kernels.split_kv import FAR
+
+    keys = prefill_hopper.keys_of(dims[0])
+    rows = hopper.rows_of_load(page_size, keys)
+    constants = {"CHUNK": FAR.value, "LOCAL": int(is_local), "PAGE_SIZE": page_size, "LOAD": rows,
+                 "KV_HEADS": 2, "GROUP": 4, "TOKENS": 32, "KEYS": keys, "DIM": dims[0], "DIM_VO": dims[1],
+                 "PLACES": prefill_hopper.places_of(dims[0]), "LETS_NEXT_START": 1}  # fmt: skip
+    types = dict.fromkeys(("query", "output"), "*bf16")
+    strips = f"tensordesc<bf16[{rows}, 64],{hopper.BLOCK_LAYOUT!r}>"
+    types |= dict.fromkeys(("key_strips", "value_strips"), strips)
+    check_for_hopper(prefill_hopper.prefill_hopper_kernel, types, constants, prefill_hopper.GROUP_WARPS)
+
+
+def test_what_was_tuned_on_hopper_stays_as_it_was_there() -> None:
+    of_bits = {8: torch.float8_e4m3fn, 16: torch.bfloat16, 32: torch.float32}
+    table = json.loads((BACKENDS / "triton" / "tuned.json").read_text())
+    for kind, rows in table.items():
+        for row in rows:
+            dtype = of_bits[max(16, row["bits"])]
+            spec = AttentionSpec(2 * row["group"], 2, row["head_dim"], dtype=dtype, cache_dtype=of_bits[row["bits"]])
+            cache, asked = KVCacheSpec(16, row["page_size"]), (None, HOPPER)
+            got = (tuning.decode_tile(spec, cache, row["rows"], row["queries"], *asked) if kind == "decode"
+                   else tuning.prefill_tile(spec, cache, *asked, kind))  # fmt: skip
+            changed = {"warps", "programs"} if row["bits"] == 32 else set()  # tuned before its products were three
+            assert {k: v for k, v in vars(got).items() if k not in changed} == {
+                k: v for k, v in row["tile"].items() if k not in changed
+            }, row
+    for row in json.loads((BACKENDS / "mla" / "triton_mla" / "tuned.json").read_text())["decode"]:
+        mla = MLASpec(row["queries"], dtype=of_bits[row["bits"]], cache_dtype=of_bits[row["cache_bits"]])
+        cache = KVCacheSpec(16, row["page_size"])
+        of_layer = (mla, cache, row["rows"], row["queries"], None, HOPPER)
+        tile = tiles.LatentTile(**row["tile"])
+        assert tiles.decode_tile(*of_layer, tile.hopper) == tile, row
+
+
+def on_machine(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A Hopper GPU and its Triton, unless `changed` has others; what it has of a layer, in 16 bits unless it says."""
+    asked = {"capability": (9, 0), "triton": (3, 6), "dtype": torch.bfloat16, **changed}
+    capability = asked.pop("capability")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(launching, "_TRITON", asked.pop("triton"))
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("changed", "serves"),
+    [
+        ({}, True),
+        ({"page_size": 16}, True),
+        ({"page_size": 8}, False),
+        ({"cache_dtype": torch.float8_e4m3fn}, True),
+        ({"dtype": torch.float32}, False),
+        ({"dtype": torch.float32, "cache_dtype": torch.float8_e5m2}, False),
+        ({"kv_lora_rank": 256}, False),
+        ({"scale": -1.0}, False),
+        ({"capability": (8, 0)}, False),
+        ({"capability": (10, 0)}, False),
+        ({"triton": (9, 9)}, False),
+    ],
+    ids=str,
+)
+def test_whom_the_kernel_for_hopper_serves(
+    changed: dict[str, Any], serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attn_backends.backends.mla.triton_mla import backend as triton_mla
+
+    asked = on_machine(changed, monkeypatch)
+    cache = KVCacheSpec(16, asked.pop("page_size", 64))
+    spec = MLASpec(128, **asked)
+    assert triton_mla.suits_hopper_kernel(spec, cache, torch.device("cuda")) is serves
+    assert not triton_mla.suits_hopper_kernel(spec, cache, torch.device("cpu"))
+    tile = tiles.decode_tile(spec, cache, 64, 128, None, HOPPER, serves)
+    assert (tile.hopper, tiles.Cut(tile, 64, 40, 132).tile_rows) == (serves, 64 if serves else min(64, tile.rows))
+
+
+@pytest.mark.parametrize("name", ["TRITON", "TRITON_MLA"])
+def test_an_untried_triton_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the reason of the choice; not where no kernel for Hopper would serve anyway."""
+    from attn_backends import get_backend
+
+    note = get_backend(name).note
+    on_machine({}, monkeypatch)
+    assert note("cuda") == note("cpu") == ""
+    on_machine({"triton": (9, 9)}, monkeypatch)
+    assert f"Triton {triton.__version__} was not tried with the kernels for Hopper (3.6, 3.7 were)" in note("cuda")
+    assert note("cpu") == ""
+    on_machine({"triton": (9, 9), "capability": (8, 0)}, monkeypatch)
+    assert note("cuda") == ""
+
+
+def test_a_tile_for_hopper_where_its_kernel_cannot_serve() -> None:
+    sizes = dict(zip(("rows", "keys", "warps", "stages"), tiles.HOPPER_TILE, strict=True))
+    options = tiles.TritonMLAOptions(decode_tile={**sizes, "programs": 1, "min_keys": 128, "hopper": True})
+    with pytest.raises(ValueError, match=r"pages of 8: leave `hopper` out"):
+        tiles.decode_tile(MLASpec(16), KVCacheSpec(16, 8), 1, 16, options, HOPPER)
+    with pytest.raises(ValueError, match=r"takes \(64, 128, 8, 1\); give these"):
+        tiles.LatentTile(64, 64, 8, 3, 1, 128, hopper=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "serves"),
+    [
+        ({}, True),
+        ({"window_left": 5}, True),
+        ({"sinks": True}, True),
+        ({"head_dim": 192, "head_dim_vo": 128}, True),
+        ({"head_dim": 80}, False),
+        ({"dtype": torch.float32}, False),
+        ({"cache_dtype": torch.float8_e4m3fn}, False),
+        ({"logits_soft_cap": 20.0}, False),
+        ({"alibi_slopes": (0.5,) * 8}, False),
+        ({"scale": -1.0}, False),
+        ({"capability": (8, 0)}, False),
+        ({"triton": (9, 9)}, False),
+    ],
+    ids=str,
+)
+def test_whom_the_prefill_kernel_for_hopper_serves(
+    changed: dict[str, Any], serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = AttentionSpec(8, 2, **{"head_dim": 128, **on_machine(changed, monkeypatch)})
+    assert launch.suits_hopper_kernel(spec, torch.device("cuda")) is serves
+    assert not launch.suits_hopper_kernel(spec, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("room", [HOPPER, AMPERE, SMALL])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [16, 80, 128, 192, 256])
+def test_every_head_dim_gets_a_tile(dim: int, dtype: torch.dtype, room: int) -> None:
+    spec, cache = spec_of(dim, dim, dtype), KVCacheSpec(16, 16)
+    prefill = tuning.prefill_tile(spec, cache, None, room)
+    width = 2 * split.padded(dim) * dtype.itemsize
+    assert prefill.rows * width // 2 + prefill.keys * prefill.stages * width <= room
+    assert prefill.keys >= 16
+    assert tuning.decode_tile(spec, cache, 8, 16, None, room).keys >= 16
+
+
+def test_a_tile_that_nothing_helps_is_as_small_as_can_be() -> None:
+    smallest = split.fitted(tuning.PrefillTile(128, 128, 8, 3), lambda tile: 1 << 30, 1)
+    assert (smallest.rows, smallest.keys, smallest.stages) == (16, 16, 1)
+    asked = tuning.TritonOptions(prefill_tile={"rows": 128, "keys": 128, "warps": 8, "stages": 9})
+    assert tuning.prefill_tile(spec_of(256, 256, torch.float32), KVCacheSpec(16, 16), asked, 1) == asked.prefill_tile
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype", "refused"),
+    [((128, 128), torch.float32, False), ((144, 128), torch.float32, True), ((64, 240), torch.float32, True),
+     ((256, 256), torch.bfloat16, False)],
+    ids=str,
+)  # fmt: skip
+def test_float32_is_refused_where_registers_do_not_hold_it(
+    dims: tuple[int, int], dtype: torch.dtype, refused: bool
+) -> None:
+    from attn_backends import get_backend
+
+    triton = get_backend("TRITON")
+    spec, cache = AttentionSpec(8, 2, dims[0], head_dim_vo=dims[1], dtype=dtype), KVCacheSpec(16, 16)
+    found = [str(rejection) for rejection in triton.reject(spec, cache, "cuda") if rejection.code == "head_dim"]
+    text = f"got {max(dims)} in torch.float32; supported: torch.float32 at head dims up to 128, 16 bits up to 256."
+    assert found == [f"head_dim: {text} Use bfloat16 or float16, or TORCH."] * refused
+    if refused:
+        assert not [rejection for rejection in triton.reject(spec, cache, "cpu") if rejection.code == "head_dim"]
+
+
+def test_fp8_is_refused_where_no_instruction_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_backends import get_backend
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    specs = {
+        "TRITON": spec_of(64, 64, torch.bfloat16, torch.float8_e4m3fn),
+        "TRITON_MLA": MLASpec(16, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn),
+    }
+    for name, spec in specs.items():
+        for capability, refused in (((8, 0), True), ((8, 9), False), ((9, 0), False)):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, is_=capability: is_)
+            found = get_backend(name).reject(spec, KVCacheSpec(16, 16), "cuda")
+            assert [rejection.code for rejection in found] == ["cache_dtype"] * refused, found
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        told = str(get_backend(name).reject(spec, KVCacheSpec(16, 16), "cuda")[0])
+        assert "float8_e4m3fn on compute capability 8.0; supported: fp8 from 8.9 on. Leave cache.dtype out." in told

@@ -1,0 +1,47 @@
+"""What part of the GPU prefills have while decodes run beside them: one with which both are fast on an H200."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attn_backends import AttentionSpec
+
+sharing = pytest.importorskip("attn_backends.backends.triton.rules", reason="needs triton")
+
+# By benchmarks/sharing.py.
+MEASURED = json.loads(Path(__file__).parents[3].joinpath("benchmarks/results/sharing.json").read_text())["rows"]
+SIZES = ("heads", "dim", "decodes", "keys of each", "prompts", "tokens of each")
+
+
+def share(spec: AttentionSpec, decodes: int, keys: int, prompts: int, tokens: int) -> float:
+    lens = np.array([1] * decodes + [tokens] * prompts), np.array([keys] * decodes + [tokens] * prompts)
+    return float(sharing.prefill_share(spec, *lens, decodes))
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: "-".join(str(row[name]) for name in SIZES))
+def test_as_measured(row: dict[str, Any]) -> None:
+    """Never slower than in turn, nor much slower than with the best share."""
+    heads, dim, *sizes = (row[name] for name in SIZES)
+    query_heads, kv_heads = map(int, heads.split("/"))
+    assert share(AttentionSpec(query_heads, kv_heads, dim, dtype=torch.bfloat16), *sizes) == row["share"]
+    assert row["us"] < 1.01 * row["in turn us"]
+    assert row["us"] < 1.06 * row["best us"]
+
+
+def test_the_share_of_prefills() -> None:
+    """Grows with their tokens and shrinks with the keys that decodes read: of a window those in it, of 8 bits half."""
+
+    def of(prefill: int, decodes: int, **changes: Any) -> float:
+        spec = AttentionSpec(32, 8, 128, **{"dtype": torch.bfloat16, **changes})
+        return share(spec, decodes, 4096, 1, prefill)
+
+    assert of(2048, 64) == 0.5 < of(3072, 64) < of(4096, 64) < 1.0 == of(4096, 16)
+    assert of(3072, 64) < of(3072, 64, cache_dtype=torch.float8_e4m3fn)
+    assert of(3072, 64) < of(3072, 64, window_left=511)
+    assert of(3072, 64) == of(3072, 64, window_left=8000)

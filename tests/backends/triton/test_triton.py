@@ -1,0 +1,242 @@
+"""TRITON passes the conformance kit: interpreted on a CPU, in a process of its own, and compiled on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends import AttentionSpec, get_backend
+from attn_backends.batch.views import without_new_keys
+from attn_backends.testing.cases.random_batch import random_batch
+from attn_backends.testing.conformance import BackendConformance
+from attn_backends.testing.harness import assert_matches, make_layer, run_backend
+from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
+from tests.helpers.large_cache import check_large_cache
+from tests.interface.test_call_checks import CALLS, check_refused
+
+triton = pytest.importorskip("triton", reason="needs triton")
+tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
+launch = pytest.importorskip("attn_backends.backends.triton.launch")
+impl = pytest.importorskip("attn_backends.backends.triton.impl")
+rows_of = pytest.importorskip("attn_backends.backends.triton.kernels.tile").rows_of
+metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
+widening = pytest.importorskip("attn_backends.backends.triton.rules")
+Start = pytest.importorskip("attn_backends.kernels.launch").Start
+
+# The interpreter takes milliseconds a program. These are left to the GPU; the others take every road of the kernels.
+LEFT_OUT = (
+    "long or medium",  # many programs
+    "window_edges and not 16",  # windows and chunks are numbers at run time, one as good as another
+    "chunk_edges and not 24",
+    "test_features and (window_1] or window_16 or window_300 or chunks])",
+    "test_features and (gpt_oss or soft_cap_and_sinks or alibi_and_window)",  # either one is in others
+    "replays_equal and not ([plain] or [chunks_24] or [gpt_oss] or [alibi_and_soft_cap])",  # of the eager kernels
+    "replays and (every_dtype or table[window)",
+    "shared_prefix and not plain",  # it is attended like any other keys
+    "nan and (float8 or soft_cap or sinks or alibi)",  # what keeps it out is the same for all
+    "chunked_prefill_equals_whole[ and not (plain or window)",
+    "scales_over and not (plain or sinks] or soft_cap] or alibi] or cross)",  # constants, which all features share
+    "interleaved and HND",
+    "far_from_zero and 0.125",  # the product of queries and keys is any other number
+    "padded_rows and 1]",  # five, not one
+    "layouts and HND and not 16",  # layouts are strides
+    "(writes_its_slots or cache_dtypes) and HND and (bfloat16 or e5m2)",
+    "writes_its_slots and NHD and e5m2",
+)
+SMALL = f"not ({' or '.join(f'({cases})' for cases in LEFT_OUT)})"
+
+
+@in_own_process
+def test_interpreted() -> None:
+    run_interpreted(__file__, SMALL)
+
+
+@only_interpreted
+class TestTritonInterpreted(BackendConformance):
+    backend_name = "TRITON"
+    dtypes = (torch.float32,)  # the interpreter multiplies no bfloat16, and is slow: the others are for a GPU
+    num_random_layers = 2
+
+    @pytest.fixture(autouse=True)
+    def _large_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of 64 keys where keys are split: float32 would have 32, for which the interpreter takes as long."""
+        nearest = tuning._nearest
+
+        def larger(kind: str, *asked: Any) -> dict[str, int]:
+            return nearest(kind, *asked) | ({"keys": 64} if kind == "decode" else {})
+
+        monkeypatch.setattr(tuning, "_nearest", larger)
+
+
+@only_interpreted
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", ["TRITON", "TRITON_MLA"])
+def test_other_tensors_are_refused_by_name(name: str, call: str) -> None:
+    check_refused(name, call)
+
+
+@only_interpreted
+@pytest.mark.parametrize(
+    "changes",
+    [{"window_left": 90}, {"chunk_size": 100}, {"causal": False, "window_left": 90},
+     {"causal": False, "chunk_size": 100}],
+    ids=str,
+)  # fmt: skip
+def test_whole_blocks_between_those_with_a_mask(changes: dict[str, Any]) -> None:
+    """Of 32 keys; tiles of 32 tokens, of which some begin in one chunk and end in another."""
+    backend, spec = get_backend("TRITON"), AttentionSpec(4, 2, 32, **changes)
+    for page_size in (16, 32):
+        batch = random_batch(backend, spec, [300, 130], [160, 33], page_size=page_size, poison=float("nan"))
+        assert_matches(run_backend(backend, batch), batch, str(changes))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
+    """What an impl launches on a GPU that starts kernels early, of six multiprocessors; nothing is run."""
+    made: list[tuple[str, object]] = []
+    for where in (launch, widening):
+        monkeypatch.setattr(where, "num_multiprocessors", lambda device: 6)
+    for name in ("can_start_early", "has_hopper_kernels", "has_tensor_engine"):
+        monkeypatch.setattr(launch, name, lambda device: True)
+
+    def prefill(*arguments: Any) -> None:
+        made.append(("prefill", (arguments[-1], bool(arguments[-2][-1]))))  # programs, and whether it lets
+
+    monkeypatch.setattr(launch, "_prefill_on_hopper", prefill)
+    monkeypatch.setattr(launch, "_prefill", lambda *arguments: made.append(("portable prefill", None)))
+    monkeypatch.setattr(launch, "_widen", lambda *arguments: made.append(("widen", None)))
+    monkeypatch.setattr(launch, "_decode", lambda *arguments: made.append(("decode", Start(arguments[-3][-1]))))
+    monkeypatch.setattr(impl, "write_kv", lambda *arguments, next_waits: made.append(("write", next_waits)))
+    monkeypatch.setattr(metadata, "is_faster_widened", lambda *_: True)
+    return made
+
+
+def launch_step(query_lens: Sequence[int], writes: bool = True, **changes: Any) -> None:
+    """A step of rows of 100 keys."""
+    backend, spec = get_backend("TRITON"), AttentionSpec(4, 2, 64, **{"dtype": torch.float16, **changes})
+    batch = random_batch(backend, spec, [100] * len(query_lens), list(query_lens))
+    layer, common = make_layer(backend, batch), batch.common()
+    step = layer.state.begin_forward(layer.builder.build(0, common if writes else without_new_keys(common)))
+    new = (batch.key, batch.value) if writes else (None, None)
+    layer.impl.forward(batch.query, *new, batch.fresh_pool(), step)
+
+
+@only_interpreted
+@pytest.mark.parametrize(("query_lens", "early"), [((1, 1), True), ((1, 5), True), ((1, 6), False)], ids=str)
+def test_decode_starts_early_behind_a_small_write(
+    query_lens: tuple[int, ...], early: bool, launches: list[tuple[str, object]]
+) -> None:
+    """Of no more tokens than there are multiprocessors. The write lets nothing else start: it may not wait."""
+    launch_step(query_lens)
+    assert launches == [("write", early), ("decode", Start.EARLY if early else Start.BEHIND)]
+
+
+@only_interpreted
+def test_decode_without_a_write_starts_behind(launches: list[tuple[str, object]]) -> None:
+    launch_step((1, 1), writes=False)
+    assert launches == [("decode", Start.BEHIND)]
+
+
+@only_interpreted
+@pytest.mark.parametrize("writes", [True, False])
+def test_decodes_and_prefills_run_side_by_side(writes: bool, launches: list[tuple[str, object]]) -> None:
+    """The latter first, with as many programs as they need to take as long, or half of the GPU's."""
+    for num_decodes, programs in ((1, 6), (3, 4), (10, 3)):
+        launches.clear()
+        launch_step((*[1] * num_decodes, 40), writes)
+        assert launches[:-2] == [("write", False)] * writes
+        assert launches[-2:] == [("prefill", (programs, True)), ("decode", Start.BESIDE)]
+
+
+@only_interpreted
+@pytest.mark.parametrize(
+    ("changes", "prefill"),
+    [({"logits_soft_cap": 30.0}, "portable prefill"), ({"cache_dtype": torch.float8_e4m3fn}, "prefill")],
+    ids=str,
+)
+def test_decodes_wait_for_other_prefills(
+    changes: dict[str, Any], prefill: str, launches: list[tuple[str, object]]
+) -> None:
+    """The portable kernel lets nothing start, nor the one for Hopper where it takes several launches."""
+    launch_step((1, 1, 40), **changes)
+    assert launches[-1] == ("decode", Start.BEHIND)
+    assert prefill in [name for name, _ in launches]
+    assert ("prefill", (6, False)) in launches or prefill != "prefill"
+
+
+@only_interpreted
+@pytest.mark.parametrize(
+    ("changes", "shares"),
+    [({}, True), ({"logits_soft_cap": 30.0}, False), ({"cache_dtype": torch.float8_e4m3fn}, False)],
+    ids=str,
+)
+def test_only_prefills_that_let_decodes_start_have_a_share(
+    changes: dict[str, Any], shares: bool, launches: list[tuple[str, object]]
+) -> None:
+    spec = AttentionSpec(4, 2, 64, **{"dtype": torch.float16, **changes})
+    batch = random_batch(get_backend("TRITON"), spec, [100] * 3, [1, 1, 40])
+    built = make_layer(get_backend("TRITON"), batch).builder.build(0, batch.common())
+    assert (built.prefill_share is not None) == shares
+
+
+@only_interpreted
+def test_prefills_alone_take_the_whole_gpu(launches: list[tuple[str, object]]) -> None:
+    launch_step((40, 20))
+    assert launches == [("write", False), ("prefill", (6, False))]
+
+
+@triton.jit
+def tiles_kernel(query_start_loc, rows, firsts, first_row, num_rows, TOKENS: triton.language.constexpr):  # type: ignore[no-untyped-def]
+    """What each program's tile is."""
+    tile = triton.language.program_id(0)
+    row, _first_token, query_len, first = rows_of(tile, query_start_loc, first_row, num_rows, TOKENS)
+    triton.language.store(rows + tile, row)
+    triton.language.store(firsts + tile, triton.language.where(first < query_len, first, -1))
+
+
+@only_interpreted
+@pytest.mark.parametrize("query_lens", [(33,), (64,), (1, 16, 17), (32, 32, 32, 32), (1, 1, 50, 1, 15)], ids=str)
+@pytest.mark.parametrize("first_row", [0, 2])
+def test_every_token_is_in_one_tile(first_row: int, query_lens: tuple[int, ...]) -> None:
+    """Behind some rows that are left alone. One row, such as a chunk of a prompt, has no tile too many."""
+    tokens = 16
+    starts = torch.tensor([0, *(5,) * first_row, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    num_tiles = launch.num_prefill_tiles(sum(query_lens), len(query_lens), tokens)
+    rows, firsts = torch.empty(2, num_tiles, dtype=torch.int32)
+    tiles_kernel[num_tiles,](starts, rows, firsts, first_row, len(query_lens), tokens)
+    found = [tile for tile in zip(rows.tolist(), firsts.tolist(), strict=True) if tile[1] >= 0]
+    wanted = [(row, first) for row, length in enumerate(query_lens, first_row) for first in range(0, length, tokens)]
+    assert found == wanted
+    assert len(query_lens) > 1 or num_tiles == len(wanted)
+
+
+@pytest.mark.gpu
+class TestTriton(BackendConformance):
+    backend_name = "TRITON"
+    device = "cuda"
+
+
+@pytest.mark.gpu
+class TestTritonOnHopper(BackendConformance):
+    """The kit's plain layer has 16 dims, which kernels for Hopper do not serve: this one's are served. Keys of 8 bits
+    are made 16 bits for them, however few queries see them."""
+
+    backend_name = "TRITON"
+    device = "cuda"
+    dtypes = (torch.bfloat16,)
+
+    @pytest.fixture(autouse=True)
+    def _widening(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(metadata, "is_faster_widened", lambda *_: True)
+
+    def make_spec(self, **changes: Any) -> AttentionSpec:
+        return super().make_spec(**{"head_dim": 128, **changes})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kit", [TestTriton, TestTritonOnHopper])
+def test_large_caches(kit: type[BackendConformance]) -> None:
+    check_large_cache(kit())

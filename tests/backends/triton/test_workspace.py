@@ -1,0 +1,348 @@
+"""No launch of TRITON or TRITON_MLA writes beyond its workspace: at any number of rows and tokens, on any GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attn_backends.backends.mla.metadata import MLAMetadataBuilder
+from attn_backends.kernels import streams
+from attn_backends.registry import get_backend
+from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, MLASpec, plan_groups
+from attn_backends.testing.cases.models import published_models
+from attn_backends.testing.cases.random_batch import random_batch
+from attn_backends.testing.harness import assert_matches, make_layer
+from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
+
+triton_split = pytest.importorskip("attn_backends.kernels.split_kv", reason="needs triton")
+launch = pytest.importorskip("attn_backends.backends.triton.launch")
+state = pytest.importorskip("attn_backends.backends.triton.state")
+tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
+workspace = pytest.importorskip("attn_backends.backends.triton.workspace")
+triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla.backend")
+triton_tiles = pytest.importorskip("attn_backends.backends.mla.triton_mla.tuning")
+
+MULTIPROCESSORS = (1, 2, 16, 46, 78, 108, 114, 132, 142, 148, 160, 192)
+SHARED_MEMORY = 227 << 10
+CACHE = KVCacheSpec(64, 16)
+LIMITS = Limits(512, 8192, 1 << 17)
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def head_shapes() -> list[tuple[int, int, int, int]]:
+    """(num_qo_heads, num_kv_heads, head_dim, head_dim_vo) of the published models, whole and split over 2, 4 and 8
+    GPUs, where each KV head has one GPU or more of its own."""
+    found = set()
+    for model, size in product(published_models(), (1, 2, 4, 8)):
+        if not model.is_mla and model.num_qo_heads % size == 0 and model.head_dim % 16 == 0:
+            kv_heads = max(1, model.num_kv_heads // size)
+            if (model.num_qo_heads // size) % kv_heads == 0:
+                shape = (model.num_qo_heads // size, kv_heads, model.head_dim, model.head_dim_vo or model.head_dim)
+                found.add(shape)
+    return sorted(found)
+
+
+def latent_specs() -> list[MLASpec]:
+    """The layers of published models with latent attention, whole and split over 2, 4 and 8 GPUs."""
+    found = set()
+    for model, size in product(published_models(), (1, 2, 4, 8)):
+        if model.kv_lora_rank is not None and model.qk_rope_head_dim is not None and model.num_qo_heads % size == 0:
+            heads = model.num_qo_heads // size
+            for cache_dtype in (BF16, FP8):
+                found.add(MLASpec(heads, dtype=BF16, cache_dtype=cache_dtype, kv_lora_rank=model.kv_lora_rank,
+                                  qk_rope_head_dim=model.qk_rope_head_dim))  # fmt: skip
+    return sorted(found, key=str)
+
+
+def parts_of(lens: np.ndarray, target: int, min_blocks: int) -> np.ndarray:
+    """[batches] how many items are parts of rows, for [batches, rows] blocks of keys: `schedule_kernel` in NumPy."""
+    size = np.maximum(-(-lens.sum(1) // target), min_blocks)[:, None]
+    counts = np.maximum((lens + size // 2) // size, 1)
+    assert (counts.sum(1) <= lens.shape[1] + target).all()  # the list has so many items
+    return np.where(counts > 1, counts, 0).sum(1)
+
+
+def hard_batches(num_rows: int, numbers: np.random.Generator) -> np.ndarray:
+    """[batches, num_rows] blocks of keys: even, skewed, random, and such that rows are just long enough to be cut."""
+    drawn = [
+        np.full((1, num_rows), blocks) for blocks in (0, 1, 3, 64, 4096)
+    ] + [
+        (2 ** numbers.uniform(0, 13, (8, num_rows))).astype(np.int64),
+        np.where(numbers.random((8, num_rows)) < 0.1, 4096, 1),
+        np.where(numbers.random((8, num_rows)) < numbers.random((8, 1)), numbers.integers(2, 400, (8, 1)), 1),
+    ]  # fmt: skip
+    return np.concatenate(drawn)
+
+
+def test_parts_of_any_batch_have_their_slots() -> None:
+    """At every target that a table's tile comes to, over batches made to be cut into as many parts as can be."""
+    numbers = np.random.default_rng(0)
+    tiles = [tuning.DecodeTile(**row["tile"]) for row in tuning._table()["decode"]]
+    targets = {}
+    for (heads, kv_heads, dim, dim_vo), query_len in product(head_shapes(), range(1, 17)):
+        spec = AttentionSpec(heads, kv_heads, dim, dim_vo, dtype=BF16)
+        cut = launch.Cut.of(spec, query_len)
+        for tile, sms in product(tiles, MULTIPROCESSORS):
+            targets[cut.target(spec, tile, sms)] = cut.places(spec, tile, sms)
+    batches = [hard_batches(rows, numbers) for rows in (1, 2, 3, 7, 16, 33, 100, 257, 512)]
+    for (target, places), min_blocks in product(sorted(targets.items()), (1, 2, 4)):
+        for lens in batches:
+            assert parts_of(lens, target, min_blocks).max() <= places, (target, min_blocks, lens.shape)
+    assert len(targets) > 200
+
+
+def written(spec: AttentionSpec, tile: Any, num_rows: int, query_len: int, sms: int) -> tuple[int, int, int]:
+    """How far a launch writes into `partial`, `sums` and `counters`, by the addresses in `decode_kernel`."""
+    cut = launch.Cut.of(spec, query_len)
+    place, head, tile_index, lane = cut.places(spec, tile, sms) - 1, spec.num_kv_heads - 1, cut.tiles - 1, cut.lanes - 1
+    mine = ((place * spec.num_kv_heads + head) * cut.tiles + tile_index) * cut.lanes + lane
+    counter = ((num_rows - 1) * spec.num_kv_heads + head) * cut.tiles + tile_index
+    block = tuning.block_dims(spec)[1]
+    return mine * block + block, mine * 2 + 2, counter + 1
+
+
+def overruns(sized: Callable[..., tuple[int, int, int]], specs: list[AttentionSpec]) -> Iterator[str]:
+    """Launches that write beyond a workspace of the given size, over all rows, tokens and multiprocessors."""
+    for spec in specs:
+        tiles: dict[int, dict[Any, int]] = {}  # by queries of a tile: each tile, and the most rows that take it
+        for rows in {launch.Cut.of(spec, query_len).rows for query_len in range(1, 17)}:
+            nearest = [tuning.decode_tile(spec, CACHE, n, rows, None, SHARED_MEMORY) for n in range(1, 513)]
+            tiles[rows] = {tile: n for n, tile in enumerate(nearest, 1)}
+        for sms in MULTIPROCESSORS:
+            has = sized([spec], CACHE, LIMITS, None, sms, SHARED_MEMORY)
+            for query_len in range(1, 17):
+                for tile, num_rows in tiles[launch.Cut.of(spec, query_len).rows].items():
+                    needs = written(spec, tile, num_rows, query_len, sms)
+                    if any(need > size for need, size in zip(needs, has, strict=True)):
+                        yield f"{spec} rows {num_rows} tokens {query_len} multiprocessors {sms}: {needs} of {has}"
+
+
+def specs_of(shapes: list[tuple[int, int, int, int]]) -> list[AttentionSpec]:
+    return [AttentionSpec(*shape, dtype=BF16, cache_dtype=cached) for shape in shapes for cached in (BF16, FP8)]
+
+
+def test_the_workspace_holds_every_launch() -> None:
+    """1 to 512 rows of 1 to 16 tokens of every published model, on GPUs of 1 to 192 multiprocessors."""
+    specs = specs_of(head_shapes())
+    assert len(specs) > 150
+    assert next(overruns(workspace.largest_need, specs), None) is None
+
+
+def test_one_workspace_holds_layers_of_every_kind() -> None:
+    """In whatever order they come, with values wider than keys among them."""
+    kinds = [AttentionSpec(8, 8, 128, dtype=BF16), AttentionSpec(64, 8, 64, 256, dtype=BF16)]
+    for specs in (kinds, kinds[::-1]):
+        shared = lambda _, *how, specs=specs: workspace.largest_need(specs, *how)  # noqa: E731
+        assert next(overruns(shared, kinds), None) is None
+
+
+def _sized_for(spec_tokens: Callable[[int], list[int]]) -> Callable[..., Any]:
+    """`largest_need` over some query lengths alone."""
+
+    def sized(specs: Any, cache: Any, limits: Limits, options: Any, sms: int, shared: int) -> Any:
+        need = workspace.NOTHING
+        for spec, query_len in product(specs, spec_tokens(min(16, limits.max_num_tokens))):
+            rows = launch.Cut.of(spec, query_len).rows
+            for tile in tuning.decode_tiles(spec, cache, limits.max_num_requests, rows, options, shared):
+                need = need.or_more(workspace.decode_need(spec, tile, limits.max_num_requests, query_len, sms))
+        return need
+
+    return sized
+
+
+def _scaled(partial: float = 1.0, sums: float = 1.0, counters: float = 1.0) -> Callable[..., Any]:
+    """`largest_need`, of which something is a little too small."""
+
+    def sized(*args: Any) -> Any:
+        need = workspace.largest_need(*args)
+        return tuple(int(size * by) for size, by in zip(need, (partial, sums, counters), strict=True))
+
+    return sized
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        _sized_for(lambda longest: [1, longest]),
+        _sized_for(lambda longest: [longest]),
+        _sized_for(lambda longest: [1 << bits for bits in range(longest.bit_length())]),
+        _scaled(partial=0.99),
+        _scaled(sums=0.99),
+        _scaled(counters=0.99),
+        _scaled(partial=0.75, sums=0.75),  # as many slots as items that fill the GPU, and not 4 / 3 of them
+    ],
+    ids=["ends", "longest", "powers_of_two", "partial", "sums", "counters", "no_third"],
+)
+def test_a_workspace_that_is_too_small_is_found(mutant: Callable[..., Any]) -> None:
+    assert next(overruns(mutant, specs_of(head_shapes())[::-1]), None) is not None
+
+
+def test_the_latent_workspace_holds_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRITON_MLA: 1 to 512 rows of 1 to 8 tokens, with the kernel for Hopper and without."""
+    specs = latent_specs()
+    for hopper, spec in product((False, True), specs):
+        monkeypatch.setattr(triton_mla, "suits_hopper_kernel", lambda *_, hopper=hopper: hopper)
+        lens = range(1, MLAMetadataBuilder.decode_threshold + 1)
+        tiles = [(query_len, rows, _latent_tile(spec, rows, query_len, hopper)) for query_len in lens
+                 for rows in (*range(1, 512, 5), 512)]  # fmt: skip
+        taken = {(query_len, tile): rows for query_len, rows, tile in tiles}
+        for sms in MULTIPROCESSORS:
+            monkeypatch.setattr(triton_mla, "num_multiprocessors", lambda _, sms=sms: sms)
+            made = triton_mla.TritonMLAState(plan_groups({0: spec}), CACHE, Limits(512, 4096, 4096), "meta")
+            has = tuple(map(torch.Tensor.numel, made.room))
+            for (query_len, tile), rows in taken.items():
+                cut = triton_tiles.Cut(tile, rows, query_len * spec.num_qo_heads, sms)
+                queries = math.floor(4 * cut.target / 3) * cut.tiles * cut.tile_rows  # of all slots
+                needs = (queries * triton_tiles.block_dims(spec)[0], queries * 2)
+                assert all(need <= size for need, size in zip(needs, has, strict=True)), (spec, tile, rows, sms)
+
+
+def test_one_latent_workspace_holds_layers_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order they come, with ranks that are no power of two; and each on its own."""
+    monkeypatch.setattr(triton_mla, "num_multiprocessors", lambda _: 132)
+    wide, narrow = MLASpec(16, dtype=BF16), MLASpec(128, dtype=BF16, kv_lora_rank=48, qk_rope_head_dim=8)
+    for specs in ([wide, narrow], [narrow, wide], [narrow]):
+        groups = plan_groups(dict(enumerate(specs)))
+        made = triton_mla.TritonMLAState(groups, CACHE, Limits(8, 64, 4096), "meta")
+        has = tuple(map(torch.Tensor.numel, made.room))
+        for spec, rows, query_len in product(specs, range(1, 9), range(1, MLAMetadataBuilder.decode_threshold + 1)):
+            cut = made._make_cut(spec, rows, query_len)
+            queries = math.floor(4 * cut.target / 3) * cut.tiles * cut.tile_rows
+            needs = (queries * triton_tiles.block_dims(spec)[0], queries * 2)
+            assert all(need <= size for need, size in zip(needs, has, strict=True)), (spec, rows, query_len)
+
+
+def test_a_latent_workspace_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_mla, "num_multiprocessors", lambda _: 132)
+    spec = MLASpec(16, dtype=BF16)
+    made = triton_mla.TritonMLAState(plan_groups({0: spec}), CACHE, Limits(1, 1, 4096), "meta")
+    made.room.check(made._make_cut(spec, 1, 1), spec)
+
+
+def _latent_tile(spec: MLASpec, rows: int, query_len: int, hopper: bool) -> Any:
+    return triton_tiles.decode_tile(spec, CACHE, rows, query_len * spec.num_qo_heads, None, SHARED_MEMORY, hopper)
+
+
+def make_state(spec: AttentionSpec, limits: Limits, cache: KVCacheSpec = CACHE) -> Any:
+    return state.TritonState(plan_groups({0: spec}), cache, limits, "cpu")
+
+
+def test_the_state_is_sized_by_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "num_multiprocessors", lambda _: 132)
+    spec, limits = AttentionSpec(32, 8, 128, dtype=BF16), Limits(40, 300, 4096)
+    need = workspace.largest_need([spec], CACHE, limits, None, 132, SHARED_MEMORY)
+    room = make_state(spec, limits).room
+    assert (room.partial.numel(), room.sums.numel(), room.counters.numel()) == need
+
+
+def test_room_for_keys_made_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All keys within the limits of the layer that has most of them, or as many bytes as are allowed: whole lines, as
+    they are read as another dtype. Graphs run no prefills."""
+    monkeypatch.setattr(state, "widens", lambda *_: True)
+    layers = {i: AttentionSpec(8, heads, 128, dtype=BF16, cache_dtype=FP8) for i, heads in enumerate((2, 8, 4))}
+    for allowed, expected in ((1 << 20, 2 * 24 * 8 * 256 * 2), (1003, 992)):
+        options = tuning.TritonOptions(widened_bytes=allowed)
+        made = state.TritonState(plan_groups(layers), CACHE, Limits(2, 16, 24), "cpu", options=options)
+        assert made.room.widened.numel() == expected
+        made.hold_inputs(2, None)
+        assert made._graph_room.widened.numel() == 0
+
+
+def test_a_batch_above_the_limits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of more rows nor of more tokens a row than the state was sized for."""
+    monkeypatch.setattr(state, "num_multiprocessors", lambda _: 132)
+    spec = AttentionSpec(32, 8, 128, dtype=BF16)
+    made = make_state(spec, Limits(4, 4, 4096))
+    made.make_schedule(0, 4, 1, made.room)
+    for rows, query_len in ((5, 1), (4, 16)):
+        with pytest.raises(ValueError, match=f"a step of {rows} rows of up to {query_len} tokens needs .* Limits"):
+            made.make_schedule(0, rows, query_len, made.room)
+    mla = triton_mla.TritonMLAState(plan_groups({0: MLASpec(16, dtype=BF16)}), CACHE, Limits(4, 4, 4096), "cpu")
+    with pytest.raises(ValueError, match=r"needs .* Limits"):
+        mla.room.check(mla._make_cut(mla.specs[0], 4, 8), mla.specs[0])
+
+
+@in_own_process
+def test_interpreted() -> None:
+    run_interpreted(__file__, "kernel_")
+
+
+@only_interpreted
+@pytest.mark.parametrize("seed", range(24))
+def test_kernel_schedules_stay_inside(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random rows of a random model on a random GPU: slots and counters of the list lie in the workspace, its keys are
+    each row's keys once, and no counter keeps what an earlier launch left."""
+    numbers = Random(seed)
+    shape, sms = numbers.choice(head_shapes()), numbers.choice(MULTIPROCESSORS)
+    monkeypatch.setattr(state, "num_multiprocessors", lambda _: sms)
+    spec = AttentionSpec(*shape, dtype=BF16)
+    num_rows, longest = int(2 ** numbers.uniform(0, 6)), numbers.randint(1, 16)
+    made = make_state(spec, Limits(num_rows, num_rows * longest, 1 << 17))
+    made.room.counters.fill_(7)
+    query_lens = [numbers.randint(1, longest) for _ in range(num_rows - 1)] + [longest]
+    seq_lens = [query_len + int(2 ** numbers.uniform(0, 15)) for query_len in query_lens]
+    schedule = made.make_schedule(0, num_rows, longest, made.room)
+    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    schedule.list.fill(torch.tensor(seq_lens, dtype=torch.int32), starts)
+
+    count, cut = num_rows * spec.num_kv_heads * schedule.cut.tiles, schedule.cut
+    assert not made.room.counters[:count].any()
+    end_of_slots = made.room.partial.numel() // (spec.num_kv_heads * cut.tiles * cut.lanes * tuning.block_dims(spec)[1])
+    items = [item for item in schedule.list.items.tolist() if item[0] >= 0]
+    slots = [place + parts % (1 << 15) for _, _, _, place, parts, *_ in items if parts >> 15 > 1]
+    assert len(set(slots)) == len(slots)
+    assert all(0 <= slot < end_of_slots for slot in slots)
+    for row, seq_len in enumerate(seq_lens):
+        ranges = sorted((start, stop) for at, start, stop, *_ in items if at == row)
+        assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
+        assert ranges[-1][1] == seq_len
+
+
+@only_interpreted
+def test_kernel_is_right_behind_an_aborted_launch() -> None:
+    """Whatever a launch that was cut short has left where programs count, the next step starts from zeros."""
+    backend = get_backend("TRITON")
+    spec = AttentionSpec(4, 2, 16)
+    for query_lens in ((1, 1, 1), (1, 3, 30)):
+        batch = random_batch(backend, spec, [400, 300, 40], list(query_lens), page_size=16)
+        layer = make_layer(backend, batch)
+        room = layer.state.room
+        for left in (0, 1, 2, 1 << 30):
+            room.counters.fill_(left)
+            room.tiles.fill_(left)
+            assert_matches(layer.forward(batch, layer.begin(batch)), batch, f"counters left at {left}")
+            if max(query_lens) > workspace.DECODE_TOKENS:  # the kernel for Hopper counts there
+                assert not room.tiles.any()
+
+
+@only_interpreted
+def test_kernel_workspaces_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that began on different streams share neither a workspace nor a list, and graphs have their own."""
+    backend = get_backend("TRITON")
+    batch = random_batch(backend, AttentionSpec(4, 2, 16), [40, 9], [1, 1], page_size=16)
+    layer, steps = make_layer(backend, batch), []
+    for stream in (5, 6, 5):
+        monkeypatch.setattr(streams, "_stream_id", lambda _, stream=stream: stream)
+        steps.append(layer.begin(batch))
+    held = [{id(tensor) for tensor in _written(step)} for step in steps]
+    assert held[0] == held[2]
+    assert not held[0] & held[1]
+    for step in steps[1:]:
+        assert_matches(layer.forward(batch, step), batch)
+    with layer.state.graph_capture(2):
+        clone = layer.state.graph_clone(2)
+        step = clone.begin_forward(layer.builder.build(0, replace(batch.common(0), for_graph=True)))
+    assert not {id(tensor) for tensor in _written(step)} & (held[0] | held[1])
+
+
+def _written(step: Any) -> list[torch.Tensor]:
+    """What launches of a decode step write, and later steps too."""
+    return [step.schedule.list.items, step.room.partial, step.room.sums, step.room.counters]

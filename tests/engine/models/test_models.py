@@ -1,0 +1,104 @@
+"""Families of models through our paged cache against transformers eager: a chunked prompt, then ten decode steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from attn_backends import KVCacheSpec, Limits, SamplingParams, get_backend
+from attn_backends.engine.models.hf import ATTENTION_NAME, LoadedModel, ModelError, check_config, probe_layers
+from attn_backends.engine.models.latent_layer import use_latent_attention
+from attn_backends.engine.request import Request
+from attn_backends.engine.runner import ModelRunner
+from attn_backends.engine.scheduler import ScheduledBatch
+from tests.helpers.tiny_models import FAMILIES, LATENT_FAMILIES, tiny_model
+
+PAGE_SIZE = 4
+PROMPTS = (23, 1, 12)  # tokens
+
+
+def run(runner: ModelRunner, requests: list[Request], spans: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    """Compute tokens `spans[i]` of request i; the logits of those whose last token is among them, by request."""
+    for request, (start, _) in zip(requests, spans, strict=True):
+        request.num_computed_tokens = start
+    rows = [(request, stop - start) for request, (start, stop) in zip(requests, spans, strict=True)]
+    batch = runner.arrange(ScheduledBatch.from_rows(rows))
+    names = [batch.requests[row].request_id for row in batch.sample_rows]
+    return dict(zip(names, runner.run(batch).clone(), strict=True))
+
+
+def runner_of(model) -> ModelRunner:  # type: ignore[no-untyped-def]
+    model.set_attn_implementation(ATTENTION_NAME)
+    backend = "TORCH_MLA" if use_latent_attention(model) else "TORCH"
+    layers = probe_layers(model)
+    loaded = LoadedModel(model, None, layers, 256, 97, frozenset())
+    specs = {layer: probe.spec for layer, probe in layers.items()}
+    return ModelRunner(
+        loaded, get_backend(backend), specs, KVCacheSpec(64, PAGE_SIZE), Limits(8, 64, 64), torch.device("cpu")
+    )
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *LATENT_FAMILIES])
+def test_matches_transformers_eager(family: str) -> None:
+    reference, runner = tiny_model(family), runner_of(tiny_model(family))
+    generator = torch.Generator().manual_seed(1)
+    texts = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in PROMPTS]
+    requests = [Request(str(i), text, SamplingParams()) for i, text in enumerate(texts)]
+    pages = np.random.default_rng(0).permutation(64)[: 3 * 16].reshape(3, 16).astype(np.int32)
+    for request, own in zip(requests, pages, strict=True):
+        request.add_pages(own)
+    halves = [(0, -(-n // 2)) for n in PROMPTS]
+    steps = [halves, [(stop if n > 1 else 0, n) for (_, stop), n in zip(halves, PROMPTS, strict=True)]]
+    for _ in range(11):
+        for spans in steps:
+            logits = run(runner, requests, spans)
+        for request in requests:
+            with torch.inference_mode():
+                expected = reference(torch.tensor([request.token_ids]), use_cache=False).logits[0, -1]
+            torch.testing.assert_close(logits[request.request_id], expected, atol=1e-5, rtol=1e-5)
+            request.token_ids.append(int(expected.argmax()))
+        steps = [[(len(request.token_ids) - 1, len(request.token_ids)) for request in requests]]
+
+
+def test_alternating_layers_make_plan_groups() -> None:
+    groups = runner_of(tiny_model("gemma2")).layers.groups
+    assert [(group.layers, group.spec.window_left, group.spec.logits_soft_cap) for group in groups] == [
+        ((0, 2), 7, 5.0),
+        ((1, 3), -1, 5.0),
+    ]
+    assert groups[0].spec.scale == pytest.approx(24**-0.5)
+
+
+def test_sinks_reach_the_layer() -> None:
+    runner = runner_of(tiny_model("gpt_oss"))
+    assert all(impl.sinks is not None and impl.sinks.abs().sum() > 0 for impl in runner.layers.impls.values())
+
+
+@pytest.mark.parametrize("name", ["BloomConfig", "FalconConfig"])
+def test_refuses_models_that_bypass_the_interface(name: str) -> None:
+    import transformers
+
+    with pytest.raises(ModelError, match="attention interface"):
+        check_config(getattr(transformers, name)())
+
+
+def test_refuses_a_mask_that_is_hidden() -> None:
+    import transformers
+
+    with pytest.raises(ModelError, match="chunked_attention"):
+        check_config(transformers.Llama4TextConfig())
+
+
+def test_refuses_encoder_decoder_models() -> None:
+    import transformers
+
+    with pytest.raises(ModelError, match="decoder-only"):
+        check_config(transformers.T5Config())
+
+
+def test_the_models_own_generate_is_refused() -> None:
+    model = tiny_model("llama")
+    model.set_attn_implementation(ATTENTION_NAME)
+    with pytest.raises(RuntimeError, match=r"attn_backends\.LLM"):
+        model(torch.zeros(1, 2, dtype=torch.long))

@@ -1,0 +1,58 @@
+"""What every impl of ours asks of a call's tensors, and how it says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tests.helpers.flash_attn_backends
+import tests.helpers.flash_attn_mla_emulated
+import tests.helpers.flashinfer_emulated
+import tests.helpers.flashinfer_mla_emulated
+import tests.helpers.flashmla_emulated  # noqa: F401
+from attn_backends.testing.harness import make_layer
+from attn_backends.testing.kit.base import KitBase
+
+NAMES = ("TORCH", "TORCH_MLA", "FLASHINFER_EMULATED", "FLASH_ATTN_VLLM_FA3_EMULATED", "FLASHINFER_MLA_EMULATED",
+         "FLASHMLA_EMULATED", "FLASH_ATTN_MLA_EMULATED")  # fmt: skip
+
+
+CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "too few queries": ({"query": lambda t: t[:-1]}, r"query has shape .* need \("),
+    "another dtype": ({"query": lambda t: t.double()}, r"query has shape .* in torch.float64"),
+    "output with a head too few": ({"output": lambda t: t[:, :-1]}, "output has shape"),
+    "LSE of heads first": ({"lse": lambda t: t.T}, "lse has shape"),
+    "LSE in bfloat16": ({"lse": lambda t: t.bfloat16()}, "lse has shape .* in torch.bfloat16"),
+    "a key too few": ({"key": lambda t: t[:-1]}, r"key is of shape .* tokens of \(.* a row for every one"),
+    "narrow values": ({"value": lambda t: t[..., :-1]}, "value is of shape"),
+    "keys alone": ({"value": lambda t: None}, "value is not given"),
+}
+
+
+def check_refused(name: str, call: str) -> None:
+    kit = type("Kit", (KitBase,), {"backend_name": name})()
+    batch = kit.make_batch(kit.make_spec(), "mixed_small")
+    layer = make_layer(kit.backend, batch)
+    given = {
+        "query": batch.query, "key": batch.key, "value": batch.value,
+        "output": torch.empty(*batch.query.shape[:2], batch.spec.head_dim_vo, dtype=batch.spec.dtype),
+        "lse": torch.empty(batch.query.shape[:2]),
+    }  # fmt: skip
+    changes, told = CALLS[call]
+    given |= {name: change(given[name]) for name, change in changes.items()}
+    pool = batch.fresh_pool()
+    assert pool is not None
+    before = [tensor.clone() for tensor in pool]
+    with pytest.raises(ValueError, match=told):
+        layer.impl.forward(given["query"], given["key"], given["value"], pool, layer.begin(batch), given["output"],
+                           lse=given["lse"])  # fmt: skip
+    for tensor, was in zip(pool, before, strict=True):
+        torch.testing.assert_close(tensor, was, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", NAMES)
+def test_other_tensors_are_refused_by_name(name: str, call: str) -> None:
+    check_refused(name, call)
