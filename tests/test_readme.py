@@ -75,12 +75,12 @@ def test_commands_that_measure_have_their_options() -> None:
     text = (ROOT / "docs" / "measuring.md").read_text()
     commands = [shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("python ")]
     assert len(commands) > 20
-    for _, script, *arguments in commands:
-        source = (ROOT / script).read_text()
-        source += (ROOT / "benchmarks" / "attention.py").read_text() if script.endswith("mla_attention.py") else ""
+    for _, _, _, group, name, *arguments in commands:
+        source = (ROOT / "benchmarks" / group / f"{name}.py").read_text()
+        source += (ROOT / "benchmarks" / "attention" / "contest.py").read_text() if group == "attention" else ""
         for argument in arguments:
             if argument.startswith("-"):
-                assert f'"{argument.replace("--no-", "--")}"' in source, f"{script} has no {argument}"
+                assert f'"{argument.replace("--no-", "--")}"' in source, f"{group} {name} has no {argument}"
             assert not argument.endswith(".py") or (ROOT / argument).exists(), argument
 
 

@@ -27,7 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-SPINS = "20000"  # by benchmarks/busy_cores.py: as fast as more on idle cores, where 1,000 are not
+SPINS = "20000"  # by benchmarks/engine/busy_cores.py: as fast as more on idle cores, where 1,000 are not
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file, such as configs/cpu.yaml.")]

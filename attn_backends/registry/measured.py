@@ -1,7 +1,7 @@
 """How long backends were measured to take: on the GPU that was measured, AUTO tries the fastest of them first.
 
-`measured.json` is written by benchmarks/rank_backends.py from results of the benchmarks: one layer's decode on a GPU. A
-layer and load that is not in it takes the nearest that is. It says nothing of other GPUs: they go by priority.
+`measured.json` is written by benchmarks/tune/rank_backends.py from results of the benchmarks: one layer's decode on a
+GPU. A layer and load that is not in it takes the nearest that is. It says nothing of other GPUs: they go by priority.
 """
 
 from __future__ import annotations

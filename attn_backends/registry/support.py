@@ -50,7 +50,8 @@ def all_support() -> list[Support]:
 
 
 def ran(name: str) -> str:
-    """Where a backend's declared values have run, and how many of them; benchmarks/what_ran.py makes the file."""
+    """Where a backend's declared values have run, and how many of them; benchmarks/correctness/what_ran.py makes the
+    file."""
     lines = [_ran(each) for each in _runs().get(name, ())]
     return "; ".join(lines) or "not run"
 

@@ -20,8 +20,6 @@ from attn_backends.testing.reference import reference_attention
 from tests.emulated import flash_attn, flash_attn_4, vllm_flash_attn
 from tests.helpers.flash_attn_backends import emulated
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 class Script(Protocol):
     def __call__(self, name: str, *arguments: str) -> list[dict[str, Any]]: ...
@@ -34,11 +32,10 @@ def load(name: str) -> ModuleType:
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Script:
     """Runs a script; returns the rows that it wrote."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr(load("harness"), "RESULTS", tmp_path)
+    monkeypatch.setattr(load("benchmarks.lib.harness"), "RESULTS", tmp_path)
 
     def run(name: str, *arguments: str) -> list[dict[str, Any]]:
-        load(name).main(["--device", "cpu", "--backend", "TORCH", *arguments])
+        load(f"benchmarks.{name}").main(["--device", "cpu", "--backend", "TORCH", *arguments])
         (path,) = tmp_path.glob("*.json")
         rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
         return rows
@@ -53,8 +50,8 @@ def _flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_flashinfer")
 def test_every_contender_of_every_shape_is_right(script: Script) -> None:
-    rows = script("attention", "--shapes", "tiny", "--rounds", "1")
-    assert load("harness").RESULTS.joinpath("attention_torch_tiny.png").stat().st_size > 10_000
+    rows = script("attention.attention", "--shapes", "tiny", "--rounds", "1")
+    assert load("benchmarks.lib.harness").RESULTS.joinpath("attention_torch_tiny.png").stat().st_size > 10_000
     assert [row["contender"] for row in rows if row["with KV write us"]] == ["TORCH"] * 7
     bare = {row["contender"] for row in rows} - {"TORCH"}
     assert bare == {"FlashInfer tensor-core", "FlashInfer CUDA-core", "FlashInfer tensor-core, fixed lengths",
@@ -65,16 +62,16 @@ def test_every_contender_of_every_shape_is_right(script: Script) -> None:
 
 
 def test_a_result_says_what_made_it(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/there/benchmarks/attention.py", "--name", "all of it"])
-    script("attention", "--shapes", "tiny", "--rounds", "1", "--no-bare", "--name", "all")
-    result = json.loads(load("harness").RESULTS.joinpath("attention_all.json").read_text())
+    monkeypatch.setattr(sys, "argv", ["/there/benchmarks/attention/attention.py", "--name", "all of it"])
+    script("attention.attention", "--shapes", "tiny", "--rounds", "1", "--no-bare", "--name", "all")
+    result = json.loads(load("benchmarks.lib.harness").RESULTS.joinpath("attention_all.json").read_text())
     assert result["benchmark"] == "attention_all"
-    assert result["command"] == "python benchmarks/attention.py --name 'all of it'"
+    assert result["command"] == "python -m benchmarks attention attention --name 'all of it'"
 
 
 @pytest.mark.usefixtures("_flashinfer")
 def test_plans_are_timed_eager_and_for_graphs(script: Script) -> None:
-    rows = script("plan_host_time", "--requests", "2", "--tokens", "64", "--steps", "4")
+    rows = script("host.plan_host_time", "--requests", "2", "--tokens", "64", "--steps", "4")
     ours = [row["contender"] for row in rows if row["contender"].startswith("TORCH")]
     assert ours == [f"TORCH, {kind}, {how}" for kind in ("eager", "graph") for how in ("step", "advance")]
     assert len(rows) == len(ours) + 10
@@ -82,26 +79,26 @@ def test_plans_are_timed_eager_and_for_graphs(script: Script) -> None:
 
 
 def test_forwards_are_timed_by_batch(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    paged_problem = load("paged_problem")
+    paged_problem = load("benchmarks.attention.paged_problem")
     small = (4, 2, 64)
     shapes = [paged_problem.Shape((20, 30), small), paged_problem.Shape((20, 30), small, is_prefill=True, decodes=1)]
-    monkeypatch.setattr(load("forward_host_time"), "SHAPES", shapes)
-    rows = script("forward_host_time", "--calls", "3")
+    monkeypatch.setattr(load("benchmarks.host.forward_host_time"), "SHAPES", shapes)
+    rows = script("host.forward_host_time", "--calls", "3")
     assert [row["batch"] for row in rows] == [shape.name for shape in shapes]
     assert all(row["contender"] == "TORCH" and row["p90 us"] >= row["us"] > 0 for row in rows)
 
 
 @pytest.mark.usefixtures("_flashinfer")
 def test_a_shared_prefix_is_used_and_checked(script: Script) -> None:
-    (row,) = script("cascade", "--requests", "3", "--prefixes", "32", "--own", "20", "--rounds", "1")
+    (row,) = script("rules.cascade", "--requests", "3", "--prefixes", "32", "--own", "20", "--rounds", "1")
     assert row["prefix used"] == 32
     assert all(row[f"{name} us"] > 0 for name in ("plain", "shared", "bare plain", "bare cascade"))
 
 
 def test_a_cache_in_fp8_has_its_own_share_of_bytes(script: Script) -> None:
-    rows = script("attention", "--shapes", "tiny", "--rounds", "1", "--no-bare", "--dtype", "fp8")
+    rows = script("attention.attention", "--shapes", "tiny", "--rounds", "1", "--no-bare", "--dtype", "fp8")
     assert len(rows) == 7
-    shape = load("attention").SHAPES["tiny"][0]
+    shape = load("benchmarks.attention.attention").SHAPES["tiny"][0]
     moved = rows[0]["TB/s"] * rows[0]["us"] * 1e6
     assert moved == pytest.approx(2 * 64 * (120 * 2 * 1 + 3 * 4 * 2))
     assert shape.num_bytes(torch.bfloat16, torch.bfloat16) == 2 * 64 * (120 * 2 * 2 + 3 * 4 * 2)
@@ -119,14 +116,14 @@ def _flash_attn(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     for where in ("state.FlashAttnState.providers", "backend.FlashAttnBackend.providers", "providers.PROVIDERS"):
         monkeypatch.setattr(f"attn_backends.backends.flash_attn.{where}", providers)
     for name, value in {"PROVIDERS": providers, "PROVIDER_CAN": {p.name: p.capabilities() for p in providers}}.items():
-        monkeypatch.setattr(load("attention"), name, value)
+        monkeypatch.setattr(load("benchmarks.attention.attention"), name, value)
     monkeypatch.setattr("attn_backends.registry.table._classes", {})
 
 
 @pytest.mark.usefixtures("_flash_attn")
 def test_each_provider_is_beside_its_own_bare_kernel(script: Script) -> None:
     names = ("FLASH_ATTN", "FLASH_ATTN:flash_attn", "FLASH_ATTN:flash_attn_4")
-    rows = script("attention", "--shapes", "tiny256", "--rounds", "1", "--backend", *names)
+    rows = script("attention.attention", "--shapes", "tiny256", "--rounds", "1", "--backend", *names)
     ours = {row["contender"]: row for row in rows if row["contender"].startswith("FLASH_ATTN")}
     assert set(ours) == {"FLASH_ATTN:vllm_fa3", "FLASH_ATTN:flash_attn, page 256", "FLASH_ATTN:flash_attn_4"}
     bare = {row["contender"] for row in rows} - set(ours)
@@ -137,10 +134,10 @@ def test_each_provider_is_beside_its_own_bare_kernel(script: Script) -> None:
 @pytest.mark.usefixtures("_flash_attn")
 def test_kernels_that_round_queries_are_held_against_such(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a limit of their own; no other kernel is. Windows over such caches they refuse."""
-    shapes = load("attention").SHAPES
+    shapes = load("benchmarks.attention.attention").SHAPES
     monkeypatch.setitem(shapes, "tiny", [shape for shape in shapes["tiny"] if shape.window_left < 0])
     rows = script(
-        "attention", "--shapes", "tiny", "--rounds", "1", "--dtype", "fp8", "--backend", "FLASH_ATTN", "TORCH"
+        "attention.attention", "--shapes", "tiny", "--rounds", "1", "--dtype", "fp8", "--backend", "FLASH_ATTN", "TORCH"
     )
     errors: dict[str, list[float]] = {}
     for row in rows:
@@ -149,7 +146,7 @@ def test_kernels_that_round_queries_are_held_against_such(script: Script, monkey
     for name, found in errors.items():
         assert max(found) < (1e-2 if name == "TORCH" else 8e-2), name
         assert (max(found) < 1e-2) == (name == "TORCH"), name
-    problem = load("paged_problem")
+    problem = load("benchmarks.attention.paged_problem")
     shape = problem.Shape((40,), (4, 2, 64))
     wide = problem.make_problem(shape, torch.bfloat16, 16, torch.device("cpu"))
     narrow = problem.make_problem(shape, torch.float8_e4m3fn, 16, torch.device("cpu"))
@@ -160,9 +157,9 @@ def test_kernels_that_round_queries_are_held_against_such(script: Script, monkey
 
 def test_a_contender_that_is_missing_or_wrong_drops_out(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    kernel = load("bare_kernels").Bare(lambda problem: lambda i: problem.outputs[i].zero_())
-    monkeypatch.setitem(load("bare_kernels").DECODE, "FA3", kernel)
-    rows = script("attention", "--shapes", "tiny", "--rounds", "1")
+    kernel = load("benchmarks.attention.bare_kernels").Bare(lambda problem: lambda i: problem.outputs[i].zero_())
+    monkeypatch.setitem(load("benchmarks.attention.bare_kernels").DECODE, "FA3", kernel)
+    rows = script("attention.attention", "--shapes", "tiny", "--rounds", "1")
     assert {row["contender"] for row in rows} == {"TORCH"}
 
 
@@ -171,7 +168,7 @@ def test_mla_decodes_and_layers_are_right(script: Script, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn.flash_attn_interface", emulated)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     asked = ("--backend", "TORCH_MLA", "--shapes", "tiny", "--rounds", "1", "--page-size", "16")
-    rows = script("attention", "--mla", *asked)
+    rows = script("attention.attention", "--mla", *asked)
     assert [row["contender"] for row in rows] == ["TORCH_MLA", "FA3 qv", "FA3 qv, page 32"] * 2
     for row in rows:
         assert all(row[f"{part} error"] < 1e-2 and row[f"{part} vs best bare"] > 0 for part in ("decode", "layer"))
@@ -180,13 +177,13 @@ def test_mla_decodes_and_layers_are_right(script: Script, monkeypatch: pytest.Mo
 
 def test_latent_caches_in_fp8(script: Script) -> None:
     asked = ("--backend", "TORCH_MLA", "--shapes", "tiny", "--rounds", "1", "--page-size", "16", "--no-bare")
-    row, _ = script("attention", "--mla", *asked, "--dtype", "fp8")
+    row, _ = script("attention.attention", "--mla", *asked, "--dtype", "fp8")
     assert row["decode error"] < 1e-2
     assert row["TB/s"] * row["decode us"] * 1e6 == pytest.approx(3 * (64 * 576 + 2 * 4 * (576 + 512)))
 
 
 def test_reference_is_that_of_the_kit(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = load("paged_problem")
+    problem = load("benchmarks.attention.paged_problem")
     monkeypatch.setattr(problem, "CHUNK", 4 * 9 * 3)  # three queries at a time
     query, key, value = torch.randn(8, 4, 6), torch.randn(9, 2, 6), torch.randn(9, 2, 6)
     for window_left in (-1, 0, 3):
@@ -196,7 +193,7 @@ def test_reference_is_that_of_the_kit(script: Script, monkeypatch: pytest.Monkey
 
 
 def test_other_pages_hold_the_same_memory(script: Script) -> None:
-    problem = load("paged_problem")
+    problem = load("benchmarks.attention.paged_problem")
     small = problem.make_problem(problem.Shape((64, 32), (4, 2, 8)), torch.float32, 16, torch.device("cpu"))
     large = small.repaged(32)
     assert large.cache.num_pages == 3
@@ -206,7 +203,7 @@ def test_other_pages_hold_the_same_memory(script: Script) -> None:
 
 
 def test_who_is_compared_has_turns_side_by_side(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = load("gpu_harness")
+    harness = load("benchmarks.lib.gpu_harness")
     turns: list[str] = []
     monkeypatch.setattr(harness, "host_clock", lambda replay, count: float(replay() or count))
     replays = {name: lambda name=name: turns.append(name) for name in ("ours", "third", "bare", "copy")}
@@ -220,7 +217,7 @@ def test_who_is_compared_has_turns_side_by_side(script: Script, monkeypatch: pyt
 
 
 def test_the_slow_have_their_rounds_behind_the_others(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = load("gpu_harness")
+    harness = load("benchmarks.lib.gpu_harness")
     turns: list[str] = []
     us = {"one": 1.0, "two": 2.0, "slow": 99.0, "copy": 0.01}
     monkeypatch.setattr(harness, "host_clock", lambda replay, count: us[replay()])
@@ -232,9 +229,8 @@ def test_the_slow_have_their_rounds_behind_the_others(script: Script, monkeypatc
 
 @pytest.mark.parametrize("under", [[], ["--under", "nice"]])
 def test_tests_are_counted_by_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, under: list[str]) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr(load("harness"), "RESULTS", tmp_path)
-    conformance = load("conformance")
+    monkeypatch.setattr(load("benchmarks.lib.harness"), "RESULTS", tmp_path)
+    conformance = load("benchmarks.correctness.conformance")
     monkeypatch.setattr(conformance, "ROOT", tmp_path)
     file = tmp_path / "test_some.py"
     file.write_text(

@@ -10,9 +10,8 @@ import pytest
 
 
 def test_phases_add_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    script = importlib.import_module("engine_host")
-    monkeypatch.setattr(importlib.import_module("harness"), "RESULTS", tmp_path)
+    script = importlib.import_module("benchmarks.host.engine_host")
+    monkeypatch.setattr(importlib.import_module("benchmarks.lib.harness"), "RESULTS", tmp_path)
     monkeypatch.setattr(script, "NEW", 12)
     script.main(["--requests", "2", "--steps", "1", "4", "--repeats", "1"])
     rows = json.loads((tmp_path / "engine_host.json").read_text())["rows"]

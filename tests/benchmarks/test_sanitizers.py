@@ -44,11 +44,6 @@ for line in sys.stdin:
 """
 
 
-@pytest.fixture(autouse=True)
-def _path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-
-
 def load(name: str) -> ModuleType:
     return importlib.import_module(name)
 
@@ -63,7 +58,7 @@ def log_text(file: str = "kernel.cu", line: int = 7, thread: int = 3) -> str:
 
 def read(tmp_path: Path, text: str) -> Any:
     (tmp_path / "log").write_text(text)
-    return load("sanitizer_reports").Log(tmp_path / "log").new_reports(ended=True)
+    return load("benchmarks.correctness.sanitizer_reports").Log(tmp_path / "log").new_reports(ended=True)
 
 
 # Logs.
@@ -79,7 +74,7 @@ def test_reports_of_a_log(tmp_path: Path) -> None:
 def test_a_log_that_grows_gives_each_report_once(tmp_path: Path) -> None:
     """However it is cut."""
     text, path = log_text(), tmp_path / "log"
-    log = load("sanitizer_reports").Log(path)
+    log = load("benchmarks.correctness.sanitizer_reports").Log(path)
     assert log.new_reports() == []  # it is not there yet
     found = []
     for stop in range(0, len(text), 37):
@@ -92,7 +87,7 @@ def test_a_log_that_grows_gives_each_report_once(tmp_path: Path) -> None:
 
 
 def test_the_same_place_is_one_report_whatever_the_thread(tmp_path: Path) -> None:
-    reports = load("sanitizer_reports").Reports()
+    reports = load("benchmarks.correctness.sanitizer_reports").Reports()
     for text, seed in ((log_text(thread=3), 5), (log_text(thread=4), 6), (log_text(line=8), 7)):
         for report in read(tmp_path, text):
             reports.add("memcheck", report, "TRITON", seed)
@@ -120,7 +115,9 @@ def test_what_is_explained_is_told_from_what_is_new(tmp_path: Path) -> None:
 
 def test_every_explained_report_is_of_a_function_that_there_is() -> None:
     sources = "".join(path.read_text() for path in (ROOT / "attn_backends").rglob("*.py"))
-    ours = [known for known in load("sanitizer_reports").explained() if known["function"] is not None]
+    ours = [
+        known for known in load("benchmarks.correctness.sanitizer_reports").explained() if known["function"] is not None
+    ]
     assert ours
     for known in ours:
         assert f"def {known['function']}(" in sources
@@ -140,7 +137,7 @@ def test_what_libraries_compiled_is_explained_by_its_kernel(tmp_path: Path) -> N
 
 
 def test_the_backend_with_the_fewest_cases_is_next() -> None:
-    process = load("sanitizer_process")
+    process = load("benchmarks.correctness.sanitizer_process")
     waiting, soon = process.Waiting(), time.monotonic() + 0.05
     for name, seed in (("A", 1), ("A", 2), ("A", 3), ("B", 4)):
         waiting.put(process.Case(name, seed, False))
@@ -153,7 +150,7 @@ def test_the_backend_with_the_fewest_cases_is_next() -> None:
 
 @pytest.mark.parametrize("program", ["import time; time.sleep(60)", "print('no JSON', flush=True); input()", "1 / 0"])
 def test_a_process_that_does_not_answer_is_not_waited_for(program: str) -> None:
-    child = load("sanitizer_process").Child([sys.executable, "-c", program], dict(os.environ))
+    child = load("benchmarks.correctness.sanitizer_process").Child([sys.executable, "-c", program], dict(os.environ))
     begun = time.monotonic()
     assert child.answer(begun + 2) is None
     status, said = child.end(0.2)
@@ -176,7 +173,7 @@ def sanitize(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         stub.write_text(STUB.replace("{said}", f'[ "$tool" = racecheck ] && cat {tmp_path}/log.txt > "$log"'))
         stub.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-        monkeypatch.setattr(load("sanitizer_process"), "CHILD", tmp_path / "child.py")
+        monkeypatch.setattr(load("benchmarks.correctness.sanitizer_process"), "CHILD", tmp_path / "child.py")
         given = [
             "--device",
             "cpu",
@@ -189,7 +186,7 @@ def sanitize(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             "--out",
             str(tmp_path / "out"),
         ]
-        status = load("sanitizers").main([*given, *arguments])
+        status = load("benchmarks.correctness.sanitizers").main([*given, *arguments])
         return status, json.loads((tmp_path / "out" / "sanitizers.json").read_text())
 
     return run
@@ -226,7 +223,7 @@ def test_a_case_that_kills_its_process_is_found_and_the_others_run(sanitize: Any
 
 def test_a_tool_is_told_what_to_leave_out_and_where_to_listen(tmp_path: Path) -> None:
     """Each process has ports of its own; initcheck leaves out nothing, or what is written there would be unknown."""
-    process = load("sanitizer_process")
+    process = load("benchmarks.correctness.sanitizer_process")
     plan = process.Plan({}, 0.0, 1.0, tmp_path, {"print-limit": "5", "racecheck-report": "all"})
     lines = [plan._under(kind, number, tmp_path / "log") for number, kind in enumerate(process.KINDS)]
     assert len({line[line.index("--port") + 1] for line in lines}) == len(lines)
@@ -240,7 +237,7 @@ def test_a_tool_is_told_what_to_leave_out_and_where_to_listen(tmp_path: Path) ->
 
 def test_at_the_deadline_there_is_what_ran_before(sanitize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The third case hangs, before a tool has seen it."""
-    monkeypatch.setattr(load("sanitizer_run"), "GRACE_S", 0.5)
+    monkeypatch.setattr(load("benchmarks.correctness.sanitizer_run"), "GRACE_S", 0.5)
     hangs = "if seed == 1048578: time.sleep(100)"
     begun = time.monotonic()
     status, result = sanitize("--tool", "synccheck", before=hangs, minutes="0.1")
@@ -251,7 +248,7 @@ def test_at_the_deadline_there_is_what_ran_before(sanitize: Any, monkeypatch: py
 
 
 def test_a_backend_without_a_case_fails(sanitize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load("sanitizer_run"), "GRACE_S", 0.5)
+    monkeypatch.setattr(load("benchmarks.correctness.sanitizer_run"), "GRACE_S", 0.5)
     status, result = sanitize("--tool", "synccheck", before="time.sleep(100)", minutes="0.05")
     assert status == 1
     assert [(row["eager"], row["graphs"]) for row in result["rows"]] == [(0, 0), (0, 0)]
@@ -260,7 +257,7 @@ def test_a_backend_without_a_case_fails(sanitize: Any, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", ["TORCH", "TORCH_MLA"])
 def test_a_process_runs_cases(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the lines it is given, with the reference on the CPU."""
-    cases, answers = load("sanitizer_cases"), io.StringIO()
+    cases, answers = load("benchmarks.correctness.sanitizer_cases"), io.StringIO()
     for kind in (cases.Batch, cases.MLABatch):
         monkeypatch.setattr(kind, "expected", cases._on_cpu(kind.expected))
     lines = [json.dumps({"backend": backend, "seed": 1}) for backend in (name, "MISSING")]

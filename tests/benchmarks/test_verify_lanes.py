@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.verify_lanes import Lane, covered, main
+from benchmarks.correctness.verify_lanes import Lane, covered, main
 
 
 def test_lanes_end_in_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

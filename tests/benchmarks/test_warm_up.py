@@ -1,35 +1,26 @@
-"""What `benchmarks/warm_up.py` says of two loads."""
+"""What `benchmarks/engine/warm_up.py` says of two loads."""
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    for name in ("warm_up", "harness"):  # `attn_backends.kernels.warm_up` is another one
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return importlib.import_module("warm_up")
+from benchmarks.engine import warm_up
 
 
-def test_loads_are_compared_step_by_step(script: ModuleType) -> None:
-    first = [script.Step("eager", 8192, 0.5), script.Step("graph", 64, 0.2), script.Step("graph", 48, 0.1)]
-    second = [script.Step("eager", 8192, 0.25), script.Step("graph", 64, 0.21), script.Step("graph", 48, 0.05)]
-    made = script.compared(first, second, most=2)
+def test_loads_are_compared_step_by_step() -> None:
+    first = [warm_up.Step("eager", 8192, 0.5), warm_up.Step("graph", 64, 0.2), warm_up.Step("graph", 48, 0.1)]
+    second = [warm_up.Step("eager", 8192, 0.25), warm_up.Step("graph", 64, 0.21), warm_up.Step("graph", 48, 0.05)]
+    made = warm_up.compared(first, second, most=2)
     assert made["seconds"] == {"eager": [0.5, 0.25], "graph": [pytest.approx(0.3), pytest.approx(0.26)]}
     assert [(each["kind"], each["tokens"]) for each in made["slower"]] == [("eager", 8192), ("graph", 48)]
     assert made["slower"][0]["ms"] == [500, 250]
-    assert script.compared(first, second[:2]) == {"steps": [3, 2], "same": False}
+    assert warm_up.compared(first, second[:2]) == {"steps": [3, 2], "same": False}
 
 
-def test_steps_are_seen_with_what_ran_them(script: ModuleType) -> None:
+def test_steps_are_seen_with_what_ran_them() -> None:
     class Runner:
         num_replays = 0
 
@@ -43,7 +34,7 @@ def test_steps_are_seen_with_what_ran_them(script: ModuleType) -> None:
             return "logits"
 
     llm: Any = SimpleNamespace(runner=Runner())
-    steps = script.Steps(llm)
+    steps = warm_up.Steps(llm)
     assert llm.runner.run(300) == "logits"
     assert llm.runner.run_next(64) == "logits"
     assert [step[:2] for step in steps.pop()] == [("eager", 300), ("graph", 64)]

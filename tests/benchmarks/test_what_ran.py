@@ -10,8 +10,8 @@ import pytest
 
 from attn_backends.registry import support
 from attn_backends.testing.verify.pairs import Pairs
-from benchmarks.merge_verify import merge
-from benchmarks.what_ran import PAGE, RESULTS, SHIPPED, page, shipped
+from benchmarks.correctness.merge_verify import merge
+from benchmarks.correctness.what_ran import PAGE, RESULTS, SHIPPED, page, shipped
 
 FACTORS = {"dtype": ("float16", "float32"), "page_size": (16, 64), "sinks": ("off", "on")}
 
@@ -38,8 +38,8 @@ def report(seed: int = 0, values: Any = None, run: Any = (), refused: Any = None
 
 def test_committed_pages_are_what_the_script_makes() -> None:
     results = json.loads(RESULTS.read_text())
-    assert PAGE.read_text() == page(results), "run python benchmarks/what_ran.py"
-    assert json.loads(SHIPPED.read_text()) == shipped(results), "run python benchmarks/what_ran.py"
+    assert PAGE.read_text() == page(results), "run python -m benchmarks correctness what_ran"
+    assert json.loads(SHIPPED.read_text()) == shipped(results), "run python -m benchmarks correctness what_ran"
 
 
 def test_pairs_of_several_runs_are_one_set() -> None:

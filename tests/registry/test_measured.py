@@ -141,10 +141,9 @@ def test_explain_takes_a_load() -> None:
     assert found.chosen == "TORCH"
 
 
-def test_the_table_is_what_the_results_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_is_what_the_results_say() -> None:
     """Nobody edits it by hand."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import rank_backends
+    from benchmarks.tune import rank_backends
 
     made = rank_backends.table()
     table = json.loads((ROOT / "attn_backends" / "registry" / "measured.json").read_text())
@@ -152,10 +151,9 @@ def test_the_table_is_what_the_results_say(monkeypatch: pytest.MonkeyPatch) -> N
     assert {name for row in made["rows"] for name in row["us"]} <= set(backends)
 
 
-def test_auto_takes_no_backend_that_is_much_slower_than_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_no_backend_that_is_much_slower_than_the_fastest() -> None:
     """From pages of 16, which FLASHMLA does not serve, and of 64, which FLASH_ATTN_MLA does not."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import rank_backends
+    from benchmarks.tune import rank_backends
 
     taken = rank_backends.choices()
     assert {row["AUTO"] for row in taken} >= {"TRITON", "FLASHINFER_MLA", "FLASH_ATTN_MLA", "TRITON_MLA"}

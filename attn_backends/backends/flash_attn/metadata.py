@@ -20,7 +20,7 @@ from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.spec import AttentionType
 
 # A shared prefix is attended once for all rows if that saves reading this many bytes. FLASHINFER's figure, measured by
-# benchmarks/cascade.py: the kernels read as fast. There is none of these kernels' own yet.
+# benchmarks/rules/cascade.py: the kernels read as fast. There is none of these kernels' own yet.
 CASCADE_MIN_BYTES = 192 << 20
 
 

@@ -22,7 +22,7 @@ from attn_backends.batch.views import prefix_to_share
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.spec import AttentionType
 
-# A shared prefix is attended once for all rows if that saves reading this many bytes: see benchmarks/cascade.py.
+# A shared prefix is attended once for all rows if that saves reading this many bytes: see benchmarks/rules/cascade.py.
 CASCADE_MIN_BYTES = 192 << 20
 
 

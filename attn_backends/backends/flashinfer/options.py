@@ -13,8 +13,8 @@ class FlashInferOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     tensor_cores: Literal["auto", "on", "off"] = "auto"
-    """Decode on tensor cores (the fa2 prefill kernel) or on CUDA cores. `auto`: what benchmarks/attention.py found
-    faster: CUDA cores for one query head a KV head, tensor cores for more."""
+    """Decode on tensor cores (the fa2 prefill kernel) or on CUDA cores. `auto`: what benchmarks/attention/attention.py
+    found faster: CUDA cores for one query head a KV head, tensor cores for more."""
     prefill_kernels: Literal["auto", "fa2", "fa3"] = "auto"
     """Kernels of rows with several query tokens. `auto`: fa3 where it can serve (Hopper, a 16-bit cache) and rows are
     long, else fa2."""

@@ -18,7 +18,8 @@ from attn_backends.batch.views import prefix_to_share
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.spec import AttentionSpec, AttentionType, Limits
 
-# A shared prefix is attended once for all rows if that saves reading this many bytes: see benchmarks/torch_cascade.py.
+# A shared prefix is attended once for all rows if that saves reading this many bytes: see
+# benchmarks/rules/torch_cascade.py.
 CASCADE_MIN_BYTES = 4 << 20
 KERNEL_CASCADE_FACTOR = 8  # as much more of them for the kernel, which reads them without a gather
 

@@ -17,7 +17,7 @@ class TorchOptions(BaseModel):
     kept in the user's cache. With false, and in layers that it does not serve, they go as the next two say."""
     gather_together_bytes: Annotated[int, Field(ge=0)] = 32 << 20
     """Decode rows are gathered together while their keys and values take at most this; more go in pieces on a CPU, and
-    one row at a time elsewhere. benchmarks/torch_decode.py shows both sides."""
+    one row at a time elsewhere. benchmarks/rules/torch_decode.py shows both sides."""
     piece_bytes: Annotated[int, Field(ge=1)] = 1 << 20
     """Keys and values of a piece: what one core gathers and then attends, while it is still in its own cache."""
     graph_max_seq_len: Annotated[int, Field(ge=1)] = 1024

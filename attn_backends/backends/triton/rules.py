@@ -17,7 +17,7 @@ from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.spec import AttentionSpec
 
 # In times in which a multiprocessor's tile reads a key by the kernel for Hopper. With these the faster way is taken in
-# every case that benchmarks/widening.py has measured.
+# every case that benchmarks/rules/widening.py has measured.
 _PORTABLE_READ = 2.3  # by the portable kernel, from 8 bits
 _WIDENING = 3.0  # a key of one head is made 16 bits, by one multiprocessor
 
@@ -54,8 +54,8 @@ def is_faster_widened(
 
 _PRODUCTS_A_BYTE = 30.0  # of numbers of a head: as many as are made for prefill while a byte is read for decode
 _KEYS_BESIDE = 128  # what a tile takes beside its keys, in keys
-# As measured (benchmarks/sharing.py). With half of the GPU prefills are so fast that decodes lose nothing by it, as
-# they have all of it afterwards. Where prefills take most of the time decodes get what those leave at their end.
+# As measured (benchmarks/rules/sharing.py). With half of the GPU prefills are so fast that decodes lose nothing by it,
+# as they have all of it afterwards. Where prefills take most of the time decodes get what those leave at their end.
 _LEAST, _MOST = 0.5, 0.75
 
 

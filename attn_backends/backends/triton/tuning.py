@@ -1,7 +1,7 @@
 """Tile sizes by head dim, group, page size, bits of the cache, number of rows and, for decode, queries of a tile:
 measured once and shipped as data.
 
-`tuned.json` is written by benchmarks/tune_triton.py. What is not in it takes the nearest that is.
+`tuned.json` is written by benchmarks/tune/tune_triton.py. What is not in it takes the nearest that is.
 """
 
 from __future__ import annotations

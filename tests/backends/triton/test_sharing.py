@@ -14,7 +14,7 @@ from attn_backends import AttentionSpec
 
 sharing = pytest.importorskip("attn_backends.backends.triton.rules", reason="needs triton")
 
-# By benchmarks/sharing.py.
+# By benchmarks/rules/sharing.py.
 MEASURED = json.loads(Path(__file__).parents[3].joinpath("benchmarks/results/sharing.json").read_text())["rows"]
 SIZES = ("heads", "dim", "decodes", "keys of each", "prompts", "tokens of each")
 

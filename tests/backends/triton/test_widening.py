@@ -17,7 +17,7 @@ from attn_backends.validation import ConfigError
 widening = pytest.importorskip("attn_backends.backends.triton.rules", reason="needs triton")
 TritonOptions = pytest.importorskip("attn_backends.backends.triton.tuning").TritonOptions
 
-# By benchmarks/widening.py.
+# By benchmarks/rules/widening.py.
 MEASURED = json.loads(Path(__file__).parents[3].joinpath("benchmarks/results/widening.json").read_text())["rows"]
 SIZES = ("heads", "rows", "keys of each", "tokens of each")
 ROOM = TritonOptions().widened_bytes

@@ -31,7 +31,7 @@ from attn_backends.testing.verify.run import run_case
 from attn_backends.testing.verify.sizes import SIZES
 from attn_backends.testing.verify.values import values_of
 from attn_backends.testing.verify.worker import Asked, run_seed
-from benchmarks.merge_verify import merge
+from benchmarks.correctness.merge_verify import merge
 from tests.helpers.mutants import mutant, other_forward
 from tests.testing.verify.test_verify import verify
 

@@ -31,7 +31,7 @@ from attn_backends.testing.verify.outcome import Outcome
 from attn_backends.testing.verify.run import run_case
 from attn_backends.testing.verify.sizes import SIZES, fits
 from attn_backends.testing.verify.worker import Asked, run_seed
-from benchmarks.merge_verify import merge
+from benchmarks.correctness.merge_verify import merge
 
 ROOT = Path(__file__).parents[3]
 NAMES = ("TORCH", "TORCH_MLA")

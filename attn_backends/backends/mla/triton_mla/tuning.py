@@ -1,6 +1,6 @@
 """TRITON_MLA's tiles by dtypes, queries a row, page size and number of rows: measured once and shipped as data.
 
-`tuned.json` is written by benchmarks/tune_triton_mla.py. What is not in it takes the nearest that is.
+`tuned.json` is written by benchmarks/tune/tune_triton_mla.py. What is not in it takes the nearest that is.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ def one_token_linear(
 
 
 def choose_tile(num_columns: int, has_norm: bool) -> Tile:
-    """As benchmarks/layer_products.py found best."""
+    """As benchmarks/engine/layer_products.py found best."""
     if has_norm:
         return Tile(4, 1024, 8)
     return Tile(2, 1024, 4) if num_columns <= 1024 else Tile(2, 2048, 8)

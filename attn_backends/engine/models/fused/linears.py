@@ -5,7 +5,7 @@ three layers; the first call of a step computes all columns, the others return t
 
 Packed: on a CPU the weights are reordered once, for oneDNN, or in float32 for MKL where that is faster. torch reorders
 them on every call otherwise, or hands small batches to a slower routine. Both change results by rounding alone;
-benchmarks/linears.py measures them.
+benchmarks/engine/linears.py measures them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What measures, and what was measured: `python -m benchmarks` lists it."""

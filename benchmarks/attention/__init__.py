@@ -1,0 +1,1 @@
+"""Time of a layer's attention on a GPU, ours beside bare kernels."""

@@ -1,0 +1,247 @@
+"""Time of a layer's attention on a GPU, by our backends and by the bare kernels they use, in one run and in turns.
+
+    python -m benchmarks attention attention [--backend FLASHINFER FLASH_ATTN:flash_attn ...] [--shapes decode|…|all]
+        [--no-bare]
+    python -m benchmarks attention attention --mla …  # as mla_attention.py, which takes the rest
+
+Every contender is one CUDA graph that attends over several copies of the cache, more than the L2 holds, and its output
+is first checked against float64. Ours goes builder → state → impl: for decode through the state's clone for graphs, for
+prefill planned eagerly, with the impls' launches captured. A mixed batch has decodes in front of prompts; TRITON, which
+has a launch for each, side by side, is also timed with one behind the other, and with all in its prefill kernel. "us"
+writes no new keys, as bare kernels do not; "with KV write" does. A backend's ratio is against the fastest bare kernel
+of its shape, and FLASH_ATTN's also against that of the same provider, which follows the backend's name (without one,
+the best that is here): the two have their turns next to one another, and the median of all rounds' ratios counts. "of
+copy" is the bandwidth (keys and values once a request, queries, outputs) as a share of what a copy within the device
+reads and writes; "read us" is what a kernel takes for a decode's keys and values that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from attn_backends import get_backend
+from attn_backends.backends.flash_attn.provider import choose
+from attn_backends.backends.flash_attn.providers import PROVIDERS
+from attn_backends.batch.views import without_new_keys
+from attn_backends.interface import AttentionStep
+from attn_backends.interface.capabilities import CudaGraphSupport
+from benchmarks.attention import bare_kernels
+from benchmarks.attention.attention_plot import draw_file
+from benchmarks.attention.contest import (
+    CACHE_DTYPES,
+    GQA,
+    READ,
+    SMALL,
+    WITH_WRITE,
+    Made,
+    calls_us,
+    checked,
+    our_call,
+    parse,
+    parts_of,
+    result_name,
+    show,
+    speeds,
+    writing_call,
+)
+from benchmarks.attention.paged_problem import Contender, Problem, Shape, make_contender, make_problem
+from benchmarks.attention.plain_read import make_read
+from benchmarks.lib.gpu_harness import PACKAGES, Copy, free_memory, installed, make_copy, ratio, reason
+from benchmarks.lib.harness import report, write
+
+SHAPES = {
+    "decode": [
+        Shape((8192,), GQA),
+        Shape((4096,) * 16, GQA),
+        Shape((4096,) * 64, GQA),
+        Shape((1024,) * 256, GQA),
+        Shape((8192,) * 128, (64, 8, 128)),
+        Shape((4096,) * 64, SMALL),
+        Shape((2048,) * 64, (32, 32, 128)),
+    ],
+    "prefill": [
+        Shape((8192,), GQA, is_prefill=True),
+        Shape((2048,) * 8, GQA, is_prefill=True),
+        Shape((32768,), GQA, is_prefill=True),
+    ],
+    "mixed": [
+        Shape((4096,) * 64 + (2048,), GQA, is_prefill=True, decodes=64),
+        Shape((4096,) * 16 + (8192,), GQA, is_prefill=True, decodes=16),
+    ],
+    "skewed": [Shape((32768,) + (512,) * 63, GQA), Shape((1016,) * 64, GQA)],  # of as many keys
+    "unknown": [Shape((4096,) * 64, GQA, capacity=131072)],  # beside 64 x 4096 above
+    "dims": [
+        Shape((4096,) * 64, (64, 8, 64)),
+        Shape((4096,) * 64, (32, 32, 80)),
+        Shape((8192,), (16, 8, 256)),
+        Shape((4096,) * 64, (16, 8, 256)),
+        Shape((8192,), (16, 8, 256), is_prefill=True),
+    ],
+    "verify": [Shape((4096,) * 64, GQA, query_len=tokens) for tokens in (2, 4, 8, 16)],
+    "windows": [
+        Shape((32768,) * 16, GQA, window_left=4095),
+        Shape((8192,), GQA, is_prefill=True, window_left=1023),
+    ],
+    "tiny": [  # to see that the script runs
+        Shape((40,) * 3, (4, 2, 64)),
+        Shape((90, 7, 8), (4, 2, 64)),
+        Shape((24, 31), (4, 2, 64), is_prefill=True),
+        Shape((60, 24, 31), (4, 2, 64), is_prefill=True, decodes=1),
+        Shape((40, 90), (4, 2, 64), window_left=20, capacity=200),
+        Shape((40,), (4, 2, 64), is_prefill=True, window_left=20),
+        Shape((40, 90), (4, 2, 64), query_len=3),
+    ],
+    "tiny256": [  # the same for kernels whose pages have 256 slots
+        Shape((256, 512), (4, 2, 64)),
+        Shape((256,), (4, 2, 64), is_prefill=True),
+    ],
+}
+ONE_LAUNCH, IN_TURN = ", decodes with the prefill", ", decodes behind the prefill"
+OTHERWISE = {  # that TRITON can serve a mixed batch, beside side by side
+    ONE_LAUNCH: {"num_decode_rows": 0, "num_decode_tokens": 0, "prefills_are_prompts": False, "prefill_share": None},
+    IN_TURN: {"prefill_share": None},
+}
+BARE = bare_kernels.DECODE.keys() | bare_kernels.PREFILL.keys()
+OWN = {"vllm_fa3": "FA3", "flash_attn": "FA2, page 256", "flash_attn_4": "FA4"}  # FLASH_ATTN's providers' bare ones
+
+
+PROVIDER_CAN = {provider.name: provider.capabilities() for provider in PROVIDERS}
+
+
+def ours(name: str, problem: Problem, options: dict[str, Any]) -> Made:
+    """A backend without and with the write of new keys, over one plan. It gets the problem as it can serve it."""
+    name, _, provider = name.partition(":")
+    if name == "FLASH_ATTN":
+        provider = provider.lower() or select_provider(problem)
+        options = {**options, "provider": provider}
+    fitting = problem.fitting(get_backend(name), PROVIDER_CAN.get(provider))
+    label = f"{name}:{provider}" if provider else name
+    if fitting.cache.page_size != problem.cache.page_size:
+        label += f", page {fitting.cache.page_size}"
+    backend, builder, state, impl = parts_of(name, fitting, options)
+
+    def captured(step: AttentionStep[Any], writing: AttentionStep[Any], held: object) -> Made:
+        calls = {label: our_call(impl, fitting, step), label + WITH_WRITE: writing_call(impl, fitting, writing)}
+        return {name: make_contender(fitting, call, (state, held)) for name, call in calls.items()}
+
+    common = replace(fitting.common, for_graph=True)
+    is_capturable = backend.capabilities().cuda_graph > CudaGraphSupport.NEVER and not problem.shape.is_prefill
+    if not is_capturable or not builder.can_run_in_cudagraph(common):
+        built = [builder.build(0, of) for of in (without_new_keys(fitting.common), fitting.common)]
+        made = captured(*map(state.begin_forward, built), None)
+        side_by_side = label
+        for suffix, changes in OTHERWISE.items() if name == "TRITON" and problem.shape.decodes else ():
+            label = side_by_side + suffix
+            made |= captured(*(state.begin_forward(replace(of, **changes)) for of in built), None)
+        return made
+    with state.graph_capture(common.num_reqs):
+        clone = state.graph_clone(common.num_reqs, problem.shape.query_len)
+        step = clone.begin_forward(builder.build_for_cudagraph_capture(common))
+        made = captured(step, step, clone)
+    clone.begin_forward(builder.build(0, common))  # as before every replay
+    return made
+
+
+def select_provider(problem: Problem) -> str:
+    """The best one of FLASH_ATTN that serves the problem as it is."""
+    return choose(PROVIDERS, problem.spec, problem.cache, problem.device).provider.name
+
+
+def own_bare(name: str) -> str:
+    """The bare kernel that a contender of ours uses; the contender itself if none is known, or it is one."""
+    provider = name.partition(":")[2].partition(",")[0]
+    return name if name.endswith(WITH_WRITE) else OWN.get(provider, name)
+
+
+def all_made(problem: Problem, names: Sequence[str], options: dict[str, Any], bare: bool) -> tuple[Made, list[str]]:
+    """The contenders for one problem, each warm and captured; and who dropped out why."""
+    makers: dict[str, Callable[[], Made]] = {name: partial(ours, name, problem, options) for name in names}
+    table = bare_kernels.PREFILL if problem.common.max_query_len > 1 else bare_kernels.DECODE
+    if problem.shape.decodes or not problem.shape.is_prefill:  # whose keys are not all new
+        table = {name: kernel for name, kernel in table.items() if "ragged" not in name}
+    for name, kernel in table.items() if bare else ():
+        makers[name] = lambda name=name, kernel=kernel: {name: kernel.contender(problem)}
+    made: Made = {}
+    dropped = []
+    for name, make in makers.items():
+        try:
+            made |= make()
+        except Exception as error:  # whatever a kernel library raises
+            dropped.append(f"{problem.shape.name}: {name}: {reason(error)}")
+    return made, dropped
+
+
+@torch.inference_mode()
+def measure(shape: Shape, copy: Copy, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows of one shape, and who dropped out."""
+    device = torch.device(arguments.device)
+    problem = make_problem(shape, CACHE_DTYPES[arguments.dtype], arguments.page_size, device)
+    made, dropped = all_made(problem, arguments.backend, arguments.options, arguments.bare)
+    errors, wrong = checked(made)
+    right, twins = {name: made[name] for name in errors}, {name: own_bare(name) for name in errors}
+    reads = {}
+    if not shape.is_prefill and shape.window_left < 0:
+        reads[READ] = Contender(problem, make_read(problem), [], None)
+    each, copied = calls_us(right | reads, copy, arguments.rounds, device, twins)
+    read_us = statistics.median(each.pop(READ)) if reads else None
+    us = {name: statistics.median(times) for name, times in each.items()}
+    best = min((time for name, time in us.items() if name in BARE), default=None)
+    rows = []
+    for name, time in us.items():
+        if not name.endswith(WITH_WRITE):
+            figures = {"us": time, "with KV write us": us.get(name + WITH_WRITE)} | speeds(problem, time, copied)
+            figures["read us"] = read_us
+            own = own_bare(name)
+            against = {
+                "vs best bare": best and time / best,
+                "vs own bare": ratio(each[name], each[own]) if own in each and own != name else None,
+                "error": errors[name],
+            }
+            rows.append({"shape": shape.name, "contender": name, **figures, **against})
+    return rows, dropped + wrong
+
+
+def shapes_of(names: Sequence[str]) -> list[Shape]:
+    """The shapes of these sets; `all` is all but the tiny ones."""
+    return [shape for kind, of_kind in SHAPES.items() for shape in of_kind
+            if kind in names or ("all" in names and not kind.startswith("tiny"))]  # fmt: skip
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    given = list(sys.argv[1:] if given is None else given)
+    if "--mla" in given:
+        from benchmarks.attention.mla_attention import main as mla_main  # it imports this module
+
+        mla_main([argument for argument in given if argument != "--mla"])
+        return
+    arguments = parse(__doc__, given, SHAPES, ["FLASHINFER"], 16)
+    device, name = torch.device(arguments.device), result_name("attention", arguments)
+    title = f"attention of one layer, {arguments.dtype}, page {arguments.page_size}"
+    packages = installed(*PACKAGES)
+    copy, rows, dropped = make_copy(device), [], []
+    for shape in shapes_of(arguments.shapes):
+        if arguments.match in shape.name:
+            measured, out = measure(shape, copy, arguments)
+            show(measured, out)
+            rows, dropped = rows + measured, dropped + out
+            write(name, title, rows, packages)
+            free_memory(device)
+    if rows:
+        written = report(name, title, rows, packages)
+        if find_spec("matplotlib"):
+            print(f"drawn to {draw_file(written).name} beside it")
+    if any(f": {backend}".lower() in line.lower() for backend in arguments.backend for line in dropped):
+        raise SystemExit("a backend of ours dropped out")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What ran and was right: the kit and `verify` at length, sanitizers, and the pages made of their results."""

@@ -1,0 +1,134 @@
+"""Merge the reports of several runs of `attn-backends verify` into one file.
+
+attn-backends verify TRITON --seed 1 --cases 2000 --json one.json        and so on, with other seeds
+attn-backends verify TRITON --declared --json two.json
+python -m benchmarks correctness merge_verify one.json two.json --out benchmarks/results/verify.json
+
+With `--alone`, what `verify NAME --case` printed of cases that the device's memory was too little for, beside others:
+{"cases": [{"command": "attn-backends verify ...", "printed": ["seed: 7", ..., "found: nothing"]}]}. Those in which
+nothing was found are no findings then, but `ran_alone`, with the words of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attn_backends.testing.verify.pairs import Pairs, counted, values_in
+from attn_backends.testing.verify.worker import may_lack_memory
+
+_SUMS = ("num_cases", "num_steps", "seconds")
+_COUNTS = ("cases", "steps", "refused")
+_OF_A_RUN = ("command", "backend", "device", "date", "machine", "versions", "declared", "first_seed", *_SUMS)
+
+
+def merge(reports: Sequence[dict[str, Any]], alone: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """One report of several, with a row for each backend and each run as it was.
+
+    Args:
+        alone: cases that ran by themselves afterwards, as `command` and what it `printed`.
+
+    Raises:
+        ValueError: two runs of one backend began at the same seed, so their cases are the same; or they were on
+            different machines, of which one would seem to have run what the other did.
+    """
+    runs = Counter(
+        (report["backend"], report["size"], report["first_seed"], report.get("declared", False))
+        for report in reports
+        if not report.get("continued")
+    )
+    twice = [f"{backend} from seed {seed}" for (backend, _, seed, _), times in runs.items() if times > 1]
+    if twice:
+        raise ValueError(f"the same cases are in two reports: {', '.join(twice)}; give each run another --seed")
+    _check_machines(reports)
+    reports = [_without_those_alone(report, alone) for report in reports]
+    backends = dict.fromkeys(report["backend"] for report in reports)
+    return {
+        "title": "attn-backends verify: random cases against float64 and guard bands",
+        "num_cases": sum(report["num_cases"] for report in reports),
+        "num_steps": sum(report["num_steps"] for report in reports),
+        "num_findings": sum(len(report["findings"]) for report in reports),
+        "backends": {name: _merged([report for report in reports if report["backend"] == name]) for name in backends},
+        "runs": [{key: report[key] for key in _OF_A_RUN if key in report} for report in reports],
+    }
+
+
+def _without_those_alone(report: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A report, with findings of memory alone apart if nothing was found in their cases later."""
+    passed = {each["command"]: each["printed"] for each in alone if each["printed"][-1] == "found: nothing"}
+    findings: list[dict[str, Any]] = []
+    ran_alone: list[dict[str, Any]] = []
+    for finding in report["findings"]:
+        if may_lack_memory(finding["what"]) and (printed := passed.get(finding["command"])):
+            ran_alone.append({**finding, "printed_alone": printed})
+        else:
+            findings.append(finding)
+    return {**report, "findings": findings, "ran_alone": ran_alone}
+
+
+def _check_machines(reports: Sequence[dict[str, Any]]) -> None:
+    machines: dict[str, set[str]] = {}
+    for report in reports:
+        machine = report["machine"]
+        machines.setdefault(report["backend"], set()).add(machine.get("gpu") or machine.get("cpu") or "an unknown CPU")
+    for backend, names in machines.items():
+        if len(names) > 1:
+            raise ValueError(f"{backend} ran on {' and on '.join(sorted(names))}: merge the runs of each into a file")
+
+
+def _merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of one backend."""
+    merged: dict[str, Any] = {name: sum(report[name] for report in reports) for name in _SUMS}
+    for name in _COUNTS:
+        merged[name] = dict(sorted(sum((Counter(report[name]) for report in reports), Counter()).items()))
+    worst: dict[str, Any] = {}
+    for report in reports:
+        for name, each in report["worst"].items():
+            if name not in worst or each["of_tolerance"] > worst[name]["of_tolerance"]:
+                worst[name] = each
+    recorded = [report for report in reports if "values" in report]
+    return merged | {
+        "worst": dict(sorted(worst.items())),
+        "findings": [finding for report in reports for finding in report["findings"]],
+        "ran_alone": [each for report in reports for each in report["ran_alone"]],
+        **(_merged_values(recorded) if recorded else {}),
+    }
+
+
+def _merged_values(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How many cases had each declared value, and which pairs of values ran, are refused, or did neither."""
+    values: dict[str, Counter[str]] = {}
+    for report in reports:
+        for name, counts in report["values"].items():
+            found = values.setdefault(name, Counter())
+            for value, times in counts.items():
+                found[value] += times
+    run, refused = Pairs(values), dict[str, Pairs]()
+    for report in reports:
+        numbered = values_in(report["values"])
+        run.merge(numbered, report["pairs"]["run"])
+        for why, masks in report["pairs"]["refused"].items():
+            refused.setdefault(why, Pairs(values)).merge(numbered, masks)
+    return {"values": {name: dict(counts) for name, counts in values.items()}, **counted(run, refused)}
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("reports", nargs="+", type=Path)
+    parser.add_argument("--alone", type=Path, help="what cases printed that ran by themselves")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args(given)
+    alone = json.loads(arguments.alone.read_text())["cases"] if arguments.alone else []
+    merged = merge([json.loads(path.read_text()) for path in arguments.reports], alone)
+    arguments.out.write_text(json.dumps(merged, indent=1) + "\n")
+    print(
+        f"{merged['num_cases']} cases of {len(merged['runs'])} runs, {merged['num_findings']} findings: {arguments.out}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Time of the host alone: metadata, plans, forwards, the engine."""

@@ -1,0 +1,1 @@
+"""What benchmarks share: timing, the machine's description, results."""

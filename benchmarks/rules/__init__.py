@@ -1,0 +1,1 @@
+"""What sets the rules by which a backend chooses one of its ways."""

@@ -1,0 +1,1 @@
+"""What writes the tables that ship: tiles, and AUTO's order."""
