@@ -1,5 +1,5 @@
 """What kernels of ours for Hopper share, in Triton's Gluon. Not every Triton has what this imports: see
-`triton_launch.has_hopper_kernels`."""
+`launch.has_hopper_kernels`."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def test_decode_fits_as_compiled(
 
 @pytest.mark.parametrize("cached", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_an_fp8_cache_costs_no_slow_instructions(cached: torch.dtype) -> None:
-    """See `triton_fp8`: one of 16 bits at a time, and loads of single bytes."""
+    """See `kernels.fp8`: one of 16 bits at a time, and loads of single bytes."""
     from triton.compiler import ASTSource
 
     from attn_backends.backends.mla.triton_mla.decode_kernel import mla_decode_kernel

@@ -6,7 +6,7 @@ of a pair, and each adds the weighted rows of both blocks to its half of the col
 the other multiplies, and a block is asked for again, by a warp that does nothing else, half by half as both are done.
 
 Rows of 8 bits are loaded by four warps, which write them to shared memory as float16, piece by piece in the places that
-the others would be loaded into. All else is the same, with queries as float16 shares (see `triton_fp8`).
+the others would be loaded into. All else is the same, with queries as float16 shares (see `fp8`).
 """
 
 from __future__ import annotations
