@@ -1,7 +1,7 @@
-"""FLASH_ATTN over FlashAttention 4, which compiles a kernel when it is first called: `warm_up` makes every kind of call.
+"""FLASH_ATTN over FlashAttention 4, which compiles a kernel when it is first called: `warm_up` makes all kinds of calls.
 
-What follows is compiled for is what `_flash_attn_fwd` is told beside addresses and lengths: dtypes, head dims, heads
-and pages, the mask, and which of its tensors there are.
+A kernel is compiled for all that `_flash_attn_fwd` is told beside addresses and lengths: dtypes, head dims, heads and
+pages, the mask, and which of its tensors there are.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def kind_of(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, given
     return (
         query.dtype, keys.dtype, query.shape[1:], keys.shape[-2:], values.shape[-1],
         keys.shape[1] if keys.dim() == 4 else None, given["causal"], window, bool(given["softcap"]),
-        given["return_lse"], given["max_seqlen_q"] > 1, *(given[name] is not None for name in OPTIONAL if name in given),
+        given["return_lse"], given["max_seqlen_q"] > 1, *(given[name] is not None for name in OPTIONAL),
     )  # fmt: skip
 
 
