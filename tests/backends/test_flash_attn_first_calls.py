@@ -1,4 +1,4 @@
-"""FLASH_ATTN over FlashAttention 4, which compiles a kernel when it is first called: `warm_up` makes all kinds of calls.
+"""FLASH_ATTN over FlashAttention 4, which compiles a kernel when it is first called: `warm_up` makes them all.
 
 A kernel is compiled for all that `_flash_attn_fwd` is told beside addresses and lengths: dtypes, head dims, heads and
 pages, the mask, and which of its tensors there are.
