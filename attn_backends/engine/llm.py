@@ -21,7 +21,7 @@ from attn_backends.engine.request import Request, salts_for
 from attn_backends.engine.runner import ModelRunner
 from attn_backends.engine.sampler import OnTheirWay, Sampler
 from attn_backends.engine.scheduler import ScheduledBatch, Scheduler
-from attn_backends.engine.warm_up import compile_kernels, run_steps
+from attn_backends.engine.warm_up import compile_kernels, run_products, run_steps
 from attn_backends.graphs.recorder import GraphRecorder
 from attn_backends.registry import AUTO, Load, get_entry, select_backend, validate_options
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, MLASpec
@@ -103,7 +103,9 @@ class LLM:
             compile_kernels(self.runner.state, report)
         self.runner.capture_graphs(backend, config.graphs, config.scheduler.max_num_requests, report, recorder)
         if config.warm_up and device.type != "cpu":
-            run_steps(self.runner, self.sampler, limits, num_pages, report)
+            most_steps = config.scheduler.decode_steps_per_launch
+            run_steps(self.runner, self.sampler, limits, num_pages, most_steps, report)
+            run_products(self.runner, self.sampler, limits, num_pages, report)
         # A GPU goes on with the next batch while the host looks at the last one's tokens; on a CPU there is no "while".
         self.launches_ahead = device.type != "cpu"
         self._num_requests = 0

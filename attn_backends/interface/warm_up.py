@@ -19,13 +19,13 @@ def plan_all_kinds(
     plan: Callable[[PlanGroup[Any], CommonAttentionMetadata], None],
     progress: Progress | None,
 ) -> None:
-    """Plan the batches of `batches_to_plan` for each of a state's groups, so that FlashInfer chooses its kernels, and
+    """Plan the batches of `batches_to_plan` for each of a state's groups, so that a library chooses its kernels, and
     loads or compiles them. Steps may begin on another stream afterwards."""
     for done, group in enumerate(state.groups):
         for batch in batches_to_plan(group.spec, state.cache, state.limits, state.device, query_lens):
             plan(group, batch)
         if progress is not None:
-            progress(done + 1, len(state.groups), f"plans of FlashInfer, heads of {group.spec.head_dim}")
+            progress(done + 1, len(state.groups), f"first plans, heads of {group.spec.head_dim}")
     if state.device.type == "cuda":
         torch.cuda.synchronize(state.device)
 

@@ -106,7 +106,7 @@ def test_states_compile_what_they_list(name: str, expected: set[str], monkeypatc
     states = (TorchState, FlashAttnState, FlashInferState, triton_state.TritonState)
     made: Any = object.__new__(next(state for state in states if state.backend_name == name))
     made.groups, made.cache, made.limits = plan_groups({0: SPEC}), KVCacheSpec(64), Limits(5, 64, 999)
-    made._specs, made.options, made.device = {0: SPEC}, None, torch.device("cuda")
+    made._specs, made.options, made.device, made.choices = {0: SPEC}, None, torch.device("cuda"), {}
     compiled: list[Any] = []
     for module in (variants, triton_state):
         monkeypatch.setattr(module, "compile_variants", lambda found, device, progress: compiled.extend(found))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from attn_backends.spec import AttentionSpec
+from attn_backends.spec import FP8_DTYPES, AttentionSpec
 
 
 class HostLens(NamedTuple):
@@ -91,6 +91,23 @@ class LayerConstants:
     sinks: torch.Tensor | None  # [num_qo_heads] bf16, for kernels that take them
     k_scale: torch.Tensor  # [1, 1] f32; a value of an fp8 cache times it is the real one
     v_scale: torch.Tensor  # [1, 1] f32
+
+    @staticmethod
+    def of(
+        spec: AttentionSpec, sinks: torch.Tensor | None, k_scale: float, v_scale: float, device: torch.device
+    ) -> LayerConstants:
+        """Over the cache. Where that is not fp8, kernels do not take `k_scale`: the scale of the softmax holds it."""
+        slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes, dtype=torch.float32)
+        return LayerConstants(
+            scale=spec.scale * (1.0 if spec.cache_dtype in FP8_DTYPES else k_scale),
+            causal=spec.causal,
+            window=window_of(spec, spec.causal),
+            soft_cap=spec.logits_soft_cap or 0.0,
+            alibi_slopes=None if slopes is None else slopes.to(device),
+            sinks=sinks,
+            k_scale=torch.full((1, 1), k_scale, device=device),
+            v_scale=torch.full((1, 1), v_scale, device=device),
+        )
 
     def without_sinks(self) -> LayerConstants:
         return replace(self, sinks=None)

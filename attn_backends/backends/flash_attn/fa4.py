@@ -35,6 +35,7 @@ class FlashAttn4(Provider):
     module_names = ("flash_attn.cute.interface", "importlib.metadata")  # it looks up its own version by another name
     install = "pip install flash-attn-4"
     newest_compute_capability = 9
+    compiles_when_called = True
     decodes_apart = False
     max_sinks = sys.maxsize
     # A page as long as a tile is copied as it is, and what lies past a row's end in its last page is multiplied by 0:

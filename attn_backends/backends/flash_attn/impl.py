@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.flash_attn.call import Call, LayerConstants, window_of
+from attn_backends.backends.flash_attn.call import Call, LayerConstants
 from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata
 from attn_backends.backends.flash_attn.state import FlashAttnStep
 from attn_backends.cache.kv_cache import KVCache, write_kv
@@ -29,25 +29,14 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         spec = self.spec
-        slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes, dtype=torch.float32)
         sinks = None if self.sinks is None else self.sinks.to(self.device, torch.bfloat16)
         if sinks is not None and self.sinks is not None and not bool((sinks == self.sinks.to(self.device)).all()):
             sinks = None  # the one look at the device, when the model is loaded
-        folds = spec.cache_dtype not in FP8_DTYPES
-        constants = LayerConstants(
-            scale=spec.scale * (self.k_scale if folds else 1.0),
-            causal=spec.causal,
-            window=window_of(spec, spec.causal),
-            soft_cap=spec.logits_soft_cap or 0.0,
-            alibi_slopes=None if slopes is None else slopes.to(self.device),
-            sinks=sinks,
-            k_scale=torch.full((1, 1), self.k_scale, device=self.device),
-            v_scale=torch.full((1, 1), self.v_scale, device=self.device),
-        )
+        constants = LayerConstants.of(spec, sinks, self.k_scale, self.v_scale, self.device)
         self.constants = {True: constants, False: replace(constants, scale=spec.scale)}  # by whether keys are cached
         self.constants_behind = {is_cached: each.without_sinks() for is_cached, each in self.constants.items()}
         self.prefix_constants = constants.over_prefix()
-        self.value_scales = {True: self.v_scale if folds else 1.0, False: 1.0}
+        self.value_scales = {True: 1.0 if spec.cache_dtype in FP8_DTYPES else self.v_scale, False: 1.0}
 
     def forward(
         self,

@@ -9,22 +9,26 @@ from typing import Any, ClassVar
 
 import torch
 
-from attn_backends.backends.flash_attn.call import Call, Rows
-from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata, graph_metadata
+from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows
+from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata, FlashAttnMetadataBuilder, graph_metadata
 from attn_backends.backends.flash_attn.options import FlashAttnOptions
 from attn_backends.backends.flash_attn.provider import Provider, choose
 from attn_backends.backends.flash_attn.providers import PROVIDERS
+from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.cache.warm_up import list_cache_writes, list_quantised_queries
 from attn_backends.graphs.inputs import GraphInputs, fill_together
 from attn_backends.graphs.recorder import CudaRecorder, without_python
 from attn_backends.interface import AttentionStep
 from attn_backends.interface.state import CapturingState
+from attn_backends.interface.warm_up import plan_all_kinds
 from attn_backends.kernels.warm_up import compile_listed, list_merges
 from attn_backends.machine import Progress
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, PlanGroup
 from attn_backends.step.buffers import StepBuffers
 
 logger = logging.getLogger(__name__)
+
+FIRST_QUERY_LENS = (1, 2, 64, 256)  # of rows that are called for before requests come: a tile has 64 to 192 queries
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,33 @@ class FlashAttnState(CapturingState[FlashAttnMetadata, "FlashAttnGraphState"]):
         return self.choices[group].provider.tot_seq_lens(spec, rows, causal=causal)
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile what is launched beside the library, whose kernels come compiled but for FlashAttention 4's."""
+        """Compile what is launched beside the library, and call a library that compiles its kernels then."""
         compile_listed(self.device, self._list_launches, progress)
+        if any(choice.provider.compiles_when_called for choice in self.choices.values()):
+            plan_all_kinds(self, FIRST_QUERY_LENS, self._call_kind, progress)
+
+    def _call_kind(self, group: PlanGroup[Any], batch: CommonAttentionMetadata) -> None:
+        """Call for one batch all that layers of a group may: with sinks and behind them, over a shared prefix, with an
+        LSE and without."""
+        spec, provider = group.spec, self.choices[group.index].provider
+        if not provider.compiles_when_called:
+            return
+        builder = FlashAttnMetadataBuilder(group, self.cache, self.limits, self.device, options=self.options)
+        call = self.begin_forward(builder.build(0, batch)).calls[0]
+        paged = call.rows.page_table is not None
+        slots = (batch.page_table.shape[1], self.cache.page_size) if paged else (batch.num_new_kv,)
+        heads, dtype = spec.num_kv_heads, spec.cache_dtype if paged else spec.dtype
+        query = torch.zeros(batch.num_tokens, spec.num_qo_heads, spec.head_dim, dtype=spec.dtype, device=self.device)
+        keys, values = (
+            torch.zeros(*slots, heads, dim, dtype=dtype, device=self.device)
+            for dim in (spec.head_dim, spec.head_dim_vo)
+        )
+        output = query.new_empty(*query.shape[:2], spec.head_dim_vo)
+        sinks = torch.zeros(spec.num_qo_heads, dtype=torch.bfloat16, device=self.device) if spec.sinks else None
+        constants = LayerConstants.of(spec, sinks, 1.0, 1.0, self.device)
+        for of in (constants, constants.without_sinks(), constants.over_prefix()):
+            for want_lse in (False, True):
+                provider.attend(query, keys, values, output, call, of, want_lse)
 
     def _list_launches(self) -> None:
         specs = self._specs.values()
