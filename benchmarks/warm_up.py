@@ -4,10 +4,10 @@
 
 A model is a shape with random weights. Every figure is of a process of its own: cold, with an empty folder for Triton's
 compiled kernels; then warm, with what the first one left there. Each makes the engine and runs a mixed load of requests
-twice, all there at once. Loads of one process differ by a fifth where the host is shared with others: with --repeat
-more processes start warm, and their medians come too. Compilations are counted by Triton's own hook: what was compiled, and what was read from its
-cache. Both loads are the same steps: the file has how long each kind took, and those of which the first took longest
-beside the second. With --without, a cold one without warming up comes too.
+twice, all there at once. Where other work shares the host, loads of one process differ by a fifth: --repeat starts more
+warm processes, and their medians come too. Compilations are counted by Triton's own hook: what was compiled, and what
+was read from its cache. Both loads are the same steps: the file has how long each kind took, and those of which the
+first took longest beside the second. With --without, a cold one without warming up comes too.
 """
 
 from __future__ import annotations
