@@ -89,8 +89,8 @@ def _sized(given: Any, size: int) -> Any:
 
 
 def sizes_up_to(most: int) -> Iterator[int]:
-    """Sizes at which cuBLAS was seen to choose a kernel anew: every 64, and more often up to a thousand."""
-    for first, end, step in ((1, 8, 1), (8, 512, 8), (512, 1024, 32), (1024, most, 64)):
+    """Sizes that differ by tiles of few rows. From 4,096 on a step lasts so long that another kernel hardly shows."""
+    for first, end, step in ((1, 8, 1), (8, 1024, 8), (1024, 4096, 16), (4096, most, 128)):
         yield from range(first, min(end, most), step)
     yield most
 

@@ -1,12 +1,13 @@
 """Seconds until an engine is ready with cold and warm kernel caches, and what is left to compile when requests come.
 
-    python -m benchmarks engine warm_up [--model SHAPE ...] [--backend NAME] [--without]
+    python -m benchmarks engine warm_up [--model SHAPE ...] [--backend NAME] [--repeat N] [--without]
 
 A model is a shape with random weights. Every figure is of a process of its own: cold, with an empty folder for Triton's
 compiled kernels; then warm, with what the first one left there. Each makes the engine and runs a mixed load of requests
-twice, all there at once. Compilations are counted by Triton's own hook: what was compiled, and what was read from its
-cache. Both loads are the same steps: the file has how long each kind took, and those of which the first took longest
-beside the second. With --without, a cold one without warming up comes too.
+twice, all there at once. Where other work shares the host, loads of one process differ by a fifth: --repeat starts more
+warm processes, and their medians come too. Compilations are counted by Triton's own hook: what was compiled, and what
+was read from its cache. Both loads are the same steps: the file has how long each kind took, and those of which the
+first took longest beside the second. With --without, a cold one without warming up comes too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -180,10 +182,17 @@ def in_a_process(model: str, folder: str, given: Sequence[str], warm: bool) -> d
     return figures
 
 
+def medians(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A row of medians over the processes of one model that started alike."""
+    figures = [name for name, value in rows[0].items() if isinstance(value, int | float)]
+    named = {"model": rows[0]["model"], "caches": f"median of {len(rows)} {rows[0]['caches']}"}
+    return named | {"backend": rows[0]["backend"]} | {name: median(row[name] for row in rows) for name in figures}
+
+
 def turned(rows: list[dict[str, object]]) -> list[dict[str, object]]:
     """A figure each, with a column a run; the kernels' names are in the file alone."""
     names = [name for name in rows[0] if name not in ("model", "caches", "compilations", "both loads")]
-    return [{"": name} | {f"{row['model']}, {row['caches']}": row[name] for row in rows} for name in names]
+    return [{"": name} | {f"{row['model']}, {row['caches']}": row.get(name) for row in rows} for name in names]
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -195,6 +204,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--memory", default="48GiB", help="of the KV cache")
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a step")
     parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--repeat", type=int, default=1, help="processes that start warm")
     parser.add_argument("--without", action="store_true", help="also a cold engine that does not warm up")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--cold-engine", dest="warm", action="store_false", help=argparse.SUPPRESS)
@@ -209,13 +219,17 @@ def main(given: Sequence[str] | None = None) -> None:
     title = f"an engine's first requests, {arguments.requests} of mixed lengths, {arguments.dtype}"
     for model in arguments.model:
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
-            runs = [("cold", folder, True), ("warm", folder, True)] + [("without", other, False)] * arguments.without
+            warm_runs = [(f"warm {i + 1}" if i else "warm", folder, True) for i in range(arguments.repeat)]
+            runs = [("cold", folder, True), *warm_runs] + [("without", other, False)] * arguments.without
             for caches, where, warm in runs:
                 figures = in_a_process(model, where, passed, warm)
                 for phase, kernels in figures["compilations"].items():
                     print(f"{model}, {caches}, {phase}: {kernels}", flush=True)
                 rows.append({"model": model, "caches": caches} | figures)
                 write(name, title, rows, packages)
+        if arguments.repeat > 1:
+            rows.append(medians([row for row in rows if row["model"] == model and str(row["caches"])[:4] == "warm"]))
+            write(name, title, rows, packages)
     print_table(title, turned(rows))
 
 

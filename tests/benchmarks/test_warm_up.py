@@ -39,3 +39,13 @@ def test_steps_are_seen_with_what_ran_them() -> None:
     assert llm.runner.run_next(64) == "logits"
     assert [step[:2] for step in steps.pop()] == [("eager", 300), ("graph", 64)]
     assert steps.pop() == []
+
+
+def test_warm_processes_have_medians() -> None:
+    rows = [
+        {"model": "A", "caches": name, "backend": "B", "first/second": ratio, "compilations": {}}
+        for name, ratio in (("warm", 1.3), ("warm 2", 1.0), ("warm 3", 1.1))
+    ]
+    made = warm_up.medians(rows)
+    assert made == {"model": "A", "caches": "median of 3 warm", "backend": "B", "first/second": 1.1}
+    assert [*warm_up.turned([*rows, made])[1].values()] == ["first/second", 1.3, 1.0, 1.1, 1.1]

@@ -112,7 +112,7 @@ def test_a_product_keeps_its_layout_at_another_size() -> None:
 
 
 def test_sizes_of_products() -> None:
-    for most in range(1, 3000):
+    for most in (*range(1, 300), *range(300, 9000, 37)):
         sizes = [*sizes_up_to(most)]
         assert sizes == sorted({*sizes})
         assert (sizes[0], sizes[-1]) == (1, most)

@@ -29,7 +29,7 @@ def test_tolerances_by_dtype_or_name() -> None:
 
 
 def test_reading_them_loads_no_torch() -> None:
-    code = "import sys; from attn_backends.testing import cases; cases.load_cases(); assert 'torch' not in sys.modules"
+    code = "import sys; from attn_backends.testing.cases import cases; cases.load_cases(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
