@@ -29,7 +29,8 @@ def test_tolerances_by_dtype_or_name() -> None:
 
 
 def test_reading_them_loads_no_torch() -> None:
-    code = "import sys; from attn_backends.testing.cases import cases; cases.load_cases(); assert 'torch' not in sys.modules"
+    code = "from attn_backends.testing.cases.cases import load_cases; load_cases()"
+    code += "; import sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
