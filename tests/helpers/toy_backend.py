@@ -4,7 +4,8 @@ plan per group as FlashInfer's, and one workspace that the groups share."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,6 @@ from attn_backends.interface import (
     AttentionMetadataBuilder,
     AttentionState,
     AttentionStep,
-    GraphState,
 )
 from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport
 from attn_backends.spec import AttentionSpec
@@ -76,17 +76,19 @@ class ToyBuffers:
         )
 
 
-class ToyGraphState(GraphState[ToyMetadata, ToyStep]):
+class ToyGraphState(AttentionState[ToyMetadata]):
     """The state of one captured size."""
 
-    def __init__(self, state: ToyState, num_rows: int, query_len: int) -> None:
-        super().__init__(state, num_rows, query_len)
-        assert state.room is not None
-        self.state = state
-        self.buffers = state.room.first(num_rows)
+    backend_name = "TOY"
 
-    def replan(self, metadata: ToyMetadata) -> ToyStep:
+    def __init__(self, state: ToyState, buffers: ToyBuffers) -> None:
+        super().__init__(state.groups, state.cache, state.limits, state.device)
+        self.state = state
+        self.buffers = buffers
+
+    def begin_forward(self, metadata: ToyMetadata) -> ToyStep:
         buffers = self.get_graph_input_buffers(metadata)
+        self.prepare_graph_input_buffers(buffers, metadata)
         plan = buffers.pop("plan")
         plan.copy_(plan_of(metadata.seq_lens_cpu))
         return self.state.step_over(replace(metadata, **buffers), plan)
@@ -104,10 +106,12 @@ class ToyGraphState(GraphState[ToyMetadata, ToyStep]):
 
 
 class ToyState(AttentionState[ToyMetadata]):
-    """Owns the workspace for parts of outputs, as large as the group that needs most."""
+    """Owns the workspace for parts of outputs, as large as the group that needs most.
+
+    Its graphs check nothing, so that mutants are found by the simulator, and not refused.
+    """
 
     backend_name = "TOY"
-    graph_cls = ToyGraphState
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -122,7 +126,8 @@ class ToyState(AttentionState[ToyMetadata]):
         shape = _partial_shape(self.groups[metadata.group_index].spec, len(metadata.seq_lens))
         return ToyStep(metadata, plan, self.workspace[: math.prod(shape)].view(shape))
 
-    def hold_inputs(self, max_batch_size: int, shared: StepBuffers | None) -> None:
+    @contextmanager
+    def graph_capture(self, max_batch_size: int, inputs: StepBuffers | None = None) -> Iterator[None]:
         max_pages = -(-self.limits.max_model_len // self.cache.page_size)
         self.room = ToyBuffers(
             torch.zeros(max_batch_size, max_pages, dtype=torch.int32),
@@ -130,6 +135,11 @@ class ToyState(AttentionState[ToyMetadata]):
             torch.full((max_batch_size,), -1, dtype=torch.int64),
             [torch.zeros(max_batch_size, NUM_SPLITS, 2, dtype=torch.int32) for _ in self.groups],
         )
+        yield
+
+    def graph_clone(self, batch_size: int, query_len: int = 1) -> ToyGraphState:
+        assert self.room is not None
+        return ToyGraphState(self, self.room.first(batch_size))
 
 
 class ToyImpl(AttentionImpl[ToyStep]):

@@ -34,7 +34,7 @@ class FlashAttnMLAState(MLAState):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.kernels = self.load_kernels()
+        self.kernels: Kernels = self.load_kernels()
 
     def plan_prefill(self, spec: MLASpec, rows: RaggedRows) -> Kernels:
         return self.kernels
