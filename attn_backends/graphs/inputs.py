@@ -18,7 +18,7 @@ class GraphInputs:
     Own lengths and page tables are allocated when a state asks for them: kernels may read the pages otherwise.
 
     Args:
-        num_rows: of the largest graph.
+        num_rows: rows of the largest graph.
         shared: a step table's tensors, which are read where they are. None: tensors of our own.
 
     Raises:
@@ -53,6 +53,29 @@ class GraphInputs:
         if self.shared is not None:
             return self.shared.page_table
         return torch.zeros(self.num_rows, self._num_pages, dtype=torch.int32, device=self.slot_mapping.device)
+
+    def of(self, num_rows: int, num_tokens: int) -> dict[str, torch.Tensor]:
+        """What graphs of one size read of these, by name."""
+        return {
+            "slot_mapping": self.slot_mapping[:num_tokens],
+            "seq_lens": self.seq_lens[:num_rows],
+            "page_table": self.page_table[:num_rows],
+        }
+
+    def fill(
+        self, buffers: dict[str, torch.Tensor], slots: torch.Tensor, lens: torch.Tensor, table: torch.Tensor
+    ) -> None:
+        """Copy a batch to the tensors of `of`, if it is not there already, in one launch.
+
+        Columns of the page table beyond the batch's own keep ids of earlier batches: lengths say what is valid.
+        """
+        if self.holds(slots):
+            return
+        held = buffers["page_table"]
+        if table.shape[1] != held.shape[1]:
+            held = held[:, : table.shape[1]]
+            table = table[:, : held.shape[1]]
+        fill_together([buffers["slot_mapping"], buffers["seq_lens"], held], [slots, lens, table])
 
     def serves(self, num_rows: int, shared: StepBuffers | None) -> bool:
         """Whether graphs of so many rows can read these."""

@@ -3,8 +3,8 @@
 from attn_backends.interface.backend import AttentionBackend
 from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport, Rejection, Unsupported
 from attn_backends.interface.impl import AttentionImpl
-from attn_backends.interface.metadata import AttentionMetadata, AttentionMetadataBuilder, AttentionStep
-from attn_backends.interface.state import AttentionState
+from attn_backends.interface.metadata import AttentionMetadata, AttentionMetadataBuilder, AttentionStep, PlannedStep
+from attn_backends.interface.state import AttentionState, GraphState
 
 __all__ = [
     "AttentionBackend",
@@ -15,6 +15,8 @@ __all__ = [
     "AttentionStep",
     "Capabilities",
     "CudaGraphSupport",
+    "GraphState",
+    "PlannedStep",
     "Rejection",
     "Unsupported",
 ]

@@ -8,7 +8,7 @@ A backend is a static class that names the four others. Builders are pure; one s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,37 +18,55 @@ from attn_backends.interface.metadata import AttentionMetadata, AttentionMetadat
 from attn_backends.interface.state import AttentionState
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Layout
 
+_ATTRIBUTES = ("name", "impl_cls", "metadata_cls", "builder_cls", "state_cls")
+
 
 class AttentionBackend(ABC):
     """A name, four classes and some facts. Static: it is never instantiated and holds no tensors."""
+
+    name: ClassVar[str]  # in the registry, in upper case
+    impl_cls: ClassVar[type[AttentionImpl[Any]]]
+    metadata_cls: ClassVar[type[AttentionMetadata]]
+    builder_cls: ClassVar[type[AttentionMetadataBuilder[Any]]]
+    state_cls: ClassVar[type[AttentionState[Any]]]
 
     def __new__(cls, *args: object, **kwargs: object) -> AttentionBackend:
         raise TypeError(f"{cls.__name__} is static: call its methods on the class")
 
     @staticmethod
     @abstractmethod
-    def get_name() -> str:
-        """The registry name, in upper case."""
-
-    @staticmethod
-    @abstractmethod
-    def get_impl_cls() -> type[AttentionImpl[Any]]: ...
-
-    @staticmethod
-    @abstractmethod
-    def get_metadata_cls() -> type[AttentionMetadata]: ...
-
-    @staticmethod
-    @abstractmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]: ...
-
-    @staticmethod
-    @abstractmethod
-    def get_state_cls() -> type[AttentionState[Any]]: ...
-
-    @staticmethod
-    @abstractmethod
     def capabilities() -> Capabilities: ...
+
+    @classmethod
+    def get_name(cls) -> str:
+        return str(cls._declared("name"))
+
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl[Any]]:
+        return cls._declared("impl_cls")  # type: ignore[no-any-return]
+
+    @classmethod
+    def get_metadata_cls(cls) -> type[AttentionMetadata]:
+        return cls._declared("metadata_cls")  # type: ignore[no-any-return]
+
+    @classmethod
+    def get_builder_cls(cls) -> type[AttentionMetadataBuilder[Any]]:
+        return cls._declared("builder_cls")  # type: ignore[no-any-return]
+
+    @classmethod
+    def get_state_cls(cls) -> type[AttentionState[Any]]:
+        return cls._declared("state_cls")  # type: ignore[no-any-return]
+
+    @classmethod
+    def missing(cls) -> list[str]:
+        """The class attributes and methods that a complete backend has and this one lacks."""
+        return [name for name in _ATTRIBUTES if not hasattr(cls, name)] + sorted(cls.__abstractmethods__)
+
+    @classmethod
+    def _declared(cls, attribute: str) -> Any:
+        if not hasattr(cls, attribute):
+            raise TypeError(f"{cls.__qualname__} lacks {', '.join(cls.missing())}: a backend sets them on its class")
+        return getattr(cls, attribute)
 
     @staticmethod
     def get_kv_cache_shapes(spec: AttentionSpec, cache: KVCacheSpec) -> tuple[tuple[int, ...], ...]:
@@ -75,6 +93,11 @@ class AttentionBackend(ABC):
     ) -> list[Rejection]:
         """`reject`, and what the backend's own options, validated, rule out; by default that is nothing."""
         return cls.reject(spec, cache, device)
+
+    @classmethod
+    def preferred_page_sizes(cls, device: torch.device | str) -> tuple[int, ...]:
+        """Page sizes to take first where the caller leaves the choice open, best first; by default none."""
+        return ()
 
     @classmethod
     def note(cls, device: torch.device | str) -> str:

@@ -68,7 +68,6 @@ class Capabilities:
     non_causal: bool = False  # of a decoder layer
     unequal_head_dims: bool = False  # head_dim_vo != head_dim
     lse: bool = False  # Impl.forward fills `lse`
-    output_scale: bool = False  # Impl.forward quantises its output
     fp8_queries: bool = False  # over an fp8 cache it rounds queries and weights to fp8 too: errors of some per cent
     cascade: bool = False  # uses common_prefix_len; without it the value is only a hint that changes nothing
     cuda_graph: CudaGraphSupport = CudaGraphSupport.NEVER

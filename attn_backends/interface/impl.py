@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from typing import Any, Generic
+from typing import Any, ClassVar, Generic
 
 import torch
 
-from attn_backends.cache.kv_cache import KVCache
-from attn_backends.interface.capabilities import Rejection, Unsupported
-from attn_backends.interface.metadata import AttentionStep, MetadataT
+from attn_backends.cache.kv_cache import KVCache, write_kv
+from attn_backends.interface.metadata import AttentionStep, PlannedStep, StepT
 from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec
 
 
-class AttentionImpl(ABC, Generic[MetadataT]):
+class AttentionImpl(ABC, Generic[StepT]):
     """One layer's attention. Holds the layer's constants, nothing of a step; never syncs with the device.
+
+    `forward` is the same for all: it checks a call, writes the new keys and values, and calls `attend`.
 
     Args:
         spec, cache: the layer and the pool.
@@ -24,6 +26,9 @@ class AttentionImpl(ABC, Generic[MetadataT]):
             this step are real ones: they are divided when they are written.
         options: the backend's own options, validated; None for its defaults.
     """
+
+    step_cls: ClassVar[type[AttentionStep[Any]]] = AttentionStep  # what the backend's state returns
+    leaves_padding: ClassVar[bool] = True  # `attend` does not touch padded tokens: `forward` zeroes their outputs
 
     def __init__(
         self,
@@ -51,28 +56,74 @@ class AttentionImpl(ABC, Generic[MetadataT]):
         self.k_scale = k_scale
         self.v_scale = v_scale
 
-    @abstractmethod
     def forward(
         self,
         query: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim]
         key: torch.Tensor | None,  # [num_new_kv, num_kv_heads, head_dim]; None: nothing new to write
         value: torch.Tensor | None,  # [num_new_kv, num_kv_heads, head_dim_vo]; both are latent rows in MLA
         kv_cache: KVCache | None,  # None in a profile run and for encoder attention
-        step: AttentionStep[MetadataT],
+        step: StepT,
         output: torch.Tensor | None = None,  # [num_tokens, num_qo_heads, head_dim_vo], written in place
         *,
         lse: torch.Tensor | None = None,  # [num_tokens, num_qo_heads] f32, natural log, written in place
-        output_scale: float | None = None,
     ) -> torch.Tensor:
         """Write the new keys and values to their slots, attend, and return `output` (allocated if None).
 
         Padded rows come back as zeros. `lse` is the log of the softmax denominator, sinks included.
-        Raises `Unsupported` for an argument the backend does not honour.
+
+        Raises:
+            TypeError: the step is another backend's, or was not given to the state's `begin_forward`.
+            ValueError: the step is of other layers, or the tensors are not of this step and layer.
+            Unsupported: an argument that the backend does not honour.
         """
+        if not isinstance(step, self.step_cls):
+            raise TypeError(
+                f"{type(self).__name__} got a {type(step).__name__} of {type(step.metadata).__name__} and takes a "
+                f"{self.step_cls.__name__}: build the metadata with this backend's builder, and give it to the state's "
+                "begin_forward before any layer runs"
+            )
+        spec, metadata = self.spec, step.metadata
+        if isinstance(step, PlannedStep):
+            check_planned_for(step.spec, spec)
+        check_call(spec, metadata.num_tokens, query, kv_cache, output, lse)
+        check_new_kv(spec, metadata.num_new_kv, key, value)
+        if output is None:
+            output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)
+        if kv_cache is not None and key is not None and value is not None:
+            self.write(key, value, kv_cache, step)
+        if self.leaves_padding:
+            live = metadata.num_decode_tokens + metadata.num_prefill_tokens
+            if live < metadata.num_tokens:
+                output[live:].zero_()
+                if lse is not None:
+                    lse[live:].fill_(-math.inf)
+        self.attend(query, key, value, kv_cache, step, output, lse)
+        return output
+
+    @abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim]
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: KVCache | None,
+        step: StepT,
+        output: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim_vo], strided
+        lse: torch.Tensor | None,  # [num_tokens, num_qo_heads] f32, contiguous
+    ) -> None:
+        """What a backend is: attend, and write `output` and `lse` in place, all checked.
+
+        New keys and values are in the cache already (see `write`). `key` and `value` are there for steps without one.
+        Raises `Unsupported` for an LSE where it gives none.
+        """
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, step: StepT) -> None:
+        """Write new keys and values to the slots of the step. A backend that does so elsewhere overrides it."""
+        write_kv(key, value, kv_cache, step.metadata.slot_mapping, self.k_scale, self.v_scale)
 
     # Optional, for a compiler that puts attention into a model's graph: `forward` again, as plain torch operations.
 
-    def trace_inputs(self, metadata: MetadataT) -> tuple[torch.Tensor, ...] | None:
+    def trace_inputs(self, metadata: Any) -> tuple[torch.Tensor, ...] | None:
         """All that `trace` reads of a step, the same for every layer of the plan group.
 
         None for a step that `forward` alone can run; by default that is any. Dtypes and dimensions never change, sizes
@@ -97,23 +148,19 @@ class AttentionImpl(ABC, Generic[MetadataT]):
 
 
 def check_call(
-    backend: str,
     spec: AttentionSpec,
     num_tokens: int,
     query: torch.Tensor,
     kv_cache: KVCache | None,
     output: torch.Tensor | None,
     lse: torch.Tensor | None,
-    output_scale: float | None,
 ) -> None:
-    """A call's tensors are of this step and layer, and lie as every kernel can take them; the output is not to be
-    quantised.
+    """A call's tensors are of this step and layer, and lie as every kernel can take them.
 
     Raises:
         ValueError: the query's shape is not [num_tokens, num_qo_heads, head_dim], or the output's not [num_tokens,
             num_qo_heads, head_dim_vo], or the LSE's not [num_tokens, num_qo_heads]; another dtype; the last dimension
             of one, or of the cache, does not lie together, or the LSE is not contiguous.
-        Unsupported: an output scale is given.
     """
     heads = (num_tokens, spec.num_qo_heads)
     _check_tensor("query", query, (*heads, spec.head_dim), spec.dtype)
@@ -129,8 +176,6 @@ def check_call(
                 f"kv_cache.{name} has strides {cached.stride()}; a slot's head_dim must lie together (a last stride of "
                 "1): make the pool with allocate_kv_cache"
             )
-    if output_scale is not None:
-        raise Unsupported(backend, [Rejection("output_scale", str(output_scale), "None", "Quantise the output.")])
 
 
 def check_new_kv(spec: AttentionSpec, num_new_kv: int, key: torch.Tensor | None, value: torch.Tensor | None) -> None:

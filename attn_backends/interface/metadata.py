@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 
 from attn_backends.batch.common import CommonAttentionMetadata, SequenceGroup
-from attn_backends.batch.order import SwappableRows
-from attn_backends.spec import KVCacheSpec, Limits, PlanGroup
+from attn_backends.batch.order import SwappableRows, leading_new_kv
+from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, PlanGroup
 
 
 @dataclass(frozen=True)
@@ -24,21 +24,92 @@ class AttentionMetadata:
     group_index: int  # PlanGroup.index of the layers that this serves
     num_decodes: int  # rows with at most `decode_threshold` query tokens, at the front
     num_decode_tokens: int
+    num_decode_new_kv: int
     num_prefills: int
     num_prefill_tokens: int
+    num_tokens: int  # padding included
+    num_new_kv: int
     slot_mapping: torch.Tensor  # [num_new_kv + padding] i64; -1 is never written
     common_prefix_len: int  # leading keys that all rows share, in the same pages; 0 for none
     is_profile_run: bool
+    for_graph: bool  # all rows count as decodes, padding included: which it is, is known on the device alone
+
+    @classmethod
+    def of_batch(
+        cls, common: CommonAttentionMetadata, group_index: int, num_decodes: int, *,
+        num_decode_tokens: int | None = None, common_prefix_len: int = 0, **own: Any,
+    ) -> Self:  # fmt: skip
+        """A step of a batch that no graph runs.
+
+        Args:
+            num_decodes: rows at the front that count as decodes; the other live rows are prefills.
+            num_decode_tokens: their query tokens; None: one each.
+            own: the fields that the backend adds.
+        """
+        decode_tokens = num_decodes if num_decode_tokens is None else num_decode_tokens
+        return cls(
+            group_index=group_index,
+            num_decodes=num_decodes,
+            num_decode_tokens=decode_tokens,
+            num_decode_new_kv=leading_new_kv(common, num_decodes),
+            num_prefills=common.num_actual_reqs - num_decodes,
+            num_prefill_tokens=common.num_actual_tokens - decode_tokens,
+            num_tokens=common.num_tokens,
+            num_new_kv=common.num_new_kv,
+            slot_mapping=common.slot_mapping,
+            common_prefix_len=common_prefix_len,
+            is_profile_run=common.is_profile_run,
+            for_graph=False,
+            **own,
+        )
+
+    @classmethod
+    def of_graph(
+        cls, group_index: int, slot_mapping: torch.Tensor, num_rows: int, num_tokens: int, /, **own: Any
+    ) -> Self:
+        """A step that a graph runs, padding included: rows of equal query lengths, which all count as decodes."""
+        return cls(
+            group_index=group_index,
+            num_decodes=num_rows,
+            num_decode_tokens=num_tokens,
+            num_decode_new_kv=num_tokens,
+            num_prefills=0,
+            num_prefill_tokens=0,
+            num_tokens=num_tokens,
+            num_new_kv=num_tokens,
+            slot_mapping=slot_mapping,
+            common_prefix_len=0,
+            is_profile_run=False,
+            for_graph=True,
+            **own,
+        )
 
     @property
-    @abstractmethod
-    def decode_metadata(self) -> AttentionMetadata | None:
+    def decode_metadata(self) -> Self | None:
         """A view of the decode rows alone, or None without any."""
+        if not self.num_decodes:
+            return None
+        new_kv = self.num_decode_new_kv
+        return replace(self, num_prefills=0, num_prefill_tokens=0, num_tokens=self.num_decode_tokens, num_new_kv=new_kv,
+                       slot_mapping=self.slot_mapping[:new_kv], **self.decode_fields())  # fmt: skip
 
     @property
-    @abstractmethod
-    def prefill_metadata(self) -> AttentionMetadata | None:
+    def prefill_metadata(self) -> Self | None:
         """A view of the prefill rows alone, or None without any."""
+        if not self.num_prefills:
+            return None
+        before = self.num_decode_new_kv
+        return replace(self, num_decodes=0, num_decode_tokens=0, num_decode_new_kv=0, common_prefix_len=0,
+                       num_tokens=self.num_prefill_tokens, num_new_kv=self.num_new_kv - before,
+                       slot_mapping=self.slot_mapping[before : self.num_new_kv], **self.prefill_fields())  # fmt: skip
+
+    def decode_fields(self) -> dict[str, Any]:
+        """The backend's own fields that `decode_metadata` changes, with their values there."""
+        return {}
+
+    def prefill_fields(self) -> dict[str, Any]:
+        """The backend's own fields that `prefill_metadata` changes, with their values there."""
+        return {}
 
 
 MetadataT = TypeVar("MetadataT", bound=AttentionMetadata)
@@ -49,6 +120,16 @@ class AttentionStep(Generic[MetadataT]):
     """What every layer's Impl receives: metadata bound to what the state planned for it (a subclass adds wrappers)."""
 
     metadata: MetadataT
+
+
+@dataclass(frozen=True)
+class PlannedStep(AttentionStep[MetadataT]):
+    """A step whose plan holds constants of the layers: `AttentionImpl.forward` refuses it to layers of another spec."""
+
+    spec: AttentionSpec  # of the layers that it was planned for
+
+
+StepT = TypeVar("StepT", bound=AttentionStep[Any])
 
 
 class AttentionMetadataBuilder(ABC, Generic[MetadataT]):

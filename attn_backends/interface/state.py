@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar, Generic, NoReturn, TypeVar
+from contextlib import contextmanager
+from typing import Any, ClassVar, Generic, NoReturn
 
 import torch
 
+from attn_backends.graphs.inputs import GraphInputs
 from attn_backends.interface.capabilities import Rejection, Unsupported
-from attn_backends.interface.metadata import AttentionStep, MetadataT
+from attn_backends.interface.metadata import AttentionStep, MetadataT, StepT
 from attn_backends.machine import Progress
 from attn_backends.spec import KVCacheSpec, Limits, PlanGroup
 from attn_backends.step.buffers import StepBuffers
@@ -22,7 +23,8 @@ class AttentionState(ABC, Generic[MetadataT]):
     Sized once, from `limits`, as the largest need of all groups. Arguments as for the builder, with all `groups`.
     """
 
-    backend_name: ClassVar[str]
+    backend_name: str  # set on the class
+    graph_cls: ClassVar[type[GraphState[Any, Any]] | None] = None  # state of one captured size; None: it has no graphs
 
     def __init__(
         self, groups: Sequence[PlanGroup[Any]], cache: KVCacheSpec, limits: Limits, device: torch.device | str, *,
@@ -33,6 +35,9 @@ class AttentionState(ABC, Generic[MetadataT]):
         self.limits = limits
         self.device = torch.device(device)
         self.options = options
+        self.inputs: GraphInputs | None = None  # kept for good once graphs were captured
+        self._max_batch_size = 0  # while capturing
+        self._clones: dict[tuple[int, int], GraphState[MetadataT, Any]] = {}
 
     @abstractmethod
     def begin_forward(self, metadata: MetadataT) -> AttentionStep[MetadataT]:
@@ -56,22 +61,31 @@ class AttentionState(ABC, Generic[MetadataT]):
     # CUDA graphs. `with graph_capture(n)` holds the persistent buffers; `graph_clone(size)` is the state of one size
     # that is captured. Its `begin_forward`, at capture and at replay, fills them, plans, and returns a step over them.
 
-    def graph_capture(self, max_batch_size: int, inputs: StepBuffers | None = None) -> AbstractContextManager[None]:
+    @contextmanager
+    def graph_capture(self, max_batch_size: int, inputs: StepBuffers | None = None) -> Iterator[None]:
         """Hold the buffers for capturing decode graphs of up to `max_batch_size` rows. They stay, and never grow.
 
         Graphs may read `inputs`, a step table's tensors, where they are: then all batches have to be of that table.
         """
-        self._no_graphs()
+        self._graph_cls()
+        check_capture_size(max_batch_size, 1, self.limits)
+        self.hold_inputs(max_batch_size, inputs)
+        self._max_batch_size, self._clones = max_batch_size, {}
+        try:
+            yield
+        finally:
+            self._max_batch_size, self._clones = 0, {}
 
     def graph_clone(self, batch_size: int, query_len: int = 1) -> AttentionState[MetadataT]:
         """The state that one captured size keeps: `batch_size` rows of `query_len` tokens each."""
-        self._no_graphs()
+        return self._clone(batch_size, query_len)
 
     def graph_capture_get_metadata_for_batch(
         self, batch_size: int, query_len: int = 1, group_index: int = 0
     ) -> MetadataT:
         """Metadata of one plan group to capture with, over the persistent buffers, without a builder or a batch."""
-        self._no_graphs()
+        clone = self._clones.get((batch_size, query_len)) or self._clone(batch_size, query_len)
+        return clone.idle_metadata(group_index)
 
     def get_graph_input_buffers(self, metadata: MetadataT) -> dict[str, torch.Tensor]:
         """The persistent tensors that a captured graph reads, by the name of what fills them."""
@@ -81,11 +95,81 @@ class AttentionState(ABC, Generic[MetadataT]):
         """Fill the persistent tensors with a step's. Device to device: it reads nothing on the host."""
         self._no_graphs()
 
+    def hold_inputs(self, max_batch_size: int, shared: StepBuffers | None) -> None:
+        """Allocate what graphs of up to so many rows read of a batch, for good."""
+        if self.inputs is None or not self.inputs.serves(max_batch_size, shared):
+            self.inputs = self.make_inputs(max_batch_size, shared)
+
+    def make_inputs(self, max_batch_size: int, shared: StepBuffers | None) -> GraphInputs:
+        """The tensors of `hold_inputs`. A backend whose kernels read more of a batch overrides it."""
+        return GraphInputs(self.cache, self.limits, self.device, max_batch_size, shared)
+
+    def _clone(self, batch_size: int, query_len: int) -> GraphState[MetadataT, Any]:
+        graph_cls = self._graph_cls()
+        check_capture_size(batch_size, query_len, self.limits, self._max_batch_size)
+        clone = self._clones[batch_size, query_len] = graph_cls(self, batch_size, query_len)
+        return clone
+
+    def _graph_cls(self) -> type[GraphState[MetadataT, Any]]:
+        return self.graph_cls or self._no_graphs()
+
     def _no_graphs(self) -> NoReturn:
         raise Unsupported(
             self.backend_name,
             [Rejection("cuda_graph", "graph capture", "eager only", "Run eager: set graphs to none.")],
         )
+
+
+class GraphState(AttentionState[MetadataT], Generic[MetadataT, StepT]):
+    """The state of one captured size: a step a group, over tensors that stay and that `begin_forward` fills.
+
+    A backend's subclass fills `steps` in its `__init__`, names the tensors in `get_graph_input_buffers`, and copies a
+    batch to them in `prepare_graph_input_buffers`; it overrides `replan` where kernels read more than those.
+
+    Args:
+        parent: the state of eager steps.
+        num_rows, query_len: the size, padding included.
+    """
+
+    def __init__(self, parent: AttentionState[MetadataT], num_rows: int, query_len: int) -> None:
+        super().__init__(parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
+        self.backend_name = parent.backend_name
+        self.inputs = parent.inputs
+        self.num_rows = num_rows
+        self.query_len = query_len
+        self.num_tokens = num_rows * query_len
+        self.steps: dict[int, StepT] = {}  # by group index
+
+    def begin_forward(self, metadata: MetadataT) -> StepT:
+        """Fill what the graph reads, and plan over it.
+
+        Raises:
+            ValueError: the metadata is of another size, or not of a graph's form.
+        """
+        given = (metadata.num_decodes, metadata.num_tokens)
+        if not metadata.for_graph or given != (self.num_rows, self.num_tokens):
+            raise ValueError(
+                f"this graph was captured for {self.num_rows} rows of {self.query_len} tokens, and the metadata has "
+                f"{metadata.num_tokens} tokens of {metadata.num_decodes + metadata.num_prefills} rows: pad the batch "
+                "to the captured size, and build it with for_graph=True"
+            )
+        self.prepare_graph_input_buffers(self.get_graph_input_buffers(metadata), metadata)
+        return self.replan(metadata)
+
+    def replan(self, metadata: MetadataT) -> StepT:
+        """The group's step, planned anew, in place, over tensors that are filled. By default nothing is planned."""
+        return self.steps[metadata.group_index]
+
+    def idle_metadata(self, group_index: int) -> MetadataT:
+        """Metadata to capture with, over the persistent tensors."""
+        metadata: MetadataT = self.steps[group_index].metadata
+        return metadata
+
+    @abstractmethod
+    def get_graph_input_buffers(self, metadata: MetadataT) -> dict[str, torch.Tensor]: ...
+
+    @abstractmethod
+    def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: MetadataT) -> None: ...
 
 
 def check_capture_size(batch_size: int, query_len: int, limits: Limits, held_rows: int | None = None) -> None:
@@ -106,47 +190,3 @@ def check_capture_size(batch_size: int, query_len: int, limits: Limits, held_row
         raise RuntimeError(
             f"graph buffers never grow: clone {batch_size} rows inside `with state.graph_capture({batch_size})`"
         )
-
-
-CloneT = TypeVar("CloneT", bound=AttentionState[Any])
-
-
-class CapturingState(AttentionState[MetadataT], Generic[MetadataT, CloneT]):
-    """A state with a clone for each captured size."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._max_batch_size = 0  # while capturing
-        self._clones: dict[tuple[int, int], CloneT] = {}
-
-    def hold_inputs(self, max_batch_size: int, inputs: StepBuffers | None) -> None:
-        """Allocate what clones of up to so many rows share, for good. By default they share nothing."""
-
-    @abstractmethod
-    def make_clone(self, batch_size: int, query_len: int) -> CloneT:
-        """The state of one size, within the limits and what is held."""
-
-    @abstractmethod
-    def idle_metadata_of(self, clone: CloneT, group_index: int) -> MetadataT:
-        """Metadata to capture with, over a clone's buffers."""
-
-    @contextmanager
-    def graph_capture(self, max_batch_size: int, inputs: StepBuffers | None = None) -> Iterator[None]:
-        check_capture_size(max_batch_size, 1, self.limits)
-        self.hold_inputs(max_batch_size, inputs)
-        self._max_batch_size, self._clones = max_batch_size, {}
-        try:
-            yield
-        finally:
-            self._max_batch_size, self._clones = 0, {}
-
-    def graph_clone(self, batch_size: int, query_len: int = 1) -> CloneT:
-        check_capture_size(batch_size, query_len, self.limits, self._max_batch_size)
-        clone = self._clones[batch_size, query_len] = self.make_clone(batch_size, query_len)
-        return clone
-
-    def graph_capture_get_metadata_for_batch(
-        self, batch_size: int, query_len: int = 1, group_index: int = 0
-    ) -> MetadataT:
-        clone = self._clones.get((batch_size, query_len)) or self.graph_clone(batch_size, query_len)
-        return self.idle_metadata_of(clone, group_index)

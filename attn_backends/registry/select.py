@@ -178,7 +178,7 @@ def _verdict(
         cache, rejections = _fitting(backend, groups, caches, device, valid)
     except BackendImportError as error:
         reason = f"{error.reason}. Try: {error.fix}"
-        if not entry.module:
+        if not (entry.module or entry.probe):
             return Verdict(entry.name, priority, import_error=reason)
         backend = get_class(entry)
         # Kernels that would not run here, or not for such layers, need not be installed: that reason helps more.

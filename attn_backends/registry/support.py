@@ -37,7 +37,7 @@ def support(entry: BackendEntry) -> Support:
     try:
         can = get_backend(entry.name).capabilities()
     except BackendImportError as error:
-        known = plain(get_class(entry).capabilities()) if entry.module else None
+        known = plain(get_class(entry).capabilities()) if entry.module or entry.probe else None
         return Support(entry.name, package, version, False, None, error.reason, error.fix, known, ran(entry.name))
     device = next((device for device in devices_here() if device in can.devices), None)
     reason = _lacks(can, device) if device else _elsewhere(can)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -42,6 +41,7 @@ class BackendEntry:
     source: Literal["built-in", "entry point", "registered"] = "registered"
     # Of the kernels, imported with the backend: one, or several of which any will do. None: its target imports them.
     module: str | tuple[str, ...] | None = None
+    probe: str | None = None  # "package.module:function" that raises where nobody brings them
 
 
 BUILT_IN = (
@@ -90,25 +90,25 @@ BUILT_IN = (
         module="flashinfer",
         install="pip install flashinfer-python",
         priority=20,
-        options="attn_backends.backends.mla.flashinfer_mla.backend:FlashInferMLAOptions",
+        options="attn_backends.backends.mla.flashinfer_mla.options:FlashInferMLAOptions",
         source="built-in",
     ),
     BackendEntry(
         "FLASHMLA",
         "attn_backends.backends.mla.flashmla.backend:FlashMLABackend",
-        module="attn_backends.backends.mla.flashmla.provider",
+        probe="attn_backends.backends.mla.flashmla.library:load_kernels",
         install="pip install git+https://github.com/deepseek-ai/FlashMLA, or vllm, or sgl-kernel",
         priority=10,
-        options="attn_backends.backends.mla.flashmla.backend:FlashMLAOptions",
+        options="attn_backends.backends.mla.flashmla.options:FlashMLAOptions",
         source="built-in",
     ),
     BackendEntry(
         "TORCH_MLA",
-        "attn_backends.backends.mla.torch_mla:TorchMLABackend",
+        "attn_backends.backends.mla.torch_mla.backend:TorchMLABackend",
         package="torch",
         install="pip install torch",
         priority=0,
-        options="attn_backends.backends.mla.torch_mla:TorchMLAOptions",
+        options="attn_backends.backends.mla.torch_mla.options:TorchMLAOptions",
         source="built-in",
     ),
     BackendEntry(
@@ -123,11 +123,11 @@ BUILT_IN = (
     BackendEntry(
         "FLASH_ATTN_MLA",
         "attn_backends.backends.mla.flash_attn_mla.backend:FlashAttnMLABackend",
-        module="attn_backends.backends.mla.flash_attn_mla.provider",
+        probe="attn_backends.backends.mla.flash_attn_mla.library:load",
         package="vllm",
         install="pip install vllm",
         priority=5,
-        options="attn_backends.backends.mla.flash_attn_mla.backend:FlashAttnMLAOptions",
+        options="attn_backends.backends.mla.flash_attn_mla.options:FlashAttnMLAOptions",
         source="built-in",
     ),
 )
@@ -215,6 +215,8 @@ def get_backend(name: str) -> type[AttentionBackend]:
         try:
             if entry.module:
                 _import_any((entry.module,) if isinstance(entry.module, str) else entry.module)
+            if entry.probe:
+                import_target(entry.probe)()
             backend = get_class(entry)
         except Exception as error:  # kernel libraries raise anything on import: AssertionError, OSError, …
             raise _import_error(entry, error) from error
@@ -238,7 +240,7 @@ def _import_any(modules: tuple[str, ...]) -> None:
 
 
 def get_class(entry: BackendEntry) -> type[AttentionBackend]:
-    """A row's class, whether or not its kernels (`BackendEntry.module`) are installed."""
+    """A row's class, whether or not its kernels (`BackendEntry.module`, `probe`) are installed."""
     backend: type[AttentionBackend] = import_target(entry.target)
     _check_class(entry.name, backend)
     return backend
@@ -265,9 +267,8 @@ def _check_class(name: str, backend: object) -> None:
 
     if not isinstance(backend, type) or not issubclass(backend, AttentionBackend):
         raise TypeError(f"{backend!r} is not a subclass of attn_backends.AttentionBackend")
-    if inspect.isabstract(backend):
-        missing = ", ".join(sorted(backend.__abstractmethods__))
-        raise TypeError(f"{backend.__qualname__} lacks the static methods {missing}")
+    if missing := backend.missing():
+        raise TypeError(f"{backend.__qualname__} lacks {', '.join(missing)}: a backend sets them on its class")
     if backend.get_name() != name:
         raise TypeError(f"{backend.__qualname__}.get_name() is {backend.get_name()!r}; it is registered as {name!r}")
 
@@ -288,7 +289,7 @@ def register_backend(
     too: that completes the entry point's row, which has no other way to state its priority and options.
 
     Args:
-        name: any case; stored in upper case, and what the class's `get_name()` returns.
+        name: any case; stored in upper case, and the class's `name`.
         target: "package.module:Class", imported on first use, or the class itself.
         package: distribution that brings the kernels, for `attn-backends list`.
         install: command shown when the import fails.

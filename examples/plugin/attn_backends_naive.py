@@ -6,8 +6,8 @@ A third party's: it uses attn_backends' public names alone. What it does not dec
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel
@@ -22,34 +22,6 @@ class NaiveOptions(BaseModel, frozen=True, extra="forbid"):
     accumulate: Literal["float32", "float64"] = "float64"  # sums are kept in this, or in the layer's dtype if wider
 
 
-@ab.register_backend("NAIVE", options=NaiveOptions)  # completes the entry point's row, which names the class alone
-class NaiveBackend(ab.AttentionBackend):
-    @staticmethod
-    def get_name() -> str:
-        return "NAIVE"
-
-    @staticmethod
-    def get_impl_cls() -> type[NaiveImpl]:
-        return NaiveImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type[NaiveMetadata]:
-        return NaiveMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[NaiveMetadataBuilder]:
-        return NaiveMetadataBuilder
-
-    @staticmethod
-    def get_state_cls() -> type[NaiveState]:
-        return NaiveState
-
-    @staticmethod
-    def capabilities() -> ab.Capabilities:
-        floats = frozenset({torch.float32, torch.float64})
-        return ab.Capabilities(devices=frozenset({"cpu"}), dtypes=floats, cache_dtypes=floats, lse=True)
-
-
 class Row(NamedTuple):
     first_token: int  # in the batch
     query_len: int
@@ -61,17 +33,12 @@ class Row(NamedTuple):
 class NaiveMetadata(ab.AttentionMetadata):
     rows: tuple[Row, ...]  # without padding
 
-    @property
-    def decode_metadata(self) -> NaiveMetadata | None:
-        rows, slots = self.rows[: self.num_decodes], self.slot_mapping[: self.num_decode_tokens]
-        return replace(self, num_prefills=0, num_prefill_tokens=0, slot_mapping=slots, rows=rows) if rows else None
+    def decode_fields(self) -> dict[str, Any]:
+        return {"rows": self.rows[: self.num_decodes]}
 
-    @property
-    def prefill_metadata(self) -> NaiveMetadata | None:
-        first = self.num_decode_tokens
-        slots = self.slot_mapping[first : first + self.num_prefill_tokens]
-        rows = tuple(row._replace(first_token=row.first_token - first) for row in self.rows[self.num_decodes :])
-        return replace(self, num_decodes=0, num_decode_tokens=0, slot_mapping=slots, rows=rows) if rows else None
+    def prefill_fields(self) -> dict[str, Any]:
+        first, rows = self.num_decode_tokens, self.rows[self.num_decodes :]
+        return {"rows": tuple(row._replace(first_token=row.first_token - first) for row in rows)}
 
 
 class NaiveMetadataBuilder(ab.AttentionMetadataBuilder[NaiveMetadata]):
@@ -83,10 +50,9 @@ class NaiveMetadataBuilder(ab.AttentionMetadataBuilder[NaiveMetadata]):
         contexts, tables = common.context_lens_cpu.tolist(), common.page_table.tolist()
         rows = tuple(Row(starts[i], lens[i], contexts[i], tuple(tables[i])) for i in range(common.num_actual_reqs))
         num_decodes = next((i for i, row in enumerate(rows) if row.query_len > self.decode_threshold), len(rows))
-        tokens = common.num_actual_tokens
-        return NaiveMetadata(self.group.index, num_decodes, starts[num_decodes], len(rows) - num_decodes,
-                             tokens - starts[num_decodes], common.slot_mapping, common_prefix_len,
-                             common.is_profile_run, rows)  # fmt: skip
+        return NaiveMetadata.of_batch(
+            common, self.group.index, num_decodes, num_decode_tokens=starts[num_decodes], rows=rows
+        )
 
 
 class NaiveState(ab.AttentionState[NaiveMetadata]):
@@ -96,31 +62,16 @@ class NaiveState(ab.AttentionState[NaiveMetadata]):
         return ab.AttentionStep(metadata)  # plain loops need no plan
 
 
-class NaiveImpl(ab.AttentionImpl[NaiveMetadata]):
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: ab.KVCache | None,
-        step: ab.AttentionStep[NaiveMetadata],
-        output: Tensor | None = None,
-        *,
-        lse: Tensor | None = None,
-        output_scale: float | None = None,
-    ) -> Tensor:
-        if output_scale is not None:
-            raise ab.Unsupported("NAIVE", [ab.Rejection("output_scale", str(output_scale), "None", "Pass none.")])
-        if kv_cache is not None and key is not None and value is not None:
-            ab.write_kv(key, value, kv_cache, step.metadata.slot_mapping, self.k_scale, self.v_scale)
-        output = torch.empty_like(query) if output is None else output
-        output.zero_()  # padded rows stay so
-        lse = query.new_empty(query.shape[:2]) if lse is None else lse
-        lse.fill_(-torch.inf)
+class NaiveImpl(ab.AttentionImpl[ab.AttentionStep[NaiveMetadata]]):
+    def attend(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: ab.KVCache | None,
+        step: ab.AttentionStep[NaiveMetadata], output: Tensor, lse: Tensor | None,
+    ) -> None:  # fmt: skip
         for row in step.metadata.rows:
             for token in range(row.first_token, row.first_token + row.query_len):
-                output[token], lse[token] = self._attend(query[token], self._pages(row, token, key, value, kv_cache))
-        return output
+                output[token], token_lse = self._attend(query[token], self._pages(row, token, key, value, kv_cache))
+                if lse is not None:
+                    lse[token] = token_lse
 
     def _pages(
         self, row: Row, token: int, key: Tensor | None, value: Tensor | None, kv_cache: ab.KVCache | None
@@ -147,3 +98,14 @@ class NaiveImpl(ab.AttentionImpl[NaiveMetadata]):
             out = out * (lse - total).exp() + torch.einsum("hgt,thd->hgd", (logits - total).exp(), value.to(wide))
             lse = total
         return out.flatten(0, 1), lse.flatten()
+
+
+@ab.register_backend("NAIVE", options=NaiveOptions)  # completes the entry point's row, which names the class alone
+class NaiveBackend(ab.AttentionBackend):
+    name, impl_cls, metadata_cls = "NAIVE", NaiveImpl, NaiveMetadata
+    builder_cls, state_cls = NaiveMetadataBuilder, NaiveState
+
+    @staticmethod
+    def capabilities() -> ab.Capabilities:
+        floats = frozenset({torch.float32, torch.float64})
+        return ab.Capabilities(devices=frozenset({"cpu"}), dtypes=floats, cache_dtypes=floats, lse=True)

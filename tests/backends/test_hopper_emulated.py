@@ -41,13 +41,13 @@ def test_the_kit_interpreted() -> None:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of emulated kernels: so many programs each. Keys of 8 bits are made 16 bits however few queries see them."""
-    from attn_backends.backends.mla.triton_mla import backend
+    from attn_backends.backends.mla.triton_mla import launch as mla_launch
     from attn_backends.backends.triton import launch, metadata
     from tests.helpers.gluon_emulator import Emulated
 
     made: list[int] = []
     monkeypatch.setattr(metadata, "is_faster_widened", lambda *_: True)
-    for where in (launch, backend):
+    for where in (launch, mla_launch):
         monkeypatch.setattr(where, "has_hopper_kernels", lambda device: True)
     for package, name in KERNELS.items():
         module = of_package(package)

@@ -22,13 +22,8 @@ class DyingImpl(TorchImpl):
 
 @register_backend("DYING")
 class DyingBackend(TorchBackend):
-    @staticmethod
-    def get_name() -> str:
-        return "DYING"
-
-    @staticmethod
-    def get_impl_cls() -> type[TorchImpl]:
-        return DyingImpl
+    name = "DYING"
+    impl_cls = DyingImpl
 
 
 class FullImpl(TorchImpl):
@@ -45,10 +40,5 @@ class FullImpl(TorchImpl):
 
 @register_backend("FULL")
 class FullBackend(TorchBackend):
-    @staticmethod
-    def get_name() -> str:
-        return "FULL"
-
-    @staticmethod
-    def get_impl_cls() -> type[TorchImpl]:
-        return FullImpl
+    name = "FULL"
+    impl_cls = FullImpl

@@ -23,16 +23,15 @@ def fake_backend(
     """A backend class of this name; everywhere equal but in its capabilities."""
     can = {"devices": {"cpu"}, "dtypes": {torch.float32}, "cache_dtypes": {torch.float32}} | capabilities
     can = {key: frozenset(value) if isinstance(value, set) else value for key, value in can.items()}
-    methods = {
-        "get_name": lambda: name,
-        "get_impl_cls": lambda: AttentionImpl,
-        "get_metadata_cls": lambda: AttentionMetadata,
-        "get_builder_cls": lambda: AttentionMetadataBuilder,
-        "get_state_cls": lambda: AttentionState,
-        "capabilities": lambda: Capabilities(**can),
+    attributes = {
+        "name": name,
+        "impl_cls": AttentionImpl,
+        "metadata_cls": AttentionMetadata,
+        "builder_cls": AttentionMetadataBuilder,
+        "state_cls": AttentionState,
+        "capabilities": staticmethod(lambda: Capabilities(**can)),
     }
-    namespace = {key: staticmethod(value) for key, value in methods.items()}
-    return type(class_name, (AttentionBackend,), namespace | {"__module__": module})
+    return type(class_name, (AttentionBackend,), attributes | {"__module__": module})
 
 
 def install_plugin(folder: Path, package: str, entry_points: str, **modules: str) -> None:

@@ -57,18 +57,13 @@ def register(name: str, provider: Provider) -> None:
     class Backend(FlashAttnBackend):
         providers: ClassVar[Sequence[Provider]] = (provider,)
 
-        @staticmethod
-        def get_name() -> str:
-            return name
-
-        @staticmethod
-        def get_state_cls() -> type[FlashAttnState]:
-            return State
+        state_cls = State
 
         @staticmethod
         def capabilities() -> Capabilities:
             return provider.capabilities()
 
+    Backend.name = name
     Backend.__qualname__ = name  # pickle finds it by that
     globals()[name] = Backend
     register_backend(name, Backend, options=FlashAttnOptions)

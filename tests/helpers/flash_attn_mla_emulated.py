@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attn_backends.backends.mla.flash_attn_mla.backend import (
-    FlashAttnMLABackend,
-    FlashAttnMLAOptions,
-    FlashAttnMLAState,
-)
+from attn_backends.backends.mla.flash_attn_mla.backend import FlashAttnMLABackend
 from attn_backends.backends.mla.flash_attn_mla.library import InterfaceKernels, VllmKernels
+from attn_backends.backends.mla.flash_attn_mla.options import FlashAttnMLAOptions
+from attn_backends.backends.mla.flash_attn_mla.state import FlashAttnMLAState
 from attn_backends.interface.capabilities import Capabilities
 from attn_backends.registry import register_backend
 from tests.emulated import flash_attn_mla
@@ -25,13 +23,8 @@ class InterfaceState(FlashAttnMLAState):
 
 @register_backend("FLASH_ATTN_MLA_EMULATED", options=FlashAttnMLAOptions)
 class EmulatedFlashAttnMLA(FlashAttnMLABackend):
-    @staticmethod
-    def get_name() -> str:
-        return "FLASH_ATTN_MLA_EMULATED"
-
-    @staticmethod
-    def get_state_cls() -> type[FlashAttnMLAState]:
-        return VllmState
+    name = "FLASH_ATTN_MLA_EMULATED"
+    state_cls = VllmState
 
     @staticmethod
     def capabilities() -> Capabilities:
@@ -40,10 +33,5 @@ class EmulatedFlashAttnMLA(FlashAttnMLABackend):
 
 @register_backend("FLASH_ATTN_MLA_EMULATED_INTERFACE", options=FlashAttnMLAOptions)
 class EmulatedInterface(EmulatedFlashAttnMLA):
-    @staticmethod
-    def get_name() -> str:
-        return "FLASH_ATTN_MLA_EMULATED_INTERFACE"
-
-    @staticmethod
-    def get_state_cls() -> type[FlashAttnMLAState]:
-        return InterfaceState
+    name = "FLASH_ATTN_MLA_EMULATED_INTERFACE"
+    state_cls = InterfaceState

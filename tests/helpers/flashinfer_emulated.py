@@ -25,13 +25,8 @@ class EmulatedState(FlashInferState):
 
 @register_backend("FLASHINFER_EMULATED", options=FlashInferOptions)
 class EmulatedFlashInfer(FlashInferBackend):
-    @staticmethod
-    def get_name() -> str:
-        return "FLASHINFER_EMULATED"
-
-    @staticmethod
-    def get_state_cls() -> type[FlashInferState]:
-        return EmulatedState
+    name = "FLASHINFER_EMULATED"
+    state_cls = EmulatedState
 
     @staticmethod
     def capabilities() -> Capabilities:

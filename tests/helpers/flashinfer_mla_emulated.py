@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from attn_backends.backends.mla.flashinfer_mla.backend import (
-    FlashInferMLABackend,
-    FlashInferMLAOptions,
-    FlashInferMLAState,
-)
+from attn_backends.backends.mla.flashinfer_mla.backend import FlashInferMLABackend
+from attn_backends.backends.mla.flashinfer_mla.options import FlashInferMLAOptions
 from attn_backends.backends.mla.flashinfer_mla.plan import MLALibrary
+from attn_backends.backends.mla.flashinfer_mla.state import FlashInferMLAState
 from attn_backends.interface.capabilities import Capabilities
 from attn_backends.registry import register_backend
 from tests.emulated import flashinfer
@@ -22,13 +19,8 @@ class EmulatedState(FlashInferMLAState):
 
 @register_backend("FLASHINFER_MLA_EMULATED", options=FlashInferMLAOptions)
 class EmulatedFlashInferMLA(FlashInferMLABackend):
-    @staticmethod
-    def get_name() -> str:
-        return "FLASHINFER_MLA_EMULATED"
-
-    @staticmethod
-    def get_state_cls() -> Any:
-        return EmulatedState
+    name = "FLASHINFER_MLA_EMULATED"
+    state_cls = EmulatedState
 
     @staticmethod
     def capabilities() -> Capabilities:

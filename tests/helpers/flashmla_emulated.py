@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from attn_backends.backends.mla.flashmla.backend import FlashMLABackend, FlashMLAOptions, FlashMLAState
+from attn_backends.backends.mla.flashmla.backend import FlashMLABackend
 from attn_backends.backends.mla.flashmla.library import Kernels
+from attn_backends.backends.mla.flashmla.options import FlashMLAOptions
+from attn_backends.backends.mla.flashmla.state import FlashMLAState
 from attn_backends.interface.capabilities import Capabilities
 from attn_backends.registry import register_backend
 from tests.emulated import flashmla, flashmla_older
@@ -28,21 +29,11 @@ class _Emulated(FlashMLABackend):
 
 @register_backend("FLASHMLA_EMULATED", options=FlashMLAOptions)
 class EmulatedFlashMLA(_Emulated):
-    @staticmethod
-    def get_name() -> str:
-        return "FLASHMLA_EMULATED"
-
-    @staticmethod
-    def get_state_cls() -> Any:
-        return NewerState
+    name = "FLASHMLA_EMULATED"
+    state_cls = NewerState
 
 
 @register_backend("FLASHMLA_EMULATED_OLDER", options=FlashMLAOptions)
 class EmulatedOlderFlashMLA(_Emulated):
-    @staticmethod
-    def get_name() -> str:
-        return "FLASHMLA_EMULATED_OLDER"
-
-    @staticmethod
-    def get_state_cls() -> Any:
-        return OlderState
+    name = "FLASHMLA_EMULATED_OLDER"
+    state_cls = OlderState

@@ -22,8 +22,8 @@ Begin = Callable[[Any], Any]  # a clone's begin_forward
 def broken(backend: Backend, *, builder: type | None = None, state: type | None = None) -> Backend:
     """The backend with another builder or state."""
     body = {
-        "get_builder_cls": staticmethod(lambda: builder or backend.get_builder_cls()),
-        "get_state_cls": staticmethod(lambda: state or backend.get_state_cls()),
+        "builder_cls": builder or backend.get_builder_cls(),
+        "state_cls": state or backend.get_state_cls(),
     }
     return type("Broken", (backend,), body)
 

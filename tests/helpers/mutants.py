@@ -23,8 +23,8 @@ Common = CommonAttentionMetadata
 def mutant(builder: type = TorchMetadataBuilder, impl: type = TorchImpl, **methods: Any) -> Backend:
     """A subclass of TORCH with another builder or impl, or other methods."""
     body = {
-        "get_builder_cls": staticmethod(lambda: builder),
-        "get_impl_cls": staticmethod(lambda: impl),
+        "builder_cls": builder,
+        "impl_cls": impl,
         **methods,
     }
     return type("Mutant", (TorchBackend,), body)

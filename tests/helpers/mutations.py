@@ -100,10 +100,6 @@ def padded_rows_left_alone(forward: Any, layer: Any, given: dict[str, Any]) -> t
     return output
 
 
-def quiet_output_scale(forward: Any, layer: Any, given: dict[str, Any]) -> torch.Tensor:
-    return forward(**{**given, "output_scale": None})  # type: ignore[no-any-return]
-
-
 def scales_new_keys(forward: Any, layer: Any, given: dict[str, Any]) -> torch.Tensor:
     """Multiplies outputs by v_scale where no cache was read as well."""
     output: torch.Tensor = forward(**given)
@@ -280,7 +276,6 @@ MUTATIONS = [
     Mutation(
         "0 · NaN of other pages", other_forward(reads_the_whole_pool), lambda k: k.test_nan_never_leaks("plain", None)
     ),
-    Mutation("output_scale dropped", other_forward(quiet_output_scale), lambda k: k.test_output_scale()),
     Mutation(
         "builder remembers the last pages",
         mutant(RemembersTheLastBatch),
@@ -290,7 +285,7 @@ MUTATIONS = [
     Mutation("shared prefix counted twice", mutant(PrefixTwice), lambda k: k.test_shared_prefix("plain", True)),
     Mutation(
         "metadata can be changed",
-        mutant(BuildsThawed, get_metadata_cls=staticmethod(lambda: Thawed)),
+        mutant(BuildsThawed, metadata_cls=Thawed),
         lambda k: k.test_metadata_and_step_are_frozen(),
     ),
     Mutation(

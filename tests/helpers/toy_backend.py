@@ -28,49 +28,12 @@ from attn_backends.step.buffers import StepBuffers
 NUM_SPLITS = 2  # every row's keys are attended in two parts, which are merged
 
 
-class ToyBackend(AttentionBackend):
-    """Decode rows of one token, float32, NHD."""
-
-    @staticmethod
-    def get_name() -> str:
-        return "TOY"
-
-    @staticmethod
-    def get_impl_cls() -> type[ToyImpl]:
-        return ToyImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type[ToyMetadata]:
-        return ToyMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[ToyMetadataBuilder]:
-        return ToyMetadataBuilder
-
-    @staticmethod
-    def get_state_cls() -> type[ToyState]:
-        return ToyState
-
-    @staticmethod
-    def capabilities() -> Capabilities:
-        f32 = frozenset({torch.float32})
-        return Capabilities(frozenset({"cpu"}), f32, f32, cuda_graph=CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)
-
-
 @dataclass(frozen=True)
 class ToyMetadata(AttentionMetadata):
     page_table: torch.Tensor  # [R, max_pages] i32
     seq_lens: torch.Tensor  # [R] i32; 0 for padding
     seq_lens_cpu: torch.Tensor  # [R] i32
     num_pages_to_read: int  # of every row: a launch bound
-
-    @property
-    def decode_metadata(self) -> ToyMetadata | None:
-        return self if self.num_decodes else None
-
-    @property
-    def prefill_metadata(self) -> None:
-        return None
 
 
 class ToyMetadataBuilder(AttentionMetadataBuilder[ToyMetadata]):
@@ -79,60 +42,23 @@ class ToyMetadataBuilder(AttentionMetadataBuilder[ToyMetadata]):
     ) -> ToyMetadata:
         common = common_attn_metadata
         longest = self.limits.max_model_len if common.for_graph else common.max_seq_len
-        return ToyMetadata(
-            group_index=self.group.index,
-            num_decodes=common.num_actual_reqs,
-            num_decode_tokens=common.num_actual_tokens,
-            num_prefills=0,
-            num_prefill_tokens=0,
-            slot_mapping=common.slot_mapping,
-            common_prefix_len=0,
-            is_profile_run=False,
-            page_table=common.page_table,
-            seq_lens=common.seq_lens,
-            seq_lens_cpu=common.seq_lens_cpu,
-            num_pages_to_read=-(-longest // self.cache.page_size),
-        )
+        own = {
+            "page_table": common.page_table,
+            "seq_lens": common.seq_lens,
+            "seq_lens_cpu": common.seq_lens_cpu,
+            "num_pages_to_read": -(-longest // self.cache.page_size),
+        }
+        if common.for_graph:
+            return ToyMetadata.of_graph(
+                self.group.index, common.slot_mapping, common.num_reqs, common.num_tokens, **own
+            )
+        return ToyMetadata.of_batch(common, self.group.index, common.num_actual_reqs, **own)
 
 
 @dataclass(frozen=True)
 class ToyStep(AttentionStep[ToyMetadata]):
     plan: torch.Tensor  # [R, NUM_SPLITS, 2] i32: first key of each part, and the one behind its last
     partial: torch.Tensor  # [R, NUM_SPLITS, num_qo_heads, head_dim_vo + 1] f32: outputs, and the LSE behind
-
-
-class ToyState(AttentionState[ToyMetadata]):
-    """Owns the workspace for parts of outputs, as large as the group that needs most."""
-
-    backend_name = "TOY"
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        rows = self.limits.max_num_requests
-        self.workspace = torch.empty(max(math.prod(_partial_shape(group.spec, rows)) for group in self.groups))
-        self.room: ToyBuffers | None = None
-
-    def begin_forward(self, metadata: ToyMetadata) -> ToyStep:
-        return self.step_over(metadata, plan_of(metadata.seq_lens_cpu))
-
-    def step_over(self, metadata: ToyMetadata, plan: torch.Tensor) -> ToyStep:
-        shape = _partial_shape(self.groups[metadata.group_index].spec, len(metadata.seq_lens))
-        return ToyStep(metadata, plan, self.workspace[: math.prod(shape)].view(shape))
-
-    @contextmanager
-    def graph_capture(self, max_batch_size: int, inputs: StepBuffers | None = None) -> Iterator[None]:
-        max_pages = -(-self.limits.max_model_len // self.cache.page_size)
-        self.room = ToyBuffers(
-            torch.zeros(max_batch_size, max_pages, dtype=torch.int32),
-            torch.zeros(max_batch_size, dtype=torch.int32),
-            torch.full((max_batch_size,), -1, dtype=torch.int64),
-            [torch.zeros(max_batch_size, NUM_SPLITS, 2, dtype=torch.int32) for _ in self.groups],
-        )
-        yield
-
-    def graph_clone(self, batch_size: int, query_len: int = 1) -> ToyGraphState:
-        assert self.room is not None
-        return ToyGraphState(self, self.room.first(batch_size))
 
 
 @dataclass(frozen=True)
@@ -179,27 +105,65 @@ class ToyGraphState(AttentionState[ToyMetadata]):
         buffers["slot_mapping"].copy_(metadata.slot_mapping)
 
 
-class ToyImpl(AttentionImpl[ToyMetadata]):
-    def forward(  # type: ignore[override]
+class ToyState(AttentionState[ToyMetadata]):
+    """Owns the workspace for parts of outputs, as large as the group that needs most.
+
+    Its graphs check nothing, so that mutants are found by the simulator, and not refused.
+    """
+
+    backend_name = "TOY"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        rows = self.limits.max_num_requests
+        self.workspace = torch.empty(max(math.prod(_partial_shape(group.spec, rows)) for group in self.groups))
+        self.room: ToyBuffers | None = None
+
+    def begin_forward(self, metadata: ToyMetadata) -> ToyStep:
+        return self.step_over(metadata, plan_of(metadata.seq_lens_cpu))
+
+    def step_over(self, metadata: ToyMetadata, plan: torch.Tensor) -> ToyStep:
+        shape = _partial_shape(self.groups[metadata.group_index].spec, len(metadata.seq_lens))
+        return ToyStep(metadata, plan, self.workspace[: math.prod(shape)].view(shape))
+
+    @contextmanager
+    def graph_capture(self, max_batch_size: int, inputs: StepBuffers | None = None) -> Iterator[None]:
+        max_pages = -(-self.limits.max_model_len // self.cache.page_size)
+        self.room = ToyBuffers(
+            torch.zeros(max_batch_size, max_pages, dtype=torch.int32),
+            torch.zeros(max_batch_size, dtype=torch.int32),
+            torch.full((max_batch_size,), -1, dtype=torch.int64),
+            [torch.zeros(max_batch_size, NUM_SPLITS, 2, dtype=torch.int32) for _ in self.groups],
+        )
+        yield
+
+    def graph_clone(self, batch_size: int, query_len: int = 1) -> ToyGraphState:
+        assert self.room is not None
+        return ToyGraphState(self, self.room.first(batch_size))
+
+
+class ToyImpl(AttentionImpl[ToyStep]):
+    step_cls = ToyStep
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, step: ToyStep) -> None:
+        for new, cached in ((key, kv_cache.key), (value, kv_cache.value)):
+            _write(new, cached, step.metadata.slot_mapping)
+
+    def attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: KVCache,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: KVCache | None,
         step: ToyStep,
-        output: torch.Tensor | None = None,
-        *,
-        lse: torch.Tensor | None = None,
-        output_scale: float | None = None,
-    ) -> torch.Tensor:
-        output = torch.empty_like(query) if output is None else output
-        metadata = step.metadata
-        for new, cached in ((key, kv_cache.key), (value, kv_cache.value)):
-            _write(new, cached, metadata.slot_mapping)
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        assert kv_cache is not None
         self._attend_parts(query, kv_cache, step)
         out, part_lse = step.partial[..., :-1], step.partial[..., -1]  # [R, NUM_SPLITS, Hq, D], [R, NUM_SPLITS, Hq]
         merged = (part_lse.softmax(1)[..., None] * out).sum(1)
-        return output.copy_(merged.masked_fill((metadata.seq_lens == 0)[:, None, None], 0.0))
+        output.copy_(merged.masked_fill((step.metadata.seq_lens == 0)[:, None, None], 0.0))
 
     def _attend_parts(self, query: torch.Tensor, kv_cache: KVCache, step: ToyStep) -> None:
         spec, page_size = self.spec, self.cache.page_size
@@ -239,3 +203,18 @@ def plan_of(seq_lens_cpu: torch.Tensor) -> torch.Tensor:
 
 def _partial_shape(spec: AttentionSpec, rows: int) -> Sequence[int]:
     return rows, NUM_SPLITS, spec.num_qo_heads, spec.head_dim_vo + 1
+
+
+class ToyBackend(AttentionBackend):
+    """Decode rows of one token, float32, NHD."""
+
+    name = "TOY"
+    impl_cls = ToyImpl
+    metadata_cls = ToyMetadata
+    builder_cls = ToyMetadataBuilder
+    state_cls = ToyState
+
+    @staticmethod
+    def capabilities() -> Capabilities:
+        f32 = frozenset({torch.float32})
+        return Capabilities(frozenset({"cpu"}), f32, f32, cuda_graph=CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)

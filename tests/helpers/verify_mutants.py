@@ -121,7 +121,7 @@ MUTATIONS = [
     VerifyMutation("stale page table entry", mutant(StaleEntry)),
     VerifyMutation("slot mapping off by one", other_batch(next_slot)),
     VerifyMutation("padding rows written", other_batch(padding_is_live), "slots of the|output"),
-    VerifyMutation("workspace half as large", mutant(get_state_cls=staticmethod(lambda: HalfAWorkspace)), "behind it"),
+    VerifyMutation("workspace half as large", mutant(state_cls=HalfAWorkspace), "behind it"),
     VerifyMutation("caches copied", other_forward(caches_as_copies), "slots of the"),
     VerifyMutation("fresh memory taken for zeros", other_forward(fresh_memory_is_zero), "output"),
     VerifyMutation("an input changed", other_forward(key_changed), "was changed itself"),

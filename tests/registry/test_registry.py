@@ -137,7 +137,7 @@ def test_incomplete_classes_are_refused() -> None:
     class Abstract(AttentionBackend):
         pass
 
-    with pytest.raises(TypeError, match="lacks the static methods capabilities, get_builder_cls"):
+    with pytest.raises(TypeError, match="lacks name, impl_cls, metadata_cls, builder_cls, state_cls, capabilities"):
         register_backend("ABSTRACT", Abstract)
     with pytest.raises(TypeError, match=r"get_name\(\) is 'ONE'; it is registered as 'TWO'"):
         register_backend("TWO", fake_backend("ONE"))

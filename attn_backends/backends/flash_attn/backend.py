@@ -21,27 +21,12 @@ from attn_backends.spec import AttentionSpec, KVCacheSpec
 class FlashAttnBackend(AttentionBackend):
     """Decode, prefill and mixed batches by FlashAttention, whose lengths and page tables are on the device."""
 
+    name = "FLASH_ATTN"
+    impl_cls = FlashAttnImpl
+    metadata_cls = FlashAttnMetadata
+    builder_cls = FlashAttnMetadataBuilder
+    state_cls = FlashAttnState
     providers: ClassVar[Sequence[Provider]] = PROVIDERS  # others in tests
-
-    @staticmethod
-    def get_name() -> str:
-        return "FLASH_ATTN"
-
-    @staticmethod
-    def get_impl_cls() -> type[FlashAttnImpl]:
-        return FlashAttnImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type[FlashAttnMetadata]:
-        return FlashAttnMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[FlashAttnMetadataBuilder]:
-        return FlashAttnMetadataBuilder
-
-    @staticmethod
-    def get_state_cls() -> type[FlashAttnState]:
-        return FlashAttnState
 
     @staticmethod
     def capabilities() -> Capabilities:

@@ -9,22 +9,22 @@ from typing import Any
 import torch
 
 from attn_backends.backends.flash_attn.call import Call, LayerConstants
-from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata
 from attn_backends.backends.flash_attn.state import FlashAttnStep
-from attn_backends.cache.kv_cache import KVCache, write_kv
-from attn_backends.interface import AttentionImpl, AttentionStep
-from attn_backends.interface.impl import check_call, check_new_kv, check_planned_for
-from attn_backends.kernels.merge_state import merge
+from attn_backends.cache.kv_cache import KVCache
+from attn_backends.interface import AttentionImpl
+from attn_backends.kernels.merge_state import add_sinks, merge
 from attn_backends.spec import FP8_DTYPES
 
 
-class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
+class FlashAttnImpl(AttentionImpl[FlashAttnStep]):
     """Kernels that take sinks take them in bfloat16. Sinks that are not exact there, or that a kernel does not take,
     join behind it, from the LSE.
 
     Kernels take `k_scale` and `v_scale` over fp8 caches alone. Over others the scale of the softmax holds `k_scale`,
     and outputs are multiplied by `v_scale`, where keys are read from the cache. Keys of this step are as they came.
     """
+
+    step_cls = FlashAttnStep
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -38,37 +38,25 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
         self.prefix_constants = constants.over_prefix()
         self.value_scales = {True: 1.0 if spec.cache_dtype in FP8_DTYPES else self.v_scale, False: 1.0}
 
-    def forward(
+    def attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         kv_cache: KVCache | None,
-        step: AttentionStep[FlashAttnMetadata],
-        output: torch.Tensor | None = None,
-        *,
-        lse: torch.Tensor | None = None,
-        output_scale: float | None = None,
-    ) -> torch.Tensor:
-        planned = self._check(step)
-        metadata, spec = planned.metadata, self.spec
-        check_call("FLASH_ATTN", spec, metadata.num_tokens, query, kv_cache, output, lse, output_scale)
-        check_new_kv(spec, metadata.num_new_kv, key, value)
-        if output is None:
-            output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)
-        if kv_cache is not None and key is not None and value is not None:
-            write_kv(key, value, kv_cache, metadata.slot_mapping, self.k_scale, self.v_scale)
+        step: FlashAttnStep,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
         given = kv_cache
-        if planned.calls[0].rows.page_table is None:
-            live = metadata.rows.num_tokens  # tiles reach behind a row: padding must not stand there
+        if step.calls[0].rows.page_table is None:
+            live = step.metadata.rows.num_tokens  # tiles reach behind a row: padding must not stand there
             given = None if key is None or value is None else KVCache(key[:live], value[:live])
         if given is None:
             raise ValueError("this step reads a cache or fresh keys, and neither was given: pass kv_cache or key")
-        self._attend(query, given, planned, output, lse)
-        self._fill_padding(output, lse, metadata)
-        return output
+        self._run_calls(query, given, step, output, lse)
 
-    def _attend(
+    def _run_calls(
         self,
         query: torch.Tensor,
         given: KVCache,  # or keys and values of this step, [num_keys, num_kv_heads, head_dim]
@@ -84,60 +72,38 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
             constants = self.constants_behind[is_cached]
         want_lse = lse is not None or behind or step.prefix is not None
         for call in step.calls:
-            tokens = call.tokens
-            out = output[tokens]
-            sums = step.provider.attend(query[tokens], *given, out, call, constants, want_lse)
-            if sums is not None:
-                sums = sums.masked_fill(sums == math.inf, -math.inf)  # as FlashAttention 2 has it for rows without keys
-                if step.prefix is not None and call is step.calls[0]:
-                    self._join_prefix(query, given, out, sums, step, step.prefix)
-                if lse is not None:
-                    lse[tokens] = self._with_sinks(sums) if behind else sums
-            self._scale_output(out, sums if behind else None, self.value_scales[is_cached])
-
-    def _check(self, step: AttentionStep[FlashAttnMetadata]) -> FlashAttnStep:
-        if not isinstance(step, FlashAttnStep):
-            raise TypeError(
-                f"FLASH_ATTN got a {type(step).__name__} of {type(step.metadata).__name__}: build the metadata with "
-                "FlashAttnMetadataBuilder, and give it to the state's begin_forward before any layer runs"
-            )
-        check_planned_for(step.spec, self.spec)
-        return step
+            out = output[call.tokens]
+            found = step.provider.attend(query[call.tokens], *given, out, call, constants, want_lse)
+            scale = self.value_scales[is_cached]
+            if found is None:
+                _scale(out, scale)
+                continue
+            found = found.masked_fill(found == math.inf, -math.inf)  # as FlashAttention 2 has it for rows without keys
+            if step.prefix is not None and call is step.calls[0]:
+                self._join_prefix(query, given, out, found, step, step.prefix)
+            if behind and self.sinks is not None:
+                add_sinks(out, found, self.sinks, scale=scale, want_lse=lse is not None)
+            else:
+                _scale(out, scale)
+            if lse is not None:
+                lse[call.tokens] = found
 
     def _join_prefix(
         self,
         query: torch.Tensor,
         given: KVCache,
         output: torch.Tensor,
-        sums: torch.Tensor,
+        lse: torch.Tensor,
         step: FlashAttnStep,
         prefix: Call,
     ) -> None:
         """Attend the shared prefix and join it, in place."""
         shared = torch.empty_like(output)
-        more = step.provider.attend(query[prefix.tokens], *given, shared, prefix, self.prefix_constants, True)
-        assert more is not None
-        merge(output, sums, shared, more)
+        shared_lse = step.provider.attend(query[prefix.tokens], *given, shared, prefix, self.prefix_constants, True)
+        assert shared_lse is not None
+        merge(output, lse, shared, shared_lse)
 
-    def _with_sinks(self, sums: torch.Tensor) -> torch.Tensor:
-        """LSEs with the sinks among the keys; those of rows without keys stay."""
-        assert self.sinks is not None
-        return torch.where(sums == -math.inf, sums, torch.logaddexp(sums, self.sinks.float()))
 
-    def _scale_output(self, output: torch.Tensor, sums: torch.Tensor | None, scale: float) -> None:
-        """Multiply by `scale`, and by what sinks leave of the softmax whose LSEs without them are `sums`; in place.
-
-        The factor is float32, so that the output is rounded once.
-        """
-        if sums is not None and self.sinks is not None:
-            output.mul_((torch.sigmoid(sums - self.sinks.float()) * scale)[..., None])
-        elif scale != 1.0:
-            output.mul_(scale)
-
-    def _fill_padding(self, output: torch.Tensor, lse: torch.Tensor | None, metadata: FlashAttnMetadata) -> None:
-        """Kernels run without padding, but in a graph, where padded rows have no keys and get zeros from them."""
-        live = metadata.rows.num_tokens
-        if live < metadata.num_tokens:
-            output[live:].zero_()
-            if lse is not None:
-                lse[live:].fill_(-math.inf)
+def _scale(output: torch.Tensor, scale: float) -> None:
+    if scale != 1.0:
+        output.mul_(scale)

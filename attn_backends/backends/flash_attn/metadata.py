@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,7 +13,6 @@ from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.order import (
     SwappableRows,
     leading_decodes,
-    leading_new_kv,
     reorder_batch_to_split_decodes_and_prefills,
 )
 from attn_backends.batch.views import prefix_to_share
@@ -28,32 +28,18 @@ CASCADE_MIN_BYTES = 192 << 20
 class FlashAttnMetadata(AttentionMetadata):
     """Rows of one step, decodes (one query token) first."""
 
-    num_tokens: int  # padding included
-    num_new_kv: int
-    num_decode_new_kv: int
-    for_graph: bool  # all rows, padding included, are decodes of one query length
     fast_build: bool  # no schedule is made for it
     rows: Rows  # all rows with tokens of their own; padding only in a graph
     prefix: Rows | None  # the shared prefix as one row, its queries the tokens of all decode rows
 
-    @property
-    def decode_metadata(self) -> FlashAttnMetadata | None:
-        if not self.num_decodes:
-            return None
-        new_kv, tokens = self.num_decode_new_kv, self.num_decode_tokens
-        rows = self.rows.part(0, self.num_decodes, slice(0, tokens), self.rows.max_query_len if self.for_graph else 1)
-        return replace(self, num_prefills=0, num_prefill_tokens=0, num_tokens=tokens, rows=rows, num_new_kv=new_kv,
-                       slot_mapping=self.slot_mapping[:new_kv])  # fmt: skip
+    def decode_fields(self) -> dict[str, Any]:
+        tokens, longest = slice(0, self.num_decode_tokens), self.rows.max_query_len if self.for_graph else 1
+        return {"rows": self.rows.part(0, self.num_decodes, tokens, longest)}
 
-    @property
-    def prefill_metadata(self) -> FlashAttnMetadata | None:
-        if not self.num_prefills:
-            return None
-        before, tokens = self.num_decode_new_kv, slice(self.num_decode_tokens, self.rows.num_tokens)
+    def prefill_fields(self) -> dict[str, Any]:
+        tokens = slice(self.num_decode_tokens, self.rows.num_tokens)
         rows = self.rows.part(self.num_decodes, self.rows.num_rows, tokens, self.rows.max_query_len)
-        return replace(self, num_decodes=0, num_decode_tokens=0, num_decode_new_kv=0, rows=rows, prefix=None,
-                       num_tokens=self.num_prefill_tokens, num_new_kv=self.num_new_kv - before, common_prefix_len=0,
-                       slot_mapping=self.slot_mapping[before : self.num_new_kv])  # fmt: skip
+        return {"rows": rows, "prefix": None}
 
 
 class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
@@ -73,19 +59,11 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         if prefix_len:
             prefix = _prefix_row(common, prefix_len, num_decodes)
         rows = _rows(common, cached, spec.attention_type)
-        return FlashAttnMetadata(
-            group_index=self.group.index,
-            num_decodes=num_decodes,
-            num_decode_tokens=num_decodes,
-            num_prefills=actual - num_decodes,
-            num_prefill_tokens=common.num_actual_tokens - num_decodes,
-            slot_mapping=common.slot_mapping,
+        return FlashAttnMetadata.of_batch(
+            common,
+            self.group.index,
+            num_decodes,
             common_prefix_len=prefix_len,
-            is_profile_run=common.is_profile_run,
-            num_tokens=common.num_tokens,
-            num_new_kv=common.num_new_kv,
-            num_decode_new_kv=leading_new_kv(common, num_decodes),
-            for_graph=False,
             fast_build=fast_build,
             rows=rows.part(0, actual, slice(0, common.num_actual_tokens), common.max_query_len),
             prefix=prefix,
@@ -108,22 +86,8 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
 
 def graph_metadata(group_index: int, slot_mapping: torch.Tensor, rows: Rows) -> FlashAttnMetadata:
     """Metadata whose rows all count as decodes, of one query token or of several."""
-    return FlashAttnMetadata(
-        group_index=group_index,
-        num_decodes=rows.num_rows,
-        num_decode_tokens=rows.num_tokens,
-        num_prefills=0,
-        num_prefill_tokens=0,
-        slot_mapping=slot_mapping,
-        common_prefix_len=0,
-        is_profile_run=False,
-        num_tokens=rows.num_tokens,
-        num_new_kv=rows.num_tokens,
-        num_decode_new_kv=rows.num_tokens,
-        for_graph=True,
-        fast_build=False,
-        rows=rows,
-        prefix=None,
+    return FlashAttnMetadata.of_graph(
+        group_index, slot_mapping, rows.num_rows, rows.num_tokens, fast_build=False, rows=rows, prefix=None
     )
 
 

@@ -16,15 +16,12 @@ from attn_backends.backends.flash_attn.provider import Provider, choose
 from attn_backends.backends.flash_attn.providers import PROVIDERS
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.cache.warm_up import list_cache_writes, list_quantised_queries
-from attn_backends.graphs.inputs import GraphInputs, fill_together
 from attn_backends.graphs.recorder import CudaRecorder, without_python
-from attn_backends.interface import AttentionStep
-from attn_backends.interface.state import CapturingState
+from attn_backends.interface import AttentionState, GraphState, PlannedStep
 from attn_backends.interface.warm_up import plan_all_kinds
 from attn_backends.kernels.warm_up import compile_listed, list_merges
 from attn_backends.machine import Progress
-from attn_backends.spec import FP8_DTYPES, AttentionSpec, PlanGroup
-from attn_backends.step.buffers import StepBuffers
+from attn_backends.spec import FP8_DTYPES, PlanGroup
 
 logger = logging.getLogger(__name__)
 
@@ -32,16 +29,87 @@ FIRST_QUERY_LENS = (1, 2, 64, 256)  # of rows that are called for before request
 
 
 @dataclass(frozen=True)
-class FlashAttnStep(AttentionStep[FlashAttnMetadata]):
+class FlashAttnStep(PlannedStep[FlashAttnMetadata]):
     """A step, and the calls that attend it."""
 
-    spec: AttentionSpec  # of the layers that it is for
     provider: Provider
     calls: tuple[Call, ...]
     prefix: Call | None  # over the shared prefix, whose result joins that of the first call
 
 
-class FlashAttnState(CapturingState[FlashAttnMetadata, "FlashAttnGraphState"]):
+class FlashAttnGraphState(GraphState[FlashAttnMetadata, FlashAttnStep]):
+    """The state of one captured size: the tensors that all sizes share, and a schedule a group.
+
+    Kernels are told the longest length that there can be: how many splits they have room for follows from it, and a
+    schedule has the same size at every replay. How many a row takes is worked out on the device, from its own length.
+    """
+
+    def __init__(self, parent: FlashAttnState, num_rows: int, query_len: int) -> None:
+        super().__init__(parent, num_rows, query_len)
+        assert self.inputs is not None  # they are held while graphs are captured
+        self.parent = parent
+        self._tensors = self.inputs.of(num_rows, self.num_tokens)
+        starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device) * query_len
+        self._rows = Rows(
+            num_rows,
+            self.num_tokens,
+            query_len,
+            self.limits.max_model_len,
+            starts,
+            self._tensors["seq_lens"],
+            self._tensors["page_table"],
+            some_may_lack_keys=True,  # padding
+        )
+        self._rows.seq_lens.fill_(1)
+        self._schedules = {group.index: parent.schedule(group.index, self._rows) for group in self.groups}
+        scheduled = {group: made for group, made in self._schedules.items() if made is not None}
+        self._reschedule = {group: self._rescheduler(group, made) for group, made in scheduled.items()}
+        self.steps = {group.index: self._static_step(group) for group in self.groups}
+
+    def get_graph_input_buffers(self, metadata: FlashAttnMetadata) -> dict[str, torch.Tensor]:
+        schedule = self._schedules[metadata.group_index]
+        return self._tensors if schedule is None else {**self._tensors, "schedule": schedule}
+
+    def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: FlashAttnMetadata) -> None:
+        """The schedule is made of the lengths that are filled in first."""
+        rows = metadata.rows
+        if not metadata.for_graph or rows.page_table is None or self.inputs is None:
+            raise ValueError("this metadata is for eager steps: build it with for_graph=True")
+        self.inputs.fill(buffers, metadata.slot_mapping, rows.seq_lens, rows.page_table)
+        if "schedule" in buffers:
+            self._reschedule[metadata.group_index]()
+
+    def _rescheduler(self, group: int, schedule: torch.Tensor) -> Callable[[], object]:
+        """What makes a group's schedule anew, in place. The library's own call takes the host long."""
+
+        def again() -> torch.Tensor:
+            made = self.parent.schedule(group, self._rows)
+            assert made is not None  # as it was the first time
+            if made.shape != schedule.shape:
+                raise RuntimeError(
+                    f"a schedule of {tuple(schedule.shape)} numbers was captured, and the library makes one of "
+                    f"{tuple(made.shape)} for the same rows: its version changed what a schedule's size follows from"
+                )
+            return schedule.copy_(made)
+
+        return without_python(again, [self._rows, schedule], self.parent.recorder)
+
+    def idle_metadata(self, group_index: int) -> FlashAttnMetadata:
+        """As many keys a row as it has tokens, to capture with."""
+        self._rows.seq_lens.fill_(self.query_len)
+        if self.inputs is None or self.inputs.shared is None:  # a step table's are other requests' pages
+            self._tensors["page_table"].zero_()
+        return super().idle_metadata(group_index)
+
+    def _static_step(self, group: PlanGroup[Any]) -> FlashAttnStep:
+        """The step that every batch is filled into: what layers read is where it stays."""
+        metadata = graph_metadata(group.index, self._tensors["slot_mapping"], self._rows)
+        lens, parent = self.parent.tot_seq_lens(group.index, self._rows), self.parent
+        call = Call(self._rows, slice(0, self.num_tokens), self._schedules[group.index], self.options.split_keys, lens)
+        return FlashAttnStep(metadata, group.spec, parent.choices[group.index].provider, (call,), None)
+
+
+class FlashAttnState(AttentionState[FlashAttnMetadata]):
     """One provider a plan group. It owns no workspace: kernels allocate what partial results take.
 
     Args:
@@ -52,6 +120,7 @@ class FlashAttnState(CapturingState[FlashAttnMetadata, "FlashAttnGraphState"]):
     """
 
     backend_name = "FLASH_ATTN"
+    graph_cls = FlashAttnGraphState
     providers: ClassVar[Sequence[Provider]] = PROVIDERS  # others in tests
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -64,8 +133,7 @@ class FlashAttnState(CapturingState[FlashAttnMetadata, "FlashAttnGraphState"]):
         }
         for told in sorted({choice.reason for choice in self.choices.values()}):
             logger.info("FLASH_ATTN uses %s", told)
-        self._recorder = CudaRecorder() if self.device.type == "cuda" else None
-        self._inputs: GraphInputs | None = None  # kept for good once graphs were captured
+        self.recorder = CudaRecorder() if self.device.type == "cuda" else None
 
     def begin_forward(self, metadata: FlashAttnMetadata) -> FlashAttnStep:
         """The step's calls, with their schedules, made on the device."""
@@ -140,110 +208,3 @@ class FlashAttnState(CapturingState[FlashAttnMetadata, "FlashAttnGraphState"]):
         list_cache_writes(specs, self.cache)
         list_merges(specs)
         list_quantised_queries(spec for spec in specs if spec.cache_dtype in FP8_DTYPES)
-
-    # Graphs.
-
-    def hold_inputs(self, max_batch_size: int, inputs: StepBuffers | None) -> None:
-        if self._inputs is None or not self._inputs.serves(max_batch_size, inputs):
-            self._inputs = GraphInputs(self.cache, self.limits, self.device, max_batch_size, inputs)
-
-    def make_clone(self, batch_size: int, query_len: int) -> FlashAttnGraphState:
-        assert self._inputs is not None  # while rows are held
-        return FlashAttnGraphState(self, self._inputs, batch_size, query_len)
-
-    def idle_metadata_of(self, clone: FlashAttnGraphState, group_index: int) -> FlashAttnMetadata:
-        return clone.idle_metadata(group_index)
-
-
-class FlashAttnGraphState(FlashAttnState):
-    """The state of one captured size: the tensors that all sizes share, and a schedule a group.
-
-    Kernels are told the longest length that there can be: how many splits they have room for follows from it, and a
-    schedule has the same size at every replay. How many a row takes is worked out on the device, from its own length.
-    """
-
-    def __init__(self, parent: FlashAttnState, inputs: GraphInputs, num_rows: int, query_len: int) -> None:
-        CapturingState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
-        self.choices, self._specs, self._inputs = parent.choices, parent._specs, inputs
-        self._recorder = parent._recorder
-        self.num_rows = num_rows
-        self.num_tokens = num_rows * query_len
-        starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device) * query_len
-        self._rows = Rows(
-            num_rows,
-            self.num_tokens,
-            query_len,
-            self.limits.max_model_len,
-            starts,
-            inputs.seq_lens[:num_rows],
-            inputs.page_table[:num_rows],
-            some_may_lack_keys=True,  # padding
-        )
-        self._slot_mapping = inputs.slot_mapping[: self.num_tokens]
-        self._shared = {
-            "slot_mapping": self._slot_mapping,
-            "seq_lens": self._rows.seq_lens,
-            "page_table": inputs.page_table[:num_rows],
-        }
-        self._rows.seq_lens.fill_(1)
-        self._schedules = {group.index: self.schedule(group.index, self._rows) for group in self.groups}
-        scheduled = {group: made for group, made in self._schedules.items() if made is not None}
-        self._reschedule = {group: self._rescheduler(group, made) for group, made in scheduled.items()}
-        self._steps = {group.index: self._static_step(group) for group in self.groups}
-
-    def begin_forward(self, metadata: FlashAttnMetadata) -> FlashAttnStep:
-        if not metadata.for_graph or metadata.num_tokens != self.num_tokens or metadata.rows.num_rows != self.num_rows:
-            raise ValueError(
-                f"this graph was captured for {self.num_rows} rows and {self.num_tokens} tokens, and the metadata has "
-                f"{metadata.rows.num_rows} and {metadata.num_tokens}: pad the batch to the captured size, and build it "
-                "with for_graph=True"
-            )
-        self.prepare_graph_input_buffers(self.get_graph_input_buffers(metadata), metadata)
-        return self._steps[metadata.group_index]
-
-    def get_graph_input_buffers(self, metadata: FlashAttnMetadata) -> dict[str, torch.Tensor]:
-        schedule = self._schedules[metadata.group_index]
-        return self._shared if schedule is None else {**self._shared, "schedule": schedule}
-
-    def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: FlashAttnMetadata) -> None:
-        """The schedule is made of the lengths that are filled in first."""
-        rows, inputs = metadata.rows, self._inputs
-        if not metadata.for_graph or rows.page_table is None:
-            raise ValueError("this metadata is for eager steps: build it with for_graph=True")
-        if inputs is None or not inputs.holds(metadata.slot_mapping):
-            slots, lens, table = (buffers[name] for name in self._shared)
-            width = min(table.shape[1], rows.page_table.shape[1])
-            fill_together([slots, lens, table[:, :width]],
-                          [metadata.slot_mapping, rows.seq_lens, rows.page_table[:, :width]])  # fmt: skip
-        if "schedule" in buffers:
-            self._reschedule[metadata.group_index]()
-
-    def _rescheduler(self, group: int, schedule: torch.Tensor) -> Callable[[], object]:
-        """What makes a group's schedule anew, in place. The library's own call takes the host long."""
-
-        def again() -> torch.Tensor:
-            made = self.schedule(group, self._rows)
-            assert made is not None  # as it was the first time
-            if made.shape != schedule.shape:
-                raise RuntimeError(
-                    f"a schedule of {tuple(schedule.shape)} numbers was captured, and the library makes one of "
-                    f"{tuple(made.shape)} for the same rows: its version changed what a schedule's size follows from"
-                )
-            return schedule.copy_(made)
-
-        return without_python(again, [self._rows, schedule], self._recorder)
-
-    def idle_metadata(self, group_index: int) -> FlashAttnMetadata:
-        """As many keys a row as it has tokens, to capture with."""
-        query_len = self._rows.max_query_len
-        self._rows.seq_lens.fill_(query_len)
-        if self._inputs is None or self._inputs.shared is None:  # a step table's are other requests' pages
-            self._shared["page_table"].zero_()
-        return graph_metadata(group_index, self._slot_mapping, self._rows)
-
-    def _static_step(self, group: PlanGroup[Any]) -> FlashAttnStep:
-        """The step that every batch is filled into: what layers read is where it stays."""
-        metadata = graph_metadata(group.index, self._slot_mapping, self._rows)
-        lens = self.tot_seq_lens(group.index, self._rows)
-        call = Call(self._rows, slice(0, self.num_tokens), self._schedules[group.index], self.options.split_keys, lens)
-        return FlashAttnStep(metadata, group.spec, self.choices[group.index].provider, (call,), None)

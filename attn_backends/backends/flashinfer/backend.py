@@ -19,25 +19,11 @@ _HALF = frozenset({torch.float16, torch.bfloat16})
 class FlashInferBackend(AttentionBackend):
     """Decode, paged and ragged prefill by FlashInfer's wrappers."""
 
-    @staticmethod
-    def get_name() -> str:
-        return "FLASHINFER"
-
-    @staticmethod
-    def get_impl_cls() -> type[FlashInferImpl]:
-        return FlashInferImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type[FlashInferMetadata]:
-        return FlashInferMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[FlashInferMetadataBuilder]:
-        return FlashInferMetadataBuilder
-
-    @staticmethod
-    def get_state_cls() -> type[FlashInferState]:
-        return FlashInferState
+    name = "FLASHINFER"
+    impl_cls = FlashInferImpl
+    metadata_cls = FlashInferMetadata
+    builder_cls = FlashInferMetadataBuilder
+    state_cls = FlashInferState
 
     @staticmethod
     def capabilities() -> Capabilities:

@@ -10,9 +10,9 @@ from attn_backends.backends.flashinfer.library import paged
 from attn_backends.backends.flashinfer.metadata import FlashInferMetadata, Rows
 from attn_backends.backends.flashinfer.plans import KeysAndValues
 from attn_backends.backends.flashinfer.state import FlashInferStep
-from attn_backends.cache.kv_cache import KVCache, write_kv
-from attn_backends.interface import AttentionImpl, AttentionStep
-from attn_backends.interface.impl import check_call, check_new_kv, check_planned_for
+from attn_backends.cache.kv_cache import KVCache
+from attn_backends.interface import AttentionImpl
+from attn_backends.kernels.merge_state import add_sinks
 
 
 class _Source:
@@ -36,53 +36,37 @@ class _Source:
         raise ValueError("this step reads a cache or fresh keys, and neither was given: pass kv_cache or key")
 
 
-class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
+class FlashInferImpl(AttentionImpl[FlashInferStep]):
     """Sinks take their share behind the kernels, from the LSE: FlashInfer's own sink kernels are compiled on first
     use, know no soft cap, and are prefill kernels for decode."""
 
-    def forward(
+    step_cls = FlashInferStep
+
+    def attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         kv_cache: KVCache | None,
-        step: AttentionStep[FlashInferMetadata],
-        output: torch.Tensor | None = None,
-        *,
-        lse: torch.Tensor | None = None,
-        output_scale: float | None = None,
-    ) -> torch.Tensor:
-        planned = self._check(step)
-        metadata, spec = planned.metadata, self.spec
-        check_call("FLASHINFER", spec, metadata.num_tokens, query, kv_cache, output, lse, output_scale)
-        check_new_kv(spec, metadata.num_new_kv, key, value)
-        if output is None:
-            output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)
+        step: FlashInferStep,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        metadata = step.metadata
+        live = metadata.num_decode_tokens + metadata.num_prefill_tokens
+        if live < metadata.num_tokens:
+            query, output, lse = query[:live], output[:live], None if lse is None else lse[:live]
         written = output if output.is_contiguous() else output.new_empty(output.shape)
-        if kv_cache is not None and key is not None and value is not None:
-            write_kv(key, value, kv_cache, metadata.slot_mapping, self.k_scale, self.v_scale)
-        log2_sums = lse
-        if lse is None and (spec.sinks or planned.prefix is not None):
-            log2_sums = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        if not metadata.for_graph and metadata.num_tokens > metadata.num_decode_tokens + metadata.num_prefill_tokens:
-            written.zero_()
-            if log2_sums is not None:
-                log2_sums.fill_(-math.inf)
-        self._attend(query, _Source(self, planned, key, value, kv_cache), planned, written, log2_sums)
-        if log2_sums is not None:
-            self._finish(written, log2_sums, metadata)
-        return output if written is output else output.copy_(written)
+        log2_lse = lse
+        if lse is None and (self.sinks is not None or step.prefix is not None):
+            log2_lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        self._run_plans(query, _Source(self, step, key, value, kv_cache), step, written, log2_lse)
+        if log2_lse is not None:
+            self._finish(written, log2_lse, metadata, want_lse=lse is not None)
+        if written is not output:
+            output.copy_(written)
 
-    def _check(self, step: AttentionStep[FlashInferMetadata]) -> FlashInferStep:
-        if not isinstance(step, FlashInferStep):
-            raise TypeError(
-                f"FLASHINFER got a {type(step).__name__} of {type(step.metadata).__name__}: build the metadata with "
-                "FlashInferMetadataBuilder, and plan it with the state's begin_forward before any layer runs"
-            )
-        check_planned_for(step.spec, self.spec)
-        return step
-
-    def _attend(
+    def _run_plans(
         self,
         query: torch.Tensor,
         source: _Source,
@@ -103,13 +87,14 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
             tokens = slice(0, metadata.prefix.num_tokens)
             shared, shared_lse = torch.empty_like(output[tokens]), torch.empty_like(lse[tokens])
             step.prefix.run(query[tokens], source.of(metadata.prefix), shared, shared_lse, scales)
+            # Not `merge_state`: the library takes LSEs of base 2 as its kernels write them, ours two more launches.
             step.prefix.library.merge(output[tokens], lse[tokens], shared, shared_lse)
 
-    def _finish(self, output: torch.Tensor, lse: torch.Tensor, metadata: FlashInferMetadata) -> None:
-        """LSEs to natural logarithms, and sinks, which take their share of the softmax and give nothing, in place.
+    def _finish(self, output: torch.Tensor, lse: torch.Tensor, metadata: FlashInferMetadata, want_lse: bool) -> None:
+        """LSEs to natural logarithms, and sinks, in place.
 
         What kernels write as the LSE of a row without keys is a number like any other, so such rows are told by their
-        pages. The factor of the sinks is float32: outputs are rounded once.
+        pages.
         """
         lse.mul_(math.log(2))
         done = 0
@@ -117,11 +102,8 @@ class FlashInferImpl(AttentionImpl[FlashInferMetadata]):
             if rows is not None:
                 self._empty_idle_rows(lse[done : done + rows.num_tokens], rows, metadata.for_graph)
                 done += rows.num_tokens
-        if self.sinks is None:
-            return
-        sinks = self.sinks.float()
-        output.mul_(torch.sigmoid(lse - sinks)[..., None])
-        lse.copy_(torch.where(lse == -math.inf, lse, torch.logaddexp(lse, sinks)))
+        if self.sinks is not None:
+            add_sinks(output, lse, self.sinks, want_lse=want_lse)
 
     @staticmethod
     def _empty_idle_rows(lse: torch.Tensor, rows: Rows, is_uniform: bool) -> None:

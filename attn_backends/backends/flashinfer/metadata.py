@@ -7,7 +7,7 @@ verified drafts). A plan needs lengths on the host: metadata has both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,30 +50,15 @@ class Rows:
 class FlashInferMetadata(AttentionMetadata):
     """Rows of one step, decodes first."""
 
-    num_tokens: int  # padding included
-    num_new_kv: int
-    num_decode_new_kv: int
-    for_graph: bool  # all rows, padding included, are decodes of one query length
     decode: Rows | None  # one query token each
     prefill: Rows | None
     prefix: Rows | None  # the shared prefix as one row, its queries the tokens of all decode rows
 
-    @property
-    def decode_metadata(self) -> FlashInferMetadata | None:
-        if not self.num_decodes:
-            return None
-        new_kv = self.num_decode_new_kv
-        return replace(self, num_prefills=0, num_prefill_tokens=0, num_tokens=self.num_decode_tokens, prefill=None,
-                       num_new_kv=new_kv, slot_mapping=self.slot_mapping[:new_kv])  # fmt: skip
+    def decode_fields(self) -> dict[str, Any]:
+        return {"prefill": None}
 
-    @property
-    def prefill_metadata(self) -> FlashInferMetadata | None:
-        if not self.num_prefills:
-            return None
-        before, num_tokens = self.num_decode_new_kv, self.num_prefill_tokens
-        return replace(self, num_decodes=0, num_decode_tokens=0, num_decode_new_kv=0, num_tokens=num_tokens,
-                       num_new_kv=self.num_new_kv - before, slot_mapping=self.slot_mapping[before : self.num_new_kv],
-                       common_prefix_len=0, decode=None, prefix=None)  # fmt: skip
+    def prefill_fields(self) -> dict[str, Any]:
+        return {"decode": None, "prefix": None}
 
 
 class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
@@ -95,7 +80,6 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         actual = common.num_actual_reqs
         use_cache = not common.is_profile_run and self.group.spec.attention_type is not AttentionType.ENCODER
         num_decodes = leading_decodes(common) if use_cache else 0
-        new_kv_starts = common.new_kv_start_loc_cpu.numpy()
         pages = _Pages(common, self.group.spec.window_left) if use_cache else None
         prefix_len = prefix_to_share(common, common_prefix_len, self.group.spec, num_decodes, CASCADE_MIN_BYTES)
         decode = prefill = prefix = None
@@ -108,19 +92,11 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             prefill = _rows(common, None if fresh else pages, num_decodes, actual, lacking)
         if prefix_len:
             prefix = _prefix_row(common, prefix_len, num_decodes)
-        return FlashInferMetadata(
-            group_index=self.group.index,
-            num_decodes=num_decodes,
-            num_decode_tokens=num_decodes,
-            num_prefills=actual - num_decodes,
-            num_prefill_tokens=common.num_actual_tokens - num_decodes,
-            slot_mapping=common.slot_mapping,
+        return FlashInferMetadata.of_batch(
+            common,
+            self.group.index,
+            num_decodes,
             common_prefix_len=prefix_len,
-            is_profile_run=common.is_profile_run,
-            num_tokens=common.num_tokens,
-            num_new_kv=common.num_new_kv,
-            num_decode_new_kv=int(new_kv_starts[num_decodes]),
-            for_graph=False,
             decode=decode,
             prefill=prefill,
             prefix=prefix,
@@ -155,23 +131,8 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
 
 def graph_metadata(group_index: int, slot_mapping: torch.Tensor, rows: Rows, is_decode: bool) -> FlashInferMetadata:
     """Metadata whose rows all count as decodes, of one query token or of several."""
-    return FlashInferMetadata(
-        group_index=group_index,
-        num_decodes=rows.num_rows,
-        num_decode_tokens=rows.num_tokens,
-        num_prefills=0,
-        num_prefill_tokens=0,
-        slot_mapping=slot_mapping,
-        common_prefix_len=0,
-        is_profile_run=False,
-        num_tokens=rows.num_tokens,
-        num_new_kv=rows.num_tokens,
-        num_decode_new_kv=rows.num_tokens,
-        for_graph=True,
-        decode=rows if is_decode else None,
-        prefill=None if is_decode else rows,
-        prefix=None,
-    )
+    own = {"decode": rows if is_decode else None, "prefill": None if is_decode else rows, "prefix": None}
+    return FlashInferMetadata.of_graph(group_index, slot_mapping, rows.num_rows, rows.num_tokens, **own)
 
 
 class _Pages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -30,14 +31,13 @@ from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.csr import PagedCsr
 from attn_backends.cache.warm_up import list_cache_writes
 from attn_backends.graphs.inputs import GraphInputs, fill_together
-from attn_backends.interface import AttentionStep
+from attn_backends.interface import AttentionState, GraphState, PlannedStep
 from attn_backends.interface.capabilities import Rejection, Unsupported
-from attn_backends.interface.state import CapturingState
 from attn_backends.interface.warm_up import plan_all_kinds
 from attn_backends.kernels.streams import OneStream
 from attn_backends.kernels.warm_up import compile_listed
 from attn_backends.machine import Progress, is_hopper, num_multiprocessors, refuse_while_capturing
-from attn_backends.spec import FP8_DTYPES, AttentionSpec, PlanGroup
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec, Limits, PlanGroup
 from attn_backends.step.buffers import StepBuffers
 from attn_backends.step.staging import HostRing
 
@@ -47,16 +47,120 @@ Kind = Literal["decode", "prefill fa2", "prefill fa3", "ragged fa2", "ragged fa3
 
 
 @dataclass(frozen=True)
-class FlashInferStep(AttentionStep[FlashInferMetadata]):
+class FlashInferStep(PlannedStep[FlashInferMetadata]):
     """A step and its plans; a kind of rows that the step lacks has none."""
 
-    spec: AttentionSpec  # of the layers that it was planned for
     decode: Plan | None
     prefill: Plan | None
     prefix: Plan | None
 
 
-class FlashInferState(CapturingState[FlashInferMetadata, "FlashInferGraphState"]):
+class _GraphInputs(GraphInputs):
+    """What captured kernels read of a batch, and the CSRs that they read its pages by.
+
+    Groups without a window have one CSR, which a step table may have too; those with one have a shorter one each.
+    """
+
+    def __init__(self, groups: Sequence[PlanGroup[Any]], cache: KVCacheSpec, limits: Limits, *given: Any) -> None:
+        super().__init__(cache, limits, *given)
+        device, page_size, shared = self.slot_mapping.device, cache.page_size, self.shared
+        self._csrs: dict[int, PagedCsr] = {}  # by window_left
+        if shared is not None and len(shared.paged_kv_indices):
+            self._csrs[-1] = PagedCsr(shared.paged_kv_indptr, shared.paged_kv_indices, shared.paged_kv_last_page_len)
+        all_pages = -(-limits.max_model_len // page_size)
+        for group in groups:
+            window = group.spec.window_left
+            # A window begins anywhere in a page: one page more than its keys fill.
+            pages = all_pages if window < 0 else min(all_pages, (window + limits.max_num_tokens - 1) // page_size + 2)
+            if window not in self._csrs:
+                self._csrs[window] = PagedCsr(
+                    torch.zeros(self.num_rows + 1, dtype=torch.int32, device=device),
+                    torch.zeros(self.num_rows * pages, dtype=torch.int32, device=device),
+                    torch.zeros(self.num_rows, dtype=torch.int32, device=device),
+                )
+
+    def of_group(self, group: PlanGroup[Any], num_rows: int, starts: torch.Tensor) -> GraphTensors:
+        """What graphs of one size read, which has query starts of its own: they never change."""
+        csr = self._csrs[group.spec.window_left]
+        return GraphTensors(starts, csr.indptr[: num_rows + 1], csr.indices, csr.last_page_len[:num_rows])
+
+
+class FlashInferGraphState(GraphState[FlashInferMetadata, FlashInferStep]):
+    """The state of one captured size: a plan a group, over the shared buffers that every `begin_forward` fills."""
+
+    inputs: _GraphInputs
+
+    def __init__(self, parent: FlashInferState, num_rows: int, query_len: int) -> None:
+        super().__init__(parent, num_rows, query_len)
+        self.is_decode = query_len == 1
+        self._stream = parent.stream
+        self._slot_mapping = self.inputs.slot_mapping[: self.num_tokens]
+        self._starts_cpu = torch.arange(num_rows + 1, dtype=torch.int32) * query_len
+        starts, need = self._starts_cpu.to(self.device), parent.make_graph_room(num_rows, query_len)
+        kind: Kind = "decode" if self.is_decode else "prefill fa2"
+        self._tensors = {group.index: self.inputs.of_group(group, num_rows, starts) for group in self.groups}
+        self._plans = {group: parent.make_plan(group, kind, need, tensors) for group, tensors in self._tensors.items()}
+        self.steps = {group.index: self._static_step(group) for group in self.groups}
+
+    def begin_forward(self, metadata: FlashInferMetadata) -> FlashInferStep:
+        refuse_while_capturing(self.device, self.backend_name)
+        self._stream.check()
+        return super().begin_forward(metadata)
+
+    def replan(self, metadata: FlashInferMetadata) -> FlashInferStep:
+        rows = metadata.decode or metadata.prefill
+        assert rows is not None  # they were filled in
+        self._plans[metadata.group_index](rows)
+        return self.steps[metadata.group_index]
+
+    def get_graph_input_buffers(self, metadata: FlashInferMetadata) -> dict[str, torch.Tensor]:
+        tensors = self._tensors[metadata.group_index]
+        return {
+            "slot_mapping": self._slot_mapping, "paged_kv_indptr": tensors.indptr,
+            "paged_kv_last_page_len": tensors.last_page_len, "paged_kv_indices": tensors.indices,
+        }  # fmt: skip
+
+    def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: FlashInferMetadata) -> None:
+        rows = metadata.decode or metadata.prefill
+        if rows is None or rows.csr is None:
+            raise ValueError("this metadata is for eager steps: build it with for_graph=True")
+        csr, (slots, indptr, last_page_len, indices) = rows.csr, buffers.values()
+        filled, given = [], []
+        if not self.inputs.holds(metadata.slot_mapping):
+            filled, given = [slots], [metadata.slot_mapping]
+        if csr.indptr.data_ptr() != indptr.data_ptr():  # of this group's window, or not of a table
+            num_pages = rows.num_pages
+            if num_pages > len(indices):
+                raise ValueError(f"the batch has {num_pages} pages; graphs were captured for at most {len(indices)}")
+            filled += [indptr, last_page_len, indices[:num_pages]]
+            given += [csr.indptr, csr.last_page_len, csr.indices[:num_pages]]
+        if filled:
+            fill_together(filled, given)
+
+    def idle_metadata(self, group_index: int) -> FlashInferMetadata:
+        """Full pages, as many a row as its tokens need, to capture with."""
+        num_rows, page_size = self.num_rows, self.cache.page_size
+        num_pages = -(-self.num_tokens // (num_rows * page_size))
+        tensors = self._tensors[group_index]
+        indptr_cpu = torch.arange(num_rows + 1, dtype=torch.int32) * num_pages
+        tensors.indptr.copy_(indptr_cpu)
+        tensors.indices[: num_rows * num_pages].zero_()
+        tensors.last_page_len.fill_(page_size)
+        csr = PagedCsr(tensors.indptr, tensors.indices, tensors.last_page_len)
+        lens = torch.full((num_rows,), num_pages * page_size, dtype=torch.int32)
+        starts = (tensors.qo_indptr, self._starts_cpu)
+        longest = num_pages * page_size
+        rows = Rows(self.num_tokens, *starts, csr, tensors.indptr, indptr_cpu, lens, longest, num_rows, True)
+        return graph_metadata(group_index, self._slot_mapping, rows, self.is_decode)
+
+    def _static_step(self, group: PlanGroup[Any]) -> FlashInferStep:
+        """The step that every batch is filled into: what layers read is where it stays, and lengths are in the plan."""
+        plan = self._plans[group.index]
+        decode, prefill = (plan, None) if self.is_decode else (None, plan)
+        return FlashInferStep(self.idle_metadata(group.index), group.spec, decode, prefill, None)
+
+
+class FlashInferState(AttentionState[FlashInferMetadata]):
     """One float workspace for all layers, as they run one after the other; a schedule and a wrapper a plan.
 
     Args:
@@ -67,6 +171,7 @@ class FlashInferState(CapturingState[FlashInferMetadata, "FlashInferGraphState"]
     """
 
     backend_name = "FLASHINFER"
+    graph_cls = FlashInferGraphState
     make_library: ClassVar[type[Library]] = Library  # another one in tests
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -80,10 +185,9 @@ class FlashInferState(CapturingState[FlashInferMetadata, "FlashInferGraphState"]
         needs = [eager_need(s, self.limits, self.library.num_sms, split, page_size) for s in self._specs.values()]
         self.need = reduce(or_, needs)
         self.float_workspace = self._float_workspace(self.need)
-        self._stream = OneStream(self.backend_name, self.device)
+        self.stream = OneStream(self.backend_name, self.device)
         self._ring = self._host_ring(self.need)
         self._plans: dict[tuple[int, Kind], Plan] = {}
-        self._graphs: _GraphBuffers | None = None  # kept for good once graphs were captured
 
     def begin_forward(self, metadata: FlashInferMetadata) -> FlashInferStep:
         """Plan a step's rows.
@@ -93,7 +197,7 @@ class FlashInferState(CapturingState[FlashInferMetadata, "FlashInferGraphState"]
                 began on another stream.
         """
         refuse_while_capturing(self.device, self.backend_name)
-        self._stream.check()
+        self.stream.check()
         return self._plan_step(metadata)
 
     def _plan_step(self, metadata: FlashInferMetadata) -> FlashInferStep:
@@ -125,7 +229,7 @@ class FlashInferState(CapturingState[FlashInferMetadata, "FlashInferGraphState"]
         list_prefix_pages(self.limits.max_num_requests, self.cache.page_size)
 
     def move_to_current_stream(self) -> None:
-        self._stream.move()
+        self.stream.move()
 
     def reset_workspace_buffer(self, float_workspace: torch.Tensor) -> None:
         """Use another float workspace, such as one that an engine shares between its libraries.
@@ -137,7 +241,7 @@ class FlashInferState(CapturingState[FlashInferMetadata, "FlashInferGraphState"]
             ValueError: it is smaller than `need`, or elsewhere.
             RuntimeError: graphs were captured over the present one.
         """
-        if self._graphs is not None:
+        if self.inputs is not None:
             raise RuntimeError("captured graphs read the present workspace: replace it before graphs are captured")
         if float_workspace.numel() * float_workspace.itemsize < self.need.float_bytes:
             raise ValueError(
@@ -151,27 +255,23 @@ class FlashInferState(CapturingState[FlashInferMetadata, "FlashInferGraphState"]
 
     # Graphs.
 
-    def hold_inputs(self, max_batch_size: int, inputs: StepBuffers | None) -> None:
+    def make_inputs(self, max_batch_size: int, shared: StepBuffers | None) -> _GraphInputs:
         if self.options.fixed_split_size is not None:
             hint = "Leave fixed_split_size out of backend_options, or set graphs.mode to none."
             got = str(self.options.fixed_split_size)
             raise Unsupported(self.backend_name, [Rejection("fixed_split_size", got, "None in CUDA graphs", hint)])
-        if self._graphs is None or not self._graphs.inputs.serves(max_batch_size, inputs):
-            self._graphs = _GraphBuffers(self, max_batch_size, inputs)
+        return _GraphInputs(self.groups, self.cache, self.limits, self.device, max_batch_size, shared)
 
-    def make_clone(self, batch_size: int, query_len: int) -> FlashInferGraphState:
-        assert self._graphs is not None  # while rows are held
-        needs = [graph_need(spec, batch_size, query_len, self.library.num_sms) for spec in self._specs.values()]
+    def make_graph_room(self, num_rows: int, query_len: int) -> Need:
+        """What plans of one captured size need, for which there is room afterwards."""
+        needs = [graph_need(spec, num_rows, query_len, self.library.num_sms) for spec in self._specs.values()]
         need = reduce(or_, needs)
         if need.float_bytes > self.float_workspace.numel():
             # Graphs of earlier sizes go on with the workspace that they have.
             self.float_workspace = self._float_workspace(need)
         if need.int_bytes > self._ring.hosts_cpu[0].numel() * 4:
             self._ring = self._host_ring(need)
-        return FlashInferGraphState(self, self._graphs, batch_size, query_len, need)
-
-    def idle_metadata_of(self, clone: FlashInferGraphState, group_index: int) -> FlashInferMetadata:
-        return clone.idle_metadata(group_index)
+        return need
 
     # Plans.
 
@@ -250,120 +350,3 @@ class FlashInferState(CapturingState[FlashInferMetadata, "FlashInferGraphState"]
         # A step plans at most three kinds of rows for each group. An event takes as long as a plan's copy: one for all.
         at_once = 3 * len(self.groups)
         return HostRing(-(-need.int_bytes // 4), self.device, depth=4 * at_once, group=at_once)
-
-
-class _GraphBuffers:
-    """What captured kernels read of a batch. All sizes share it, as one of them is replayed at a time.
-
-    Groups without a window have one CSR, which a step table may have too; those with one have a shorter one each.
-    """
-
-    def __init__(self, state: FlashInferState, max_num_rows: int, shared: StepBuffers | None) -> None:
-        device, limits, page_size = state.device, state.limits, state.cache.page_size
-        self.inputs = GraphInputs(state.cache, limits, device, max_num_rows, shared)
-        self._csrs: dict[int, PagedCsr] = {}  # by window_left
-        if shared is not None and len(shared.paged_kv_indices):
-            self._csrs[-1] = PagedCsr(shared.paged_kv_indptr, shared.paged_kv_indices, shared.paged_kv_last_page_len)
-        all_pages = -(-limits.max_model_len // page_size)
-        for group in state.groups:
-            window = group.spec.window_left
-            # A window begins anywhere in a page: one page more than its keys fill.
-            pages = all_pages if window < 0 else min(all_pages, (window + limits.max_num_tokens - 1) // page_size + 2)
-            if window not in self._csrs:
-                self._csrs[window] = PagedCsr(
-                    torch.zeros(max_num_rows + 1, dtype=torch.int32, device=device),
-                    torch.zeros(max_num_rows * pages, dtype=torch.int32, device=device),
-                    torch.zeros(max_num_rows, dtype=torch.int32, device=device),
-                )
-
-    def of(self, group: PlanGroup[Any], num_rows: int, starts: torch.Tensor) -> GraphTensors:
-        """Those of one size, which has query starts of its own: they never change."""
-        csr = self._csrs[group.spec.window_left]
-        return GraphTensors(starts, csr.indptr[: num_rows + 1], csr.indices, csr.last_page_len[:num_rows])
-
-
-class FlashInferGraphState(FlashInferState):
-    """The state of one captured size: a plan a group, over the shared buffers that every `begin_forward` fills."""
-
-    def __init__(
-        self, parent: FlashInferState, buffers: _GraphBuffers, num_rows: int, query_len: int, need: Need
-    ) -> None:
-        CapturingState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
-        self.num_rows = num_rows
-        self.num_tokens = num_rows * query_len
-        self.is_decode = query_len == 1
-        self._specs = parent._specs
-        self._stream = parent._stream
-        self._inputs = buffers.inputs
-        self._slot_mapping = buffers.inputs.slot_mapping[: self.num_tokens]
-        self._starts_cpu = torch.arange(num_rows + 1, dtype=torch.int32) * query_len
-        starts = self._starts_cpu.to(self.device)
-        self._tensors = {group.index: buffers.of(group, num_rows, starts) for group in self.groups}
-        kind: Kind = "decode" if self.is_decode else "prefill fa2"
-        self._plans_of = {
-            group: parent.make_plan(group, kind, need, tensors) for group, tensors in self._tensors.items()
-        }
-        self._steps = {group.index: self._static_step(group.index) for group in self.groups}
-
-    def begin_forward(self, metadata: FlashInferMetadata) -> FlashInferStep:
-        refuse_while_capturing(self.device, self.backend_name)
-        self._stream.check()
-        rows = metadata.decode if self.is_decode else metadata.prefill
-        wanted = (self.num_rows, self.num_tokens)
-        if not metadata.for_graph or rows is None or (rows.num_rows, metadata.num_tokens) != wanted:
-            raise ValueError(
-                f"this graph was captured for {self.num_rows} rows and {self.num_tokens} tokens, and the metadata has "
-                f"{metadata.num_tokens} tokens of other rows or lengths: pad the batch to the captured size, and build "
-                "it with for_graph=True"
-            )
-        group = metadata.group_index
-        self.prepare_graph_input_buffers(self.get_graph_input_buffers(metadata), metadata)
-        plan = self._plans_of[group]
-        plan(rows)
-        return self._steps[group]
-
-    def get_graph_input_buffers(self, metadata: FlashInferMetadata) -> dict[str, torch.Tensor]:
-        tensors = self._tensors[metadata.group_index]
-        return {
-            "slot_mapping": self._slot_mapping, "paged_kv_indptr": tensors.indptr,
-            "paged_kv_last_page_len": tensors.last_page_len, "paged_kv_indices": tensors.indices,
-        }  # fmt: skip
-
-    def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: FlashInferMetadata) -> None:
-        rows = metadata.decode or metadata.prefill
-        if rows is None or rows.csr is None:
-            raise ValueError("this metadata is for eager steps: build it with for_graph=True")
-        csr, (slots, indptr, last_page_len, indices) = rows.csr, buffers.values()
-        filled, given = [], []
-        if not self._inputs.holds(metadata.slot_mapping):
-            filled, given = [slots], [metadata.slot_mapping]
-        if csr.indptr.data_ptr() != indptr.data_ptr():  # of this group's window, or not of a table
-            num_pages = rows.num_pages
-            if num_pages > len(indices):
-                raise ValueError(f"the batch has {num_pages} pages; graphs were captured for at most {len(indices)}")
-            filled += [indptr, last_page_len, indices[:num_pages]]
-            given += [csr.indptr, csr.last_page_len, csr.indices[:num_pages]]
-        if filled:
-            fill_together(filled, given)
-
-    def idle_metadata(self, group_index: int) -> FlashInferMetadata:
-        """Full pages, as many a row as its tokens need, to capture with."""
-        num_rows, page_size = self.num_rows, self.cache.page_size
-        num_pages = -(-self.num_tokens // (num_rows * page_size))
-        tensors = self._tensors[group_index]
-        indptr_cpu = torch.arange(num_rows + 1, dtype=torch.int32) * num_pages
-        tensors.indptr.copy_(indptr_cpu)
-        tensors.indices[: num_rows * num_pages].zero_()
-        tensors.last_page_len.fill_(page_size)
-        csr = PagedCsr(tensors.indptr, tensors.indices, tensors.last_page_len)
-        lens = torch.full((num_rows,), num_pages * page_size, dtype=torch.int32)
-        starts = (tensors.qo_indptr, self._starts_cpu)
-        longest = num_pages * page_size
-        rows = Rows(self.num_tokens, *starts, csr, tensors.indptr, indptr_cpu, lens, longest, num_rows, True)
-        return graph_metadata(group_index, self._slot_mapping, rows, self.is_decode)
-
-    def _static_step(self, group: int) -> FlashInferStep:
-        """The step that every batch is filled into: what layers read is where it stays, and lengths are in the plan."""
-        plan = self._plans_of[group]
-        decode, prefill = (plan, None) if self.is_decode else (None, plan)
-        return FlashInferStep(self.idle_metadata(group), self._specs[group], decode, prefill, None)

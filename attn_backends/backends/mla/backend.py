@@ -13,13 +13,8 @@ from attn_backends.spec import AttentionSpec, KVCacheSpec, Layout, MLASpec
 class MLABackend(AttentionBackend):
     """A subclass gives its name, impl, state and `Capabilities(mla=True, unequal_head_dims=True, …)`."""
 
-    @staticmethod
-    def get_metadata_cls() -> type[MLAMetadata]:
-        return MLAMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[MLAMetadataBuilder]:
-        return MLAMetadataBuilder
+    metadata_cls = MLAMetadata
+    builder_cls = MLAMetadataBuilder
 
     @staticmethod
     def get_kv_cache_shapes(spec: AttentionSpec, cache: KVCacheSpec) -> tuple[tuple[int, ...], ...]:
@@ -35,6 +30,11 @@ class MLABackend(AttentionBackend):
     @staticmethod
     def get_kv_cache_stride_order(layout: Layout) -> tuple[int, ...]:
         return 0, 1, 2  # there are no heads to lay elsewhere
+
+    @classmethod
+    def preferred_page_sizes(cls, device: torch.device | str) -> tuple[int, ...]:
+        """On a GPU those that the family's backends were measured with."""
+        return (64, 32) if torch.device(device).type == "cuda" else ()
 
     @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:

@@ -18,18 +18,19 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from attn_backends.backends.mla.attend import attend
-from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata, PrefillRows, RaggedRows
+from attn_backends.backends.mla.attend import attend as attend_in_torch
+from attn_backends.backends.mla.metadata import DecodeRows, PrefillRows, RaggedRows
 from attn_backends.backends.mla.state import MLAStep
 from attn_backends.cache.kv_cache import KVCache, dequantise, gather_slots, write_latent
-from attn_backends.interface import AttentionImpl, AttentionStep
-from attn_backends.interface.impl import check_call, check_new_kv
+from attn_backends.interface import AttentionImpl
 from attn_backends.kernels.merge_state import merge
 from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec
 
 
-class MLAImpl(AttentionImpl[MLAMetadata]):
-    """The base of the family's impls. `forward` takes and returns what the model has, before and after absorption.
+class MLAImpl(AttentionImpl[MLAStep]):
+    """The base of the family's impls. `forward` takes and returns what the model has, before and after absorption:
+    queries are q_nope and then q_pe after RoPE, `key` [num_new_kv, kv_lora_rank] the latent rows after their norm, and
+    `value` [num_new_kv, qk_rope_head_dim] the shared keys after RoPE.
 
     Args:
         kv_b_proj: [num_qo_heads * (qk_nope_head_dim + head_dim_vo), kv_lora_rank] of `spec.dtype` on the device, the
@@ -38,7 +39,7 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
         the others as for every impl.
     """
 
-    backend_name: ClassVar[str]
+    step_cls = MLAStep
     zeroes_idle_rows: ClassVar[bool] = False  # `_decode` gives zeros, and an LSE of -inf, where seq_len is 0
     spec: MLASpec
 
@@ -53,7 +54,7 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
     ) -> None:
         super().__init__(spec, cache, device, **constants)
         if not isinstance(spec, MLASpec):
-            raise TypeError(f"{self.backend_name} serves layers of MLASpec, and this is {type(spec).__name__}")
+            raise TypeError(f"{type(self).__name__} serves layers of MLASpec, and this is {type(spec).__name__}")
         heads, nope = spec.num_qo_heads, spec.qk_nope_head_dim
         needed = (heads * (nope + spec.head_dim_vo), spec.kv_lora_rank)
         if kv_b_proj is None or kv_b_proj.shape != needed or kv_b_proj.dtype is not spec.dtype:
@@ -101,62 +102,45 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
         for query_end, key_end in ends:
             queries, keys = slice(query_start, query_end), slice(key_start, key_end)
             q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query[queries], key[keys], value[keys]))
-            out, sums = attend(q, k, v, self.spec.scale, is_causal=rows.causal and query_end - query_start > 1)
+            out, part_lse = attend_in_torch(
+                q, k, v, self.spec.scale, is_causal=rows.causal and query_end - query_start > 1
+            )
             output[queries] = out[0].transpose(0, 1)
             if lse is not None:
-                lse[queries] = sums[0].T
+                lse[queries] = part_lse[0].T
             query_start, key_start = query_end, key_end
 
     # What all share.
 
-    def forward(
+    def write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, step: MLAStep) -> None:
+        write_latent(key, value, kv_cache.key, step.metadata.slot_mapping, self.k_scale)
+
+    def attend(
         self,
-        query: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim]: q_nope, then q_pe after RoPE
-        key: torch.Tensor | None,  # [num_new_kv, kv_lora_rank]: the latent rows, after their norm
-        value: torch.Tensor | None,  # [num_new_kv, qk_rope_head_dim]: the shared keys, after RoPE
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: KVCache | None,
-        step: AttentionStep[MLAMetadata],
-        output: torch.Tensor | None = None,  # [num_tokens, num_qo_heads, head_dim_vo]
-        *,
-        lse: torch.Tensor | None = None,
-        output_scale: float | None = None,
-    ) -> torch.Tensor:
-        planned = self._check(step)
-        metadata = planned.metadata
-        check_call(self.backend_name, self.spec, metadata.num_tokens, query, kv_cache, output, lse, output_scale)
-        check_new_kv(self.spec, metadata.num_new_kv, key, value)
-        if output is None:
-            output = query.new_empty(query.shape[0], self.spec.num_qo_heads, self.spec.head_dim_vo)
-        if kv_cache is not None and key is not None and value is not None:
-            write_latent(key, value, kv_cache.key, metadata.slot_mapping, self.k_scale)
-        live = metadata.num_decode_tokens + metadata.num_prefill_tokens
-        if live < metadata.num_tokens:
-            output[live:] = 0
-            if lse is not None:
-                lse[live:] = -math.inf
+        step: MLAStep,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        metadata = step.metadata
         if metadata.decode is not None:
             if kv_cache is None:
                 raise ValueError("this step decodes on the latent cache, and none was given: pass kv_cache")
             tokens = slice(0, metadata.num_decode_tokens)
             part = None if lse is None else lse[tokens]
-            self._attend_decodes(query[tokens], kv_cache.key, planned, metadata.decode, output[tokens], part)
+            self._attend_decodes(query[tokens], kv_cache.key, step, metadata.decode, output[tokens], part)
         if metadata.prefill is not None:
-            tokens = slice(metadata.num_decode_tokens, live)
+            first = metadata.num_decode_tokens
+            tokens = slice(first, first + metadata.num_prefill_tokens)
             part = None if lse is None else lse[tokens]
             brought = None
             if key is not None and value is not None:
                 new_kv = slice(metadata.num_decode_new_kv, metadata.num_new_kv)
                 brought = key[new_kv], value[new_kv]
-            self._attend_prefills(query[tokens], brought, kv_cache, planned, metadata.prefill, output[tokens], part)
-        return output
-
-    def _check(self, step: AttentionStep[MLAMetadata]) -> MLAStep:
-        if not isinstance(step, MLAStep):
-            raise TypeError(
-                f"{self.backend_name} got a {type(step).__name__} of {type(step.metadata).__name__}: build the "
-                "metadata with this backend's builder, and plan it with its state's begin_forward before any layer runs"
-            )
-        return step
+            self._attend_prefills(query[tokens], brought, kv_cache, step, metadata.prefill, output[tokens], part)
 
     def _attend_decodes(
         self,
@@ -174,11 +158,11 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
         torch.bmm(by_head, self.w_uk, out=absorbed[..., : spec.kv_lora_rank].transpose(0, 1))
         absorbed[..., spec.kv_lora_rank :] = query[..., spec.qk_nope_head_dim :]
         attended = query.new_empty(*query.shape[:2], spec.kv_lora_rank)
-        sums = None if lse is None else torch.empty(shape, dtype=torch.float32, device=query.device)
-        self._decode(absorbed.view(*shape, -1), latent_cache, step, attended.view(*shape, -1), sums)
+        row_lse = None if lse is None else torch.empty(shape, dtype=torch.float32, device=query.device)
+        self._decode(absorbed.view(*shape, -1), latent_cache, step, attended.view(*shape, -1), row_lse)
         torch.bmm(attended.transpose(0, 1), self.w_uv, out=output.transpose(0, 1))
-        if lse is not None and sums is not None:
-            lse.copy_(sums.flatten(0, 1))
+        if lse is not None and row_lse is not None:
+            lse.copy_(row_lse.flatten(0, 1))
         if rows.idle is not None and not self.zeroes_idle_rows:
             output.masked_fill_(rows.idle[:, None, None], 0)
             if lse is not None:
@@ -208,17 +192,17 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
             self._prefill(query, *self._expand(*brought), rows.new, output, lse, plan)
             return
         work = torch.promote_types(query.dtype, torch.float32)
-        sums = torch.empty(query.shape[:2], dtype=work, device=query.device)
-        self._prefill(query, *self._expand(*brought), rows.new, output, sums, plan)
+        total_lse = torch.empty(query.shape[:2], dtype=work, device=query.device)
+        self._prefill(query, *self._expand(*brought), rows.new, output, total_lse, plan)
         total = output.to(work, copy=True)
         for chunk, chunk_plan in zip(rows.chunks, chunk_plans, strict=True):
             key, value = self._expand(*self._parts(self._gather(kv_cache.key, chunk.slots, step.workspace)))
-            part, part_sums = torch.empty_like(output[chunk.tokens]), torch.empty_like(sums[chunk.tokens])
-            self._prefill(query[chunk.tokens], key, value, chunk.rows, part, part_sums, chunk_plan)
-            merge(total[chunk.tokens], sums[chunk.tokens], part, part_sums)
+            part, part_lse = torch.empty_like(output[chunk.tokens]), torch.empty_like(total_lse[chunk.tokens])
+            self._prefill(query[chunk.tokens], key, value, chunk.rows, part, part_lse, chunk_plan)
+            merge(total[chunk.tokens], total_lse[chunk.tokens], part, part_lse)
         output.copy_(total)
         if lse is not None:
-            lse.copy_(sums)
+            lse.copy_(total_lse)
 
     def _gather(self, latent_cache: torch.Tensor, slots: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
         """Cached rows by slot, [len(slots), latent_dim] of spec.dtype."""

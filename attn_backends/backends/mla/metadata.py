@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from attn_backends.backends.mla.options import workspace_tokens
 from attn_backends.batch.common import CommonAttentionMetadata
-from attn_backends.batch.order import SwappableRows, leading_new_kv, reorder_batch_to_split_decodes_and_prefills
+from attn_backends.batch.order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
 from attn_backends.batch.page_table import IntArray
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 
@@ -70,53 +70,21 @@ class PrefillRows:
 
 @dataclass(frozen=True)
 class MLAMetadata(AttentionMetadata):
-    """Decode rows stand in front; `prefill` counts its tokens from 0. `num_tokens` includes padding."""
+    """Decode rows stand in front; `prefill` counts its tokens from 0."""
 
-    num_tokens: int
-    num_new_kv: int
-    num_decode_new_kv: int
     decode: DecodeRows | None
     prefill: PrefillRows | None
 
-    @property
-    def for_graph(self) -> bool:
-        return self.decode is not None and self.decode.idle is not None
+    def decode_fields(self) -> dict[str, Any]:
+        return {"prefill": None}
 
-    @property
-    def decode_metadata(self) -> MLAMetadata | None:
-        if not self.num_decodes:
-            return None
-        new_kv = self.num_decode_new_kv
-        return replace(self, num_prefills=0, num_prefill_tokens=0, num_tokens=self.num_decode_tokens, num_new_kv=new_kv,
-                       slot_mapping=self.slot_mapping[:new_kv], prefill=None)  # fmt: skip
-
-    @property
-    def prefill_metadata(self) -> MLAMetadata | None:
-        if not self.num_prefills:
-            return None
-        slots = self.slot_mapping[self.num_decode_new_kv : self.num_new_kv]
-        return replace(self, num_decodes=0, num_decode_tokens=0, num_tokens=self.num_prefill_tokens, decode=None,
-                       num_new_kv=self.num_new_kv - self.num_decode_new_kv, num_decode_new_kv=0,
-                       slot_mapping=slots)  # fmt: skip
+    def prefill_fields(self) -> dict[str, Any]:
+        return {"decode": None}
 
 
 def graph_metadata(group_index: int, slot_mapping: torch.Tensor, rows: DecodeRows) -> MLAMetadata:
-    """Metadata whose rows all count as decodes, padding included: which it is, is known on the device alone."""
-    return MLAMetadata(
-        group_index=group_index,
-        num_decodes=rows.num_rows,
-        num_decode_tokens=rows.num_tokens,
-        num_prefills=0,
-        num_prefill_tokens=0,
-        slot_mapping=slot_mapping,
-        common_prefix_len=0,
-        is_profile_run=False,
-        num_tokens=rows.num_tokens,
-        num_new_kv=rows.num_tokens,
-        num_decode_new_kv=rows.num_tokens,
-        decode=rows,
-        prefill=None,
-    )
+    """Metadata whose rows all count as decodes."""
+    return MLAMetadata.of_graph(group_index, slot_mapping, rows.num_rows, rows.num_tokens, decode=rows, prefill=None)
 
 
 class Piece(NamedTuple):
@@ -164,19 +132,11 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             return self._build_for_graph(common)
         actual = common.num_actual_reqs
         num_decodes = 0 if common.is_profile_run else self._num_decodes(common.query_lens_cpu[:actual].numpy())
-        num_decode_tokens = int(common.query_start_loc_cpu[num_decodes])
-        return MLAMetadata(
-            group_index=self.group.index,
-            num_decodes=num_decodes,
-            num_decode_tokens=num_decode_tokens,
-            num_prefills=actual - num_decodes,
-            num_prefill_tokens=common.num_actual_tokens - num_decode_tokens,
-            slot_mapping=common.slot_mapping,
-            common_prefix_len=0,
-            is_profile_run=common.is_profile_run,
-            num_tokens=common.num_tokens,
-            num_new_kv=common.num_new_kv,
-            num_decode_new_kv=leading_new_kv(common, num_decodes),
+        return MLAMetadata.of_batch(
+            common,
+            self.group.index,
+            num_decodes,
+            num_decode_tokens=int(common.query_start_loc_cpu[num_decodes]),
             decode=_decode_rows(common, num_decodes, None) if num_decodes else None,
             prefill=self._prefill_rows(common, num_decodes) if num_decodes < actual else None,
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attn_backends.kernels.merge_state import add_sinks, merge_in_torch
 from attn_backends.spec import AttentionSpec
 
 
@@ -49,12 +50,11 @@ def unfolded(out: torch.Tensor, lse: torch.Tensor | None, query: torch.Tensor) -
     return Attended(out, lse)
 
 
-def add_sinks(attended: Attended, sinks: torch.Tensor | None) -> Attended:
-    """A sink takes its share of the softmax and gives nothing: outputs shrink by exp(LSE without it - LSE with it)."""
-    if sinks is None or attended.lse is None:
-        return attended
-    lse = torch.logaddexp(attended.lse, sinks.to(attended.lse.dtype))
-    return Attended(attended.output * (attended.lse - lse).exp()[..., None].to(attended.output.dtype), lse)
+def sink(attended: Attended, sinks: torch.Tensor | None) -> Attended:
+    """The same, with sinks in the softmax, in place."""
+    if sinks is not None and attended.lse is not None:
+        add_sinks(attended.output, attended.lse, sinks)
+    return attended
 
 
 def attend_by_hand(
@@ -83,11 +83,8 @@ def attend_by_hand(
     return Attended(out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype), lse.permute(0, 3, 1, 2).flatten(2, 3))
 
 
-def merge(attended: Attended, shared: Attended | None, tokens: slice) -> Attended:
-    """Join attention over two disjoint sets of keys: each output weighs exp(its LSE)."""
-    if shared is None or shared.lse is None or attended.lse is None:
-        return attended
-    shared_out, shared_lse = shared.output[0, tokens], shared.lse[0, tokens]
-    lse = torch.logaddexp(attended.lse, shared_lse)
-    own, other = (attended.lse - lse).exp()[..., None], (shared_lse - lse).exp()[..., None]
-    return Attended((attended.output * own + shared_out * other).to(attended.output.dtype), lse)
+def join(attended: Attended, shared: Attended | None, tokens: slice) -> Attended:
+    """The same, joined with some tokens of attention over a disjoint set of keys, in place."""
+    if shared is not None and shared.lse is not None and attended.lse is not None:
+        merge_in_torch(attended.output, attended.lse, shared.output[0, tokens], shared.lse[0, tokens])
+    return attended

@@ -17,25 +17,11 @@ _FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16
 class TorchBackend(AttentionBackend):
     """Attention by `scaled_dot_product_attention`, or by hand where that cannot say it (soft cap, sinks, LSE)."""
 
-    @staticmethod
-    def get_name() -> str:
-        return "TORCH"
-
-    @staticmethod
-    def get_impl_cls() -> type[TorchImpl]:
-        return TorchImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type[TorchMetadata]:
-        return TorchMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[TorchMetadataBuilder]:
-        return TorchMetadataBuilder
-
-    @staticmethod
-    def get_state_cls() -> type[TorchState]:
-        return TorchState
+    name = "TORCH"
+    impl_cls = TorchImpl
+    metadata_cls = TorchMetadata
+    builder_cls = TorchMetadataBuilder
+    state_cls = TorchState
 
     @staticmethod
     def capabilities() -> Capabilities:

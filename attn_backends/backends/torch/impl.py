@@ -20,59 +20,61 @@ import torch.nn.functional as F
 
 from attn_backends.backends.torch.attend import (
     Attended,
-    add_sinks,
     attend_by_hand,
     can_add,
     flash,
     gives_lse,
-    merge,
+    join,
+    sink,
     unfolded,
 )
 from attn_backends.backends.torch.metadata import DecodeBatch, TorchMetadata, is_native
 from attn_backends.backends.torch.native.paged_decode import PagedDecode, PagedRows
-from attn_backends.backends.torch.state import room_in
-from attn_backends.cache.kv_cache import KVCache, dequantise, gather_pages, gather_slots, write_kv, write_slots
-from attn_backends.interface import AttentionImpl, AttentionStep
-from attn_backends.interface.impl import check_call, check_new_kv
+from attn_backends.backends.torch.state import TorchStep, room_in
+from attn_backends.cache.kv_cache import KVCache, dequantise, gather_pages, gather_slots, write_slots
+from attn_backends.interface import AttentionImpl
 from attn_backends.spec import FP8_DTYPES
 
 
-class TorchImpl(AttentionImpl[TorchMetadata]):
+class TorchImpl(AttentionImpl[TorchStep]):
+    step_cls = TorchStep
+    leaves_padding = False  # rows without keys are idle too: `attend` zeroes both
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         constants = (self.spec, self.device, self.sinks, self.k_scale, self.v_scale)
         self.kernel = PagedDecode.of(*constants) if is_native(self.options) else None
 
-    def forward(
+    def attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         kv_cache: KVCache | None,
-        step: AttentionStep[TorchMetadata],
-        output: torch.Tensor | None = None,
-        *,
-        lse: torch.Tensor | None = None,
-        output_scale: float | None = None,
-    ) -> torch.Tensor:
-        metadata = self._check(step)
-        check_call("TORCH", self.spec, metadata.num_tokens, query, kv_cache, output, lse, output_scale)
-        check_new_kv(self.spec, metadata.num_new_kv, key, value)
-        if output is None:
-            output = query.new_empty(query.shape[0], self.spec.num_qo_heads, self.spec.head_dim_vo)
+        step: TorchStep,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        metadata = step.metadata
         if metadata.has_idle_tokens:
             output.zero_()
             if lse is not None:
                 lse.fill_(float("-inf"))
         if kv_cache is not None and metadata.paged_rows is not None:
             self._decode(query, key, value, kv_cache, step, metadata.paged_rows, output, lse)
-        elif kv_cache is not None and key is not None and value is not None and metadata.slot_mapping.numel():
-            self._write(key, value, kv_cache, metadata)
         for tokens, attended in self._attend_items(query, key, value, kv_cache, step, lse is not None):
             output[tokens] = attended.output
             if lse is not None and attended.lse is not None:
                 lse[tokens] = attended.lse
-        return output
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, step: TorchStep) -> None:
+        """A plain indexed write outside of graphs; nothing where the kernel decodes, which writes by itself."""
+        metadata = step.metadata
+        slots, num_new = metadata.slot_mapping, metadata.num_new_kv
+        if metadata.for_graph:
+            super().write(key, value, kv_cache, step)
+        elif metadata.paged_rows is None and slots.numel():
+            write_slots(key[:num_new], value[:num_new], kv_cache, slots[:num_new], self.k_scale, self.v_scale)
 
     def trace_inputs(self, metadata: TorchMetadata) -> tuple[torch.Tensor, ...] | None:
         """For the kernel, slots of new keys and its rows. Otherwise slots, one for each new key; which token's key goes
@@ -100,7 +102,7 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
     def _whole_batch(self, metadata: TorchMetadata) -> DecodeBatch | None:
         """A step of decode rows, all with keys, on a CPU, as one batch; None for any other step."""
         num_rows, batch, rows = metadata.num_decodes, metadata.decode_batch, metadata.decode_rows
-        plain = not (metadata.is_static or metadata.num_prefills or metadata.common_prefix_len)
+        plain = not (metadata.for_graph or metadata.num_prefills or metadata.common_prefix_len)
         plain = plain and self.spec.cache_dtype not in FP8_DTYPES
         if not plain or metadata.num_new_kv != num_rows or self.device.type != "cpu":
             return None
@@ -133,26 +135,13 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         )
         return self._attend(query[:, None], keys, values, bias, False, False).output[:, 0]
 
-    def _write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, metadata: TorchMetadata) -> None:
-        slots, num_new = metadata.slot_mapping, metadata.num_new_kv
-        if metadata.is_static:
-            write_kv(key, value, kv_cache, slots, self.k_scale, self.v_scale)
-        else:
-            write_slots(key[:num_new], value[:num_new], kv_cache, slots[:num_new], self.k_scale, self.v_scale)
-
-    def _check(self, step: AttentionStep[TorchMetadata]) -> TorchMetadata:
-        metadata = step.metadata
-        if not isinstance(metadata, TorchMetadata):
-            raise TypeError(f"TORCH got {type(metadata).__name__}; build the step with TorchMetadataBuilder")
-        return metadata
-
     def _decode(
         self,
         query: torch.Tensor,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         kv_cache: KVCache,
-        step: AttentionStep[TorchMetadata],
+        step: TorchStep,
         rows: PagedRows,
         output: torch.Tensor,
         lse: torch.Tensor | None,
@@ -169,14 +158,12 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         out = output.new_empty(len(rows.seq_lens), *output.shape[1:])
         own_lse = torch.empty(out.shape[:2])
         self.kernel.attend(query, key, value, kv_cache, slots, rows, out, own_lse)
-        attended = merge(Attended(out, own_lse), self._attend_prefix(query, kv_cache, step), tokens)
+        attended = join(Attended(out, own_lse), self._attend_prefix(query, kv_cache, step), tokens)
         output[tokens] = attended.output
         if lse is not None and attended.lse is not None:
             lse[tokens] = attended.lse
 
-    def _attend_prefix(
-        self, query: torch.Tensor, kv_cache: KVCache | None, step: AttentionStep[TorchMetadata]
-    ) -> Attended | None:
+    def _attend_prefix(self, query: torch.Tensor, kv_cache: KVCache | None, step: TorchStep) -> Attended | None:
         """All decode rows over the prefix that they share, without sinks; None if they share none."""
         metadata = step.metadata
         if metadata.prefix_pages is None or kv_cache is None:
@@ -192,7 +179,7 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         kv_cache: KVCache | None,
-        step: AttentionStep[TorchMetadata],
+        step: TorchStep,
         want_lse: bool,
     ) -> Iterator[tuple[slice, Attended]]:
         """Every item's tokens and result but the kernel's: decode rows together, then row by row."""
@@ -202,7 +189,7 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         if batch is not None and batch.owners is not None and kv_cache is not None:
             tokens = slice(0, batch.num_rows)
             attended = self._attend_pieces(query[tokens], kv_cache, batch, batch.owners, step)
-            yield tokens, merge(attended, shared, tokens)
+            yield tokens, join(attended, shared, tokens)
         elif batch is not None and kv_cache is not None:
             key_room, value_room = room_in(step, kv_cache, len(batch.slots))
             keys = dequantise(gather_slots(kv_cache.key, batch.slots, key_room), query.dtype, self.k_scale)
@@ -211,7 +198,7 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
             tokens = slice(0, batch.num_rows * batch.query_len)
             queries = query[tokens].unflatten(0, (batch.num_rows, batch.query_len))
             attended = self._attend(queries, keys, values, batch.bias, False, want_lse or shared is not None).flat()
-            yield tokens, merge(attended.of(batch.live), shared, tokens)
+            yield tokens, join(attended.of(batch.live), shared, tokens)
         for row in metadata.decode_rows + metadata.prefill_rows:
             if row.pages is not None and kv_cache is not None:
                 keys, values = self._gather(kv_cache, row.pages, row.keys, step)
@@ -223,7 +210,7 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
             attended = self._attend(
                 query[None, row.queries], keys, values, row.bias, row.is_causal, want_lse or with_shared is not None
             )
-            yield row.queries, merge(attended.flat(), with_shared, row.queries)
+            yield row.queries, join(attended.flat(), with_shared, row.queries)
 
     def _attend_pieces(
         self,
@@ -231,7 +218,7 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
         kv_cache: KVCache,
         batch: DecodeBatch,
         owners: torch.Tensor,
-        step: AttentionStep[TorchMetadata],
+        step: TorchStep,
     ) -> Attended:
         """One piece a core, gathered and attended before the next; at the end each row's are joined."""
         spec, num_pieces, at_once = self.spec, len(owners), torch.get_num_threads()
@@ -249,17 +236,17 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
             attended = flash(out, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, scale=spec.scale)
             out.copy_(attended[0])
             lse.copy_(attended[1])
-        # Each output weighs exp(its LSE).
+        # Each output weighs exp(its LSE). Not `merge_state`, which joins two: a row has any number of pieces.
         top = lses.new_full(heads.shape[:3], float("-inf"))
         top.scatter_reduce_(0, owners[:, None, None].expand_as(lses), lses, "amax")
         weights = lses.sub_(top.index_select(0, owners)).exp_()
         total = torch.zeros_like(top).index_add_(0, owners, weights)
         out = total.new_zeros(heads.shape).index_add_(0, owners, outs.to(lses.dtype).mul_(weights[..., None]))
         out = (out / total[..., None]).to(query.dtype)
-        return add_sinks(Attended(out.flatten(1, 2), (top + total.log()).flatten(1, 2)), self.sinks)
+        return sink(Attended(out.flatten(1, 2), (top + total.log()).flatten(1, 2)), self.sinks)
 
     def _gather(
-        self, kv_cache: KVCache, pages: torch.Tensor, tokens: slice, step: AttentionStep[TorchMetadata]
+        self, kv_cache: KVCache, pages: torch.Tensor, tokens: slice, step: TorchStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of some pages as [1, num_keys, num_kv_heads, dim] in the query's dtype."""
         key_room, value_room = room_in(step, kv_cache, len(pages) * self.cache.page_size)
@@ -298,7 +285,7 @@ class TorchImpl(AttentionImpl[TorchMetadata]):
             if not wants_sum:
                 return unfolded(F.scaled_dot_product_attention(heads, key, value, mask, scale=spec.scale), None, query)
             out, lse = flash(heads, key, value, attn_mask=mask, scale=spec.scale)
-            return add_sinks(unfolded(out, lse, query), sinks)
+            return sink(unfolded(out, lse, query), sinks)
         mask = None if bias is None else bias.flatten(1, 2)  # [B, Hq | 1, query_len, num_keys]
         out = F.scaled_dot_product_attention(
             query.transpose(1, 2), key, value, mask, is_causal=is_causal, scale=spec.scale,

@@ -55,44 +55,24 @@ class DecodeBatch:
 class TorchMetadata(AttentionMetadata):
     """Work items of one step. Rows come decodes first; queries and keys are the view's own (they start at 0)."""
 
-    num_tokens: int  # padding included
     has_idle_tokens: bool  # padding, or rows without keys: their output is zero
-    num_new_kv: int
-    num_decode_new_kv: int
     prefix_pages: torch.Tensor | None  # [common_prefix_len / page_size] i32: attended once for all decode rows
     paged_rows: PagedRows | None  # all decode rows, for the kernel; then there are no other decode items
     decode_batch: DecodeBatch | None
     decode_rows: tuple[Row, ...]
     prefill_rows: tuple[Row, ...]
 
-    @property
-    def is_static(self) -> bool:
-        """For a graph: which tokens are padding is known on the device alone."""
-        return self.decode_batch is not None and self.decode_batch.live is not None
-
-    @property
-    def decode_metadata(self) -> TorchMetadata | None:
-        if not self.num_decodes:
-            return None
-        tokens, new_kv = self.num_decode_tokens, self.num_decode_new_kv
+    def decode_fields(self) -> dict[str, Any]:
         paged = None if self.paged_rows is None else self.paged_rows.first(self.num_decodes)
-        return replace(self, paged_rows=paged, num_prefills=0, num_prefill_tokens=0, num_tokens=tokens,
-                       num_new_kv=new_kv, slot_mapping=self.slot_mapping[:new_kv], prefill_rows=())  # fmt: skip
+        return {"paged_rows": paged, "prefill_rows": ()}
 
-    @property
-    def prefill_metadata(self) -> TorchMetadata | None:
-        if not self.num_prefills:
-            return None
-        tokens, new_kv = self.num_prefill_tokens, self.num_new_kv - self.num_decode_new_kv
+    def prefill_fields(self) -> dict[str, Any]:
         rows = tuple(
             replace(row, queries=_moved(row.queries, self.num_decode_tokens),
                     new_keys=_moved(row.new_keys, self.num_decode_new_kv))
             for row in self.prefill_rows
         )  # fmt: skip
-        return replace(self, num_decodes=0, num_decode_tokens=0, num_decode_new_kv=0, num_tokens=tokens,
-                       num_new_kv=new_kv, prefix_pages=None, paged_rows=None, decode_batch=None,
-                       slot_mapping=self.slot_mapping[self.num_decode_new_kv : self.num_new_kv],
-                       common_prefix_len=0, decode_rows=(), prefill_rows=rows)  # fmt: skip
+        return {"prefix_pages": None, "paged_rows": None, "decode_batch": None, "decode_rows": (), "prefill_rows": rows}
 
 
 def _moved(tokens: slice, by: int) -> slice:
@@ -140,20 +120,13 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
                 first_key = prefix_len if i < num_decodes else 0
                 rows.append(self._row(common.page_table[i], queries, new_keys, first_key, int(seq_lens[i])))
         num_decode_rows = sum(row.queries.start < num_decodes for row in rows)
-        return TorchMetadata(
-            group_index=self.group.index,
-            num_decodes=num_decodes,
-            num_decode_tokens=num_decodes,
-            num_prefills=actual - num_decodes,
-            num_prefill_tokens=common.num_actual_tokens - num_decodes,
-            slot_mapping=common.slot_mapping,
+        return TorchMetadata.of_batch(
+            common,
+            self.group.index,
+            num_decodes,
             common_prefix_len=prefix_len,
-            is_profile_run=common.is_profile_run,
-            num_tokens=common.num_tokens,
             has_idle_tokens=(paged is None or len(paged.seq_lens) < common.num_tokens)
             and (common.num_tokens > common.num_actual_tokens or bool((seq_lens == 0).any())),
-            num_new_kv=common.num_new_kv,
-            num_decode_new_kv=int(new_kv_starts[num_decodes]),
             prefix_pages=common.page_table[0, : prefix_len // common.page_size] if prefix_len else None,
             paged_rows=paged,
             decode_batch=batch,
@@ -302,21 +275,13 @@ def graph_num_keys(spec: AttentionSpec, query_len: int, options: TorchOptions | 
 
 
 def static_metadata(group_index: int, slot_mapping: torch.Tensor, batch: DecodeBatch) -> TorchMetadata:
-    """One `DecodeBatch` and nothing else. Padded rows count as decodes: which they are is known on the device alone."""
-    num_tokens = batch.num_rows * batch.query_len
-    return TorchMetadata(
-        group_index=group_index,
-        num_decodes=batch.num_rows,
-        num_decode_tokens=num_tokens,
-        num_prefills=0,
-        num_prefill_tokens=0,
-        slot_mapping=slot_mapping,
-        common_prefix_len=0,
-        is_profile_run=False,
-        num_tokens=num_tokens,
+    """One `DecodeBatch` and nothing else."""
+    return TorchMetadata.of_graph(
+        group_index,
+        slot_mapping,
+        batch.num_rows,
+        batch.num_rows * batch.query_len,
         has_idle_tokens=False,
-        num_new_kv=num_tokens,
-        num_decode_new_kv=num_tokens,
         prefix_pages=None,
         paged_rows=None,
         decode_batch=batch,

@@ -19,11 +19,11 @@ from attn_backends.backends.torch.options import TorchOptions
 from attn_backends.batch.page_table import PAD_SLOT
 from attn_backends.cache.kv_cache import KVCache
 from attn_backends.cache.warm_up import list_cache_writes
-from attn_backends.interface import AttentionStep
-from attn_backends.interface.state import CapturingState
+from attn_backends.interface import AttentionState, AttentionStep, GraphState
 from attn_backends.kernels.warm_up import compile_listed
 from attn_backends.machine import Progress
 from attn_backends.spec import PlanGroup
+from attn_backends.step.buffers import StepBuffers
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,9 @@ class TorchStep(AttentionStep[TorchMetadata]):
     scratch: tuple[torch.Tensor, torch.Tensor] | None  # two of [bytes] u8; None: gather into fresh tensors
 
 
-def room_in(
-    step: AttentionStep[TorchMetadata], kv_cache: KVCache, num_tokens: int
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def room_in(step: TorchStep, kv_cache: KVCache, num_tokens: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The step's scratch as two tensors [num_tokens, num_kv_heads, dim] like the cache's; None where it has no room."""
-    if not isinstance(step, TorchStep) or step.scratch is None:
+    if step.scratch is None:
         return None, None
     rooms: list[torch.Tensor | None] = []
     for scratch, cached in zip(step.scratch, kv_cache, strict=True):
@@ -48,7 +46,39 @@ def room_in(
     return rooms[0], rooms[1]
 
 
-class TorchState(CapturingState[TorchMetadata, "TorchGraphState"]):
+class TorchGraphState(GraphState[TorchMetadata, TorchStep]):
+    """The state of one captured size, over buffers of its own."""
+
+    def __init__(self, parent: TorchState, num_rows: int, query_len: int) -> None:
+        super().__init__(parent, num_rows, query_len)
+        self.steps = {
+            group.index: TorchStep(self._metadata(group, num_rows, query_len), parent.scratch) for group in self.groups
+        }
+
+    def _metadata(self, group: PlanGroup[Any], num_rows: int, query_len: int) -> TorchMetadata:
+        spec, device = group.spec, self.device
+        num_keys = graph_num_keys(spec, query_len, self.options, self.limits)
+        heads = (spec.num_kv_heads, spec.group_size) if spec.alibi_slopes is not None else (1, 1)
+        batch = DecodeBatch(
+            num_rows,
+            torch.zeros(num_rows * num_keys, dtype=torch.int64, device=device),
+            torch.zeros(num_rows, *heads, query_len, num_keys, dtype=bias_dtype(spec), device=device),
+            None,
+            query_len,
+            torch.zeros(num_rows * query_len, dtype=torch.bool, device=device),
+        )
+        slot_mapping = torch.full((num_rows * query_len,), PAD_SLOT, dtype=torch.int64, device=device)
+        return static_metadata(group.index, slot_mapping, batch)
+
+    def get_graph_input_buffers(self, metadata: TorchMetadata) -> dict[str, torch.Tensor]:
+        return _inputs(self.steps[metadata.group_index].metadata)
+
+    def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: TorchMetadata) -> None:
+        for name, tensor in _inputs(metadata).items():
+            buffers[name].copy_(tensor)
+
+
+class TorchState(AttentionState[TorchMetadata]):
     """Owns one scratch for gathered keys and one for values: the longest row of any group, or rows taken together.
 
     On a CPU a fresh allocation of that size goes back to the system after each layer, which costs more than the gather.
@@ -56,6 +86,7 @@ class TorchState(CapturingState[TorchMetadata, "TorchGraphState"]):
     """
 
     backend_name = "TORCH"
+    graph_cls = TorchGraphState
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -80,55 +111,8 @@ class TorchState(CapturingState[TorchMetadata, "TorchGraphState"]):
         specs = [group.spec for group in self.groups]
         compile_listed(self.device, lambda: list_cache_writes(specs, self.cache), progress)
 
-    def make_clone(self, batch_size: int, query_len: int) -> TorchGraphState:
-        return TorchGraphState(self, batch_size, query_len)
-
-    def idle_metadata_of(self, clone: TorchGraphState, group_index: int) -> TorchMetadata:
-        return clone.steps[group_index].metadata
-
-
-class TorchGraphState(TorchState):
-    """The state of one captured size. Its steps are made once, over buffers that every `begin_forward` fills."""
-
-    def __init__(self, parent: TorchState, batch_size: int, query_len: int) -> None:
-        CapturingState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
-        self.scratch = parent.scratch
-        self.shape = (batch_size, query_len)
-        self.steps = {group.index: self._step(group, batch_size, query_len) for group in parent.groups}
-
-    def _step(self, group: PlanGroup[Any], num_rows: int, query_len: int) -> TorchStep:
-        spec, device = group.spec, self.device
-        num_keys = graph_num_keys(spec, query_len, self.options, self.limits)
-        heads = (spec.num_kv_heads, spec.group_size) if spec.alibi_slopes is not None else (1, 1)
-        batch = DecodeBatch(
-            num_rows,
-            torch.zeros(num_rows * num_keys, dtype=torch.int64, device=device),
-            torch.zeros(num_rows, *heads, query_len, num_keys, dtype=bias_dtype(spec), device=device),
-            None,
-            query_len,
-            torch.zeros(num_rows * query_len, dtype=torch.bool, device=device),
-        )
-        slot_mapping = torch.full((num_rows * query_len,), PAD_SLOT, dtype=torch.int64, device=device)
-        return TorchStep(static_metadata(group.index, slot_mapping, batch), self.scratch)
-
-    def begin_forward(self, metadata: TorchMetadata) -> TorchStep:
-        batch = metadata.decode_batch
-        if batch is None or batch.live is None or (batch.num_rows, batch.query_len) != self.shape:
-            num_rows, query_len = self.shape
-            raise ValueError(
-                f"this graph was captured for {num_rows} rows of {query_len} tokens, and the metadata has "
-                f"{metadata.num_tokens} tokens of other rows or lengths: pad the batch to the captured size, and build "
-                "it with for_graph=True"
-            )
-        self.prepare_graph_input_buffers(self.get_graph_input_buffers(metadata), metadata)
-        return self.steps[metadata.group_index]
-
-    def get_graph_input_buffers(self, metadata: TorchMetadata) -> dict[str, torch.Tensor]:
-        return _inputs(self.steps[metadata.group_index].metadata)
-
-    def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: TorchMetadata) -> None:
-        for name, tensor in _inputs(metadata).items():
-            buffers[name].copy_(tensor)
+    def hold_inputs(self, max_batch_size: int, shared: StepBuffers | None) -> None:
+        """Each size has buffers of its own: what graphs read is worked out of a batch, and lies in no step table."""
 
 
 def _inputs(metadata: TorchMetadata) -> dict[str, torch.Tensor]:

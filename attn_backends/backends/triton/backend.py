@@ -19,25 +19,11 @@ _WIDEST_FLOAT32 = 128
 class TritonBackend(AttentionBackend):
     """Kernels of our own: split-KV decode, paged prefill. With TRITON_INTERPRET=1 they run on a CPU too, slowly."""
 
-    @staticmethod
-    def get_name() -> str:
-        return "TRITON"
-
-    @staticmethod
-    def get_impl_cls() -> type[TritonImpl]:
-        return TritonImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type[TritonMetadata]:
-        return TritonMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[TritonMetadataBuilder]:
-        return TritonMetadataBuilder
-
-    @staticmethod
-    def get_state_cls() -> type[TritonState]:
-        return TritonState
+    name = "TRITON"
+    impl_cls = TritonImpl
+    metadata_cls = TritonMetadata
+    builder_cls = TritonMetadataBuilder
+    state_cls = TritonState
 
     @staticmethod
     def capabilities() -> Capabilities:

@@ -11,8 +11,7 @@ from attn_backends.backends.triton.layer import make_kernels
 from attn_backends.backends.triton.metadata import TritonMetadata
 from attn_backends.backends.triton.state import TritonStep
 from attn_backends.cache.kv_cache import KVCache, write_kv
-from attn_backends.interface import AttentionImpl, AttentionStep
-from attn_backends.interface.impl import check_call, check_new_kv
+from attn_backends.interface import AttentionImpl
 from attn_backends.kernels.launch import Start
 
 
@@ -21,31 +20,30 @@ def _together(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-class TritonImpl(AttentionImpl[TritonMetadata]):
+class TritonImpl(AttentionImpl[TritonStep]):
+    step_cls = TritonStep
+    leaves_padding = False  # kernels write zeros there
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._kernels = make_kernels(
             self.spec, self.cache, self.device, self.options, self.sinks, self.k_scale, self.v_scale
         )
 
-    def forward(
+    def write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, step: TritonStep) -> None:
+        """Nothing: `attend` writes, as it knows whether the launch behind may start before the write has ended."""
+
+    def attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         kv_cache: KVCache | None,
-        step: AttentionStep[TritonMetadata],
-        output: torch.Tensor | None = None,
-        *,
-        lse: torch.Tensor | None = None,
-        output_scale: float | None = None,
-    ) -> torch.Tensor:
-        planned = self._check(step)
-        metadata, spec = planned.metadata, self.spec
-        check_call("TRITON", spec, metadata.num_tokens, query, kv_cache, output, lse, output_scale)
-        check_new_kv(spec, metadata.num_new_kv, key, value)
-        if output is None:
-            output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)
+        step: TritonStep,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        metadata = step.metadata
         decoded_pages = metadata.page_table if metadata.num_decode_rows else None
         has_prefills = metadata.num_decode_rows < metadata.num_rows
         start = Start.BEHIND  # of decode
@@ -57,13 +55,11 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
                      next_waits=start is Start.EARLY)  # fmt: skip
         keys, values = self._source(metadata, key, value, kv_cache)
         if has_prefills:
-            start = self._prefill(query, (keys, values), (key, value), output, lse, planned)
+            start = self._prefill(query, (keys, values), (key, value), output, lse, step)
         if decoded_pages is not None:
-            assert planned.schedule is not None  # as there are rows to decode
-            room = (planned.room.partial, planned.room.sums, planned.room.counters)
-            self._kernels.decode(query, keys, values, output, lse, decoded_pages, planned.schedule, room,
-                                 start)  # fmt: skip
-        return output
+            assert step.schedule is not None  # as there are rows to decode
+            room = (step.room.partial, step.room.sums, step.room.counters)
+            self._kernels.decode(query, keys, values, output, lse, decoded_pages, step.schedule, room, start)
 
     def _prefill(
         self, query: torch.Tensor, source: tuple[torch.Tensor, torch.Tensor],
@@ -92,11 +88,3 @@ class TritonImpl(AttentionImpl[TritonMetadata]):
         if metadata.page_table is None and key is not None and value is not None:
             return _together(key), _together(value)
         raise ValueError("this step reads a cache or fresh keys, and neither was given: pass kv_cache or key")
-
-    def _check(self, step: AttentionStep[TritonMetadata]) -> TritonStep:
-        if not isinstance(step, TritonStep):
-            raise TypeError(
-                f"TRITON got a {type(step).__name__} of {type(step.metadata).__name__}: build the metadata with "
-                "TritonMetadataBuilder, and call the state's begin_forward before any layer runs"
-            )
-        return step

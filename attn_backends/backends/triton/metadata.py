@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -22,44 +23,33 @@ from attn_backends.spec import AttentionType
 class TritonMetadata(AttentionMetadata):
     """One step's tensors, all on the device, and what launches need to know of them."""
 
-    num_tokens: int  # padding included
     num_rows: int  # R, padding included
     num_decode_rows: int  # those that the decode kernel serves: without prefills, padding too
-    num_new_kv: int
-    num_decode_new_kv: int
     max_decode_len: int  # most query tokens of a decode row
     max_seq_len: int  # or an upper bound of it
     num_widened_keys: int  # to make 16 bits for rows behind the decodes, or an upper bound; 0: none, which is faster
     prefill_share: float | None  # of the GPU, for rows behind decodes that run beside them; None: none do
     prefills_are_prompts: bool  # the step brings all keys that rows behind the decodes see: they are read as they come
-    for_graph: bool
     query_start_loc: torch.Tensor  # [R + 1] i32
     seq_lens: torch.Tensor  # [R] i32; 0 for padding
     page_table: torch.Tensor | None  # [R, max_pages] i32; None: keys are this step's own
     key_start_loc: torch.Tensor  # [R + 1] i32, which of them are whose
 
-    @property
-    def decode_metadata(self) -> TritonMetadata | None:
-        if not self.num_decodes:
-            return None
-        rows, tokens, new_kv = self.num_decodes, self.num_decode_tokens, self.num_decode_new_kv
-        return replace(self, num_prefills=0, num_prefill_tokens=0, num_tokens=tokens, num_rows=rows,
-                       num_decode_rows=rows, num_new_kv=new_kv, num_widened_keys=0, prefill_share=None,
-                       slot_mapping=self.slot_mapping[:new_kv])  # fmt: skip
+    def decode_fields(self) -> dict[str, Any]:
+        rows = self.num_decodes
+        return {"num_rows": rows, "num_decode_rows": rows, "num_widened_keys": 0, "prefill_share": None}
 
-    @property
-    def prefill_metadata(self) -> TritonMetadata | None:
-        if not self.num_prefills:
-            return None
-        first, before, tokens = self.num_decodes, self.num_decode_new_kv, self.num_prefill_tokens
-        starts = self.query_start_loc[first:] - self.num_decode_tokens
-        key_starts = self.key_start_loc[first:] - before
-        table = None if self.page_table is None else self.page_table[first:]
-        return replace(self, num_decodes=0, num_decode_tokens=0, num_decode_new_kv=0, num_tokens=tokens,
-                       num_rows=self.num_prefills, num_decode_rows=0, query_start_loc=starts,
-                       key_start_loc=key_starts, seq_lens=self.seq_lens[first:], page_table=table,
-                       num_new_kv=self.num_new_kv - before, prefill_share=None,
-                       slot_mapping=self.slot_mapping[before : self.num_new_kv])  # fmt: skip
+    def prefill_fields(self) -> dict[str, Any]:
+        first = self.num_decodes
+        return {
+            "num_rows": self.num_prefills,
+            "num_decode_rows": 0,
+            "prefill_share": None,
+            "query_start_loc": self.query_start_loc[first:] - self.num_decode_tokens,
+            "key_start_loc": self.key_start_loc[first:] - self.num_decode_new_kv,
+            "seq_lens": self.seq_lens[first:],
+            "page_table": None if self.page_table is None else self.page_table[first:],
+        }
 
 
 class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
@@ -77,39 +67,25 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         if not use_cache and attention_type is AttentionType.CROSS:  # only there keys are not the queries' own
             key_start_loc = common.new_kv_start_loc_cpu.to(self.device, non_blocking=True)
         num_decodes, num_decode_rows, max_decode_len = self._decodes(common) if use_cache else (0, 0, 0)
-        num_decode_tokens = new_kv = 0
-        if num_decode_rows == common.num_reqs:
-            num_decode_tokens, new_kv = common.num_actual_tokens, common.num_new_kv
-        elif num_decodes:
-            num_decode_tokens = int(common.query_start_loc_cpu[num_decodes])
-            new_kv = int(common.new_kv_start_loc_cpu[num_decodes])
-        if common.for_graph:  # which rows are padding may change from replay to replay
-            num_decodes, num_decode_tokens, new_kv = common.num_reqs, common.num_tokens, common.num_tokens
-        return TritonMetadata(
-            group_index=self.group.index,
-            num_decodes=num_decodes,
-            num_decode_tokens=num_decode_tokens,
-            num_prefills=max(common.num_actual_reqs - num_decodes, 0),
-            num_prefill_tokens=max(common.num_actual_tokens - num_decode_tokens, 0),
-            slot_mapping=common.slot_mapping,
-            common_prefix_len=0,
-            is_profile_run=common.is_profile_run,
-            num_tokens=common.num_tokens,
-            num_rows=common.num_reqs,
-            num_decode_rows=num_decode_rows,
-            num_new_kv=common.num_new_kv,
-            num_decode_new_kv=new_kv,
-            max_decode_len=max_decode_len,
-            max_seq_len=common.max_seq_len,
-            num_widened_keys=self._keys_to_widen(common, num_decode_rows) if use_cache else 0,
-            prefill_share=self._prefill_share(common, num_decode_rows),
-            prefills_are_prompts=use_cache and self._are_prompts(common, num_decode_rows),
-            for_graph=common.for_graph,
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            page_table=common.page_table if use_cache else None,
-            key_start_loc=key_start_loc,
-        )
+        own: dict[str, Any] = {
+            "num_rows": common.num_reqs,
+            "num_decode_rows": num_decode_rows,
+            "max_decode_len": max_decode_len,
+            "max_seq_len": common.max_seq_len,
+            "num_widened_keys": self._keys_to_widen(common, num_decode_rows) if use_cache else 0,
+            "prefill_share": self._prefill_share(common, num_decode_rows),
+            "prefills_are_prompts": use_cache and self._are_prompts(common, num_decode_rows),
+            "query_start_loc": common.query_start_loc,
+            "seq_lens": common.seq_lens,
+            "page_table": common.page_table if use_cache else None,
+            "key_start_loc": key_start_loc,
+        }
+        if common.for_graph:
+            slots = common.slot_mapping
+            return TritonMetadata.of_graph(self.group.index, slots, common.num_reqs, common.num_tokens, **own)
+        all_decode = num_decodes == common.num_actual_reqs
+        tokens = common.num_actual_tokens if all_decode else int(common.query_start_loc_cpu[num_decodes])
+        return TritonMetadata.of_batch(common, self.group.index, num_decodes, num_decode_tokens=tokens, **own)
 
     def reorder_batch(self, batch: SwappableRows, query_lens: Sequence[int]) -> bool:
         """Decodes first: their keys are split."""

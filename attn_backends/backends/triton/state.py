@@ -15,10 +15,8 @@ from attn_backends.backends.triton.rules import widens
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile
 from attn_backends.backends.triton.variants import variants
 from attn_backends.backends.triton.workspace import DECODE_TOKENS, Workspace, decode_need, largest_need
-from attn_backends.graphs.inputs import GraphInputs, fill_together
 from attn_backends.graphs.recorder import CudaRecorder, without_python
-from attn_backends.interface import AttentionStep
-from attn_backends.interface.state import CapturingState
+from attn_backends.interface import AttentionState, AttentionStep, GraphState
 from attn_backends.kernels.launch import machine_of, num_multiprocessors, shared_memory
 from attn_backends.kernels.streams import PerStream
 from attn_backends.kernels.variants import Variant, compile_variants
@@ -37,7 +35,72 @@ class TritonStep(AttentionStep[TritonMetadata]):
     room: Workspace
 
 
-class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
+class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
+    """The state of one captured size: the tensors that all sizes share, and a schedule a group."""
+
+    def __init__(self, parent: TritonState, num_rows: int, query_len: int) -> None:
+        super().__init__(parent, num_rows, query_len)
+        room = parent.graph_room
+        assert self.inputs is not None  # both are held while graphs are captured
+        assert room is not None
+        if query_len > DECODE_TOKENS:
+            raise ValueError(
+                f"graphs of TRITON serve up to {DECODE_TOKENS} query tokens a row, and {query_len} were asked for: "
+                "run longer rows eager"
+            )
+        self._tensors = self.inputs.of(num_rows, self.num_tokens)
+        starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device) * query_len
+        schedules = {group.index: parent.make_schedule(group.index, num_rows, query_len, room) for group in self.groups}
+        self.steps = {
+            index: TritonStep(self._metadata(index, starts), schedule, room) for index, schedule in schedules.items()
+        }
+        self._relist = {index: _relister(step, parent.recorder) for index, step in self.steps.items()}
+
+    def replan(self, metadata: TritonMetadata) -> TritonStep:
+        self._relist[metadata.group_index]()
+        return self.steps[metadata.group_index]
+
+    def get_graph_input_buffers(self, metadata: TritonMetadata) -> dict[str, torch.Tensor]:
+        return self._tensors
+
+    def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: TritonMetadata) -> None:
+        if metadata.page_table is None or self.inputs is None:
+            raise ValueError("this metadata reads no cache: run it eager, and build graphs' with for_graph=True")
+        self.inputs.fill(buffers, metadata.slot_mapping, metadata.seq_lens, metadata.page_table)
+
+    def _metadata(self, group_index: int, starts: torch.Tensor) -> TritonMetadata:
+        return TritonMetadata.of_graph(
+            group_index,
+            self._tensors["slot_mapping"],
+            self.num_rows,
+            self.num_tokens,
+            num_rows=self.num_rows,
+            num_decode_rows=self.num_rows,
+            max_decode_len=self.query_len,
+            num_widened_keys=0,
+            prefill_share=None,
+            prefills_are_prompts=False,
+            max_seq_len=self.limits.max_model_len,
+            query_start_loc=starts,
+            key_start_loc=starts,
+            seq_lens=self._tensors["seq_lens"],
+            page_table=self._tensors["page_table"],
+        )
+
+
+def _relister(step: TritonStep, recorder: CudaRecorder | None) -> Callable[[], object]:
+    """What lists a group's work anew, in place. Triton's launch of a kernel takes the host longer than a graph."""
+    schedule, lens, starts = step.schedule, step.metadata.seq_lens, step.metadata.query_start_loc
+    assert schedule is not None  # as all rows of a graph are decoded
+
+    def again() -> torch.Tensor:
+        schedule.list.fill(lens, starts)
+        return schedule.list.items
+
+    return without_python(again, [schedule.list, lens, starts], recorder)
+
+
+class TritonState(AttentionState[TritonMetadata]):
     """A workspace for the parts of split rows, sized by the multiprocessors and the layers' heads, not by the context.
 
     A program leaves (head_dim_vo + 2) * 4 bytes for each of its queries; about 4 / 3 as many programs can have parts
@@ -49,6 +112,7 @@ class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
     """
 
     backend_name = "TRITON"
+    graph_cls = TritonGraphState
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -57,10 +121,9 @@ class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
         self._specs = {group.index: group.spec for group in self.groups}
         self.room = self._make_room(self._widened_bytes())
         self._rooms = PerStream(self.device, lambda: self._make_room(self._widened_bytes()))
-        self._graph_room: Workspace | None = None  # kept for good once graphs were captured
+        self.graph_room: Workspace | None = None  # kept for good once graphs were captured
         self._schedule = lru_cache(maxsize=_SCHEDULES)(self.make_schedule)  # of eager steps, which repeat their shapes
-        self._recorder = CudaRecorder() if self.device.type == "cuda" else None
-        self._inputs: GraphInputs | None = None  # kept for good once graphs were captured
+        self.recorder = CudaRecorder() if self.device.type == "cuda" else None
 
     def begin_forward(self, metadata: TritonMetadata) -> TritonStep:
         room = self._rooms.of_current(self.room)
@@ -93,23 +156,9 @@ class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
 
     # Graphs.
 
-    def hold_inputs(self, max_batch_size: int, inputs: StepBuffers | None) -> None:
-        if self._inputs is None or not self._inputs.serves(max_batch_size, inputs):
-            self._inputs = GraphInputs(self.cache, self.limits, self.device, max_batch_size, inputs)
-        self._graph_room = self._graph_room or self._make_room(widened_bytes=0)  # no prefills
-
-    def make_clone(self, batch_size: int, query_len: int) -> TritonGraphState:
-        assert self._inputs is not None  # while rows are held
-        assert self._graph_room is not None
-        if query_len > DECODE_TOKENS:
-            raise ValueError(
-                f"graphs of TRITON serve up to {DECODE_TOKENS} query tokens a row, and {query_len} were asked for: "
-                "run longer rows eager"
-            )
-        return TritonGraphState(self, self._inputs, self._graph_room, batch_size, query_len)
-
-    def idle_metadata_of(self, clone: TritonGraphState, group_index: int) -> TritonMetadata:
-        return clone.steps[group_index].metadata
+    def hold_inputs(self, max_batch_size: int, shared: StepBuffers | None) -> None:
+        super().hold_inputs(max_batch_size, shared)
+        self.graph_room = self.graph_room or self._make_room(widened_bytes=0)  # no prefills
 
     def _make_room(self, widened_bytes: int) -> Workspace:
         specs = self._specs.values()
@@ -122,94 +171,3 @@ class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
         key_bytes = (spec.num_kv_heads * (spec.head_dim + spec.head_dim_vo) * spec.dtype.itemsize for spec in specs)
         most = self.limits.max_num_requests * self.limits.max_model_len * max(key_bytes, default=0)
         return min(options.widened_bytes, most) // 16 * 16
-
-
-class TritonGraphState(TritonState):
-    """The state of one captured size: a step a group, over the tensors that all sizes share."""
-
-    def __init__(
-        self, parent: TritonState, inputs: GraphInputs, room: Workspace, num_rows: int, query_len: int
-    ) -> None:
-        CapturingState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
-        self.num_rows, self.num_tokens = num_rows, num_rows * query_len
-        self._inputs = inputs
-        self._tensors = {
-            "slot_mapping": inputs.slot_mapping[: self.num_tokens],
-            "page_table": inputs.page_table[:num_rows],
-            "seq_lens": inputs.seq_lens[:num_rows],
-        }
-        starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device) * query_len
-        self.steps = {
-            group.index: TritonStep(
-                self._metadata(group.index, starts, query_len),
-                parent.make_schedule(group.index, num_rows, query_len, room),
-                room,
-            )
-            for group in self.groups
-        }
-        self._recorder = parent._recorder
-        self._relist = {index: self._relister(step) for index, step in self.steps.items()}
-
-    def begin_forward(self, metadata: TritonMetadata) -> TritonStep:
-        if not metadata.for_graph or metadata.num_tokens != self.num_tokens or metadata.num_rows != self.num_rows:
-            raise ValueError(
-                f"this graph was captured for {self.num_rows} rows and {self.num_tokens} tokens, and the metadata has "
-                f"{metadata.num_rows} and {metadata.num_tokens}: pad the batch to the captured size, and build it with "
-                "for_graph=True"
-            )
-        step = self.steps[metadata.group_index]
-        self.prepare_graph_input_buffers(self._tensors, metadata)
-        self._relist[metadata.group_index]()
-        return step
-
-    def get_graph_input_buffers(self, metadata: TritonMetadata) -> dict[str, torch.Tensor]:
-        return self._tensors
-
-    def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: TritonMetadata) -> None:
-        slots, table, lens = buffers.values()
-        given = metadata.page_table
-        if given is None:
-            raise ValueError("this metadata reads no cache: run it eager, and build graphs' with for_graph=True")
-        if self._inputs is not None and self._inputs.holds(metadata.slot_mapping):
-            return
-        if given.shape[1] != table.shape[1]:
-            table = table[:, : given.shape[1]]
-            given = given[:, : table.shape[1]]
-        fill_together([slots, table, lens], [metadata.slot_mapping, given, metadata.seq_lens])
-
-    def _relister(self, step: TritonStep) -> Callable[[], object]:
-        """What lists a group's work anew, in place. Triton's launch of a kernel takes the host longer than a graph."""
-        schedule, lens, starts = step.schedule, self._tensors["seq_lens"], step.metadata.query_start_loc
-        assert schedule is not None  # as all rows of a graph are decoded
-
-        def again() -> torch.Tensor:
-            schedule.list.fill(lens, starts)
-            return schedule.list.items
-
-        return without_python(again, [schedule.list, lens, starts], self._recorder)
-
-    def _metadata(self, group_index: int, starts: torch.Tensor, query_len: int) -> TritonMetadata:
-        num_rows, num_tokens = self.num_rows, self.num_tokens
-        return TritonMetadata(
-            group_index=group_index,
-            num_decodes=num_rows,
-            num_decode_tokens=num_tokens,
-            num_prefills=0,
-            num_prefill_tokens=0,
-            common_prefix_len=0,
-            is_profile_run=False,
-            num_tokens=num_tokens,
-            num_rows=num_rows,
-            num_decode_rows=num_rows,
-            num_new_kv=num_tokens,
-            num_decode_new_kv=num_tokens,
-            max_decode_len=query_len,
-            num_widened_keys=0,
-            prefill_share=None,
-            prefills_are_prompts=False,
-            for_graph=True,
-            max_seq_len=self.limits.max_model_len,
-            query_start_loc=starts,
-            key_start_loc=starts,
-            **self._tensors,
-        )

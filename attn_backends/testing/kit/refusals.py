@@ -89,14 +89,6 @@ class Refusals(KitBase):
             expected = self.backend.reject(asked, cache, device)
             assert self.backend.reject_set_up(asked, cache, device, None) == expected
 
-    def test_output_scale(self) -> None:
-        if not self.can.output_scale:
-            batch = self.make_batch(self.make_spec(), "small_decode")
-            layer = make_layer(self.backend, batch)
-            step, pool = layer.begin(batch), batch.fresh_pool()
-            tensors = (batch.query, batch.key, batch.value)
-            refuses(lambda: layer.impl.forward(*tensors, pool, step, output_scale=2.0), "output_scale", "output_scale")
-
     def test_lse(self) -> None:
         """Refused where it is not declared; where it is, every other case asks for it."""
         if not self.can.lse:

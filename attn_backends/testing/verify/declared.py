@@ -50,8 +50,6 @@ def refusal(backend: Backend, row: Row, device: str) -> str | None:
         return MEANINGLESS
     if (why := _not_in_a_graph(row)) is not None:
         return why
-    if row.get("output_scale") == "on":
-        return NOT_HERE
     try:
         spec, rejected = _layer(backend, row, device)
     except NoSuchLayerError:

@@ -47,7 +47,6 @@ FIELDS: Mapping[str, tuple[str, ...] | str] = {
     "non_causal": ("non_causal",),
     "unequal_head_dims": ("head_dim_vo",),
     "lse": ("lse",),
-    "output_scale": ("output_scale",),
     "fp8_queries": "how a cache of fp8 is read: cache_dtype has those",
     "cascade": "what a backend makes of a prefix that it is told of: all are told of one in a kind of batch",
     "cuda_graph": ("run",),
@@ -75,8 +74,7 @@ def factors(backend: Backend) -> Factors:
     found["page_size"] = _page_sizes(can, backend)
     found["layout"] = tuple(sorted(can.layouts, reverse=True))
     found["attention_type"] = tuple(sorted(each.value for each in can.attention_types))
-    found |= {name: _SWITCH for name in ("soft_cap", "alibi", "sinks", "non_causal", "lse", "output_scale")
-              if getattr(can, name)}  # fmt: skip
+    found |= {name: _SWITCH for name in ("soft_cap", "alibi", "sinks", "non_causal", "lse") if getattr(can, name)}
     if can.window:
         found["window"] = ("off", "0", "on")  # keys to the left; 0: a query sees itself alone
     if can.chunks:

@@ -53,9 +53,7 @@ class AllState(FlashAttnState):
 class AllBackend(FlashAttnBackend):
     providers: ClassVar[Any] = ALL
 
-    @staticmethod
-    def get_name() -> str:
-        return "FLASH_ATTN_ALL"
+    name = "FLASH_ATTN_ALL"
 
 
 register_backend("FLASH_ATTN_ALL", AllBackend, options=FlashAttnOptions)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attn_backends import KVCacheSpec, MLASpec, Unsupported, select_backend
-from attn_backends.backends.mla.flash_attn_mla.backend import most_splits, partial_bytes
+from attn_backends.backends.mla.flash_attn_mla.state import most_splits, partial_bytes
 from attn_backends.registry import validate_options
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.conformance import MLAConformance

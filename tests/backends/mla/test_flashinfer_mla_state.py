@@ -11,7 +11,8 @@ import torch
 
 from attn_backends import AttentionSpec, KVCacheSpec, Limits, Unsupported, plan_groups, select_backend
 from attn_backends.backends.mla.flashinfer_mla import plan as flashinfer_plan
-from attn_backends.backends.mla.flashinfer_mla.backend import FlashInferMLAMetadataBuilder, FlashInferMLAOptions
+from attn_backends.backends.mla.flashinfer_mla.metadata import FlashInferMLAMetadataBuilder
+from attn_backends.backends.mla.flashinfer_mla.options import FlashInferMLAOptions
 from attn_backends.backends.mla.flashinfer_mla.plan import (
     MLALibrary,
     MLAPlan,
@@ -159,7 +160,7 @@ def test_the_kit_finds_plans_that_graphs_keep() -> None:
         def plan_decode(self, spec: MLASpec, rows: Any, held: Any) -> Any:
             return held or super().plan_decode(spec, rows, None)
 
-    backend = type("Stale", (EmulatedFlashInferMLA,), {"get_state_cls": staticmethod(lambda: Kept)})
+    backend = type("Stale", (EmulatedFlashInferMLA,), {"state_cls": Kept})
     kit: Any = type("Kit", (Kit,), {"backend": backend})()
     with pytest.raises(AssertionError, match="output is off"):
         kit.test_replays_equal_the_reference("plain")
@@ -234,7 +235,8 @@ def test_every_choice_of_kernels_is_right(kernels: str) -> None:
 
 
 def test_fa3_needs_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_backends.backends.mla.flashinfer_mla.backend.is_hopper", lambda device: False)
+    for module in ("backend", "state"):
+        monkeypatch.setattr(f"attn_backends.backends.mla.flashinfer_mla.{module}.is_hopper", lambda device: False)
     state(kernels="auto")
     with pytest.raises(ValueError, match="needs a Hopper GPU: set it to auto"):
         state(kernels="fa3")

@@ -106,7 +106,7 @@ class KeptAsCaptured(OlderState):
     ("base", "state"), [(EmulatedFlashMLA, NeverRefilled), (EmulatedOlderFlashMLA, KeptAsCaptured)]
 )
 def test_the_kit_finds_stale_schedules_in_graphs(base: Any, state: Any) -> None:
-    backend = type("Stale", (base,), {"get_state_cls": staticmethod(lambda: state)})
+    backend = type("Stale", (base,), {"state_cls": state})
     kit: Any = type("Kit", (MLAConformance,), {"backend_name": base.get_name(), "backend": backend})()
     with pytest.raises((AssertionError, GraphViolation), match=r"off by inf|is gone, and the graph uses it"):
         kit.test_replays_equal_the_reference("plain")
@@ -127,7 +127,6 @@ def test_without_a_provider_the_reasons_of_all_are_told(monkeypatch: pytest.Monk
     with pytest.raises(ModuleNotFoundError) as caught:
         load_kernels()
     assert all(f"{name}: " in str(caught.value) for name in PROVIDERS)
-    monkeypatch.delitem(sys.modules, "attn_backends.backends.mla.flashmla.provider", raising=False)
     monkeypatch.setattr("attn_backends.registry.table._classes", {})
     with pytest.raises(BackendImportError, match=r"no provider of FlashMLA imports.*Try: pip install"):
         get_backend("FLASHMLA")

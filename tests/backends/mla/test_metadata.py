@@ -11,7 +11,10 @@ from hypothesis import given, strategies as st
 
 from attn_backends.backends.mla.metadata import MLAMetadataBuilder, RaggedRows, cut_contexts
 from attn_backends.backends.mla.options import MLAOptions
-from attn_backends.backends.mla.torch_mla import TorchMLABackend, TorchMLAImpl, TorchMLAOptions, TorchMLAState
+from attn_backends.backends.mla.torch_mla.backend import TorchMLABackend
+from attn_backends.backends.mla.torch_mla.impl import TorchMLAImpl
+from attn_backends.backends.mla.torch_mla.options import TorchMLAOptions
+from attn_backends.backends.mla.torch_mla.state import TorchMLAState
 from attn_backends.batch.common import CommonAttentionMetadata, SequenceData, SequenceGroup
 from attn_backends.kernels.merge_state import merge
 from attn_backends.spec import KVCacheSpec, Limits, MLASpec, plan_groups
@@ -124,7 +127,7 @@ class ChecksPlans(TorchMLAImpl):
 
 
 def test_every_part_of_a_prefill_gets_its_own_plan() -> None:
-    parts = {"get_state_cls": staticmethod(lambda: PlansByName), "get_impl_cls": staticmethod(lambda: ChecksPlans)}
+    parts = {"state_cls": PlansByName, "impl_cls": ChecksPlans}
     backend: Any = type("Planning", (TorchMLABackend,), parts)
     random = random_batch(backend, SPEC, (30, 41), (10, 12), page_size=4)
     layer = make_layer(backend, random, options=TorchMLAOptions(context_workspace_tokens=16))

@@ -22,7 +22,7 @@ from attn_backends.testing.kit.base import KitBase
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
 
 MOST_ITEMS = pytest.importorskip("attn_backends.kernels.split_kv").MOST_ITEMS
-triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla.backend")
+triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla.launch")
 triton_tiles = pytest.importorskip("attn_backends.backends.mla.triton_mla.tuning")
 
 SHARED = "chunk or reorder or shared_prefix or features_on_long or head_counts or host_reads"

@@ -17,7 +17,7 @@ from attn_backends.spec import KVCacheSpec, Limits, MLASpec, plan_groups
 launching = pytest.importorskip("attn_backends.kernels.launch", reason="needs triton")
 examples = pytest.importorskip("attn_backends.kernels.examples")
 variants = pytest.importorskip("attn_backends.kernels.variants")
-triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla.backend")
+triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla.backend").TritonMLABackend
 
 pytestmark = pytest.mark.skipif(launching.INTERPRETED, reason="interpreted kernels are not compiled")
 
@@ -57,10 +57,10 @@ def draw_common(numbers: Random, limits: Limits, cache: KVCacheSpec) -> CommonAt
 def run_step(numbers: Random, group: Any, limits: Limits, cache: KVCacheSpec, state: Any,
              common: CommonAttentionMetadata) -> None:  # fmt: skip
     spec, num_tokens = group.spec, common.num_tokens
-    builder = triton_mla.TritonMLABackend.get_builder_cls()(group, cache, limits, CPU)
+    builder = triton_mla.get_builder_cls()(group, cache, limits, CPU)
     weight = examples.empty(spec.num_qo_heads * (spec.qk_nope_head_dim + spec.head_dim_vo), spec.kv_lora_rank,
                             dtype=spec.dtype)  # fmt: skip
-    impl = triton_mla.TritonMLAImpl(spec, cache, CPU, kv_b_proj=weight, k_scale=numbers.choice((1.0, 0.5)))
+    impl = triton_mla.impl_cls(spec, cache, CPU, kv_b_proj=weight, k_scale=numbers.choice((1.0, 0.5)))
     step = state.begin_forward(builder.build(0, common))
     latents = examples.empty(9, cache.page_size, spec.latent_dim, dtype=spec.cache_dtype)
     pool = KVCache(latents, latents[..., :0])
@@ -81,7 +81,7 @@ def test_traffic_asks_for_what_was_listed(seed: int, machine: Any) -> None:
     limits = Limits(numbers.choice((1, 40, 150)), numbers.choice((4, 64, 2048)), 4096)
     (group,) = plan_groups({0: spec})
     with variants.listing(machine):
-        state = triton_mla.TritonMLAState([group], cache, limits, CPU)
+        state = triton_mla.state_cls([group], cache, limits, CPU)
         listed = {variant.key for variant in state.variants()}
     with variants.listing(machine) as asked:
         for _ in range(25):

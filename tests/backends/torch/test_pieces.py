@@ -10,10 +10,9 @@ import torch
 from attn_backends.backends.torch.impl import TorchImpl
 from attn_backends.backends.torch.metadata import TorchMetadataBuilder
 from attn_backends.backends.torch.options import TorchOptions
-from attn_backends.backends.torch.state import TorchState
+from attn_backends.backends.torch.state import TorchState, TorchStep
 from attn_backends.batch.common import SequenceData, SequenceGroup
 from attn_backends.cache.kv_cache import KVCache
-from attn_backends.interface import AttentionStep
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, plan_groups
 
 HEADS, KV_HEADS, DIM, PAGES, PAGE_SIZE = 4, 2, 16, 24, 4
@@ -93,5 +92,5 @@ def test_one_row_in_pieces_is_traced_whole(layer: str) -> None:
     query, key, value = (torch.randn(2, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     inputs = impl.trace_inputs(metadata)
     assert inputs is not None
-    expected = impl.forward(query, key, value, kv, AttentionStep(metadata))
+    expected = impl.forward(query, key, value, kv, TorchStep(metadata, None))
     torch.testing.assert_close(impl.trace(query, key, value, kv, inputs)[:1], expected[:1])

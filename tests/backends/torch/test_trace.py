@@ -10,9 +10,9 @@ import torch
 from attn_backends.backends.torch.impl import TorchImpl
 from attn_backends.backends.torch.metadata import TorchMetadata, TorchMetadataBuilder
 from attn_backends.backends.torch.options import TorchOptions
+from attn_backends.backends.torch.state import TorchStep
 from attn_backends.batch.common import SequenceData, SequenceGroup
 from attn_backends.cache.kv_cache import KVCache
-from attn_backends.interface import AttentionStep
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, plan_groups
 
 HEADS, KV_HEADS, DIM, PAGES, PAGE_SIZE = 4, 2, 16, 12, 4
@@ -65,7 +65,7 @@ def test_as_forward(rows: list[SequenceData], num_padded: int, layer: str, scale
     query, key, value = (torch.randn(len(rows) + num_padded, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     expected_cache, cache = new_cache(impl), new_cache(impl)
     plain, its_metadata = made(rows, num_padded, scale=scale, **LAYERS[layer])
-    expected = plain.forward(query, key, value, expected_cache, AttentionStep(its_metadata))
+    expected = plain.forward(query, key, value, expected_cache, TorchStep(its_metadata, None))
     inputs = impl.trace_inputs(metadata)
     assert inputs is not None
     got = impl.trace(query, key, value, cache, inputs)

@@ -420,7 +420,7 @@ def on_machine(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict
 def test_whom_the_kernel_for_hopper_serves(
     changed: dict[str, Any], serves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attn_backends.backends.mla.triton_mla import backend as triton_mla
+    from attn_backends.backends.mla.triton_mla import launch as triton_mla
 
     asked = on_machine(changed, monkeypatch)
     cache = KVCacheSpec(16, asked.pop("page_size", 64))

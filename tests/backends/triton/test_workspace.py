@@ -27,7 +27,7 @@ launch = pytest.importorskip("attn_backends.backends.triton.launch")
 state = pytest.importorskip("attn_backends.backends.triton.state")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 workspace = pytest.importorskip("attn_backends.backends.triton.workspace")
-triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla.backend")
+triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla.state")
 triton_tiles = pytest.importorskip("attn_backends.backends.mla.triton_mla.tuning")
 
 MULTIPROCESSORS = (1, 2, 16, 46, 78, 108, 114, 132, 142, 148, 160, 192)
@@ -253,7 +253,7 @@ def test_room_for_keys_made_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         made = state.TritonState(plan_groups(layers), CACHE, Limits(2, 16, 24), "cpu", options=options)
         assert made.room.widened.numel() == expected
         made.hold_inputs(2, None)
-        assert made._graph_room.widened.numel() == 0
+        assert made.graph_room.widened.numel() == 0
 
 
 def test_a_batch_above_the_limits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

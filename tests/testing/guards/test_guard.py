@@ -150,7 +150,7 @@ def decodes(backend: Any) -> Batch:
 
 
 def test_a_workspace_of_a_state_is_guarded() -> None:
-    short = type("Short", (TorchBackend,), {"get_state_cls": staticmethod(lambda: ShortWorkspace)})
+    short = type("Short", (TorchBackend,), {"state_cls": ShortWorkspace})
     with pytest.raises(
         GuardError, match=r"\[2, 8\] torch.float32 on cpu, allocated in test_guard.py.* 32 bytes behind"
     ):

@@ -10,7 +10,6 @@ import torch
 from attn_backends.backends.torch.backend import TorchBackend
 from attn_backends.backends.torch.impl import TorchImpl
 from attn_backends.backends.torch.state import TorchState
-from attn_backends.interface import AttentionState
 from attn_backends.interface.capabilities import Capabilities, Rejection, Unsupported
 from attn_backends.registry import table
 from attn_backends.testing.conformance import BackendConformance
@@ -26,25 +25,15 @@ class PoorImpl(TorchImpl):
 
 class PoorState(TorchState):
     backend_name = "POOR"
-    graph_capture = AttentionState.graph_capture
-    graph_capture_get_metadata_for_batch = AttentionState.graph_capture_get_metadata_for_batch
-    graph_clone = AttentionState.graph_clone
+    graph_cls = None
 
 
 class PoorBackend(TorchBackend):
     """Plain causal attention in float32 and bfloat16, head_dim 64 or 128, pages of 32, HND."""
 
-    @staticmethod
-    def get_name() -> str:
-        return "POOR"
-
-    @staticmethod
-    def get_impl_cls() -> type[PoorImpl]:
-        return PoorImpl
-
-    @staticmethod
-    def get_state_cls() -> type[PoorState]:
-        return PoorState
+    name = "POOR"
+    impl_cls = PoorImpl
+    state_cls = PoorState
 
     @staticmethod
     def capabilities() -> Capabilities:

@@ -12,13 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from attn_backends.backends.mla.metadata import DecodeRows, PrefillRows
-from attn_backends.backends.mla.torch_mla import (
-    Part,
-    TorchMLABackend,
-    TorchMLAImpl,
-    TorchMLAMetadataBuilder,
-    TorchMLAState,
-)
+from attn_backends.backends.mla.torch_mla.backend import TorchMLABackend
+from attn_backends.backends.mla.torch_mla.impl import TorchMLAImpl
+from attn_backends.backends.mla.torch_mla.metadata import TorchMLAMetadataBuilder
+from attn_backends.backends.mla.torch_mla.state import Part, TorchMLAState
 from attn_backends.interface import AttentionBackend
 from attn_backends.spec import MLASpec
 from attn_backends.testing.cases.cases import BatchShape
@@ -31,7 +28,7 @@ DECODE, F32, FP8 = "small_decode", torch.float32, torch.float8_e4m3fn
 
 
 def mutant(impl: type = TorchMLAImpl, state: type = TorchMLAState, **methods: Any) -> Backend:
-    body = {"get_impl_cls": staticmethod(lambda: impl), "get_state_cls": staticmethod(lambda: state), **methods}
+    body = {"impl_cls": impl, "state_cls": state, **methods}
     return type("Mutant", (TorchMLABackend,), body)
 
 
@@ -198,7 +195,7 @@ MUTATIONS = [
         "context unscaled", mutant(ForgetsTheScale), lambda k: k.test_chunked_prefill_equals_whole_with_scales(FP8)
     ),
     Mutation("verify sees ahead", mutant(state=SeesOneMore), lambda k: k.test_verify_lengths(3)),
-    Mutation("tails of pages read", mutant(get_builder_cls=staticmethod(lambda: WholePages)), whole_pages),
+    Mutation("tails of pages read", mutant(builder_cls=WholePages), whole_pages),
     Mutation("idle rows left", mutant(SaysThatIdleRowsAreZero), lambda k: k.test_replays_equal_the_reference("plain")),
     Mutation("plan not filled", mutant(state=KeepsTheFirstPlan), lambda k: k.test_replays_equal_the_reference("plain")),
     Mutation("plan made anew", mutant(state=PlansAnew), lambda k: k.test_replays_equal_the_reference("plain")),

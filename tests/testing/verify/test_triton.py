@@ -46,7 +46,7 @@ def state_of(change: Any) -> Any:
             super().__init__(*args, **kwargs)
             change(self)
 
-    return type("Mutant", (backend(),), {"get_state_cls": staticmethod(lambda: State)})
+    return type("Mutant", (backend(),), {"state_cls": State})
 
 
 def split_cases() -> Iterator[Case]:

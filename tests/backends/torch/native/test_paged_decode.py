@@ -15,9 +15,9 @@ from attn_backends.backends.torch.impl import TorchImpl
 from attn_backends.backends.torch.metadata import TorchMetadataBuilder
 from attn_backends.backends.torch.native.paged_decode import PagedDecode, PagedRows
 from attn_backends.backends.torch.options import TorchOptions
+from attn_backends.backends.torch.state import TorchStep
 from attn_backends.batch.common import SequenceData, SequenceGroup
 from attn_backends.cache.kv_cache import KVCache, write_slots
-from attn_backends.interface import AttentionStep
 from attn_backends.kernels.c_shims import c_shims
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits, plan_groups
 from attn_backends.testing.cases.random_batch import random_batch
@@ -179,7 +179,9 @@ def test_options_that_differ() -> None:
     impl = TorchImpl(spec, cache, "cpu", options=TorchOptions(native_decode=False))
     pool = KVCache(*(torch.zeros(8, 4, 2, 32) for _ in range(2)))
     with pytest.raises(ValueError, match="native_decode"):
-        impl.forward(torch.zeros(1, 4, 32), torch.zeros(1, 2, 32), torch.zeros(1, 2, 32), pool, AttentionStep(metadata))
+        impl.forward(
+            torch.zeros(1, 4, 32), torch.zeros(1, 2, 32), torch.zeros(1, 2, 32), pool, TorchStep(metadata, None)
+        )
 
 
 def test_a_graphs_key_can_hold_the_operators() -> None:

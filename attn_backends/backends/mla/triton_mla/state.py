@@ -1,0 +1,101 @@
+"""What outlives a step of TRITON_MLA: how decode's work is cut, and where the parts of split rows meet."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadataBuilder
+from attn_backends.backends.mla.state import MLAState
+from attn_backends.backends.mla.triton_mla.launch import Split, Workspace, launch_decode, suits_hopper_kernel
+from attn_backends.backends.mla.triton_mla.tuning import Cut, decode_tile, decode_tiles
+from attn_backends.backends.mla.triton_mla.variants import list_decodes, table_of
+from attn_backends.kernels.examples import empty
+from attn_backends.kernels.launch import machine_of, num_multiprocessors, shared_memory
+from attn_backends.kernels.split_kv import FAR, ItemList
+from attn_backends.kernels.variants import Variant, listing
+from attn_backends.spec import MLASpec
+
+_CUTS = 1024  # that are kept
+
+
+class TritonMLAState(MLAState):
+    """A workspace for the parts of split rows, sized by the multiprocessors and not by the context; one for all layers,
+    which run one after the other.
+    """
+
+    backend_name = "TRITON_MLA"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_sms = num_multiprocessors(self.device)
+        self._shared_memory = shared_memory(self.device)
+        self._cut = lru_cache(maxsize=_CUTS)(self._make_cut)  # eager steps repeat their shapes
+        self.room = self._make_room()
+
+    def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Split | None) -> Split:
+        if held is None:
+            held = self._split(spec, rows)
+        held.list.fill(rows.seq_lens, held.query_starts)
+        return held
+
+    def _split(self, spec: MLASpec, rows: DecodeRows) -> Split:
+        cut = self._cut(spec, rows.num_rows, rows.query_len)
+        self.room.check(cut, spec)
+        ints = {"dtype": torch.int32, "device": self.device}
+        starts = torch.arange(rows.num_rows + 1, **ints) * rows.query_len  # type: ignore[call-overload]
+        items = torch.empty(cut.num_items, 8, **ints)  # type: ignore[call-overload]
+        return Split(cut, starts, _list_of(cut, items), self.room)
+
+    def variants(self) -> list[Variant]:
+        """The compiled forms of kernels of ours that steps within the limits ask for."""
+        with listing(machine_of(self.device)) as found:
+            self.list_launches()
+        return list(found.variants.values())
+
+    def list_launches(self) -> None:
+        super().list_launches()
+        list_decodes(self.specs.values(), self.cache, self.limits, self._make_cut, self._list_decode)
+
+    def _list_decode(
+        self, spec: MLASpec, cut: Cut, query_len: int, query: torch.Tensor, latents: torch.Tensor, want_lse: bool
+    ) -> None:
+        floats, starts = empty(0, dtype=torch.float32), empty(cut.num_rows + 1, dtype=torch.int32)
+        items = empty(cut.num_items, 8, dtype=torch.int32)
+        split = Split(cut, starts, _list_of(cut, items), Workspace(floats, floats))
+        split.list.fill(empty(cut.num_rows, dtype=torch.int32), split.query_starts)
+        lse = empty(cut.num_rows, query_len, spec.num_qo_heads, dtype=torch.float32) if want_lse else None
+        launch_decode(spec, 1.0, query, latents, query[..., : spec.kv_lora_rank], lse, table_of(cut.num_rows), split,
+                      query_len)  # fmt: skip
+
+    def _make_cut(self, spec: MLASpec, num_rows: int, query_len: int) -> Cut:
+        asked = self._asked(spec, num_rows, query_len)
+        return Cut(decode_tile(*asked), num_rows, query_len * spec.num_qo_heads, self._num_sms)
+
+    def _make_room(self) -> Workspace:
+        """Enough for every launch within the limits: over all numbers of rows and all query lengths, as the need peaks
+        between the ends of both."""
+        most_rows = self.limits.max_num_requests
+        longest = min(MLAMetadataBuilder.decode_threshold, self.limits.max_num_tokens)
+        needs = [
+            Cut(tile, most_rows, query_len * spec.num_qo_heads, self._num_sms).need(spec)
+            for spec in self.specs.values()
+            for query_len in range(1, longest + 1)
+            for tile in decode_tiles(*self._asked(spec, most_rows, query_len))
+        ]
+        sizes = (max(sizes) for sizes in zip(*needs, strict=True))
+        return Workspace(*(torch.empty(size, dtype=torch.float32, device=self.device) for size in sizes))
+
+    def _asked(self, spec: MLASpec, num_rows: int, query_len: int) -> tuple[Any, ...]:
+        """What decides a tile."""
+        hopper = suits_hopper_kernel(spec, self.cache, self.device)
+        queries = query_len * spec.num_qo_heads
+        return spec, self.cache, num_rows, queries, self.options, self._shared_memory, hopper
+
+
+def _list_of(cut: Cut, items: torch.Tensor) -> ItemList:
+    """The list of a batch's work, in `items` [cut.num_items, 8] i32."""
+    min_blocks = max(1, cut.tile.min_keys // cut.tile.keys)
+    return ItemList(items, [cut.num_rows, cut.target, FAR.value, FAR.value, cut.tile.keys, min_blocks])
