@@ -12,8 +12,9 @@ import torch
 from attn_backends.cache.kv_cache import page_bytes
 from attn_backends.engine.config import EngineConfig, SamplingParams
 from attn_backends.engine.detokenizer import Detokenizer
-from attn_backends.engine.models.hf import LoadedModel, layer_specs, load_model
 from attn_backends.engine.models.kv_scales import kv_scales
+from attn_backends.engine.models.load import layer_specs, load_model
+from attn_backends.engine.models.loaded_model import LoadedModel
 from attn_backends.engine.outputs import Prompt, Report, RequestOutput, Stats, TextChunk, silent
 from attn_backends.engine.page_allocator import PageAllocator
 from attn_backends.engine.prompts import check_prompts, check_sampling, why_not_served, why_not_text
@@ -145,10 +146,6 @@ class LLM:
             caches = possible_caches(specs, config, device)
             select_backend(config.backend, specs, caches, device, options=config.backend_options)
         loaded = load_model(config, device, report)
-        if config.compile == "model":
-            from attn_backends.engine.models.compiled import compile_model  # loads the compiler: half a second
-
-            loaded = compile_model(loaded, device, report)
         report("setting up the engine")
         return cls(config, loaded, device, report, recorder)
 

@@ -79,7 +79,7 @@ def test_a_closed_pipe_ends_it_quietly(model: Path, more: tuple[str, ...]) -> No
 INTERRUPTED = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may have had it ignored
-from attn_backends import cli
+from attn_backends.cli import app as cli
 import attn_backends.engine.llm as llm
 def load(*arguments):
     os.kill(os.getpid(), signal.SIGINT)
