@@ -77,6 +77,11 @@ class AttentionBackend(ABC):
         return cls.reject(spec, cache, device)
 
     @classmethod
+    def preferred_page_sizes(cls, device: torch.device | str) -> tuple[int, ...]:
+        """Page sizes to take first where the caller leaves the choice open, best first; by default none."""
+        return ()
+
+    @classmethod
     def note(cls, device: torch.device | str) -> str:
         """What is worth knowing of a backend that serves, for the reason of its choice; by default nothing."""
         return ""

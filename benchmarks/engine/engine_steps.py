@@ -15,7 +15,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ MODES: dict[str, dict[str, Any]] = {  # name: settings
     "fused": {},
     "fused, 8 steps": {"scheduler": {"decode_steps_per_launch": 8}},
 }
-SOME_STAGES: dict[str, Collection[Stage]] = {"merged": ("merge",)}  # modes with one of `accelerate: on`'s stages alone
+SOME_STAGES: dict[str, tuple[Stage, ...]] = {"merged": ("merge",)}  # modes with one of `accelerate: on`'s stages alone
 FEW = 8  # new tokens of the shorter run
 
 

@@ -37,6 +37,11 @@ class MLABackend(AttentionBackend):
         return 0, 1, 2  # there are no heads to lay elsewhere
 
     @classmethod
+    def preferred_page_sizes(cls, device: torch.device | str) -> tuple[int, ...]:
+        """On a GPU those that the family's backends were measured with."""
+        return (64, 32) if torch.device(device).type == "cuda" else ()
+
+    @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
         """The width of latent rows too."""
         found = super().reject(spec, cache, device)
