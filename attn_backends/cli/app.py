@@ -191,7 +191,7 @@ def _explanation(config: EngineConfig) -> Explanation:
     device = resolve_device(config.device)
     specs = attention_specs(config, device)
     load = Load(config.scheduler.max_num_requests, config.scheduler.max_model_len or Load().num_keys)
-    caches = possible_caches(specs, config, device)
+    caches = possible_caches(config)
     explanation = explain(config.backend, specs, caches, device, load, config.backend_options)
     if explanation.chosen:
         validate_options(explanation.chosen, config.backend_options)

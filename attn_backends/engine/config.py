@@ -120,7 +120,7 @@ class CacheConfig(_Settings):
     """The paged KV pool: allocated once, never grown."""
 
     page_size: Positive | None = None
-    """Tokens a page holds; None: 16, on a GPU 64 for MLA, or another that the backend serves."""
+    """Tokens a page holds; None: what the backend prefers, else 16, or the next larger size that it serves."""
     layout: Literal["NHD", "HND"] = "NHD"
     """Order in memory inside a page: tokens then heads, or heads then tokens."""
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"] = "auto"

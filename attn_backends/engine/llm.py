@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,10 +25,9 @@ from attn_backends.engine.scheduler import ScheduledBatch, Scheduler
 from attn_backends.engine.warm_up import compile_kernels, run_products, run_steps
 from attn_backends.graphs.recorder import GraphRecorder
 from attn_backends.registry import AUTO, Load, get_entry, select_backend, validate_options
-from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, MLASpec
+from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
 
-PAGE_SIZES = (16, 32, 64, 128, 256)  # tried in this order where the config leaves it open
-MEASURED_LATENT = (64, 32)  # MLA on a GPU tries these first: with them its backends were measured
+PAGE_SIZES = (16, 32, 64, 128, 256)  # where the config leaves it open, after those that a backend prefers
 
 
 @dataclass
@@ -72,7 +71,7 @@ class LLM:
         self._have_ended: list[Request] = []  # and have not been handed out yet
         specs = {layer: with_cache_dtype(probe.spec, config) for layer, probe in model.layers.items()}
         load = Load(config.scheduler.max_num_requests, config.scheduler.max_model_len or model.max_model_len)
-        caches = possible_caches(specs, config, device)
+        caches = possible_caches(config)
         self.selection = select_backend(config.backend, specs, caches, device, load, config.backend_options)
         backend, page_size = self.selection.backend, self.selection.cache.page_size
         options = validate_options(self.selection.name, config.backend_options)
@@ -143,7 +142,7 @@ class LLM:
         if config.backend.upper() != AUTO:  # it refuses before the weights are read
             get_entry(config.backend)
             specs = attention_specs(config, device)
-            caches = possible_caches(specs, config, device)
+            caches = possible_caches(config)
             select_backend(config.backend, specs, caches, device, options=config.backend_options)
         loaded = load_model(config, device, report)
         report("setting up the engine")
@@ -370,17 +369,11 @@ def attention_specs(config: EngineConfig, device: torch.device) -> dict[int, Att
     return {layer: with_cache_dtype(spec, config) for layer, spec in layer_specs(config, device).items()}
 
 
-def possible_caches(
-    specs: Mapping[int, AttentionSpec], config: EngineConfig, device: torch.device
-) -> list[KVCacheSpec]:
+def possible_caches(config: EngineConfig) -> list[KVCacheSpec]:
     """What the pool may be, best first: the config's page size, or several if it leaves that open."""
     cache = config.cache
-    sizes: tuple[int, ...] = PAGE_SIZES
-    if device.type == "cuda" and any(isinstance(spec, MLASpec) for spec in specs.values()):
-        sizes = (*MEASURED_LATENT, *sizes)
-    if cache.page_size is not None:
-        sizes = (cache.page_size,)
-    return [KVCacheSpec(cache.num_pages or 1, size, cache.layout) for size in dict.fromkeys(sizes)]
+    sizes = PAGE_SIZES if cache.page_size is None else (cache.page_size,)
+    return [KVCacheSpec(cache.num_pages or 1, size, cache.layout) for size in sizes]
 
 
 def with_cache_dtype(spec: AttentionSpec, config: EngineConfig) -> AttentionSpec:
