@@ -135,13 +135,16 @@ def generate(
         str | None, typer.Option("--model", help="smollm2-135m-instruct, a Hugging Face folder, or a .gguf file.")
     ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32, float16, bfloat16 or auto.")] = None,
+    accelerate: Annotated[
+        str | None, typer.Option("--accelerate", help="off: the model as it is; on; or compile: minutes to start.")
+    ] = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be given again.")] = None,
     prompts_file: Annotated[Path | None, typer.Option("--prompts-file", help="A text file, one prompt a line.")] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Most new tokens a prompt.")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option("--top-k", help="Sample among this many tokens.")] = None,
     top_p: Annotated[float | None, typer.Option("--top-p", help="Sample within this probability mass.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Of the sampling.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Makes sampled tokens the same in every run.")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="A text that ends it; may be given again.")] = None,
     chat: Annotated[
         bool | None, typer.Option("--chat/--raw", help="Use the chat template or not; default: if there is one.")
@@ -161,6 +164,7 @@ def generate(
             "device": device,
             "model": model,
             "dtype": dtype,
+            "accelerate": accelerate,
             "sampling.max_tokens": max_tokens,
             "sampling.temperature": temperature,
             "sampling.top_k": top_k,
@@ -187,7 +191,7 @@ def _explanation(config: EngineConfig) -> Explanation:
     device = resolve_device(config.device)
     specs = attention_specs(config, device)
     load = Load(config.scheduler.max_num_requests, config.scheduler.max_model_len or Load().num_keys)
-    caches = possible_caches(specs, config, device)
+    caches = possible_caches(config)
     explanation = explain(config.backend, specs, caches, device, load, config.backend_options)
     if explanation.chosen:
         validate_options(explanation.chosen, config.backend_options)

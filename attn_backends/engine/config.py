@@ -29,6 +29,11 @@ def _number(value: object) -> object:
     return value
 
 
+def _on_or_off(value: object) -> object:
+    """What YAML reads as true and false, as the words that were written."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
 Whole = Annotated[int, BeforeValidator(_whole)]
 Number = Annotated[float, BeforeValidator(_number)]
 Text = Annotated[str, Field(min_length=1, strict=True)]
@@ -115,7 +120,7 @@ class CacheConfig(_Settings):
     """The paged KV pool: allocated once, never grown."""
 
     page_size: Positive | None = None
-    """Tokens a page holds; None: 16, on a GPU 64 for MLA, or another that the backend serves."""
+    """Tokens a page holds; None: what the backend prefers, else 16, or the next larger size that it serves."""
     layout: Literal["NHD", "HND"] = "NHD"
     """Order in memory inside a page: tokens then heads, or heads then tokens."""
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"] = "auto"
@@ -174,15 +179,12 @@ class EngineConfig(_Settings):
     """Run Python code that a model folder brings along."""
     seed: Whole = 0
     """Of the engine's random numbers."""
-    pack_linears: bool = True
-    """On a CPU, reorder the weights of linear layers once for the matmul library: faster, same size."""
-    fuse_layers: bool = True
-    """Replace decoder layers of the Llama form by fused ones that agree with them within rounding."""
-    merge_projections: bool = True
-    """Compute projections of one input (q, k, v; gate, up) as one product: faster, equal within rounding."""
-    compile: Literal["none", "model"] = "none"
-    """model: by torch.compile. On a GPU the whole model, in place of the three above; on a CPU decode steps, attention
-    included, for which it needs a C++ compiler and holds the weights again. Minutes of compiling at each start."""
+    accelerate: Annotated[Literal["off", "on", "compile"], BeforeValidator(_on_or_off)] = "on"
+    """off: the model's own code runs as it is. on: decoder layers of the Llama form are fused, projections of one input
+    (q, k, v; gate, up) are one product, and on a CPU weights are reordered once for its matmul library: faster, the
+    same size, equal within rounding. compile: torch.compile makes graphs, in minutes at each start. On a GPU they hold
+    the model's own code; on a CPU they add to `on` whole decode steps, attention included, need a C++ compiler, and
+    hold the weights again."""
     warm_up: bool = True
     """Compile every kernel that requests may need before the first one comes, and on a GPU run steps of every size:
     loading takes longer, cold caches a minute, and no request waits for it."""

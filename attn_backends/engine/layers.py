@@ -9,7 +9,7 @@ from typing import Any
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.cache.kv_cache import KVCache
 from attn_backends.engine.models.context import AttentionContext, StepContext, Steps
-from attn_backends.engine.models.hf import LoadedModel
+from attn_backends.engine.models.loaded_model import LoadedModel
 from attn_backends.interface import AttentionImpl, AttentionMetadataBuilder, AttentionState, AttentionStep
 from attn_backends.spec import PlanGroup
 

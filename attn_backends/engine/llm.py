@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,8 +12,9 @@ import torch
 from attn_backends.cache.kv_cache import page_bytes
 from attn_backends.engine.config import EngineConfig, SamplingParams
 from attn_backends.engine.detokenizer import Detokenizer
-from attn_backends.engine.models.hf import LoadedModel, layer_specs, load_model
 from attn_backends.engine.models.kv_scales import kv_scales
+from attn_backends.engine.models.load import layer_specs, load_model
+from attn_backends.engine.models.loaded_model import LoadedModel
 from attn_backends.engine.outputs import Prompt, Report, RequestOutput, Stats, TextChunk, silent
 from attn_backends.engine.page_allocator import PageAllocator
 from attn_backends.engine.prompts import check_prompts, check_sampling, why_not_served, why_not_text
@@ -24,10 +25,9 @@ from attn_backends.engine.scheduler import ScheduledBatch, Scheduler
 from attn_backends.engine.warm_up import compile_kernels, run_products, run_steps
 from attn_backends.graphs.recorder import GraphRecorder
 from attn_backends.registry import AUTO, Load, get_entry, select_backend, validate_options
-from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, MLASpec
+from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
 
-PAGE_SIZES = (16, 32, 64, 128, 256)  # tried in this order where the config leaves it open
-MEASURED_LATENT = (64, 32)  # MLA on a GPU tries these first: with them its backends were measured
+PAGE_SIZES = (16, 32, 64, 128, 256)  # where the config leaves it open, after those that a backend prefers
 
 
 @dataclass
@@ -71,7 +71,7 @@ class LLM:
         self._have_ended: list[Request] = []  # and have not been handed out yet
         specs = {layer: with_cache_dtype(probe.spec, config) for layer, probe in model.layers.items()}
         load = Load(config.scheduler.max_num_requests, config.scheduler.max_model_len or model.max_model_len)
-        caches = possible_caches(specs, config, device)
+        caches = possible_caches(config)
         self.selection = select_backend(config.backend, specs, caches, device, load, config.backend_options)
         backend, page_size = self.selection.backend, self.selection.cache.page_size
         options = validate_options(self.selection.name, config.backend_options)
@@ -142,13 +142,9 @@ class LLM:
         if config.backend.upper() != AUTO:  # it refuses before the weights are read
             get_entry(config.backend)
             specs = attention_specs(config, device)
-            caches = possible_caches(specs, config, device)
+            caches = possible_caches(config)
             select_backend(config.backend, specs, caches, device, options=config.backend_options)
         loaded = load_model(config, device, report)
-        if config.compile == "model":
-            from attn_backends.engine.models.compiled import compile_model  # loads the compiler: half a second
-
-            loaded = compile_model(loaded, device, report)
         report("setting up the engine")
         return cls(config, loaded, device, report, recorder)
 
@@ -373,17 +369,11 @@ def attention_specs(config: EngineConfig, device: torch.device) -> dict[int, Att
     return {layer: with_cache_dtype(spec, config) for layer, spec in layer_specs(config, device).items()}
 
 
-def possible_caches(
-    specs: Mapping[int, AttentionSpec], config: EngineConfig, device: torch.device
-) -> list[KVCacheSpec]:
+def possible_caches(config: EngineConfig) -> list[KVCacheSpec]:
     """What the pool may be, best first: the config's page size, or several if it leaves that open."""
     cache = config.cache
-    sizes: tuple[int, ...] = PAGE_SIZES
-    if device.type == "cuda" and any(isinstance(spec, MLASpec) for spec in specs.values()):
-        sizes = (*MEASURED_LATENT, *sizes)
-    if cache.page_size is not None:
-        sizes = (cache.page_size,)
-    return [KVCacheSpec(cache.num_pages or 1, size, cache.layout) for size in dict.fromkeys(sizes)]
+    sizes = PAGE_SIZES if cache.page_size is None else (cache.page_size,)
+    return [KVCacheSpec(cache.num_pages or 1, size, cache.layout) for size in sizes]
 
 
 def with_cache_dtype(spec: AttentionSpec, config: EngineConfig) -> AttentionSpec:

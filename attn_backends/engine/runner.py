@@ -13,8 +13,8 @@ from attn_backends.cache.kv_cache import allocate_kv_cache
 from attn_backends.engine.config import GraphsConfig
 from attn_backends.engine.graphs import FullGraphs, GraphKey, PiecewiseGraphs, default_sizes, graph_mode
 from attn_backends.engine.layers import Layers
-from attn_backends.engine.models.hf import LoadedModel
 from attn_backends.engine.models.kv_scales import KVScales
+from attn_backends.engine.models.loaded_model import LoadedModel
 from attn_backends.engine.outputs import Report, silent
 from attn_backends.engine.request import Request
 from attn_backends.engine.scheduler import ScheduledBatch

@@ -56,8 +56,10 @@ def nearest(groups: Sequence[PlanGroup[Any]], load: Load, gpu: str | None) -> Me
     """
     if gpu != _table().gpu:
         return None
+    from attn_backends.spec import MLASpec  # it loads torch
+
     spec = max(groups, key=lambda group: len(group.layers)).spec
-    is_mla = type(spec).__name__ == "MLASpec"  # its class loads torch
+    is_mla = isinstance(spec, MLASpec)
     asked = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, *load)
 
     def distance(row: Measured) -> float:

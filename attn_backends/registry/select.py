@@ -51,7 +51,8 @@ def select_backend(
     MLA family where all layers are MLA, and all others where none is.
 
     Args:
-        cache: what the pool is, or what it may be, best first: `Selection.cache` is the first that the backend serves.
+        cache: what the pool is, or what it may be, best first: `Selection.cache` is the first that the backend serves,
+            its `preferred_page_sizes` before all others.
         load: what decode steps will be; None: some requests of some thousand keys.
         options: `backend_options` of a named backend, which may rule out what it serves without. AUTO asks without any.
 
@@ -198,7 +199,8 @@ def _fitting(
     caches = caches if isinstance(caches, Sequence) else [caches]
     if not caches:
         raise ValueError("no cache to serve: give a KVCacheSpec, or several, best first")
-    for cache in caches:
+    places = {size: place for place, size in enumerate(backend.preferred_page_sizes(device))}
+    for cache in sorted(caches, key=lambda cache: places.get(cache.page_size, len(places))):
         refused.append(_rejections(backend, groups, cache, device, options))
         if not refused[-1]:
             return cache, ()

@@ -21,24 +21,27 @@ from typing import Any
 import torch
 
 from attn_backends import LLM, EngineConfig, SamplingParams, Unsupported
+from attn_backends.engine.models.accelerate import STAGES, Stage
 from attn_backends.engine.models.checkpoint import DEFAULT_MODEL
+from attn_backends.engine.models.load import load_model
 from attn_backends.engine.outputs import silent
 from attn_backends.registry.table import AUTO
 from benchmarks.engine.random_models import SHAPES, random_model
 from benchmarks.lib.gpu_harness import installed, reason
 from benchmarks.lib.harness import report, write
 
-PLAIN: dict[str, Any] = {"fuse_layers": False, "merge_projections": False}  # the model as it is
+PLAIN: dict[str, Any] = {"accelerate": "off"}  # the model as it is
 MODES: dict[str, dict[str, Any]] = {  # name: settings
     "eager": PLAIN | {"graphs": {"mode": "none"}},
     "graph": PLAIN,
     "piecewise": PLAIN | {"graphs": {"mode": "piecewise"}},
-    "merged": PLAIN | {"merge_projections": True},
-    "compiled": {"graphs": {"mode": "none"}, "compile": "model"},
-    "compiled, graph": {"compile": "model"},
+    "merged": {},
+    "compiled": {"graphs": {"mode": "none"}, "accelerate": "compile"},
+    "compiled, graph": {"accelerate": "compile"},
     "fused": {},
     "fused, 8 steps": {"scheduler": {"decode_steps_per_launch": 8}},
 }
+SOME_STAGES: dict[str, tuple[Stage, ...]] = {"merged": ("merge",)}  # modes with one of `accelerate: on`'s stages alone
 FEW = 8  # new tokens of the shorter run
 
 
@@ -75,25 +78,23 @@ def kernels(llm: LLM, count: int, prompt_tokens: int) -> list[dict[str, object]]
     return sorted(rows, key=lambda row: -row["us a step"])  # type: ignore[operator]
 
 
-def engine(arguments: argparse.Namespace, backend: str, settings: dict[str, Any]) -> LLM:
+def engine(arguments: argparse.Namespace, backend: str, mode: str) -> LLM:
     """An engine over the model, with settings of a mode; graphs of the measured sizes alone."""
+    settings, stages = MODES[mode], SOME_STAGES.get(mode, STAGES)
     graphs = {"mode": "full" if arguments.device == "cuda" else "none", "sizes": arguments.requests}
     given: dict[str, Any] = {
-        "device": arguments.device, "dtype": arguments.dtype, "backend": backend,
+        "model": arguments.model, "device": arguments.device, "dtype": arguments.dtype, "backend": backend,
         "cache": {"prefix_caching": False, "memory": arguments.memory, "page_size": arguments.page_size},
     }  # fmt: skip
     given |= settings
     given["graphs"] = graphs | settings.get("graphs", {})
     given["scheduler"] = {"max_num_requests": max(arguments.requests)} | settings.get("scheduler", {})
     config = EngineConfig.model_validate(given)
-    if arguments.model not in SHAPES:
-        return LLM.from_pretrained(arguments.model, config)
-    model, device = random_model(arguments.model, config), torch.device(arguments.device)
-    if config.compile == "model":
-        from attn_backends.engine.models.compiled import compile_model
-
-        model = compile_model(model, device)
-    return LLM(config, model, device, silent)
+    if arguments.model in SHAPES:
+        model = random_model(arguments.model, config, stages)
+    else:
+        model = load_model(config, torch.device(arguments.device), stages=stages)
+    return LLM(config, model, torch.device(arguments.device), silent)
 
 
 Rows = list[dict[str, object]]
@@ -109,7 +110,7 @@ def measure(arguments: argparse.Namespace, backend: str, rows: Rows, used: Rows,
         if arguments.device == "cpu" and settings.get("graphs", {}).get("mode") != "none":
             continue
         started = time.perf_counter()
-        llm = engine(arguments, backend, settings)
+        llm = engine(arguments, backend, name)
         print(f"{name}: {llm.selection.name}, ready after {time.perf_counter() - started:.1f} s", flush=True)
         for row, count in zip(rows, arguments.requests, strict=True):
             row["backend"] = llm.selection.name

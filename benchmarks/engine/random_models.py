@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -9,7 +10,10 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from attn_backends import EngineConfig
-from attn_backends.engine.models.hf import ATTENTION_NAME, LoadedModel, ready_model
+from attn_backends.engine.models.accelerate import STAGES, Stage
+from attn_backends.engine.models.hf import ATTENTION_NAME
+from attn_backends.engine.models.load import ready_model
+from attn_backends.engine.models.loaded_model import LoadedModel
 
 SHAPES: dict[str, dict[str, Any]] = {
     "SmolLM2-135M": {
@@ -36,7 +40,7 @@ def number_tokenizer(vocab_size: int) -> transformers.PreTrainedTokenizerFast:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")))
 
 
-def random_model(shape: str, config: EngineConfig) -> LoadedModel:
+def random_model(shape: str, config: EngineConfig, stages: Collection[Stage] = STAGES) -> LoadedModel:
     """A model of a shape, in the config's dtype on its device: a Llama unless the shape names another family."""
     dtype, settings = getattr(torch, config.dtype), dict(SHAPES[shape])
     config_class = getattr(transformers, f"{settings.pop('family', 'Llama')}Config")
@@ -45,4 +49,4 @@ def random_model(shape: str, config: EngineConfig) -> LoadedModel:
         model = transformers.AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME
         )
-    return ready_model(model, number_tokenizer(hf_config.vocab_size), config)
+    return ready_model(model, number_tokenizer(hf_config.vocab_size), config.accelerate, stages=stages)

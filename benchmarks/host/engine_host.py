@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from attn_backends import LLM, AttentionSpec, EngineConfig, SamplingParams
 from attn_backends.engine.models.context import AttentionContext
-from attn_backends.engine.models.hf import LayerProbe, LoadedModel
+from attn_backends.engine.models.loaded_model import LayerProbe, LoadedModel
 from benchmarks.lib.harness import report
 
 VOCAB, PROMPT, NEW = 259, 384, 256

@@ -25,6 +25,23 @@ def refused(*args: object, **kwargs: object) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize("word", ["off", "on", "compile"])
+def test_accelerate_is_the_word_that_was_written(tmp_path: Path, word: str) -> None:
+    """YAML reads on and off as true and false."""
+    from_file = load_config(write(tmp_path, f"accelerate: {word}"), environ={})
+    from_environment = load_config(environ={"ATTN_BACKENDS_ACCELERATE": word})
+    from_option = load_config(None, {"accelerate": word}, {})
+    assert from_file.accelerate == from_environment.accelerate == from_option.accelerate == word
+
+
+def test_accelerate_refuses_other_words_and_the_keys_it_took_the_place_of(tmp_path: Path) -> None:
+    assert "accelerate (from file" in refused(write(tmp_path, "accelerate: onn"))
+    assert "got 'onn'; allowed: 'off', 'on' or 'compile'" in refused(write(tmp_path, "accelerate: onn"))
+    assert "unknown key; did you mean accelerate?" in refused(write(tmp_path, "acelerate: on"))
+    for old in ("pack_linears: true", "fuse_layers: true", "merge_projections: true", "compile: model"):
+        assert "unknown key; " in refused(write(tmp_path, old))
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_preset_loads(path: Path) -> None:
     assert load_config(path, environ={})

@@ -22,7 +22,7 @@ BUSY = {"cache": {"num_pages": 17, "page_size": 4}, "scheduler": {"max_num_token
 
 
 def engine(folder: Path, simulate: bool = True, **settings: object) -> LLM:
-    eager_form = {"fuse_layers": False, "pack_linears": False, "merge_projections": False}  # as on a GPU
+    eager_form = {"accelerate": "off"}  # as on a GPU
     config = EngineConfig.model_validate({"cache": {"num_pages": 64}} | eager_form | settings)
     return LLM.from_pretrained(folder, config, recorder=GraphSimulator(refuse_unreachable=True) if simulate else None)
 
@@ -167,6 +167,8 @@ def test_several_steps_a_launch_on_a_gpu(tiny_llama: Path) -> None:
 @pytest.mark.parametrize("mode", ["none", "full", "piecewise"])
 def test_a_compiled_model_in_cuda_graphs(tiny_llama: Path, mode: str) -> None:
     settings = BUSY | {"device": "cuda", "dtype": "float32"}
-    llm = engine(tiny_llama, simulate=False, compile="model", **settings | {"graphs": {"mode": mode, "sizes": [1, 4]}})
+    llm = engine(
+        tiny_llama, simulate=False, accelerate="compile", **settings | {"graphs": {"mode": mode, "sizes": [1, 4]}}
+    )
     assert tokens(llm) == tokens(engine(tiny_llama, simulate=False, **settings | {"graphs": {"mode": "none"}}))
     assert (llm.stats.num_graph_steps > llm.stats.num_steps / 2) == (mode != "none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from attn_backends import LLM, AttentionSpec, EngineConfig, MLASpec, SamplingPar
 from attn_backends.backends.torch.metadata import TorchMetadata, TorchMetadataBuilder
 from attn_backends.engine.llm import possible_caches
 from attn_backends.engine.scheduler import ScheduledBatch
-from attn_backends.registry import UnknownBackendError
+from attn_backends.registry import UnknownBackendError, select_backend
 from attn_backends.testing.graphs.simulator import GraphSimulator
 from tests.helpers.tiny_models import save_tiny
 
@@ -332,15 +333,21 @@ def test_a_named_backend_refuses_before_weights_are_read(tiny_llama: Path, monke
         engine(tiny_llama, backend="TORCHH")
 
 
-def test_page_sizes_that_an_engine_may_take() -> None:
+def test_page_sizes_that_an_engine_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_backends.interface.capabilities.gpu_mismatches", lambda *asked: [])  # as with a GPU
     plain, latent = {0: AttentionSpec(4, 2, 64)}, {0: MLASpec(16)}
 
-    def sizes(specs: dict[int, AttentionSpec], device: str, **cache: int) -> list[int]:
-        config = EngineConfig.model_validate({"cache": cache})
-        caches = possible_caches(specs, config, torch.device(device))
+    def sizes(**cache: int) -> list[int]:
+        caches = possible_caches(EngineConfig.model_validate({"cache": cache}))
         assert {found.num_pages for found in caches} == {cache.get("num_pages", 1)}
         return [found.page_size for found in caches]
 
-    assert sizes(plain, "cuda") == sizes(plain, "cpu", num_pages=3) == sizes(latent, "cpu") == [16, 32, 64, 128, 256]
-    assert sizes(latent, "cuda") == [64, 32, 16, 128, 256]
-    assert sizes(latent, "cuda", page_size=8) == [8]
+    def taken(backend: str, specs: Mapping[int, AttentionSpec], device: str, **cache: int) -> int:
+        caches = possible_caches(EngineConfig.model_validate({"cache": cache}))
+        return select_backend(backend, specs, caches, device).cache.page_size
+
+    assert sizes() == sizes(num_pages=3) == [16, 32, 64, 128, 256]
+    assert sizes(page_size=8) == [8]
+    assert taken("TORCH", plain, "cuda") == taken("TORCH", plain, "cpu") == taken("TORCH_MLA", latent, "cpu") == 16
+    assert taken("TORCH_MLA", latent, "cuda") == 64
+    assert taken("TORCH_MLA", latent, "cuda", page_size=8) == 8

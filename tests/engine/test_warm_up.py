@@ -69,7 +69,7 @@ def test_steps_of_any_limits_are_within_them() -> None:
 
 
 def test_products_are_those_of_the_layers_at_other_sizes(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = {"pack_linears": False, "fuse_layers": False}
+    plain = {"accelerate": "off"}
     expected, llm = texts(engine(tiny_llama, **plain)), engine(tiny_llama, **plain)
     ran: list[tuple[set[tuple[int, ...]], int]] = []
 

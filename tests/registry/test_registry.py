@@ -317,6 +317,18 @@ def test_of_several_caches_each_backend_has_the_first_that_it_serves() -> None:
         select_backend("HUGE", SPECS, caches, "cpu")
 
 
+def test_page_sizes_that_a_backend_prefers_come_first() -> None:
+    caches = [replace(CACHE, page_size=page_size) for page_size in (8, 16, 32, 64)]
+    backend = fake_backend("FOND", page_sizes={8, 16, 32})
+    backend.preferred_page_sizes = classmethod(lambda cls, device: (64, 32, 16))  # type: ignore[method-assign,assignment]
+    register_backend("FOND", backend, priority=20)
+    assert select_backend("FOND", SPECS, caches, "cpu").cache == caches[2]
+    assert select_backend("AUTO", SPECS, caches[:2], "cpu").cache == caches[1]
+    assert select_backend("FOND", SPECS, caches[:1], "cpu").cache == caches[0], "nothing that was not offered"
+    assert {get_backend("TORCH").preferred_page_sizes(device) for device in ("cpu", "cuda")} == {()}
+    assert [get_backend("TORCH_MLA").preferred_page_sizes(device) for device in ("cpu", "cuda")] == [(), (64, 32)]
+
+
 def test_explain_is_the_same_as_data() -> None:
     register_backend("NARROW", fake_backend("NARROW", head_dims={64}), priority=20)
     register_backend("MISSING", "no_such_module:X", priority=30)

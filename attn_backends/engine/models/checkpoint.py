@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,22 @@ Convert = Callable[[Path, Path], None]  # a GGUF file to a folder of safetensors
 
 class ModelError(ValueError):
     """A model cannot be loaded, or would not run right; the message says why and what to do."""
+
+
+@contextmanager
+def in_our_words(what: str) -> Iterator[None]:
+    """Whatever a library raises over a folder of anyone's becomes a `ModelError`, with the cause chained.
+
+    Raises:
+        ModelError: `what`, and the first line of the cause.
+    """
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:  # a config reaches code of hundreds of models, which raises anything
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ModelError(f"{what}: {type(error).__name__}: {lines[-1] if lines else error}") from error
 
 
 def find_model(model: str, convert: Convert, report: Report = silent) -> Path:

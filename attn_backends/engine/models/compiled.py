@@ -1,4 +1,4 @@
-"""`compile: model`: the Hugging Face model as one graph, made by torch.compile for a CPU or a GPU.
+"""`accelerate: compile`: the Hugging Face model as one graph, made by torch.compile for a CPU or a GPU.
 
 On a CPU a graph holds a whole decode step, attention included, if the backend lets the compiler see through it
 (`AttentionImpl.trace`): no Python runs between the layers. Other steps, those with prompts, run as without it.
@@ -34,7 +34,7 @@ from attn_backends.engine.models.context import AttentionContext, StepContext
 from attn_backends.engine.models.fused.cpu import FusedLayer
 from attn_backends.engine.models.fused.linears import MergedSlice, PackedLinear
 from attn_backends.engine.models.fused.mkl_linear import MklLinear
-from attn_backends.engine.models.hf import LoadedModel, run_module
+from attn_backends.engine.models.loaded_model import LoadedModel, run_module
 from attn_backends.engine.outputs import Report, silent
 from attn_backends.interface import AttentionImpl, AttentionMetadataBuilder
 from attn_backends.kernels.c_shims import c_shims
@@ -273,7 +273,7 @@ def _graph(
             graph(torch.zeros_like(tokens), tokens, logits, *others(sizes[0]))
     except (TorchDynamoException, CppCompileError) as error:
         raise ModelError(
-            f"the model cannot be compiled as one graph; set compile: none to run it as it is: {error}"
+            f"the model cannot be compiled as one graph; set accelerate: on to run it without: {error}"
         ) from error
     return graph
 
@@ -305,6 +305,6 @@ def _check_compiler() -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
         raise ModelError(
-            "compile: model needs a C++ compiler on a CPU, and there is none: install one (on Debian: apt install g++) "
-            "or set compile: none"
+            "accelerate: compile needs a C++ compiler on a CPU, and there is none: install one (on Debian: apt install "
+            "g++) or set accelerate: on"
         ) from error

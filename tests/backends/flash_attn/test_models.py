@@ -31,7 +31,7 @@ def engine(folder: Path, name: str, device: str, **settings: object) -> LLM:
     page_size = PAGE_SIZES[name]
     config = {
         "backend": name if device == "cuda" else f"{name}_EMULATED", "device": device, "dtype": "float16",
-        "fuse_layers": False, "pack_linears": False, "cache": {"num_pages": 10, "page_size": page_size},
+        "accelerate": "off", "cache": {"num_pages": 10, "page_size": page_size},
         "scheduler": {"max_num_tokens": 24, "max_num_requests": 4},
     }  # fmt: skip
     recorder = GraphSimulator(refuse_unreachable=True) if device == "cpu" and "graphs" in settings else None

@@ -27,7 +27,7 @@ PLACES = [
 def engine(folder: Path, name: str, device: str, **settings: object) -> LLM:
     if device == "cuda":
         pytest.importorskip("flashinfer")
-    config = {"backend": name, "device": device, "dtype": "float16", "fuse_layers": False, "pack_linears": False}
+    config = {"backend": name, "device": device, "dtype": "float16", "accelerate": "off"}
     recorder = GraphSimulator(refuse_unreachable=True) if device == "cpu" and "graphs" in settings else None
     return LLM.from_pretrained(folder, EngineConfig.model_validate(config | settings), recorder=recorder)
 

@@ -42,7 +42,7 @@ def engine(folder: Path, name: str, device: str, **settings: object) -> LLM:
             get_backend(name)
         except BackendImportError as error:
             pytest.skip(str(error))
-    config = {"backend": name, "device": device, "dtype": "float16", "fuse_layers": False, "pack_linears": False,
+    config = {"backend": name, "device": device, "dtype": "float16", "accelerate": "off",
               "scheduler": SCHEDULER, "cache": POOLS[name.partition("_EMULATED")[0]]}  # fmt: skip
     recorder = GraphSimulator(refuse_unreachable=True) if device == "cpu" and "sizes" in str(settings) else None
     return LLM.from_pretrained(folder, EngineConfig.model_validate(config | settings), recorder=recorder)

@@ -12,7 +12,8 @@ import torch
 from attn_backends import EngineConfig
 from attn_backends.engine.models import checkpoint
 from attn_backends.engine.models.checkpoint import ModelError, cache_folder, find_model
-from attn_backends.engine.models.hf import convert_gguf, layer_specs, load_model
+from attn_backends.engine.models.hf import convert_gguf
+from attn_backends.engine.models.load import layer_specs, load_model
 from tests.helpers.tiny_models import save_tiny
 
 CPU = torch.device("cpu")

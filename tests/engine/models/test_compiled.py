@@ -13,7 +13,7 @@ from attn_backends import LLM, EngineConfig, SamplingParams
 from attn_backends.engine.models import compiled
 from attn_backends.engine.models.checkpoint import ModelError
 from attn_backends.engine.models.fused.linears import prefers_mkl
-from attn_backends.engine.models.hf import LoadedModel
+from attn_backends.engine.models.loaded_model import LoadedModel
 from tests.helpers.best_tokens import assert_best_tokens
 from tests.helpers.tiny_models import save_tiny
 
@@ -23,8 +23,8 @@ SETTINGS = {"cache": TIGHT, "scheduler": {"max_num_tokens": 9}, "device": "cpu"}
 LONG = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
-def engine(folder: Path, compile: str, **settings: Any) -> LLM:
-    return LLM.from_pretrained(folder, EngineConfig.model_validate(SETTINGS | {"compile": compile} | settings))
+def engine(folder: Path, accelerate: str, **settings: Any) -> LLM:
+    return LLM.from_pretrained(folder, EngineConfig.model_validate(SETTINGS | {"accelerate": accelerate} | settings))
 
 
 def tokens(llm: LLM) -> list[tuple[int, ...]]:
@@ -61,11 +61,11 @@ def graph_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 )
 def test_the_same_tokens(tmp_path: Path, family: str, changes: dict[str, Any], graph_sizes: list[int]) -> None:
     folder = save_tiny(tmp_path / family, family, **changes)
-    llm = engine(folder, "model")
+    llm = engine(folder, "compile")
     assert isinstance(llm.runner.layers.model, compiled.TracedModel)
     with torch._dynamo.config.patch(error_on_recompile=True):
         got = tokens(llm)
-    assert got == tokens(engine(folder, "none"))
+    assert got == tokens(engine(folder, "on"))
     several = family == "llama" and prefers_mkl(torch.float32)  # fused, its products operators: for any size
     assert set(graph_sizes) == ({2, 3} if several else {2})
     assert not inductor_config.freezing  # nothing of ours stays in torch's settings
@@ -75,9 +75,9 @@ def test_attention_that_cannot_be_traced(tmp_path: Path, graph_sizes: list[int])
     """It is an operator in the graph then."""
     folder = save_tiny(tmp_path / "llama", num_hidden_layers=1)
     settings = {"cache": TIGHT | {"dtype": "float8_e4m3fn"}}
-    llm = engine(folder, "model", **settings)
+    llm = engine(folder, "compile", **settings)
     assert isinstance(llm.runner.layers.model, compiled.CompiledModel)
-    assert tokens(llm) == tokens(engine(folder, "none", **settings))
+    assert tokens(llm) == tokens(engine(folder, "on", **settings))
     assert graph_sizes
 
 
@@ -85,7 +85,7 @@ def test_attention_that_cannot_be_traced(tmp_path: Path, graph_sizes: list[int])
 def test_bfloat16(tmp_path: Path, graph_sizes: list[int]) -> None:
     """Tokens that are as good as tied may change places: how a processor multiplies bfloat16 decides."""
     folder = save_tiny(tmp_path / "llama", num_hidden_layers=1)
-    eight, llm = SamplingParams(max_tokens=8, ignore_eos=True), engine(folder, "model", dtype="bfloat16")
+    eight, llm = SamplingParams(max_tokens=8, ignore_eos=True), engine(folder, "compile", dtype="bfloat16")
     assert_best_tokens(llm, folder, "llama", ["ab", "cd", "ef"], eight, least_same=0.75, num_hidden_layers=1)
     assert max(graph_sizes) > 2
 
@@ -97,7 +97,7 @@ def test_attention_outside_of_a_step_is_an_error() -> None:
 
 def test_without_a_compiler(tiny_llama: Path) -> None:
     with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(ModelError, match="apt install"):
-        engine(tiny_llama, "model")
+        engine(tiny_llama, "compile")
 
 
 class Branching(torch.nn.Module):
@@ -113,5 +113,5 @@ class Branching(torch.nn.Module):
 
 def test_a_model_that_is_no_graph() -> None:
     model = LoadedModel(Branching(), None, {}, 8, 8, frozenset(), source=Branching())
-    with pytest.raises(ModelError, match="compile: none"):
+    with pytest.raises(ModelError, match="accelerate: on"):
         compiled.compile_model(model, torch.device("cpu")).prepared([], {}, {})

@@ -87,9 +87,9 @@ def checkpoint(tmp_path: Path, tiny_llama: Path) -> Callable[..., Path]:
 
 
 def engine(folder: Path, **cache: object) -> LLM:
-    settings = {"cache": {"num_pages": 64, "dtype": "float8_e4m3fn", "prefix_caching": False} | cache}
-    settings |= dict.fromkeys(["fuse_layers", "pack_linears", "merge_projections"], False)  # rounded as the reference
-    return LLM.from_pretrained(folder, EngineConfig.model_validate(settings))
+    settings = {"num_pages": 64, "dtype": "float8_e4m3fn", "prefix_caching": False} | cache
+    rounded_as_the_reference = {"accelerate": "off", "cache": settings}
+    return LLM.from_pretrained(folder, EngineConfig.model_validate(rounded_as_the_reference))
 
 
 def tokens(llm: LLM) -> list[list[int]]:

@@ -28,7 +28,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def engine(folder: Path, recorder: GraphSimulator | None = None, **settings: object) -> LLM:
-    eager_form = {"fuse_layers": False, "pack_linears": False, "merge_projections": False}
+    eager_form = {"accelerate": "off"}
     config = EngineConfig.model_validate({"cache": {"num_pages": 64}} | eager_form | settings)
     return LLM.from_pretrained(folder, config, recorder=recorder)
 
@@ -76,7 +76,7 @@ def test_graphs_give_the_tokens_of_eager(folder: Path, mode: str) -> None:
 def test_a_compiled_model_gives_the_same_tokens(tmp_path: Path) -> None:
     """Attention is an operator of the graph whose output is wider than what it is given for values."""
     folder = save_tiny(tmp_path / "compiled", "deepseek_v3", num_hidden_layers=2)
-    assert tokens(engine(folder, compile="model")) == tokens(engine(folder))
+    assert tokens(engine(folder, accelerate="compile")) == tokens(engine(folder))
 
 
 def test_the_cache_is_small_and_the_figures_say_so(folder: Path) -> None:

@@ -7,8 +7,12 @@ import pytest
 import torch
 
 from attn_backends import KVCacheSpec, Limits, SamplingParams, get_backend
-from attn_backends.engine.models.hf import ATTENTION_NAME, LoadedModel, ModelError, check_config, probe_layers
+from attn_backends.engine.models.checkpoint import ModelError
+from attn_backends.engine.models.hf import ATTENTION_NAME
+from attn_backends.engine.models.hf_config import check_config
 from attn_backends.engine.models.latent_layer import use_latent_attention
+from attn_backends.engine.models.loaded_model import LoadedModel
+from attn_backends.engine.models.probe import probe_layers
 from attn_backends.engine.request import Request
 from attn_backends.engine.runner import ModelRunner
 from attn_backends.engine.scheduler import ScheduledBatch
