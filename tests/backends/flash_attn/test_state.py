@@ -381,7 +381,7 @@ def test_steps_of_others_are_refused() -> None:
     layer, batch = layer_and_batch(FA3, 20, 33)
     step = layer.begin(batch)
     given = (batch.query, batch.key, batch.value, batch.fresh_pool())
-    with pytest.raises(TypeError, match="FLASH_ATTN got a AttentionStep of FlashAttnMetadata"):
+    with pytest.raises(TypeError, match="FlashAttnStep, and got a AttentionStep of FlashAttnMetadata"):
         layer.impl.forward(*given, AttentionStep(step.metadata))
     other, _ = layer_and_batch(FA3, 20, 33, scale=0.5)
     with pytest.raises(ValueError, match="differ from this one in scale"):
