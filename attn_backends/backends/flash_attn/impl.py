@@ -78,7 +78,8 @@ class FlashAttnImpl(AttentionImpl[FlashAttnStep]):
             if kernel_lse is None:
                 _scale(out, scale)
                 continue
-            kernel_lse = kernel_lse.masked_fill(kernel_lse == math.inf, -math.inf)  # as FlashAttention 2 has it for rows without keys
+            # FlashAttention 2 has +inf for rows without keys.
+            kernel_lse = kernel_lse.masked_fill(kernel_lse == math.inf, -math.inf)
             if step.prefix is not None and call is step.calls[0]:
                 self._join_prefix(query, given, out, kernel_lse, step, step.prefix)
             if behind and self.sinks is not None:
