@@ -78,9 +78,9 @@ class AttentionImpl(ABC, Generic[StepT]):
         """
         if not isinstance(step, self.step_cls):
             raise TypeError(
-                f"{type(self).__name__} got a {type(step).__name__} of {type(step.metadata).__name__} and takes a "
-                f"{self.step_cls.__name__}: build the metadata with this backend's builder, and give it to the state's "
-                "begin_forward before any layer runs"
+                f"{type(self).__name__} takes a {self.step_cls.__name__}, and got a {type(step).__name__} of "
+                f"{type(step.metadata).__name__}: build the metadata with its backend's builder, and give it to the "
+                "state's begin_forward before any layer runs"
             )
         spec, metadata = self.spec, step.metadata
         if isinstance(step, PlannedStep):

@@ -39,9 +39,12 @@ class AttentionState(ABC, Generic[MetadataT]):
         self._max_batch_size = 0  # while capturing
         self._clones: dict[tuple[int, int], GraphState[MetadataT, Any]] = {}
 
-    @abstractmethod
     def begin_forward(self, metadata: MetadataT) -> AttentionStep[MetadataT]:
-        """Plan one group's step. Called once a step and group, before its layers run; the only place that plans."""
+        """Plan one group's step. Called once a step and group, before its layers run; the only place that plans.
+
+        A state without plans gives the metadata as it is.
+        """
+        return AttentionStep(metadata)
 
     def move_to_current_stream(self) -> None:
         """Let the current CUDA stream take over from the one on which steps began so far: it waits for that one. There

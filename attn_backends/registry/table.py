@@ -289,7 +289,7 @@ def register_backend(
     too: that completes the entry point's row, which has no other way to state its priority and options.
 
     Args:
-        name: any case; stored in upper case, and the class's `name`.
+        name: any case; stored in upper case, and what the class's `get_name()` returns.
         target: "package.module:Class", imported on first use, or the class itself.
         package: distribution that brings the kernels, for `attn-backends list`.
         install: command shown when the import fails.

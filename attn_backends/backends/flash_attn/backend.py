@@ -30,8 +30,8 @@ class FlashAttnBackend(AttentionBackend):
 
     @staticmethod
     def capabilities() -> Capabilities:
-        """Of the providers that are here together, or of all of them where none is. What no single one of them serves,
-        `reject` refuses with each one's reasons."""
+        """What the providers that are here can do together, or all of them where none is. `reject` refuses what no
+        single one of them serves, with each one's reasons."""
         here = [provider for provider in PROVIDERS if provider.missing() is None]
         return together([provider.capabilities() for provider in here or PROVIDERS])
 

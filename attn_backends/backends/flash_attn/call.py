@@ -39,7 +39,7 @@ class Rows(NamedTuple):  # made in every step: quicker than a dataclass
 
     @property
     def query_len(self) -> int | None:
-        """Of every row; None if they differ."""
+        """Query tokens of every row; None if they differ."""
         return self.max_query_len if self.num_tokens == self.num_rows * self.max_query_len else None
 
     def part(self, first: int, stop: int, tokens: slice, max_query_len: int) -> Rows:
@@ -69,7 +69,7 @@ class Rows(NamedTuple):  # made in every step: quicker than a dataclass
         )
 
     def narrowed(self, page_size: int) -> Rows:
-        """With a page table as wide as the longest row wants it."""
+        """The same rows with a page table as wide as the longest row wants it."""
         if self.page_table is None:
             return self
         return self._replace(page_table=self.page_table[:, : max(1, -(-self.max_seq_len // page_size))])
@@ -113,7 +113,7 @@ class LayerConstants:
         return replace(self, sinks=None)
 
     def over_prefix(self) -> LayerConstants:
-        """For keys that all queries see. Sinks join the softmax once, with the other keys."""
+        """The constants for keys that all queries see. Sinks join the softmax once, with the other keys."""
         return replace(self, causal=False, window=(-1, -1), sinks=None)
 
 

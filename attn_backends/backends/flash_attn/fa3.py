@@ -60,7 +60,7 @@ class FlashAttention3(Provider):
         return found
 
     def max_seq_len(self, rows: Rows, page_size: int) -> int:
-        """As kernels are told it; a schedule must be told the same."""
+        """The longest row as kernels are told it; a schedule must be told the same."""
         return rows.max_seq_len
 
     def schedule(

@@ -73,20 +73,21 @@ class FlashAttnImpl(AttentionImpl[FlashAttnStep]):
         want_lse = lse is not None or behind or step.prefix is not None
         for call in step.calls:
             out = output[call.tokens]
-            found = step.provider.attend(query[call.tokens], *given, out, call, constants, want_lse)
+            kernel_lse = step.provider.attend(query[call.tokens], *given, out, call, constants, want_lse)
             scale = self.value_scales[is_cached]
-            if found is None:
+            if kernel_lse is None:
                 _scale(out, scale)
                 continue
-            found = found.masked_fill(found == math.inf, -math.inf)  # as FlashAttention 2 has it for rows without keys
+            # FlashAttention 2 has +inf for rows without keys.
+            kernel_lse = kernel_lse.masked_fill(kernel_lse == math.inf, -math.inf)
             if step.prefix is not None and call is step.calls[0]:
-                self._join_prefix(query, given, out, found, step, step.prefix)
+                self._join_prefix(query, given, out, kernel_lse, step, step.prefix)
             if behind and self.sinks is not None:
-                add_sinks(out, found, self.sinks, scale=scale, want_lse=lse is not None)
+                add_sinks(out, kernel_lse, self.sinks, scale=scale, want_lse=lse is not None)
             else:
                 _scale(out, scale)
             if lse is not None:
-                lse[call.tokens] = found
+                lse[call.tokens] = kernel_lse
 
     def _join_prefix(
         self,

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class FlashAttnOptions(BaseModel):
-    """Whose kernels are used, and how."""
+    """Who brings the kernels, and how they are used."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 

@@ -95,7 +95,7 @@ class FlashAttnGraphState(GraphState[FlashAttnMetadata, FlashAttnStep]):
         return without_python(again, [self._rows, schedule], self.parent.recorder)
 
     def idle_metadata(self, group_index: int) -> FlashAttnMetadata:
-        """As many keys a row as it has tokens, to capture with."""
+        """Rows of as many keys as tokens, to capture with."""
         self._rows.seq_lens.fill_(self.query_len)
         if self.inputs is None or self.inputs.shared is None:  # a step table's are other requests' pages
             self._tensors["page_table"].zero_()
@@ -162,14 +162,14 @@ class FlashAttnState(AttentionState[FlashAttnMetadata]):
         return Call(rows, tokens, schedule, self.options.split_keys, lens)
 
     def schedule(self, group: int, rows: Rows, causal: bool | None = None) -> torch.Tensor | None:
-        """As `Provider.schedule`; `causal` as the layers are, if it is None."""
+        """The provider's schedule of some rows, causal as the layers are if `causal` is None."""
         spec = self._specs[group]
         return self.choices[group].provider.schedule(
             spec, self.cache, rows, causal=spec.causal if causal is None else causal, split_keys=self.options.split_keys
         )
 
     def tot_seq_lens(self, group: int, rows: Rows, causal: bool | None = None) -> torch.Tensor | None:
-        """As `Provider.tot_seq_lens`; `causal` as the layers are, if it is None."""
+        """The provider's `tot_seq_lens` of some rows, causal as the layers are if `causal` is None."""
         spec = self._specs[group]
         causal = spec.causal if causal is None else causal
         return self.choices[group].provider.tot_seq_lens(spec, rows, causal=causal)

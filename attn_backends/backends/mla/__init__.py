@@ -6,14 +6,13 @@ metadata.py   a batch as decode rows, attended on the latent cache, and prefill 
 state.py      the context workspace, plans, graph buffers
 impl.py       one layer: write, absorb, decode, expand, prefill in bounded chunks, merge
 attend.py     attention with its LSE in plain torch
-torch_mla.py  TORCH_MLA, on any device
 
-flashmla/        FLASHMLA: library.py has its kernels, who brings them, and the two generations of their schedules;
-                 provider.py fails to import where nobody does
+torch_mla/       TORCH_MLA, on any device
+flashmla/        FLASHMLA: library.py has its kernels, who brings them, and the two generations of their schedules
 flashinfer_mla/  FLASHINFER_MLA: plan.py has one wrapper of FlashInfer and its plans
-triton_mla/      TRITON_MLA: decode_kernel.py decodes, and decode_hopper_kernel.py many heads on Hopper; tuning.py says
-                 in which tiles
-flash_attn_mla/  FLASH_ATTN_MLA, over the builds of library.py; provider.py as above
+triton_mla/      TRITON_MLA: decode_kernel.py decodes, and decode_hopper_kernel.py many heads on Hopper; launch.py calls
+                 them, tuning.py says in which tiles
+flash_attn_mla/  FLASH_ATTN_MLA, over the builds of library.py
 
 A backend names its own Impl and State over these. It must have `MLAImpl._decode`; it may have `MLAImpl._prefill`,
 `MLAState.plan_decode` and `plan_prefill`, and what its `reject` adds.

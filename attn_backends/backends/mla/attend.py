@@ -37,7 +37,7 @@ def attend(
 
 
 def in_whole_words(tensor: torch.Tensor) -> torch.Tensor:
-    """As kernels read it, 16 bytes at a time: a copy, with zeros behind its last dimension, where it is not so yet."""
+    """The tensor as kernels read it, 16 bytes at a time: a copy padded with zeros where it does not lie so yet."""
     word = 16 // tensor.itemsize
     steps = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
     if any(step % word for step in steps):

@@ -55,7 +55,7 @@ class MLABackend(AttentionBackend):
 
 
 def reject_other_cache_dtype(spec: AttentionSpec, dtypes: frozenset[torch.dtype]) -> list[Rejection]:
-    """Of a backend whose kernels read queries and latent rows of one dtype, each of `dtypes`."""
+    """The rejection of a cache of another dtype than the queries', for kernels that read both in one of `dtypes`."""
     if spec.dtype not in dtypes or spec.cache_dtype not in dtypes - {spec.dtype}:
         return []
     got, supported = (str(dtype).removeprefix("torch.") for dtype in (spec.cache_dtype, spec.dtype))

@@ -142,7 +142,7 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
         )
 
     def reorder_batch(self, batch: SwappableRows, query_lens: Sequence[int]) -> bool:
-        """To the front all rows of the commonest query length that counts as decode."""
+        """Bring all rows of the commonest query length that counts as decode to the front."""
         lens = np.asarray(query_lens, np.int32)
         short = lens[(lens >= 1) & (lens <= self.decode_threshold)]
         front = np.bincount(short).argmax() if len(short) else 0

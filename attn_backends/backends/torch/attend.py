@@ -21,7 +21,7 @@ class Attended:
         return Attended(self.output.flatten(0, 1), None if self.lse is None else self.lse.flatten(0, 1))
 
     def of(self, live: torch.Tensor | None) -> Attended:
-        """With nothing in the flat tokens that are not live: they saw no key, and hold NaN. None: all are."""
+        """The same with zeros in the flat tokens that are not live: they saw no key, and hold NaN. None: all are."""
         if live is None:
             return self
         lse = None if self.lse is None else self.lse.masked_fill(~live[:, None], float("-inf"))

@@ -77,10 +77,10 @@ class TorchImpl(AttentionImpl[TorchStep]):
             write_slots(key[:num_new], value[:num_new], kv_cache, slots[:num_new], self.k_scale, self.v_scale)
 
     def trace_inputs(self, metadata: TorchMetadata) -> tuple[torch.Tensor, ...] | None:
-        """For the kernel, slots of new keys and its rows. Otherwise slots, one for each new key; which token's key goes
-        there; slots to gather [rows, keys]; what hides them.
+        """What `trace` reads of steps that decode, all rows together: for the kernel, slots of new keys and its rows.
 
-        For steps that decode, all rows together. A padded row does as the first one does: it writes the same once more.
+        Otherwise slots, one for each new key; which token's key goes there; slots to gather [rows, keys]; what hides
+        them. A padded row does as the first one does: it writes the same once more.
         """
         if self.kernel is not None:
             paged, num_tokens = metadata.paged_rows, metadata.num_tokens
@@ -146,7 +146,7 @@ class TorchImpl(AttentionImpl[TorchStep]):
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        """By the kernel, which writes all new keys of the step first; into `output` itself if that is possible."""
+        """Decode by the kernel, which writes all new keys of the step first, into `output` itself where possible."""
         if self.kernel is None:
             raise ValueError(
                 "this step was built with native_decode, and the layer has it off: give both one set of options"

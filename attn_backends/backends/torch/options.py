@@ -21,5 +21,5 @@ class TorchOptions(BaseModel):
     piece_bytes: Annotated[int, Field(ge=1)] = 1 << 20
     """Keys and values of a piece: what one core gathers and then attends, while it is still in its own cache."""
     graph_max_seq_len: Annotated[int, Field(ge=1)] = 1024
-    """In a CUDA graph every row gathers this many keys, masked (fewer if the model or a window is shorter). A batch
-    with a longer row runs eager."""
+    """Keys that every row of a CUDA graph gathers, masked (fewer if the model or a window is shorter). A batch with a
+    longer row runs eager."""

@@ -22,6 +22,7 @@ from attn_backends.backends.flash_attn.provider import choose
 from attn_backends.backends.flash_attn.providers import PROVIDERS
 from attn_backends.backends.flash_attn.state import FlashAttnState, FlashAttnStep
 from attn_backends.interface import AttentionStep
+from attn_backends.kernels.merge_state import add_sinks
 from attn_backends.registry import register_backend, validate_options
 from attn_backends.registry.support import support
 from attn_backends.registry.table import BackendImportError, get_entry
@@ -381,7 +382,7 @@ def test_steps_of_others_are_refused() -> None:
     layer, batch = layer_and_batch(FA3, 20, 33)
     step = layer.begin(batch)
     given = (batch.query, batch.key, batch.value, batch.fresh_pool())
-    with pytest.raises(TypeError, match="FLASH_ATTN got a AttentionStep of FlashAttnMetadata"):
+    with pytest.raises(TypeError, match="FlashAttnStep, and got a AttentionStep of FlashAttnMetadata"):
         layer.impl.forward(*given, AttentionStep(step.metadata))
     other, _ = layer_and_batch(FA3, 20, 33, scale=0.5)
     with pytest.raises(ValueError, match="differ from this one in scale"):
@@ -425,8 +426,8 @@ def test_a_schedule_of_another_size_is_not_taken_for_the_captured_one(monkeypatc
     layer, batch = layer_and_batch(FA3, 32, 40)
     with layer.state.graph_capture(2):
         clone = layer.state.graph_clone(2)
-    longer = clone.schedule
-    monkeypatch.setattr(clone, "schedule", lambda *given: torch.cat([longer(*given)] * 2))
+    longer = layer.state.schedule
+    monkeypatch.setattr(layer.state, "schedule", lambda *given: torch.cat([longer(*given)] * 2))
     with pytest.raises(RuntimeError, match=r"its version changed what a schedule's size follows from"):
         clone.begin_forward(layer.builder.build(0, replace(batch.common(), for_graph=True)))
 
@@ -441,7 +442,7 @@ def test_what_sinks_leave_is_rounded_once(name: str) -> None:
     factor = torch.sigmoid(lse.double() - batch.sinks.double())[..., None]
     got = output.clone()
     if name == FA3:
-        layer.impl._scale_output(got, lse, 1.0)
+        add_sinks(got, lse, layer.impl.sinks)
     else:
-        layer.impl._finish(got, lse / math.log(2), layer.begin(batch).metadata)
+        layer.impl._finish(got, lse / math.log(2), layer.begin(batch).metadata, want_lse=False)
     assert float((got == (output * factor).bfloat16()).float().mean()) > 0.99

@@ -33,11 +33,11 @@ class FlashAttnMLAImpl(MLAImpl):
         latent, rope = latent_cache.unsqueeze(2).split([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
         call: DecodeCall = step.plan
         scale = spec.scale * self.k_scale
-        found = call.kernels.decode(q_pe, q_nope, rope, latent, scale, output.flatten(0, 1), call)
+        kernel_lse = call.kernels.decode(q_pe, q_nope, rope, latent, scale, output.flatten(0, 1), call)
         if self.k_scale != 1.0:
             output.mul_(self.k_scale)
         if lse is not None:
-            lse.flatten(0, 1).copy_(found.t())
+            lse.flatten(0, 1).copy_(kernel_lse.t())
 
     def _prefill(
         self,
@@ -52,6 +52,6 @@ class FlashAttnMLAImpl(MLAImpl):
         if not self._prefills:
             super()._prefill(query, key, value, rows, output, lse, plan)
             return
-        found = plan.prefill(query, key, value, self.spec.scale, output, rows)
+        kernel_lse = plan.prefill(query, key, value, self.spec.scale, output, rows)
         if lse is not None:
-            lse.copy_(found.t())
+            lse.copy_(kernel_lse.t())

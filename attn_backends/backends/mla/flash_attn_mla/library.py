@@ -34,7 +34,7 @@ class Kernels(ABC):
         self.module = module
 
     def max_seq_len(self, call: DecodeCall, page_size: int) -> int:
-        """As the kernels are told it; a schedule must be told the same."""
+        """The longest row as the kernels are told it; a schedule must be told the same."""
         return call.max_seq_len
 
     def schedule(self, call: DecodeCall, spec: MLASpec, cache: KVCacheSpec) -> torch.Tensor:

@@ -29,17 +29,17 @@ _PER_WORK, _PER_SM = 9, 5  # int arrays of a schedule
 
 
 def int_bytes(num_sms: int) -> int:
-    """Of a schedule."""
+    """Bytes of a schedule."""
     return 4 * (_PER_WORK * MAX_WORKS + _PER_SM * num_sms) + (_PER_WORK + _PER_SM) * _ALIGNMENT
 
 
 def float_bytes(spec: MLASpec, num_sms: int) -> int:
-    """Of partial results: two tiles a multiprocessor, in the queries' dtype, and their LSEs."""
+    """Bytes of partial results: two tiles a multiprocessor, in the queries' dtype, and their LSEs."""
     return 2 * num_sms * TILE_ROWS * (2 * spec.kv_lora_rank + 4) + 2 * _ALIGNMENT
 
 
 def most_works(num_rows: int, query_len: int, num_qo_heads: int, num_sms: int) -> int:
-    """Of any batch of this size: its tiles, and as many splits as there are multiprocessors."""
+    """Most works of any batch of this size: its tiles, and as many splits as there are multiprocessors."""
     tokens, tile = tokens_of_a_row(query_len, num_qo_heads), _tile(query_len * num_qo_heads)
     return num_rows * -(-query_len // tokens) * -(-tokens * num_qo_heads // tile) + num_sms
 

@@ -24,9 +24,9 @@ class FlashMLAImpl(MLAImpl):
         rows, schedule = step.metadata.decode, step.plan
         assert rows is not None  # there is something to decode
         scale = self.spec.scale * self.k_scale
-        found = schedule.kernels.run(query, latent_cache, rows, schedule.of(self), scale, output)
+        kernel_lse = schedule.kernels.run(query, latent_cache, rows, schedule.of(self), scale, output)
         if self.k_scale != 1.0:
             output.mul_(self.k_scale)
         if lse is not None:
-            lse.copy_(found.transpose(1, 2))
+            lse.copy_(kernel_lse.transpose(1, 2))
             lse.masked_fill_(lse == math.inf, -math.inf)

@@ -1,1 +1,1 @@
-"""The files of TORCH_MLA."""
+"""TORCH_MLA: plain torch over the latent cache, on any device."""

@@ -16,8 +16,8 @@ class TorchMLAOptions(MLAOptions):
     gather_together_bytes: Annotated[int, Field(ge=0)] = 32 << 20
     """Latent rows of decodes that are gathered and attended together; one request's always are."""
     graph_max_seq_len: Annotated[int, Field(ge=1)] = 1024
-    """In a CUDA graph every row gathers this many keys, masked (fewer if the model is shorter). A batch with a longer
-    row runs eager."""
+    """Keys that every row of a CUDA graph gathers, masked (fewer if the model is shorter). A batch with a longer row
+    runs eager."""
 
 
 def graph_max_seq_len(options: TorchMLAOptions | None, limits: Limits) -> int:

@@ -34,7 +34,7 @@ class TorchMLAState(MLAState):
         return held or parts
 
     def _parts(self, spec: MLASpec, rows: DecodeRows) -> Iterator[Part]:
-        """In a graph their shapes follow from the limits alone."""
+        """The rows in parts. In a graph the parts' shapes follow from the limits alone."""
         options = self.options or TorchMLAOptions()
         in_graph = rows.idle is not None
         longest = graph_max_seq_len(options, self.limits) if in_graph else int(rows.seq_lens_cpu.max())

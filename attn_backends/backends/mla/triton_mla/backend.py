@@ -15,7 +15,7 @@ _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 class TritonMLABackend(MLABackend):
-    """With TRITON_INTERPRET=1 its kernels run on a CPU too, slowly."""
+    """Kernels of our own. With TRITON_INTERPRET=1 they run on a CPU too, slowly."""
 
     name = "TRITON_MLA"
     impl_cls = TritonMLAImpl
