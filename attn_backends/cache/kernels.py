@@ -140,7 +140,7 @@ def can_copy(tensor: torch.Tensor) -> bool:
 
 
 def copy_pages(tensors: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-    """In each tensor [num_pages, …] of `can_copy`, page to page. No destination may be a source."""
+    """Copies pages in each tensor [num_pages, …] of `can_copy`. No destination may be a source."""
     device = tensors[0].device
     addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
     strides = torch.tensor([tensor.stride(0) * tensor.itemsize // 4 for tensor in tensors])

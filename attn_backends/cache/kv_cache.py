@@ -234,7 +234,7 @@ def swap_pages(sources: Sequence[KVCache], destinations: Sequence[KVCache], pair
     Returns once the destination holds the pages.
 
     Raises:
-        ValueError: as for `copy_pages`.
+        ValueError: see `copy_pages`.
     """
     if not pairs or not sources:
         return

@@ -18,7 +18,7 @@ class GraphInputs:
     Own lengths and page tables are allocated when a state asks for them: kernels may read the pages otherwise.
 
     Args:
-        num_rows: of the largest graph.
+        num_rows: rows of the largest graph.
         shared: a step table's tensors, which are read where they are. None: tensors of our own.
 
     Raises:

@@ -1,4 +1,4 @@
-"""From the engine's settings to a `LoadedModel`: read, checked by a dry run, accelerated, compiled if asked."""
+"""Makes a `LoadedModel` from the engine's settings: read, checked by a dry run, accelerated, compiled if asked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load_model(
     """Load weights (safetensors or GGUF) and tokenizer; refuse a model that would not run right.
 
     Args:
-        stages: as `ready_model`.
+        stages: see `ready_model`.
 
     Raises:
         ModelError: nothing to load, damaged weights, a model whose attention cannot be replaced, or one that cannot be
@@ -71,7 +71,7 @@ def ready_model(
     """A Hugging Face model in memory, with our attention, made ready for the engine. Its layers may be replaced.
 
     Args:
-        how: as `EngineConfig.accelerate`.
+        how: `EngineConfig.accelerate`.
         stages: those that run unless `how` is "off", for measuring each by itself.
         folder: where the model was read from.
 
