@@ -156,7 +156,7 @@ def generate(
 ) -> None:
     """Answer prompts: from --prompt, a file, or stdin; without any, four examples. All are generated at once."""
     with clear_errors():
-        from attn_backends.cli.generate import generate as run, read_prompts
+        from attn_backends.cli.generate import answer, read_prompts
         from attn_backends.engine.config_sources import load_config
 
         overrides = {
@@ -174,7 +174,7 @@ def generate(
         }
         settings = load_config(config, overrides)
         prompts = read_prompts(prompt or [], prompts_file)
-        code = run(settings, prompts, chat=chat, stream=stream, as_json=as_json)
+        code = answer(settings, prompts, chat=chat, stream=stream, as_json=as_json)
     raise typer.Exit(code)
 
 

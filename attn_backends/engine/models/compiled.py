@@ -33,7 +33,7 @@ from attn_backends.engine.models.torch_graphs import (
     TUNED,
     TWO,
     Graph,
-    Graphs,
+    GraphsBySize,
     Others,
     check_compiler,
     make_graph,
@@ -53,7 +53,7 @@ TRACED_KEYS = 64  # that a decode graph is made with, a row
 class CompiledModel(LoadedModel):
     """A model whose forward is a graph, attention an operator in it; it runs as it is where there is no graph."""
 
-    graphs: Graphs = field(kw_only=True)
+    graphs: GraphsBySize = field(kw_only=True)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, logits_at: torch.Tensor, context: AttentionContext
@@ -69,7 +69,7 @@ class CompiledModel(LoadedModel):
 class TracedModel(LoadedModel):
     """A model whose decode steps are a graph, attention in it; other steps run the model as it is."""
 
-    graphs: Graphs = field(kw_only=True)
+    graphs: GraphsBySize = field(kw_only=True)
     first_layers: tuple[int, ...] = field(kw_only=True)  # one of each plan group
     caches: Caches = field(kw_only=True)  # as the graphs take them
 
@@ -128,7 +128,9 @@ def compile_model(model: LoadedModel, device: torch.device, report: Report = sil
         return ModelToCompile(**_kept(model) | {"min_tokens": 2}, report=report)
     with _told(report):
         whole = _with_operator(model.source)
-        graphs = Graphs(make_graph(whole, ONE, {}, device=device), 1, make_graph(whole, SEVERAL, {}, device=device))
+        graphs = GraphsBySize(
+            make_graph(whole, ONE, {}, device=device), 1, make_graph(whole, SEVERAL, {}, device=device)
+        )
     return CompiledModel(**_kept(model), graphs=graphs)
 
 
@@ -138,13 +140,13 @@ def _has_operators(module: torch.nn.Module) -> bool:
     return {FusedLayer, MklLinear} <= kinds and not kinds & {torch.nn.Linear, PackedLinear, MergedSlice}
 
 
-def _cpu_graphs(module: Any, whole: Graph, others: Others = nothing) -> Graphs:
+def _cpu_graphs(module: Any, whole: Graph, others: Others = nothing) -> GraphsBySize:
     if _has_operators(module):
-        return Graphs(None, 0, make_graph(whole, SEVERAL, CPP, others))
+        return GraphsBySize(None, 0, make_graph(whole, SEVERAL, CPP, others))
     if next(module.parameters()).dtype is torch.float32:
         # Products of two tokens are faster on the weights as they are; of more, in the layers of the eager model.
-        return Graphs(make_graph(whole, TWO, CPP, others), 2, None)
-    return Graphs(None, 0, make_graph(whole, SEVERAL, TUNED, others))
+        return GraphsBySize(make_graph(whole, TWO, CPP, others), 2, None)
+    return GraphsBySize(None, 0, make_graph(whole, SEVERAL, TUNED, others))
 
 
 def _with_operator(module: Any) -> Graph:

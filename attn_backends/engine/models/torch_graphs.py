@@ -49,7 +49,7 @@ def nothing(num_tokens: int) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class Graphs:
+class GraphsBySize:
     """One graph for few tokens and one for more; either may be missing."""
 
     few: Graph | None

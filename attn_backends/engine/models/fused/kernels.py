@@ -21,7 +21,7 @@ from attn_backends.kernels.launch import can_start_early, launch, power_of_two, 
 _GATE_WARPS = 4
 
 
-class Tile(NamedTuple):
+class ProductTile(NamedTuple):
     """How a product of one token is cut."""
 
     rows: int  # output features a program
@@ -174,7 +174,7 @@ def one_token_linear(
     epsilon: float = 0.0,
     residual: torch.Tensor | None = None,  # [1, out_features], added
     is_gated: bool = False,  # SiLU of the first half of the output times the second
-    tile: Tile | None = None,
+    tile: ProductTile | None = None,
 ) -> torch.Tensor:  # [1, out_features]
     """A product of one token with what comes before and behind it, in one launch."""
     num_columns = token.shape[1]
@@ -188,11 +188,11 @@ def one_token_linear(
     return out
 
 
-def choose_tile(num_columns: int, has_norm: bool) -> Tile:
+def choose_tile(num_columns: int, has_norm: bool) -> ProductTile:
     """The tile that benchmarks/engine/layer_products.py found best."""
     if has_norm:
-        return Tile(4, 1024, 8)
-    return Tile(2, 1024, 4) if num_columns <= 1024 else Tile(2, 2048, 8)
+        return ProductTile(4, 1024, 8)
+    return ProductTile(2, 1024, 4) if num_columns <= 1024 else ProductTile(2, 2048, 8)
 
 
 def pays(weight: torch.Tensor, has_norm: bool) -> bool:
