@@ -13,7 +13,8 @@ _HOME = {  # type checkers read __init__.pyi, which says the same
         "batch.page_table": "common_prefix_len",
         "batch.views": "pad_rows slice_rows unpad_rows",
         "cache.kv_cache": "KVCache allocate_kv_cache write_kv write_latent",
-        "engine.config": "EngineConfig SamplingParams load_config",
+        "engine.config": "EngineConfig SamplingParams",
+        "engine.config_sources": "load_config",
         "engine.llm": "LLM",
         "engine.outputs": "RequestOutput TextChunk",
         "interface": "AttentionBackend AttentionImpl AttentionMetadata AttentionMetadataBuilder AttentionState "

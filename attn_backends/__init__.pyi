@@ -25,6 +25,8 @@ from attn_backends.cache.kv_cache import (
 from attn_backends.engine.config import (
     EngineConfig as EngineConfig,
     SamplingParams as SamplingParams,
+)
+from attn_backends.engine.config_sources import (
     load_config as load_config,
 )
 from attn_backends.engine.llm import (

@@ -62,15 +62,15 @@ def infer_global_hyperparameters(params: Mapping[LayerT, PerLayerParameters]) ->
 
 def _differences(params: Mapping[LayerT, PerLayerParameters]) -> str:
     """ "window_left is 127 in layers 0, 2; -1 in layer 1", and so on for each parameter that differs."""
-    told = []
+    found_different = []
     for field in fields(PerLayerParameters):
         layers: dict[object, list[str]] = {}
         for layer, found in params.items():
             layers.setdefault(getattr(found, field.name), []).append(str(layer))
         if len(layers) > 1:
             values = "; ".join(f"{value} in {_named(names)}" for value, names in layers.items())
-            told.append(f"{field.name} is {values}")
-    return ", and ".join(told)
+            found_different.append(f"{field.name} is {values}")
+    return ", and ".join(found_different)
 
 
 def _named(layers: list[str]) -> str:

@@ -19,7 +19,7 @@ class SwappableRows(Protocol):
 
 
 class BatchSplit(NamedTuple):
-    """Where a batch splits. Decodes are its first rows and tokens, prefills those behind."""
+    """The place where a batch splits. Decodes are its first rows and tokens, prefills those behind."""
 
     num_decodes: int
     num_prefills: int

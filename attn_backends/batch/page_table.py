@@ -59,11 +59,7 @@ def compile_page_table(
     """
     num_rows = len(pages)
     used = -(-seq_lens // page_size)
-    for row in np.flatnonzero(np.fromiter(map(len, pages), np.int64, num_rows) < used).tolist():
-        raise ValueError(
-            f"row {row} has {len(pages[row])} pages of {page_size} slots for {seq_lens[row]} keys; "
-            f"it needs {used[row]}: allocate the missing pages before the step"
-        )
+    _check_counts(pages, seq_lens, used, page_size)
     rows_total = num_rows + num_padded_rows
     trimmed = [row_pages[:count] for row_pages, count in zip(pages, used.tolist(), strict=True)]
     indices = np.concatenate(trimmed, dtype=np.int32) if trimmed else np.zeros(0, np.int32)
@@ -83,6 +79,14 @@ def compile_page_table(
     slots = np.full(len(rows) + num_padded_tokens, PAD_SLOT, np.int64)
     slots[: len(rows)] = table[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
     return CompiledPageTable(table, indptr, indices, last_page_len, slots)
+
+
+def _check_counts(pages: Sequence[IntArray], seq_lens: IntArray, used: IntArray, page_size: int) -> None:
+    for row in np.flatnonzero(np.fromiter(map(len, pages), np.int64, len(pages)) < used).tolist():
+        raise ValueError(
+            f"row {row} has {len(pages[row])} pages of {page_size} slots for {seq_lens[row]} keys; "
+            f"it needs {used[row]}: allocate the missing pages before the step"
+        )
 
 
 def common_prefix_len(

@@ -117,7 +117,7 @@ def prefix_to_share(
 
     Args:
         asked: `common_prefix_len` as the builder was given it.
-        min_bytes: of keys and values that are not read again and again then, a layer: from there on it pays.
+        min_bytes: bytes of keys and values a layer that are read once in place of many times: with more, it pays.
 
     Raises:
         ValueError: `asked` is not whole pages of every row's context.

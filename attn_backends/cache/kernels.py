@@ -87,7 +87,7 @@ def to_fp8(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return stored
 
 
-def write_kv(
+def launch_write_kv(
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
@@ -139,11 +139,11 @@ def can_copy(tensor: torch.Tensor) -> bool:
     return not (tensor[0].nbytes % 4 or tensor.stride(0) * tensor.itemsize % 4 or tensor.data_ptr() % 4)
 
 
-def copy_pages(tensors: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-    """In each tensor [num_pages, …] of `can_copy`, page to page. No destination may be a source."""
+def launch_copy_pages(tensors: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+    """Copies pages in each tensor [num_pages, …] of `can_copy`. No destination may be a source."""
     device = tensors[0].device
     addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
     strides = torch.tensor([tensor.stride(0) * tensor.itemsize // 4 for tensor in tensors])
     sizes = torch.tensor([tensor[0].nbytes // 4 for tensor in tensors], dtype=torch.int32)
-    told = (each.to(device) for each in (addresses, strides, sizes, torch.tensor(pairs)))
-    start_kernel(copy_pages_kernel, (len(tensors), len(pairs)), *told, _BLOCK)
+    described = (each.to(device) for each in (addresses, strides, sizes, torch.tensor(pairs)))
+    start_kernel(copy_pages_kernel, (len(tensors), len(pairs)), *described, _BLOCK)

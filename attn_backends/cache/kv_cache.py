@@ -122,9 +122,9 @@ def write_kv(
     if not (key.shape[0] and slot_mapping.shape[0]):
         return
     if _has_kernel(kv_cache.key, key):
-        from attn_backends.cache.kernels import write_kv as write_in_one_launch
+        from attn_backends.cache.kernels import launch_write_kv
 
-        write_in_one_launch(key, value, *kv_cache, slot_mapping, k_scale, v_scale, next_waits)
+        launch_write_kv(key, value, *kv_cache, slot_mapping, k_scale, v_scale, next_waits)
         return
     slot_mapping = slot_mapping[: key.shape[0]]
     live = slot_mapping >= 0
@@ -218,10 +218,10 @@ def copy_pages(caches: Sequence[KVCache], pairs: Sequence[tuple[int, int]]) -> N
     sources, destinations = zip(*pairs, strict=True)
     in_any_order = set(sources).isdisjoint(destinations)
     if in_any_order and all(map(_has_kernel, tensors)):
-        from attn_backends.cache.kernels import can_copy, copy_pages as copy_in_one_launch
+        from attn_backends.cache.kernels import can_copy, launch_copy_pages
 
         if all(map(can_copy, tensors)):
-            copy_in_one_launch(tensors, pairs)
+            launch_copy_pages(tensors, pairs)
             return
     source, destination = torch.tensor(pairs, device=tensors[0].device).unbind(1)
     for tensor in tensors:
@@ -234,7 +234,7 @@ def swap_pages(sources: Sequence[KVCache], destinations: Sequence[KVCache], pair
     Returns once the destination holds the pages.
 
     Raises:
-        ValueError: as for `copy_pages`.
+        ValueError: see `copy_pages`.
     """
     if not pairs or not sources:
         return

@@ -16,15 +16,15 @@ def list_writes(spec: AttentionSpec, cache: KVCacheSpec, lets_start: Sequence[bo
     Args:
         lets_start: whether what comes behind starts early.
     """
-    from attn_backends.cache.kernels import copy_pages, write_kv
+    from attn_backends.cache.kernels import launch_copy_pages, launch_write_kv
     from attn_backends.kernels.examples import PAGES, caches, distinct, empty, new_latents, new_tokens
 
     tokens = new_latents(spec) if isinstance(spec, MLASpec) else [tuple(new[1:]) for new in new_tokens(spec)]
     ways = product(distinct(tokens), distinct(caches(spec, cache)), (1.0, 0.5), lets_start)
     for (key, value), cached, scale, next_waits in ways:
         slots = empty(key.shape[0], dtype=torch.int64)
-        write_kv(key, value, *cached, slots, scale, scale, next_waits=next_waits)
-    copy_pages([empty(PAGES, 1, dtype=torch.int32)], [(0, 1)])
+        launch_write_kv(key, value, *cached, slots, scale, scale, next_waits=next_waits)
+    launch_copy_pages([empty(PAGES, 1, dtype=torch.int32)], [(0, 1)])
 
 
 def list_cache_writes(specs: Iterable[AttentionSpec], cache: KVCacheSpec) -> None:

@@ -81,7 +81,7 @@ def list_backends(as_json: JsonOption = False) -> None:
 @app.command()
 def doctor(
     name: Annotated[str, typer.Argument(help="A backend's name; attn-backends list shows them.")],
-    device: Annotated[str, typer.Option("--device", help="Where to run the check: cpu, cuda, … or auto.")] = "auto",
+    device: Annotated[str, typer.Option("--device", help="Device to run the check on: cpu, cuda, … or auto.")] = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Import a backend, look at its device and capabilities, and run it against the reference."""
@@ -112,9 +112,9 @@ def explain(
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """For the layers of the config's model on this device: each backend's verdict with reasons, and the one chosen."""
+    """Show each backend's verdict on the config's model and device, with reasons, and the one chosen."""
     with clear_errors():
-        from attn_backends.engine.config import load_config
+        from attn_backends.engine.config_sources import load_config
 
         settings = load_config(config, {"backend": backend, "device": device})
         explanation = _explanation(settings)
@@ -156,8 +156,8 @@ def generate(
 ) -> None:
     """Answer prompts: from --prompt, a file, or stdin; without any, four examples. All are generated at once."""
     with clear_errors():
-        from attn_backends.cli.generate import generate as run, read_prompts
-        from attn_backends.engine.config import load_config
+        from attn_backends.cli.generate import answer, read_prompts
+        from attn_backends.engine.config_sources import load_config
 
         overrides = {
             "backend": backend,
@@ -174,7 +174,7 @@ def generate(
         }
         settings = load_config(config, overrides)
         prompts = read_prompts(prompt or [], prompts_file)
-        code = run(settings, prompts, chat=chat, stream=stream, as_json=as_json)
+        code = answer(settings, prompts, chat=chat, stream=stream, as_json=as_json)
     raise typer.Exit(code)
 
 
@@ -186,7 +186,7 @@ def _explanation(config: EngineConfig) -> Explanation:
 
     if config.backend.upper() != AUTO:
         get_entry(config.backend)  # an unknown name is said at once, before transformers and a model are read
-    from attn_backends.engine.llm import attention_specs, possible_caches, resolve_device
+    from attn_backends.engine.resolve import attention_specs, possible_caches, resolve_device
 
     device = resolve_device(config.device)
     specs = attention_specs(config, device)

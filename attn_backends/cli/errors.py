@@ -135,7 +135,8 @@ def _nearest(error: Any) -> str:
 
 def _as_setting(option: str) -> str:
     """What to type where an option's name is that of a setting, which has no option."""
-    from attn_backends.engine.config import PREFIX, EngineConfig
+    from attn_backends.engine.config import EngineConfig
+    from attn_backends.engine.config_sources import PREFIX
     from attn_backends.validation import sections
 
     name = option.lstrip("-").replace("-", "_").partition("=")[0]

@@ -154,7 +154,7 @@ def stats_table(llm: LLM) -> Table:
     return table
 
 
-def generate(config: EngineConfig, prompts: list[str], *, chat: bool | None, stream: bool, as_json: bool) -> int:
+def answer(config: EngineConfig, prompts: list[str], *, chat: bool | None, stream: bool, as_json: bool) -> int:
     """Load, generate, show. Returns the exit code: 0, 1 if a prompt failed, 130 after Ctrl-C.
 
     Args:

@@ -46,7 +46,7 @@ def verify(
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Another number draws other cases.")] = 0,
     case: Annotated[int | None, typer.Option("--case", min=0, help="Run this one case alone, and show it.")] = None,
-    device: Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda, cuda:1, … or auto.")] = "auto",
+    device: Annotated[str, typer.Option("--device", help="Device to run on: cpu, cuda, cuda:1, … or auto.")] = "auto",
     workers: Annotated[
         int | None, typer.Option("--workers", min=1, help="Processes that run cases side by side.")
     ] = None,
@@ -55,7 +55,7 @@ def verify(
         typer.Option("--size", help="Work of a case: small, medium or large; by default what suits the device."),
     ] = None,
     multiprocessors: Annotated[
-        int | None, typer.Option("--multiprocessors", min=1, help="On a CPU: those of the GPU that it stands for.")
+        int | None, typer.Option("--multiprocessors", min=1, help="Multiprocessors of the GPU that a CPU stands for.")
     ] = None,
     imports: Annotated[
         list[str] | None, typer.Option("--import", help="A module that registers backends; may be given again.")
@@ -178,13 +178,13 @@ def _progress(asked: Asked, cases: int | None, minutes: float) -> Iterator[Calla
     """Shows what there is after each case: a bar on a terminal, else a line now and then."""
     console, started, last = Console(stderr=True), time.monotonic(), [time.monotonic()]
 
-    def told(tally: Tally) -> str:
+    def summary(tally: Tally) -> str:
         return f"{tally.num_cases} cases, {tally.num_steps} steps, {len(tally.findings)} findings"
 
     def line(tally: Tally) -> None:
         if time.monotonic() - last[0] > _LINE_EVERY_S:
             last[0] = time.monotonic()
-            console.print(f"{asked.name} on {asked.device}: {told(tally)}", highlight=False)
+            console.print(f"{asked.name} on {asked.device}: {summary(tally)}", highlight=False)
 
     if not console.is_terminal:
         yield line
@@ -196,7 +196,7 @@ def _progress(asked: Asked, cases: int | None, minutes: float) -> Iterator[Calla
         def bar(tally: Tally) -> None:
             share = (time.monotonic() - started) / max(1e-9, 60 * minutes)
             done = min(1.0, max(share, tally.num_cases / cases if cases else 0.0))
-            progress.update(task, completed=done, description=f"{asked.name} on {asked.device}: {told(tally)}")
+            progress.update(task, completed=done, description=f"{asked.name} on {asked.device}: {summary(tally)}")
 
         yield bar
 
@@ -240,8 +240,8 @@ def _print_declared(console: Console, report: dict[str, Any]) -> None:
     pairs = report["num_pairs"]
     refused = "".join(f", {times} refused ({why})" for why, times in pairs["refused"].items())
     ran = f"{sum(times > 0 for times in values)} of {len(values)} declared values and {pairs['run']} of "
-    told = f"{ran}{pairs['declared']} pairs of them ran{refused}, {pairs['not_run']} pairs did not run"
-    console.print(escape(told), highlight=False)
+    summary = f"{ran}{pairs['declared']} pairs of them ran{refused}, {pairs['not_run']} pairs did not run"
+    console.print(escape(summary), highlight=False)
     missing = [f"{one} with {other}" for one, others in report["pairs_not_run"].items() for other in others]
     for pair in missing[:_MOST_SHOWN]:
         console.print(f"  did not run: {escape(pair)}", highlight=False)

@@ -12,32 +12,30 @@ import torch
 from attn_backends.cache.kv_cache import page_bytes
 from attn_backends.engine.config import EngineConfig, SamplingParams
 from attn_backends.engine.detokenizer import Detokenizer
+from attn_backends.engine.live import LiveRequest, LiveRequests
 from attn_backends.engine.models.kv_scales import kv_scales
-from attn_backends.engine.models.load import layer_specs, load_model
+from attn_backends.engine.models.load import load_model
 from attn_backends.engine.models.loaded_model import LoadedModel
 from attn_backends.engine.outputs import Prompt, Report, RequestOutput, Stats, TextChunk, silent
 from attn_backends.engine.page_allocator import PageAllocator
-from attn_backends.engine.prompts import check_prompts, check_sampling, why_not_served, why_not_text
+from attn_backends.engine.prompts import check_prompts, check_sampling, render_prompt, why_not_served, why_not_text
 from attn_backends.engine.request import Request, salts_for
+from attn_backends.engine.resolve import (
+    attention_specs,
+    choose_backend,
+    pool_for,
+    possible_caches,
+    resolve_device,
+    with_cache_dtype,
+)
 from attn_backends.engine.runner import ModelRunner
-from attn_backends.engine.sampler import OnTheirWay, Sampler
-from attn_backends.engine.scheduler import ScheduledBatch, Scheduler
+from attn_backends.engine.sampler import PendingTokens, Sampler
+from attn_backends.engine.scheduled_batch import ScheduledBatch
+from attn_backends.engine.scheduler import Scheduler
 from attn_backends.engine.warm_up import compile_kernels, run_products, run_steps
 from attn_backends.graphs.recorder import GraphRecorder
-from attn_backends.registry import AUTO, Load, get_entry, select_backend, validate_options
-from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
-
-PAGE_SIZES = (16, 32, 64, 128, 256)  # where the config leaves it open, after those that a backend prefers
-
-
-@dataclass
-class _Live:
-    """A request on its way, with its text."""
-
-    index: int
-    prompt: Prompt
-    request: Request
-    detokenizer: Detokenizer
+from attn_backends.registry import AUTO, get_entry, select_backend, validate_options
+from attn_backends.spec import Limits
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class _Launch:
     batch: ScheduledBatch
     sampled: Sequence[Request]
     last_tokens: torch.Tensor  # [num_rows] i64, on the device
-    tokens: OnTheirWay
+    tokens: PendingTokens
 
 
 class LLM:
@@ -68,49 +66,43 @@ class LLM:
         self.config = config
         self.model = model
         self.stats = Stats()
-        self._have_ended: list[Request] = []  # and have not been handed out yet
+        self._live = LiveRequests()
         specs = {layer: with_cache_dtype(probe.spec, config) for layer, probe in model.layers.items()}
-        load = Load(config.scheduler.max_num_requests, config.scheduler.max_model_len or model.max_model_len)
-        caches = possible_caches(config)
-        self.selection = select_backend(config.backend, specs, caches, device, load, config.backend_options)
-        backend, page_size = self.selection.backend, self.selection.cache.page_size
+        self.selection = choose_backend(config, specs, model.max_model_len, device)
+        backend, cache = self.selection.backend, pool_for(config, specs, self.selection)
         options = validate_options(self.selection.name, config.backend_options)
-        max_model_len = min(model.max_model_len, config.scheduler.max_model_len or model.max_model_len)
-        one_page = page_bytes(backend, specs, replace(self.selection.cache, num_pages=1))
-        self.kv_bytes_per_token = one_page // page_size
+        self.kv_bytes_per_token = page_bytes(backend, specs, replace(cache, num_pages=1)) // cache.page_size
         # What keys and values of every head take: where latent rows are cached instead, more than that.
         self.expanded_kv_bytes_per_token = sum(
             s.num_kv_heads * (s.head_dim + s.head_dim_vo) * s.cache_dtype.itemsize for s in specs.values()
         )
-        num_pages = config.cache.num_pages or config.cache.memory_bytes // one_page
-        if num_pages < 1:
-            raise ValueError(
-                f"cache.memory is {config.cache.memory_bytes} bytes, and one page of {page_size} tokens takes "
-                f"{one_page}: raise cache.memory or lower cache.page_size"
-            )
-        cache = replace(self.selection.cache, num_pages=num_pages)
+        max_model_len = min(model.max_model_len, config.scheduler.max_model_len or model.max_model_len)
         limits = Limits(config.scheduler.max_num_requests, config.scheduler.max_num_tokens, max_model_len)
-        self.allocator = PageAllocator(num_pages, cache.page_size, config.cache.prefix_caching)
+        self.allocator = PageAllocator(cache.num_pages, cache.page_size, config.cache.prefix_caching)
         self.scheduler = Scheduler(config.scheduler, self.allocator, max_model_len)
         self.runner = ModelRunner(
             model, backend, specs, cache, limits, device,
             scales=kv_scales(config.cache, specs, model.folder), options=options,
         )  # fmt: skip
         self.scheduler.on_release = self.runner.forget
-        self.scheduler.on_finish = self._have_ended.append
+        self.scheduler.on_finish = self._live.end
         self.sampler = Sampler(config.seed)
-        if config.warm_up:
-            compile_kernels(self.runner.state, report)
-        self.runner.capture_graphs(backend, config.graphs, config.scheduler.max_num_requests, report, recorder)
-        if config.warm_up and device.type != "cpu":
-            most_steps = config.scheduler.decode_steps_per_launch
-            run_steps(self.runner, self.sampler, limits, num_pages, most_steps, report)
-            run_products(self.runner, self.sampler, limits, num_pages, report)
+        self._make_ready(limits, report, recorder)
         # A GPU goes on with the next batch while the host looks at the last one's tokens; on a CPU there is no "while".
         self.launches_ahead = device.type != "cpu"
         self._num_requests = 0
-        self._live: dict[str, _Live] = {}
-        self._heard: dict[str, _Live] = {}  # those of them whose text is looked at token by token
+
+    def _make_ready(self, limits: Limits, report: Report, recorder: GraphRecorder | None) -> None:
+        """Compile kernels, capture graphs and run steps, as far as the config asks for it."""
+        config, runner, num_pages = self.config, self.runner, self.allocator.num_pages
+        if config.warm_up:
+            compile_kernels(runner.state, report)
+        most_requests = config.scheduler.max_num_requests
+        runner.capture_graphs(self.selection.backend, config.graphs, most_requests, report, recorder)
+        if config.warm_up and runner.device.type != "cpu":
+            most_steps = config.scheduler.decode_steps_per_launch
+            run_steps(runner, self.sampler, limits, num_pages, most_steps, report)
+            run_products(runner, self.sampler, limits, num_pages, report)
 
     @classmethod
     def from_pretrained(
@@ -125,7 +117,7 @@ class LLM:
         Args:
             model: the built-in default's name, a Hugging Face folder or a GGUF file; None: `config.model`.
             config: settings; None for the defaults.
-            report: told in words what is being loaded.
+            report: takes in words what is being loaded.
             recorder: captures `config.graphs`; None: CUDA graphs, on a GPU alone.
 
         Raises:
@@ -200,16 +192,15 @@ class LLM:
         self.allocator.reset_peak()
         try:
             self._admit(prompts, sampling, salts, in_pieces)
-            yield from self._close_finished()
+            yield from self._live.take_finished()
             launch: _Launch | None = None
             while self._live:  # at the end, what still runs ahead is for nobody
                 launch = yield from self._step(launch or self._begin())
                 self.stats.seconds = time.perf_counter() - started
         finally:
-            for item in self._live.values():
+            for item in self._live:
                 self.scheduler.abort(item.request.request_id)
-            for kept in (self._live, self._heard, self._have_ended):
-                kept.clear()
+            self._live.clear()
             hits, preemptions, replays = (now - then for now, then in zip(self._counters(), before, strict=True))
             self.stats.num_prefix_hit_tokens, self.stats.num_preemptions = hits, preemptions
             self.stats.num_graph_steps = replays
@@ -227,20 +218,11 @@ class LLM:
             TypeError: `text` is no text.
             ValueError: `chat` is True and the model has no template.
         """
-        if not isinstance(text, str):
-            raise TypeError(f"text is {text!r}; a user's message is a str")
-        template = self.model.tokenizer.chat_template
-        if chat and not template:
-            raise ValueError("this model has no chat template: use chat=False (--raw)")
-        if chat is False or not template or not text.strip() or why_not_text(text):
-            return text.strip() and text
-        messages = [{"role": "user", "content": text}]
-        token_ids = self.model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        return [int(token_id) for token_id in token_ids]
+        return render_prompt(self.model.tokenizer, text, chat)
 
     def abort(self, index: int) -> None:
         """End one prompt of the running `stream` early; its last chunk then comes with `finish_reason` "abort"."""
-        for item in self._live.values():
+        for item in self._live:
             if item.index == index:
                 self.scheduler.abort(item.request.request_id)
 
@@ -257,10 +239,8 @@ class LLM:
             error = error or why_not_served(token_ids, params, self.model.vocab_size)
             request = Request(str(self._num_requests), token_ids, params, cache_salt=salt)
             self._num_requests += 1
-            item = _Live(index, prompt, request, Detokenizer(self.model.tokenizer, params.stop))
-            self._live[request.request_id] = item
-            if in_pieces or params.stop:
-                self._heard[request.request_id] = item
+            item = LiveRequest(index, prompt, request, Detokenizer(self.model.tokenizer, params.stop))
+            self._live.add(item, is_streaming=in_pieces or bool(params.stop))
             if error:
                 self.scheduler.refuse(request, error)
             else:
@@ -275,14 +255,17 @@ class LLM:
         ahead = self._follow(launch) if launch and self.launches_ahead else None
         if launch:
             for tokens in launch.tokens.wait(launch.sampled):
-                heard = self._heard_of(launch.sampled, tokens) if self._heard else ()
+                streaming = self._live.streaming(launch.sampled, tokens)
                 before = self.scheduler.num_new_tokens
                 self.scheduler.update(launch.batch, tokens, self.model.eos_token_ids)
                 self.stats.num_new_tokens += self.scheduler.num_new_tokens - before
-                for item, token in heard:
-                    if text := self._text_of(item, token):
+                for item, token in streaming:
+                    text = item.add(token)
+                    if item.detokenizer.stopped:
+                        self.scheduler.finish(item.request, "stop")
+                    if text:
                         yield TextChunk(item.index, text)
-        yield from self._close_finished()
+        yield from self._live.take_finished()
         return ahead or (self._follow(launch) if launch and not self.launches_ahead else None)
 
     def _begin(self) -> _Launch | None:
@@ -310,72 +293,7 @@ class LLM:
             each.append(self.sampler.choose(logits, sampled, num_ahead + further))
         self.stats.num_steps += batch.num_steps
         tokens, largest = zip(*each, strict=True)
-        return _Launch(batch, sampled, tokens[-1], OnTheirWay(tokens, largest))
-
-    def _heard_of(self, requests: Sequence[Request], tokens: Sequence[int]) -> list[tuple[_Live, int]]:
-        """Whose new tokens are looked at, with the token. Ask before `update`: what has ended gets no more."""
-        pairs = zip(requests, tokens, strict=True)
-        return [
-            (self._heard[request.request_id], token)
-            for request, token in pairs
-            if not request.finish_reason and request.request_id in self._heard
-        ]
-
-    def _text_of(self, item: _Live, token: int) -> str:
-        """The text that one token adds. A token that ends the text is not part of it."""
-        text = "" if item.request.finish_reason == "stop" else item.detokenizer.add(token)
-        if item.detokenizer.stopped:
-            self.scheduler.finish(item.request, "stop")
-        return text
-
-    def _close_finished(self) -> Iterator[TextChunk]:
-        finished = [self._live[request.request_id] for request in self._have_ended]
-        self._have_ended.clear()
-        for item in sorted(finished, key=lambda item: item.index):
-            request = item.request
-            del self._live[request.request_id]
-            if self._heard.pop(request.request_id, None) is None:
-                ends_with_token = request.finish_reason == "stop"
-                item.detokenizer.keep(request.output_token_ids[: -1 if ends_with_token else None])
-            yield TextChunk(item.index, item.detokenizer.finish(), self._output(item))
-
-    def _output(self, item: _Live) -> RequestOutput:
-        request = item.request
-        reason = request.finish_reason or "abort"
-        text = item.detokenizer.text
-        return RequestOutput(item.index, item.prompt, text, tuple(request.output_token_ids), reason, request.error)
+        return _Launch(batch, sampled, tokens[-1], PendingTokens(tokens, largest))
 
     def _counters(self) -> tuple[int, int, int]:
         return self.scheduler.num_prefix_hit_tokens, self.scheduler.num_preemptions, self.runner.num_replays
-
-
-def resolve_device(device: str) -> torch.device:
-    """The config's device: `auto` is a GPU if there is one.
-
-    Raises:
-        ValueError: torch knows no such device, or has none here.
-    """
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device!r} cannot be used here: {error}. Use auto, cpu or cuda") from error
-    return torch.device(device)
-
-
-def attention_specs(config: EngineConfig, device: torch.device) -> dict[int, AttentionSpec]:
-    """What the layers of the config's model ask for, over the config's cache. No weights are read."""
-    return {layer: with_cache_dtype(spec, config) for layer, spec in layer_specs(config, device).items()}
-
-
-def possible_caches(config: EngineConfig) -> list[KVCacheSpec]:
-    """What the pool may be, best first: the config's page size, or several if it leaves that open."""
-    cache = config.cache
-    sizes = PAGE_SIZES if cache.page_size is None else (cache.page_size,)
-    return [KVCacheSpec(cache.num_pages or 1, size, cache.layout) for size in sizes]
-
-
-def with_cache_dtype(spec: AttentionSpec, config: EngineConfig) -> AttentionSpec:
-    """A layer of the model with the config's cache dtype."""
-    return spec if config.cache.dtype == "auto" else replace(spec, cache_dtype=getattr(torch, config.cache.dtype))

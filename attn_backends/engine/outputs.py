@@ -32,7 +32,7 @@ class TextChunk:
 
 @dataclass
 class Stats:
-    """Of one `generate` or `stream` call."""
+    """Figures of one `generate` or `stream` call."""
 
     num_prompts: int = 0
     num_prompt_tokens: int = 0
@@ -51,7 +51,7 @@ class Stats:
 
 
 class Report(Protocol):
-    """Is told what is being done while that takes long; `done` of `total` parts where they are known."""
+    """Takes what is being done while that takes long; `done` of `total` parts where they are known."""
 
     def __call__(self, message: str, done: int = 0, total: int | None = None) -> None: ...
 

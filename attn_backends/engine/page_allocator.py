@@ -1,4 +1,4 @@
-"""Who owns which page of the KV pool: a free list, reference counts, and a prefix cache with LRU eviction."""
+"""The owners of the KV pool's pages: a free list, reference counts, and a prefix cache with LRU eviction."""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from attn_backends.engine.config import SamplingParams
+from attn_backends.engine.config import SamplingParams, SchedulerConfig
 from attn_backends.engine.outputs import Prompt
+from attn_backends.engine.page_allocator import PageAllocator
 
 
 def check_prompts(prompts: Any) -> list[Prompt]:
@@ -69,6 +70,44 @@ def why_not_served(token_ids: Sequence[int], params: SamplingParams, vocab_size:
         if unknown:
             return f"{what} {unknown[0]} is not in the vocabulary: ids are 0 to {vocab_size - 1}"
     return None
+
+
+def why_never(length: int, config: SchedulerConfig, pool: PageAllocator, max_model_len: int) -> str | None:
+    """What stops a prompt of so many tokens from ever getting a new one, and what to change; None if nothing does."""
+    pool_tokens, step_tokens = pool.num_pages * pool.page_size, config.max_num_tokens
+    if length == 0:
+        return "the prompt is empty: give at least one token"
+    if length >= max_model_len:
+        return (
+            f"the prompt has {length} tokens and a request may have {max_model_len}, new ones included: "
+            f"shorten the prompt to {max_model_len - 1}, or raise scheduler.max_model_len if the model can"
+        )
+    if length >= pool_tokens:
+        return (
+            f"the prompt has {length} tokens; with one new token it needs {pool.pages_for(length + 1)} pages "
+            f"of {pool.page_size}, and the pool has {pool.num_pages}: raise cache.memory or "
+            f"cache.num_pages, or shorten the prompt to {pool_tokens - 1}"
+        )
+    if length > step_tokens and not config.chunked_prefill:
+        return (
+            f"the prompt has {length} tokens and a step takes {step_tokens}: turn scheduler.chunked_prefill on, "
+            f"raise scheduler.max_num_tokens to {length}, or shorten the prompt"
+        )
+    return None
+
+
+def render_prompt(tokenizer: Any, text: str, chat: bool | None) -> Prompt:
+    """`LLM.render_prompt` with a tokenizer of transformers."""
+    if not isinstance(text, str):
+        raise TypeError(f"text is {text!r}; a user's message is a str")
+    template = tokenizer.chat_template
+    if chat and not template:
+        raise ValueError("this model has no chat template: use chat=False (--raw)")
+    if chat is False or not template or not text.strip() or why_not_text(text):
+        return text.strip() and text
+    messages = [{"role": "user", "content": text}]
+    token_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return [int(token_id) for token_id in token_ids]
 
 
 def _prompt(index: int, prompt: Any) -> Prompt:

@@ -33,7 +33,7 @@ class Request:
     last_len: int = field(default=0, init=False)  # with so many tokens it ends; given by the scheduler
     num_computed_tokens: int = field(default=0, init=False)  # tokens whose keys and values are in the cache
     page_digests: list[bytes] = field(default_factory=list, init=False)  # of full pages of token_ids, as far as known
-    num_published_pages: int = field(default=0, init=False)  # of its first pages, told to the prefix cache
+    num_published_pages: int = field(default=0, init=False)  # of its first pages, that the prefix cache knows
     num_prefix_hit_tokens: int = field(default=0, init=False)  # of the prompt, found in the prefix cache
     num_pages: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)

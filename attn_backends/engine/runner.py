@@ -17,7 +17,7 @@ from attn_backends.engine.models.kv_scales import KVScales
 from attn_backends.engine.models.loaded_model import LoadedModel
 from attn_backends.engine.outputs import Report, silent
 from attn_backends.engine.request import Request
-from attn_backends.engine.scheduler import ScheduledBatch
+from attn_backends.engine.scheduled_batch import ScheduledBatch
 from attn_backends.graphs.recorder import CudaRecorder, GraphRecorder
 from attn_backends.interface import AttentionBackend
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, plan_groups
@@ -31,7 +31,7 @@ class ModelRunner:
 
     Args:
         specs: the layers as the backend was selected for them (cache dtype included).
-        scales: of the layers' cached keys and values; 1 for a layer that is not in it.
+        scales: scales of the layers' cached keys and values; 1 for a layer that is not in it.
         options: the backend's validated options, or None.
     """
 

@@ -32,7 +32,7 @@ class Sampler:
             FloatingPointError: a row has no finite largest logit (NaN, +inf, or all -inf); its request is named.
         """
         tokens, largest = self.choose(logits, requests)
-        (chosen,) = OnTheirWay([tokens], [largest]).wait(requests)
+        (chosen,) = PendingTokens([tokens], [largest]).wait(requests)
         return chosen
 
     def choose(
@@ -75,11 +75,11 @@ class Sampler:
         uniform = _on(device, [self._uniform(r, num_ahead) for r in requests], torch.float64)[:, None]
         # Below the total even after rounding: the first entry above it always has a weight of its own.
         height = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
-        # Of numbers that are none, the end is found: it may be the next step's token before anyone sees it.
+        # Where the weights are NaN, the end is found: it may be the next step's token before anyone sees it.
         return torch.searchsorted(cumulative, height, right=True)[:, 0].clamp_(max=vocab - 1)
 
     def _uniform(self, request: Request, num_ahead: int) -> float:
-        """In [0, 1), 53 bits."""
+        """A number in [0, 1) of 53 bits."""
         seed = request.sampling.seed
         stream = f"engine {self.seed} request {request.request_id}" if seed is None else f"seed {seed}"
         digest = blake2b(f"{stream} token {request.num_output_tokens + num_ahead}".encode(), digest_size=8).digest()
@@ -115,10 +115,10 @@ def _thresholds(
     return thresholds
 
 
-class OnTheirWay:
-    """Sampled tokens that are being copied to the host, behind what the device has been given so far.
+class PendingTokens:
+    """Sampled tokens on their way to the host, behind what the device has been given so far.
 
-    What it is given afterwards, it may do before they are waited for: the copies go to pinned memory.
+    The device may run what it is given afterwards before anyone waits: the copies go to pinned memory.
 
     Args:
         tokens: [num_rows] i64 of each step, as `Sampler.choose` returns them.
@@ -127,10 +127,10 @@ class OnTheirWay:
 
     def __init__(self, tokens: Sequence[torch.Tensor], largest: Sequence[torch.Tensor]) -> None:
         self._tokens, self._largest = _to_host(tokens), _to_host(largest)  # [num_steps, num_rows]
-        self._have_come: torch.cuda.Event | None = None
-        if tokens[0].is_cuda and len(tokens[0]):  # of no rows, nobody waits
-            self._have_come = torch.cuda.Event()
-            self._have_come.record()
+        self._arrived: torch.cuda.Event | None = None
+        if tokens[0].is_cuda and len(tokens[0]):  # nobody waits for none
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
 
     def wait(self, requests: Sequence[Request]) -> list[list[int]]:
         """Tokens of all rows for each step.
@@ -138,8 +138,8 @@ class OnTheirWay:
         Raises:
             FloatingPointError: a row has no finite largest logit; its request is named.
         """
-        if self._have_come:
-            self._have_come.synchronize()
+        if self._arrived:
+            self._arrived.synchronize()
         for largest in self._largest.tolist():
             if not all(map(isfinite, largest)):
                 pairs = zip(requests, largest, strict=True)

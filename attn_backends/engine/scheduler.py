@@ -4,96 +4,21 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain, count
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from attn_backends.batch.common import SequenceData, SequenceGroup
-from attn_backends.batch.page_table import IntArray, token_positions
+from attn_backends.batch.page_table import IntArray
 from attn_backends.engine.config import SchedulerConfig
 from attn_backends.engine.page_allocator import PageAllocator
+from attn_backends.engine.prompts import why_never
 from attn_backends.engine.request import FinishReason, Request
+from attn_backends.engine.scheduled_batch import NO_ROWS, ScheduledBatch
 
-_NONE: NDArray[np.int64] = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True)
-class ScheduledBatch:
-    """One step's work. R rows, one a request, those with one new token first; T new tokens in all.
-
-    It describes the requests as they are now: use it before the scheduler is called again.
-
-    A batch that `follows` the one before has its rows, in their order, and each row's new token is the one that the
-    last step sampled for it: nobody but the device has to know it.
-    """
-
-    requests: tuple[Request, ...]  # R
-    context_lens: IntArray  # [R] i32, tokens already in the cache
-    query_lens: IntArray  # [R] i32, new tokens, at least 1
-    token_ids: NDArray[np.int64]  # [T] the new tokens, row after row; of a batch that follows [0]
-    sample_rows: IntArray  # rows whose last new token is their last known one; chunks inside a prompt are not
-    num_steps: int = 1  # decode steps to run before `update`; above 1 all rows decode, and own the pages for it
-    follows: bool = False
-    grown_rows: NDArray[np.int64] = field(default_factory=lambda: _NONE)  # [G] if it follows: rows that have new pages
-
-    @property
-    def positions(self) -> NDArray[np.int64]:  # [T]
-        return token_positions(self.context_lens, self.query_lens)[1]
-
-    @property
-    def sampled(self) -> list[Request]:
-        """The requests of `sample_rows`."""
-        return [self.requests[row] for row in self.sample_rows.tolist()]
-
-    @property
-    def num_ahead(self) -> int:
-        """Tokens that were sampled for each row and that the requests do not hold yet."""
-        return int(self.context_lens[0]) + 1 - len(self.requests[0].token_ids) if self.follows else 0
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether every row has one new token, and samples the next."""
-        num_rows = len(self.requests)
-        return len(self.sample_rows) == num_rows and (self.follows or len(self.token_ids) == num_rows)
-
-    @staticmethod
-    def from_rows(rows: Sequence[tuple[Request, int]], num_steps: int = 1) -> ScheduledBatch:
-        """Requests, in the order of the batch, with how many of their pending tokens are computed now."""
-        requests = tuple([request for request, _ in rows])
-        starts, counts = [request.num_computed_tokens for request in requests], [count for _, count in rows]
-        known = [len(request.token_ids) for request in requests]
-        sample = [row for row, (c, n, end) in enumerate(zip(starts, counts, known, strict=True)) if c + n == end]
-        spans = [request.token_ids[c : c + n] for request, c, n in zip(requests, starts, counts, strict=True)]
-        return ScheduledBatch(
-            requests,
-            np.array(starts, np.int32),
-            np.array(counts, np.int32),
-            np.array(list(chain.from_iterable(spans)), np.int64),
-            np.array(sample, np.int32),
-            num_steps,
-        )
-
-    def in_order(self, order: NDArray[np.int64] | Sequence[int]) -> ScheduledBatch:
-        """The same work with row `order[i]` as row i."""
-        index = np.asarray(order, np.int64)
-        requests = tuple([self.requests[row] for row in index.tolist()])
-        context_lens, query_lens = self.context_lens[index], self.query_lens[index]
-        starts = np.cumsum(self.query_lens, dtype=np.int64) - self.query_lens  # of the rows' tokens as they were
-        tokens = self.token_ids[token_positions(starts[index], query_lens)[1]]
-        samples = np.zeros(len(index), np.bool_)
-        samples[self.sample_rows] = True
-        sample_rows = np.flatnonzero(samples[index]).astype(np.int32)
-        return ScheduledBatch(requests, context_lens, query_lens, tokens, sample_rows, self.num_steps)
-
-    def groups(self) -> list[SequenceGroup]:
-        """What metadata builders take: one group a row, with a view of the request's pages."""
-        lens = zip(self.context_lens.tolist(), self.query_lens.tolist(), strict=True)
-        return [
-            SequenceGroup(request.request_id, (SequenceData(context_len, query_len, request.page_ids),))
-            for request, (context_len, query_len) in zip(self.requests, lens, strict=True)
-        ]
+SERVICE_ORDER = attrgetter("order")
 
 
 class Scheduler:
@@ -117,8 +42,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prefix_hit_tokens = 0  # tokens of prompts that were found in the prefix cache
         self.num_new_tokens = 0  # given to requests
-        self.on_release: Callable[[Request], None] = lambda request: None  # told when a request's pages are freed
-        self.on_finish: Callable[[Request], None] = lambda request: None  # told when a request has ended
+        self.on_release: Callable[[Request], None] = lambda request: None  # called when a request's pages are freed
+        self.on_finish: Callable[[Request], None] = lambda request: None  # called when a request has ended
         self._unfinished: dict[str, Request] = {}
         self._arrivals = count()
         self._is_settled = False  # nobody has begun or ceased to run since the last batch
@@ -139,11 +64,11 @@ class Scheduler:
         request.last_len = min(
             self.max_model_len, self.pool_tokens, request.num_prompt_tokens + request.sampling.max_tokens
         )
-        if error := self._why_never(request):
+        if error := why_never(request.num_prompt_tokens, self.config, self.allocator, self.max_model_len):
             self.refuse(request, error)
         else:
             self._unfinished[request.request_id] = request
-            insort(self.waiting, request, key=_order)
+            insort(self.waiting, request, key=SERVICE_ORDER)
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step's batch, its pages allocated; None if nothing is left to do. `update` must follow."""
@@ -188,7 +113,7 @@ class Scheduler:
             if missing.sum() <= self.allocator.num_available:
                 rows = self._grow(batch.requests, missing)
                 return replace(
-                    batch, context_lens=context_lens, token_ids=_NONE, num_steps=most, follows=True, grown_rows=rows
+                    batch, context_lens=context_lens, token_ids=NO_ROWS, num_steps=most, follows=True, grown_rows=rows
                 )
         return None
 
@@ -281,7 +206,7 @@ class Scheduler:
         if not request.num_preemptions:
             request.num_prefix_hit_tokens = num_hit_tokens
             self.num_prefix_hit_tokens += num_hit_tokens
-        insort(self.running, self.waiting.pop(0), key=_order)
+        insort(self.running, self.waiting.pop(0), key=SERVICE_ORDER)
         return True
 
     def _secure_pages(self, request: Request) -> bool:
@@ -294,7 +219,7 @@ class Scheduler:
             self._release(last)
             last.num_preemptions += 1
             self.num_preemptions += 1
-            insort(self.waiting, last, key=_order)
+            insort(self.waiting, last, key=SERVICE_ORDER)
             if last is request:
                 return False
         if missing > 0:
@@ -322,7 +247,7 @@ class Scheduler:
         """Give requests so many pages each. Returns the rows that got any."""
         grown = np.flatnonzero(missing)
         if not len(grown):
-            return _NONE
+            return NO_ROWS
         pages, end = self.allocator.allocate(int(missing.sum())), 0
         for row in grown.tolist():
             start, end = end, end + int(missing[row])
@@ -338,7 +263,7 @@ class Scheduler:
         request.clear_cache()
 
     def _publish_running(self) -> None:
-        """Before a waiting request looks for pages."""
+        """Publish pages of running requests, before a waiting one looks for them."""
         for request in self.running:
             self._publish(request)
 
@@ -357,30 +282,3 @@ class Scheduler:
         if token in request.sampling.stop_token_ids or (token in eos_token_ids and not request.sampling.ignore_eos):
             return "stop"
         return "length" if len(request.token_ids) >= request.last_len else None
-
-    def _why_never(self, request: Request) -> str | None:
-        """What stops a request from ever making one token, and what to change."""
-        length, step_tokens, allocator = request.num_prompt_tokens, self.config.max_num_tokens, self.allocator
-        if length == 0:
-            return "the prompt is empty: give at least one token"
-        if length >= self.max_model_len:
-            return (
-                f"the prompt has {length} tokens and a request may have {self.max_model_len}, new ones included: "
-                f"shorten the prompt to {self.max_model_len - 1}, or raise scheduler.max_model_len if the model can"
-            )
-        if length >= self.pool_tokens:
-            return (
-                f"the prompt has {length} tokens; with one new token it needs {allocator.pages_for(length + 1)} pages "
-                f"of {allocator.page_size}, and the pool has {allocator.num_pages}: raise cache.memory or "
-                f"cache.num_pages, or shorten the prompt to {self.pool_tokens - 1}"
-            )
-        if length > step_tokens and not self.config.chunked_prefill:
-            return (
-                f"the prompt has {length} tokens and a step takes {step_tokens}: turn scheduler.chunked_prefill on, "
-                f"raise scheduler.max_num_tokens to {length}, or shorten the prompt"
-            )
-        return None
-
-
-def _order(request: Request) -> tuple[int, int]:
-    return request.order

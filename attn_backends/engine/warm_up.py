@@ -17,14 +17,14 @@ from attn_backends.engine.outputs import Report
 from attn_backends.engine.products import ProductRecorder, sizes_up_to, unlike
 from attn_backends.engine.request import Request
 from attn_backends.engine.runner import ModelRunner
-from attn_backends.engine.sampler import OnTheirWay, Sampler
-from attn_backends.engine.scheduler import ScheduledBatch
+from attn_backends.engine.sampler import PendingTokens, Sampler
+from attn_backends.engine.scheduled_batch import ScheduledBatch
 from attn_backends.interface import AttentionState
 from attn_backends.spec import Limits
 
 NAME = "warm up"  # of such requests, and a number
 SAMPLING = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9, top_k=50))  # in turns
-LAUNCHES_ON_THEIR_WAY = 3  # one is waited for, one runs, and one begins
+PENDING_LAUNCHES = 3  # one is waited for, one runs, and one begins
 
 Row = tuple[int, int]  # tokens in the cache, and new ones
 
@@ -48,7 +48,7 @@ def run_steps(
         report("running steps to warm up", done, len(steps))
         tokens, largest = _run_step(runner, sampler, rows)
         for count in (1, num_steps):  # some are on their way at a time
-            _ = [OnTheirWay((tokens,) * count, (largest,) * count) for _ in range(LAUNCHES_ON_THEIR_WAY)]
+            _ = [PendingTokens((tokens,) * count, (largest,) * count) for _ in range(PENDING_LAUNCHES)]
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
 

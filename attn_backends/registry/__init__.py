@@ -1,6 +1,7 @@
 """Which backends exist, and which one serves these layers on this device. Importing it loads no kernel library."""
 
 from attn_backends.registry.measured import Load
+from attn_backends.registry.register import register_backend
 from attn_backends.registry.select import auto_order, explain, select_backend, validate_options
 from attn_backends.registry.table import (
     AUTO,
@@ -10,7 +11,6 @@ from attn_backends.registry.table import (
     backends,
     get_backend,
     get_entry,
-    register_backend,
 )
 from attn_backends.registry.verdicts import Explanation, LayerRejection, Selection, Verdict
 

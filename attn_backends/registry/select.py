@@ -1,4 +1,4 @@
-"""Which backends exist, and which one serves these layers on this device. Importing it loads no kernel library.
+"""Which backend serves these layers on this device, and why. Importing it loads no kernel library.
 
 Known? `backends`. Importable? `get_backend`. Fit? `select_backend` and `explain`. The rows are in `table`.
 """

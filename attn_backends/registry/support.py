@@ -50,8 +50,8 @@ def all_support() -> list[Support]:
 
 
 def ran(name: str) -> str:
-    """Where a backend's declared values have run, and how many of them; benchmarks/correctness/what_ran.py makes the
-    file."""
+    """Machines that ran a backend's declared values, and how many of them; benchmarks/correctness/what_ran.py makes
+    the file."""
     lines = [_ran(each) for each in _runs().get(name, ())]
     return "; ".join(lines) or "not run"
 
@@ -96,7 +96,7 @@ def devices_here() -> list[str]:
 
 
 def choose_device(row: Support, asked: str) -> str:
-    """Where to try a backend out: `asked`, or for "auto" where it runs here.
+    """The device to try a backend out on: `asked`, or for "auto" one of this machine that it runs on.
 
     Raises:
         ValueError: this machine has no such device, or the backend does not run on it.

@@ -9,10 +9,10 @@ import functools
 import importlib
 import importlib.metadata
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 AUTO = "AUTO"  # asks the registry to choose; no backend has this name
 ENTRY_POINT: Final = "entry point"
 GROUP = "attn_backends.backends"  # of entry points: name = "package.module:Class"
-
-TargetT = TypeVar("TargetT", bound="str | type[AttentionBackend]")
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class BackendEntry:
     priority: int | None = None  # AUTO tries the highest first, and never a backend without one
     options: type[BaseModel] | str | None = None  # pydantic model of its `backend_options`, or "package.module:Class"
     source: Literal["built-in", "entry point", "registered"] = "registered"
-    # Of the kernels, imported with the backend: one, or several of which any will do. None: its target imports them.
+    # The kernels' module, imported with the backend, or several of which any will do. None: its target imports them.
     module: str | tuple[str, ...] | None = None
     probe: str | None = None  # "package.module:function" that raises where nobody brings them
 
@@ -242,7 +240,7 @@ def _import_any(modules: tuple[str, ...]) -> None:
 def get_class(entry: BackendEntry) -> type[AttentionBackend]:
     """A row's class, whether or not its kernels (`BackendEntry.module`, `probe`) are installed."""
     backend: type[AttentionBackend] = import_target(entry.target)
-    _check_class(entry.name, backend)
+    check_class(entry.name, backend)
     return backend
 
 
@@ -262,7 +260,12 @@ def _import_error(entry: BackendEntry, error: Exception) -> BackendImportError:
     return BackendImportError(entry.name, f"{type(error).__name__}: {error}".strip().rstrip(":."), fix)
 
 
-def _check_class(name: str, backend: object) -> None:
+def check_class(name: str, backend: object) -> None:
+    """Refuse what is no complete backend, or has another name.
+
+    Raises:
+        TypeError: says which.
+    """
     from attn_backends.interface import AttentionBackend  # it loads torch
 
     if not isinstance(backend, type) or not issubclass(backend, AttentionBackend):
@@ -273,73 +276,11 @@ def _check_class(name: str, backend: object) -> None:
         raise TypeError(f"{backend.__qualname__}.get_name() is {backend.get_name()!r}; it is registered as {name!r}")
 
 
-def register_backend(
-    name: str,
-    target: str | type[AttentionBackend] | None = None,
-    *,
-    package: str | None = None,
-    install: str | None = None,
-    priority: int | None = None,
-    options: type[BaseModel] | str | None = None,
-    override: bool = False,
-) -> Callable[[TargetT], TargetT]:
-    """Add a backend: `register_backend("MINE", "pkg.mod:Class")`, with a class, or `@register_backend("MINE")` on one.
-
-    Registering the same target twice changes nothing. A class that an installed entry point names may be decorated
-    too: that completes the entry point's row, which has no other way to state its priority and options.
-
-    Args:
-        name: any case; stored in upper case, and what the class's `get_name()` returns.
-        target: "package.module:Class", imported on first use, or the class itself.
-        package: distribution that brings the kernels, for `attn-backends list`.
-        install: command shown when the import fails.
-        priority: AUTO tries the highest first (TORCH is 0); without one it is used only by name.
-        options: pydantic model that the config's `backend_options` are validated by, or where to import it from.
-        override: replace another target, or what else is stated, of this name.
-
-    Returns:
-        The class decorator; of no further use when `target` is given.
-
-    Raises:
-        ValueError: the name is reserved, or has another target.
-        TypeError: the class is not a complete backend, or calls itself by another name.
-    """
-
-    def register(target: TargetT) -> TargetT:
-        backend = None if isinstance(target, str) else target
-        where = f"{target.__module__}:{target.__qualname__}" if isinstance(target, type) else str(target)
-        _add(BackendEntry(name.upper(), where, package, install, priority, options), backend, override)
-        return target
-
-    if target is not None:
-        register(target)
-    return register
-
-
-def _add(entry: BackendEntry, backend: type[AttentionBackend] | None, override: bool) -> None:
-    if entry.name in ("", AUTO):
-        raise ValueError(f"a backend cannot be named {entry.name!r}; choose another name")
-    if backend is not None:
-        _check_class(entry.name, backend)
+def put(entry: BackendEntry, backend: type[AttentionBackend] | None) -> None:
+    """Set a name's row, and its class if that is imported already."""
     known = _rows().get(entry.name)
-    if known and _same_plugin(known, entry):
-        stated = {key: value for key, value in vars(entry).items() if value is not None and key != "source"}
-        entry = replace(known, **stated)
-    elif known and not override:
-        if known.target != entry.target:
-            raise ValueError(
-                f"backend {entry.name} is {known.target} ({known.source}); pass override=True to make it {entry.target}"
-            )
-        entry = known
     _rows()[entry.name] = entry
     if backend is not None:
         _classes[entry.name] = backend
     elif known and known.target != entry.target:
         _classes.pop(entry.name, None)
-
-
-def _same_plugin(known: BackendEntry, entry: BackendEntry) -> bool:
-    """Whether an entry point's row is meant: its target may be a re-export in another module of the package."""
-    (module, _, qualname), (other_module, _, other_qualname) = (e.target.partition(":") for e in (known, entry))
-    same = module.partition(".")[0] == other_module.partition(".")[0] and qualname == other_qualname
-    return known.source == ENTRY_POINT and same

@@ -43,7 +43,7 @@ class Verdict:
 
     @property
     def reasons(self) -> list[str]:
-        """In words, why it is not usable."""
+        """Why it is not usable, in words."""
         return [self.import_error] if self.import_error else [str(rejection) for rejection in self.rejections]
 
 

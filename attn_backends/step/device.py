@@ -32,7 +32,7 @@ _MAX_PAGES_A_COPY = 1 << 16  # 256 KiB
 
 
 class PackedShape(NamedTuple):
-    """Where things lie in the one copy of a step, in i32, one behind the other:
+    """The layout of the one copy of a step, in i32, one behind the other:
 
     seq_lens [R], query_lens [R], token_ids [num_token_ids]; of each of E runs (see `PageRuns`) rows [E], first [E] and
     starts [E + 1]; pages [num_pages]; of M moves (see `RowMoves`) rows [M] and sources [M].
@@ -78,7 +78,7 @@ class DeriveStep(Protocol):
     """Fills the buffers: pages into the table, then what follows from lengths. In stream order behind the copy."""
 
     def __call__(self, packed: PackedShape, shape: StepShape, num_indices: int) -> None:
-        """For a step just packed and sent."""
+        """Fill them for a step just packed and sent."""
 
     def advance(self, ahead: AheadShape, shape: StepShape, num_pages: int) -> None:
         """Send what was packed into the ring of advances, and move the last step on by one token."""
@@ -261,7 +261,7 @@ class DeviceSide(Protocol):
 
 
 class SharedMemory:
-    """On a CPU: the page table is the host's, no page is copied, and the CSR is left to who asks for it."""
+    """The CPU's side: the page table is the host's, no page is copied, and who asks for the CSR makes it."""
 
     def __init__(self, rows: PageRows) -> None:
         self.buffers = StepBuffers(rows.limits, rows.cache, torch.from_numpy(rows.page_table), with_indices=False)

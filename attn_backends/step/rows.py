@@ -1,5 +1,4 @@
-"""The rows of running requests and the pages of each, on the host: edited in place as requests come, grow and go; which
-pages a request has stands there as bits too."""
+"""The rows of running requests and the pages of each, on the host: edited in place as requests come, grow and go."""
 
 from __future__ import annotations
 
@@ -8,10 +7,10 @@ from itertools import product
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from attn_backends.batch.page_table import IntArray, token_positions
 from attn_backends.spec import KVCacheSpec, Limits
+from attn_backends.step.page_sets import PageSets, RowArray
 
 
 class PageRuns(NamedTuple):
@@ -46,7 +45,7 @@ class PageRows:
         page_table: [max_num_requests, capacity] i32. Columns past a row's pages hold 0 or a former page.
         num_pages: [max_num_requests] i32, pages of a row, lookahead included.
         num_sent: [max_num_requests] i32, how many of them the last step's tensors on the device have.
-        request_ids: whose the rows are.
+        request_ids: the request of each row.
         row_on_device: [max_num_requests] i64, which row of the device's table holds a row's sent pages.
         has_unsent: whether `num_sent` may be behind `num_pages` in some row.
         has_moved: whether `row_on_device` may be another row than a row itself.
@@ -281,43 +280,3 @@ def as_int32(values: IntArray | Sequence[int], what: Callable[[int], str]) -> In
         at = int(fits.argmin())
         raise ValueError(f"{what(at)} {array[at]} is no 32-bit integer")
     return array.astype(np.int32)
-
-
-BoolArray = NDArray[np.bool_]
-RowArray = NDArray[np.int64]
-
-_BIT = np.left_shift(np.uint8(1), np.arange(8, dtype=np.uint8))
-
-
-class PageSets:
-    """One set of page ids a row; `max_rows * num_pages / 8` bytes. Rows change places without moving bits."""
-
-    def __init__(self, max_rows: int, num_pages: int) -> None:
-        width = -(-num_pages // 8)
-        self._bits = np.zeros(max_rows * width, np.uint8)
-        self._width = width
-        self._start = np.arange(max_rows) * width  # row → where its bits are
-
-    def has(self, row: int, pages: IntArray) -> BoolArray:
-        """Which of the pages a row has."""
-        found: BoolArray = (self._bits[self._start[row] + (pages >> 3)] & _BIT[pages & 7]) != 0
-        return found
-
-    def add_each(self, rows: RowArray, pages: IntArray) -> bool:
-        """One page each to different rows. If a row has its page already, nothing is added, and False returned."""
-        places, bits = self._start[rows] + (pages >> 3), _BIT[pages & 7]
-        there = self._bits[places]
-        if np.count_nonzero(there & bits):
-            return False
-        self._bits[places] = there | bits
-        return True
-
-    def add_all(self, row: int, pages: IntArray) -> None:
-        """Many pages to one row. Pages may share a byte, so each is added by itself."""
-        np.bitwise_or.at(self._bits, self._start[row] + (pages >> 3), _BIT[pages & 7])
-
-    def clear(self, row: int) -> None:
-        self._bits[self._start[row] : self._start[row] + self._width] = 0
-
-    def swap(self, first: int, second: int) -> None:
-        self._start[[first, second]] = self._start[[second, first]]

@@ -60,7 +60,7 @@ class HostRing:
         make_event: for tests; by default CUDA events on a GPU.
 
     Attributes:
-        slot: of the buffer that is written now.
+        slot: number of the buffer that is written now.
         hosts_cpu: [depth] of [size] i32, pinned where there is a GPU.
     """
 

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from attn_backends.batch.page_table import IntArray
 from attn_backends.machine import HAS_TRITON
 from attn_backends.spec import KVCacheSpec, Limits
 from attn_backends.step.buffers import StepShape, TokenViews
+from attn_backends.step.checks import as_token_ids, check_on_device, check_step, refuse, room_of
 from attn_backends.step.device import DeviceCopy, DeviceSide, HostStep, SharedMemory
 from attn_backends.step.rows import PageRows, as_int32
 
@@ -98,26 +99,16 @@ class StepTable(PageRows):
             ValueError: a length without meaning, without pages or over a limit; nothing has changed then.
         """
         context, query = as_int32(context_lens, self._context_of), as_int32(query_lens, self._query_of)
-        shape = self._check(context, query, num_padded_reqs, padded_query_len)
-        ids = None if token_ids is None else np.asarray(token_ids, np.int64)
-        if ids is not None and ids.shape != (shape.num_actual_tokens,):
-            raise ValueError(f"token_ids has shape {list(ids.shape)}; the step has {shape.num_actual_tokens} tokens")
-        self._check_on_device(context_lens_on_device, len(context))
-        if num_padded_reqs:
-            context = np.concatenate([context, np.zeros(num_padded_reqs, np.int32)])
-            query = np.concatenate([query, np.full(num_padded_reqs, padded_query_len, np.int32)])
-            seq_lens = context + query
-            seq_lens[shape.num_actual_reqs :] = 0
-        else:
-            seq_lens, context = context + query, context.copy()
+        shape = check_step(self, context, query, num_padded_reqs, padded_query_len)
+        ids = None if token_ids is None else as_token_ids(token_ids, shape.num_actual_tokens)
+        check_on_device(context_lens_on_device, len(context), self.device)
+        seq_lens, context, query = _padded(context, query, num_padded_reqs, padded_query_len)
         csr = self.side.step(self, HostStep(shape, seq_lens, query, ids, context_lens_on_device))
         self._coming = []
         if shape.num_tokens == shape.num_reqs:
             shaped = self._decode(shape.num_reqs, shape.num_actual_reqs)
         else:
-            starts = np.zeros(shape.num_reqs + 1, np.int32)
-            np.cumsum(query, out=starts[1:])
-            shaped = self._shaped(shape, torch.from_numpy(starts), int(query.max()))
+            shaped = self._shaped(shape, _starts(query), int(query.max()))
         lens = {
             "seq_lens_cpu": torch.from_numpy(seq_lens),
             "context_lens_cpu": torch.from_numpy(context),
@@ -166,11 +157,11 @@ class StepTable(PageRows):
     def _look_ahead(self, decode: _Shaped, seq_lens: IntArray) -> list[dict[str, Any]]:
         """Lengths of the next steps, and where rows begin in the CSR if there is one, as far as all rows have pages;
         the next step last. At once, they cost little."""
-        room = self._room_of(len(seq_lens))
+        room = room_of(self, len(seq_lens))
         num_steps = int((room - seq_lens)[: decode.shape.num_actual_reqs].min())
         if num_steps < 1:
             row = int((seq_lens >= room).argmax())
-            self._refuse(row, int(self.num_pages[row]), int(seq_lens[row]), 1)
+            refuse(self, row, int(self.num_pages[row]), int(seq_lens[row]), 1)
         further = np.arange(min(num_steps, _MOST_AHEAD), 0, -1, dtype=np.int32)
         coming = seq_lens + further[:, None] * decode.increments
         lens = torch.from_numpy(coming).unbind()
@@ -224,77 +215,30 @@ class StepTable(PageRows):
             "is_profile_run": False,
         }
 
-    def _check(
-        self, context_lens: IntArray, query_lens: IntArray, num_padded_reqs: int, padded_query_len: int
-    ) -> StepShape:
-        """The step's shape, once all of it is found to be within limits and pages."""
-        count = len(context_lens)
-        if not 1 <= count <= self.num_rows or len(query_lens) != count:
-            raise ValueError(
-                f"{count} context lengths and {len(query_lens)} query lengths for {self.num_rows} rows: pass one of "
-                "each for one or more of the first rows"
-            )
-        is_decode = self._check_room(context_lens, query_lens)
-        num_tokens = count if is_decode else int(query_lens.sum())
-        shape = StepShape(count + num_padded_reqs, count, num_tokens + num_padded_reqs * padded_query_len, num_tokens)
-        limits = self.limits
-        if num_padded_reqs < 0 or (num_padded_reqs and padded_query_len < 1):
-            raise ValueError(f"num_padded_reqs is {num_padded_reqs} and padded_query_len {padded_query_len}")
-        if shape.num_reqs > limits.max_num_requests or shape.num_tokens > limits.max_num_tokens:
-            raise ValueError(
-                f"the step has {shape.num_reqs} requests and {shape.num_tokens} tokens, {num_padded_reqs} padded "
-                f"requests included (the first is {self.request_ids[0]!r}); the limits are max_num_requests "
-                f"{limits.max_num_requests} and max_num_tokens {limits.max_num_tokens}"
-            )
-        return shape
-
-    def _check_room(self, context_lens: IntArray, query_lens: IntArray) -> bool:
-        """Refuses lengths that have no meaning or no pages. Returns whether every row has one new token."""
-        room = self._room_of(len(context_lens))
-        is_decode = not np.count_nonzero(query_lens - 1)
-        if is_decode:  # read as unsigned, a negative length is a large one
-            wrong = context_lens.view(np.uint32) >= room.view(np.uint32)
-        else:  # in this order nothing overflows
-            wrong = (context_lens < 0) | (query_lens < 1) | (context_lens > room - query_lens)
-        if np.count_nonzero(wrong):
-            row = int(wrong.argmax())
-            self._refuse(row, int(self.num_pages[row]), int(context_lens[row]), int(query_lens[row]))
-        return is_decode
-
-    def _room_of(self, num_rows: int) -> IntArray:
-        """[num_rows] i32, how many tokens each of the first rows has pages for."""
-        return np.minimum(self.num_pages[:num_rows] * self.cache.page_size, self.limits.max_model_len)
-
-    def _refuse(self, row: int, num_pages: int, context_len: int, query_len: int) -> NoReturn:
-        name = f"request {self.request_ids[row]!r} (row {row})"
-        if query_len < 1 or context_len < 0:
-            raise ValueError(
-                f"{name} has context length {context_len} and query length {query_len}: need context_len >= 0 and "
-                "query_len >= 1"
-            )
-        seq_len, slots = context_len + query_len, num_pages * self.cache.page_size
-        if seq_len > self.limits.max_model_len:
-            raise ValueError(f"{name} would have {seq_len} tokens; max_model_len is {self.limits.max_model_len}")
-        raise ValueError(
-            f"{name} has {num_pages} pages of {self.cache.page_size} slots, which hold {slots} keys, but its length "
-            f"is {seq_len}: extend or append before the step"
-        )
-
     def _context_of(self, row: int) -> str:
         return f"request {self.request_ids[row]!r}: context length"
 
     def _query_of(self, row: int) -> str:
         return f"request {self.request_ids[row]!r}: query length"
 
-    def _check_on_device(self, context_lens: torch.Tensor | None, count: int) -> None:
-        if context_lens is None:
-            return
-        on_device = context_lens.device.type == self.device.type
-        if context_lens.dtype != torch.int32 or context_lens.shape != (count,) or not on_device:
-            raise ValueError(
-                f"context_lens_on_device is {context_lens.dtype} {list(context_lens.shape)} on {context_lens.device}; "
-                f"it must be torch.int32 [{count}] on {self.device}"
-            )
+
+def _padded(
+    context_lens: IntArray, query_lens: IntArray, num_rows: int, query_len: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Lengths of sequences, contexts and queries, arrays of the step's own, with rows of padding behind them."""
+    if not num_rows:
+        return context_lens + query_lens, context_lens.copy(), query_lens
+    context = np.concatenate([context_lens, np.zeros(num_rows, np.int32)])
+    query = np.concatenate([query_lens, np.full(num_rows, query_len, np.int32)])
+    seq_lens = context + query
+    seq_lens[len(context_lens) :] = 0
+    return seq_lens, context, query
+
+
+def _starts(query_lens: IntArray) -> torch.Tensor:
+    starts = np.zeros(len(query_lens) + 1, np.int32)
+    np.cumsum(query_lens, out=starts[1:])
+    return torch.from_numpy(starts)
 
 
 def _side(rows: PageRows, device: torch.device) -> DeviceSide:

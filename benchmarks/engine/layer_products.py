@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from attn_backends.engine.models.fused.kernels import Tile, choose_tile, one_token_linear, pays
+from attn_backends.engine.models.fused.kernels import ProductTile, choose_tile, one_token_linear, pays
 from benchmarks.lib.gpu_harness import capture, free_memory, in_turns_us, installed, make_copy
 from benchmarks.lib.harness import report
 
@@ -51,8 +51,8 @@ PRODUCTS = [
 ]
 
 
-def tiles() -> Iterator[Tile]:
-    yield from (Tile(r, c, w) for r in (1, 2, 4, 8) for c in (512, 1024, 2048) for w in (4, 8))
+def tiles() -> Iterator[ProductTile]:
+    yield from (ProductTile(r, c, w) for r in (1, 2, 4, 8) for c in (512, 1024, 2048) for w in (4, 8))
 
 
 def arguments_of(product: Product) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def weight_of(product: Product) -> torch.Tensor:
     return torch.randn(rows, product.num_columns, dtype=torch.bfloat16, device="cuda")
 
 
-def compile_some(work: list[tuple[Product, Tile]]) -> None:
+def compile_some(work: list[tuple[Product, ProductTile]]) -> None:
     """In a process of its own: what it compiles lies in triton's cache for the others."""
     for product, tile in work:
         token = torch.randn(1, product.num_columns, dtype=torch.bfloat16, device="cuda")
@@ -78,13 +78,13 @@ def compile_some(work: list[tuple[Product, Tile]]) -> None:
     torch.cuda.synchronize()
 
 
-def compile_all(work: list[tuple[Product, Tile]], processes: int = 12) -> None:
+def compile_all(work: list[tuple[Product, ProductTile]], processes: int = 12) -> None:
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         pool.map(compile_some, [work[i::processes] for i in range(processes)], chunksize=1)
 
 
 @torch.inference_mode()
-def measure(product: Product, candidates: Sequence[Tile]) -> dict[str, object]:
+def measure(product: Product, candidates: Sequence[ProductTile]) -> dict[str, object]:
     """Times of one product, after checking each tile's output against float32."""
     weight = weight_of(product)
     copies = [weight, *(weight.clone() for _ in range(COPIED_BYTES // (weight.numel() * 2)))]

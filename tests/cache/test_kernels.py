@@ -48,7 +48,7 @@ def test_pages(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, hnd: bool) -
     copy_pages(plain, pairs)
     launches: list[int] = []
     monkeypatch.setattr(kv_cache, "_has_kernel", lambda *tensors: True)
-    copied = page_copy.copy_pages
+    copied = page_copy.launch_copy_pages
     monkeypatch.setattr(page_copy, "copy_pages", lambda *given: (launches.append(1), copied(*given)))
     copy_pages(layers, pairs)
     assert launches
@@ -63,7 +63,7 @@ def test_pages_of_several_blocks() -> None:
     page_copy = pytest.importorskip("attn_backends.cache.kernels")
     pages = torch.randn(5, 3000)
     before, tensor = pages.clone(), pages[:, 100:2600].unflatten(1, (50, 1, 50))
-    page_copy.copy_pages([tensor], [(1, 3)])
+    page_copy.launch_copy_pages([tensor], [(1, 3)])
     before[3, 100:2600] = before[1, 100:2600]
     assert pages.equal(before)
 
@@ -73,7 +73,7 @@ def test_pages_of_several_blocks() -> None:
 def test_pages_at_random(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Pairs of any kind: those whose order does not count go in one launch, and all give what was there before."""
     page_copy = pytest.importorskip("attn_backends.cache.kernels")
-    random, launches, copied = Random(seed), [], page_copy.copy_pages
+    random, launches, copied = Random(seed), [], page_copy.launch_copy_pages
     monkeypatch.setattr(kv_cache, "_has_kernel", lambda *tensors: True)
     monkeypatch.setattr(page_copy, "copy_pages", lambda *given: (launches.append(1), copied(*given)))
     for _ in range(12):
@@ -105,7 +105,7 @@ def test_pages_whose_order_counts_take_the_plain_road(
     layers = pool(torch.float32, False)
     before = layers[0].key.clone()
     monkeypatch.setattr(kv_cache, "_has_kernel", lambda *tensors: True)
-    monkeypatch.setattr("attn_backends.cache.kernels.copy_pages", lambda *given: pytest.fail("one launch"))
+    monkeypatch.setattr("attn_backends.cache.kernels.launch_copy_pages", lambda *given: pytest.fail("one launch"))
     copy_pages(layers, pairs)
     source, destination = pairs[-1]
     assert layers[0].key[destination].equal(before[source])
@@ -135,7 +135,7 @@ def test_one_layer_with_gaps_takes_all_down_the_plain_road(monkeypatch: pytest.M
     pytest.importorskip("attn_backends.cache.kernels")
     whole, gaps = torch.arange(32.0).view(4, 2, 1, 4), torch.arange(64.0).view(4, 2, 1, 8)[..., :4]
     monkeypatch.setattr(kv_cache, "_has_kernel", lambda *tensors: True)
-    monkeypatch.setattr("attn_backends.cache.kernels.copy_pages", lambda *given: pytest.fail("one launch"))
+    monkeypatch.setattr("attn_backends.cache.kernels.launch_copy_pages", lambda *given: pytest.fail("one launch"))
     copy_pages([KVCache(whole, whole.clone()), KVCache(whole.clone(), gaps)], [(0, 3)])
     assert whole[3].equal(whole[0])
     assert gaps[3].equal(gaps[0])

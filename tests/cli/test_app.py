@@ -127,7 +127,7 @@ def _two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     def layer_specs(config: Any, device: Any) -> dict[int, AttentionSpec]:
         return {0: AttentionSpec(4, 2, 64), 1: AttentionSpec(4, 2, 80)}
 
-    monkeypatch.setattr("attn_backends.engine.llm.layer_specs", layer_specs)
+    monkeypatch.setattr("attn_backends.engine.resolve.layer_specs", layer_specs)
 
 
 @pytest.mark.usefixtures("_two_layers")

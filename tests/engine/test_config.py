@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from attn_backends.engine.config import ConfigError, EngineConfig, SamplingParams, load_config, parse_bytes
-from attn_backends.validation import sections
+from attn_backends.engine.config import EngineConfig, SamplingParams, parse_bytes
+from attn_backends.engine.config_sources import load_config
+from attn_backends.validation import ConfigError, sections
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

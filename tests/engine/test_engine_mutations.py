@@ -16,7 +16,7 @@ from attn_backends.engine.detokenizer import Detokenizer
 from attn_backends.engine.models.fused import linears
 from attn_backends.engine.models.fused.linears import packable
 from attn_backends.engine.models.kv_scales import KVScales, kv_scales
-from attn_backends.engine.scheduler import ScheduledBatch
+from attn_backends.engine.scheduled_batch import ScheduledBatch
 from attn_backends.registry import measured, select
 from tests import test_machine
 from tests.engine import test_detokenizer, test_prompts, test_sample_rows

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from attn_backends import LLM, EngineConfig, SamplingParams
-from attn_backends.engine.config import CacheConfig, ConfigError, GraphsConfig, SchedulerConfig
+from attn_backends.engine.config import CacheConfig, GraphsConfig, SchedulerConfig
 from attn_backends.engine.prompts import check_prompts, why_not_served, why_not_text
+from attn_backends.validation import ConfigError
 
 SHORT = SamplingParams(max_tokens=2, ignore_eos=True)
 VOCAB = 259

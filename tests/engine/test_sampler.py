@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from attn_backends.engine.config import SamplingParams
 from attn_backends.engine.request import Request
-from attn_backends.engine.sampler import OnTheirWay, Sampler
+from attn_backends.engine.sampler import PendingTokens, Sampler
 
 PROBABILITIES = [0.4, 0.3, 0.15, 0.1, 0.05]
 
@@ -155,8 +155,8 @@ def test_a_step_that_is_not_finite_is_found_among_several_and_its_tokens_can_be_
     assert all(0 <= token < 4 for tokens, _ in steps for token in tokens.tolist())
     tokens, largest = zip(*steps, strict=True)
     with pytest.raises(FloatingPointError, match=r"request 'broken' are not finite \(1 of 2 rows\)"):
-        OnTheirWay(tokens, largest).wait(requests)
-    assert OnTheirWay(tokens[::2], largest[::2]).wait(requests) == [tokens[0].tolist(), tokens[2].tolist()]
+        PendingTokens(tokens, largest).wait(requests)
+    assert PendingTokens(tokens[::2], largest[::2]).wait(requests) == [tokens[0].tolist(), tokens[2].tolist()]
 
 
 def test_masked_tokens_are_never_drawn() -> None:

@@ -13,7 +13,8 @@ from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.engine.config import SamplingParams, SchedulerConfig
 from attn_backends.engine.page_allocator import PageAllocator
 from attn_backends.engine.request import Request
-from attn_backends.engine.scheduler import ScheduledBatch, Scheduler
+from attn_backends.engine.scheduled_batch import ScheduledBatch
+from attn_backends.engine.scheduler import Scheduler
 
 EOS = 0
 VOCAB = 4  # so few that prompts and outputs often share pages

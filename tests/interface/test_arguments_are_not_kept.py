@@ -26,7 +26,8 @@ from attn_backends.engine import page_allocator, request, scheduler
 from attn_backends.engine.config import SamplingParams, SchedulerConfig
 from attn_backends.engine.page_allocator import PageAllocator
 from attn_backends.engine.request import Request
-from attn_backends.engine.scheduler import ScheduledBatch, Scheduler
+from attn_backends.engine.scheduled_batch import ScheduledBatch
+from attn_backends.engine.scheduler import Scheduler
 from attn_backends.testing.guards.snapshot import differences, snapshot
 
 MODULES = (page_table, batch, token_table, page_allocator, request, scheduler)

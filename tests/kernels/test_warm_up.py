@@ -54,14 +54,14 @@ def test_parts_joined_for_any_number_of_tokens() -> None:
 
 def test_pages_copied_in_caches_of_any_layout() -> None:
     """However many, of however many layers."""
-    from attn_backends.cache.kernels import copy_pages
+    from attn_backends.cache.kernels import launch_copy_pages
 
     listed, numbers = keys(lambda: list_cache_writes([SPEC], KVCacheSpec(64, 16))), Random(0)
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         for _ in range(20):
             tensor = examples.empty(numbers.randint(9, 99), 16, numbers.randint(1, 9), 128, dtype=dtype)
             pairs = [(i, i + 4) for i in range(numbers.randint(1, 4))]
-            assert keys(lambda: copy_pages([tensor] * numbers.randint(1, 80), pairs)) <= listed  # noqa: B023
+            assert keys(lambda: launch_copy_pages([tensor] * numbers.randint(1, 80), pairs)) <= listed  # noqa: B023
 
 
 @pytest.mark.parametrize("hidden", [576, 2048, 4096])

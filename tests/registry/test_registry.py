@@ -16,7 +16,6 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from attn_backends.engine.config import ConfigError
 from attn_backends.interface import AttentionBackend
 from attn_backends.interface.capabilities import Rejection, Unsupported
 from attn_backends.registry import (
@@ -33,6 +32,7 @@ from attn_backends.registry import (
     validate_options,
 )
 from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec
+from attn_backends.validation import ConfigError
 from tests.helpers.fake_backends import fake_backend, install_plugin
 
 SPECS = {"first": AttentionSpec(4, 2, 64), "second": AttentionSpec(4, 2, 80), "third": AttentionSpec(4, 2, 80)}

@@ -27,7 +27,7 @@ class ReqToTokenAttention:
     """One backend, one state, and a plan for each kind of layer.
 
     Args:
-        name: of the backend, used or refused; or AUTO.
+        name: a backend's name, used or refused; or AUTO.
         num_heads, num_kv_heads, head_dim: of every layer, on this device.
         kv_cache_dtype, q_dtype: of what the pool stores, and of queries and outputs.
         max_context_len: most tokens of one row.
@@ -43,7 +43,7 @@ class ReqToTokenAttention:
         kv_indptr_buf, kv_last_page_len_buf: [max_req_pool_size + 1] and [max_req_pool_size] i32, filled at every step
             with the CSR of its decoder tokens. Adapters may share them: they hold the last step that any has planned.
         init_new_workspace: accepted, and so either way: workspaces belong to this adapter's state, on its device.
-        options: of the backend.
+        options: the backend's own.
 
     Raises:
         Unsupported: the backend refuses a layer; the reasons say why.

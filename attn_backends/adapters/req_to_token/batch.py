@@ -192,7 +192,7 @@ def check_extend(query_lens: IntArray, prefixes: IntArray, num_slots: int, has_p
 
 
 def refuse_trees(batch: ForwardBatchLike) -> None:
-    """Drafts are verified as a chain: each sees those before it."""
+    """Drafts are verified as a chain: each attends to those before it."""
     if getattr(getattr(batch, "spec_info", None), "custom_mask", None) is not None:
         hint = "Draft one token a step (topk 1), and leave custom_mask out."
         raise Unsupported("req_to_token", [Rejection("custom_mask", "a tree of drafts", "a chain of drafts", hint)])

@@ -29,7 +29,7 @@ class TokenKVPool:
     Args:
         num_slots: tokens that the pool holds; their slots are 1 to `num_slots`.
         layers: their heads and dims are read.
-        dtype: of what is stored.
+        dtype: what keys and values are stored in.
     """
 
     def __init__(

@@ -113,7 +113,7 @@ class LayerKinds:
         dtype, cache_dtype: of queries and outputs, and of what the pool stores.
         layers: all that will call; None: of the usual scale, without a soft cap, with `window` if it is given and
             without one.
-        window: as `sliding_window_size`; one of the layers must have it.
+        window: the `sliding_window_size`; one of the layers must have it.
 
     Attributes:
         specs: one a plan group, in order: windowed ones first, cross attention last.

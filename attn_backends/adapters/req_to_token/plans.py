@@ -29,10 +29,10 @@ class TokenPlans:
     """A backend over a token-granular pool.
 
     Args:
-        name: of the backend, used or refused; or AUTO.
+        name: a backend's name, used or refused; or AUTO.
         specs: one a plan group.
-        num_slots: of the pool, slot 0 included.
-        options: of the backend.
+        num_slots: slots of the pool, slot 0 included.
+        options: the backend's own.
 
     Raises:
         Unsupported: the backend refuses a layer; the reasons say why.

@@ -39,7 +39,7 @@ def _place(layer: int, width: int) -> Any:
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, width: int) -> torch.Tensor:
-    """As `AttentionContext.attend` of the current step; the layer's impl has the constants."""
+    """Calls `AttentionContext.attend` of the current step; the layer's impl has the constants."""
     with torch.inference_mode():  # as without a graph: a backend's buffers may have been made in it
         return _step.get().attend(_place(layer, width), query, key, value, {})
 

@@ -48,7 +48,7 @@ def find_model(model: str, convert: Convert, report: Report = silent) -> Path:
 
     Args:
         convert: what turns a GGUF file into such a folder; it raises `ModelError` for a file it cannot read.
-        report: told in words what is being done when it takes long.
+        report: takes in words what is being done when it takes long.
 
     Raises:
         ModelError: no such model, no readable weights.

@@ -10,90 +10,50 @@ can be captured like any other.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from itertools import count
-from types import FunctionType
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
-from torch._dynamo.exc import TorchDynamoException
-from torch._inductor import config as inductor_config
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
-from torch.fx.experimental import _config
 from torch.utils.dlpack import from_dlpack
 
 from attn_backends.batch.common import SequenceData, SequenceGroup
 from attn_backends.cache.kv_cache import KVCache
-from attn_backends.engine.models.attend_operator import Blank, Operator, during
-from attn_backends.engine.models.checkpoint import ModelError
+from attn_backends.engine.models.attend_operator import Operator, during
 from attn_backends.engine.models.context import AttentionContext, StepContext
 from attn_backends.engine.models.fused.cpu import FusedLayer
 from attn_backends.engine.models.fused.linears import MergedSlice, PackedLinear
 from attn_backends.engine.models.fused.mkl_linear import MklLinear
 from attn_backends.engine.models.loaded_model import LoadedModel, run_module
+from attn_backends.engine.models.torch_graphs import (
+    CPP,
+    ONE,
+    SEVERAL,
+    TUNED,
+    TWO,
+    Graph,
+    GraphsBySize,
+    Others,
+    check_compiler,
+    make_graph,
+    nothing,
+    run_graph,
+)
 from attn_backends.engine.outputs import Report, silent
 from attn_backends.interface import AttentionImpl, AttentionMetadataBuilder
-from attn_backends.kernels.c_shims import c_shims
 
-Graph = Callable[..., torch.Tensor]  # tokens, positions, logits_at, … to logits
 Inputs = tuple[tuple[torch.Tensor, ...], ...]  # what a traced step reads, by plan group
 Caches = tuple[KVCache, ...]  # by layer
-Others = Callable[[int], tuple[Any, ...]]  # a number of tokens to a graph's other arguments, as its first run has them
 
-# Tokens and logits that a graph is made with, and its products tuned for. A size of 1 would be constant: a graph for
-# any size is for 2 and more.
-SEVERAL, TWO, ONE = (16, 15), (3, 2), (1, 1)
 TRACED_KEYS = 64  # that a decode graph is made with, a row
-
-# Calls of kernels and of the libraries' products from C++, not from Python; those calls compiled without much effort.
-CPP = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
-# Weights reordered into constants of the graph; the originals stay. Per shape, the faster of oneDNN's product and
-# torch's own, with AMX where the CPU has it: measured while compiling.
-TUNED = CPP | {
-    "freezing": True,
-    "max_autotune": True,
-    "max_autotune_gemm_backends": "ATEN,CPP",
-    "max_autotune_report_choices_stats": False,
-    "autotune_num_choices_displayed": 0,
-}
-
-CPU = torch.device("cpu")
-shapes_config: Any = _config  # its `patch` is made at run time
-_numbers = count()  # of compiled functions
-
-
-def _nothing(num_tokens: int) -> tuple[Any, ...]:
-    return ()
-
-
-@dataclass(frozen=True)
-class Graphs:
-    """One graph for few tokens and one for more; either may be missing."""
-
-    few: Graph | None
-    most_few: int  # tokens
-    more: Graph | None
-
-    def fit(self, num_tokens: int) -> Graph | None:
-        return self.few if self.few is not None and num_tokens <= self.most_few else self.more
-
-
-def run_graph(
-    graph: Graph, token_ids: torch.Tensor, positions: torch.Tensor, logits_at: torch.Tensor, *others: Any
-) -> torch.Tensor:
-    padded = F.pad(logits_at, (0, max(0, min(2, len(token_ids)) - len(logits_at))))
-    return graph(token_ids, positions, padded, *others)[: len(logits_at)]
 
 
 @dataclass(frozen=True)
 class CompiledModel(LoadedModel):
     """A model whose forward is a graph, attention an operator in it; it runs as it is where there is no graph."""
 
-    graphs: Graphs = field(kw_only=True)
+    graphs: GraphsBySize = field(kw_only=True)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, logits_at: torch.Tensor, context: AttentionContext
@@ -109,7 +69,7 @@ class CompiledModel(LoadedModel):
 class TracedModel(LoadedModel):
     """A model whose decode steps are a graph, attention in it; other steps run the model as it is."""
 
-    graphs: Graphs = field(kw_only=True)
+    graphs: GraphsBySize = field(kw_only=True)
     first_layers: tuple[int, ...] = field(kw_only=True)  # one of each plan group
     caches: Caches = field(kw_only=True)  # as the graphs take them
 
@@ -163,12 +123,14 @@ def compile_model(model: LoadedModel, device: torch.device, report: Report = sil
         ModelError: no C++ compiler for a CPU, or the model's code cannot be one graph.
     """
     if device.type == "cpu":
-        _check_compiler()
+        check_compiler()
         # torch writes a product of one token as a loop, which takes longer than two tokens.
         return ModelToCompile(**_kept(model) | {"min_tokens": 2}, report=report)
     with _told(report):
         whole = _with_operator(model.source)
-        graphs = Graphs(_graph(whole, ONE, {}, device=device), 1, _graph(whole, SEVERAL, {}, device=device))
+        graphs = GraphsBySize(
+            make_graph(whole, ONE, {}, device=device), 1, make_graph(whole, SEVERAL, {}, device=device)
+        )
     return CompiledModel(**_kept(model), graphs=graphs)
 
 
@@ -178,13 +140,13 @@ def _has_operators(module: torch.nn.Module) -> bool:
     return {FusedLayer, MklLinear} <= kinds and not kinds & {torch.nn.Linear, PackedLinear, MergedSlice}
 
 
-def _cpu_graphs(module: Any, whole: Graph, others: Others = _nothing) -> Graphs:
+def _cpu_graphs(module: Any, whole: Graph, others: Others = nothing) -> GraphsBySize:
     if _has_operators(module):
-        return Graphs(None, 0, _graph(whole, SEVERAL, CPP, others))
+        return GraphsBySize(None, 0, make_graph(whole, SEVERAL, CPP, others))
     if next(module.parameters()).dtype is torch.float32:
         # Products of two tokens are faster on the weights as they are; of more, in the layers of the eager model.
-        return Graphs(_graph(whole, TWO, CPP, others), 2, None)
-    return Graphs(None, 0, _graph(whole, SEVERAL, TUNED, others))
+        return GraphsBySize(make_graph(whole, TWO, CPP, others), 2, None)
+    return GraphsBySize(None, 0, make_graph(whole, SEVERAL, TUNED, others))
 
 
 def _with_operator(module: Any) -> Graph:
@@ -249,35 +211,6 @@ def _alone(cache: KVCache) -> KVCache:
     return alone
 
 
-def _graph(
-    whole: Graph,
-    sizes: tuple[int, int],
-    settings: Mapping[str, Any],
-    others: Others = _nothing,
-    device: torch.device = CPU,
-) -> Graph:
-    """The graph for 2 tokens and logits or more, or for `ONE` and nothing else; made by a first run."""
-    # A model does not change once loaded: all that can is its input's sizes.
-    options: dict[str, Any] = {"guard_filter_fn": _only_sizes}
-    graph: Graph = torch.compile(_own(whole), fullgraph=True, dynamic=sizes is not ONE, options=options)
-    tokens, logits = (torch.arange(size, device=device) for size in sizes)
-    try:
-        # Around the run, not in the options: tracing has to see `freezing` too. Numbers of keys that are equal in the
-        # example need not stay equal: no duck shapes.
-        with (
-            torch.no_grad(),
-            inductor_config.patch({**settings, "aot_inductor.custom_ops_to_c_shims": c_shims()}),
-            shapes_config.patch(use_duck_shape=others is _nothing),
-            during(Blank()),
-        ):
-            graph(torch.zeros_like(tokens), tokens, logits, *others(sizes[0]))
-    except (TorchDynamoException, CppCompileError) as error:
-        raise ModelError(
-            f"the model cannot be compiled as one graph; set accelerate: on to run it without: {error}"
-        ) from error
-    return graph
-
-
 @contextmanager
 def _told(report: Report) -> Iterator[None]:
     report("compiling the model: a minute or two, less when it was compiled before")
@@ -288,23 +221,3 @@ def _told(report: Report) -> Iterator[None]:
 
 def _kept(model: LoadedModel) -> dict[str, Any]:
     return {each.name: getattr(model, each.name) for each in fields(LoadedModel)}
-
-
-def _own(function: Any) -> Any:
-    """With code of its own, by which torch keeps graphs: another model's, unguarded, would serve for this one's."""
-    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
-    return FunctionType(code, function.__globals__, None, function.__defaults__, function.__closure__)
-
-
-def _only_sizes(guards: Any) -> list[bool]:
-    return [guard.guard_type == "SHAPE_ENV" for guard in guards]
-
-
-def _check_compiler() -> None:
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler as error:
-        raise ModelError(
-            "accelerate: compile needs a C++ compiler on a CPU, and there is none: install one (on Debian: apt install "
-            "g++) or set accelerate: on"
-        ) from error

@@ -69,7 +69,7 @@ def read_model(path: Path, hf_config: Any, dtype: torch.dtype, trust_remote_code
                 attn_implementation=ATTENTION_NAME,
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
-                ignore_mismatched_sizes=True,  # told below
+                ignore_mismatched_sizes=True,  # refused below
                 output_loading_info=True,
             )
         with in_our_words(f"cannot read the tokenizer of {path}"):

@@ -81,7 +81,7 @@ def _check_raw_config(path: Path, trust_remote_code: bool) -> None:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without transformers' own progress bars and notes, which would tear ours."""
+    """Switches off transformers' own progress bars and notes, which would tear ours."""
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

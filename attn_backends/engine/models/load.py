@@ -1,4 +1,4 @@
-"""From the engine's settings to a `LoadedModel`: read, checked by a dry run, accelerated, compiled if asked."""
+"""Makes a `LoadedModel` from the engine's settings: read, checked by a dry run, accelerated, compiled if asked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load_model(
     """Load weights (safetensors or GGUF) and tokenizer; refuse a model that would not run right.
 
     Args:
-        stages: as `ready_model`.
+        stages: see `ready_model`.
 
     Raises:
         ModelError: nothing to load, damaged weights, a model whose attention cannot be replaced, or one that cannot be
@@ -71,7 +71,7 @@ def ready_model(
     """A Hugging Face model in memory, with our attention, made ready for the engine. Its layers may be replaced.
 
     Args:
-        how: as `EngineConfig.accelerate`.
+        how: `EngineConfig.accelerate`.
         stages: those that run unless `how` is "off", for measuring each by itself.
         folder: where the model was read from.
 
@@ -86,16 +86,13 @@ def ready_model(
     # What a GPU compiles is never run as it is.
     as_it_is = how == "off" or (how == "compile" and model.device.type != "cpu")
     min_tokens = 1 if as_it_is else accelerate(model, stages)
-    eos = getattr(model.generation_config, "eos_token_id", None)
-    if eos is None:
-        eos = tokenizer.eos_token_id
     loaded = LoadedModel(
         module=model,
         tokenizer=tokenizer,
         layers=layers,
         max_model_len=model.config.get_text_config().max_position_embeddings,
         vocab_size=model.get_input_embeddings().num_embeddings,
-        eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+        eos_token_ids=_eos_token_ids(model, tokenizer),
         min_tokens=min_tokens,
         source=source,
         folder=folder,
@@ -105,3 +102,11 @@ def ready_model(
     from attn_backends.engine.models.compiled import compile_model  # loads the compiler: half a second
 
     return compile_model(loaded, model.device, report)
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The generation config's end tokens, else the tokenizer's."""
+    found = getattr(model.generation_config, "eos_token_id", None)
+    if found is None:
+        found = tokenizer.eos_token_id
+    return frozenset([] if found is None else [found] if isinstance(found, int) else found)

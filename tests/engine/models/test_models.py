@@ -15,7 +15,7 @@ from attn_backends.engine.models.loaded_model import LoadedModel
 from attn_backends.engine.models.probe import probe_layers
 from attn_backends.engine.request import Request
 from attn_backends.engine.runner import ModelRunner
-from attn_backends.engine.scheduler import ScheduledBatch
+from attn_backends.engine.scheduled_batch import ScheduledBatch
 from tests.helpers.tiny_models import FAMILIES, LATENT_FAMILIES, tiny_model
 
 PAGE_SIZE = 4

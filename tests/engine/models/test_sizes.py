@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from attn_backends import EngineConfig
-from attn_backends.engine.llm import resolve_device
 from attn_backends.engine.models.checkpoint import ModelError
 from attn_backends.engine.models.load import layer_specs, load_model
 from attn_backends.engine.models.sizes import LIMITS, why_not_sizes
+from attn_backends.engine.resolve import resolve_device
 from attn_backends.testing.cases.models import published_models
 
 CPU = resolve_device("cpu")

@@ -21,7 +21,7 @@ from attn_backends.kernels.launch import can_start_early, launch, power_of_two, 
 _GATE_WARPS = 4
 
 
-class Tile(NamedTuple):
+class ProductTile(NamedTuple):
     """How a product of one token is cut."""
 
     rows: int  # output features a program
@@ -81,7 +81,7 @@ def gate_kernel(gate_up, out, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):  
 def _weights(  # type: ignore[no-untyped-def]
     line, up, norm, column, live_rows, num_columns, NORM: tl.constexpr, GATED: tl.constexpr
 ):
-    """Of some columns: the product's, or the gate's and up's, and the normalisation's; under way."""
+    """Weights of some columns, being read: the product's, or the gate's and up's, and the normalisation's."""
     live = column < num_columns
     mask = live_rows[:, None] & live[None]
     w = tl.load(line + column[None], mask=mask, other=0.0)
@@ -103,8 +103,8 @@ def one_token_kernel(  # type: ignore[no-untyped-def]
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live_rows = rows < num_rows
     lane = tl.arange(0, COLUMNS)
-    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    up_sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up_acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     squares = tl.zeros([COLUMNS], tl.float32)
     line = weight + rows.to(tl.int64)[:, None] * num_columns
     up = line + num_rows.to(tl.int64) * num_columns
@@ -118,16 +118,16 @@ def one_token_kernel(  # type: ignore[no-untyped-def]
         if NORM:
             squares += x * x
             x *= n.to(tl.float32)
-        sums += w.to(tl.float32) * x[None]
+        acc += w.to(tl.float32) * x[None]
         if GATED:
-            up_sums += w_up.to(tl.float32) * x[None]
+            up_acc += w_up.to(tl.float32) * x[None]
         w, w_up, n = next_w, next_up, next_n
     scale = 1.0
     if NORM:
         scale = tl.rsqrt(tl.sum(squares, 0) / num_columns + epsilon)
-    result = tl.sum(sums, 1) * scale
+    result = tl.sum(acc, 1) * scale
     if GATED:
-        result = result * tl.sigmoid(result) * tl.sum(up_sums, 1) * scale
+        result = result * tl.sigmoid(result) * tl.sum(up_acc, 1) * scale
     if RESIDUAL:
         result += tl.load(residual + rows, mask=live_rows, other=0.0).to(tl.float32)
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=live_rows)
@@ -174,7 +174,7 @@ def one_token_linear(
     epsilon: float = 0.0,
     residual: torch.Tensor | None = None,  # [1, out_features], added
     is_gated: bool = False,  # SiLU of the first half of the output times the second
-    tile: Tile | None = None,
+    tile: ProductTile | None = None,
 ) -> torch.Tensor:  # [1, out_features]
     """A product of one token with what comes before and behind it, in one launch."""
     num_columns = token.shape[1]
@@ -188,11 +188,11 @@ def one_token_linear(
     return out
 
 
-def choose_tile(num_columns: int, has_norm: bool) -> Tile:
-    """As benchmarks/engine/layer_products.py found best."""
+def choose_tile(num_columns: int, has_norm: bool) -> ProductTile:
+    """The tile that benchmarks/engine/layer_products.py found best."""
     if has_norm:
-        return Tile(4, 1024, 8)
-    return Tile(2, 1024, 4) if num_columns <= 1024 else Tile(2, 2048, 8)
+        return ProductTile(4, 1024, 8)
+    return ProductTile(2, 1024, 4) if num_columns <= 1024 else ProductTile(2, 2048, 8)
 
 
 def pays(weight: torch.Tensor, has_norm: bool) -> bool:

@@ -59,7 +59,8 @@ def replace_layers(
     Args:
         layers: a model's decoder layers (`torch.nn.ModuleList`).
         make: the fused form of a layer.
-        others: as for `has_llama_form` and `agree`, the tolerance by the layer's dtype.
+        is_fast, rotary, sizes: see `has_llama_form` and `agree`.
+        tolerances: the tolerance of `agree` by the layer's dtype.
     """
     replaced = 0
     for index, layer in enumerate(layers):

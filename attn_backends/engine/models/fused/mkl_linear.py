@@ -37,7 +37,7 @@ class MklLinear(torch.nn.Module):
         return self.product(tokens)
 
     def product(self, tokens: torch.Tensor) -> torch.Tensor:
-        # Told the number of tokens: told any other, it would read the weight as it was.
+        # It gets the number of tokens: given any other, it would read the weight as it was.
         num_tokens = tokens.numel() // tokens.shape[-1]
         out: torch.Tensor = _linear(tokens, self.packed, self.shape, self.bias, num_tokens)
         return out

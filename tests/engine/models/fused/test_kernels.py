@@ -33,7 +33,7 @@ def normed(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("extra", ["nothing", "norm", "residual", "norm and gate"])
 @pytest.mark.parametrize(("num_rows", "num_columns"), [(33, 72), (16, 576), (80, 130)])
 def test_one_token_linear(device: str, extra: str, num_rows: int, num_columns: int) -> None:
-    from attn_backends.engine.models.fused.kernels import Tile, one_token_linear
+    from attn_backends.engine.models.fused.kernels import ProductTile, one_token_linear
 
     torch.manual_seed(num_rows)
     is_gated = "gate" in extra
@@ -49,7 +49,7 @@ def test_one_token_linear(device: str, extra: str, num_rows: int, num_columns: i
         gate, up = expected.chunk(2, 1)
         expected = F.silu(gate) * up
     expected = expected + residual.float() if extra == "residual" else expected
-    for tile in (Tile(4, 64, 1), None):
+    for tile in (ProductTile(4, 64, 1), None):
         close(one_token_linear(tokens, weight, is_gated=is_gated, tile=tile, **given), expected)
 
 

@@ -1,0 +1,79 @@
+"""What the settings leave open, decided for a model's layers on a device: device, cache dtype, backend, pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from attn_backends.cache.kv_cache import page_bytes
+from attn_backends.engine.config import EngineConfig
+from attn_backends.engine.models.load import layer_specs
+from attn_backends.registry import Load, Selection, select_backend
+from attn_backends.spec import AttentionSpec, KVCacheSpec
+
+PAGE_SIZES = (16, 32, 64, 128, 256)  # where the config leaves it open, after those that a backend prefers
+
+
+def resolve_device(device: str) -> torch.device:
+    """The config's device: `auto` is a GPU if there is one.
+
+    Raises:
+        ValueError: torch knows no such device, or has none here.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r} cannot be used here: {error}. Use auto, cpu or cuda") from error
+    return torch.device(device)
+
+
+def attention_specs(config: EngineConfig, device: torch.device) -> dict[int, AttentionSpec]:
+    """What the layers of the config's model ask for, over the config's cache. No weights are read."""
+    return {layer: with_cache_dtype(spec, config) for layer, spec in layer_specs(config, device).items()}
+
+
+def possible_caches(config: EngineConfig) -> list[KVCacheSpec]:
+    """What the pool may be, best first: the config's page size, or several if it leaves that open."""
+    cache = config.cache
+    sizes = PAGE_SIZES if cache.page_size is None else (cache.page_size,)
+    return [KVCacheSpec(cache.num_pages or 1, size, cache.layout) for size in sizes]
+
+
+def with_cache_dtype(spec: AttentionSpec, config: EngineConfig) -> AttentionSpec:
+    """A layer of the model with the config's cache dtype."""
+    return spec if config.cache.dtype == "auto" else replace(spec, cache_dtype=getattr(torch, config.cache.dtype))
+
+
+def choose_backend(
+    config: EngineConfig, specs: Mapping[int, AttentionSpec], max_model_len: int, device: torch.device
+) -> Selection:
+    """The config's backend for these layers, and the page size that it serves them with.
+
+    Args:
+        max_model_len: the model's own limit.
+
+    Raises:
+        UnknownBackendError, BackendImportError, ConfigError, Unsupported: as `select_backend`.
+    """
+    load = Load(config.scheduler.max_num_requests, config.scheduler.max_model_len or max_model_len)
+    return select_backend(config.backend, specs, possible_caches(config), device, load, config.backend_options)
+
+
+def pool_for(config: EngineConfig, specs: Mapping[int, AttentionSpec], selection: Selection) -> KVCacheSpec:
+    """The KV pool, as large as the config asks.
+
+    Raises:
+        ValueError: its memory is less than a page.
+    """
+    one_page = page_bytes(selection.backend, specs, replace(selection.cache, num_pages=1))
+    num_pages = config.cache.num_pages or config.cache.memory_bytes // one_page
+    if num_pages < 1:
+        raise ValueError(
+            f"cache.memory is {config.cache.memory_bytes} bytes, and one page of {selection.cache.page_size} tokens "
+            f"takes {one_page}: raise cache.memory or lower cache.page_size"
+        )
+    return replace(selection.cache, num_pages=num_pages)
