@@ -58,8 +58,8 @@ def _by_head(spec: AttentionSpec, num_tokens: int) -> NewTokens:
 def _packed(spec: AttentionSpec, num_tokens: int) -> NewTokens:
     sizes = _sizes(spec)
     columns = [heads * dim for heads, dim in sizes]
-    parts = empty(num_tokens, sum(columns), dtype=spec.dtype).split(columns, 1)
-    return NewTokens(*(part.unflatten(1, size) for part, size in zip(parts, sizes, strict=True)))
+    columns_of_each = empty(num_tokens, sum(columns), dtype=spec.dtype).split(columns, 1)
+    return NewTokens(*(part.unflatten(1, size) for part, size in zip(columns_of_each, sizes, strict=True)))
 
 
 def _sizes(spec: AttentionSpec) -> Sequence[tuple[int, int]]:

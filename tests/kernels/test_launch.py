@@ -51,8 +51,8 @@ def test_the_first_launch_asks_and_others_do_not() -> None:
 @pytest.mark.parametrize(
     "changes",
     [{"tensors": (tensor(torch.int64),)}, {"tensors": (tensor(offset=1),)}, {"fixed": (2,)}, {"warps": 8},
-     {"early": True}],
-    ids=["dtype", "alignment", "number", "warps", "early"],
+     {"use_pdl": True}],
+    ids=["dtype", "alignment", "number", "warps", "use_pdl"],
 )  # fmt: skip
 def test_what_is_compiled_anew(changes: dict[str, Any]) -> None:
     kernel, given = Kernel(), {"tensors": (tensor(),), "varying": (), "fixed": (1,), "warps": 4}
@@ -60,7 +60,7 @@ def test_what_is_compiled_anew(changes: dict[str, Any]) -> None:
         launching.launch(kernel, 1, **arguments)
     assert (len(kernel.asked), len(kernel.again)) == (2, 2)
     assert kernel.asked[0][2] == {"num_warps": 4}
-    assert ("launch_pdl" in kernel.asked[1][2]) == ("early" in changes)
+    assert ("launch_pdl" in kernel.asked[1][2]) == ("use_pdl" in changes)
 
 
 def test_a_grid_of_two_numbers() -> None:

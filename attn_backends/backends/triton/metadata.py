@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from attn_backends.backends.triton.launch import suits_hopper_kernel
-from attn_backends.backends.triton.rules import is_faster_widened, prefill_share, widens
+from attn_backends.backends.triton.rules import can_upcast, is_faster_upcast, prefill_share
 from attn_backends.backends.triton.tuning import TritonOptions
 from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.batch.common import CommonAttentionMetadata
@@ -29,7 +29,7 @@ class TritonMetadata(AttentionMetadata):
     num_decode_new_kv: int
     max_decode_len: int  # most query tokens of a decode row
     max_seq_len: int  # or an upper bound of it
-    num_widened_keys: int  # to make 16 bits for rows behind the decodes, or an upper bound; 0: none, which is faster
+    num_upcast_keys: int  # to make 16 bits for rows behind the decodes, or an upper bound; 0: none, which is faster
     prefill_share: float | None  # of the GPU, for rows behind decodes that run beside them; None: none do
     prefills_are_prompts: bool  # the step brings all keys that rows behind the decodes see: they are read as they come
     for_graph: bool
@@ -44,7 +44,7 @@ class TritonMetadata(AttentionMetadata):
             return None
         rows, tokens, new_kv = self.num_decodes, self.num_decode_tokens, self.num_decode_new_kv
         return replace(self, num_prefills=0, num_prefill_tokens=0, num_tokens=tokens, num_rows=rows,
-                       num_decode_rows=rows, num_new_kv=new_kv, num_widened_keys=0, prefill_share=None,
+                       num_decode_rows=rows, num_new_kv=new_kv, num_upcast_keys=0, prefill_share=None,
                        slot_mapping=self.slot_mapping[:new_kv])  # fmt: skip
 
     @property
@@ -101,7 +101,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             num_decode_new_kv=new_kv,
             max_decode_len=max_decode_len,
             max_seq_len=common.max_seq_len,
-            num_widened_keys=self._keys_to_widen(common, num_decode_rows) if use_cache else 0,
+            num_upcast_keys=self._keys_to_upcast(common, num_decode_rows) if use_cache else 0,
             prefill_share=self._prefill_share(common, num_decode_rows),
             prefills_are_prompts=use_cache and self._are_prompts(common, num_decode_rows),
             for_graph=common.for_graph,
@@ -122,18 +122,18 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         return cached and common.max_query_len <= DECODE_TOKENS
 
     @cached_property
-    def _widened_bytes(self) -> int:
+    def _upcast_bytes(self) -> int:
         """Room for keys that are made 16 bits; 0 where none may be."""
         options = self.options or TritonOptions()
-        return options.widened_bytes if widens(self.group.spec, options, self.device) else 0
+        return options.upcast_bytes if can_upcast(self.group.spec, options, self.device) else 0
 
-    def _keys_to_widen(self, common: CommonAttentionMetadata, first: int) -> int:
+    def _keys_to_upcast(self, common: CommonAttentionMetadata, first: int) -> int:
         """All keys of rows from `first` on, if that saves time; else 0."""
         last = common.num_actual_reqs
-        if first >= last or not self._widened_bytes:
+        if first >= last or not self._upcast_bytes:
             return 0
         query_lens, seq_lens = (lens.numpy()[first:last] for lens in (common.query_lens_cpu, common.seq_lens_cpu))
-        is_faster = is_faster_widened(self.group.spec, query_lens, seq_lens, self._widened_bytes, self.device)
+        is_faster = is_faster_upcast(self.group.spec, query_lens, seq_lens, self._upcast_bytes, self.device)
         return int(seq_lens.sum()) if is_faster else 0
 
     @cached_property

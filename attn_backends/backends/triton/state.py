@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.triton.launch import Cut, Schedule
+from attn_backends.backends.triton.launch import Schedule, SplitPlan
 from attn_backends.backends.triton.metadata import TritonMetadata
-from attn_backends.backends.triton.rules import widens
+from attn_backends.backends.triton.rules import can_upcast
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile
 from attn_backends.backends.triton.variants import variants
 from attn_backends.backends.triton.workspace import DECODE_TOKENS, Workspace, decode_need, largest_need
@@ -34,7 +34,7 @@ class TritonStep(AttentionStep[TritonMetadata]):
     """A step, and how its decode rows are cut."""
 
     schedule: Schedule | None  # None: nothing is decoded
-    room: Workspace
+    workspace: Workspace
 
 
 class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
@@ -55,31 +55,31 @@ class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
         self._num_sms = num_multiprocessors(self.device)
         self._shared_memory = shared_memory(self.device)
         self._specs = {group.index: group.spec for group in self.groups}
-        self.room = self._make_room(self._widened_bytes())
-        self._rooms = PerStream(self.device, lambda: self._make_room(self._widened_bytes()))
-        self._graph_room: Workspace | None = None  # kept for good once graphs were captured
+        self.workspace = self._make_workspace(self._upcast_bytes())
+        self._workspaces = PerStream(self.device, lambda: self._make_workspace(self._upcast_bytes()))
+        self._graph_workspace: Workspace | None = None  # kept for good once graphs were captured
         self._schedule = lru_cache(maxsize=_SCHEDULES)(self.make_schedule)  # of eager steps, which repeat their shapes
         self._recorder = CudaRecorder() if self.device.type == "cuda" else None
         self._inputs: GraphInputs | None = None  # kept for good once graphs were captured
 
     def begin_forward(self, metadata: TritonMetadata) -> TritonStep:
-        room = self._rooms.of_current(self.room)
+        workspace = self._workspaces.of_current(self.workspace)
         if metadata.num_decode_rows < metadata.num_rows:
-            room.tiles.zero_()
+            workspace.tiles.zero_()
         if not metadata.num_decode_rows:
-            return TritonStep(metadata, None, room)
-        schedule = self._schedule(metadata.group_index, metadata.num_decode_rows, metadata.max_decode_len, room)
-        schedule.list.fill(metadata.seq_lens, metadata.query_start_loc)
-        return TritonStep(metadata, schedule, room)
+            return TritonStep(metadata, None, workspace)
+        schedule = self._schedule(metadata.group_index, metadata.num_decode_rows, metadata.max_decode_len, workspace)
+        schedule.work_list.fill(metadata.seq_lens, metadata.query_start_loc)
+        return TritonStep(metadata, schedule, workspace)
 
-    def make_schedule(self, group: int, num_rows: int, query_len: int, room: Workspace) -> Schedule:
+    def make_schedule(self, group: int, num_rows: int, query_len: int, workspace: Workspace) -> Schedule:
         spec = self._specs[group]
         tile = self._tile(spec, num_rows, query_len)
-        room.check(decode_need(spec, tile, num_rows, query_len, self._num_sms), num_rows, query_len)
-        return Schedule(spec, tile, num_rows, query_len, self._num_sms, room.counters)
+        workspace.check(decode_need(spec, tile, num_rows, query_len, self._num_sms), num_rows, query_len)
+        return Schedule(spec, tile, num_rows, query_len, self._num_sms, workspace.counters)
 
     def _tile(self, spec: AttentionSpec, num_rows: int, query_len: int) -> DecodeTile:
-        query_rows = Cut.of(spec, query_len).rows
+        query_rows = SplitPlan.of(spec, query_len).block_m
         return decode_tile(spec, self.cache, num_rows, query_rows, self.options, self._shared_memory)
 
     def variants(self) -> list[Variant]:
@@ -96,39 +96,39 @@ class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
     def hold_inputs(self, max_batch_size: int, inputs: StepBuffers | None) -> None:
         if self._inputs is None or not self._inputs.serves(max_batch_size, inputs):
             self._inputs = GraphInputs(self.cache, self.limits, self.device, max_batch_size, inputs)
-        self._graph_room = self._graph_room or self._make_room(widened_bytes=0)  # no prefills
+        self._graph_workspace = self._graph_workspace or self._make_workspace(upcast_bytes=0)  # no prefills
 
     def make_clone(self, batch_size: int, query_len: int) -> TritonGraphState:
         assert self._inputs is not None  # while rows are held
-        assert self._graph_room is not None
+        assert self._graph_workspace is not None
         if query_len > DECODE_TOKENS:
             raise ValueError(
                 f"graphs of TRITON serve up to {DECODE_TOKENS} query tokens a row, and {query_len} were asked for: "
                 "run longer rows eager"
             )
-        return TritonGraphState(self, self._inputs, self._graph_room, batch_size, query_len)
+        return TritonGraphState(self, self._inputs, self._graph_workspace, batch_size, query_len)
 
     def idle_metadata_of(self, clone: TritonGraphState, group_index: int) -> TritonMetadata:
         return clone.steps[group_index].metadata
 
-    def _make_room(self, widened_bytes: int) -> Workspace:
+    def _make_workspace(self, upcast_bytes: int) -> Workspace:
         specs = self._specs.values()
         need = largest_need(specs, self.cache, self.limits, self.options, self._num_sms, self._shared_memory)
-        return Workspace.of(need, widened_bytes, self.device)
+        return Workspace.of(need, upcast_bytes, self.device)
 
-    def _widened_bytes(self) -> int:
+    def _upcast_bytes(self) -> int:
         options = self.options or TritonOptions()
-        specs = [spec for spec in self._specs.values() if widens(spec, options, self.device)]
+        specs = [spec for spec in self._specs.values() if can_upcast(spec, options, self.device)]
         key_bytes = (spec.num_kv_heads * (spec.head_dim + spec.head_dim_vo) * spec.dtype.itemsize for spec in specs)
         most = self.limits.max_num_requests * self.limits.max_model_len * max(key_bytes, default=0)
-        return min(options.widened_bytes, most) // 16 * 16
+        return min(options.upcast_bytes, most) // 16 * 16
 
 
 class TritonGraphState(TritonState):
     """The state of one captured size: a step a group, over the tensors that all sizes share."""
 
     def __init__(
-        self, parent: TritonState, inputs: GraphInputs, room: Workspace, num_rows: int, query_len: int
+        self, parent: TritonState, inputs: GraphInputs, workspace: Workspace, num_rows: int, query_len: int
     ) -> None:
         CapturingState.__init__(self, parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
         self.num_rows, self.num_tokens = num_rows, num_rows * query_len
@@ -142,8 +142,8 @@ class TritonGraphState(TritonState):
         self.steps = {
             group.index: TritonStep(
                 self._metadata(group.index, starts, query_len),
-                parent.make_schedule(group.index, num_rows, query_len, room),
-                room,
+                parent.make_schedule(group.index, num_rows, query_len, workspace),
+                workspace,
             )
             for group in self.groups
         }
@@ -183,10 +183,10 @@ class TritonGraphState(TritonState):
         assert schedule is not None  # as all rows of a graph are decoded
 
         def again() -> torch.Tensor:
-            schedule.list.fill(lens, starts)
-            return schedule.list.items
+            schedule.work_list.fill(lens, starts)
+            return schedule.work_list.work_items
 
-        return without_python(again, [schedule.list, lens, starts], self._recorder)
+        return without_python(again, [schedule.work_list, lens, starts], self._recorder)
 
     def _metadata(self, group_index: int, starts: torch.Tensor, query_len: int) -> TritonMetadata:
         num_rows, num_tokens = self.num_rows, self.num_tokens
@@ -204,7 +204,7 @@ class TritonGraphState(TritonState):
             num_new_kv=num_tokens,
             num_decode_new_kv=num_tokens,
             max_decode_len=query_len,
-            num_widened_keys=0,
+            num_upcast_keys=0,
             prefill_share=None,
             prefills_are_prompts=False,
             for_graph=True,

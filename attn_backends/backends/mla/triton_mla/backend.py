@@ -14,14 +14,13 @@ from attn_backends.backends.mla.backend import MLABackend
 from attn_backends.backends.mla.impl import MLAImpl
 from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadataBuilder
 from attn_backends.backends.mla.state import MLAState, MLAStep
-from attn_backends.backends.mla.triton_mla.decode_kernel import mla_decode_kernel, mla_join_kernel
-from attn_backends.backends.mla.triton_mla.tuning import Cut, block_dims, decode_tile, decode_tiles
+from attn_backends.backends.mla.triton_mla.decode_kernel import mla_combine_kernel, mla_decode_kernel
+from attn_backends.backends.mla.triton_mla.tuning import SplitPlan, block_dims, decode_tile, decode_tiles
 from attn_backends.backends.mla.triton_mla.variants import list_decodes, table_of
 from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport, Rejection, reject_early_fp8
 from attn_backends.kernels.examples import empty
 from attn_backends.kernels.launch import (
     INTERPRETED,
-    can_start_early,
     has_hopper_kernels,
     has_tensor_engine,
     launch,
@@ -29,16 +28,17 @@ from attn_backends.kernels.launch import (
     num_multiprocessors,
     operator,
     shared_memory,
+    supports_pdl,
     untried_triton,
 )
-from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE, ItemList
+from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE, WorkList
 from attn_backends.kernels.variants import Variant, listing
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec, MLASpec
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
-_JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
-_JOIN_WARPS = 4
-_CUTS = 1024  # that are kept
+_COMBINE_REGISTERS = 64  # of a thread, for the parts that it joins at a time
+_COMBINE_WARPS = 4
+_PLANS = 1024  # that are kept
 
 
 def suits_hopper_kernel(spec: MLASpec, cache: KVCacheSpec, device: torch.device) -> bool:
@@ -96,19 +96,19 @@ class TritonMLABackend(MLABackend):
 class Workspace(NamedTuple):
     """Where the parts of split rows meet."""
 
-    partial: torch.Tensor  # [partial slots * rank] f32
-    sums: torch.Tensor  # [partial slots * 2] f32: highest logit, sum of weights
+    partial_acc: torch.Tensor  # [partial slots * rank] f32
+    partial_ml: torch.Tensor  # [partial slots * 2] f32: highest logit, sum of weights
 
-    def check(self, cut: Cut, spec: MLASpec) -> None:
+    def check(self, plan: SplitPlan, spec: MLASpec) -> None:
         """Refuse a launch that would write beyond the end.
 
         Raises:
             ValueError: the batch is above the limits that the workspace was sized from.
         """
-        needs, has = cut.need(spec), tuple(map(torch.Tensor.numel, self))
+        needs, has = plan.need(spec), tuple(map(torch.Tensor.numel, self))
         if any(need > size for need, size in zip(needs, has, strict=True)):
             raise ValueError(
-                f"a step of {cut.num_rows} rows of {cut.queries} queries needs {needs} floats of TRITON_MLA's "
+                f"a step of {plan.num_rows} rows of {plan.queries} queries needs {needs} floats of TRITON_MLA's "
                 f"workspace, which has {has}: make the state with Limits that hold the batch"
             )
 
@@ -117,10 +117,10 @@ class Workspace(NamedTuple):
 class Split:
     """How the rows of a step are cut, and its workspace."""
 
-    cut: Cut
+    plan: SplitPlan
     query_starts: torch.Tensor  # [num_rows + 1] i32
-    list: ItemList  # of [cut.num_items, 8]
-    room: Workspace
+    work_list: WorkList  # of [plan.num_work_items, 8]
+    workspace: Workspace
 
 
 class TritonMLAState(MLAState):
@@ -134,22 +134,22 @@ class TritonMLAState(MLAState):
         super().__init__(*args, **kwargs)
         self._num_sms = num_multiprocessors(self.device)
         self._shared_memory = shared_memory(self.device)
-        self._cut = lru_cache(maxsize=_CUTS)(self._make_cut)  # eager steps repeat their shapes
-        self.room = self._make_room()
+        self._plan = lru_cache(maxsize=_PLANS)(self._make_plan)  # eager steps repeat their shapes
+        self.split_workspace = self._make_workspace()
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Split | None) -> Split:
         if held is None:
             held = self._split(spec, rows)
-        held.list.fill(rows.seq_lens, held.query_starts)
+        held.work_list.fill(rows.seq_lens, held.query_starts)
         return held
 
     def _split(self, spec: MLASpec, rows: DecodeRows) -> Split:
-        cut = self._cut(spec, rows.num_rows, rows.query_len)
-        self.room.check(cut, spec)
+        plan = self._plan(spec, rows.num_rows, rows.query_len)
+        self.split_workspace.check(plan, spec)
         ints = {"dtype": torch.int32, "device": self.device}
         starts = torch.arange(rows.num_rows + 1, **ints) * rows.query_len  # type: ignore[call-overload]
-        items = torch.empty(cut.num_items, 8, **ints)  # type: ignore[call-overload]
-        return Split(cut, starts, _list_of(cut, items), self.room)
+        work_items = torch.empty(plan.num_work_items, 8, **ints)  # type: ignore[call-overload]
+        return Split(plan, starts, _work_list(plan, work_items), self.split_workspace)
 
     def variants(self) -> list[Variant]:
         """The compiled forms of kernels of ours that steps within the limits ask for."""
@@ -159,30 +159,30 @@ class TritonMLAState(MLAState):
 
     def list_launches(self) -> None:
         super().list_launches()
-        list_decodes(self.specs.values(), self.cache, self.limits, self._make_cut, self._list_decode)
+        list_decodes(self.specs.values(), self.cache, self.limits, self._make_plan, self._list_decode)
 
     def _list_decode(
-        self, spec: MLASpec, cut: Cut, query_len: int, query: torch.Tensor, latents: torch.Tensor, want_lse: bool
+        self, spec: MLASpec, plan: SplitPlan, query_len: int, query: torch.Tensor, latents: torch.Tensor, want_lse: bool
     ) -> None:
-        floats, starts = empty(0, dtype=torch.float32), empty(cut.num_rows + 1, dtype=torch.int32)
-        items = empty(cut.num_items, 8, dtype=torch.int32)
-        split = Split(cut, starts, _list_of(cut, items), Workspace(floats, floats))
-        split.list.fill(empty(cut.num_rows, dtype=torch.int32), split.query_starts)
-        lse = empty(cut.num_rows, query_len, spec.num_qo_heads, dtype=torch.float32) if want_lse else None
-        launch_decode(spec, 1.0, query, latents, query[..., : spec.kv_lora_rank], lse, table_of(cut.num_rows), split,
+        floats, starts = empty(0, dtype=torch.float32), empty(plan.num_rows + 1, dtype=torch.int32)
+        work_items = empty(plan.num_work_items, 8, dtype=torch.int32)
+        split = Split(plan, starts, _work_list(plan, work_items), Workspace(floats, floats))
+        split.work_list.fill(empty(plan.num_rows, dtype=torch.int32), split.query_starts)
+        lse = empty(plan.num_rows, query_len, spec.num_qo_heads, dtype=torch.float32) if want_lse else None
+        launch_decode(spec, 1.0, query, latents, query[..., : spec.kv_lora_rank], lse, table_of(plan.num_rows), split,
                       query_len)  # fmt: skip
 
-    def _make_cut(self, spec: MLASpec, num_rows: int, query_len: int) -> Cut:
+    def _make_plan(self, spec: MLASpec, num_rows: int, query_len: int) -> SplitPlan:
         asked = self._asked(spec, num_rows, query_len)
-        return Cut(decode_tile(*asked), num_rows, query_len * spec.num_qo_heads, self._num_sms)
+        return SplitPlan(decode_tile(*asked), num_rows, query_len * spec.num_qo_heads, self._num_sms)
 
-    def _make_room(self) -> Workspace:
+    def _make_workspace(self) -> Workspace:
         """Enough for every launch within the limits: over all numbers of rows and all query lengths, as the need peaks
         between the ends of both."""
         most_rows = self.limits.max_num_requests
         longest = min(MLAMetadataBuilder.decode_threshold, self.limits.max_num_tokens)
         needs = [
-            Cut(tile, most_rows, query_len * spec.num_qo_heads, self._num_sms).need(spec)
+            SplitPlan(tile, most_rows, query_len * spec.num_qo_heads, self._num_sms).need(spec)
             for spec in self.specs.values()
             for query_len in range(1, longest + 1)
             for tile in decode_tiles(*self._asked(spec, most_rows, query_len))
@@ -215,10 +215,10 @@ class TritonMLAImpl(MLAImpl):
                       rows.query_len)  # fmt: skip
 
 
-def _list_of(cut: Cut, items: torch.Tensor) -> ItemList:
-    """The list of a batch's work, in `items` [cut.num_items, 8] i32."""
-    min_blocks = max(1, cut.tile.min_keys // cut.tile.keys)
-    return ItemList(items, [cut.num_rows, cut.target, FAR.value, FAR.value, cut.tile.keys, min_blocks])
+def _work_list(plan: SplitPlan, work_items: torch.Tensor) -> WorkList:
+    """The list of a batch's work, in `work_items` [plan.num_work_items, 8] i32."""
+    min_blocks = max(1, plan.tile.min_keys // plan.tile.keys)
+    return WorkList(work_items, [plan.num_rows, plan.target, FAR.value, FAR.value, plan.tile.keys, min_blocks])
 
 
 def launch_decode(
@@ -226,57 +226,57 @@ def launch_decode(
     lse: torch.Tensor | None, page_table: torch.Tensor, split: Split, query_len: int,
 ) -> None:  # fmt: skip
     """A layer's decode over rows that are cut, and their join."""
-    cut, tile = split.cut, split.cut.tile
+    plan, tile = split.plan, split.plan.tile
     constants = [
-        latent_cache.shape[1], query_len, spec.num_qo_heads, cut.tiles, cut.tile_rows, tile.keys, spec.kv_lora_rank,
+        latent_cache.shape[1], query_len, spec.num_qo_heads, plan.tiles, plan.tile_rows, tile.keys, spec.kv_lora_rank,
         spec.qk_rope_head_dim, *block_dims(spec), tile.stages, int(query.dtype is torch.float32),
     ]  # fmt: skip
-    mla_decode(query, latent_cache, output, lse, page_table, split.list.items, *split.room,
+    mla_decode(query, latent_cache, output, lse, page_table, split.work_list.work_items, *split.workspace,
                [spec.scale * k_scale * math.log2(math.e), k_scale], constants, tile.warps, tile.hopper,
-               cut.join_spread)  # fmt: skip
+               plan.combine_spread)  # fmt: skip
 
 
-@operator(("output", "lse", "partial", "sums"))
+@operator(("output", "lse", "partial_acc", "partial_ml"))
 def mla_decode(
     query: torch.Tensor, latent_cache: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
-    page_table: torch.Tensor, items: torch.Tensor, partial: torch.Tensor, sums: torch.Tensor, factors: list[float],
+    page_table: torch.Tensor, work_items: torch.Tensor, partial_acc: torch.Tensor, partial_ml: torch.Tensor, factors: list[float],
     constants: list[int], warps: int, for_hopper: bool, spread: int,
 ) -> None:  # fmt: skip
     _page_size, query_len, heads, tiles, tile_rows, _keys, rank, _rope, block_rank, *_ = constants
-    sums_to, want_lse, grid = sums if lse is None else lse, int(lse is not None), len(items) * tiles
-    early, table_row = can_start_early(query.device), (page_table.stride(0),)
-    tensors = (output, sums_to, page_table, items, partial, sums)
+    lse_or_dummy, want_lse, grid = partial_ml if lse is None else lse, int(lse is not None), len(work_items) * tiles
+    use_pdl, table_row = supports_pdl(query.device), (page_table.stride(0),)
+    tensors = (output, lse_or_dummy, page_table, work_items, partial_acc, partial_ml)
     if for_hopper:
-        _on_hopper(grid, query, latent_cache, tensors, table_row, factors, want_lse, constants, early)
+        _on_hopper(grid, query, latent_cache, tensors, table_row, factors, want_lse, constants, use_pdl)
     else:
-        fixed = (*factors, want_lse, *constants, early)
+        fixed = (*factors, want_lse, *constants, use_pdl)
         launch(mla_decode_kernel, grid, (query, latent_cache, *tensors), table_row, fixed, warps,
                descriptors=_descriptors(query, latent_cache, constants))  # fmt: skip
-    at_once = max(1, _JOIN_REGISTERS * 32 * _JOIN_WARPS // block_rank)  # a power of two, as all of these are
-    fixed = (factors[1], want_lse, query_len * heads, tiles * tile_rows, rank, block_rank, at_once, early)
-    launch(mla_join_kernel, len(items) * spread, (output, sums_to, items, partial, sums), (spread,), fixed, _JOIN_WARPS,
-           early=early)  # fmt: skip
+    block_splits = max(1, _COMBINE_REGISTERS * 32 * _COMBINE_WARPS // block_rank)  # a power of two, as all of these are
+    fixed = (factors[1], want_lse, query_len * heads, tiles * tile_rows, rank, block_rank, block_splits, use_pdl)
+    launch(mla_combine_kernel, len(work_items) * spread, (output, lse_or_dummy, work_items, partial_acc, partial_ml), (spread,), fixed, _COMBINE_WARPS,
+           use_pdl=use_pdl)  # fmt: skip
 
 
 def _on_hopper(
     grid: int, query: torch.Tensor, latent_cache: torch.Tensor, tensors: tuple[torch.Tensor, ...],
-    table_row: tuple[int], factors: list[float], want_lse: int, constants: list[int], lets_next_start: bool,
+    table_row: tuple[int], factors: list[float], want_lse: int, constants: list[int], launches_dependents: bool,
 ) -> None:  # fmt: skip
     from attn_backends.backends.mla.triton_mla import decode_hopper_kernel
     from attn_backends.kernels import hopper  # not every Triton has what these import
 
     page_size, query_len, heads, tiles, *_ = constants
-    slots, rows = latent_cache.flatten(0, 1), hopper.rows_of_load(page_size, decode_hopper_kernel.KEYS.value)
-    widen, slot_step = slots.itemsize == 1, 0
+    slots, rows = latent_cache.flatten(0, 1), hopper.tma_rows(page_size, decode_hopper_kernel.BLOCK_N.value)
+    upcast, slot_step = slots.itemsize == 1, 0
     descriptors: tuple[TensorDescriptor, ...] = ()
     tensors = (query, *tensors)
-    if widen:
+    if upcast:
         words = slots.view(torch.int32)
         slot_step, tensors = words.stride(0), (words, *tensors)
     else:
-        descriptors = (hopper.strips_of([*slots.shape], [*slots.stride()], slots, rows),)
-    fixed = (slot_step, *factors, want_lse, page_size, rows, query_len, heads, tiles, widen,
-             slots.dtype is torch.float8_e5m2, lets_next_start)  # fmt: skip
+        descriptors = (hopper.tma_descriptor([*slots.shape], [*slots.stride()], slots, rows),)
+    fixed = (slot_step, *factors, want_lse, page_size, rows, query_len, heads, tiles, upcast,
+             slots.dtype is torch.float8_e5m2, launches_dependents)  # fmt: skip
     launch(decode_hopper_kernel.mla_hopper_kernel, grid, tensors, table_row, fixed, decode_hopper_kernel.GROUP_WARPS,
            descriptors=descriptors)  # fmt: skip
 
