@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -37,6 +38,45 @@ def _store(  # type: ignore[no-untyped-def]
         value = tl.minimum(value, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     to = cached + page * page_stride + offset * offset_stride + head * head_stride + dim
     tl.store(to, value.to(cached.dtype.element_ty), mask=live)
+
+
+class WriteTensors(NamedTuple):
+    key: torch.Tensor
+    value: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+class WriteScales(NamedTuple):
+    k_scale: float
+    v_scale: float
+
+
+class WriteStrides(NamedTuple):
+    key_token: int
+    key_head: int
+    value_token: int
+    value_head: int
+    key_page: int
+    key_offset: int
+    key_cache_head: int
+    value_page: int
+    value_offset: int
+    value_cache_head: int
+
+
+class WriteConstants(NamedTuple):
+    PAGE_SIZE: int
+    HEADS: int
+    KEY_DIM: int
+    VALUE_DIM: int
+    KEY_BLOCK: int
+    VALUE_BLOCK: int
+    LIMIT: float
+    SCALED: bool
+    USE_PDL: bool
+    LAUNCH_DEPENDENTS: bool
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -106,13 +146,29 @@ def quantise_kernel(  # type: ignore[no-untyped-def]
            LIMIT, False)  # fmt: skip
 
 
+class QuantiseTensors(NamedTuple):
+    tensor: torch.Tensor
+    stored: torch.Tensor
+
+
+class QuantiseNumbers(NamedTuple):
+    token_stride: int
+    head_stride: int
+    HEADS: int
+    DIM: int
+    BLOCK: int
+    LIMIT: float
+
+
 def to_fp8(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`attn_backends.cache.kv_cache.quantise` of [num_tokens, heads, dim] with a scale of 1, in one launch."""
     tensor = tensor if tensor.stride(2) == 1 else tensor.contiguous()
     num_tokens, heads, dim = tensor.shape
     stored = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-    fixed = (*tensor.stride()[:2], heads, dim, power_of_two(heads * dim), torch.finfo(dtype).max)
-    launch(quantise_kernel, num_tokens, (tensor, stored), (), fixed, _WARPS)
+    numbers = QuantiseNumbers(
+        tensor.stride(0), tensor.stride(1), heads, dim, power_of_two(heads * dim), torch.finfo(dtype).max
+    )
+    launch(quantise_kernel, num_tokens, QuantiseTensors(tensor, stored), (), (numbers,), _WARPS)
     return stored
 
 
@@ -130,16 +186,17 @@ def write_kv(
     key, value = (new if new.stride(2) == 1 else new.contiguous() for new in (key, value))
     (_, num_heads, key_dim), value_dim = key.shape, value.shape[2]
     limit = torch.finfo(key_cache.dtype).max if key_cache.dtype in FP8_DTYPES else 0.0
-    can_be_early, num_tokens = supports_pdl(key_cache.device), min(key.shape[0], slot_mapping.shape[0])
-    use_pdl = can_be_early and num_tokens == 1  # as the engine's kernels in front of it (`engine.models.fused.kernels`)
-    tensors, scales = (key, value, key_cache, value_cache, slot_mapping), (float(k_scale), float(v_scale))
-    fixed = (
-        *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
-        key_cache.shape[1], num_heads, key_dim, value_dim,
-        power_of_two(num_heads * key_dim), power_of_two(num_heads * value_dim), limit,
-        k_scale != 1.0 or v_scale != 1.0, use_pdl, next_waits and can_be_early,
+    has_pdl, num_tokens = supports_pdl(key_cache.device), min(key.shape[0], slot_mapping.shape[0])
+    use_pdl = has_pdl and num_tokens == 1  # as the engine's kernels in front of it (`engine.models.fused.kernels`)
+    tensors = WriteTensors(key, value, key_cache, value_cache, slot_mapping)
+    strides = (*key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3])
+    constants = WriteConstants(
+        PAGE_SIZE=key_cache.shape[1], HEADS=num_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        KEY_BLOCK=power_of_two(num_heads * key_dim), VALUE_BLOCK=power_of_two(num_heads * value_dim), LIMIT=limit,
+        SCALED=k_scale != 1.0 or v_scale != 1.0, USE_PDL=use_pdl, LAUNCH_DEPENDENTS=next_waits and has_pdl,
     )  # fmt: skip
-    launch(write_kv_kernel, num_tokens, tensors, scales, fixed, _WARPS, use_pdl=use_pdl)
+    launch(write_kv_kernel, num_tokens, tensors, WriteScales(float(k_scale), float(v_scale)),
+           (WriteStrides._make(strides), constants), _WARPS, use_pdl=use_pdl)  # fmt: skip
 
 
 _BLOCK = 1024  # words of four bytes

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from enum import IntEnum
 from functools import cache, reduce
+from inspect import Parameter, Signature
+from itertools import chain
 from operator import attrgetter, or_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, get_type_hints
 
 import torch
 import triton
@@ -153,10 +155,30 @@ def operator(mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callab
         if not INTERPRETED:
             return launch
         name = f"attn_backends::triton_{launch.__name__.strip('_')}"
-        made: Callable[..., None] = torch.library.custom_op(name, launch, mutates_args=mutates, device_types="cpu")
+        by_lists = _taking_lists(launch)
+        made: Callable[..., None] = torch.library.custom_op(name, by_lists, mutates_args=mutates, device_types="cpu")
         return made
 
     return wrap
+
+
+def _taking_lists(launch: Callable[..., None]) -> Callable[..., None]:
+    """A launch whose named tuples of numbers are lists: an operator's schema has no others."""
+    hints = get_type_hints(launch)
+    groups = {name: hint for name, hint in hints.items() if hasattr(hint, "_fields")}
+    names = [name for name in hints if name != "return"]
+
+    def by_lists(*given: Any) -> None:
+        launch(*(groups[name](*value) if name in groups else value for name, value in zip(names, given, strict=True)))
+
+    def annotation(name: str) -> Any:
+        if name not in groups:
+            return hints[name]
+        return list[float] if float in get_type_hints(groups[name]).values() else list[int]
+
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation(name)) for name in names]
+    by_lists.__signature__ = Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+    return by_lists
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # kernels, by all that Triton compiles them for; and of which
@@ -174,21 +196,23 @@ def start_kernel(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any
 
 def launch(
     kernel: Any, grid: int | tuple[int, ...], tensors: Sequence[torch.Tensor], varying: tuple[float, ...],
-    fixed: tuple[Any, ...], warps: int, *, descriptors: tuple[Any, ...] = (), use_pdl: bool = False,
+    groups: tuple[tuple[Any, ...], ...], warps: int, *, descriptors: tuple[Any, ...] = (), use_pdl: bool = False,
 ) -> None:  # fmt: skip
     """Launch a Triton kernel. What Triton does to find the compiled one takes the host several times as long as to
     launch it: once for all launches that differ in addresses and in `varying` alone.
 
     Args:
-        kernel: its parameters are, in this order, `descriptors`, `tensors`, `varying` and `fixed`.
+        kernel: its parameters are, in this order, `descriptors`, `tensors`, `varying` and `groups`.
         grid: programs, one number or as many as Triton takes.
         varying: numbers that differ from batch to batch. The kernel is not specialised for them, nor do integers need
             more than 32 bits.
+        groups: all other numbers, by named tuples.
         warps: of a program.
         descriptors: of some of the tensors, or None; what they are of follows from the others.
         early: see `supports_pdl`.
     """
     grid = grid if isinstance(grid, tuple) else (grid,)
+    fixed = (*chain.from_iterable(groups),)
     # Not every version of Triton knows the word.
     options = {"num_warps": warps, "launch_pdl": True} if use_pdl else {"num_warps": warps}
     if INTERPRETED or LISTING.get() is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 import triton
@@ -72,64 +72,85 @@ def padded(size: int) -> int:
     return max(16, power_of_two(size))
 
 
+class SplitSizes(NamedTuple):
+    """What follows from the shape of a batch of decode rows, whatever their lengths."""
+
+    num_rows: int
+    target: int  # work items that fill the GPU
+    window_left: int  # positions before its own that a query sees
+    chunk: int  # positions in a chunk; a query sees its own chunk alone
+    block_n: int  # keys of a block
+    min_blocks: int  # blocks of a work item at least
+
+
+class ScheduleTensors(NamedTuple):
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    work_items: torch.Tensor
+    counters: torch.Tensor
+
+
+class ScheduleNumbers(NamedTuple):
+    num_rows: int
+    target: int
+    max_work_items: int
+    window_left: int
+    chunk: int
+    num_counters: int
+    BLOCK_N: int
+    MIN_BLOCKS: int
+    MAX_ROWS: int
+    BLOCK_ITEMS: int
+
+
 @operator(("work_items", "counters"))
 def list_work(
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    work_items: torch.Tensor,
-    counters: torch.Tensor,
-    how: list[int],
-) -> None:
-    """For lengths [num_rows] and query starts [num_rows + 1], i32. One launch."""
-    _launch_schedule(seq_lens, query_start_loc, work_items, counters, how)
+    seq_lens: torch.Tensor, query_start_loc: torch.Tensor, work_items: torch.Tensor, counters: torch.Tensor,
+    sizes: SplitSizes,
+) -> None:  # fmt: skip
+    """List the work items for lengths [num_rows] and query starts [num_rows + 1], i32, in one launch."""
+    _launch_schedule(ScheduleTensors(seq_lens, query_start_loc, work_items, counters), sizes)
 
 
-def _launch_schedule(
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    work_items: torch.Tensor,
-    counters: torch.Tensor,
-    how: list[int],
-) -> tuple[Any, tuple[int, ...]]:
+def _launch_schedule(tensors: ScheduleTensors, sizes: SplitSizes) -> tuple[Any, tuple[int, ...]]:
     """Returns the compiled kernel on its grid, and its arguments behind the first two tensors."""
-    num_rows, target, window_left, chunk, keys, min_blocks = how
+    work_items, counters = tensors.work_items, tensors.counters
     grid = (-(-len(work_items) // _ITEMS_PER_PROGRAM), 1, 1)
-    numbers = (num_rows, target, len(work_items), window_left, chunk, len(counters), keys, min_blocks,
-               triton.next_power_of_2(num_rows), _ITEMS_PER_PROGRAM)  # fmt: skip
-    compiled = start_kernel(
-        schedule_kernel, grid, seq_lens, query_start_loc, work_items, counters, *numbers, num_warps=4
-    )
+    numbers = ScheduleNumbers(
+        num_rows=sizes.num_rows, target=sizes.target, max_work_items=len(work_items), window_left=sizes.window_left,
+        chunk=sizes.chunk, num_counters=len(counters), BLOCK_N=sizes.block_n, MIN_BLOCKS=sizes.min_blocks,
+        MAX_ROWS=triton.next_power_of_2(sizes.num_rows), BLOCK_ITEMS=_ITEMS_PER_PROGRAM,
+    )  # fmt: skip
+    compiled = start_kernel(schedule_kernel, grid, *tensors, *numbers, num_warps=4)
     return None if compiled is None else compiled[grid], (work_items.data_ptr(), counters.data_ptr(), *numbers)
 
 
 class WorkList:
-    """The items of batches of one shape. What Triton does to find the kernel takes longer than to launch it: once.
+    """The work items of batches of one shape. Triton finds the kernel slower than it launches it: that is done once.
 
     Args:
-        items: [max_items, 8] i32, which every batch is listed into.
-        how: number of rows, target, keys behind a query that it sees, size of its chunk, keys of a block, and blocks of
-            an item at least (see `schedule_kernel`).
+        work_items: [max_work_items, 8] i32, which every batch is listed into.
         counters: [num_counters] i32, which every listing sets to 0: what a launch that was cut short left there must
             not be found by the next step. None: there are none.
     """
 
-    def __init__(self, work_items: torch.Tensor, how: list[int], counters: torch.Tensor | None = None) -> None:
+    def __init__(self, work_items: torch.Tensor, sizes: SplitSizes, counters: torch.Tensor | None = None) -> None:
         self.work_items = work_items
         self.counters = work_items.new_empty(0) if counters is None else counters
-        self._how = how
+        self._sizes = sizes
         self._kernel: Any = None
         self._arguments: tuple[int, ...] = ()
 
     def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
-        """List the items for lengths [num_rows] and query starts [num_rows + 1], i32. One launch."""
+        """List the work items for lengths [num_rows] and query starts [num_rows + 1], i32, in one launch."""
         at = (seq_lens.data_ptr(), query_start_loc.data_ptr())
         if self._kernel is not None and not (at[0] | at[1]) % ALIGNED:
             self._kernel(*at, *self._arguments)
         elif INTERPRETED or (at[0] | at[1]) % ALIGNED:
-            list_work(seq_lens, query_start_loc, self.work_items, self.counters, self._how)
+            list_work(seq_lens, query_start_loc, self.work_items, self.counters, self._sizes)
         else:
-            given = (seq_lens, query_start_loc, self.work_items, self.counters, self._how)
-            self._kernel, self._arguments = _launch_schedule(*given)
+            tensors = ScheduleTensors(seq_lens, query_start_loc, self.work_items, self.counters)
+            self._kernel, self._arguments = _launch_schedule(tensors, self._sizes)
 
 
 _VARY = ["num_rows", "target", "max_work_items", "window_left", "chunk", "num_counters"]

@@ -13,6 +13,34 @@ import numpy as np
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attn_backends.backends.triton.kernels.arguments import (
+    BlockDims,
+    CacheStrides,
+    DecodeConstants,
+    DecodeTensors,
+    Descriptors,
+    Flags,
+    HopperConstants,
+    HopperShape,
+    HopperSteps,
+    HopperStrides,
+    HopperTensors,
+    HopperVarying,
+    PrefillConstants,
+    PrefillRows,
+    PrefillTensors,
+    PrefillVarying,
+    Scales,
+    Strides,
+    TableRow,
+    UncappedScales,
+    UpcastConstants,
+    UpcastFrom,
+    UpcastTensors,
+    UpcastVarying,
+    VisibleRange,
+    Window,
+)
 from attn_backends.backends.triton.kernels.decode import decode_kernel
 from attn_backends.backends.triton.kernels.prefill import prefill_kernel
 from attn_backends.backends.triton.kernels.upcast import upcast_kernel
@@ -30,7 +58,7 @@ from attn_backends.kernels.launch import (
     start_kernel,
     supports_pdl,
 )
-from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE, MAX_SPLITS, WorkList, padded
+from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE, MAX_SPLITS, SplitSizes, WorkList, padded
 from attn_backends.spec import AttentionSpec
 
 _MAX_TILE_ROWS = 64  # of decode: more queries of a row take several tiles
@@ -45,10 +73,9 @@ _UPCAST_BLOCK = 64  # of a program
 _L2_BYTES = 32 << 20  # that the keys and values of a section of heads may take
 
 
-def visible_range(spec: AttentionSpec) -> list[int]:
-    """Which keys a query sees, by position: how many ahead of its own, how many behind, and the size of its chunk."""
-    window = FAR.value if spec.window_left < 0 else spec.window_left
-    return [0 if spec.causal else FAR.value, window, spec.chunk_size or FAR.value]
+def visible_range(spec: AttentionSpec) -> VisibleRange:
+    window_left = FAR.value if spec.window_left < 0 else spec.window_left
+    return VisibleRange(0 if spec.causal else FAR.value, window_left, spec.chunk_size or FAR.value)
 
 
 def num_visible_keys(spec: AttentionSpec, keys: IntArray) -> IntArray:
@@ -135,8 +162,9 @@ class Schedule:
         target = self.plan.target(spec, tile, num_sms)
         work_items = counters.new_empty(num_rows + target, 8)
         min_blocks = max(1, tile.min_keys // tile.keys)
-        how = [num_rows, target, *visible_range(spec)[1:], tile.keys, min_blocks]
-        self.work_list = WorkList(work_items, how, counters[: num_rows * spec.num_kv_heads * self.plan.tiles])
+        _, window_left, chunk = visible_range(spec)
+        sizes = SplitSizes(num_rows, target, window_left, chunk, tile.keys, min_blocks)
+        self.work_list = WorkList(work_items, sizes, counters[: num_rows * spec.num_kv_heads * self.plan.tiles])
 
 
 class Kernels:
@@ -160,13 +188,12 @@ class Kernels:
         self._num_sms = num_multiprocessors(device)
         self._extras = (nothing if slopes is None else slopes, nothing if sinks is None else sinks)
         self._scales = {True: (k_scale, v_scale), False: (1.0, 1.0)}  # of the cache; of keys as they came
-        self._visible = [*visible_range(spec), int(spec.sinks)]
+        self._visible, self._has_sinks = visible_range(spec), int(spec.sinks)
         self._supports_pdl, self._has_tensor_engine = supports_pdl(device), has_tensor_engine(device)
         self._is_local = spec.window_left >= 0 or spec.chunk_size is not None
         scale_first = spec.logits_soft_cap is not None or spec.alibi_slopes is not None or spec.scale <= 0
-        self._form = [int(spec.logits_soft_cap is not None), int(spec.alibi_slopes is not None), int(scale_first)]
-        self._heads = [spec.num_kv_heads, spec.group_size]
-        self._dims = [spec.head_dim, spec.head_dim_vo, *block_dims(spec)]
+        self._logits = (int(spec.logits_soft_cap is not None), int(spec.alibi_slopes is not None), int(scale_first))
+        self._dims = BlockDims(spec.head_dim, spec.head_dim_vo, *block_dims(spec))
 
     def supports_pdl(self, num_written: int) -> bool:
         """Whether decode can start early, in front of it the launch that writes so many tokens.
@@ -181,21 +208,28 @@ class Kernels:
         lse: torch.Tensor | None, page_table: torch.Tensor, schedule: Schedule,
         workspace: tuple[torch.Tensor, torch.Tensor, torch.Tensor], pdl: Pdl,
     ) -> None:  # fmt: skip
-        """Rows whose keys are split; `workspace` is where their parts meet. `pdl`: other than behind the launch in front
-        of it where that lets it: early if that writes the new keys, beside it if that is `prefill`."""
+        """Launch the decode of rows whose keys are split.
+
+        Args:
+            workspace: `partial_acc`, `partial_ml` and `counters`, where the splits of a row meet.
+            pdl: `WAIT_FIRST` where the launch in front writes the new keys and lets this one start, `WAIT_LAST` where
+                it is `prefill` and does; else `OFF`.
+        """
         tile, plan = schedule.tile, schedule.plan
         threads = 32 * tile.warps
         registers = min(_COMBINE_REGISTERS, _REGISTERS // (tile.programs * threads) // 2) * threads
         block_splits = 1 << max(1, registers // (plan.used_m * self._dims[-1])).bit_length() - 1  # a power of two
-        constants = [
-            *self._form, _alike(key, value), _can_be_pairs(value), key.shape[1], *self._heads, plan.tiles, plan.block_m,
-            tile.keys, *self._dims, tile.stages, tile.stages if self._is_local else 1,
-            int(query.dtype is torch.float32), plan.used_m, block_splits,
-            int(pdl),
-        ]  # fmt: skip
+        constants = DecodeConstants(
+            *self._logits, _alike(key, value), _can_be_pairs(value), PAGE_SIZE=key.shape[1],
+            KV_HEADS=self.spec.num_kv_heads, GROUP=self.spec.group_size, TILES=plan.tiles, BLOCK_M=plan.block_m,
+            BLOCK_N=tile.keys, DIM=self._dims.DIM, DIM_VO=self._dims.DIM_VO, BLOCK_DIM=self._dims.BLOCK_DIM,
+            BLOCK_DIM_VO=self._dims.BLOCK_DIM_VO, STAGES=tile.stages,
+            MASKED_STAGES=tile.stages if self._is_local else 1, EXACT=int(query.dtype is torch.float32),
+            USED_M=plan.used_m, BLOCK_SPLITS=block_splits, PDL=int(pdl),
+        )  # fmt: skip
         grid = schedule.work_list.work_items.shape[0] * self.spec.num_kv_heads * plan.tiles
         _decode(query, key, value, output, lse, page_table, schedule.work_list.work_items, *workspace, *self._extras,
-                self._factors(True), self._visible, constants, grid, tile.warps)  # fmt: skip
+                self._scales_of(True), self._visible, self._has_sinks, constants, grid, tile.warps)  # fmt: skip
 
     def prefill(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
@@ -218,8 +252,8 @@ class Kernels:
             sizes = [rows.num_upcast * heads * dim for dim in self._dims[:2]]
             flat = upcast_kv.view(query.dtype)[: sum(sizes)].split(sizes)
             keys, values = (part.view(rows.num_upcast, heads, -1) for part in flat)
-            how = [rows.first_row, first, *self._dims]
-            _upcast(key, value, keys, values, starts, rows.page_table, rows.seq_lens, how)
+            begin = UpcastFrom(rows.first_row, first)
+            _upcast(key, value, keys, values, starts, rows.page_table, rows.seq_lens, begin, self._dims)
             part = slice(first * group, (first + heads) * group)
             head_lse = None if lse is None else lse[:, part]
             self._attend(query[:, part], keys, values, output[:, part], head_lse, dense, tiles, first, True, None)
@@ -244,34 +278,37 @@ class Kernels:
         head_bytes = max(1, rows.max_seq_len) * (spec.head_dim + spec.head_dim_vo) * key.itemsize
         section = min(max(1, _L2_BYTES // head_bytes), num_kv_heads)
         num_rows = rows.seq_lens.shape[0] - rows.first_row
-        span = [rows.first_row, num_rows, num_prefill_tiles(rows.num_tokens, num_rows, tile_tokens), section]
+        num_tiles = num_prefill_tiles(rows.num_tokens, num_rows, tile_tokens)
+        tiled = PrefillRows(rows.first_row, num_rows, num_tiles, section)
         slopes, sinks = self._extras
         sinks = sinks[first_head * spec.group_size :] if spec.sinks else sinks
         tensors = (query, key, value, output, lse, *rows[:4])
-        factors, heads = self._factors(is_cached), (num_kv_heads, spec.group_size)
+        scales, visible, has_sinks = self._scales_of(is_cached), self._visible, self._has_sinks
         if on_hopper and layouts is not None:
             next_pdl, num_programs = Pdl.OFF, self._num_sms
             if share is not None and self._supports_pdl:
                 next_pdl, num_programs = Pdl.WAIT_LAST, math.ceil(share * num_programs)
-            launches_dependents = int(next_pdl is Pdl.WAIT_LAST)
-            constants = [page_size, *heads, tile_tokens, spec.head_dim, spec.head_dim_vo, launches_dependents]
-            _prefill_on_hopper(*tensors, sinks, tiles, layouts, factors, self._visible, span, constants,
+            shape = HopperShape(
+                page_size, num_kv_heads, spec.group_size, tile_tokens, spec.head_dim, spec.head_dim_vo,
+                launch_dependents=int(next_pdl is Pdl.WAIT_LAST),
+            )  # fmt: skip
+            _prefill_on_hopper(*tensors, sinks, tiles, layouts, scales, visible, has_sinks, tiled, shape,
                                num_programs)  # fmt: skip
             return next_pdl
-        constants = [
-            *self._form, _alike(key, value), page_size, *heads, tile_tokens,
-            padded(tile_tokens * spec.group_size), tile.keys, *self._dims,
-            tile.stages, int(self._is_local), int(query.dtype is torch.float32),
-        ]  # fmt: skip
-        _prefill(*tensors, slopes, sinks, factors, self._visible, span, constants,
+        constants = PrefillConstants(
+            *self._logits, _alike(key, value), PAGE_SIZE=page_size, KV_HEADS=num_kv_heads, GROUP=spec.group_size,
+            BLOCK_Q=tile_tokens, BLOCK_M=padded(tile_tokens * spec.group_size), BLOCK_N=tile.keys, DIM=self._dims.DIM,
+            DIM_VO=self._dims.DIM_VO, BLOCK_DIM=self._dims.BLOCK_DIM, BLOCK_DIM_VO=self._dims.BLOCK_DIM_VO,
+            STAGES=tile.stages, LOCAL=int(self._is_local), EXACT=int(query.dtype is torch.float32),
+        )  # fmt: skip
+        _prefill(*tensors, slopes, sinks, scales, visible, has_sinks, tiled, constants,
                  tile.keys if in_blocks else 0, tile.warps)  # fmt: skip
         return Pdl.OFF
 
-    def _factors(self, cached: bool) -> list[float]:
-        """Of logits, in base 2 unless a soft cap comes between; of values; the soft cap."""
+    def _scales_of(self, cached: bool) -> Scales:
         k_scale, v_scale = self._scales[cached]
         cap = self.spec.logits_soft_cap
-        return [self.spec.scale * k_scale * (math.log2(math.e) if cap is None else 1.0), v_scale, cap or 0.0]
+        return Scales(self.spec.scale * k_scale * (math.log2(math.e) if cap is None else 1.0), v_scale, cap or 0.0)
 
 
 def _alike(key: torch.Tensor, value: torch.Tensor) -> int:
@@ -342,37 +379,39 @@ def kv_descriptors(key: torch.Tensor, value: torch.Tensor, block_n: int) -> tupl
 
 def _strides(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None
-) -> tuple[int, ...]:
-    """As both kernels take them. Keys without pages are [tokens, heads, dim]."""
+) -> Strides:
+    """The strides of both portable kernels. Keys without pages are [tokens, heads, dim]."""
     page = (key.stride(0), value.stride(0)) if key.dim() == 4 else (0, 0)
     cached = (page[0], *key.stride()[-3:-1], page[1], *value.stride()[-3:-1])
-    return (*query.stride()[:2], *cached, *output.stride()[:2], 0 if lse is None else lse.stride(0))
+    return Strides._make((*query.stride()[:2], *cached, *output.stride()[:2], 0 if lse is None else lse.stride(0)))
 
 
 @operator(("output", "lse", "partial_acc", "partial_ml", "counters"))
 def _decode(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
-    page_table: torch.Tensor, work_items: torch.Tensor, partial_acc: torch.Tensor, partial_ml: torch.Tensor, counters: torch.Tensor,
-    slopes: torch.Tensor, sinks: torch.Tensor, factors: list[float], visible: list[int], constants: list[int], grid: int,
-    warps: int,
+    page_table: torch.Tensor, work_items: torch.Tensor, partial_acc: torch.Tensor, partial_ml: torch.Tensor,
+    counters: torch.Tensor, slopes: torch.Tensor, sinks: torch.Tensor, scales: Scales, visible: VisibleRange,
+    has_sinks: int, constants: DecodeConstants, grid: int, warps: int,
 ) -> None:  # fmt: skip
-    tensors = (query, key, value, output, partial_ml if lse is None else lse, page_table, work_items, partial_acc, partial_ml, counters,
-               slopes, sinks)  # fmt: skip
-    fixed = (*factors, *visible, int(lse is not None), *_strides(query, key, value, output, lse), *constants)
-    launch(decode_kernel, grid, tensors, (page_table.stride(0),), fixed, warps, use_pdl=constants[-1] > 0)
+    tensors = DecodeTensors(query, key, value, output, partial_ml if lse is None else lse, page_table, work_items,
+                            partial_acc, partial_ml, counters, slopes, sinks)  # fmt: skip
+    groups = (scales, visible, Flags(has_sinks, int(lse is not None)), _strides(query, key, value, output, lse),
+              constants)  # fmt: skip
+    launch(decode_kernel, grid, tensors, TableRow(page_table.stride(0)), groups, warps, use_pdl=constants.PDL > 0)
 
 
 @operator(("keys", "values", "starts"))
 def _upcast(
     key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor,
-    page_table: torch.Tensor, seq_lens: torch.Tensor, how: list[int],
+    page_table: torch.Tensor, seq_lens: torch.Tensor, begin: UpcastFrom, dims: BlockDims,
 ) -> None:  # fmt: skip
-    first_row, first_head, *dims = how
-    num_rows, (num_keys, heads, _) = len(seq_lens) - first_row, keys.shape
+    num_rows, (num_keys, heads, _) = len(seq_lens) - begin.first_row, keys.shape
     start_kernel(
         upcast_kernel, ((num_keys // _UPCAST_BLOCK + num_rows) * heads,),
-        key, value, keys, values, starts, page_table, seq_lens, first_row, num_rows, page_table.stride(0), first_head,
-        *key.stride()[:3], *value.stride()[:3], power_of_two(num_rows), key.shape[1], heads, _UPCAST_BLOCK, *dims,
+        *UpcastTensors(key, value, keys, values, starts, page_table, seq_lens),
+        *UpcastVarying(begin.first_row, num_rows, page_table.stride(0), begin.first_head),
+        *CacheStrides(*key.stride()[:3], *value.stride()[:3]),
+        *UpcastConstants(power_of_two(num_rows), key.shape[1], heads, _UPCAST_BLOCK, *dims),
         num_warps=4,
     )  # fmt: skip
 
@@ -381,18 +420,17 @@ def _upcast(
 def _prefill(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor | None, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
-    key_start_loc: torch.Tensor, slopes: torch.Tensor, sinks: torch.Tensor, factors: list[float], visible: list[int],
-    span: list[int], constants: list[int], block_keys: int, warps: int,
+    key_start_loc: torch.Tensor, slopes: torch.Tensor, sinks: torch.Tensor, scales: Scales, visible: VisibleRange,
+    has_sinks: int, tiled: PrefillRows, constants: PrefillConstants, block_keys: int, warps: int,
 ) -> None:  # fmt: skip
-    _first_row, _num_rows, num_tiles, _section = span
-    num_kv_heads = constants[5]
-    blocks = kv_descriptors(key, value, block_keys) if block_keys else (None, None)
+    descriptors = Descriptors(*kv_descriptors(key, value, block_keys)) if block_keys else Descriptors(None, None)
     table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
-    tensors = (query, key, value, output, sinks if lse is None else lse, table, seq_lens, query_start_loc,
-               key_start_loc, slopes, sinks)  # fmt: skip
-    fixed = (*factors, *visible, int(lse is not None), *_strides(query, key, value, output, lse), *constants)
-    launch(prefill_kernel, num_tiles * num_kv_heads, tensors, (*span, stride), fixed, warps,
-           descriptors=blocks)  # fmt: skip
+    tensors = PrefillTensors(query, key, value, output, sinks if lse is None else lse, table, seq_lens,
+                             query_start_loc, key_start_loc, slopes, sinks)  # fmt: skip
+    groups = (scales, visible, Flags(has_sinks, int(lse is not None)), _strides(query, key, value, output, lse),
+              constants)  # fmt: skip
+    launch(prefill_kernel, tiled.num_tiles * constants.KV_HEADS, tensors, PrefillVarying(*tiled, stride), groups,
+           warps, descriptors=descriptors)  # fmt: skip
 
 
 @cache
@@ -407,30 +445,37 @@ def _prefill_on_hopper(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor | None, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
     key_start_loc: torch.Tensor, sinks: torch.Tensor, tiles: torch.Tensor, layouts: tuple[_RowLayout, _RowLayout],
-    factors: list[float], visible: list[int], span: list[int], constants: list[int], num_programs: int,
+    scales: Scales, visible: VisibleRange, has_sinks: int, tiled: PrefillRows, shape: HopperShape, num_programs: int,
 ) -> None:  # fmt: skip
     hopper, prefill_hopper = _for_hopper()
-    first_row, num_rows, num_tiles, section = span
-    page_size, num_kv_heads, group_size, tile_tokens, *dims, launches_dependents = constants
-    keys = prefill_hopper.block_n(dims[0])
-    window_right, window_left, chunk, has_sinks = visible
+    first_row, num_rows, num_tiles, section = tiled
+    keys = prefill_hopper.block_n(shape.head_dim)
+    window_right, window_left, chunk = visible
     has_whole_blocks = keys <= min(window_left, chunk) < FAR.value  # within a window, or a chunk
-    rows = hopper.tma_rows(page_size, keys)
+    rows = hopper.tma_rows(shape.page_size, keys)
     key_layout, value_layout = layouts
-    descriptors = (
+    descriptors = Descriptors(
         hopper.tma_descriptor(*key_layout.layout, key, rows),
         hopper.tma_descriptor(*value_layout.layout, value, rows),
     )
     *page_rows, head_rows = key_layout.steps
     num_batches = -(-keys // rows // prefill_hopper.BATCH.value)
-    steps = (*(page_rows or [0]), head_rows, num_batches, key_layout.column, value_layout.column)
     table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
-    tensors = (query, output, sinks if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc,
-               sinks, tiles)  # fmt: skip
-    fixed = (
-        *factors[:2], window_right, window_left, has_sinks, int(lse is not None), *steps, *query.stride()[:2], *output.stride()[:2],
-        0 if lse is None else lse.stride(0), chunk, int(has_whole_blocks), page_size, rows, num_kv_heads, group_size,
-        tile_tokens, keys, *dims, prefill_hopper.q_stages(dims[0]), launches_dependents,
+    tensors = HopperTensors(query, output, sinks if lse is None else lse, table, seq_lens, query_start_loc,
+                            key_start_loc, sinks, tiles)  # fmt: skip
+    groups = (
+        UncappedScales(*scales[:2]),
+        Window(window_right, window_left),
+        Flags(has_sinks, int(lse is not None)),
+        HopperSteps._make((*(page_rows or [0]), head_rows, num_batches, key_layout.column, value_layout.column)),
+        HopperStrides._make((*query.stride()[:2], *output.stride()[:2], 0 if lse is None else lse.stride(0))),
+        HopperConstants(
+            CHUNK=chunk, LOCAL=int(has_whole_blocks), PAGE_SIZE=shape.page_size, TMA_ROWS=rows,
+            KV_HEADS=shape.num_kv_heads, GROUP=shape.group_size, BLOCK_Q=shape.tile_tokens, BLOCK_N=keys,
+            DIM=shape.head_dim, DIM_VO=shape.head_dim_vo, Q_STAGES=prefill_hopper.q_stages(shape.head_dim),
+            LAUNCH_DEPENDENTS=shape.launch_dependents,
+        ),
     )  # fmt: skip
-    launch(prefill_hopper.prefill_hopper_kernel, min(num_tiles * num_kv_heads, num_programs), tensors,
-           (first_row, num_rows, section, stride), fixed, prefill_hopper.GROUP_WARPS, descriptors=descriptors)  # fmt: skip
+    launch(prefill_hopper.prefill_hopper_kernel, min(num_tiles * shape.num_kv_heads, num_programs), tensors,
+           HopperVarying(first_row, num_rows, section, stride), groups, prefill_hopper.GROUP_WARPS,
+           descriptors=descriptors)  # fmt: skip

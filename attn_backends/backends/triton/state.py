@@ -42,7 +42,7 @@ class TritonState(CapturingState[TritonMetadata, "TritonGraphState"]):
 
     A program leaves (head_dim_vo + 2) * 4 bytes for each of its queries; about 4 / 3 as many programs can have parts
     as the GPU holds at once (see `split_kv.schedule_kernel`). Layers over a cache of 8 bits have room on Hopper for
-    keys and values of 16 bits too, `TritonOptions.widened_bytes` at most.
+    keys and values of 16 bits too, `TritonOptions.upcast_bytes` at most.
 
     A step takes the workspace of the stream on which it began, so steps on several streams do not meet. The first
     stream's is made at once, another's when a step begins there. Captured graphs share one of their own.

@@ -92,8 +92,8 @@ def _compiled(
 def constants_of(spec: AttentionSpec, page_size: int, **tile: int) -> dict[str, Any]:
     dims = {"DIM": spec.head_dim, "DIM_VO": spec.head_dim_vo}
     dims |= zip(("BLOCK_DIM", "BLOCK_DIM_VO"), tuning.block_dims(spec), strict=True)
-    return {"SOFT_CAP": 0, "ALIBI": 0, "SCALE_FIRST": 0, "ALIKE": 0, "PAGE_SIZE": page_size, "KV_HEADS": spec.num_kv_heads,
-            "GROUP": spec.group_size, "EXACT": int(spec.dtype is torch.float32),
+    return {"SOFT_CAP": 0, "ALIBI": 0, "SCALE_FIRST": 0, "ALIKE": 0, "PAGE_SIZE": page_size,
+            "KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "EXACT": int(spec.dtype is torch.float32),
             **dims, **tile}  # fmt: skip
 
 
@@ -114,8 +114,8 @@ def prefill_of(spec: AttentionSpec, page_size: int, room: int) -> tuple[Any, dic
 def decode_of(spec: AttentionSpec, num_rows: int, query_rows: int, room: int) -> tuple[Any, dict[str, Any]]:
     """The tile, and the kernel's constants, for one tile of queries."""
     tile = tuning.decode_tile(spec, KVCacheSpec(16, 16), num_rows, query_rows, None, room)
-    sizes = {"TILES": 1, "BLOCK_M": query_rows, "USED_M": query_rows, "BLOCK_SPLITS": 1, "BLOCK_N": tile.keys, "STAGES": tile.stages,
-             "MASKED_STAGES": 1, "PAIRS": int(spec.cache_dtype.itemsize == 1), "PDL": 0}  # fmt: skip
+    sizes = {"TILES": 1, "BLOCK_M": query_rows, "USED_M": query_rows, "BLOCK_SPLITS": 1, "BLOCK_N": tile.keys,
+             "STAGES": tile.stages, "MASKED_STAGES": 1, "PAIRS": int(spec.cache_dtype.itemsize == 1), "PDL": 0}  # fmt: skip
     return tile, constants_of(spec, 16, **sizes)
 
 
@@ -198,8 +198,8 @@ def test_an_fp8_cache_costs_no_slow_instructions(cached: torch.dtype) -> None:
     decode = constants_of(
         spec, 16, TILES=1, BLOCK_M=16, USED_M=16, BLOCK_SPLITS=1, BLOCK_N=64, STAGES=3, MASKED_STAGES=1, PAIRS=1, PDL=1
     )
-    mla = {"WANT_LSE": 0, "PAGE_SIZE": 16, "QUERY_LEN": 1, "HEADS": 16, "TILES": 1, "BLOCK_M": 16, "BLOCK_N": 32, "RANK": 512,
-           "ROPE": 64, "BLOCK_RANK": 512, "BLOCK_ROPE": 64, "EXACT": 0, "STAGES": 3, "latent_rows": None,
+    mla = {"WANT_LSE": 0, "PAGE_SIZE": 16, "QUERY_LEN": 1, "HEADS": 16, "TILES": 1, "BLOCK_M": 16, "BLOCK_N": 32,
+           "RANK": 512, "ROPE": 64, "BLOCK_RANK": 512, "BLOCK_ROPE": 64, "EXACT": 0, "STAGES": 3, "latent_rows": None,
            "rope_rows": None, "LAUNCH_DEPENDENTS": 1}  # fmt: skip
     latent_cache = f"*{TRITON_NAMES[latent.cache_dtype]}"
     for kernel, types, constants in (
@@ -309,8 +309,8 @@ def test_latent_decode_fits_as_compiled(capability: int, room: int, heads: int) 
 
     tile = tiles.decode_tile(MLASpec(heads, dtype=torch.bfloat16), KVCacheSpec(16, 64), 64, heads, None, room)
     rows = min(split.padded(heads), tile.rows)
-    constants = {"WANT_LSE": 0, "PAGE_SIZE": 64, "QUERY_LEN": 1, "HEADS": heads, "TILES": heads // rows, "BLOCK_M": rows,
-                 "BLOCK_N": tile.keys, "RANK": 512, "ROPE": 64, "BLOCK_RANK": 512, "BLOCK_ROPE": 64, "EXACT": 0,
+    constants = {"WANT_LSE": 0, "PAGE_SIZE": 64, "QUERY_LEN": 1, "HEADS": heads, "TILES": heads // rows,
+                 "BLOCK_M": rows, "BLOCK_N": tile.keys, "RANK": 512, "ROPE": 64, "BLOCK_RANK": 512, "BLOCK_ROPE": 64, "EXACT": 0,
                  "STAGES": tile.stages, "LAUNCH_DEPENDENTS": int(capability >= 90)}  # fmt: skip
     types = dict.fromkeys(("query", "latent_cache", "output"), "*bf16")
     if capability >= 90:

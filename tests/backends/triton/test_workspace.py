@@ -102,7 +102,12 @@ def test_parts_of_any_batch_have_their_slots() -> None:
 def written(spec: AttentionSpec, tile: Any, num_rows: int, query_len: int, sms: int) -> tuple[int, int, int]:
     """How far a launch writes into `partial_acc`, `partial_ml` and `counters`, by the addresses in `decode_kernel`."""
     plan = launch.SplitPlan.of(spec, query_len)
-    place, head, tile_index, lane = plan.num_partial_slots(spec, tile, sms) - 1, spec.num_kv_heads - 1, plan.tiles - 1, plan.used_m - 1
+    place, head, tile_index, lane = (
+        plan.num_partial_slots(spec, tile, sms) - 1,
+        spec.num_kv_heads - 1,
+        plan.tiles - 1,
+        plan.used_m - 1,
+    )
     mine = ((place * spec.num_kv_heads + head) * plan.tiles + tile_index) * plan.used_m + lane
     counter = ((num_rows - 1) * spec.num_kv_heads + head) * plan.tiles + tile_index
     block = tuning.block_dims(spec)[1]
@@ -295,7 +300,9 @@ def test_kernel_schedules_stay_inside(seed: int, monkeypatch: pytest.MonkeyPatch
 
     count, plan = num_rows * spec.num_kv_heads * schedule.plan.tiles, schedule.plan
     assert not made.workspace.counters[:count].any()
-    end_of_slots = made.workspace.partial_acc.numel() // (spec.num_kv_heads * plan.tiles * plan.used_m * tuning.block_dims(spec)[1])
+    end_of_slots = made.workspace.partial_acc.numel() // (
+        spec.num_kv_heads * plan.tiles * plan.used_m * tuning.block_dims(spec)[1]
+    )
     items = [item for item in schedule.work_list.work_items.tolist() if item[0] >= 0]
     slots = [place + parts % (1 << 15) for _, _, _, place, parts, *_ in items if parts >> 15 > 1]
     assert len(set(slots)) == len(slots)
@@ -345,4 +352,9 @@ def test_kernel_workspaces_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _written(step: Any) -> list[torch.Tensor]:
     """What launches of a decode step write, and later steps too."""
-    return [step.schedule.work_list.work_items, step.workspace.partial_acc, step.workspace.partial_ml, step.workspace.counters]
+    return [
+        step.schedule.work_list.work_items,
+        step.workspace.partial_acc,
+        step.workspace.partial_ml,
+        step.workspace.counters,
+    ]

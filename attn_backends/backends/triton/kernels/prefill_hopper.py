@@ -368,14 +368,14 @@ def _load_blocks(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _page_ids(
+def _page_ids(  # type: ignore[no-untyped-def]
     rows,
     row,
     first,
     seq_len,
     PAGE_SIZE: gl.constexpr,
     TMA_ROWS: gl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """Of the block from key `first` on. Keys that do not lie in pages have none."""
     _seq_lens, _query_start_loc, _key_start_loc, page_table, table_row = rows
     ids = first

@@ -162,6 +162,63 @@ def one_token_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=live_rows)
 
 
+class NormTensors(NamedTuple):
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    out: torch.Tensor
+
+
+class NormNumbers(NamedTuple):
+    size: int
+    epsilon: float
+    BLOCK: int
+    USE_PDL: bool
+
+
+class RotateTensors(NamedTuple):
+    heads: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class RotateNumbers(NamedTuple):
+    stride: int
+    DIM: int
+    HALF: int
+    USE_PDL: bool
+
+
+class GateTensors(NamedTuple):
+    gate_up: torch.Tensor
+    out: torch.Tensor
+
+
+class GateNumbers(NamedTuple):
+    size: int
+    BLOCK: int
+    USE_PDL: bool
+
+
+class OneTokenTensors(NamedTuple):
+    tokens: torch.Tensor
+    weight: torch.Tensor
+    norm: torch.Tensor
+    residual: torch.Tensor
+    out: torch.Tensor
+
+
+class OneTokenNumbers(NamedTuple):
+    epsilon: float
+    num_rows: int
+    num_columns: int
+    NORM: bool
+    RESIDUAL: bool
+    GATED: bool
+    BLOCK_N: int
+    BLOCK_K: int
+    USE_PDL: bool
+
+
 def _uses_pdl(tokens: torch.Tensor) -> bool:
     return tokens.shape[0] == 1 and supports_pdl(tokens.device)
 
@@ -172,8 +229,8 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torc
     out = torch.empty_like(hidden)
     block = power_of_two(size)
     use_pdl, warps = _uses_pdl(hidden), min(16, max(1, block // 512))
-    fixed = (size, epsilon, block, use_pdl)
-    launch(rms_norm_kernel, num_tokens, (hidden, weight, out), (), fixed, warps, use_pdl=use_pdl)
+    numbers = NormNumbers(size, epsilon, block, use_pdl)
+    launch(rms_norm_kernel, num_tokens, NormTensors(hidden, weight, out), (), (numbers,), warps, use_pdl=use_pdl)
     return out
 
 
@@ -181,8 +238,9 @@ def rotate_(heads: torch.Tensor, num_rotated: int, cos: torch.Tensor, sin: torch
     """Rotate the first heads of [num_tokens, num_heads, dim] in place, by angles [num_tokens, dim]."""
     num_tokens, _, dim = heads.shape
     use_pdl = _uses_pdl(heads)
-    fixed = (heads.stride(0), dim, power_of_two(dim // 2), use_pdl)
-    launch(rotate_kernel, (num_tokens, num_rotated), (heads, cos, sin), (), fixed, 1, use_pdl=use_pdl)
+    numbers = RotateNumbers(heads.stride(0), dim, power_of_two(dim // 2), use_pdl)
+    tensors = RotateTensors(heads, cos, sin)
+    launch(rotate_kernel, (num_tokens, num_rotated), tensors, (), (numbers,), 1, use_pdl=use_pdl)
 
 
 def gated(gate_up: torch.Tensor) -> torch.Tensor:
@@ -191,7 +249,8 @@ def gated(gate_up: torch.Tensor) -> torch.Tensor:
     out = gate_up.new_empty(num_tokens, size)
     block = min(1024, power_of_two(size))
     use_pdl, grid = _uses_pdl(out), (num_tokens, -(-size // block))
-    launch(gate_kernel, grid, (gate_up, out), (), (size, block, use_pdl), _GATE_WARPS, use_pdl=use_pdl)
+    numbers = GateNumbers(size, block, use_pdl)
+    launch(gate_kernel, grid, GateTensors(gate_up, out), (), (numbers,), _GATE_WARPS, use_pdl=use_pdl)
     return out
 
 
@@ -210,10 +269,15 @@ def one_token_linear(
     num_rows = weight.shape[0] // (2 if is_gated else 1)
     tile = tile or choose_tile(num_columns, norm is not None)
     out = token.new_empty(1, num_rows)
-    tensors = (token, weight, token if norm is None else norm, token if residual is None else residual, out)
-    use_pdl, options = _uses_pdl(out), (norm is not None, residual is not None, is_gated)
-    fixed = (epsilon, num_rows, num_columns, *options, tile.rows, tile.columns, use_pdl)
-    launch(one_token_kernel, -(-num_rows // tile.rows), tensors, (), fixed, tile.warps, use_pdl=use_pdl)
+    tensors = OneTokenTensors(
+        token, weight, token if norm is None else norm, token if residual is None else residual, out
+    )
+    use_pdl = _uses_pdl(out)
+    numbers = OneTokenNumbers(
+        epsilon, num_rows, num_columns, NORM=norm is not None, RESIDUAL=residual is not None, GATED=is_gated,
+        BLOCK_N=tile.rows, BLOCK_K=tile.columns, USE_PDL=use_pdl,
+    )  # fmt: skip
+    launch(one_token_kernel, -(-num_rows // tile.rows), tensors, (), (numbers,), tile.warps, use_pdl=use_pdl)
     return out
 
 
