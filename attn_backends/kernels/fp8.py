@@ -27,19 +27,22 @@ _SECOND_E5M2 = tl.constexpr("prmt.b32 $0, $1, 0, 0x3414;")
 
 @triton.jit
 def row_amax(q):  # type: ignore[no-untyped-def]
-    """Each row's largest element, and above 0, [BLOCK_M] f32."""
+    """Each row's largest absolute value, or a little above 0, [BLOCK_M] f32."""
     return tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1), 1e-30)
 
 
 @triton.jit
 def scale_to_fp16(q, q_scale):  # type: ignore[no-untyped-def]
-    """bfloat16 queries as float16, each row divided by a number: what is below 2^-25 of the largest one is lost."""
+    """Round bfloat16 queries to float16, each row divided by its scale.
+
+    What is below 2^-25 of the row's largest element is lost.
+    """
     return (q.to(tl.float32) / q_scale[:, None]).to(tl.float16)
 
 
 @triton.jit
 def as_pairs(pointer):  # type: ignore[no-untyped-def]
-    """A pointer to 8 bits as one to two of these."""
+    """A pointer to pairs of the 8-bit elements that a pointer is to."""
     return pointer.to(tl.pointer_type(tl.int16), bitcast=True)
 
 
@@ -66,7 +69,7 @@ def unpack_columns(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def zero_acc(BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of weighted values: [BLOCK_M, WIDTH], or the even columns and the odd ones, f32."""
+    """Zeros for weighted values: [BLOCK_M, WIDTH], or the even columns and the odd ones, f32."""
     if PAIRS:
         return tl.zeros([BLOCK_M, WIDTH // 2], tl.float32), tl.zeros([BLOCK_M, WIDTH // 2], tl.float32)
     else:
@@ -75,7 +78,7 @@ def zero_acc(BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr):  
 
 @triton.jit
 def interleave_columns(acc):  # type: ignore[no-untyped-def]
-    """[BLOCK_M, WIDTH] of such sums."""
+    """[BLOCK_M, WIDTH] of an acc that may be in even and odd columns."""
     if len(acc) == 1:
         return acc[0]
     else:
@@ -84,10 +87,11 @@ def interleave_columns(acc):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def accumulate(acc, p, alpha, values, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sums shrunk, and weighted values added.
+    """Shrink acc, and add weighted values.
 
     Args:
-        weights: [BLOCK_M, BLOCK_N] of the values' dtype; shrunk: [BLOCK_M] f32.
+        p: [BLOCK_M, BLOCK_N] weights of the values' dtype.
+        alpha: [BLOCK_M] f32, what earlier weights shrink by.
         values: as `unpack_columns` gives them.
     """
     first = tl.dot(p, values[0], acc[0] * alpha[:, None], input_precision=PRECISION)

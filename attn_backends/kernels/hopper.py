@@ -11,9 +11,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-TMA_COLS = gl.constexpr(64)  # columns of one load: what a swizzle of 128 bytes is wide
+TMA_COLS = gl.constexpr(64)  # columns of a TMA tile: what a swizzle of 128 bytes is wide
 BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-WARP_SIZE = gl.constexpr(32)  # of a warp
+WARP_SIZE = gl.constexpr(32)
 LANE_LAYOUT = gl.BlockedLayout([1], [32], [1], [0])  # a number a lane, for one warp
 WORD_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)  # the same, two by two
 # Of four values of 8 bits in a register: the first two as float16, and the other two.
@@ -31,7 +31,7 @@ def tma_rows(page_size: int, keys: int) -> int:
 
 
 def tma_descriptor(shape: list[int], strides: list[int], tensor: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Loads of `rows` rows and TMA_COLS columns into shared memory, as products want them."""
+    """The descriptor of a tensor in TMA tiles of `rows` rows and TMA_COLS columns, swizzled as products want them."""
     return TensorDescriptor(tensor, shape, strides, [rows, TMA_COLS.value], BLOCK_LAYOUT)
 
 
@@ -52,14 +52,15 @@ def nth_of(ids, nth):  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def load_tma_tiles(desc, rows, column, full, to, TMA_ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Asks for TMA_COLS columns of a block, by a load of TMA_ROWS rows from each of `rows` on."""
+    """Ask for TMA_COLS columns of a block, by a TMA tile of TMA_ROWS rows from each of `rows` on."""
     for part in gl.static_range(to.shape[0] // TMA_ROWS):
         tma.async_copy_global_to_shared(desc, [rows[part], column], full, to.slice(part * TMA_ROWS, TMA_ROWS))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[STAGES] that COUNT threads arrive at. An allocation of their own: Triton synchronises uses of one allocation."""
+    """Barriers [STAGES] that COUNT threads arrive at. An allocation of their own: Triton synchronises uses of one
+    allocation."""
     made = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(made.index(stage), COUNT)
@@ -120,7 +121,8 @@ def write_rows(rows, acc, share, live):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def write_rows_by_smem(rows, acc, share, live, smem):  # type: ignore[no-untyped-def]
-    """As `write_rows`, by way of a place in shared memory: each thread writes 16 bytes, where `rows` and `live` lie."""
+    """Write rows like `write_rows`, by way of shared memory: each thread writes 16 bytes, where `rows` and `live`
+    lie."""
     COALESCED: gl.constexpr = live.type.layout.parent
     smem.store(times_rows(acc, share).to(rows.dtype.element_ty))
     barrier()

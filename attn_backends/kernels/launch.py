@@ -55,7 +55,7 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; on a CPU a few, so that little work is split there too."""
+    """Number of multiprocessors of a GPU; on a CPU a few, so that little work is split there too."""
     if (listing := LISTING.get()) is not None:
         return listing.machine.num_multiprocessors
     return machine.num_multiprocessors(device, interpreted=2)
@@ -108,7 +108,7 @@ def _supports_pdl(device: torch.device) -> bool:
 
 
 class Pdl(IntEnum):
-    """When a kernel starts, to the one in front of it."""
+    """When a kernel starts, by programmatic dependent launch, relative to the one in front of it."""
 
     OFF = 0  # once that has ended
     WAIT_FIRST = 1  # before it has ended, to wait for it first
@@ -120,27 +120,29 @@ WAIT_FIRST, WAIT_LAST = tl.constexpr(int(Pdl.WAIT_FIRST)), tl.constexpr(int(Pdl.
 
 @triton.jit
 def launch_dependents():  # type: ignore[no-untyped-def]
-    """The kernel behind this one starts once all programs came here, if it is launched so (Triton's `launch_pdl`)."""
+    """Let the next kernel start once all programs came here, if it is launched so (Triton's `launch_pdl`)."""
     cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def grid_wait_and_launch_dependents():  # type: ignore[no-untyped-def]
-    """In every program of a kernel that starts early. It waits before it lets: so what the next one finds, before it
-    waits itself, is all but what this one writes."""
+    """Wait for the kernel in front, then let the next one start, in every program of a kernel that starts early.
+
+    It waits first: so what the next one finds, before it waits itself, is all but what this one writes.
+    """
     grid_wait()
     launch_dependents()
 
 
 @triton.jit
 def acquire_fence():  # type: ignore[no-untyped-def]
-    """What kernels in front of the one beside which this one runs have written is read anew from here on."""
+    """Read anew, from here on, what kernels in front of the one beside which this one runs have written."""
     tl.inline_asm_elementwise("fence.acq_rel.gpu; // dummy $0", "=r", [], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def grid_wait():  # type: ignore[no-untyped-def]
-    """In every program of such a kernel: from here on all that the kernel before it writes is there."""
+    """Wait until all that the kernel in front writes is there, in every program of a kernel that starts early."""
     cuda.gdc_wait()
 
 
@@ -149,7 +151,10 @@ def power_of_two(size: int) -> int:
 
 
 def operator(mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Nothing where kernels are compiled: an operator takes longer to call than a kernel to launch."""
+    """Make a launch a torch operator where kernels are interpreted.
+
+    Where they are compiled it stays as it is: an operator takes longer to call than a kernel to launch.
+    """
 
     def wrap(launch: Callable[..., None]) -> Callable[..., None]:
         if not INTERPRETED:
@@ -209,7 +214,7 @@ def launch(
         groups: all other numbers, by named tuples.
         warps: of a program.
         descriptors: of some of the tensors, or None; what they are of follows from the others.
-        early: see `supports_pdl`.
+        use_pdl: the kernel starts before the one in front of it has ended, see `supports_pdl`.
     """
     grid = grid if isinstance(grid, tuple) else (grid,)
     fixed = (*chain.from_iterable(groups),)

@@ -1,9 +1,9 @@
-"""Splitting the keys of decode rows over a GPU and joining the parts: what kernels of ours share.
+"""Splitting the keys of decode rows over a GPU and combining the splits: what kernels of ours share.
 
-The device itself cuts the work: one small launch a step reads the lengths and lists items, runs of keys of one row that
-take about equally long. How many there may be follows from the number of rows and of multiprocessors alone, so the grid
-is the same for every batch of a graph, and one long row among short ones is as fast as the same keys in even rows.
-"""
+The device itself splits the work: one small launch a step reads the lengths and lists work items, runs of keys of one
+row that take about equally long. How many there may be follows from the number of rows and of multiprocessors alone, so
+the grid is the same for every batch of a graph, and one long row among short ones is as fast as the same keys in even
+rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from attn_backends.spec import AttentionSpec
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr(1 << 30)  # beyond any position
-MAX_SPLITS = tl.constexpr(1 << 15)  # of a row
+MAX_SPLITS = tl.constexpr(1 << 15)  # of a row, which a work item has as one number with its own
 HOPPER_PAGE = 16  # slots, of which the pages of kernels for Hopper are multiples, as those of a load are
 COUNTERS = tl.constexpr(1024)  # that a scheduling program clears at a time
 _ITEMS_PER_PROGRAM = 64  # of a scheduling program
@@ -62,7 +62,8 @@ def fitted(tile: TileT, need: Callable[[TileT], int], room: int) -> TileT:
 
 
 def block_bytes(spec: AttentionSpec, keys: int, stages: int, dim: int) -> int:
-    """Of blocks of keys under way, `dim` wide in all; those of another dtype than the queries are converted beside."""
+    """Bytes of blocks of keys under way, `dim` wide in all; another dtype than the queries' is converted beside
+    them."""
     converted = spec.dtype.itemsize if spec.cache_dtype is not spec.dtype else 0
     return keys * dim * (stages * spec.cache_dtype.itemsize + converted)
 
@@ -230,7 +231,7 @@ def first_key(position, window_left, chunk):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def seen_by_all(oldest, newest, seq_len, window_right, window_left, chunk):  # type: ignore[no-untyped-def]
-    """Of queries from one position to another: the first key that all of them see, and the first behind those."""
+    """The first key that all queries from one position to another see, and the first key after those."""
     chunk_end = (tl.maximum(oldest, 0) // chunk + 1) * chunk
     return first_key(newest, window_left, chunk), tl.minimum(tl.minimum(seq_len, oldest + 1 + window_right), chunk_end)
 

@@ -79,21 +79,23 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
         """Run the step's calls, each over its rows' tokens."""
         spec, is_cached = self.spec, step.calls[0].rows.page_table is not None
         constants = self.constants[is_cached]
-        behind = spec.sinks and (constants.sinks is None or spec.num_qo_heads > step.provider.max_sinks)
-        if behind:
+        adds_sinks = spec.sinks and (constants.sinks is None or spec.num_qo_heads > step.provider.max_sinks)
+        if adds_sinks:
             constants = self.constants_behind[is_cached]
-        want_lse = lse is not None or behind or step.prefix is not None
+        want_lse = lse is not None or adds_sinks or step.prefix is not None
         for call in step.calls:
             tokens = call.tokens
             out = output[tokens]
-            sums = step.provider.attend(query[tokens], *given, out, call, constants, want_lse)
-            if sums is not None:
-                sums = sums.masked_fill(sums == math.inf, -math.inf)  # as FlashAttention 2 has it for rows without keys
+            out_lse = step.provider.attend(query[tokens], *given, out, call, constants, want_lse)
+            if out_lse is not None:
+                out_lse = out_lse.masked_fill(
+                    out_lse == math.inf, -math.inf
+                )  # as FlashAttention 2 has it for rows without keys
                 if step.prefix is not None and call is step.calls[0]:
-                    self._join_prefix(query, given, out, sums, step, step.prefix)
+                    self._join_prefix(query, given, out, out_lse, step, step.prefix)
                 if lse is not None:
-                    lse[tokens] = self._with_sinks(sums) if behind else sums
-            self._scale_output(out, sums if behind else None, self.value_scales[is_cached])
+                    lse[tokens] = self._with_sinks(out_lse) if adds_sinks else out_lse
+            self._scale_output(out, out_lse if adds_sinks else None, self.value_scales[is_cached])
 
     def _check(self, step: AttentionStep[FlashAttnMetadata]) -> FlashAttnStep:
         if not isinstance(step, FlashAttnStep):
@@ -109,7 +111,7 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
         query: torch.Tensor,
         given: KVCache,
         output: torch.Tensor,
-        sums: torch.Tensor,
+        out_lse: torch.Tensor,
         step: FlashAttnStep,
         prefix: Call,
     ) -> None:
@@ -117,20 +119,20 @@ class FlashAttnImpl(AttentionImpl[FlashAttnMetadata]):
         shared = torch.empty_like(output)
         more = step.provider.attend(query[prefix.tokens], *given, shared, prefix, self.prefix_constants, True)
         assert more is not None
-        merge(output, sums, shared, more)
+        merge(output, out_lse, shared, more)
 
-    def _with_sinks(self, sums: torch.Tensor) -> torch.Tensor:
+    def _with_sinks(self, out_lse: torch.Tensor) -> torch.Tensor:
         """LSEs with the sinks among the keys; those of rows without keys stay."""
         assert self.sinks is not None
-        return torch.where(sums == -math.inf, sums, torch.logaddexp(sums, self.sinks.float()))
+        return torch.where(out_lse == -math.inf, out_lse, torch.logaddexp(out_lse, self.sinks.float()))
 
-    def _scale_output(self, output: torch.Tensor, sums: torch.Tensor | None, scale: float) -> None:
-        """Multiply by `scale`, and by what sinks leave of the softmax whose LSEs without them are `sums`; in place.
+    def _scale_output(self, output: torch.Tensor, out_lse: torch.Tensor | None, scale: float) -> None:
+        """Multiply by `scale`, and by what sinks leave of the softmax whose LSEs without them are `out_lse`; in place.
 
         The factor is float32, so that the output is rounded once.
         """
-        if sums is not None and self.sinks is not None:
-            output.mul_((torch.sigmoid(sums - self.sinks.float()) * scale)[..., None])
+        if out_lse is not None and self.sinks is not None:
+            output.mul_((torch.sigmoid(out_lse - self.sinks.float()) * scale)[..., None])
         elif scale != 1.0:
             output.mul_(scale)
 

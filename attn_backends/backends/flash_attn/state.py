@@ -62,8 +62,8 @@ class FlashAttnState(CapturingState[FlashAttnMetadata, "FlashAttnGraphState"]):
         self.choices = {
             index: choose(self.providers, spec, self.cache, self.device, wanted) for index, spec in self._specs.items()
         }
-        for told in sorted({choice.reason for choice in self.choices.values()}):
-            logger.info("FLASH_ATTN uses %s", told)
+        for reason in sorted({choice.reason for choice in self.choices.values()}):
+            logger.info("FLASH_ATTN uses %s", reason)
         self._recorder = CudaRecorder() if self.device.type == "cuda" else None
         self._inputs: GraphInputs | None = None  # kept for good once graphs were captured
 
@@ -77,13 +77,13 @@ class FlashAttnState(CapturingState[FlashAttnMetadata, "FlashAttnGraphState"]):
         apart = provider.decodes_apart and rows.page_table is not None and not metadata.for_graph
         if (apart or prefix_len) and 0 < split < rows.num_rows:
             first, rest = slice(0, split), slice(split, rows.num_tokens)
-            decodes = rows.part(0, split, first, 1).behind(prefix_len, self.cache.page_size)
+            decodes = rows.part(0, split, first, 1).after_prefix(prefix_len, self.cache.page_size)
             others = rows.part(split, rows.num_rows, rest, rows.max_query_len)
-            parts = [(decodes, first), (others, rest)]
+            pieces = [(decodes, first), (others, rest)]
         else:
-            rows = rows.behind(prefix_len, self.cache.page_size)
-            parts = [(rows, slice(0, rows.num_tokens))]
-        calls = tuple(self._call(metadata, of, tokens) for of, tokens in parts)
+            rows = rows.after_prefix(prefix_len, self.cache.page_size)
+            pieces = [(rows, slice(0, rows.num_tokens))]
+        calls = tuple(self._call(metadata, of, tokens) for of, tokens in pieces)
         if metadata.prefix is not None:
             prefix = self._call(metadata, metadata.prefix, slice(0, metadata.prefix.num_tokens), causal=False)
         return FlashAttnStep(metadata, spec, provider, calls, prefix)

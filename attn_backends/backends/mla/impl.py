@@ -101,10 +101,10 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
         for query_end, key_end in ends:
             queries, keys = slice(query_start, query_end), slice(key_start, key_end)
             q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query[queries], key[keys], value[keys]))
-            out, sums = attend(q, k, v, self.spec.scale, is_causal=rows.causal and query_end - query_start > 1)
+            out, row_lse = attend(q, k, v, self.spec.scale, is_causal=rows.causal and query_end - query_start > 1)
             output[queries] = out[0].transpose(0, 1)
             if lse is not None:
-                lse[queries] = sums[0].T
+                lse[queries] = row_lse[0].T
             query_start, key_start = query_end, key_end
 
     # What all share.
@@ -174,11 +174,11 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
         torch.bmm(by_head, self.w_uk, out=absorbed[..., : spec.kv_lora_rank].transpose(0, 1))
         absorbed[..., spec.kv_lora_rank :] = query[..., spec.qk_nope_head_dim :]
         attended = query.new_empty(*query.shape[:2], spec.kv_lora_rank)
-        sums = None if lse is None else torch.empty(shape, dtype=torch.float32, device=query.device)
-        self._decode(absorbed.view(*shape, -1), latent_cache, step, attended.view(*shape, -1), sums)
+        decode_lse = None if lse is None else torch.empty(shape, dtype=torch.float32, device=query.device)
+        self._decode(absorbed.view(*shape, -1), latent_cache, step, attended.view(*shape, -1), decode_lse)
         torch.bmm(attended.transpose(0, 1), self.w_uv, out=output.transpose(0, 1))
-        if lse is not None and sums is not None:
-            lse.copy_(sums.flatten(0, 1))
+        if lse is not None and decode_lse is not None:
+            lse.copy_(decode_lse.flatten(0, 1))
         if rows.idle is not None and not self.zeroes_idle_rows:
             output.masked_fill_(rows.idle[:, None, None], 0)
             if lse is not None:
@@ -208,17 +208,17 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
             self._prefill(query, *self._expand(*brought), rows.new, output, lse, plan)
             return
         work = torch.promote_types(query.dtype, torch.float32)
-        sums = torch.empty(query.shape[:2], dtype=work, device=query.device)
-        self._prefill(query, *self._expand(*brought), rows.new, output, sums, plan)
-        total = output.to(work, copy=True)
+        prefill_lse = torch.empty(query.shape[:2], dtype=work, device=query.device)
+        self._prefill(query, *self._expand(*brought), rows.new, output, prefill_lse, plan)
+        wide_output = output.to(work, copy=True)
         for chunk, chunk_plan in zip(rows.chunks, chunk_plans, strict=True):
             key, value = self._expand(*self._parts(self._gather(kv_cache.key, chunk.slots, step.workspace)))
-            part, part_sums = torch.empty_like(output[chunk.tokens]), torch.empty_like(sums[chunk.tokens])
-            self._prefill(query[chunk.tokens], key, value, chunk.rows, part, part_sums, chunk_plan)
-            merge(total[chunk.tokens], sums[chunk.tokens], part, part_sums)
-        output.copy_(total)
+            part, part_lse = torch.empty_like(output[chunk.tokens]), torch.empty_like(prefill_lse[chunk.tokens])
+            self._prefill(query[chunk.tokens], key, value, chunk.rows, part, part_lse, chunk_plan)
+            merge(wide_output[chunk.tokens], prefill_lse[chunk.tokens], part, part_lse)
+        output.copy_(wide_output)
         if lse is not None:
-            lse.copy_(sums)
+            lse.copy_(prefill_lse)
 
     def _gather(self, latent_cache: torch.Tensor, slots: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
         """Cached rows by slot, [len(slots), latent_dim] of spec.dtype."""

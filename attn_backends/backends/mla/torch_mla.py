@@ -92,11 +92,11 @@ class TorchMLAState(MLAState):
     backend_name = "TORCH_MLA"
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Any) -> tuple[Part, ...]:
-        parts = tuple(self._parts(spec, rows))
-        for part, old in zip(parts, held or (), strict=held is not None):
+        pieces = tuple(self._parts(spec, rows))
+        for part, old in zip(pieces, held or (), strict=held is not None):
             old.slots.copy_(part.slots)
             old.bias.copy_(part.bias)
-        return held or parts
+        return held or pieces
 
     def _parts(self, spec: MLASpec, rows: DecodeRows) -> Iterator[Part]:
         """In a graph their shapes follow from the limits alone."""
@@ -137,7 +137,7 @@ class TorchMLAImpl(MLAImpl):
             queries = query[part.rows]  # [rows, query_len, num_qo_heads, latent_dim]
             latents = self._gather(latent_cache, part.slots, None).view(len(queries), 1, -1, query.shape[-1])
             keys = latents.expand(-1, queries.shape[1], -1, -1)
-            out, sums = attend(queries, keys, keys, self.spec.scale, bias=part.bias)
+            out, piece_lse = attend(queries, keys, keys, self.spec.scale, bias=part.bias)
             output[part.rows] = out[..., : self.spec.kv_lora_rank]
             if lse is not None:
-                lse[part.rows] = sums
+                lse[part.rows] = piece_lse

@@ -64,7 +64,7 @@ from attn_backends.spec import AttentionSpec
 _MAX_TILE_ROWS = 64  # of decode: more queries of a row take several tiles
 _REGISTERS = 65536  # of a multiprocessor
 _COMBINE_REGISTERS = (
-    128  # of a thread, for the parts that it joins at a time; but no more than half of what it can have
+    128  # of a thread, for the splits that it combines at a time; no more than half of what it can have
 )
 _ROW_ALIGNMENT = 16  # bytes, of the tensor memory accelerator
 HOPPER_ROWS = 128  # queries of a program of the kernel for Hopper
@@ -79,13 +79,13 @@ def visible_range(spec: AttentionSpec) -> VisibleRange:
 
 
 def num_visible_keys(spec: AttentionSpec, keys: IntArray) -> IntArray:
-    """Of so many keys up to a query's own, how many it sees at most."""
+    """How many of so many keys up to a query's own it sees at most."""
     reach = spec.window_left + 1 if spec.window_left >= 0 else spec.chunk_size
     return keys if reach is None else np.minimum(keys, reach)
 
 
 def num_hopper_tiles(spec: AttentionSpec, query_lens: IntArray) -> IntArray:
-    """Of each row, by the prefill kernel for Hopper, for one KV head."""
+    """Number of tiles of each row, by the prefill kernel for Hopper, for one KV head."""
     return -(-query_lens // max(1, HOPPER_ROWS // spec.group_size))
 
 
@@ -108,7 +108,7 @@ def num_prefill_tiles(num_tokens: int, num_rows: int, tile_tokens: int) -> int:
 
 
 class SplitPlan(NamedTuple):
-    """A decode row's queries, token times head of a KV head, in tiles."""
+    """How a decode row's queries, token times head of a KV head, lie in tiles."""
 
     tiles: int
     block_m: int  # of a tile
@@ -121,12 +121,12 @@ class SplitPlan(NamedTuple):
         return SplitPlan(-(-queries // rows), rows, min(rows, power_of_two(queries)))
 
     def target(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
-        """Items that fill a GPU: each is a program for every KV head and tile."""
+        """Number of work items that fill a GPU: each is a program for every KV head and tile."""
         filling = max(1, num_sms * tile.programs // (spec.num_kv_heads * self.tiles))
         return min(filling, int(MAX_SPLITS.value) // 2)
 
     def num_partial_slots(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
-        """Items that can be parts of rows (see `split_kv.schedule_kernel`)."""
+        """Number of work items that can be splits of rows (see `split_kv.schedule_kernel`)."""
         return -(-4 * self.target(spec, tile, num_sms) // 3)
 
 
@@ -144,12 +144,12 @@ class Rows(NamedTuple):
 
 
 class Schedule:
-    """How decode rows are cut into items: the list on the device, and what follows from shapes alone.
+    """How decode rows are split into work items: the list on the device, and what follows from shapes alone.
 
     Args:
         num_rows: of the batch, padding included.
         query_len: most query tokens of a row.
-        num_sms: multiprocessors, which items are to fill.
+        num_sms: multiprocessors, which work items are to fill.
         counters: [num_rows * num_kv_heads * tiles] i32 or more, of the workspace that its launches use.
     """
 
@@ -196,7 +196,7 @@ class Kernels:
         self._dims = BlockDims(spec.head_dim, spec.head_dim_vo, *block_dims(spec))
 
     def supports_pdl(self, num_written: int) -> bool:
-        """Whether decode can start early, in front of it the launch that writes so many tokens.
+        """Whether decode can start before the launch in front of it, which writes so many tokens, has ended.
 
         That has a program a token. With more than there are multiprocessors some are fuller than others when it ends,
         and decode's programs, which fill the GPU evenly, would not.
@@ -235,8 +235,10 @@ class Kernels:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
         lse: torch.Tensor | None, rows: Rows, tiles: torch.Tensor, upcast_kv: torch.Tensor, share: float | None,
     ) -> Pdl:  # fmt: skip
-        """Rows that are not split. `tiles` is where programs count what they take. Keys that are to be made 16 bits
-        are so in `upcast_kv` [num_bytes] u8, of as many KV heads at a time as it has room for.
+        """Launch the prefill of rows that are not split.
+
+        `tiles` is where programs count what they take. Keys that are to be made 16 bits are so in `upcast_kv`
+        [num_bytes] u8, of as many KV heads at a time as it has room for.
 
         Returns when the next launch can start, if that is `decode` of other rows: `share` is the part of the GPU that
         is enough beside it. None: it is not.

@@ -30,7 +30,7 @@ _MARGIN = 3 << 10  # of a prefill program, beside its queries and blocks
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """How decode is cut."""
+    """How decode is tiled and split."""
 
     keys: int  # of a block
     warps: int
@@ -41,7 +41,7 @@ class DecodeTile:
 
 @dataclass(frozen=True)
 class PrefillTile:
-    """How prefill is cut: over pages, and over a prompt's keys as they came."""
+    """How prefill is tiled: over pages, and over a prompt's keys as they came."""
 
     rows: int  # of a tile: query tokens times the query heads of a KV head
     keys: int
@@ -69,7 +69,7 @@ def decode_tile(
     spec: AttentionSpec, cache: KVCacheSpec, num_rows: int, query_rows: int, options: TritonOptions | None,
     smem_bytes: int,
 ) -> DecodeTile:  # fmt: skip
-    """Args: query_rows: of a tile of queries; room: bytes of shared memory that a program can have."""
+    """Args: query_rows: of a tile of queries; smem_bytes: bytes of shared memory that a program can have."""
     if options is not None and options.decode_tile is not None:
         return options.decode_tile
     return _fitted_decode_tile(
@@ -123,8 +123,8 @@ def in_registers(tile: DecodeTile, query_rows: int, width: int) -> DecodeTile:
 def prefill_tile(
     spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None, smem_bytes: int, kind: str = "prefill"
 ) -> PrefillTile:
-    """Args: room: bytes of shared memory that a program can have; kind: "prompt" for keys that are read as they came,
-    "prefill" for those in pages."""
+    """Args: smem_bytes: bytes of shared memory that a program can have; kind: "prompt" for keys that are read as they
+    came, "prefill" for those in pages."""
     given: PrefillTile | None = getattr(options, f"{kind}_tile", None)
     if given is not None:
         return given

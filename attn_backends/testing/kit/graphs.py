@@ -28,7 +28,7 @@ LENGTHS = ((40, 17, 33, 9), (3,), (16, 64), (50, 4, 48), (5, 6, 7, 8))  # small 
 
 
 class Graphs(KitBase):
-    """Of a backend that declares `Capabilities.cuda_graph`."""
+    """Graphs of a backend that declares `Capabilities.cuda_graph`."""
 
     @property
     def longer(self) -> int:

@@ -109,7 +109,7 @@ class Latent(KitBase):
         self.check_visible(self.make_spec(), shape)  # type: ignore[attr-defined]
 
     def test_rows_have_a_scale_in_any_cache(self) -> None:
-        """Of keys and of values at once, whether or not the cache is in fp8."""
+        """One scale is of keys and of values at once, whether or not the cache is in fp8."""
         self.check(self.make_spec(), ["small_decode", CONTEXTS], "scale of rows", k_scale=0.25)
 
     @pytest.mark.parametrize("tokens", [1, 7, 16, 64])

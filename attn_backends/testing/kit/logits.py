@@ -56,7 +56,7 @@ def levelled(batch: Batch, level: float, doubled: Doubled) -> Batch:
 
 class Logits(KitBase):
     def levels(self, spec: AttentionSpec) -> list[float]:
-        """Those that the backend does not declare to be too low for it."""
+        """The logits that the backend does not declare to be too low for it."""
         lowest = self.can.lowest_logit
         return [level for level in LEVELS if 2 * min(level, level / spec.scale) > lowest]
 

@@ -115,7 +115,8 @@ def decode_of(spec: AttentionSpec, num_rows: int, query_rows: int, room: int) ->
     """The tile, and the kernel's constants, for one tile of queries."""
     tile = tuning.decode_tile(spec, KVCacheSpec(16, 16), num_rows, query_rows, None, room)
     sizes = {"TILES": 1, "BLOCK_M": query_rows, "USED_M": query_rows, "BLOCK_SPLITS": 1, "BLOCK_N": tile.keys,
-             "STAGES": tile.stages, "MASKED_STAGES": 1, "PAIRS": int(spec.cache_dtype.itemsize == 1), "PDL": 0}  # fmt: skip
+             "STAGES": tile.stages, "MASKED_STAGES": 1,
+             "PAIRS": int(spec.cache_dtype.itemsize == 1), "PDL": 0}  # fmt: skip
     return tile, constants_of(spec, 16, **sizes)
 
 
@@ -310,8 +311,8 @@ def test_latent_decode_fits_as_compiled(capability: int, room: int, heads: int) 
     tile = tiles.decode_tile(MLASpec(heads, dtype=torch.bfloat16), KVCacheSpec(16, 64), 64, heads, None, room)
     rows = min(split.padded(heads), tile.rows)
     constants = {"WANT_LSE": 0, "PAGE_SIZE": 64, "QUERY_LEN": 1, "HEADS": heads, "TILES": heads // rows,
-                 "BLOCK_M": rows, "BLOCK_N": tile.keys, "RANK": 512, "ROPE": 64, "BLOCK_RANK": 512, "BLOCK_ROPE": 64, "EXACT": 0,
-                 "STAGES": tile.stages, "LAUNCH_DEPENDENTS": int(capability >= 90)}  # fmt: skip
+                 "BLOCK_M": rows, "BLOCK_N": tile.keys, "RANK": 512, "ROPE": 64, "BLOCK_RANK": 512, "BLOCK_ROPE": 64,
+                 "EXACT": 0, "STAGES": tile.stages, "LAUNCH_DEPENDENTS": int(capability >= 90)}  # fmt: skip
     types = dict.fromkeys(("query", "latent_cache", "output"), "*bf16")
     if capability >= 90:
         blocks = {"latent_rows": 512, "rope_rows": 64}

@@ -152,11 +152,11 @@ class FlashAttnMLAImpl(MLAImpl):
         latent, rope = latent_cache.unsqueeze(2).split([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
         call: DecodeCall = step.plan
         scale = spec.scale * self.k_scale
-        sums = call.kernels.decode(q_pe, q_nope, rope, latent, scale, output.flatten(0, 1), call)
+        lse_by_head = call.kernels.decode(q_pe, q_nope, rope, latent, scale, output.flatten(0, 1), call)
         if self.k_scale != 1.0:
             output.mul_(self.k_scale)
         if lse is not None:
-            lse.flatten(0, 1).copy_(sums.t())
+            lse.flatten(0, 1).copy_(lse_by_head.t())
 
     def _prefill(
         self,
@@ -171,6 +171,6 @@ class FlashAttnMLAImpl(MLAImpl):
         if not self._prefills:
             super()._prefill(query, key, value, rows, output, lse, plan)
             return
-        sums = plan.prefill(query, key, value, self.spec.scale, output, rows)
+        lse_by_head = plan.prefill(query, key, value, self.spec.scale, output, rows)
         if lse is not None:
-            lse.copy_(sums.t())
+            lse.copy_(lse_by_head.t())

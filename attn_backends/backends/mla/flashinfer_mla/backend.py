@@ -189,9 +189,9 @@ class FlashInferMLAImpl(MLAImpl):
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        sums = None if lse is None else lse.flatten(0, 1)
+        flat_lse = None if lse is None else lse.flatten(0, 1)
         scale = self.spec.scale * self.k_scale
-        step.plan.run(query.flatten(0, 1), latent_cache, scale, output.flatten(0, 1), sums)
+        step.plan.run(query.flatten(0, 1), latent_cache, scale, output.flatten(0, 1), flat_lse)
         if self.k_scale != 1.0:
             output.mul_(self.k_scale)
         if lse is not None:

@@ -137,9 +137,9 @@ class FlashMLAImpl(MLAImpl):
         rows, schedule = step.metadata.decode, step.plan
         assert rows is not None  # there is something to decode
         scale = self.spec.scale * self.k_scale
-        sums = schedule.kernels.run(query, latent_cache, rows, schedule.of(self), scale, output)
+        lse_by_head = schedule.kernels.run(query, latent_cache, rows, schedule.of(self), scale, output)
         if self.k_scale != 1.0:
             output.mul_(self.k_scale)
         if lse is not None:
-            lse.copy_(sums.transpose(1, 2))
+            lse.copy_(lse_by_head.transpose(1, 2))
             lse.masked_fill_(lse == math.inf, -math.inf)

@@ -5,8 +5,8 @@ blocks. Two groups of four warps take turns, as in FlashMLA (DeepSeek, 2025): ea
 of a pair, and each adds the weighted rows of both blocks to its half of the columns. While one group works out weights
 the other multiplies, and a block is asked for again, by a warp that does nothing else, half by half as both are done.
 
-Rows of 8 bits are loaded by four warps, which write them to shared memory as float16, piece by piece in the places that
-the others would be loaded into. All else is the same, with queries as float16 shares (see `fp8`).
+Four warps load rows of 8 bits and write them to shared memory as float16, piece by piece in the places that the others
+would be loaded into. All else is the same, with queries scaled to float16 (see `fp8`).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
 def _load(  # type: ignore[no-untyped-def]
     cached, pages, start, stop, num_pairs, kv_pipeline, PAGE_SIZE: gl.constexpr, TMA_ROWS: gl.constexpr
 ):
-    """One warp: asks for the rope keys and every piece of every block once their place is free."""
+    """One warp asks for the rope keys and every piece of every block once their place is empty."""
     kv_tiles, rope, full, empty = kv_pipeline
     ids = page_ids(pages, start, stop, PAGE_SIZE, TMA_ROWS)
     for pair in range(num_pairs):
@@ -156,7 +156,7 @@ def _load(  # type: ignore[no-untyped-def]
 def _load_as_fp16(  # type: ignore[no-untyped-def]
     cached, slot_step, pages, start, stop, num_pairs, kv_pipeline, PAGE_SIZE: gl.constexpr, E5M2: gl.constexpr
 ):
-    """Four warps: rope keys and every piece of every block, as float16. The next of them are on their way meanwhile."""
+    """Four warps write the rope keys and every piece of every block as float16, while they load the next ones."""
     COALESCED: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
     COALESCED_ROPE: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
     kv_tiles, rope_at, full, empty = kv_pipeline
@@ -205,7 +205,7 @@ def _columns(rows, begin: gl.constexpr, COUNT: gl.constexpr, COALESCED: gl.const
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _put(words, to, full_barrier, E5M2: gl.constexpr):  # type: ignore[no-untyped-def]
-    """As float16, to where products find it."""
+    """Write values as float16 to where products read them, and say that they have arrived."""
     to.store(to_fp16_pairs(words, E5M2))
     fence_async_shared()
     barrier()
@@ -217,7 +217,7 @@ def _attend(  # type: ignore[no-untyped-def]
     of_tile, warp_group: gl.constexpr,
     WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr, UPCAST: gl.constexpr,
 ):  # fmt: skip
-    """A group of warps: weights of one block of each pair, and half of the columns of the result."""
+    """A warp group works out the weights of one block of each pair, and half of the columns of the result."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
@@ -312,7 +312,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _meet(met, phase: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Both groups see what each has written to shared memory."""
+    """Wait until both warp groups see what each has written to shared memory."""
     fence_async_shared()
     barrier()
     mbarrier.arrive(met.index(0))
@@ -336,8 +336,10 @@ def _logits(q, q_rope, kv_pipeline, block: gl.constexpr, phase, LOGITS: gl.const
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _publish_p(p, m_i, exchange, block: gl.constexpr):  # type: ignore[no-untyped-def]
-    """A block's weights to the other group, and what they are relative to. There is one place for both groups': each
-    has multiplied what the other left there before it writes."""
+    """Publish a block's weights, and what they are relative to, for the other warp group.
+
+    Both groups share one place: each has multiplied what the other left there before it writes.
+    """
     p_smem, stats, p_full, _met = exchange
     p_smem.store(p.to(p_smem.dtype))
     stats.index(block).store(m_i)
@@ -348,8 +350,10 @@ def _publish_p(p, m_i, exchange, block: gl.constexpr):  # type: ignore[no-untype
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _consume_p(m_i, l_i, exchange, block: gl.constexpr, phase, scale):  # type: ignore[no-untyped-def]
-    """Waits for the other group's weights of a block. Returns the logits that they are relative to, this group's total
-    relative to the same, and what its sums shrink by."""
+    """Wait for the other warp group's weights of a block.
+
+    Returns the logits that they are relative to, this group's l_i relative to the same, and what its acc shrinks by.
+    """
     _p_smem, stats, p_full, _met = exchange
     mbarrier.wait(p_full.index(block), phase)
     m_new = stats.index(block).load(m_i.type.layout)
@@ -359,7 +363,7 @@ def _consume_p(m_i, l_i, exchange, block: gl.constexpr, phase, scale):  # type: 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _clear(kv_tiles, block: gl.constexpr, warp_group: gl.constexpr, num_live):  # type: ignore[no-untyped-def]
-    """Zeros for a block's rows from `num_live` on, in a group's columns. Its logits are there."""
+    """Zero a block's rows from `num_live` on, in a group's columns. Its logits are worked out by then."""
     if num_live < BLOCK_N:
         for part in gl.static_range(HALF // TMA_COLS):
             clear_rows(kv_tiles.index((2 * block + warp_group) * (HALF // TMA_COLS) + part), num_live)
@@ -371,8 +375,8 @@ def _clear(kv_tiles, block: gl.constexpr, warp_group: gl.constexpr, num_live):  
 def _store_queries(  # type: ignore[no-untyped-def]
     query, q, q_rope, row, tile, warp_group: gl.constexpr, QUERIES: gl.constexpr
 ):
-    """A group's half of the tile's queries, in shared memory for good. All loads are under way before the first is
-    stored."""
+    """Store a group's half of the tile's queries in shared memory for good: all loads are under way before the first
+    store."""
     COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     lane = tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, COALESCED))
     from_row = query + (row.to(gl.int64) * QUERIES + lane)[:, None] * (RANK + ROPE)
@@ -393,7 +397,7 @@ def _store_queries(  # type: ignore[no-untyped-def]
 def _store_scaled_queries(  # type: ignore[no-untyped-def]
     query, q, q_rope, q_scale_at, row, tile, warp_group: gl.constexpr, QUERIES: gl.constexpr
 ):
-    """The same as shares of each query's largest element, which is left for this group [BLOCK_M] f32."""
+    """Store the same scaled to float16, and each query's scale [BLOCK_M] f32 for this group."""
     COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     lane = tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, COALESCED))
     from_row = query + (row.to(gl.int64) * QUERIES + lane)[:, None] * (RANK + ROPE)

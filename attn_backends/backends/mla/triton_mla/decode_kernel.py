@@ -143,7 +143,7 @@ def mla_combine_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _columns(rows, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of queries: all columns, or the even ones and the odd ones."""
+    """Load all columns of queries, or the even ones and the odd ones."""
     if PAIRS:
         columns = tl.arange(0, BLOCK // 2)
         mask = live[:, None] & (columns[None] < WIDTH // 2)
@@ -156,7 +156,7 @@ def _columns(rows, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.con
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _products(queries, keys, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of all columns."""
+    """Multiply queries with keys over all columns."""
     first = tl.dot(queries[0], tl.trans(keys[0]), input_precision=PRECISION)
     if len(keys) == 1:
         return first

@@ -21,7 +21,7 @@ HOPPER_TILE = (64, 128, 8, 1)  # rows, keys, warps and stages of hopper_kernel.p
 
 @dataclass(frozen=True)
 class LatentTile:
-    """How decode is cut."""
+    """How decode is tiled and split."""
 
     rows: int  # of a tile at most: query tokens times heads
     keys: int  # of a block
@@ -51,8 +51,9 @@ def decode_tile(
     spec: MLASpec, cache: KVCacheSpec, num_rows: int, queries: int, options: TritonMLAOptions | None, smem_bytes: int,
     hopper: bool = False,
 ) -> LatentTile:  # fmt: skip
-    """For a batch of `num_rows` rows of `queries` queries each, token times head. The wider dtype, of queries or cache,
-    decides first. A program can have `smem_bytes` bytes of shared memory. `hopper`: the kernel for Hopper can serve."""
+    """The tile for a batch of `num_rows` rows of `queries` queries each, token times head. The wider dtype, of queries
+    or cache, decides first. A program can have `smem_bytes` bytes of shared memory. `hopper`: the kernel for Hopper can
+    serve."""
     if options is not None and options.decode_tile is not None:
         if options.decode_tile.hopper and not hopper:
             raise ValueError(
@@ -137,18 +138,21 @@ class SplitPlan:
 
     @property
     def tiles(self) -> int:
-        """Of a row."""
+        """Number of tiles of a row's queries."""
         return -(-self.queries // self.tile_rows)
 
     @property
     def target(self) -> int:
-        """Items that fill the GPU: each is a program for every tile."""
+        """Number of work items that fill the GPU: each is a program for every tile."""
         return min(max(1, self.num_sms * self.tile.programs // self.tiles), int(MAX_SPLITS.value) // 2)
 
     @property
     def combine_spread(self) -> int:
-        """Programs of an item that join its row's queries: each takes about two where rows of one length are split. One
-        for 32 queries at least: a long row among short ones is split where rows of one length are not."""
+        """Number of programs of a work item that combine its row's queries.
+
+        Each takes about two where rows of one length are split. There is one for 32 queries at least: a long row among
+        short ones is split where rows of one length are not.
+        """
         num_splits = self.target // self.num_rows
         return max(1, self.queries // 32, self.queries // (2 * num_splits) if num_splits > 1 else 0)
 
@@ -158,7 +162,8 @@ class SplitPlan:
 
     @property
     def num_partial_slots(self) -> int:
-        """Parts that rows can be cut into, times the queries of each: see `split_kv.schedule_kernel`."""
+        """Number of partial slots that rows can be split into, times the queries of each
+        (`split_kv.schedule_kernel`)."""
         return -(-4 * self.target // 3) * self.tiles * self.tile_rows
 
     def need(self, spec: MLASpec) -> tuple[int, int]:

@@ -45,7 +45,7 @@ class PagedRows:
 
     @classmethod
     def of(cls, page_table: torch.Tensor, seq_lens: torch.Tensor, first_key: int = 0) -> PagedRows:
-        """Of a dense table [num_rows, max_pages] i32, without a copy."""
+        """The rows of a dense table [num_rows, max_pages] i32, without a copy."""
         (num_rows, num_pages), (stride, _) = page_table.shape, page_table.stride()
         pages = page_table.as_strided(((num_rows - 1) * stride + num_pages,), (1,))
         return cls(pages, torch.arange(0, num_rows * stride, stride), seq_lens, first_key)
@@ -167,7 +167,7 @@ def _defined(name: str, shim: str, run: Any, head_dim_vo: int) -> Any:
 
 
 def _readable(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
-    """With heads in one piece each."""
+    """The tensors with each head in one piece."""
     return (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
 
 

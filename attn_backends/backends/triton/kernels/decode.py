@@ -1,6 +1,6 @@
 """Paged attention of rows with few query tokens: keys split over the GPU as evenly as their lengths ask for it.
 
-The device itself cuts the work into items (see `split_kv`), and the last of a row's items to end joins them all:
+The device itself splits the work into items (see `split_kv`), and the last of a row's items to end combines them all:
 there is no second launch.
 """
 
@@ -137,7 +137,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             write_rows(output, lse, sinks, acc, m_i, l_i, lane, head, first_token, query_len, value_scale,
                        out_token, out_head, lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
         else:
-            # Parts are [places, KV_HEADS, TILES, USED_M, ...]
+            # Partial results are [partial slots, KV_HEADS, TILES, USED_M, ...]
             inner = tl.arange(0, BLOCK_M)
             slot = (((first_slot + split) * KV_HEADS + head) * TILES + tile).to(tl.int64) * USED_M + inner
             live = live & (inner < USED_M)
@@ -150,7 +150,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
                 tl.debug_barrier()
                 tl.store(counter, 0)  # for the next launch
-                # The last to end joins all, in lanes alone: the tile's unused rows would take its registers.
+                # The last to end combines all, in the used queries alone: unused ones would take its registers.
                 first_row_of_slots = (first_slot * KV_HEADS + head) * TILES + tile
                 row_acc, row_m, row_l = combine_splits(
                     partial_acc, partial_ml, first_row_of_slots, KV_HEADS * TILES, num_splits,

@@ -4,7 +4,7 @@ Two groups of warps have 64 queries each and share the keys. A group asks for th
 values that the last block's weights give, and works out its weights while the latter are under way, as FlashAttention-3
 does (Shah et al., 2024). A warp that does nothing else loads keys and values by the tensor memory accelerator, out of
 pages of any multiple of 16 slots. A program for each multiprocessor goes from tile to tile until none is left: one more
-warp takes them, and tells the others a tile ahead what they are to know, so that nobody waits for what is in memory.
+warp takes them, and publishes to the others a tile ahead what they need, so that nobody waits for what is in memory.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from attn_backends.kernels.split_kv import FAR, LN_2, LOG2_E, first_key, seen_by
 
 BLOCK_M = gl.constexpr(64)  # queries of a group of warps
 STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory
-NUM_FIELDS = gl.constexpr(10)  # that are told of a tile
+NUM_FIELDS = gl.constexpr(10)  # numbers of a tile_info
 BATCH = gl.constexpr(4)  # loads of keys or values that code is written out for
 GROUP_WARPS = 4
 
 
 def block_n(head_dim: int) -> int:
-    """Of a block."""
+    """Number of keys in a block."""
     return 128 if head_dim <= 128 else 64
 
 
 def q_stages(head_dim: int) -> int:
-    """For queries: of this tile and the next, where both fit."""
+    """Number of tiles of queries in shared memory: this one and the next, where both fit."""
     return 1 if head_dim > 192 else 2
 
 
@@ -166,8 +166,10 @@ def _span(  # type: ignore[no-untyped-def]
     BLOCK_Q: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """Of a tile from query token `first` of a row on: the first key of its blocks, and how many blocks there are. They
-    come from the last on. Which is the first that all queries see whole, and which the first behind those."""
+    """The blocks of a tile from query token `first` of a row on.
+
+    Returns the first key of its blocks, how many blocks there are, and, as they are taken from the last on, which is
+    the first that all queries see whole, and which the first after those."""
     window_right, window_left = window
     oldest = seq_len - query_len + first  # position of the tile's first query
     start = first_key(oldest, window_left, CHUNK) // BLOCK_N * BLOCK_N
@@ -201,7 +203,7 @@ def _take_tiles(  # type: ignore[no-untyped-def]
     BLOCK_Q: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """One warp: takes a tile as soon as all others have heard of the one before, and tells them of it."""
+    """One warp takes a tile as soon as all others have consumed the one before, and publishes it."""
     _info_smem, _ids_smem, _info_full, info_empty = tile_channel
     num_programs, num_tiles = gl.num_programs(0), _count_tiles(rows, spans, BLOCK_Q)
     tile, nth, head, begin, before = gl.program_id(0), 0, 0, 0, 0
@@ -236,7 +238,7 @@ def _load(  # type: ignore[no-untyped-def]
     DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
 ):
-    """One warp: asks for every block's keys and values once their places are free."""
+    """One warp asks for every block's keys and values once their stage is empty."""
     tile_info, ids = _consume(tile_channel, 0, PAGE_SIZE)
     num_tiles, done = 0, 0
     while tile_info[0] >= 0:
@@ -277,7 +279,7 @@ def _look_up(  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _count_tiles(rows, spans, BLOCK_Q: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Of all rows, for one KV head."""
+    """Number of tiles of all rows, for one KV head."""
     l_i = 0
     for begin in range(0, spans[1], WARP_SIZE):
         l_i += gl.sum(_tile_counts(rows, spans, begin, BLOCK_Q), 0)
@@ -286,7 +288,7 @@ def _count_tiles(rows, spans, BLOCK_Q: gl.constexpr):  # type: ignore[no-untyped
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _tile_counts(rows, spans, begin, BLOCK_Q: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[WARP_SIZE] i32, of rows from the `begin`th on; 0 behind the last."""
+    """Number of tiles [WARP_SIZE] i32 of rows from the `begin`th on; 0 after the last."""
     nth = begin + gl.arange(0, WARP_SIZE, LANE_LAYOUT)
     starts, there = rows[1] + spans[0] + nth, nth < spans[1]
     lens = gl.load(starts + 1, mask=there, other=0) - gl.load(starts, mask=there, other=0)
@@ -300,7 +302,7 @@ def _add(a, b):  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _publish(tile_channel, tile_info, ids, PAGE_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """NUM_FIELDS of a tile, and its first page ids, once all have heard of the one before."""
+    """Publish a tile's NUM_FIELDS numbers and its first page ids, once all have consumed the one before."""
     info_smem, ids_smem, info_full, _info_empty = tile_channel
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     for i in gl.static_range(NUM_FIELDS):
@@ -313,9 +315,11 @@ def _publish(tile_channel, tile_info, ids, PAGE_SIZE: gl.constexpr):  # type: ig
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _consume(tile_channel, nth, PAGE_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """What was told of the program's nth tile: its head, its row or, without pages, where its keys start, its span (see
-    `_span`) with the row's length between, the row's first query token and their number, and which of them is its
-    first. Also the first page ids, for one warp."""
+    """Wait for the program's nth tile, and return its `tile_info` and, for one warp, its first page ids.
+
+    A `tile_info` is the tile's head, its row or, without pages, where its keys start, its span (see `_span`) with the
+    row's length between, the row's first query token and their number, and which of them is the tile's first.
+    """
     info_smem, ids_smem, info_full, info_empty = tile_channel
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(info_full.index(0), nth & 1)
@@ -346,7 +350,7 @@ def _load_blocks(  # type: ignore[no-untyped-def]
     DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
 ):
-    """Of a tile, the last block first, of which `ids` are the pages; `done` blocks of other tiles came before."""
+    """Load a tile's blocks, the last one first, whose pages are `ids`; `done` blocks of other tiles came before."""
     keys, values, full, empty = kv_pipeline
     head, row, start, num_blocks, seq_len, _upper, _lower, _first_token, _query_len, _first = tile_info
     page_rows, head_rows, key_head, value_head, num_batches = steps
@@ -376,7 +380,7 @@ def _page_ids(  # type: ignore[no-untyped-def]
     PAGE_SIZE: gl.constexpr,
     TMA_ROWS: gl.constexpr,
 ):
-    """Of the block from key `first` on. Keys that do not lie in pages have none."""
+    """Page ids of the block from key `first` on. Keys that do not lie in pages have none."""
     _seq_lens, _query_start_loc, _key_start_loc, page_table, table_row = rows
     ids = first
     if PAGE_SIZE != 0:
@@ -396,7 +400,7 @@ def _load_block(  # type: ignore[no-untyped-def]
     BLOCK_N: gl.constexpr,
     WIDTH: gl.constexpr,
 ):
-    """Keys or values of a block, BATCH loads of all strips at a time."""
+    """Load keys or values of a block, BATCH TMA tiles of all columns at a time."""
     stage, at_row, first, ids, page_rows, num_batches = of_block
     TMA_TILES: gl.constexpr = BLOCK_N // TMA_ROWS
     AT_ONCE: gl.constexpr = TMA_TILES if TMA_TILES < BATCH else BATCH
@@ -433,7 +437,7 @@ def _attend(  # type: ignore[no-untyped-def]
     DIM_VO: gl.constexpr,
     Q_STAGES: gl.constexpr,
 ):
-    """A group of warps: 64 queries of every tile. Those of the next come while this one is worked out."""
+    """A warp group attends for 64 queries of every tile. Those of the next come while this one is worked out."""
     tile_info, _ids = _consume(tile_channel, 0, 0)
     _prefetch_queries(q, 0, tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM)
     num_tiles, done = 0, 0
@@ -477,7 +481,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     DIM_VO: gl.constexpr,
     Q_STAGES: gl.constexpr,
 ):
-    """64 of a tile's queries, which lie in `q` at its place."""
+    """Attend for 64 of a tile's queries, which lie in `q` at `q_stage`."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM_VO, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
@@ -571,7 +575,7 @@ def _blocks(  # type: ignore[no-untyped-def]
     DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
 ):
-    """The weights of blocks `begin` to `end`, and the weighted values of those from `begin` - 1 to `end` - 1."""
+    """Work out the weights of blocks `begin` to `end`, and add the values of those from `begin` - 1 to `end` - 1."""
     p, acc, m_i, l_i = state
     q, q_stage, kv_pipeline, values, done = at
     LOGITS: gl.constexpr = m_i.type.layout.parent
@@ -599,7 +603,7 @@ def _blocks(  # type: ignore[no-untyped-def]
 def _logits(  # type: ignore[no-untyped-def]
     q, q_stage, keys, full, block, LOGITS: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr
 ):
-    """[BLOCK_M, BLOCK_N] of a block, under way."""
+    """Logits [BLOCK_M, BLOCK_N] of a block, under way."""
     stage = block % STAGES
     logits = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LOGITS)
     mbarrier.wait(full.index(stage), block // STAGES & 1)
@@ -629,8 +633,10 @@ def _prefetch_queries(  # type: ignore[no-untyped-def]
     BLOCK_Q: gl.constexpr,
     DIM: gl.constexpr,
 ):
-    """A group's queries of a tile, on their way to a place in shared memory. Lanes without a query keep what is there,
-    which no other lane sees."""
+    """Start to copy a warp group's queries of a tile to a stage in shared memory.
+
+    Rows without a query keep what is there, which no other row sees.
+    """
     COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     head, _row, _start, _num_blocks, _seq_len, _upper, _lower, first_token, query_len, first = tile_info
     query, _output, _lse, _sinks = tensors

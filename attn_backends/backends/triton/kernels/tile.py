@@ -1,4 +1,4 @@
-"""What decode and prefill kernels share: a tile of queries that attends to a run of keys, and how its sums end.
+"""What decode and prefill kernels share: a tile of queries that attends to a run of keys, and what it writes.
 
 The online softmax is that of FlashAttention (Dao et al., 2022), in powers of two. Rows of a tile are pairs of a query
 token and a query head of one KV head, so that every key is read once for all of them.
@@ -146,7 +146,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def logit_scale(scale, SCALE_FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What makes logits in base 2 of those that `attend_keys` compares."""
+    """The factor that makes logits in base 2 of those that `attend_keys` compares."""
     if SCALE_FIRST:
         return scale * 0 + 1
     return scale
@@ -209,7 +209,7 @@ def tile_of(program, num_tiles, section, KV_HEADS: tl.constexpr):  # type: ignor
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rows_of(tile, query_start_loc, first_row, num_rows, BLOCK_Q: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whose tile it is: the row, its first query token, their number, and which of them is the tile's first; it may lie
+    """The row that a tile is of, its first query token, their number, and which of them is the tile's first; it may lie
     behind the last.
 
     The ith row's tiles are those from (its first token + i * (BLOCK_Q - 1)) // BLOCK_Q on, counted from `first_row`: as

@@ -99,7 +99,7 @@ def gate_kernel(  # type: ignore[no-untyped-def]
 def _weights(  # type: ignore[no-untyped-def]
     weight_rows, up, norm, column, live_rows, num_columns, NORM: tl.constexpr, GATED: tl.constexpr
 ):
-    """Of some columns: the product's, or the gate's and up's, and the normalisation's; under way."""
+    """Load the weights of some columns, of the product or of the gate and up, and of the normalisation; under way."""
     live = column < num_columns
     mask = live_rows[:, None] & live[None]
     w = tl.load(weight_rows + column[None], mask=mask, other=0.0)
@@ -282,7 +282,7 @@ def one_token_linear(
 
 
 def choose_tile(num_columns: int, has_norm: bool) -> Tile:
-    """As benchmarks/engine/layer_products.py found best."""
+    """The tile that benchmarks/engine/layer_products.py found best."""
     if has_norm:
         return Tile(4, 1024, 8)
     return Tile(2, 1024, 4) if num_columns <= 1024 else Tile(2, 2048, 8)
