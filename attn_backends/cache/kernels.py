@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from attn_backends.kernels.launch import (
-    can_start_early,
+    grid_wait,
     launch,
-    let_next_start,
+    launch_dependents,
     power_of_two,
     start_kernel,
-    wait_for_last,
+    supports_pdl,
 )
 from attn_backends.spec import FP8_DTYPES
 
@@ -39,23 +40,85 @@ def _store(  # type: ignore[no-untyped-def]
     tl.store(to, value.to(cached.dtype.element_ty), mask=live)
 
 
+class WriteTensors(NamedTuple):
+    key: torch.Tensor
+    value: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+class WriteScales(NamedTuple):
+    k_scale: float
+    v_scale: float
+
+
+class WriteStrides(NamedTuple):
+    key_token: int
+    key_head: int
+    value_token: int
+    value_head: int
+    key_page: int
+    key_offset: int
+    key_cache_head: int
+    value_page: int
+    value_offset: int
+    value_cache_head: int
+
+
+class WriteConstants(NamedTuple):
+    PAGE_SIZE: int
+    HEADS: int
+    KEY_DIM: int
+    VALUE_DIM: int
+    KEY_BLOCK: int
+    VALUE_BLOCK: int
+    LIMIT: float
+    SCALED: bool
+    USE_PDL: bool
+    LAUNCH_DEPENDENTS: bool
+
+
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["k_scale", "v_scale"], do_not_specialize_on_alignment=["slot_mapping"]
 )
 def write_kv_kernel(  # type: ignore[no-untyped-def]
-    key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale,
-    key_token, key_head, value_token, value_head,
-    key_page, key_offset, key_cache_head, value_page, value_offset, value_cache_head,
-    PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, LIMIT: tl.constexpr, SCALED: tl.constexpr,
-    EARLY: tl.constexpr, LETS_NEXT_START: tl.constexpr,
-):  # fmt: skip
-    """One program a token. A slot of -1 is padding. EARLY: it starts before the kernel in front of it has ended.
-    LETS_NEXT_START: the next kernel waits for this one by itself. It may know what was there before this one."""
-    if EARLY:
-        wait_for_last()
-    if LETS_NEXT_START:
-        let_next_start()
+    key,  # [num_tokens, HEADS, KEY_DIM], the last dimension contiguous as of all tensors
+    value,  # [num_tokens, HEADS, VALUE_DIM]
+    key_cache,  # [num_pages, PAGE_SIZE, HEADS, KEY_DIM]
+    value_cache,  # [num_pages, PAGE_SIZE, HEADS, VALUE_DIM]
+    slot_mapping,  # [num_tokens] i64; -1 is padding
+    k_scale,  # f32, a cached key times it is the real one
+    v_scale,  # f32, a cached value times it is the real one
+    key_token,  # elements from token to token, as all strides
+    key_head,
+    value_token,
+    value_head,
+    key_page,
+    key_offset,
+    key_cache_head,
+    value_page,
+    value_offset,
+    value_cache_head,
+    PAGE_SIZE: tl.constexpr,  # slots
+    HEADS: tl.constexpr,  # KV heads
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,  # HEADS * KEY_DIM, padded
+    VALUE_BLOCK: tl.constexpr,  # HEADS * VALUE_DIM, padded
+    LIMIT: tl.constexpr,  # the cache dtype's largest value, where values are clamped to it; else 0
+    SCALED: tl.constexpr,  # a scale is not 1
+    USE_PDL: tl.constexpr,  # it starts before the kernel in front of it has ended
+    LAUNCH_DEPENDENTS: tl.constexpr,  # the next kernel waits for this one by itself
+):
+    """One program writes a token's keys and values.
+
+    With LAUNCH_DEPENDENTS the next kernel may know what was there before this one.
+    """
+    if USE_PDL:
+        grid_wait()
+    if LAUNCH_DEPENDENTS:
+        launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
@@ -68,13 +131,33 @@ def write_kv_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def quantise_kernel(  # type: ignore[no-untyped-def]
-    tensor, stored, token_stride, head_stride, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    LIMIT: tl.constexpr,
-):  # fmt: skip
-    """One program a token."""
+    tensor,  # [num_tokens, HEADS, DIM], the last dimension contiguous
+    stored,  # [num_tokens, HEADS, DIM] of 8 bits, contiguous
+    token_stride,  # elements
+    head_stride,  # elements
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,  # HEADS * DIM, padded
+    LIMIT: tl.constexpr,  # the stored dtype's largest value
+):
+    """One program quantises a token."""
     token = tl.program_id(0).to(tl.int64)
     _store(tensor, stored, token, token, 0, 1.0, token_stride, head_stride, HEADS * DIM, 0, DIM, HEADS, DIM, BLOCK,
            LIMIT, False)  # fmt: skip
+
+
+class QuantiseTensors(NamedTuple):
+    tensor: torch.Tensor
+    stored: torch.Tensor
+
+
+class QuantiseNumbers(NamedTuple):
+    token_stride: int
+    head_stride: int
+    HEADS: int
+    DIM: int
+    BLOCK: int
+    LIMIT: float
 
 
 def to_fp8(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -82,8 +165,10 @@ def to_fp8(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     tensor = tensor if tensor.stride(2) == 1 else tensor.contiguous()
     num_tokens, heads, dim = tensor.shape
     stored = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-    fixed = (*tensor.stride()[:2], heads, dim, power_of_two(heads * dim), torch.finfo(dtype).max)
-    launch(quantise_kernel, num_tokens, (tensor, stored), (), fixed, _WARPS)
+    numbers = QuantiseNumbers(
+        tensor.stride(0), tensor.stride(1), heads, dim, power_of_two(heads * dim), torch.finfo(dtype).max
+    )
+    launch(quantise_kernel, num_tokens, QuantiseTensors(tensor, stored), (), (numbers,), _WARPS)
     return stored
 
 
@@ -101,24 +186,31 @@ def launch_write_kv(
     key, value = (new if new.stride(2) == 1 else new.contiguous() for new in (key, value))
     (_, num_heads, key_dim), value_dim = key.shape, value.shape[2]
     limit = torch.finfo(key_cache.dtype).max if key_cache.dtype in FP8_DTYPES else 0.0
-    can_be_early, num_tokens = can_start_early(key_cache.device), min(key.shape[0], slot_mapping.shape[0])
-    early = can_be_early and num_tokens == 1  # as the engine's kernels in front of it (`engine.models.fused.kernels`)
-    tensors, scales = (key, value, key_cache, value_cache, slot_mapping), (float(k_scale), float(v_scale))
-    fixed = (
-        *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
-        key_cache.shape[1], num_heads, key_dim, value_dim,
-        power_of_two(num_heads * key_dim), power_of_two(num_heads * value_dim), limit,
-        k_scale != 1.0 or v_scale != 1.0, early, next_waits and can_be_early,
+    has_pdl, num_tokens = supports_pdl(key_cache.device), min(key.shape[0], slot_mapping.shape[0])
+    use_pdl = has_pdl and num_tokens == 1  # as the engine's kernels in front of it (`engine.models.fused.kernels`)
+    tensors = WriteTensors(key, value, key_cache, value_cache, slot_mapping)
+    strides = (*key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3])
+    constants = WriteConstants(
+        PAGE_SIZE=key_cache.shape[1], HEADS=num_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        KEY_BLOCK=power_of_two(num_heads * key_dim), VALUE_BLOCK=power_of_two(num_heads * value_dim), LIMIT=limit,
+        SCALED=k_scale != 1.0 or v_scale != 1.0, USE_PDL=use_pdl, LAUNCH_DEPENDENTS=next_waits and has_pdl,
     )  # fmt: skip
-    launch(write_kv_kernel, num_tokens, tensors, scales, fixed, _WARPS, early=early)
+    launch(write_kv_kernel, num_tokens, tensors, WriteScales(float(k_scale), float(v_scale)),
+           (WriteStrides._make(strides), constants), _WARPS, use_pdl=use_pdl)  # fmt: skip
 
 
 _BLOCK = 1024  # words of four bytes
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def copy_pages_kernel(addresses, strides, sizes, pairs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program a tensor and pair. Addresses [n] i64; of its pages strides [n] i64 and sizes [n] i32, in words."""
+def copy_pages_kernel(  # type: ignore[no-untyped-def]
+    addresses,  # [num_tensors] i64
+    strides,  # [num_tensors] i64, words from page to page
+    sizes,  # [num_tensors] i32, words of a page
+    pairs,  # [num_pairs, 2] i64, source and destination page
+    BLOCK: tl.constexpr,  # words at a time
+):
+    """One program copies a page of a tensor."""
     tensor, pair = tl.program_id(0), tl.program_id(1)
     base = tl.load(addresses + tensor).to(tl.pointer_type(tl.int32))
     stride, size = tl.load(strides + tensor), tl.load(sizes + tensor)
@@ -145,5 +237,5 @@ def launch_copy_pages(tensors: Sequence[torch.Tensor], pairs: Sequence[tuple[int
     addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
     strides = torch.tensor([tensor.stride(0) * tensor.itemsize // 4 for tensor in tensors])
     sizes = torch.tensor([tensor[0].nbytes // 4 for tensor in tensors], dtype=torch.int32)
-    described = (each.to(device) for each in (addresses, strides, sizes, torch.tensor(pairs)))
-    start_kernel(copy_pages_kernel, (len(tensors), len(pairs)), *described, _BLOCK)
+    tables = (each.to(device) for each in (addresses, strides, sizes, torch.tensor(pairs)))
+    start_kernel(copy_pages_kernel, (len(tensors), len(pairs)), *tables, _BLOCK)

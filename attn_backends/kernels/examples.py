@@ -23,7 +23,7 @@ TensorsT = TypeVar("TensorsT", bound=Sequence[Any])
 
 
 class NewTokens(NamedTuple):
-    """What a step brings, on `meta`."""
+    """The tensors that a step brings, on `meta`."""
 
     query: torch.Tensor  # [num_tokens, num_qo_heads, head_dim]
     key: torch.Tensor  # [num_tokens, num_kv_heads, head_dim]
@@ -58,8 +58,8 @@ def _by_head(spec: AttentionSpec, num_tokens: int) -> NewTokens:
 def _packed(spec: AttentionSpec, num_tokens: int) -> NewTokens:
     sizes = _sizes(spec)
     columns = [heads * dim for heads, dim in sizes]
-    parts = empty(num_tokens, sum(columns), dtype=spec.dtype).split(columns, 1)
-    return NewTokens(*(part.unflatten(1, size) for part, size in zip(parts, sizes, strict=True)))
+    columns_of_each = empty(num_tokens, sum(columns), dtype=spec.dtype).split(columns, 1)
+    return NewTokens(*(part.unflatten(1, size) for part, size in zip(columns_of_each, sizes, strict=True)))
 
 
 def _sizes(spec: AttentionSpec) -> Sequence[tuple[int, int]]:
@@ -99,12 +99,12 @@ def _as_slots(tensor: torch.Tensor, cache: KVCacheSpec) -> torch.Tensor:
 
 
 def powers_of_two(most: int) -> list[int]:
-    """Up to the first that is not below `most`."""
+    """Powers of two up to the first that is not below `most`."""
     return [1 << bits for bits in range(power_of_two(most).bit_length())]
 
 
 def distinct(given: Iterable[TensorsT]) -> list[TensorsT]:
-    """Those that Triton could tell from one another, or a start for one token from one for more."""
+    """One of each kind that Triton, or a launch for one token, could tell from the others."""
     return list({tuple(map(_lies, tensors)): tensors for tensors in given}.values())
 
 

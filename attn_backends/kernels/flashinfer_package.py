@@ -45,8 +45,8 @@ def missing_kernels(what: str) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, OSError, RuntimeError) as error:
-        told = str(error)
-        if not any(word in told.lower() for word in ("nvcc", "ninja", "cuda_home", "build failed", "compil")):
+        message = str(error)
+        if not any(word in message.lower() for word in ("nvcc", "ninja", "cuda_home", "build failed", "compil")):
             raise
         raise RuntimeError(
             f"FlashInfer has no kernels ready for {what}, and cannot compile them here. Install the CUDA "

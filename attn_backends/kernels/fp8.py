@@ -26,25 +26,28 @@ _SECOND_E5M2 = tl.constexpr("prmt.b32 $0, $1, 0, 0x3414;")
 
 
 @triton.jit
-def largest_of(queries):  # type: ignore[no-untyped-def]
-    """Each row's largest element, and above 0, [ROWS] f32."""
-    return tl.maximum(tl.max(tl.abs(queries.to(tl.float32)), 1), 1e-30)
+def row_amax(q):  # type: ignore[no-untyped-def]
+    """Each row's largest absolute value, or a little above 0, [BLOCK_M] f32."""
+    return tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1), 1e-30)
 
 
 @triton.jit
-def shares_of(queries, largest):  # type: ignore[no-untyped-def]
-    """bfloat16 queries as float16, each row divided by a number: what is below 2^-25 of the largest one is lost."""
-    return (queries.to(tl.float32) / largest[:, None]).to(tl.float16)
+def scale_to_fp16(q, q_scale):  # type: ignore[no-untyped-def]
+    """Round bfloat16 queries to float16, each row divided by its scale.
+
+    What is below 2^-25 of the row's largest element is lost.
+    """
+    return (q.to(tl.float32) / q_scale[:, None]).to(tl.float16)
 
 
 @triton.jit
 def as_pairs(pointer):  # type: ignore[no-untyped-def]
-    """A pointer to 8 bits as one to two of these."""
+    """A pointer to pairs of the 8-bit elements that a pointer is to."""
     return pointer.to(tl.pointer_type(tl.int16), bitcast=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def columns_of(  # type: ignore[no-untyped-def]
+def unpack_columns(  # type: ignore[no-untyped-def]
     loaded, of_dtype: tl.constexpr, as_dtype: tl.constexpr, PAIRS: tl.constexpr
 ):
     """All columns of what was loaded, or of pairs the first ones and the second ones, as another dtype."""
@@ -65,33 +68,34 @@ def columns_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def no_sums(ROWS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of weighted values: [ROWS, WIDTH], or the even columns and the odd ones, f32."""
+def zero_acc(BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Zeros for weighted values: [BLOCK_M, WIDTH], or the even columns and the odd ones, f32."""
     if PAIRS:
-        return tl.zeros([ROWS, WIDTH // 2], tl.float32), tl.zeros([ROWS, WIDTH // 2], tl.float32)
+        return tl.zeros([BLOCK_M, WIDTH // 2], tl.float32), tl.zeros([BLOCK_M, WIDTH // 2], tl.float32)
     else:
-        return (tl.zeros([ROWS, WIDTH], tl.float32),)
+        return (tl.zeros([BLOCK_M, WIDTH], tl.float32),)
 
 
 @triton.jit
-def all_columns(sums):  # type: ignore[no-untyped-def]
-    """[ROWS, WIDTH] of such sums."""
-    if len(sums) == 1:
-        return sums[0]
+def interleave_columns(acc):  # type: ignore[no-untyped-def]
+    """[BLOCK_M, WIDTH] of an acc that may be in even and odd columns."""
+    if len(acc) == 1:
+        return acc[0]
     else:
-        return tl.reshape(tl.join(sums[0], sums[1]), [sums[0].shape[0], 2 * sums[0].shape[1]])
+        return tl.reshape(tl.join(acc[0], acc[1]), [acc[0].shape[0], 2 * acc[0].shape[1]])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def add_values(sums, weights, shrunk, values, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sums shrunk, and weighted values added.
+def accumulate(acc, p, alpha, values, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Shrink acc, and add weighted values.
 
     Args:
-        weights: [ROWS, KEYS] of the values' dtype; shrunk: [ROWS] f32.
-        values: as `columns_of` gives them.
+        p: [BLOCK_M, BLOCK_N] weights of the values' dtype.
+        alpha: [BLOCK_M] f32, what earlier weights shrink by.
+        values: as `unpack_columns` gives them.
     """
-    first = tl.dot(weights, values[0], sums[0] * shrunk[:, None], input_precision=PRECISION)
+    first = tl.dot(p, values[0], acc[0] * alpha[:, None], input_precision=PRECISION)
     if len(values) == 1:
         return (first,)
     else:
-        return first, tl.dot(weights, values[1], sums[1] * shrunk[:, None], input_precision=PRECISION)
+        return first, tl.dot(p, values[1], acc[1] * alpha[:, None], input_precision=PRECISION)

@@ -11,9 +11,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-STRIP = gl.constexpr(64)  # columns of one load: what a swizzle of 128 bytes is wide
+TMA_COLS = gl.constexpr(64)  # columns of a TMA tile: what a swizzle of 128 bytes is wide
 BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-LANES = gl.constexpr(32)  # of a warp
+WARP_SIZE = gl.constexpr(32)
 LANE_LAYOUT = gl.BlockedLayout([1], [32], [1], [0])  # a number a lane, for one warp
 WORD_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)  # the same, two by two
 # Of four values of 8 bits in a register: the first two as float16, and the other two.
@@ -25,39 +25,42 @@ _E5M2 = gl.constexpr("prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;") 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # as older versions call it
 
 
-def rows_of_load(page_size: int, keys: int) -> int:
+def tma_rows(page_size: int, keys: int) -> int:
     """Rows that lie together wherever a block of `keys` begins; a page size of 0 stands for keys without pages."""
     return math.gcd(page_size, keys) or keys
 
 
-def strips_of(shape: list[int], strides: list[int], tensor: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Loads of `rows` rows and STRIP columns into shared memory, as products want them."""
-    return TensorDescriptor(tensor, shape, strides, [rows, STRIP.value], BLOCK_LAYOUT)
+def tma_descriptor(shape: list[int], strides: list[int], tensor: torch.Tensor, rows: int) -> TensorDescriptor:
+    """The descriptor of a tensor in TMA tiles of `rows` rows and TMA_COLS columns, swizzled as products want them."""
+    return TensorDescriptor(tensor, shape, strides, [rows, TMA_COLS.value], BLOCK_LAYOUT)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def page_ids(pages, first, num_keys, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[LANES] i32, of the loads of a row from key `first` on, for one warp; where there is no key, those of others. One
-    instruction for all, which comes early: what wants them is a block ahead."""
-    at = gl.maximum(gl.minimum(first + gl.arange(0, LANES, LANE_LAYOUT) * LOAD, num_keys - 1), 0)
+def page_ids(pages, first, num_keys, PAGE_SIZE: gl.constexpr, TMA_ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Page ids [WARP_SIZE] i32 of a row's TMA tiles from key `first` on, for one warp; any ids where there is no key.
+
+    One instruction loads all. It comes early: what wants them is a block ahead.
+    """
+    at = gl.maximum(gl.minimum(first + gl.arange(0, WARP_SIZE, LANE_LAYOUT) * TMA_ROWS, num_keys - 1), 0)
     return gl.load(pages + at // PAGE_SIZE)
 
 
 @gluon.jit
 def nth_of(ids, nth):  # type: ignore[no-untyped-def]
-    return gl.sum(gl.where(gl.arange(0, LANES, LANE_LAYOUT) == nth, ids, 0), 0)
+    return gl.sum(gl.where(gl.arange(0, WARP_SIZE, LANE_LAYOUT) == nth, ids, 0), 0)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def load_strip(strips, rows, column, ready, to, LOAD: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Asks for STRIP columns of a block, by a load of LOAD rows from each of `rows` on."""
-    for part in gl.static_range(to.shape[0] // LOAD):
-        tma.async_copy_global_to_shared(strips, [rows[part], column], ready, to.slice(part * LOAD, LOAD))
+def load_tma_tiles(desc, rows, column, full, to, TMA_ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Ask for TMA_COLS columns of a block, by a TMA tile of TMA_ROWS rows from each of `rows` on."""
+    for part in gl.static_range(to.shape[0] // TMA_ROWS):
+        tma.async_copy_global_to_shared(desc, [rows[part], column], full, to.slice(part * TMA_ROWS, TMA_ROWS))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[STAGES] that COUNT threads arrive at. An allocation of their own: Triton synchronises uses of one allocation."""
+    """Barriers [STAGES] that COUNT threads arrive at. An allocation of their own: Triton synchronises uses of one
+    allocation."""
     made = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(made.index(stage), COUNT)
@@ -68,32 +71,32 @@ def barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):  # type: ignore[no-unty
 def clear_rows(block, num_live):  # type: ignore[no-untyped-def]
     """Zeros for rows from `num_live` on of a block [rows, columns] in shared memory. What lies behind the last key may
     be NaN, which no weight of zero undoes."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    live = gl.arange(0, block.shape[0], gl.SliceLayout(1, LINES)) < num_live
-    held = block.load(LINES)
+    COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    live = gl.arange(0, block.shape[0], gl.SliceLayout(1, COALESCED)) < num_live
+    held = block.load(COALESCED)
     block.store(gl.where(live[:, None], held, gl.zeros_like(held)))
 
 
 @gluon.jit
-def weigh(logits, top, total, scale):  # type: ignore[no-untyped-def]
+def online_softmax(logits, m_i, l_i, scale):  # type: ignore[no-untyped-def]
     """The online softmax's next step, base 2: weights of `logits` [rows, keys], the highest logit of each row so far
     (not scaled), the sum of its weights, and what earlier weights shrink by."""
-    new_top = gl.maximum(top, gl.max(logits, 1))
-    base = gl.where(new_top == float("-inf"), 0.0, new_top * scale)
-    weights = gl.exp2(logits * scale - base[:, None])
-    shrunk = gl.exp2(top * scale - base)
-    return weights, new_top, total * shrunk + gl.sum(weights, 1), shrunk
+    m_new = gl.maximum(m_i, gl.max(logits, 1))
+    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new * scale)
+    p = gl.exp2(logits * scale - m_safe[:, None])
+    alpha = gl.exp2(m_i * scale - m_safe)
+    return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def as_operand(weights, of_dtype: gl.constexpr, sums):  # type: ignore[no-untyped-def]
-    """Weights in registers as a product that adds to `sums` wants them, which is where they are."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 2)
-    return gl.convert_layout(weights.to(of_dtype), layout)
+def as_operand(p, of_dtype: gl.constexpr, acc):  # type: ignore[no-untyped-def]
+    """Weights in registers as a product that adds to `acc` wants them, which is where they are."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    return gl.convert_layout(p.to(of_dtype), layout)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def halves_of(words, E5M2: gl.constexpr):  # type: ignore[no-untyped-def]
+def to_fp16_pairs(words, E5M2: gl.constexpr):  # type: ignore[no-untyped-def]
     """Values of 8 bits [rows, n / 4], four in an i32, as float16 [rows, n / 2], two in an i32."""
     HOW: gl.constexpr = _E5M2 if E5M2 else _E4M3
     two, others = gl.inline_asm_elementwise(HOW, "=&r,=r,r", [words], (gl.int32, gl.int32), True, 1)
@@ -101,26 +104,27 @@ def halves_of(words, E5M2: gl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def times_rows(sums, factors):  # type: ignore[no-untyped-def]
+def times_rows(acc, row_factors):  # type: ignore[no-untyped-def]
     """[rows, columns] times a factor of each row."""
-    return sums * gl.convert_layout(factors, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)[:, None]
+    return acc * gl.convert_layout(row_factors, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
-def write_rows(rows, sums, share, live):  # type: ignore[no-untyped-def]
+def write_rows(rows, acc, share, live):  # type: ignore[no-untyped-def]
     """Weighted values [rows, columns] to where `rows` point, each row times its share."""
-    ROW: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+    ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     rows = gl.convert_layout(rows, ROW, assert_trivial=True)
     live = gl.convert_layout(live, ROW, assert_trivial=True)
-    to = rows[:, None] + gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))[None]
-    gl.store(to, times_rows(sums, share).to(rows.dtype.element_ty), mask=live[:, None])
+    to = rows[:, None] + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))[None]
+    gl.store(to, times_rows(acc, share).to(rows.dtype.element_ty), mask=live[:, None])
 
 
 @gluon.jit
-def write_lines(rows, sums, share, live, place):  # type: ignore[no-untyped-def]
-    """As `write_rows`, by way of a place in shared memory: each thread writes 16 bytes, where `rows` and `live` lie."""
-    LINES: gl.constexpr = live.type.layout.parent
-    place.store(times_rows(sums, share).to(rows.dtype.element_ty))
+def write_rows_by_smem(rows, acc, share, live, smem):  # type: ignore[no-untyped-def]
+    """Write rows like `write_rows`, by way of shared memory: each thread writes 16 bytes, where `rows` and `live`
+    lie."""
+    COALESCED: gl.constexpr = live.type.layout.parent
+    smem.store(times_rows(acc, share).to(rows.dtype.element_ty))
     barrier()
-    to = rows[:, None] + gl.arange(0, sums.shape[1], gl.SliceLayout(0, LINES))[None]
-    gl.store(to, place.load(LINES), mask=live[:, None])
+    to = rows[:, None] + gl.arange(0, acc.shape[1], gl.SliceLayout(0, COALESCED))[None]
+    gl.store(to, smem.load(COALESCED), mask=live[:, None])

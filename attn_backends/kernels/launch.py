@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from enum import IntEnum
 from functools import cache, reduce
+from inspect import Parameter, Signature
+from itertools import chain
 from operator import attrgetter, or_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, get_type_hints
 
 import torch
 import triton
@@ -31,7 +33,7 @@ class Machine(NamedTuple):
     shared_memory: int  # bytes that one program can have
     has_tensor_engine: bool
     has_hopper_kernels: bool
-    can_start_early: bool
+    supports_pdl: bool
 
 
 class Listing(Protocol):
@@ -48,12 +50,12 @@ LISTING: ContextVar[Listing | None] = ContextVar("listing", default=None)  # whe
 def machine_of(device: torch.device) -> Machine:
     return Machine(
         num_multiprocessors(device), shared_memory(device), has_tensor_engine(device), has_hopper_kernels(device),
-        can_start_early(device),
+        supports_pdl(device),
     )  # fmt: skip
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; on a CPU a few, so that little work is split there too."""
+    """Number of multiprocessors of a GPU; on a CPU a few, so that little work is split there too."""
     if (listing := LISTING.get()) is not None:
         return listing.machine.num_multiprocessors
     return machine.num_multiprocessors(device, interpreted=2)
@@ -94,51 +96,53 @@ def has_hopper_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and is_hopper(device) and _TRITON in _GLUON_TRIED
 
 
-def can_start_early(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     """Whether a kernel can start before the one in front of it has ended: by programmatic dependent launch."""
     listing = LISTING.get()
-    return _can_start_early(device) if listing is None else listing.machine.can_start_early
+    return _supports_pdl(device) if listing is None else listing.machine.supports_pdl
 
 
 @cache
-def _can_start_early(device: torch.device) -> bool:
+def _supports_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and has_tensor_engine(device) and hasattr(cuda, "gdc_wait")
 
 
-class Start(IntEnum):
-    """When a kernel starts, to the one in front of it."""
+class Pdl(IntEnum):
+    """When a kernel starts, by programmatic dependent launch, relative to the one in front of it."""
 
-    BEHIND = 0  # once that has ended
-    EARLY = 1  # before it has ended, to wait for it first
-    BESIDE = 2  # the same, and does not need what it writes: one program waits for it last, so that both have ended
+    OFF = 0  # once that has ended
+    WAIT_FIRST = 1  # before it has ended, to wait for it first
+    WAIT_LAST = 2  # the same, and does not need what it writes: one program waits for it last, so that both have ended
 
 
-EARLY_START, BESIDE = tl.constexpr(int(Start.EARLY)), tl.constexpr(int(Start.BESIDE))  # as kernels know them
+WAIT_FIRST, WAIT_LAST = tl.constexpr(int(Pdl.WAIT_FIRST)), tl.constexpr(int(Pdl.WAIT_LAST))  # as kernels know them
 
 
 @triton.jit
-def let_next_start():  # type: ignore[no-untyped-def]
-    """The kernel behind this one starts once all programs came here, if it is launched so (Triton's `launch_pdl`)."""
+def launch_dependents():  # type: ignore[no-untyped-def]
+    """Let the next kernel start once all programs came here, if it is launched so (Triton's `launch_pdl`)."""
     cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def wait_and_let_next_start():  # type: ignore[no-untyped-def]
-    """In every program of a kernel that starts early. It waits before it lets: so what the next one finds, before it
-    waits itself, is all but what this one writes."""
-    wait_for_last()
-    let_next_start()
+def grid_wait_and_launch_dependents():  # type: ignore[no-untyped-def]
+    """Wait for the kernel in front, then let the next one start, in every program of a kernel that starts early.
+
+    It waits first: so what the next one finds, before it waits itself, is all but what this one writes.
+    """
+    grid_wait()
+    launch_dependents()
 
 
 @triton.jit
-def see_all():  # type: ignore[no-untyped-def]
-    """What kernels in front of the one beside which this one runs have written is read anew from here on."""
+def acquire_fence():  # type: ignore[no-untyped-def]
+    """Read anew, from here on, what kernels in front of the one beside which this one runs have written."""
     tl.inline_asm_elementwise("fence.acq_rel.gpu; // dummy $0", "=r", [], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def wait_for_last():  # type: ignore[no-untyped-def]
-    """In every program of such a kernel: from here on all that the kernel before it writes is there."""
+def grid_wait():  # type: ignore[no-untyped-def]
+    """Wait until all that the kernel in front writes is there, in every program of a kernel that starts early."""
     cuda.gdc_wait()
 
 
@@ -147,16 +151,39 @@ def power_of_two(size: int) -> int:
 
 
 def operator(mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Nothing where kernels are compiled: an operator takes longer to call than a kernel to launch."""
+    """Make a launch a torch operator where kernels are interpreted.
+
+    Where they are compiled it stays as it is: an operator takes longer to call than a kernel to launch.
+    """
 
     def wrap(launch: Callable[..., None]) -> Callable[..., None]:
         if not INTERPRETED:
             return launch
         name = f"attn_backends::triton_{launch.__name__.strip('_')}"
-        made: Callable[..., None] = torch.library.custom_op(name, launch, mutates_args=mutates, device_types="cpu")
+        by_lists = _taking_lists(launch)
+        made: Callable[..., None] = torch.library.custom_op(name, by_lists, mutates_args=mutates, device_types="cpu")
         return made
 
     return wrap
+
+
+def _taking_lists(launch: Callable[..., None]) -> Callable[..., None]:
+    """A launch whose named tuples of numbers are lists: an operator's schema has no others."""
+    hints = get_type_hints(launch)
+    groups = {name: hint for name, hint in hints.items() if hasattr(hint, "_fields")}
+    names = [name for name in hints if name != "return"]
+
+    def by_lists(*given: Any) -> None:
+        launch(*(groups[name](*value) if name in groups else value for name, value in zip(names, given, strict=True)))
+
+    def annotation(name: str) -> Any:
+        if name not in groups:
+            return hints[name]
+        return list[float] if float in get_type_hints(groups[name]).values() else list[int]
+
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation(name)) for name in names]
+    by_lists.__signature__ = Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+    return by_lists
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # kernels, by all that Triton compiles them for; and of which
@@ -174,29 +201,31 @@ def start_kernel(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any
 
 def launch(
     kernel: Any, grid: int | tuple[int, ...], tensors: Sequence[torch.Tensor], varying: tuple[float, ...],
-    fixed: tuple[Any, ...], warps: int, *, descriptors: tuple[Any, ...] = (), early: bool = False,
+    groups: tuple[tuple[Any, ...], ...], warps: int, *, descriptors: tuple[Any, ...] = (), use_pdl: bool = False,
 ) -> None:  # fmt: skip
     """Launch a Triton kernel. What Triton does to find the compiled one takes the host several times as long as to
     launch it: once for all launches that differ in addresses and in `varying` alone.
 
     Args:
-        kernel: its parameters are, in this order, `descriptors`, `tensors`, `varying` and `fixed`.
+        kernel: its parameters are, in this order, `descriptors`, `tensors`, `varying` and `groups`.
         grid: programs, one number or as many as Triton takes.
         varying: numbers that differ from batch to batch. The kernel is not specialised for them, nor do integers need
             more than 32 bits.
+        groups: all other numbers, by named tuples.
         warps: of a program.
         descriptors: of some of the tensors, or None; what they are of follows from the others.
-        early: see `can_start_early`.
+        use_pdl: the kernel starts before the one in front of it has ended, see `supports_pdl`.
     """
     grid = grid if isinstance(grid, tuple) else (grid,)
+    fixed = (*chain.from_iterable(groups),)
     # Not every version of Triton knows the word.
-    options = {"num_warps": warps, "launch_pdl": True} if early else {"num_warps": warps}
+    options = {"num_warps": warps, "launch_pdl": True} if use_pdl else {"num_warps": warps}
     if INTERPRETED or LISTING.get() is not None:
         start_kernel(kernel, grid, *descriptors, *tensors, *varying, *fixed, **options)
         return
     addresses = [*map(torch.Tensor.data_ptr, tensors)]
     aligned: Any = not reduce(or_, addresses) % ALIGNED or tuple(address % ALIGNED == 0 for address in addresses)
-    form = (id(kernel), tensors[0].get_device(), warps, early, aligned, *map(_dtype_of, tensors), *fixed)
+    form = (id(kernel), tensors[0].get_device(), warps, use_pdl, aligned, *map(_dtype_of, tensors), *fixed)
     found = _compiled.get(form)
     if found is not None:
         found[0][(*grid, 1, 1)[:3]](*descriptors, *addresses, *varying, *fixed)

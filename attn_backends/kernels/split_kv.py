@@ -1,15 +1,15 @@
-"""Splitting the keys of decode rows over a GPU and joining the parts: what kernels of ours share.
+"""Splitting the keys of decode rows over a GPU and combining the splits: what kernels of ours share.
 
-The device itself cuts the work: one small launch a step reads the lengths and lists items, runs of keys of one row that
-take about equally long. How many there may be follows from the number of rows and of multiprocessors alone, so the grid
-is the same for every batch of a graph, and one long row among short ones is as fast as the same keys in even rows.
-"""
+The device itself splits the work: one small launch a step reads the lengths and lists work items, runs of keys of one
+row that take about equally long. How many there may be follows from the number of rows and of multiprocessors alone, so
+the grid is the same for every batch of a graph, and one long row among short ones is as fast as the same keys in even
+rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 import triton
@@ -21,10 +21,10 @@ from attn_backends.spec import AttentionSpec
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr(1 << 30)  # beyond any position
-MOST_ITEMS = tl.constexpr(1 << 15)  # of a row
+MAX_SPLITS = tl.constexpr(1 << 15)  # of a row, which a work item has as one number with its own
 HOPPER_PAGE = 16  # slots, of which the pages of kernels for Hopper are multiples, as those of a load are
 COUNTERS = tl.constexpr(1024)  # that a scheduling program clears at a time
-_ITEMS = 64  # of a scheduling program
+_ITEMS_PER_PROGRAM = 64  # of a scheduling program
 
 
 class Tile(Protocol):
@@ -62,7 +62,8 @@ def fitted(tile: TileT, need: Callable[[TileT], int], room: int) -> TileT:
 
 
 def block_bytes(spec: AttentionSpec, keys: int, stages: int, dim: int) -> int:
-    """Of blocks of keys under way, `dim` wide in all; those of another dtype than the queries are converted beside."""
+    """Bytes of blocks of keys under way, `dim` wide in all; another dtype than the queries' is converted beside
+    them."""
     converted = spec.dtype.itemsize if spec.cache_dtype is not spec.dtype else 0
     return keys * dim * (stages * spec.cache_dtype.itemsize + converted)
 
@@ -72,71 +73,115 @@ def padded(size: int) -> int:
     return max(16, power_of_two(size))
 
 
-@operator(("items", "counters"))
-def list_items(
-    seq_lens: torch.Tensor, query_start_loc: torch.Tensor, items: torch.Tensor, counters: torch.Tensor, how: list[int]
-) -> None:
-    """For lengths [num_rows] and query starts [num_rows + 1], i32. One launch."""
-    _launch_schedule(seq_lens, query_start_loc, items, counters, how)
+class SplitSizes(NamedTuple):
+    """What follows from the shape of a batch of decode rows, whatever their lengths."""
+
+    num_rows: int
+    target: int  # work items that fill the GPU
+    window_left: int  # positions before its own that a query sees
+    chunk: int  # positions in a chunk; a query sees its own chunk alone
+    block_n: int  # keys of a block
+    min_blocks: int  # blocks of a work item at least
 
 
-def _launch_schedule(
-    seq_lens: torch.Tensor, query_start_loc: torch.Tensor, items: torch.Tensor, counters: torch.Tensor, how: list[int]
-) -> tuple[Any, tuple[int, ...]]:
+class ScheduleTensors(NamedTuple):
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    work_items: torch.Tensor
+    counters: torch.Tensor
+
+
+class ScheduleNumbers(NamedTuple):
+    num_rows: int
+    target: int
+    max_work_items: int
+    window_left: int
+    chunk: int
+    num_counters: int
+    BLOCK_N: int
+    MIN_BLOCKS: int
+    MAX_ROWS: int
+    BLOCK_ITEMS: int
+
+
+@operator(("work_items", "counters"))
+def list_work(
+    seq_lens: torch.Tensor, query_start_loc: torch.Tensor, work_items: torch.Tensor, counters: torch.Tensor,
+    sizes: SplitSizes,
+) -> None:  # fmt: skip
+    """List the work items for lengths [num_rows] and query starts [num_rows + 1], i32, in one launch."""
+    _launch_schedule(ScheduleTensors(seq_lens, query_start_loc, work_items, counters), sizes)
+
+
+def _launch_schedule(tensors: ScheduleTensors, sizes: SplitSizes) -> tuple[Any, tuple[int, ...]]:
     """Returns the compiled kernel on its grid, and its arguments behind the first two tensors."""
-    num_rows, target, behind, chunk, keys, min_blocks = how
-    grid = (-(-len(items) // _ITEMS), 1, 1)
-    numbers = (num_rows, target, len(items), behind, chunk, len(counters), keys, min_blocks,
-               triton.next_power_of_2(num_rows), _ITEMS)  # fmt: skip
-    compiled = start_kernel(schedule_kernel, grid, seq_lens, query_start_loc, items, counters, *numbers, num_warps=4)
-    return None if compiled is None else compiled[grid], (items.data_ptr(), counters.data_ptr(), *numbers)
+    work_items, counters = tensors.work_items, tensors.counters
+    grid = (-(-len(work_items) // _ITEMS_PER_PROGRAM), 1, 1)
+    numbers = ScheduleNumbers(
+        num_rows=sizes.num_rows, target=sizes.target, max_work_items=len(work_items), window_left=sizes.window_left,
+        chunk=sizes.chunk, num_counters=len(counters), BLOCK_N=sizes.block_n, MIN_BLOCKS=sizes.min_blocks,
+        MAX_ROWS=triton.next_power_of_2(sizes.num_rows), BLOCK_ITEMS=_ITEMS_PER_PROGRAM,
+    )  # fmt: skip
+    compiled = start_kernel(schedule_kernel, grid, *tensors, *numbers, num_warps=4)
+    return None if compiled is None else compiled[grid], (work_items.data_ptr(), counters.data_ptr(), *numbers)
 
 
-class ItemList:
-    """The items of batches of one shape. What Triton does to find the kernel takes longer than to launch it: once.
+class WorkList:
+    """The work items of batches of one shape. Triton finds the kernel slower than it launches it: that is done once.
 
     Args:
-        items: [max_items, 8] i32, which every batch is listed into.
-        how: number of rows, target, keys behind a query that it sees, size of its chunk, keys of a block, and blocks of
-            an item at least (see `schedule_kernel`).
+        work_items: [max_work_items, 8] i32, which every batch is listed into.
         counters: [num_counters] i32, which every listing sets to 0: what a launch that was cut short left there must
             not be found by the next step. None: there are none.
     """
 
-    def __init__(self, items: torch.Tensor, how: list[int], counters: torch.Tensor | None = None) -> None:
-        self.items = items
-        self.counters = items.new_empty(0) if counters is None else counters
-        self._how = how
+    def __init__(self, work_items: torch.Tensor, sizes: SplitSizes, counters: torch.Tensor | None = None) -> None:
+        self.work_items = work_items
+        self.counters = work_items.new_empty(0) if counters is None else counters
+        self._sizes = sizes
         self._kernel: Any = None
         self._arguments: tuple[int, ...] = ()
 
     def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
-        """List the items for lengths [num_rows] and query starts [num_rows + 1], i32. One launch."""
+        """List the work items for lengths [num_rows] and query starts [num_rows + 1], i32, in one launch."""
         at = (seq_lens.data_ptr(), query_start_loc.data_ptr())
         if self._kernel is not None and not (at[0] | at[1]) % ALIGNED:
             self._kernel(*at, *self._arguments)
         elif INTERPRETED or (at[0] | at[1]) % ALIGNED:
-            list_items(seq_lens, query_start_loc, self.items, self.counters, self._how)
+            list_work(seq_lens, query_start_loc, self.work_items, self.counters, self._sizes)
         else:
-            given = (seq_lens, query_start_loc, self.items, self.counters, self._how)
-            self._kernel, self._arguments = _launch_schedule(*given)
+            tensors = ScheduleTensors(seq_lens, query_start_loc, self.work_items, self.counters)
+            self._kernel, self._arguments = _launch_schedule(tensors, self._sizes)
 
 
-_VARY = ["num_rows", "target", "max_items", "behind", "chunk", "num_counters"]
+_VARY = ["num_rows", "target", "max_work_items", "window_left", "chunk", "num_counters"]
 
 
 @triton.jit(do_not_specialize=_VARY)  # type: ignore[untyped-decorator]
 def schedule_kernel(  # type: ignore[no-untyped-def]
-    seq_lens, query_start_loc, items, counters, num_rows, target, max_items, behind, chunk, num_counters,
-    KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, MAX_ROWS: tl.constexpr, ITEMS: tl.constexpr,
-):  # fmt: skip
-    """`items` [max_items, 8] i32, all that a program has to know: row (-1: none), first key, end of keys, place of the
-    row's partial results, how many items the row has and which this is, its length, first query token and their number.
+    seq_lens,  # [num_rows] i32
+    query_start_loc,  # [num_rows + 1] i32
+    work_items,  # [max_work_items, 8] i32, see below
+    counters,  # [num_counters] i32, become 0
+    num_rows,
+    target,  # work items that fill the GPU
+    max_work_items,
+    window_left,  # positions before its own that a query sees
+    chunk,  # positions in a chunk; a query sees its own chunk alone
+    num_counters,
+    BLOCK_N: tl.constexpr,  # keys of a block
+    MIN_BLOCKS: tl.constexpr,  # blocks of a work item at least
+    MAX_ROWS: tl.constexpr,  # a power of two, at least num_rows
+    BLOCK_ITEMS: tl.constexpr,  # work items of a program
+):
+    """List a step's work items: about `target` in all, or one a row.
 
-    About `target` items in all, or one a row. A row with less than half as many blocks again as an item has is not
-    split: at most 4 / 3 of `target` items are parts of rows.
+    A work item is all that a program has to know: the row (-1: none), its first key, the end of its keys, the row's
+    first partial slot, the row's number of splits times MAX_SPLITS plus the number of this one, the row's length, its
+    first query token, and its number of query tokens.
 
-    `counters` [num_counters] i32 become 0.
+    A row with less than half as many blocks again as a work item has is not split: at most 4 / 3 of `target` items are
+    splits of rows.
     """
     for first in range(tl.program_id(0) * COUNTERS, num_counters, tl.num_programs(0) * COUNTERS):
         counter = first + tl.arange(0, COUNTERS)
@@ -146,78 +191,85 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     lens = tl.load(seq_lens + rows, mask=exists, other=0)
     starts = tl.load(query_start_loc + rows, mask=exists, other=0)
     query_lens = tl.load(query_start_loc + rows + 1, mask=exists, other=0) - starts
-    first = first_key(lens - query_lens, behind, chunk) // KEYS
-    blocks = tl.maximum((lens + KEYS - 1) // KEYS - first, 0)
+    first = first_key(lens - query_lens, window_left, chunk) // BLOCK_N
+    blocks = tl.maximum((lens + BLOCK_N - 1) // BLOCK_N - first, 0)
     size = tl.maximum((tl.sum(blocks, 0) + target - 1) // target, MIN_BLOCKS)
-    counts = tl.where(exists, tl.maximum((blocks + size // 2) // size, 1), 0)
-    ends = tl.cumsum(counts, 0)
-    parts = tl.where(counts > 1, counts, 0)
-    parts_before = tl.cumsum(parts, 0) - parts
+    num_splits = tl.where(exists, tl.maximum((blocks + size // 2) // size, 1), 0)
+    ends = tl.cumsum(num_splits, 0)
+    num_partials = tl.where(num_splits > 1, num_splits, 0)
+    slots_before = tl.cumsum(num_partials, 0) - num_partials
 
-    item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
-    row = tl.sum((ends[None] <= item[:, None]).to(tl.int32), 1)
+    work_item = tl.program_id(0) * BLOCK_ITEMS + tl.arange(0, BLOCK_ITEMS)
+    row = tl.sum((ends[None] <= work_item[:, None]).to(tl.int32), 1)
     mine = rows[None] == row[:, None]
-    count = tl.maximum(tl.sum(tl.where(mine, counts[None], 0), 1), 1)
-    nth = item - tl.sum(tl.where(mine, (ends - counts)[None], 0), 1)
-    place = tl.sum(tl.where(mine, parts_before[None], 0), 1) + nth
+    row_splits = tl.maximum(tl.sum(tl.where(mine, num_splits[None], 0), 1), 1)
+    split = work_item - tl.sum(tl.where(mine, (ends - num_splits)[None], 0), 1)
+    partial_slot = tl.sum(tl.where(mine, slots_before[None], 0), 1) + split
     row_first = tl.sum(tl.where(mine, first[None], 0), 1)
-    row_blocks = tl.sum(tl.where(mine, blocks[None], 0), 1)
+    row_num_blocks = tl.sum(tl.where(mine, blocks[None], 0), 1)
     row_len = tl.sum(tl.where(mine, lens[None], 0), 1)
-    start = (row_first + nth * row_blocks // count) * KEYS
-    stop = tl.minimum((row_first + (nth + 1) * row_blocks // count) * KEYS, row_len)
-    inside = item < max_items
-    at = items + item * 8
+    start = (row_first + split * row_num_blocks // row_splits) * BLOCK_N
+    stop = tl.minimum((row_first + (split + 1) * row_num_blocks // row_splits) * BLOCK_N, row_len)
+    inside = work_item < max_work_items
+    at = work_items + work_item * 8
     tl.store(at, tl.where(row < num_rows, row, -1), mask=inside)
     tl.store(at + 1, start, mask=inside)
     tl.store(at + 2, stop, mask=inside)
-    tl.store(at + 3, place - nth, mask=inside)
-    tl.store(at + 4, count * MOST_ITEMS + nth, mask=inside)
+    tl.store(at + 3, partial_slot - split, mask=inside)
+    tl.store(at + 4, row_splits * MAX_SPLITS + split, mask=inside)
     tl.store(at + 5, row_len, mask=inside)
     tl.store(at + 6, tl.sum(tl.where(mine, starts[None], 0), 1), mask=inside)
     tl.store(at + 7, tl.sum(tl.where(mine, query_lens[None], 0), 1), mask=inside)
 
 
 @triton.jit
-def first_key(position, behind, chunk):  # type: ignore[no-untyped-def]
+def first_key(position, window_left, chunk):  # type: ignore[no-untyped-def]
     """The oldest key that a query sees, by its position."""
     position = tl.maximum(position, 0)
-    return tl.maximum(position - behind, position // chunk * chunk)
+    return tl.maximum(position - window_left, position // chunk * chunk)
 
 
 @triton.jit
-def seen_by_all(oldest, newest, seq_len, ahead, behind, chunk):  # type: ignore[no-untyped-def]
-    """Of queries from one position to another: the first key that all of them see, and the first behind those."""
+def seen_by_all(oldest, newest, seq_len, window_right, window_left, chunk):  # type: ignore[no-untyped-def]
+    """The first key that all queries from one position to another see, and the first key after those."""
     chunk_end = (tl.maximum(oldest, 0) // chunk + 1) * chunk
-    return first_key(newest, behind, chunk), tl.minimum(tl.minimum(seq_len, oldest + 1 + ahead), chunk_end)
+    return first_key(newest, window_left, chunk), tl.minimum(tl.minimum(seq_len, oldest + 1 + window_right), chunk_end)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def join(  # type: ignore[no-untyped-def]
-    partial, partial_sums, first, step, count, num_lanes,
-    LANES: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """All parts of a row, each weighing exp2 of its highest logit, PARTS at a time: so many loads are under way."""
-    inner = tl.arange(0, LANES)
+def combine_splits(  # type: ignore[no-untyped-def]
+    partial_acc,  # [partial slots, BLOCK_M, BLOCK_DIM_VO] f32
+    partial_ml,  # [partial slots, BLOCK_M, 2] f32: m_i in base 2, l_i
+    first,  # the row's first slot
+    step,  # slots from split to split
+    num_splits,  # of the row
+    num_queries,  # of a slot that exist
+    BLOCK_M: tl.constexpr,  # queries of a slot
+    BLOCK_DIM_VO: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,  # splits that are loaded at a time: so many loads are under way
+):
+    """Combine all splits of a row, each weighing exp2 of its highest logit; returns acc, m_i, l_i."""
+    offs_m = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_DIM_VO)
-    top = tl.full([LANES], float("-inf"), tl.float32)
-    total = tl.zeros([LANES], tl.float32)
-    sums = tl.zeros([LANES, BLOCK_DIM_VO], tl.float32)
-    for start in range(0, count, PARTS):
-        nth = start + tl.arange(0, PARTS)
-        at = (first + nth.to(tl.int64) * step)[:, None] * LANES + inner[None]  # [PARTS, LANES]
-        there = (nth < count)[:, None] & (inner < num_lanes)[None]
-        tops = tl.load(partial_sums + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(partial_sums + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-        parts = tl.load(partial + at[:, :, None] * BLOCK_DIM_VO + dims[None, None], mask=there[:, :, None], other=0.0,
-                        cache_modifier=".cg")  # fmt: skip
-        new_top = tl.maximum(top, tl.max(tops, 0))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(tops - base[None])
-        shrunk = tl.exp2(top - base)
-        total = total * shrunk + tl.sum(totals * weights, 0)
-        sums = sums * shrunk[:, None] + tl.sum(parts * weights[:, :, None], 0)
-        top = new_top
-    return sums, top, total
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DIM_VO], tl.float32)
+    for start in range(0, num_splits, BLOCK_SPLITS):
+        split = start + tl.arange(0, BLOCK_SPLITS)
+        at = (first + split.to(tl.int64) * step)[:, None] * BLOCK_M + offs_m[None]  # [BLOCK_SPLITS, BLOCK_M]
+        there = (split < num_splits)[:, None] & (offs_m < num_queries)[None]
+        m_splits = tl.load(partial_ml + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+        l_splits = tl.load(partial_ml + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        acc_splits = tl.load(partial_acc + at[:, :, None] * BLOCK_DIM_VO + dims[None, None], mask=there[:, :, None],
+                             other=0.0, cache_modifier=".cg")  # fmt: skip
+        m_new = tl.maximum(m_i, tl.max(m_splits, 0))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(m_splits - m_safe[None])
+        alpha = tl.exp2(m_i - m_safe)
+        l_i = l_i * alpha + tl.sum(l_splits * p, 0)
+        acc = acc * alpha[:, None] + tl.sum(acc_splits * p[:, :, None], 0)
+        m_i = m_new
+    return acc, m_i, l_i
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -18,16 +18,34 @@ _BLOCK = 1024
 
 @triton.jit(do_not_specialize=_NOT_CONSTANT)  # type: ignore[untyped-decorator]
 def derive_step_kernel(  # type: ignore[no-untyped-def]
-    packed, ahead, page_table, query_start_loc, seq_lens, indptr, indices, last_page_len, slot_mapping, positions,
-    token_ids, num_reqs, num_token_ids, num_runs, num_indices,
-    CAPACITY: tl.constexpr, PAGE_SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    ADVANCE: tl.constexpr,
-):  # fmt: skip
-    """One program a row. The row's new pages are read from the copy itself, and all others from the table: no program
-    waits for a store, its own or another's. Lengths are those of the last step's copy plus how often it was advanced,
-    so that a program may store its row's length while others still sum up lengths.
+    packed,  # i32, see `PackedShape`
+    packed_advance,  # i32, see `AheadShape`; read if ADVANCE
+    page_table,  # [max_rows, CAPACITY] i32
+    query_start_loc,  # [max_rows + 1] i32
+    seq_lens,  # [max_rows] i32
+    indptr,  # [max_rows + 1] i32
+    indices,  # i32
+    last_page_len,  # [max_rows] i32
+    slot_mapping,  # i64
+    positions,
+    token_ids,
+    num_reqs,
+    num_token_ids,
+    num_runs,  # runs of new pages
+    num_indices,
+    CAPACITY: tl.constexpr,  # pages of a row
+    PAGE_SIZE: tl.constexpr,  # slots
+    MAX_ROWS: tl.constexpr,  # a power of two, at least the number of rows
+    BLOCK: tl.constexpr,  # elements at a time
+    ADVANCE: tl.constexpr,  # the step follows on the last one, with a token more in each row
+):
+    """One program derives a row's part of a step.
 
-    To advance, sizes and new pages are in a copy of their own (see `AheadShape`), and the last step's stays.
+    It reads the row's new pages from the copy itself, and all others from the table: no program waits for a store, its
+    own or another's. Lengths are those of the last step's copy plus how often it was advanced, so that a program may
+    store its row's length while others still sum up lengths.
+
+    To advance, sizes and new pages are in a copy of their own, and the last step's stays.
     """
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
@@ -36,11 +54,11 @@ def derive_step_kernel(  # type: ignore[no-untyped-def]
     num_advanced = 0
     runs = packed + 2 * num_reqs + num_token_ids
     if ADVANCE:
-        num_reqs = tl.load(ahead)
-        num_runs = tl.load(ahead + 1)
-        num_advanced = tl.load(ahead + 2)
-        num_indices = tl.load(ahead + 3)
-        runs = ahead + 4
+        num_reqs = tl.load(packed_advance)
+        num_runs = tl.load(packed_advance + 1)
+        num_advanced = tl.load(packed_advance + 2)
+        num_indices = tl.load(packed_advance + 3)
+        runs = packed_advance + 4
     is_run = rows < num_runs
     is_mine = is_run & (tl.load(runs + rows, mask=is_run, other=-1) == row)
     run_first = tl.load(runs + num_runs + rows, mask=is_mine, other=0)
@@ -50,10 +68,10 @@ def derive_step_kernel(  # type: ignore[no-untyped-def]
     first = tl.where(tl.sum(is_mine.to(tl.int32), 0) > 0, tl.sum(run_first, 0), CAPACITY)
     stop = first + tl.sum(run_end - run_start, 0)
     pages = runs + 3 * num_runs + 1 + tl.sum(run_start, 0)
-    line = page_table + row.to(tl.int64) * CAPACITY
+    table_row = page_table + row.to(tl.int64) * CAPACITY
     for start in range(first, stop, BLOCK):
         column = start + lane
-        tl.store(line + column, tl.load(pages + column - first, mask=column < stop), mask=column < stop)
+        tl.store(table_row + column, tl.load(pages + column - first, mask=column < stop), mask=column < stop)
 
     if row < num_reqs:
         lens = tl.load(packed + rows, mask=rows < num_reqs, other=0)
@@ -79,7 +97,7 @@ def derive_step_kernel(  # type: ignore[no-untyped-def]
 
         for start in range(0, num_used, BLOCK):
             column = start + lane
-            old = tl.load(line + column, mask=(column < num_used) & (column < first), other=0)
+            old = tl.load(table_row + column, mask=(column < num_used) & (column < first), other=0)
             new = tl.load(pages + column - first, mask=(column < num_used) & (column >= first), other=0)
             tl.store(indices + first_index + column, tl.where(column < first, old, new), mask=column < num_used)
         if row == num_reqs - 1:
@@ -91,7 +109,7 @@ def derive_step_kernel(  # type: ignore[no-untyped-def]
             position = tl.maximum(seq_len - query_len + token, 0)
             live = (token < query_len) & (seq_len > 0)
             column = position // PAGE_SIZE
-            old = tl.load(line + column, mask=live & (column < first), other=0)
+            old = tl.load(table_row + column, mask=live & (column < first), other=0)
             new = tl.load(pages + column - first, mask=live & (column >= first), other=0)
             slot = tl.where(column < first, old, new).to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
             at = first_token + token
@@ -135,12 +153,12 @@ class TritonDerive:
             # All arguments but the sizes are the same for ever, so what triton does to find the kernel is done once.
             self._compiled[grid](*self._addresses, *sizes, *self._constants, False)
 
-    def advance(self, ahead: AheadShape, shape: StepShape, num_pages: int) -> None:
+    def advance(self, packed: AheadShape, shape: StepShape, num_pages: int) -> None:
         if self._graphs:
             self._graphs[self.ring.slot].replay()
             self.ring.sent()
         else:
-            self.ring.send(ahead.size(num_pages))
+            self.ring.send(packed.size(num_pages))
             self._launch_advance()
 
     def _launch_advance(self) -> None:

@@ -2,7 +2,7 @@
 
     python -m benchmarks rules widening [--rounds 9]
 
-Both are timed as ways.py says. "chosen" is what `widening.is_faster_widened` says, and "lost" what it takes longer than
+Both are timed as ways.py says. "chosen" is what `widening.is_faster_upcast` says, and "lost" what it takes longer than
 the faster one.
 """
 
@@ -41,9 +41,9 @@ def measure(
 ) -> tuple[dict[str, Any], list[str]]:
     """A row of one shape, and what was wrong with it."""
     shape = Shape((seq_len,) * num_rows, (*heads, HEAD_DIM), query_len=query_len)
-    ways = {"16 bits": {"num_widened_keys": num_rows * seq_len}, "8 bits": {"num_widened_keys": 0}}
+    ways = {"16 bits": {"num_upcast_keys": num_rows * seq_len}, "8 bits": {"num_upcast_keys": 0}}
     timed = time_ways(shape, torch.float8_e4m3fn, rounds, lambda metadata: ways)
-    us, chosen = timed.us, "16 bits" if timed.metadata.num_widened_keys else "8 bits"
+    us, chosen = timed.us, "16 bits" if timed.metadata.num_upcast_keys else "8 bits"
     row = {
         "heads": f"{heads[0]}/{heads[1]}",
         "rows": num_rows,

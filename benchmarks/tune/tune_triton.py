@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from attn_backends import AttentionSpec
-from attn_backends.backends.triton.launch import Cut
+from attn_backends.backends.triton.launch import SplitPlan
 from attn_backends.backends.triton.tuning import DecodeTile, in_registers
 from benchmarks.attention.attention import SHAPES, ours
 from benchmarks.attention.contest import CACHE_DTYPES, WITH_WRITE
@@ -60,7 +60,7 @@ def kind_of(name: str, shape: Shape) -> str:
 
 def tile_rows(shape: Shape) -> int:
     """Of a tile of a decode's queries."""
-    return Cut.of(AttentionSpec(*shape.heads), shape.query_len).rows
+    return SplitPlan.of(AttentionSpec(*shape.heads), shape.query_len).block_m
 
 
 def compiled(tile: Tile) -> tuple[object, ...]:

@@ -46,7 +46,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     from tests.helpers.gluon_emulator import Emulated
 
     made: list[int] = []
-    monkeypatch.setattr(metadata, "is_faster_widened", lambda *_: True)
+    monkeypatch.setattr(metadata, "is_faster_upcast", lambda *_: True)
     for where in (launch, mla_launch):
         monkeypatch.setattr(where, "has_hopper_kernels", lambda device: True)
     for package, name in KERNELS.items():
@@ -153,7 +153,7 @@ def test_prefill_of_widened_keys(
     lens = [70, 250, 131, 70], [1, 20, 131, 33]
     given = {"page_size": 5, "poison": float("nan"), "k_scale": 0.5, "v_scale": 2.0}
     batch = random_batch(get_backend("TRITON"), spec, *lens, **given)
-    room = TritonOptions(widened_bytes=451 * heads_at_once * 2 * 64 * 2 + 1)
+    room = TritonOptions(upcast_bytes=451 * heads_at_once * 2 * 64 * 2 + 1)
     layer = make_layer(get_backend("TRITON"), batch, num_padded_reqs=2, options=room)
     step = layer.begin(batch, num_padded_reqs=2)
     assert_matches(layer.forward(batch, step, num_padded_reqs=2, want_lse=True), batch)
@@ -229,71 +229,71 @@ STUCK = r"all partitions wait"
 FAULTS = {
     "keys that nobody waits for": (
         "triton",
-        "    mbarrier.wait(arrived.index(stage), block // STAGES & 1)\n",
+        "    mbarrier.wait(full.index(stage), block // STAGES & 1)\n",
         "",
         WRONG,
     ),
     "queries that nobody waits for": ("triton", "        async_copy.wait_group(0)\n", "", WRONG),
-    "keys that are overwritten": ("triton", "        mbarrier.wait(free[0].index(stage), turn ^ 1)\n", "", WRONG),
+    "keys that are overwritten": ("triton", "        mbarrier.wait(empty[0].index(stage), phase ^ 1)\n", "", WRONG),
     "values that are let go too early": (
         "triton",
-        "        sums = warpgroup_mma_wait(0, deps=(sums_pending,))\n        barrier()\n"
-        "        mbarrier.arrive(free[1].index(before % STAGES))\n",
-        "        mbarrier.arrive(free[1].index(before % STAGES))\n"
-        "        sums = warpgroup_mma_wait(0, deps=(sums_pending,))\n",
+        "        acc = warpgroup_mma_wait(0, deps=(acc_pending,))\n        barrier()\n"
+        "        mbarrier.arrive(empty[1].index(before % STAGES))\n",
+        "        mbarrier.arrive(empty[1].index(before % STAGES))\n"
+        "        acc = warpgroup_mma_wait(0, deps=(acc_pending,))\n",
         WRONG,
     ),
     "values that are never let go": (
         "triton",
-        "        barrier()\n        mbarrier.arrive(free[1].index(stage))\n\n",
+        "        barrier()\n        mbarrier.arrive(empty[1].index(stage))\n\n",
         "\n",
         STUCK,
     ),
     "tiles that nobody waits for": (
         "triton",
-        "    mbarrier.wait(told.index(0), nth & 1)\n",
+        "    mbarrier.wait(info_full.index(0), nth & 1)\n",
         "",
         rf"{WRONG}|{STUCK}",
     ),
-    "tiles that are told too early": (
+    "tiles that are published too early": (
         "triton",
-        "        mbarrier.wait(heard.index(0), nth & 1)\n",
+        "        mbarrier.wait(info_empty.index(0), nth & 1)\n",
         "",
         rf"{WRONG}|{STUCK}",
     ),
     "counters that stay": ("triton", "        gl.store(counters, 0)\n", "", WRONG),
     "queries beyond the last": (
         "triton",
-        "at + strip * STRIP, mask=live[:, None])",
-        "at + strip * STRIP)",
+        "at + column_tile * TMA_COLS, mask=live[:, None])",
+        "at + column_tile * TMA_COLS)",
         r"elements \[",
     ),
     "latent rows that nobody waits for": (
         "mla",
-        "        mbarrier.wait(arrived[piece].index(block), turn)\n",
+        "        mbarrier.wait(full[piece].index(block), phase)\n",
         "",
         WRONG,
     ),
-    "weights that nobody waits for": ("mla", "    mbarrier.wait(weighed.index(block), turn)\n", "", WRONG),
+    "weights that nobody waits for": ("mla", "    mbarrier.wait(p_full.index(block), phase)\n", "", WRONG),
     "halves that are overwritten": (
         "mla",
-        "                    mbarrier.wait(free[piece * WIDTH // HALF].index(block), turn ^ 1)\n",
+        "                    mbarrier.wait(empty[piece * WIDTH // HALF].index(block), phase ^ 1)\n",
         "                    pass\n",
         WRONG,
     ),
     "other halves of 8 bits that are overwritten": (
         "mla of 8 bits",
-        "        mbarrier.wait(free[0].index(block), turn ^ 1)\n",
+        "        mbarrier.wait(empty[0].index(block), phase ^ 1)\n",
         "",
         WRONG,
     ),
     "halves of 8 bits that are overwritten": (
         "mla of 8 bits",
-        "        mbarrier.wait(free[1].index(block), turn ^ 1)\n",
+        "        mbarrier.wait(empty[1].index(block), phase ^ 1)\n",
         "",
         WRONG,
     ),
-    "NaN behind the last key": ("mla", "    if num_live < KEYS:\n", "    if num_live < 0:\n", WRONG),
+    "NaN behind the last key": ("mla", "    if num_live < BLOCK_N:\n", "    if num_live < 0:\n", WRONG),
 }
 
 

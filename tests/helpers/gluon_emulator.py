@@ -157,36 +157,36 @@ class Pointer:
 
 
 class Shared:
-    """A matrix [rows, columns] of which `strips` [strips, rows, width] are the columns, one strip after the other."""
+    """A matrix [rows, columns] of which `tiles` [tiles, rows, width] are the columns, one tile after the other."""
 
-    def __init__(self, strips: torch.Tensor, is_transposed: bool = False) -> None:
-        self.strips, self.is_transposed = strips, is_transposed
+    def __init__(self, tiles: torch.Tensor, is_transposed: bool = False) -> None:
+        self.tiles, self.is_transposed = tiles, is_transposed
 
     @property
     def dtype(self) -> Dtype:
-        return self.strips.dtype
+        return self.tiles.dtype
 
     @property
     def shape(self) -> list[int]:
-        strips, rows, width = self.strips.shape
-        return [rows, strips * width]
+        tiles, rows, width = self.tiles.shape
+        return [rows, tiles * width]
 
     def load(self, layout: Any) -> Tensor:
-        return Tensor(self.strips.transpose(0, 1).reshape(self.shape).clone())
+        return Tensor(self.tiles.transpose(0, 1).reshape(self.shape).clone())
 
     def store(self, value: Tensor) -> None:
-        strips, rows, width = self.strips.shape
-        self.strips.copy_(value.data.expand(self.shape).reshape(rows, strips, width).transpose(0, 1))
+        tiles, rows, width = self.tiles.shape
+        self.tiles.copy_(value.data.expand(self.shape).reshape(rows, tiles, width).transpose(0, 1))
 
     def slice(self, start: int, length: int) -> Shared:
-        return Shared(self.strips[:, start : start + length])
+        return Shared(self.tiles[:, start : start + length])
 
     def permute(self, order: tuple[int, int]) -> Shared:
         assert order == (1, 0)
-        return Shared(self.strips, not self.is_transposed)
+        return Shared(self.tiles, not self.is_transposed)
 
     def index(self, i: Any) -> Line:
-        (matrix,) = self.strips
+        (matrix,) = self.tiles
         return Line(matrix[int(i)])
 
 
@@ -281,13 +281,13 @@ def _operand(of: Any) -> torch.Tensor:
     return matrix.T if of.is_transposed else matrix
 
 
-def _multiply(a: Any, b: Any, sums: Any, use_acc: bool = True, is_async: bool = False) -> Product:
+def _multiply(a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
     assert is_async
     kept = a if isinstance(a, Shared) else Tensor(a.data.clone())
 
     def work_out() -> torch.Tensor:
         product = _operand(kept).float() @ _operand(b).float()
-        return product if not use_acc else product + sums.data
+        return product if not use_acc else product + acc.data
 
     made = Product(work_out)
     _program().partition.products.append(made)
@@ -428,7 +428,7 @@ def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     pointer.storage[at[mask]] = values[mask]
 
 
-def _halves_of(words: Tensor, e5m2: bool) -> Tensor:
+def _to_fp16_pairs(words: Tensor, e5m2: bool) -> Tensor:
     narrow = words.data.view(torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn)
     return Tensor(narrow.to(torch.float16).view(torch.int32))
 
@@ -533,7 +533,7 @@ _STAND_INS: dict[int, Any] = {
         MBarrierLayout=BarrierLayout, init=_init, arrive=_arrive, wait=_wait, expect=Barrier.arrive
     ),
     id(hopper.tma): SimpleNamespace(
-        async_copy_global_to_shared=lambda strips, at, barrier, to: strips.copy(at, barrier, to)
+        async_copy_global_to_shared=lambda desc, at, barrier, to: desc.copy(at, barrier, to)
     ),
     id(async_copy): SimpleNamespace(
         async_copy_global_to_shared=_copy_by_threads, commit_group=lambda: None, wait_group=_wait_for_copies
@@ -541,7 +541,7 @@ _STAND_INS: dict[int, Any] = {
     id(hopper.warpgroup_mma): _multiply,
     id(hopper.warpgroup_mma_wait): _wait_for_products,
     id(hopper.fence_async_shared): lambda: None,
-    id(triton_hopper.halves_of): _halves_of,
+    id(triton_hopper.to_fp16_pairs): _to_fp16_pairs,
     id(getattr(gl, "barrier", None) or gl.thread_barrier): lambda: None,
 }
 

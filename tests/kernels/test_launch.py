@@ -42,25 +42,25 @@ def tensor(dtype: torch.dtype = torch.int32, offset: int = 0) -> torch.Tensor:
 
 def test_the_first_launch_asks_and_others_do_not() -> None:
     kernel, first, second = Kernel(), tensor(), tensor()
-    launching.launch(kernel, 3, (first,), (7,), (1, 2.5), 4, descriptors=("descriptor",))
-    launching.launch(kernel, 5, (second,), (8,), (1, 2.5), 4, descriptors=("another",))
+    launching.launch(kernel, 3, (first,), (7,), ((1, 2.5),), 4, descriptors=("descriptor",))
+    launching.launch(kernel, 5, (second,), (8,), ((1, 2.5),), 4, descriptors=("another",))
     assert kernel.asked == [((3,), ("descriptor", first, 7, 1, 2.5), {"num_warps": 4})]
     assert kernel.again == [((5, 1, 1), ("another", second.data_ptr(), 8, 1, 2.5))]
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"tensors": (tensor(torch.int64),)}, {"tensors": (tensor(offset=1),)}, {"fixed": (2,)}, {"warps": 8},
-     {"early": True}],
-    ids=["dtype", "alignment", "number", "warps", "early"],
+    [{"tensors": (tensor(torch.int64),)}, {"tensors": (tensor(offset=1),)}, {"groups": ((2,),)}, {"warps": 8},
+     {"use_pdl": True}],
+    ids=["dtype", "alignment", "number", "warps", "use_pdl"],
 )  # fmt: skip
 def test_what_is_compiled_anew(changes: dict[str, Any]) -> None:
-    kernel, given = Kernel(), {"tensors": (tensor(),), "varying": (), "fixed": (1,), "warps": 4}
+    kernel, given = Kernel(), {"tensors": (tensor(),), "varying": (), "groups": ((1,),), "warps": 4}
     for arguments in (given, {**given, **changes}) * 2:
         launching.launch(kernel, 1, **arguments)
     assert (len(kernel.asked), len(kernel.again)) == (2, 2)
     assert kernel.asked[0][2] == {"num_warps": 4}
-    assert ("launch_pdl" in kernel.asked[1][2]) == ("early" in changes)
+    assert ("launch_pdl" in kernel.asked[1][2]) == ("use_pdl" in changes)
 
 
 def test_a_grid_of_two_numbers() -> None:
@@ -110,6 +110,6 @@ def test_what_is_kept_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_MOST_COMPILED", 3)
     kernel = Kernel()
     for number in range(10):
-        launching.launch(kernel, 1, (tensor(),), (), (number,), 4)
+        launching.launch(kernel, 1, (tensor(),), (), ((number,),), 4)
     assert len(kernel.asked) == 10
     assert len(launching._compiled) <= 3

@@ -57,7 +57,7 @@ class Rows(NamedTuple):  # made in every step: quicker than a dataclass
             on_host=None if self.on_host is None else _part_on_host(self.on_host, first, stop),
         )
 
-    def behind(self, num_keys: int, page_size: int) -> Rows:
+    def after_prefix(self, num_keys: int, page_size: int) -> Rows:
         """The same rows over what comes after their first keys, whole pages that every row has."""
         if not num_keys or self.page_table is None:
             return self

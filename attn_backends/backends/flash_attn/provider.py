@@ -153,8 +153,8 @@ class Provider(ABC):
             for each in mismatches(self.capabilities(), spec, cache, device)
         ]
         if spec.cache_dtype in HALF and spec.dtype in HALF and spec.cache_dtype is not spec.dtype:
-            told = str(spec.dtype).removeprefix("torch.")
-            found.append(Rejection("cache_dtype", str(spec.cache_dtype).removeprefix("torch."), told,
+            dtype_name = str(spec.dtype).removeprefix("torch.")
+            found.append(Rejection("cache_dtype", str(spec.cache_dtype).removeprefix("torch."), dtype_name,
                                    "Leave cache.dtype out."))  # fmt: skip
         if spec.alibi_slopes is not None and not spec.causal:
             found.append(Rejection("alibi", "alibi_slopes with causal=False", "causal layers", "Its bias is of the "

@@ -145,11 +145,11 @@ class FlashAttnState(AttentionState[FlashAttnMetadata]):
         apart = provider.decodes_apart and rows.page_table is not None and not metadata.for_graph
         if (apart or prefix_len) and 0 < split < rows.num_rows:
             first, rest = slice(0, split), slice(split, rows.num_tokens)
-            decodes = rows.part(0, split, first, 1).behind(prefix_len, self.cache.page_size)
+            decodes = rows.part(0, split, first, 1).after_prefix(prefix_len, self.cache.page_size)
             others = rows.part(split, rows.num_rows, rest, rows.max_query_len)
             parts = [(decodes, first), (others, rest)]
         else:
-            rows = rows.behind(prefix_len, self.cache.page_size)
+            rows = rows.after_prefix(prefix_len, self.cache.page_size)
             parts = [(rows, slice(0, rows.num_tokens))]
         calls = tuple(self._call(metadata, of, tokens) for of, tokens in parts)
         if metadata.prefix is not None:

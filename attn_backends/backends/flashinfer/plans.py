@@ -93,12 +93,12 @@ class Plan:
         return "fa3" if self.wrapper._backend == "fa3" else "fa2"
 
     def _need(self, rows: Rows) -> Need:
-        parts = None
+        num_splits = None
         if self.split_size is not None:
-            parts = -(-max(1, rows.max_kv_len) // (self.split_size * self.page_size))
+            num_splits = -(-max(1, rows.max_kv_len) // (self.split_size * self.page_size))
         return plan_need(
             self._kernels(), self.spec, rows.num_rows, rows.num_tokens, self.library.num_sms,
-            in_graph=self.in_graph, parts=parts,
+            in_graph=self.in_graph, num_splits=num_splits,
         )  # fmt: skip
 
     def run(
@@ -206,8 +206,8 @@ class DecodePlan(Plan):
         low, high = -(-MIN_SPLIT // self.page_size), longest
         while low < high:
             middle = (low + high) // 2
-            parts = int(np.maximum((pages + (middle - 1)) // middle - 1, 0).sum())  # more than one a row
-            low, high = (middle + 1, high) if parts > room else (low, middle)
+            num_splits = int(np.maximum((pages + (middle - 1)) // middle - 1, 0).sum())  # more than one a row
+            low, high = (middle + 1, high) if num_splits > room else (low, middle)
         return low if low < longest else None
 
 

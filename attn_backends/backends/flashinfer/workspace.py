@@ -44,12 +44,12 @@ class Need:
 
 def plan_need(
     kernels: Kernels, spec: AttentionSpec, num_rows: int, num_tokens: int, num_sms: int, *,
-    in_graph: bool = False, parts: int | None = None,
+    in_graph: bool = False, num_splits: int | None = None,
 ) -> Need:  # fmt: skip
     """What a plan of so many rows and query tokens takes at most, whatever the lengths of each row.
 
     Args:
-        parts: of a row's keys, at most, where their size is chosen; None: as many as FlashInfer finds best.
+        num_splits: of a row's keys, at most, where their size is chosen; None: as many as FlashInfer finds best.
     """
     if kernels == "cuda_cores":
         return _decode_need(spec, num_rows, num_sms)
@@ -58,8 +58,8 @@ def plan_need(
     tile = _graph_tile(spec, num_rows, num_tokens) if in_graph else _mean_tile(spec, num_rows, num_tokens)
     query_tiles = _num_tiles(spec, num_tokens, num_rows, tile)
     split = tiles_at_once(spec, num_sms)
-    if parts is not None:
-        split = query_tiles * parts
+    if num_splits is not None:
+        split = query_tiles * num_splits
     elif in_graph:
         split = max(split, query_tiles)
     return Need(_partials(spec, split, tile), _fa2_ints(max(split, query_tiles), num_rows, num_tokens))
@@ -68,11 +68,11 @@ def plan_need(
 def eager_need(spec: AttentionSpec, limits: Limits, num_sms: int, split_size: int | None, page_size: int) -> Need:
     """Of any plan within the limits without a graph, whichever kernels run it."""
     num_rows, num_tokens = limits.max_num_requests, limits.max_num_tokens
-    parts = 0 if split_size is None else -(-limits.max_model_len // (split_size * page_size))
+    num_splits = 0 if split_size is None else -(-limits.max_model_len // (split_size * page_size))
     need = _decode_need(spec, num_rows, num_sms) | _fa3_need(spec, num_rows, num_tokens)
     for tile in (16, 64) if spec.head_dim >= 256 else (16, 64, 128):  # which one a step has, its lengths say
         query_tiles = _num_tiles(spec, num_tokens, num_rows, tile)
-        split = query_tiles * parts or tiles_at_once(spec, num_sms)
+        split = query_tiles * num_splits or tiles_at_once(spec, num_sms)
         need |= Need(_partials(spec, split, tile), _fa2_ints(max(split, query_tiles), num_rows, num_tokens))
     return need
 

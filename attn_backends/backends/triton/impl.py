@@ -12,7 +12,7 @@ from attn_backends.backends.triton.metadata import TritonMetadata
 from attn_backends.backends.triton.state import TritonStep
 from attn_backends.cache.kv_cache import KVCache, write_kv
 from attn_backends.interface import AttentionImpl
-from attn_backends.kernels.launch import Start
+from attn_backends.kernels.launch import Pdl
 
 
 def _together(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ class TritonImpl(AttentionImpl[TritonStep]):
         )
 
     def write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, step: TritonStep) -> None:
-        """Nothing: `attend` writes, as it knows whether the launch behind may start before the write has ended."""
+        """Nothing: `attend` writes, as it knows whether the launch behind may pdl before the write has ended."""
 
     def attend(
         self,
@@ -46,27 +46,27 @@ class TritonImpl(AttentionImpl[TritonStep]):
         metadata = step.metadata
         decoded_pages = metadata.page_table if metadata.num_decode_rows else None
         has_prefills = metadata.num_decode_rows < metadata.num_rows
-        start = Start.BEHIND  # of decode
+        pdl = Pdl.OFF  # of decode
         if kv_cache is not None and key is not None and value is not None:
             num_new = min(key.shape[0], metadata.slot_mapping.shape[0])
-            if num_new and decoded_pages is not None and not has_prefills and self._kernels.can_start_early(num_new):
-                start = Start.EARLY
+            if num_new and decoded_pages is not None and not has_prefills and self._kernels.supports_pdl(num_new):
+                pdl = Pdl.WAIT_FIRST
             write_kv(key, value, kv_cache, metadata.slot_mapping, self.k_scale, self.v_scale,
-                     next_waits=start is Start.EARLY)  # fmt: skip
+                     next_waits=pdl is Pdl.WAIT_FIRST)  # fmt: skip
         keys, values = self._source(metadata, key, value, kv_cache)
         if has_prefills:
-            start = self._prefill(query, (keys, values), (key, value), output, lse, step)
+            pdl = self._prefill(query, (keys, values), (key, value), output, lse, step)
         if decoded_pages is not None:
             assert step.schedule is not None  # as there are rows to decode
-            room = (step.room.partial, step.room.sums, step.room.counters)
-            self._kernels.decode(query, keys, values, output, lse, decoded_pages, step.schedule, room, start)
+            workspace = (step.workspace.partial_acc, step.workspace.partial_ml, step.workspace.counters)
+            self._kernels.decode(query, keys, values, output, lse, decoded_pages, step.schedule, workspace, pdl)
 
     def _prefill(
         self, query: torch.Tensor, source: tuple[torch.Tensor, torch.Tensor],
         new: tuple[torch.Tensor | None, torch.Tensor | None], output: torch.Tensor, lse: torch.Tensor | None,
         step: TritonStep,
-    ) -> Start:  # fmt: skip
-        """Rows behind the decodes, which can start when it says; their keys from the cache, or as the step brings
+    ) -> Pdl:  # fmt: skip
+        """Rows behind the decodes, which can pdl when it says; their keys from the cache, or as the step brings
         them."""
         metadata, table = step.metadata, step.metadata.page_table
         keys, values = source
@@ -75,9 +75,9 @@ class TritonImpl(AttentionImpl[TritonStep]):
             keys, values, table = _together(key), _together(value), None
         num_tokens = query.shape[0] - (metadata.num_decode_tokens if metadata.num_decode_rows else 0)
         rows = Rows(table, metadata.seq_lens, metadata.query_start_loc, metadata.key_start_loc,
-                    metadata.num_decode_rows, num_tokens, metadata.num_widened_keys, metadata.max_seq_len)  # fmt: skip
-        return self._kernels.prefill(query, keys, values, output, lse, rows, step.room.tiles, step.room.widened,
-                                     metadata.prefill_share)  # fmt: skip
+                    metadata.num_decode_rows, num_tokens, metadata.num_upcast_keys, metadata.max_seq_len)  # fmt: skip
+        return self._kernels.prefill(query, keys, values, output, lse, rows, step.workspace.tiles,
+                                     step.workspace.upcast_kv, metadata.prefill_share)  # fmt: skip
 
     def _source(
         self, metadata: TritonMetadata, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache | None

@@ -13,15 +13,42 @@ import numpy as np
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attn_backends.backends.triton.kernels.arguments import (
+    BlockDims,
+    CacheStrides,
+    DecodeConstants,
+    DecodeTensors,
+    Descriptors,
+    Flags,
+    HopperConstants,
+    HopperShape,
+    HopperSteps,
+    HopperStrides,
+    HopperTensors,
+    HopperVarying,
+    PrefillConstants,
+    PrefillRows,
+    PrefillTensors,
+    PrefillVarying,
+    Scales,
+    Strides,
+    TableRow,
+    UncappedScales,
+    UpcastConstants,
+    UpcastFrom,
+    UpcastTensors,
+    UpcastVarying,
+    VisibleRange,
+    Window,
+)
 from attn_backends.backends.triton.kernels.decode import decode_kernel
 from attn_backends.backends.triton.kernels.prefill import prefill_kernel
-from attn_backends.backends.triton.kernels.widen import widen_kernel
-from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile, block_dims, widened_heads
+from attn_backends.backends.triton.kernels.upcast import upcast_kernel
+from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile, block_dims, upcast_heads
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import (
     ALIGNED,
-    Start,
-    can_start_early,
+    Pdl,
     has_hopper_kernels,
     has_tensor_engine,
     launch,
@@ -29,34 +56,36 @@ from attn_backends.kernels.launch import (
     operator,
     power_of_two,
     start_kernel,
+    supports_pdl,
 )
-from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE, MOST_ITEMS, ItemList, padded
+from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE, MAX_SPLITS, SplitSizes, WorkList, padded
 from attn_backends.spec import AttentionSpec
 
 _MAX_TILE_ROWS = 64  # of decode: more queries of a row take several tiles
 _REGISTERS = 65536  # of a multiprocessor
-_JOIN_REGISTERS = 128  # of a thread, for the parts that it joins at a time; but no more than half of what it can have
+_COMBINE_REGISTERS = (
+    128  # of a thread, for the splits that it combines at a time; no more than half of what it can have
+)
 _ROW_ALIGNMENT = 16  # bytes, of the tensor memory accelerator
 HOPPER_ROWS = 128  # queries of a program of the kernel for Hopper
 _HOPPER_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
-_WIDENED_KEYS = 64  # of a program
+_UPCAST_BLOCK = 64  # of a program
 _L2_BYTES = 32 << 20  # that the keys and values of a section of heads may take
 
 
-def sight(spec: AttentionSpec) -> list[int]:
-    """Which keys a query sees, by position: how many ahead of its own, how many behind, and the size of its chunk."""
-    window = FAR.value if spec.window_left < 0 else spec.window_left
-    return [0 if spec.causal else FAR.value, window, spec.chunk_size or FAR.value]
+def visible_range(spec: AttentionSpec) -> VisibleRange:
+    window_left = FAR.value if spec.window_left < 0 else spec.window_left
+    return VisibleRange(0 if spec.causal else FAR.value, window_left, spec.chunk_size or FAR.value)
 
 
-def in_sight(spec: AttentionSpec, keys: IntArray) -> IntArray:
-    """Of so many keys up to a query's own, how many it sees at most."""
+def num_visible_keys(spec: AttentionSpec, keys: IntArray) -> IntArray:
+    """How many of so many keys up to a query's own it sees at most."""
     reach = spec.window_left + 1 if spec.window_left >= 0 else spec.chunk_size
     return keys if reach is None else np.minimum(keys, reach)
 
 
 def num_hopper_tiles(spec: AttentionSpec, query_lens: IntArray) -> IntArray:
-    """Of each row, by the prefill kernel for Hopper, for one KV head."""
+    """Number of tiles of each row, by the prefill kernel for Hopper, for one KV head."""
     return -(-query_lens // max(1, HOPPER_ROWS // spec.group_size))
 
 
@@ -78,26 +107,26 @@ def num_prefill_tiles(num_tokens: int, num_rows: int, tile_tokens: int) -> int:
     return (num_tokens + num_rows * (tile_tokens - 1)) // tile_tokens
 
 
-class Cut(NamedTuple):
-    """A decode row's queries, token times head of a KV head, in tiles."""
+class SplitPlan(NamedTuple):
+    """How a decode row's queries, token times head of a KV head, lie in tiles."""
 
     tiles: int
-    rows: int  # of a tile
-    lanes: int  # of them that are used at most, as a power of two
+    block_m: int  # of a tile
+    used_m: int  # of them that are used at most, as a power of two
 
     @staticmethod
-    def of(spec: AttentionSpec, query_len: int) -> Cut:
+    def of(spec: AttentionSpec, query_len: int) -> SplitPlan:
         queries = query_len * spec.group_size
         rows = min(padded(queries), _MAX_TILE_ROWS)
-        return Cut(-(-queries // rows), rows, min(rows, power_of_two(queries)))
+        return SplitPlan(-(-queries // rows), rows, min(rows, power_of_two(queries)))
 
     def target(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
-        """Items that fill a GPU: each is a program for every KV head and tile."""
+        """Number of work items that fill a GPU: each is a program for every KV head and tile."""
         filling = max(1, num_sms * tile.programs // (spec.num_kv_heads * self.tiles))
-        return min(filling, int(MOST_ITEMS.value) // 2)
+        return min(filling, int(MAX_SPLITS.value) // 2)
 
-    def places(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
-        """Items that can be parts of rows (see `split_kv.schedule_kernel`)."""
+    def num_partial_slots(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
+        """Number of work items that can be splits of rows (see `split_kv.schedule_kernel`)."""
         return -(-4 * self.target(spec, tile, num_sms) // 3)
 
 
@@ -110,17 +139,17 @@ class Rows(NamedTuple):
     key_start_loc: torch.Tensor  # [rows] i32, or more
     first_row: int  # those before it are left alone
     num_tokens: int  # of all rows from there on
-    num_widened: int  # keys that they see and that are to be made 16 bits, or an upper bound of it
+    num_upcast: int  # keys that they see and that are to be made 16 bits, or an upper bound of it
     max_seq_len: int  # or an upper bound of it
 
 
 class Schedule:
-    """How decode rows are cut into items: the list on the device, and what follows from shapes alone.
+    """How decode rows are split into work items: the list on the device, and what follows from shapes alone.
 
     Args:
         num_rows: of the batch, padding included.
         query_len: most query tokens of a row.
-        num_sms: multiprocessors, which items are to fill.
+        num_sms: multiprocessors, which work items are to fill.
         counters: [num_rows * num_kv_heads * tiles] i32 or more, of the workspace that its launches use.
     """
 
@@ -129,12 +158,13 @@ class Schedule:
         counters: torch.Tensor,
     ) -> None:  # fmt: skip
         self.tile = tile
-        self.cut = Cut.of(spec, query_len)
-        target = self.cut.target(spec, tile, num_sms)
-        items = counters.new_empty(num_rows + target, 8)
+        self.plan = SplitPlan.of(spec, query_len)
+        target = self.plan.target(spec, tile, num_sms)
+        work_items = counters.new_empty(num_rows + target, 8)
         min_blocks = max(1, tile.min_keys // tile.keys)
-        how = [num_rows, target, *sight(spec)[1:], tile.keys, min_blocks]
-        self.list = ItemList(items, how, counters[: num_rows * spec.num_kv_heads * self.cut.tiles])
+        _, window_left, chunk = visible_range(spec)
+        sizes = SplitSizes(num_rows, target, window_left, chunk, tile.keys, min_blocks)
+        self.work_list = WorkList(work_items, sizes, counters[: num_rows * spec.num_kv_heads * self.plan.tiles])
 
 
 class Kernels:
@@ -158,118 +188,129 @@ class Kernels:
         self._num_sms = num_multiprocessors(device)
         self._extras = (nothing if slopes is None else slopes, nothing if sinks is None else sinks)
         self._scales = {True: (k_scale, v_scale), False: (1.0, 1.0)}  # of the cache; of keys as they came
-        self._sees = [*sight(spec), int(spec.sinks)]
-        self._can_start_early, self._has_tensor_engine = can_start_early(device), has_tensor_engine(device)
+        self._visible, self._has_sinks = visible_range(spec), int(spec.sinks)
+        self._supports_pdl, self._has_tensor_engine = supports_pdl(device), has_tensor_engine(device)
         self._is_local = spec.window_left >= 0 or spec.chunk_size is not None
-        early = spec.logits_soft_cap is not None or spec.alibi_slopes is not None or spec.scale <= 0
-        self._form = [int(spec.logits_soft_cap is not None), int(spec.alibi_slopes is not None), int(early)]
-        self._heads = [spec.num_kv_heads, spec.group_size]
-        self._dims = [spec.head_dim, spec.head_dim_vo, *block_dims(spec)]
+        scale_first = spec.logits_soft_cap is not None or spec.alibi_slopes is not None or spec.scale <= 0
+        self._logits = (int(spec.logits_soft_cap is not None), int(spec.alibi_slopes is not None), int(scale_first))
+        self._dims = BlockDims(spec.head_dim, spec.head_dim_vo, *block_dims(spec))
 
-    def can_start_early(self, num_written: int) -> bool:
-        """Whether decode can start early, in front of it the launch that writes so many tokens.
+    def supports_pdl(self, num_written: int) -> bool:
+        """Whether decode can start before the launch in front of it, which writes so many tokens, has ended.
 
         That has a program a token. With more than there are multiprocessors some are fuller than others when it ends,
         and decode's programs, which fill the GPU evenly, would not.
         """
-        return self._can_start_early and num_written <= self._num_sms
+        return self._supports_pdl and num_written <= self._num_sms
 
     def decode(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
         lse: torch.Tensor | None, page_table: torch.Tensor, schedule: Schedule,
-        room: tuple[torch.Tensor, torch.Tensor, torch.Tensor], start: Start,
+        workspace: tuple[torch.Tensor, torch.Tensor, torch.Tensor], pdl: Pdl,
     ) -> None:  # fmt: skip
-        """Rows whose keys are split; `room` is where their parts meet. `start`: other than behind the launch in front
-        of it where that lets it: early if that writes the new keys, beside it if that is `prefill`."""
-        tile, cut = schedule.tile, schedule.cut
+        """Launch the decode of rows whose keys are split.
+
+        Args:
+            workspace: `partial_acc`, `partial_ml` and `counters`, where the splits of a row meet.
+            pdl: `WAIT_FIRST` where the launch in front writes the new keys and lets this one start, `WAIT_LAST` where
+                it is `prefill` and does; else `OFF`.
+        """
+        tile, plan = schedule.tile, schedule.plan
         threads = 32 * tile.warps
-        registers = min(_JOIN_REGISTERS, _REGISTERS // (tile.programs * threads) // 2) * threads
-        at_once = 1 << max(1, registers // (cut.lanes * self._dims[-1])).bit_length() - 1  # a power of two
-        constants = [
-            *self._form, _alike(key, value), _can_be_pairs(value), key.shape[1], *self._heads, cut.tiles, cut.rows,
-            tile.keys, *self._dims, tile.stages, tile.stages if self._is_local else 1,
-            int(query.dtype is torch.float32), cut.lanes, at_once,
-            int(start),
-        ]  # fmt: skip
-        grid = schedule.list.items.shape[0] * self.spec.num_kv_heads * cut.tiles
-        _decode(query, key, value, output, lse, page_table, schedule.list.items, *room, *self._extras,
-                self._factors(True), self._sees, constants, grid, tile.warps)  # fmt: skip
+        registers = min(_COMBINE_REGISTERS, _REGISTERS // (tile.programs * threads) // 2) * threads
+        block_splits = 1 << max(1, registers // (plan.used_m * self._dims[-1])).bit_length() - 1  # a power of two
+        constants = DecodeConstants(
+            *self._logits, _alike(key, value), _can_be_pairs(value), PAGE_SIZE=key.shape[1],
+            KV_HEADS=self.spec.num_kv_heads, GROUP=self.spec.group_size, TILES=plan.tiles, BLOCK_M=plan.block_m,
+            BLOCK_N=tile.keys, DIM=self._dims.DIM, DIM_VO=self._dims.DIM_VO, BLOCK_DIM=self._dims.BLOCK_DIM,
+            BLOCK_DIM_VO=self._dims.BLOCK_DIM_VO, STAGES=tile.stages,
+            MASKED_STAGES=tile.stages if self._is_local else 1, EXACT=int(query.dtype is torch.float32),
+            USED_M=plan.used_m, BLOCK_SPLITS=block_splits, PDL=int(pdl),
+        )  # fmt: skip
+        grid = schedule.work_list.work_items.shape[0] * self.spec.num_kv_heads * plan.tiles
+        _decode(query, key, value, output, lse, page_table, schedule.work_list.work_items, *workspace, *self._extras,
+                self._scales_of(True), self._visible, self._has_sinks, constants, grid, tile.warps)  # fmt: skip
 
     def prefill(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
-        lse: torch.Tensor | None, rows: Rows, tiles: torch.Tensor, widened: torch.Tensor, share: float | None,
-    ) -> Start:  # fmt: skip
-        """Rows that are not split. `tiles` is where programs count what they take. Keys that are to be made 16 bits
-        are so in `widened` [num_bytes] u8, of as many KV heads at a time as it has room for.
+        lse: torch.Tensor | None, rows: Rows, tiles: torch.Tensor, upcast_kv: torch.Tensor, share: float | None,
+    ) -> Pdl:  # fmt: skip
+        """Launch the prefill of rows that are not split.
+
+        `tiles` is where programs count what they take. Keys that are to be made 16 bits are so in `upcast_kv`
+        [num_bytes] u8, of as many KV heads at a time as it has room for.
 
         Returns when the next launch can start, if that is `decode` of other rows: `share` is the part of the GPU that
         is enough beside it. None: it is not.
         """
         spec, group = self.spec, self.spec.group_size
-        count = widened_heads(spec, rows.num_widened, len(widened))
+        count = upcast_heads(spec, rows.num_upcast, len(upcast_kv))
         if not count:
             return self._attend(query, key, value, output, lse, rows, tiles, 0, rows.page_table is not None, share)
         starts = torch.empty_like(rows.seq_lens)
         dense = rows._replace(page_table=None, key_start_loc=starts)
         for first in range(0, spec.num_kv_heads, count):
             heads = min(count, spec.num_kv_heads - first)
-            sizes = [rows.num_widened * heads * dim for dim in self._dims[:2]]
-            parts = widened.view(query.dtype)[: sum(sizes)].split(sizes)
-            keys, values = (part.view(rows.num_widened, heads, -1) for part in parts)
-            how = [rows.first_row, first, *self._dims]
-            _widen(key, value, keys, values, starts, rows.page_table, rows.seq_lens, how)
+            sizes = [rows.num_upcast * heads * dim for dim in self._dims[:2]]
+            flat = upcast_kv.view(query.dtype)[: sum(sizes)].split(sizes)
+            keys, values = (part.view(rows.num_upcast, heads, -1) for part in flat)
+            begin = UpcastFrom(rows.first_row, first)
+            _upcast(key, value, keys, values, starts, rows.page_table, rows.seq_lens, begin, self._dims)
             part = slice(first * group, (first + heads) * group)
-            sums = None if lse is None else lse[:, part]
-            self._attend(query[:, part], keys, values, output[:, part], sums, dense, tiles, first, True, None)
-        return Start.BEHIND
+            head_lse = None if lse is None else lse[:, part]
+            self._attend(query[:, part], keys, values, output[:, part], head_lse, dense, tiles, first, True, None)
+        return Pdl.OFF
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
         lse: torch.Tensor | None, rows: Rows, tiles: torch.Tensor, first_head: int, is_cached: bool,
         share: float | None,
-    ) -> Start:  # fmt: skip
+    ) -> Pdl:  # fmt: skip
         """KV heads from `first_head` on, as many as the keys have. Keys from the cache are scaled."""
         spec, is_paged, num_kv_heads = self.spec, rows.page_table is not None, key.shape[-2]
         tile = self._prefill_tiles[is_paged]
         page_size = key.shape[1] if is_paged else 0
-        on_hopper = self._by_hopper[is_paged] and page_size % HOPPER_PAGE == 0 and _comes_in_lines(query)
+        on_hopper = self._by_hopper[is_paged] and page_size % HOPPER_PAGE == 0 and _has_aligned_rows(query)
         in_blocks = self._dims[:2] == self._dims[2:] and page_size % tile.keys == 0
-        lines = None
+        layouts = None
         if (on_hopper or in_blocks) and query.dtype is key.dtype and self._has_tensor_engine:
-            lines = _lines_of(key, value)
-        on_hopper, in_blocks = on_hopper and lines is not None, in_blocks and lines is not None
+            layouts = _row_layouts(key, value)
+        on_hopper, in_blocks = on_hopper and layouts is not None, in_blocks and layouts is not None
         tile_tokens = max(1, (HOPPER_ROWS if on_hopper else tile.rows) // spec.group_size)
         head_bytes = max(1, rows.max_seq_len) * (spec.head_dim + spec.head_dim_vo) * key.itemsize
         section = min(max(1, _L2_BYTES // head_bytes), num_kv_heads)
         num_rows = rows.seq_lens.shape[0] - rows.first_row
-        span = [rows.first_row, num_rows, num_prefill_tiles(rows.num_tokens, num_rows, tile_tokens), section]
+        num_tiles = num_prefill_tiles(rows.num_tokens, num_rows, tile_tokens)
+        tiled = PrefillRows(rows.first_row, num_rows, num_tiles, section)
         slopes, sinks = self._extras
         sinks = sinks[first_head * spec.group_size :] if spec.sinks else sinks
         tensors = (query, key, value, output, lse, *rows[:4])
-        factors, heads = self._factors(is_cached), (num_kv_heads, spec.group_size)
-        if on_hopper and lines is not None:
-            next_start, num_programs = Start.BEHIND, self._num_sms
-            if share is not None and self._can_start_early:
-                next_start, num_programs = Start.BESIDE, math.ceil(share * num_programs)
-            lets_next_start = int(next_start is Start.BESIDE)
-            constants = [page_size, *heads, tile_tokens, spec.head_dim, spec.head_dim_vo, lets_next_start]
-            _prefill_on_hopper(*tensors, sinks, tiles, lines, factors, self._sees, span, constants,
+        scales, visible, has_sinks = self._scales_of(is_cached), self._visible, self._has_sinks
+        if on_hopper and layouts is not None:
+            next_pdl, num_programs = Pdl.OFF, self._num_sms
+            if share is not None and self._supports_pdl:
+                next_pdl, num_programs = Pdl.WAIT_LAST, math.ceil(share * num_programs)
+            shape = HopperShape(
+                page_size, num_kv_heads, spec.group_size, tile_tokens, spec.head_dim, spec.head_dim_vo,
+                launch_dependents=int(next_pdl is Pdl.WAIT_LAST),
+            )  # fmt: skip
+            _prefill_on_hopper(*tensors, sinks, tiles, layouts, scales, visible, has_sinks, tiled, shape,
                                num_programs)  # fmt: skip
-            return next_start
-        constants = [
-            *self._form, _alike(key, value), page_size, *heads, tile_tokens,
-            padded(tile_tokens * spec.group_size), tile.keys, *self._dims,
-            tile.stages, int(self._is_local), int(query.dtype is torch.float32),
-        ]  # fmt: skip
-        _prefill(*tensors, slopes, sinks, factors, self._sees, span, constants,
+            return next_pdl
+        constants = PrefillConstants(
+            *self._logits, _alike(key, value), PAGE_SIZE=page_size, KV_HEADS=num_kv_heads, GROUP=spec.group_size,
+            BLOCK_Q=tile_tokens, BLOCK_M=padded(tile_tokens * spec.group_size), BLOCK_N=tile.keys, DIM=self._dims.DIM,
+            DIM_VO=self._dims.DIM_VO, BLOCK_DIM=self._dims.BLOCK_DIM, BLOCK_DIM_VO=self._dims.BLOCK_DIM_VO,
+            STAGES=tile.stages, LOCAL=int(self._is_local), EXACT=int(query.dtype is torch.float32),
+        )  # fmt: skip
+        _prefill(*tensors, slopes, sinks, scales, visible, has_sinks, tiled, constants,
                  tile.keys if in_blocks else 0, tile.warps)  # fmt: skip
-        return Start.BEHIND
+        return Pdl.OFF
 
-    def _factors(self, cached: bool) -> list[float]:
-        """Of logits, in base 2 unless a soft cap comes between; of values; the soft cap."""
+    def _scales_of(self, cached: bool) -> Scales:
         k_scale, v_scale = self._scales[cached]
         cap = self.spec.logits_soft_cap
-        return [self.spec.scale * k_scale * (math.log2(math.e) if cap is None else 1.0), v_scale, cap or 0.0]
+        return Scales(self.spec.scale * k_scale * (math.log2(math.e) if cap is None else 1.0), v_scale, cap or 0.0)
 
 
 def _alike(key: torch.Tensor, value: torch.Tensor) -> int:
@@ -279,10 +320,10 @@ def _alike(key: torch.Tensor, value: torch.Tensor) -> int:
 
 def _can_be_pairs(value: torch.Tensor) -> int:
     """Whether values are of 8 bits, and can be read two by two."""
-    return int(value.itemsize == 1 and not any(place % 2 for place in (*value.stride()[:-1], value.data_ptr())))
+    return int(value.itemsize == 1 and not any(stride % 2 for stride in (*value.stride()[:-1], value.data_ptr())))
 
 
-class _Lines(NamedTuple):
+class _RowLayout(NamedTuple):
     """[(pages,) slots, heads, dim] as rows one slot's stride apart: heads lie within a row, or whole rows apart."""
 
     steps: tuple[int, ...]  # rows from page to page, and from head to head
@@ -297,7 +338,7 @@ class _Lines(NamedTuple):
 
     @staticmethod
     @lru_cache(maxsize=256)  # a layer's cache lies alike in all steps
-    def of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> _Lines | None:
+    def of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> _RowLayout | None:
         """None: not so, or not in multiples of 16 bytes."""
         *page, slot, head, _ = strides
         if slot <= 0 or any(stride % slot for stride in page) or (slot * itemsize | head * itemsize) % _ROW_ALIGNMENT:
@@ -305,10 +346,10 @@ class _Lines(NamedTuple):
         if (shape[-2] - 1) * head + shape[-1] > slot and head % slot:
             return None
         last = sum((size - 1) * stride for size, stride in zip(shape[:-1], strides[:-1], strict=True))
-        return _Lines((*(stride // slot for stride in page), head // slot), head % slot, last // slot + 1, slot)
+        return _RowLayout((*(stride // slot for stride in page), head // slot), head % slot, last // slot + 1, slot)
 
 
-def _lines_of(key: torch.Tensor, value: torch.Tensor) -> tuple[_Lines, _Lines] | None:
+def _row_layouts(key: torch.Tensor, value: torch.Tensor) -> tuple[_RowLayout, _RowLayout] | None:
     """With which the tensor memory accelerator can load blocks of one head's keys and values: one thread asks for a
     block, and no other works out addresses.
 
@@ -317,56 +358,62 @@ def _lines_of(key: torch.Tensor, value: torch.Tensor) -> tuple[_Lines, _Lines] |
     """
     if (key.data_ptr() | value.data_ptr()) % _ROW_ALIGNMENT:
         return None
-    keys, values = (_Lines.of(tensor.shape, tensor.stride(), tensor.itemsize) for tensor in (key, value))
+    keys, values = (_RowLayout.of(tensor.shape, tensor.stride(), tensor.itemsize) for tensor in (key, value))
     return None if keys is None or values is None or keys.steps != values.steps else (keys, values)
 
 
-def _comes_in_lines(query: torch.Tensor) -> bool:
+def _has_aligned_rows(query: torch.Tensor) -> bool:
     """Whether queries [tokens, heads, dim] can be copied into shared memory as they lie."""
     token, head, _ = query.stride()
     return not (token % ALIGNED or head % ALIGNED or query.data_ptr() % ALIGNED)
 
 
-def row_blocks(tensor: torch.Tensor, keys: int) -> TensorDescriptor:
-    """Blocks of `keys` rows of one head of [(pages,) slots, heads, dim], which lies in lines."""
-    lines = _Lines.of(tensor.shape, tensor.stride(), tensor.itemsize)
-    assert lines is not None
-    return TensorDescriptor(tensor, *lines.layout, [keys, tensor.shape[-1]])
+def kv_descriptors(key: torch.Tensor, value: torch.Tensor, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Descriptors of blocks of `block_n` rows of one head, of keys and of values that have a `_RowLayout`."""
+    layouts = _row_layouts(key, value)
+    assert layouts is not None
+    of_key, of_value = (
+        TensorDescriptor(tensor, *layout.layout, [block_n, tensor.shape[-1]])
+        for tensor, layout in zip((key, value), layouts, strict=True)
+    )
+    return of_key, of_value
 
 
 def _strides(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None
-) -> tuple[int, ...]:
-    """As both kernels take them. Keys without pages are [tokens, heads, dim]."""
+) -> Strides:
+    """The strides of both portable kernels. Keys without pages are [tokens, heads, dim]."""
     page = (key.stride(0), value.stride(0)) if key.dim() == 4 else (0, 0)
     cached = (page[0], *key.stride()[-3:-1], page[1], *value.stride()[-3:-1])
-    return (*query.stride()[:2], *cached, *output.stride()[:2], 0 if lse is None else lse.stride(0))
+    return Strides._make((*query.stride()[:2], *cached, *output.stride()[:2], 0 if lse is None else lse.stride(0)))
 
 
-@operator(("output", "lse", "partial", "sums", "counters"))
+@operator(("output", "lse", "partial_acc", "partial_ml", "counters"))
 def _decode(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
-    page_table: torch.Tensor, items: torch.Tensor, partial: torch.Tensor, sums: torch.Tensor, counters: torch.Tensor,
-    slopes: torch.Tensor, sinks: torch.Tensor, factors: list[float], sees: list[int], constants: list[int], grid: int,
-    warps: int,
+    page_table: torch.Tensor, work_items: torch.Tensor, partial_acc: torch.Tensor, partial_ml: torch.Tensor,
+    counters: torch.Tensor, slopes: torch.Tensor, sinks: torch.Tensor, scales: Scales, visible: VisibleRange,
+    has_sinks: int, constants: DecodeConstants, grid: int, warps: int,
 ) -> None:  # fmt: skip
-    tensors = (query, key, value, output, sums if lse is None else lse, page_table, items, partial, sums, counters,
-               slopes, sinks)  # fmt: skip
-    fixed = (*factors, *sees, int(lse is not None), *_strides(query, key, value, output, lse), *constants)
-    launch(decode_kernel, grid, tensors, (page_table.stride(0),), fixed, warps, early=constants[-1] > 0)
+    tensors = DecodeTensors(query, key, value, output, partial_ml if lse is None else lse, page_table, work_items,
+                            partial_acc, partial_ml, counters, slopes, sinks)  # fmt: skip
+    groups = (scales, visible, Flags(has_sinks, int(lse is not None)), _strides(query, key, value, output, lse),
+              constants)  # fmt: skip
+    launch(decode_kernel, grid, tensors, TableRow(page_table.stride(0)), groups, warps, use_pdl=constants.PDL > 0)
 
 
 @operator(("keys", "values", "starts"))
-def _widen(
+def _upcast(
     key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor,
-    page_table: torch.Tensor, seq_lens: torch.Tensor, how: list[int],
+    page_table: torch.Tensor, seq_lens: torch.Tensor, begin: UpcastFrom, dims: BlockDims,
 ) -> None:  # fmt: skip
-    first_row, first_head, *dims = how
-    num_rows, (num_keys, heads, _) = len(seq_lens) - first_row, keys.shape
+    num_rows, (num_keys, heads, _) = len(seq_lens) - begin.first_row, keys.shape
     start_kernel(
-        widen_kernel, ((num_keys // _WIDENED_KEYS + num_rows) * heads,),
-        key, value, keys, values, starts, page_table, seq_lens, first_row, num_rows, page_table.stride(0), first_head,
-        *key.stride()[:3], *value.stride()[:3], power_of_two(num_rows), key.shape[1], heads, _WIDENED_KEYS, *dims,
+        upcast_kernel, ((num_keys // _UPCAST_BLOCK + num_rows) * heads,),
+        *UpcastTensors(key, value, keys, values, starts, page_table, seq_lens),
+        *UpcastVarying(begin.first_row, num_rows, page_table.stride(0), begin.first_head),
+        *CacheStrides(*key.stride()[:3], *value.stride()[:3]),
+        *UpcastConstants(power_of_two(num_rows), key.shape[1], heads, _UPCAST_BLOCK, *dims),
         num_warps=4,
     )  # fmt: skip
 
@@ -375,18 +422,17 @@ def _widen(
 def _prefill(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor | None, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
-    key_start_loc: torch.Tensor, slopes: torch.Tensor, sinks: torch.Tensor, factors: list[float], sees: list[int],
-    span: list[int], constants: list[int], block_keys: int, warps: int,
+    key_start_loc: torch.Tensor, slopes: torch.Tensor, sinks: torch.Tensor, scales: Scales, visible: VisibleRange,
+    has_sinks: int, tiled: PrefillRows, constants: PrefillConstants, block_keys: int, warps: int,
 ) -> None:  # fmt: skip
-    _first_row, _num_rows, num_tiles, _section = span
-    num_kv_heads = constants[5]
-    blocks = (row_blocks(key, block_keys), row_blocks(value, block_keys)) if block_keys else (None, None)
+    descriptors = Descriptors(*kv_descriptors(key, value, block_keys)) if block_keys else Descriptors(None, None)
     table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
-    tensors = (query, key, value, output, sinks if lse is None else lse, table, seq_lens, query_start_loc,
-               key_start_loc, slopes, sinks)  # fmt: skip
-    fixed = (*factors, *sees, int(lse is not None), *_strides(query, key, value, output, lse), *constants)
-    launch(prefill_kernel, num_tiles * num_kv_heads, tensors, (*span, stride), fixed, warps,
-           descriptors=blocks)  # fmt: skip
+    tensors = PrefillTensors(query, key, value, output, sinks if lse is None else lse, table, seq_lens,
+                             query_start_loc, key_start_loc, slopes, sinks)  # fmt: skip
+    groups = (scales, visible, Flags(has_sinks, int(lse is not None)), _strides(query, key, value, output, lse),
+              constants)  # fmt: skip
+    launch(prefill_kernel, tiled.num_tiles * constants.KV_HEADS, tensors, PrefillVarying(*tiled, stride), groups,
+           warps, descriptors=descriptors)  # fmt: skip
 
 
 @cache
@@ -400,31 +446,38 @@ def _for_hopper() -> tuple[Any, Any]:
 def _prefill_on_hopper(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor | None, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
-    key_start_loc: torch.Tensor, sinks: torch.Tensor, tiles: torch.Tensor, lines: tuple[_Lines, _Lines],
-    factors: list[float], sees: list[int], span: list[int], constants: list[int], num_programs: int,
+    key_start_loc: torch.Tensor, sinks: torch.Tensor, tiles: torch.Tensor, layouts: tuple[_RowLayout, _RowLayout],
+    scales: Scales, visible: VisibleRange, has_sinks: int, tiled: PrefillRows, shape: HopperShape, num_programs: int,
 ) -> None:  # fmt: skip
     hopper, prefill_hopper = _for_hopper()
-    first_row, num_rows, num_tiles, section = span
-    page_size, num_kv_heads, group_size, tile_tokens, *dims, lets_next_start = constants
-    keys = prefill_hopper.keys_of(dims[0])
-    ahead, behind, chunk, has_sinks = sees
-    has_whole_blocks = keys <= min(behind, chunk) < FAR.value  # within a window, or a chunk
-    rows = hopper.rows_of_load(page_size, keys)
-    of_keys, of_values = lines
-    strips = (
-        hopper.strips_of(*of_keys.layout, key, rows),
-        hopper.strips_of(*of_values.layout, value, rows),
+    first_row, num_rows, num_tiles, section = tiled
+    keys = prefill_hopper.block_n(shape.head_dim)
+    window_right, window_left, chunk = visible
+    has_whole_blocks = keys <= min(window_left, chunk) < FAR.value  # within a window, or a chunk
+    rows = hopper.tma_rows(shape.page_size, keys)
+    key_layout, value_layout = layouts
+    descriptors = Descriptors(
+        hopper.tma_descriptor(*key_layout.layout, key, rows),
+        hopper.tma_descriptor(*value_layout.layout, value, rows),
     )
-    *page_rows, head_rows = of_keys.steps
+    *page_rows, head_rows = key_layout.steps
     num_batches = -(-keys // rows // prefill_hopper.BATCH.value)
-    steps = (*(page_rows or [0]), head_rows, num_batches, of_keys.column, of_values.column)
     table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
-    tensors = (query, output, sinks if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc,
-               sinks, tiles)  # fmt: skip
-    fixed = (
-        *factors[:2], ahead, behind, has_sinks, int(lse is not None), *steps, *query.stride()[:2], *output.stride()[:2],
-        0 if lse is None else lse.stride(0), chunk, int(has_whole_blocks), page_size, rows, num_kv_heads, group_size,
-        tile_tokens, keys, *dims, prefill_hopper.places_of(dims[0]), lets_next_start,
+    tensors = HopperTensors(query, output, sinks if lse is None else lse, table, seq_lens, query_start_loc,
+                            key_start_loc, sinks, tiles)  # fmt: skip
+    groups = (
+        UncappedScales(*scales[:2]),
+        Window(window_right, window_left),
+        Flags(has_sinks, int(lse is not None)),
+        HopperSteps._make((*(page_rows or [0]), head_rows, num_batches, key_layout.column, value_layout.column)),
+        HopperStrides._make((*query.stride()[:2], *output.stride()[:2], 0 if lse is None else lse.stride(0))),
+        HopperConstants(
+            CHUNK=chunk, LOCAL=int(has_whole_blocks), PAGE_SIZE=shape.page_size, TMA_ROWS=rows,
+            KV_HEADS=shape.num_kv_heads, GROUP=shape.group_size, BLOCK_Q=shape.tile_tokens, BLOCK_N=keys,
+            DIM=shape.head_dim, DIM_VO=shape.head_dim_vo, Q_STAGES=prefill_hopper.q_stages(shape.head_dim),
+            LAUNCH_DEPENDENTS=shape.launch_dependents,
+        ),
     )  # fmt: skip
-    launch(prefill_hopper.prefill_hopper_kernel, min(num_tiles * num_kv_heads, num_programs), tensors,
-           (first_row, num_rows, section, stride), fixed, prefill_hopper.GROUP_WARPS, descriptors=strips)  # fmt: skip
+    launch(prefill_hopper.prefill_hopper_kernel, min(num_tiles * shape.num_kv_heads, num_programs), tensors,
+           HopperVarying(first_row, num_rows, section, stride), groups, prefill_hopper.GROUP_WARPS,
+           descriptors=descriptors)  # fmt: skip

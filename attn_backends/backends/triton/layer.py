@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attn_backends.backends.triton.launch import Kernels, suits_hopper_kernel
-from attn_backends.backends.triton.rules import widens
+from attn_backends.backends.triton.rules import can_upcast
 from attn_backends.backends.triton.tuning import TritonOptions, prefill_tile
 from attn_backends.kernels.launch import shared_memory
 from attn_backends.spec import AttentionSpec, KVCacheSpec
@@ -16,14 +16,14 @@ def make_kernels(
     sinks: torch.Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> Kernels:  # fmt: skip
     """The launches of a layer with `sinks` [num_qo_heads], where its spec has them."""
-    slopes, room = spec.alibi_slopes, shared_memory(device)
+    slopes, smem_bytes = spec.alibi_slopes, shared_memory(device)
     suits_hopper, given = suits_hopper_kernel(spec, device), options or TritonOptions()
-    widened = widens(spec, given, device)
+    upcasts = can_upcast(spec, given, device)
     return Kernels(
         spec,
-        prefill_tile(spec, cache, options, room),
-        prefill_tile(spec, cache, options, room, "prompt"),
-        (suits_hopper and given.prefill_tile is None, widened or (suits_hopper and given.prompt_tile is None)),
+        prefill_tile(spec, cache, options, smem_bytes),
+        prefill_tile(spec, cache, options, smem_bytes, "prompt"),
+        (suits_hopper and given.prefill_tile is None, upcasts or (suits_hopper and given.prompt_tile is None)),
         None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=device),
         None if sinks is None else sinks.to(device, torch.float32),
         k_scale,

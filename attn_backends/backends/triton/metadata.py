@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attn_backends.backends.triton.launch import suits_hopper_kernel
-from attn_backends.backends.triton.rules import is_faster_widened, prefill_share, widens
+from attn_backends.backends.triton.rules import can_upcast, is_faster_upcast, prefill_share
 from attn_backends.backends.triton.tuning import TritonOptions
 from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.batch.common import CommonAttentionMetadata
@@ -27,7 +27,7 @@ class TritonMetadata(AttentionMetadata):
     num_decode_rows: int  # those that the decode kernel serves: without prefills, padding too
     max_decode_len: int  # most query tokens of a decode row
     max_seq_len: int  # or an upper bound of it
-    num_widened_keys: int  # to make 16 bits for rows behind the decodes, or an upper bound; 0: none, which is faster
+    num_upcast_keys: int  # to make 16 bits for rows behind the decodes, or an upper bound; 0: none, which is faster
     prefill_share: float | None  # of the GPU, for rows behind decodes that run beside them; None: none do
     prefills_are_prompts: bool  # the step brings all keys that rows behind the decodes see: they are read as they come
     query_start_loc: torch.Tensor  # [R + 1] i32
@@ -37,7 +37,7 @@ class TritonMetadata(AttentionMetadata):
 
     def decode_fields(self) -> dict[str, Any]:
         rows = self.num_decodes
-        return {"num_rows": rows, "num_decode_rows": rows, "num_widened_keys": 0, "prefill_share": None}
+        return {"num_rows": rows, "num_decode_rows": rows, "num_upcast_keys": 0, "prefill_share": None}
 
     def prefill_fields(self) -> dict[str, Any]:
         first = self.num_decodes
@@ -72,7 +72,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             "num_decode_rows": num_decode_rows,
             "max_decode_len": max_decode_len,
             "max_seq_len": common.max_seq_len,
-            "num_widened_keys": self._keys_to_widen(common, num_decode_rows) if use_cache else 0,
+            "num_upcast_keys": self._keys_to_upcast(common, num_decode_rows) if use_cache else 0,
             "prefill_share": self._prefill_share(common, num_decode_rows),
             "prefills_are_prompts": use_cache and self._are_prompts(common, num_decode_rows),
             "query_start_loc": common.query_start_loc,
@@ -98,18 +98,18 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         return cached and common.max_query_len <= DECODE_TOKENS
 
     @cached_property
-    def _widened_bytes(self) -> int:
+    def _upcast_bytes(self) -> int:
         """Room for keys that are made 16 bits; 0 where none may be."""
         options = self.options or TritonOptions()
-        return options.widened_bytes if widens(self.group.spec, options, self.device) else 0
+        return options.upcast_bytes if can_upcast(self.group.spec, options, self.device) else 0
 
-    def _keys_to_widen(self, common: CommonAttentionMetadata, first: int) -> int:
+    def _keys_to_upcast(self, common: CommonAttentionMetadata, first: int) -> int:
         """All keys of rows from `first` on, if that saves time; else 0."""
         last = common.num_actual_reqs
-        if first >= last or not self._widened_bytes:
+        if first >= last or not self._upcast_bytes:
             return 0
         query_lens, seq_lens = (lens.numpy()[first:last] for lens in (common.query_lens_cpu, common.seq_lens_cpu))
-        is_faster = is_faster_widened(self.group.spec, query_lens, seq_lens, self._widened_bytes, self.device)
+        is_faster = is_faster_upcast(self.group.spec, query_lens, seq_lens, self._upcast_bytes, self.device)
         return int(seq_lens.sum()) if is_faster else 0
 
     @cached_property

@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from attn_backends.backends.triton.launch import HOPPER_ROWS, in_sight, num_hopper_tiles, suits_hopper_kernel
-from attn_backends.backends.triton.tuning import TritonOptions, widened_heads
+from attn_backends.backends.triton.launch import HOPPER_ROWS, num_hopper_tiles, num_visible_keys, suits_hopper_kernel
+from attn_backends.backends.triton.tuning import TritonOptions, upcast_heads
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.spec import AttentionSpec
@@ -19,10 +19,10 @@ from attn_backends.spec import AttentionSpec
 # In times in which a multiprocessor's tile reads a key by the kernel for Hopper. With these the faster way is taken in
 # every case that benchmarks/rules/widening.py has measured.
 _PORTABLE_READ = 2.3  # by the portable kernel, from 8 bits
-_WIDENING = 3.0  # a key of one head is made 16 bits, by one multiprocessor
+_UPCASTING = 3.0  # a key of one head is made 16 bits, by one multiprocessor
 
 
-def widens(spec: AttentionSpec, options: TritonOptions, device: torch.device) -> bool:
+def can_upcast(spec: AttentionSpec, options: TritonOptions, device: torch.device) -> bool:
     """Whether prefills over the cache may have its keys made 16 bits, for the kernel for Hopper."""
     has_tile = options.prefill_tile is not None or options.prompt_tile is not None
     if spec.cache_dtype.itemsize > 1 or has_tile:
@@ -30,7 +30,7 @@ def widens(spec: AttentionSpec, options: TritonOptions, device: torch.device) ->
     return suits_hopper_kernel(replace(spec, cache_dtype=spec.dtype), device)
 
 
-def is_faster_widened(
+def is_faster_upcast(
     spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, num_bytes: int, device: torch.device
 ) -> bool:
     """Whether these rows take less time so: by how often all multiprocessors have a tile that reads keys.
@@ -40,16 +40,16 @@ def is_faster_widened(
         num_bytes: room for keys and values of 16 bits.
     """
     num_keys, num_sms = int(seq_lens.sum()), num_multiprocessors(device)
-    at_once = widened_heads(spec, num_keys, num_bytes)
+    at_once = upcast_heads(spec, num_keys, num_bytes)
     if not at_once:
         return False
 
-    keys_of_tile = int(in_sight(spec, seq_lens) @ query_lens.astype(np.int64)) / int(query_lens.sum())
+    keys_of_tile = int(num_visible_keys(spec, seq_lens) @ query_lens.astype(np.int64)) / int(query_lens.sum())
     tiles = int(num_hopper_tiles(spec, query_lens).sum())
     times = -(-tiles * spec.num_kv_heads // num_sms)
-    times_widened = -(-spec.num_kv_heads // at_once) * -(-tiles * at_once // num_sms)
-    saved = (_PORTABLE_READ * times - times_widened) * num_sms * keys_of_tile
-    return saved > _WIDENING * num_keys * spec.num_kv_heads
+    times_upcast = -(-spec.num_kv_heads // at_once) * -(-tiles * at_once // num_sms)
+    saved = (_PORTABLE_READ * times - times_upcast) * num_sms * keys_of_tile
+    return saved > _UPCASTING * num_keys * spec.num_kv_heads
 
 
 _PRODUCTS_A_BYTE = 30.0  # of numbers of a head: as many as are made for prefill while a byte is read for decode
@@ -65,9 +65,9 @@ def prefill_share(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray,
     Args:
         query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
     """
-    read = int(in_sight(spec, seq_lens[:num_decodes]).sum(dtype=np.int64)) * spec.cache_dtype.itemsize
+    read = int(num_visible_keys(spec, seq_lens[:num_decodes]).sum(dtype=np.int64)) * spec.cache_dtype.itemsize
     tokens, keys = query_lens[num_decodes:], seq_lens[num_decodes:]
-    seen = in_sight(spec, keys - tokens // 2 if spec.causal else keys) + _KEYS_BESIDE
+    seen = num_visible_keys(spec, keys - tokens // 2 if spec.causal else keys) + _KEYS_BESIDE
     products = HOPPER_ROWS * int(num_hopper_tiles(spec, tokens).astype(np.int64) @ seen)
     even = products / (products + _PRODUCTS_A_BYTE * read)
     return 1.0 if even > _MOST else max(even, _LEAST)

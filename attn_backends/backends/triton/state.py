@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.triton.launch import Cut, Schedule
+from attn_backends.backends.triton.launch import Schedule, SplitPlan
 from attn_backends.backends.triton.metadata import TritonMetadata
-from attn_backends.backends.triton.rules import widens
+from attn_backends.backends.triton.rules import can_upcast
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile
 from attn_backends.backends.triton.variants import variants
 from attn_backends.backends.triton.workspace import DECODE_TOKENS, Workspace, decode_need, largest_need
@@ -32,7 +32,7 @@ class TritonStep(AttentionStep[TritonMetadata]):
     """A step, and how its decode rows are cut."""
 
     schedule: Schedule | None  # None: nothing is decoded
-    room: Workspace
+    workspace: Workspace
 
 
 class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
@@ -40,9 +40,9 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
 
     def __init__(self, parent: TritonState, num_rows: int, query_len: int) -> None:
         super().__init__(parent, num_rows, query_len)
-        room = parent.graph_room
+        workspace = parent.graph_workspace
         assert self.inputs is not None  # both are held while graphs are captured
-        assert room is not None
+        assert workspace is not None
         if query_len > DECODE_TOKENS:
             raise ValueError(
                 f"graphs of TRITON serve up to {DECODE_TOKENS} query tokens a row, and {query_len} were asked for: "
@@ -50,9 +50,12 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
             )
         self._tensors = self.inputs.of(num_rows, self.num_tokens)
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device) * query_len
-        schedules = {group.index: parent.make_schedule(group.index, num_rows, query_len, room) for group in self.groups}
+        schedules = {
+            group.index: parent.make_schedule(group.index, num_rows, query_len, workspace) for group in self.groups
+        }
         self.steps = {
-            index: TritonStep(self._metadata(index, starts), schedule, room) for index, schedule in schedules.items()
+            index: TritonStep(self._metadata(index, starts), schedule, workspace)
+            for index, schedule in schedules.items()
         }
         self._relist = {index: _relister(step, parent.recorder) for index, step in self.steps.items()}
 
@@ -77,7 +80,7 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
             num_rows=self.num_rows,
             num_decode_rows=self.num_rows,
             max_decode_len=self.query_len,
-            num_widened_keys=0,
+            num_upcast_keys=0,
             prefill_share=None,
             prefills_are_prompts=False,
             max_seq_len=self.limits.max_model_len,
@@ -94,10 +97,10 @@ def _relister(step: TritonStep, recorder: CudaRecorder | None) -> Callable[[], o
     assert schedule is not None  # as all rows of a graph are decoded
 
     def again() -> torch.Tensor:
-        schedule.list.fill(lens, starts)
-        return schedule.list.items
+        schedule.work_list.fill(lens, starts)
+        return schedule.work_list.work_items
 
-    return without_python(again, [schedule.list, lens, starts], recorder)
+    return without_python(again, [schedule.work_list, lens, starts], recorder)
 
 
 class TritonState(AttentionState[TritonMetadata]):
@@ -105,7 +108,7 @@ class TritonState(AttentionState[TritonMetadata]):
 
     A program leaves (head_dim_vo + 2) * 4 bytes for each of its queries; about 4 / 3 as many programs can have parts
     as the GPU holds at once (see `split_kv.schedule_kernel`). Layers over a cache of 8 bits have room on Hopper for
-    keys and values of 16 bits too, `TritonOptions.widened_bytes` at most.
+    keys and values of 16 bits too, `TritonOptions.upcast_bytes` at most.
 
     A step takes the workspace of the stream on which it began, so steps on several streams do not meet. The first
     stream's is made at once, another's when a step begins there. Captured graphs share one of their own.
@@ -119,30 +122,30 @@ class TritonState(AttentionState[TritonMetadata]):
         self._num_sms = num_multiprocessors(self.device)
         self._shared_memory = shared_memory(self.device)
         self._specs = {group.index: group.spec for group in self.groups}
-        self.room = self._make_room(self._widened_bytes())
-        self._rooms = PerStream(self.device, lambda: self._make_room(self._widened_bytes()))
-        self.graph_room: Workspace | None = None  # kept for good once graphs were captured
+        self.workspace = self._make_workspace(self._upcast_bytes())
+        self._workspaces = PerStream(self.device, lambda: self._make_workspace(self._upcast_bytes()))
+        self.graph_workspace: Workspace | None = None  # kept for good once graphs were captured
         self._schedule = lru_cache(maxsize=_SCHEDULES)(self.make_schedule)  # of eager steps, which repeat their shapes
         self.recorder = CudaRecorder() if self.device.type == "cuda" else None
 
     def begin_forward(self, metadata: TritonMetadata) -> TritonStep:
-        room = self._rooms.of_current(self.room)
+        workspace = self._workspaces.of_current(self.workspace)
         if metadata.num_decode_rows < metadata.num_rows:
-            room.tiles.zero_()
+            workspace.tiles.zero_()
         if not metadata.num_decode_rows:
-            return TritonStep(metadata, None, room)
-        schedule = self._schedule(metadata.group_index, metadata.num_decode_rows, metadata.max_decode_len, room)
-        schedule.list.fill(metadata.seq_lens, metadata.query_start_loc)
-        return TritonStep(metadata, schedule, room)
+            return TritonStep(metadata, None, workspace)
+        schedule = self._schedule(metadata.group_index, metadata.num_decode_rows, metadata.max_decode_len, workspace)
+        schedule.work_list.fill(metadata.seq_lens, metadata.query_start_loc)
+        return TritonStep(metadata, schedule, workspace)
 
-    def make_schedule(self, group: int, num_rows: int, query_len: int, room: Workspace) -> Schedule:
+    def make_schedule(self, group: int, num_rows: int, query_len: int, workspace: Workspace) -> Schedule:
         spec = self._specs[group]
         tile = self._tile(spec, num_rows, query_len)
-        room.check(decode_need(spec, tile, num_rows, query_len, self._num_sms), num_rows, query_len)
-        return Schedule(spec, tile, num_rows, query_len, self._num_sms, room.counters)
+        workspace.check(decode_need(spec, tile, num_rows, query_len, self._num_sms), num_rows, query_len)
+        return Schedule(spec, tile, num_rows, query_len, self._num_sms, workspace.counters)
 
     def _tile(self, spec: AttentionSpec, num_rows: int, query_len: int) -> DecodeTile:
-        query_rows = Cut.of(spec, query_len).rows
+        query_rows = SplitPlan.of(spec, query_len).block_m
         return decode_tile(spec, self.cache, num_rows, query_rows, self.options, self._shared_memory)
 
     def variants(self) -> list[Variant]:
@@ -158,16 +161,16 @@ class TritonState(AttentionState[TritonMetadata]):
 
     def hold_inputs(self, max_batch_size: int, shared: StepBuffers | None) -> None:
         super().hold_inputs(max_batch_size, shared)
-        self.graph_room = self.graph_room or self._make_room(widened_bytes=0)  # no prefills
+        self.graph_workspace = self.graph_workspace or self._make_workspace(upcast_bytes=0)  # no prefills
 
-    def _make_room(self, widened_bytes: int) -> Workspace:
+    def _make_workspace(self, upcast_bytes: int) -> Workspace:
         specs = self._specs.values()
         need = largest_need(specs, self.cache, self.limits, self.options, self._num_sms, self._shared_memory)
-        return Workspace.of(need, widened_bytes, self.device)
+        return Workspace.of(need, upcast_bytes, self.device)
 
-    def _widened_bytes(self) -> int:
+    def _upcast_bytes(self) -> int:
         options = self.options or TritonOptions()
-        specs = [spec for spec in self._specs.values() if widens(spec, options, self.device)]
+        specs = [spec for spec in self._specs.values() if can_upcast(spec, options, self.device)]
         key_bytes = (spec.num_kv_heads * (spec.head_dim + spec.head_dim_vo) * spec.dtype.itemsize for spec in specs)
         most = self.limits.max_num_requests * self.limits.max_model_len * max(key_bytes, default=0)
-        return min(options.widened_bytes, most) // 16 * 16
+        return min(options.upcast_bytes, most) // 16 * 16

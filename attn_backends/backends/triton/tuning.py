@@ -30,7 +30,7 @@ _MARGIN = 3 << 10  # of a prefill program, beside its queries and blocks
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """How decode is cut."""
+    """How decode is tiled and split."""
 
     keys: int  # of a block
     warps: int
@@ -41,7 +41,7 @@ class DecodeTile:
 
 @dataclass(frozen=True)
 class PrefillTile:
-    """How prefill is cut: over pages, and over a prompt's keys as they came."""
+    """How prefill is tiled: over pages, and over a prompt's keys as they came."""
 
     rows: int  # of a tile: query tokens times the query heads of a KV head
     keys: int
@@ -60,35 +60,37 @@ class TritonOptions(BaseModel):
     decode_tile: DecodeTile | None = None
     prefill_tile: PrefillTile | None = None
     prompt_tile: PrefillTile | None = None
-    widened_bytes: Annotated[int, Field(ge=0)] = 128 << 20
+    upcast_bytes: Annotated[int, Field(ge=0)] = 128 << 20
     """Room in the state for keys and values that are made 16 bits, for prefills over a cache of 8 bits on Hopper: of as
     many KV heads at a time as fit in. Where not one fits in, the portable kernel serves."""
 
 
 def decode_tile(
-    spec: AttentionSpec, cache: KVCacheSpec, num_rows: int, query_rows: int, options: TritonOptions | None, room: int
-) -> DecodeTile:
-    """Args: query_rows: of a tile of queries; room: bytes of shared memory that a program can have."""
+    spec: AttentionSpec, cache: KVCacheSpec, num_rows: int, query_rows: int, options: TritonOptions | None,
+    smem_bytes: int,
+) -> DecodeTile:  # fmt: skip
+    """Args: query_rows: of a tile of queries; smem_bytes: bytes of shared memory that a program can have."""
     if options is not None and options.decode_tile is not None:
         return options.decode_tile
     return _fitted_decode_tile(
-        DecodeTile(**_nearest("decode", spec, cache, num_rows, query_rows)), spec, query_rows, room
+        DecodeTile(**_nearest("decode", spec, cache, num_rows, query_rows)), spec, query_rows, smem_bytes
     )
 
 
 @lru_cache(maxsize=64)
 def decode_tiles(
-    spec: AttentionSpec, cache: KVCacheSpec, most_rows: int, query_rows: int, options: TritonOptions | None, room: int
-) -> frozenset[DecodeTile]:
+    spec: AttentionSpec, cache: KVCacheSpec, most_rows: int, query_rows: int, options: TritonOptions | None,
+    smem_bytes: int,
+) -> frozenset[DecodeTile]:  # fmt: skip
     """Every tile that `decode_tile` gives for 1 to `most_rows` rows."""
     if options is not None and options.decode_tile is not None:
         return frozenset({options.decode_tile})
     nearest = {DecodeTile(**_nearest("decode", spec, cache, num_rows, query_rows))
                for num_rows in range(1, most_rows + 1)}  # fmt: skip
-    return frozenset(_fitted_decode_tile(tile, spec, query_rows, room) for tile in nearest)
+    return frozenset(_fitted_decode_tile(tile, spec, query_rows, smem_bytes) for tile in nearest)
 
 
-def _fitted_decode_tile(tile: DecodeTile, spec: AttentionSpec, query_rows: int, room: int) -> DecodeTile:
+def _fitted_decode_tile(tile: DecodeTile, spec: AttentionSpec, query_rows: int, smem_bytes: int) -> DecodeTile:
     """The tile, or the nearest that fits in shared memory and registers."""
     dim, dim_vo = block_dims(spec)
 
@@ -102,10 +104,11 @@ def _fitted_decode_tile(tile: DecodeTile, spec: AttentionSpec, query_rows: int, 
             row *= 2
         return blocks + query_rows * row + _SCRATCH
 
-    while tile.keys > 64 and need(tile) > room:  # rather than fewer blocks under way
+    while tile.keys > 64 and need(tile) > smem_bytes:  # rather than fewer blocks under way
         tile = replace(tile, keys=tile.keys // 2, warps=max(1, tile.warps // 2))
-    parts = 3 if spec.dtype is torch.float32 else 1  # a product of float32 is three, of parts that are kept as well
-    return fitted(in_registers(tile, query_rows, parts * (dim + dim_vo)), need, room)
+    # A product of float32 is three, of parts that are kept as well.
+    num_products = 3 if spec.dtype is torch.float32 else 1
+    return fitted(in_registers(tile, query_rows, num_products * (dim + dim_vo)), need, smem_bytes)
 
 
 def in_registers(tile: DecodeTile, query_rows: int, width: int) -> DecodeTile:
@@ -118,10 +121,10 @@ def in_registers(tile: DecodeTile, query_rows: int, width: int) -> DecodeTile:
 
 
 def prefill_tile(
-    spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None, room: int, kind: str = "prefill"
+    spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None, smem_bytes: int, kind: str = "prefill"
 ) -> PrefillTile:
-    """Args: room: bytes of shared memory that a program can have; kind: "prompt" for keys that are read as they came,
-    "prefill" for those in pages."""
+    """Args: smem_bytes: bytes of shared memory that a program can have; kind: "prompt" for keys that are read as they
+    came, "prefill" for those in pages."""
     given: PrefillTile | None = getattr(options, f"{kind}_tile", None)
     if given is not None:
         return given
@@ -135,10 +138,10 @@ def prefill_tile(
             queries *= 2
         return queries + block_bytes(spec, tile.keys, tile.stages, dim + dim_vo) + _MARGIN
 
-    return fitted(PrefillTile(**_nearest(kind, spec, cache, 1)), need, room)
+    return fitted(PrefillTile(**_nearest(kind, spec, cache, 1)), need, smem_bytes)
 
 
-def widened_heads(spec: AttentionSpec, num_keys: int, num_bytes: int) -> int:
+def upcast_heads(spec: AttentionSpec, num_keys: int, num_bytes: int) -> int:
     """KV heads whose keys and values, made 16 bits, have room in so many bytes: as many at a time as divide all, since
     kernels are compiled for their number."""
     head_bytes = num_keys * (spec.head_dim + spec.head_dim_vo) * spec.dtype.itemsize

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.triton.launch import Cut, Kernels, Rows, Schedule
+from attn_backends.backends.triton.launch import Kernels, Rows, Schedule, SplitPlan
 from attn_backends.backends.triton.layer import make_kernels
-from attn_backends.backends.triton.rules import widens
-from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile, widened_heads
+from attn_backends.backends.triton.rules import can_upcast
+from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile, upcast_heads
 from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.cache.warm_up import list_writes
 from attn_backends.kernels.examples import caches, distinct, empty, new_tokens, powers_of_two
-from attn_backends.kernels.launch import Machine, Start, num_multiprocessors, power_of_two, shared_memory
+from attn_backends.kernels.launch import Machine, Pdl, num_multiprocessors, power_of_two, shared_memory
 from attn_backends.kernels.variants import Variant, listing
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits
 
@@ -50,77 +50,77 @@ class _Layer:
         self.tokens = new_tokens(spec)
 
     def launch_all(self) -> None:
-        starts = {Start.BEHIND, *self._prefill_tokens(), *self._prefill_pages()}
+        starts = {Pdl.OFF, *self._prefill_tokens(), *self._prefill_pages()}
         if self.spec.attention_type is AttentionType.ENCODER:  # no cache
             return
-        starts |= {Start.EARLY} if self.kernels.can_start_early(1) else set()
-        list_writes(self.spec, self.cache, sorted({start is Start.EARLY for start in starts}))
+        starts |= {Pdl.WAIT_FIRST} if self.kernels.supports_pdl(1) else set()
+        list_writes(self.spec, self.cache, sorted({pdl is Pdl.WAIT_FIRST for pdl in starts}))
         self._decode(sorted(starts))
 
-    def _prefill_tokens(self) -> Iterator[Start]:
+    def _prefill_tokens(self) -> Iterator[Pdl]:
         """Rows that bring all of their keys."""
         for new in self.tokens:
             yield from self._prefill(new.query, new.key, new.value, self._rows(None), empty(0, dtype=torch.uint8))
 
-    def _prefill_pages(self) -> Iterator[Start]:
+    def _prefill_pages(self) -> Iterator[Pdl]:
         """Rows over the cache, as it is or made 16 bits."""
-        room = empty(self.options.widened_bytes // 16 * 16, dtype=torch.uint8)
+        upcast_kv = empty(self.options.upcast_bytes // 16 * 16, dtype=torch.uint8)
         table = empty(1, _WIDTH, dtype=torch.int32)
         for (query, *_), cached in product(distinct(self.tokens), distinct(caches(self.spec, self.cache))):
-            yield from self._prefill(query, *cached, self._rows(table), room)
-            for num_rows, num_keys in self._widened():
+            yield from self._prefill(query, *cached, self._rows(table), upcast_kv)
+            for num_rows, num_keys in self._upcast_sizes():
                 rows = self._rows(table.expand(num_rows, -1), num_keys)
-                yield from self._prefill(query, *cached, rows, room)
+                yield from self._prefill(query, *cached, rows, upcast_kv)
 
     def _prefill(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, room: torch.Tensor
-    ) -> Iterator[Start]:
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, upcast_kv: torch.Tensor
+    ) -> Iterator[Pdl]:
         tiles, output = empty(2, dtype=torch.int32), self._output(query)
         for share in (None, 1.0):  # of the GPU, beside decodes
-            yield self.kernels.prefill(query, key, value, output, None, rows, tiles, room, share)
+            yield self.kernels.prefill(query, key, value, output, None, rows, tiles, upcast_kv, share)
 
     def _rows(self, table: torch.Tensor | None, num_keys: int = 0) -> Rows:
         num_rows = 1 if table is None else len(table)
         lens, starts = empty(num_rows, dtype=torch.int32), empty(num_rows + 1, dtype=torch.int32)
         return Rows(table, lens, starts, starts, 0, 1, num_keys, 1)
 
-    def _widened(self) -> Iterator[tuple[int, int]]:
+    def _upcast_sizes(self) -> Iterator[tuple[int, int]]:
         """Numbers of rows, and of keys by which so many KV heads are made 16 bits at a time: all powers of two, and all
         numbers of heads."""
-        spec, num_bytes = self.spec, self.options.widened_bytes
-        if not widens(spec, self.options, self.device):
+        spec, num_bytes = self.spec, self.options.upcast_bytes
+        if not can_upcast(spec, self.options, self.device):
             return
         most_keys = self.limits.max_num_requests * self.limits.max_model_len
         num_bytes_of = [num_bytes // (heads * (spec.head_dim + spec.head_dim_vo) * spec.dtype.itemsize)
                         for heads in range(1, spec.num_kv_heads + 1)]  # fmt: skip
-        least = {widened_heads(spec, keys, num_bytes): min(keys, most_keys) for keys in num_bytes_of if keys}
+        least = {upcast_heads(spec, keys, num_bytes): min(keys, most_keys) for keys in num_bytes_of if keys}
         for num_keys in least.values():
             for num_rows in powers_of_two(self.limits.max_num_requests):
                 yield num_rows, num_keys
 
-    def _decode(self, starts: Sequence[Start]) -> None:
+    def _decode(self, starts: Sequence[Pdl]) -> None:
         spec, ints = self.spec, {"dtype": torch.int32}
-        room = (empty(0, dtype=torch.float32), empty(0, dtype=torch.float32), empty(0, dtype=torch.int32))
+        workspace = (empty(0, dtype=torch.float32), empty(0, dtype=torch.float32), empty(0, dtype=torch.int32))
         given = [*product(distinct([(new.query,) for new in self.tokens]), distinct(caches(spec, self.cache)))]
-        for num_rows, query_len, tile in self._cuts():
-            schedule = Schedule(spec, tile, num_rows, query_len, num_multiprocessors(self.device), room[-1])
-            schedule.list.fill(empty(num_rows, **ints), empty(num_rows + 1, **ints))
+        for num_rows, query_len, tile in self._plans():
+            schedule = Schedule(spec, tile, num_rows, query_len, num_multiprocessors(self.device), workspace[-1])
+            schedule.work_list.fill(empty(num_rows, **ints), empty(num_rows + 1, **ints))
             table = empty(num_rows, _WIDTH, **ints)
-            for ((query,), (key, value)), start in product(given, starts):
+            for ((query,), (key, value)), pdl in product(given, starts):
                 output = self._output(query)
-                self.kernels.decode(query, key, value, output, None, table, schedule, room, start)
+                self.kernels.decode(query, key, value, output, None, table, schedule, workspace, pdl)
 
-    def _cuts(self) -> Iterator[tuple[int, int, DecodeTile]]:
+    def _plans(self) -> Iterator[tuple[int, int, DecodeTile]]:
         """Numbers of rows and of query tokens, and their tile: of all that kernels are compiled alike for, one."""
         found: dict[tuple[Any, ...], tuple[int, int, DecodeTile]] = {}
-        room, limits, tiles = shared_memory(self.device), self.limits, {}
+        smem_bytes, limits, tiles = shared_memory(self.device), self.limits, {}
         for query_len in range(1, min(DECODE_TOKENS, limits.max_num_tokens) + 1):
-            cut = Cut.of(self.spec, query_len)
+            plan = SplitPlan.of(self.spec, query_len)
             for num_rows in range(1, limits.max_num_requests + 1):
-                asked = (num_rows, cut.rows)
+                asked = (num_rows, plan.block_m)
                 if asked not in tiles:
-                    tiles[asked] = decode_tile(self.spec, self.cache, *asked, self.options, room)
-                found.setdefault((cut, tiles[asked], power_of_two(num_rows)), (num_rows, query_len, tiles[asked]))
+                    tiles[asked] = decode_tile(self.spec, self.cache, *asked, self.options, smem_bytes)
+                found.setdefault((plan, tiles[asked], power_of_two(num_rows)), (num_rows, query_len, tiles[asked]))
         yield from found.values()
 
     def _output(self, query: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from attn_backends.backends.triton.launch import Cut
+from attn_backends.backends.triton.launch import SplitPlan
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, block_dims, decode_tiles
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
 
@@ -21,8 +21,8 @@ DECODE_TOKENS = 16  # most query tokens of a row whose keys are split
 class DecodeNeed(NamedTuple):
     """What one decode launch writes of a workspace, in elements."""
 
-    partial: int  # f32, accumulators of partial results
-    sums: int  # f32, their maximum and sum
+    partial_acc: int  # f32, accumulators of partial results
+    partial_ml: int  # f32, their maximum and sum
     counters: int  # i32
 
     def or_more(self, other: DecodeNeed) -> DecodeNeed:
@@ -39,9 +39,9 @@ def decode_need(spec: AttentionSpec, tile: DecodeTile, num_rows: int, query_len:
     A partial result has [num_kv_heads, tiles, lanes] queries of the padded head_dim_vo, and 2 numbers a query. A row
     has a counter for each KV head and tile (see `decode_kernel`).
     """
-    cut = Cut.of(spec, query_len)
-    heads = spec.num_kv_heads * cut.tiles
-    queries = cut.places(spec, tile, num_sms) * heads * cut.lanes
+    plan = SplitPlan.of(spec, query_len)
+    heads = spec.num_kv_heads * plan.tiles
+    queries = plan.num_partial_slots(spec, tile, num_sms) * heads * plan.used_m
     return DecodeNeed(queries * block_dims(spec)[1], queries * 2, num_rows * heads)
 
 
@@ -57,7 +57,7 @@ def largest_need(
     need, most_rows = NOTHING, limits.max_num_requests
     for spec in specs:
         for query_len in range(1, min(DECODE_TOKENS, limits.max_num_tokens) + 1):
-            query_rows = Cut.of(spec, query_len).rows
+            query_rows = SplitPlan.of(spec, query_len).block_m
             for tile in decode_tiles(spec, cache, most_rows, query_rows, options, shared_memory):
                 need = need.or_more(decode_need(spec, tile, most_rows, query_len, num_sms))
     return need
@@ -68,20 +68,20 @@ class Workspace:
     """Where the parts of split rows meet, and where programs count. All layers of a step share it, as they run one
     after the other; steps on other streams have another."""
 
-    partial: torch.Tensor  # [partial slots * heads * lanes * head_dim_vo] f32
-    sums: torch.Tensor  # [partial slots * heads * lanes * 2] f32: highest logit in base 2, sum of weights
+    partial_acc: torch.Tensor  # [partial slots * heads * lanes * head_dim_vo] f32
+    partial_ml: torch.Tensor  # [partial slots * heads * lanes * 2] f32: highest logit in base 2, sum of weights
     counters: torch.Tensor  # [rows * heads * tiles] i32, zeros between launches; a step's schedule clears them
     tiles: torch.Tensor  # [2] i32, of prefill, zeros between launches; a step with prefills clears them
-    widened: torch.Tensor  # u8, keys and values of a cache of 8 bits, made 16 bits for prefills
+    upcast_kv: torch.Tensor  # u8, keys and values of a cache of 8 bits, made 16 bits for prefills
 
     @staticmethod
-    def of(need: DecodeNeed, widened_bytes: int, device: torch.device) -> Workspace:
+    def of(need: DecodeNeed, upcast_bytes: int, device: torch.device) -> Workspace:
         return Workspace(
-            torch.empty(need.partial, dtype=torch.float32, device=device),
-            torch.empty(need.sums, dtype=torch.float32, device=device),
+            torch.empty(need.partial_acc, dtype=torch.float32, device=device),
+            torch.empty(need.partial_ml, dtype=torch.float32, device=device),
             torch.zeros(need.counters, dtype=torch.int32, device=device),
             torch.zeros(2, dtype=torch.int32, device=device),
-            torch.empty(widened_bytes, dtype=torch.uint8, device=device),
+            torch.empty(upcast_bytes, dtype=torch.uint8, device=device),
         )
 
     def check(self, need: DecodeNeed, num_rows: int, query_len: int) -> None:
@@ -90,7 +90,7 @@ class Workspace:
         Raises:
             ValueError: the batch is above the limits that the workspace was sized from.
         """
-        has = DecodeNeed(self.partial.numel(), self.sums.numel(), self.counters.numel())
+        has = DecodeNeed(self.partial_acc.numel(), self.partial_ml.numel(), self.counters.numel())
         if any(need > size for need, size in zip(need, has, strict=True)):
             raise ValueError(
                 f"a step of {num_rows} rows of up to {query_len} tokens needs {need} elements of TRITON's workspace, "

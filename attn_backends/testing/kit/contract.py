@@ -56,7 +56,8 @@ class Contract(KitBase):
 
     @pytest.mark.parametrize("shape", ["small_decode", "mixed_small"])
     def test_tensors_within_wider_ones(self, shape: str) -> None:
-        """Slices, as of a fused projection; nothing beside the output is written. Sinks are every second number."""
+        """Tensors are slices, like those of a fused projection; nothing beside the output is written. Sinks are every
+        second number."""
         for _, spec in self.served([feature("plain"), feature("sinks")]):
             batch = self.make_batch(spec, shape)
             if batch.sinks is not None:

@@ -94,7 +94,8 @@ class Numerics(KitBase):
 
     @pytest.mark.parametrize("wider", ["keys", "values"])
     def test_unequal_head_dims(self, wider: str, dtype: torch.dtype) -> None:
-        """As far apart as they may be, in every dtype: narrow rows lie in shared memory in another way."""
+        """Head dims are as far apart as they may be, in every dtype: narrow rows lie in shared memory in another
+        way."""
         dims = sorted(self.can.head_dims or {32, 64})
         low, high = dims[0] if len(dims) > 1 else max(1, dims[0] // 2), dims[-1]
         head_dim, head_dim_vo = (high, low) if wider == "keys" else (low, high)

@@ -34,7 +34,7 @@ class Episode:
     gain: float  # of the queries: more makes a few keys heavy, and what latent rows are rounded to shows
 
     def seq_lens(self, step: int, is_cross: bool) -> tuple[int, ...]:
-        """Of each request, once the step is done."""
+        """The length of each request, once the step is done."""
         if is_cross:
             return self.contexts
         done = (sum(lens) for lens in zip(*self.steps[: step + 1], strict=True))

@@ -146,7 +146,7 @@ def _heads(model: PublishedModel, can: Capabilities, numbers: Random, size: Size
 
 
 def _dtypes(can: Capabilities, numbers: Random) -> tuple[torch.dtype, torch.dtype]:
-    """Of queries, mostly 16 bits, and of the cache, which is the same in half of the draws."""
+    """The dtypes of queries, mostly 16 bits, and of the cache, which is the same in half of the draws."""
     declared = sorted(can.dtypes, key=str)
     if interprets_triton():  # it multiplies no bfloat16
         declared = [dtype for dtype in declared if dtype is not torch.bfloat16] or declared
@@ -199,7 +199,8 @@ def _feature(name: str, num_qo_heads: int, head_dim: int, model: PublishedModel,
 
 
 def _scales(spec: AttentionSpec, numbers: Random, exact: bool) -> tuple[float, float]:
-    """Of a cache of 8 bits, and of one in four of the others. Powers of two are exact in any order of work."""
+    """The scales of a cache of 8 bits, and of one in four of the others. Powers of two are exact in any order of
+    work."""
     if spec.cache_dtype not in FP8_DTYPES and numbers.random() < 0.75:
         return 1.0, 1.0
     if exact:

@@ -94,7 +94,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def versions(package: str | None) -> dict[str, str | None]:
-    """Of Python, CUDA, and the packages that matter here."""
+    """Versions of Python, CUDA, and the packages that matter here."""
     names = dict.fromkeys(["attn-backends", "torch", "triton", "numpy", *([package] if package else [])])
     return {"python": platform.python_version(), "cuda": torch.version.cuda} | {name: _version(name) for name in names}
 

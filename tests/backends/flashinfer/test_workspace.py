@@ -153,7 +153,7 @@ def test_plans_of_parts_of_a_chosen_size(seed: int) -> None:
         lens = [(numbers.choice((1, 1, 5, 70)), numbers.randint(1, 60)) for _ in range(numbers.randint(1, 40))]
         num_tokens, longest = sum(query_len for query_len, _ in lens), 16 * max(pages for _, pages in lens)
         parts = -(-longest // (16 * split))
-        said = plan_need("fa2", spec, len(lens), num_tokens, 132, parts=parts)
+        said = plan_need("fa2", spec, len(lens), num_tokens, 132, num_splits=parts)
         assert planned("fa2", spec, lens, False, split=split).fits(said), (spec, split, lens)
         assert said.fits(eager_need(spec, Limits(len(lens), num_tokens, longest), 132, split, 16))
 

@@ -17,9 +17,9 @@ from attn_backends.backends.mla.flashinfer_mla.plan import (
     MLALibrary,
     MLAPlan,
     PlannedRows,
+    flat_pages,
     float_bytes,
     int_bytes,
-    lines,
     tokens_of_a_row,
 )
 from attn_backends.backends.mla.metadata import DecodeRows
@@ -100,11 +100,11 @@ def test_a_page_table_that_kernels_cannot_number_is_refused_at_start() -> None:
 def test_a_page_table_is_read_where_it_lies() -> None:
     table = torch.arange(40, dtype=torch.int32).view(4, 10)
     for view, width in ((table, 10), (table[:3, :4], 10), (table[::2], 20), (table[2:, 1:3], 10)):
-        pages, apart = lines(view)
+        pages, apart = flat_pages(view)
         assert apart == width
         assert pages.data_ptr() == view.data_ptr()
         assert [pages[i * apart : i * apart + view.shape[1]].tolist() for i in range(len(view))] == view.tolist()
-    pages, apart = lines(table.T)
+    pages, apart = flat_pages(table.T)
     assert pages.view(10, apart).equal(table.T)
 
 

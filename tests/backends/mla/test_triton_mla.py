@@ -21,7 +21,7 @@ from attn_backends.testing.harness import assert_matches, make_layer
 from attn_backends.testing.kit.base import KitBase
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
 
-MOST_ITEMS = pytest.importorskip("attn_backends.kernels.split_kv").MOST_ITEMS
+MAX_SPLITS = pytest.importorskip("attn_backends.kernels.split_kv").MAX_SPLITS
 triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla.launch")
 triton_tiles = pytest.importorskip("attn_backends.backends.mla.triton_mla.tuning")
 
@@ -66,7 +66,7 @@ class Splits(KitBase):
         layer, expected = make_layer(self.backend, batch, options=options), batch.expected()
         for want_lse in (False, True, True):  # the same counters serve every launch
             step = layer.begin(batch)
-            assert int(step.plan.list.items[:, 4].max()) >= 2 * MOST_ITEMS.value, "no row is split"  # type: ignore[attr-defined]
+            assert int(step.plan.work_list.work_items[:, 4].max()) >= 2 * MAX_SPLITS.value, "no row is split"  # type: ignore[attr-defined]
             assert_matches(layer.forward(batch, step, want_lse=want_lse), batch, "split rows", expected)
 
 

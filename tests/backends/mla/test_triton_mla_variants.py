@@ -92,6 +92,6 @@ def test_traffic_asks_for_what_was_listed(seed: int, machine: Any) -> None:
             run_step(numbers, group, limits, cache, clone, replace(common, for_graph=True))
     names = {variant.name for variant in asked.variants.values()}
     assert names & {"mla_hopper_kernel", "mla_decode_kernel"}
-    assert names > {"mla_join_kernel", "schedule_kernel", "write_kv_kernel"}
+    assert names > {"mla_combine_kernel", "schedule_kernel", "write_kv_kernel"}
     missing = [key for key in asked.variants if key not in listed]
     assert not missing, f"{spec} over {cache} within {limits}: {missing[0]}"

@@ -32,13 +32,13 @@ def test_interpreted() -> None:
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the tensors that were loaded by blocks."""
     shapes: list[tuple[int, ...]] = []
-    made = launch.row_blocks
+    made = launch.kv_descriptors
 
-    def row_blocks(tensor: torch.Tensor, keys: int) -> Any:
-        shapes.append(tuple(tensor.shape))
-        return made(tensor, keys)
+    def kv_descriptors(key: torch.Tensor, value: torch.Tensor, block_n: int) -> Any:
+        shapes.extend([tuple(key.shape), tuple(value.shape)])
+        return made(key, value, block_n)
 
-    monkeypatch.setattr(launch, "row_blocks", row_blocks)
+    monkeypatch.setattr(launch, "kv_descriptors", kv_descriptors)
     return shapes
 
 

@@ -34,11 +34,11 @@ TRITON_NAMES = {
     torch.float8_e5m2: "fp8e5",
 }
 POINTERS = {
-    **dict.fromkeys(("lse", "partial", "partial_sums", "slopes", "sinks"), "*fp32"),
-    **dict.fromkeys(("page_table", "seq_lens", "query_start_loc", "key_start_loc", "items", "counters"), "*i32"),
+    **dict.fromkeys(("lse", "partial_acc", "partial_ml", "slopes", "sinks"), "*fp32"),
+    **dict.fromkeys(("page_table", "seq_lens", "query_start_loc", "key_start_loc", "work_items", "counters"), "*i32"),
     **dict.fromkeys(("scale", "value_scale", "soft_cap"), "fp32"),
 }
-WITHOUT_BLOCKS = {"key_blocks": None, "value_blocks": None}
+WITHOUT_DESCRIPTORS = {"key_desc": None, "value_desc": None}
 ALIGNED = {"query_token", "query_head", "key_page", "key_slot", "key_head", "value_page", "value_slot", "value_head",
            "out_token", "out_head", "slot_step"}  # fmt: skip
 
@@ -92,8 +92,8 @@ def _compiled(
 def constants_of(spec: AttentionSpec, page_size: int, **tile: int) -> dict[str, Any]:
     dims = {"DIM": spec.head_dim, "DIM_VO": spec.head_dim_vo}
     dims |= zip(("BLOCK_DIM", "BLOCK_DIM_VO"), tuning.block_dims(spec), strict=True)
-    return {"SOFT_CAP": 0, "ALIBI": 0, "EARLY": 0, "ALIKE": 0, "PAGE_SIZE": page_size, "KV_HEADS": spec.num_kv_heads,
-            "GROUP": spec.group_size, "EXACT": int(spec.dtype is torch.float32),
+    return {"SOFT_CAP": 0, "ALIBI": 0, "SCALE_FIRST": 0, "ALIKE": 0, "PAGE_SIZE": page_size,
+            "KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "EXACT": int(spec.dtype is torch.float32),
             **dims, **tile}  # fmt: skip
 
 
@@ -102,9 +102,9 @@ def prefill_of(spec: AttentionSpec, page_size: int, room: int) -> tuple[Any, dic
     tile = tuning.prefill_tile(spec, KVCacheSpec(16, 16), None, room, "prefill" if page_size else "prompt")
     tokens = max(1, tile.rows // spec.group_size)
     sizes = {
-        "TOKENS": tokens,
-        "ROWS": split.padded(tokens * spec.group_size),
-        "KEYS": tile.keys,
+        "BLOCK_Q": tokens,
+        "BLOCK_M": split.padded(tokens * spec.group_size),
+        "BLOCK_N": tile.keys,
         "STAGES": tile.stages,
         "LOCAL": 1,
     }
@@ -114,8 +114,9 @@ def prefill_of(spec: AttentionSpec, page_size: int, room: int) -> tuple[Any, dic
 def decode_of(spec: AttentionSpec, num_rows: int, query_rows: int, room: int) -> tuple[Any, dict[str, Any]]:
     """The tile, and the kernel's constants, for one tile of queries."""
     tile = tuning.decode_tile(spec, KVCacheSpec(16, 16), num_rows, query_rows, None, room)
-    sizes = {"TILES": 1, "ROWS": query_rows, "LANES": query_rows, "PARTS": 1, "KEYS": tile.keys, "STAGES": tile.stages,
-             "MASKED_STAGES": 1, "PAIRS": int(spec.cache_dtype.itemsize == 1), "START": 0}  # fmt: skip
+    sizes = {"TILES": 1, "BLOCK_M": query_rows, "USED_M": query_rows, "BLOCK_SPLITS": 1, "BLOCK_N": tile.keys,
+             "STAGES": tile.stages, "MASKED_STAGES": 1,
+             "PAIRS": int(spec.cache_dtype.itemsize == 1), "PDL": 0}  # fmt: skip
     return tile, constants_of(spec, 16, **sizes)
 
 
@@ -143,9 +144,9 @@ def test_prefill_fits_as_compiled(spec: AttentionSpec, page_size: int, capabilit
 
     tile, constants = prefill_of(spec, page_size, room)
     types = tensors_of(spec)
-    assert shared_bytes(prefill_kernel, types, constants | WITHOUT_BLOCKS, tile.warps, capability) <= room
+    assert shared_bytes(prefill_kernel, types, constants | WITHOUT_DESCRIPTORS, tile.warps, capability) <= room
     if capability >= 90 and spec.cache_dtype is spec.dtype:
-        blocks = {"key_blocks": spec.head_dim, "value_blocks": spec.head_dim_vo}
+        blocks = {"key_desc": spec.head_dim, "value_desc": spec.head_dim_vo}
         types |= {name: f"tensordesc<bf16[{tile.keys}, {split.padded(dim)}]>" for name, dim in blocks.items()}
         assert shared_bytes(prefill_kernel, types, constants, tile.warps, capability) <= room
 
@@ -160,7 +161,7 @@ def test_keys_and_values_lie_in_shared_memory_alike(dims: tuple[int, int], page_
 
     spec = spec_of(*dims, torch.bfloat16)
     tile, constants = prefill_of(spec, page_size, HOPPER)
-    made = _compiled(ASTSource, prefill_kernel, tensors_of(spec), constants | WITHOUT_BLOCKS, tile.warps, 90)
+    made = _compiled(ASTSource, prefill_kernel, tensors_of(spec), constants | WITHOUT_DESCRIPTORS, tile.warps, 90)
     assert len(set(re.findall(r"swizzlingByteWidth = \d+", made.asm["ttgir"]))) == 1
 
 
@@ -196,11 +197,11 @@ def test_an_fp8_cache_costs_no_slow_instructions(cached: torch.dtype) -> None:
 
     spec, latent = spec_of(128, 128, torch.bfloat16, cached), MLASpec(16, dtype=torch.bfloat16, cache_dtype=cached)
     decode = constants_of(
-        spec, 16, TILES=1, ROWS=16, LANES=16, PARTS=1, KEYS=64, STAGES=3, MASKED_STAGES=1, PAIRS=1, START=1
+        spec, 16, TILES=1, BLOCK_M=16, USED_M=16, BLOCK_SPLITS=1, BLOCK_N=64, STAGES=3, MASKED_STAGES=1, PAIRS=1, PDL=1
     )
-    mla = {"WANT_LSE": 0, "PAGE_SIZE": 16, "QUERY_LEN": 1, "HEADS": 16, "TILES": 1, "ROWS": 16, "KEYS": 32, "RANK": 512,
-           "ROPE": 64, "BLOCK_RANK": 512, "BLOCK_ROPE": 64, "EXACT": 0, "STAGES": 3, "latent_rows": None,
-           "rope_rows": None, "LETS_NEXT_START": 1}  # fmt: skip
+    mla = {"WANT_LSE": 0, "PAGE_SIZE": 16, "QUERY_LEN": 1, "HEADS": 16, "TILES": 1, "BLOCK_M": 16, "BLOCK_N": 32,
+           "RANK": 512, "ROPE": 64, "BLOCK_RANK": 512, "BLOCK_ROPE": 64, "EXACT": 0, "STAGES": 3, "latent_rows": None,
+           "rope_rows": None, "LAUNCH_DEPENDENTS": 1}  # fmt: skip
     latent_cache = f"*{TRITON_NAMES[latent.cache_dtype]}"
     for kernel, types, constants in (
         (decode_kernel, tensors_of(spec), decode),
@@ -212,7 +213,7 @@ def test_an_fp8_cache_costs_no_slow_instructions(cached: torch.dtype) -> None:
         assert code.count("LDS.U8") <= 4  # by masks
 
 
-@pytest.mark.parametrize("start", list(launching.Start))
+@pytest.mark.parametrize("start", list(launching.Pdl))
 def test_decode_waits_as_it_starts(start: Any) -> None:
     """Early: before all loads but those of its item. Beside another kernel: last of all, and reads anew at first."""
     from triton.compiler import ASTSource
@@ -221,12 +222,12 @@ def test_decode_waits_as_it_starts(start: Any) -> None:
 
     spec = spec_of(128, 128, torch.bfloat16, torch.bfloat16)
     tile, constants = decode_of(spec, 64, 16, HOPPER)
-    constants["START"] = int(start)
+    constants["PDL"] = int(start)
     code = listing(_compiled(ASTSource, decode_kernel, tensors_of(spec), constants, tile.warps, 90))
     before, waits, behind = code.partition("ACQBULK")
-    if start is launching.Start.BEHIND:
+    if start is launching.Pdl.OFF:
         assert not waits
-    elif start is launching.Start.EARLY:
+    elif start is launching.Pdl.WAIT_FIRST:
         assert waits
         assert before.count("LDG") <= 8
         assert "LDGSTS" not in before
@@ -236,9 +237,9 @@ def test_decode_waits_as_it_starts(start: Any) -> None:
         assert not any(access in behind for access in ("LDG", "STG", "LDS", "STS"))
 
 
-ONE_TOKEN = {"NORM": 1, "RESIDUAL": 1, "GATED": 1, "ROWS": 4, "COLUMNS": 1024}
+ONE_TOKEN = {"NORM": 1, "RESIDUAL": 1, "GATED": 1, "BLOCK_N": 4, "BLOCK_K": 1024}
 WRITE = {"PAGE_SIZE": 16, "HEADS": 8, "KEY_DIM": 128, "VALUE_DIM": 128, "KEY_BLOCK": 1024, "VALUE_BLOCK": 1024,
-         "LIMIT": 0.0, "SCALED": 0, "LETS_NEXT_START": 1}  # fmt: skip
+         "LIMIT": 0.0, "SCALED": 0, "LAUNCH_DEPENDENTS": 1}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -260,7 +261,7 @@ def test_kernels_that_start_early_wait_first(module: str, name: str, constants: 
     tensors = [n for n in kernel.arg_names if n.islower() and n not in numbers and not n.startswith(("key_", "value_"))]
     types = dict.fromkeys([*tensors, "key_cache", "value_cache"], "*bf16")
     types |= {"slot_mapping": "*i64"} | dict.fromkeys(("epsilon", "k_scale", "v_scale"), "fp32")
-    code = listing(_compiled(ASTSource, kernel, types, constants | {"EARLY": 1}, 4, 90))
+    code = listing(_compiled(ASTSource, kernel, types, constants | {"USE_PDL": 1}, 4, 90))
     before, waits, behind = code.partition("ACQBULK")
     assert waits
     assert ("LDG" in before) == reads
@@ -273,11 +274,11 @@ def test_parts_of_latent_rows_are_read_behind_the_wait() -> None:
     """All programs wait, those with nothing to join too: else what comes next may not find the decode done."""
     from triton.compiler import ASTSource
 
-    from attn_backends.backends.mla.triton_mla.decode_kernel import mla_join_kernel
+    from attn_backends.backends.mla.triton_mla.decode_kernel import mla_combine_kernel
 
-    constants = {"WANT_LSE": 0, "QUERIES": 128, "PLACE": 128, "RANK": 512, "BLOCK_RANK": 512, "PARTS": 8,
-                 "EARLY": 1}  # fmt: skip
-    code = listing(_compiled(ASTSource, mla_join_kernel, {"output": "*bf16"}, constants, 4, 90))
+    constants = {"WANT_LSE": 0, "QUERIES": 128, "SLOT_QUERIES": 128, "RANK": 512, "BLOCK_RANK": 512, "BLOCK_SPLITS": 8,
+                 "USE_PDL": 1}  # fmt: skip
+    code = listing(_compiled(ASTSource, mla_combine_kernel, {"output": "*bf16"}, constants, 4, 90))
     before, waits, _ = code.partition("ACQBULK")
     assert waits
     assert before.count("LDG") <= 3
@@ -309,9 +310,9 @@ def test_latent_decode_fits_as_compiled(capability: int, room: int, heads: int) 
 
     tile = tiles.decode_tile(MLASpec(heads, dtype=torch.bfloat16), KVCacheSpec(16, 64), 64, heads, None, room)
     rows = min(split.padded(heads), tile.rows)
-    constants = {"WANT_LSE": 0, "PAGE_SIZE": 64, "QUERY_LEN": 1, "HEADS": heads, "TILES": heads // rows, "ROWS": rows,
-                 "KEYS": tile.keys, "RANK": 512, "ROPE": 64, "BLOCK_RANK": 512, "BLOCK_ROPE": 64, "EXACT": 0,
-                 "STAGES": tile.stages, "LETS_NEXT_START": int(capability >= 90)}  # fmt: skip
+    constants = {"WANT_LSE": 0, "PAGE_SIZE": 64, "QUERY_LEN": 1, "HEADS": heads, "TILES": heads // rows,
+                 "BLOCK_M": rows, "BLOCK_N": tile.keys, "RANK": 512, "ROPE": 64, "BLOCK_RANK": 512, "BLOCK_ROPE": 64,
+                 "EXACT": 0, "STAGES": tile.stages, "LAUNCH_DEPENDENTS": int(capability >= 90)}  # fmt: skip
     types = dict.fromkeys(("query", "latent_cache", "output"), "*bf16")
     if capability >= 90:
         blocks = {"latent_rows": 512, "rope_rows": 64}
@@ -333,15 +334,15 @@ def test_the_latent_kernel_for_hopper_as_compiled(
     from attn_backends.kernels import hopper
 
     rows, pair, group = (
-        decode_hopper_kernel.ROWS.value,
-        2 * decode_hopper_kernel.KEYS.value,
+        decode_hopper_kernel.BLOCK_M.value,
+        2 * decode_hopper_kernel.BLOCK_N.value,
         decode_hopper_kernel.GROUP_WARPS,
     )
     assert (rows, pair, 2 * group, 1) == tiles.HOPPER_TILE
-    load = hopper.rows_of_load(page_size, decode_hopper_kernel.KEYS.value)
-    constants = {"WANT_LSE": want_lse, "PAGE_SIZE": page_size, "LOAD": load, "QUERY_LEN": query_len, "HEADS": heads,
-                 "TILES": -(-query_len * heads // 64), "WIDEN": int(cached != "of queries"),
-                 "E5M2": int(cached == "e5m2"), "LETS_NEXT_START": 1}  # fmt: skip
+    load = hopper.tma_rows(page_size, decode_hopper_kernel.BLOCK_N.value)
+    constants = {"WANT_LSE": want_lse, "PAGE_SIZE": page_size, "TMA_ROWS": load, "QUERY_LEN": query_len, "HEADS": heads,
+                 "TILES": -(-query_len * heads // 64), "UPCAST": int(cached != "of queries"),
+                 "E5M2": int(cached == "e5m2"), "LAUNCH_DEPENDENTS": 1}  # fmt: skip
     types = dict.fromkeys(("query", "output"), f"*{dtype}")
     types["cached"] = f"tensordesc<{dtype}[{load}, 64],{hopper.BLOCK_LAYOUT!r}>"
     if cached != "of queries":
@@ -358,14 +359,14 @@ def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_s
     from attn_backends.kernels import hopper
     from attn_backends.kernels.split_kv import FAR
 
-    keys = prefill_hopper.keys_of(dims[0])
-    rows = hopper.rows_of_load(page_size, keys)
-    constants = {"CHUNK": FAR.value, "LOCAL": int(is_local), "PAGE_SIZE": page_size, "LOAD": rows,
-                 "KV_HEADS": 2, "GROUP": 4, "TOKENS": 32, "KEYS": keys, "DIM": dims[0], "DIM_VO": dims[1],
-                 "PLACES": prefill_hopper.places_of(dims[0]), "LETS_NEXT_START": 1}  # fmt: skip
+    keys = prefill_hopper.block_n(dims[0])
+    rows = hopper.tma_rows(page_size, keys)
+    constants = {"CHUNK": FAR.value, "LOCAL": int(is_local), "PAGE_SIZE": page_size, "TMA_ROWS": rows,
+                 "KV_HEADS": 2, "GROUP": 4, "BLOCK_Q": 32, "BLOCK_N": keys, "DIM": dims[0], "DIM_VO": dims[1],
+                 "Q_STAGES": prefill_hopper.q_stages(dims[0]), "LAUNCH_DEPENDENTS": 1}  # fmt: skip
     types = dict.fromkeys(("query", "output"), "*bf16")
-    strips = f"tensordesc<bf16[{rows}, 64],{hopper.BLOCK_LAYOUT!r}>"
-    types |= dict.fromkeys(("key_strips", "value_strips"), strips)
+    desc = f"tensordesc<bf16[{rows}, 64],{hopper.BLOCK_LAYOUT!r}>"
+    types |= dict.fromkeys(("key_desc", "value_desc"), desc)
     check_for_hopper(prefill_hopper.prefill_hopper_kernel, types, constants, prefill_hopper.GROUP_WARPS)
 
 
@@ -428,7 +429,7 @@ def test_whom_the_kernel_for_hopper_serves(
     assert triton_mla.suits_hopper_kernel(spec, cache, torch.device("cuda")) is serves
     assert not triton_mla.suits_hopper_kernel(spec, cache, torch.device("cpu"))
     tile = tiles.decode_tile(spec, cache, 64, 128, None, HOPPER, serves)
-    assert (tile.hopper, tiles.Cut(tile, 64, 40, 132).tile_rows) == (serves, 64 if serves else min(64, tile.rows))
+    assert (tile.hopper, tiles.SplitPlan(tile, 64, 40, 132).tile_rows) == (serves, 64 if serves else min(64, tile.rows))
 
 
 @pytest.mark.parametrize("name", ["TRITON", "TRITON_MLA"])

@@ -146,7 +146,7 @@ SCALES = {"k_scale": 0.5, "v_scale": 2.0}
 @pytest.fixture
 def widening(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is not faster too."""
-    monkeypatch.setattr(metadata, "is_faster_widened", lambda *_: True)
+    monkeypatch.setattr(metadata, "is_faster_upcast", lambda *_: True)
 
 
 @pytest.mark.usefixtures("widening")
@@ -173,7 +173,7 @@ def test_widened_keys_by_some_heads(
 ) -> None:
     """Of 1995 keys; two heads, or four."""
     batch = a_batch(spec_of(**CACHED, **changes), layout=layout, **SCALES)
-    room = tuning.TritonOptions(widened_bytes=1995 * heads_at_once * 2 * 128 * 2)
+    room = tuning.TritonOptions(upcast_bytes=1995 * heads_at_once * 2 * 128 * 2)
     layer = make_layer(get_backend("TRITON"), batch, options=room)
     assert_matches(layer.forward(batch, layer.begin(batch), want_lse=True), batch)
     assert served == [False] * max(1, batch.spec.num_kv_heads // heads_at_once)
@@ -183,9 +183,9 @@ def test_widened_keys_by_some_heads(
 @pytest.mark.parametrize("why", ["no room", "slower", "tile"])
 def test_keys_that_are_not_widened(why: str, served: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     tile = {"rows": 64, "keys": 32, "warps": 4, "stages": 2}
-    options = {"no room": {"widened_bytes": 900_000}, "slower": {}, "tile": {"prompt_tile": tile}}[why]
+    options = {"no room": {"upcast_bytes": 900_000}, "slower": {}, "tile": {"prompt_tile": tile}}[why]
     if why == "slower":
-        monkeypatch.setattr(metadata, "is_faster_widened", lambda *_: False)
+        monkeypatch.setattr(metadata, "is_faster_upcast", lambda *_: False)
     batch = a_batch(spec_of(**CACHED), **SCALES)
     layer = make_layer(get_backend("TRITON"), batch, options=tuning.TritonOptions(**options))
     assert_matches(layer.forward(batch, layer.begin(batch)), batch)

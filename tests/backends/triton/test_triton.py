@@ -24,7 +24,7 @@ impl = pytest.importorskip("attn_backends.backends.triton.impl")
 rows_of = pytest.importorskip("attn_backends.backends.triton.kernels.tile").rows_of
 metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
 widening = pytest.importorskip("attn_backends.backends.triton.rules")
-Start = pytest.importorskip("attn_backends.kernels.launch").Start
+Pdl = pytest.importorskip("attn_backends.kernels.launch").Pdl
 
 # The interpreter takes milliseconds a program. These are left to the GPU; the others take every road of the kernels.
 LEFT_OUT = (
@@ -99,7 +99,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     made: list[tuple[str, object]] = []
     for where in (launch, widening):
         monkeypatch.setattr(where, "num_multiprocessors", lambda device: 6)
-    for name in ("can_start_early", "has_hopper_kernels", "has_tensor_engine"):
+    for name in ("supports_pdl", "has_hopper_kernels", "has_tensor_engine"):
         monkeypatch.setattr(launch, name, lambda device: True)
 
     def prefill(*arguments: Any) -> None:
@@ -107,10 +107,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
 
     monkeypatch.setattr(launch, "_prefill_on_hopper", prefill)
     monkeypatch.setattr(launch, "_prefill", lambda *arguments: made.append(("portable prefill", None)))
-    monkeypatch.setattr(launch, "_widen", lambda *arguments: made.append(("widen", None)))
-    monkeypatch.setattr(launch, "_decode", lambda *arguments: made.append(("decode", Start(arguments[-3][-1]))))
+    monkeypatch.setattr(launch, "_upcast", lambda *arguments: made.append(("upcast", None)))
+    monkeypatch.setattr(launch, "_decode", lambda *arguments: made.append(("decode", Pdl(arguments[-3][-1]))))
     monkeypatch.setattr(impl, "write_kv", lambda *arguments, next_waits: made.append(("write", next_waits)))
-    monkeypatch.setattr(metadata, "is_faster_widened", lambda *_: True)
+    monkeypatch.setattr(metadata, "is_faster_upcast", lambda *_: True)
     return made
 
 
@@ -131,13 +131,13 @@ def test_decode_starts_early_behind_a_small_write(
 ) -> None:
     """Of no more tokens than there are multiprocessors. The write lets nothing else start: it may not wait."""
     launch_step(query_lens)
-    assert launches == [("write", early), ("decode", Start.EARLY if early else Start.BEHIND)]
+    assert launches == [("write", early), ("decode", Pdl.WAIT_FIRST if early else Pdl.OFF)]
 
 
 @only_interpreted
 def test_decode_without_a_write_starts_behind(launches: list[tuple[str, object]]) -> None:
     launch_step((1, 1), writes=False)
-    assert launches == [("decode", Start.BEHIND)]
+    assert launches == [("decode", Pdl.OFF)]
 
 
 @only_interpreted
@@ -148,7 +148,7 @@ def test_decodes_and_prefills_run_side_by_side(writes: bool, launches: list[tupl
         launches.clear()
         launch_step((*[1] * num_decodes, 40), writes)
         assert launches[:-2] == [("write", False)] * writes
-        assert launches[-2:] == [("prefill", (programs, True)), ("decode", Start.BESIDE)]
+        assert launches[-2:] == [("prefill", (programs, True)), ("decode", Pdl.WAIT_LAST)]
 
 
 @only_interpreted
@@ -162,7 +162,7 @@ def test_decodes_wait_for_other_prefills(
 ) -> None:
     """The portable kernel lets nothing start, nor the one for Hopper where it takes several launches."""
     launch_step((1, 1, 40), **changes)
-    assert launches[-1] == ("decode", Start.BEHIND)
+    assert launches[-1] == ("decode", Pdl.OFF)
     assert prefill in [name for name, _ in launches]
     assert ("prefill", (6, False)) in launches or prefill != "prefill"
 
@@ -189,10 +189,10 @@ def test_prefills_alone_take_the_whole_gpu(launches: list[tuple[str, object]]) -
 
 
 @triton.jit
-def tiles_kernel(query_start_loc, rows, firsts, first_row, num_rows, TOKENS: triton.language.constexpr):  # type: ignore[no-untyped-def]
+def tiles_kernel(query_start_loc, rows, firsts, first_row, num_rows, BLOCK_Q: triton.language.constexpr):  # type: ignore[no-untyped-def]
     """What each program's tile is."""
     tile = triton.language.program_id(0)
-    row, _first_token, query_len, first = rows_of(tile, query_start_loc, first_row, num_rows, TOKENS)
+    row, _first_token, query_len, first = rows_of(tile, query_start_loc, first_row, num_rows, BLOCK_Q)
     triton.language.store(rows + tile, row)
     triton.language.store(firsts + tile, triton.language.where(first < query_len, first, -1))
 
@@ -230,7 +230,7 @@ class TestTritonOnHopper(BackendConformance):
 
     @pytest.fixture(autouse=True)
     def _widening(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(metadata, "is_faster_widened", lambda *_: True)
+        monkeypatch.setattr(metadata, "is_faster_upcast", lambda *_: True)
 
     def make_spec(self, **changes: Any) -> AttentionSpec:
         return super().make_spec(**{"head_dim": 128, **changes})

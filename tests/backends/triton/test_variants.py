@@ -74,7 +74,7 @@ def draw_engine(numbers: Random, feature: dict[str, Any], spec: AttentionSpec | 
     cache = KVCacheSpec(64, numbers.choice((1, 8, 16, 16, 32, 64, 256)), numbers.choice(("NHD", "HND")))
     options = None
     if numbers.random() < 0.5:
-        options = tuning.TritonOptions(widened_bytes=1 << numbers.randint(18, 24))
+        options = tuning.TritonOptions(upcast_bytes=1 << numbers.randint(18, 24))
     groups = plan_groups(specs)
     return Engine(groups, cache, limits, triton_state.TritonState(groups, cache, limits, CPU, options=options), options)
 
@@ -214,7 +214,7 @@ def test_traffic_asks_for_what_was_listed(seed: int, machine: Any) -> None:
 @pytest.mark.parametrize("cached", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_traffic_for_the_kernel_for_hopper(cached: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that it serves: decodes run beside it, and keys of 8 bits are made 16 bits, by some heads at a time."""
-    monkeypatch.setattr(triton_metadata, "is_faster_widened", lambda *_: True)
+    monkeypatch.setattr(triton_metadata, "is_faster_upcast", lambda *_: True)
     numbers, machine, asked = Random(0), MACHINES["H200"], {}
     for _ in range(12):
         heads = numbers.choice([given for given in HEADS if given[2] in (64, 128, 256)])
@@ -228,9 +228,9 @@ def test_traffic_for_the_kernel_for_hopper(cached: torch.dtype, monkeypatch: pyt
     last = {(variant.name, variant.given[-1]) for variant in asked.values()}  # how it starts, or lets the next one
     assert ("prefill_hopper_kernel", 0) in last
     if cached is torch.bfloat16:
-        assert {("prefill_hopper_kernel", 1), ("decode_kernel", int(launching.Start.BESIDE))} <= last
+        assert {("prefill_hopper_kernel", 1), ("decode_kernel", int(launching.Pdl.WAIT_LAST))} <= last
     else:
-        assert len({variant.given[-7] for variant in asked.values() if variant.name == "widen_kernel"}) > 1  # heads
+        assert len({variant.given[-7] for variant in asked.values() if variant.name == "upcast_kernel"}) > 1  # heads
 
 
 def test_the_list_is_short() -> None:

@@ -20,7 +20,7 @@ TritonOptions = pytest.importorskip("attn_backends.backends.triton.tuning").Trit
 # By benchmarks/rules/widening.py.
 MEASURED = json.loads(Path(__file__).parents[3].joinpath("benchmarks/results/widening.json").read_text())["rows"]
 SIZES = ("heads", "rows", "keys of each", "tokens of each")
-ROOM = TritonOptions().widened_bytes
+ROOM = TritonOptions().upcast_bytes
 E4M3 = torch.float8_e4m3fn
 
 
@@ -31,7 +31,7 @@ def _on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def is_faster(spec: AttentionSpec, query_lens: list[int], seq_lens: list[int], num_bytes: int = ROOM) -> bool:
     lens = (np.array(lens, np.int32) for lens in (query_lens, seq_lens))
-    return bool(widening.is_faster_widened(spec, *lens, num_bytes, torch.device("cuda")))
+    return bool(widening.is_faster_upcast(spec, *lens, num_bytes, torch.device("cuda")))
 
 
 def layer(heads: tuple[int, int], **more: Any) -> AttentionSpec:
@@ -60,5 +60,5 @@ def test_keys_without_room_stay_as_they_are() -> None:
 
 
 def test_room_that_cannot_be() -> None:
-    with pytest.raises(ConfigError, match=r"widened_bytes .*: got -1; allowed: greater than or equal to 0"):
-        validate_options("TRITON", {"widened_bytes": -1})
+    with pytest.raises(ConfigError, match=r"upcast_bytes .*: got -1; allowed: greater than or equal to 0"):
+        validate_options("TRITON", {"upcast_bytes": -1})

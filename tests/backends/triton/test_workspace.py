@@ -89,22 +89,27 @@ def test_parts_of_any_batch_have_their_slots() -> None:
     targets = {}
     for (heads, kv_heads, dim, dim_vo), query_len in product(head_shapes(), range(1, 17)):
         spec = AttentionSpec(heads, kv_heads, dim, dim_vo, dtype=BF16)
-        cut = launch.Cut.of(spec, query_len)
+        plan = launch.SplitPlan.of(spec, query_len)
         for tile, sms in product(tiles, MULTIPROCESSORS):
-            targets[cut.target(spec, tile, sms)] = cut.places(spec, tile, sms)
+            targets[plan.target(spec, tile, sms)] = plan.num_partial_slots(spec, tile, sms)
     batches = [hard_batches(rows, numbers) for rows in (1, 2, 3, 7, 16, 33, 100, 257, 512)]
-    for (target, places), min_blocks in product(sorted(targets.items()), (1, 2, 4)):
+    for (target, num_partial_slots), min_blocks in product(sorted(targets.items()), (1, 2, 4)):
         for lens in batches:
-            assert parts_of(lens, target, min_blocks).max() <= places, (target, min_blocks, lens.shape)
+            assert parts_of(lens, target, min_blocks).max() <= num_partial_slots, (target, min_blocks, lens.shape)
     assert len(targets) > 200
 
 
 def written(spec: AttentionSpec, tile: Any, num_rows: int, query_len: int, sms: int) -> tuple[int, int, int]:
-    """How far a launch writes into `partial`, `sums` and `counters`, by the addresses in `decode_kernel`."""
-    cut = launch.Cut.of(spec, query_len)
-    place, head, tile_index, lane = cut.places(spec, tile, sms) - 1, spec.num_kv_heads - 1, cut.tiles - 1, cut.lanes - 1
-    mine = ((place * spec.num_kv_heads + head) * cut.tiles + tile_index) * cut.lanes + lane
-    counter = ((num_rows - 1) * spec.num_kv_heads + head) * cut.tiles + tile_index
+    """How far a launch writes into `partial_acc`, `partial_ml` and `counters`, by the addresses in `decode_kernel`."""
+    plan = launch.SplitPlan.of(spec, query_len)
+    place, head, tile_index, lane = (
+        plan.num_partial_slots(spec, tile, sms) - 1,
+        spec.num_kv_heads - 1,
+        plan.tiles - 1,
+        plan.used_m - 1,
+    )
+    mine = ((place * spec.num_kv_heads + head) * plan.tiles + tile_index) * plan.used_m + lane
+    counter = ((num_rows - 1) * spec.num_kv_heads + head) * plan.tiles + tile_index
     block = tuning.block_dims(spec)[1]
     return mine * block + block, mine * 2 + 2, counter + 1
 
@@ -113,13 +118,13 @@ def overruns(sized: Callable[..., tuple[int, int, int]], specs: list[AttentionSp
     """Launches that write beyond a workspace of the given size, over all rows, tokens and multiprocessors."""
     for spec in specs:
         tiles: dict[int, dict[Any, int]] = {}  # by queries of a tile: each tile, and the most rows that take it
-        for rows in {launch.Cut.of(spec, query_len).rows for query_len in range(1, 17)}:
+        for rows in {launch.SplitPlan.of(spec, query_len).block_m for query_len in range(1, 17)}:
             nearest = [tuning.decode_tile(spec, CACHE, n, rows, None, SHARED_MEMORY) for n in range(1, 513)]
             tiles[rows] = {tile: n for n, tile in enumerate(nearest, 1)}
         for sms in MULTIPROCESSORS:
             has = sized([spec], CACHE, LIMITS, None, sms, SHARED_MEMORY)
             for query_len in range(1, 17):
-                for tile, num_rows in tiles[launch.Cut.of(spec, query_len).rows].items():
+                for tile, num_rows in tiles[launch.SplitPlan.of(spec, query_len).block_m].items():
                     needs = written(spec, tile, num_rows, query_len, sms)
                     if any(need > size for need, size in zip(needs, has, strict=True)):
                         yield f"{spec} rows {num_rows} tokens {query_len} multiprocessors {sms}: {needs} of {has}"
@@ -150,7 +155,7 @@ def _sized_for(spec_tokens: Callable[[int], list[int]]) -> Callable[..., Any]:
     def sized(specs: Any, cache: Any, limits: Limits, options: Any, sms: int, shared: int) -> Any:
         need = workspace.NOTHING
         for spec, query_len in product(specs, spec_tokens(min(16, limits.max_num_tokens))):
-            rows = launch.Cut.of(spec, query_len).rows
+            rows = launch.SplitPlan.of(spec, query_len).block_m
             for tile in tuning.decode_tiles(spec, cache, limits.max_num_requests, rows, options, shared):
                 need = need.or_more(workspace.decode_need(spec, tile, limits.max_num_requests, query_len, sms))
         return need
@@ -158,12 +163,12 @@ def _sized_for(spec_tokens: Callable[[int], list[int]]) -> Callable[..., Any]:
     return sized
 
 
-def _scaled(partial: float = 1.0, sums: float = 1.0, counters: float = 1.0) -> Callable[..., Any]:
+def _scaled(partial_acc: float = 1.0, partial_ml: float = 1.0, counters: float = 1.0) -> Callable[..., Any]:
     """`largest_need`, of which something is a little too small."""
 
     def sized(*args: Any) -> Any:
         need = workspace.largest_need(*args)
-        return tuple(int(size * by) for size, by in zip(need, (partial, sums, counters), strict=True))
+        return tuple(int(size * by) for size, by in zip(need, (partial_acc, partial_ml, counters), strict=True))
 
     return sized
 
@@ -174,12 +179,12 @@ def _scaled(partial: float = 1.0, sums: float = 1.0, counters: float = 1.0) -> C
         _sized_for(lambda longest: [1, longest]),
         _sized_for(lambda longest: [longest]),
         _sized_for(lambda longest: [1 << bits for bits in range(longest.bit_length())]),
-        _scaled(partial=0.99),
-        _scaled(sums=0.99),
+        _scaled(partial_acc=0.99),
+        _scaled(partial_ml=0.99),
         _scaled(counters=0.99),
-        _scaled(partial=0.75, sums=0.75),  # as many slots as items that fill the GPU, and not 4 / 3 of them
+        _scaled(partial_acc=0.75, partial_ml=0.75),  # as many slots as items that fill the GPU, and not 4 / 3 of them
     ],
-    ids=["ends", "longest", "powers_of_two", "partial", "sums", "counters", "no_third"],
+    ids=["ends", "longest", "powers_of_two", "partial_acc", "partial_ml", "counters", "no_third"],
 )
 def test_a_workspace_that_is_too_small_is_found(mutant: Callable[..., Any]) -> None:
     assert next(overruns(mutant, specs_of(head_shapes())[::-1]), None) is not None
@@ -197,10 +202,10 @@ def test_the_latent_workspace_holds_every_launch(monkeypatch: pytest.MonkeyPatch
         for sms in MULTIPROCESSORS:
             monkeypatch.setattr(triton_mla, "num_multiprocessors", lambda _, sms=sms: sms)
             made = triton_mla.TritonMLAState(plan_groups({0: spec}), CACHE, Limits(512, 4096, 4096), "meta")
-            has = tuple(map(torch.Tensor.numel, made.room))
+            has = tuple(map(torch.Tensor.numel, made.split_workspace))
             for (query_len, tile), rows in taken.items():
-                cut = triton_tiles.Cut(tile, rows, query_len * spec.num_qo_heads, sms)
-                queries = math.floor(4 * cut.target / 3) * cut.tiles * cut.tile_rows  # of all slots
+                plan = triton_tiles.SplitPlan(tile, rows, query_len * spec.num_qo_heads, sms)
+                queries = math.floor(4 * plan.target / 3) * plan.tiles * plan.tile_rows  # of all slots
                 needs = (queries * triton_tiles.block_dims(spec)[0], queries * 2)
                 assert all(need <= size for need, size in zip(needs, has, strict=True)), (spec, tile, rows, sms)
 
@@ -212,10 +217,10 @@ def test_one_latent_workspace_holds_layers_of_every_kind(monkeypatch: pytest.Mon
     for specs in ([wide, narrow], [narrow, wide], [narrow]):
         groups = plan_groups(dict(enumerate(specs)))
         made = triton_mla.TritonMLAState(groups, CACHE, Limits(8, 64, 4096), "meta")
-        has = tuple(map(torch.Tensor.numel, made.room))
+        has = tuple(map(torch.Tensor.numel, made.split_workspace))
         for spec, rows, query_len in product(specs, range(1, 9), range(1, MLAMetadataBuilder.decode_threshold + 1)):
-            cut = made._make_cut(spec, rows, query_len)
-            queries = math.floor(4 * cut.target / 3) * cut.tiles * cut.tile_rows
+            plan = made._make_plan(spec, rows, query_len)
+            queries = math.floor(4 * plan.target / 3) * plan.tiles * plan.tile_rows
             needs = (queries * triton_tiles.block_dims(spec)[0], queries * 2)
             assert all(need <= size for need, size in zip(needs, has, strict=True)), (spec, rows, query_len)
 
@@ -224,7 +229,7 @@ def test_a_latent_workspace_of_one_token(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(triton_mla, "num_multiprocessors", lambda _: 132)
     spec = MLASpec(16, dtype=BF16)
     made = triton_mla.TritonMLAState(plan_groups({0: spec}), CACHE, Limits(1, 1, 4096), "meta")
-    made.room.check(made._make_cut(spec, 1, 1), spec)
+    made.split_workspace.check(made._make_plan(spec, 1, 1), spec)
 
 
 def _latent_tile(spec: MLASpec, rows: int, query_len: int, hopper: bool) -> Any:
@@ -239,21 +244,21 @@ def test_the_state_is_sized_by_the_need(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(state, "num_multiprocessors", lambda _: 132)
     spec, limits = AttentionSpec(32, 8, 128, dtype=BF16), Limits(40, 300, 4096)
     need = workspace.largest_need([spec], CACHE, limits, None, 132, SHARED_MEMORY)
-    room = make_state(spec, limits).room
-    assert (room.partial.numel(), room.sums.numel(), room.counters.numel()) == need
+    room = make_state(spec, limits).workspace
+    assert (room.partial_acc.numel(), room.partial_ml.numel(), room.counters.numel()) == need
 
 
 def test_room_for_keys_made_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """All keys within the limits of the layer that has most of them, or as many bytes as are allowed: whole lines, as
     they are read as another dtype. Graphs run no prefills."""
-    monkeypatch.setattr(state, "widens", lambda *_: True)
+    monkeypatch.setattr(state, "can_upcast", lambda *_: True)
     layers = {i: AttentionSpec(8, heads, 128, dtype=BF16, cache_dtype=FP8) for i, heads in enumerate((2, 8, 4))}
     for allowed, expected in ((1 << 20, 2 * 24 * 8 * 256 * 2), (1003, 992)):
-        options = tuning.TritonOptions(widened_bytes=allowed)
+        options = tuning.TritonOptions(upcast_bytes=allowed)
         made = state.TritonState(plan_groups(layers), CACHE, Limits(2, 16, 24), "cpu", options=options)
-        assert made.room.widened.numel() == expected
+        assert made.workspace.upcast_kv.numel() == expected
         made.hold_inputs(2, None)
-        assert made.graph_room.widened.numel() == 0
+        assert made.graph_workspace.upcast_kv.numel() == 0
 
 
 def test_a_batch_above_the_limits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,13 +266,13 @@ def test_a_batch_above_the_limits_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(state, "num_multiprocessors", lambda _: 132)
     spec = AttentionSpec(32, 8, 128, dtype=BF16)
     made = make_state(spec, Limits(4, 4, 4096))
-    made.make_schedule(0, 4, 1, made.room)
+    made.make_schedule(0, 4, 1, made.workspace)
     for rows, query_len in ((5, 1), (4, 16)):
         with pytest.raises(ValueError, match=f"a step of {rows} rows of up to {query_len} tokens needs .* Limits"):
-            made.make_schedule(0, rows, query_len, made.room)
+            made.make_schedule(0, rows, query_len, made.workspace)
     mla = triton_mla.TritonMLAState(plan_groups({0: MLASpec(16, dtype=BF16)}), CACHE, Limits(4, 4, 4096), "cpu")
     with pytest.raises(ValueError, match=r"needs .* Limits"):
-        mla.room.check(mla._make_cut(mla.specs[0], 4, 8), mla.specs[0])
+        mla.split_workspace.check(mla._make_plan(mla.specs[0], 4, 8), mla.specs[0])
 
 
 @in_own_process
@@ -286,17 +291,19 @@ def test_kernel_schedules_stay_inside(seed: int, monkeypatch: pytest.MonkeyPatch
     spec = AttentionSpec(*shape, dtype=BF16)
     num_rows, longest = int(2 ** numbers.uniform(0, 6)), numbers.randint(1, 16)
     made = make_state(spec, Limits(num_rows, num_rows * longest, 1 << 17))
-    made.room.counters.fill_(7)
+    made.workspace.counters.fill_(7)
     query_lens = [numbers.randint(1, longest) for _ in range(num_rows - 1)] + [longest]
     seq_lens = [query_len + int(2 ** numbers.uniform(0, 15)) for query_len in query_lens]
-    schedule = made.make_schedule(0, num_rows, longest, made.room)
+    schedule = made.make_schedule(0, num_rows, longest, made.workspace)
     starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    schedule.list.fill(torch.tensor(seq_lens, dtype=torch.int32), starts)
+    schedule.work_list.fill(torch.tensor(seq_lens, dtype=torch.int32), starts)
 
-    count, cut = num_rows * spec.num_kv_heads * schedule.cut.tiles, schedule.cut
-    assert not made.room.counters[:count].any()
-    end_of_slots = made.room.partial.numel() // (spec.num_kv_heads * cut.tiles * cut.lanes * tuning.block_dims(spec)[1])
-    items = [item for item in schedule.list.items.tolist() if item[0] >= 0]
+    count, plan = num_rows * spec.num_kv_heads * schedule.plan.tiles, schedule.plan
+    assert not made.workspace.counters[:count].any()
+    end_of_slots = made.workspace.partial_acc.numel() // (
+        spec.num_kv_heads * plan.tiles * plan.used_m * tuning.block_dims(spec)[1]
+    )
+    items = [item for item in schedule.work_list.work_items.tolist() if item[0] >= 0]
     slots = [place + parts % (1 << 15) for _, _, _, place, parts, *_ in items if parts >> 15 > 1]
     assert len(set(slots)) == len(slots)
     assert all(0 <= slot < end_of_slots for slot in slots)
@@ -314,7 +321,7 @@ def test_kernel_is_right_behind_an_aborted_launch() -> None:
     for query_lens in ((1, 1, 1), (1, 3, 30)):
         batch = random_batch(backend, spec, [400, 300, 40], list(query_lens), page_size=16)
         layer = make_layer(backend, batch)
-        room = layer.state.room
+        room = layer.state.workspace
         for left in (0, 1, 2, 1 << 30):
             room.counters.fill_(left)
             room.tiles.fill_(left)
@@ -345,4 +352,9 @@ def test_kernel_workspaces_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _written(step: Any) -> list[torch.Tensor]:
     """What launches of a decode step write, and later steps too."""
-    return [step.schedule.list.items, step.room.partial, step.room.sums, step.room.counters]
+    return [
+        step.schedule.work_list.work_items,
+        step.workspace.partial_acc,
+        step.workspace.partial_ml,
+        step.workspace.counters,
+    ]

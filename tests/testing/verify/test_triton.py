@@ -74,9 +74,9 @@ def halved(name: str) -> Any:
     """The state with half of one of its workspaces, and nobody who compares sizes."""
 
     def change(state: Any) -> None:
-        half = getattr(state.room, name)
-        state.room = replace(state.room, **{name: half.new_empty(len(half) // 2)})
-        object.__setattr__(state.room, "check", lambda *_: None)
+        half = getattr(state.workspace, name)
+        state.workspace = replace(state.workspace, **{name: half.new_empty(len(half) // 2)})
+        object.__setattr__(state.workspace, "check", lambda *_: None)
 
     return change
 
@@ -87,7 +87,7 @@ def counters_left(state: Any) -> None:
 
     def begin_forward(metadata: Any) -> Any:
         step = begin(metadata)
-        state.room.counters.fill_(1)
+        state.workspace.counters.fill_(1)
         return step
 
     state.begin_forward = begin_forward
@@ -97,8 +97,8 @@ def counters_left(state: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (halved("partial"), "behind it were written"),
-        (halved("sums"), "behind it were written"),
+        (halved("partial_acc"), "behind it were written"),
+        (halved("partial_ml"), "behind it were written"),
         (counters_left, "Mismatch"),
     ],
     ids=["half of partial", "half of sums", "counters not cleared"],
@@ -153,13 +153,13 @@ def test_a_need_that_peaks_between_the_ends(sized: str, monkeypatch: pytest.Monk
 
 def sized_at_the_ends(specs: Any, cache: Any, limits: Any, options: Any, num_sms: int, shared_memory: int) -> Any:
     """The need of the shortest and of the longest queries alone."""
-    from attn_backends.backends.triton.launch import Cut
+    from attn_backends.backends.triton.launch import SplitPlan
     from attn_backends.backends.triton.tuning import decode_tile
     from attn_backends.backends.triton.workspace import DecodeNeed, decode_need
 
     rows, needs = limits.max_num_requests, []
     for spec in specs:
         for query_len in (1, 16):
-            tile = decode_tile(spec, cache, rows, Cut.of(spec, query_len).rows, options, shared_memory)
+            tile = decode_tile(spec, cache, rows, SplitPlan.of(spec, query_len).block_m, options, shared_memory)
             needs.append(decode_need(spec, tile, rows, query_len, num_sms))
     return DecodeNeed(*map(max, zip(*needs, strict=True)))

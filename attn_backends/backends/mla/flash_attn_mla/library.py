@@ -89,8 +89,8 @@ class VllmKernels(Kernels):
             seqused_k=call.seq_lens, block_table=call.page_table, softmax_scale=scale, causal=True, out=output,
             return_softmax_lse=True, scheduler_metadata=call.schedule, num_splits=call.num_splits, fa_version=3,
         )  # fmt: skip
-        sums: torch.Tensor = lse
-        return sums
+        lse_by_head: torch.Tensor = lse
+        return lse_by_head
 
     def prefill(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, output: torch.Tensor,
@@ -100,8 +100,8 @@ class VllmKernels(Kernels):
             query, key, value, rows.max_query_len, rows.query_starts, rows.max_key_len, cu_seqlens_k=rows.key_starts,
             softmax_scale=scale, causal=rows.causal, out=output, return_softmax_lse=True, fa_version=3,
         )  # fmt: skip
-        sums: torch.Tensor = lse
-        return sums
+        lse_by_head: torch.Tensor = lse
+        return lse_by_head
 
 
 class InterfaceKernels(Kernels):
@@ -121,8 +121,8 @@ class InterfaceKernels(Kernels):
             scheduler_metadata=call.schedule, num_splits=call.num_splits, return_softmax_lse=True,
         )  # fmt: skip
         output.copy_(out)
-        sums: torch.Tensor = lse
-        return sums
+        lse_by_head: torch.Tensor = lse
+        return lse_by_head
 
     def prefill(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, output: torch.Tensor,
@@ -133,8 +133,8 @@ class InterfaceKernels(Kernels):
             softmax_scale=scale, causal=rows.causal, return_attn_probs=True,
         )  # fmt: skip
         output.copy_(out)
-        sums: torch.Tensor = lse
-        return sums
+        lse_by_head: torch.Tensor = lse
+        return lse_by_head
 
 
 BUILDS: dict[str, type[Kernels]] = {

@@ -115,7 +115,7 @@ class MLAPlan:
         Raises:
             RuntimeError: the kernels are to be compiled and cannot be; says what is missing.
         """
-        pages, width = lines(rows.page_table)
+        pages, width = flat_pages(rows.page_table)
         tokens = tokens_of_a_row(rows.query_len, self.spec.num_qo_heads)
         planned = PlannedRows.of(rows, width, tokens)
         pinned = self.ring.next_host().view(torch.uint8)
@@ -194,7 +194,7 @@ class PlannedRows(NamedTuple):
         return PlannedRows(query_starts, page_starts, seen.flatten(), tokens > 1)
 
 
-def lines(page_table: torch.Tensor) -> tuple[torch.Tensor, int]:
+def flat_pages(page_table: torch.Tensor) -> tuple[torch.Tensor, int]:
     """A page table as one list of pages, and how far apart in it the rows begin. A view, where rows lie together."""
     table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
     num_rows, width = table.shape
@@ -205,4 +205,4 @@ def _buffers(rows: DecodeRows, num_qo_heads: int) -> tuple[torch.Tensor, ...]:
     """What a wrapper for graphs must be given. Kernels read the pages alone; the first plan fills the others."""
     num_parts = rows.num_rows * -(-rows.query_len // tokens_of_a_row(rows.query_len, num_qo_heads))
     starts = rows.seq_lens.new_empty(3, num_parts + 1)
-    return starts[0], starts[1], lines(rows.page_table)[0], starts[2, :-1]
+    return starts[0], starts[1], flat_pages(rows.page_table)[0], starts[2, :-1]

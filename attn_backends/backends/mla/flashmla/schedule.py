@@ -28,22 +28,22 @@ def _blocks_of(seq_len):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])  # type: ignore[untyped-decorator]
-def _fill_kernel(seq_lens, parts, splits, num_rows, num_parts, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _fill_kernel(seq_lens, tile_metadata, splits, num_rows, num_parts, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program. Rows are dealt out in turn; a part has room for so many blocks, and each row that it begins or goes
     on with takes _OVERHEAD of them. Of a row that does not fit the part takes what does, if anything.
 
     Args:
         seq_lens: [num_rows] i32.
-        parts: [num_parts, 8] i32: first and last row, first block of the one and end of the other, the first's split,
-            whether the first and the last are split.
+        tile_metadata: [num_parts, 8] i32: first and last row, first block of the one and end of the other, the first's
+            split, whether the first and the last are split.
         splits: [num_rows + 1] i32: of all rows before.
     """
-    total = tl.zeros([_ROWS], tl.int32)
+    costs = tl.zeros([_ROWS], tl.int32)
     for begin in range(0, num_rows, _ROWS):
         row = begin + tl.arange(0, _ROWS)
         lens = tl.load(seq_lens + row, mask=row < num_rows, other=0)
-        total += tl.where(row < num_rows, _blocks_of(lens) + _OVERHEAD, 0)
-    room = (tl.sum(total, 0) + num_parts - 1) // num_parts + _OVERHEAD
+        costs += tl.where(row < num_rows, _blocks_of(lens) + _OVERHEAD, 0)
+    room = (tl.sum(costs, 0) + num_parts - 1) // num_parts + _OVERHEAD
     of_one_row = room - _OVERHEAD
 
     part = tl.arange(0, PARTS)
@@ -80,7 +80,7 @@ def _fill_kernel(seq_lens, parts, splits, num_rows, num_parts, PARTS: tl.constex
     is_one_row = first_row == last_row
     first_is_split = (first_block > 0) | (is_one_row & goes_on)
     last_is_split = goes_on | (is_one_row & (first_block > 0))
-    to = parts + part * 8
+    to = tile_metadata + part * 8
     tl.store(to, first_row, mask=inside)
     tl.store(to + 1, last_row, mask=inside)
     tl.store(to + 2, first_block, mask=inside)
@@ -90,24 +90,24 @@ def _fill_kernel(seq_lens, parts, splits, num_rows, num_parts, PARTS: tl.constex
     tl.store(to + 6, last_is_split.to(tl.int32), mask=inside)
 
 
-def fill(seq_lens: torch.Tensor, parts: torch.Tensor, splits: torch.Tensor) -> None:
+def fill(seq_lens: torch.Tensor, tile_metadata: torch.Tensor, splits: torch.Tensor) -> None:
     """The schedule for lengths [num_rows] i32, where FlashMLA has made room for it: [num_parts, 8] and [num_rows + 1]
     i32. One launch.
 
     Raises:
         ValueError: there is room for other sizes.
     """
-    num_parts = len(parts)
-    shapes = (tuple(parts.shape), tuple(splits.shape))
+    num_parts = len(tile_metadata)
+    shapes = (tuple(tile_metadata.shape), tuple(splits.shape))
     if shapes != ((num_parts, _NUMBERS), (len(seq_lens) + 1,)) or not (
-        parts.is_contiguous() and splits.is_contiguous()
+        tile_metadata.is_contiguous() and splits.is_contiguous()
     ):
         raise ValueError(
             f"a schedule of {len(seq_lens)} rows is {_NUMBERS} numbers a part and {len(seq_lens) + 1} splits, in one "
             f"piece each, and there is room for {shapes[0]} and {shapes[1]}"
         )
     width = triton.next_power_of_2(num_parts)
-    start_kernel(_fill_kernel, (1,), seq_lens, parts, splits, len(seq_lens), num_parts, width, num_warps=4)
+    start_kernel(_fill_kernel, (1,), seq_lens, tile_metadata, splits, len(seq_lens), num_parts, width, num_warps=4)
 
 
 def is_known(decode: Callable[..., Any], new_schedule: Callable[[], Any], device: torch.device) -> bool:
@@ -123,16 +123,21 @@ def is_known(decode: Callable[..., Any], new_schedule: Callable[[], Any], device
     page = torch.zeros(1, _KEYS.value, 1, 576, dtype=torch.bfloat16, device=device)
     table = torch.zeros(len(_TRIED), -(-max(_TRIED) // _KEYS.value), dtype=torch.int32, device=device)
     decode(query, page, table, seq_lens, 512, made, None, causal=True)
-    parts, splits = (getattr(made, name, None) for name in ("tile_scheduler_metadata", "num_splits"))
-    if parts is None or splits is None or parts.shape[1:] != (_NUMBERS,) or splits.shape != (len(_TRIED) + 1,):
+    tile_metadata, splits = (getattr(made, name, None) for name in ("tile_scheduler_metadata", "num_splits"))
+    if (
+        tile_metadata is None
+        or splits is None
+        or tile_metadata.shape[1:] != (_NUMBERS,)
+        or splits.shape != (len(_TRIED) + 1,)
+    ):
         return False
-    ours, our_splits = torch.zeros_like(parts), torch.zeros_like(splits)
+    ours, our_splits = torch.zeros_like(tile_metadata), torch.zeros_like(splits)
     fill(seq_lens, ours, our_splits)
-    return torch.equal(_said(ours), _said(parts)) and torch.equal(our_splits, splits)
+    return torch.equal(_said(ours), _said(tile_metadata)) and torch.equal(our_splits, splits)
 
 
-def _said(parts: torch.Tensor) -> torch.Tensor:
+def _said(tile_metadata: torch.Tensor) -> torch.Tensor:
     """What has a meaning of a schedule of _TRIED: not the last number, nor the first block of a part without rows."""
-    said = parts[:, : _NUMBERS - 1].clone()
+    said = tile_metadata[:, : _NUMBERS - 1].clone()
     said[:, 2].masked_fill_(said[:, 0] == len(_TRIED), 0)
     return said

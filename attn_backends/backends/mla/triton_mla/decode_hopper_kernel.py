@@ -5,8 +5,8 @@ blocks. Two groups of four warps take turns, as in FlashMLA (DeepSeek, 2025): ea
 of a pair, and each adds the weighted rows of both blocks to its half of the columns. While one group works out weights
 the other multiplies, and a block is asked for again, by a warp that does nothing else, half by half as both are done.
 
-Rows of 8 bits are loaded by four warps, which write them to shared memory as float16, piece by piece in the places that
-the others would be loaded into. All else is the same, with queries as float16 shares (see `fp8`).
+Four warps load rows of 8 bits and write them to shared memory as float16, piece by piece in the places that the others
+would be loaded into. All else is the same, with queries scaled to float16 (see `fp8`).
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn_backends.kernels.fp8 import largest_of, shares_of
+from attn_backends.kernels.fp8 import row_amax, scale_to_fp16
 from attn_backends.kernels.hopper import (
     BLOCK_LAYOUT,
-    STRIP,
+    TMA_COLS,
     WORD_LAYOUT,
     as_operand,
     barrier,
     barriers,
     clear_rows,
-    halves_of,
-    load_strip,
+    load_tma_tiles,
     nth_of,
+    online_softmax,
     page_ids,
     times_rows,
-    weigh,
+    to_fp16_pairs,
     write_rows,
 )
-from attn_backends.kernels.launch import let_next_start
-from attn_backends.kernels.split_kv import LN_2, MOST_ITEMS
+from attn_backends.kernels.launch import launch_dependents
+from attn_backends.kernels.split_kv import LN_2, MAX_SPLITS
 
-ROWS, RANK, ROPE = gl.constexpr(64), gl.constexpr(512), gl.constexpr(64)
-KEYS = gl.constexpr(64)  # of a block
+BLOCK_M, RANK, ROPE = gl.constexpr(64), gl.constexpr(512), gl.constexpr(64)
+BLOCK_N = gl.constexpr(64)  # of a block
 PIECES, WIDTH = gl.constexpr(4), gl.constexpr(128)  # of a block's columns, in which it arrives
 HALF = gl.constexpr(256)  # columns, that a group has weighted sums of
 GROUP_WARPS = 4
@@ -49,54 +49,61 @@ GROUP_WARPS = 4
 
 @gluon.jit(do_not_specialize=["table_row"])  # type: ignore[untyped-decorator]
 def mla_hopper_kernel(  # type: ignore[no-untyped-def]
-    cached, query, output, lse, page_table, items, partial, partial_sums, table_row, slot_step, scale, value_scale,
-    WANT_LSE: gl.constexpr, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr,
-    TILES: gl.constexpr, WIDEN: gl.constexpr, E5M2: gl.constexpr, LETS_NEXT_START: gl.constexpr,
-):  # fmt: skip
-    """One program an item and tile of 64 of its queries, as `mla_decode_kernel` does.
-
-    Args:
-        query: [num_rows, QUERY_LEN * HEADS, RANK + ROPE], contiguous.
-        cached: see `triton_hopper.strips_of`; loads have LOAD rows. PAGE_SIZE is a multiple of 16. Where it has 8 bits
-            (WIDEN; E5M2 says which), [num_slots, (RANK + ROPE) / 4] i32, whose rows are `slot_step` apart.
-        output: [num_rows, QUERY_LEN * HEADS, RANK]; lse: [num_rows, QUERY_LEN * HEADS] f32.
-        items: see `triton_split`, cut at multiples of a pair's keys; a place of partial results holds TILES * 64
-            queries of RANK.
-        scale: of logits in base 2, positive; value_scale: of the cache.
-        LETS_NEXT_START: `mla_join_kernel` starts early (see `triton_launch.Start`).
-    """
-    if LETS_NEXT_START:
-        let_next_start()
-    of_dtype: gl.constexpr = gl.float16 if WIDEN else query.dtype.element_ty
+    cached,  # TMA descriptor of [num_slots, RANK + ROPE]; if UPCAST, [num_slots, (RANK + ROPE) / 4] i32
+    query,  # [num_rows, QUERY_LEN * HEADS, RANK + ROPE], contiguous
+    output,  # [num_rows, QUERY_LEN * HEADS, RANK]
+    lse,  # [num_rows, QUERY_LEN * HEADS] f32, natural log, if WANT_LSE
+    page_table,  # [num_rows, max_pages] i32
+    work_items,  # [max_work_items, 8] i32, see `split_kv.schedule_kernel`, split at multiples of a pair's keys
+    partial_acc,  # [partial slots, TILES * BLOCK_M, RANK] f32
+    partial_ml,  # [partial slots, TILES * BLOCK_M, 2] f32: m_i in base 2, l_i
+    table_row,  # elements from row to row of the page table
+    slot_step,  # i32 words from slot to slot, if UPCAST
+    scale,  # f32, of logits in base 2, positive
+    value_scale,  # f32, of cached values
+    WANT_LSE: gl.constexpr,  # 0 or 1
+    PAGE_SIZE: gl.constexpr,  # slots, a multiple of 16
+    TMA_ROWS: gl.constexpr,  # rows of a TMA tile
+    QUERY_LEN: gl.constexpr,  # query tokens of a row
+    HEADS: gl.constexpr,  # query heads
+    TILES: gl.constexpr,  # tiles of a row's queries
+    UPCAST: gl.constexpr,  # the cache has 8 bits
+    E5M2: gl.constexpr,  # its dtype is e5m2, not e4m3
+    LAUNCH_DEPENDENTS: gl.constexpr,  # `mla_combine_kernel` starts early, see `kernels.launch.Pdl`
+):
+    """One program attends for a work item and a tile of 64 of the row's queries, as `mla_decode_kernel` does."""
+    if LAUNCH_DEPENDENTS:
+        launch_dependents()
+    of_dtype: gl.constexpr = gl.float16 if UPCAST else query.dtype.element_ty
     tile = gl.program_id(0) % TILES
-    item = items + gl.program_id(0) // TILES * 8
-    row = gl.load(item)
-    start, stop = gl.load(item + 1), gl.load(item + 2)
+    work_item = work_items + gl.program_id(0) // TILES * 8
+    row = gl.load(work_item)
+    start, stop = gl.load(work_item + 1), gl.load(work_item + 2)
     if row < 0:
         start = stop
     pages = page_table + gl.maximum(row, 0).to(gl.int64) * table_row
-    num_pairs = (stop - start + 2 * KEYS - 1) // (2 * KEYS)
+    num_pairs = (stop - start + 2 * BLOCK_N - 1) // (2 * BLOCK_N)
 
-    q = gl.allocate_shared_memory(of_dtype, [PIECES, ROWS, WIDTH], BLOCK_LAYOUT)
-    q_rope = gl.allocate_shared_memory(of_dtype, [ROWS, ROPE], BLOCK_LAYOUT)
-    strips = gl.allocate_shared_memory(of_dtype, [2 * (RANK // STRIP), KEYS, STRIP], BLOCK_LAYOUT)
-    rope = gl.allocate_shared_memory(of_dtype, [2, KEYS, ROPE], BLOCK_LAYOUT)
-    weights = gl.allocate_shared_memory(of_dtype, [ROWS, KEYS], BLOCK_LAYOUT)  # from group to group
-    stats = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    arrived = (barriers(2, 1), barriers(2, 1), barriers(2, 1), barriers(2, 1), barriers(2, 1))  # pieces, rope keys
-    free = (barriers(2, 1), barriers(2, 1), barriers(2, 1))  # halves, rope keys
-    weighed, met = barriers(2, 1), barriers(1, 2)
+    q = gl.allocate_shared_memory(of_dtype, [PIECES, BLOCK_M, WIDTH], BLOCK_LAYOUT)
+    q_rope = gl.allocate_shared_memory(of_dtype, [BLOCK_M, ROPE], BLOCK_LAYOUT)
+    kv_tiles = gl.allocate_shared_memory(of_dtype, [2 * (RANK // TMA_COLS), BLOCK_N, TMA_COLS], BLOCK_LAYOUT)
+    rope = gl.allocate_shared_memory(of_dtype, [2, BLOCK_N, ROPE], BLOCK_LAYOUT)
+    p = gl.allocate_shared_memory(of_dtype, [BLOCK_M, BLOCK_N], BLOCK_LAYOUT)  # from group to group
+    stats = gl.allocate_shared_memory(gl.float32, [4, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = (barriers(2, 1), barriers(2, 1), barriers(2, 1), barriers(2, 1), barriers(2, 1))  # pieces, rope keys
+    empty = (barriers(2, 1), barriers(2, 1), barriers(2, 1))  # halves, rope keys
+    p_full, met = barriers(2, 1), barriers(1, 2)
     fence_async_shared()
-    held = (strips, rope, arrived, free)
-    between = (weights, stats, weighed, met)
-    results = (output, lse, partial, partial_sums)
-    of_tile = (query, results, item, scale, value_scale, tile, num_pairs, q, q_rope, held, between)
-    if WIDEN:
+    kv_pipeline = (kv_tiles, rope, full, empty)
+    exchange = (p, stats, p_full, met)
+    results = (output, lse, partial_acc, partial_ml)
+    of_tile = (query, results, work_item, scale, value_scale, tile, num_pairs, q, q_rope, kv_pipeline, exchange)
+    if UPCAST:
         gl.warp_specialize(
             [
-                (_attend, (of_tile, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, WIDEN)),
-                (_attend, (of_tile, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, WIDEN)),
-                (_load_as_halves, (cached, slot_step, pages, start, stop, num_pairs, held, PAGE_SIZE, E5M2)),
+                (_attend, (of_tile, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
+                (_attend, (of_tile, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
+                (_load_as_fp16, (cached, slot_step, pages, start, stop, num_pairs, kv_pipeline, PAGE_SIZE, E5M2)),
             ],
             [4, 4],
             [208, 88],
@@ -104,9 +111,9 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     else:
         gl.warp_specialize(
             [
-                (_attend, (of_tile, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, WIDEN)),
-                (_attend, (of_tile, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, WIDEN)),
-                (_load, (cached, pages, start, stop, num_pairs, held, PAGE_SIZE, LOAD)),
+                (_attend, (of_tile, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
+                (_attend, (of_tile, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
+                (_load, (cached, pages, start, stop, num_pairs, kv_pipeline, PAGE_SIZE, TMA_ROWS)),
             ],
             [4, 1],
             [240, 24],
@@ -115,290 +122,298 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _load(  # type: ignore[no-untyped-def]
-    cached, pages, start, stop, num_pairs, held, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr
+    cached, pages, start, stop, num_pairs, kv_pipeline, PAGE_SIZE: gl.constexpr, TMA_ROWS: gl.constexpr
 ):
-    """One warp: asks for the rope keys and every piece of every block once their place is free."""
-    strips, rope, arrived, free = held
-    ids = page_ids(pages, start, stop, PAGE_SIZE, LOAD)
+    """One warp asks for the rope keys and every piece of every block once their place is empty."""
+    kv_tiles, rope, full, empty = kv_pipeline
+    ids = page_ids(pages, start, stop, PAGE_SIZE, TMA_ROWS)
     for pair in range(num_pairs):
-        turn = pair & 1
-        next_ids = page_ids(pages, start + (2 * pair + 2) * KEYS, stop, PAGE_SIZE, LOAD)
+        phase = pair & 1
+        next_ids = page_ids(pages, start + (2 * pair + 2) * BLOCK_N, stop, PAGE_SIZE, TMA_ROWS)
         for block in gl.static_range(2):
             rows = ()
-            for part in gl.static_range(KEYS // LOAD):
-                key = start + (2 * pair + block) * KEYS + part * LOAD
-                page = nth_of(ids, block * (KEYS // LOAD) + part)
+            for part in gl.static_range(BLOCK_N // TMA_ROWS):
+                key = start + (2 * pair + block) * BLOCK_N + part * TMA_ROWS
+                page = nth_of(ids, block * (BLOCK_N // TMA_ROWS) + part)
                 rows = rows + (page * PAGE_SIZE + key % PAGE_SIZE,)  # type: ignore[assignment]  # noqa: RUF005
-            mbarrier.wait(free[2].index(block), turn ^ 1)
-            ready = arrived[PIECES].index(block)
-            mbarrier.expect(ready, KEYS // LOAD * cached.block_type.nbytes)
-            load_strip(cached, rows, RANK, ready, rope.index(block), LOAD)
+            mbarrier.wait(empty[2].index(block), phase ^ 1)
+            full_barrier = full[PIECES].index(block)
+            mbarrier.expect(full_barrier, BLOCK_N // TMA_ROWS * cached.block_type.nbytes)
+            load_tma_tiles(cached, rows, RANK, full_barrier, rope.index(block), TMA_ROWS)
             for piece in gl.static_range(PIECES):
                 if piece * WIDTH % HALF == 0:
-                    mbarrier.wait(free[piece * WIDTH // HALF].index(block), turn ^ 1)
-                ready = arrived[piece].index(block)
-                mbarrier.expect(ready, WIDTH // STRIP * (KEYS // LOAD) * cached.block_type.nbytes)
-                for nth in gl.static_range(WIDTH // STRIP):
-                    strip = piece * (WIDTH // STRIP) + nth
-                    to = strips.index(block * (RANK // STRIP) + strip)
-                    load_strip(cached, rows, strip * STRIP, ready, to, LOAD)
+                    mbarrier.wait(empty[piece * WIDTH // HALF].index(block), phase ^ 1)
+                full_barrier = full[piece].index(block)
+                mbarrier.expect(full_barrier, WIDTH // TMA_COLS * (BLOCK_N // TMA_ROWS) * cached.block_type.nbytes)
+                for nth in gl.static_range(WIDTH // TMA_COLS):
+                    column_tile = piece * (WIDTH // TMA_COLS) + nth
+                    to = kv_tiles.index(block * (RANK // TMA_COLS) + column_tile)
+                    load_tma_tiles(cached, rows, column_tile * TMA_COLS, full_barrier, to, TMA_ROWS)
         ids = next_ids
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _load_as_halves(  # type: ignore[no-untyped-def]
-    cached, slot_step, pages, start, stop, num_pairs, held, PAGE_SIZE: gl.constexpr, E5M2: gl.constexpr
+def _load_as_fp16(  # type: ignore[no-untyped-def]
+    cached, slot_step, pages, start, stop, num_pairs, kv_pipeline, PAGE_SIZE: gl.constexpr, E5M2: gl.constexpr
 ):
-    """Four warps: rope keys and every piece of every block, as float16. The next of them are on their way meanwhile."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
-    THIN: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
-    strips, rope_at, arrived, free = held
-    pieces = strips._reinterpret(gl.int32, [2 * PIECES, KEYS, WIDTH // 2], WORD_LAYOUT)
-    ropes = rope_at._reinterpret(gl.int32, [2, KEYS, ROPE // 2], WORD_LAYOUT)
-    rope_rows = _rows(cached, slot_step, pages, start, stop, PAGE_SIZE, THIN)
-    rows = _rows(cached, slot_step, pages, start, stop, PAGE_SIZE, LINES)
-    rope = _columns(rope_rows, RANK, ROPE, THIN)
-    first, second = _columns(rows, 0, WIDTH, LINES), _columns(rows, WIDTH, WIDTH, LINES)
+    """Four warps write the rope keys and every piece of every block as float16, while they load the next ones."""
+    COALESCED: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+    COALESCED_ROPE: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
+    kv_tiles, rope_at, full, empty = kv_pipeline
+    pieces = kv_tiles._reinterpret(gl.int32, [2 * PIECES, BLOCK_N, WIDTH // 2], WORD_LAYOUT)
+    ropes = rope_at._reinterpret(gl.int32, [2, BLOCK_N, ROPE // 2], WORD_LAYOUT)
+    rope_rows = _rows(cached, slot_step, pages, start, stop, PAGE_SIZE, COALESCED_ROPE)
+    rows = _rows(cached, slot_step, pages, start, stop, PAGE_SIZE, COALESCED)
+    rope = _columns(rope_rows, RANK, ROPE, COALESCED_ROPE)
+    first, second = _columns(rows, 0, WIDTH, COALESCED), _columns(rows, WIDTH, WIDTH, COALESCED)
     for nth in range(2 * num_pairs):
-        block, turn = nth % 2, nth // 2 & 1
-        next_start = start + (nth + 1) * KEYS
-        next_rope_rows = _rows(cached, slot_step, pages, next_start, stop, PAGE_SIZE, THIN)
-        next_rows = _rows(cached, slot_step, pages, next_start, stop, PAGE_SIZE, LINES)
-        mbarrier.wait(free[2].index(block), turn ^ 1)
-        _put(rope, ropes.index(block), arrived[PIECES].index(block), E5M2)
-        mbarrier.wait(free[0].index(block), turn ^ 1)
-        _put(first, pieces.index(block * PIECES), arrived[0].index(block), E5M2)
-        third = _columns(rows, 2 * WIDTH, WIDTH, LINES)
-        _put(second, pieces.index(block * PIECES + 1), arrived[1].index(block), E5M2)
-        fourth = _columns(rows, 3 * WIDTH, WIDTH, LINES)
-        mbarrier.wait(free[1].index(block), turn ^ 1)
-        rope = _columns(next_rope_rows, RANK, ROPE, THIN)
-        _put(third, pieces.index(block * PIECES + 2), arrived[2].index(block), E5M2)
-        first = _columns(next_rows, 0, WIDTH, LINES)
-        _put(fourth, pieces.index(block * PIECES + 3), arrived[3].index(block), E5M2)
-        second = _columns(next_rows, WIDTH, WIDTH, LINES)
+        block, phase = nth % 2, nth // 2 & 1
+        next_start = start + (nth + 1) * BLOCK_N
+        next_rope_rows = _rows(cached, slot_step, pages, next_start, stop, PAGE_SIZE, COALESCED_ROPE)
+        next_rows = _rows(cached, slot_step, pages, next_start, stop, PAGE_SIZE, COALESCED)
+        mbarrier.wait(empty[2].index(block), phase ^ 1)
+        _put(rope, ropes.index(block), full[PIECES].index(block), E5M2)
+        mbarrier.wait(empty[0].index(block), phase ^ 1)
+        _put(first, pieces.index(block * PIECES), full[0].index(block), E5M2)
+        third = _columns(rows, 2 * WIDTH, WIDTH, COALESCED)
+        _put(second, pieces.index(block * PIECES + 1), full[1].index(block), E5M2)
+        fourth = _columns(rows, 3 * WIDTH, WIDTH, COALESCED)
+        mbarrier.wait(empty[1].index(block), phase ^ 1)
+        rope = _columns(next_rope_rows, RANK, ROPE, COALESCED_ROPE)
+        _put(third, pieces.index(block * PIECES + 2), full[2].index(block), E5M2)
+        first = _columns(next_rows, 0, WIDTH, COALESCED)
+        _put(fourth, pieces.index(block * PIECES + 3), full[3].index(block), E5M2)
+        second = _columns(next_rows, WIDTH, WIDTH, COALESCED)
         rows = next_rows
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _rows(  # type: ignore[no-untyped-def]
-    cached, slot_step, pages, first, stop, PAGE_SIZE: gl.constexpr, LINES: gl.constexpr
+    cached, slot_step, pages, first, stop, PAGE_SIZE: gl.constexpr, COALESCED: gl.constexpr
 ):
-    """Pointers [KEYS] to the rows of a block; where there is no key, to others."""
-    key = gl.maximum(gl.minimum(first + gl.arange(0, KEYS, gl.SliceLayout(1, LINES)), stop - 1), 0)
+    """Pointers [BLOCK_N] to the rows of a block; where there is no key, to others."""
+    key = gl.maximum(gl.minimum(first + gl.arange(0, BLOCK_N, gl.SliceLayout(1, COALESCED)), stop - 1), 0)
     slot = gl.load(pages + key // PAGE_SIZE).to(gl.int64) * PAGE_SIZE + key % PAGE_SIZE
     return cached + slot * slot_step
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _columns(rows, begin: gl.constexpr, COUNT: gl.constexpr, LINES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[KEYS, COUNT / 4] i32, four columns each, from column `begin` on; under way."""
-    return gl.load(rows[:, None] + (begin // 4 + gl.arange(0, COUNT // 4, gl.SliceLayout(0, LINES)))[None])
+def _columns(rows, begin: gl.constexpr, COUNT: gl.constexpr, COALESCED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """[BLOCK_N, COUNT / 4] i32, four columns each, from column `begin` on; under way."""
+    return gl.load(rows[:, None] + (begin // 4 + gl.arange(0, COUNT // 4, gl.SliceLayout(0, COALESCED)))[None])
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _put(words, to, ready, E5M2: gl.constexpr):  # type: ignore[no-untyped-def]
-    """As float16, to where products find it."""
-    to.store(halves_of(words, E5M2))
+def _put(words, to, full_barrier, E5M2: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Write values as float16 to where products read them, and say that they have arrived."""
+    to.store(to_fp16_pairs(words, E5M2))
     fence_async_shared()
     barrier()
-    mbarrier.arrive(ready)
+    mbarrier.arrive(full_barrier)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    of_tile, which: gl.constexpr,
-    WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr, WIDEN: gl.constexpr,
+    of_tile, warp_group: gl.constexpr,
+    WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr, UPCAST: gl.constexpr,
 ):  # fmt: skip
-    """A group of warps: weights of one block of each pair, and half of the columns of the result."""
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    """A warp group works out the weights of one block of each pair, and half of the columns of the result."""
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    query, results, item, scale, value_scale, tile, num_pairs, q, q_rope, held, between = of_tile
-    output, lse, partial, partial_sums = results
-    strips, _rope, _arrived, free = held
-    weights_at, stats, _weighed, met = between
-    row = gl.load(item)
-    start, stop, place, parts = gl.load(item + 1), gl.load(item + 2), gl.load(item + 3), gl.load(item + 4)
-    seq_len = gl.load(item + 5)
+    query, results, work_item, scale, value_scale, tile, num_pairs, q, q_rope, kv_pipeline, exchange = of_tile
+    output, lse, partial_acc, partial_ml = results
+    kv_tiles, _rope, _full, empty = kv_pipeline
+    p_smem, stats, _p_full, met = exchange
+    row = gl.load(work_item)
+    start, stop = gl.load(work_item + 1), gl.load(work_item + 2)
+    first_slot, split_info = gl.load(work_item + 3), gl.load(work_item + 4)
+    seq_len = gl.load(work_item + 5)
     if row >= 0:
-        count, nth = parts // MOST_ITEMS, parts % MOST_ITEMS
-        if WIDEN:
-            _store_shares(query, q, q_rope, stats.index(2 + which), row, tile, which, QUERY_LEN * HEADS)
+        num_splits, split = split_info // MAX_SPLITS, split_info % MAX_SPLITS
+        if UPCAST:
+            _store_scaled_queries(query, q, q_rope, stats.index(2 + warp_group), row, tile, warp_group,
+                                  QUERY_LEN * HEADS)  # fmt: skip
         else:
-            _store_queries(query, q, q_rope, row, tile, which, QUERY_LEN * HEADS)
+            _store_queries(query, q, q_rope, row, tile, warp_group, QUERY_LEN * HEADS)
         _meet(met, 0)
-        stretch, after = scale, scale
-        if WIDEN:  # logits are scaled before they are compared: each row by another number
-            stretch, after = stats.index(2 + which).load(ROW) * scale, 1.0
+        q_scale, exp_scale = scale, scale
+        if UPCAST:  # logits are scaled before they are compared: each row by another number
+            q_scale, exp_scale = stats.index(2 + warp_group).load(ROW) * scale, 1.0
 
-        values = strips._reinterpret(strips.dtype, [4, KEYS, HALF], BLOCK_LAYOUT)  # halves of both blocks
-        sums = gl.zeros([ROWS, HALF], gl.float32, SUMS)
-        top = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-        total = gl.zeros([ROWS], gl.float32, ROW)
-        lane = tile * ROWS + gl.arange(0, ROWS, ROW)
+        values = kv_tiles._reinterpret(kv_tiles.dtype, [4, BLOCK_N, HALF], BLOCK_LAYOUT)  # halves of both blocks
+        acc = gl.zeros([BLOCK_M, HALF], gl.float32, ACC)
+        m_i = gl.full([BLOCK_M], float("-inf"), gl.float32, ROW)
+        l_i = gl.zeros([BLOCK_M], gl.float32, ROW)
+        lane = tile * BLOCK_M + gl.arange(0, BLOCK_M, ROW)
         last_seen = gl.minimum(seq_len - QUERY_LEN + lane // HEADS, seq_len - 1)
         all_see = gl.minimum(seq_len - QUERY_LEN + 1, stop)  # keys before it need no mask
         for pair in range(num_pairs):
-            turn = pair & 1
-            first = start + 2 * pair * KEYS
-            own = first + which * KEYS
-            logits = _logits(q, q_rope, held, which, turn, LOGITS)
+            phase = pair & 1
+            first = start + 2 * pair * BLOCK_N
+            own = first + warp_group * BLOCK_N
+            logits = _logits(q, q_rope, kv_pipeline, warp_group, phase, LOGITS)
             barrier()
-            mbarrier.arrive(free[2].index(which))
-            if WIDEN:
-                logits *= stretch[:, None]
-            if own + KEYS > all_see:
-                seen = own + gl.arange(0, KEYS, gl.SliceLayout(0, LOGITS))[None] <= last_seen[:, None]
+            mbarrier.arrive(empty[2].index(warp_group))
+            if UPCAST:
+                logits *= q_scale[:, None]
+            if own + BLOCK_N > all_see:
+                seen = own + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LOGITS))[None] <= last_seen[:, None]
                 logits = gl.where(seen, logits, float("-inf"))
-            if which == 0:
-                weights, top, total, shrunk = weigh(logits, top, total, after)
-                _hand_over(weights, top, between, 0)
-                _clear(strips, 0, which, seq_len - first)
-                weights = as_operand(weights, strips.dtype, sums)
-                sums = warpgroup_mma(weights, values.index(which), times_rows(sums, shrunk), is_async=True)
-                sums = warpgroup_mma_wait(0, deps=(sums,))
+            if warp_group == 0:
+                p, m_i, l_i, alpha = online_softmax(logits, m_i, l_i, exp_scale)
+                _publish_p(p, m_i, exchange, 0)
+                _clear(kv_tiles, 0, warp_group, seq_len - first)
+                p = as_operand(p, kv_tiles.dtype, acc)
+                acc = warpgroup_mma(p, values.index(warp_group), times_rows(acc, alpha), is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
                 barrier()
-                mbarrier.arrive(free[which].index(0))
-                top, total, shrunk = _take_over(top, total, between, 1, turn, after)
-                _clear(strips, 1, which, seq_len - first - KEYS)
-                sums = warpgroup_mma(weights_at, values.index(2 + which), times_rows(sums, shrunk), is_async=True)
+                mbarrier.arrive(empty[warp_group].index(0))
+                m_i, l_i, alpha = _consume_p(m_i, l_i, exchange, 1, phase, exp_scale)
+                _clear(kv_tiles, 1, warp_group, seq_len - first - BLOCK_N)
+                acc = warpgroup_mma(p_smem, values.index(2 + warp_group), times_rows(acc, alpha), is_async=True)
             else:
-                top, total, shrunk = _take_over(top, total, between, 0, turn, after)
-                _clear(strips, 0, which, seq_len - first)
-                sums = warpgroup_mma(weights_at, values.index(which), times_rows(sums, shrunk), is_async=True)
-                weights, top, total, shrunk = weigh(logits, top, total, after)
-                sums = warpgroup_mma_wait(0, deps=(sums,))
+                m_i, l_i, alpha = _consume_p(m_i, l_i, exchange, 0, phase, exp_scale)
+                _clear(kv_tiles, 0, warp_group, seq_len - first)
+                acc = warpgroup_mma(p_smem, values.index(warp_group), times_rows(acc, alpha), is_async=True)
+                p, m_i, l_i, alpha = online_softmax(logits, m_i, l_i, exp_scale)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
                 barrier()
-                mbarrier.arrive(free[which].index(0))
-                _hand_over(weights, top, between, 1)
-                _clear(strips, 1, which, seq_len - first - KEYS)
-                weights = as_operand(weights, strips.dtype, sums)
-                sums = warpgroup_mma(weights, values.index(2 + which), times_rows(sums, shrunk), is_async=True)
-            sums = warpgroup_mma_wait(0, deps=(sums,))
+                mbarrier.arrive(empty[warp_group].index(0))
+                _publish_p(p, m_i, exchange, 1)
+                _clear(kv_tiles, 1, warp_group, seq_len - first - BLOCK_N)
+                p = as_operand(p, kv_tiles.dtype, acc)
+                acc = warpgroup_mma(p, values.index(2 + warp_group), times_rows(acc, alpha), is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
             barrier()
-            mbarrier.arrive(free[which].index(1))
+            mbarrier.arrive(empty[warp_group].index(1))
 
-        stats.index(2 + which).store(total)  # of the weights that this group worked out
+        stats.index(2 + warp_group).store(l_i)  # of the weights that this group worked out
         _meet(met, 1)
-        total += stats.index(3 - which).load(ROW)
+        l_i += stats.index(3 - warp_group).load(ROW)
         live = lane < QUERY_LEN * HEADS
-        top *= after
-        saw = total > 0
-        if count == 1:
+        m_i *= exp_scale
+        saw = l_i > 0
+        if num_splits == 1:
             at = row.to(gl.int64) * (QUERY_LEN * HEADS) + lane
-            divisor = gl.where(saw, total, 1.0)
+            divisor = gl.where(saw, l_i, 1.0)
             share = gl.where(saw, value_scale / divisor, 0.0)
-            write_rows(output + at * RANK + which * HALF, sums, share, live)
-            if WANT_LSE and which == 0:
-                gl.store(lse + at, gl.where(saw, (top + gl.log2(divisor)) * LN_2, float("-inf")), mask=live)
+            write_rows(output + at * RANK + warp_group * HALF, acc, share, live)
+            if WANT_LSE and warp_group == 0:
+                gl.store(lse + at, gl.where(saw, (m_i + gl.log2(divisor)) * LN_2, float("-inf")), mask=live)
         else:
-            at = (place + nth).to(gl.int64) * (TILES * ROWS) + lane
-            share = gl.full([ROWS], 1.0, gl.float32, ROW)
-            write_rows(partial + at * RANK + which * HALF, sums, share, live)
-            if which == 0:
-                gl.store(partial_sums + at * 2, top, mask=live)
-                gl.store(partial_sums + at * 2 + 1, total, mask=live)
+            at = (first_slot + split).to(gl.int64) * (TILES * BLOCK_M) + lane
+            share = gl.full([BLOCK_M], 1.0, gl.float32, ROW)
+            write_rows(partial_acc + at * RANK + warp_group * HALF, acc, share, live)
+            if warp_group == 0:
+                gl.store(partial_ml + at * 2, m_i, mask=live)
+                gl.store(partial_ml + at * 2 + 1, l_i, mask=live)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _meet(met, turn: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Both groups see what each has written to shared memory."""
+def _meet(met, phase: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until both warp groups see what each has written to shared memory."""
     fence_async_shared()
     barrier()
     mbarrier.arrive(met.index(0))
-    mbarrier.wait(met.index(0), turn)
+    mbarrier.wait(met.index(0), phase)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _logits(q, q_rope, held, block: gl.constexpr, turn, LOGITS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[ROWS, KEYS] of a block."""
-    strips, rope, arrived, _free = held
-    pieces = strips._reinterpret(strips.dtype, [2 * PIECES, KEYS, WIDTH], BLOCK_LAYOUT)
-    logits = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
-    mbarrier.wait(arrived[PIECES].index(block), turn)
+def _logits(q, q_rope, kv_pipeline, block: gl.constexpr, phase, LOGITS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """[BLOCK_M, BLOCK_N] of a block."""
+    kv_tiles, rope, full, _empty = kv_pipeline
+    pieces = kv_tiles._reinterpret(kv_tiles.dtype, [2 * PIECES, BLOCK_N, WIDTH], BLOCK_LAYOUT)
+    logits = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LOGITS)
+    mbarrier.wait(full[PIECES].index(block), phase)
     logits = warpgroup_mma(q_rope, rope.index(block).permute((1, 0)), logits, use_acc=False, is_async=True)
     for piece in gl.static_range(PIECES):
-        mbarrier.wait(arrived[piece].index(block), turn)
+        mbarrier.wait(full[piece].index(block), phase)
         keys = pieces.index(block * PIECES + piece).permute((1, 0))
         logits = warpgroup_mma(q.index(piece), keys, logits, is_async=True)
     return warpgroup_mma_wait(0, deps=(logits,))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _hand_over(weights, top, between, block: gl.constexpr):  # type: ignore[no-untyped-def]
-    """A block's weights to the other group, and what they are relative to. There is one place for both groups': each
-    has multiplied what the other left there before it writes."""
-    weights_at, stats, weighed, _met = between
-    weights_at.store(weights.to(weights_at.dtype))
-    stats.index(block).store(top)
+def _publish_p(p, m_i, exchange, block: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Publish a block's weights, and what they are relative to, for the other warp group.
+
+    Both groups share one place: each has multiplied what the other left there before it writes.
+    """
+    p_smem, stats, p_full, _met = exchange
+    p_smem.store(p.to(p_smem.dtype))
+    stats.index(block).store(m_i)
     fence_async_shared()
     barrier()
-    mbarrier.arrive(weighed.index(block))
+    mbarrier.arrive(p_full.index(block))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _take_over(top, total, between, block: gl.constexpr, turn, scale):  # type: ignore[no-untyped-def]
-    """Waits for the other group's weights of a block. Returns the logits that they are relative to, this group's total
-    relative to the same, and what its sums shrink by."""
-    _weights, stats, weighed, _met = between
-    mbarrier.wait(weighed.index(block), turn)
-    new_top = stats.index(block).load(top.type.layout)
-    shrunk = gl.exp2(top * scale - gl.where(new_top == float("-inf"), 0.0, new_top * scale))
-    return new_top, total * shrunk, shrunk
+def _consume_p(m_i, l_i, exchange, block: gl.constexpr, phase, scale):  # type: ignore[no-untyped-def]
+    """Wait for the other warp group's weights of a block.
+
+    Returns the logits that they are relative to, this group's l_i relative to the same, and what its acc shrinks by.
+    """
+    _p_smem, stats, p_full, _met = exchange
+    mbarrier.wait(p_full.index(block), phase)
+    m_new = stats.index(block).load(m_i.type.layout)
+    alpha = gl.exp2(m_i * scale - gl.where(m_new == float("-inf"), 0.0, m_new * scale))
+    return m_new, l_i * alpha, alpha
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _clear(strips, block: gl.constexpr, which: gl.constexpr, num_live):  # type: ignore[no-untyped-def]
-    """Zeros for a block's rows from `num_live` on, in a group's columns. Its logits are there."""
-    if num_live < KEYS:
-        for part in gl.static_range(HALF // STRIP):
-            clear_rows(strips.index((2 * block + which) * (HALF // STRIP) + part), num_live)
+def _clear(kv_tiles, block: gl.constexpr, warp_group: gl.constexpr, num_live):  # type: ignore[no-untyped-def]
+    """Zero a block's rows from `num_live` on, in a group's columns. Its logits are worked out by then."""
+    if num_live < BLOCK_N:
+        for part in gl.static_range(HALF // TMA_COLS):
+            clear_rows(kv_tiles.index((2 * block + warp_group) * (HALF // TMA_COLS) + part), num_live)
         fence_async_shared()
         barrier()
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _store_queries(  # type: ignore[no-untyped-def]
-    query, q, q_rope, row, tile, which: gl.constexpr, QUERIES: gl.constexpr
+    query, q, q_rope, row, tile, warp_group: gl.constexpr, QUERIES: gl.constexpr
 ):
-    """A group's half of the tile's queries, in shared memory for good. All loads are under way before the first is
-    stored."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    lane = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
+    """Store a group's half of the tile's queries in shared memory for good: all loads are under way before the first
+    store."""
+    COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    lane = tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, COALESCED))
     from_row = query + (row.to(gl.int64) * QUERIES + lane)[:, None] * (RANK + ROPE)
     live = (lane < QUERIES)[:, None]
-    at = from_row + gl.arange(0, WIDTH, gl.SliceLayout(0, LINES))[None]
+    at = from_row + gl.arange(0, WIDTH, gl.SliceLayout(0, COALESCED))[None]
     loaded = ()
     for part in gl.static_range(PIECES // 2):
-        piece = which * (PIECES // 2) + part
+        piece = warp_group * (PIECES // 2) + part
         loaded = loaded + (gl.load(at + piece * WIDTH, mask=live, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
-    if which == 0:
-        at = from_row + RANK + gl.arange(0, ROPE, gl.SliceLayout(0, LINES))[None]
+    if warp_group == 0:
+        at = from_row + RANK + gl.arange(0, ROPE, gl.SliceLayout(0, COALESCED))[None]
         q_rope.store(gl.load(at, mask=live, other=0.0))
     for part in gl.static_range(PIECES // 2):
-        q.index(which * (PIECES // 2) + part).store(loaded[part])
+        q.index(warp_group * (PIECES // 2) + part).store(loaded[part])
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _store_shares(  # type: ignore[no-untyped-def]
-    query, q, q_rope, largest_at, row, tile, which: gl.constexpr, QUERIES: gl.constexpr
+def _store_scaled_queries(  # type: ignore[no-untyped-def]
+    query, q, q_rope, q_scale_at, row, tile, warp_group: gl.constexpr, QUERIES: gl.constexpr
 ):
-    """The same as shares of each query's largest element, which is left for this group [ROWS] f32."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    lane = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
+    """Store the same scaled to float16, and each query's scale [BLOCK_M] f32 for this group."""
+    COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    lane = tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, COALESCED))
     from_row = query + (row.to(gl.int64) * QUERIES + lane)[:, None] * (RANK + ROPE)
     live = (lane < QUERIES)[:, None]
-    at = from_row + gl.arange(0, WIDTH, gl.SliceLayout(0, LINES))[None]
-    rope = gl.load(from_row + RANK + gl.arange(0, ROPE, gl.SliceLayout(0, LINES))[None], mask=live, other=0.0)
-    largest = largest_of(rope)
+    at = from_row + gl.arange(0, WIDTH, gl.SliceLayout(0, COALESCED))[None]
+    rope = gl.load(from_row + RANK + gl.arange(0, ROPE, gl.SliceLayout(0, COALESCED))[None], mask=live, other=0.0)
+    q_scale = row_amax(rope)
     loaded = ()
     for piece in gl.static_range(PIECES):
         loaded = loaded + (gl.load(at + piece * WIDTH, mask=live, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     for piece in gl.static_range(PIECES):
-        largest = gl.maximum(largest, largest_of(loaded[piece]))
-    if which == 0:
-        q_rope.store(shares_of(rope, largest))
+        q_scale = gl.maximum(q_scale, row_amax(loaded[piece]))
+    if warp_group == 0:
+        q_rope.store(scale_to_fp16(rope, q_scale))
     for part in gl.static_range(PIECES // 2):
-        q.index(which * (PIECES // 2) + part).store(shares_of(loaded[which * (PIECES // 2) + part], largest))
-    largest_at.store(largest)
+        q.index(warp_group * (PIECES // 2) + part).store(
+            scale_to_fp16(loaded[warp_group * (PIECES // 2) + part], q_scale)
+        )
+    q_scale_at.store(q_scale)

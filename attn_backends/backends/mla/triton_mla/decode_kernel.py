@@ -9,111 +9,141 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.kernels.fp8 import add_values, all_columns, as_pairs, columns_of, largest_of, no_sums, shares_of
-from attn_backends.kernels.launch import let_next_start, wait_for_last
-from attn_backends.kernels.split_kv import LN_2, MOST_ITEMS, join, load_block
+from attn_backends.kernels.fp8 import (
+    accumulate,
+    as_pairs,
+    interleave_columns,
+    row_amax,
+    scale_to_fp16,
+    unpack_columns,
+    zero_acc,
+)
+from attn_backends.kernels.launch import grid_wait, launch_dependents
+from attn_backends.kernels.split_kv import LN_2, MAX_SPLITS, combine_splits, load_block
 
 
 @triton.jit(do_not_specialize=["table_row"])  # type: ignore[untyped-decorator]
 def mla_decode_kernel(  # type: ignore[no-untyped-def]
-    latent_rows, rope_rows, query, latent_cache, output, lse, page_table, items, partial, partial_sums, table_row,
-    scale, value_scale,
-    WANT_LSE: tl.constexpr, PAGE_SIZE: tl.constexpr, QUERY_LEN: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr,
-    BLOCK_ROPE: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, LETS_NEXT_START: tl.constexpr,
-):  # fmt: skip
-    """One program an item and tile of ROWS of its queries. All tensors are contiguous.
-
-    Args:
-        query: [num_rows, QUERY_LEN * HEADS, RANK + ROPE].
-        latent_cache: [num_pages, PAGE_SIZE, RANK + ROPE].
-        latent_rows, rope_rows: descriptors of it as [num_slots, RANK + ROPE], for blocks of [KEYS, RANK] and [KEYS,
-            ROPE], where a block lies in one page; else None.
-        output: [num_rows, QUERY_LEN * HEADS, RANK]; lse: [num_rows, QUERY_LEN * HEADS] f32.
-        items: see `triton_split`; a place of partial results holds TILES * ROWS queries of BLOCK_RANK.
-        scale: of logits in base 2; value_scale: of the cache.
-        LETS_NEXT_START: `mla_join_kernel` starts early (see `triton_launch.Start`).
-    """
-    if LETS_NEXT_START:
-        let_next_start()
+    latent_rows,  # descriptor of the cache as [num_slots, RANK + ROPE], for blocks of [BLOCK_N, RANK]; or None
+    rope_rows,  # the same for blocks of [BLOCK_N, ROPE]; both where a block lies in one page
+    query,  # [num_rows, QUERY_LEN * HEADS, RANK + ROPE], contiguous as all tensors
+    latent_cache,  # [num_pages, PAGE_SIZE, RANK + ROPE]
+    output,  # [num_rows, QUERY_LEN * HEADS, RANK]
+    lse,  # [num_rows, QUERY_LEN * HEADS] f32, natural log, if WANT_LSE
+    page_table,  # [num_rows, max_pages] i32
+    work_items,  # [max_work_items, 8] i32, see `split_kv.schedule_kernel`
+    partial_acc,  # [partial slots, TILES * BLOCK_M, BLOCK_RANK] f32
+    partial_ml,  # [partial slots, TILES * BLOCK_M, 2] f32: m_i in base 2, l_i
+    table_row,  # elements from row to row of the page table
+    scale,  # f32, of logits in base 2
+    value_scale,  # f32, of cached values
+    WANT_LSE: tl.constexpr,  # 0 or 1
+    PAGE_SIZE: tl.constexpr,  # slots
+    QUERY_LEN: tl.constexpr,  # query tokens of a row
+    HEADS: tl.constexpr,  # query heads
+    TILES: tl.constexpr,  # tiles of a row's queries
+    BLOCK_M: tl.constexpr,  # queries of a tile: token times head
+    BLOCK_N: tl.constexpr,  # keys of a block
+    RANK: tl.constexpr,  # latent columns
+    ROPE: tl.constexpr,  # columns of a rope key
+    BLOCK_RANK: tl.constexpr,  # RANK, padded
+    BLOCK_ROPE: tl.constexpr,  # ROPE, padded
+    STAGES: tl.constexpr,  # blocks under way
+    EXACT: tl.constexpr,  # 0 or 1: a product of float32 is three of tf32
+    LAUNCH_DEPENDENTS: tl.constexpr,  # 0 or 1: `mla_combine_kernel` starts early, see `kernels.launch.Pdl`
+):
+    """One program attends for a work item and a tile of BLOCK_M of the row's queries."""
+    if LAUNCH_DEPENDENTS:
+        launch_dependents()
     tile = tl.program_id(0) % TILES
-    item = items + tl.program_id(0) // TILES * 8
-    row = tl.load(item)
-    start, stop, place, parts = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
-    seq_len = tl.load(item + 5)
+    work_item = work_items + tl.program_id(0) // TILES * 8
+    row = tl.load(work_item)
+    start, stop = tl.load(work_item + 1), tl.load(work_item + 2)
+    first_slot, split_info = tl.load(work_item + 3), tl.load(work_item + 4)
+    seq_len = tl.load(work_item + 5)
     if row >= 0:
-        count, nth = parts // MOST_ITEMS, parts % MOST_ITEMS
-        lane = tile * ROWS + tl.arange(0, ROWS)
+        num_splits, split = split_info // MAX_SPLITS, split_info % MAX_SPLITS
+        lane = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         live = lane < QUERY_LEN * HEADS
         from_row = query + (row.to(tl.int64) * (QUERY_LEN * HEADS) + lane)[:, None] * (RANK + ROPE)
         ranks = tl.arange(0, BLOCK_RANK)
         # Products of 64 rows have their queries in shared memory, if these are as they were loaded.
         of_8_bits: tl.constexpr = latent_cache.dtype.element_ty.primitive_bitwidth == 8
-        PAIRS: tl.constexpr = of_8_bits and RANK % 2 == 0 and ROPE % 2 == 0 and ROWS < 64
+        PAIRS: tl.constexpr = of_8_bits and RANK % 2 == 0 and ROPE % 2 == 0 and BLOCK_M < 64
         q = _columns(from_row, live, RANK, BLOCK_RANK, PAIRS)
         q_rope = _columns(from_row + RANK, live, ROPE, BLOCK_ROPE, PAIRS)
-        stretch = None
+        q_scale = None
         if PAIRS and query.dtype.element_ty == tl.bfloat16:
-            stretch = tl.maximum(tl.maximum(largest_of(q[0]), largest_of(q[1])),
-                                 tl.maximum(largest_of(q_rope[0]), largest_of(q_rope[1])))  # fmt: skip
-            q = shares_of(q[0], stretch), shares_of(q[1], stretch)
-            q_rope = shares_of(q_rope[0], stretch), shares_of(q_rope[1], stretch)
+            q_scale = tl.maximum(tl.maximum(row_amax(q[0]), row_amax(q[1])),
+                                 tl.maximum(row_amax(q_rope[0]), row_amax(q_rope[1])))  # fmt: skip
+            q = scale_to_fp16(q[0], q_scale), scale_to_fp16(q[1], q_scale)
+            q_rope = scale_to_fp16(q_rope[0], q_scale), scale_to_fp16(q_rope[1], q_scale)
 
-        sums = no_sums(ROWS, BLOCK_RANK, PAIRS)
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
+        acc = zero_acc(BLOCK_M, BLOCK_RANK, PAIRS)
+        m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l_i = tl.zeros([BLOCK_M], tl.float32)
         pages = page_table + row.to(tl.int64) * table_row
         last_seen = seq_len - QUERY_LEN + lane // HEADS
         # Blocks that all queries see whole need no mask.
-        whole = tl.minimum(stop, seq_len - QUERY_LEN + 1) // KEYS * KEYS
+        whole = tl.minimum(stop, seq_len - QUERY_LEN + 1) // BLOCK_N * BLOCK_N
         whole = tl.maximum(whole, start)
-        sums, top, total = _attend(q, q_rope, stretch, sums, top, total, start, whole, seq_len, last_seen,
-                                   latent_cache, latent_rows, rope_rows, pages, scale, False, PAGE_SIZE, KEYS, RANK,
+        acc, m_i, l_i = _attend(q, q_rope, q_scale, acc, m_i, l_i, start, whole, seq_len, last_seen,
+                                   latent_cache, latent_rows, rope_rows, pages, scale, False, PAGE_SIZE, BLOCK_N, RANK,
                                    ROPE, STAGES, EXACT)  # fmt: skip
         # What lies behind the last key may be NaN, which a mask keeps out and a descriptor does not.
-        sums, top, total = _attend(q, q_rope, stretch, sums, top, total, whole, stop, seq_len, last_seen,
-                                   latent_cache, None, None, pages, scale, True, PAGE_SIZE, KEYS, RANK, ROPE, 1,
+        acc, m_i, l_i = _attend(q, q_rope, q_scale, acc, m_i, l_i, whole, stop, seq_len, last_seen,
+                                   latent_cache, None, None, pages, scale, True, PAGE_SIZE, BLOCK_N, RANK, ROPE, 1,
                                    EXACT)  # fmt: skip
-        sums = all_columns(sums)
-        if count == 1:
-            _write(output, lse, sums, top, total, row, lane, value_scale, WANT_LSE, QUERY_LEN * HEADS, RANK)
+        acc = interleave_columns(acc)
+        if num_splits == 1:
+            _write(output, lse, acc, m_i, l_i, row, lane, value_scale, WANT_LSE, QUERY_LEN * HEADS, RANK)
         else:
-            mine = (place + nth).to(tl.int64) * (TILES * ROWS) + lane
-            tl.store(partial + mine[:, None] * BLOCK_RANK + ranks[None], sums, mask=live[:, None])
-            tl.store(partial_sums + mine * 2, top, mask=live)
-            tl.store(partial_sums + mine * 2 + 1, total, mask=live)
+            slot = (first_slot + split).to(tl.int64) * (TILES * BLOCK_M) + lane
+            tl.store(partial_acc + slot[:, None] * BLOCK_RANK + ranks[None], acc, mask=live[:, None])
+            tl.store(partial_ml + slot * 2, m_i, mask=live)
+            tl.store(partial_ml + slot * 2 + 1, l_i, mask=live)
 
 
 @triton.jit(do_not_specialize=["spread"])  # type: ignore[untyped-decorator]
-def mla_join_kernel(  # type: ignore[no-untyped-def]
-    output, lse, items, partial, partial_sums, spread, value_scale,
-    WANT_LSE: tl.constexpr, QUERIES: tl.constexpr, PLACE: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
-    PARTS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Join the parts of split rows: `spread` programs an item, for the row's queries in turn, so that a row has
-    `spread` times as many programs as parts. It differs from batch to batch: it is no constant.
+def mla_combine_kernel(  # type: ignore[no-untyped-def]
+    output,  # [num_rows, QUERIES, RANK]
+    lse,  # [num_rows, QUERIES] f32, natural log, if WANT_LSE
+    work_items,  # [max_work_items, 8] i32, see `split_kv.schedule_kernel`
+    partial_acc,  # [partial slots, SLOT_QUERIES, BLOCK_RANK] f32
+    partial_ml,  # [partial slots, SLOT_QUERIES, 2] f32: m_i in base 2, l_i
+    spread,  # programs of a work item; it differs from batch to batch, so it is no constant
+    value_scale,  # f32, of cached values
+    WANT_LSE: tl.constexpr,  # 0 or 1
+    QUERIES: tl.constexpr,  # of a row: token times head
+    SLOT_QUERIES: tl.constexpr,  # queries that a partial slot holds
+    RANK: tl.constexpr,  # latent columns
+    BLOCK_RANK: tl.constexpr,  # RANK, padded
+    BLOCK_SPLITS: tl.constexpr,  # splits that are combined at a time
+    USE_PDL: tl.constexpr,  # 0 or 1: it starts before the decode has ended, whose work items were there before
+):
+    """Combine the splits of rows: `spread` programs a work item take the row's queries in turn.
 
-    A launch of its own: with 128 heads a row's parts are megabytes, which the last item of the row to end would join
-    alone. PLACE is how many queries a place of partial results holds; PARTS are joined at a time. EARLY: it starts
-    before the decode has ended, whose items were there before.
+    So a row has `spread` times as many programs as splits. The launch is one of its own: with 128 heads a row's partial
+    results are megabytes, which the last work item of the row to end would combine alone.
     """
-    item = items + tl.program_id(0) // spread * 8
-    row, place, parts = tl.load(item), tl.load(item + 3), tl.load(item + 4)
-    count = parts // MOST_ITEMS
-    if EARLY:
-        wait_for_last()
-    if row >= 0 and count > 1:
-        nth, programs = parts % MOST_ITEMS * spread + tl.program_id(0) % spread, count * spread
-        for query in range(nth * QUERIES // programs, (nth + 1) * QUERIES // programs):
-            joined, top, total = join(
-                partial, partial_sums, place * PLACE + query, PLACE, count, 1, 1, BLOCK_RANK, PARTS
-            )
-            _write(output, lse, joined, top, total, row, query + tl.arange(0, 1), value_scale, WANT_LSE, QUERIES, RANK)
+    work_item = work_items + tl.program_id(0) // spread * 8
+    row, first_slot, split_info = tl.load(work_item), tl.load(work_item + 3), tl.load(work_item + 4)
+    num_splits = split_info // MAX_SPLITS
+    if USE_PDL:
+        grid_wait()
+    if row >= 0 and num_splits > 1:
+        split, programs = split_info % MAX_SPLITS * spread + tl.program_id(0) % spread, num_splits * spread
+        for query in range(split * QUERIES // programs, (split + 1) * QUERIES // programs):
+            acc, m_i, l_i = combine_splits(
+                partial_acc, partial_ml, first_slot * SLOT_QUERIES + query, SLOT_QUERIES, num_splits, 1, 1, BLOCK_RANK,
+                BLOCK_SPLITS,
+            )  # fmt: skip
+            _write(output, lse, acc, m_i, l_i, row, query + tl.arange(0, 1), value_scale, WANT_LSE, QUERIES, RANK)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _columns(rows, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of queries: all columns, or the even ones and the odd ones."""
+    """Load all columns of queries, or the even ones and the odd ones."""
     if PAIRS:
         columns = tl.arange(0, BLOCK // 2)
         mask = live[:, None] & (columns[None] < WIDTH // 2)
@@ -126,7 +156,7 @@ def _columns(rows, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.con
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _products(queries, keys, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of all columns."""
+    """Multiply queries with keys over all columns."""
     first = tl.dot(queries[0], tl.trans(keys[0]), input_precision=PRECISION)
     if len(keys) == 1:
         return first
@@ -136,19 +166,31 @@ def _products(queries, keys, PRECISION: tl.constexpr):  # type: ignore[no-untype
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    q, q_rope, stretch, sums, top, total, start, stop, num_keys, last_seen, latent_cache, latent_rows, rope_rows,
-    pages, scale,
-    MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
-    STAGES: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Attend to keys `start` to `stop` in blocks of KEYS, as `last_seen` [ROWS] i32 allows if MASKED.
-
-    Queries and sums may be two: of even and of odd columns, for a cache of 8 bits. `stretch` is as in `tile`.
-
-    Returns:
-        sums, top, total: weighted values as `no_sums` has them, the highest logit in base 2, the sum of weights.
-    """
-    lane = tl.arange(0, KEYS)
+    q,  # tuple of [BLOCK_M, BLOCK_RANK]; or the even and the odd columns, for a cache of 8 bits
+    q_rope,  # tuple of [BLOCK_M, BLOCK_ROPE], the same
+    q_scale,  # [BLOCK_M] f32, see `fp8.scale_to_fp16`; or None
+    acc,  # weighted values so far, as `zero_acc` has them
+    m_i,  # [BLOCK_M] f32, the highest logit so far, in base 2
+    l_i,  # [BLOCK_M] f32, the sum of weights so far
+    start,  # the first key
+    stop,  # the end of the keys
+    num_keys,  # of the row
+    last_seen,  # [BLOCK_M] i32, the last key that a query sees, if MASKED
+    latent_cache,
+    latent_rows,
+    rope_rows,
+    pages,  # pointer to the row's page ids
+    scale,  # f32, of logits in base 2
+    MASKED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Attend to keys `start` to `stop` in blocks of BLOCK_N; returns acc, m_i, l_i."""
+    lane = tl.arange(0, BLOCK_N)
     of_dtype: tl.constexpr = latent_cache.dtype.element_ty
     as_dtype: tl.constexpr = q[0].dtype
     TOGETHER: tl.constexpr = len(q)  # columns that are read as one
@@ -157,7 +199,7 @@ def _attend(  # type: ignore[no-untyped-def]
     if TOGETHER == 2:
         cached = as_pairs(latent_cache)
     precision: tl.constexpr = "tf32x3" if EXACT else "tf32"  # of float32 alone; see `attend_keys` of TRITON
-    for first in tl.range(start, stop, KEYS, num_stages=STAGES):
+    for first in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
         keys = first + lane
         live = keys < num_keys
         if latent_rows is not None:
@@ -165,7 +207,7 @@ def _attend(  # type: ignore[no-untyped-def]
             latent = latent_rows.load([slot, 0])
             rope = rope_rows.load([slot, RANK])
         else:
-            if PAGE_SIZE % KEYS == 0:  # a block lies in one page
+            if PAGE_SIZE % BLOCK_N == 0:  # a block lies in one page
                 page = tl.load(pages + first // PAGE_SIZE).to(tl.int64)
                 slots = page * PAGE_SIZE + first % PAGE_SIZE + lane
             else:
@@ -180,42 +222,42 @@ def _attend(  # type: ignore[no-untyped-def]
             rope = load_block(
                 latents + rank + ropes[None], live[:, None], ropes[None] < wide, MASKED, ropes.shape[0] == wide
             )
-        latent = columns_of(latent, of_dtype, as_dtype, TOGETHER == 2)
-        rope = columns_of(rope, of_dtype, as_dtype, TOGETHER == 2)
+        latent = unpack_columns(latent, of_dtype, as_dtype, TOGETHER == 2)
+        rope = unpack_columns(rope, of_dtype, as_dtype, TOGETHER == 2)
         logits = _products(q, latent, precision) * scale
         logits_rope = _products(q_rope, rope, precision) * scale
         # Always so, which the compiler does not see. Without a branch it finds that the product reaches another, and
         # then lays all warps along its rows: those of 64 or fewer do not suffice, and half the warps repeat the others.
         logits = logits + logits_rope if first >= start else logits - logits_rope
-        if stretch is not None:
-            logits *= stretch[:, None]
+        if q_scale is not None:
+            logits *= q_scale[:, None]
         if MASKED:
             logits = tl.where(live[None] & (keys[None] <= last_seen[:, None]), logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        base = new_top
+        m_new = tl.maximum(m_i, tl.max(logits, 1))
+        m_safe = m_new
         if MASKED:  # a row that has seen nothing yet
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(logits - base[:, None])
-        shrunk = tl.exp2(top - base)
-        total = total * shrunk + tl.sum(weights, 1)
-        sums = add_values(sums, weights.to(as_dtype), shrunk, latent, precision)
-        top = new_top
-    return sums, top, total
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(logits - m_safe[:, None])
+        alpha = tl.exp2(m_i - m_safe)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = accumulate(acc, p.to(as_dtype), alpha, latent, precision)
+        m_i = m_new
+    return acc, m_i, l_i
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _write(  # type: ignore[no-untyped-def]
-    output, lse, sums, top, total, row, lane, value_scale,
+    output, lse, acc, m_i, l_i, row, lane, value_scale,
     WANT_LSE: tl.constexpr, QUERIES: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """Outputs and natural LSEs of a row's queries `lane`; zeros and -inf for one that saw no key."""
     live = lane < QUERIES
     at = row.to(tl.int64) * QUERIES + lane
-    ranks = tl.arange(0, sums.shape[1])
-    saw = total > 0
-    divisor = tl.where(saw, total, 1.0)
-    out = tl.where(saw[:, None], sums * (value_scale / divisor)[:, None], 0.0)
+    ranks = tl.arange(0, acc.shape[1])
+    saw = l_i > 0
+    divisor = tl.where(saw, l_i, 1.0)
+    out = tl.where(saw[:, None], acc * (value_scale / divisor)[:, None], 0.0)
     to = output + at[:, None] * RANK + ranks[None]
     tl.store(to, out.to(output.dtype.element_ty), mask=live[:, None] & (ranks[None] < RANK))
     if WANT_LSE:
-        tl.store(lse + at, tl.where(saw, (top + tl.log2(divisor)) * LN_2, float("-inf")), mask=live)
+        tl.store(lse + at, tl.where(saw, (m_i + tl.log2(divisor)) * LN_2, float("-inf")), mask=live)

@@ -1,22 +1,37 @@
-"""Launches of TRITON_MLA: a decode over rows that are cut, and its join."""
+"""Launches of TRITON_MLA: a decode over rows that are split, and what combines the splits."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attn_backends.backends.mla.triton_mla.decode_kernel import mla_decode_kernel, mla_join_kernel
-from attn_backends.backends.mla.triton_mla.tuning import Cut, block_dims
-from attn_backends.kernels.launch import can_start_early, has_hopper_kernels, has_tensor_engine, launch, operator
-from attn_backends.kernels.split_kv import HOPPER_PAGE, ItemList
+from attn_backends.backends.mla.triton_mla.arguments import (
+    CombineConstants,
+    CombineTensors,
+    DecodeConstants,
+    DecodeTensors,
+    Descriptors,
+    HopperConstants,
+    HopperDescriptor,
+    HopperTensors,
+    HopperUpcastTensors,
+    Scales,
+    SlotStep,
+    Spread,
+    TableRow,
+)
+from attn_backends.backends.mla.triton_mla.decode_kernel import mla_combine_kernel, mla_decode_kernel
+from attn_backends.backends.mla.triton_mla.tuning import SplitPlan, block_dims
+from attn_backends.kernels.launch import has_hopper_kernels, has_tensor_engine, launch, operator, supports_pdl
+from attn_backends.kernels.split_kv import HOPPER_PAGE, WorkList
 from attn_backends.spec import KVCacheSpec, MLASpec
 
-_JOIN_REGISTERS = 64  # of a thread, for the parts that it joins at a time
-_JOIN_WARPS = 4
+_COMBINE_REGISTERS = 64  # of a thread, for the parts that it joins at a time
+_COMBINE_WARPS = 4
 
 
 def suits_hopper_kernel(spec: MLASpec, cache: KVCacheSpec, device: torch.device) -> bool:
@@ -35,19 +50,19 @@ def suits_hopper_kernel(spec: MLASpec, cache: KVCacheSpec, device: torch.device)
 class Workspace(NamedTuple):
     """Where the parts of split rows meet."""
 
-    partial: torch.Tensor  # [partial slots * rank] f32
-    sums: torch.Tensor  # [partial slots * 2] f32: highest logit, sum of weights
+    partial_acc: torch.Tensor  # [partial slots * rank] f32
+    partial_ml: torch.Tensor  # [partial slots * 2] f32: highest logit, sum of weights
 
-    def check(self, cut: Cut, spec: MLASpec) -> None:
+    def check(self, plan: SplitPlan, spec: MLASpec) -> None:
         """Refuse a launch that would write beyond the end.
 
         Raises:
             ValueError: the batch is above the limits that the workspace was sized from.
         """
-        needs, has = cut.need(spec), tuple(map(torch.Tensor.numel, self))
+        needs, has = plan.need(spec), tuple(map(torch.Tensor.numel, self))
         if any(need > size for need, size in zip(needs, has, strict=True)):
             raise ValueError(
-                f"a step of {cut.num_rows} rows of {cut.queries} queries needs {needs} floats of TRITON_MLA's "
+                f"a step of {plan.num_rows} rows of {plan.queries} queries needs {needs} floats of TRITON_MLA's "
                 f"workspace, which has {has}: make the state with Limits that hold the batch"
             )
 
@@ -56,84 +71,93 @@ class Workspace(NamedTuple):
 class Split:
     """How the rows of a step are cut, and its workspace."""
 
-    cut: Cut
+    plan: SplitPlan
     query_starts: torch.Tensor  # [num_rows + 1] i32
-    list: ItemList  # of [cut.num_items, 8]
-    room: Workspace
+    work_list: WorkList  # of [plan.num_work_items, 8]
+    workspace: Workspace
 
 
 def launch_decode(
     spec: MLASpec, k_scale: float, query: torch.Tensor, latent_cache: torch.Tensor, output: torch.Tensor,
     lse: torch.Tensor | None, page_table: torch.Tensor, split: Split, query_len: int,
 ) -> None:  # fmt: skip
-    """A layer's decode over rows that are cut, and their join."""
-    cut, tile = split.cut, split.cut.tile
-    constants = [
-        latent_cache.shape[1], query_len, spec.num_qo_heads, cut.tiles, cut.tile_rows, tile.keys, spec.kv_lora_rank,
-        spec.qk_rope_head_dim, *block_dims(spec), tile.stages, int(query.dtype is torch.float32),
-    ]  # fmt: skip
-    mla_decode(query, latent_cache, output, lse, page_table, split.list.items, *split.room,
-               [spec.scale * k_scale * math.log2(math.e), k_scale], constants, tile.warps, tile.hopper,
-               cut.join_spread)  # fmt: skip
+    """Launch a layer's decode over rows that are split, and what combines the splits."""
+    plan, tile = split.plan, split.plan.tile
+    block_rank, block_rope = block_dims(spec)
+    constants = DecodeConstants(
+        WANT_LSE=int(lse is not None), PAGE_SIZE=latent_cache.shape[1], QUERY_LEN=query_len, HEADS=spec.num_qo_heads,
+        TILES=plan.tiles, BLOCK_M=plan.tile_rows, BLOCK_N=tile.keys, RANK=spec.kv_lora_rank,
+        ROPE=spec.qk_rope_head_dim, BLOCK_RANK=block_rank, BLOCK_ROPE=block_rope, STAGES=tile.stages,
+        EXACT=int(query.dtype is torch.float32), LAUNCH_DEPENDENTS=supports_pdl(query.device),
+    )  # fmt: skip
+    scales = Scales(spec.scale * k_scale * math.log2(math.e), k_scale)
+    mla_decode(query, latent_cache, output, lse, page_table, split.work_list.work_items, *split.workspace, scales,
+               constants, tile.warps, tile.hopper, plan.combine_spread)  # fmt: skip
 
 
-@operator(("output", "lse", "partial", "sums"))
+@operator(("output", "lse", "partial_acc", "partial_ml"))
 def mla_decode(
     query: torch.Tensor, latent_cache: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
-    page_table: torch.Tensor, items: torch.Tensor, partial: torch.Tensor, sums: torch.Tensor, factors: list[float],
-    constants: list[int], warps: int, for_hopper: bool, spread: int,
+    page_table: torch.Tensor, work_items: torch.Tensor, partial_acc: torch.Tensor, partial_ml: torch.Tensor,
+    scales: Scales, constants: DecodeConstants, warps: int, for_hopper: bool, spread: int,
 ) -> None:  # fmt: skip
-    _page_size, query_len, heads, tiles, tile_rows, _keys, rank, _rope, block_rank, *_ = constants
-    sums_to, want_lse, grid = sums if lse is None else lse, int(lse is not None), len(items) * tiles
-    early, table_row = can_start_early(query.device), (page_table.stride(0),)
-    tensors = (output, sums_to, page_table, items, partial, sums)
+    form, lse_or_dummy = constants, partial_ml if lse is None else lse
+    use_pdl, table_row = bool(form.LAUNCH_DEPENDENTS), TableRow(page_table.stride(0))
+    grid = len(work_items) * form.TILES
     if for_hopper:
-        _on_hopper(grid, query, latent_cache, tensors, table_row, factors, want_lse, constants, early)
+        tensors = HopperTensors(query, output, lse_or_dummy, page_table, work_items, partial_acc, partial_ml)
+        _on_hopper(grid, tensors, latent_cache, table_row, scales, form)
     else:
-        fixed = (*factors, want_lse, *constants, early)
-        launch(mla_decode_kernel, grid, (query, latent_cache, *tensors), table_row, fixed, warps,
-               descriptors=_descriptors(query, latent_cache, constants))  # fmt: skip
-    at_once = max(1, _JOIN_REGISTERS * 32 * _JOIN_WARPS // block_rank)  # a power of two, as all of these are
-    fixed = (factors[1], want_lse, query_len * heads, tiles * tile_rows, rank, block_rank, at_once, early)
-    launch(mla_join_kernel, len(items) * spread, (output, sums_to, items, partial, sums), (spread,), fixed, _JOIN_WARPS,
-           early=early)  # fmt: skip
+        launch(mla_decode_kernel, grid, DecodeTensors(query, latent_cache, output, lse_or_dummy, page_table, work_items,
+               partial_acc, partial_ml), table_row, (scales, form), warps,
+               descriptors=_descriptors(query, latent_cache, form))  # fmt: skip
+    combine = CombineConstants(
+        value_scale=scales.value_scale, WANT_LSE=form.WANT_LSE, QUERIES=form.QUERY_LEN * form.HEADS,
+        SLOT_QUERIES=form.TILES * form.BLOCK_M, RANK=form.RANK, BLOCK_RANK=form.BLOCK_RANK,
+        BLOCK_SPLITS=max(1, _COMBINE_REGISTERS * 32 * _COMBINE_WARPS // form.BLOCK_RANK),  # a power of two, as all are
+        USE_PDL=use_pdl,
+    )  # fmt: skip
+    launch(mla_combine_kernel, len(work_items) * spread,
+           CombineTensors(output, lse_or_dummy, work_items, partial_acc, partial_ml), Spread(spread), (combine,),
+           _COMBINE_WARPS, use_pdl=use_pdl)  # fmt: skip
 
 
 def _on_hopper(
-    grid: int, query: torch.Tensor, latent_cache: torch.Tensor, tensors: tuple[torch.Tensor, ...],
-    table_row: tuple[int], factors: list[float], want_lse: int, constants: list[int], lets_next_start: bool,
+    grid: int, tensors: HopperTensors, latent_cache: torch.Tensor, table_row: TableRow, scales: Scales,
+    form: DecodeConstants,
 ) -> None:  # fmt: skip
     from attn_backends.backends.mla.triton_mla import decode_hopper_kernel
     from attn_backends.kernels import hopper  # not every Triton has what these import
 
-    page_size, query_len, heads, tiles, *_ = constants
-    slots, rows = latent_cache.flatten(0, 1), hopper.rows_of_load(page_size, decode_hopper_kernel.KEYS.value)
-    widen, slot_step = slots.itemsize == 1, 0
-    descriptors: tuple[TensorDescriptor, ...] = ()
-    tensors = (query, *tensors)
-    if widen:
+    slots, rows = latent_cache.flatten(0, 1), hopper.tma_rows(form.PAGE_SIZE, decode_hopper_kernel.BLOCK_N.value)
+    given: HopperTensors | HopperUpcastTensors = tensors
+    descriptors: tuple[Any, ...] = ()
+    slot_step = 0
+    if slots.itemsize == 1:
         words = slots.view(torch.int32)
-        slot_step, tensors = words.stride(0), (words, *tensors)
+        slot_step, given = words.stride(0), HopperUpcastTensors(words, *tensors)
     else:
-        descriptors = (hopper.strips_of([*slots.shape], [*slots.stride()], slots, rows),)
-    fixed = (slot_step, *factors, want_lse, page_size, rows, query_len, heads, tiles, widen,
-             slots.dtype is torch.float8_e5m2, lets_next_start)  # fmt: skip
-    launch(decode_hopper_kernel.mla_hopper_kernel, grid, tensors, table_row, fixed, decode_hopper_kernel.GROUP_WARPS,
-           descriptors=descriptors)  # fmt: skip
+        descriptors = HopperDescriptor(hopper.tma_descriptor([*slots.shape], [*slots.stride()], slots, rows))
+    constants = HopperConstants(
+        WANT_LSE=form.WANT_LSE, PAGE_SIZE=form.PAGE_SIZE, TMA_ROWS=rows, QUERY_LEN=form.QUERY_LEN, HEADS=form.HEADS,
+        TILES=form.TILES, UPCAST=slots.itemsize == 1, E5M2=slots.dtype is torch.float8_e5m2,
+        LAUNCH_DEPENDENTS=form.LAUNCH_DEPENDENTS,
+    )  # fmt: skip
+    launch(decode_hopper_kernel.mla_hopper_kernel, grid, given, table_row, (SlotStep(slot_step), scales, constants),
+           decode_hopper_kernel.GROUP_WARPS, descriptors=descriptors)  # fmt: skip
 
 
-def _descriptors(
-    query: torch.Tensor, latent_cache: torch.Tensor, constants: list[int]
-) -> tuple[TensorDescriptor, TensorDescriptor] | tuple[None, None]:
-    """For the tensor memory accelerator: one thread asks for a block, and no other waits for it.
+def _descriptors(query: torch.Tensor, latent_cache: torch.Tensor, form: DecodeConstants) -> Descriptors:
+    """Descriptors for the tensor memory accelerator: one thread asks for a block, and no other waits for it.
 
     It wants whole blocks of one page, rows of 16 bytes, and dims that need no padding. Products of 8-bit rows wait for
     their conversion anyway.
     """
-    page_size, _, _, _, _, keys, rank, rope, block_rank, block_rope, *_ = constants
-    is_plain = (rank, rope) == (block_rank, block_rope) and latent_cache.dtype is query.dtype
-    if page_size % keys or not is_plain or not has_tensor_engine(query.device):
-        return None, None
+    is_plain = (form.RANK, form.ROPE) == (form.BLOCK_RANK, form.BLOCK_ROPE) and latent_cache.dtype is query.dtype
+    if form.PAGE_SIZE % form.BLOCK_N or not is_plain or not has_tensor_engine(query.device):
+        return Descriptors(None, None)
     rows = latent_cache.flatten(0, 1)
-    made = [TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [keys, width]) for width in (rank, rope)]
-    return made[0], made[1]
+    return Descriptors(
+        *(TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [form.BLOCK_N, width])
+          for width in (form.RANK, form.ROPE))
+    )  # fmt: skip

@@ -10,15 +10,15 @@ import torch
 from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadataBuilder
 from attn_backends.backends.mla.state import MLAState
 from attn_backends.backends.mla.triton_mla.launch import Split, Workspace, launch_decode, suits_hopper_kernel
-from attn_backends.backends.mla.triton_mla.tuning import Cut, decode_tile, decode_tiles
+from attn_backends.backends.mla.triton_mla.tuning import SplitPlan, decode_tile, decode_tiles
 from attn_backends.backends.mla.triton_mla.variants import list_decodes, table_of
 from attn_backends.kernels.examples import empty
 from attn_backends.kernels.launch import machine_of, num_multiprocessors, shared_memory
-from attn_backends.kernels.split_kv import FAR, ItemList
+from attn_backends.kernels.split_kv import FAR, SplitSizes, WorkList
 from attn_backends.kernels.variants import Variant, listing
 from attn_backends.spec import MLASpec
 
-_CUTS = 1024  # that are kept
+_PLANS = 1024  # that are kept
 
 
 class TritonMLAState(MLAState):
@@ -32,22 +32,22 @@ class TritonMLAState(MLAState):
         super().__init__(*args, **kwargs)
         self._num_sms = num_multiprocessors(self.device)
         self._shared_memory = shared_memory(self.device)
-        self._cut = lru_cache(maxsize=_CUTS)(self._make_cut)  # eager steps repeat their shapes
-        self.room = self._make_room()
+        self._plan = lru_cache(maxsize=_PLANS)(self._make_plan)  # eager steps repeat their shapes
+        self.split_workspace = self._make_workspace()
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Split | None) -> Split:
         if held is None:
             held = self._split(spec, rows)
-        held.list.fill(rows.seq_lens, held.query_starts)
+        held.work_list.fill(rows.seq_lens, held.query_starts)
         return held
 
     def _split(self, spec: MLASpec, rows: DecodeRows) -> Split:
-        cut = self._cut(spec, rows.num_rows, rows.query_len)
-        self.room.check(cut, spec)
+        plan = self._plan(spec, rows.num_rows, rows.query_len)
+        self.split_workspace.check(plan, spec)
         ints = {"dtype": torch.int32, "device": self.device}
         starts = torch.arange(rows.num_rows + 1, **ints) * rows.query_len  # type: ignore[call-overload]
-        items = torch.empty(cut.num_items, 8, **ints)  # type: ignore[call-overload]
-        return Split(cut, starts, _list_of(cut, items), self.room)
+        work_items = torch.empty(plan.num_work_items, 8, **ints)  # type: ignore[call-overload]
+        return Split(plan, starts, _work_list(plan, work_items), self.split_workspace)
 
     def variants(self) -> list[Variant]:
         """The compiled forms of kernels of ours that steps within the limits ask for."""
@@ -57,30 +57,30 @@ class TritonMLAState(MLAState):
 
     def list_launches(self) -> None:
         super().list_launches()
-        list_decodes(self.specs.values(), self.cache, self.limits, self._make_cut, self._list_decode)
+        list_decodes(self.specs.values(), self.cache, self.limits, self._make_plan, self._list_decode)
 
     def _list_decode(
-        self, spec: MLASpec, cut: Cut, query_len: int, query: torch.Tensor, latents: torch.Tensor, want_lse: bool
+        self, spec: MLASpec, plan: SplitPlan, query_len: int, query: torch.Tensor, latents: torch.Tensor, want_lse: bool
     ) -> None:
-        floats, starts = empty(0, dtype=torch.float32), empty(cut.num_rows + 1, dtype=torch.int32)
-        items = empty(cut.num_items, 8, dtype=torch.int32)
-        split = Split(cut, starts, _list_of(cut, items), Workspace(floats, floats))
-        split.list.fill(empty(cut.num_rows, dtype=torch.int32), split.query_starts)
-        lse = empty(cut.num_rows, query_len, spec.num_qo_heads, dtype=torch.float32) if want_lse else None
-        launch_decode(spec, 1.0, query, latents, query[..., : spec.kv_lora_rank], lse, table_of(cut.num_rows), split,
+        floats, starts = empty(0, dtype=torch.float32), empty(plan.num_rows + 1, dtype=torch.int32)
+        work_items = empty(plan.num_work_items, 8, dtype=torch.int32)
+        split = Split(plan, starts, _work_list(plan, work_items), Workspace(floats, floats))
+        split.work_list.fill(empty(plan.num_rows, dtype=torch.int32), split.query_starts)
+        lse = empty(plan.num_rows, query_len, spec.num_qo_heads, dtype=torch.float32) if want_lse else None
+        launch_decode(spec, 1.0, query, latents, query[..., : spec.kv_lora_rank], lse, table_of(plan.num_rows), split,
                       query_len)  # fmt: skip
 
-    def _make_cut(self, spec: MLASpec, num_rows: int, query_len: int) -> Cut:
+    def _make_plan(self, spec: MLASpec, num_rows: int, query_len: int) -> SplitPlan:
         asked = self._asked(spec, num_rows, query_len)
-        return Cut(decode_tile(*asked), num_rows, query_len * spec.num_qo_heads, self._num_sms)
+        return SplitPlan(decode_tile(*asked), num_rows, query_len * spec.num_qo_heads, self._num_sms)
 
-    def _make_room(self) -> Workspace:
+    def _make_workspace(self) -> Workspace:
         """Enough for every launch within the limits: over all numbers of rows and all query lengths, as the need peaks
         between the ends of both."""
         most_rows = self.limits.max_num_requests
         longest = min(MLAMetadataBuilder.decode_threshold, self.limits.max_num_tokens)
         needs = [
-            Cut(tile, most_rows, query_len * spec.num_qo_heads, self._num_sms).need(spec)
+            SplitPlan(tile, most_rows, query_len * spec.num_qo_heads, self._num_sms).need(spec)
             for spec in self.specs.values()
             for query_len in range(1, longest + 1)
             for tile in decode_tiles(*self._asked(spec, most_rows, query_len))
@@ -95,7 +95,9 @@ class TritonMLAState(MLAState):
         return spec, self.cache, num_rows, queries, self.options, self._shared_memory, hopper
 
 
-def _list_of(cut: Cut, items: torch.Tensor) -> ItemList:
-    """The list of a batch's work, in `items` [cut.num_items, 8] i32."""
-    min_blocks = max(1, cut.tile.min_keys // cut.tile.keys)
-    return ItemList(items, [cut.num_rows, cut.target, FAR.value, FAR.value, cut.tile.keys, min_blocks])
+def _work_list(plan: SplitPlan, work_items: torch.Tensor) -> WorkList:
+    """The list of a batch's work, in `work_items` [plan.num_work_items, 8] i32."""
+    min_blocks = max(1, plan.tile.min_keys // plan.tile.keys)
+    return WorkList(
+        work_items, SplitSizes(plan.num_rows, plan.target, FAR.value, FAR.value, plan.tile.keys, min_blocks)
+    )

@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any
 
 from attn_backends.backends.mla.options import MLAOptions
-from attn_backends.kernels.split_kv import MOST_ITEMS, block_bytes, fitted, padded
+from attn_backends.kernels.split_kv import MAX_SPLITS, block_bytes, fitted, padded
 from attn_backends.spec import KVCacheSpec, MLASpec
 
 HOPPER_TILE = (64, 128, 8, 1)  # rows, keys, warps and stages of hopper_kernel.py, which has no other
@@ -21,7 +21,7 @@ HOPPER_TILE = (64, 128, 8, 1)  # rows, keys, warps and stages of hopper_kernel.p
 
 @dataclass(frozen=True)
 class LatentTile:
-    """How decode is cut."""
+    """How decode is tiled and split."""
 
     rows: int  # of a tile at most: query tokens times heads
     keys: int  # of a block
@@ -48,11 +48,12 @@ class TritonMLAOptions(MLAOptions):
 
 
 def decode_tile(
-    spec: MLASpec, cache: KVCacheSpec, num_rows: int, queries: int, options: TritonMLAOptions | None, room: int,
+    spec: MLASpec, cache: KVCacheSpec, num_rows: int, queries: int, options: TritonMLAOptions | None, smem_bytes: int,
     hopper: bool = False,
 ) -> LatentTile:  # fmt: skip
-    """For a batch of `num_rows` rows of `queries` queries each, token times head. The wider dtype, of queries or cache,
-    decides first. A program can have `room` bytes of shared memory. `hopper`: the kernel for Hopper can serve."""
+    """The tile for a batch of `num_rows` rows of `queries` queries each, token times head. The wider dtype, of queries
+    or cache, decides first. A program can have `smem_bytes` bytes of shared memory. `hopper`: the kernel for Hopper can
+    serve."""
     if options is not None and options.decode_tile is not None:
         if options.decode_tile.hopper and not hopper:
             raise ValueError(
@@ -63,29 +64,29 @@ def decode_tile(
                 "the tile"
             )
         return options.decode_tile
-    return _fitted(_nearest(spec, cache, num_rows, queries, hopper), spec, queries, room)
+    return _fitted(_nearest(spec, cache, num_rows, queries, hopper), spec, queries, smem_bytes)
 
 
 @lru_cache(maxsize=64)
 def decode_tiles(
-    spec: MLASpec, cache: KVCacheSpec, most_rows: int, queries: int, options: TritonMLAOptions | None, room: int,
+    spec: MLASpec, cache: KVCacheSpec, most_rows: int, queries: int, options: TritonMLAOptions | None, smem_bytes: int,
     hopper: bool = False,
 ) -> frozenset[LatentTile]:  # fmt: skip
     """Every tile that `decode_tile` gives for 1 to `most_rows` rows."""
     if options is not None and options.decode_tile is not None:
-        return frozenset({decode_tile(spec, cache, most_rows, queries, options, room, hopper)})
+        return frozenset({decode_tile(spec, cache, most_rows, queries, options, smem_bytes, hopper)})
     nearest = {_nearest(spec, cache, num_rows, queries, hopper) for num_rows in range(1, most_rows + 1)}
-    return frozenset(_fitted(tile, spec, queries, room) for tile in nearest)
+    return frozenset(_fitted(tile, spec, queries, smem_bytes) for tile in nearest)
 
 
-def _fitted(tile: LatentTile, spec: MLASpec, queries: int, room: int) -> LatentTile:
+def _fitted(tile: LatentTile, spec: MLASpec, queries: int, smem_bytes: int) -> LatentTile:
     def need(tile: LatentTile) -> int:
         rows = min(padded(queries), tile.rows)
         width = sum(block_dims(spec))
         weights = rows * tile.keys * spec.dtype.itemsize
         return rows * width * spec.dtype.itemsize + block_bytes(spec, tile.keys, tile.stages, width) + weights
 
-    return tile if tile.hopper else fitted(tile, need, room)
+    return tile if tile.hopper else fitted(tile, need, smem_bytes)
 
 
 def _nearest(spec: MLASpec, cache: KVCacheSpec, num_rows: int, queries: int, hopper: bool) -> LatentTile:
@@ -123,7 +124,7 @@ def _table() -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Cut:
+class SplitPlan:
     """What follows from the shape of a batch of decode rows alone, whatever their lengths."""
 
     tile: LatentTile
@@ -137,30 +138,34 @@ class Cut:
 
     @property
     def tiles(self) -> int:
-        """Of a row."""
+        """Number of tiles of a row's queries."""
         return -(-self.queries // self.tile_rows)
 
     @property
     def target(self) -> int:
-        """Items that fill the GPU: each is a program for every tile."""
-        return min(max(1, self.num_sms * self.tile.programs // self.tiles), int(MOST_ITEMS.value) // 2)
+        """Number of work items that fill the GPU: each is a program for every tile."""
+        return min(max(1, self.num_sms * self.tile.programs // self.tiles), int(MAX_SPLITS.value) // 2)
 
     @property
-    def join_spread(self) -> int:
-        """Programs of an item that join its row's queries: each takes about two where rows of one length are split. One
-        for 32 queries at least: a long row among short ones is split where rows of one length are not."""
-        parts = self.target // self.num_rows
-        return max(1, self.queries // 32, self.queries // (2 * parts) if parts > 1 else 0)
+    def combine_spread(self) -> int:
+        """Number of programs of a work item that combine its row's queries.
+
+        Each takes about two where rows of one length are split. There is one for 32 queries at least: a long row among
+        short ones is split where rows of one length are not.
+        """
+        num_splits = self.target // self.num_rows
+        return max(1, self.queries // 32, self.queries // (2 * num_splits) if num_splits > 1 else 0)
 
     @property
-    def num_items(self) -> int:
+    def num_work_items(self) -> int:
         return self.num_rows + self.target
 
     @property
-    def places(self) -> int:
-        """Parts that rows can be cut into, times the queries of each: see `split_kv.schedule_kernel`."""
+    def num_partial_slots(self) -> int:
+        """Number of partial slots that rows can be split into, times the queries of each
+        (`split_kv.schedule_kernel`)."""
         return -(-4 * self.target // 3) * self.tiles * self.tile_rows
 
     def need(self, spec: MLASpec) -> tuple[int, int]:
         """Floats of accumulators, and of maxima and sums, that a launch writes at most, whatever the lengths."""
-        return self.places * block_dims(spec)[0], self.places * 2
+        return self.num_partial_slots * block_dims(spec)[0], self.num_partial_slots * 2

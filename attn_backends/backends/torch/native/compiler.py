@@ -42,8 +42,8 @@ def load(source: Path, defines: Mapping[str, int | str]) -> ctypes.CDLL:
     compiler = _compiler()
     flags = [*FLAGS, *(f"-D{name}={value}" for name, value in defines.items())]
     text = source.read_text(encoding="utf-8")
-    parts = [text, *compiler, *flags, _run([*compiler, "--version"]), _cpu(), torch.__file__]
-    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    ingredients = [text, *compiler, *flags, _run([*compiler, "--version"]), _cpu(), torch.__file__]
+    name = hashlib.sha256("\0".join(ingredients).encode()).hexdigest()[:24]
     try:
         path = cache_folder() / "native" / f"{source.stem}-{name}.so"
     except CacheFolderError as error:
@@ -105,7 +105,7 @@ def _run(command: list[str]) -> str:
 def _cpu() -> str:
     """What `-march=native` depends on."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        lines = []
-    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
+        cpuinfo = []
+    return platform.machine() + "".join(sorted({line for line in cpuinfo if line.startswith(("flags", "Features"))}))

@@ -167,7 +167,7 @@ def _defined(name: str, shim: str, run: Any, head_dim_vo: int) -> Any:
 
 
 def _readable(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor with heads in one piece each."""
+    """The tensors with each head in one piece."""
     return (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
 
 

@@ -1,6 +1,6 @@
 """Paged attention of rows with few query tokens: keys split over the GPU as evenly as their lengths ask for it.
 
-The device itself cuts the work into items (see `split_kv`), and the last of a row's items to end joins them all:
+The device itself splits the work into items (see `split_kv`), and the last of a row's items to end combines them all:
 there is no second launch.
 """
 
@@ -9,50 +9,95 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.backends.triton.kernels.tile import attend_keys, factor, write_rows
-from attn_backends.kernels.fp8 import all_columns, as_pairs, largest_of, no_sums, shares_of
-from attn_backends.kernels.launch import BESIDE, EARLY_START, see_all, wait_for_last
-from attn_backends.kernels.split_kv import FAR, MOST_ITEMS, join
+from attn_backends.backends.triton.kernels.tile import attend_keys, logit_scale, write_rows
+from attn_backends.kernels.fp8 import as_pairs, interleave_columns, row_amax, scale_to_fp16, zero_acc
+from attn_backends.kernels.launch import WAIT_FIRST, WAIT_LAST, acquire_fence, grid_wait
+from attn_backends.kernels.split_kv import FAR, MAX_SPLITS, combine_splits
 
-_NOT_CONSTANT = ["table_row", "ahead", "behind", "chunk", "has_sinks", "want_lse", "lse_token"]
+_NOT_CONSTANT = ["table_row", "window_right", "window_left", "chunk", "has_sinks", "want_lse", "lse_token"]
 _ANYWHERE = ["lse", "page_table", "sinks"]  # no code depends on whether these are aligned
 
 
-@triton.jit(do_not_specialize=_NOT_CONSTANT, do_not_specialize_on_alignment=_ANYWHERE)  # type: ignore[untyped-decorator]
+@triton.jit(
+    do_not_specialize=_NOT_CONSTANT,
+    do_not_specialize_on_alignment=_ANYWHERE,
+)  # type: ignore[untyped-decorator]
 def decode_kernel(  # type: ignore[no-untyped-def]
-    query, key_cache, value_cache, output, lse, page_table, items, partial, partial_sums, counters, slopes, sinks,
-    table_row, scale, value_scale, soft_cap, ahead, behind, chunk, has_sinks, want_lse,
-    query_token, query_head, key_page, key_slot, key_head, value_page, value_slot, value_head, out_token, out_head,
+    query,  # [num_tokens, KV_HEADS * GROUP, DIM]
+    key_cache,  # [num_pages, PAGE_SIZE, KV_HEADS, DIM], the last dimension contiguous
+    value_cache,  # [num_pages, PAGE_SIZE, KV_HEADS, DIM_VO]
+    output,  # [num_tokens, KV_HEADS * GROUP, DIM_VO]
+    lse,  # [num_tokens, KV_HEADS * GROUP] f32, natural log, written if want_lse
+    page_table,  # [num_rows, max_pages] i32
+    work_items,  # [max_work_items, 8] i32, see `schedule_kernel`
+    partial_acc,  # [partial slots, KV_HEADS, TILES, USED_M, BLOCK_DIM_VO] f32
+    partial_ml,  # [partial slots, KV_HEADS, TILES, USED_M, 2] f32: m_i in base 2, l_i
+    counters,  # [num_rows, KV_HEADS, TILES] i32, zeros between launches
+    slopes,  # [KV_HEADS * GROUP] f32, if ALIBI
+    sinks,  # [KV_HEADS * GROUP] f32 logits, if has_sinks
+    table_row,  # elements from row to row of the page table
+    scale,  # f32, of logits, in base 2 unless SOFT_CAP
+    value_scale,  # f32, of cached values
+    soft_cap,  # f32, if SOFT_CAP
+    window_right,  # positions after its own that a query sees
+    window_left,  # positions before its own that a query sees
+    chunk,  # positions in a chunk; a query sees its own chunk alone
+    has_sinks,  # 0 or 1
+    want_lse,  # 0 or 1
+    query_token,  # elements from token to token, as all strides
+    query_head,
+    key_page,
+    key_slot,
+    key_head,
+    value_page,
+    value_slot,
+    value_head,
+    out_token,
+    out_head,
     lse_token,
-    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr, ALIKE: tl.constexpr, PAIRS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
-    EXACT: tl.constexpr,
-    LANES: tl.constexpr, PARTS: tl.constexpr, START: tl.constexpr,
-):  # fmt: skip
-    """One program an item, KV head and tile of ROWS of its queries; items of a row's heads lie side by side.
+    SOFT_CAP: tl.constexpr,  # 0 or 1: logits are capped
+    ALIBI: tl.constexpr,  # 0 or 1
+    SCALE_FIRST: tl.constexpr,  # 0 or 1, see `attend_keys`
+    ALIKE: tl.constexpr,  # 0 or 1: keys and values have the same strides
+    PAIRS: tl.constexpr,  # 0 or 1: values of 8 bits are read two by two
+    PAGE_SIZE: tl.constexpr,  # slots
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a KV head
+    TILES: tl.constexpr,  # tiles of a row's queries
+    BLOCK_M: tl.constexpr,  # queries of a tile: token times query head
+    BLOCK_N: tl.constexpr,  # keys of a block
+    DIM: tl.constexpr,
+    DIM_VO: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,  # DIM, padded
+    BLOCK_DIM_VO: tl.constexpr,  # DIM_VO, padded
+    STAGES: tl.constexpr,  # blocks under way in the loop without masks
+    MASKED_STAGES: tl.constexpr,  # blocks under way in the loop with masks
+    EXACT: tl.constexpr,  # 0 or 1, see `attend_keys`
+    USED_M: tl.constexpr,  # queries of a tile that exist at most, a power of two
+    BLOCK_SPLITS: tl.constexpr,  # splits that are combined at a time
+    PDL: tl.constexpr,  # when this kernel starts, see `kernels.launch.Pdl`
+):
+    """One program attends for a work item, a KV head and a tile of BLOCK_M of the row's queries.
 
-    Of a tile LANES are queries at most; PARTS are joined at a time. ALIKE: keys and values have the same strides.
-    PAIRS: values of 8 bits come two by two. START: see `triton_launch.Start`.
+    The programs of an item's heads lie side by side.
     """
     if ALIKE:
         value_page, value_slot, value_head = key_page, key_slot, key_head
-    if START == BESIDE:
-        see_all()
+    if PDL == WAIT_LAST:
+        acquire_fence()
     program = tl.program_id(0)
     tile = program % TILES
     head = program // TILES % KV_HEADS
-    item = items + program // TILES // KV_HEADS * 8
-    row = tl.load(item)
-    start, stop, place, parts = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
-    seq_len, first_token, query_len = tl.load(item + 5), tl.load(item + 6), tl.load(item + 7)
-    if START == EARLY_START:  # its item was there before that one was launched, or lets this one start
-        wait_for_last()
+    work_item = work_items + program // TILES // KV_HEADS * 8
+    row = tl.load(work_item)
+    start, stop = tl.load(work_item + 1), tl.load(work_item + 2)
+    first_slot, split_info = tl.load(work_item + 3), tl.load(work_item + 4)
+    seq_len, first_token, query_len = tl.load(work_item + 5), tl.load(work_item + 6), tl.load(work_item + 7)
+    if PDL == WAIT_FIRST:  # its item was there before that one was launched, or lets this one start
+        grid_wait()
     if row >= 0:
-        count, nth = parts // MOST_ITEMS, parts % MOST_ITEMS
-        lane = tile * ROWS + tl.arange(0, ROWS)
+        num_splits, split = split_info // MAX_SPLITS, split_info % MAX_SPLITS
+        lane = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         token = lane // GROUP
         q_head = head * GROUP + lane % GROUP
         live = token < query_len
@@ -61,59 +106,59 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         dims = tl.arange(0, BLOCK_DIM)
         queries = tl.load(query + at[:, None] * query_token + q_head[:, None] * query_head + dims[None],
                           mask=live[:, None] & (dims[None] < DIM), other=0.0)  # fmt: skip
-        stretch = None
+        q_scale = None
         if key_cache.dtype.element_ty.primitive_bitwidth == 8 and query.dtype.element_ty == tl.bfloat16:
-            stretch = largest_of(queries)
-            queries = shares_of(queries, stretch)
-        slope = tl.load(slopes + q_head, mask=live, other=0.0) if ALIBI else tl.zeros([ROWS], tl.float32)
+            q_scale = row_amax(queries)
+            queries = scale_to_fp16(queries, q_scale)
+        slope = tl.load(slopes + q_head, mask=live, other=0.0) if ALIBI else tl.zeros([BLOCK_M], tl.float32)
         # Blocks that all queries see whole need no mask.
-        whole = tl.minimum(stop, seq_len - query_len + 1 + ahead) // KEYS * KEYS
-        if tl.minimum(behind, chunk) < FAR:
+        whole = tl.minimum(stop, seq_len - query_len + 1 + window_right) // BLOCK_N * BLOCK_N
+        if tl.minimum(window_left, chunk) < FAR:
             whole = start
         whole = tl.maximum(whole, start)
         key, value = key_cache + head.to(tl.int64) * key_head, value_cache + head.to(tl.int64) * value_head
         if PAIRS:
             value, value_page, value_slot = as_pairs(value), value_page // 2, value_slot // 2
         pages = page_table + row.to(tl.int64) * table_row
-        sums, top, total = attend_keys(
-            queries, stretch, no_sums(ROWS, BLOCK_DIM_VO, PAIRS), tl.full([ROWS], float("-inf"), tl.float32),
-            tl.zeros([ROWS], tl.float32), start, whole, seq_len, positions, slope, key, value, pages, None, scale,
-            soft_cap, ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
-            False, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
+        acc, m_i, l_i = attend_keys(
+            queries, q_scale, zero_acc(BLOCK_M, BLOCK_DIM_VO, PAIRS), tl.full([BLOCK_M], float("-inf"), tl.float32),
+            tl.zeros([BLOCK_M], tl.float32), start, whole, seq_len, positions, slope, key, value, pages, None, scale,
+            soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
+            False, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, STAGES, EXACT,
         )  # fmt: skip
-        sums, top, total = attend_keys(
-            queries, stretch, sums, top, total, whole, stop, seq_len, positions, slope, key, value, pages, None, scale,
-            soft_cap, ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
-            True, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, MASKED_STAGES, EXACT,
+        acc, m_i, l_i = attend_keys(
+            queries, q_scale, acc, m_i, l_i, whole, stop, seq_len, positions, slope, key, value, pages, None, scale,
+            soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
+            True, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, MASKED_STAGES, EXACT,
         )  # fmt: skip
-        sums = all_columns(sums)
-        top *= factor(scale, EARLY)
-        if count == 1:
-            write_rows(output, lse, sinks, sums, top, total, lane, head, first_token, query_len, value_scale,
+        acc = interleave_columns(acc)
+        m_i *= logit_scale(scale, SCALE_FIRST)
+        if num_splits == 1:
+            write_rows(output, lse, sinks, acc, m_i, l_i, lane, head, first_token, query_len, value_scale,
                        out_token, out_head, lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
         else:
-            # Parts are [places, KV_HEADS, TILES, LANES, ...]
-            inner = tl.arange(0, ROWS)
-            mine = (((place + nth) * KV_HEADS + head) * TILES + tile).to(tl.int64) * LANES + inner
-            live = live & (inner < LANES)
+            # Partial results are [partial slots, KV_HEADS, TILES, USED_M, ...]
+            inner = tl.arange(0, BLOCK_M)
+            slot = (((first_slot + split) * KV_HEADS + head) * TILES + tile).to(tl.int64) * USED_M + inner
+            live = live & (inner < USED_M)
             dims_vo = tl.arange(0, BLOCK_DIM_VO)
-            tl.store(partial + mine[:, None] * BLOCK_DIM_VO + dims_vo[None], sums, mask=live[:, None])
-            tl.store(partial_sums + mine * 2, top, mask=live)
-            tl.store(partial_sums + mine * 2 + 1, total, mask=live)
+            tl.store(partial_acc + slot[:, None] * BLOCK_DIM_VO + dims_vo[None], acc, mask=live[:, None])
+            tl.store(partial_ml + slot * 2, m_i, mask=live)
+            tl.store(partial_ml + slot * 2 + 1, l_i, mask=live)
             tl.debug_barrier()  # all of the program's stores come before its count
             counter = counters + (row * KV_HEADS + head) * TILES + tile
-            if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
+            if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
                 tl.debug_barrier()
                 tl.store(counter, 0)  # for the next launch
-                # The last to end joins all, in lanes alone: the tile's unused rows would take its registers.
-                first = (place * KV_HEADS + head) * TILES + tile
-                joined, joined_top, joined_total = join(
-                    partial, partial_sums, first, KV_HEADS * TILES, count, query_len * GROUP - tile * ROWS,
-                    LANES, BLOCK_DIM_VO, PARTS,
+                # The last to end combines all, in the used queries alone: unused ones would take its registers.
+                first_row_of_slots = (first_slot * KV_HEADS + head) * TILES + tile
+                row_acc, row_m, row_l = combine_splits(
+                    partial_acc, partial_ml, first_row_of_slots, KV_HEADS * TILES, num_splits,
+                    query_len * GROUP - tile * BLOCK_M, USED_M, BLOCK_DIM_VO, BLOCK_SPLITS,
                 )  # fmt: skip
-                write_rows(output, lse, sinks, joined, joined_top, joined_total, tile * ROWS + tl.arange(0, LANES),
+                write_rows(output, lse, sinks, row_acc, row_m, row_l, tile * BLOCK_M + tl.arange(0, USED_M),
                            head, first_token, query_len, value_scale, out_token, out_head, lse_token,
                            has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
-    if START == BESIDE:  # noqa: SIM102 (a constant on its own leaves out what some GPUs do not have)
+    if PDL == WAIT_LAST:  # noqa: SIM102 (a constant on its own leaves out what some GPUs do not have)
         if program == tl.num_programs(0) - 1:
-            wait_for_last()
+            grid_wait()

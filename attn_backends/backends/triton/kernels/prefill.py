@@ -5,63 +5,109 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.backends.triton.kernels.tile import attend_keys, factor, rows_of, tile_of, write_rows
-from attn_backends.kernels.fp8 import all_columns, largest_of, no_sums, shares_of
+from attn_backends.backends.triton.kernels.tile import attend_keys, logit_scale, rows_of, tile_of, write_rows
+from attn_backends.kernels.fp8 import interleave_columns, row_amax, scale_to_fp16, zero_acc
 from attn_backends.kernels.split_kv import first_key, seen_by_all
 
-_NOT_CONSTANT = ["first_row", "num_rows", "num_tiles", "section", "table_row", "ahead", "behind", "chunk", "has_sinks",
-                 "want_lse", "lse_token"]  # fmt: skip
+_NOT_CONSTANT = ["first_row", "num_rows", "num_tiles", "section", "table_row", "window_right", "window_left",
+                 "chunk", "has_sinks", "want_lse", "lse_token"]  # fmt: skip
 # No code depends on whether these are aligned.
 _ANYWHERE = ["lse", "page_table", "seq_lens", "query_start_loc", "key_start_loc", "sinks"]
 
 
-@triton.jit(do_not_specialize=_NOT_CONSTANT, do_not_specialize_on_alignment=_ANYWHERE)  # type: ignore[untyped-decorator]
+@triton.jit(
+    do_not_specialize=_NOT_CONSTANT,
+    do_not_specialize_on_alignment=_ANYWHERE,
+)  # type: ignore[untyped-decorator]
 def prefill_kernel(  # type: ignore[no-untyped-def]
-    key_blocks, value_blocks, query, key_cache, value_cache, output, lse, page_table, seq_lens, query_start_loc,
-    key_start_loc, slopes, sinks, first_row, num_rows, num_tiles, section, table_row,
-    scale, value_scale, soft_cap, ahead, behind, chunk, has_sinks, want_lse,
-    query_token, query_head, key_page, key_slot, key_head, value_page, value_slot, value_head, out_token, out_head,
+    key_desc,  # descriptor of key_cache for blocks of [BLOCK_N, DIM], see `launch.kv_descriptors`; or None
+    value_desc,  # descriptor of value_cache for blocks of [BLOCK_N, DIM_VO]; or None
+    query,  # [num_tokens, KV_HEADS * GROUP, DIM]
+    key_cache,  # [num_pages, PAGE_SIZE, KV_HEADS, DIM], or [num_keys, KV_HEADS, DIM] if PAGE_SIZE is 0
+    value_cache,  # [num_pages, PAGE_SIZE, KV_HEADS, DIM_VO], or [num_keys, KV_HEADS, DIM_VO]
+    output,  # [num_tokens, KV_HEADS * GROUP, DIM_VO]
+    lse,  # [num_tokens, KV_HEADS * GROUP] f32, natural log, if want_lse
+    page_table,  # [rows, max_pages] i32, if PAGE_SIZE
+    seq_lens,  # [rows] i32
+    query_start_loc,  # [rows + 1] i32
+    key_start_loc,  # [rows] i32, if PAGE_SIZE is 0
+    slopes,  # [KV_HEADS * GROUP] f32, if ALIBI
+    sinks,  # [KV_HEADS * GROUP] f32 logits, if has_sinks
+    first_row,  # rows before it are left alone
+    num_rows,  # rows from there on
+    num_tiles,  # of all these rows, for one KV head
+    section,  # KV heads whose keys and values fit the L2 cache
+    table_row,  # elements from row to row of the page table
+    scale,  # f32, of logits, in base 2 unless SOFT_CAP
+    value_scale,  # f32, of cached values
+    soft_cap,  # f32, if SOFT_CAP
+    window_right,  # positions after its own that a query sees
+    window_left,  # positions before its own that a query sees
+    chunk,  # positions in a chunk; a query sees its own chunk alone
+    has_sinks,  # 0 or 1
+    want_lse,  # 0 or 1
+    query_token,  # elements from token to token, as all strides
+    query_head,
+    key_page,
+    key_slot,
+    key_head,
+    value_page,
+    value_slot,
+    value_head,
+    out_token,
+    out_head,
     lse_token,
-    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, EARLY: tl.constexpr, ALIKE: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, STAGES: tl.constexpr, LOCAL: tl.constexpr,
-    EXACT: tl.constexpr,
-):  # fmt: skip
-    """One program a tile of TOKENS query tokens of one row, times the GROUP heads of one KV head. ALIKE: keys and
-    values have the same strides. LOCAL: there is a window, or chunks."""
+    SOFT_CAP: tl.constexpr,  # 0 or 1: logits are capped
+    ALIBI: tl.constexpr,  # 0 or 1
+    SCALE_FIRST: tl.constexpr,  # 0 or 1, see `attend_keys`
+    ALIKE: tl.constexpr,  # 0 or 1: keys and values have the same strides
+    PAGE_SIZE: tl.constexpr,  # slots; 0: keys lie as they came
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a KV head
+    BLOCK_Q: tl.constexpr,  # query tokens of a tile
+    BLOCK_M: tl.constexpr,  # BLOCK_Q * GROUP, padded
+    BLOCK_N: tl.constexpr,  # keys of a block
+    DIM: tl.constexpr,
+    DIM_VO: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,  # DIM, padded
+    BLOCK_DIM_VO: tl.constexpr,  # DIM_VO, padded
+    STAGES: tl.constexpr,  # blocks under way in the loop without masks
+    LOCAL: tl.constexpr,  # 0 or 1: there is a window, or chunks
+    EXACT: tl.constexpr,  # 0 or 1, see `attend_keys`
+):
+    """One program attends for a tile: BLOCK_Q query tokens of one row, times the GROUP heads of one KV head."""
     if ALIKE:
         value_page, value_slot, value_head = key_page, key_slot, key_head
     head, tile = tile_of(tl.program_id(0), num_tiles, section, KV_HEADS)
-    row, first_token, query_len, first = rows_of(tile, query_start_loc, first_row, num_rows, TOKENS)
+    row, first_token, query_len, first = rows_of(tile, query_start_loc, first_row, num_rows, BLOCK_Q)
     if first < query_len:
         seq_len = tl.load(seq_lens + row)
-        lane = tl.arange(0, ROWS)
+        lane = tl.arange(0, BLOCK_M)
         token = first + lane // GROUP
         q_head = head * GROUP + lane % GROUP
-        live = (token < query_len) & (lane < TOKENS * GROUP)
+        live = (token < query_len) & (lane < BLOCK_Q * GROUP)
         positions = seq_len - query_len + token
         at = (first_token + token).to(tl.int64)
         dims = tl.arange(0, BLOCK_DIM)
         queries = tl.load(query + at[:, None] * query_token + q_head[:, None] * query_head + dims[None],
                           mask=live[:, None] & (dims[None] < DIM), other=0.0)  # fmt: skip
-        stretch = None
+        q_scale = None
         if key_cache.dtype.element_ty.primitive_bitwidth == 8 and query.dtype.element_ty == tl.bfloat16:
-            stretch = largest_of(queries)
-            queries = shares_of(queries, stretch)
-        slope = tl.load(slopes + q_head, mask=live, other=0.0) if ALIBI else tl.zeros([ROWS], tl.float32)
+            q_scale = row_amax(queries)
+            queries = scale_to_fp16(queries, q_scale)
+        slope = tl.load(slopes + q_head, mask=live, other=0.0) if ALIBI else tl.zeros([BLOCK_M], tl.float32)
 
         key = key_cache + head.to(tl.int64) * key_head
         value = value_cache + head.to(tl.int64) * value_head
         pages = page_table
-        blocks = None
-        if key_blocks is not None:
+        kv_tma = None
+        if key_desc is not None:
             first_row_of = head * (key_head // key_slot)
             if PAGE_SIZE == 0:
                 first_row_of += tl.load(key_start_loc + row)
-            blocks = (
-                key_blocks,
-                value_blocks,
+            kv_tma = (
+                key_desc,
+                value_desc,
                 first_row_of,
                 head * (key_head % key_slot),
                 head * (value_head % value_slot),
@@ -73,34 +119,34 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         else:
             pages += row.to(tl.int64) * table_row
         oldest = seq_len - query_len + first  # position of the tile's first query
-        start = first_key(oldest, behind, chunk) // KEYS * KEYS
-        stop = tl.minimum(seq_len, oldest + TOKENS + ahead)
+        start = first_key(oldest, window_left, chunk) // BLOCK_N * BLOCK_N
+        stop = tl.minimum(seq_len, oldest + BLOCK_Q + window_right)
         # Blocks that all queries see whole need no mask.
-        seen = tl.minimum(seq_len, oldest + 1 + ahead)
-        sums = no_sums(ROWS, BLOCK_DIM_VO, False)
-        top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+        seen = tl.minimum(seq_len, oldest + 1 + window_right)
+        acc = zero_acc(BLOCK_M, BLOCK_DIM_VO, False)
+        m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
         if LOCAL:
-            newest = tl.minimum(oldest + TOKENS, seq_len) - 1
-            seen_from, seen = seen_by_all(oldest, newest, seq_len, ahead, behind, chunk)
+            newest = tl.minimum(oldest + BLOCK_Q, seq_len) - 1
+            seen_from, seen = seen_by_all(oldest, newest, seq_len, window_right, window_left, chunk)
             local = start
-            start = (seen_from + KEYS - 1) // KEYS * KEYS
-            sums, top, total = attend_keys(
-                queries, stretch, sums, top, total, local, start, seq_len, positions, slope, key, value, pages, None,
-                scale, soft_cap, ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
-                True, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, 1, EXACT,
+            start = (seen_from + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+            acc, m_i, l_i = attend_keys(
+                queries, q_scale, acc, m_i, l_i, local, start, seq_len, positions, slope, key, value, pages, None,
+                scale, soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
+                True, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, 1, EXACT,
             )  # fmt: skip
-        whole = tl.maximum(seen // KEYS * KEYS, start)
-        sums, top, total = attend_keys(
-            queries, stretch, sums, top, total, start, whole, seq_len, positions, slope, key, value, pages, blocks,
-            scale, soft_cap, ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
-            False, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, STAGES, EXACT,
+        whole = tl.maximum(seen // BLOCK_N * BLOCK_N, start)
+        acc, m_i, l_i = attend_keys(
+            queries, q_scale, acc, m_i, l_i, start, whole, seq_len, positions, slope, key, value, pages, kv_tma,
+            scale, soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
+            False, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, STAGES, EXACT,
         )  # fmt: skip
-        sums, top, total = attend_keys(
-            queries, stretch, sums, top, total, whole, stop, seq_len, positions, slope, key, value, pages, None, scale,
-            soft_cap, ahead, behind, chunk, key_page, key_slot, value_page, value_slot,
-            True, SOFT_CAP, ALIBI, EARLY, PAGE_SIZE, KEYS, DIM, DIM_VO, 1, EXACT,
+        acc, m_i, l_i = attend_keys(
+            queries, q_scale, acc, m_i, l_i, whole, stop, seq_len, positions, slope, key, value, pages, None, scale,
+            soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
+            True, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, 1, EXACT,
         )  # fmt: skip
-        top *= factor(scale, EARLY)
-        write_rows(output, lse, sinks, all_columns(sums), top, total, first * GROUP + lane, head, first_token,
-                   tl.minimum(query_len, first + TOKENS), value_scale, out_token, out_head, lse_token,
+        m_i *= logit_scale(scale, SCALE_FIRST)
+        write_rows(output, lse, sinks, interleave_columns(acc), m_i, l_i, first * GROUP + lane, head, first_token,
+                   tl.minimum(query_len, first + BLOCK_Q), value_scale, out_token, out_head, lse_token,
                    has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip

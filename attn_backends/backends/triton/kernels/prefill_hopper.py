@@ -4,7 +4,7 @@ Two groups of warps have 64 queries each and share the keys. A group asks for th
 values that the last block's weights give, and works out its weights while the latter are under way, as FlashAttention-3
 does (Shah et al., 2024). A warp that does nothing else loads keys and values by the tensor memory accelerator, out of
 pages of any multiple of 16 slots. A program for each multiprocessor goes from tile to tile until none is left: one more
-warp takes them, and tells the others a tile ahead what they are to know, so that nobody waits for what is in memory.
+warp takes them, and publishes to the others a tile ahead what they need, so that nobody waits for what is in memory.
 """
 
 from __future__ import annotations
@@ -24,102 +24,131 @@ from attn_backends.backends.triton.kernels.tile import tile_of
 from attn_backends.kernels.hopper import (
     BLOCK_LAYOUT,
     LANE_LAYOUT,
-    LANES,
-    STRIP,
+    TMA_COLS,
+    WARP_SIZE,
     as_operand,
     barrier,
     barriers,
     clear_rows,
     nth_of,
+    online_softmax,
     page_ids,
     times_rows,
-    weigh,
-    write_lines,
     write_rows,
+    write_rows_by_smem,
 )
-from attn_backends.kernels.launch import let_next_start
+from attn_backends.kernels.launch import launch_dependents
 from attn_backends.kernels.split_kv import FAR, LN_2, LOG2_E, first_key, seen_by_all
 
-ROWS = gl.constexpr(64)  # queries of a group of warps
+BLOCK_M = gl.constexpr(64)  # queries of a group of warps
 STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory
-NUMBERS = gl.constexpr(10)  # that are told of a tile
+NUM_FIELDS = gl.constexpr(10)  # numbers of a tile_info
 BATCH = gl.constexpr(4)  # loads of keys or values that code is written out for
 GROUP_WARPS = 4
 
 
-def keys_of(head_dim: int) -> int:
-    """Of a block."""
+def block_n(head_dim: int) -> int:
+    """Number of keys in a block."""
     return 128 if head_dim <= 128 else 64
 
 
-def places_of(head_dim: int) -> int:
-    """For queries: of this tile and the next, where both fit."""
+def q_stages(head_dim: int) -> int:
+    """Number of tiles of queries in shared memory: this one and the next, where both fit."""
     return 1 if head_dim > 192 else 2
 
 
-_NOT_CONSTANT = ["first_row", "num_rows", "section", "table_row", "ahead", "behind", "has_sinks", "want_lse",
-                 "lse_token", "page_rows", "head_rows", "num_batches"]  # fmt: skip
+_NOT_CONSTANT = ["first_row", "num_rows", "section", "table_row", "window_right", "window_left", "has_sinks",
+                 "want_lse", "lse_token", "page_rows", "head_rows", "num_batches"]  # fmt: skip
 # No code depends on whether these are aligned.
 _ANYWHERE = ["lse", "page_table", "seq_lens", "query_start_loc", "key_start_loc", "sinks"]
 
 
 @gluon.jit(do_not_specialize=_NOT_CONSTANT, do_not_specialize_on_alignment=_ANYWHERE)  # type: ignore[untyped-decorator]
 def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
-    key_strips, value_strips, query, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, sinks, counters,
-    first_row, num_rows, section, table_row, scale, value_scale, ahead, behind, has_sinks, want_lse, page_rows,
-    head_rows, num_batches, key_head, value_head, query_token, query_head, out_token, out_head, lse_token,
-    CHUNK: gl.constexpr, LOCAL: gl.constexpr, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr,
-    PLACES: gl.constexpr, LETS_NEXT_START: gl.constexpr,
-):  # fmt: skip
-    """Programs that go from tile to tile, as `prefill_kernel` has them, of 2 * ROWS queries: the first by number, then
-    whichever is next.
+    key_desc,  # TMA descriptor of keys as rows, tiles of [TMA_ROWS, TMA_COLS]
+    value_desc,  # TMA descriptor of values, the same
+    query,  # [num_tokens, KV_HEADS * GROUP, DIM], aligned to 16 bytes
+    output,  # [num_tokens, KV_HEADS * GROUP, DIM_VO]
+    lse,  # [num_tokens, KV_HEADS * GROUP] f32, natural log, if want_lse
+    page_table,  # [rows, max_pages] i32, if PAGE_SIZE
+    seq_lens,  # [rows] i32
+    query_start_loc,  # [rows + 1] i32
+    key_start_loc,  # [rows] i32, if PAGE_SIZE is 0
+    sinks,  # [KV_HEADS * GROUP] f32 logits, if has_sinks
+    counters,  # [2] i32, zeros between launches: tiles that were taken, and programs that are done
+    first_row,  # rows before it are left alone
+    num_rows,  # rows from there on
+    section,  # KV heads whose keys and values fit the L2 cache
+    table_row,  # elements from row to row of the page table
+    scale,  # f32, of logits in base 2, positive
+    value_scale,  # f32, of cached values
+    window_right,  # positions after its own that a query sees
+    window_left,  # positions before its own that a query sees
+    has_sinks,  # 0 or 1
+    want_lse,  # 0 or 1
+    page_rows,  # rows of the descriptors from page to page
+    head_rows,  # rows of the descriptors from head to head
+    num_batches,  # batches of a block's TMA tiles, BATCH each or as many as there are; see below
+    key_head,  # columns of the keys' descriptor from head to head
+    value_head,  # columns of the values' descriptor from head to head
+    query_token,  # elements from token to token, a multiple of 16
+    query_head,  # elements, a multiple of 16
+    out_token,  # elements, as all strides
+    out_head,
+    lse_token,
+    CHUNK: gl.constexpr,  # positions in a chunk, FAR where there are none: a known one needs no divisions
+    LOCAL: gl.constexpr,  # 0 or 1: of windows and chunks some blocks may need no mask, which else all have
+    PAGE_SIZE: gl.constexpr,  # slots; 0: keys lie as they came
+    TMA_ROWS: gl.constexpr,  # rows of a TMA tile
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,  # query heads of a KV head
+    BLOCK_Q: gl.constexpr,  # query tokens of a tile
+    BLOCK_N: gl.constexpr,  # keys of a block
+    DIM: gl.constexpr,
+    DIM_VO: gl.constexpr,
+    Q_STAGES: gl.constexpr,  # tiles of queries in shared memory, 1 or 2
+    LAUNCH_DEPENDENTS: gl.constexpr,  # 0 or 1: the next kernel runs beside this one, see below
+):
+    """Persistent programs attend for tiles of 2 * BLOCK_M queries: the first by number, then whichever is next.
 
-    Args:
-        key_strips, value_strips: see `triton_hopper.strips_of`; loads have LOAD rows.
-        counters: [2] i32, zeros between launches: tiles that were taken, and programs that are done.
-        page_rows, head_rows: rows of them from page to page, and from head to head.
-        num_batches: of a block's loads, by BATCH or as many as there are. Not a constant: a compiler that writes all of
-            them out has too few registers left, for the other warps too.
-        key_head, value_head: columns from head to head.
-        scale: of logits in base 2, positive; value_scale: of the cache.
-        query_token, query_head: multiples of 16, and `query` of 16 bytes.
-        CHUNK: positions of a chunk, FAR where there are none: one that is known needs no divisions.
-        LOCAL: of windows and chunks some blocks may need no mask, which else all have.
-        PLACES: for queries, 2 or 1.
-        LETS_NEXT_START: the next kernel runs beside this one, where it leaves multiprocessors free, and waits for it.
+    `num_batches` is not a constant: a compiler that writes all of them out has too few registers left, for the other
+    warps too.
+
+    With LAUNCH_DEPENDENTS the next kernel runs where this one leaves multiprocessors free, and waits for it.
     """
-    if LETS_NEXT_START:
-        let_next_start()
+    if LAUNCH_DEPENDENTS:
+        launch_dependents()
     of_dtype: gl.constexpr = query.dtype.element_ty
-    q_0 = gl.allocate_shared_memory(of_dtype, [PLACES * (DIM // STRIP), ROWS, STRIP], BLOCK_LAYOUT)
-    q_1 = gl.allocate_shared_memory(of_dtype, [PLACES * (DIM // STRIP), ROWS, STRIP], BLOCK_LAYOUT)
-    keys = gl.allocate_shared_memory(of_dtype, [STAGES * (DIM // STRIP), KEYS, STRIP], BLOCK_LAYOUT)
-    values = gl.allocate_shared_memory(of_dtype, [STAGES * (DIM_VO // STRIP), KEYS, STRIP], BLOCK_LAYOUT)
-    numbers = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    first_ids = gl.allocate_shared_memory(gl.int32, [1, LANES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    arrived = (barriers(STAGES, 1), barriers(STAGES, 1))  # of keys, of values
-    free = (barriers(STAGES, 2), barriers(STAGES, 2))  # by both groups
-    told, heard = barriers(1, 1), barriers(1, 3)
+    q_0 = gl.allocate_shared_memory(of_dtype, [Q_STAGES * (DIM // TMA_COLS), BLOCK_M, TMA_COLS], BLOCK_LAYOUT)
+    q_1 = gl.allocate_shared_memory(of_dtype, [Q_STAGES * (DIM // TMA_COLS), BLOCK_M, TMA_COLS], BLOCK_LAYOUT)
+    keys = gl.allocate_shared_memory(of_dtype, [STAGES * (DIM // TMA_COLS), BLOCK_N, TMA_COLS], BLOCK_LAYOUT)
+    values = gl.allocate_shared_memory(of_dtype, [STAGES * (DIM_VO // TMA_COLS), BLOCK_N, TMA_COLS], BLOCK_LAYOUT)
+    info_smem = gl.allocate_shared_memory(gl.int32, [NUM_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ids_smem = gl.allocate_shared_memory(gl.int32, [1, WARP_SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = (barriers(STAGES, 1), barriers(STAGES, 1))  # of keys, of values
+    empty = (barriers(STAGES, 2), barriers(STAGES, 2))  # by both groups
+    info_full, info_empty = barriers(1, 1), barriers(1, 3)
     fence_async_shared()
 
-    held = (keys, values, arrived, free)
-    news = (numbers, first_ids, told, heard)
+    kv_pipeline = (keys, values, full, empty)
+    tile_channel = (info_smem, ids_smem, info_full, info_empty)
     tensors = (query, output, lse, sinks)
     strides = (query_token, query_head, out_token, out_head, lse_token)
-    factors = (scale, value_scale)
-    sees, wants = (ahead, behind), (has_sinks, want_lse)
+    scales = (scale, value_scale)
+    window, flags = (window_right, window_left), (has_sinks, want_lse)
     rows = (seq_lens, query_start_loc, key_start_loc, page_table, table_row)
     spans = (first_row, num_rows, section)
     steps = (page_rows, head_rows, key_head, value_head, num_batches)
     gl.warp_specialize(
         [
-            (_attend, (tensors, strides, factors, sees, wants, q_0, held, news, 0, CHUNK, LOCAL, GROUP, TOKENS, KEYS,
-                       DIM, DIM_VO, PLACES)),
-            (_attend, (tensors, strides, factors, sees, wants, q_1, held, news, 1, CHUNK, LOCAL, GROUP, TOKENS, KEYS,
-                       DIM, DIM_VO, PLACES)),
-            (_load, (key_strips, value_strips, rows, steps, held, news, PAGE_SIZE, LOAD, KEYS, DIM, DIM_VO)),
-            (_take_tiles, (rows, spans, sees, counters, news, CHUNK, LOCAL, PAGE_SIZE, LOAD, KV_HEADS, TOKENS, KEYS)),
+            (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, CHUNK, LOCAL, GROUP,
+                       BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES)),
+            (_attend, (tensors, strides, scales, window, flags, q_1, kv_pipeline, tile_channel, 1, CHUNK, LOCAL, GROUP,
+                       BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES)),
+            (_load, (key_desc, value_desc, rows, steps, kv_pipeline, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM,
+                     DIM_VO)),
+            (_take_tiles, (rows, spans, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS, KV_HEADS,
+                           BLOCK_Q, BLOCK_N)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -128,47 +157,66 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _span(  # type: ignore[no-untyped-def]
-    query_len, first, seq_len, sees, CHUNK: gl.constexpr, LOCAL: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr
+    query_len,
+    first,
+    seq_len,
+    window,
+    CHUNK: gl.constexpr,
+    LOCAL: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_N: gl.constexpr,
 ):
-    """Of a tile from query token `first` of a row on: the first key of its blocks, and how many blocks there are. They
-    come from the last on. Which is the first that all queries see whole, and which the first behind those."""
-    ahead, behind = sees
+    """The blocks of a tile from query token `first` of a row on.
+
+    Returns the first key of its blocks, how many blocks there are, and, as they are taken from the last on, which is
+    the first that all queries see whole, and which the first after those."""
+    window_right, window_left = window
     oldest = seq_len - query_len + first  # position of the tile's first query
-    start = first_key(oldest, behind, CHUNK) // KEYS * KEYS
-    stop = gl.minimum(seq_len, oldest + TOKENS + ahead)
+    start = first_key(oldest, window_left, CHUNK) // BLOCK_N * BLOCK_N
+    stop = gl.minimum(seq_len, oldest + BLOCK_Q + window_right)
     if first >= query_len:
         stop = start
-    num_blocks = gl.maximum(stop - start + KEYS - 1, 0) // KEYS
+    num_blocks = gl.maximum(stop - start + BLOCK_N - 1, 0) // BLOCK_N
     upper, lower = num_blocks, num_blocks
     if LOCAL:
-        newest = gl.minimum(oldest + TOKENS, seq_len) - 1
-        seen_from, seen_to = seen_by_all(oldest, newest, seq_len, ahead, behind, CHUNK)
-        upper -= gl.maximum(seen_to - start, 0) // KEYS
-        lower = gl.maximum(upper, num_blocks - (gl.maximum(seen_from - start, 0) + KEYS - 1) // KEYS)
-    elif gl.minimum(behind, CHUNK) >= FAR:
-        upper -= gl.maximum(gl.minimum(seq_len, oldest + 1 + ahead) - start, 0) // KEYS
+        newest = gl.minimum(oldest + BLOCK_Q, seq_len) - 1
+        seen_from, seen_to = seen_by_all(oldest, newest, seq_len, window_right, window_left, CHUNK)
+        upper -= gl.maximum(seen_to - start, 0) // BLOCK_N
+        lower = gl.maximum(upper, num_blocks - (gl.maximum(seen_from - start, 0) + BLOCK_N - 1) // BLOCK_N)
+    elif gl.minimum(window_left, CHUNK) >= FAR:
+        upper -= gl.maximum(gl.minimum(seq_len, oldest + 1 + window_right) - start, 0) // BLOCK_N
     return start, num_blocks, upper, lower
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _take_tiles(  # type: ignore[no-untyped-def]
-    rows, spans, sees, counters, news, CHUNK: gl.constexpr, LOCAL: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    LOAD: gl.constexpr, KV_HEADS: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr,
-):  # fmt: skip
-    """One warp: takes a tile as soon as all others have heard of the one before, and tells them of it."""
-    _numbers, _first_ids, _told, heard = news
-    num_programs, num_tiles = gl.num_programs(0), _count_tiles(rows, spans, TOKENS)
+    rows,
+    spans,
+    window,
+    counters,
+    tile_channel,
+    CHUNK: gl.constexpr,
+    LOCAL: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    TMA_ROWS: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """One warp takes a tile as soon as all others have consumed the one before, and publishes it."""
+    _info_smem, _ids_smem, _info_full, info_empty = tile_channel
+    num_programs, num_tiles = gl.num_programs(0), _count_tiles(rows, spans, BLOCK_Q)
     tile, nth, head, begin, before = gl.program_id(0), 0, 0, 0, 0
     while head >= 0:
-        at, begin, before = _look_up(tile, num_tiles, begin, before, rows, spans, KV_HEADS, TOKENS)
+        at, begin, before = _look_up(tile, num_tiles, begin, before, rows, spans, KV_HEADS, BLOCK_Q)
         row, head, first_token, query_len, first, seq_len = at
-        start, num_blocks, upper, lower = _span(query_len, first, seq_len, sees, CHUNK, LOCAL, TOKENS, KEYS)
-        ids = _page_ids(rows, row, start + (num_blocks - 1) * KEYS, seq_len, PAGE_SIZE, LOAD)
+        start, num_blocks, upper, lower = _span(query_len, first, seq_len, window, CHUNK, LOCAL, BLOCK_Q, BLOCK_N)
+        ids = _page_ids(rows, row, start + (num_blocks - 1) * BLOCK_N, seq_len, PAGE_SIZE, TMA_ROWS)
         if PAGE_SIZE == 0:
             row = gl.load(rows[2] + row)
-        given = (head, row, start, num_blocks, seq_len, upper, lower, first_token, query_len, first)
-        _tell(news, given, ids, PAGE_SIZE)
-        mbarrier.wait(heard.index(0), nth & 1)
+        tile_info = (head, row, start, num_blocks, seq_len, upper, lower, first_token, query_len, first)
+        _publish(tile_channel, tile_info, ids, PAGE_SIZE)
+        mbarrier.wait(info_empty.index(0), nth & 1)
         nth += 1
         tile = gl.atomic_add(counters, 1, sem="relaxed") + num_programs
     if gl.atomic_add(counters + 1, 1, sem="relaxed") == num_programs - 1:  # for the next launch
@@ -178,25 +226,35 @@ def _take_tiles(  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _load(  # type: ignore[no-untyped-def]
-    key_strips, value_strips, rows, steps, held, news, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr,
-    KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr,
-):  # fmt: skip
-    """One warp: asks for every block's keys and values once their places are free."""
-    told, ids = _hear(news, 0, PAGE_SIZE)
+    key_desc,
+    value_desc,
+    rows,
+    steps,
+    kv_pipeline,
+    tile_channel,
+    PAGE_SIZE: gl.constexpr,
+    TMA_ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    DIM: gl.constexpr,
+    DIM_VO: gl.constexpr,
+):
+    """One warp asks for every block's keys and values once their stage is empty."""
+    tile_info, ids = _consume(tile_channel, 0, PAGE_SIZE)
     num_tiles, done = 0, 0
-    while told[0] >= 0:
-        _load_blocks(told, ids, done, key_strips, value_strips, rows, steps, held, PAGE_SIZE, LOAD, KEYS, DIM, DIM_VO)
-        done += told[3]
+    while tile_info[0] >= 0:
+        _load_blocks(tile_info, ids, done, key_desc, value_desc, rows, steps, kv_pipeline, PAGE_SIZE, TMA_ROWS, BLOCK_N,
+                     DIM, DIM_VO)  # fmt: skip
+        done += tile_info[3]
         num_tiles += 1
-        told, ids = _hear(news, num_tiles, PAGE_SIZE)
+        tile_info, ids = _consume(tile_channel, num_tiles, PAGE_SIZE)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _look_up(  # type: ignore[no-untyped-def]
-    program, num_tiles, begin, before, rows, spans, KV_HEADS: gl.constexpr, TOKENS: gl.constexpr
+    program, num_tiles, begin, before, rows, spans, KV_HEADS: gl.constexpr, BLOCK_Q: gl.constexpr
 ):
     """A tile's row and head, the row's first query token and their number, which of them is the tile's first, and the
-    row's length; a head of -1 behind the last tile. It looks among LANES rows at a time, first among those from the
+    row's length; a head of -1 behind the last tile. It looks among WARP_SIZE rows at a time, first among those from the
     `begin`th on, which have `before` tiles in front; also returns where it found the tile."""
     seq_lens, query_start_loc, _, _, _ = rows
     first_row, num_rows, section = spans
@@ -204,37 +262,37 @@ def _look_up(  # type: ignore[no-untyped-def]
     head, tile = tile_of(gl.minimum(program, last), gl.maximum(num_tiles, 1), section, KV_HEADS)
     if tile < before:
         begin, before = begin * 0, before * 0
-    counts = _tile_counts(rows, spans, begin, TOKENS)
-    while (begin + LANES < num_rows) & (before + gl.sum(counts, 0) <= tile):
+    counts = _tile_counts(rows, spans, begin, BLOCK_Q)
+    while (begin + WARP_SIZE < num_rows) & (before + gl.sum(counts, 0) <= tile):
         before += gl.sum(counts, 0)
-        begin += LANES
-        counts = _tile_counts(rows, spans, begin, TOKENS)
+        begin += WARP_SIZE
+        counts = _tile_counts(rows, spans, begin, BLOCK_Q)
     ends = before + gl.associative_scan(counts, 0, _add)
     row = first_row + gl.minimum(begin + gl.sum((ends <= tile).to(gl.int32), 0), num_rows - 1)
     first_of_row = gl.max(gl.where(ends <= tile, ends, before), 0)
     first_token = gl.load(query_start_loc + row)
     query_len = gl.load(query_start_loc + row + 1) - first_token
     head = gl.where(program > last, -1, head)
-    at = (row, head, first_token, query_len, (tile - first_of_row) * TOKENS, gl.load(seq_lens + row))
+    at = (row, head, first_token, query_len, (tile - first_of_row) * BLOCK_Q, gl.load(seq_lens + row))
     return at, begin, before
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _count_tiles(rows, spans, TOKENS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Of all rows, for one KV head."""
-    total = 0
-    for begin in range(0, spans[1], LANES):
-        total += gl.sum(_tile_counts(rows, spans, begin, TOKENS), 0)
-    return total
+def _count_tiles(rows, spans, BLOCK_Q: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Number of tiles of all rows, for one KV head."""
+    l_i = 0
+    for begin in range(0, spans[1], WARP_SIZE):
+        l_i += gl.sum(_tile_counts(rows, spans, begin, BLOCK_Q), 0)
+    return l_i
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _tile_counts(rows, spans, begin, TOKENS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[LANES] i32, of rows from the `begin`th on; 0 behind the last."""
-    nth = begin + gl.arange(0, LANES, LANE_LAYOUT)
+def _tile_counts(rows, spans, begin, BLOCK_Q: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Number of tiles [WARP_SIZE] i32 of rows from the `begin`th on; 0 after the last."""
+    nth = begin + gl.arange(0, WARP_SIZE, LANE_LAYOUT)
     starts, there = rows[1] + spans[0] + nth, nth < spans[1]
     lens = gl.load(starts + 1, mask=there, other=0) - gl.load(starts, mask=there, other=0)
-    return (lens + (TOKENS - 1)) // TOKENS
+    return (lens + (BLOCK_Q - 1)) // BLOCK_Q
 
 
 @gluon.jit
@@ -243,244 +301,316 @@ def _add(a, b):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _tell(news, given, ids, PAGE_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """NUMBERS of a tile, and its first page ids, once all have heard of the one before."""
-    numbers, first_ids, told, _heard = news
+def _publish(tile_channel, tile_info, ids, PAGE_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Publish a tile's NUM_FIELDS numbers and its first page ids, once all have consumed the one before."""
+    info_smem, ids_smem, info_full, _info_empty = tile_channel
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    for i in gl.static_range(NUMBERS):
-        numbers.index(i).store(gl.full([1], 0, gl.int32, ONE) + given[i])
+    for i in gl.static_range(NUM_FIELDS):
+        info_smem.index(i).store(gl.full([1], 0, gl.int32, ONE) + tile_info[i])
     if PAGE_SIZE != 0:
-        first_ids.index(0).store(ids)
+        ids_smem.index(0).store(ids)
     barrier()
-    mbarrier.arrive(told.index(0))
+    mbarrier.arrive(info_full.index(0))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _hear(news, nth, PAGE_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """What was told of the program's nth tile: its head, its row or, without pages, where its keys start, its span (see
-    `_span`) with the row's length between, the row's first query token and their number, and which of them is its
-    first. Also the first page ids, for one warp."""
-    numbers, first_ids, told, heard = news
+def _consume(tile_channel, nth, PAGE_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait for the program's nth tile, and return its `tile_info` and, for one warp, its first page ids.
+
+    A `tile_info` is the tile's head, its row or, without pages, where its keys start, its span (see `_span`) with the
+    row's length between, the row's first query token and their number, and which of them is the tile's first.
+    """
+    info_smem, ids_smem, info_full, info_empty = tile_channel
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    mbarrier.wait(told.index(0), nth & 1)
-    given = ()
-    for i in gl.static_range(NUMBERS):
-        given = given + (gl.sum(numbers.index(i).load(ONE), 0),)  # type: ignore[assignment]  # noqa: RUF005
+    mbarrier.wait(info_full.index(0), nth & 1)
+    tile_info = ()
+    for i in gl.static_range(NUM_FIELDS):
+        tile_info = tile_info + (gl.sum(info_smem.index(i).load(ONE), 0),)  # type: ignore[assignment]  # noqa: RUF005
     ids = nth
     if PAGE_SIZE != 0:
-        ids = first_ids.index(0).load(LANE_LAYOUT)
+        ids = ids_smem.index(0).load(LANE_LAYOUT)
     barrier()
-    mbarrier.arrive(heard.index(0))
-    return given, ids
+    mbarrier.arrive(info_empty.index(0))
+    return tile_info, ids
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _load_blocks(  # type: ignore[no-untyped-def]
-    told, ids, done, key_strips, value_strips, rows, steps, held, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr,
-    KEYS: gl.constexpr, DIM: gl.constexpr, DIM_VO: gl.constexpr,
-):  # fmt: skip
-    """Of a tile, the last block first, of which `ids` are the pages; `done` blocks of other tiles came before."""
-    keys, values, arrived, free = held
-    head, row, start, num_blocks, seq_len, _upper, _lower, _first_token, _query_len, _first = told
+    tile_info,
+    ids,
+    done,
+    key_desc,
+    value_desc,
+    rows,
+    steps,
+    kv_pipeline,
+    PAGE_SIZE: gl.constexpr,
+    TMA_ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    DIM: gl.constexpr,
+    DIM_VO: gl.constexpr,
+):
+    """Load a tile's blocks, the last one first, whose pages are `ids`; `done` blocks of other tiles came before."""
+    keys, values, full, empty = kv_pipeline
+    head, row, start, num_blocks, seq_len, _upper, _lower, _first_token, _query_len, _first = tile_info
     page_rows, head_rows, key_head, value_head, num_batches = steps
     at_row = head * head_rows
     if PAGE_SIZE == 0:
         at_row += row
     for block in range(num_blocks):
-        stage, turn = (done + block) % STAGES, (done + block) // STAGES & 1
-        first = start + (num_blocks - 1 - block) * KEYS
+        stage, phase = (done + block) % STAGES, (done + block) // STAGES & 1
+        first = start + (num_blocks - 1 - block) * BLOCK_N
         of_block = (stage, at_row, first, ids, page_rows, num_batches)
-        mbarrier.wait(free[0].index(stage), turn ^ 1)
-        _load_block(key_strips, head * key_head, of_block, arrived[0].index(stage), keys, PAGE_SIZE, LOAD, KEYS, DIM)
-        next_ids = _page_ids(rows, row, first - KEYS, seq_len, PAGE_SIZE, LOAD)  # they come while this block waits
-        mbarrier.wait(free[1].index(stage), turn ^ 1)
-        _load_block(value_strips, head * value_head, of_block, arrived[1].index(stage), values, PAGE_SIZE, LOAD, KEYS,
+        mbarrier.wait(empty[0].index(stage), phase ^ 1)
+        _load_block(key_desc, head * key_head, of_block, full[0].index(stage), keys, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM)
+        # These come while this block waits.
+        next_ids = _page_ids(rows, row, first - BLOCK_N, seq_len, PAGE_SIZE, TMA_ROWS)
+        mbarrier.wait(empty[1].index(stage), phase ^ 1)
+        _load_block(value_desc, head * value_head, of_block, full[1].index(stage), values, PAGE_SIZE, TMA_ROWS, BLOCK_N,
                     DIM_VO)  # fmt: skip
         ids = next_ids
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _page_ids(rows, row, first, seq_len, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Of the block from key `first` on. Keys that do not lie in pages have none."""
+def _page_ids(  # type: ignore[no-untyped-def]
+    rows,
+    row,
+    first,
+    seq_len,
+    PAGE_SIZE: gl.constexpr,
+    TMA_ROWS: gl.constexpr,
+):
+    """Page ids of the block from key `first` on. Keys that do not lie in pages have none."""
     _seq_lens, _query_start_loc, _key_start_loc, page_table, table_row = rows
     ids = first
     if PAGE_SIZE != 0:
-        ids = page_ids(page_table + row.to(gl.int64) * table_row, first, seq_len, PAGE_SIZE, LOAD)
+        ids = page_ids(page_table + row.to(gl.int64) * table_row, first, seq_len, PAGE_SIZE, TMA_ROWS)
     return ids
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _load_block(  # type: ignore[no-untyped-def]
-    strips, column, of_block, ready, to, PAGE_SIZE: gl.constexpr, LOAD: gl.constexpr, KEYS: gl.constexpr,
+    desc,
+    column,
+    of_block,
+    full_barrier,
+    to,
+    PAGE_SIZE: gl.constexpr,
+    TMA_ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
     WIDTH: gl.constexpr,
-):  # fmt: skip
-    """Keys or values of a block, BATCH loads of all strips at a time."""
+):
+    """Load keys or values of a block, BATCH TMA tiles of all columns at a time."""
     stage, at_row, first, ids, page_rows, num_batches = of_block
-    LOADS: gl.constexpr = KEYS // LOAD
-    AT_ONCE: gl.constexpr = LOADS if LOADS < BATCH else BATCH
-    mbarrier.expect(ready, LOADS * (WIDTH // STRIP) * strips.block_type.nbytes)
-    places = to._reinterpret(to.dtype, [STAGES * (WIDTH // STRIP) * LOADS, LOAD, STRIP], BLOCK_LAYOUT)
+    TMA_TILES: gl.constexpr = BLOCK_N // TMA_ROWS
+    AT_ONCE: gl.constexpr = TMA_TILES if TMA_TILES < BATCH else BATCH
+    mbarrier.expect(full_barrier, TMA_TILES * (WIDTH // TMA_COLS) * desc.block_type.nbytes)
+    places = to._reinterpret(to.dtype, [STAGES * (WIDTH // TMA_COLS) * TMA_TILES, TMA_ROWS, TMA_COLS], BLOCK_LAYOUT)
     for batch in range(num_batches):
         for i in gl.static_range(AT_ONCE):
             nth = batch * AT_ONCE + i
-            row = at_row + first + nth * LOAD
+            row = at_row + first + nth * TMA_ROWS
             if PAGE_SIZE != 0:
-                row = at_row + nth_of(ids, nth) * page_rows + (first + nth * LOAD) % PAGE_SIZE
-            for strip in gl.static_range(WIDTH // STRIP):
-                place = places.index((stage * (WIDTH // STRIP) + strip) * LOADS + nth)
-                tma.async_copy_global_to_shared(strips, [row, column + strip * STRIP], ready, place)
+                row = at_row + nth_of(ids, nth) * page_rows + (first + nth * TMA_ROWS) % PAGE_SIZE
+            for column_tile in gl.static_range(WIDTH // TMA_COLS):
+                q_stage = places.index((stage * (WIDTH // TMA_COLS) + column_tile) * TMA_TILES + nth)
+                tma.async_copy_global_to_shared(desc, [row, column + column_tile * TMA_COLS], full_barrier, q_stage)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    tensors, strides, factors, sees, wants, q, held, news, which: gl.constexpr, CHUNK: gl.constexpr,
-    LOCAL: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr,
-    DIM_VO: gl.constexpr, PLACES: gl.constexpr,
-):  # fmt: skip
-    """A group of warps: 64 queries of every tile. Those of the next come while this one is worked out."""
-    told, _ids = _hear(news, 0, 0)
-    _ask_for_queries(q, 0, told, tensors, strides, which, GROUP, TOKENS, DIM)
+    tensors,
+    strides,
+    scales,
+    window,
+    flags,
+    q,
+    kv_pipeline,
+    tile_channel,
+    warp_group: gl.constexpr,
+    CHUNK: gl.constexpr,
+    LOCAL: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    DIM: gl.constexpr,
+    DIM_VO: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+):
+    """A warp group attends for 64 queries of every tile. Those of the next come while this one is worked out."""
+    tile_info, _ids = _consume(tile_channel, 0, 0)
+    _prefetch_queries(q, 0, tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM)
     num_tiles, done = 0, 0
-    while told[0] >= 0:
+    while tile_info[0] >= 0:
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()
-        next_told, _ids = _hear(news, num_tiles + 1, 0)
-        place, next_place = num_tiles % PLACES, (num_tiles + 1) % PLACES
-        if PLACES > 1:
-            _ask_for_queries(q, next_place, next_told, tensors, strides, which, GROUP, TOKENS, DIM)
-        _attend_tile(told, place, done, tensors, strides, factors, sees, wants, q, held, which, CHUNK, LOCAL, GROUP,
-                     TOKENS, KEYS, DIM, DIM_VO, PLACES)  # fmt: skip
-        if PLACES == 1:
+        next_tile_info, _ids = _consume(tile_channel, num_tiles + 1, 0)
+        q_stage, next_q_stage = num_tiles % Q_STAGES, (num_tiles + 1) % Q_STAGES
+        if Q_STAGES > 1:
+            _prefetch_queries(q, next_q_stage, next_tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM)
+        _attend_tile(tile_info, q_stage, done, tensors, strides, scales, window, flags, q, kv_pipeline, warp_group,
+                     CHUNK, LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES)  # fmt: skip
+        if Q_STAGES == 1:
             barrier()
-            _ask_for_queries(q, next_place, next_told, tensors, strides, which, GROUP, TOKENS, DIM)
+            _prefetch_queries(q, next_q_stage, next_tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM)
         num_tiles += 1
-        done += told[3]
-        told = next_told
+        done += tile_info[3]
+        tile_info = next_tile_info
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend_tile(  # type: ignore[no-untyped-def]
-    told, place, done, tensors, strides, factors, sees, wants, q, held, which: gl.constexpr, CHUNK: gl.constexpr,
-    LOCAL: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr,
-    DIM_VO: gl.constexpr, PLACES: gl.constexpr,
-):  # fmt: skip
-    """64 of a tile's queries, which lie in `q` at its place."""
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM_VO, 16])
+    tile_info,
+    q_stage,
+    done,
+    tensors,
+    strides,
+    scales,
+    window,
+    flags,
+    q,
+    kv_pipeline,
+    warp_group: gl.constexpr,
+    CHUNK: gl.constexpr,
+    LOCAL: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    DIM: gl.constexpr,
+    DIM_VO: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+):
+    """Attend for 64 of a tile's queries, which lie in `q` at `q_stage`."""
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM_VO, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
     _query, output, lse, sinks = tensors
     _query_token, _query_head, out_token, out_head, lse_token = strides
-    ahead, behind = sees
-    has_sinks, want_lse = wants
-    scale, value_scale = factors
-    head, _row, start, num_blocks, seq_len, upper, lower, first_token, query_len, first = told
+    window_right, window_left = window
+    has_sinks, want_lse = flags
+    scale, value_scale = scales
+    head, _row, start, num_blocks, seq_len, upper, lower, first_token, query_len, first = tile_info
 
-    lane = which * ROWS + gl.arange(0, ROWS, ROW)
+    lane = warp_group * BLOCK_M + gl.arange(0, BLOCK_M, ROW)
     token = first + lane // GROUP
     position = seq_len - query_len + token
-    low = first_key(position, behind, CHUNK)
-    high = gl.minimum(position + ahead, gl.maximum(position, 0) // CHUNK * CHUNK + (CHUNK - 1))
+    low = first_key(position, window_left, CHUNK)
+    high = gl.minimum(position + window_right, gl.maximum(position, 0) // CHUNK * CHUNK + (CHUNK - 1))
     high = gl.minimum(high, seq_len - 1)
-    last = start + (num_blocks - 1) * KEYS
+    last = start + (num_blocks - 1) * BLOCK_N
 
-    keys, values, arrived, free = held
-    values = values._reinterpret(values.dtype, [STAGES, KEYS, DIM_VO], BLOCK_LAYOUT)
-    sums = gl.zeros([ROWS, DIM_VO], gl.float32, SUMS)
-    top = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-    total = gl.zeros([ROWS], gl.float32, ROW)
+    keys, values, full, empty = kv_pipeline
+    values = values._reinterpret(values.dtype, [STAGES, BLOCK_N, DIM_VO], BLOCK_LAYOUT)
+    acc = gl.zeros([BLOCK_M, DIM_VO], gl.float32, ACC)
+    m_i = gl.full([BLOCK_M], float("-inf"), gl.float32, ROW)
+    l_i = gl.zeros([BLOCK_M], gl.float32, ROW)
     if num_blocks > 0:
-        if last + KEYS > seq_len:  # both groups write the same
-            mbarrier.wait(arrived[1].index(done % STAGES), done // STAGES & 1)
+        if last + BLOCK_N > seq_len:  # both groups write the same
+            mbarrier.wait(full[1].index(done % STAGES), done // STAGES & 1)
             clear_rows(values.index(done % STAGES), seq_len - last)
             fence_async_shared()
             barrier()
-        logits = _logits(q, place, keys, arrived[0], done, LOGITS, KEYS, DIM)
+        logits = _logits(q, q_stage, keys, full[0], done, LOGITS, BLOCK_N, DIM)
         logits = warpgroup_mma_wait(0, deps=(logits,))
         barrier()
-        mbarrier.arrive(free[0].index(done % STAGES))
-        weights, top, total, _shrunk = weigh(_masked(logits, last, low, high), top, total, scale)
-        so_far = (weights, sums, top, total)
-        at = (q, place, held, values, done)
+        mbarrier.arrive(empty[0].index(done % STAGES))
+        p, m_i, l_i, _alpha = online_softmax(_masked(logits, last, low, high), m_i, l_i, scale)
+        state = (p, acc, m_i, l_i)
+        at = (q, q_stage, kv_pipeline, values, done)
         upper, lower = gl.maximum(upper, 1), gl.maximum(lower, 1)
-        so_far = _blocks(so_far, at, 1, upper, last, low, high, scale, True, KEYS, DIM, DIM_VO)
-        so_far = _blocks(so_far, at, upper, lower, last, low, high, scale, False, KEYS, DIM, DIM_VO)
+        state = _blocks(state, at, 1, upper, last, low, high, scale, True, BLOCK_N, DIM, DIM_VO)
+        state = _blocks(state, at, upper, lower, last, low, high, scale, False, BLOCK_N, DIM, DIM_VO)
         if LOCAL:
-            so_far = _blocks(so_far, at, lower, num_blocks, last, low, high, scale, True, KEYS, DIM, DIM_VO)
-        weights, sums, top, total = so_far
-        stage, turn = (done + num_blocks - 1) % STAGES, (done + num_blocks - 1) // STAGES & 1
-        mbarrier.wait(arrived[1].index(stage), turn)
-        weights = as_operand(weights, values.dtype, sums)
-        sums = warpgroup_mma(weights, values.index(stage), sums, is_async=True)
-        sums = warpgroup_mma_wait(0, deps=(sums,))
+            state = _blocks(state, at, lower, num_blocks, last, low, high, scale, True, BLOCK_N, DIM, DIM_VO)
+        p, acc, m_i, l_i = state
+        stage, phase = (done + num_blocks - 1) % STAGES, (done + num_blocks - 1) // STAGES & 1
+        mbarrier.wait(full[1].index(stage), phase)
+        p = as_operand(p, values.dtype, acc)
+        acc = warpgroup_mma(p, values.index(stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
         barrier()
-        mbarrier.arrive(free[1].index(stage))
+        mbarrier.arrive(empty[1].index(stage))
 
-    live = (token < query_len) & (lane < TOKENS * GROUP)
+    live = (token < query_len) & (lane < BLOCK_Q * GROUP)
     q_head = head * GROUP + lane % GROUP
     at = (first_token + token).to(gl.int64)
-    saw = total > 0
-    top *= scale
+    saw = l_i > 0
+    m_i *= scale
     sink = gl.load(sinks + q_head, mask=live & (has_sinks != 0), other=float("-inf")) * LOG2_E
-    higher = gl.maximum(top, sink)
-    shrunk = gl.exp2(top - higher)
-    total = total * shrunk + gl.exp2(sink - higher)
-    share = gl.where(saw, value_scale * shrunk / gl.where(saw, total, 1.0), 0.0)
+    higher = gl.maximum(m_i, sink)
+    alpha = gl.exp2(m_i - higher)
+    l_i = l_i * alpha + gl.exp2(sink - higher)
+    share = gl.where(saw, value_scale * alpha / gl.where(saw, l_i, 1.0), 0.0)
     if DIM == DIM_VO:  # the place of the tile's queries, which nobody wants any more, is as wide
-        LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM_VO, DIM_VO // 8], [gl.num_warps(), 1], [1, 0])
-        line = which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
-        its_token = first + line // GROUP
-        to = output + (first_token + its_token).to(gl.int64) * out_token + (head * GROUP + line % GROUP) * out_head
-        its_place = q._reinterpret(q.dtype, [PLACES, ROWS, DIM_VO], BLOCK_LAYOUT).index(place)
-        write_lines(to, sums, share, (its_token < query_len) & (line < TOKENS * GROUP), its_place)
+        COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM_VO, DIM_VO // 8], [gl.num_warps(), 1], [1, 0])
+        tile_row = warp_group * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, COALESCED))
+        token_of_row = first + tile_row // GROUP
+        to = (
+            output
+            + (first_token + token_of_row).to(gl.int64) * out_token
+            + (head * GROUP + tile_row % GROUP) * out_head
+        )
+        smem = q._reinterpret(q.dtype, [Q_STAGES, BLOCK_M, DIM_VO], BLOCK_LAYOUT).index(q_stage)
+        write_rows_by_smem(to, acc, share, (token_of_row < query_len) & (tile_row < BLOCK_Q * GROUP), smem)
     else:
-        write_rows(output + at * out_token + q_head * out_head, sums, share, live)
+        write_rows(output + at * out_token + q_head * out_head, acc, share, live)
     if want_lse != 0:
-        log_sum = (higher + gl.log2(gl.where(saw, total, 1.0))) * LN_2
+        log_sum = (higher + gl.log2(gl.where(saw, l_i, 1.0))) * LN_2
         gl.store(lse + at * lse_token + q_head, gl.where(saw, log_sum, float("-inf")), mask=live)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _blocks(  # type: ignore[no-untyped-def]
-    so_far, at, begin, end, last, low, high, scale, MASKED: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr,
+    state,
+    at,
+    begin,
+    end,
+    last,
+    low,
+    high,
+    scale,
+    MASKED: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
-):  # fmt: skip
-    """The weights of blocks `begin` to `end`, and the weighted values of those from `begin` - 1 to `end` - 1."""
-    weights, sums, top, total = so_far
-    q, place, held, values, done = at
-    LOGITS: gl.constexpr = top.type.layout.parent
-    keys, _, arrived, free = held
+):
+    """Work out the weights of blocks `begin` to `end`, and add the values of those from `begin` - 1 to `end` - 1."""
+    p, acc, m_i, l_i = state
+    q, q_stage, kv_pipeline, values, done = at
+    LOGITS: gl.constexpr = m_i.type.layout.parent
+    keys, _, full, empty = kv_pipeline
     for block in range(begin, end):
         before = done + block - 1
-        operand = as_operand(weights, values.dtype, sums)  # values of 16 bits that a loop hands on are taken apart
-        pending = _logits(q, place, keys, arrived[0], before + 1, LOGITS, KEYS, DIM)
-        mbarrier.wait(arrived[1].index(before % STAGES), before // STAGES & 1)
-        sums_pending = warpgroup_mma(operand, values.index(before % STAGES), sums, is_async=True)
+        operand = as_operand(p, values.dtype, acc)  # values of 16 bits that a loop hands on are taken apart
+        pending = _logits(q, q_stage, keys, full[0], before + 1, LOGITS, BLOCK_N, DIM)
+        mbarrier.wait(full[1].index(before % STAGES), before // STAGES & 1)
+        acc_pending = warpgroup_mma(operand, values.index(before % STAGES), acc, is_async=True)
         logits = warpgroup_mma_wait(1, deps=(pending,))
         barrier()
-        mbarrier.arrive(free[0].index((before + 1) % STAGES))
+        mbarrier.arrive(empty[0].index((before + 1) % STAGES))
         if MASKED:
-            logits = _masked(logits, last - block * KEYS, low, high)
-        weights, top, total, shrunk = weigh(logits, top, total, scale)
-        sums = warpgroup_mma_wait(0, deps=(sums_pending,))
+            logits = _masked(logits, last - block * BLOCK_N, low, high)
+        p, m_i, l_i, alpha = online_softmax(logits, m_i, l_i, scale)
+        acc = warpgroup_mma_wait(0, deps=(acc_pending,))
         barrier()
-        mbarrier.arrive(free[1].index(before % STAGES))
-        sums = times_rows(sums, shrunk)
-    return weights, sums, top, total
+        mbarrier.arrive(empty[1].index(before % STAGES))
+        acc = times_rows(acc, alpha)
+    return p, acc, m_i, l_i
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _logits(  # type: ignore[no-untyped-def]
-    q, place, keys, arrived, block, LOGITS: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr
+    q, q_stage, keys, full, block, LOGITS: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr
 ):
-    """[ROWS, KEYS] of a block, under way."""
+    """Logits [BLOCK_M, BLOCK_N] of a block, under way."""
     stage = block % STAGES
-    logits = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
-    mbarrier.wait(arrived.index(stage), block // STAGES & 1)
-    for strip in gl.static_range(DIM // STRIP):
-        of_strip = keys.index(stage * (DIM // STRIP) + strip).permute((1, 0))
-        queries = q.index(place * (DIM // STRIP) + strip)
-        logits = warpgroup_mma(queries, of_strip, logits, use_acc=strip > 0, is_async=True)
+    logits = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LOGITS)
+    mbarrier.wait(full.index(stage), block // STAGES & 1)
+    for column_tile in gl.static_range(DIM // TMA_COLS):
+        keys_of_tile = keys.index(stage * (DIM // TMA_COLS) + column_tile).permute((1, 0))
+        queries = q.index(q_stage * (DIM // TMA_COLS) + column_tile)
+        logits = warpgroup_mma(queries, keys_of_tile, logits, use_acc=column_tile > 0, is_async=True)
     return logits
 
 
@@ -492,22 +622,31 @@ def _masked(logits, first, low, high):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _ask_for_queries(  # type: ignore[no-untyped-def]
-    q, place, told, tensors, strides, which: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
+def _prefetch_queries(  # type: ignore[no-untyped-def]
+    q,
+    q_stage,
+    tile_info,
+    tensors,
+    strides,
+    warp_group: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
     DIM: gl.constexpr,
-):  # fmt: skip
-    """A group's queries of a tile, on their way to a place in shared memory. Lanes without a query keep what is there,
-    which no other lane sees."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    head, _row, _start, _num_blocks, _seq_len, _upper, _lower, first_token, query_len, first = told
+):
+    """Start to copy a warp group's queries of a tile to a stage in shared memory.
+
+    Rows without a query keep what is there, which no other row sees.
+    """
+    COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    head, _row, _start, _num_blocks, _seq_len, _upper, _lower, first_token, query_len, first = tile_info
     query, _output, _lse, _sinks = tensors
     query_token, query_head, _out_token, _out_head, _lse_token = strides
-    lane = which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
+    lane = warp_group * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, COALESCED))
     token = first + lane // GROUP
-    live = (head >= 0) & (token < query_len) & (lane < TOKENS * GROUP)
+    live = (head >= 0) & (token < query_len) & (lane < BLOCK_Q * GROUP)
     at = query + (first_token + token).to(gl.int64) * query_token + (head * GROUP + lane % GROUP) * query_head
-    at = at[:, None] + gl.arange(0, STRIP, gl.SliceLayout(0, LINES))[None]
-    for strip in gl.static_range(DIM // STRIP):
-        to = q.index(place * (DIM // STRIP) + strip)
-        async_copy.async_copy_global_to_shared(to, at + strip * STRIP, mask=live[:, None])
+    at = at[:, None] + gl.arange(0, TMA_COLS, gl.SliceLayout(0, COALESCED))[None]
+    for column_tile in gl.static_range(DIM // TMA_COLS):
+        to = q.index(q_stage * (DIM // TMA_COLS) + column_tile)
+        async_copy.async_copy_global_to_shared(to, at + column_tile * TMA_COLS, mask=live[:, None])
     async_copy.commit_group()

@@ -1,0 +1,119 @@
+"""The arguments of TRITON_MLA's kernels by name: groups of fields that lie in a kernel's signature in this order."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Scales(NamedTuple):
+    """What a layer scales."""
+
+    scale: float  # of logits in base 2
+    value_scale: float  # of cached values
+
+
+class TableRow(NamedTuple):
+    table_row: int  # elements from row to row of the page table
+
+
+class DecodeTensors(NamedTuple):
+    query: torch.Tensor
+    latent_cache: torch.Tensor
+    output: torch.Tensor
+    lse: torch.Tensor
+    page_table: torch.Tensor
+    work_items: torch.Tensor
+    partial_acc: torch.Tensor
+    partial_ml: torch.Tensor
+
+
+class Descriptors(NamedTuple):
+    """Descriptors of the tensor memory accelerator, or None where rows are loaded by pointers."""
+
+    latent_rows: Any
+    rope_rows: Any
+
+
+class DecodeConstants(NamedTuple):
+    WANT_LSE: int
+    PAGE_SIZE: int
+    QUERY_LEN: int
+    HEADS: int
+    TILES: int
+    BLOCK_M: int
+    BLOCK_N: int
+    RANK: int
+    ROPE: int
+    BLOCK_RANK: int
+    BLOCK_ROPE: int
+    STAGES: int
+    EXACT: int
+    LAUNCH_DEPENDENTS: bool
+
+
+class HopperDescriptor(NamedTuple):
+    cached: Any
+
+
+class HopperTensors(NamedTuple):
+    query: torch.Tensor
+    output: torch.Tensor
+    lse: torch.Tensor
+    page_table: torch.Tensor
+    work_items: torch.Tensor
+    partial_acc: torch.Tensor
+    partial_ml: torch.Tensor
+
+
+class HopperUpcastTensors(NamedTuple):
+    """The tensors over a cache of 8 bits, which no descriptor loads."""
+
+    cached: torch.Tensor
+    query: torch.Tensor
+    output: torch.Tensor
+    lse: torch.Tensor
+    page_table: torch.Tensor
+    work_items: torch.Tensor
+    partial_acc: torch.Tensor
+    partial_ml: torch.Tensor
+
+
+class SlotStep(NamedTuple):
+    slot_step: int  # i32 words from slot to slot of a cache of 8 bits
+
+
+class HopperConstants(NamedTuple):
+    WANT_LSE: int
+    PAGE_SIZE: int
+    TMA_ROWS: int
+    QUERY_LEN: int
+    HEADS: int
+    TILES: int
+    UPCAST: bool
+    E5M2: bool
+    LAUNCH_DEPENDENTS: bool
+
+
+class CombineTensors(NamedTuple):
+    output: torch.Tensor
+    lse: torch.Tensor
+    work_items: torch.Tensor
+    partial_acc: torch.Tensor
+    partial_ml: torch.Tensor
+
+
+class Spread(NamedTuple):
+    spread: int  # programs of a work item
+
+
+class CombineConstants(NamedTuple):
+    value_scale: float
+    WANT_LSE: int
+    QUERIES: int
+    SLOT_QUERIES: int
+    RANK: int
+    BLOCK_RANK: int
+    BLOCK_SPLITS: int
+    USE_PDL: bool
