@@ -16,8 +16,11 @@ FA = {
 }
 ATTENTION = Pivot("us", {"TRITON": "TRITON", **FA, "FLASHINFER": "FLASHINFER"}, read="read us")
 OURS_AND_FA3 = {
-    "TRITON": "TRITON", "FLASH_ATTN:vllm_fa3": "FLASH_ATTN, FA3", "FLASH_ATTN": "FLASH_ATTN", "FLASHINFER": "FLASHINFER",
-}  # fmt: skip
+    "TRITON": "TRITON",
+    "FLASH_ATTN:vllm_fa3": "FLASH_ATTN, FA3",
+    "FLASH_ATTN": "FLASH_ATTN",
+    "FLASHINFER": "FLASHINFER",
+}
 MLA = Pivot(
     "decode us", {name: name for name in ("FLASHINFER_MLA", "FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA", "TORCH_MLA")}
 )
@@ -125,8 +128,9 @@ CHECKED = ("tests", "passed", "graphs", "failed", "skipped", "seconds")
 KERNEL = ("backend", "mode", "requests", "kernel", "us a step", "calls")
 
 PAGES = (
-    Page("attention", "One layer's attention", 
-         "decode, tokens to verify, prefill and both in a batch, fp8 caches, shared prefixes; every backend beside bare kernels",
+    Page("attention", "One layer's attention",
+         "decode, tokens to verify, prefill and both in a batch, fp8 caches, shared prefixes; backends beside bare "
+         "kernels",
          "Shapes are `requests x keys, query/KV heads, head dim`.", (
         Section("attention_all", "Decode", ATTENTION, _is_decode,
                 dotted(ATTENTION, "Decode of one layer, bf16, H200"), "attention_decode"),
@@ -152,7 +156,7 @@ PAGES = (
         Section("attention_flashinfer_prefill", "The same for prefill", Pivot("us", {"FLASHINFER": "FLASHINFER"}),
                 full=True),
     )),
-    Page("mla", "MLA decode", 
+    Page("mla", "MLA decode",
          "the MLA family over latent rows in bf16 and fp8",
          "Latent rows have 512 + 64 columns. Shapes are `requests x keys, query heads`.", (
         Section("mla_attention", "Decode", MLA, None,
@@ -161,7 +165,7 @@ PAGES = (
         Section("mla_attention_fp8", "Decode over fp8 latents", MLA._replace(bare=False), full=True),
         Section("mla_attention_flashmla_verify", "FLASHMLA with several tokens to verify", MLA, full=True),
     )),
-    Page("engine", "The engine on a GPU", 
+    Page("engine", "The engine on a GPU",
          "a decode step by model, backend and kernel; how long until the engine is ready",
          "Models have random weights of the shape that is named. Steps include the "
          "scheduler.", (
@@ -185,7 +189,7 @@ PAGES = (
         Section("warm_up_cuda_smollm2", "Again, SmolLM2-135M", WARM),
         Section("warm_up_cuda_smollm2_first", "Just before that", WARM),
     )),
-    Page("cpu", "On a CPU", 
+    Page("cpu", "On a CPU",
          "tokens a second beside transformers and vLLM; TORCH beside SDPA; linear layers; other work on the machine",
          "Two cores; the machine's speed drifts by a third and more from hour to hour.", (
         Section("generate", "Text from SmolLM2-135M-Instruct", None, None, _draw_generation, "generation",
@@ -197,7 +201,7 @@ PAGES = (
         Section("linears", "Linear layers, merged and packed"),
         Section("busy_cores", "Beside other work"),
     )),
-    Page("host", "The host's part of a step", 
+    Page("host", "The host's part of a step",
          "metadata, plans, the scheduler, the launch of one layer",
          "All times are wall time on the host.", (
         Section("step_metadata", "A decode step's metadata on a CPU", None, None, _draw_metadata, "step_metadata"),
@@ -208,7 +212,7 @@ PAGES = (
         Section("plan_host_time_triton_flash_attn", "A decode step's plan, TRITON and FLASH_ATTN", HOST),
         Section("forward_host_time", "One layer's eager call"),
     )),
-    Page("checks", "Tests and sanitizers", 
+    Page("checks", "Tests and sanitizers",
          "tests that ran on a GPU; compute-sanitizer",
          "What wants a GPU, counted by class, and what compute-sanitizer said. "
          "[Correctness](../correctness.md) says what that means.", (

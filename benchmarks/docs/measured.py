@@ -60,7 +60,9 @@ def _section(section: Section) -> Iterator[str]:
 
 def _where(name: str, found: Mapping[str, Any]) -> str:
     """What was measured, where, when, with which versions, and where the file is."""
-    machine = found["gpu"] or f"{found['cores']} cores of an {found['cpu'].replace('(R)', '').removesuffix(' Processor')}"
+    machine = (
+        found["gpu"] or f"{found['cores']} cores of an {found['cpu'].replace('(R)', '').removesuffix(' Processor')}"
+    )
     versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
     file = f"[{name}.json](../../benchmarks/results/{name}.json)"
     unit = f", {units[0]}" if (units := _units(found)) else ""
@@ -102,7 +104,9 @@ def three_numbers(folder: str) -> str:
     layer = {row["contender"]: row["us"] for row in result("attention_all")["rows"]
              if row["shape"] == "64 x 4096, 32/8, 128"}  # fmt: skip
     bare = min(layer, key=lambda name: layer[name] if name.startswith(("FA", "Flash")) else float("inf"))
-    text = next(row for row in result("generate_compiled")["rows"] if (row["dtype"], row["requests"]) == ("bfloat16", 16))
+    text = next(
+        row for row in result("generate_compiled")["rows"] if (row["dtype"], row["requests"]) == ("bfloat16", 16)
+    )
     vllm = next(row for row in result("generate_vllm")["rows"] if (row["dtype"], row["requests"]) == ("bfloat16", 16))
     step = next(row for row in result("step_metadata")["rows"] if (row["requests"], row["tokens"]) == (256, 16384))
     rows = [
@@ -120,6 +124,11 @@ def three_numbers(folder: str) -> str:
         machine = (found["gpu"] or "two Xeon cores").removeprefix("NVIDIA ")
         lines.append(f"| [{what}]({folder}/{target}) | {ours} | {other} | {machine}, {found['date']} |")
     return "\n".join(lines)
+
+
+def _row(name: str, **where: Any) -> Mapping[str, Any]:
+    """The row of a file that has these values."""
+    return next(row for row in result(name)["rows"] if where.items() <= row.items())
 
 
 def pages() -> dict[str, str]:
