@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,9 @@ STYLE = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
 }
 WIDTH = 8.2  # inches
+FAR = 2.0  # times the fastest bare kernel
 
 
 def color(title: str, place: int) -> str:
@@ -52,41 +50,55 @@ def chart(path: Path, height: float) -> Iterator[Any]:
 
 
 def dots(path: Path, rows: Sequence[Row], pivot: Pivot, title: str) -> None:
-    """A line a shape, a dot a contender: its time over that of the fastest bare kernel, or of the fastest at all."""
+    """A line a shape, a dot a contender: its time over that of the fastest bare kernel, or of the fastest at all.
+
+    What lies beyond `FAR` is named at the right edge.
+    """
     by_shape = shapes(rows, pivot)
     titles = [*dict.fromkeys(pivot.columns.values())]
-    with chart(path, 1.25 + 0.27 * len(by_shape)) as axis:
+    with chart(path, 1.3 + 0.27 * len(by_shape)) as axis:
         reached = [1.0]
         for line, group in enumerate(by_shape.values()):
-            best = fastest_bare(group, pivot) if pivot.bare else None
-            known = times(group, pivot)
-            base = best[0] if best else min(known.values())
+            known, base = times(group, pivot), _base(group, pivot)
             axis.axhline(line, color="#e4e4e4", linewidth=0.8, zorder=0)
-            if pivot.read and group[0].get(pivot.read):
-                axis.plot(group[0][pivot.read] / base, line, "|", color="#555555", markersize=11, zorder=2)
-                reached.append(group[0][pivot.read] / base)
+            reading = group[0].get(pivot.read) if pivot.read else None
+            if reading:
+                axis.plot(reading / base, line, "|", color="#555555", markersize=11, zorder=2)
+                reached.append(reading / base)
+            far = [f"{name.rpartition(', ')[2]} {value / base:.2g}×" for name, value in known.items()
+                   if value / base > FAR]  # fmt: skip
+            axis.text(1.01, line, ", ".join(far), transform=axis.get_yaxis_transform(), va="center", fontsize=7.5)
             for name, value in known.items():
-                place = titles.index(name)
-                shape = "s" if name.endswith(("FA4", "FlashAttention 4")) else "D" if name.endswith("FA2") else "o"
-                axis.plot(value / base, line, shape, color=color(name, place), markersize=6.5, alpha=0.9, zorder=3)
-                reached.append(value / base)
-        against = "the fastest bare kernel's" if pivot.bare else "the fastest's"
+                if value / base <= FAR:
+                    dot = _dot(name, titles)
+                    axis.plot(value / base, line, linestyle="", markersize=6.5, alpha=0.9, zorder=3, **dot)
+                    reached.append(value / base)
         _ratio_axis(axis, reached)
         axis.axvline(1, color="#000000", linewidth=1, zorder=1)
+        against = "the fastest bare kernel's" if pivot.bare else "the fastest's"
         axis.set_xlabel(f"time as a multiple of {against} (log scale; left is faster)")
         axis.set_yticks(range(len(by_shape)), list(by_shape))
         axis.set_ylim(len(by_shape) - 0.4, -0.6)
-        axis.set_title(title, pad=26)
+        axis.figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
         _legend(axis, titles, pivot)
+
+
+def _base(group: Sequence[Row], pivot: Pivot) -> float:
+    best = fastest_bare(group, pivot) if pivot.bare else None
+    return best[0] if best else min(times(group, pivot).values())
+
+
+def _dot(name: str, titles: Sequence[str]) -> dict[str, str]:
+    """A contender's colour and form."""
+    marker = "s" if name.endswith("FA4") else "D" if name.endswith("FA2") else "o"
+    return {"marker": marker, "color": color(name, titles.index(name))}
 
 
 def _ratio_axis(axis: Any, reached: Sequence[float]) -> None:
     axis.set_xscale("log")
-    steps = [0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6, 2, 3, 4, 6, 8, 12, 20, 40, 100]
-    low, high = 0.97 * min(reached), 1.05 * max(reached)
+    low, high = 0.97 * min(reached), 1.04 * max(reached)
+    steps = [0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6, 1.8, 2]
     shown = [step for step in steps if low <= step <= high]
-    if high / low > 4:
-        shown = [step for step in shown if step in (0.5, 0.6, 0.8, 1, 1.2, 1.6, 2, 3, 4, 6, 8, 12, 20, 40, 100)]
     axis.set_xlim(low, high)
     axis.set_xticks(shown, [f"{step:g}×" for step in shown])
     axis.xaxis.set_minor_locator(_no_ticks())
@@ -101,14 +113,16 @@ def _no_ticks() -> Any:
 def _legend(axis: Any, titles: Sequence[str], pivot: Pivot) -> None:
     from matplotlib.lines import Line2D
 
-    handles = []
-    for place, name in enumerate(titles):
-        shape = "s" if name.endswith("FA4") else "D" if name.endswith("FA2") else "o"
-        handles.append(Line2D([], [], linestyle="", marker=shape, color=color(name, place), label=name))
+    handles = [Line2D([], [], linestyle="", label=name, **_dot(name, titles)) for name in titles]
     if pivot.read:
         handles.append(Line2D([], [], linestyle="", marker="|", color="#555555", markersize=11, label="reading alone"))
-    axis.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=6, frameon=False, borderpad=0,
-                handletextpad=0.2, columnspacing=1.2)  # fmt: skip
+    _below(axis, handles, 6)
+
+
+def _below(axis: Any, handles: Sequence[Any], columns: int) -> None:
+    """A legend under the chart."""
+    axis.figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, borderpad=0.2,
+                       handletextpad=0.3, columnspacing=1.2, fontsize=8)  # fmt: skip
 
 
 def bars(
@@ -137,7 +151,7 @@ def bars(
         else:
             axis.set_xlim(0, 1.1 * max(value for group in groups.values() for value in group.values()))
         axis.set_xlabel(unit)
-        axis.set_title(title, pad=26)
+        axis.figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
         _bar_legend(axis, names)
 
 
@@ -148,9 +162,4 @@ def _alpha(name: str) -> float:
 def _bar_legend(axis: Any, names: Sequence[str]) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(color=color(name, i), alpha=_alpha(name), label=name) for i, name in enumerate(names)]
-    axis.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=5, frameon=False, borderpad=0,
-                columnspacing=1.2)  # fmt: skip
-
-
-Draw = Callable[[Path], None]
+    _below(axis, [Patch(color=color(name, i), alpha=_alpha(name), label=name) for i, name in enumerate(names)], 5)

@@ -22,18 +22,21 @@ def outside(link: str, page: Path) -> Path | None:
 
 
 def on_files(files: Any, *, config: Any) -> Any:
-    """Adds the files that pages link to."""
+    """Adds the changelog, and the files that pages link to."""
     from mkdocs.structure.files import File
 
     pages = [Path(file.abs_src_path) for file in files.documentation_pages()]
     linked = {outside(link, page) for page in pages for _, link in LINK.findall(page.read_text())}
     for path in sorted(path for path in linked if path and (ROOT / path).is_file()):
         files.append(File.generated(config, f"source/{path}.txt", content=(ROOT / path).read_bytes()))
+    files.append(File.generated(config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text()))
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Rewrites a page's links to them."""
+    if page.file.src_path == "changelog.md":
+        return markdown
     at, up = DOCS / page.file.src_path, "../" * (len(Path(page.file.src_path).parts) - 1)
 
     def rewritten(link: re.Match[str]) -> str:

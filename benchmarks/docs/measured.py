@@ -43,7 +43,7 @@ def _section(section: Section) -> Iterator[str]:
     found = result(section.result)
     rows = [row for row in found["rows"] if section.keep is None or section.keep(row)]
     yield f"## {section.title}"
-    yield _where(section.result, found)
+    yield _where(section.result, found, section.form.value if isinstance(section.form, Pivot) else "")
     if section.chart:
         yield f"![{section.title}, as a chart; the table below has the values](charts/{section.chart}.svg)"
     yield pivoted(rows, section.form) if isinstance(section.form, Pivot) else plain(rows, section.form)
@@ -58,23 +58,19 @@ def _section(section: Section) -> Iterator[str]:
         yield "</details>"
 
 
-def _where(name: str, found: Mapping[str, Any]) -> str:
+def _where(name: str, found: Mapping[str, Any], value: str) -> str:
     """What was measured, where, when, with which versions, and where the file is."""
     machine = (
         found["gpu"] or f"{found['cores']} cores of an {found['cpu'].replace('(R)', '').removesuffix(' Processor')}"
     )
     versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
     file = f"[{name}.json](../../benchmarks/results/{name}.json)"
-    unit = f", {units[0]}" if (units := _units(found)) else ""
+    unit = f", in {value.rpartition(' ')[2]}" if value else ""
     return f"{_sentence(found['title'])}{unit}. {machine}, {found['date']}; {versions}; {file}."
 
 
 def _sentence(title: str) -> str:
-    return title[:1].upper() + title[1:]
-
-
-def _units(found: Mapping[str, Any]) -> list[str]:
-    return ["in us"] if "contender" in found["rows"][0] and "us" in found["rows"][0] else []
+    return title if title[1:2].isupper() else title[:1].upper() + title[1:]
 
 
 def index() -> str:

@@ -18,9 +18,9 @@ HEAD = """<!-- Made by `python -m benchmarks docs support`. -->
 
 # Support matrix
 
-What each backend declares. It refuses everything else with reasons: `attn-backends explain` says what was asked, what is
-possible and what to change. `python registry.py` prints the same for the machine that it runs on, with backends of other
-packages that are installed there."""
+What each backend declares. It refuses everything else with reasons: `attn-backends explain` says what was asked, what
+is possible and what to change. `python registry.py` prints the same for the machine that it runs on, with backends of
+other packages that are installed there."""
 FLAGS = {
     "window": "sliding window",
     "soft_cap": "logits soft cap",
