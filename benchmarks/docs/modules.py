@@ -15,8 +15,8 @@ HEAD = """<!-- Made by `python -m benchmarks docs modules`. -->
 
 # Modules
 
-Every module with the first line of its docstring. Imports go down the list of folders only:
-[a test](../tests/test_packaging.py) has the floors."""
+Every module with the first line of its docstring. A folder imports from its own floor and those below:
+[a test](../tests/test_packaging.py) lists the floors."""
 
 
 def page() -> str:
