@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -144,7 +145,7 @@ def bars(
                 at += 1
             ticks.append((first + at - 1) / 2)
             at += 0.8
-        axis.set_yticks(ticks, list(groups))
+        axis.set_yticks(ticks, [re.sub(r"\b1 requests$", "1 request", name) for name in groups])
         axis.set_ylim(at - 1.1, -0.8)
         if log:
             axis.set_xscale("log")

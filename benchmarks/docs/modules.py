@@ -16,7 +16,10 @@ HEAD = """<!-- Made by `python -m benchmarks docs modules`. -->
 # Modules
 
 Every module with the first line of its docstring. A folder imports from its own floor and those below:
-[a test](../tests/test_packaging.py) lists the floors."""
+[a test](../tests/test_packaging.py) lists the floors.
+
+After the README's reading order: `batch/common.py` and `batch/page_table.py` have what builders start from,
+`backends/torch` is a complete backend, and `testing/kit` has what every backend has to show."""
 
 
 def page() -> str:
