@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.docs.tables import Pivot, Row, fastest_bare, shapes, times
+from benchmarks.docs.tables import Pivot, Row, fastest_bare, shapes, shown, times
 
 COLORS = {"TRITON": "#c1272d", "FLASHINFER": "#0072b2", "FLASH_ATTN": "#009e73", "FLASHMLA": "#cc79a7",
           "TORCH": "#e69f00", "attn_backends": "#c1272d", "transformers": "#8a8a8a", "vLLM": "#0072b2",
@@ -56,7 +56,7 @@ def dots(path: Path, rows: Sequence[Row], pivot: Pivot, title: str) -> None:
     What lies beyond `FAR` is named at the right edge.
     """
     by_shape = shapes(rows, pivot)
-    titles = [*dict.fromkeys(pivot.columns.values())]
+    titles = shown(rows, pivot)
     with chart(path, 1.3 + 0.27 * len(by_shape)) as axis:
         reached = [1.0]
         for line, group in enumerate(by_shape.values()):
@@ -99,9 +99,9 @@ def _ratio_axis(axis: Any, reached: Sequence[float]) -> None:
     axis.set_xscale("log")
     low, high = 0.97 * min(reached), 1.04 * max(reached)
     steps = [0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6, 1.8, 2]
-    shown = [step for step in steps if low <= step <= high]
+    ticks = [step for step in steps if low <= step <= high]
     axis.set_xlim(low, high)
-    axis.set_xticks(shown, [f"{step:g}×" for step in shown])
+    axis.set_xticks(ticks, [f"{step:g}×" for step in ticks])
     axis.xaxis.set_minor_locator(_no_ticks())
 
 

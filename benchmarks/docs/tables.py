@@ -88,6 +88,12 @@ def times(group: Sequence[Row], pivot: Pivot) -> dict[str, float]:
     return found
 
 
+def shown(rows: Sequence[Row], pivot: Pivot) -> list[str]:
+    """The titles that have a value at some shape, in the pivot's order."""
+    found = {title for group in shapes(rows, pivot).values() for title in times(group, pivot)}
+    return [title for title in dict.fromkeys(pivot.columns.values()) if title in found]
+
+
 def fastest_bare(group: Sequence[Row], pivot: Pivot) -> tuple[float, str] | None:
     """The least value of another library's kernel, and its name."""
     bare = [(row[pivot.value], row[pivot.contender]) for row in group if is_bare(row[pivot.contender])]
@@ -96,7 +102,7 @@ def fastest_bare(group: Sequence[Row], pivot: Pivot) -> tuple[float, str] | None
 
 def pivoted(rows: Sequence[Row], pivot: Pivot) -> str:
     """One line a shape."""
-    titles = [*dict.fromkeys(pivot.columns.values())]
+    titles = shown(rows, pivot)
     lines: list[list[Any]] = []
     for shape, group in shapes(rows, pivot).items():
         known = times(group, pivot)
