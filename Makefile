@@ -7,16 +7,17 @@
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 BIN := .venv/bin
 READY := .venv/.ready
+DOCS_READY := .venv/.docs-ready
 
 # Taken as it stands, `$` included, and handed to the shell through the environment: no character needs quoting twice.
 override PROMPT := $(value PROMPT)
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help generate test long verify lint wheel clean
+.PHONY: help generate test long verify lint wheel pages docs docs-serve changelog clean
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
 
 generate: $(READY) ## answer a few prompts, or yours: PROMPT="..."; more options: ARGS="--max-tokens 200"
 	@$(BIN)/attn-backends generate $${PROMPT:+--prompt "$$PROMPT"} $(ARGS) </dev/null
@@ -45,12 +46,31 @@ wheel: $(READY) ## build dist/*.whl and check what is in it
 	$(BIN)/python -m build --wheel
 	$(BIN)/python .ci/check_wheel.py dist/*.whl
 
+pages: $(READY) ## make the generated pages of docs/ anew: measurements, what ran, the support matrix, the modules
+	$(BIN)/python -m benchmarks correctness what_ran
+	$(BIN)/python -m benchmarks docs measured
+	$(BIN)/python -m benchmarks docs support
+	$(BIN)/python -m benchmarks docs modules
+
+docs: $(DOCS_READY) ## build the site into site/; a page that is not found, or a link that leads nowhere, is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(DOCS_READY) ## show the site while pages are edited
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+changelog: $(READY) ## put the fragments of changelog.d/ into CHANGELOG.md; see what comes: ARGS=--draft
+	$(BIN)/python changelog.d/collect.py $(ARGS)
+
 clean: ## remove .venv and everything built
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml setup.cfg constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -c constraints.txt torch
 	$(BIN)/python -m pip install -c constraints.txt -e ".[hf,dev]"
+	@touch $@
+
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[docs]"
 	@touch $@
 
 $(BIN)/python:

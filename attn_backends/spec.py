@@ -134,9 +134,10 @@ class PlanGroup(Generic[LayerT]):
 def plan_groups(specs: Mapping[LayerT, AttentionSpec]) -> tuple[PlanGroup[LayerT], ...]:
     """Group a model's layers by equal specs, in order of first appearance.
 
-    >>> full, local = AttentionSpec(8, 2, 64), AttentionSpec(8, 2, 64, window_left=127)
-    >>> [g.layers for g in plan_groups({0: local, 1: full, 2: local})]
-    [(0, 2), (1,)]
+    Examples:
+        >>> full, local = AttentionSpec(8, 2, 64), AttentionSpec(8, 2, 64, window_left=127)
+        >>> [g.layers for g in plan_groups({0: local, 1: full, 2: local})]
+        [(0, 2), (1,)]
     """
     layers: dict[AttentionSpec, list[LayerT]] = {}
     for layer, spec in specs.items():
@@ -152,8 +153,9 @@ class MLASpec(AttentionSpec):
     `qk_nope_head_dim + qk_rope_head_dim`, `head_dim_vo` is `v_head_dim`; a model that stretches RoPE gives
     its own scale. The two new ones say what is cached instead: one latent row a token.
 
-    >>> MLASpec(128).latent_dim, MLASpec(128).qk_nope_head_dim
-    (576, 128)
+    Examples:
+        >>> MLASpec(128).latent_dim, MLASpec(128).qk_nope_head_dim
+        (576, 128)
     """
 
     num_kv_heads: int = cast(int, None)  # None: num_qo_heads, and nothing else

@@ -14,7 +14,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-LIMITS = {"lower_road.py": 60, "generate.py": 60, "plugin/attn_backends_naive.py": 150}  # fewer lines than
+LIMITS = {
+    "lower_road.py": 60,
+    "generate.py": 60,
+    "step_table_scheduler.py": 65,
+    "plugin/attn_backends_naive.py": 150,
+}  # fewer lines than
 
 FOUND_BY_ENTRY_POINT = """
 import sys
@@ -79,6 +84,14 @@ def test_length(name: str) -> None:
 def test_lower_road() -> None:
     printed = run_python("examples/lower_road.py")
     assert printed.count("max error") == 10, printed
+
+
+def test_step_table_scheduler() -> None:
+    """Decodes alone, prompts alone, and both in a step; all pages but those of the last request come back."""
+    steps = [line.split(":")[1].strip() for line in run_python("examples/step_table_scheduler.py").splitlines()]
+    assert steps[0] == "0 decodes, 3 prefills"
+    assert "2 decodes, 1 prefills" in steps
+    assert steps[-1] == "1 decodes, 0 prefills"
 
 
 def test_generate() -> None:

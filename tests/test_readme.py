@@ -1,4 +1,4 @@
-"""The README and the documents say what is so: the table, the tree, the reading order, the links, the examples."""
+"""The README and the documents say what is so: lengths, map, backends, links, examples, commands."""
 
 from __future__ import annotations
 
@@ -6,18 +6,30 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
 from attn_backends.cli.app import app
+from attn_backends.registry.table import BUILT_IN
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+NOTES = sorted((ROOT / "benchmarks" / "docs" / "notes").glob("*.md"))
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "changelog.d" / "README.md", *PAGES]
 MOST_LINES = 1000  # of the reading order
+MOST_README_LINES = 150
+MOST_FIGURES = 12
+ORDER = re.compile(
+    r"AUTO`?\s+(?:now\s+)?(?:prefers|takes|picks|tries|chooses)\s+`?(?:TORCH|TRITON|FLASH\w*)|"
+    r"`?(?:TORCH|TRITON|FLASH\w*)`?\s+(?:comes|is)\s+(?:first|AUTO)", re.IGNORECASE,
+)  # fmt: skip
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 def section(title: str) -> str:
@@ -25,36 +37,55 @@ def section(title: str) -> str:
     return README.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
 
 
-def tree() -> Iterator[Path]:
-    """The paths that the README's tree names, two spaces a level."""
-    parents: list[str] = []
-    for line in section("Where things are").split("```")[1].strip("\n").splitlines():
-        name = line.split()[0]
-        depth = (len(line) - len(line.lstrip())) // 2
-        parents[depth:] = [name]
-        yield Path(*parents)
+def prose(text: str) -> str:
+    """Without code, targets of links, dates and the numbers of lists."""
+    for pattern in (r"^```.*?^```", r"`[^`]*`", r"(?<=\])\([^)]*\)", r"\d{4}-\d\d-\d\d", r"^\d+\. "):
+        text = re.sub(pattern, "", text, flags=re.MULTILINE | re.DOTALL)
+    return text
 
 
-def test_support_table() -> None:
-    """Printed on this machine; a plugin installed here would be in it too. Other tests register backends, so apart."""
+def figures(text: str) -> list[str]:
+    """The numbers that stand by themselves: 1.04 and 8,192, not those of H200 or SmolLM2-135M."""
+    return re.findall(r"(?<![\w.,-])\d[\d.,]*(?!\w)", prose(text))
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= MOST_README_LINES
+    assert len(figures(README)) <= MOST_FIGURES, figures(README)
+
+
+@pytest.mark.parametrize(("text", "found"), [
+    ("250 us and 1,290 us", ["250", "1,290"]),
+    ("on an H200, SmolLM2-135M, `64`, 2026-11-23, [x](a-9.md)", []),
+    ("1. one\n2. two at 0.5", ["0.5"]),
+])  # fmt: skip
+def test_what_counts_as_a_figure(text: str, found: list[str]) -> None:
+    assert figures(text) == found
+
+
+def test_the_map_names_what_exists_and_every_folder() -> None:
+    """The top folders of the checkout that are committed, and those of the package."""
+    lines = section("Where things are").split("```")[1].strip("\n").splitlines()
+    named = {word: line.startswith("  ") for line in lines
+             for word in re.match(r"\s*((?:[\w.]+/ )*[\w.]+/)", line)[1].split()}  # type: ignore[index]  # fmt: skip
+    assert all((ROOT / "attn_backends" / name if inner else ROOT / name).is_dir() for name, inner in named.items())
+    listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT, check=False).stdout
+    tops = {path.split("/")[0] for path in listed.splitlines() if "/" in path and not path.startswith(".")}
+    rooms = {path.parent.name for path in (ROOT / "attn_backends").glob("*/__init__.py")}
+    assert {name.rstrip("/") for name, inner in named.items() if not inner} >= tops
+    assert {name.rstrip("/") for name, inner in named.items() if inner} == rooms
+
+
+def test_the_table_of_backends_is_the_registrys() -> None:
+    rows = re.findall(r"^\| (\w+) \| [^|]+ \| `([^`]+)` \|", section("Backends"), re.MULTILINE)
+    assert sorted(rows) == sorted((entry.name, entry.install) for entry in BUILT_IN)
+
+
+def test_the_registry_prints_its_table() -> None:
+    """A plugin installed here is in it too. Other tests register backends, so apart."""
     done = subprocess.run([sys.executable, "registry.py"], capture_output=True, text=True, cwd=ROOT, check=True)
-    shown = README.split("<!-- support-table -->")[1].split("<!-- /support-table -->")[0]
-    current = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    assert shown.strip().splitlines() == current, "put what `python registry.py` prints into the README"
-
-
-@pytest.mark.parametrize("path", list(tree()), ids=str)
-def test_tree_names_what_exists(path: Path) -> None:
-    assert (ROOT / path).exists()
-
-
-def test_tree_names_every_module() -> None:
-    """By itself, or by a folder that the tree does not open."""
-    named = set(tree())
-    closed = {path for path in named if (ROOT / path).is_dir() and not any(path in other.parents for other in named)}
-    modules = {path.relative_to(ROOT) for path in (ROOT / "attn_backends").rglob("*.py") if path.stem != "__init__"}
-    missing = [str(module) for module in sorted(modules - named) if not closed.intersection(module.parents)]
-    assert not missing, f"the README's tree lacks {missing}"
+    names = re.findall(r"^\| ([A-Z_]+) ", done.stdout, re.MULTILINE)
+    assert names[: len(BUILT_IN)] == [entry.name for entry in BUILT_IN]
 
 
 def test_reading_order_is_short() -> None:
@@ -64,10 +95,21 @@ def test_reading_order_is_short() -> None:
     assert sum(lines.values()) < MOST_LINES, lines
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_links_lead_somewhere(document: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)", document.read_text())
+    links = re.findall(r"\]\(([^)#\s]+)", document.read_text())
     assert [link for link in links if "://" not in link and not (document.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *NOTES, *sorted((ROOT / "configs").glob("*.yaml"))], ids=name_of)
+def test_no_page_states_autos_order(document: Path) -> None:
+    """`attn-backends explain` prints it: code decides, by measured times that change."""
+    assert not ORDER.search(document.read_text())
+
+
+@pytest.mark.parametrize("text", ["AUTO prefers FLASHINFER", "`AUTO` takes `TRITON`", "FLASHINFER comes first"])
+def test_an_order_is_seen(text: str) -> None:
+    assert ORDER.search(text)
 
 
 def test_commands_that_measure_have_their_options() -> None:
@@ -84,9 +126,10 @@ def test_commands_that_measure_have_their_options() -> None:
             assert not argument.endswith(".py") or (ROOT / argument).exists(), argument
 
 
-def test_python_examples_run() -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
+@pytest.mark.parametrize(("document", "count"), [("README.md", 2), ("docs/quickstart.md", 1)])
+def test_python_examples_run(document: str, count: int) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == count
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(blocks)], capture_output=True, text=True, cwd=ROOT, check=False
     )
@@ -94,17 +137,27 @@ def test_python_examples_run() -> None:
     assert "Paris" in done.stdout
 
 
-def test_commands_exist() -> None:
-    """Every option that the README gives to `attn-backends` is one of that command's own."""
-    for command in ("generate", "list", "doctor", "explain"):
-        lines = re.findall(rf"^attn-backends {command}\b.*", README, re.MULTILINE)
-        assert lines, f"the README does not show attn-backends {command}"
-        shown = {option for line in lines for option in re.findall(r"--[a-z-]+", line.partition("#")[0])}
-        if command == "generate":
-            shown |= set(re.findall(r"`?(--[a-z-]+)`", section("On the command line")))
-        assert shown <= options_of(command)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_commands_exist(document: Path) -> None:
+    """Every command of `attn-backends` and `make`, and every option that is given to one, is there."""
+    text, targets = document.read_text(), re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for line in re.findall(r"(?:^|`|\s)attn-backends ((?:[a-z]+)[^`\n]*)", text):
+        command = line.split()[0]
+        if command in COMMANDS:
+            assert set(re.findall(r"--[a-z-]+", line.partition("#")[0])) <= options_of(command), line
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) <= set(targets)
+
+
+def test_documents_show_every_command() -> None:
+    shown = {name for name in COMMANDS if re.search(rf"^attn-backends {name}\b", README, re.MULTILINE)}
+    assert shown == set(COMMANDS)
+    quickstart = (ROOT / "docs" / "quickstart.md").read_text()
+    assert set(re.findall(r"`?(--[a-z-]+)`", quickstart.split("## The command")[1])) <= options_of("generate")
 
 
 def options_of(command: str) -> set[str]:
-    params = get_command(app).commands[command].params  # type: ignore[attr-defined]
+    params = COMMANDS[command].params
     return {name for param in params for name in (*param.opts, *param.secondary_opts)} | {"--help"}
+
+
+COMMANDS = get_command(app).commands  # type: ignore[attr-defined]

@@ -155,9 +155,7 @@ def main() -> None:
     results = json.loads(RESULTS.read_text())
     PAGE.write_text(page(results))
     SHIPPED.write_text(json.dumps(shipped(results), indent=1) + "\n")
-    print(
-        f"{PAGE.relative_to(ROOT)}, {SHIPPED.relative_to(ROOT)}; put what `python registry.py` prints into the README"
-    )
+    print(f"{PAGE.relative_to(ROOT)}, {SHIPPED.relative_to(ROOT)}; then `python -m benchmarks docs support`")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_script_is_listed_with_its_first_line() -> None:
-    assert scripts().keys() == {"attention", "correctness", "engine", "host", "rules", "tune"}
+    assert scripts().keys() == {"attention", "correctness", "docs", "engine", "host", "rules", "tune"}
     lines = listing().splitlines()
     assert len(lines) == sum(1 + len(named) for named in scripts().values())
     assert all(len(line.split(maxsplit=1)) == 2 for line in lines)

@@ -1,0 +1,104 @@
+"""The generated pages are what their scripts make, and the site has a page for everything public."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import attn_backends
+from benchmarks.docs import measured, modules
+from benchmarks.docs.contents import ELSEWHERE, PAGES
+from benchmarks.docs.tables import Pivot, fastest_bare, figure, pivoted, plain
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PINNED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+ROWS = [
+    {"shape": "a", "contender": "TRITON", "us": 12.34, "read us": 9.0},
+    {"shape": "a", "contender": "FA3", "us": 15.0, "read us": 9.0},
+    {"shape": "a", "contender": "FLASH_ATTN:vllm_fa3", "us": None, "read us": 9.0},
+]
+
+
+@pytest.mark.parametrize(("name", "text"), measured.pages().items())
+def test_measured_pages_are_made_of_results(name: str, text: str) -> None:
+    assert (measured.OUT / name).read_text() == text, "run make pages"
+
+
+def test_no_other_page_is_there() -> None:
+    assert {path.name for path in measured.OUT.glob("*.md")} == set(measured.pages())
+
+
+def test_charts_are_made_of_results(tmp_path: Path) -> None:
+    """To the letter with the pinned matplotlib; of another version, which draws a little otherwise, the names."""
+    drawn = list(measured.draw(tmp_path))
+    assert {path.name for path in drawn} == {path.name for path in (measured.OUT / "charts").iterdir()}
+    if version("matplotlib") == PINNED["matplotlib"]:
+        stale = [path.name for path in drawn if path.read_text() != (measured.OUT / "charts" / path.name).read_text()]
+        assert not stale, "run make pages"
+
+
+def test_every_result_is_on_a_page() -> None:
+    shown = {section.result for page in PAGES for section in page.sections}
+    assert shown | ELSEWHERE == {path.stem for path in measured.RESULTS.glob("*.json")}
+
+
+def test_every_note_stands_somewhere() -> None:
+    sections = {section.chart or section.result for page in PAGES for section in page.sections}
+    assert {path.stem for path in measured.NOTES.glob("*.md")} <= sections
+
+
+def test_the_readmes_numbers_are_results() -> None:
+    readme = measured.README.read_text()
+    assert all(mark in readme for mark in measured.MARKS)
+    assert readme == measured.readme(readme), "run make pages"
+
+
+def test_the_support_matrix_is_the_registrys() -> None:
+    """In a process of its own: other tests register backends."""
+    command = [sys.executable, "-m", "benchmarks", "docs", "support", "--print"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert (DOCS / "support.md").read_text() == done.stdout, "run make pages"
+
+
+def test_the_modules_page_is_the_trees() -> None:
+    assert modules.PAGE.read_text() == modules.page(), "run make pages"
+
+
+def test_the_engines_page_shows_the_example() -> None:
+    script = (ROOT / "examples" / "step_table_scheduler.py").read_text()
+    assert f"```python\n{script}```" in (DOCS / "use-in-an-engine.md").read_text(), "put the script into the page"
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    shown = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)", pages, re.MULTILINE)}
+    assert set(attn_backends.__all__) <= shown
+
+
+def test_navigation_names_every_page() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    named = set(re.findall(r"^\s+- (?:[^:\n]+: )?(\S+\.md)$", text, re.MULTILINE)) - {"changelog.md"}
+    assert named == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (None, ""), (0.5, "0.5"), (12.345, "12.3"), (1234.5, "1,230"), (1234, "1,234"), (True, "yes"), (["a", "b"], "a, b"),
+])  # fmt: skip
+def test_figures_have_three_digits(value: object, text: str) -> None:
+    assert figure(value) == text
+
+
+def test_a_line_a_shape_with_the_fastest_bare_kernel() -> None:
+    pivot = Pivot("us", {"TRITON": "TRITON", "FLASH_ATTN:vllm_fa3": "FLASH_ATTN"}, read="read us")
+    assert fastest_bare(ROWS, pivot) == (15.0, "FA3")
+    assert pivoted(ROWS, pivot).splitlines()[-1] == "| a | 12.3 | 15 (FA3) | 9 |", "FLASH_ATTN has no value"
+
+
+def test_columns_without_values_are_left_out() -> None:
+    assert plain([{"a": 1, "b": None, "c": []}]) == "| a |\n| ---: |\n| 1 |"
