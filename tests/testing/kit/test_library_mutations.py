@@ -78,20 +78,20 @@ def without_scale(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(Plan, "run", changed)
 
 
-def unscaled_write(module: str, which: str) -> Callable[[pytest.MonkeyPatch], None]:
+def unscaled_write(which: str) -> Callable[[pytest.MonkeyPatch], None]:
     def changed(key: Any, value: Any, kv_cache: Any, slots: Any, k_scale: float, v_scale: float) -> None:
         write_kv(key, value, kv_cache, slots, *((1.0, v_scale) if which == "k" else (k_scale, 1.0)))
 
-    return lambda patch: patch.setattr(f"attn_backends.backends.{module}.impl.write_kv", changed)
+    return lambda patch: patch.setattr("attn_backends.interface.impl.write_kv", changed)
 
 
 def by_threshold(patch: pytest.MonkeyPatch) -> None:
     """FLASHINFER takes a low LSE for that of a row without keys."""
     finish = FlashInferImpl._finish
 
-    def changed(self: FlashInferImpl, output: Any, lse: torch.Tensor, metadata: Any) -> None:
+    def changed(self: FlashInferImpl, output: Any, lse: torch.Tensor, metadata: Any, want_lse: bool) -> None:
         lse.masked_fill_(lse <= -4.9e4, -math.inf)
-        finish(self, output, lse, metadata)
+        finish(self, output, lse, metadata, want_lse)
 
     patch.setattr(FlashInferImpl, "_finish", changed)
 
@@ -164,16 +164,16 @@ MUTATIONS = [
         flash_attn(scaled_new_values),
         lambda k: k.test_scales_are_of_the_cache_alone(feature("sinks")),
     ),
-    Mutation("FA: k_scale not written", FLASH_ATTN, unscaled_write("flash_attn", "k"), scales("window_1")),
-    Mutation("FA: v_scale not written", FLASH_ATTN, unscaled_write("flash_attn", "v"), scales("cross")),
+    Mutation("FA: k_scale not written", FLASH_ATTN, unscaled_write("k"), scales("window_1")),
+    Mutation("FA: v_scale not written", FLASH_ATTN, unscaled_write("v"), scales("cross")),
     Mutation(
         "FA: what was not built is declared", CUT, declares_what_was_not_built, lambda k: k.test_head_dims(96, F16)
     ),
     Mutation("FA: a head dim is not rounded up", CUT, rounds_no_head_dim_up, lambda k: k.test_head_dims(80, F16)),
     Mutation("FI: k_scale not read", FLASHINFER, without_scale("k_scale"), scales("gemma2")),
     Mutation("FI: v_scale not read", FLASHINFER, without_scale("v_scale"), scales("plain")),
-    Mutation("FI: k_scale not written", FLASHINFER, unscaled_write("flashinfer", "k"), scales("plain")),
-    Mutation("FI: v_scale not written", FLASHINFER, unscaled_write("flashinfer", "v"), scales("sinks")),
+    Mutation("FI: k_scale not written", FLASHINFER, unscaled_write("k"), scales("plain")),
+    Mutation("FI: v_scale not written", FLASHINFER, unscaled_write("v"), scales("sinks")),
     Mutation(
         "FI: a low LSE is that of no keys",
         FLASHINFER,
