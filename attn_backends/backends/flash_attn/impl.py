@@ -67,10 +67,10 @@ class FlashAttnImpl(AttentionImpl[FlashAttnStep]):
         """Run the step's calls, each over its rows' tokens."""
         spec, is_cached = self.spec, step.calls[0].rows.page_table is not None
         constants = self.constants[is_cached]
-        behind = spec.sinks and (constants.sinks is None or spec.num_qo_heads > step.provider.max_sinks)
-        if behind:
+        adds_sinks = spec.sinks and (constants.sinks is None or spec.num_qo_heads > step.provider.max_sinks)
+        if adds_sinks:
             constants = self.constants_behind[is_cached]
-        want_lse = lse is not None or behind or step.prefix is not None
+        want_lse = lse is not None or adds_sinks or step.prefix is not None
         for call in step.calls:
             out = output[call.tokens]
             kernel_lse = step.provider.attend(query[call.tokens], *given, out, call, constants, want_lse)
@@ -82,7 +82,7 @@ class FlashAttnImpl(AttentionImpl[FlashAttnStep]):
             kernel_lse = kernel_lse.masked_fill(kernel_lse == math.inf, -math.inf)
             if step.prefix is not None and call is step.calls[0]:
                 self._join_prefix(query, given, out, kernel_lse, step, step.prefix)
-            if behind and self.sinks is not None:
+            if adds_sinks and self.sinks is not None:
                 add_sinks(out, kernel_lse, self.sinks, scale=scale, want_lse=lse is not None)
             else:
                 _scale(out, scale)

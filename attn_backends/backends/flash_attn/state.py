@@ -131,8 +131,8 @@ class FlashAttnState(AttentionState[FlashAttnMetadata]):
         self.choices = {
             index: choose(self.providers, spec, self.cache, self.device, wanted) for index, spec in self._specs.items()
         }
-        for told in sorted({choice.reason for choice in self.choices.values()}):
-            logger.info("FLASH_ATTN uses %s", told)
+        for reason in sorted({choice.reason for choice in self.choices.values()}):
+            logger.info("FLASH_ATTN uses %s", reason)
         self.recorder = CudaRecorder() if self.device.type == "cuda" else None
 
     def begin_forward(self, metadata: FlashAttnMetadata) -> FlashAttnStep:
@@ -147,11 +147,11 @@ class FlashAttnState(AttentionState[FlashAttnMetadata]):
             first, rest = slice(0, split), slice(split, rows.num_tokens)
             decodes = rows.part(0, split, first, 1).after_prefix(prefix_len, self.cache.page_size)
             others = rows.part(split, rows.num_rows, rest, rows.max_query_len)
-            parts = [(decodes, first), (others, rest)]
+            pieces = [(decodes, first), (others, rest)]
         else:
             rows = rows.after_prefix(prefix_len, self.cache.page_size)
-            parts = [(rows, slice(0, rows.num_tokens))]
-        calls = tuple(self._call(metadata, of, tokens) for of, tokens in parts)
+            pieces = [(rows, slice(0, rows.num_tokens))]
+        calls = tuple(self._call(metadata, of, tokens) for of, tokens in pieces)
         if metadata.prefix is not None:
             prefix = self._call(metadata, metadata.prefix, slice(0, metadata.prefix.num_tokens), causal=False)
         return FlashAttnStep(metadata, spec, provider, calls, prefix)

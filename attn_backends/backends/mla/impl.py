@@ -194,13 +194,13 @@ class MLAImpl(AttentionImpl[MLAStep]):
         work = torch.promote_types(query.dtype, torch.float32)
         total_lse = torch.empty(query.shape[:2], dtype=work, device=query.device)
         self._prefill(query, *self._expand(*brought), rows.new, output, total_lse, plan)
-        total = output.to(work, copy=True)
+        wide_output = output.to(work, copy=True)
         for chunk, chunk_plan in zip(rows.chunks, chunk_plans, strict=True):
             key, value = self._expand(*self._parts(self._gather(kv_cache.key, chunk.slots, step.workspace)))
             part, part_lse = torch.empty_like(output[chunk.tokens]), torch.empty_like(total_lse[chunk.tokens])
             self._prefill(query[chunk.tokens], key, value, chunk.rows, part, part_lse, chunk_plan)
-            merge(total[chunk.tokens], total_lse[chunk.tokens], part, part_lse)
-        output.copy_(total)
+            merge(wide_output[chunk.tokens], total_lse[chunk.tokens], part, part_lse)
+        output.copy_(wide_output)
         if lse is not None:
             lse.copy_(total_lse)
 

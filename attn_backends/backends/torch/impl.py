@@ -229,21 +229,21 @@ class TorchImpl(AttentionImpl[TorchStep]):
         masks = repeat(None) if batch.bias is None else batch.bias[:, :, :, 0].split(at_once)
         key_room, value_room = room_in(step, kv_cache, min(at_once, num_pieces) * num_keys)
         shape = (-1, num_keys, spec.num_kv_heads, spec.head_dim)
-        parts = (batch.slots.split(at_once * num_keys), outs.split(at_once), lses.split(at_once))
-        for slots, out, lse, mask in zip(*parts, masks, strict=False):
+        pieces = (batch.slots.split(at_once * num_keys), outs.split(at_once), lses.split(at_once))
+        for slots, out, lse, mask in zip(*pieces, masks, strict=False):
             keys = dequantise(gather_slots(kv_cache.key, slots, key_room), spec.dtype, self.k_scale).view(shape)
             values = dequantise(gather_slots(kv_cache.value, slots, value_room), spec.dtype, self.v_scale).view(shape)
             attended = flash(out, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, scale=spec.scale)
             out.copy_(attended[0])
             lse.copy_(attended[1])
         # Each output weighs exp(its LSE). Not `merge_state`, which joins two: a row has any number of pieces.
-        top = lses.new_full(heads.shape[:3], float("-inf"))
-        top.scatter_reduce_(0, owners[:, None, None].expand_as(lses), lses, "amax")
-        weights = lses.sub_(top.index_select(0, owners)).exp_()
-        total = torch.zeros_like(top).index_add_(0, owners, weights)
-        out = total.new_zeros(heads.shape).index_add_(0, owners, outs.to(lses.dtype).mul_(weights[..., None]))
-        out = (out / total[..., None]).to(query.dtype)
-        return sink(Attended(out.flatten(1, 2), (top + total.log()).flatten(1, 2)), self.sinks)
+        m_max = lses.new_full(heads.shape[:3], float("-inf"))
+        m_max.scatter_reduce_(0, owners[:, None, None].expand_as(lses), lses, "amax")
+        weights = lses.sub_(m_max.index_select(0, owners)).exp_()
+        l_sum = torch.zeros_like(m_max).index_add_(0, owners, weights)
+        out = l_sum.new_zeros(heads.shape).index_add_(0, owners, outs.to(lses.dtype).mul_(weights[..., None]))
+        out = (out / l_sum[..., None]).to(query.dtype)
+        return sink(Attended(out.flatten(1, 2), (m_max + l_sum.log()).flatten(1, 2)), self.sinks)
 
     def _gather(
         self, kv_cache: KVCache, pages: torch.Tensor, tokens: slice, step: TorchStep

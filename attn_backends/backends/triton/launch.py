@@ -6,12 +6,11 @@ As an operator a launch on a CPU is seen by what records torch operations, such 
 from __future__ import annotations
 
 import math
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_backends.backends.triton.kernels.arguments import (
     BlockDims,
@@ -44,10 +43,10 @@ from attn_backends.backends.triton.kernels.arguments import (
 from attn_backends.backends.triton.kernels.decode import decode_kernel
 from attn_backends.backends.triton.kernels.prefill import prefill_kernel
 from attn_backends.backends.triton.kernels.upcast import upcast_kernel
+from attn_backends.backends.triton.row_layout import RowLayout, has_aligned_rows, kv_descriptors, row_layouts
 from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile, block_dims, upcast_heads
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import (
-    ALIGNED,
     Pdl,
     has_hopper_kernels,
     has_tensor_engine,
@@ -66,7 +65,6 @@ _REGISTERS = 65536  # of a multiprocessor
 _COMBINE_REGISTERS = (
     128  # of a thread, for the splits that it combines at a time; no more than half of what it can have
 )
-_ROW_ALIGNMENT = 16  # bytes, of the tensor memory accelerator
 HOPPER_ROWS = 128  # queries of a program of the kernel for Hopper
 _HOPPER_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 _UPCAST_BLOCK = 64  # of a program
@@ -270,11 +268,11 @@ class Kernels:
         spec, is_paged, num_kv_heads = self.spec, rows.page_table is not None, key.shape[-2]
         tile = self._prefill_tiles[is_paged]
         page_size = key.shape[1] if is_paged else 0
-        on_hopper = self._by_hopper[is_paged] and page_size % HOPPER_PAGE == 0 and _has_aligned_rows(query)
+        on_hopper = self._by_hopper[is_paged] and page_size % HOPPER_PAGE == 0 and has_aligned_rows(query)
         in_blocks = self._dims[:2] == self._dims[2:] and page_size % tile.keys == 0
         layouts = None
         if (on_hopper or in_blocks) and query.dtype is key.dtype and self._has_tensor_engine:
-            layouts = _row_layouts(key, value)
+            layouts = row_layouts(key, value)
         on_hopper, in_blocks = on_hopper and layouts is not None, in_blocks and layouts is not None
         tile_tokens = max(1, (HOPPER_ROWS if on_hopper else tile.rows) // spec.group_size)
         head_bytes = max(1, rows.max_seq_len) * (spec.head_dim + spec.head_dim_vo) * key.itemsize
@@ -321,62 +319,6 @@ def _alike(key: torch.Tensor, value: torch.Tensor) -> int:
 def _can_be_pairs(value: torch.Tensor) -> int:
     """Whether values are of 8 bits, and can be read two by two."""
     return int(value.itemsize == 1 and not any(stride % 2 for stride in (*value.stride()[:-1], value.data_ptr())))
-
-
-class _RowLayout(NamedTuple):
-    """[(pages,) slots, heads, dim] as rows one slot's stride apart: heads lie within a row, or whole rows apart."""
-
-    steps: tuple[int, ...]  # rows from page to page, and from head to head
-    column: int  # from head to head
-    num_rows: int
-    slot: int  # elements
-
-    @property
-    def layout(self) -> tuple[list[int], list[int]]:
-        """Shape and strides of the rows."""
-        return [self.num_rows, self.slot], [self.slot, 1]
-
-    @staticmethod
-    @lru_cache(maxsize=256)  # a layer's cache lies alike in all steps
-    def of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> _RowLayout | None:
-        """None: not so, or not in multiples of 16 bytes."""
-        *page, slot, head, _ = strides
-        if slot <= 0 or any(stride % slot for stride in page) or (slot * itemsize | head * itemsize) % _ROW_ALIGNMENT:
-            return None
-        if (shape[-2] - 1) * head + shape[-1] > slot and head % slot:
-            return None
-        last = sum((size - 1) * stride for size, stride in zip(shape[:-1], strides[:-1], strict=True))
-        return _RowLayout((*(stride // slot for stride in page), head // slot), head % slot, last // slot + 1, slot)
-
-
-def _row_layouts(key: torch.Tensor, value: torch.Tensor) -> tuple[_RowLayout, _RowLayout] | None:
-    """With which the tensor memory accelerator can load blocks of one head's keys and values: one thread asks for a
-    block, and no other works out addresses.
-
-    It wants addresses and rows of multiples of 16 bytes. A head's keys are then a run of rows, from the same row on as
-    its values.
-    """
-    if (key.data_ptr() | value.data_ptr()) % _ROW_ALIGNMENT:
-        return None
-    keys, values = (_RowLayout.of(tensor.shape, tensor.stride(), tensor.itemsize) for tensor in (key, value))
-    return None if keys is None or values is None or keys.steps != values.steps else (keys, values)
-
-
-def _has_aligned_rows(query: torch.Tensor) -> bool:
-    """Whether queries [tokens, heads, dim] can be copied into shared memory as they lie."""
-    token, head, _ = query.stride()
-    return not (token % ALIGNED or head % ALIGNED or query.data_ptr() % ALIGNED)
-
-
-def kv_descriptors(key: torch.Tensor, value: torch.Tensor, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Descriptors of blocks of `block_n` rows of one head, of keys and of values that have a `_RowLayout`."""
-    layouts = _row_layouts(key, value)
-    assert layouts is not None
-    of_key, of_value = (
-        TensorDescriptor(tensor, *layout.layout, [block_n, tensor.shape[-1]])
-        for tensor, layout in zip((key, value), layouts, strict=True)
-    )
-    return of_key, of_value
 
 
 def _strides(
@@ -446,7 +388,7 @@ def _for_hopper() -> tuple[Any, Any]:
 def _prefill_on_hopper(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor | None, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
-    key_start_loc: torch.Tensor, sinks: torch.Tensor, tiles: torch.Tensor, layouts: tuple[_RowLayout, _RowLayout],
+    key_start_loc: torch.Tensor, sinks: torch.Tensor, tiles: torch.Tensor, layouts: tuple[RowLayout, RowLayout],
     scales: Scales, visible: VisibleRange, has_sinks: int, tiled: PrefillRows, shape: HopperShape, num_programs: int,
 ) -> None:  # fmt: skip
     hopper, prefill_hopper = _for_hopper()

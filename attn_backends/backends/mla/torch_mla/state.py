@@ -27,11 +27,11 @@ class TorchMLAState(MLAState):
     backend_name = "TORCH_MLA"
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Any) -> tuple[Part, ...]:
-        parts = tuple(self._parts(spec, rows))
-        for part, old in zip(parts, held or (), strict=held is not None):
+        pieces = tuple(self._parts(spec, rows))
+        for part, old in zip(pieces, held or (), strict=held is not None):
             old.slots.copy_(part.slots)
             old.bias.copy_(part.bias)
-        return held or parts
+        return held or pieces
 
     def _parts(self, spec: MLASpec, rows: DecodeRows) -> Iterator[Part]:
         """The rows in parts. In a graph the parts' shapes follow from the limits alone."""

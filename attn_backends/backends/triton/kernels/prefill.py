@@ -20,7 +20,7 @@ _ANYWHERE = ["lse", "page_table", "seq_lens", "query_start_loc", "key_start_loc"
     do_not_specialize_on_alignment=_ANYWHERE,
 )  # type: ignore[untyped-decorator]
 def prefill_kernel(  # type: ignore[no-untyped-def]
-    key_desc,  # descriptor of key_cache for blocks of [BLOCK_N, DIM], see `launch.kv_descriptors`; or None
+    key_desc,  # descriptor of key_cache for blocks of [BLOCK_N, DIM], see `row_layout.kv_descriptors`; or None
     value_desc,  # descriptor of value_cache for blocks of [BLOCK_N, DIM_VO]; or None
     query,  # [num_tokens, KV_HEADS * GROUP, DIM]
     key_cache,  # [num_pages, PAGE_SIZE, KV_HEADS, DIM], or [num_keys, KV_HEADS, DIM] if PAGE_SIZE is 0

@@ -51,7 +51,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
 ):
     """Attend to keys `start` to `stop`, in blocks of BLOCK_N.
 
-    `kv_tma` has descriptors of keys and of values for blocks of BLOCK_N (see `launch.kv_descriptors`), the row of the
+    `kv_tma` has descriptors of keys and of values for blocks of BLOCK_N (see `kv_descriptors`), the row of the
     first key in pages or of all, and the first column of both. What lies behind the last key may be NaN, which a mask
     keeps out and a descriptor does not.
 
