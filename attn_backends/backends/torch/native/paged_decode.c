@@ -62,7 +62,7 @@ static inline void store(cell *at, vec v) { halves h = __builtin_convertvector(v
 #endif
 #endif
 
-static inline float total(vec v) {
+static inline float sum_of(vec v) {
     typedef float half __attribute__((vector_size(2 * LANES)));
     typedef float quarter __attribute__((vector_size(LANES)));
     union { vec whole; half part[2]; } a = {v};
@@ -108,7 +108,8 @@ struct step { // paged_decode.py fills the same
     double scale, soft_cap, k_scale, v_scale;
 };
 
-struct part { vec out[GROUP][HEAD_DIM_VO / LANES]; float top[GROUP], sum[GROUP]; }; // softmax of some keys: out / sum
+// Softmax of some keys is out / l; m is their highest logit.
+struct partial { vec out[GROUP][HEAD_DIM_VO / LANES]; float m[GROUP], l[GROUP]; };
 
 static inline cell *slot(const struct view *cache, int64_t page, int64_t offset, int64_t head) {
     return cache->data + page * cache->stride[0] + offset * cache->stride[1] + head * cache->stride[2];
@@ -142,19 +143,19 @@ static inline void dot(vec q[][HEAD_DIM / LANES], const cell **keys, int n, floa
     for (int i = 0; i < n; i++) {
         if (i + AHEAD < n)
             for (int at = 0; at < HEAD_DIM; at += 64 / sizeof(cell)) __builtin_prefetch(keys[i + AHEAD] + at);
-        vec sums[BLOCK];
-        UNROLL for (int g = 0; g < BLOCK; g++) sums[g] = (vec){0};
+        vec acc[BLOCK];
+        UNROLL for (int g = 0; g < BLOCK; g++) acc[g] = (vec){0};
         UNROLL for (int d = 0; d < HEAD_DIM / LANES; d++) {
             vec k = load(keys[i] + d * LANES);
-            UNROLL for (int g = 0; g < BLOCK; g++) sums[g] += q[g][d] * k;
+            UNROLL for (int g = 0; g < BLOCK; g++) acc[g] += q[g][d] * k;
         }
-        UNROLL for (int g = 0; g < BLOCK; g++) logits[g][i] = total(sums[g]);
+        UNROLL for (int g = 0; g < BLOCK; g++) logits[g][i] = sum_of(acc[g]);
     }
 }
 
 // Logits to weights, and what came before to the new maximum.
 static inline void soften(const struct step *s, int64_t row, int64_t head, int64_t start, int n, vec *logits,
-                          float *top, float *sum, vec *out) {
+                          float *m, float *l, vec *out) {
     if (s->soft_cap)
         for (int i = 0; i < TILE / LANES; i++) logits[i] = tanh_of(logits[i] / (float)s->soft_cap) * (float)s->soft_cap;
     if (s->slopes)
@@ -162,12 +163,12 @@ static inline void soften(const struct step *s, int64_t row, int64_t head, int64
     for (int i = n; i < TILE; i++) ((float *)logits)[i] = -INFINITY;
     vec highs = logits[0], added = {0};
     for (int i = 1; i < TILE / LANES; i++) highs = higher(highs, logits[i]);
-    float high = *top;
+    float high = *m;
     for (int i = 0; i < LANES; i++) high = high > highs[i] ? high : highs[i];
     for (int i = 0; i < TILE / LANES; i++) added += logits[i] = exp_of(logits[i] - high);
-    float shrink = expf(*top - high);
-    *sum = *sum * shrink + total(added);
-    *top = high;
+    float shrink = expf(*m - high);
+    *l = *l * shrink + sum_of(added);
+    *m = high;
     if (shrink != 1.f)
         for (int d = 0; d < HEAD_DIM_VO / LANES; d++) out[d] *= shrink;
 }
@@ -175,8 +176,8 @@ static inline void soften(const struct step *s, int64_t row, int64_t head, int64
 // out[g] += Σ weights[g][i] · values[i]
 static inline void add(const cell **values, int n, float weights[][TILE], vec out[][HEAD_DIM_VO / LANES]) {
     for (int d = 0; d < HEAD_DIM_VO / LANES; d += WIDTH) {
-        vec sums[BLOCK][WIDTH];
-        UNROLL for (int g = 0; g < BLOCK; g++) UNROLL for (int w = 0; w < WIDTH; w++) sums[g][w] = out[g][d + w];
+        vec acc[BLOCK][WIDTH];
+        UNROLL for (int g = 0; g < BLOCK; g++) UNROLL for (int w = 0; w < WIDTH; w++) acc[g][w] = out[g][d + w];
         for (int i = 0; i < n; i++) {
             const cell *value = values[i] + d * LANES;
             if (i + AHEAD < n)
@@ -184,22 +185,22 @@ static inline void add(const cell **values, int n, float weights[][TILE], vec ou
                     __builtin_prefetch(values[i + AHEAD] + d * LANES + at);
             UNROLL for (int w = 0; w < WIDTH; w++) {
                 vec v = load(value + w * LANES);
-                UNROLL for (int g = 0; g < BLOCK; g++) sums[g][w] += v * weights[g][i];
+                UNROLL for (int g = 0; g < BLOCK; g++) acc[g][w] += v * weights[g][i];
             }
         }
-        UNROLL for (int g = 0; g < BLOCK; g++) UNROLL for (int w = 0; w < WIDTH; w++) out[g][d + w] = sums[g][w];
+        UNROLL for (int g = 0; g < BLOCK; g++) UNROLL for (int w = 0; w < WIDTH; w++) out[g][d + w] = acc[g][w];
     }
 }
 
-static void attend(const struct step *s, int64_t row, int64_t head, int64_t start, int64_t stop, struct part *part) {
+static void attend(const struct step *s, int64_t row, int64_t head, int64_t start, int64_t stop, struct partial *part) {
     vec q[GROUP][HEAD_DIM / LANES], logits[BLOCK][TILE / LANES] = {0};
     const cell *query = s->query.data + row * s->query.stride[0] + head * GROUP * s->query.stride[1];
     for (int g = 0; g < GROUP; g++) {
         for (int d = 0; d < HEAD_DIM / LANES; d++)
             q[g][d] = load(query + g * s->query.stride[1] + d * LANES) * (float)(s->scale * s->k_scale);
-        part->top[g] = -INFINITY;
+        part->m[g] = -INFINITY;
     }
-    memset(part->sum, 0, sizeof part->sum);
+    memset(part->l, 0, sizeof part->l);
     memset(part->out, 0, sizeof part->out);
     const int32_t *pages = s->pages + s->first_pages[row];
     for (; start < stop; start += TILE) {
@@ -213,25 +214,26 @@ static void attend(const struct step *s, int64_t row, int64_t head, int64_t star
         for (int g = 0; g < GROUP; g += BLOCK) {
             dot(q + g, keys, n, (float(*)[TILE])logits);
             for (int b = 0; b < BLOCK; b++)
-                soften(s, row, head * GROUP + g + b, start, n, logits[b], &part->top[g + b], &part->sum[g + b],
+                soften(s, row, head * GROUP + g + b, start, n, logits[b], &part->m[g + b], &part->l[g + b],
                        part->out[g + b]);
             add(values, n, (float(*)[TILE])logits, part->out + g);
         }
     }
 }
 
-// Join a row's parts, each of which weighs e^top.
-static void finish(const struct step *s, int64_t row, int64_t head, const struct part *parts, int64_t num_parts) {
+// Join a row's partials, each of which weighs e^m.
+static void finish(const struct step *s, int64_t row, int64_t head, const struct partial *partials,
+                   int64_t num_splits) {
     int live = s->seq_lens[row] > 0;
     for (int g = 0; g < GROUP; g++) {
         int64_t at = (row * s->num_kv_heads + head) * GROUP + g;
         float high = s->sinks ? s->sinks[head * GROUP + g] : -INFINITY, sum = 0;
-        for (int64_t p = 0; p < num_parts; p++) high = high > parts[p].top[g] ? high : parts[p].top[g];
+        for (int64_t p = 0; p < num_splits; p++) high = high > partials[p].m[g] ? high : partials[p].m[g];
         vec out[HEAD_DIM_VO / LANES] = {0};
-        for (int64_t p = 0; p < num_parts; p++) {
-            float weight = expf(parts[p].top[g] - high);
-            for (int d = 0; d < HEAD_DIM_VO / LANES; d++) out[d] += parts[p].out[g][d] * weight;
-            sum += parts[p].sum[g] * weight;
+        for (int64_t p = 0; p < num_splits; p++) {
+            float weight = expf(partials[p].m[g] - high);
+            for (int d = 0; d < HEAD_DIM_VO / LANES; d++) out[d] += partials[p].out[g][d] * weight;
+            sum += partials[p].l[g] * weight;
         }
         if (s->sinks) sum += expf(s->sinks[head * GROUP + g] - high);
         for (int d = 0; d < HEAD_DIM_VO / LANES; d++)
@@ -242,40 +244,41 @@ static void finish(const struct step *s, int64_t row, int64_t head, const struct
 
 // Write the new tokens, then attend. Returns the number of threads that it ran on, or 0 for want of memory.
 static int decode(const struct step *s) {
-    int64_t num_keys = 0, stop, heads = s->num_kv_heads, parts_at[s->num_rows + 1], max_parts = 1, threads = 1;
+    int64_t num_keys = 0, stop, heads = s->num_kv_heads, first_slot[s->num_rows + 1], max_splits = 1, threads = 1;
     for (int64_t row = 0; row < s->num_rows; row++) num_keys -= visible(s, row, &stop) - stop;
     // Eight pieces a thread even out what rows differ in.
     int64_t piece = num_keys * heads / (8 * omp_get_max_threads());
     piece = (piece < MIN_PIECE ? MIN_PIECE : piece + TILE - 1) / TILE * TILE;
-    parts_at[0] = 0;
+    first_slot[0] = 0;
     for (int64_t row = 0; row < s->num_rows; row++) {
         int64_t start = visible(s, row, &stop), num = (stop - start + piece - 1) / piece;
-        max_parts = num > max_parts ? num : max_parts;
-        parts_at[row + 1] = parts_at[row] + (num > 1 ? num : 1) * heads;
+        max_splits = num > max_splits ? num : max_splits;
+        first_slot[row + 1] = first_slot[row] + (num > 1 ? num : 1) * heads;
     }
-    struct part *parts = max_parts > 1 ? aligned_alloc(sizeof(vec), parts_at[s->num_rows] * sizeof *parts) : NULL;
-    if (max_parts > 1 && !parts) return 0;
+    struct partial *partials = NULL;
+    if (max_splits > 1) partials = aligned_alloc(sizeof(vec), first_slot[s->num_rows] * sizeof *partials);
+    if (max_splits > 1 && !partials) return 0;
     // Each loop ends in a wait for the slowest thread, which costs more than a few tokens take to write.
 #pragma omp parallel for if (s->num_new * heads * HEAD_DIM > MIN_WORK)
     for (int64_t token = 0; token < s->num_new; token++) write_new(s, token);
 #pragma omp parallel for schedule(dynamic) if (num_keys * heads * GROUP * HEAD_DIM > MIN_WORK)
-    for (int64_t task = 0; task < s->num_rows * heads * max_parts; task++) {
+    for (int64_t task = 0; task < s->num_rows * heads * max_splits; task++) {
         if (!task) threads = omp_get_num_threads();
-        int64_t row = task / max_parts / heads, head = task / max_parts % heads, nth = task % max_parts;
-        int64_t num = (parts_at[row + 1] - parts_at[row]) / heads, end, start = visible(s, row, &end) + nth * piece;
+        int64_t row = task / max_splits / heads, head = task / max_splits % heads, nth = task % max_splits;
+        int64_t num = (first_slot[row + 1] - first_slot[row]) / heads, end, start = visible(s, row, &end) + nth * piece;
         if (nth >= num) continue;
-        struct part own, *part = parts ? parts + parts_at[row] + head * num + nth : &own;
+        struct partial own, *part = partials ? partials + first_slot[row] + head * num + nth : &own;
         attend(s, row, head, start, start + piece < end ? start + piece : end, part);
-        if (!parts) finish(s, row, head, part, 1);
+        if (!partials) finish(s, row, head, part, 1);
     }
-    if (parts) {
+    if (partials) {
 #pragma omp parallel for
         for (int64_t task = 0; task < s->num_rows * heads; task++) {
-            int64_t row = task / heads, head = task % heads, num = (parts_at[row + 1] - parts_at[row]) / heads;
-            finish(s, row, head, parts + parts_at[row] + head * num, num);
+            int64_t row = task / heads, head = task % heads, num = (first_slot[row + 1] - first_slot[row]) / heads;
+            finish(s, row, head, partials + first_slot[row] + head * num, num);
         }
     }
-    free(parts);
+    free(partials);
     return threads;
 }
 
