@@ -49,7 +49,7 @@ def test_pages(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, hnd: bool) -
     launches: list[int] = []
     monkeypatch.setattr(kv_cache, "_has_kernel", lambda *tensors: True)
     copied = page_copy.launch_copy_pages
-    monkeypatch.setattr(page_copy, "copy_pages", lambda *given: (launches.append(1), copied(*given)))
+    monkeypatch.setattr(page_copy, "launch_copy_pages", lambda *given: (launches.append(1), copied(*given)))
     copy_pages(layers, pairs)
     assert launches
     for got, want in zip(layers, plain, strict=True):
@@ -75,7 +75,7 @@ def test_pages_at_random(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     page_copy = pytest.importorskip("attn_backends.cache.kernels")
     random, launches, copied = Random(seed), [], page_copy.launch_copy_pages
     monkeypatch.setattr(kv_cache, "_has_kernel", lambda *tensors: True)
-    monkeypatch.setattr(page_copy, "copy_pages", lambda *given: (launches.append(1), copied(*given)))
+    monkeypatch.setattr(page_copy, "launch_copy_pages", lambda *given: (launches.append(1), copied(*given)))
     for _ in range(12):
         layers = pool(DTYPES[random.randrange(3)], random.random() < 0.5)
         before = [tensor.clone() for layer in layers for tensor in layer]

@@ -14,7 +14,7 @@ from attn_backends.cache import kv_cache
 from attn_backends.engine import page_allocator
 from attn_backends.engine.request import Request
 from attn_backends.engine.scheduler import Scheduler
-from attn_backends.step import device as device_copy
+from attn_backends.step import device as device_copy, table
 from attn_backends.step.rows import PageRows
 from attn_backends.step.table import StepTable
 from tests.cache import test_kv_cache
@@ -92,7 +92,7 @@ MUTATIONS: dict[str, Mutation] = {
         "self.num_sent[rows] = self.num_pages[rows]", walk),
     "appended pages are not unsent": Mutation(PageRows, "append", "self.has_unsent = True", "pass", walk),
     # Arrays of the caller.
-    "the caller's lengths are kept": Mutation(StepTable, "step", "context.copy()", "context", walk),
+    "the caller's lengths are kept": Mutation(table, "_padded", "context_lens.copy()", "context_lens", walk),
     "the engine's lengths on the host are kept": Mutation(
         TokenTable, "_common", "seq_lens_cpu.copy()", "seq_lens_cpu", arguments("TokenTable.self_attention")),
     "the engine's lengths on the device are kept": Mutation(
