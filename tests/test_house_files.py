@@ -32,7 +32,6 @@ LONG_FUNCTIONS = {
 }
 
 FIRST_WORDS = {"Of", "As", "By", "Those", "Whose"}  # a text about a thing begins with the thing, or with what it does
-NOT_YET_CLEAN = {"backends"}  # rooms: emptied as they become clean
 
 # Public names that stand in several modules, and why.
 SEVERAL_HOMES = {
@@ -123,11 +122,7 @@ def first_words(room: str) -> list[str]:
 
 @pytest.mark.parametrize("room", sorted({file.split("/")[0].removesuffix(".py") for file in FILES}))
 def test_texts_begin_with_what_they_are_about(room: str) -> None:
-    found = first_words(room)
-    if room in NOT_YET_CLEAN:
-        assert found, f"{room} is clean: take it off NOT_YET_CLEAN"
-    else:
-        assert found == []
+    assert first_words(room) == []
 
 
 def test_a_public_name_has_one_definition() -> None:

@@ -66,7 +66,7 @@ def plan_need(
 
 
 def eager_need(spec: AttentionSpec, limits: Limits, num_sms: int, split_size: int | None, page_size: int) -> Need:
-    """Of any plan within the limits without a graph, whichever kernels run it."""
+    """The need of any plan within the limits without a graph, whichever kernels run it."""
     num_rows, num_tokens = limits.max_num_requests, limits.max_num_tokens
     num_splits = 0 if split_size is None else -(-limits.max_model_len // (split_size * page_size))
     need = _decode_need(spec, num_rows, num_sms) | _fa3_need(spec, num_rows, num_tokens)
@@ -78,7 +78,7 @@ def eager_need(spec: AttentionSpec, limits: Limits, num_sms: int, split_size: in
 
 
 def graph_need(spec: AttentionSpec, num_rows: int, query_len: int, num_sms: int) -> Need:
-    """Of a graph of `num_rows` rows of `query_len` tokens, decoded by either kernel or prefilled by fa2."""
+    """The need of a graph of `num_rows` rows of `query_len` tokens, decoded by either kernel or prefilled by fa2."""
     need = plan_need("fa2", spec, num_rows, num_rows * query_len, num_sms, in_graph=True)
     return need | _decode_need(spec, num_rows, num_sms)
 
@@ -99,7 +99,7 @@ def graph_tiles(spec: AttentionSpec, num_rows: int, query_len: int, num_sms: int
 
 
 def tiles_at_once(spec: AttentionSpec, num_sms: int) -> int:
-    """Those that the GPU runs at once, a KV head."""
+    """Tiles that the GPU runs at once, a KV head."""
     return CTAS_PER_SM * num_sms // spec.num_kv_heads
 
 
@@ -115,7 +115,7 @@ def _num_tiles(spec: AttentionSpec, num_tokens: int, num_rows: int, tile: int) -
 
 
 def _graph_tile(spec: AttentionSpec, num_rows: int, num_tokens: int) -> int:
-    """As if one row had all tokens but one for each other row."""
+    """The mean tile as if one row had all tokens but one for each other row."""
     return _tile((num_tokens - num_rows + 1) * spec.group_size, spec.head_dim)
 
 
