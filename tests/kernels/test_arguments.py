@@ -14,7 +14,8 @@ launching = pytest.importorskip("attn_backends.kernels.launch", reason="needs tr
 variants = pytest.importorskip("attn_backends.kernels.variants")
 arguments = pytest.importorskip("attn_backends.backends.triton.kernels.arguments")
 triton_launch = pytest.importorskip("attn_backends.backends.triton.launch")
-triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla.backend")
+triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla.launch")
+TritonMLAState = pytest.importorskip("attn_backends.backends.mla.triton_mla.state").TritonMLAState
 cache_kernels = pytest.importorskip("attn_backends.cache.kernels")
 fused = pytest.importorskip("attn_backends.engine.models.fused.kernels")
 split_kv = pytest.importorskip("attn_backends.kernels.split_kv")
@@ -51,7 +52,7 @@ def launch_all() -> None:
     for each in (spec, narrow, capped):
         TritonState(plan_groups({0: each}), cache, limits, CPU).variants()
     for latent in (MLASpec(128, dtype=BF16), MLASpec(128, dtype=BF16, cache_dtype=FP8), MLASpec(4, dtype=BF16)):
-        triton_mla.TritonMLAState(plan_groups({0: latent}), cache, limits, CPU).list_launches()
+        TritonMLAState(plan_groups({0: latent}), cache, limits, CPU).list_launches()
     list_quantised_queries([narrow])
     token, angles = empty(1, 64, dtype=BF16), empty(1, 16, dtype=BF16)
     fused.rms_norm(token, token[0], 1e-6)

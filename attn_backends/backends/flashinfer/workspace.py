@@ -115,7 +115,7 @@ def _num_tiles(spec: AttentionSpec, num_tokens: int, num_rows: int, tile: int) -
 
 
 def _graph_tile(spec: AttentionSpec, num_rows: int, num_tokens: int) -> int:
-    """The mean tile as if one row had all tokens but one for each other row."""
+    """The tile of a graph: one row may have all tokens but one for each other row."""
     return _tile((num_tokens - num_rows + 1) * spec.group_size, spec.head_dim)
 
 
