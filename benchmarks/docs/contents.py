@@ -188,6 +188,8 @@ PAGES = (
         Section("warm_up_cuda", "Until the engine is ready", WARM, None, _draw_warm_up, "warm_up"),
         Section("warm_up_cuda_smollm2", "Again, SmolLM2-135M", WARM),
         Section("warm_up_cuda_smollm2_first", "Just before that", WARM),
+        Section("warm_up_cuda_products_of_64", "With products at multiples of 64 tokens", WARM),
+        Section("warm_up_cuda_smollm2_products", "With products at every 8 tokens, and 16 from 1,024 on", WARM),
     )),
     Page("cpu", "On a CPU",
          "tokens a second beside transformers and vLLM; TORCH beside SDPA; linear layers; other work on the machine",
