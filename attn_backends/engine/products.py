@@ -74,6 +74,9 @@ class ProductRecorder(TorchDispatchMode):
         found = next((size for size in self._sizes if any(size in tensor.shape for tensor in tensors)), None)
         if found is None:
             return
+        varying = [tensor for tensor in tensors if found in tensor.shape]
+        if len(varying) == len(tensors) or any(tensor.shape.count(found) > 1 for tensor in varying):
+            return  # attention by hand: no operand is a weight, or logits have the size twice
         key = operator, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
         if key not in self._found:
             arguments, named = tree_map(lambda given: _sized(given, found), (arguments, named))

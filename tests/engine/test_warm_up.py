@@ -15,6 +15,7 @@ from attn_backends.engine.products import Product, ProductRecorder, Sized, sizes
 from attn_backends.engine.warm_up import rows_of_steps, run_products, run_steps
 from attn_backends.registry import get_backend
 from attn_backends.spec import Limits
+from tests.helpers.tiny_models import save_tiny
 
 PROMPTS = ["a", "one two three", "the quick brown fox"]
 
@@ -124,6 +125,17 @@ def test_sizes_of_products() -> None:
 def test_products_of_any_limits(tiny_llama: Path, limits: tuple[int, int]) -> None:
     scheduler = {"max_num_requests": limits[0], "max_num_tokens": limits[1]}
     llm = engine(tiny_llama, scheduler=scheduler)
+    run_products(llm.runner, llm.sampler, Limits(*limits, 256), llm.allocator.num_pages, lambda *said: None)
+    assert not llm.runner._num_pages
+
+
+@pytest.mark.parametrize("limits", [(1, 48), (6, 36), (7, 49), (3, 7)])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "deepseek_v2"])
+def test_attention_by_hand_is_no_product(family: str, limits: tuple[int, int], tmp_path: Path) -> None:
+    """Its operands are all as long as the step, and logits twice: only products with weights run at other sizes."""
+    scheduler = {"max_num_requests": limits[0], "max_num_tokens": limits[1]}
+    backend = "TORCH_MLA" if family == "deepseek_v2" else "TORCH"
+    llm = engine(save_tiny(tmp_path / family, family), scheduler=scheduler, backend=backend)
     run_products(llm.runner, llm.sampler, Limits(*limits, 256), llm.allocator.num_pages, lambda *said: None)
     assert not llm.runner._num_pages
 

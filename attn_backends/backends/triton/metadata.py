@@ -40,15 +40,15 @@ class TritonMetadata(AttentionMetadata):
         return {"num_rows": rows, "num_decode_rows": rows, "num_upcast_keys": 0, "prefill_share": None}
 
     def prefill_fields(self) -> dict[str, Any]:
-        first = self.num_decodes
+        first, last = self.num_decodes, self.num_decodes + self.num_prefills  # without padding
         return {
             "num_rows": self.num_prefills,
             "num_decode_rows": 0,
             "prefill_share": None,
-            "query_start_loc": self.query_start_loc[first:] - self.num_decode_tokens,
-            "key_start_loc": self.key_start_loc[first:] - self.num_decode_new_kv,
-            "seq_lens": self.seq_lens[first:],
-            "page_table": None if self.page_table is None else self.page_table[first:],
+            "query_start_loc": self.query_start_loc[first : last + 1] - self.num_decode_tokens,
+            "key_start_loc": self.key_start_loc[first : last + 1] - self.num_decode_new_kv,
+            "seq_lens": self.seq_lens[first:last],
+            "page_table": None if self.page_table is None else self.page_table[first:last],
         }
 
 

@@ -139,11 +139,13 @@ class Building(KitBase):
             raise AssertionError(f"{type(frozen).__name__}.{field.name} can be changed: freeze the dataclass")
 
     @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", "small_prefill"])
-    def test_views_split_the_batch(self, shape: str) -> None:
-        """`decode_metadata` and `prefill_metadata`: each part has its counts and runs alone, giving what it gave."""
+    @pytest.mark.parametrize("num_padded_reqs", [0, 3])
+    def test_views_split_the_batch(self, shape: str, num_padded_reqs: int) -> None:
+        """`decode_metadata` and `prefill_metadata`: each part has its counts and runs alone, giving what it gave. A
+        batch's padding is in neither, so nothing is written behind a view's own tokens."""
         batch = self.make_batch(self.make_spec(), shape)
-        layer = make_layer(self.backend, batch)
-        metadata = layer.builder.build(0, batch.common())
+        layer = make_layer(self.backend, batch, num_padded_reqs=num_padded_reqs)
+        metadata = layer.builder.build(0, batch.common(num_padded_reqs))
         tokens = (metadata.num_decode_tokens, metadata.num_prefill_tokens)
         assert sum(tokens) == len(batch.query), f"decode and prefill tokens are {tokens} of {len(batch.query)}"
         assert metadata.num_decodes + metadata.num_prefills == len(batch.rows), "decodes and prefills are not all rows"
