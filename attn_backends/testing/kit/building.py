@@ -18,6 +18,7 @@ from attn_backends.testing.harness import Result, assert_matches, assert_pool, m
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
 
 POOL_PAGES = 16  # one size for batches that share a builder
+DECODES_AND_PROMPTS = BatchShape(seq_lens=(4, 9, 42, 60), query_lens=(1, 1, 40, 21))  # in parts for every backend
 
 
 def assert_same_metadata(one: object, other: object, what: str) -> None:
@@ -138,9 +139,9 @@ class Building(KitBase):
                 continue
             raise AssertionError(f"{type(frozen).__name__}.{field.name} can be changed: freeze the dataclass")
 
-    @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", "small_prefill"])
+    @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", "small_prefill", DECODES_AND_PROMPTS], ids=str)
     @pytest.mark.parametrize("num_padded_reqs", [0, 3])
-    def test_views_split_the_batch(self, shape: str, num_padded_reqs: int) -> None:
+    def test_views_split_the_batch(self, shape: BatchShape | str, num_padded_reqs: int) -> None:
         """`decode_metadata` and `prefill_metadata`: each part has its counts and runs alone, giving what it gave. A
         batch's padding is in neither, so nothing is written behind a view's own tokens."""
         batch = self.make_batch(self.make_spec(), shape)
