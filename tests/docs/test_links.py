@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -28,3 +30,18 @@ def test_what_a_link_leads_to() -> None:
     assert str(outside("../../attn_backends/spec.py", AT)) == "attn_backends/spec.py"
     assert outside("../../../elsewhere", AT) is None
     assert LINK.findall("[a](../b.py) and ![c](../d.png)") == [("a", "../b.py")]
+
+
+NAMES = [
+    name
+    for page in sorted((DOCS / "reference").glob("*.md"))
+    for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M)
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_reference_names_things_where_they_are(name: str) -> None:
+    """The site is built from the modules' text: a name that is imported there is not found."""
+    module, _, attribute = name.rpartition(".")
+    thing = getattr(importlib.import_module(module), attribute)
+    assert getattr(thing, "__module__", module) == module
