@@ -126,7 +126,7 @@ def test_plugin_on_the_command_line(with_plugin: Python) -> None:
 
 def test_plugin_conformance(with_plugin: Python) -> None:
     """Some of the kit, by the plugin's own two lines; all of it takes minutes in plain loops."""
-    some = "plain_layer or declared_features or views_split or profile or static"
+    some = "plain_layer or declared_features or views_split or profile or static or building or upper_bounds"
     printed = with_plugin("-m", "pytest", "-q", "-p", "no:cacheprovider", "examples/plugin/tests", "-k", some)
     assert " passed" in printed
     assert "skipped" not in printed

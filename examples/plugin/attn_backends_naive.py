@@ -1,7 +1,5 @@
-"""NAIVE: paged attention as plain loops, for a CPU: every row, every new token.
-
-A third party's: it uses attn_backends' public names alone. What it does not declare, attn_backends refuses for it.
-"""
+"""NAIVE, a third party's: paged attention as plain loops, for a CPU, every row, every new token. It uses attn_backends'
+public names alone. What it does not declare, attn_backends refuses for it."""
 
 from __future__ import annotations
 
@@ -25,32 +23,34 @@ class Row(NamedTuple):
     first_token: int  # in the batch
     query_len: int
     context_len: int
-    pages: tuple[int, ...]  # none in a profile run: the keys are this step's own
 
 
 @dataclass(frozen=True)
 class NaiveMetadata(ab.AttentionMetadata):
     rows: tuple[Row, ...]  # without padding
+    page_table: Tensor  # [rows, max_pages] i32; no columns in a profile run: the keys are this step's own
 
     def decode_fields(self) -> dict[str, Any]:
-        return {"rows": self.rows[: self.num_decodes]}
+        return {"rows": self.rows[: self.num_decodes], "page_table": self.page_table[: self.num_decodes]}
 
     def prefill_fields(self) -> dict[str, Any]:
         first, rows = self.num_decode_tokens, self.rows[self.num_decodes :]
-        return {"rows": tuple(row._replace(first_token=row.first_token - first) for row in rows)}
+        rows = tuple(row._replace(first_token=row.first_token - first) for row in rows)
+        return {"rows": rows, "page_table": self.page_table[self.num_decodes :]}
 
 
 class NaiveMetadataBuilder(ab.AttentionMetadataBuilder[NaiveMetadata]):
+    needs_exact_lengths = True  # loops run over lengths of the host
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: ab.CommonAttentionMetadata, fast_build: bool = False
     ) -> NaiveMetadata:
-        common = common_attn_metadata
-        starts, lens = common.query_start_loc_cpu.tolist(), common.query_lens_cpu.tolist()
-        contexts, tables = common.context_lens_cpu.tolist(), common.page_table.tolist()
-        rows = tuple(Row(starts[i], lens[i], contexts[i], tuple(tables[i])) for i in range(common.num_actual_reqs))
-        num_decodes = next((i for i, row in enumerate(rows) if row.query_len > self.decode_threshold), len(rows))
-        tokens = starts[num_decodes]
-        return NaiveMetadata.of_batch(common, self.group.index, num_decodes, num_decode_tokens=tokens, rows=rows)
+        self.check_lengths(common := common_attn_metadata)
+        starts, live = common.query_start_loc_cpu.tolist(), common.num_actual_reqs
+        rows = tuple(map(Row, starts[:live], common.query_lens_cpu.tolist(), common.context_lens_cpu.tolist()))
+        num_decodes = next((i for i, row in enumerate(rows) if row.query_len > self.decode_threshold), live)
+        return NaiveMetadata.of_batch(common, self.group.index, num_decodes, num_decode_tokens=starts[num_decodes],
+                                      rows=rows, page_table=common.page_table[:live])  # fmt: skip
 
 
 class NaiveState(ab.AttentionState[NaiveMetadata]):
@@ -63,11 +63,10 @@ class NaiveImpl(ab.AttentionImpl[ab.AttentionStep[NaiveMetadata]]):
         step: ab.AttentionStep[NaiveMetadata], output: Tensor, lse: Tensor | None,
     ) -> None:  # fmt: skip
         """New keys are in the cache by now, padded tokens are zeros, and every tensor has the shape it should have."""
-        for row in step.metadata.rows:
+        for row, pages in zip(step.metadata.rows, step.metadata.page_table, strict=True):
             for i in range(row.query_len):
-                if row.pages and kv_cache is not None:  # never a page's tail: what lies there may be anything
-                    pages, num_keys = list(row.pages), row.context_len + i + 1
-                    keys, values = (cached[pages].flatten(0, 1)[:num_keys] for cached in kv_cache)
+                if len(pages) and kv_cache is not None:  # never a page's tail: what lies there may be anything
+                    keys, values = (cached[pages].flatten(0, 1)[: row.context_len + i + 1] for cached in kv_cache)
                     keys, values = keys * self.k_scale, values * self.v_scale
                 elif key is not None and value is not None:
                     keys, values = (new[row.first_token : row.first_token + i + 1] for new in (key, value))
