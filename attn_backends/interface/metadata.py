@@ -144,7 +144,7 @@ class AttentionMetadataBuilder(ABC, Generic[MetadataT]):
     """
 
     decode_threshold: ClassVar[int] = 1  # most query tokens of a row that counts as decode
-    needs_exact_lengths: ClassVar[bool] = False  # refuses a batch whose host lengths are upper bounds
+    needs_exact_lengths: ClassVar[bool] = False  # `build` calls `check_lengths`, which refuses upper bounds
 
     def __init__(
         self, group: PlanGroup[Any], cache: KVCacheSpec, limits: Limits, device: torch.device | str, *,

@@ -114,7 +114,7 @@ class Building(KitBase):
         batch = self.make_batch(self.make_spec(), "small_decode")
         layer, common = make_layer(self.backend, batch, num_padded_reqs=4), batch.common()
         bounds = replace(common, seq_lens_are_upper_bounds=True, seq_lens_cpu=common.seq_lens_cpu + 1,
-                         max_seq_len=common.max_seq_len + 1)  # fmt: skip
+                         context_lens_cpu=common.context_lens_cpu + 1, max_seq_len=common.max_seq_len + 1)  # fmt: skip
         if layer.builder.needs_exact_lengths:
             with pytest.raises(ValueError, match="upper bounds"):
                 layer.builder.build(0, bounds)
