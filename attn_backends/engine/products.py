@@ -1,7 +1,7 @@
 """A step's matrix products, run again at the sizes of other steps.
 
-cuBLAS looks for the kernel of a product when it first sees sizes that are far from all before them: on an H200 that
-takes it 1.2 ms a product, so 6 ms in a step of 16 ms. Products alone show it all sizes in half a second.
+cuBLAS chooses a kernel when it first sees sizes that are far from all before them, which takes it longer than most
+products. Products alone show it those sizes while the engine loads (`python -m benchmarks engine warm_up`).
 """
 
 from __future__ import annotations
