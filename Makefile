@@ -50,6 +50,7 @@ pages: $(READY) ## make the generated pages of docs/ anew: measurements, what ra
 	$(BIN)/python -m benchmarks correctness what_ran
 	$(BIN)/python -m benchmarks docs measured
 	$(BIN)/python -m benchmarks docs support
+	$(BIN)/python -m benchmarks docs contract
 	$(BIN)/python -m benchmarks docs modules
 
 docs: $(DOCS_READY) ## build the site into site/; a page that is not found, or a link that leads nowhere, is an error

@@ -37,6 +37,7 @@ from attn_backends.engine.outputs import (
     TextChunk as TextChunk,
 )
 from attn_backends.interface import (
+    CONTRACT as CONTRACT,
     AttentionBackend as AttentionBackend,
     AttentionImpl as AttentionImpl,
     AttentionMetadata as AttentionMetadata,
@@ -44,9 +45,11 @@ from attn_backends.interface import (
     AttentionState as AttentionState,
     AttentionStep as AttentionStep,
     Capabilities as Capabilities,
+    ContractMismatch as ContractMismatch,
     CudaGraphSupport as CudaGraphSupport,
     Rejection as Rejection,
     Unsupported as Unsupported,
+    check_contract as check_contract,
 )
 from attn_backends.registry import (
     Load as Load,

@@ -2,11 +2,13 @@
 
 from attn_backends.interface.backend import AttentionBackend
 from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport, Rejection, Unsupported
+from attn_backends.interface.contract import CONTRACT, ContractMismatch, check_contract
 from attn_backends.interface.impl import AttentionImpl
 from attn_backends.interface.metadata import AttentionMetadata, AttentionMetadataBuilder, AttentionStep, PlannedStep
 from attn_backends.interface.state import AttentionState, GraphState
 
 __all__ = [
+    "CONTRACT",
     "AttentionBackend",
     "AttentionImpl",
     "AttentionMetadata",
@@ -14,9 +16,11 @@ __all__ = [
     "AttentionState",
     "AttentionStep",
     "Capabilities",
+    "ContractMismatch",
     "CudaGraphSupport",
     "GraphState",
     "PlannedStep",
     "Rejection",
     "Unsupported",
+    "check_contract",
 ]

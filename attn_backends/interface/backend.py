@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from attn_backends.interface.capabilities import Capabilities, Rejection, mismatches
+from attn_backends.interface.contract import Version
 from attn_backends.interface.impl import AttentionImpl
 from attn_backends.interface.metadata import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.interface.state import AttentionState
@@ -24,6 +25,7 @@ _ATTRIBUTES = ("name", "impl_cls", "metadata_cls", "builder_cls", "state_cls")
 class AttentionBackend(ABC):
     """A name, four classes and some facts. Static: it is never instantiated and holds no tensors."""
 
+    contract: ClassVar[Version]  # that it was written for; no default, so that nobody is taken to be up to date
     name: ClassVar[str]  # in the registry, in upper case
     impl_cls: ClassVar[type[AttentionImpl[Any]]]
     metadata_cls: ClassVar[type[AttentionMetadata]]

@@ -46,6 +46,7 @@ def register_backend(
     Raises:
         ValueError: the name is reserved, or has another target.
         TypeError: the class is not a complete backend, or calls itself by another name.
+        ContractMismatch: an `ImportError`; the class was written for another contract, or does not say for which.
     """
 
     def register(target: TargetT) -> TargetT:
@@ -63,11 +64,10 @@ def _add(entry: BackendEntry, backend: type[AttentionBackend] | None, override: 
     if entry.name in ("", AUTO):
         raise ValueError(f"a backend cannot be named {entry.name!r}; choose another name")
     if backend is not None:
-        check_class(entry.name, backend)
+        _check(entry, backend)
     known = backends.get(entry.name)
     if known and _same_plugin(known, entry):
-        stated = {key: value for key, value in vars(entry).items() if value is not None and key != "source"}
-        entry = replace(known, **stated)
+        entry = _completed(known, entry)
     elif known and not override:
         if known.target != entry.target:
             raise ValueError(
@@ -75,6 +75,22 @@ def _add(entry: BackendEntry, backend: type[AttentionBackend] | None, override: 
             )
         entry = known
     put(entry, backend)
+
+
+def _check(entry: BackendEntry, backend: type[AttentionBackend]) -> None:
+    """`check_class`; an installed plugin of another contract keeps what it states, so that AUTO has the reason."""
+    try:
+        check_class(entry.name, backend)
+    except ImportError:
+        known = backends.get(entry.name)
+        if known and _same_plugin(known, entry):
+            put(_completed(known, entry), None)
+        raise
+
+
+def _completed(known: BackendEntry, entry: BackendEntry) -> BackendEntry:
+    """A row, and what another states of the same plugin."""
+    return replace(known, **{key: value for key, value in vars(entry).items() if value is not None and key != "source"})
 
 
 def _same_plugin(known: BackendEntry, entry: BackendEntry) -> bool:

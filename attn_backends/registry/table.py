@@ -253,6 +253,8 @@ def import_target(target: str) -> Any:
 
 
 def _import_error(entry: BackendEntry, error: Exception) -> BackendImportError:
+    if isinstance(error, ImportError) and hasattr(error, "fix"):  # a ContractMismatch, whose module loads torch
+        return BackendImportError(entry.name, f"{error.who} {error.reason}", error.fix)
     fix = entry.install or f'python -c "import {entry.target.partition(":")[0]}"'
     if isinstance(error, ModuleNotFoundError):
         reason = f"module {error.name!r} is not installed" if error.name else str(error)
@@ -261,15 +263,17 @@ def _import_error(entry: BackendEntry, error: Exception) -> BackendImportError:
 
 
 def check_class(name: str, backend: object) -> None:
-    """Refuse what is no complete backend, or has another name.
+    """Refuse what is no complete backend, has another name, or was written for another contract.
 
     Raises:
         TypeError: says which.
+        ContractMismatch: an `ImportError`; says what changed.
     """
-    from attn_backends.interface import AttentionBackend  # it loads torch
+    from attn_backends.interface import AttentionBackend, check_contract  # it loads torch
 
     if not isinstance(backend, type) or not issubclass(backend, AttentionBackend):
         raise TypeError(f"{backend!r} is not a subclass of attn_backends.AttentionBackend")
+    check_contract(f"{backend.__module__}:{backend.__qualname__}", getattr(backend, "contract", None))
     if missing := backend.missing():
         raise TypeError(f"{backend.__qualname__} lacks {', '.join(missing)}: a backend sets them on its class")
     if backend.get_name() != name:

@@ -89,7 +89,8 @@ class NaiveImpl(ab.AttentionImpl[ab.AttentionStep[NaiveMetadata]]):
 
 @ab.register_backend("NAIVE", options=NaiveOptions)  # completes the entry point's row, which names the class alone
 class NaiveBackend(ab.AttentionBackend):
-    name, impl_cls, metadata_cls = "NAIVE", NaiveImpl, NaiveMetadata
+    contract, name = (1, 0), "NAIVE"  # of attn_backends that it was written for: docs/contract.md
+    impl_cls, metadata_cls = NaiveImpl, NaiveMetadata
     builder_cls, state_cls = NaiveMetadataBuilder, NaiveState
 
     @staticmethod

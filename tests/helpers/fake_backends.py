@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attn_backends.interface import (
+    CONTRACT,
     AttentionBackend,
     AttentionImpl,
     AttentionMetadata,
@@ -24,6 +25,7 @@ def fake_backend(
     can = {"devices": {"cpu"}, "dtypes": {torch.float32}, "cache_dtypes": {torch.float32}} | capabilities
     can = {key: frozenset(value) if isinstance(value, set) else value for key, value in can.items()}
     attributes = {
+        "contract": CONTRACT,
         "name": name,
         "impl_cls": AttentionImpl,
         "metadata_cls": AttentionMetadata,

@@ -208,6 +208,7 @@ def _partial_shape(spec: AttentionSpec, rows: int) -> Sequence[int]:
 class ToyBackend(AttentionBackend):
     """Decode rows of one token, float32, NHD."""
 
+    contract = (1, 0)
     name = "TOY"
     impl_cls = ToyImpl
     metadata_cls = ToyMetadata

@@ -16,7 +16,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from attn_backends.interface import AttentionBackend
+from attn_backends.interface import CONTRACT, AttentionBackend
 from attn_backends.interface.capabilities import Rejection, Unsupported
 from attn_backends.registry import (
     BackendImportError,
@@ -135,7 +135,7 @@ def test_override_replaces_an_imported_class() -> None:
 
 def test_incomplete_classes_are_refused() -> None:
     class Abstract(AttentionBackend):
-        pass
+        contract = CONTRACT
 
     with pytest.raises(TypeError, match="lacks name, impl_cls, metadata_cls, builder_cls, state_cls, capabilities"):
         register_backend("ABSTRACT", Abstract)

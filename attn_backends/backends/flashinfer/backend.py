@@ -19,6 +19,7 @@ _HALF = frozenset({torch.float16, torch.bfloat16})
 class FlashInferBackend(AttentionBackend):
     """Decode, paged and ragged prefill by FlashInfer's wrappers."""
 
+    contract = (1, 0)
     name = "FLASHINFER"
     impl_cls = FlashInferImpl
     metadata_cls = FlashInferMetadata

@@ -13,6 +13,7 @@ from attn_backends.spec import AttentionSpec, KVCacheSpec, Layout, MLASpec
 class MLABackend(AttentionBackend):
     """A subclass gives its name, impl, state and `Capabilities(mla=True, unequal_head_dims=True, …)`."""
 
+    contract = (1, 0)
     metadata_cls = MLAMetadata
     builder_cls = MLAMetadataBuilder
 

@@ -19,6 +19,7 @@ _WIDEST_FLOAT32 = 128
 class TritonBackend(AttentionBackend):
     """Kernels of our own: split-KV decode, paged prefill. With TRITON_INTERPRET=1 they run on a CPU too, slowly."""
 
+    contract = (1, 0)
     name = "TRITON"
     impl_cls = TritonImpl
     metadata_cls = TritonMetadata
