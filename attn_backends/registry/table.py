@@ -254,7 +254,8 @@ def import_target(target: str) -> Any:
 
 def _import_error(entry: BackendEntry, error: Exception) -> BackendImportError:
     if isinstance(error, ImportError) and hasattr(error, "fix"):  # a ContractMismatch, whose module loads torch
-        return BackendImportError(entry.name, f"{error.who} {error.reason}", error.fix)
+        who, reason, fix = error.args
+        return BackendImportError(entry.name, f"{who} {reason}", fix)
     fix = entry.install or f'python -c "import {entry.target.partition(":")[0]}"'
     if isinstance(error, ModuleNotFoundError):
         reason = f"module {error.name!r} is not installed" if error.name else str(error)
