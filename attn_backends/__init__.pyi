@@ -47,6 +47,7 @@ from attn_backends.interface import (
     Capabilities as Capabilities,
     ContractMismatch as ContractMismatch,
     CudaGraphSupport as CudaGraphSupport,
+    Plans as Plans,
     Rejection as Rejection,
     Unsupported as Unsupported,
     check_contract as check_contract,

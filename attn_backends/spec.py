@@ -91,21 +91,36 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """The paged pool that every layer has one cache of: `num_pages` pages of `page_size` slots."""
+    """The paged pool that every layer has one cache of: `num_pages` pages of `page_size` slots.
 
-    num_pages: int
+    Backends are asked, and states, builders and impls made, without knowing the number of pages: an engine often has it
+    last. Only what allocates or checks a pool needs it.
+    """
+
+    num_pages: int | None = None  # None: not known yet
     page_size: int = 16
     layout: Layout = "NHD"
 
     def __post_init__(self) -> None:
-        if self.num_pages < 1 or self.page_size < 1:
+        if (self.num_pages is not None and self.num_pages < 1) or self.page_size < 1:
             raise ValueError(f"num_pages ({self.num_pages}) and page_size ({self.page_size}) must be at least 1")
         if self.layout not in ("NHD", "HND"):
             raise ValueError(f"layout is {self.layout!r}; allowed: 'NHD', 'HND'")
 
     @property
+    def pages(self) -> int:
+        """The number of pages, where it has to be known.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if self.num_pages is None:
+            raise ValueError("num_pages is not known, and this needs a pool's size: pass KVCacheSpec(num_pages=...)")
+        return self.num_pages
+
+    @property
     def num_slots(self) -> int:
-        return self.num_pages * self.page_size
+        return self.pages * self.page_size
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 
 from attn_backends.batch.csr import PagedCsr, csr_of
 from attn_backends.batch.page_table import CompiledPageTable, IntArray, compile_page_table
+from attn_backends.batch.tensors import BatchTensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +55,7 @@ class SequenceGroup:
 
 @dataclass(frozen=True, eq=False)
 class CommonAttentionMetadata:
-    """One step's batch, the same for every layer and backend. Frozen; made by `from_sequence_groups`.
+    """One step's batch, the same for every layer and backend. Frozen; made by `from_sequence_groups` or `from_tensors`.
 
     R rows (`num_reqs`, padding included), T query tokens (`num_tokens`, padding included), N new keys. Tensors named
     `_cpu` stay on the host; the others are on the step's device, all copied in one transfer.
@@ -187,6 +188,52 @@ class CommonAttentionMetadata:
             is_profile_run=bool(without),
             csr=PagedCsr(on_device[3], on_device[4], on_device[5]),
         )
+
+    @staticmethod
+    def from_tensors(
+        page_size: int,
+        query_start_loc: torch.Tensor,
+        query_start_loc_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor | None,
+        page_table: torch.Tensor,
+        slot_mapping: torch.Tensor | None = None,
+        *,
+        num_tokens: int | None = None,
+        max_query_len: int | None = None,
+        max_seq_len: int | None = None,
+        num_actual_reqs: int | None = None,
+        context_lens_cpu: torch.Tensor | None = None,
+        csr: PagedCsr | None = None,
+        exact: bool = True,
+        for_graph: bool = False,
+    ) -> CommonAttentionMetadata:
+        """A batch of tensors that an engine has already. Those on the device are read where they are, not copied; those
+        on the host are copied, so they may be buffers that the next step overwrites.
+
+        Rows of zero tokens are left out, and the outputs of tokens that belong to no row are zeros. With `for_graph`
+        the padding stays: R rows, each of T // R tokens, and `seq_lens` of 0 for those that are padding.
+
+        Args:
+            query_start_loc, query_start_loc_cpu: [R + 1] i32; equal neighbours are a row of zero tokens.
+            seq_lens, seq_lens_cpu: [R] i32, this step's tokens included. None: the first is on the host itself.
+            page_table: [R, max_pages] i32, rows of any stride. What stands behind a row's own pages is never read.
+            slot_mapping: [T or more] i64, -1 for padding; None: the engine writes keys and values itself.
+            num_tokens: T, rows of `query` and `output`; None: as many as the rows have.
+            num_actual_reqs: with `for_graph`, rows that are not padding; None: up to the last one with tokens.
+            context_lens_cpu: [R]; None: what `seq_lens_cpu` holds beside the row's own tokens. For cross attention.
+            csr: the same pages as CSR, if the engine has it.
+            exact: whether host lengths are those of the device; else they are upper bounds.
+
+        Raises:
+            ValueError: shapes, dtypes or counts do not go together, no row has tokens, or a table is too narrow.
+        """
+        lens_cpu = seq_lens if seq_lens_cpu is None else seq_lens_cpu
+        given = BatchTensors(page_size, query_start_loc, query_start_loc_cpu, seq_lens, lens_cpu, page_table,
+                             slot_mapping, context_lens_cpu)  # fmt: skip
+        fields = given.fields(num_tokens, max_query_len, max_seq_len, num_actual_reqs, exact, for_graph)
+        same_rows = fields["num_reqs"] == len(seq_lens)
+        return CommonAttentionMetadata(**fields, csr=csr if same_rows else None)
 
 
 def _check_pages(

@@ -94,8 +94,8 @@ def pad_rows(common: CommonAttentionMetadata, num_reqs: int, query_len: int = 1)
 
 
 def unpad_rows(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """The batch without its padded rows: the inverse of `pad_rows`. Without any, the batch itself comes back."""
-    if common.num_actual_reqs == common.num_reqs:
+    """The batch without its padding, rows and tokens: the inverse of `pad_rows`. Without any, it comes back itself."""
+    if common.num_actual_reqs == common.num_reqs and common.num_actual_tokens == common.num_tokens:
         return common
     return slice_rows(common, 0, common.num_actual_reqs)
 

@@ -86,7 +86,7 @@ def allocate_kv_cache(
 
     `pin_memory` makes a host pool that `swap_pages` copies to and from without a detour.
     """
-    total = page_bytes(backend, specs, cache) * cache.num_pages
+    total = page_bytes(backend, specs, cache) * cache.pages
     buffer = torch.zeros(total, dtype=torch.uint8, device=device, pin_memory=pin_memory)
     order = backend.get_kv_cache_stride_order(cache.layout)
     inverse = [order.index(dim) for dim in range(len(order))]

@@ -200,7 +200,7 @@ class FullGraphs(_StepGraphs[AttentionState[Any]]):
         return key.num_reqs - len(query_lens), key.query_len
 
     def serves(self, common: CommonAttentionMetadata) -> bool:
-        return all(builder.can_run_in_cudagraph(common) for builder in self.layers.builders)
+        return self.layers.plans.can_run_in_cudagraph(common)
 
     def run(self, key: GraphKey, step: StepBatch, logits_at: NDArray[np.int64]) -> torch.Tensor:
         """Fill, replay, and return the logits of some tokens."""
@@ -246,7 +246,7 @@ class PiecewiseGraphs(_StepGraphs[torch.Tensor]):
     ) -> torch.Tensor:
         """Called by the model's layers while it is captured: a cut for each of them."""
         layer: int = module.layer_idx  # type: ignore[assignment]  # the dry run has checked it
-        impl, cache = self.layers.impls[layer], self.layers.caches[layer]
+        impl, cache = self.layers.plans.impls[layer], self.layers.caches[layer]
         output = query.new_zeros(*query.shape[:2], impl.spec.head_dim_vo)
 
         def eager() -> None:

@@ -78,7 +78,7 @@ class LLM:
         )
         max_model_len = min(model.max_model_len, config.scheduler.max_model_len or model.max_model_len)
         limits = Limits(config.scheduler.max_num_requests, config.scheduler.max_num_tokens, max_model_len)
-        self.allocator = PageAllocator(cache.num_pages, cache.page_size, config.cache.prefix_caching)
+        self.allocator = PageAllocator(cache.pages, cache.page_size, config.cache.prefix_caching)
         self.scheduler = Scheduler(config.scheduler, self.allocator, max_model_len)
         self.runner = ModelRunner(
             model, backend, specs, cache, limits, device,

@@ -19,8 +19,8 @@ from attn_backends.engine.outputs import Report, silent
 from attn_backends.engine.request import Request
 from attn_backends.engine.scheduled_batch import ScheduledBatch
 from attn_backends.graphs.recorder import CudaRecorder, GraphRecorder
-from attn_backends.interface import AttentionBackend
-from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, plan_groups
+from attn_backends.interface import AttentionBackend, Plans
+from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
 from attn_backends.step.table import StepBatch, StepTable
 
 logger = logging.getLogger(__name__)
@@ -53,16 +53,11 @@ class ModelRunner:
         self.device = device
         self.pool = allocate_kv_cache(backend, specs, cache, device)
         self.table = StepTable(self.limits, cache, device)
-        groups = plan_groups(specs)
-        self.state = backend.get_state_cls()(groups, cache, self.limits, device, options=options)
-        builder = backend.get_builder_cls()
-        of_layer = {layer: scales.get(layer, KVScales())._asdict() | model.layers[layer].weights for layer in specs}
-        impls = {
-            layer: backend.get_impl_cls()(spec, cache, device, **of_layer[layer], options=options)
-            for layer, spec in specs.items()
-        }
-        builders = [builder(group, cache, self.limits, device, options=options) for group in groups]
-        self.layers = Layers(model, groups, builders, impls, self.pool.layers)
+        plans = Plans(backend, specs, cache, self.limits, device, options)
+        for layer in specs:
+            plans.bind(layer, **scales.get(layer, KVScales())._asdict(), **model.layers[layer].weights)
+        self.state = plans.state
+        self.layers = Layers(model, plans, self.pool.layers)
         self.num_replays = 0
         self._num_pages: dict[str, int] = {}  # of requests in the table
         self.graphs: FullGraphs | PiecewiseGraphs | None = None

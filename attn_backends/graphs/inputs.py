@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
 from attn_backends.batch.page_table import PAD_SLOT
 from attn_backends.spec import KVCacheSpec, Limits
-from attn_backends.step.buffers import StepBuffers
+
+
+class GraphTensors(Protocol):
+    """A batch's tensors that stay where they are: a step table's, or those of an engine that fills them by itself.
+
+    Query starts are not among them, as all rows of a graph have the same number of tokens.
+    """
+
+    @property
+    def page_table(self) -> torch.Tensor: ...  # [rows, max_pages] i32
+
+    @property
+    def seq_lens(self) -> torch.Tensor: ...  # [rows] i32; 0 for padding
+
+    @property
+    def slot_mapping(self) -> torch.Tensor: ...  # [tokens] i64; -1 for padding
 
 
 class GraphInputs:
@@ -19,14 +35,14 @@ class GraphInputs:
 
     Args:
         num_rows: rows of the largest graph.
-        shared: a step table's tensors, which are read where they are. None: tensors of our own.
+        shared: tensors that are read where they are. None: tensors of our own.
 
     Raises:
-        ValueError: the table is elsewhere, or smaller than the graphs.
+        ValueError: they are elsewhere, or smaller than the graphs.
     """
 
     def __init__(
-        self, cache: KVCacheSpec, limits: Limits, device: torch.device, num_rows: int, shared: StepBuffers | None
+        self, cache: KVCacheSpec, limits: Limits, device: torch.device, num_rows: int, shared: GraphTensors | None
     ) -> None:
         self.num_rows = num_rows
         self.shared = shared
@@ -35,10 +51,11 @@ class GraphInputs:
             self.slot_mapping = torch.full((limits.max_num_tokens,), PAD_SLOT, dtype=torch.int64, device=device)
             return
         on, rows, tokens = shared.page_table.device, len(shared.seq_lens), len(shared.slot_mapping)
-        if on.type != device.type or rows < num_rows or tokens < limits.max_num_tokens:
+        rows = min(rows, len(shared.page_table))
+        if on.type != device.type or min(rows, tokens) < num_rows:
             raise ValueError(
-                f"the step table has {rows} rows and {tokens} tokens on {on}; these graphs need {num_rows} and "
-                f"{limits.max_num_tokens} on {device}: make it with the same limits and device"
+                f"the tensors that graphs are to read have {rows} rows and {tokens} tokens on {on}; these graphs need "
+                f"{num_rows} of both on {device}: make them with the same limits and device"
             )
         self.slot_mapping = shared.slot_mapping
 
@@ -54,10 +71,23 @@ class GraphInputs:
             return self.shared.page_table
         return torch.zeros(self.num_rows, self._num_pages, dtype=torch.int32, device=self.slot_mapping.device)
 
+    def slots(self, num_tokens: int) -> torch.Tensor:
+        """[num_tokens] i64: the slots of the tokens of a graph.
+
+        Raises:
+            ValueError: the tensors that were given have fewer.
+        """
+        if len(self.slot_mapping) < num_tokens:
+            raise ValueError(
+                f"the slot_mapping that graphs are to read has {len(self.slot_mapping)} tokens, and this size has "
+                f"{num_tokens}: pass one of as many as the largest graph has"
+            )
+        return self.slot_mapping[:num_tokens]
+
     def of(self, num_rows: int, num_tokens: int) -> dict[str, torch.Tensor]:
         """What graphs of one size read of these, by name."""
         return {
-            "slot_mapping": self.slot_mapping[:num_tokens],
+            "slot_mapping": self.slots(num_tokens),
             "seq_lens": self.seq_lens[:num_rows],
             "page_table": self.page_table[:num_rows],
         }
@@ -70,6 +100,7 @@ class GraphInputs:
         Columns of the page table beyond the batch's own keep ids of earlier batches: lengths say what is valid.
         """
         if self.holds(slots):
+            _check_same(("seq_lens", lens, buffers["seq_lens"]), ("page_table", table, buffers["page_table"]))
             return
         held = buffers["page_table"]
         if table.shape[1] != held.shape[1]:
@@ -77,7 +108,7 @@ class GraphInputs:
             table = table[:, : held.shape[1]]
         fill_together([buffers["slot_mapping"], buffers["seq_lens"], held], [slots, lens, table])
 
-    def serves(self, num_rows: int, shared: StepBuffers | None) -> bool:
+    def serves(self, num_rows: int, shared: GraphTensors | None) -> bool:
         """Whether graphs of so many rows can read these."""
         return num_rows <= self.num_rows and shared is self.shared
 
@@ -85,16 +116,26 @@ class GraphInputs:
         """Whether a batch with these slots is there already.
 
         Raises:
-            ValueError: graphs read a step table, and the batch is not of it.
+            ValueError: graphs read tensors that were given, and the batch is not of those.
         """
         if self.shared is None:
             return False
         if slot_mapping.data_ptr() != self.slot_mapping.data_ptr():
             raise ValueError(
-                "these graphs read the tensors of the step table that graph_capture was given, and the batch is not of "
-                "that table: make it by the table's step or advance, or leave the table's tensors out of graph_capture"
+                "these graphs read the tensors that graph_capture was given, and the batch is not of that table: make "
+                "it by the step table's step or advance, or of views of these very tensors, or give graph_capture none"
             )
         return True
+
+
+def _check_same(*pairs: tuple[str, torch.Tensor, torch.Tensor]) -> None:
+    """A batch whose slots are where graphs read them has the rest there too."""
+    for name, given, read in pairs:
+        if given.data_ptr() != read.data_ptr():
+            raise ValueError(
+                f"the batch's slot_mapping is what these graphs read, and its {name} is another tensor: make the batch "
+                "of views of all the tensors that graph_capture was given"
+            )
 
 
 def fill_together(buffers: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:

@@ -5,6 +5,7 @@ from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport,
 from attn_backends.interface.contract import CONTRACT, ContractMismatch, check_contract
 from attn_backends.interface.impl import AttentionImpl
 from attn_backends.interface.metadata import AttentionMetadata, AttentionMetadataBuilder, AttentionStep, PlannedStep
+from attn_backends.interface.plans import Plans
 from attn_backends.interface.state import AttentionState, GraphState
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "CudaGraphSupport",
     "GraphState",
     "PlannedStep",
+    "Plans",
     "Rejection",
     "Unsupported",
     "check_contract",

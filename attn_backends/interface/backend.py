@@ -73,7 +73,7 @@ class AttentionBackend(ABC):
     @staticmethod
     def get_kv_cache_shapes(spec: AttentionSpec, cache: KVCacheSpec) -> tuple[tuple[int, ...], ...]:
         """Logical shapes of one layer's key and value cache: [num_pages, page_size, num_kv_heads, dim]."""
-        rows = (cache.num_pages, cache.page_size, spec.num_kv_heads)
+        rows = (cache.pages, cache.page_size, spec.num_kv_heads)
         return (*rows, spec.head_dim), (*rows, spec.head_dim_vo)
 
     @staticmethod

@@ -9,12 +9,11 @@ from typing import Any, ClassVar, Generic, NoReturn
 
 import torch
 
-from attn_backends.graphs.inputs import GraphInputs
+from attn_backends.graphs.inputs import GraphInputs, GraphTensors
 from attn_backends.interface.capabilities import Rejection, Unsupported
 from attn_backends.interface.metadata import AttentionStep, MetadataT, StepT
 from attn_backends.machine import Progress
 from attn_backends.spec import KVCacheSpec, Limits, PlanGroup
-from attn_backends.step.buffers import StepBuffers
 
 
 class AttentionState(ABC, Generic[MetadataT]):
@@ -63,21 +62,46 @@ class AttentionState(ABC, Generic[MetadataT]):
 
     # CUDA graphs. `with graph_capture(n)` holds the persistent buffers; `graph_clone(size)` is the state of one size
     # that is captured. Its `begin_forward`, at capture and at replay, fills them, plans, and returns a step over them.
+    # An engine that captures by itself calls `hold_graph_buffers(n)` once, and `step_for` takes the place of both.
 
     @contextmanager
-    def graph_capture(self, max_batch_size: int, inputs: StepBuffers | None = None) -> Iterator[None]:
+    def graph_capture(self, max_batch_size: int, inputs: GraphTensors | None = None) -> Iterator[None]:
         """Hold the buffers for capturing decode graphs of up to `max_batch_size` rows. They stay, and never grow.
 
-        Graphs may read `inputs`, a step table's tensors, where they are: then all batches have to be of that table.
+        Graphs may read `inputs` where they are, a step table's tensors or an engine's: then all batches have to be of
+        these.
         """
-        self._graph_cls()
-        check_capture_size(max_batch_size, 1, self.limits)
-        self.hold_inputs(max_batch_size, inputs)
-        self._max_batch_size, self._clones = max_batch_size, {}
+        self.hold_graph_buffers(max_batch_size, inputs)
         try:
             yield
         finally:
             self._max_batch_size, self._clones = 0, {}
+
+    def hold_graph_buffers(self, max_batch_size: int, inputs: GraphTensors | None = None) -> None:
+        """What `graph_capture` does, for an engine whose captures no `with` surrounds: sizes get their clones whenever
+        they are first asked for, from now on."""
+        self._graph_cls()
+        check_capture_size(max_batch_size, 1, self.limits)
+        self.hold_inputs(max_batch_size, inputs)
+        self._max_batch_size, self._clones = max_batch_size, {}
+
+    @property
+    def graph_sizes(self) -> frozenset[tuple[int, int]]:
+        """The sizes that have a clone while buffers are held: rows, and query tokens of each."""
+        return frozenset(self._clones)
+
+    def step_for(self, metadata: MetadataT) -> AttentionStep[MetadataT]:
+        """`begin_forward` by who serves the metadata: if it is `for_graph` the clone of its size, which is made at the
+        first call, else this state. A clone's step serves eager passes as well as captures and replays.
+
+        Raises:
+            RuntimeError: it is for a graph, and no buffers are held for so many rows.
+        """
+        if not metadata.for_graph:
+            return self.begin_forward(metadata)
+        size = metadata.num_decodes, metadata.num_tokens // metadata.num_decodes
+        clone: AttentionState[MetadataT] = self._clones.get(size) or self._clone(*size)
+        return clone.begin_forward(metadata)
 
     def graph_clone(self, batch_size: int, query_len: int = 1) -> AttentionState[MetadataT]:
         """The state that one captured size keeps: `batch_size` rows of `query_len` tokens each."""
@@ -98,12 +122,12 @@ class AttentionState(ABC, Generic[MetadataT]):
         """Fill the persistent tensors with a step's. Device to device: it reads nothing on the host."""
         self._no_graphs()
 
-    def hold_inputs(self, max_batch_size: int, shared: StepBuffers | None) -> None:
+    def hold_inputs(self, max_batch_size: int, shared: GraphTensors | None) -> None:
         """Allocate what graphs of up to so many rows read of a batch, for good."""
         if self.inputs is None or not self.inputs.serves(max_batch_size, shared):
             self.inputs = self.make_inputs(max_batch_size, shared)
 
-    def make_inputs(self, max_batch_size: int, shared: StepBuffers | None) -> GraphInputs:
+    def make_inputs(self, max_batch_size: int, shared: GraphTensors | None) -> GraphInputs:
         """The tensors of `hold_inputs`. A backend whose kernels read more of a batch overrides it."""
         return GraphInputs(self.cache, self.limits, self.device, max_batch_size, shared)
 

@@ -37,7 +37,7 @@ def batches_to_plan(
     of each of some query lengths. Rows have the pool's first pages."""
     longest = limits.max_model_len
     if spec.attention_type is not AttentionType.ENCODER:
-        longest = min(longest, cache.num_pages * cache.page_size)
+        longest = longest if cache.num_pages is None else min(longest, cache.num_slots)
     for query_len in query_lens:
         if query_len > min(limits.max_num_tokens, longest):
             continue

@@ -2,7 +2,7 @@
 
 from attn_backends.registry.measured import Load
 from attn_backends.registry.register import register_backend
-from attn_backends.registry.select import auto_order, explain, select_backend, validate_options
+from attn_backends.registry.select import auto_order, explain, explain_for, select_backend, validate_options
 from attn_backends.registry.table import (
     AUTO,
     BackendEntry,
@@ -27,6 +27,7 @@ __all__ = [
     "auto_order",
     "backends",
     "explain",
+    "explain_for",
     "get_backend",
     "get_entry",
     "register_backend",

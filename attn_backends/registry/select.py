@@ -105,6 +105,20 @@ def explain(
     return Explanation(asked, tuple(verdicts.values()), usable[0].name, _reason(asked, passed, measured, device))
 
 
+def explain_for(
+    name: str, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str,
+    options: Mapping[str, Any] | None = None,
+) -> list[str]:  # fmt: skip
+    """Every reason why a backend cannot serve such a layer here, in words; empty if it can. Only this one is imported.
+
+    Raises:
+        UnknownBackendError: no backend has this name.
+        ConfigError: it does not take these options.
+    """
+    verdict = _verdict(get_entry(name), _groups([spec]), cache, device, options)
+    return verdict.reasons if verdict.import_error else [str(found.rejection) for found in verdict.rejections]
+
+
 def validate_options(name: str, options: Mapping[str, Any]) -> BaseModel | None:
     """A backend's `backend_options`, validated by its own model; None for a backend that has none and is given none.
 

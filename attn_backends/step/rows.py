@@ -63,7 +63,7 @@ class PageRows:
         self.row_on_device = np.arange(limits.max_num_requests)
         self.request_ids: list[str] = []
         self._row_of: dict[str, int] = {}
-        self._sets = PageSets(limits.max_num_requests, cache.num_pages)
+        self._sets = PageSets(limits.max_num_requests, cache.pages)
         self.has_unsent = self.has_moved = False
         self.num_moves = 0
 
@@ -114,7 +114,7 @@ class PageRows:
         if np.count_nonzero(at[1:] <= at[:-1]) or (len(at) and not 0 <= at[0] <= at[-1] < self.num_rows):
             self._check_rows(at)  # not sorted, or worse
         # Read as unsigned, a negative number is a large one; and counting is the quickest question to an array.
-        wrong_pages = np.count_nonzero(added.view(np.uint32) >= self.cache.num_pages)
+        wrong_pages = np.count_nonzero(added.view(np.uint32) >= self.cache.pages)
         columns = self.num_pages[at]
         if wrong_pages or np.count_nonzero(columns >= self.capacity) or not self._sets.add_each(at, added):
             for row, page in zip(at.tolist(), added[:, None], strict=True):
@@ -236,8 +236,8 @@ class PageRows:
 
     def _check_pages(self, request_id: str, row: int, added: IntArray) -> None:
         """Whether a row can take these pages behind its own."""
-        for page in added[(added < 0) | (added >= self.cache.num_pages)].tolist():
-            raise ValueError(f"request {request_id!r}: page id {page} is not one of 0 to {self.cache.num_pages - 1}")
+        for page in added[(added < 0) | (added >= self.cache.pages)].tolist():
+            raise ValueError(f"request {request_id!r}: page id {page} is not one of 0 to {self.cache.pages - 1}")
         count = int(self.num_pages[row]) + len(added)
         if count > self.capacity:
             raise ValueError(

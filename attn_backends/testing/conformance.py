@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from attn_backends.testing.kit.building import Building
 from attn_backends.testing.kit.contract import Contract
-from attn_backends.testing.kit.graphs import Graphs
+from attn_backends.testing.kit.engines import Engines
 from attn_backends.testing.kit.latent import Latent
 from attn_backends.testing.kit.logits import Logits
 from attn_backends.testing.kit.numerics import Numerics
@@ -22,7 +22,7 @@ from attn_backends.testing.kit.scales import Scales
 from attn_backends.testing.kit.visibility import Visibility
 
 
-class BackendConformance(Numerics, Scales, Logits, Visibility, Contract, Building, Graphs, Refusals):
+class BackendConformance(Numerics, Scales, Logits, Visibility, Contract, Building, Engines, Refusals):
     """Subclass it, name the backend, and run pytest.
 
     Attributes:

@@ -130,9 +130,7 @@ def run_backend(
 def unowned_page(batches: Sequence[Batch]) -> int:
     """The last page of the pool that no request of these batches owns; 0, which tables are padded with, if none is."""
     owned = {int(page) for batch in batches for row in batch.rows for page in (row.data.pages or ())}
-    return max(
-        (page for page in range(min(batch.cache.num_pages for batch in batches)) if page not in owned), default=0
-    )
+    return max((page for page in range(min(batch.cache.pages for batch in batches)) if page not in owned), default=0)
 
 
 def limits_for(*batches: Batch, num_padded_reqs: int = 0) -> Limits:

@@ -125,6 +125,7 @@ def gather_pages(
     cache: torch.Tensor,  # [num_pages, page_size, num_kv_heads, head_dim], any strides
     indices: torch.Tensor,  # [num_indices] i32; behind the last row's pages anything may stand
     indptr: torch.Tensor,  # [batch_size + 1] i64, in pages
+    lens: torch.Tensor | None = None,  # [batch_size] i64, keys: pages behind them are not read; None: all are
 ) -> torch.Tensor:
     """The pages of all rows one after the other: [num_indices * page_size, num_kv_heads, head_dim] f32.
 
@@ -133,6 +134,8 @@ def gather_pages(
     """
     slots = torch.arange(len(indices), dtype=torch.int64, device=indices.device)
     owned = (slots >= indptr[0]) & (slots < indptr[-1])
+    if lens is not None:
+        owned &= place_slots(slots, indptr, -(-lens // cache.shape[1]))[2]
     return select_pages(cache, indices.long().masked_fill(~owned, 0))
 
 

@@ -129,7 +129,7 @@ class MLAModule:
         lens, starts = kv_lens.long(), kv_starts.long()
         ends = torch.cat([starts, starts.new_full((1,), len(kv_indices))])
         rows = Rows(qo_indptr.long(), ends * page_size, lens, lens, (qo_indptr[1:] - qo_indptr[:-1]).long())
-        ckv, kpe = (gather_pages(part[:, :, None], kv_indices, ends) for part in (ckv_cache, kpe_cache))
+        ckv, kpe = (gather_pages(part[:, :, None], kv_indices, ends, lens) for part in (ckv_cache, kpe_cache))
         query, keys = torch.cat([q_nope, q_pe], -1), torch.cat([ckv, kpe], -1)
         rules = Rules(scale, causal, -1, 0.0, "products")
         made, sums, _ = attend(query, keys, ckv, rows, rules)

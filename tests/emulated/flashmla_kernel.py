@@ -75,7 +75,7 @@ def decode(
     key_starts = starts * block_table.shape[1]
     lens, query_lens = cache_seqlens.long(), torch.full_like(starts[1:], query_len)
     rows = Rows(starts * query_len, key_starts * PAGE_SIZE, lens, lens, query_lens)
-    keys = gather_pages(k_cache, block_table.flatten(), key_starts)
+    keys = gather_pages(k_cache, block_table.flatten(), key_starts, lens)
     rules = Rules(scale, causal and query_len > 1, -1, 0.0)
     out, lse, _ = attend(query.flatten(0, 1), keys, keys[..., :head_dim_v], rows, rules)
     lse = (lse / LOG2E).masked_fill(lse == EMPTY_LSE, math.inf)

@@ -181,7 +181,11 @@ CALLS: dict[str, Callable[[Random], Call]] = {
     ),
     "Scheduler.update": updating,
 }  # fmt: skip
-LENT = {"TokenTable.__init__": "the engine's own table, which it goes on writing to"}
+LENT = {
+    "TokenTable.__init__": "the engine's own table, which it goes on writing to",
+    "CommonAttentionMetadata.from_tensors": "the engine's tensors on the device; those on the host "
+    "are overwritten in tests/batch/test_tensors.py",
+}
 
 
 def test_every_entry_is_called_here() -> None:

@@ -44,7 +44,7 @@ class Rows(NamedTuple):  # made in every step: quicker than a dataclass
 
     def part(self, first: int, stop: int, tokens: slice, max_query_len: int) -> Rows:
         """Rows `first` to `stop`, which have these of the tokens."""
-        if stop - first == self.num_rows:
+        if (stop - first, tokens.stop - tokens.start) == (self.num_rows, self.num_tokens):
             return self
         starts = self.query_start_loc[first : stop + 1]
         return self._replace(

@@ -28,6 +28,7 @@ class FlashAttn2(Provider):
     module_names = ("flash_attn", "flash_attn_2_cuda")
     install = "pip install flash-attn --no-build-isolation"
     decodes_apart = True
+    lends_keys = True
     sizes_by_table = True
     kernel_dims = KERNEL_DIMS
     read_kernels: ClassVar[Reader] = staticmethod(flash_attention_2)
@@ -118,6 +119,7 @@ class VllmFa2(Provider):
     module_names = ("vllm.vllm_flash_attn.flash_attn_interface",)
     install = "pip install vllm"
     decodes_apart = True
+    lends_keys = True
     kernel_dims = KERNEL_DIMS
     read_kernels: ClassVar[Reader] = staticmethod(flash_attention_2)
 

@@ -93,6 +93,10 @@ def graph_metadata(group_index: int, slot_mapping: torch.Tensor, rows: Rows) -> 
 
 def _rows(common: CommonAttentionMetadata, cached: bool, attention_type: AttentionType) -> Rows:
     """All rows of a batch; keys in their pages, or those that the step brings."""
+    is_cross = attention_type is AttentionType.CROSS
+    table = common.page_table if cached else None
+    if is_cross and table is not None:  # a row without keys may be lent one, and its table holds anything
+        table = table.masked_fill((common.seq_lens == 0)[:, None], 0)
     return Rows(
         common.num_reqs,
         common.num_tokens,
@@ -100,8 +104,8 @@ def _rows(common: CommonAttentionMetadata, cached: bool, attention_type: Attenti
         max(1, common.max_seq_len),
         common.query_start_loc,
         common.seq_lens,
-        common.page_table if cached else None,
-        common.for_graph or attention_type is AttentionType.CROSS,
+        table,
+        common.for_graph or is_cross,
         None if common.for_graph else _on_host(common),
     )
 

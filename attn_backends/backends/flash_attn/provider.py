@@ -70,6 +70,7 @@ class Provider(ABC):
     sizes_by_table: ClassVar[bool] = False  # whether its kernels take a page table's width for the longest row there is
     max_sinks: ClassVar[int] = 0  # query heads that its kernels take sinks for
     kernel_dims: ClassVar[tuple[int, ...]] = ()  # head dims of kernels, ascending: a layer's is rounded up to one
+    lends_keys: ClassVar[bool] = False  # whether a row without keys is lent one: the first of its first page
     compiles_when_called: ClassVar[bool] = False  # a kernel, by the first call that wants it
     read_kernels: ClassVar[Reader | None] = None  # what its file's names say; None: kernels are compiled when called
 

@@ -16,12 +16,14 @@ from attn_backends.backends.flash_attn.provider import Provider, choose
 from attn_backends.backends.flash_attn.providers import PROVIDERS
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.cache.warm_up import list_cache_writes, list_quantised_queries
+from attn_backends.graphs.inputs import GraphTensors
 from attn_backends.graphs.recorder import CudaRecorder, without_python
 from attn_backends.interface import AttentionState, GraphState, PlannedStep
 from attn_backends.interface.warm_up import plan_all_kinds
 from attn_backends.kernels.warm_up import compile_listed, list_merges
 from attn_backends.machine import Progress
 from attn_backends.spec import FP8_DTYPES, PlanGroup
+from attn_backends.step.buffers import StepBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,8 @@ class FlashAttnGraphState(GraphState[FlashAttnMetadata, FlashAttnStep]):
         if not metadata.for_graph or rows.page_table is None or self.inputs is None:
             raise ValueError("this metadata is for eager steps: build it with for_graph=True")
         self.inputs.fill(buffers, metadata.slot_mapping, rows.seq_lens, rows.page_table)
+        if self.parent.lends_keys and self.inputs.shared is None:  # a padded row's table holds anything
+            buffers["page_table"][:, :1].masked_fill_((buffers["seq_lens"] == 0)[:, None], 0)
         if "schedule" in buffers:
             self._reschedule[metadata.group_index]()
 
@@ -134,6 +138,16 @@ class FlashAttnState(AttentionState[FlashAttnMetadata]):
         for reason in sorted({choice.reason for choice in self.choices.values()}):
             logger.info("FLASH_ATTN uses %s", reason)
         self.recorder = CudaRecorder() if self.device.type == "cuda" else None
+
+    @property
+    def lends_keys(self) -> bool:
+        return any(choice.provider.lends_keys for choice in self.choices.values())
+
+    def hold_inputs(self, max_batch_size: int, shared: GraphTensors | None) -> None:
+        """Where a row without keys is lent one, its first page has to be one: a step table's is, another engine's may
+        not be, so that its batches are copied."""
+        foreign = shared is not None and not isinstance(shared, StepBuffers)
+        super().hold_inputs(max_batch_size, None if foreign and self.lends_keys else shared)
 
     def begin_forward(self, metadata: FlashAttnMetadata) -> FlashAttnStep:
         """The step's calls, with their schedules, made on the device."""

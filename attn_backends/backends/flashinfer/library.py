@@ -23,7 +23,7 @@ CUDA_CORE_GROUPS = frozenset({1, 2, 3, 4, 8})  # query heads a KV head that deco
 
 
 @dataclass(frozen=True)
-class GraphTensors:
+class WrapperTensors:
     """Persistent tensors that a captured kernel reads, of one padded size."""
 
     qo_indptr: torch.Tensor  # [R + 1] i32
@@ -64,7 +64,7 @@ class Library:
         self._num_split_arguments = max(count for since, count in SPLIT_ARGUMENTS if found >= since)
 
     def decode_wrapper(
-        self, workspaces: Workspaces, cache: KVCacheSpec, tensor_cores: bool, graph: GraphTensors | None
+        self, workspaces: Workspaces, cache: KVCacheSpec, tensor_cores: bool, graph: WrapperTensors | None
     ) -> Any:
         """A `BatchDecodeWithPagedKVCacheWrapper`; one for a graph has the tensors that it reads."""
         buffers = {} if graph is None else {
@@ -79,7 +79,7 @@ class Library:
         return workspaces.given_to(wrapper)
 
     def prefill_wrapper(
-        self, workspaces: Workspaces, cache: KVCacheSpec, kernels: str, graph: GraphTensors | None
+        self, workspaces: Workspaces, cache: KVCacheSpec, kernels: str, graph: WrapperTensors | None
     ) -> Any:
         """A `BatchPrefillWithPagedKVCacheWrapper` of fa2 or fa3."""
         buffers = {} if graph is None else {

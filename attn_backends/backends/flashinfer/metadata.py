@@ -177,10 +177,8 @@ def _rows(common: CommonAttentionMetadata, pages: _Pages | None, first: int, sto
     csr = None if pages is None else pages.csr
     longest = common.max_seq_len
     if first == 0 and stop == common.num_reqs and pages is not None and csr is not None:  # views take microseconds
-        lens = pages.kv_lens_cpu
-        return Rows(
-            common.num_tokens, starts, starts_cpu, csr, csr.indptr, pages.indptr_cpu, lens, longest, stop, lacking
-        )
+        lens, num_tokens = pages.kv_lens_cpu, int(starts_cpu[-1])  # without those that belong to no row
+        return Rows(num_tokens, starts, starts_cpu, csr, csr.indptr, pages.indptr_cpu, lens, longest, stop, lacking)
     starts, starts_cpu = starts[first : stop + 1], starts_cpu[first : stop + 1]
     before = int(starts_cpu[0])
     if before:

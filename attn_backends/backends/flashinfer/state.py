@@ -13,9 +13,9 @@ import torch
 from attn_backends.backends.flashinfer.library import (
     CUDA_CORE_GROUPS,
     FA3_HEAD_DIMS,
-    GraphTensors,
     Library,
     Workspaces,
+    WrapperTensors,
 )
 from attn_backends.backends.flashinfer.metadata import (
     FlashInferMetadata,
@@ -30,7 +30,7 @@ from attn_backends.backends.flashinfer.workspace import Need, eager_need, graph_
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.csr import PagedCsr
 from attn_backends.cache.warm_up import list_cache_writes
-from attn_backends.graphs.inputs import GraphInputs, fill_together
+from attn_backends.graphs.inputs import GraphInputs, GraphTensors, fill_together
 from attn_backends.interface import AttentionState, GraphState, PlannedStep
 from attn_backends.interface.capabilities import Rejection, Unsupported
 from attn_backends.interface.warm_up import plan_all_kinds
@@ -65,7 +65,7 @@ class _GraphInputs(GraphInputs):
         super().__init__(cache, limits, *given)
         device, page_size, shared = self.slot_mapping.device, cache.page_size, self.shared
         self._csrs: dict[int, PagedCsr] = {}  # by window_left
-        if shared is not None and len(shared.paged_kv_indices):
+        if isinstance(shared, StepBuffers) and len(shared.paged_kv_indices):
             self._csrs[-1] = PagedCsr(shared.paged_kv_indptr, shared.paged_kv_indices, shared.paged_kv_last_page_len)
         all_pages = -(-limits.max_model_len // page_size)
         for group in groups:
@@ -79,10 +79,10 @@ class _GraphInputs(GraphInputs):
                     torch.zeros(self.num_rows, dtype=torch.int32, device=device),
                 )
 
-    def of_group(self, group: PlanGroup[Any], num_rows: int, starts: torch.Tensor) -> GraphTensors:
+    def of_group(self, group: PlanGroup[Any], num_rows: int, starts: torch.Tensor) -> WrapperTensors:
         """What graphs of one size read, which has query starts of its own: they never change."""
         csr = self._csrs[group.spec.window_left]
-        return GraphTensors(starts, csr.indptr[: num_rows + 1], csr.indices, csr.last_page_len[:num_rows])
+        return WrapperTensors(starts, csr.indptr[: num_rows + 1], csr.indices, csr.last_page_len[:num_rows])
 
 
 class FlashInferGraphState(GraphState[FlashInferMetadata, FlashInferStep]):
@@ -94,7 +94,7 @@ class FlashInferGraphState(GraphState[FlashInferMetadata, FlashInferStep]):
         super().__init__(parent, num_rows, query_len)
         self.is_decode = query_len == 1
         self._stream = parent.stream
-        self._slot_mapping = self.inputs.slot_mapping[: self.num_tokens]
+        self._slot_mapping = self.inputs.slots(self.num_tokens)
         self._starts_cpu = torch.arange(num_rows + 1, dtype=torch.int32) * query_len
         starts, need = self._starts_cpu.to(self.device), parent.make_graph_room(num_rows, query_len)
         kind: Kind = "decode" if self.is_decode else "prefill fa2"
@@ -255,7 +255,7 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
 
     # Graphs.
 
-    def make_inputs(self, max_batch_size: int, shared: StepBuffers | None) -> _GraphInputs:
+    def make_inputs(self, max_batch_size: int, shared: GraphTensors | None) -> _GraphInputs:
         if self.options.fixed_split_size is not None:
             hint = "Leave fixed_split_size out of backend_options, or set graphs.mode to none."
             got = str(self.options.fixed_split_size)
@@ -282,7 +282,7 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
         plan(rows)
         return plan
 
-    def make_plan(self, group: int, kind: Kind, need: Need, graph: GraphTensors | None = None) -> Plan:
+    def make_plan(self, group: int, kind: Kind, need: Need, graph: WrapperTensors | None = None) -> Plan:
         """A plan that nothing is planned in yet, for a graph if it is given the tensors that kernels read there."""
         spec, library, cache = self._specs[group], self.library, self.cache
         ints = torch.empty(need.int_bytes, dtype=torch.uint8, device=self.device)

@@ -26,7 +26,7 @@ class MLABackend(AttentionBackend):
         """
         if not isinstance(spec, MLASpec):
             raise TypeError(f"a latent cache is for layers of MLASpec, and this is {type(spec).__name__}")
-        return (cache.num_pages, cache.page_size, spec.latent_dim), (cache.num_pages, cache.page_size, 0)
+        return (cache.pages, cache.page_size, spec.latent_dim), (cache.pages, cache.page_size, 0)
 
     @staticmethod
     def get_kv_cache_stride_order(layout: Layout) -> tuple[int, ...]:

@@ -10,13 +10,12 @@ import torch
 from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata, RaggedRows, graph_metadata
 from attn_backends.backends.mla.options import workspace_tokens
 from attn_backends.cache.warm_up import list_cache_writes
-from attn_backends.graphs.inputs import GraphInputs
+from attn_backends.graphs.inputs import GraphInputs, GraphTensors
 from attn_backends.interface import AttentionState, AttentionStep, GraphState
 from attn_backends.kernels.streams import OneStream
 from attn_backends.kernels.warm_up import compile_listed, list_merges
 from attn_backends.machine import Progress
 from attn_backends.spec import KVCacheSpec, Limits, MLASpec, PlanGroup
-from attn_backends.step.buffers import StepBuffers
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class MLAState(AttentionState[MLAMetadata]):
     def warm_up(self, progress: Progress | None = None) -> None:
         compile_listed(self.device, self.list_launches, progress)
 
-    def make_inputs(self, max_batch_size: int, shared: StepBuffers | None) -> _GraphInputs:
+    def make_inputs(self, max_batch_size: int, shared: GraphTensors | None) -> _GraphInputs:
         return _GraphInputs(self.cache, self.limits, self.device, max_batch_size, shared)
 
 

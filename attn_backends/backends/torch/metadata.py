@@ -163,6 +163,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         keys = first + torch.arange(num_keys, device=self.device)  # [num_rows, num_keys]
         positions = torch.minimum(keys, common.seq_lens[:, None] - 1).clamp_(min=0)
         slots = _slots(common, torch.arange(num_rows, device=self.device), positions)
+        slots = slots.masked_fill(common.seq_lens[:, None] == 0, 0)  # no page of a padded row is anybody's
         queries = first_query + torch.arange(query_len, device=self.device)  # [num_rows, query_len]
         visible = _visible(spec, queries, keys) & (keys < common.seq_lens[:, None])[:, None]
         bias = _bias(spec, queries[:, :, None], keys[:, None], visible)

@@ -19,11 +19,11 @@ from attn_backends.backends.torch.options import TorchOptions
 from attn_backends.batch.page_table import PAD_SLOT
 from attn_backends.cache.kv_cache import KVCache
 from attn_backends.cache.warm_up import list_cache_writes
+from attn_backends.graphs.inputs import GraphTensors
 from attn_backends.interface import AttentionState, AttentionStep, GraphState
 from attn_backends.kernels.warm_up import compile_listed
 from attn_backends.machine import Progress
 from attn_backends.spec import PlanGroup
-from attn_backends.step.buffers import StepBuffers
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class TorchState(AttentionState[TorchMetadata]):
         specs = [group.spec for group in self.groups]
         compile_listed(self.device, lambda: list_cache_writes(specs, self.cache), progress)
 
-    def hold_inputs(self, max_batch_size: int, shared: StepBuffers | None) -> None:
+    def hold_inputs(self, max_batch_size: int, shared: GraphTensors | None) -> None:
         """Each size has buffers of its own: what graphs read is worked out of a batch, and lies in no step table."""
 
 

@@ -15,6 +15,7 @@ from attn_backends.backends.triton.rules import can_upcast
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile
 from attn_backends.backends.triton.variants import variants
 from attn_backends.backends.triton.workspace import DECODE_TOKENS, Workspace, decode_need, largest_need
+from attn_backends.graphs.inputs import GraphTensors
 from attn_backends.graphs.recorder import CudaRecorder, without_python
 from attn_backends.interface import AttentionState, AttentionStep, GraphState
 from attn_backends.kernels.launch import machine_of, num_multiprocessors, shared_memory
@@ -22,7 +23,6 @@ from attn_backends.kernels.streams import PerStream
 from attn_backends.kernels.variants import Variant, compile_variants
 from attn_backends.machine import Progress
 from attn_backends.spec import AttentionSpec
-from attn_backends.step.buffers import StepBuffers
 
 _SCHEDULES = 128  # of eager steps that are kept, of tens of kilobytes each
 
@@ -159,7 +159,7 @@ class TritonState(AttentionState[TritonMetadata]):
 
     # Graphs.
 
-    def hold_inputs(self, max_batch_size: int, shared: StepBuffers | None) -> None:
+    def hold_inputs(self, max_batch_size: int, shared: GraphTensors | None) -> None:
         super().hold_inputs(max_batch_size, shared)
         self.graph_workspace = self.graph_workspace or self._make_workspace(upcast_bytes=0)  # no prefills
 

@@ -40,7 +40,7 @@ def page_lists(case: Case, episode: Episode, number: int) -> list[list[int]]:
     """Shuffled pages of each request, the shared ones first. Page 0 and one other page belong to none."""
     numbers, own = Random(f"pages {case.seed} {number}"), _own_pages(case, episode)
     shared = episode.shared_len // case.form.page_size
-    free = numbers.sample(range(1, cache_of(case).num_pages - 1), k=shared + sum(own))
+    free = numbers.sample(range(1, cache_of(case).pages - 1), k=shared + sum(own))
     edges = list(accumulate(own, initial=shared))
     return [free[:shared] + free[start:stop] for start, stop in pairwise(edges)]
 

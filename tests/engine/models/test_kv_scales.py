@@ -97,7 +97,7 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 
 def scales_of(llm: LLM) -> Scales:
-    return {layer: (impl.k_scale, impl.v_scale) for layer, impl in llm.runner.layers.impls.items()}
+    return {layer: (impl.k_scale, impl.v_scale) for layer, impl in llm.runner.layers.plans.impls.items()}
 
 
 class Reference:

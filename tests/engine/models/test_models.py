@@ -66,7 +66,7 @@ def test_matches_transformers_eager(family: str) -> None:
 
 
 def test_alternating_layers_make_plan_groups() -> None:
-    groups = runner_of(tiny_model("gemma2")).layers.groups
+    groups = runner_of(tiny_model("gemma2")).layers.plans.groups
     assert [(group.layers, group.spec.window_left, group.spec.logits_soft_cap) for group in groups] == [
         ((0, 2), 7, 5.0),
         ((1, 3), -1, 5.0),
@@ -76,7 +76,7 @@ def test_alternating_layers_make_plan_groups() -> None:
 
 def test_sinks_reach_the_layer() -> None:
     runner = runner_of(tiny_model("gpt_oss"))
-    assert all(impl.sinks is not None and impl.sinks.abs().sum() > 0 for impl in runner.layers.impls.values())
+    assert all(impl.sinks is not None and impl.sinks.abs().sum() > 0 for impl in runner.layers.plans.impls.values())
 
 
 @pytest.mark.parametrize("name", ["BloomConfig", "FalconConfig"])

@@ -15,8 +15,8 @@ from attn_backends.backends.mla.flashmla.library import (
 from attn_backends.backends.mla.flashmla.options import FlashMLAOptions
 from attn_backends.backends.mla.metadata import DecodeRows
 from attn_backends.backends.mla.state import MLAState
+from attn_backends.graphs.inputs import GraphTensors
 from attn_backends.spec import MLASpec
-from attn_backends.step.buffers import StepBuffers
 
 
 class FlashMLAState(MLAState):
@@ -29,7 +29,7 @@ class FlashMLAState(MLAState):
         self.kernels: Kernels = self.load_kernels(options.provider)
         self._can_refill = False  # not asked before graphs are captured
 
-    def hold_inputs(self, max_batch_size: int, inputs: StepBuffers | None) -> None:
+    def hold_inputs(self, max_batch_size: int, inputs: GraphTensors | None) -> None:
         super().hold_inputs(max_batch_size, inputs)
         self._can_refill = self.kernels.can_refill(self.device)
 

@@ -50,6 +50,7 @@ class TorchMLAState(MLAState):
         keys = torch.arange(num_keys, device=self.device)
         positions = torch.minimum(keys, seq_lens - 1).clamp_(min=0)  # [rows, num_keys]
         slots = rows.page_table[part].gather(1, positions // page_size).long() * page_size + positions % page_size
+        slots = slots.masked_fill(seq_lens == 0, 0)  # no page of a padded row is anybody's
         last_seen = seq_lens - rows.query_len + torch.arange(rows.query_len, device=self.device)  # [rows, query_len]
         hidden = keys > last_seen[:, :, None, None]  # [rows, query_len, 1, num_keys]
         bias = torch.zeros(hidden.shape, dtype=spec.dtype, device=self.device)

@@ -1,0 +1,116 @@
+"""All of a model's layers on one backend, as every engine needs them: builders, one state, an impl a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Generic
+
+import torch
+
+from attn_backends.batch.common import CommonAttentionMetadata
+from attn_backends.cache.kv_cache import KVCache
+from attn_backends.interface.backend import AttentionBackend
+from attn_backends.interface.impl import AttentionImpl
+from attn_backends.interface.metadata import AttentionStep
+from attn_backends.interface.state import AttentionState
+from attn_backends.spec import AttentionSpec, KVCacheSpec, LayerT, Limits, plan_groups
+
+BatchOf = Callable[[AttentionSpec], CommonAttentionMetadata]
+
+
+class Plans(Generic[LayerT]):
+    """Layers that one backend serves over one pool: plan groups, their builders, one state, and impls that are bound.
+
+    Args:
+        backend: the class, as `get_backend` or `select_backend` returns it; it has accepted the layers.
+        specs: what each layer asks, by any name for the layer.
+        cache, limits, device: as states and builders take them.
+        options: the backend's own, validated (`validate_options`); None for its defaults.
+
+    Examples:
+        >>> from attn_backends import AttentionSpec, KVCacheSpec, Limits, get_backend
+        >>> layers = {"full": AttentionSpec(8, 2, 64), "local": AttentionSpec(8, 2, 64, window_left=127)}
+        >>> plans = Plans(get_backend("TORCH"), layers, KVCacheSpec(64), Limits(4, 64, 256), "cpu")
+        >>> len(plans.builders), plans.bind("local").spec.window_left
+        (2, 127)
+    """
+
+    def __init__(
+        self,
+        backend: type[AttentionBackend],
+        specs: Mapping[LayerT, AttentionSpec],
+        cache: KVCacheSpec,
+        limits: Limits,
+        device: torch.device | str,
+        options: Any = None,
+    ) -> None:
+        self.backend, self.specs, self.cache, self.limits = backend, dict(specs), cache, limits
+        self.device, self.options = torch.device(device), options
+        self.groups = plan_groups(self.specs)
+        where = (cache, limits, self.device)
+        self.state: AttentionState[Any] = backend.get_state_cls()(self.groups, *where, options=options)
+        self.builders = tuple(backend.get_builder_cls()(group, *where, options=options) for group in self.groups)
+        self.impls: dict[LayerT, AttentionImpl[Any]] = {}
+
+    @property
+    def needs_exact_lengths(self) -> bool:
+        """Whether some layers are planned with exact lengths on the host, so that upper bounds are refused."""
+        return any(builder.needs_exact_lengths for builder in self.builders)
+
+    def bind(self, layer: LayerT, **weights: Any) -> AttentionImpl[Any]:
+        """The impl of a layer, once its weights are loaded; bound again, it takes the place of the last.
+
+        Args:
+            weights: what the backend's impl takes of them: `sinks`, `k_scale` and `v_scale`, and what MLA expands by.
+
+        Raises:
+            KeyError: the layer is not one of `specs`.
+        """
+        impl_cls = self.backend.get_impl_cls()
+        self.impls[layer] = impl_cls(self.specs[layer], self.cache, self.device, options=self.options, **weights)
+        return self.impls[layer]
+
+    def plan(
+        self, common: CommonAttentionMetadata | BatchOf, common_prefix_len: int = 0, *, fast_build: bool = False,
+        state: AttentionState[Any] | None = None,
+    ) -> dict[LayerT, AttentionStep[Any]]:  # fmt: skip
+        """Build and plan a batch for every group: each layer's step. A graph's state fills its buffers here, at capture
+        as at replay.
+
+        Args:
+            common: the batch; or a function from a spec to its batch, where layers differ in what they attend to.
+            common_prefix_len: as `AttentionMetadataBuilder.build` takes it.
+            state: who plans; None: the clone of a graph's batch, or this state (`AttentionState.step_for`).
+        """
+        begin = self.state.step_for if state is None else state.begin_forward
+        steps: dict[LayerT, AttentionStep[Any]] = {}
+        for group, builder in zip(self.groups, self.builders, strict=True):
+            batch = common(group.spec) if callable(common) else common
+            steps.update(dict.fromkeys(group.layers, begin(builder.build(common_prefix_len, batch, fast_build))))
+        return steps
+
+    def can_run_in_cudagraph(self, common: CommonAttentionMetadata | BatchOf) -> bool:
+        """Whether every group's builder takes the batch into a graph."""
+        return all(
+            builder.can_run_in_cudagraph(common(group.spec) if callable(common) else common)
+            for group, builder in zip(self.groups, self.builders, strict=True)
+        )
+
+    def forward(
+        self,
+        layer: LayerT,
+        query: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim]
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: KVCache | None,
+        steps: Mapping[LayerT, AttentionStep[Any]],
+        output: torch.Tensor | None = None,  # [num_tokens, num_qo_heads, head_dim_vo]
+        *,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One layer of a planned step, by its impl: see `AttentionImpl.forward`.
+
+        Raises:
+            KeyError: the layer was not bound.
+        """
+        return self.impls[layer].forward(query, key, value, kv_cache, steps[layer], output, lse=lse)

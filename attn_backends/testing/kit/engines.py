@@ -1,0 +1,176 @@
+"""Batches as engines have them: tensors that exist already, rows and tokens of padding, any page behind a row's end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends.batch.common import CommonAttentionMetadata
+from attn_backends.batch.page_table import PAD_SLOT
+from attn_backends.interface import AttentionStep
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.features import FEATURES, feature
+from attn_backends.testing.graphs.harness import CapturedStep, make_recorder
+from attn_backends.testing.harness import Layer, assert_matches, assert_pool, make_layer
+from attn_backends.testing.kit.graphs import PAGES, ROWS, Graphs
+
+JUNK_PAGES = (-1, 2**31 - 1, -(2**31), 1 << 30)  # what engines leave behind a row's own pages
+TAIL = 3  # tokens that belong to no row
+
+
+@dataclass
+class EngineTensors:
+    """An engine's persistent tensors: every batch is written into them, and graphs read them where they are."""
+
+    page_table: torch.Tensor  # [rows, max_pages] i32, a part of a wider one
+    seq_lens: torch.Tensor  # [rows] i32
+    slot_mapping: torch.Tensor  # [tokens] i64
+
+
+def engine_batch(
+    batch: Batch, numbers: Random, *, idle_rows: int = 0, tail: int = 0, writes: bool = True
+) -> CommonAttentionMetadata:
+    """A batch by `from_tensors`: rows of zero tokens among its own and behind them, tokens of no row at its end, and
+    pages behind every row's end that no pool has.
+
+    Args:
+        writes: whether the step brings keys; False: the engine has written them.
+    """
+    own, device = batch.common(), batch.device
+    num_rows = len(batch.rows) + idle_rows
+    places = sorted(numbers.sample(range(num_rows), len(batch.rows)))
+    query_lens, seq_lens = torch.zeros(num_rows, dtype=torch.int32), torch.zeros(num_rows, dtype=torch.int32)
+    seq_lens.fill_(numbers.choice((0, 1)))
+    query_lens[places], seq_lens[places] = own.query_lens_cpu, own.seq_lens_cpu
+    starts = torch.nn.functional.pad(query_lens.cumsum(0, dtype=torch.int32), (1, 0))
+    table = torch.full((num_rows, own.page_table.shape[1] + 5), numbers.choice(JUNK_PAGES), dtype=torch.int32)
+    _put_pages(table[:, 1:-2], places, own)
+    slots = torch.cat([own.slot_mapping, own.slot_mapping.new_full((tail,), PAD_SLOT)])
+    common = CommonAttentionMetadata.from_tensors(
+        own.page_size, starts.to(device, copy=True), starts, seq_lens.to(device, copy=True), seq_lens,
+        table.to(device)[:, 1:-2],
+        slots if writes else None, num_tokens=own.num_tokens + tail,
+    )  # fmt: skip
+    starts.fill_(-7)  # an engine's next step
+    seq_lens.fill_(-7)
+    return common
+
+
+def _put_pages(table: torch.Tensor, places: Sequence[int], own: CommonAttentionMetadata) -> None:
+    """The rows' own pages, and no more of them than their lengths need."""
+    for place, row, length in zip(places, own.page_table.cpu(), own.seq_lens_cpu.tolist(), strict=True):
+        used = -(-length // own.page_size)
+        table[place, :used] = row[:used]
+
+
+class Engines(Graphs):
+    """Cases of batches that come from another engine's tensors."""
+
+    def begin_common(self, layer: Layer, common: CommonAttentionMetadata) -> AttentionStep[Any]:
+        placed = layer.guards.place_batch(common)
+        with layer.guards.watching():
+            return layer.state.step_for(layer.builder.build(0, placed))
+
+    def check_engine_batch(self, layer: Layer, batch: Batch, common: CommonAttentionMetadata, what: str) -> None:
+        tail = common.num_tokens - common.num_actual_tokens
+        for want_lse in self.lse_modes:
+            step = self.begin_common(layer, common)
+            result = layer.forward(batch, step, num_padded_reqs=tail, want_lse=want_lse)
+            assert_matches(result, batch, what)
+            assert_pool(result.kv_cache, batch.pool_after(), what, batch.has_exact_scales)
+
+    @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", "small_prefill"])
+    @pytest.mark.parametrize("name", ["plain", "window_15"])
+    def test_rows_and_tokens_of_padding(self, name: str, shape: str) -> None:
+        """Rows of zero tokens, wherever they stand, and tokens that belong to no row, whose outputs are zeros."""
+        for _, spec in self.served([feature(name)]):
+            batch = self.make_batch(spec, shape)
+            layer = make_layer(self.backend, batch, num_padded_reqs=TAIL)
+            for seed, (idle_rows, tail) in enumerate(((3, TAIL), (1, 0), (0, TAIL))):
+                common = engine_batch(batch, Random(f"{shape} {seed}"), idle_rows=idle_rows, tail=tail)
+                self.check_engine_batch(layer, batch, common, f"{shape}, {idle_rows} idle rows, {tail} tokens of none")
+
+    @pytest.mark.parametrize("name", [f.name for f in FEATURES])
+    def test_pages_behind_a_row_are_not_read(self, name: str) -> None:
+        """Nothing follows from what stands in a page table behind a row's own pages."""
+        for _, spec in self.served([feature(name)]):
+            batch = self.make_batch(spec, "mixed_small")
+            layer = make_layer(self.backend, batch)
+            self.check_engine_batch(layer, batch, engine_batch(batch, Random(name)), f"{name}, junk behind rows")
+
+    @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", "small_prefill"])
+    def test_an_engine_that_writes_its_keys(self, shape: str) -> None:
+        """Without slots the step brings nothing: what queries see is in the cache already."""
+        batch = self.make_batch(self.make_spec(), shape)
+        layer, pool = make_layer(self.backend, batch), batch.pool_after()
+        step = self.begin_common(layer, engine_batch(batch, Random(shape), writes=False))
+        assert pool is not None
+        with layer.guards.watching():
+            output = layer.impl.forward(batch.query, None, None, pool, step)
+        reads_back = batch.spec.cache_dtype is batch.spec.dtype
+        assert reads_back  # the plain layer: what was written reads back as it is
+        expected, _ = batch.expected()
+        error = (output.cpu().double() - expected.cpu()).norm(dim=(1, 2)) / expected.cpu().norm(dim=(1, 2))
+        assert float(error.max()) <= batch.tolerance, f"{shape}: off by {float(error.max()):.2e}"
+
+    @pytest.mark.parametrize("name", ["plain", "window_15", "sinks"])
+    def test_graphs_over_an_engines_tensors(self, name: str) -> None:
+        """Graphs read an engine's persistent tensors, or copies; rows of padding have no tokens and pages of junk. No
+        context manager surrounds what is captured, and a clone's step serves an eager pass too."""
+        for query_len in self.query_lens:
+            for _, spec in self.served([feature(name)]):
+                batches = self.graph_batches(spec, query_len)
+                for shared in (True, False):
+                    self.check_engine_graphs(batches, query_len, shared)
+
+    def check_engine_graphs(self, batches: Sequence[Batch], query_len: int, shared: bool) -> None:
+        layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
+        tokens, device = layer.state.limits.max_num_tokens, batches[0].device
+        table = torch.zeros(ROWS, PAGES + 4, dtype=torch.int32, device=device)[:, 2:-1]
+        held = EngineTensors(table, torch.zeros(ROWS, dtype=torch.int32, device=device),
+                             torch.full((tokens,), PAD_SLOT, dtype=torch.int64, device=device))  # fmt: skip
+        layer.state.hold_graph_buffers(ROWS, held if shared else None)
+        filler = _Filler(held)
+        clone = layer.state.graph_clone(ROWS, query_len)
+        assert (ROWS, query_len) in layer.state.graph_sizes
+        captured = CapturedStep([layer], clone, batches[:1], ROWS, query_len, make_recorder(self.device), filler)
+        for batch in batches:
+            captured.fill([batch])
+            (result,) = captured.replay()
+            what = f"an engine's graph, tensors {'shared' if shared else 'copied'}, {query_len} tokens a row"
+            assert_matches(result, batch, what)
+            assert_pool(result.kv_cache, batch.pool_after(), what, batch.has_exact_scales)
+        captured.fill(batches[-1:])
+        step = layer.state.step_for(layer.builder.build(0, filler(batches[-1], ROWS, query_len)))
+        padded = ROWS * query_len - len(batches[-1].query)
+        assert_matches(layer.forward(batches[-1], step, num_padded_reqs=padded), batches[-1], "a clone's step, eager")
+
+
+@dataclass
+class _Filler:
+    """Writes each batch into the engine's tensors, and makes it of views of these."""
+
+    held: EngineTensors
+
+    def __call__(self, batch: Batch, num_rows: int, query_len: int) -> CommonAttentionMetadata:
+        own, held, rows = batch.common(), self.held, len(batch.rows)
+        table = torch.full(held.page_table.shape, Random(own.num_tokens).choice(JUNK_PAGES), dtype=torch.int32)
+        _put_pages(table, range(rows), own)
+        held.page_table.copy_(table)
+        held.seq_lens.zero_()
+        held.seq_lens[:rows] = own.seq_lens
+        held.slot_mapping.fill_(PAD_SLOT)
+        held.slot_mapping[: len(own.slot_mapping)] = own.slot_mapping
+        starts = torch.full((num_rows + 1,), own.num_tokens, dtype=torch.int32)
+        starts[: rows + 1] = own.query_start_loc_cpu
+        lens_cpu = torch.zeros(num_rows, dtype=torch.int32)
+        lens_cpu[:rows] = own.seq_lens_cpu
+        return CommonAttentionMetadata.from_tensors(
+            own.page_size, starts.to(batch.device), starts, held.seq_lens[:num_rows], lens_cpu,
+            held.page_table[:num_rows], held.slot_mapping, num_tokens=num_rows * query_len, for_graph=True,
+        )  # fmt: skip
