@@ -18,7 +18,8 @@ _HOME = {  # type checkers read __init__.pyi, which says the same
         "engine.llm": "LLM",
         "engine.outputs": "RequestOutput TextChunk",
         "interface": "AttentionBackend AttentionImpl AttentionMetadata AttentionMetadataBuilder AttentionState "
-        "AttentionStep CONTRACT Capabilities ContractMismatch CudaGraphSupport Plans Rejection Unsupported check_contract",
+        "AttentionStep CONTRACT Capabilities ContractMismatch CudaGraphSupport Plans Rejection Unsupported "
+        "check_contract",
         "registry": "Load explain get_backend register_backend select_backend",
         "spec": "AttentionSpec AttentionType KVCacheSpec Limits MLASpec PlanGroup plan_groups",
         "step.table": "StepTable",
