@@ -6,11 +6,12 @@ import enum
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar, cast
+from typing import Generic, Literal, TypeVar, cast, get_args
 
 import torch
 
 Layout = Literal["NHD", "HND"]
+PosEncoding = Literal["NONE", "ROPE_LLAMA"]
 LayerT = TypeVar("LayerT", bound=Hashable)
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -40,6 +41,9 @@ class AttentionSpec:
     window_left: int = -1  # keys visible to the left, self excluded; -1 is unlimited
     logits_soft_cap: float | None = None  # c · tanh(logit / c), after the scale
     alibi_slopes: tuple[float, ...] | None = None  # one a query head: slope · (key position - query position)
+    pos_encoding_mode: PosEncoding = "NONE"  # ROPE_LLAMA: queries and keys, cached without it, are rotated here
+    rope_scale: float = 1.0  # of ROPE_LLAMA: positions are divided by it
+    rope_theta: float = 1e4  # of ROPE_LLAMA: pair i of head_dim / 2 turns by theta ** (-2i / head_dim) a position
     sinks: bool = False  # one learned logit a query head joins the softmax and is dropped (the Impl gets the values)
     causal: bool = True
     attention_type: AttentionType = AttentionType.DECODER
@@ -77,11 +81,45 @@ class AttentionSpec:
             raise ValueError(f"chunk_size is {self.chunk_size}; it must be at least 1 and excludes window_left")
         if not math.isfinite(self.scale):
             raise ValueError(f"scale is {self.scale}; use None for head_dim ** -0.5, or a finite number")
-        positional = self.window_left >= 0 or self.chunk_size is not None or self.alibi_slopes is not None
+        self._check_rope()
+        positional = self.window_left >= 0 or self.chunk_size is not None or self.encodes_positions
         if self.attention_type is AttentionType.CROSS and positional:
-            raise ValueError("cross attention has no common positions: leave out window_left, chunk_size, alibi_slopes")
+            raise ValueError(
+                "cross attention has no common positions: leave out window_left, chunk_size, alibi_slopes, "
+                "pos_encoding_mode"
+            )
         if self.attention_type is not AttentionType.DECODER and self.causal:
             raise ValueError(f"{self.attention_type.value} attention sees every key: pass causal=False")
+
+    def _check_rope(self) -> None:
+        mode, scale, theta = self.pos_encoding_mode, self.rope_scale, self.rope_theta
+        if mode not in get_args(PosEncoding):
+            raise ValueError(
+                f"pos_encoding_mode is {mode!r}; allowed: {', '.join(get_args(PosEncoding))}. For ALiBi leave it out, "
+                "and give alibi_slopes"
+            )
+        if mode == "NONE" and (scale, theta) != (1.0, 1e4):
+            raise ValueError(
+                f"rope_scale is {scale} and rope_theta {theta} of a layer whose queries and keys are rotated before: "
+                "leave both out, or set pos_encoding_mode to ROPE_LLAMA"
+            )
+        if mode == "ROPE_LLAMA" and (self.head_dim % 2 or self.alibi_slopes is not None):
+            raise ValueError("ROPE_LLAMA turns pairs of an even head_dim, and excludes alibi_slopes")
+        if not (0 < scale < math.inf and 0 < theta < math.inf):
+            raise ValueError(f"rope_scale is {scale} and rope_theta {theta}; both must be positive numbers")
+
+    @property
+    def encodes_positions(self) -> bool:
+        """Whether logits depend on where a key is, beyond whether it is seen: ALiBi, or RoPE inside attention."""
+        return self.alibi_slopes is not None or self.pos_encoding_mode != "NONE"
+
+    @property
+    def has_standard_alibi(self) -> bool:
+        """Whether there are ALiBi slopes, and they are `alibi_slopes(num_qo_heads)`, to what float32 holds of them."""
+        given, standard = self.alibi_slopes, alibi_slopes(self.num_qo_heads)
+        return given is not None and all(
+            math.isclose(*pair, rel_tol=1e-6) for pair in zip(given, standard, strict=True)
+        )
 
     @property
     def group_size(self) -> int:
@@ -206,6 +244,15 @@ class MLASpec(AttentionSpec):
     def latent_dim(self) -> int:
         """Values cached a token: the latent row, then the shared key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    """Slopes of the first `num_heads` heads: a geometric series for a power of two; the heads above it take every
+    second slope of the series that is twice as long (Press et al., arXiv 2108.12409, and its reference code)."""
+    power = 1 << (num_heads.bit_length() - 1)
+    first = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    further = [2.0 ** (-8.0 * (i + 1) / (2 * power)) for i in range(0, 2 * (num_heads - power), 2)]
+    return tuple(first + further)
 
 
 def new_kv_shapes(spec: AttentionSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
-from attn_backends.spec import AttentionSpec, AttentionType
+from attn_backends.spec import AttentionSpec, AttentionType, PosEncoding
 
 LayerT = TypeVar("LayerT", bound=Hashable)
 
@@ -22,6 +22,9 @@ class PerLayerParameters:
     scale: float
     has_sinks: bool
     alibi_slopes: tuple[float, ...] | None
+    pos_encoding_mode: PosEncoding
+    rope_scale: float
+    rope_theta: float
     chunk_size: int | None
     causal: bool
     attention_type: AttentionType
@@ -36,6 +39,9 @@ def get_per_layer_parameters(specs: Mapping[LayerT, AttentionSpec]) -> dict[Laye
             scale=spec.scale,
             has_sinks=spec.sinks,
             alibi_slopes=spec.alibi_slopes,
+            pos_encoding_mode=spec.pos_encoding_mode,
+            rope_scale=spec.rope_scale,
+            rope_theta=spec.rope_theta,
             chunk_size=spec.chunk_size,
             causal=spec.causal,
             attention_type=spec.attention_type,

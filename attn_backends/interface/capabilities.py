@@ -62,7 +62,9 @@ class Capabilities:
     attention_types: frozenset[AttentionType] = frozenset({AttentionType.DECODER})
     window: bool = False
     soft_cap: bool = False
-    alibi: bool = False
+    alibi: bool = False  # any slopes
+    standard_alibi: bool = False  # the slopes of ALiBi's paper (`spec.alibi_slopes`), which `alibi` includes
+    rope: bool = False  # AttentionSpec.pos_encoding_mode: queries and keys are rotated inside attention
     sinks: bool = False
     chunks: bool = False  # AttentionSpec.chunk_size
     non_causal: bool = False  # of a decoder layer
@@ -107,7 +109,9 @@ def mismatches(can: Capabilities, spec: AttentionSpec, cache: KVCacheSpec, devic
     features = [
         ("window", spec.window_left >= 0, can.window, f"window_left={spec.window_left}"),
         ("soft_cap", spec.logits_soft_cap is not None, can.soft_cap, f"logits_soft_cap={spec.logits_soft_cap}"),
-        ("alibi", spec.alibi_slopes is not None, can.alibi, "alibi_slopes"),
+        ("alibi", spec.alibi_slopes is not None, can.alibi or (can.standard_alibi and spec.has_standard_alibi),
+         "alibi_slopes"),
+        ("rope", spec.pos_encoding_mode != "NONE", can.rope, f"pos_encoding_mode={spec.pos_encoding_mode}"),
         ("sinks", spec.sinks, can.sinks, "sinks"),
         ("chunks", spec.chunk_size is not None, can.chunks, f"chunk_size={spec.chunk_size}"),
         ("non_causal", spec.attention_type is AttentionType.DECODER and not spec.causal, can.non_causal,
@@ -115,8 +119,11 @@ def mismatches(can: Capabilities, spec: AttentionSpec, cache: KVCacheSpec, devic
         ("unequal_head_dims", spec.head_dim != spec.head_dim_vo, can.unequal_head_dims,
          f"head_dim={spec.head_dim}, head_dim_vo={spec.head_dim_vo}"),
     ]  # fmt: skip
+    some = {"alibi": "slopes of ALiBi's paper (spec.alibi_slopes)"} if can.standard_alibi else {}
     found += [
-        Rejection(code, got, "layers without it", "Choose a backend that honours it: attn-backends list.")
+        Rejection(
+            code, got, some.get(code, "layers without it"), "Choose a backend that honours it: attn-backends list."
+        )
         for code, wanted, honoured, got in features
         if wanted and not honoured
     ]

@@ -19,7 +19,8 @@ from attn_backends.testing.harness import Backend, assert_matches, assert_pool, 
 MIXED = load_cases().batches["mixed_small"]
 WHOLE_PROMPTS = BatchShape(seq_lens=(5, 17), query_lens=(5, 17))
 SHAPES = {"decode": "page_edges_16", "chunked prefill": "small_prefill", "several query tokens": "spec_verify"}
-FEATURES = ("scale", "window_15", "soft_cap", "alibi", "sinks", "chunks", "non_causal", "gemma2", "gpt_oss")
+FEATURES = ("scale", "window_15", "soft_cap", "alibi", "standard_alibi", "rope", "sinks", "chunks",
+            "non_causal", "gemma2", "gpt_oss")  # fmt: skip
 
 
 @dataclass(frozen=True)

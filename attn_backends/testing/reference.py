@@ -27,6 +27,7 @@ def reference_attention(
 
     For query head h, query position i and key position j, with k and v of KV head `h // group_size`:
 
+        q_i, k_j = rotated(q_i, i), rotated(k_j, j)     if pos_encoding_mode is ROPE_LLAMA (see `rotated`)
         logit_ij = scale · q_i·k_j                      (Vaswani et al. 2017, eq. 1)
         logit_ij = cap · tanh(logit_ij / cap)           if logits_soft_cap (Gemma 2, arXiv 2408.00118, section 2)
         logit_ij = logit_ij + slope_h · (j - i)         if alibi_slopes (Press et al. 2021, arXiv 2108.12409)
@@ -53,6 +54,8 @@ def reference_attention(
     positions = torch.tensor(list(query_positions), device=on)
     query, key, value = (tensor.detach().to(on, torch.float64) for tensor in (query, key, value))
     sinks = None if sinks is None else sinks.detach().to(on, torch.float64)
+    if spec.pos_encoding_mode == "ROPE_LLAMA":
+        query, key = rotated(query, positions, spec), rotated(key, torch.arange(num_keys, device=on), spec)
     out = torch.zeros(num_queries, spec.num_qo_heads, spec.head_dim_vo, dtype=torch.float64, device=on)
     lse = torch.full((num_queries, spec.num_qo_heads), -torch.inf, dtype=torch.float64, device=on)
     at_once = max(1, _LOGITS_AT_ONCE // (max(1, num_keys) * spec.num_qo_heads))
@@ -114,6 +117,20 @@ def reference_mla(
         fewer = replace(spec, num_qo_heads=count, num_kv_heads=count)
         parts.append(reference_attention(query[:, some], keys, values, fewer, context_len=context_len))
     return torch.cat([out for out, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=1)
+
+
+def rotated(heads: torch.Tensor, positions: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """Rotary embedding (Su et al. 2021, arXiv 2104.09864) of [tokens, heads, head_dim] f64 at `positions` [tokens].
+
+    Pairs are those of Llama in Hugging Face's weights, and of FlashInfer's kernels: number i with i + head_dim / 2,
+    which turn by position / rope_scale · rope_theta ** (-2i / head_dim).
+    """
+    half = spec.head_dim // 2
+    exponents = torch.arange(half, dtype=torch.float64, device=heads.device) * (-2.0 / spec.head_dim)
+    angles = (positions.double() / spec.rope_scale)[:, None] * spec.rope_theta**exponents
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    first, second = heads[..., :half], heads[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def sees(spec: AttentionSpec, query_positions: int | torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,8 @@ FLAGS = {
     "window": "sliding window",
     "soft_cap": "logits soft cap",
     "alibi": "ALiBi slopes",
+    "standard_alibi": "ALiBi slopes of the paper alone",
+    "rope": "RoPE inside attention",
     "sinks": "sinks",
     "chunks": "chunked local attention",
     "non_causal": "non-causal decoder layers",

@@ -21,10 +21,12 @@ def dtype_of(dtype: DType | None) -> torch.dtype:
     return found
 
 
-def prefill_backend(backend: str, q_dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
+def prefill_backend(backend: str, q_dtype: torch.dtype, kv_dtype: torch.dtype, pos_encoding_mode: str) -> str:
     """fa3 where `auto` takes it on an H100, else fa2."""
     if backend != "auto":
         return backend
+    if pos_encoding_mode != "NONE":
+        return FA2
     return FA2 if kv_dtype in FP8_DTYPES and q_dtype not in FP8_DTYPES else FA3
 
 

@@ -93,7 +93,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
                 split without tensor cores.
             RuntimeError: a workspace is too small, or no kernel does this.
         """
-        not_emulated(pos_encoding_mode=pos_encoding_mode if pos_encoding_mode != "NONE" else None)
         batch_size = len(last_page_len)
         self._workspace_size = self._float_workspace_buffer.numel() * self._float_workspace_buffer.element_size()
         if self._use_cuda_graph:
@@ -123,6 +122,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             head_dim,
             window_left != -1,
             (logits_soft_cap or 0.0) > 0,
+            pos_encoding_mode,
         )
         kv_lens = seq_lens_of(indptr.cpu(), last_page_len.cpu(), page_size) if seq_lens is None else seq_lens.cpu()
         self._max_kv_len = int(kv_lens.max()) if self._use_tensor_cores else None

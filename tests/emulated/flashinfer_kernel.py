@@ -29,6 +29,8 @@ class Rules:
     soft_cap: float  # 0: none
     # What kernels compare with `EMPTY_LSE`: products of queries and keys, or logits of base 2. None: neither.
     compares: Literal["products", "logits", None] = None
+    rope: tuple[float, float] | None = None  # scale and theta of the rotation of queries and keys
+    alibi: torch.Tensor | None = None  # [num_qo_heads] f32, of distances from a query's index among its row's queries
     hidden: int = 0  # of the keys that a causal query would see, the last so many are not shown to it
 
 
@@ -61,6 +63,8 @@ def attend(
         knows of.
     """
     seen, covered = _seen(len(query), len(key), rows, rules)
+    if rules.rope is not None:
+        query, key = _rotate_all(query, key, rows, rules.rope)
     num_tokens, num_kv_heads, group_size = len(query), key.shape[1], query.shape[1] // key.shape[1]
     grouped = query.float().reshape(num_tokens, num_kv_heads, group_size, -1).transpose(0, 1).flatten(1, 2)
     products = torch.matmul(grouped, key.permute(1, 2, 0))  # [num_kv_heads, num_tokens * group_size, slots]
@@ -68,10 +72,15 @@ def attend(
     if rules.soft_cap > 0:
         logits = rules.soft_cap * torch.tanh(logits / rules.soft_cap)
     shape = (num_kv_heads, num_tokens, group_size, -1)
-    logits = logits.view(shape).masked_fill(~seen[:, None], -math.inf)
+    logits = logits.view(shape)
+    if rules.alibi is not None:
+        slopes = rules.alibi.view(num_kv_heads, 1, group_size, 1)
+        logits = logits + slopes * _distances(num_tokens, len(key), rows)[None, :, None]
+    logits = logits.masked_fill(~seen[:, None], -math.inf)
     lse = torch.logsumexp(logits, -1)  # [num_kv_heads, num_tokens, group_size]
     if rules.compares is not None and rules.soft_cap == 0:
-        compared = logits * LOG2E if rules.compares == "logits" else products.view(shape)
+        scaled = rules.compares == "logits" or rules.alibi is not None
+        compared = logits * (LOG2E if rules.compares == "logits" else 1.0) if scaled else products.view(shape)
         lse = lse.masked_fill(~(seen[:, None] & (compared >= EMPTY_LSE)).any(-1), -math.inf)
     empty = lse == -math.inf
     weights = torch.exp(logits - lse.masked_fill(empty, math.inf)[..., None])
@@ -79,6 +88,46 @@ def attend(
     out = out.permute(1, 0, 2, 3).reshape(num_tokens, -1, value.shape[2])
     lse = (lse * LOG2E).masked_fill(empty, EMPTY_LSE).transpose(0, 1).reshape(num_tokens, -1)
     return out, lse, covered
+
+
+def _rotate_all(
+    query: torch.Tensor, key: torch.Tensor, rows: Rows, rope: tuple[float, float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries at their positions among the keys of their rows, and keys at theirs, as `kRoPELlama` rotates them."""
+    row, index, _ = place(len(query), rows.qo_indptr, rows.planned_qo_lens)
+    positions = (rows.kv_lens - (rows.qo_indptr[1:] - rows.qo_indptr[:-1]))[row] + index
+    _, key_positions, _ = place(len(key), rows.key_indptr, rows.kv_lens)
+    return _rotate(query, positions, rope, query.dtype), _rotate(key, key_positions, rope, query.dtype)
+
+
+def _rotate(
+    heads: torch.Tensor, positions: torch.Tensor, rope: tuple[float, float], dtype: torch.dtype
+) -> torch.Tensor:
+    """`k_frag_apply_llama_rope` of `prefill.cuh`: number i turns with i + head_dim / 2, in float32, and is rounded."""
+    scale, theta = rope
+    dim = heads.shape[-1]
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=heads.device) / dim
+    angles = positions.float()[:, None] * ((1 / scale) * (1 / theta) ** exponents)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    first, second = heads.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(dtype).float()
+
+
+def get_alibi_slopes(num_heads: int) -> torch.Tensor:
+    """As the function of this name in the real `utils.py`."""
+    n = 2 ** math.floor(math.log2(num_heads))
+    slopes = torch.pow(torch.tensor(2.0 ** (-8.0 / n)), torch.arange(1, 1 + n))
+    if n < num_heads:
+        further = torch.pow(torch.tensor(2.0 ** (-4.0 / n)), torch.arange(1, 1 + 2 * (num_heads - n), 2))
+        slopes = torch.cat([slopes, further])
+    return slopes.float()
+
+
+def _distances(num_tokens: int, num_slots: int, rows: Rows) -> torch.Tensor:
+    """[num_tokens, num_slots] f32: a key's place in its row, less the query's among its row's queries."""
+    _, index, _ = place(num_tokens, rows.qo_indptr, rows.planned_qo_lens)
+    _, key_index, _ = place(num_slots, rows.key_indptr, rows.kv_lens)
+    return (key_index[None, :] - index[:, None]).float()
 
 
 def weighted(weights: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,7 @@ class AttentionModule:
     head_dim_vo: int
     use_sliding_window: bool
     use_logits_soft_cap: bool
+    pos_encoding_mode: str = "NONE"
 
     def plan(self, *args: object) -> list[int]:
         """Schedule a batch.
@@ -137,6 +138,8 @@ class AttentionModule:
             rules.window_left if self.use_sliding_window else -1,
             rules.soft_cap if self.use_logits_soft_cap else 0.0,
             "logits" if self.kind == DECODE else "products",
+            rules.rope if self.pos_encoding_mode == "ROPE_LLAMA" else None,
+            rules.alibi if self.pos_encoding_mode == "ALIBI" else None,
         )
         made, made_lse, covered = attend(query, key, value, rows, baked)
         split, v_offset, s_offset = (plan_info[i] for i in _SPLIT[self.kind]) if self.kind in _SPLIT else (0, 0, 0)
@@ -158,6 +161,7 @@ def compiled(
     head_dim_vo: int,
     use_sliding_window: bool,
     use_logits_soft_cap: bool,
+    pos_encoding_mode: str = "NONE",
 ) -> AttentionModule:
     """The module for these constants, the same one each time.
 
@@ -172,7 +176,13 @@ def compiled(
         raise RuntimeError(f"Unsupported data type: q {q_dtype}, o {o_dtype}; there are float16 and bfloat16")
     if kv_dtype is not q_dtype and (kind == FA3 or kv_dtype not in FP8_DTYPES):
         raise RuntimeError(f"Unsupported data type: kv {kv_dtype} with q {q_dtype} in {kind}")
-    return AttentionModule(kind, head_dim_qk, head_dim_vo, use_sliding_window, use_logits_soft_cap)
+    if pos_encoding_mode not in ("NONE", "ROPE_LLAMA", "ALIBI"):
+        raise KeyError(f"Invalid pos_encoding_mode {pos_encoding_mode}")
+    if pos_encoding_mode != "NONE" and (kind == FA3 or (kind == FA2 and kv_dtype in FP8_DTYPES)):
+        raise RuntimeError(f"Invalid configuration: {pos_encoding_mode} over {kv_dtype} in {kind}")  # IsInvalid()
+    if pos_encoding_mode == "ALIBI" and use_logits_soft_cap:
+        raise NotImplementedError("ALIBI with a soft cap, which the real one scales twice, is not emulated")
+    return AttentionModule(kind, head_dim_qk, head_dim_vo, use_sliding_window, use_logits_soft_cap, pos_encoding_mode)
 
 
 def _through(float_workspace: torch.Tensor, offset: int, values: torch.Tensor) -> torch.Tensor:

@@ -131,7 +131,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         not_emulated(
             custom_mask=custom_mask,
             packed_custom_mask=packed_custom_mask,
-            pos_encoding_mode=pos_encoding_mode if pos_encoding_mode != "NONE" else None,
             use_fp16_qk_reduction=use_fp16_qk_reduction,
             prefix_len_ptr=prefix_len_ptr,
             token_pos_in_items_ptr=token_pos_in_items_ptr,
@@ -162,7 +161,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         self._plan_tiles(
             queries, starts, kv_lens, self._max_total_num_rows or self._qo_indptr_last, (num_qo_heads, num_kv_heads),
             page_size, (head_dim_qk, head_dim_vo), causal, window_left, logits_soft_cap, fixed_split_size,
-            disable_split_kv,
+            disable_split_kv, pos_encoding_mode,
         )  # fmt: skip
         self._use_fp16_qk_reduction = use_fp16_qk_reduction
         self._seq_lens_kv = seq_lens

@@ -113,7 +113,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         not_emulated(
             custom_mask=custom_mask,
             packed_custom_mask=packed_custom_mask,
-            pos_encoding_mode=pos_encoding_mode if pos_encoding_mode != "NONE" else None,
             use_fp16_qk_reduction=use_fp16_qk_reduction,
             prefix_len_ptr=prefix_len_ptr,
             token_pos_in_items_ptr=token_pos_in_items_ptr,
@@ -122,6 +121,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             o_indptr=o_indptr,
         )
         self._set_dtypes(q_data_type, kv_data_type, o_data_type)
+        self._num_qo_heads = num_qo_heads
         head_dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
         batch_size = len(qo_indptr) - 1
         if len(kv_indptr) != batch_size + 1:
@@ -144,7 +144,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         self._plan_tiles(
             queries, starts, starts[1:] - starts[:-1], self._max_total_num_rows or self._qo_indptr_last,
             (num_qo_heads, num_kv_heads), 1, (head_dim_qk, head_dim_vo), causal, window_left, logits_soft_cap,
-            fixed_split_size, disable_split_kv,
+            fixed_split_size, disable_split_kv, pos_encoding_mode,
         )  # fmt: skip
         self._use_fp16_qk_reduction = use_fp16_qk_reduction
         self._set_constants(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.emulated.flashinfer_checks import DType, check_dims, dtype_of, not_emulated, prefill_backend
-from tests.emulated.flashinfer_kernel import Rules
+from tests.emulated.flashinfer_kernel import Rules, get_alibi_slopes
 from tests.emulated.flashinfer_modules import FA2, FA3, compiled
 
 INT_WORKSPACE_BYTES = 8 * 1024 * 1024
@@ -28,6 +28,11 @@ class Wrapper:
     _window_left: int
     _logits_soft_cap: float
     _sm_scale: float | None
+    _pos_encoding_mode: str
+    _rope_scale: float | None
+    _rope_theta: float | None
+    _num_qo_heads: int
+    _alibi_slopes: torch.Tensor  # [num_qo_heads] f32
 
     def __init__(
         self, float_workspace_buffer: torch.Tensor, kv_layout: str, use_cuda_graph: bool, backend: str, jit_args: Any
@@ -83,11 +88,14 @@ class Wrapper:
         self._sm_scale = sm_scale
         self._rope_scale = rope_scale
         self._rope_theta = rope_theta
+        if pos_encoding_mode == "ALIBI":  # the real one keeps them from its first run on
+            self._alibi_slopes = get_alibi_slopes(self._num_qo_heads).to(self.device)
 
     def _plan_tiles(
         self, queries: torch.Tensor, starts: torch.Tensor, kv_lens: torch.Tensor, num_rows: int,
         heads: tuple[int, int], page_size: int, head_dims: tuple[int, int], causal: bool, window_left: int,
         logits_soft_cap: float | None, fixed_split_size: int | None, disable_split_kv: bool,
+        pos_encoding_mode: str,
     ) -> None:  # fmt: skip
         """Choose the module of fa2 or fa3, and call its scheduler, as both prefill wrappers do.
 
@@ -95,7 +103,9 @@ class Wrapper:
             queries, starts, kv_lens: on the CPU: query starts, page or key starts, keys of each row.
             num_rows: query tokens, or as many as a graph has at most.
         """
-        self._backend = prefill_backend(self._backend, self._cached_q_data_type, self._cached_kv_data_type)
+        self._backend = prefill_backend(
+            self._backend, self._cached_q_data_type, self._cached_kv_data_type, pos_encoding_mode
+        )
         self._cached_module = compiled(
             self._backend,
             self._cached_q_data_type,
@@ -104,6 +114,7 @@ class Wrapper:
             *head_dims,
             window_left >= 0,
             (logits_soft_cap or 0.0) > 0,
+            pos_encoding_mode,
         )
         self._plan_info = self._cached_module.plan(
             *self._workspaces(),
@@ -128,7 +139,11 @@ class Wrapper:
             if isinstance(factor, torch.Tensor):
                 raise TypeError("a scale of q or k is a number: kernels other than fp8's take no tensor there")
             scale *= 1.0 if factor is None else factor
-        return Rules(scale, causal, self._window_left, self._logits_soft_cap)
+        rope = None
+        if self._pos_encoding_mode == "ROPE_LLAMA":
+            rope = (self._rope_scale or 1.0, self._rope_theta or 1e4)
+        alibi = self._alibi_slopes if self._pos_encoding_mode == "ALIBI" else None
+        return Rules(scale, causal, self._window_left, self._logits_soft_cap, rope=rope, alibi=alibi)
 
 
 class PagedWrapper(Wrapper):

@@ -38,6 +38,8 @@ class FlashInferBackend(AttentionBackend):
             window=True,
             soft_cap=True,
             sinks=True,
+            standard_alibi=True,
+            rope=True,
             non_causal=True,
             lse=True,
             cascade=True,
@@ -53,4 +55,10 @@ class FlashInferBackend(AttentionBackend):
             supported = f"{spec.dtype}, float8_e4m3fn, float8_e5m2".removeprefix("torch.")
             hint = "Leave cache.dtype out, or set it to one of these."
             found.append(Rejection("cache_dtype", str(spec.cache_dtype).removeprefix("torch."), supported, hint))
+        if spec.pos_encoding_mode != "NONE" and spec.cache_dtype in FP8_DTYPES:
+            hint = "Leave cache.dtype out, or rotate queries and keys before attention."
+            found.append(Rejection("rope", f"{spec.pos_encoding_mode} over {spec.cache_dtype}", "16-bit caches", hint))
+        if spec.alibi_slopes is not None and spec.logits_soft_cap is not None:  # its kernels scale logits twice then
+            hint = "Choose a backend that honours both: attn-backends list."
+            found.append(Rejection("alibi", "alibi_slopes with logits_soft_cap", "either one", hint))
         return found

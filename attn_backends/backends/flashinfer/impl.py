@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -41,6 +42,11 @@ class FlashInferImpl(AttentionImpl[FlashInferStep]):
     use, know no soft cap, and are prefill kernels for decode."""
 
     step_cls = FlashInferStep
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        slopes = self.spec.alibi_slopes
+        self.alibi_slopes = None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=self.device)
 
     def attend(
         self,
@@ -100,7 +106,10 @@ class FlashInferImpl(AttentionImpl[FlashInferStep]):
         done = 0
         for rows in (metadata.decode, metadata.prefill):
             if rows is not None:
-                self._empty_idle_rows(lse[done : done + rows.num_tokens], rows, metadata.for_graph)
+                part = lse[done : done + rows.num_tokens]
+                if self.alibi_slopes is not None:
+                    _count_from_position(part, rows, metadata.for_graph, self.cache.page_size, self.alibi_slopes)
+                self._empty_idle_rows(part, rows, metadata.for_graph)
                 done += rows.num_tokens
         if self.sinks is not None:
             add_sinks(output, lse, self.sinks, want_lse=want_lse)
@@ -116,3 +125,14 @@ class FlashInferImpl(AttentionImpl[FlashInferStep]):
         else:
             of_tokens = idle.repeat_interleave(rows.qo_indptr.diff(), output_size=rows.num_tokens)
             lse.masked_fill_(of_tokens[:, None], -math.inf)
+
+
+def _count_from_position(lse: torch.Tensor, rows: Rows, is_uniform: bool, page_size: int, slopes: torch.Tensor) -> None:
+    """ALiBi's bias counts from a query's position among all keys. Kernels count from its index among the row's queries,
+    which adds slope · (keys - queries) to every logit: the output is the same, and the LSE another."""
+    query_lens, kv_lens = rows.qo_indptr.diff(), rows.kv_indptr.diff()
+    if rows.csr is not None:
+        kv_lens = (kv_lens - 1) * page_size + rows.csr.last_page_len
+    times: torch.Tensor | int = rows.num_tokens // rows.num_rows if is_uniform else query_lens
+    first = (kv_lens - query_lens).repeat_interleave(times, output_size=rows.num_tokens)
+    lse.sub_(first[:, None] * slopes)

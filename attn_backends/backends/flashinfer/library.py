@@ -119,6 +119,8 @@ def paged(kv_cache: KVCache, cache: KVCacheSpec) -> tuple[torch.Tensor, torch.Te
 def missing_module(spec: AttentionSpec) -> AbstractContextManager[None]:
     """Says what to do where FlashInfer has no kernels for a layer and cannot compile them."""
     window, cap = ("on" if on else "off" for on in (spec.window_left >= 0, spec.logits_soft_cap is not None))
+    encoding = "ALIBI" if spec.alibi_slopes is not None else spec.pos_encoding_mode
     return missing_kernels(
-        f"head_dim {spec.head_dim}, {spec.dtype} over {spec.cache_dtype}, window {window}, soft cap {cap}"
+        f"head_dim {spec.head_dim}, {spec.dtype} over {spec.cache_dtype}, window {window}, soft cap {cap}, position "
+        f"encoding {encoding}"
     )

@@ -121,7 +121,13 @@ class Plan:
         """What every public `plan` takes, by keyword."""
         spec = self.spec
         split = {} if self.split_size is None else {"fixed_split_size": self.split_size}
-        return {
+        encoding: dict[str, Any] = {}
+        if spec.alibi_slopes is not None:
+            encoding = {"pos_encoding_mode": "ALIBI"}
+        elif spec.pos_encoding_mode != "NONE":
+            encoding = {"pos_encoding_mode": spec.pos_encoding_mode, "rope_scale": spec.rope_scale,
+                        "rope_theta": spec.rope_theta}  # fmt: skip
+        return encoding | {
             "window_left": spec.window_left, "logits_soft_cap": spec.logits_soft_cap, "sm_scale": spec.scale,
             "q_data_type": spec.dtype, "kv_data_type": spec.cache_dtype, **split,
         }  # fmt: skip

@@ -311,6 +311,7 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
 
     def _serves_fa3(self, spec: AttentionSpec, paged: bool) -> bool:
         plain = spec.causal or spec.window_left < 0  # fa3's window is for causal layers
+        plain = plain and not spec.encodes_positions
         small_cache = paged and spec.cache_dtype in FP8_DTYPES
         split = self.options.fixed_split_size is not None
         return is_hopper(self.device) and spec.head_dim in FA3_HEAD_DIMS and plain and not small_cache and not split
@@ -326,7 +327,8 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
         if options.prefill_kernels == "fa3" and not self._serves_fa3(spec, True):
             raise ValueError(
                 "prefill_kernels is fa3, which needs a Hopper GPU, a 16-bit cache, head_dim 64, 128 or 256, no "
-                "fixed_split_size, and a causal layer where there is a window: set it to auto"
+                "fixed_split_size, no ALiBi or RoPE inside attention, and a causal layer where there is a window: set "
+                "it to auto"
             )
         if options.tensor_cores == "off" and spec.group_size not in CUDA_CORE_GROUPS:
             raise ValueError(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from attn_backends.spec import AttentionType
+from attn_backends.spec import AttentionType, alibi_slopes
 
 
 @dataclass(frozen=True)
@@ -16,17 +16,21 @@ class Feature:
     name: str
     needs: tuple[str, ...] = ()
     changes: Mapping[str, Any] = field(default_factory=dict)
-    alibi: bool = False
+    alibi: bool | Literal["standard"] = False
 
     def spec_changes(self, num_qo_heads: int) -> dict[str, Any]:
         """Arguments of `AttentionSpec`, for a layer of so many query heads."""
         slopes = tuple(2.0 ** (-0.5 * head) for head in range(num_qo_heads))
+        if self.alibi == "standard":
+            slopes = alibi_slopes(num_qo_heads)
         return {**self.changes, **({"alibi_slopes": slopes} if self.alibi else {})}
 
 
 def _encoder_or_cross(kind: AttentionType) -> dict[str, Any]:
     return {"attention_type": kind, "causal": False}
 
+
+_ROPE: Mapping[str, Any] = {"pos_encoding_mode": "ROPE_LLAMA"}
 
 FEATURES = (
     Feature("plain"),
@@ -50,6 +54,14 @@ FEATURES = (
     Feature("alibi_and_window", ("alibi", "window"), {"window_left": 20}, alibi=True),
     Feature("alibi_and_window_300", ("alibi", "window"), {"window_left": 300}, alibi=True),  # wider than most rows
     Feature("alibi_and_soft_cap", ("alibi", "soft_cap"), {"logits_soft_cap": 1.5}, alibi=True),
+    Feature("standard_alibi", ("alibi",), alibi="standard"),
+    Feature("standard_alibi_and_window", ("alibi", "window"), {"window_left": 20}, alibi="standard"),
+    Feature("standard_alibi_and_sinks", ("alibi", "sinks"), {"sinks": True}, alibi="standard"),
+    Feature("rope", ("rope",), _ROPE),
+    Feature("rope_scaled", ("rope",), {**_ROPE, "rope_scale": 3.0, "rope_theta": 5e5}),
+    Feature("rope_and_window", ("rope", "window"), {**_ROPE, "window_left": 20}),
+    Feature("rope_soft_cap_and_sinks", ("rope", "soft_cap", "sinks"), {**_ROPE, "logits_soft_cap": 1.5, "sinks": True}),
+    Feature("rope_non_causal", ("rope", "non_causal"), {**_ROPE, "causal": False}),
 )
 ENCODER = Feature("encoder", ("attention_type",), _encoder_or_cross(AttentionType.ENCODER))
 NON_CAUSAL_ALIBI = Feature("non_causal_alibi", ("alibi", "non_causal"), {"causal": False}, alibi=True)

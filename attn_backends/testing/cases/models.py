@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from attn_backends.spec import AttentionSpec, MLASpec
+from attn_backends.spec import AttentionSpec, MLASpec, alibi_slopes
 
 
 class PublishedModel(BaseModel):
@@ -67,12 +67,3 @@ def published_models() -> tuple[PublishedModel, ...]:
     """All models of the data file, in its order."""
     text = files("attn_backends.testing.data").joinpath("models.json").read_text()
     return TypeAdapter(tuple[PublishedModel, ...]).validate_json(text)
-
-
-def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """Slopes of the first `num_heads` heads: a geometric series for a power of two; the heads above it take every
-    second slope of the series that is twice as long (Press et al., arXiv 2108.12409, and its reference code)."""
-    power = 1 << (num_heads.bit_length() - 1)
-    first = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
-    further = [2.0 ** (-8.0 * (i + 1) / (2 * power)) for i in range(0, 2 * (num_heads - power), 2)]
-    return tuple(first + further)

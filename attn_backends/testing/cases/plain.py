@@ -9,7 +9,7 @@ import torch
 from attn_backends.cache.kv_cache import get_kv_cache_layout
 from attn_backends.interface import AttentionBackend
 from attn_backends.interface.capabilities import Capabilities
-from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, MLASpec
+from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, MLASpec, alibi_slopes
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -58,10 +58,13 @@ def undeclared(backend: type[AttentionBackend], spec: AttentionSpec, cache: KVCa
     if isinstance(spec, MLASpec):
         allowed["kv_lora_rank"] = (spec.kv_lora_rank, can.kv_lora_ranks)
         allowed["qk_rope_head_dim"] = (spec.qk_rope_head_dim, can.qk_rope_head_dims)
+    pairs = zip(spec.alibi_slopes or (), alibi_slopes(spec.num_qo_heads), strict=spec.alibi_slopes is not None)
+    own_slopes = any(abs(given - paper) > 1e-6 * paper for given, paper in pairs)
     asked = {
+        "rope": spec.pos_encoding_mode == "ROPE_LLAMA",
         "window": spec.window_left >= 0,
         "soft_cap": spec.logits_soft_cap is not None,
-        "alibi": spec.alibi_slopes is not None,
+        "alibi": spec.alibi_slopes is not None and (own_slopes or not can.standard_alibi),
         "sinks": spec.sinks,
         "chunks": spec.chunk_size is not None,
         "non_causal": spec.attention_type is AttentionType.DECODER and not spec.causal,

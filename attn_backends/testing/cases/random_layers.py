@@ -16,6 +16,7 @@ from attn_backends.testing.cases.models import published_models
 KINDS = (
     "plain", "window_15", "soft_cap", "alibi", "sinks", "chunks", "non_causal", "non_causal_window",
     "non_causal_chunks", "gemma2", "gpt_oss", "soft_cap_and_sinks", "alibi_and_window", "alibi_and_soft_cap",
+    "standard_alibi", "standard_alibi_and_window", "rope", "rope_and_window", "rope_soft_cap_and_sinks",
     "encoder", "cross",
 )  # fmt: skip
 _CONTEXTS = (0, 1, 15, 16, 17, 63, 64, 65, 100, 255, 300)  # keys in the cache before the step
@@ -51,6 +52,8 @@ def _layer(plain: Feature, numbers: Random) -> RandomLayer:
         "chunk_size": int(2 ** numbers.uniform(0, 10)),
         "logits_soft_cap": numbers.uniform(1.0, 30.0),
         "scale": numbers.uniform(0.05, 0.5),
+        "rope_scale": numbers.uniform(0.5, 8.0),
+        "rope_theta": numbers.choice((1e4, 5e5, 1e6)),
     }
     changes: dict[str, Any] = {name: drawn.get(name, value) for name, value in plain.changes.items()}
     attention_type = changes.get("attention_type", AttentionType.DECODER)

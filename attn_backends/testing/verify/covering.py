@@ -24,7 +24,7 @@ _RANDOM_ROWS = 600  # each that is served shows at once that all of its pairs ar
 _TRIES = 40  # rows that are tried for one pair before it is refused
 _CANDIDATES = 24  # rows of which the best is taken
 _MOST_ALIKE = 8  # rows of one form that one worker takes
-_FEATURES = ("soft_cap", "window", "sinks", "alibi", "chunks", "non_causal", "attention_type")
+_FEATURES = ("soft_cap", "window", "sinks", "alibi", "rope", "chunks", "non_causal", "attention_type")
 _FORM = ("dtype", "cache_dtype", "head_dim", "head_dim_vo", "qk_nope_head_dim", "kv_lora_rank", "qk_rope_head_dim")
 
 

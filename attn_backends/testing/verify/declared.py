@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from attn_backends.interface import AttentionBackend
-from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec
-from attn_backends.testing.cases.models import alibi_slopes
+from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec, alibi_slopes
 from attn_backends.testing.verify.cases import GRAPH_TOKENS, Case, Episode, case_of, draw_episode
 from attn_backends.testing.verify.factors import EAGER, GRAPH, LARGEST_HEAD_DIM, MIXED_GRAPH, WIDE_GRAPH
 from attn_backends.testing.verify.layers import Form
@@ -166,6 +165,10 @@ def _features(row: Row, numbers: Random) -> dict[str, Any]:
         found["chunk_size"] = 1 if row["chunks"] == "1" else drawn
     if row.get("soft_cap") == "on":
         found["logits_soft_cap"] = numbers.uniform(1.0, 60.0)
+    if row.get("rope", "off") != "off":
+        found["pos_encoding_mode"] = "ROPE_LLAMA"
+    if row.get("rope") == "scaled":
+        found |= {"rope_scale": numbers.uniform(0.5, 8.0), "rope_theta": numbers.choice((5e5, 1e6))}
     if row.get("sinks") == "on":
         found["sinks"] = True
     if row["scale"] == "other":

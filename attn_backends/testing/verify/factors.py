@@ -42,6 +42,8 @@ FIELDS: Mapping[str, tuple[str, ...] | str] = {
     "window": ("window",),
     "soft_cap": ("soft_cap",),
     "alibi": ("alibi",),
+    "standard_alibi": ("alibi",),  # all layers that are drawn have the paper's slopes
+    "rope": ("rope",),
     "sinks": ("sinks",),
     "chunks": ("chunks",),
     "non_causal": ("non_causal",),
@@ -75,6 +77,10 @@ def factors(backend: Backend) -> Factors:
     found["layout"] = tuple(sorted(can.layouts, reverse=True))
     found["attention_type"] = tuple(sorted(each.value for each in can.attention_types))
     found |= {name: _SWITCH for name in ("soft_cap", "alibi", "sinks", "non_causal", "lse") if getattr(can, name)}
+    if can.standard_alibi and not can.alibi:
+        found["alibi"] = _SWITCH
+    if can.rope:
+        found["rope"] = ("off", "on", "scaled")
     if can.window:
         found["window"] = ("off", "0", "on")  # keys to the left; 0: a query sees itself alone
     if can.chunks:

@@ -12,12 +12,12 @@ import torch
 
 from attn_backends.interface import AttentionBackend
 from attn_backends.interface.capabilities import Capabilities
-from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec, Layout, MLASpec
-from attn_backends.testing.cases.models import PublishedModel, alibi_slopes, published_models
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec, Layout, MLASpec, alibi_slopes
+from attn_backends.testing.cases.models import PublishedModel, published_models
 from attn_backends.testing.verify.sizes import Size, fits, interprets_triton
 
 Backend = type[AttentionBackend]
-_FEATURES = ("window", "soft_cap", "alibi", "sinks", "chunks", "non_causal", "scale")
+_FEATURES = ("window", "soft_cap", "alibi", "sinks", "chunks", "non_causal", "scale", "rope")
 _PAGE_SIZES = (1, 8, 16, 32, 64, 128, 256)
 _DIMS = (64, 80, 96, 128, 192, 256)
 _SPLITS = (2, 4, 8, 16)  # GPUs that a model's heads are split over
@@ -175,8 +175,11 @@ def _features(can: Capabilities, numbers: Random, kind: AttentionType) -> list[s
         declared = [name for name in ("scale", "soft_cap", "sinks") if name == "scale" or getattr(can, name)]
     else:
         declared = [name for name in _FEATURES if name == "scale" or getattr(can, name)]
+        declared += ["alibi"] if can.standard_alibi and not can.alibi else []
     picked = numbers.sample(declared, k=min(len(declared), numbers.choice((0, 1, 1, 2, 2, 3))))
-    return [name for name in picked if not (name == "chunks" and "window" in picked)]
+    excluded = {"chunks"} & set(picked) if "window" in picked else set()
+    excluded |= {"alibi"} & set(picked) if "rope" in picked else set()
+    return [name for name in picked if name not in excluded]
 
 
 def _feature(name: str, num_qo_heads: int, head_dim: int, model: PublishedModel, numbers: Random) -> dict[str, Any]:
@@ -193,6 +196,10 @@ def _feature(name: str, num_qo_heads: int, head_dim: int, model: PublishedModel,
         return {"logits_soft_cap": cap if own and cap is not None else numbers.uniform(1.0, 60.0)}
     if name == "alibi":
         return {"alibi_slopes": alibi_slopes(num_qo_heads)}
+    if name == "rope":
+        numbers = Random(f"rope {numbers.getstate()[1][:8]}")  # of its own: other draws stay what they were before it
+        theta, scale = numbers.choice((1e4, 5e5, 1e6)), numbers.choice((1.0, numbers.uniform(0.5, 8.0)))
+        return {"pos_encoding_mode": "ROPE_LLAMA", "rope_theta": theta, "rope_scale": scale}
     if name == "sinks":
         return {"sinks": True}
     return {"causal": False} if name == "non_causal" else {"scale": numbers.uniform(0.3, 1.3) * head_dim**-0.5}

@@ -41,6 +41,7 @@ def _of_layer(spec: AttentionSpec) -> dict[str, Any]:
         "chunks": _limit(spec.chunk_size, 1),
         "soft_cap": _switch(spec.logits_soft_cap is not None),
         "alibi": _switch(spec.alibi_slopes is not None),
+        "rope": _rope(spec),
         "sinks": _switch(spec.sinks),
         "scale": "default" if spec.scale == spec.head_dim**-0.5 else "other",
     }
@@ -81,6 +82,12 @@ def kind_of(episode: Episode) -> str | None:
     if not is_kind.get(episode.kind, False):
         return None
     return "told prefix" if episode.kind == "prefix" and episode.hint else episode.kind
+
+
+def _rope(spec: AttentionSpec) -> str:
+    if spec.pos_encoding_mode == "NONE":
+        return "off"
+    return "on" if (spec.rope_scale, spec.rope_theta) == (1.0, 1e4) else "scaled"
 
 
 def _compared(head_dim_vo: int, head_dim: int) -> str:
