@@ -27,7 +27,7 @@ def reference_attention(
 
     For query head h, query position i and key position j, with k and v of KV head `h // group_size`:
 
-        q_i, k_j = rotated(q_i, i), rotated(k_j, j)     if pos_encoding_mode is ROPE_LLAMA (see `rotated`)
+        q_i, k_j = rotated(q_i, i), rotated(k_j, j)     if pos_encoding_mode is ROPE_LLAMA
         logit_ij = scale · q_i·k_j                      (Vaswani et al. 2017, eq. 1)
         logit_ij = cap · tanh(logit_ij / cap)           if logits_soft_cap (Gemma 2, arXiv 2408.00118, section 2)
         logit_ij = logit_ij + slope_h · (j - i)         if alibi_slopes (Press et al. 2021, arXiv 2108.12409)
@@ -47,15 +47,11 @@ def reference_attention(
     if (sinks is not None) != spec.sinks:
         raise ValueError(f"sinks are {'given' if sinks is not None else 'missing'} where spec.sinks is {spec.sinks}")
     num_queries, num_keys = query.shape[0], key.shape[0]
-    if query_positions is None:
-        first = num_keys - num_queries if context_len is None else context_len
-        query_positions = range(first, first + num_queries)
-    on = query.device
-    positions = torch.tensor(list(query_positions), device=on)
+    first, on = num_keys - num_queries if context_len is None else context_len, query.device
+    positions = torch.tensor(list(query_positions or range(first, first + num_queries)), device=on)
     query, key, value = (tensor.detach().to(on, torch.float64) for tensor in (query, key, value))
     sinks = None if sinks is None else sinks.detach().to(on, torch.float64)
-    if spec.pos_encoding_mode == "ROPE_LLAMA":
-        query, key = rotated(query, positions, spec), rotated(key, torch.arange(num_keys, device=on), spec)
+    query, key = rotated(query, positions, spec), rotated(key, torch.arange(num_keys, device=on), spec)
     out = torch.zeros(num_queries, spec.num_qo_heads, spec.head_dim_vo, dtype=torch.float64, device=on)
     lse = torch.full((num_queries, spec.num_qo_heads), -torch.inf, dtype=torch.float64, device=on)
     at_once = max(1, _LOGITS_AT_ONCE // (max(1, num_keys) * spec.num_qo_heads))
@@ -123,8 +119,10 @@ def rotated(heads: torch.Tensor, positions: torch.Tensor, spec: AttentionSpec) -
     """Rotary embedding (Su et al. 2021, arXiv 2104.09864) of [tokens, heads, head_dim] f64 at `positions` [tokens].
 
     Pairs are those of Llama in Hugging Face's weights, and of FlashInfer's kernels: number i with i + head_dim / 2,
-    which turn by position / rope_scale · rope_theta ** (-2i / head_dim).
+    which turn by position / rope_scale · rope_theta ** (-2i / head_dim). A layer that rotates nothing gets them back.
     """
+    if spec.pos_encoding_mode == "NONE":
+        return heads
     half = spec.head_dim // 2
     exponents = torch.arange(half, dtype=torch.float64, device=heads.device) * (-2.0 / spec.head_dim)
     angles = (positions.double() / spec.rope_scale)[:, None] * spec.rope_theta**exponents

@@ -269,8 +269,10 @@ def test_what_is_not_emulated_is_refused() -> None:
             wrapper(workspace(), "HDN")
     with pytest.raises(NotImplementedError, match="custom_mask"):
         planned_prefill(pages, custom_mask=torch.ones(20))
-    with pytest.raises(NotImplementedError, match="pos_encoding_mode='ALIBI'"):
-        planned_decode(pages, pos_encoding_mode="ALIBI")
+    with pytest.raises(NotImplementedError, match="ALIBI with a soft cap"):
+        planned_decode(pages, pos_encoding_mode="ALIBI", logits_soft_cap=30.0)
+    with pytest.raises(KeyError, match="pos_encoding_mode"):
+        planned_decode(pages, pos_encoding_mode="ROPE_NEOX")
     with pytest.raises(NotImplementedError, match="kv_cache_sf"):
         planned_decode(pages).run(pages.query, pages.cache, kv_cache_sf=pages.cache)
     assert pages.cache[0].shape[1] == PAGE_SIZE

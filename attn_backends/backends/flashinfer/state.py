@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -26,7 +26,7 @@ from attn_backends.backends.flashinfer.metadata import (
 )
 from attn_backends.backends.flashinfer.options import FlashInferOptions
 from attn_backends.backends.flashinfer.plans import DecodePlan, Plan, PrefillPlan, RaggedPlan
-from attn_backends.backends.flashinfer.workspace import Need, eager_need, graph_need
+from attn_backends.backends.flashinfer.workspace import ALIGNMENT, Need, check_workspace, eager_need, graph_need
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.csr import PagedCsr
 from attn_backends.cache.warm_up import list_cache_writes
@@ -184,7 +184,9 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
         split, page_size = self.options.fixed_split_size, self.cache.page_size
         needs = [eager_need(s, self.limits, self.library.num_sms, split, page_size) for s in self._specs.values()]
         self.need = reduce(or_, needs)
+        self._kinds = tuple((group, kind) for group in self._specs for kind in get_args(Kind))
         self.float_workspace = self._float_workspace(self.need)
+        self._int_workspace: torch.Tensor | None = None  # None: every plan has its own
         self.stream = OneStream(self.backend_name, self.device)
         self._ring = self._host_ring(self.need)
         self._plans: dict[tuple[int, Kind], Plan] = {}
@@ -231,27 +233,41 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
     def move_to_current_stream(self) -> None:
         self.stream.move()
 
-    def reset_workspace_buffer(self, float_workspace: torch.Tensor) -> None:
-        """Use another float workspace, such as one that an engine shares between its libraries.
+    @property
+    def int_workspace_bytes(self) -> int:
+        """What `reset_workspace_buffer` needs for schedules: a part for each plan group and kind of rows."""
+        return self._int_part_bytes * len(self._kinds)
+
+    def reset_workspace_buffer(self, float_workspace: torch.Tensor, int_workspace: torch.Tensor | None = None) -> None:
+        """Use other workspaces, such as those that an engine shares between its libraries. What was planned is lost.
 
         Args:
-            float_workspace: [bytes] u8 on the device.
+            float_workspace: [`need.float_bytes` or more] u8 on the device, for results of parts of a row.
+            int_workspace: [`int_workspace_bytes` or more] u8 on the device, for schedules; None: one a plan.
 
         Raises:
-            ValueError: it is smaller than `need`, or elsewhere.
-            RuntimeError: graphs were captured over the present one.
+            ValueError: one is smaller than needed, or elsewhere.
+            RuntimeError: graphs were captured over the present ones.
         """
         if self.inputs is not None:
-            raise RuntimeError("captured graphs read the present workspace: replace it before graphs are captured")
-        if float_workspace.numel() * float_workspace.itemsize < self.need.float_bytes:
-            raise ValueError(
-                f"the workspace has {float_workspace.numel() * float_workspace.itemsize} bytes; these limits need "
-                f"{self.need.float_bytes}"
-            )
-        if float_workspace.device.type != self.device.type:
-            raise ValueError(f"the workspace is on {float_workspace.device}; the state is on {self.device}")
-        self.float_workspace = float_workspace
+            raise RuntimeError("captured graphs read the present workspaces: replace them before graphs are captured")
+        check_workspace("float_workspace", float_workspace, self.need.float_bytes, self.device)
+        if int_workspace is not None:
+            check_workspace("int_workspace", int_workspace, self.int_workspace_bytes, self.device)
+            int_workspace = int_workspace.view(torch.uint8).flatten()
+        self.float_workspace, self._int_workspace = float_workspace, int_workspace
         self._plans = {}
+
+    @property
+    def _int_part_bytes(self) -> int:
+        return -(-self.need.int_bytes // ALIGNMENT) * ALIGNMENT
+
+    def _ints(self, group: int, kind: Kind, need: Need, in_graph: bool) -> torch.Tensor:
+        """The int workspace of one plan."""
+        if self._int_workspace is None or in_graph:
+            return torch.empty(need.int_bytes, dtype=torch.uint8, device=self.device)
+        start = self._kinds.index((group, kind)) * self._int_part_bytes
+        return self._int_workspace[start : start + need.int_bytes]
 
     # Graphs.
 
@@ -285,8 +301,7 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
     def make_plan(self, group: int, kind: Kind, need: Need, graph: WrapperTensors | None = None) -> Plan:
         """A plan that nothing is planned in yet, for a graph if it is given the tensors that kernels read there."""
         spec, library, cache = self._specs[group], self.library, self.cache
-        ints = torch.empty(need.int_bytes, dtype=torch.uint8, device=self.device)
-        workspaces = Workspaces(self.float_workspace, ints)
+        workspaces = Workspaces(self.float_workspace, self._ints(group, kind, need, graph is not None))
         kernels = "fa3" if kind.endswith("fa3") else "fa2"
         how: dict[str, Any] = {"split_size": self.options.fixed_split_size, "in_graph": graph is not None}
         if kind == "decode":

@@ -15,12 +15,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from attn_backends.spec import AttentionSpec, Limits
 
 CTAS_PER_SM = 2  # of the fa2 kernels
 DECODE_CTAS_PER_SM = 16  # at most: 128 threads a block, 2048 a multiprocessor
 FA3_TILE = 128
 SAME_SCHEDULE_TILES = 4096  # of fa3: above, one schedule serves all heads
+ALIGNMENT = 256  # bytes, of a schedule's place in a workspace that plans share
 SLACK_BYTES = 4096  # alignment of a plan's dozen arrays
 
 Kernels = Literal["cuda_cores", "fa2", "fa3"]
@@ -148,3 +151,19 @@ def _fa3_need(spec: AttentionSpec, num_rows: int, num_tokens: int) -> Need:
     tiles = -(-num_tokens // FA3_TILE) + num_rows - 1
     works = max(tiles, min(tiles, SAME_SCHEDULE_TILES) * spec.num_qo_heads)
     return Need(0, 28 * works + 4 * 1024 + SLACK_BYTES)
+
+
+def check_workspace(name: str, given: torch.Tensor, needed_bytes: int, device: torch.device) -> None:
+    """A workspace that a caller brings holds what plans take.
+
+    Raises:
+        ValueError: it is too small, on another device, or does not lie in one piece.
+    """
+    held_bytes = given.numel() * given.itemsize
+    if held_bytes < needed_bytes:
+        raise ValueError(f"{name} has {held_bytes} bytes; these limits need {needed_bytes}")
+    if given.device.type != device.type or not given.is_contiguous() or given.data_ptr() % 16:
+        raise ValueError(
+            f"{name} is on {given.device} with strides {given.stride()}; the state is on {device}, and needs it in one "
+            "piece from a multiple of 16 bytes on"
+        )
