@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,3 +89,21 @@ def join(attended: Attended, shared: Attended | None, tokens: slice) -> Attended
     if shared is not None and shared.lse is not None and attended.lse is not None:
         merge_in_torch(attended.output, attended.lse, shared.output[0, tokens], shared.lse[0, tokens])
     return attended
+
+
+def join_pieces(
+    outs: torch.Tensor,  # [num_pieces, Hkv, G, Dv]
+    lses: torch.Tensor,  # [num_pieces, Hkv, G] f32 or f64, overwritten
+    owners: torch.Tensor,  # [num_pieces] i64: the row of each
+    shape: Sequence[int],  # [num_rows, Hkv, G, _]
+) -> Attended:
+    """Rows joined of any number of pieces each, of which one weighs exp(its LSE). Not `merge_state`: it joins two."""
+    m_max = lses.new_full(tuple(shape[:3]), float("-inf"))
+    m_max.scatter_reduce_(0, owners[:, None, None].expand_as(lses), lses, "amax")
+    weights = lses.sub_(m_max.index_select(0, owners)).exp_()
+    l_sum = torch.zeros_like(m_max).index_add_(0, owners, weights)
+    out = l_sum.new_zeros(*shape[:3], outs.shape[-1]).index_add_(
+        0, owners, outs.to(lses.dtype).mul_(weights[..., None])
+    )
+    out = (out / l_sum[..., None]).to(outs.dtype)
+    return Attended(out.flatten(1, 2), (m_max + l_sum.log()).flatten(1, 2))

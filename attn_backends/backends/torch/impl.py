@@ -5,8 +5,9 @@ The builder turns a batch into work items: one `DecodeBatch` for decode rows tha
 (causality, window, chunks, ALiBi, padding), shared by all layers of the group. What is left to the Impl: write the new
 keys, gather, attend, write the output.
 
-On a CPU where C can be compiled, decode rows take another road: a kernel (native/paged_decode.py) that reads pages in
-place and works positions out itself, so that its item, `PagedRows`, is little more than the page table.
+On a CPU where C can be compiled, rows take another road: two kernels, for decode rows (native/paged_decode.py) and for
+all others (native/paged_prefill.py), that read pages in place and work positions out themselves, so that their item,
+`PagedRows`, is little more than the page table.
 """
 
 from __future__ import annotations
@@ -25,15 +26,21 @@ from attn_backends.backends.torch.attend import (
     flash,
     gives_lse,
     join,
+    join_pieces,
     sink,
     unfolded,
 )
-from attn_backends.backends.torch.metadata import DecodeBatch, TorchMetadata, is_native
-from attn_backends.backends.torch.native.paged_decode import PagedDecode, PagedRows
+from attn_backends.backends.torch.metadata import DecodeBatch, TorchMetadata, is_native, prefills_natively
+from attn_backends.backends.torch.native.paged_decode import PagedDecode
+from attn_backends.backends.torch.native.paged_prefill import PagedPrefill
+from attn_backends.backends.torch.native.paged_rows import PagedRows
 from attn_backends.backends.torch.state import TorchStep, room_in
+from attn_backends.backends.torch.trace import traced_batch
 from attn_backends.cache.kv_cache import KVCache, dequantise, gather_pages, gather_slots, write_slots
 from attn_backends.interface import AttentionImpl
-from attn_backends.spec import FP8_DTYPES
+
+NO_KEYS = "this step reads a cache or fresh keys, and neither was given: pass kv_cache or key"
+OTHER_OPTIONS = "this step was built with {}, and the layer has it off: give both one set of options"
 
 
 class TorchImpl(AttentionImpl[TorchStep]):
@@ -44,6 +51,7 @@ class TorchImpl(AttentionImpl[TorchStep]):
         super().__init__(*args, **kwargs)
         constants = (self.spec, self.device, self.sinks, self.k_scale, self.v_scale)
         self.kernel = PagedDecode.of(*constants) if is_native(self.options) else None
+        self.prefill_kernel = PagedPrefill.of(*constants) if prefills_natively(self.options) else None
 
     def attend(
         self,
@@ -60,20 +68,24 @@ class TorchImpl(AttentionImpl[TorchStep]):
             output.zero_()
             if lse is not None:
                 lse.fill_(float("-inf"))
+        if kv_cache is None and (metadata.paged_rows is not None or metadata.paged_prefills is not None):
+            raise ValueError(NO_KEYS)
         if kv_cache is not None and metadata.paged_rows is not None:
             self._decode(query, key, value, kv_cache, step, metadata.paged_rows, output, lse)
+        if kv_cache is not None and metadata.paged_prefills is not None:
+            self._prefill(query, key, value, kv_cache, metadata, metadata.paged_prefills, output, lse)
         for tokens, attended in self._attend_items(query, key, value, kv_cache, step, lse is not None):
             output[tokens] = attended.output
             if lse is not None and attended.lse is not None:
                 lse[tokens] = attended.lse
 
     def write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, step: TorchStep) -> None:
-        """A plain indexed write outside of graphs; nothing where the kernel decodes, which writes by itself."""
+        """A plain indexed write outside of graphs; nothing where a kernel runs, the first of which writes by itself."""
         metadata = step.metadata
         slots, num_new = metadata.slot_mapping, metadata.num_new_kv
         if metadata.for_graph:
             super().write(key, value, kv_cache, step)
-        elif metadata.paged_rows is None and slots.numel():
+        elif metadata.paged_rows is None and metadata.paged_prefills is None and slots.numel():
             write_slots(key[:num_new], value[:num_new], kv_cache, slots[:num_new], self.k_scale, self.v_scale)
 
     def trace_inputs(self, metadata: TorchMetadata) -> tuple[torch.Tensor, ...] | None:
@@ -87,7 +99,7 @@ class TorchImpl(AttentionImpl[TorchStep]):
             if paged is None or metadata.prefix_pages is not None or not 2 <= num_tokens == len(paged.seq_lens):
                 return None
             return metadata.slot_mapping, paged.pages, paged.first_pages, paged.seq_lens
-        batch = self._whole_batch(metadata)
+        batch = traced_batch(metadata, self.spec, self.cache.page_size, self.device)
         if batch is None or metadata.num_tokens < 2 or len(batch.slots) < 2 * batch.num_rows:
             return None
         slots, bias = batch.slots.view(batch.num_rows, -1), batch.bias
@@ -98,24 +110,6 @@ class TorchImpl(AttentionImpl[TorchStep]):
             return metadata.slot_mapping, rows, slots, bias
         rows[batch.num_rows :] = 0
         return metadata.slot_mapping[rows], rows, slots[rows], bias[rows]
-
-    def _whole_batch(self, metadata: TorchMetadata) -> DecodeBatch | None:
-        """A step of decode rows, all with keys, on a CPU, as one batch; None for any other step."""
-        num_rows, batch, rows = metadata.num_decodes, metadata.decode_batch, metadata.decode_rows
-        plain = not (metadata.for_graph or metadata.num_prefills or metadata.common_prefix_len)
-        plain = plain and self.spec.cache_dtype not in FP8_DTYPES
-        if not plain or metadata.num_new_kv != num_rows or self.device.type != "cpu":
-            return None
-        if batch is not None and (rows or batch.owners is None):
-            return None if rows else batch
-        if batch is not None:  # the pieces of one row, side by side
-            bias = None if batch.bias is None else batch.bias.permute(1, 2, 3, 0, 4).flatten(3)[None]
-            return DecodeBatch(1, batch.slots, bias) if num_rows == 1 else None
-        if num_rows != 1 or not rows or rows[0].pages is None:
-            return None
-        page_size = self.cache.page_size
-        slots = (rows[0].pages.long()[:, None] * page_size + torch.arange(page_size)).view(-1)[rows[0].keys]
-        return DecodeBatch(1, slots, rows[0].bias)
 
     def trace(
         self,
@@ -148,9 +142,7 @@ class TorchImpl(AttentionImpl[TorchStep]):
     ) -> None:
         """Decode by the kernel, which writes all new keys of the step first, into `output` itself where possible."""
         if self.kernel is None:
-            raise ValueError(
-                "this step was built with native_decode, and the layer has it off: give both one set of options"
-            )
+            raise ValueError(OTHER_OPTIONS.format("native_decode"))
         slots, tokens = step.metadata.slot_mapping[: step.metadata.num_new_kv], slice(0, len(rows.seq_lens))
         if step.metadata.prefix_pages is None and output.is_contiguous() and (lse is None or lse.is_contiguous()):
             self.kernel.attend(query, key, value, kv_cache, slots, rows, output, lse)
@@ -162,6 +154,25 @@ class TorchImpl(AttentionImpl[TorchStep]):
         output[tokens] = attended.output
         if lse is not None and attended.lse is not None:
             lse[tokens] = attended.lse
+
+    def _prefill(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: KVCache,
+        metadata: TorchMetadata,
+        rows: PagedRows,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Attend all rows but decodes by the kernel, which writes the step's new keys unless decodes did."""
+        if self.prefill_kernel is None:
+            raise ValueError(OTHER_OPTIONS.format("native_prefill"))
+        if metadata.paged_rows is not None:
+            key = value = None
+        slots = metadata.slot_mapping[: metadata.num_new_kv]
+        self.prefill_kernel.attend(query, key, value, kv_cache, slots, rows, output, lse)
 
     def _attend_prefix(self, query: torch.Tensor, kv_cache: KVCache | None, step: TorchStep) -> Attended | None:
         """All decode rows over the prefix that they share, without sinks; None if they share none."""
@@ -205,7 +216,7 @@ class TorchImpl(AttentionImpl[TorchStep]):
             elif key is not None and value is not None:
                 keys, values = key[None, row.new_keys], value[None, row.new_keys]
             else:
-                raise ValueError("this step reads a cache or fresh keys, and neither was given: pass kv_cache or key")
+                raise ValueError(NO_KEYS)
             with_shared = shared if row.queries.stop <= metadata.num_decode_tokens else None
             attended = self._attend(
                 query[None, row.queries], keys, values, row.bias, row.is_causal, want_lse or with_shared is not None
@@ -236,14 +247,7 @@ class TorchImpl(AttentionImpl[TorchStep]):
             attended = flash(out, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, scale=spec.scale)
             out.copy_(attended[0])
             lse.copy_(attended[1])
-        # Each output weighs exp(its LSE). Not `merge_state`, which joins two: a row has any number of pieces.
-        m_max = lses.new_full(heads.shape[:3], float("-inf"))
-        m_max.scatter_reduce_(0, owners[:, None, None].expand_as(lses), lses, "amax")
-        weights = lses.sub_(m_max.index_select(0, owners)).exp_()
-        l_sum = torch.zeros_like(m_max).index_add_(0, owners, weights)
-        out = l_sum.new_zeros(heads.shape).index_add_(0, owners, outs.to(lses.dtype).mul_(weights[..., None]))
-        out = (out / l_sum[..., None]).to(query.dtype)
-        return sink(Attended(out.flatten(1, 2), (m_max + l_sum.log()).flatten(1, 2)), self.sinks)
+        return sink(join_pieces(outs, lses, owners, heads.shape), self.sinks)
 
     def _gather(
         self, kv_cache: KVCache, pages: torch.Tensor, tokens: slice, step: TorchStep

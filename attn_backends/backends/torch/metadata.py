@@ -1,4 +1,4 @@
-"""A batch as work items for TORCH: rows that are gathered together, rows of their own, and rows for the kernel."""
+"""A batch as work items for TORCH: rows that are gathered together, rows of their own, rows for kernels in C."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from attn_backends.backends.torch.attend import gives_lse
-from attn_backends.backends.torch.native.paged_decode import PagedDecode, PagedRows
+from attn_backends.backends.torch.native.paged_decode import PagedDecode
+from attn_backends.backends.torch.native.paged_prefill import PagedPrefill
+from attn_backends.backends.torch.native.paged_rows import PagedRows
 from attn_backends.backends.torch.options import TorchOptions
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.order import SwappableRows, leading_decodes, reorder_batch_to_split_decodes_and_prefills
@@ -57,14 +59,15 @@ class TorchMetadata(AttentionMetadata):
 
     has_idle_tokens: bool  # padding, or rows without keys: their output is zero
     prefix_pages: torch.Tensor | None  # [common_prefix_len / page_size] i32: attended once for all decode rows
-    paged_rows: PagedRows | None  # all decode rows, for the kernel; then there are no other decode items
+    paged_rows: PagedRows | None  # all decode rows, for the kernel in C; then there are no other decode items
+    paged_prefills: PagedRows | None  # all other rows, for theirs; then there are no other prefill items
     decode_batch: DecodeBatch | None
     decode_rows: tuple[Row, ...]
     prefill_rows: tuple[Row, ...]
 
     def decode_fields(self) -> dict[str, Any]:
         paged = None if self.paged_rows is None else self.paged_rows.first(self.num_decodes)
-        return {"paged_rows": paged, "prefill_rows": ()}
+        return {"paged_rows": paged, "paged_prefills": None, "prefill_rows": ()}
 
     def prefill_fields(self) -> dict[str, Any]:
         rows = tuple(
@@ -72,7 +75,11 @@ class TorchMetadata(AttentionMetadata):
                     new_keys=_moved(row.new_keys, self.num_decode_new_kv))
             for row in self.prefill_rows
         )  # fmt: skip
-        return {"prefix_pages": None, "paged_rows": None, "decode_batch": None, "decode_rows": (), "prefill_rows": rows}
+        paged = self.paged_prefills
+        if paged is not None and paged.query_starts is not None:
+            paged = replace(paged, query_starts=paged.query_starts - self.num_decode_tokens)
+        alone = {"prefix_pages": None, "paged_rows": None, "decode_batch": None, "decode_rows": ()}
+        return {**alone, "paged_prefills": paged, "prefill_rows": rows}
 
 
 def _moved(tokens: slice, by: int) -> slice:
@@ -87,6 +94,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_native = is_native(self.options) and PagedDecode.serves(self.group.spec, self.device)
+        self._has_prefill = prefills_natively(self.options) and PagedPrefill.serves(self.group.spec, self.device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -96,9 +104,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             return self._build_static(common)
         self.check_lengths(common)
         actual = common.num_actual_reqs
-        query_starts = common.query_start_loc_cpu.numpy()
         seq_lens = common.seq_lens_cpu[:actual].numpy()
-        new_kv_starts = common.new_kv_start_loc_cpu.numpy()
         num_decodes = leading_decodes(common)
         use_cache = not common.is_profile_run and spec.attention_type is not AttentionType.ENCODER
 
@@ -110,15 +116,9 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         batch = None
         if use_cache and paged is None:
             batch = self._decode_batch(common, seq_lens[:num_decodes], prefix_len)
-        rows = []
-        for i in range(num_decodes if paged else batch.num_rows if batch else 0, actual):
-            queries = slice(int(query_starts[i]), int(query_starts[i + 1]))
-            new_keys = slice(int(new_kv_starts[i]), int(new_kv_starts[i + 1]))
-            if not use_cache:
-                rows.append(self._row(None, queries, new_keys, 0, new_keys.stop - new_keys.start))
-            elif seq_lens[i]:
-                first_key = prefix_len if i < num_decodes else 0
-                rows.append(self._row(common.page_table[i], queries, new_keys, first_key, int(seq_lens[i])))
+        prefills = self._paged_prefills(common, num_decodes) if use_cache and self._has_prefill else None
+        done = num_decodes if paged else batch.num_rows if batch else 0
+        rows = self._rows(common, range(done, num_decodes if prefills else actual), use_cache, num_decodes, prefix_len)
         num_decode_rows = sum(row.queries.start < num_decodes for row in rows)
         return TorchMetadata.of_batch(
             common,
@@ -129,6 +129,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             and (common.num_tokens > common.num_actual_tokens or bool((seq_lens == 0).any())),
             prefix_pages=common.page_table[0, : prefix_len // common.page_size] if prefix_len else None,
             paged_rows=paged,
+            paged_prefills=prefills,
             decode_batch=batch,
             decode_rows=tuple(rows[:num_decode_rows]),
             prefill_rows=tuple(rows[num_decode_rows:]),
@@ -187,6 +188,14 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             return None
         return PagedRows.of(common.page_table[:num_rows], common.seq_lens[:num_rows], prefix_len)
 
+    def _paged_prefills(self, common: CommonAttentionMetadata, num_decodes: int) -> PagedRows | None:
+        """The rows behind the decodes, as they stand in the page table."""
+        rows = slice(num_decodes, common.num_actual_reqs)
+        if rows.start == rows.stop:
+            return None
+        starts = common.query_start_loc[rows.start : rows.stop + 1]
+        return PagedRows.of(common.page_table[rows], common.seq_lens[rows], query_starts=starts)
+
     def _decode_batch(
         self, common: CommonAttentionMetadata, seq_lens: np.ndarray[tuple[int], np.dtype[np.int32]], prefix_len: int
     ) -> DecodeBatch | None:
@@ -223,6 +232,22 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         if spec.alibi_slopes is not None or counts.min() != counts.max():
             bias = _bias(spec, query[:, :, None], wanted[:, None], wanted[:, None] <= last[:, :, None])
         return DecodeBatch(num_rows, slots.view(-1), bias, None if together else owner[:, 0])
+
+    def _rows(
+        self, common: CommonAttentionMetadata, indices: range, use_cache: bool, num_decodes: int, prefix_len: int
+    ) -> list[Row]:
+        """Rows that are attended alone; those without keys are left out."""
+        query_starts, new_kv_starts = common.query_start_loc_cpu.numpy(), common.new_kv_start_loc_cpu.numpy()
+        seq_lens, rows = common.seq_lens_cpu.numpy(), []
+        for i in indices:
+            queries = slice(int(query_starts[i]), int(query_starts[i + 1]))
+            new_keys = slice(int(new_kv_starts[i]), int(new_kv_starts[i + 1]))
+            if not use_cache:
+                rows.append(self._row(None, queries, new_keys, 0, new_keys.stop - new_keys.start))
+            elif seq_lens[i]:
+                first_key = prefix_len if i < num_decodes else 0
+                rows.append(self._row(common.page_table[i], queries, new_keys, first_key, int(seq_lens[i])))
+        return rows
 
     def _row(
         self, page_row: torch.Tensor | None, queries: slice, new_keys: slice, first_key: int, num_keys: int
@@ -263,6 +288,10 @@ def is_native(options: TorchOptions | None) -> bool:
     return (options or TorchOptions()).native_decode
 
 
+def prefills_natively(options: TorchOptions | None) -> bool:
+    return (options or TorchOptions()).native_prefill
+
+
 def _graph_max_seq_len(options: TorchOptions | None, limits: Limits) -> int:
     return min((options or TorchOptions()).graph_max_seq_len, limits.max_model_len)
 
@@ -285,6 +314,7 @@ def static_metadata(group_index: int, slot_mapping: torch.Tensor, batch: DecodeB
         has_idle_tokens=False,
         prefix_pages=None,
         paged_rows=None,
+        paged_prefills=None,
         decode_batch=batch,
         decode_rows=(),
         prefill_rows=(),

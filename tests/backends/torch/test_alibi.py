@@ -16,7 +16,7 @@ from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.graphs.harness import CapturedStep, make_recorder
 from attn_backends.testing.harness import Result, assert_matches, make_layer
 
-PLAIN = TorchOptions(native_decode=False)
+PLAIN = TorchOptions(native_decode=False, native_prefill=False)
 ROADS = {
     "kernel": TorchOptions(),
     "together": PLAIN,

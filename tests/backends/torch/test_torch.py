@@ -20,7 +20,8 @@ class WithoutKernel(BackendConformance):
     @pytest.fixture(autouse=True)
     def _without_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for module in ("impl", "metadata"):
-            monkeypatch.setattr(f"attn_backends.backends.torch.{module}.is_native", lambda options: False)
+            for name in ("is_native", "prefills_natively"):
+                monkeypatch.setattr(f"attn_backends.backends.torch.{module}.{name}", lambda options: False)
 
 
 class TestTorchWithoutKernel(WithoutKernel):

@@ -1,7 +1,7 @@
 """C sources of the package, compiled by the machine's own compiler at first use and kept in the user's cache.
 
-`$CC`, else `cc`, else `gcc`. A file is named by all that it depends on: source, flags, compiler and CPU. Nothing is
-linked but torch: OpenMP is the one that torch has loaded, so that its threads are the same.
+`$CC`, else `cc`, else `gcc`. A file is named by all that it depends on: source, headers, flags, compiler and CPU.
+Nothing is linked but torch: OpenMP is the one that torch has loaded, so that its threads are the same.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def load(source: Path, defines: Mapping[str, int | str]) -> ctypes.CDLL:
     """
     compiler = _compiler()
     flags = [*FLAGS, *(f"-D{name}={value}" for name, value in defines.items())]
-    text = source.read_text(encoding="utf-8")
-    ingredients = [text, *compiler, *flags, _run([*compiler, "--version"]), _cpu(), torch.__file__]
+    texts = [path.read_text(encoding="utf-8") for path in (source, *sorted(source.parent.glob("*.h")))]
+    ingredients = [*texts, *compiler, *flags, _run([*compiler, "--version"]), _cpu(), torch.__file__]
     name = hashlib.sha256("\0".join(ingredients).encode()).hexdigest()[:24]
     try:
         path = cache_folder() / "native" / f"{source.stem}-{name}.so"

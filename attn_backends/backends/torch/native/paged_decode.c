@@ -3,64 +3,15 @@
 // A task is one row and KV head, or a piece of it where rows are few and long: all query heads of the KV head together,
 // so that each key and value is read once. Softmax runs along: Milakov and Gimelshein, "Online normalizer calculation".
 //
-// Compiled for one layer's shape: HEAD_DIM and HEAD_DIM_VO (multiples of LANES), GROUP query heads for each KV head, of
-// which BLOCK are held in registers at once, and one of FLOAT32, BFLOAT16, FLOAT16. Vectors are GCC's and Clang's.
+// Of a KV head's query heads, BLOCK are held in registers at once.
 
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#if FLOAT16 && defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include "paged.h"
 
-#define LANES 16
 #define TILE 64          // keys between two updates of the softmax
 #define AHEAD 8          // keys from a prefetch to its use
 #define MIN_PIECE 256    // keys
 #define MIN_WORK 65536   // multiplications that are worth waking the other threads
 #define WIDTH (BLOCK <= 4 && HEAD_DIM_VO % 64 == 0 ? 4 : HEAD_DIM_VO % 32 == 0 ? 2 : 1) // vectors of a value at once
-#define UNROLL _Pragma("GCC unroll 16")
-
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-int omp_get_max_threads(void); // torch's own OpenMP, loaded long before this
-int omp_get_num_threads(void);
-
-#if FLOAT32
-typedef float cell;
-static inline vec load(const cell *at) { vec v; memcpy(&v, at, sizeof v); return v; }
-static inline void store(cell *at, vec v) { memcpy(at, &v, sizeof v); }
-#elif BFLOAT16
-typedef uint16_t cell;
-typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
-typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
-static inline vec load(const cell *at) {
-    halves h;
-    memcpy(&h, at, sizeof h);
-    return (vec)(__builtin_convertvector(h, bits) << 16);
-}
-static inline void store(cell *at, vec v) { // to nearest, ties to even
-    bits b = (bits)v, is_nan = (bits)(v != v);
-    b = (((b + 0x7fff + (b >> 16 & 1)) & ~is_nan) | (0x7fc00000 & is_nan)) >> 16;
-    halves h = __builtin_convertvector(b, halves);
-    memcpy(at, &h, sizeof h);
-}
-#elif FLOAT16
-typedef _Float16 cell;
-#ifdef __AVX512F__
-static inline vec load(const cell *at) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)at)); }
-static inline void store(cell *at, vec v) { _mm256_storeu_si256((void *)at, _mm512_cvtps_ph((__m512)v, 0)); }
-#else
-typedef _Float16 halves __attribute__((vector_size(2 * LANES)));
-static inline vec load(const cell *at) {
-    halves h;
-    memcpy(&h, at, sizeof h);
-    return __builtin_convertvector(h, vec);
-}
-static inline void store(cell *at, vec v) { halves h = __builtin_convertvector(v, halves); memcpy(at, &h, sizeof h); }
-#endif
-#endif
 
 static inline float sum_of(vec v) {
     typedef float half __attribute__((vector_size(2 * LANES)));
@@ -71,72 +22,8 @@ static inline float sum_of(vec v) {
     return (c[0] + c[2]) + (c[1] + c[3]);
 }
 
-static inline vec higher(vec a, vec b) {
-    ints first = a > b;
-    return (vec)(((ints)a & first) | ((ints)b & ~first));
-}
-
-// e^x for x <= 0, to 2 units in the last place: 2^n · e^r with the polynomial of Cephes' expf; 0 below -87.
-static inline vec exp_of(vec x) {
-    ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, ints);
-    vec f = __builtin_convertvector(n, vec), r = x - f * 0.693359375f + f * 2.12194440e-4f;
-    vec p = 1.9875691500e-4f * r + 1.3981999507e-3f;
-    p = ((p * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r + 1.6666665459e-1f;
-    p = (p * r + 5.0000001201e-1f) * r * r + r + 1.f;
-    return (vec)(((ints)p + (n << 23)) & ~(x < -87.f));
-}
-
-static inline vec tanh_of(vec x) {
-    ints sign = (ints)x & INT32_MIN;
-    vec e = exp_of((vec)((ints)x & INT32_MAX) * -2.f);
-    return (vec)((ints)((1.f - e) / (1.f + e)) | sign);
-}
-
-struct view { cell *data; int64_t stride[3]; };
-
-struct step { // paged_decode.py fills the same
-    struct view query, key, value;       // [row, head], [new token, KV head] twice; the last dimension is contiguous
-    struct view key_cache, value_cache;  // [page, offset, KV head]
-    cell *output;                        // [row, head, HEAD_DIM_VO] contiguous
-    float *lse;                          // [row, head], natural log, sinks included; or NULL
-    const int64_t *slots;                // [new token]; negative ones are not written
-    const int32_t *pages;                // every row's, from first_pages[row] on
-    const int64_t *first_pages;
-    const int32_t *seq_lens;             // 0 for padding
-    const float *sinks, *slopes;         // [head], or NULL
-    int64_t num_new, num_rows, num_kv_heads, page_size, first_key, window_left, chunk_size;
-    double scale, soft_cap, k_scale, v_scale;
-};
-
 // Softmax of some keys is out / l; m is their highest logit.
 struct partial { vec out[GROUP][HEAD_DIM_VO / LANES]; float m[GROUP], l[GROUP]; };
-
-static inline cell *slot(const struct view *cache, int64_t page, int64_t offset, int64_t head) {
-    return cache->data + page * cache->stride[0] + offset * cache->stride[1] + head * cache->stride[2];
-}
-
-static void write_new(const struct step *s, int64_t token) {
-    const struct view *from[2] = {&s->key, &s->value}, *to[2] = {&s->key_cache, &s->value_cache};
-    float by[2] = {s->k_scale, s->v_scale};
-    int64_t at = s->slots[token], size[2] = {HEAD_DIM, HEAD_DIM_VO};
-    for (int i = 0; i < 2 && at >= 0; i++)
-        for (int64_t head = 0; head < s->num_kv_heads; head++) {
-            const cell *new = from[i]->data + token * from[i]->stride[0] + head * from[i]->stride[1];
-            cell *cached = slot(to[i], at / s->page_size, at % s->page_size, head);
-            if (by[i] == 1.f) memcpy(cached, new, size[i] * sizeof(cell));
-            else for (int64_t d = 0; d < size[i]; d += LANES) store(cached + d, load(new + d) / by[i]);
-        }
-}
-
-// The first key that a row sees, and in `stop` the end of them.
-static inline int64_t visible(const struct step *s, int64_t row, int64_t *stop) {
-    int64_t last = s->seq_lens[row] - 1, first = 0;
-    if (s->window_left >= 0) first = last - s->window_left;
-    if (s->chunk_size) first = last / s->chunk_size * s->chunk_size;
-    *stop = last + 1;
-    first = first > s->first_key ? first : s->first_key;
-    return first < *stop ? first : *stop;
-}
 
 // logits[g][i] of BLOCK query heads and n keys
 static inline void dot(vec q[][HEAD_DIM / LANES], const cell **keys, int n, float logits[][TILE]) {
@@ -245,13 +132,13 @@ static void finish(const struct step *s, int64_t row, int64_t head, const struct
 // Write the new tokens, then attend. Returns the number of threads that it ran on, or 0 for want of memory.
 static int decode(const struct step *s) {
     int64_t num_keys = 0, stop, heads = s->num_kv_heads, first_slot[s->num_rows + 1], max_splits = 1, threads = 1;
-    for (int64_t row = 0; row < s->num_rows; row++) num_keys -= visible(s, row, &stop) - stop;
+    for (int64_t row = 0; row < s->num_rows; row++) num_keys -= visible(s, row, s->seq_lens[row] - 1, &stop) - stop;
     // Eight pieces a thread even out what rows differ in.
     int64_t piece = num_keys * heads / (8 * omp_get_max_threads());
     piece = (piece < MIN_PIECE ? MIN_PIECE : piece + TILE - 1) / TILE * TILE;
     first_slot[0] = 0;
     for (int64_t row = 0; row < s->num_rows; row++) {
-        int64_t start = visible(s, row, &stop), num = (stop - start + piece - 1) / piece;
+        int64_t start = visible(s, row, s->seq_lens[row] - 1, &stop), num = (stop - start + piece - 1) / piece;
         max_splits = num > max_splits ? num : max_splits;
         first_slot[row + 1] = first_slot[row] + (num > 1 ? num : 1) * heads;
     }
@@ -265,7 +152,8 @@ static int decode(const struct step *s) {
     for (int64_t task = 0; task < s->num_rows * heads * max_splits; task++) {
         if (!task) threads = omp_get_num_threads();
         int64_t row = task / max_splits / heads, head = task / max_splits % heads, nth = task % max_splits;
-        int64_t num = (first_slot[row + 1] - first_slot[row]) / heads, end, start = visible(s, row, &end) + nth * piece;
+        int64_t num = (first_slot[row + 1] - first_slot[row]) / heads, end;
+        int64_t start = visible(s, row, s->seq_lens[row] - 1, &end) + nth * piece;
         if (nth >= num) continue;
         struct partial own, *part = partials ? partials + first_slot[row] + head * num + nth : &own;
         attend(s, row, head, start, start + piece < end ? start + piece : end, part);
@@ -310,8 +198,8 @@ int32_t OPERATOR(tensor query, tensor key, tensor value, tensor key_cache, tenso
     if (failed || aoti_torch_empty_strided(3, sizes, strides, dtype, 0, 0, output)) return 1;
     struct step s = {
         view(query, 2), view(key, 2), view(value, 2), view(key_cache, 3), view(value_cache, 3), data(*output), NULL,
-        data(slots), data(pages), data(first_pages), data(seq_lens), data(sinks), data(slopes), size(slots, 0),
-        size(seq_lens, 0), heads / GROUP, size(key_cache, 1), 0, window_left, chunk_size, scale, soft_cap, k_scale,
+        data(slots), data(pages), data(first_pages), data(seq_lens), NULL, data(sinks), data(slopes), size(slots, 0),
+        size(seq_lens, 0), heads / GROUP, size(key_cache, 1), 0, window_left, chunk_size, 1, scale, soft_cap, k_scale,
         v_scale,
     };
     return !decode(&s);

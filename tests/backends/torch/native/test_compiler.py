@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attn_backends.backends.torch.backend import TorchBackend
-from attn_backends.backends.torch.native import compiler, paged_decode
+from attn_backends.backends.torch.native import compiler, paged_decode, paged_prefill
 from attn_backends.backends.torch.native.compiler import CompileError, load
 from attn_backends.spec import AttentionSpec
 from attn_backends.testing.cases.random_batch import random_batch
@@ -35,6 +35,15 @@ def test_compiled_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(kept(tmp_path)) == 2
     monkeypatch.setattr(compiler, "_compile", lambda *arguments: pytest.fail("compiled again"))
     assert load(source, {"ANSWER": 42}).answer() == 42
+
+
+def test_another_header_is_another_library(source: Path, tmp_path: Path) -> None:
+    header = tmp_path / "answer.h"
+    source.write_text('#include "answer.h"\nint answer(void) { return ANSWER; }\n')
+    for answer in (1, 2):
+        header.write_text(f"#define ANSWER {answer}\n")
+        assert load(source, {}).answer() == answer
+    assert len(kept(tmp_path)) == 2
 
 
 def test_another_source_cpu_or_compiler_is_another_library(
@@ -77,20 +86,22 @@ def test_what_can_go_wrong(source: Path, tmp_path: Path, monkeypatch: pytest.Mon
         load(source, {"ANSWER": 1})
 
 
-def test_without_a_compiler_torch_decodes_and_says_why(
+def test_without_a_compiler_torch_attends_and_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
-    paged_decode._compiled.cache_clear()
+    for module in (paged_decode, paged_prefill):
+        module._compiled.cache_clear()
     try:
-        batch = random_batch(TorchBackend, AttentionSpec(4, 2, 16), (9, 30, 2), (1, 1, 1))
+        batch = random_batch(TorchBackend, AttentionSpec(4, 2, 16), (9, 30, 12), (1, 1, 5))
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
                 assert_matches(run_backend(TorchBackend, batch), batch)
         assert not paged_decode.PagedDecode.serves(batch.spec, torch.device("cpu"))
-        (told,) = [record.getMessage() for record in caplog.records]
-        assert "plain torch" in told
-        assert "apt install gcc" in told
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == 2  # once for each kernel
+        assert all("plain torch" in each and "apt install gcc" in each for each in told)
     finally:
-        paged_decode._compiled.cache_clear()
+        for module in (paged_decode, paged_prefill):
+            module._compiled.cache_clear()

@@ -1,4 +1,4 @@
-"""The kit finds what is wrong in C too: it fails on every mutation of the decode kernel's source."""
+"""The kit finds what is wrong in C too: it fails on every mutation of the kernels' sources."""
 
 from __future__ import annotations
 
@@ -10,40 +10,72 @@ import pytest
 import torch
 
 from attn_backends.backends.torch.backend import TorchBackend
-from attn_backends.backends.torch.native import paged_decode
+from attn_backends.backends.torch.native import paged_decode, paged_prefill
 from attn_backends.testing.conformance import BackendConformance
 
 F32 = torch.float32
-MUTATIONS: dict[str, tuple[str, str, Callable[[Any], object]]] = {  # what is there, what takes its place, a case
-    "window off by one": ("last - s->window_left", "last - s->window_left + 1", lambda k: k.test_window_edges(16)),
-    "chunk edge off by one": ("first = last / s", "first = (last + 1) / s", lambda k: k.test_chunk_edges(16)),
-    "soft cap dropped": ("if (s->soft_cap)", "if (0)", lambda k: k.test_features("soft_cap", F32)),
-    "sinks dropped": ("if (s->sinks) sum +=", "if (0) sum +=", lambda k: k.test_features("sinks", F32)),
-    "scale ignored": ("s->scale * s->k_scale", "1 / sqrt(HEAD_DIM)", lambda k: k.test_features("scale", F32)),
-    "alibi of the wrong sign": ("+= s->slopes[head]", "-= s->slopes[head]", lambda k: k.test_features("alibi", F32)),
-    "one key short": ("*stop = last + 1;", "*stop = last;", lambda k: k.test_page_sizes_and_layouts(16, "NHD")),
-    "tail of a page read": ("*stop = last + 1;", "*stop = last + 2;", lambda k: k.test_nan_never_leaks("plain", None)),
-    "pages of another row": ("s->first_pages[row]", "s->first_pages[0]",
-                             lambda k: k.test_matches_the_reference("small_decode", F32)),
-    "the other KV head": ("head * cache->stride[2]", "0 * cache->stride[2]",
+DECODE, PREFILL, BOTH = "paged_decode.c", "paged_prefill.c", "paged.h"
+MUTATIONS: dict[str, tuple[str, str, str, Callable[[Any], object]]] = {  # where, what is there, what takes its place
+    "window off by one": (BOTH, "position - s->window_left", "position - s->window_left + 1",
+                          lambda k: k.test_window_edges(16)),
+    "chunk edge off by one": (BOTH, "first = position / s", "first = (position + 1) / s",
+                              lambda k: k.test_chunk_edges(16)),
+    "one key short": (BOTH, "position + 1 :", "position :", lambda k: k.test_page_sizes_and_layouts(16, "NHD")),
+    "tail of a page read": (BOTH, "position + 1 :", "position + 2 :", lambda k: k.test_nan_never_leaks("plain", None)),
+    "all that is cached seen": (BOTH, "s->causal ? position + 1 : s", "s", lambda k: k.test_window_edges(16)),
+    "never what is ahead": (BOTH, "s->causal ? position + 1 : s->seq_lens[row]", "position + 1",
+                            lambda k: k.test_features("non_causal", F32)),
+    "the other KV head": (BOTH, "head * cache->stride[2]", "0 * cache->stride[2]",
                           lambda k: k.test_matches_the_reference("small_decode", F32)),
-    "values not written": ("i < 2 && at >= 0", "i < 1 && at >= 0",
+    "values not written": (BOTH, "i < 2 && at >= 0", "i < 1 && at >= 0",
                            lambda k: k.test_writes_its_slots_and_no_others(None, "NHD")),
-    "LSE of base 2": ("high + logf(sum)", "high + log2f(sum)",
-                      lambda k: k.test_matches_the_reference("small_decode", F32)),
-    "padded rows left alone": ("live ? out[d]", "1 ? out[d]",
-                               lambda k: k.test_padded_rows_are_zero("small_decode", 5)),
-    "keys read without their scale": ("s->scale * s->k_scale", "s->scale",
-                                      lambda k: k.test_scales_over_float_caches("plain", F32)),
-    "values read without their scale": ("(float)s->v_scale / sum", "1 / sum",
-                                        lambda k: k.test_scales_over_float_caches("sinks", F32)),
-    "written without scales": ("by[i] == 1.f", "1", lambda k: k.test_scales_over_float_caches("alibi", F32)),
-    "scales exchanged where written": ("{s->k_scale, s->v_scale}", "{s->v_scale, s->k_scale}",
+    "written without scales": (BOTH, "by[i] == 1.f", "1", lambda k: k.test_scales_over_float_caches("alibi", F32)),
+    "scales exchanged where written": (BOTH, "{s->k_scale, s->v_scale}", "{s->v_scale, s->k_scale}",
                                        lambda k: k.test_writes_its_slots_and_no_others(None, "HND")),
-    "heads as far apart as they are wide": ("head * cache->stride[2]", "head * HEAD_DIM",
+    "heads as far apart as they are wide": (BOTH, "head * cache->stride[2]", "head * HEAD_DIM",
                                             lambda k: k.test_interleaved_caches(None, "NHD", F32)),
-    "prefix twice": ("first > s->first_key ? first : s->first_key", "first",
+    "prefix twice": (BOTH, "first > s->first_key ? first : s->first_key", "first",
                      lambda k: k.test_shared_prefix("plain", True)),
+    "soft cap dropped": (DECODE, "if (s->soft_cap)", "if (0)", lambda k: k.test_features("soft_cap", F32)),
+    "sinks dropped": (DECODE, "if (s->sinks) sum +=", "if (0) sum +=", lambda k: k.test_features("sinks", F32)),
+    "scale ignored": (DECODE, "s->scale * s->k_scale", "1 / sqrt(HEAD_DIM)",
+                      lambda k: k.test_features("scale", F32)),
+    "alibi of the wrong sign": (DECODE, "+= s->slopes[head]", "-= s->slopes[head]",
+                                lambda k: k.test_features("alibi", F32)),
+    "pages of another row": (DECODE, "s->first_pages[row]", "s->first_pages[0]",
+                             lambda k: k.test_matches_the_reference("small_decode", F32)),
+    "LSE of base 2": (DECODE, "high + logf(sum)", "high + log2f(sum)",
+                      lambda k: k.test_matches_the_reference("small_decode", F32)),
+    "padded rows left alone": (DECODE, "live ? out[d]", "1 ? out[d]",
+                               lambda k: k.test_padded_rows_are_zero("small_decode", 5)),
+    "keys read without their scale": (DECODE, "s->scale * s->k_scale", "s->scale",
+                                      lambda k: k.test_scales_over_float_caches("plain", F32)),
+    "values read without their scale": (DECODE, "(float)s->v_scale / sum", "1 / sum",
+                                        lambda k: k.test_scales_over_float_caches("sinks", F32)),
+    "soft cap dropped from prompts": (PREFILL, "if (s->soft_cap) x", "if (0) x",
+                                      lambda k: k.test_features("soft_cap", F32)),
+    "soft cap dropped where all is seen": (PREFILL, "&& !s->soft_cap", "", lambda k: k.test_features("soft_cap", F32)),
+    "ALiBi dropped where all is seen": (PREFILL, "&& !s->slopes", "", lambda k: k.test_features("alibi", F32)),
+    "sinks below the maximum dropped": (PREFILL, "else l += exp2f(sink - m)", "else l += 0",
+                                        lambda k: k.test_features("sinks", F32)),
+    "sinks above the maximum dropped": (PREFILL, "by = exp2f(m - sink), l = l * by + 1, m = sink", "by = 1",
+                                        lambda k: k.test_features("sinks", F32)),
+    "prompts without their scale": (PREFILL, "PER_WORD == 1 ? s->scale", "PER_WORD == 1 ? 0.5",
+                                    lambda k: k.test_features("scale", F32)),
+    "prompts' pairs without their scale": (PREFILL, "PER_WORD == 2 ? s->scale", "PER_WORD == 2 ? 0.5",
+                                           lambda k: k.test_features("scale", torch.bfloat16)),
+    "values of prompts without their scale": (PREFILL, "by * (float)s->v_scale", "by",
+                                              lambda k: k.test_scales_over_float_caches("plain", F32)),
+    "prompts' ALiBi of the wrong sign": (PREFILL, "x += strip->slope", "x -= strip->slope",
+                                         lambda k: k.test_features("alibi", F32)),
+    "prompts' pages of another row": (PREFILL, "s->first_pages[row]", "s->first_pages[0]",
+                                      lambda k: k.test_matches_the_reference("mixed_small", F32)),
+    "prompts' LSE of base 2": (PREFILL, "(m + log2f(l)) * LN_2", "m + log2f(l)",
+                               lambda k: k.test_matches_the_reference("mixed_small", F32)),
+    "no maximum kept": (PREFILL, "shrink[w] = exp2_of(strip->m[w] - high[w])", "shrink[w] = (vec){0} + 1",
+                        lambda k: k.test_windows_over_several_tiles(None, F32)),
+    "nothing hidden": (PREFILL, "(key < strip->first[w]) | (key >= strip->stop[w])", "(ints){0}",
+                       lambda k: k.test_window_edges(16)),
 }  # fmt: skip
 
 
@@ -52,23 +84,32 @@ def kit() -> BackendConformance:
     return type("Kit", (BackendConformance,), {"backend_name": "TORCH", "backend": TorchBackend})()
 
 
+def forget() -> None:
+    for module in (paged_decode, paged_prefill):
+        module._compiled.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def _compiled_anew() -> Iterator[None]:
-    paged_decode._compiled.cache_clear()
+    forget()
     yield
-    paged_decode._compiled.cache_clear()
+    forget()
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_kit_fails_on(name: str, kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, after, case = MUTATIONS[name]
+    file, before, after, case = MUTATIONS[name]
     case(kit)
-    text = paged_decode.SOURCE.read_text()
-    assert text.count(before) == 1
-    mutated = tmp_path / "mutated.c"
-    mutated.write_text(text.replace(before, after))
+    folder = paged_decode.SOURCE.parent
+    for each in (DECODE, PREFILL, BOTH):
+        text = (folder / each).read_text()
+        if each == file:
+            assert text.count(before) == 1
+            text = text.replace(before, after)
+        (tmp_path / each).write_text(text)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(paged_decode, "SOURCE", mutated)
-    paged_decode._compiled.cache_clear()
+    for module in (paged_decode, paged_prefill):
+        monkeypatch.setattr(module, "SOURCE", tmp_path / module.SOURCE.name)
+    forget()
     with pytest.raises(AssertionError):
         case(kit)

@@ -13,7 +13,8 @@ import torch
 from attn_backends.backends.torch.backend import TorchBackend
 from attn_backends.backends.torch.impl import TorchImpl
 from attn_backends.backends.torch.metadata import TorchMetadataBuilder
-from attn_backends.backends.torch.native.paged_decode import PagedDecode, PagedRows
+from attn_backends.backends.torch.native.paged_decode import PagedDecode
+from attn_backends.backends.torch.native.paged_rows import PagedRows
 from attn_backends.backends.torch.options import TorchOptions
 from attn_backends.backends.torch.state import TorchStep
 from attn_backends.batch.common import SequenceData, SequenceGroup
@@ -51,7 +52,7 @@ def test_long_rows_in_pieces_beside_short_ones(layer: str, dtype: torch.dtype, l
 def test_mixed_batches_decode_by_the_kernel_and_write_every_token() -> None:
     batch = random_batch(TorchBackend, AttentionSpec(6, 2, 32), (40, 300, 17, 33), (1, 1, 17, 5))
     metadata = make_layer(TorchBackend, batch).begin(batch).metadata
-    assert (len(metadata.paged_rows.seq_lens), len(metadata.prefill_rows)) == (2, 2)
+    assert (len(metadata.paged_rows.seq_lens), len(metadata.paged_prefills.seq_lens)) == (2, 2)
     result = run_backend(TorchBackend, batch, want_lse=True)
     assert_matches(result, batch)
     assert_pool(result.kv_cache, batch.pool_after())

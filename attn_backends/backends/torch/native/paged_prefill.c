@@ -1,0 +1,378 @@
+// Attention of rows with any number of new tokens, over a paged cache in a CPU's memory: prompts, and chunks behind what
+// is cached. Flash attention (Dao et al.), with a query in each lane: logits, their maxima and their sums need no sum
+// across lanes, and an element of a key or value is read where it lies in its page and broadcast.
+//
+// A row's queries are its tokens times the GROUP query heads of a KV head, in this order. A task is one row, a KV head
+// and a block of STRIPS strips of queries; or some keys of it, a piece, where there are few blocks and many threads.
+
+#include "paged.h"
+
+#define TILE 64         // keys between two updates of the softmax
+#define AT_ONCE 8       // keys, or dimensions of values, that a microkernel holds in registers
+#define STRIPS 2
+#define MIN_PIECE 256   // keys
+#define MIN_WORK 65536  // multiplications that are worth waking the other threads
+#define LN_2 0.693147181f
+#define LOWEST -1e30f   // below all logits, and finite: the difference of two is a number
+#ifdef __AVX512F__
+#define WIDTH 3 // vectors of a strip: with AT_ONCE, what 32 registers hold
+#define ROUNDS(x) ((vec)_mm512_roundscale_ps((__m512)(x), 0))
+#else
+#define WIDTH 1
+#undef AT_ONCE
+#define AT_ONCE 4
+#endif
+#define QUERIES (WIDTH * LANES)
+
+// What products are of: float32; or pairs of bfloat16 where the CPU adds two products at once.
+#if BFLOAT16 && defined(__AVX512BF16__)
+#define PER_WORD 2
+typedef uint32_t word;
+static inline vec product(ints a, int32_t b, vec acc) {
+    return (vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)_mm512_set1_epi32(b));
+}
+typedef ints words;
+typedef int32_t word_of_key;
+#else
+#define PER_WORD 1
+typedef vec words;
+typedef float word_of_key;
+static inline vec product(words a, word_of_key b, vec acc) { return acc + a * b; }
+#endif
+#define KEY_WORDS (HEAD_DIM / PER_WORD)
+#if PER_WORD == 2
+#define ROOM_BYTES (TILE * HEAD_DIM_VO * 2)
+#elif FLOAT32
+#define ROOM_BYTES 64
+#else
+#define ROOM_BYTES (TILE * (HEAD_DIM + HEAD_DIM_VO) * 4)
+#endif
+
+struct strip { // queries side by side, one in a lane
+    words query[KEY_WORDS][WIDTH];
+    vec out[HEAD_DIM_VO][WIDTH], m[WIDTH], l[WIDTH]; // softmax is out / l, in powers of 2; m is the highest logit
+    ints first[WIDTH], stop[WIDTH], position[WIDTH]; // what each sees, and where it stands
+    vec slope[WIDTH];
+    int64_t any_first, any_stop, all_first, all_stop; // keys that some query sees, and that all do
+    int num, width;                                   // queries, and vectors that hold them
+};
+
+struct tile { // keys
+    int64_t start, n;
+    const word_of_key *keys[TILE], *values[TILE]; // values by pairs of keys where products are
+    const char *lines[2][TILE];                   // where they lie, to prefetch
+};
+
+#if defined(__clang__)
+#define ZIP(a, b, at)                                                                                                  \
+    __builtin_shufflevector(a, b, at, at + 16, at + 1, at + 17, at + 2, at + 18, at + 3, at + 19, at + 4, at + 20,     \
+                            at + 5, at + 21, at + 6, at + 22, at + 7, at + 23)
+#else
+#define ZIP(a, b, at)                                                                                                  \
+    __builtin_shuffle(a, b, (ints){at, at + 16, at + 1, at + 17, at + 2, at + 18, at + 3, at + 19, at + 4, at + 20,    \
+                                   at + 5, at + 21, at + 6, at + 22, at + 7, at + 23})
+#endif
+
+// Rows to columns: each round moves one bit of an element's place from its row to its column.
+static inline void transpose(ints rows[LANES]) {
+    for (int round = 0; round < 4; round++) {
+        ints next[LANES];
+        UNROLL for (int i = 0; i < LANES / 2; i++) {
+            next[2 * i] = ZIP(rows[i], rows[i + LANES / 2], 0);
+            next[2 * i + 1] = ZIP(rows[i], rows[i + LANES / 2], 8);
+        }
+        memcpy(rows, next, sizeof next);
+    }
+}
+
+// 2^x for x <= 0, to a unit in the last place, or as exact as bfloat16 needs; 0 far below.
+static inline vec exp2_of(vec x) {
+#ifdef __AVX512F__
+    x = (vec)_mm512_max_ps(_mm512_set1_ps(-160.f), (__m512)x); // not a number stays one
+    vec n = (vec)_mm512_roundscale_ps((__m512)x, 0), r = x - n;
+#else
+    ints whole = __builtin_convertvector(x - 0.5f, ints);
+    vec r = x - __builtin_convertvector(whole, vec);
+#endif
+#if PER_WORD == 2
+    vec p = ((9.570101276e-3f * r + 5.591785908e-2f) * r + 2.402474433e-1f) * r + 6.931217909e-1f;
+#else
+    vec p = ((1.327647129e-3f * r + 9.675540961e-3f) * r + 5.550713092e-2f) * r + 2.402212024e-1f;
+    p = p * r + 6.931469440e-1f;
+#endif
+    p = p * r + 1.f;
+#ifdef __AVX512F__
+    return (vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    return (vec)(((ints)p + (whole << 23)) & ~(x < -126.f));
+#endif
+}
+
+// The queries [start, start + num) of a row and KV head, transposed.
+static void load_queries(const struct step *s, int64_t row, int64_t head, int64_t start, struct strip *strip) {
+    int64_t first_token = s->query_starts[row], context = s->seq_lens[row] - (s->query_starts[row + 1] - first_token);
+    float factor = PER_WORD == 1 ? s->scale * s->k_scale / (s->soft_cap ? s->soft_cap : LN_2) : 1;
+    for (int w = 0; w < strip->width; w++) {
+        const cell *from[LANES];
+        for (int i = 0; i < LANES; i++) {
+            int at = w * LANES + i < strip->num ? w * LANES + i : strip->num - 1; // lanes too many do as the last one
+            int64_t token = (start + at) / GROUP, g = head * GROUP + (start + at) % GROUP, stop;
+            from[i] = s->query.data + (first_token + token) * s->query.stride[0] + g * s->query.stride[1];
+            strip->position[w][i] = context + token;
+            strip->first[w][i] = visible(s, row, context + token, &stop);
+            strip->stop[w][i] = stop;
+            strip->slope[w][i] = s->slopes ? s->slopes[g] / LN_2 : 0;
+        }
+        for (int d = 0; d < KEY_WORDS; d += LANES) {
+            ints rows[LANES];
+            for (int i = 0; i < LANES; i++)
+#if PER_WORD == 2
+                if (d + LANES <= KEY_WORDS) memcpy(&rows[i], from[i] + 2 * d, sizeof rows[i]);
+                else rows[i] = (ints){0}, memcpy(&rows[i], from[i] + 2 * d, (KEY_WORDS - d) * 4);
+#else
+                rows[i] = (ints)(load(from[i] + d) * factor);
+#endif
+            transpose(rows);
+            for (int i = 0; i < LANES && d + i < KEY_WORDS; i++) strip->query[d + i][w] = (words)rows[i];
+        }
+        strip->m[w] = (vec){0} + LOWEST;
+        strip->l[w] = (vec){0};
+    }
+    for (int d = 0; d < HEAD_DIM_VO; d++) for (int w = 0; w < WIDTH; w++) strip->out[d][w] = (vec){0};
+    int last = strip->num - 1;
+    strip->any_first = strip->first[0][0], strip->all_first = strip->first[last / LANES][last % LANES];
+    strip->all_stop = strip->stop[0][0], strip->any_stop = strip->stop[last / LANES][last % LANES];
+}
+
+// Where the keys of a tile lie; values as products need them, in `room`.
+static void gather(const struct step *s, int64_t row, int64_t head, struct tile *t, void *room) {
+    const int32_t *pages = s->pages + s->first_pages[row];
+    const cell *values[TILE + 1];
+    for (int64_t i = 0, page = t->start / s->page_size, offset = t->start % s->page_size; i < t->n; i++) {
+        t->keys[i] = (const void *)slot(&s->key_cache, pages[page], offset, head);
+        values[i] = slot(&s->value_cache, pages[page], offset, head);
+        if (++offset == s->page_size) offset = 0, page++;
+    }
+    for (int64_t i = 0; i < t->n; i++) t->lines[0][i] = (const void *)t->keys[i], t->lines[1][i] = (const void *)values[i];
+#if PER_WORD == 2
+    // Pairs of keys side by side; nothing beside an odd last one.
+    uint32_t *pairs = room;
+    for (int64_t i = 0; i < t->n; i += 2, pairs += HEAD_DIM_VO) {
+        for (int d = 0; d < HEAD_DIM_VO; d += LANES) {
+            halves a, b = {0};
+            memcpy(&a, values[i] + d, sizeof a);
+            if (i + 1 < t->n) memcpy(&b, values[i + 1] + d, sizeof b);
+            bits pair = __builtin_convertvector(a, bits) | __builtin_convertvector(b, bits) << 16;
+            memcpy(pairs + d, &pair, sizeof pair);
+        }
+        t->values[i / 2] = (const void *)pairs;
+    }
+#elif FLOAT32
+    for (int64_t i = 0; i < t->n; i++) t->values[i] = values[i];
+#else
+    float *rows = room;
+    for (int64_t i = 0; i < t->n; i++) {
+        const cell *key = (const void *)t->keys[i];
+        for (int d = 0; d < HEAD_DIM; d += LANES) { vec v = load(key + d); memcpy(rows + d, &v, sizeof v); }
+        t->keys[i] = rows, rows += HEAD_DIM;
+        for (int d = 0; d < HEAD_DIM_VO; d += LANES) { vec v = load(values[i] + d); memcpy(rows + d, &v, sizeof v); }
+        t->values[i] = rows, rows += HEAD_DIM_VO;
+    }
+#endif
+    for (int64_t i = t->n; i % AT_ONCE; i++) // keys too many, which no query sees
+        t->keys[i] = t->keys[t->n - 1], t->lines[0][i] = t->lines[0][t->n - 1], t->lines[1][i] = t->lines[1][t->n - 1];
+}
+
+// Logits, in powers of 2, of AT_ONCE keys; `high` is the highest so far.
+static inline __attribute__((always_inline)) void dot(const struct step *s, const struct strip *strip,
+                                                      const struct tile *t, int at, int width, int prefetch,
+                                                      vec logits[][WIDTH], vec *high) {
+    vec acc[AT_ONCE][WIDTH];
+    UNROLL for (int i = 0; i < AT_ONCE; i++) UNROLL for (int w = 0; w < width; w++) acc[i][w] = (vec){0};
+    const word_of_key *const *keys = t->keys + at;
+    for (int d = 0; d < KEY_WORDS; d += 8) {
+        UNROLL for (int e = 0; e < 8; e++)
+            UNROLL for (int i = 0; i < AT_ONCE; i++)
+                UNROLL for (int w = 0; w < width; w++)
+                    acc[i][w] = product(strip->query[d + e][w], keys[i][d + e], acc[i][w]);
+    }
+    int64_t first = t->start + at;
+    float factor = PER_WORD == 2 ? s->scale * s->k_scale / (s->soft_cap ? s->soft_cap : LN_2) : 1;
+    int whole = first >= strip->all_first && first + AT_ONCE <= strip->all_stop && first + AT_ONCE <= t->start + t->n;
+    if (whole && !s->soft_cap && !s->slopes)
+        UNROLL for (int i = 0; i < AT_ONCE; i++) UNROLL for (int w = 0; w < width; w++) {
+            vec x = PER_WORD == 2 ? acc[i][w] * factor : acc[i][w];
+            high[w] = higher(high[w], x);
+            logits[at + i][w] = x;
+        }
+    else
+        for (int i = 0; i < AT_ONCE; i++) for (int w = 0; w < width; w++) {
+            vec x = PER_WORD == 2 ? acc[i][w] * factor : acc[i][w];
+            ints key = (ints){0} + (int32_t)(first + i);
+            if (s->soft_cap) x = tanh_of(x) * (float)(s->soft_cap / LN_2);
+            if (s->slopes) x += strip->slope[w] * __builtin_convertvector(key - strip->position[w], vec);
+            ints hidden = (key < strip->first[w]) | (key >= strip->stop[w]);
+            x = (vec)(((ints)x & ~hidden) | ((ints)((vec){0} - INFINITY) & hidden));
+            high[w] = higher(high[w], x);
+            logits[at + i][w] = x;
+        }
+}
+
+// Logits [from, to) to weights, in pairs where products are; what comes before is to shrink.
+static inline __attribute__((always_inline)) void soften(struct strip *strip, vec logits[][WIDTH], int from, int to,
+                                                         int width, const vec *high, vec *shrink) {
+    vec sum[WIDTH];
+    UNROLL for (int w = 0; w < width; w++) {
+        shrink[w] = exp2_of(strip->m[w] - high[w]);
+        strip->m[w] = high[w];
+        sum[w] = strip->l[w] * shrink[w];
+    }
+    for (int i = from; i < to; i += 2)
+        UNROLL for (int w = 0; w < width; w++) {
+            vec a = exp2_of(logits[i][w] - high[w]), b = exp2_of(logits[i + 1][w] - high[w]);
+            sum[w] += a + b;
+#if PER_WORD == 2
+            __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+            const __m512i zip = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
+                                                 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+            logits[i / 2][w] = (vec)_mm512_permutexvar_epi16(zip, both);
+#else
+            logits[i][w] = a, logits[i + 1][w] = b;
+#endif
+        }
+    UNROLL for (int w = 0; w < width; w++) strip->l[w] = sum[w];
+}
+
+// out = out · shrink + Σ weight · value
+static inline __attribute__((always_inline)) void add(struct strip *strip, const struct tile *t, vec logits[][WIDTH],
+                                                      int from, int to, int width, const vec *shrink) {
+    for (int d = 0; d < HEAD_DIM_VO; d += AT_ONCE) {
+        vec acc[AT_ONCE][WIDTH];
+        UNROLL for (int i = 0; i < AT_ONCE; i++)
+            UNROLL for (int w = 0; w < width; w++) acc[i][w] = strip->out[d + i][w] * shrink[w];
+        for (int k = from / PER_WORD; k < to / PER_WORD; k++) {
+            const word_of_key *value = t->values[k] + d;
+            UNROLL for (int i = 0; i < AT_ONCE; i++)
+                UNROLL for (int w = 0; w < width; w++)
+                    acc[i][w] = product((words)logits[k][w], value[i], acc[i][w]);
+        }
+        UNROLL for (int i = 0; i < AT_ONCE; i++) UNROLL for (int w = 0; w < width; w++) strip->out[d + i][w] = acc[i][w];
+    }
+}
+
+static inline __attribute__((always_inline)) void attend_by(const struct step *s, struct strip *strip,
+                                                            const struct tile *t, int width, int prefetch) {
+    int64_t from = strip->any_first > t->start ? strip->any_first - t->start : 0;
+    int64_t to = strip->any_stop < t->start + t->n ? strip->any_stop - t->start : t->n;
+    if (from >= to) return;
+    from = from / AT_ONCE * AT_ONCE, to = (to + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
+    vec logits[TILE][WIDTH], high[WIDTH], shrink[WIDTH];
+    UNROLL for (int w = 0; w < width; w++) high[w] = strip->m[w];
+    for (int at = from; at < to; at += AT_ONCE) dot(s, strip, t, at, width, prefetch, logits, high);
+    soften(strip, logits, from, to, width, high, shrink);
+    // Behind the last key there are weights of 0 and no values.
+    to = to < t->n ? to : (t->n + PER_WORD - 1) / PER_WORD * PER_WORD;
+    add(strip, t, logits, from, to, width, shrink);
+}
+
+static __attribute__((noinline)) void attend_1(const struct step *s, struct strip *strip, const struct tile *t) {
+    attend_by(s, strip, t, 1, 0);
+}
+#if WIDTH > 1
+static __attribute__((noinline)) void attend_2(const struct step *s, struct strip *strip, const struct tile *t) {
+    attend_by(s, strip, t, 2, 0);
+}
+static __attribute__((noinline)) void attend_3(const struct step *s, struct strip *strip, const struct tile *t) {
+    attend_by(s, strip, t, 3, 0);
+}
+#endif
+
+// Some queries of a row and KV head, over the keys from `start` to `stop`.
+static void attend(const struct step *s, int64_t row, int64_t head, int64_t start, int64_t stop, struct strip *strips,
+                   int num_strips) {
+    char room[ROOM_BYTES] __attribute__((aligned(64)));
+    struct tile t;
+    for (t.start = start; t.start < stop; t.start += TILE) {
+        t.n = stop - t.start < TILE ? stop - t.start : TILE;
+        gather(s, row, head, &t, room);
+        for (int i = 0; i < num_strips; i++) {
+#if WIDTH > 1
+            if (strips[i].width == 3) attend_3(s, &strips[i], &t);
+            else if (strips[i].width == 2) attend_2(s, &strips[i], &t);
+            else
+#endif
+                attend_1(s, &strips[i], &t);
+        }
+    }
+}
+
+// Outputs of a strip, by token and head, with sinks.
+static void store_queries(const struct step *s, int64_t row, int64_t head, int64_t start, struct strip *strip) {
+    int64_t heads = s->num_kv_heads * GROUP;
+    for (int w = 0; w < strip->width; w++) {
+        int64_t to[LANES];
+        int n = strip->num - w * LANES < LANES ? strip->num - w * LANES : LANES;
+        vec factor;
+        for (int i = 0; i < n; i++) {
+            int64_t at = start + w * LANES + i, g = head * GROUP + at % GROUP;
+            float m = strip->m[w][i], l = strip->l[w][i], by = 1, sink = s->sinks ? s->sinks[g] / LN_2 : LOWEST;
+            if (sink > m) by = exp2f(m - sink), l = l * by + 1, m = sink;
+            else l += exp2f(sink - m);
+            to[i] = (s->query_starts[row] + at / GROUP) * heads + g;
+            factor[i] = by * (float)s->v_scale / l;
+            if (s->lse) s->lse[to[i]] = (m + log2f(l)) * LN_2;
+        }
+        for (int d = 0; d < HEAD_DIM_VO; d += LANES) {
+            ints rows[LANES];
+            for (int i = 0; i < LANES; i++) rows[i] = (ints)(strip->out[d + i][w] * factor);
+            transpose(rows);
+            for (int i = 0; i < n; i++) store(s->output + to[i] * HEAD_DIM_VO + d, (vec)rows[i]);
+        }
+    }
+}
+
+#define BLOCK_QUERIES (STRIPS * QUERIES)
+
+// The `nth` block of a row: its strips, loaded, and their number.
+static int load_block(const struct step *s, int64_t row, int64_t head, int64_t nth, struct strip *strips) {
+    int64_t num_queries = (s->query_starts[row + 1] - s->query_starts[row]) * GROUP, start = nth * BLOCK_QUERIES;
+    int num_strips = 0;
+    for (; num_strips < STRIPS && start < num_queries; start += QUERIES, num_strips++) {
+        struct strip *strip = strips + num_strips;
+        strip->num = num_queries - start < QUERIES ? num_queries - start : QUERIES;
+        strip->width = (strip->num + LANES - 1) / LANES;
+        load_queries(s, row, head, start, strip);
+    }
+    return num_strips;
+}
+
+// Write the new tokens, then attend. Returns the number of threads that it ran on, or 0 for want of memory.
+static int prefill(const struct step *s) {
+    int64_t heads = s->num_kv_heads, first_block[s->num_rows + 1], threads = 1;
+    first_block[0] = 0;
+    for (int64_t row = 0; row < s->num_rows; row++) {
+        int64_t num_queries = s->seq_lens[row] ? (s->query_starts[row + 1] - s->query_starts[row]) * GROUP : 0;
+        first_block[row + 1] = first_block[row] + (num_queries + BLOCK_QUERIES - 1) / BLOCK_QUERIES;
+    }
+    int64_t num_blocks = first_block[s->num_rows];
+#pragma omp parallel for if (s->num_new * heads * HEAD_DIM > MIN_WORK)
+    for (int64_t token = 0; token < s->num_new; token++) write_new(s, token);
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t task = 0; task < num_blocks * heads; task++) {
+        if (!task) threads = omp_get_num_threads();
+        struct strip strips[STRIPS];
+        // Later blocks see more: they go first.
+        int64_t block = num_blocks - 1 - task / heads, head = task % heads, row = 0;
+        for (int64_t end = s->num_rows; row + 1 < end;) {
+            int64_t middle = (row + end) / 2;
+            if (first_block[middle] <= block) row = middle; else end = middle;
+        }
+        int64_t nth = block - first_block[row];
+        int n = load_block(s, row, head, nth, strips);
+        attend(s, row, head, strips[0].any_first, strips[n - 1].any_stop, strips, n);
+        for (int i = 0; i < n; i++) store_queries(s, row, head, nth * BLOCK_QUERIES + i * QUERIES, &strips[i]);
+    }
+    return threads;
+}
+
+int paged_prefill(const struct step *s) { return prefill(s); }

@@ -1,0 +1,96 @@
+"""What the kernels in C of this folder are called with: a step's tensors and constants, as one struct."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from attn_backends.spec import AttentionSpec, AttentionType
+
+LANES = 16  # head dims are multiples of it
+
+DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
+# `struct step` of paged.h: five views of an address and three strides, addresses, integers, floats.
+_step = struct.Struct("P3q" * 5 + "9P8q4d")
+
+
+@dataclass(frozen=True)
+class PagedRows:
+    """The rows of a step, as a kernel reads them: row i's pages are `pages[first_pages[i]:]`."""
+
+    pages: torch.Tensor  # [n] i32
+    first_pages: torch.Tensor  # [num_rows] i64
+    seq_lens: torch.Tensor  # [num_rows] i32, new tokens included; 0 for padding, whose output is zero
+    first_key: int = 0  # keys before it are left out
+    query_starts: torch.Tensor | None = None  # [num_rows + 1] i32; None: one token a row
+
+    @classmethod
+    def of(
+        cls,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        first_key: int = 0,
+        query_starts: torch.Tensor | None = None,
+    ) -> PagedRows:
+        """The rows of a dense table [num_rows, max_pages] i32, without a copy where each row lies in one piece."""
+        if page_table.stride(1) != 1:
+            page_table = page_table.contiguous()
+        (num_rows, num_pages), (stride, _) = page_table.shape, page_table.stride()
+        pages = page_table.as_strided(((num_rows - 1) * stride + num_pages,), (1,))
+        return cls(pages, torch.arange(0, num_rows * stride, stride), seq_lens, first_key, query_starts)
+
+    def first(self, num_rows: int) -> PagedRows:
+        return replace(self, first_pages=self.first_pages[:num_rows], seq_lens=self.seq_lens[:num_rows])
+
+
+def serves(spec: AttentionSpec, device: torch.device) -> bool:
+    """Whether such layers are what the kernels are written for: cached self-attention, in one dtype of three."""
+    whole = not any(dim % LANES for dim in (spec.head_dim, spec.head_dim_vo))
+    alike = spec.dtype in DTYPES and spec.cache_dtype is spec.dtype
+    return device.type == "cpu" and spec.attention_type is AttentionType.DECODER and whole and alike
+
+
+def layer_constants(spec: AttentionSpec, sinks: torch.Tensor | None, k_scale: float, v_scale: float) -> tuple[Any, ...]:
+    """What a kernel is told of one layer, in the order of `call`.
+
+    Args:
+        sinks: [num_qo_heads] float, as the spec says.
+        k_scale, v_scale: a cached value times its scale is the real one.
+    """
+    slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes)
+    tensors = (torch.empty(0) if each is None else each.float() for each in (sinks, slopes))
+    numbers = (spec.window_left, spec.chunk_size or 0, spec.scale, spec.logits_soft_cap or 0.0, k_scale, v_scale)
+    return *tensors, *numbers
+
+
+def readable(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with each head in one piece."""
+    return (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
+
+
+def call(
+    run: Callable[[Any], int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor,
+    value_cache: torch.Tensor, slots: torch.Tensor, rows: PagedRows, output: torch.Tensor, lse: torch.Tensor | None,
+    sinks: torch.Tensor, slopes: torch.Tensor, window_left: int, chunk_size: int, *floats: float, causal: bool = True,
+) -> int:  # fmt: skip
+    """Run a kernel; returns the number of its threads."""
+    num_threads = run(
+        _step.pack(
+            *_view(query), *_view(key), *_view(value), *_view(key_cache), *_view(value_cache), output.data_ptr(),
+            0 if lse is None else lse.data_ptr(), slots.data_ptr(), rows.pages.data_ptr(), rows.first_pages.data_ptr(),
+            rows.seq_lens.data_ptr(), 0 if rows.query_starts is None else rows.query_starts.data_ptr(),
+            sinks.data_ptr(), slopes.data_ptr(), len(slots), len(rows.seq_lens), key_cache.shape[2],
+            key_cache.shape[1], rows.first_key, window_left, chunk_size, causal, *floats,
+        )
+    )  # fmt: skip
+    if not num_threads:
+        raise MemoryError("no memory for the pieces of long rows")
+    return num_threads
+
+
+def _view(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tensor.data_ptr(), *tensor.stride()[:3]
