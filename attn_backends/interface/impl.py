@@ -28,7 +28,7 @@ class AttentionImpl(ABC, Generic[StepT]):
     """
 
     step_cls: ClassVar[type[AttentionStep[Any]]] = AttentionStep  # what the backend's state returns
-    leaves_padding: ClassVar[bool] = True  # `attend` does not touch padded tokens: `forward` zeroes their outputs
+    leaves_padding: ClassVar[bool] = True  # `attend` does not touch padded rows: `forward` zeroes their outputs
 
     def __init__(
         self,
@@ -94,12 +94,13 @@ class AttentionImpl(ABC, Generic[StepT]):
             if num_slots < len(key):  # the others belong to no row
                 key, value = key[:num_slots], value[:num_slots]
             self.write(key, value, kv_cache, step)
+        live = metadata.num_row_tokens
         if self.leaves_padding:
             live = metadata.num_decode_tokens + metadata.num_prefill_tokens
-            if live < metadata.num_tokens:
-                output[live:].zero_()
-                if lse is not None:
-                    lse[live:].fill_(-math.inf)
+        if live < metadata.num_tokens:
+            output[live:].zero_()
+            if lse is not None:
+                lse[live:].fill_(-math.inf)
         self.attend(query, key, value, kv_cache, step, output, lse)
         return output
 

@@ -28,6 +28,7 @@ class AttentionMetadata:
     num_prefills: int
     num_prefill_tokens: int
     num_tokens: int  # padding included
+    num_row_tokens: int  # those of rows, padded rows too; tokens behind them belong to no row
     num_new_kv: int
     slot_mapping: torch.Tensor  # [num_new_kv + padding] i64; -1 is never written
     common_prefix_len: int  # leading keys that all rows share, in the same pages; 0 for none
@@ -55,6 +56,7 @@ class AttentionMetadata:
             num_prefills=common.num_actual_reqs - num_decodes,
             num_prefill_tokens=common.num_actual_tokens - decode_tokens,
             num_tokens=common.num_tokens,
+            num_row_tokens=common.num_tokens if common.num_reqs > common.num_actual_reqs else common.num_actual_tokens,
             num_new_kv=common.num_new_kv,
             slot_mapping=common.slot_mapping,
             common_prefix_len=common_prefix_len,
@@ -76,6 +78,7 @@ class AttentionMetadata:
             num_prefills=0,
             num_prefill_tokens=0,
             num_tokens=num_tokens,
+            num_row_tokens=num_tokens,
             num_new_kv=num_tokens,
             slot_mapping=slot_mapping,
             common_prefix_len=0,
@@ -89,18 +92,18 @@ class AttentionMetadata:
         """A view of the decode rows alone, or None without any."""
         if not self.num_decodes:
             return None
-        new_kv = self.num_decode_new_kv
-        return replace(self, num_prefills=0, num_prefill_tokens=0, num_tokens=self.num_decode_tokens, num_new_kv=new_kv,
-                       slot_mapping=self.slot_mapping[:new_kv], **self.decode_fields())  # fmt: skip
+        tokens, new_kv = self.num_decode_tokens, self.num_decode_new_kv
+        return replace(self, num_prefills=0, num_prefill_tokens=0, num_tokens=tokens, num_row_tokens=tokens,
+                       num_new_kv=new_kv, slot_mapping=self.slot_mapping[:new_kv], **self.decode_fields())  # fmt: skip
 
     @property
     def prefill_metadata(self) -> Self | None:
         """A view of the prefill rows alone, or None without any."""
         if not self.num_prefills:
             return None
-        before = self.num_decode_new_kv
+        tokens, before = self.num_prefill_tokens, self.num_decode_new_kv
         return replace(self, num_decodes=0, num_decode_tokens=0, num_decode_new_kv=0, common_prefix_len=0,
-                       num_tokens=self.num_prefill_tokens, num_new_kv=self.num_new_kv - before,
+                       num_tokens=tokens, num_row_tokens=tokens, num_new_kv=self.num_new_kv - before,
                        slot_mapping=self.slot_mapping[before : self.num_new_kv], **self.prefill_fields())  # fmt: skip
 
     def decode_fields(self) -> dict[str, Any]:
