@@ -61,4 +61,7 @@ class FlashInferBackend(AttentionBackend):
         if spec.alibi_slopes is not None and spec.logits_soft_cap is not None:  # its kernels scale logits twice then
             hint = "Choose a backend that honours both: attn-backends list."
             found.append(Rejection("alibi", "alibi_slopes with logits_soft_cap", "either one", hint))
+        if spec.window_left >= 0 and not spec.causal:  # where it splits keys, it leaves out those behind the window's
+            hint = "Choose a backend that honours both: attn-backends list."
+            found.append(Rejection("window", "a window without a causal mask", "windows of causal layers", hint))
         return found

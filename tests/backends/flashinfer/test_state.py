@@ -402,3 +402,14 @@ def test_no_row_of_a_causal_layer_lacks_keys_but_padding() -> None:
     assert step.metadata.prefill is not None
     assert not step.metadata.decode.some_may_lack_keys
     assert not step.metadata.prefill.some_may_lack_keys
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "refused"), [(7, False, True), (0, False, True), (7, True, False), (-1, False, False)]
+)
+def test_windows_without_a_causal_mask_are_refused(window: int, causal: bool, refused: bool) -> None:
+    """Where its scheduler splits keys, it counts those of the window and of a tile alone; the others were left out on
+    an H200."""
+    spec = AttentionSpec(8, 2, 128, dtype=torch.bfloat16, window_left=window, causal=causal)
+    codes = [each.code for each in EmulatedFlashInfer.reject(spec, KVCacheSpec(16, 16), "cpu")]
+    assert ("window" in codes) is refused
