@@ -25,6 +25,7 @@ _MMA_ROWS = 64  # queries from which on Hopper's matrix units want four warps fo
 _HELD = 160  # numbers of a thread, counted so: with more, compiled kernels keep some in memory
 _MOST_WARPS = 8
 _SWIZZLED = 64  # columns of 16 bits from which on shared memory holds them in the widest swizzle
+_SWIZZLED_FLOATS = 32  # the same of float32, and keys of a block: Hopper's products want such values by columns
 _MARGIN = 3 << 10  # of a prefill program, beside its queries and blocks
 
 
@@ -104,6 +105,8 @@ def _fitted_decode_tile(tile: DecodeTile, spec: AttentionSpec, query_rows: int, 
             row *= 2
         return blocks + query_rows * row + _SCRATCH
 
+    if spec.dtype is torch.float32 and query_rows >= _MMA_ROWS:
+        tile = replace(tile, keys=max(tile.keys, _SWIZZLED_FLOATS))
     while tile.keys > 64 and need(tile) > smem_bytes:  # rather than fewer blocks under way
         tile = replace(tile, keys=tile.keys // 2, warps=max(1, tile.warps // 2))
     # A product of float32 is three, of parts that are kept as well.
@@ -154,10 +157,11 @@ def block_dims(spec: AttentionSpec) -> tuple[int, int]:
 
     A narrow one is as wide as the other, up to 64. Rows of less than 128 bytes lie in shared memory in another swizzle
     than longer ones, and beside those ptxas 12.8, which Triton 3.6 and 3.7 bring, takes the address of values for a
-    product on Hopper from a register that was not set.
+    product on Hopper from a register that was not set. Blocks of float32 are as wide in bytes, whatever the layer has:
+    values lie there by columns, which have a block's keys.
     """
     dim, dim_vo = padded(spec.head_dim), padded(spec.head_dim_vo)
-    least = min(_SWIZZLED, max(dim, dim_vo))
+    least = min(_SWIZZLED, max(dim, dim_vo, _SWIZZLED_FLOATS if spec.dtype is torch.float32 else 0))
     return max(dim, least), max(dim_vo, least)
 
 

@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import subprocess
+from itertools import product
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -163,6 +164,30 @@ def test_keys_and_values_lie_in_shared_memory_alike(dims: tuple[int, int], page_
     tile, constants = prefill_of(spec, page_size, HOPPER)
     made = _compiled(ASTSource, prefill_kernel, tensors_of(spec), constants | WITHOUT_DESCRIPTORS, tile.warps, 90)
     assert len(set(re.findall(r"swizzlingByteWidth = \d+", made.asm["ttgir"]))) == 1
+
+
+@pytest.mark.parametrize("cached", [torch.float32, torch.bfloat16, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(("dim", "group"), [(16, 4), (48, 12), (64, 8), (128, 4)])
+def test_keys_and_values_of_float32_lie_alike(dim: int, group: int, cached: torch.dtype) -> None:
+    """See `block_dims`. Groups of 12 heads of 48 over bfloat16 had blocks of 16 keys: an illegal access on an H200."""
+    from triton.compiler import ASTSource
+
+    from attn_backends.backends.triton.kernels.decode import decode_kernel
+
+    spec = AttentionSpec(group, 1, dim, dtype=torch.float32, cache_dtype=cached)
+    tile, constants = decode_of(spec, 5, 64, HOPPER)
+    made = _compiled(ASTSource, decode_kernel, tensors_of(spec), constants, tile.warps, 90)
+    assert set(re.findall(r"swizzlingByteWidth = \d+", made.asm["ttgir"])) == {"swizzlingByteWidth = 128"}
+
+
+def test_blocks_of_float32_hold_32_keys_wherever_hopper_has_room() -> None:
+    for dim in range(16, 129, 16):
+        for cached in (torch.float32, torch.bfloat16, torch.float8_e5m2):
+            for group, page_size, num_rows in product((1, 4, 8, 12, 64), (1, 16, 64), (1, 16, 256)):
+                spec = AttentionSpec(group, 1, dim, dtype=torch.float32, cache_dtype=cached)
+                assert tuning.decode_tile(spec, KVCacheSpec(16, page_size), num_rows, 64, None, HOPPER).keys >= 32
+                for kind in ("prefill", "prompt"):
+                    assert tuning.prefill_tile(spec, KVCacheSpec(16, page_size), None, HOPPER, kind).keys >= 32
 
 
 @pytest.mark.parametrize(
