@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,6 +45,10 @@ def verify(
         Path | None,
         typer.Option("--covered", help="With --declared: a report or a merged one; leave out what it says has run."),
     ] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option("--where", help="With --declared: NAME=VALUE,VALUE; only these values of it. May be given again."),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Another number draws other cases.")] = 0,
     case: Annotated[int | None, typer.Option("--case", min=0, help="Run this one case alone, and show it.")] = None,
     device: Annotated[str, typer.Option("--device", help="Device to run on: cpu, cuda, cuda:1, … or auto.")] = "auto",
@@ -73,7 +78,10 @@ def verify(
     with clear_errors():
         if covered is not None and not declared:
             raise ValueError("--covered goes with --declared: random cases are drawn whatever has run")
+        if where and not declared:
+            raise ValueError("--where goes with --declared: random cases are drawn of all values")
         asked, package = _asked(name, device, size, multiprocessors, tuple(imports or ()), declared)
+        asked = replace(asked, where=tuple(where or ()))
         if case is not None:
             raise typer.Exit(_run_one(asked, case))
         if minutes is None:

@@ -1,8 +1,9 @@
-"""Merge the reports of several runs of `attn-backends verify` into one file.
+"""Merge the reports of several runs of `attn-backends verify`, or what was merged before, into one file.
 
 attn-backends verify TRITON --seed 1 --cases 2000 --json one.json        and so on, with other seeds
 attn-backends verify TRITON --declared --json two.json
 python -m benchmarks correctness merge_verify one.json two.json --out benchmarks/results/verify.json
+python -m benchmarks correctness merge_verify verify.json three.json --out verify.json
 
 With `--alone`, what `verify NAME --case` printed of cases that the device's memory was too little for, beside others:
 {"cases": [{"command": "attn-backends verify ...", "printed": ["seed: 7", ..., "found: nothing"]}]}. Those in which
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_backends.testing.verify.pairs import Pairs, counted, values_in
+from attn_backends.testing.verify.sizes import default_size
 from attn_backends.testing.verify.worker import may_lack_memory
 
 _SUMS = ("num_cases", "num_steps", "seconds")
@@ -36,11 +38,8 @@ def merge(reports: Sequence[dict[str, Any]], alone: Sequence[Mapping[str, Any]] 
         ValueError: two runs of one backend began at the same seed, so their cases are the same; or they were on
             different machines, of which one would seem to have run what the other did.
     """
-    runs = Counter(
-        (report["backend"], report["size"], report["first_seed"], report.get("declared", False))
-        for report in reports
-        if not report.get("continued")
-    )
+    reports = [part for report in reports for part in _by_backend(report)]
+    runs = Counter(_first_case(run) for report in reports for run in report.get("runs", [report]) if _is_whole(run))
     twice = [f"{backend} from seed {seed}" for (backend, _, seed, _), times in runs.items() if times > 1]
     if twice:
         raise ValueError(f"the same cases are in two reports: {', '.join(twice)}; give each run another --seed")
@@ -53,15 +52,41 @@ def merge(reports: Sequence[dict[str, Any]], alone: Sequence[Mapping[str, Any]] 
         "num_steps": sum(report["num_steps"] for report in reports),
         "num_findings": sum(len(report["findings"]) for report in reports),
         "backends": {name: _merged([report for report in reports if report["backend"] == name]) for name in backends},
-        "runs": [{key: report[key] for key in _OF_A_RUN if key in report} for report in reports],
+        "runs": [
+            {key: run[key] for key in _OF_A_RUN if key in run}
+            for report in reports
+            for run in report.get("runs", [report])
+        ],
     }
+
+
+def _by_backend(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """A report as it is; of several merged, one for each backend, with its runs."""
+    if "backends" not in report:
+        return [report]
+    of_backend = {name: [run for run in report["runs"] if run["backend"] == name] for name in report["backends"]}
+    return [
+        {**row, "backend": name, "machine": of_backend[name][0]["machine"], "runs": of_backend[name]}
+        for name, row in report["backends"].items()
+    ]
+
+
+def _is_whole(run: Mapping[str, Any]) -> bool:
+    """Whether a run left out nothing for what had run before it."""
+    return not run.get("continued") and "--covered" not in run["command"].split()
+
+
+def _first_case(run: Mapping[str, Any]) -> tuple[str, str, int, bool]:
+    """Two runs that begin at one case have the same ones."""
+    size = run.get("size") or default_size(run["device"])
+    return run["backend"], size, run["first_seed"], run.get("declared", False)
 
 
 def _without_those_alone(report: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A report, with findings of memory alone apart if nothing was found in their cases later."""
     passed = {each["command"]: each["printed"] for each in alone if each["printed"][-1] == "found: nothing"}
     findings: list[dict[str, Any]] = []
-    ran_alone: list[dict[str, Any]] = []
+    ran_alone: list[dict[str, Any]] = [*report.get("ran_alone", [])]
     for finding in report["findings"]:
         if may_lack_memory(finding["what"]) and (printed := passed.get(finding["command"])):
             ran_alone.append({**finding, "printed_alone": printed})

@@ -8,13 +8,14 @@ from the backend, the device and a seed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import combinations, combinations_with_replacement, count
 from random import Random
 from typing import Any
 
 from attn_backends.interface import AttentionBackend
 from attn_backends.testing.verify.declared import NOT_HERE, OF_DECODERS, refusal
-from attn_backends.testing.verify.factors import EAGER, WIDE_GRAPH, Factors, factors
+from attn_backends.testing.verify.factors import EAGER, WIDE_GRAPH, Factors, factors, narrowed
 from attn_backends.testing.verify.pairs import Pairs
 
 Row = dict[str, Any]
@@ -158,9 +159,9 @@ def in_blocks(rows: Sequence[Row]) -> list[list[Row]]:
     return [[rows[number] for number in block] for block in sorted(blocks, key=min)]
 
 
-def served_by(backend: type[AttentionBackend], device: str) -> Served:
-    """What a backend serves on a device, by `backend.reject`."""
-    return Served(factors(backend), lambda row: refusal(backend, row, device))
+def served_by(backend: type[AttentionBackend], device: str, where: Sequence[str] = ()) -> Served:
+    """What a backend serves on a device, by `backend.reject`, of the values that `where` leaves."""
+    return Served(narrowed(factors(backend), where), lambda row: refusal(backend, row, device))
 
 
 def missing_rows(blocks: Sequence[Sequence[Row]], covered: Pairs) -> list[list[tuple[int, Row]]]:
@@ -170,6 +171,39 @@ def missing_rows(blocks: Sequence[Sequence[Row]], covered: Pairs) -> list[list[t
         rows = [(next(numbered), row) for row in block]
         kept.append([(number, row) for number, row in rows if not _is_covered(row, covered)])
     return [block for block in kept if block]
+
+
+def most_first(blocks: Sequence[Sequence[tuple[int, Row]]], covered: Pairs) -> list[list[tuple[int, Row]]]:
+    """Blocks in the order in which each adds most pairs to those covered before, a row; those that add none are left
+    out. What a run has no time for is then what would have added least."""
+    masks, taken = list(covered.masks), list[list[tuple[int, Row]]]()
+    queue = [(-float(covered.num_declared), place) for place in range(len(blocks))]
+    heapify(queue)
+    while queue:
+        _, place = heappop(queue)
+        gain = _added(blocks[place], covered, masks)
+        if queue and gain < -queue[0][0]:  # others have taken of its pairs, which only become fewer
+            heappush(queue, (-gain, place))
+        elif gain:
+            taken.append(list(blocks[place]))
+            for _, row in blocks[place]:
+                _cover(covered.numbers(row), masks)
+    return taken
+
+
+def _added(block: Sequence[tuple[int, Row]], covered: Pairs, masks: Sequence[int]) -> float:
+    """Pairs of a block that are not in `masks`, a row."""
+    new = list(masks)
+    for _, row in block:
+        _cover(covered.numbers(row), new)
+    parts = zip(new, masks, covered.others, strict=True)
+    return sum((after & ~before & others).bit_count() for after, before, others in parts) / 2 / len(block)
+
+
+def _cover(numbers: Sequence[int], masks: list[int]) -> None:
+    mask = sum(1 << number for number in numbers)
+    for number in numbers:
+        masks[number] |= mask
 
 
 def _is_covered(row: Row, covered: Pairs) -> bool:

@@ -95,6 +95,27 @@ def factors(backend: Backend) -> Factors:
     }
 
 
+def narrowed(given: Factors, where: Iterable[str]) -> Factors:
+    """Factors of which some have but the values that are named, as `name=value,value`.
+
+    Raises:
+        ValueError: there is no such factor, or it has no such value.
+    """
+    found = dict(given)
+    for words in where:
+        name, _, wanted = words.partition("=")
+        if name not in given:
+            raise ValueError(
+                f"--where {words}: there is no {name!r} here; write NAME=VALUE,VALUE of {', '.join(given)}"
+            )
+        unknown = set(wanted.split(",")) - set(map(str, given[name]))
+        if unknown:
+            allowed = ", ".join(map(str, given[name]))
+            raise ValueError(f"--where {words}: {name} is none of {', '.join(sorted(unknown))}; allowed: {allowed}")
+        found[name] = tuple(value for value in found[name] if str(value) in wanted.split(","))
+    return found
+
+
 def _heads(can: Capabilities, backend: Backend) -> Factors:
     models = [model for model in published_models() if not model.is_mla]
     groups = {model.num_qo_heads // model.num_kv_heads for model in models}

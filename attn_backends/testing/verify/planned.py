@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from attn_backends.testing.verify.campaign import SEEDS_OF_A_RUN, Job, random_blocks
-from attn_backends.testing.verify.covering import CoveringArray, missing_rows, served_by
+from attn_backends.testing.verify.covering import CoveringArray, missing_rows, most_first, served_by
 from attn_backends.testing.verify.declared import Row
 from attn_backends.testing.verify.pairs import Pairs, values_in
 from attn_backends.testing.verify.sizes import SIZES
@@ -32,26 +32,29 @@ def plan_random(asked: Asked, seed: int, num_cases: int | None) -> Planned:
 
 
 def plan_declared(asked: Asked, seed: int, most: int | None, covered: Mapping[str, Any] | None = None) -> Planned:
-    """The rows of a covering array, without those whose pairs have all run.
+    """The rows of a covering array; without those whose pairs have all run, and what adds most pairs first.
 
     Args:
         most: of the rows; None: all.
         covered: a report, or several merged.
 
     Raises:
-        ValueError: `covered` says nothing of the backend's values.
+        ValueError: `covered` says nothing of the backend's values, or `asked.where` names others.
     """
-    served = served_by(prepare(asked), asked.device)
+    served = served_by(prepare(asked), asked.device, asked.where)
     pairs = Pairs(served.factors)
     if covered is not None:
         _add_covered(pairs, covered, asked.name)
     first = seed * SEEDS_OF_A_RUN
     rows = missing_rows(CoveringArray(served, seed).blocks, pairs)
+    if covered is not None:
+        rows = most_first(rows, pairs)
     blocks: list[list[Job]] = [[(first + number, row) for number, row in block] for block in rows]
     if most is not None:
         starts = accumulate(map(len, blocks), initial=0)
         blocks = [block[: most - start] for block, start in zip(blocks, starts, strict=False) if start < most]
-    return Planned(first, blocks, sum(map(len, blocks)), served.refused, covered is not None)
+    refused = {} if asked.where else served.refused  # other values of those factors may be served
+    return Planned(first, blocks, sum(map(len, blocks)), refused, covered is not None)
 
 
 def row_of(asked: Asked, seed: int) -> Row:
@@ -61,7 +64,8 @@ def row_of(asked: Asked, seed: int) -> Row:
         ValueError: the array has fewer rows.
     """
     array, number = divmod(seed, SEEDS_OF_A_RUN)
-    rows = [row for block in CoveringArray(served_by(prepare(asked), asked.device), array).blocks for row in block]
+    served = served_by(prepare(asked), asked.device, asked.where)
+    rows = [row for block in CoveringArray(served, array).blocks for row in block]
     if number >= len(rows):
         first = array * SEEDS_OF_A_RUN
         raise ValueError(f"--case is {seed}; the array of seed {array} has cases {first} to {first + len(rows) - 1}")

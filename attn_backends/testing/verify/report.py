@@ -70,6 +70,8 @@ def repeat_command(asked: Asked, seed: int) -> str:
     words = [*_environment(), "attn-backends", "verify", asked.name, "--case", str(seed), "--device", asked.device]
     if asked.declared:
         words.insert(len(_environment()) + 3, "--declared")
+    for words_of_a_factor in asked.where:
+        words += ["--where", words_of_a_factor]
     if asked.size != default_size(asked.device):
         words += ["--size", asked.size]
     if asked.multiprocessors is not None:

@@ -48,11 +48,12 @@ class Asked:
     multiprocessors: int | None  # None: drawn for each case
     imports: tuple[str, ...]  # modules that register backends
     declared: bool = False  # cases of a covering array, and not random ones
+    where: tuple[str, ...] = ()  # of an array: the values that factors may have, as `name=value,value`
 
     @staticmethod
     def from_json(text: str) -> Asked:
         given = json.loads(text)
-        return Asked(**{**given, "imports": tuple(given["imports"])})
+        return Asked(**{**given, **{name: tuple(given[name]) for name in ("imports", "where")}})
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

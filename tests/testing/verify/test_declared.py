@@ -20,7 +20,7 @@ from attn_backends.registry import get_backend
 from attn_backends.registry.table import BUILT_IN, get_class
 from attn_backends.spec import AttentionType
 from attn_backends.testing.verify.campaign import Tally
-from attn_backends.testing.verify.covering import CoveringArray, Served, missing_rows, served_by
+from attn_backends.testing.verify.covering import CoveringArray, Served, missing_rows, most_first, served_by
 from attn_backends.testing.verify.declared import OF_DECODERS, draw_declared, refusal
 from attn_backends.testing.verify.factors import FIELDS, NUM_DRAWN, factors
 from attn_backends.testing.verify.outcome import Outcome
@@ -356,3 +356,34 @@ def test_what_makes_no_sense_is_said(arguments: tuple[str, ...], told: str) -> N
     assert (done.returncode, done.stdout) == (2, "")
     assert told in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_adds_most_pairs_comes_first() -> None:
+    covered = Pairs({"a": (1, 2), "b": (1, 2), "c": (1, 2)})
+    covered.add({"a": 1, "b": 1})
+    rows = [{"a": 1, "b": 1, "c": 1}, {"a": 2, "b": 2, "c": 2}, {"a": 1, "b": 1}, {"a": 1, "c": 1}]
+    assert [block[0][0] for block in most_first([[(i, row)] for i, row in enumerate(rows)], covered)] == [1, 0]
+
+
+def test_an_array_of_some_values_alone_and_its_rows_again() -> None:
+    asked = Asked("TORCH", "cpu", "small", None, (), declared=True, where=("dtype=float32", "head_dim=64,128"))
+    assert Asked.from_json(asked.to_json()) == asked
+    jobs = [job for block in plan_declared(asked, 3, None).blocks for job in block]
+    assert {row["dtype"] for _, row in jobs} == {"float32"}
+    assert {row["head_dim"] for _, row in jobs} == {64, 128}
+    assert len({row["page_size"] for _, row in jobs}) > 5
+    assert all(row_of(asked, seed) == row for seed, row in jobs[::20])
+    assert not plan_declared(asked, 3, None).refused  # other dtypes may be served with what float32 is not
+    assert "--where head_dim=64,128" in repeat_command(asked, 7)
+
+
+@pytest.mark.parametrize(("words", "message"), [("hue=1", "no 'hue' here"), ("dtype=int3", "none of int3; allowed")])
+def test_values_that_are_not_declared_are_named(words: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_declared(Asked("TORCH", "cpu", "small", None, (), declared=True, where=(words,)), 0, 1)
+
+
+def test_where_goes_with_declared() -> None:
+    done = verify("TORCH", "--device", "cpu", "--cases", "1", "--where", "dtype=float32")
+    assert done.returncode
+    assert "--where goes with --declared" in done.stdout + done.stderr

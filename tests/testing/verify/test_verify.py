@@ -305,3 +305,16 @@ def test_reports_are_merged() -> None:
     assert torch_row["worst"]["output"]["seed"] == 2
     with pytest.raises(ValueError, match="TORCH from seed 1; give each run another --seed"):
         merge([one, one])
+
+
+def test_what_was_merged_is_merged_further() -> None:
+    found, alone = {"seed": 9, "kind": "decode", "what": "w", "command": "c"}, {"seed": 4}
+    reports = [report_of(1), report_of(2, findings=[found]), report_of(1, backend="OTHER"), report_of(3)]
+    before = merge(reports[:3])
+    before["backends"]["OTHER"]["ran_alone"].append(alone)
+    after, at_once = merge([before, reports[3]]), merge(reports)
+    assert after["backends"]["TORCH"] == at_once["backends"]["TORCH"]
+    assert after["backends"]["OTHER"]["ran_alone"] == [alone]
+    assert len(after["runs"]) == 4
+    with pytest.raises(ValueError, match="TORCH from seed 2; give each run another --seed"):
+        merge([before, report_of(2, size="medium")])
