@@ -190,6 +190,7 @@ PAGES = (
         Section("warm_up_cuda_smollm2_first", "Just before that", WARM),
         Section("warm_up_cuda_products_of_64", "With products at multiples of 64 tokens", WARM),
         Section("warm_up_cuda_smollm2_products", "With products at every 8 tokens, and 16 from 1,024 on", WARM),
+        Section("warm_up_cuda_repeated", "The same again, some warm too", WARM),
     )),
     Page("cpu", "On a CPU",
          "tokens a second beside transformers and vLLM; TORCH beside SDPA; linear layers; other work on the machine",
