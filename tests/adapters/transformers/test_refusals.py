@@ -1,0 +1,231 @@
+"""What is not served is refused by name, with what to do: it is never computed some other way."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import attn_backends.adapters.transformers as ab
+from attn_backends.interface import Unsupported
+from tests.helpers.hf_cases import draw_case, generate_batch
+from tests.helpers.tiny_models import COMMON, tiny_model
+
+NAME = "attn_backends:TORCH"
+IDS = torch.arange(3, 11)[None]
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Any:
+    ab.register()
+    with torch.no_grad():
+        yield
+
+
+def tiny(config_class: str, name: str = NAME, **settings: Any) -> Any:
+    config = getattr(transformers, config_class)(**COMMON | settings)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=name).eval()
+
+
+def refused(*words: str) -> Any:
+    return pytest.raises(Unsupported, match="(?s)" + ".*".join(map(re.escape, words)))
+
+
+def test_a_backend_refuses_a_layer_with_its_own_reasons() -> None:
+    with refused("TORCH_MLA", "mla: got plain attention"):
+        tiny("LlamaConfig", "attn_backends:TORCH_MLA")(IDS)
+
+
+def test_training() -> None:
+    model = tiny("LlamaConfig", attention_dropout=0.1)
+    with torch.enable_grad(), refused("training", "no_grad"):
+        model(IDS)
+    with refused("training", "dropout=0.1"):
+        model.train()(IDS)
+
+
+@pytest.mark.parametrize("settings", [{"cache_implementation": "static"}, {"cache_implementation": "offloaded"},
+                                      {"cache_implementation": "quantized"}], ids=str)  # fmt: skip
+def test_caches_of_other_kinds(settings: dict[str, str]) -> None:
+    with refused("past_key_values", settings["cache_implementation"], "PagedCache"):
+        tiny("LlamaConfig").generate(IDS, max_new_tokens=2, **settings)
+
+
+@pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
+def test_caches_that_a_caller_passes(kind: str) -> None:
+    model = tiny("LlamaConfig")
+    own = {"max_cache_len": 32} if kind == "StaticCache" else {}
+    cache = getattr(transformers, kind)(config=model.config, **own)
+    with refused("past_key_values", kind, "PagedCache(model.config)"):
+        model.generate(IDS, max_new_tokens=2, past_key_values=cache)
+    with refused("past_key_values", "PagedCache"):
+        model(IDS, past_key_values=cache)
+        model(IDS[:, :1], past_key_values=cache)
+
+
+def test_another_backend_over_the_same_pages() -> None:
+    model, cache = tiny("LlamaConfig"), ab.PagedCache(tiny("LlamaConfig").config)
+    model(IDS, past_key_values=cache)
+    model.set_attn_implementation("attn_backends:AUTO")
+    with refused("attn_backends:AUTO", "attn_backends:TORCH", "new PagedCache"):
+        model(IDS, past_key_values=cache)
+
+
+def test_a_batch_of_another_size() -> None:
+    model, cache = tiny("LlamaConfig"), ab.PagedCache(tiny("LlamaConfig").config)
+    model(IDS, past_key_values=cache)
+    with refused("batch_size", "2 rows", "reset()"):
+        model(IDS.repeat(2, 1), past_key_values=cache)
+
+
+class TestMasks:
+    def test_four_dimensions(self) -> None:
+        mask = torch.zeros(1, 1, 8, 8)
+        with refused("attention_mask", "[1, 1, 8, 8]"):
+            tiny("LlamaConfig")(IDS, attention_mask=mask)
+
+    def test_a_rule_of_ones_own(self) -> None:
+        from transformers.masking_utils import create_causal_mask
+
+        model = tiny("LlamaConfig")
+        with refused("mask", "a mask by or_masks"):
+
+            def looks_back(batch: Any, head: Any, query: Any, key: Any) -> Any:
+                return key == 0
+
+            create_causal_mask(model.config, torch.zeros(1, 8, 64), None, None, or_mask_function=looks_back)
+
+    def test_packed_sequences(self) -> None:
+        positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
+        with refused("attention_mask", "[1, 0]"):
+            tiny("LlamaConfig")(IDS, position_ids=positions, use_cache=False)
+        with refused("cu_seq_lens_q"):
+            tiny("LlamaConfig")(IDS, cu_seq_lens_q=torch.tensor([0, 5, 8]), use_cache=False)
+
+    def test_a_mask_that_changes_its_mind(self) -> None:
+        model, cache, mask = tiny("LlamaConfig"), ab.PagedCache(tiny("LlamaConfig").config), torch.ones(1, 8)
+        model(IDS, past_key_values=cache, attention_mask=mask)
+        other = torch.ones(1, 9)
+        other[0, 2] = 0
+        with refused("attention_mask", "masked now"):
+            model(IDS[:, :1], past_key_values=cache, attention_mask=other)
+
+    def test_padding_that_is_forgotten(self) -> None:
+        model, cache, mask = tiny("LlamaConfig"), ab.PagedCache(tiny("LlamaConfig").config), torch.ones(1, 8)
+        mask[0, :3] = 0
+        model(IDS, past_key_values=cache, attention_mask=mask)
+        with refused("attention_mask", "padding that is no longer"):
+            model(IDS[:, :1], past_key_values=cache)
+
+    def test_chunked_attention(self) -> None:
+        model = tiny("Llama4TextConfig", num_local_experts=1, attention_chunk_size=4, head_dim=16,
+                     intermediate_size_mlp=96, num_experts_per_tok=1)  # fmt: skip
+        with refused("mask", "a mask by chunked_overlay"):
+            model(IDS, use_cache=False)
+        with refused("chunked_attention"):
+            model.generate(IDS, max_new_tokens=2)
+
+
+class TestModels:
+    def test_encoders(self) -> None:
+        config = transformers.BertConfig(
+            hidden_size=64, num_attention_heads=4, num_hidden_layers=1, intermediate_size=64
+        )
+        model = transformers.AutoModel.from_config(config, attn_implementation=NAME).eval()
+        with refused("sdpa"):
+            model(IDS)
+
+    def test_an_encoder_with_a_decoder(self) -> None:
+        config = transformers.BartConfig(d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+                                         decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64)  # fmt: skip
+        model = transformers.BartForConditionalGeneration._from_config(config, attn_implementation=NAME).eval()
+        with refused("sdpa"):
+            model.generate(IDS, max_new_tokens=2)
+
+    def test_linear_attention(self) -> None:
+        config = transformers.Qwen3NextConfig(**COMMON | {"head_dim": 16, "num_experts": 2, "num_experts_per_tok": 1})
+        with refused("linear_attention"):
+            ab.PagedCache(config)
+
+    def test_shared_keys(self) -> None:
+        config = transformers.Gemma3nTextConfig(**COMMON | {"num_kv_shared_layers": 2, "head_dim": 16})
+        with refused("kv_sharing"):
+            ab.PagedCache(config)
+
+    def test_models_with_attention_of_their_own(self) -> None:
+        """GPT-J takes any name and computes attention itself: over new keys alone it would answer nonsense."""
+        config = transformers.GPTJConfig(vocab_size=97, n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=64)
+        model = transformers.GPTJForCausalLM(config).eval()
+        model.config._attn_implementation_internal = NAME
+        with refused("did not call the attention function"):
+            model(IDS, past_key_values=ab.PagedCache(model.config))
+
+
+def test_what_an_interrupted_forward_left_meets_no_other() -> None:
+    """A forward that broke off behind a cache's `update`; then one without a cache, as long, at the same layer."""
+    model, cache = tiny("LlamaConfig"), ab.PagedCache(tiny("LlamaConfig").config)
+    wanted = model(IDS, use_cache=False).logits
+    model(IDS.flip(1), past_key_values=cache)
+    cache.update(torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 16), 0)
+    assert torch.equal(model(IDS, use_cache=False).logits, wanted)
+
+
+class TestContinuousBatching:
+    @pytest.mark.parametrize("settings", [{"use_cuda_graph": True}, {"varlen": True}], ids=str)
+    def test_graphs_and_compilation(self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        from transformers.generation.continuous_batching import initialization
+
+        monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "CUDAGraph", raising=False)
+        if settings.pop("varlen", None):
+            settings["varlen_compile_config"] = transformers.CompileConfig()
+        with refused("cuda_graph", "use_cuda_graph=False"):
+            generate_batch(
+                tiny("LlamaConfig"), [[3, 4, 5]], 2, page_size=16, num_blocks=8, max_batch_tokens=16, **settings
+            )
+
+    def test_a_backend_that_does_not_take_the_page_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Before the thread starts that would only log it."""
+        from attn_backends.registry import get_backend
+
+        torch_backend = get_backend("TORCH")
+        can = torch_backend.capabilities()
+        monkeypatch.setattr(
+            torch_backend, "capabilities", lambda: can.__class__(**vars(can) | {"page_size_multiple": 64})
+        )
+        with refused("page_size", "got 16"):
+            generate_batch(tiny("LlamaConfig"), [[3, 4, 5]], 2, page_size=16, num_blocks=8, max_batch_tokens=16)
+
+    def test_latents(self) -> None:
+        """transformers itself has no pages for what such models cache."""
+        model = draw_case(3, "deepseek_v3").under(NAME)
+        outputs = generate_batch(model, [[3, 4, 5]], 2, page_size=16, num_blocks=8, max_batch_tokens=16)
+        assert outputs[0].error or len(outputs[0].generated_tokens) == 0
+
+
+def test_names_that_transformers_gives_a_meaning_are_not_among_ours() -> None:
+    names = ab.register()
+    assert "attn_backends:AUTO" in names
+    assert not [name for name in names if any(word in name for word in ("flash", "sdpa", "flex_attention", "/", "|"))]
+
+
+def test_options_are_validated_by_their_backend() -> None:
+    from attn_backends.validation import ConfigError
+
+    try:
+        ab.register(options={"TORCH": {"no_such_option": 1}})
+        with pytest.raises(ConfigError, match="no_such_option"):
+            tiny("LlamaConfig")(IDS)
+    finally:
+        ab.register()
+    with pytest.raises(ValueError, match="there are the backends"):
+        ab.register(options={"NOPE": {}})
+
+
+def test_other_models_are_left_alone() -> None:
+    """Registered names change nothing for a model that has another."""
+    model = tiny_model("llama")
+    out = model.generate(IDS, max_new_tokens=2, return_dict_in_generate=True, eos_token_id=None)
+    assert type(out.past_key_values) is transformers.DynamicCache
