@@ -1,0 +1,78 @@
+"""vLLM's batch in our words. Its tensors are read where they are; nothing is copied to the device, or read from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from attn_backends.adapters.vllm.reasons import unserved
+from attn_backends.batch.common import CommonAttentionMetadata
+from attn_backends.interface.capabilities import Rejection, Unsupported
+
+
+def batch_of(theirs: Any, page_size: int, *, exact: bool = True, for_graph: bool = False) -> CommonAttentionMetadata:
+    """Our batch of vLLM's `CommonAttentionMetadata`.
+
+    Args:
+        exact: the lengths that vLLM has on the host are those on the device, and no upper bounds.
+        for_graph: the batch has the padded shape of a graph.
+    """
+    rows = theirs.num_reqs
+    lens = lens_on_host(theirs)
+    return CommonAttentionMetadata.from_tensors(
+        page_size,
+        theirs.query_start_loc[: rows + 1],
+        theirs.query_start_loc_cpu[: rows + 1],
+        theirs.seq_lens[:rows],
+        lens,
+        theirs.block_table_tensor[:rows],
+        theirs.slot_mapping,
+        num_tokens=theirs.num_actual_tokens,  # padding included, where vLLM runs a full graph
+        exact=exact or theirs.seq_lens.device.type == "cpu",
+        for_graph=for_graph,
+    )
+
+
+def lens_on_host(theirs: Any) -> torch.Tensor:
+    """Lengths of all rows on the host, [num_reqs]: exact, or upper bounds. None is below its row's query tokens,
+    which vLLM does not see to in the batches that it captures with."""
+    rows: int = theirs.num_reqs
+    lens: torch.Tensor = theirs.seq_lens[:rows]
+    if lens.device.type == "cpu":
+        return lens
+    bounds = theirs.seq_lens_cpu_upper_bound
+    if bounds is None:  # a draft model's batches
+        return torch.full((rows,), theirs.max_seq_len, dtype=torch.int32)
+    return torch.maximum(bounds[:rows].int(), theirs.query_start_loc_cpu[: rows + 1].diff().int())
+
+
+def uniform_query_len(theirs: Any) -> int:
+    """The query tokens that every live row of a batch has, if a graph could run it with its padding; else 0."""
+    rows, tokens = theirs.num_reqs, theirs.num_actual_tokens
+    query_len = tokens // rows if rows else 0
+    if not query_len or query_len * rows != tokens or theirs.max_query_len != query_len:
+        return 0
+    starts = theirs.query_start_loc_cpu[: rows + 1].numpy()
+    live = starts[-1] // query_len
+    expected = np.minimum(np.arange(rows + 1), live) * query_len
+    return query_len if np.array_equal(starts, expected) else 0
+
+
+def check_batch(name: str, theirs: Any) -> None:
+    """Refuse what a batch of vLLM's can ask for and none of ours serves.
+
+    Raises:
+        Unsupported: with the reason.
+    """
+    found: list[Rejection] = []
+    if theirs.causal is not True:
+        got = "a tensor" if isinstance(theirs.causal, torch.Tensor) else theirs.causal
+        found.append(unserved("causal", got, "True: a token sees those before it"))
+    if any((getattr(theirs, "mm_req_doc_ranges", None) or {}).values()):
+        found.append(unserved("mm_prefix", "image tokens that see each other", "causal attention"))
+    if getattr(theirs, "rswa_prefix_lens", None) is not None:
+        found.append(unserved("rswa", "a prefix that all tokens see (R-SWA)", "windows alone"))
+    if found:
+        raise Unsupported(name, found)

@@ -1,0 +1,61 @@
+"""Full CUDA graphs, which vLLM captures: over its persistent tensors, with our clones' steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attn_backends.adapters.vllm.batch import uniform_query_len
+from attn_backends.interface import AttentionState
+
+
+@dataclass(frozen=True)
+class PersistentTensors:
+    """vLLM's tensors of a batch, as the largest graph sees them: `GraphTensors`."""
+
+    page_table: torch.Tensor  # [rows, max_pages] i32
+    seq_lens: torch.Tensor  # [rows] i32
+    slot_mapping: torch.Tensor  # [tokens] i64
+
+    @classmethod
+    def of(cls, theirs: Any) -> PersistentTensors:
+        return cls(theirs.block_table_tensor, theirs.seq_lens, theirs.slot_mapping)
+
+    def holds(self, theirs: Any) -> bool:
+        """Whether a batch lies in these tensors."""
+        return all(
+            mine.data_ptr() == other.data_ptr()
+            for mine, other in (
+                (self.page_table, theirs.block_table_tensor),
+                (self.seq_lens, theirs.seq_lens),
+                (self.slot_mapping, theirs.slot_mapping),
+            )
+        )
+
+
+class CapturedGraphs:
+    """Which batches have a graph. vLLM does not say whether a replay or an eager pass follows, so a batch of a captured
+    shape gets the clone's step always: it serves both."""
+
+    def __init__(self, state: AttentionState[Any]) -> None:
+        self._state = state
+        self._inputs: PersistentTensors | None = None
+
+    def capture(self, theirs: Any) -> None:
+        """A graph of this batch's shape is about to be captured. vLLM begins with the largest.
+
+        Raises:
+            Unsupported: the backend has no graphs.
+        """
+        if self._inputs is None:
+            self._inputs = PersistentTensors.of(theirs)
+            self._state.hold_graph_buffers(theirs.num_reqs, self._inputs)
+
+    def have(self, theirs: Any) -> bool:
+        """Whether the batch has the shape of a captured graph, and lies where that graph reads."""
+        if self._inputs is None:
+            return False
+        query_len = uniform_query_len(theirs)
+        return (theirs.num_reqs, query_len) in self._state.graph_sizes and self._inputs.holds(theirs)

@@ -1,0 +1,161 @@
+"""vLLM's batches in our words, over stand-ins that have its fields: no vLLM is needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attn_backends import AttentionSpec, KVCacheSpec, Limits, Plans, Unsupported, get_backend
+from attn_backends.adapters.vllm.batch import batch_of, check_batch, lens_on_host, uniform_query_len
+from attn_backends.adapters.vllm.graphs import CapturedGraphs
+from attn_backends.cache.kv_cache import KVCache
+from attn_backends.testing.reference import reference_attention
+
+PAGE = 16
+
+
+def batch(query_lens: list[int], seq_lens: list[int], *, tokens: int | None = None, **more: Any) -> SimpleNamespace:
+    """What vLLM hands to a builder: rows of zero tokens are its padding, tokens beyond the rows' belong to none."""
+    starts = torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32)
+    rows, lens = len(query_lens), torch.tensor(seq_lens, dtype=torch.int32)
+    width = max(seq_lens) // PAGE + 3
+    table = torch.arange(1, rows * width + 1, dtype=torch.int32).view(rows, width)
+    tokens = int(starts[-1]) if tokens is None else tokens
+    slots = torch.full((tokens,), -1, dtype=torch.int64)
+    for row, (count, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        places = torch.arange(length - count, length)
+        slots[int(starts[row]) : int(starts[row + 1])] = table[row, places // PAGE].long() * PAGE + places % PAGE
+    given = {
+        "query_start_loc": starts, "query_start_loc_cpu": starts, "seq_lens": lens, "num_reqs": rows,
+        "num_actual_tokens": tokens, "max_query_len": max(query_lens), "max_seq_len": max(seq_lens),
+        "block_table_tensor": table, "slot_mapping": slots, "causal": True, "seq_lens_cpu_upper_bound": None,
+    }  # fmt: skip
+    return SimpleNamespace(**given | more)
+
+
+def test_a_batch_is_read_where_it_lies() -> None:
+    theirs = batch([3, 1, 0], [20, 5, 0])
+    ours = batch_of(theirs, PAGE)
+    assert (ours.num_reqs, ours.num_tokens, ours.num_new_kv, ours.max_seq_len) == (2, 4, 4, 20)
+    assert ours.context_lens_cpu.tolist() == [17, 4]
+    assert ours.page_table.data_ptr() == theirs.block_table_tensor.data_ptr()
+    assert ours.slot_mapping.data_ptr() == theirs.slot_mapping.data_ptr()
+    assert not ours.seq_lens_are_upper_bounds
+
+
+def test_host_tensors_may_change_afterwards() -> None:
+    theirs = batch([2, 1], [9, 4])
+    ours = batch_of(theirs, PAGE)
+    theirs.query_start_loc_cpu.zero_()
+    theirs.seq_lens.zero_()
+    assert ours.query_start_loc_cpu.tolist() == [0, 2, 3]
+    assert ours.seq_lens_cpu.tolist() == [9, 4]
+
+
+def test_tokens_beyond_the_rows_are_counted() -> None:
+    assert batch_of(batch([1, 1], [7, 3], tokens=8), PAGE).num_tokens == 8
+
+
+def test_a_graphs_rows_have_equal_lengths() -> None:
+    ours = batch_of(batch([2, 2, 0, 0], [9, 4, 0, 0], tokens=8), PAGE, for_graph=True)
+    assert (ours.for_graph, ours.num_reqs, ours.num_tokens, ours.max_query_len) == (True, 4, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "tokens", "expected"),
+    [
+        ([1, 1, 1], 3, 1),
+        ([1, 1, 0, 0], 4, 1),
+        ([3, 3], 6, 3),
+        ([3, 0], 6, 3),
+        ([2, 1], 3, 0),
+        ([3, 2], 6, 0),
+        ([4], 8, 0),
+    ],
+)
+def test_uniform_batches(query_lens: list[int], tokens: int, expected: int) -> None:
+    theirs = batch(query_lens, [10 if count else 0 for count in query_lens], tokens=tokens)
+    assert uniform_query_len(theirs) == expected
+
+
+def test_lengths_without_bounds_are_the_longest() -> None:
+    class OnAGpu:
+        device = torch.device("cuda")
+
+        def __getitem__(self, _: object) -> OnAGpu:
+            return self
+
+    theirs = batch([1, 1], [9, 4])
+    theirs.seq_lens = OnAGpu()
+    assert lens_on_host(theirs).tolist() == [9, 9]
+    theirs.seq_lens_cpu_upper_bound = torch.tensor([8, 0], dtype=torch.int32)
+    assert lens_on_host(theirs).tolist() == [8, 1]  # no shorter than its query
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        ({"causal": False}, "causal"),
+        ({"causal": torch.tensor([True])}, "causal"),
+        ({"mm_req_doc_ranges": {0: [(1, 3)]}}, "mm_prefix"),
+        ({"rswa_prefix_lens": torch.tensor([3])}, "rswa"),
+    ],
+)
+def test_what_none_serves_is_refused(given: dict[str, Any], code: str) -> None:
+    with pytest.raises(Unsupported) as refused:
+        check_batch("TORCH", batch([1], [3], **given))
+    assert [each.code for each in refused.value.rejections] == [code]
+    check_batch("TORCH", batch([1], [3], mm_req_doc_ranges={0: []}))
+
+
+def test_graphs_serve_batches_that_lie_in_their_tensors() -> None:
+    state: Any = SimpleNamespace(graph_sizes={(4, 1)}, hold_graph_buffers=lambda rows, inputs: held.append(rows))
+    held: list[int] = []
+    graphs = CapturedGraphs(state)
+    first = batch([1, 1, 1, 1], [5, 6, 7, 8])
+    assert not graphs.have(first)
+    graphs.capture(first)
+    graphs.capture(first)
+    assert held == [4]
+    assert graphs.have(first)
+    padded = SimpleNamespace(**vars(first))
+    padded.query_start_loc_cpu = torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32)
+    assert graphs.have(padded)
+    assert not graphs.have(batch([1, 1, 1, 1], [5, 6, 7, 8]))  # elsewhere
+    ragged = SimpleNamespace(**vars(first))
+    ragged.query_start_loc_cpu = torch.tensor([0, 2, 3, 4, 4], dtype=torch.int32)
+    ragged.max_query_len = 2
+    assert not graphs.have(ragged)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_batches_over_vllms_cache_match_float64(seed: int) -> None:
+    """Keys and values side by side in a row, pages and rows as vLLM lays them, padding at the end."""
+    numbers = np.random.default_rng(seed)
+    rows = int(numbers.integers(1, 5))
+    query_lens = [int(n) for n in numbers.choice([1, 1, 2, 7, 30], rows)] + [0] * int(numbers.integers(0, 3))
+    seq_lens = [n + int(numbers.integers(0, 60)) if n else 0 for n in query_lens]
+    theirs = batch(query_lens, seq_lens, tokens=sum(query_lens) + int(numbers.integers(0, 4)))
+    spec = AttentionSpec(4, 2, 32, dtype=torch.float32, window_left=int(numbers.choice([-1, 19])))
+    cache = KVCacheSpec(None, PAGE)
+    plans = Plans(get_backend("TORCH"), {"layer": spec}, cache, Limits(8, 128, 128), "cpu")
+    plans.bind("layer")
+    generator = torch.Generator().manual_seed(seed)
+    pages = int(theirs.block_table_tensor.max()) + 1
+    packed = torch.randn(pages, PAGE, 2, 64, generator=generator).transpose(
+        1, 2
+    )  # [blocks, heads, block_size, 2D], NHD
+    kv_cache = KVCache(*packed.transpose(1, 2).split([32, 32], -1))
+    query, key, value = (torch.randn(theirs.num_actual_tokens, n, 32, generator=generator) for n in (4, 2, 2))
+    got = plans.forward("layer", query, key, value, kv_cache, plans.plan(batch_of(theirs, PAGE)))
+    starts = theirs.query_start_loc_cpu.tolist()
+    for row, (count, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        if count:
+            held = [cached[theirs.block_table_tensor[row].long()].flatten(0, 1)[:length] for cached in kv_cache]
+            expected, _ = reference_attention(query[starts[row] : starts[row] + count], *held, spec)
+            assert (got[starts[row] : starts[row] + count] - expected).abs().max() < 2e-5
+    assert not got[starts[-1] :].any()
