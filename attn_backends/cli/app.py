@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attn_backends.cli.errors import EXIT_FAILED, Commands, clear_errors
+from attn_backends.cli.lint import lint
 from attn_backends.cli.tables import print_doctor, print_explanation, print_json, print_list, print_support
 from attn_backends.cli.verify import verify
 
@@ -179,6 +180,7 @@ def generate(
 
 
 app.command()(verify)
+app.command()(lint)
 
 
 def _explanation(config: EngineConfig) -> Explanation:

@@ -90,10 +90,10 @@ class NaiveImpl(ab.AttentionImpl[ab.AttentionStep[NaiveMetadata]]):
 @ab.register_backend("NAIVE", options=NaiveOptions)  # completes the entry point's row, which names the class alone
 class NaiveBackend(ab.AttentionBackend):
     contract, name = (1, 0), "NAIVE"  # of attn_backends that it was written for: docs/contract.md
-    impl_cls, metadata_cls = NaiveImpl, NaiveMetadata
-    builder_cls, state_cls = NaiveMetadataBuilder, NaiveState
+    impl_cls, metadata_cls, builder_cls, state_cls = NaiveImpl, NaiveMetadata, NaiveMetadataBuilder, NaiveState
 
     @staticmethod
     def capabilities() -> ab.Capabilities:
         floats = frozenset({torch.float32, torch.float64})
-        return ab.Capabilities(devices=frozenset({"cpu"}), dtypes=floats, cache_dtypes=floats, lse=True)
+        return ab.Capabilities(devices=frozenset({"cpu"}), dtypes=floats, cache_dtypes=floats,
+                               layouts=frozenset({"NHD", "HND"}), unequal_head_dims=True, lse=True)  # fmt: skip

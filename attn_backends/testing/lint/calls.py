@@ -71,7 +71,7 @@ def check_prefix(subject: Subject) -> Iterator[Finding]:
     if told and not any(told):
         told.append(_plans_for_many(subject))
     if subject.can.cascade and told and not any(told):
-        yield Finding("capability-ignored", "cascade", "with common_prefix_len and without, metadata, steps and the pages "
+        yield Finding("capability-ignored", "cascade", "with common_prefix_len and without, metadata and the pages "
                       "that are read are the same", "Attend a shared prefix once, or do not declare it.")  # fmt: skip
     if not subject.can.cascade and any(told):
         yield Finding("capability-undeclared", "cascade", "a shared prefix is attended once", "Declare cascade.")
@@ -85,7 +85,9 @@ def _uses_prefix(subject: Subject, kind: BatchKind) -> Finding | bool:
         found = drawn.wrong(subject.run(batch, prefix_len=prefix_len))
         if found is not None:
             return Finding("capability-wrong", where, str(found), "The prefix is a hint: outputs are the same.")
-        return _plans_otherwise(subject, batch, batch.common(), prefix_len) or _reads_it_once(subject, batch, prefix_len)
+        return _plans_otherwise(subject, batch, batch.common(), prefix_len) or _reads_it_once(
+            subject, batch, prefix_len
+        )
     except Exception as error:  # whatever a kernel library raises is the finding
         return Finding("run-failed", where, f"{type(error).__name__}: {error}", "The prefix is a hint: accept it.")
 

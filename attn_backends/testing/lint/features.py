@@ -1,4 +1,4 @@
-"""What a layer may ask for: run with it, judged by what outputs would be without it; and what is honoured undeclared."""
+"""What a layer may ask for: run, and judged by outputs with it and without; and what is honoured undeclared."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ class Drawn:
     def is_decisive(self) -> bool:
         """Whether right outputs differ from those of each supposition by more than any rounding."""
         return all(
-            output_error(each.expected[0], self.expected[0]) > _FAR * self.batch.tolerance
-            for each in self.suppositions
+            output_error(each.expected[0], self.expected[0]) > _FAR * self.batch.tolerance for each in self.suppositions
         )
 
     def wrong(self, result: Result) -> Supposition | str | None:
@@ -80,13 +79,17 @@ def as_layer(batch: Batch, **changes: Any) -> Batch:
     return replace(batch, spec=spec, sinks=batch.sinks if spec.sinks else None)
 
 
-def as_scaled(batch: Batch, k_scale: float, v_scale: float) -> Batch:
-    """The batch as it is attended if what its cache holds is read with other scales."""
-    dtype = batch.spec.cache_dtype
+def as_scaled(batch: Batch, k_scale: float, v_scale: float, writes_too: bool = False) -> Batch:
+    """The batch as it is attended if what its cache holds is read with other scales, or new keys are written so too."""
+    was = (batch.k_scale, batch.k_scale if isinstance(batch.spec, MLASpec) else batch.v_scale)
 
-    def reread(row: Row) -> Row:
-        key = stored(row.key, dtype, batch.k_scale).double() * k_scale
-        old, new = (batch.k_scale, k_scale) if isinstance(batch.spec, MLASpec) else (batch.v_scale, v_scale)
-        return replace(row, key=key, value=stored(row.value, dtype, old).double() * new)
+    def reread(real: torch.Tensor, row: Row, old: float, new: float) -> torch.Tensor:
+        dtype, cached = batch.spec.cache_dtype, row.num_cached
+        written = stored(real[cached:], dtype, new if writes_too else old)
+        return torch.cat([stored(real[:cached], dtype, old), written]).double() * new
 
-    return replace(batch, rows=tuple(map(reread, batch.rows)), k_scale=k_scale, v_scale=v_scale)
+    rows = [
+        replace(row, key=reread(row.key, row, was[0], k_scale), value=reread(row.value, row, was[1], v_scale))
+        for row in batch.rows
+    ]
+    return replace(batch, rows=tuple(rows), k_scale=k_scale, v_scale=v_scale)

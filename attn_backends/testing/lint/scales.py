@@ -62,9 +62,8 @@ def _scaled(subject: Subject, spec: AttentionSpec, kind: BatchKind, where: str) 
 def _misread(subject: Subject, batch: Batch) -> list[Supposition]:
     """The ways in which scales are mixed up."""
     k, v = batch.k_scale, batch.v_scale
-    if subject.can.mla:
-        return [Supposition("k_scale is not read", as_scaled(batch, 1.0, 1.0), is_absence=True)]
-    read = {
+    read: dict[str, tuple[float, float]] = {"k_scale is not read": (1.0, 1.0)} if subject.can.mla else {}
+    read = read or {
         "k_scale is not read": (1.0, v),
         "v_scale is not read": (k, 1.0),
         "neither scale is read": (1.0, 1.0),
@@ -72,7 +71,11 @@ def _misread(subject: Subject, batch: Batch) -> list[Supposition]:
         "k_scale is read for values": (k, k),
         "k_scale and v_scale are exchanged": (v, k),
     }
-    return [Supposition(words, as_scaled(batch, *scales)) for words, scales in read.items()]
+    return [
+        Supposition(f"{words}{' and written so' if writes_too else ''}", as_scaled(batch, *scales, writes_too))
+        for writes_too in (False, True)
+        for words, scales in read.items()
+    ]
 
 
 def _needless_rounding(output: torch.Tensor, exact: Batch, where: str) -> Iterator[Finding]:
@@ -97,6 +100,20 @@ def check_values(subject: Subject) -> Iterator[Finding]:
     ]  # fmt: skip
     for where, changes, how in asked:
         yield from _value(subject, where, changes, how)
+
+
+def check_layouts(subject: Subject) -> Iterator[Finding]:
+    """A layout that is refused, and would be served right: strides are all that differs."""
+    cheap = subject.device == "cpu" and not subject.is_slow and not subject.can.mla  # latent rows have one layout
+    for layout in sorted({"NHD", "HND"} - subject.can.layouts) if cheap else ():
+        drawn = Drawn(subject.batch(subject.spec(), _MIXED, subject.numbers(layout), layout=layout))
+        try:
+            found = drawn.wrong(subject.run(drawn.batch))
+        except Exception:  # it refuses in its own way
+            continue
+        if found is None:
+            yield Finding("capability-undeclared", f"layout {layout}", "outputs are right, and pools of it are refused",
+                          "Declare it in layouts.")  # fmt: skip
 
 
 def _value(subject: Subject, where: str, changes: dict[str, Any], how: dict[str, Any]) -> Iterator[Finding]:

@@ -64,7 +64,7 @@ def _pairs(subject: Subject, spec: AttentionSpec) -> Iterator[Finding]:
             yield Finding("metadata-stale", f"{kind}.{path}", f"it is not what a new builder gives ({after})",
                           "Work it out of the batch alone: a builder keeps no values.")  # fmt: skip
         for path in differences(kept, snapshot(before_it)):
-            yield Finding("metadata-overwritten", f"{kind}.{path}", f"it changes when the next batch is built ({after})",
+            yield Finding("metadata-overwritten", f"{kind}.{path}", f"the next build changes it ({after})",
                           "Make tensors anew in every build, or hand out a copy.")  # fmt: skip
         yield from changeable(before_it)
 
@@ -128,8 +128,8 @@ def check_host_aliases(subject: Subject) -> Iterator[Finding]:
         for tensor in host.values():
             tensor.fill_(1)
         for path in differences(before, snapshot(metadata)):
-            yield Finding("metadata-aliases-host", f"{type(metadata).__name__}.{path}",
-                          f"it changes with the engine's host tensors ({kind.name})", "Copy what it keeps.")  # fmt: skip
+            where, what = f"{type(metadata).__name__}.{path}", f"it changes with the engine's tensors ({kind.name})"
+            yield Finding("metadata-aliases-host", where, what, "Copy what it keeps.")
 
 
 def check_states(subject: Subject) -> Iterator[Finding]:
@@ -142,9 +142,10 @@ def check_states(subject: Subject) -> Iterator[Finding]:
     for kind, batch in zip(kinds, batches, strict=True):
         batch = replace(batch, sinks=batches[0].sinks)
         found = _step(layer, batch, kind)
-        if found is not None and _step(make_layer(subject.backend, batch, num_padded_reqs=2), batch, kind) is None:
-            yield Finding("state-stale", f"{kind.name}, behind {before}", found, "Plan every step anew: a state keeps no "
-                          "values of the last one.")  # fmt: skip
+        alone = make_layer(subject.backend, batch, num_padded_reqs=2, options=subject.options)
+        if found is not None and _step(alone, batch, kind) is None:
+            yield Finding("state-stale", f"{kind.name}, behind {before}", found,
+                          "Plan every step anew: a state keeps no values of the last one.")  # fmt: skip
         elif found is not None:
             yield Finding("run-failed", kind.name, found, "It is wrong by itself: run the conformance kit.")
         before = kind.name

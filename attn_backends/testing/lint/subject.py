@@ -14,7 +14,7 @@ from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.plain import FLOATS, plain_cache, plain_spec
 from attn_backends.testing.cases.random_batch import random_batch
-from attn_backends.testing.harness import Backend, Result, make_layer, padded
+from attn_backends.testing.harness import Backend, Result, make_layer
 from attn_backends.testing.verify.sizes import interprets_triton
 
 Rows = list[tuple[int, int]]  # (keys in the cache before the step, query tokens) of each row
@@ -115,5 +115,5 @@ class Subject:
     def forward_into(self, batch: Batch, output: torch.Tensor) -> torch.Tensor:
         """One step that is given its output; returns what comes back."""
         layer = make_layer(self.backend, batch, options=self.options)
-        given = (padded(new, 0) for new in (batch.query, batch.key, batch.value))
-        return layer.impl.forward(*given, batch.fresh_pool(), layer.begin(batch), output)
+        step = layer.begin(batch)
+        return layer.impl.forward(batch.query, batch.key, batch.value, batch.fresh_pool(), step, output)
