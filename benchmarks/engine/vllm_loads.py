@@ -183,9 +183,9 @@ def make_llm(model: str, backend: str, sizes: Sizes, options: dict[str, Any]) ->
     on_gpu = torch.cuda.is_available()
     if backend.startswith(OURS):
         os.environ["ATTN_BACKENDS_VLLM"] = backend.removeprefix(OURS)
-        from attn_backends.adapters.vllm.plugin import register
+        from attn_backends.adapters.vllm.plugin import add_to_vllm
 
-        register()  # as vLLM does where the package is installed
+        add_to_vllm()  # as vLLM does where the package is installed
     from vllm import LLM
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 

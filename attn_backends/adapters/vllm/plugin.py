@@ -23,7 +23,7 @@ _SERVED = "attn_backends.adapters.vllm.served"
 logger = logging.getLogger("vllm.attn_backends")  # vLLM's handlers print what is below "vllm"
 
 
-def register() -> None:
+def add_to_vllm() -> None:
     """Tell vLLM of our backends. It imports none of them, and no torch that vLLM has not imported already.
 
     Raises:

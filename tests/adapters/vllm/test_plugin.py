@@ -50,15 +50,15 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_installed_alone_it_adds_names_and_replaces_nothing(vllm: SimpleNamespace) -> None:
-    plugin.register()
-    plugin.register()
+    plugin.add_to_vllm()
+    plugin.add_to_vllm()
     assert set(vllm.registered) == {f"AB_{name}" for name in backends}
     assert vllm.registered["AB_TRITON"] == "attn_backends.adapters.vllm.served.AB_TRITON"
 
 
 def test_an_early_vllm_takes_no_names(vllm: SimpleNamespace) -> None:
     vllm.version = "0.31.1"
-    plugin.register()
+    plugin.add_to_vllm()
     assert vllm.registered == {}
 
 
@@ -75,14 +75,14 @@ def test_what_is_asked_for_serves_under_vllms_names(
 ) -> None:
     vllm.version, vllm.on_cpu = "0.26.0", on_cpu
     monkeypatch.setenv(plugin.VARIABLE, asked)
-    plugin.register()
+    plugin.add_to_vllm()
     assert vllm.registered == {name: f"attn_backends.adapters.vllm.served.{name}__{asked.upper()}" for name in taken}
 
 
 def test_an_unknown_backend_is_refused_by_name(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(plugin.VARIABLE, "TRITTON")
     with pytest.raises(UnknownBackendError, match="TRITON"):
-        plugin.register()
+        plugin.add_to_vllm()
 
 
 @pytest.mark.parametrize("version", ["0.25.3", "0.34.0", "1.0.0"])
@@ -90,20 +90,20 @@ def test_an_untested_version_is_refused_if_it_was_asked_for(
     vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     vllm.version = version
-    plugin.register()  # only a warning: vLLM is to work without us
+    plugin.add_to_vllm()  # only a warning: vLLM is to work without us
     assert vllm.registered == {}
     monkeypatch.setenv(plugin.VARIABLE, "TORCH")
     with pytest.raises(UntestedEngine, match=f"is {version}"):
-        plugin.register()
+        plugin.add_to_vllm()
     monkeypatch.setenv(engine_version.ALLOW, "1")
-    plugin.register()
+    plugin.add_to_vllm()
     assert "CPU_ATTN" in vllm.registered
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.29.1", "0.33.0+cpu"])
 def test_versions_that_were_tried(vllm: SimpleNamespace, version: str) -> None:
     vllm.version = version
-    plugin.register()
+    plugin.add_to_vllm()
     assert plugin.vllm_version() == tuple(map(int, version.split(".")[:2]))
 
 
