@@ -15,7 +15,7 @@ import torch
 
 from attn_backends.adapters.req_to_token.batch import ForwardBatchLike, ForwardMode, HostLens, step_rows
 from attn_backends.adapters.req_to_token.graphs import SEQ_LEN_FILL_VALUE, GraphRows, TokenGraphs
-from attn_backends.adapters.req_to_token.kv_pool import KVPool
+from attn_backends.adapters.req_to_token.kv_pool import KVPool, page_size_of
 from attn_backends.adapters.req_to_token.layers import AttentionLayer, LayerKinds
 from attn_backends.adapters.req_to_token.plans import PlannedStep, TokenPlans
 from attn_backends.adapters.req_to_token.table import SharedBuffers, TokenTable
@@ -34,7 +34,8 @@ class ReqToTokenAttention:
         req_to_token: [max_reqs, max_context_len or more] i32: the slot of every token of every request. It is read at
             every step, and holds slots of the pool everywhere.
         max_req_pool_size: most rows of a step.
-        kv_pool: where keys and values are; its slot 0 is for padding.
+        kv_pool: where keys and values are; its slot 0 is for padding, and slots come in pages of its `page_size`, if it
+            has one. None: each batch brings it, as `token_to_kv_pool`, with up to `max_req_pool_size` whole contexts.
         layers: every layer that will call. None: layers of the usual scale without a soft cap, with a window of
             `sliding_window_size` if it is given, and without one; layer 0 is one of them.
         sliding_window_size: keys to the left, self excluded, as one of the layers has it.
@@ -63,7 +64,7 @@ class ReqToTokenAttention:
         req_to_token: torch.Tensor,
         device: torch.device | str,
         max_req_pool_size: int,
-        kv_pool: KVPool,
+        kv_pool: KVPool | None,
         layers: Iterable[AttentionLayer] | None = None,
         sliding_window_size: int | None = None,
         max_num_tokens: int | None = None,
@@ -77,21 +78,24 @@ class ReqToTokenAttention:
         declared = None if layers is None else list(layers)
         heads = (num_heads, num_kv_heads, head_dim)
         self.kinds = LayerKinds(heads, q_dtype, kv_cache_dtype, declared, sliding_window_size)
-        table = TokenTable(req_to_token, max_context_len, torch.device(device))
+        table = TokenTable(req_to_token, max_context_len, torch.device(device), page_size_of(kv_pool))
         self.buffers = SharedBuffers(kv_indptr_buf, kv_last_page_len_buf)
-        num_slots = len(kv_pool.get_kv_buffer(declared[0].layer_id if declared else 0)[0])
+        num_slots = max_req_pool_size * max_context_len + 1
+        if kv_pool is not None:
+            num_slots = len(kv_pool.get_kv_buffer(declared[0].layer_id if declared else 0)[0])
         usual = max_req_pool_size if skip_prefill else max(num_slots, max_req_pool_size)
         limits = Limits(max_req_pool_size, max_num_tokens or usual, max_context_len)
         self.plans = TokenPlans(name, self.kinds.specs, num_slots, limits, table, options or {})
-        for layer in declared or []:
-            self.plans.check_buffers(*kv_pool.get_kv_buffer(layer.layer_id), self.kinds.group(layer))
+        if kv_pool is not None:
+            for layer in declared or []:
+                self.plans.check_buffers(*kv_pool.get_kv_buffer(layer.layer_id), self.kinds.group(layer))
         self.graphs: TokenGraphs | None = None
         self._planned: PlannedStep | None = None
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every kernel that steps within the limits can launch, before the first step. See
         `AttentionState.warm_up`."""
-        self.plans.state.warm_up(progress)
+        self.plans.plans.state.warm_up(progress)
 
     # Eager steps.
 
@@ -102,25 +106,18 @@ class ReqToTokenAttention:
             ValueError: a mode, lengths or sizes that cannot be served; says what to pass.
         """
         self._planned = None
-        if self.graphs is not None:
-            self.graphs.stop_capturing()
         mode = ForwardMode.of(forward_batch.forward_mode)
         if mode is ForwardMode.IDLE or not len(forward_batch.req_pool_indices):
-            self._planned = PlannedStep(ForwardMode.IDLE, 0, ())
+            self._planned = PlannedStep(ForwardMode.IDLE, 0, {})
             return
         self._check_mode(mode, {*ForwardMode})
         rows = step_rows(forward_batch, self.plans.table.max_context_len)
-        self._planned = self.plans.plan(self.plans.state, mode, rows, self.buffers)
+        self._planned = self.plans.plan(mode, rows, self.buffers)
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatchLike,
-        save_kv_cache: bool = True,
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer,
+        forward_batch: ForwardBatchLike, save_kv_cache: bool = True,
+    ) -> torch.Tensor:  # fmt: skip
         """One layer of the planned step, whatever its mode.
 
         Args:
@@ -146,31 +143,21 @@ class ReqToTokenAttention:
         query = self._query(q, layer, planned)
         if save_kv_cache and (k is not None or v is not None):
             self._write(k, v, layer, forward_batch)
-        key, value = self.kv_pool.get_kv_buffer(layer.layer_id)
+        key, value = self._pool(forward_batch).get_kv_buffer(layer.layer_id)
         return self.plans.attend(query, key, value, group, planned).flatten(1)
 
     def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatchLike,
-        save_kv_cache: bool = True,
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer,
+        forward_batch: ForwardBatchLike, save_kv_cache: bool = True,
+    ) -> torch.Tensor:  # fmt: skip
         """`forward` of an EXTEND, MIXED or TARGET_VERIFY step."""
         self._expect({ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.TARGET_VERIFY})
         return self.forward(q, k, v, layer, forward_batch, save_kv_cache)
 
     def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatchLike,
-        save_kv_cache: bool = True,
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer,
+        forward_batch: ForwardBatchLike, save_kv_cache: bool = True,
+    ) -> torch.Tensor:  # fmt: skip
         """`forward` of a DECODE step."""
         self._expect({ForwardMode.DECODE})
         return self.forward(q, k, v, layer, forward_batch, save_kv_cache)
@@ -295,4 +282,11 @@ class ReqToTokenAttention:
             )
         k = k.reshape(len(k), layer.tp_k_head_num, layer.qk_head_dim)
         v = v.reshape(len(v), layer.tp_k_head_num, layer.v_head_dim)
-        self.kv_pool.set_kv_buffer(layer.layer_id, slots, k, v)
+        self._pool(forward_batch).set_kv_buffer(layer.layer_id, slots, k, v)
+
+    def _pool(self, forward_batch: ForwardBatchLike) -> KVPool:
+        """Where keys and values of a step are."""
+        pool: KVPool | None = self.kv_pool or getattr(forward_batch, "token_to_kv_pool", None)
+        if pool is None:
+            raise ValueError("the batch has no token_to_kv_pool: pass one, or make the adapter with kv_pool")
+        return pool

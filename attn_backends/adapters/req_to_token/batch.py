@@ -70,6 +70,7 @@ class ForwardBatch:
     encoder_lens: torch.Tensor | None = None  # [R] int, tokens of the encoder at the front of a row
     encoder_lens_cpu: HostLens | None = None  # [R], the same on the host
     encoder_out_cache_loc: torch.Tensor | None = None  # slots of the encoder's tokens that this step writes
+    req_pool_indices_cpu: HostLens | None = None  # [R], on the host: neighbours in the table are then read in place
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +81,8 @@ class StepRows:
     seq_lens: torch.Tensor  # [R] i32, with the new tokens
     seq_lens_cpu: IntArray  # [R] i32
     query_lens: IntArray  # [R] i32
-    slots: torch.Tensor  # [T] int; -1 is padding
+    num_tokens: int  # T
+    req_pool_indices_cpu: HostLens | None = None
     encoder_lens: torch.Tensor | None = None  # [R] i32
     encoder_lens_cpu: IntArray | None = None  # [R] i32; None without encoder_lens
     are_upper_bounds: bool = False  # what is on the host may exceed what is on the device
@@ -107,9 +109,8 @@ def step_rows(batch: ForwardBatchLike, max_context_len: int) -> StepRows:
         check_extend(query_lens, prefixes, len(slots), prefix_lens is not None)
     else:
         query_lens = uniform_query_lens(mode, num_rows, len(slots))
-    rows = decode_rows(
-        mode, batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu, query_lens, slots, max_context_len
-    )
+    rows = decode_rows(mode, batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu, query_lens, max_context_len)
+    rows = replace(rows, req_pool_indices_cpu=getattr(batch, "req_pool_indices_cpu", None))
     return with_encoder(rows, encoder_lens, getattr(batch, "encoder_lens_cpu", None))
 
 
@@ -119,7 +120,6 @@ def decode_rows(
     seq_lens: torch.Tensor,
     seq_lens_cpu: HostLens | None,
     query_lens: IntArray,
-    slots: torch.Tensor,
     max_context_len: int,
 ) -> StepRows:
     """Rows of known query lengths. In a verify `seq_lens` come without the drafts, as engines count them."""
@@ -128,9 +128,9 @@ def decode_rows(
         lens_cpu = np.full(len(query_lens), max_context_len, np.int32)
     else:
         lens_cpu = host_lens("seq_lens_cpu", seq_lens_cpu, len(query_lens)) + np.int32(drafts)
-    lens = seq_lens.to(torch.int32)
+    lens = seq_lens.to(torch.int32, copy=True)  # an engine writes its next step's into the same tensor
     return StepRows(
-        req_pool_indices, lens + drafts if drafts else lens, lens_cpu, query_lens, slots,
+        req_pool_indices, lens + drafts if drafts else lens, lens_cpu, query_lens, int(query_lens.sum()),
         are_upper_bounds=seq_lens_cpu is None,
     )  # fmt: skip
 

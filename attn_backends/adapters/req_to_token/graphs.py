@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -17,18 +16,9 @@ from attn_backends.adapters.req_to_token.batch import (
 )
 from attn_backends.adapters.req_to_token.plans import PlannedStep, TokenPlans
 from attn_backends.adapters.req_to_token.table import SharedBuffers
-from attn_backends.batch.page_table import PAD_SLOT
-from attn_backends.interface import AttentionState
 from attn_backends.interface.capabilities import CudaGraphSupport, Rejection, Unsupported
 
 SEQ_LEN_FILL_VALUE = 1  # of padded rows: with one key nothing is divided by zero
-
-
-class Captured(NamedTuple):
-    """What a captured size is replayed through."""
-
-    state: AttentionState[Any]
-    query_len: int
 
 
 class GraphRows(NamedTuple):
@@ -51,18 +41,15 @@ class TokenGraphs:
     """
 
     def __init__(self, plans: TokenPlans, max_bs: int, max_num_tokens: int, buffers: SharedBuffers) -> None:
-        limits = plans.limits
+        limits = plans.plans.limits
         if not 1 <= max_bs <= limits.max_num_requests or not max_bs <= max_num_tokens <= limits.max_num_tokens:
             raise ValueError(
                 f"graphs of up to {max_bs} rows and {max_num_tokens} tokens: this adapter was made for up to "
                 f"{limits.max_num_requests} rows (max_req_pool_size) and {limits.max_num_tokens} tokens "
                 "(max_num_tokens); raise these, or capture smaller sizes"
             )
-        self.plans, self.max_bs, self.max_num_tokens, self.buffers = plans, max_bs, max_num_tokens, buffers
-        device = plans.table.req_to_token.device
-        self.no_slots = torch.full((max_num_tokens,), PAD_SLOT, dtype=torch.int64, device=device)
-        self.captured: dict[tuple[ForwardMode, int], Captured] = {}
-        self._capturing: ExitStack | None = None
+        self.token_plans, self.max_bs, self.max_num_tokens, self.buffers = plans, max_bs, max_num_tokens, buffers
+        self.captured: dict[tuple[ForwardMode, int], int] = {}  # tokens of each row, by mode and rows
 
     def capture(self, bs: int, num_tokens: int, mode: ForwardMode, rows: GraphRows) -> PlannedStep:
         """Plan the step that is captured next, with the fill value as every length."""
@@ -73,42 +60,30 @@ class TokenGraphs:
             )
         query_len = int(uniform_query_lens(mode, bs, num_tokens)[0])
         self._check_support(query_len)
-        if self._capturing is None:
-            self._capturing = ExitStack()
-            self._capturing.enter_context(self.plans.state.graph_capture(self.max_bs))
-        captured = Captured(self.plans.state.graph_clone(bs, query_len), query_len)
-        planned = self._fill(captured, mode, self._idle(rows.first(bs)))
-        self.captured[mode, bs] = captured
+        if not self.captured:
+            self.token_plans.plans.state.hold_graph_buffers(self.max_bs)
+        planned = self._plan(query_len, mode, self._idle(rows.first(bs)))
+        self.captured[mode, bs] = query_len
         return planned
 
     def replay(self, bs: int, mode: ForwardMode, rows: GraphRows) -> PlannedStep:
         """Plan the step that is replayed next."""
-        self.stop_capturing()
-        captured = self.captured.get((mode, bs))
-        if captured is None:
+        query_len = self.captured.get((mode, bs))
+        if query_len is None:
             sizes = sorted(size for other, size in self.captured if other is mode)
             raise ValueError(
                 f"no graph of {bs} rows was captured for {mode.name}; captured: {sizes or 'none'}. Pad the batch to "
                 "one of these, or call init_forward_metadata_capture_cuda_graph for this size first"
             )
-        return self._fill(captured, mode, rows.first(bs))
+        return self._plan(query_len, mode, rows.first(bs))
 
-    def stop_capturing(self) -> None:
-        """Called at the first step that is not captured."""
-        if self._capturing is not None:
-            self._capturing.close()
-            self._capturing = None
-
-    def _fill(self, captured: Captured, mode: ForwardMode, rows: GraphRows) -> PlannedStep:
+    def _plan(self, query_len: int, mode: ForwardMode, rows: GraphRows) -> PlannedStep:
         """Plan a step of a captured size: the one way for capture and replay."""
-        bs, table = len(rows.req_pool_indices), self.plans.table
-        slots = self.no_slots[: bs * captured.query_len]
-        step = decode_rows(
-            mode, rows.req_pool_indices, rows.seq_lens, rows.seq_lens_cpu,
-            uniform_query_lens(mode, bs, len(slots)), slots, table.max_context_len,
-        )  # fmt: skip
+        bs, longest = len(rows.req_pool_indices), self.token_plans.table.max_context_len
+        lens = uniform_query_lens(mode, bs, bs * query_len)
+        step = decode_rows(mode, rows.req_pool_indices, rows.seq_lens, rows.seq_lens_cpu, lens, longest)
         step = replace(with_encoder(step, rows.encoder_lens, rows.encoder_lens_cpu), for_graph=True)
-        return self.plans.plan(captured.state, mode, step, self.buffers)
+        return self.token_plans.plan(mode, step, self.buffers)
 
     def _idle(self, rows: GraphRows) -> GraphRows:
         """The rows with the fill value as every length."""
@@ -118,9 +93,9 @@ class TokenGraphs:
         return GraphRows(rows.req_pool_indices, lens, lens_cpu, encoder, lens_cpu)
 
     def _check_support(self, query_len: int) -> None:
-        level = self.plans.backend.capabilities().cuda_graph
+        level = self.token_plans.plans.backend.capabilities().cuda_graph
         needed = CudaGraphSupport.UNIFORM_BATCH if query_len > 1 else CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
         if level < needed:
             rejection = Rejection("cuda_graph", f"a graph of {query_len} tokens a row", level.name,
                                   "Run these steps eager.")  # fmt: skip
-            raise Unsupported(self.plans.backend.get_name(), [rejection])
+            raise Unsupported(self.token_plans.plans.backend.get_name(), [rejection])

@@ -23,24 +23,34 @@ class KVPool(Protocol):
         """Write k [num_tokens, num_kv_heads, head_dim] and v to slots `indices` [num_tokens]."""
 
 
+def page_size_of(pool: KVPool | None) -> int:
+    """Slots of a pool's page; 1 where it says nothing of pages."""
+    return int(getattr(pool, "page_size", 1))
+
+
 class TokenKVPool:
     """Every layer's keys and values, from one allocation, zeroed.
 
     Args:
-        num_slots: tokens that the pool holds; their slots are 1 to `num_slots`.
+        num_slots: tokens that the pool holds; their slots are `page_size` to `num_slots + page_size - 1`, and those
+            before are for padding.
         layers: their heads and dims are read.
         dtype: what keys and values are stored in.
+        page_size: slots of a page, of which `num_slots` is a multiple.
     """
 
     def __init__(
-        self, num_slots: int, layers: Iterable[AttentionLayer], dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        self.num_slots = num_slots
+        self, num_slots: int, layers: Iterable[AttentionLayer], dtype: torch.dtype, device: torch.device | str,
+        page_size: int = 1,
+    ) -> None:  # fmt: skip
+        self.num_slots, self.page_size = num_slots, page_size
         specs = {layer.layer_id: LayerKind.of(layer).spec(torch.float32, dtype) for layer in layers}
-        self.pool = allocate_kv_cache(AttentionBackend, specs, KVCacheSpec(num_slots + 1, page_size=1), device)
+        self.pool = allocate_kv_cache(
+            AttentionBackend, specs, KVCacheSpec(num_slots // page_size + 1, page_size), device
+        )
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views: [num_slots + 1, num_kv_heads, head_dim] and [num_slots + 1, num_kv_heads, v_head_dim].
+        """Views: [num_slots + page_size, num_kv_heads, head_dim] and the same of v_head_dim.
 
         Raises:
             ValueError: the pool has no such layer.

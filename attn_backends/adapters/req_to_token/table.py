@@ -1,11 +1,14 @@
-"""`req_to_token` as page tables of one-slot pages: rows of a step → `CommonAttentionMetadata`.
+"""`req_to_token` as page tables: rows of a step → `CommonAttentionMetadata`.
 
-A row of the page table is a row of `req_to_token`. Nothing is read from the device: lengths come on the host as well.
+A row of the page table is a row of `req_to_token`, every `page_size`-th column of it. Nothing is read from the device:
+lengths come on the host as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +16,10 @@ import torch
 from attn_backends.adapters.req_to_token.batch import StepRows
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.csr import PagedCsr, csr_of
-from attn_backends.batch.page_table import IntArray
+from attn_backends.batch.page_table import PAD_SLOT, IntArray
+from attn_backends.interface.capabilities import Rejection, Unsupported
+
+Translate = Callable[[torch.Tensor], torch.Tensor]  # slots of one pool to those of another, the same shape
 
 
 @dataclass(frozen=True)
@@ -22,9 +28,11 @@ class SharedBuffers:
 
     indptr: torch.Tensor | None = None  # [max rows + 1] i32
     last_page_len: torch.Tensor | None = None  # [max rows] i32
-    indices: torch.Tensor | None = None  # [as many as any step has keys] i32
+    indices: torch.Tensor | None = None  # [as many as any step has pages] i32
 
-    def csr(self, page_table: torch.Tensor, seq_lens: torch.Tensor, num_indices: int) -> PagedCsr | None:
+    def csr(
+        self, page_table: torch.Tensor, seq_lens: torch.Tensor, page_size: int, num_indices: int
+    ) -> PagedCsr | None:
         """The CSR, in the buffers as far as there are any; None without any: it is then made where it is read.
 
         Raises:
@@ -32,7 +40,7 @@ class SharedBuffers:
         """
         if self.indptr is None and self.last_page_len is None and self.indices is None:
             return None
-        csr = csr_of(page_table, seq_lens, 1, num_indices)
+        csr = csr_of(page_table, seq_lens, page_size, num_indices)
         return PagedCsr(
             _put("kv_indptr_buf", self.indptr, csr.indptr),
             _put("kv_indices_buf", self.indices, csr.indices),
@@ -48,18 +56,39 @@ def _put(name: str, buffer: torch.Tensor | None, tensor: torch.Tensor) -> torch.
     return buffer[: len(tensor)].copy_(tensor)
 
 
+class HeldRows(NamedTuple):
+    """Tensors that captured graphs read where they are (`GraphTensors`), filled at every step."""
+
+    page_table: torch.Tensor  # [rows, max_pages] i32
+    seq_lens: torch.Tensor  # [rows] i32
+    slot_mapping: torch.Tensor  # [tokens] i64, all padding: the engine writes keys itself
+
+    @staticmethod
+    def make(rows: int, tokens: int, max_pages: int, device: torch.device) -> HeldRows:
+        return HeldRows(
+            torch.zeros(rows, max_pages, dtype=torch.int32, device=device),
+            torch.zeros(rows, dtype=torch.int32, device=device),
+            torch.full((tokens,), PAD_SLOT, dtype=torch.int64, device=device),
+        )
+
+
 class TokenTable:
-    """`req_to_token` as page tables of one-slot pages.
+    """`req_to_token` as page tables.
 
     Args:
         req_to_token: [max_reqs, columns] i32. Beyond a row's length it may hold any slots of the pool.
         max_context_len: most tokens of one row.
+        page_size: tokens of a page; those of a row's page have slots that follow one another, from a multiple of it on.
+        translate: what slots are called in the pool that is read; None: as the table has them.
 
     Raises:
         ValueError: the table has another form, or is elsewhere.
     """
 
-    def __init__(self, req_to_token: torch.Tensor, max_context_len: int, device: torch.device) -> None:
+    def __init__(
+        self, req_to_token: torch.Tensor, max_context_len: int, device: torch.device, page_size: int = 1,
+        translate: Translate | None = None,
+    ) -> None:  # fmt: skip
         wrong = req_to_token.dim() != 2 or req_to_token.dtype is not torch.int32
         if wrong or req_to_token.shape[1] < max_context_len or req_to_token.device.type != device.type:
             raise ValueError(
@@ -68,13 +97,27 @@ class TokenTable:
             )
         self.req_to_token = req_to_token
         self.max_context_len = max_context_len
+        self.page_size = page_size
+        self.translate = translate
 
-    def self_attention(self, rows: StepRows, buffers: SharedBuffers) -> CommonAttentionMetadata:
-        """The step over decoder tokens, which stand behind the encoder's."""
-        pages = self._columns(rows, rows.seq_lens_cpu, rows.encoder_lens)
-        csr = buffers.csr(pages, rows.seq_lens, int(rows.seq_lens_cpu.sum(dtype=np.int64)))
-        contexts = np.maximum(rows.seq_lens_cpu - rows.query_lens, 0)
-        return self._common(rows, pages, rows.seq_lens, rows.seq_lens_cpu, contexts, csr)
+    def self_attention(
+        self, rows: StepRows, buffers: SharedBuffers | None = None, held: HeldRows | None = None
+    ) -> CommonAttentionMetadata:
+        """The step over decoder tokens, which stand behind the encoder's.
+
+        Args:
+            buffers: where its CSR goes, if anywhere.
+            held: what a graph reads, which is filled with the step.
+        """
+        pages, lens = self._pages(rows, rows.seq_lens_cpu, rows.encoder_lens), rows.seq_lens
+        if held is not None:
+            held.page_table[: len(pages), : pages.shape[1]].copy_(pages)
+            pages, lens = held.page_table[: len(pages)], held.seq_lens[: len(lens)].copy_(lens)
+        csr = None
+        if buffers is not None:
+            num_pages = (rows.seq_lens_cpu + (self.page_size - 1)) // self.page_size
+            csr = buffers.csr(pages, lens, self.page_size, int(num_pages.sum(dtype=np.int64)))
+        return self._common(rows, pages, lens, rows.seq_lens_cpu, None, csr, held)
 
     def cross_attention(self, rows: StepRows) -> CommonAttentionMetadata:
         """The step's queries over encoder tokens, which stand at the front of a row.
@@ -87,11 +130,18 @@ class TokenTable:
                 "this model has cross-attention layers, and the step has no encoder_lens: pass encoder_lens and "
                 "encoder_lens_cpu, 0 for a row without an encoder"
             )
-        pages, contexts = self._columns(rows, rows.encoder_lens_cpu, None), np.zeros_like(rows.query_lens)
-        return self._common(rows, pages, rows.encoder_lens, rows.encoder_lens_cpu, contexts, None)
+        pages = self._pages(rows, rows.encoder_lens_cpu, None)
+        contexts = torch.zeros(len(rows.query_lens), dtype=torch.int32)
+        # An engine writes its next step's lengths into the same tensor; the others are made for this step.
+        lens = rows.encoder_lens.clone()
+        return self._common(rows, pages, lens, rows.encoder_lens_cpu, contexts, None, None)
 
-    def _columns(self, rows: StepRows, lens_cpu: IntArray, first: torch.Tensor | None) -> torch.Tensor:
-        """[R, longest] i32: columns of the rows, each from its own first one on."""
+    def _pages(self, rows: StepRows, lens_cpu: IntArray, first: torch.Tensor | None) -> torch.Tensor:
+        """[R, pages of the longest row] i32: columns of the rows, each from its own first one on.
+
+        Rows that are known to be neighbours are read in place; all others are gathered anew at every step, as an engine
+        may have given any of them other slots (a radix cache does, where it finds a prompt twice) and does not say so.
+        """
         longest = int(lens_cpu.max(initial=1))
         before = 0 if rows.encoder_lens_cpu is None or first is None else int(rows.encoder_lens_cpu.max(initial=0))
         if longest > self.max_context_len or longest + before > self.req_to_token.shape[1]:
@@ -99,48 +149,51 @@ class TokenTable:
                 f"a row has {longest} tokens, with up to {before} of an encoder in front: at most "
                 f"{self.max_context_len} (max_context_len), in {self.req_to_token.shape[1]} columns of req_to_token"
             )
-        if first is None:
-            return self.req_to_token[:, :longest].index_select(0, rows.req_pool_indices)
+        if first is not None:
+            return self._behind(rows, longest, first)
+        slots = self.req_to_token[:, : longest : self.page_size]
+        run = _run(rows)
+        slots = slots.index_select(0, rows.req_pool_indices) if run is None else slots[run]
+        if self.translate is not None:
+            slots = self.translate(slots).to(torch.int32)
+        return slots if self.page_size == 1 else slots.div(self.page_size, rounding_mode="floor")
+
+    def _behind(self, rows: StepRows, longest: int, first: torch.Tensor) -> torch.Tensor:
+        """Columns behind an encoder's tokens."""
+        if self.page_size > 1:
+            asked = f"an encoder's tokens in front of a decoder's, in pages of {self.page_size}"
+            hint = "Make the pool with pages of one token."
+            raise Unsupported("req_to_token", [Rejection("encoder_lens", asked, "pages of one token", hint)])
         columns = first[:, None] + torch.arange(longest, dtype=torch.int32, device=first.device)
         return self.req_to_token[rows.req_pool_indices.long()[:, None], columns]
 
     def _common(
-        self,
-        rows: StepRows,
-        page_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        seq_lens_cpu: IntArray,
-        context_lens_cpu: IntArray,
-        csr: PagedCsr | None,
-    ) -> CommonAttentionMetadata:
-        """The pool has written all keys before: none is new, but a graph's tokens keep their slots, which are -1.
-
-        Lengths and slots are copied: an engine writes its next step's into the same tensors.
-        """
-        num_rows, num_tokens, device = len(rows.query_lens), len(rows.slots), self.req_to_token.device
-        starts = np.zeros(num_rows + 1, np.int32)
+        self, rows: StepRows, pages: torch.Tensor, lens: torch.Tensor, lens_cpu: IntArray,
+        contexts: torch.Tensor | None, csr: PagedCsr | None, held: HeldRows | None,
+    ) -> CommonAttentionMetadata:  # fmt: skip
+        """The pool has written all keys before: none is new."""
+        starts = np.zeros(len(rows.query_lens) + 1, np.int32)
         np.cumsum(rows.query_lens, out=starts[1:])
         starts_cpu = torch.from_numpy(starts)
-        slots = rows.slots[: num_tokens if rows.for_graph else 0].to(torch.int64, copy=True)
-        return CommonAttentionMetadata(
-            page_size=1,
-            num_reqs=num_rows,
-            num_actual_reqs=num_rows,
-            num_tokens=num_tokens,
-            num_actual_tokens=num_tokens,
-            max_query_len=int(rows.query_lens.max()),
-            max_seq_len=int(seq_lens_cpu.max()),
-            query_start_loc=starts_cpu.to(device, non_blocking=True),
-            query_start_loc_cpu=starts_cpu,
-            seq_lens=seq_lens.clone(),
-            seq_lens_cpu=torch.from_numpy(seq_lens_cpu.copy()),
-            context_lens_cpu=torch.from_numpy(context_lens_cpu),
-            page_table=page_table,
-            slot_mapping=slots,
-            num_new_kv=num_tokens if rows.for_graph else 0,
-            new_kv_start_loc_cpu=starts_cpu if rows.for_graph else torch.zeros_like(starts_cpu),
-            is_profile_run=False,
-            seq_lens_are_upper_bounds=rows.are_upper_bounds,
-            for_graph=rows.for_graph,
+        return CommonAttentionMetadata.from_tensors(
+            self.page_size,
+            starts_cpu.to(self.req_to_token.device, non_blocking=True),
+            starts_cpu,
+            lens,
+            torch.from_numpy(lens_cpu),
+            pages,
+            None if held is None else held.slot_mapping[: rows.num_tokens],
+            context_lens_cpu=contexts,
             csr=csr,
+            exact=not rows.are_upper_bounds,
+            for_graph=rows.for_graph,
         )
+
+
+def _run(rows: StepRows) -> slice | None:
+    """The rows of the table, if they follow one another and the host knows it."""
+    if rows.req_pool_indices_cpu is None:
+        return None
+    found = np.asarray(rows.req_pool_indices_cpu)
+    in_turn = len(found) == len(rows.query_lens) and bool((np.diff(found) == 1).all())
+    return slice(int(found[0]), int(found[0]) + len(found)) if in_turn else None

@@ -160,7 +160,7 @@ def test_adapters_share_buffers_and_no_workspace(name: str) -> None:
     )  # fmt: skip
     assert indptr.tolist() == [0, 6, 15, 19, -1, -1]
     assert last.tolist() == [1, 1, 1, -1, -1]
-    assert other.plans.state is not engine.adapter.plans.state
+    assert other.plans.plans.state is not engine.adapter.plans.plans.state
     step = engine.make(DECODE, [(0, 1), (2, 1)])
     engine.adapter.init_forward_metadata(step.batch)
     other.init_forward_metadata(step.batch)
@@ -214,6 +214,8 @@ def test_any_steps(name: str, steps: list[tuple[ForwardMode, list[int], list[int
 def test_its_state_is_warmed_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = filled(name, 7)
     asked: list[object] = []
-    monkeypatch.setattr(type(engine.adapter.plans.state), "warm_up", lambda state, progress: asked.append(progress))
+    monkeypatch.setattr(
+        type(engine.adapter.plans.plans.state), "warm_up", lambda state, progress: asked.append(progress)
+    )
     engine.adapter.warm_up(print)
     assert asked == [print]
