@@ -1,0 +1,1 @@
+"""Any backend by name inside SGLang, as one of its attention backends."""
