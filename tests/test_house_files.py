@@ -40,6 +40,7 @@ SEVERAL_HOMES = {
     "num_multiprocessors": "kernels/launch.py knows machines that are listed and not here",
     "Row": "a row of TORCH's metadata; one of a test case",
     "padded": "an array for a kernel; a batch of the test harness",
+    "register": "what each engine's plugin is called by",
     # One word for what each backend has of its own, behind its own door.
     "SplitPlan": "a backend's own", "PlannedStep": "an adapter's; the base of steps", "PrefillRows": "a backend's own",
     "DecodeConstants": "a kernel's arguments", "DecodeTensors": "a kernel's arguments",

@@ -109,11 +109,11 @@ class TokenPlans:
         """[T, num_qo_heads, head_dim_vo]: one layer over its pool, in which the step's own keys are already."""
         page_size = self.table.page_size
         cache = KVCache(as_pages(key, page_size), as_pages(value, page_size))
-        output: torch.Tensor = self.plans.forward(kind, query, None, None, cache, planned.steps)
-        return output
+        return self.plans.forward(kind, query, None, None, cache, planned.steps)
 
 
 def as_pages(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
     """A layer's buffer [num_slots, heads, dim] as pages [num_pages, page_size, heads, dim], a view."""
     num_pages = len(buffer) // page_size
-    return buffer[: num_pages * page_size].unflatten(0, (num_pages, page_size))
+    pages: torch.Tensor = buffer[: num_pages * page_size].unflatten(0, (num_pages, page_size))
+    return pages
