@@ -90,6 +90,42 @@ def test_the_docs_page_has_the_changelog() -> None:
     assert all(f"### {'.'.join(map(str, release.version))} " in page.PAGE.read_text() for release in RELEASES)
 
 
+def changed(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """What was added to a surface, and what is gone or another: names, and members as Class.member."""
+    flat = [
+        {(f"{name}.{member}" if member else name): told
+         for name, members in names.items()
+         for member, told in ({"": members} if isinstance(members, str) else {"": "", **members}).items()}
+        for names in (before, after)
+    ]  # fmt: skip
+    added = sorted(flat[1].keys() - flat[0].keys())
+    return added, sorted(name for name, told in flat[0].items() if flat[1].get(name) != told)
+
+
+def test_what_the_contract_covers_changes_with_its_version() -> None:
+    """While a version is not released, `make pages` takes what has changed into it."""
+    kept = json.loads(page.SURFACE.read_text())
+    assert tuple(kept["version"]) == contract.CONTRACT, "run make pages"
+    added, others = changed(kept["names"], page.surface()["names"])
+    assert [*added, *others] == [], (
+        f"the contract changes: added {added}; gone or another {others}. Once {contract.CONTRACT} is released, that is "
+        "a new version: raise CONTRACT (a minor for what is added with a default, else a major), say so in RELEASES, "
+        "and run make pages"
+    )
+
+
+def test_a_change_of_the_surface_shows() -> None:
+    names = page.surface()["names"]
+    more = {**names, "Limits": {**names["Limits"], "max_images": "int = 0"}}
+    assert changed(names, more) == (["Limits.max_images"], [])
+    assert changed(more, names) == ([], ["Limits.max_images"])
+    other = {**names, "get_backend": "(name: str, device: str) -> object"}
+    assert changed(names, other) == ([], ["get_backend"])
+    assert {"AttentionImpl", "CommonAttentionMetadata", "Plans", "select_backend"} <= set(names)
+    assert "attend" in names["AttentionImpl"]
+    assert names["CudaGraphSupport"]["ALWAYS"] == "3"
+
+
 def broken_promises(releases: tuple[ContractRelease, ...]) -> list[str]:
     """What a release takes away that was not deprecated, in an earlier major, for half a year; and majors too soon."""
     majors = [date.fromisoformat(release.date) for release in releases if release.version[1] == 0]
