@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import cast
 
@@ -12,6 +12,7 @@ import torch
 
 from attn_backends.batch.csr import PagedCsr, csr_of
 from attn_backends.batch.page_table import CompiledPageTable, IntArray, compile_page_table
+from attn_backends.batch.placeholders import PlaceholderMaps, check_maps, join_maps
 from attn_backends.batch.tensors import BatchTensors
 
 
@@ -32,6 +33,7 @@ class SequenceData:
     pages: IntArray | Sequence[int] | None
     seq_len: int = cast(int, None)  # None: context_len + query_len
     new_kv_len: int = cast(int, None)  # None: query_len
+    placeholders: PlaceholderMaps = field(default_factory=dict)  # of its new tokens; attention does not look at them
 
     def __post_init__(self) -> None:
         if self.seq_len is None:
@@ -43,6 +45,7 @@ class SequenceData:
                 f"context_len {self.context_len}, query_len {self.query_len}, seq_len {self.seq_len}, new_kv_len "
                 f"{self.new_kv_len}: need context_len >= 0, query_len >= 1 and 0 <= new_kv_len <= seq_len"
             )
+        check_maps(self.placeholders, self.query_len)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +86,7 @@ class CommonAttentionMetadata:
     seq_lens_are_upper_bounds: bool = False  # host lengths (`_cpu`, `max_seq_len`) may exceed those on the device
     for_graph: bool = False  # padded to a captured shape: metadata must not depend on host lengths
     csr: PagedCsr | None = None  # None: worked out from the table at first use
+    multi_modal_placeholder_index_maps: PlaceholderMaps = field(default_factory=dict)  # of the batch's tokens
 
     @property
     def paged_kv(self) -> PagedCsr:
@@ -121,6 +125,11 @@ class CommonAttentionMetadata:
     def paged_kv_last_page_len_cpu(self) -> torch.Tensor:  # [R] i32
         lens = np.zeros(self.num_reqs, np.int32) if self.is_profile_run else self.seq_lens_cpu.numpy()
         return torch.from_numpy(np.where(lens > 0, (lens - 1) % self.page_size + 1, 0).astype(np.int32))
+
+    @property
+    def num_computed_tokens_cpu(self) -> torch.Tensor:  # [R] i32
+        """`context_lens_cpu`, under the name that vLLM V1 gives it."""
+        return self.context_lens_cpu
 
     @property
     def query_lens_cpu(self) -> torch.Tensor:  # [R] i32
@@ -182,11 +191,12 @@ class CommonAttentionMetadata:
             page_table=on_device[2].view(compiled.page_table.shape),
             slot_mapping=on_device[6].view(torch.int64),
             num_new_kv=int(new_kv_lens.sum()),
-            new_kv_start_loc_cpu=torch.from_numpy(
-                np.cumsum(np.concatenate([[0], new_kv_lens, padded]), dtype=np.int32)
-            ),
+            new_kv_start_loc_cpu=torch.from_numpy(np.cumsum([0, *new_kv_lens, *padded], dtype=np.int32)),
             is_profile_run=bool(without),
             csr=PagedCsr(on_device[3], on_device[4], on_device[5]),
+            multi_modal_placeholder_index_maps=join_maps(
+                [seq.placeholders for seq in rows], query_start_loc[: len(rows)]
+            ),
         )
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Parts of a batch, and batches padded: pure transforms of `CommonAttentionMetadata`, with no read of the device.
 
-Each gives what compiling the same rows anew would give, but for two things: `page_table` keeps its width, and the CSR
-is worked out from it at first use. `for_graph` and `seq_lens_are_upper_bounds` restrict what a builder may read of a
-batch, and hold for its parts as well.
+Each gives what compiling the same rows anew would give, but for three things: `page_table` keeps its width, the CSR is
+worked out from it at first use, and placeholders count embeddings as in the whole batch. `for_graph` and
+`seq_lens_are_upper_bounds` restrict what a builder may read of a batch, and hold for its parts as well.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.page_table import PAD_SLOT
+from attn_backends.batch.placeholders import cut_maps
 from attn_backends.spec import AttentionSpec, AttentionType
 
 
@@ -54,6 +55,7 @@ def slice_rows(common: CommonAttentionMetadata, start: int, stop: int) -> Common
         num_new_kv=end_kv - first_kv,
         new_kv_start_loc_cpu=common.new_kv_start_loc_cpu[start : stop + 1] - first_kv,
         csr=None,
+        multi_modal_placeholder_index_maps=cut_maps(common.multi_modal_placeholder_index_maps, first, end),
     )
 
 

@@ -82,6 +82,11 @@ class AttentionBackend(ABC):
         return (0, 1, 2, 3) if layout == "NHD" else (0, 2, 1, 3)
 
     @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """The head dims that `capabilities` declares, smallest first; none where any is served."""
+        return sorted(cls.capabilities().head_dims or ())
+
+    @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
         """Every reason why this backend cannot serve such a layer here; empty if it can.
 

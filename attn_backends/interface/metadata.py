@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 
 from attn_backends.batch.common import CommonAttentionMetadata, SequenceGroup
 from attn_backends.batch.order import SwappableRows, leading_new_kv
+from attn_backends.batch.placeholders import PlaceholderMaps, cut_maps
+from attn_backends.interface.broadcast import flatten, rebuild
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, PlanGroup
 
 
@@ -34,6 +36,7 @@ class AttentionMetadata:
     common_prefix_len: int  # leading keys that all rows share, in the same pages; 0 for none
     is_profile_run: bool
     for_graph: bool  # all rows count as decodes, padding included: which it is, is known on the device alone
+    multi_modal_placeholder_index_maps: PlaceholderMaps = field(default_factory=dict, kw_only=True)  # for the model
 
     @classmethod
     def of_batch(
@@ -62,6 +65,7 @@ class AttentionMetadata:
             common_prefix_len=common_prefix_len,
             is_profile_run=common.is_profile_run,
             for_graph=False,
+            multi_modal_placeholder_index_maps=common.multi_modal_placeholder_index_maps,
             **own,
         )
 
@@ -94,7 +98,8 @@ class AttentionMetadata:
             return None
         tokens, new_kv = self.num_decode_tokens, self.num_decode_new_kv
         return replace(self, num_prefills=0, num_prefill_tokens=0, num_tokens=tokens, num_row_tokens=tokens,
-                       num_new_kv=new_kv, slot_mapping=self.slot_mapping[:new_kv], **self.decode_fields())  # fmt: skip
+                       num_new_kv=new_kv, slot_mapping=self.slot_mapping[:new_kv],
+                       **self._placeholders_of(0, tokens), **self.decode_fields())  # fmt: skip
 
     @property
     def prefill_metadata(self) -> Self | None:
@@ -104,7 +109,31 @@ class AttentionMetadata:
         tokens, before = self.num_prefill_tokens, self.num_decode_new_kv
         return replace(self, num_decodes=0, num_decode_tokens=0, num_decode_new_kv=0, common_prefix_len=0,
                        num_tokens=tokens, num_row_tokens=tokens, num_new_kv=self.num_new_kv - before,
-                       slot_mapping=self.slot_mapping[before : self.num_new_kv], **self.prefill_fields())  # fmt: skip
+                       slot_mapping=self.slot_mapping[before : self.num_new_kv],
+                       **self._placeholders_of(self.num_decode_tokens, self.num_tokens),
+                       **self.prefill_fields())  # fmt: skip
+
+    def _placeholders_of(self, first: int, stop: int) -> dict[str, Any]:
+        maps = self.multi_modal_placeholder_index_maps
+        return {"multi_modal_placeholder_index_maps": cut_maps(maps, first, stop)} if maps else {}
+
+    def asdict_zerocopy(self, skip_fields: Collection[str] | None = None) -> dict[str, Any]:
+        """What a driver sends its workers: every field by name, those of its rows by dotted names, no tensor copied.
+
+        Args:
+            skip_fields: names of fields to leave out, with all their parts.
+        """
+        return flatten(self, skip_fields or ())
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], **others: Any) -> Self:
+        """The metadata of `asdict_zerocopy`, such as a worker got it. `others`: fields that were left out there.
+
+        Raises:
+            TypeError: a field is in neither.
+        """
+        names = [each.name for each in fields(cls) if each.name in values and each.name not in others]
+        return cls(**rebuild(values, names), **others)
 
     def decode_fields(self) -> dict[str, Any]:
         """The backend's own fields that `decode_metadata` changes, with their values there."""
@@ -158,6 +187,10 @@ class AttentionMetadataBuilder(ABC, Generic[MetadataT]):
         self.limits = limits
         self.device = torch.device(device)
         self.options = options
+
+    def prepare(self) -> None:
+        """Called before each `build` by drivers that do so, as vLLM V0's. A builder that collects anything between
+        `prepare` and `build` overrides it; by default there is nothing to forget."""
 
     @abstractmethod
     def build(

@@ -67,3 +67,39 @@ def flash_mla_with_kvcache(
     check(out.dtype is made.dtype, "out must have the dtype of the result")
     check(out.is_contiguous(), "out must be contiguous")
     return out.view(made.shape).copy_(made), lse
+
+
+def get_mla_metadata_dense_fp8(
+    cache_seqlens: torch.Tensor, num_q_tokens_per_head_k: int, num_heads_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's addition, for `flash_mla_with_kvcache_fp8`: a schedule that is made in advance."""
+    return make_schedule(cache_seqlens, num_parts(num_q_tokens_per_head_k) // num_heads_k)
+
+
+def flash_mla_with_kvcache_fp8(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    head_dim_v: int,
+    tile_scheduler_metadata: torch.Tensor,
+    num_splits: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    descale_q: torch.Tensor | None = None,
+    descale_k: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's addition: queries and latents of float8_e4m3fn, results in bfloat16.
+
+    Raises:
+        RuntimeError: another dtype, or a scale is not given as [1] f32.
+    """
+    check(q.dtype is k_cache.dtype is torch.float8_e4m3fn, "q and k_cache must be float8_e4m3fn")
+    for scale in (descale_q, descale_k):
+        check(scale is not None and scale.shape == (1,) and scale.dtype is torch.float32, "descales are [1] float32")
+    assert descale_q is not None
+    assert descale_k is not None
+    real = (q.float() * descale_q).bfloat16(), (k_cache.float() * descale_k).bfloat16()
+    softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    schedule = (tile_scheduler_metadata, num_splits)
+    return decode(*real, head_dim_v, cache_seqlens, block_table, softmax_scale, causal, schedule)

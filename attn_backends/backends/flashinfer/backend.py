@@ -14,6 +14,7 @@ from attn_backends.kernels.flashinfer_package import LOWEST_LOGIT
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
+FP8_NAMES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 class FlashInferBackend(AttentionBackend):
@@ -47,6 +48,17 @@ class FlashInferBackend(AttentionBackend):
             lowest_logit=LOWEST_LOGIT,
             min_compute_capability=(8, 0),
         )
+
+    @staticmethod
+    def get_fp8_dtype_for_flashinfer(kv_cache_dtype: str) -> torch.dtype:
+        """The torch dtype of a cache that vLLM's configuration names.
+
+        Raises:
+            ValueError: the name is none of its fp8 ones.
+        """
+        if kv_cache_dtype not in FP8_NAMES:
+            raise ValueError(f"Unrecognized FP8 dtype: {kv_cache_dtype}; known: {', '.join(FP8_NAMES)}")
+        return FP8_NAMES[kv_cache_dtype]
 
     @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -82,9 +82,11 @@ class MLAMetadata(AttentionMetadata):
         return {"decode": None}
 
 
-def graph_metadata(group_index: int, slot_mapping: torch.Tensor, rows: DecodeRows) -> MLAMetadata:
+def graph_metadata(
+    group_index: int, slot_mapping: torch.Tensor, rows: DecodeRows, metadata_cls: type[MLAMetadata] = MLAMetadata
+) -> MLAMetadata:
     """Metadata whose rows all count as decodes."""
-    return MLAMetadata.of_graph(group_index, slot_mapping, rows.num_rows, rows.num_tokens, decode=rows, prefill=None)
+    return metadata_cls.of_graph(group_index, slot_mapping, rows.num_rows, rows.num_tokens, decode=rows, prefill=None)
 
 
 class Piece(NamedTuple):
@@ -123,6 +125,7 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
     """
 
     decode_threshold = 8  # the verify lengths of speculative decoding
+    metadata_cls: ClassVar[type[MLAMetadata]] = MLAMetadata  # what `build` returns
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -132,7 +135,7 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             return self._build_for_graph(common)
         actual = common.num_actual_reqs
         num_decodes = 0 if common.is_profile_run else self._num_decodes(common.query_lens_cpu[:actual].numpy())
-        return MLAMetadata.of_batch(
+        return self.metadata_cls.of_batch(
             common,
             self.group.index,
             num_decodes,
@@ -163,7 +166,9 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             )
         query_len = common.num_tokens // common.num_reqs
         idle = (common.seq_lens == 0).repeat_interleave(query_len)
-        return graph_metadata(self.group.index, common.slot_mapping, _decode_rows(common, common.num_reqs, idle))
+        return graph_metadata(
+            self.group.index, common.slot_mapping, _decode_rows(common, common.num_reqs, idle), self.metadata_cls
+        )
 
     def _num_decodes(self, query_lens: IntArray) -> int:
         if query_lens[0] > self.decode_threshold:

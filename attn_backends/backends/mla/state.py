@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -55,7 +55,7 @@ class MLAGraphState(GraphState[MLAMetadata, MLAStep]):
         self._plans: dict[int, Any] = {}
 
     def idle_metadata(self, group_index: int) -> MLAMetadata:
-        return graph_metadata(group_index, self._tensors["slot_mapping"], self._rows)
+        return graph_metadata(group_index, self._tensors["slot_mapping"], self._rows, self.parent.metadata_cls)
 
     def begin_forward(self, metadata: MLAMetadata) -> MLAStep:
         self.parent.stream.check()
@@ -86,6 +86,8 @@ class MLAState(AttentionState[MLAMetadata]):
     """
 
     graph_cls = MLAGraphState
+    metadata_cls: ClassVar[type[MLAMetadata]] = MLAMetadata
+    step_cls: ClassVar[type[MLAStep]] = MLAStep  # what `begin_forward` returns
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -125,7 +127,7 @@ class MLAState(AttentionState[MLAMetadata]):
         spec = self.specs[metadata.group_index]
         num_bytes = self._num_tokens * spec.latent_dim * spec.cache_dtype.itemsize
         workspace = self.workspace[:num_bytes].view(spec.cache_dtype).view(-1, spec.latent_dim)
-        return MLAStep(metadata, plan, prefill_plans, workspace)
+        return self.step_cls(metadata, plan, prefill_plans, workspace)
 
     def list_launches(self) -> None:
         """Launch, in a listing, what of ours steps can launch: rows written, and parts of a context joined."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from attn_backends.batch.common import SequenceGroup
+from attn_backends.batch.placeholders import IndexMap
 from attn_backends.interface import AttentionMetadata, AttentionStep
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.cases import BatchShape
@@ -164,3 +168,50 @@ class Building(KitBase):
 
 def _longer(prefix: int) -> BatchShape:
     return BatchShape(seq_lens=(prefix + 3, prefix + 9, prefix + 20), query_lens=(1, 1, 4))
+
+    @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", WHOLE_PROMPTS], ids=str)
+    def test_metadata_goes_to_workers(self, shape: BatchShape | str) -> None:
+        """As a flat dict without a copy of a tensor, through a pickle, and rebuilt: the same metadata, that runs."""
+        batch = self.make_batch(self.make_spec(), shape)
+        layer = make_layer(self.backend, batch)
+        metadata = layer.builder.build(0, batch.common())
+        sent = metadata.asdict_zerocopy()
+        mine = {id(value) for value in sent.values() if isinstance(value, torch.Tensor)}
+        assert id(sent["slot_mapping"]) == id(metadata.slot_mapping)
+        again = type(metadata).from_dict(sent)
+        same = again.asdict_zerocopy()
+        assert {id(value) for value in same.values() if isinstance(value, torch.Tensor)} == mine, "a tensor was copied"
+        got = type(metadata).from_dict(pickle.loads(pickle.dumps(sent)))
+        assert_same_metadata(metadata, got, "sent to a worker")
+        assert_matches(layer.forward(batch, layer.state.begin_forward(got)), batch, "metadata that was sent")
+        left_out = metadata.asdict_zerocopy({"slot_mapping"})
+        assert "slot_mapping" not in left_out
+        back = type(metadata).from_dict(left_out, slot_mapping=metadata.slot_mapping)
+        assert_same_metadata(metadata, back, "a field left out and given")
+
+    def test_placeholders_are_carried(self) -> None:
+        """Each part of a batch has its own tokens' maps, and attention makes nothing of them."""
+        batch = self.make_batch(self.make_spec(), DECODES_AND_PROMPTS)
+        image = IndexMap(np.array([0, 2, 3]), np.array([1, 5, 39]), 4)
+        sound = IndexMap(np.array([0]), np.array([0]), 1)
+        rows = [replace(row, data=replace(row.data, placeholders=maps))
+                for row, maps in zip(batch.rows, ({}, {}, {"image": image}, {"image": image._replace(
+                    src=np.array([1]), dest=np.array([20])), "sound": sound}), strict=True)]  # fmt: skip
+        given = replace(batch, rows=tuple(rows))
+        layer = make_layer(self.backend, given)
+        layer.builder.prepare()
+        metadata = layer.builder.build(0, given.common(num_padded_reqs=0))
+        whole = {"image": ([0, 2, 3, 5], [3, 7, 41, 62], 8), "sound": ([0], [42], 1)}
+        assert _lists(metadata) == whole
+        first = metadata.num_decode_tokens
+        assert metadata.decode_metadata is None or _lists(metadata.decode_metadata) == (
+            {} if first <= 2 else {name: of for name, of in whole.items() if max(of[1]) < first}
+        )
+        shifted = {name: (src, [at - first for at in dest], count) for name, (src, dest, count) in whole.items()}
+        assert metadata.prefill_metadata is None or _lists(metadata.prefill_metadata) == shifted
+        assert_matches(layer.forward(given, layer.state.begin_forward(metadata)), batch, "a batch with placeholders")
+
+
+def _lists(metadata: AttentionMetadata) -> dict[str, tuple[list[int], list[int], int]]:
+    maps = metadata.multi_modal_placeholder_index_maps
+    return {name: (src.tolist(), dest.tolist(), count) for name, (src, dest, count) in maps.items()}

@@ -8,6 +8,8 @@ import torch
 
 from attn_backends.backends.mla.backend import MLABackend, reject_other_cache_dtype
 from attn_backends.backends.mla.flashmla.impl import FlashMLAImpl
+from attn_backends.backends.mla.flashmla.library import FP8
+from attn_backends.backends.mla.flashmla.metadata import FlashMLAMetadata, FlashMLAMetadataBuilder
 from attn_backends.backends.mla.flashmla.options import FlashMLAOptions
 from attn_backends.backends.mla.flashmla.state import FlashMLAState
 from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport, Rejection, reject_newer_gpu
@@ -20,10 +22,12 @@ MAX_HEADS = 512
 
 
 class FlashMLABackend(MLABackend):
-    """Latent rows of 512 + 64 in pages of 64 tokens, in the dtype of the queries."""
+    """Latent rows of 512 + 64 in pages of 64 tokens, in the dtype of the queries, or in fp8 where the provider can."""
 
     name = "FLASHMLA"
     impl_cls = FlashMLAImpl
+    metadata_cls = FlashMLAMetadata
+    builder_cls = FlashMLAMetadataBuilder
     state_cls: ClassVar[type[FlashMLAState]] = FlashMLAState
 
     @staticmethod
@@ -31,7 +35,8 @@ class FlashMLABackend(MLABackend):
         return Capabilities(
             devices=frozenset({"cuda"}),
             dtypes=_HALF,
-            cache_dtypes=_HALF,
+            cache_dtypes=_HALF | {FP8},
+            fp8_queries=True,
             page_sizes=frozenset({64}),
             unequal_head_dims=True,
             lse=True,
@@ -45,6 +50,10 @@ class FlashMLABackend(MLABackend):
     @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
         """Its one kind of GPU, the dtype of the cache and the number of heads too."""
+        return cls._reject(spec, cache, device) + cls._reject_fp8(spec, "auto")
+
+    @classmethod
+    def _reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
         found = super().reject(spec, cache, device)
         if isinstance(spec, MLASpec):
             found += reject_other_cache_dtype(spec, _HALF)
@@ -54,12 +63,28 @@ class FlashMLABackend(MLABackend):
         return found + reject_newer_gpu(device, 9, "9.0 (Hopper)", "Use a Hopper GPU or another backend.")
 
     @classmethod
+    def _reject_fp8(cls, spec: AttentionSpec, provider: str) -> list[Rejection]:
+        """Latents of fp8 where the provider has no kernel for them; one that does not import is told elsewhere."""
+        if not isinstance(spec, MLASpec) or spec.cache_dtype is not FP8:
+            return []
+        try:
+            kernels = cls.state_cls.load_kernels(provider)
+        except ImportError:
+            return []
+        if kernels.fp8 is not None:
+            return []
+        hint = "Leave cache.dtype out, or set backend_options.provider to one that has it: vllm."
+        return [Rejection("cache_dtype", f"float8_e4m3fn of {kernels.name}", "bfloat16, float16", hint)]
+
+    @classmethod
     def reject_set_up(
         cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str, options: FlashMLAOptions | None
     ) -> list[Rejection]:
-        """The provider that is named, where it does not import."""
-        found = cls.reject(spec, cache, device)
-        if options is not None and not found:
+        """The provider that is named, where it does not import or lacks what the cache's dtype needs."""
+        if options is None:
+            return cls.reject(spec, cache, device)
+        found = cls._reject(spec, cache, device) + cls._reject_fp8(spec, options.provider)
+        if not found:
             try:
                 cls.state_cls.load_kernels(options.provider)
             except ImportError as error:

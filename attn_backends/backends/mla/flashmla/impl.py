@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
+from attn_backends.backends.mla.flashmla.library import FP8, Kernels
 from attn_backends.backends.mla.impl import MLAImpl
 from attn_backends.backends.mla.state import MLAStep
+from attn_backends.cache.kv_cache import quantise
 
 
 class FlashMLAImpl(MLAImpl):
+    """Over latents of fp8 the queries are rounded to fp8 too, after absorption and as they are: with a scale of 1."""
+
     zeroes_idle_rows = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        query_scale, latent_scale = torch.tensor([[1.0], [self.k_scale]], device=self.device)
+        self._descales = query_scale, latent_scale
 
     def _decode(
         self,
@@ -23,10 +33,17 @@ class FlashMLAImpl(MLAImpl):
     ) -> None:
         rows, schedule = step.metadata.decode, step.plan
         assert rows is not None  # there is something to decode
-        scale = self.spec.scale * self.k_scale
-        kernel_lse = schedule.kernels.run(query, latent_cache, rows, schedule.of(self), scale, output)
-        if self.k_scale != 1.0:
-            output.mul_(self.k_scale)
+        kernels: Kernels = schedule.kernels
+        if latent_cache.dtype is FP8:
+            rounded, scales = quantise(query, FP8, 1.0), self._descales
+            kernel_lse = kernels.run_fp8(
+                rounded, latent_cache, rows, schedule.of(self), self.spec.scale, scales, output
+            )
+        else:
+            scale = self.spec.scale * self.k_scale
+            kernel_lse = kernels.run(query, latent_cache, rows, schedule.of(self), scale, output)
+            if self.k_scale != 1.0:
+                output.mul_(self.k_scale)
         if lse is not None:
             lse.copy_(kernel_lse.transpose(1, 2))
             lse.masked_fill_(lse == math.inf, -math.inf)

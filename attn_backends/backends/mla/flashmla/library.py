@@ -11,7 +11,8 @@ from __future__ import annotations
 import importlib
 import inspect
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +25,16 @@ PROVIDERS = {
     "vllm": "vllm.third_party.flashmla.flash_mla_interface",
     "sgl_kernel": "sgl_kernel.flash_mla",
 }
+FP8 = torch.float8_e4m3fn
+# Where else than in its module a provider has the two functions for latents of fp8 (dense ones: vLLM's addition).
+FP8_HOMES = {"vllm": "vllm.v1.attention.ops.flashmla"}
+
+
+class Fp8Functions(NamedTuple):
+    """Decode over latents of `FP8` by queries of the same, on schedules that are made in advance."""
+
+    get_mla_metadata: Callable[..., Any]
+    flash_mla_with_kvcache: Callable[..., Any]
 
 
 class Kernels:
@@ -31,16 +42,29 @@ class Kernels:
 
     Args:
         module: with `get_mla_metadata` and `flash_mla_with_kvcache`.
+        fp8: the functions for latents of fp8; None: it has none, unless the module has them.
 
     Attributes:
-        fills_schedules: the newer generation.
+        fills_schedules: the newer generation, of 16-bit latents.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, fp8: Fp8Functions | None = None) -> None:
+        self.name = str(module.__name__)
+        self.fp8 = fp8_functions(module) or fp8
         self.get_mla_metadata = module.get_mla_metadata
         self.flash_mla_with_kvcache = module.flash_mla_with_kvcache
         self.fills_schedules = "cache_seqlens" not in inspect.signature(self.get_mla_metadata).parameters
         self._writes_out = "out" in inspect.signature(self.flash_mla_with_kvcache).parameters
+
+    def of_fp8(self) -> Fp8Functions:
+        """The functions for latents of fp8.
+
+        Raises:
+            RuntimeError: there are none: the backend's `reject` says so before.
+        """
+        if self.fp8 is None:
+            raise RuntimeError(f"{self.name} has no dense decode over latents of fp8: leave cache.dtype out")
+        return self.fp8
 
     def new_schedule(self) -> Any:
         """An empty one, of the newer generation."""
@@ -74,6 +98,40 @@ class Kernels:
             output.copy_(made)
         return lse  # type: ignore[no-any-return]
 
+    def run_fp8(
+        self,
+        query: torch.Tensor,  # [num_rows, query_len, num_qo_heads, 576] fp8
+        latent_cache: torch.Tensor,  # [num_pages, 64, 576] fp8
+        rows: DecodeRows,
+        schedule: tuple[Any, Any],
+        scale: float,
+        descales: tuple[torch.Tensor, torch.Tensor],  # of queries and of latents, [1] f32 each
+        output: torch.Tensor,  # [num_rows, query_len, num_qo_heads, 512], written in place
+    ) -> torch.Tensor:
+        """As `run`. The kernel's own output is bfloat16, whatever the layer's dtype."""
+        made, lse = self.of_fp8().flash_mla_with_kvcache(
+            query, latent_cache.unsqueeze(2), rows.page_table, rows.seq_lens, output.shape[-1], *schedule,
+            softmax_scale=scale, causal=True, descale_q=descales[0], descale_k=descales[1],
+        )  # fmt: skip
+        output.copy_(made)
+        return lse  # type: ignore[no-any-return]
+
+
+def fp8_functions(module: Any) -> Fp8Functions | None:
+    """Those of a module, if it has both."""
+    make, decode = (
+        getattr(module, f"{name}_fp8", None) for name in ("get_mla_metadata_dense", "flash_mla_with_kvcache")
+    )
+    return None if make is None or decode is None else Fp8Functions(make, decode)
+
+
+def _fp8_elsewhere(name: str) -> Fp8Functions | None:
+    """A provider's functions for fp8 that are not in its module; None: it has none, or they do not import."""
+    try:
+        return fp8_functions(importlib.import_module(FP8_HOMES[name])) if name in FP8_HOMES else None
+    except Exception:  # as below: then there is no fp8, and `reject` says so
+        return None
+
 
 def load_kernels(provider: str = "auto") -> Kernels:
     """The kernels of a provider, or of the first that imports.
@@ -86,7 +144,7 @@ def load_kernels(provider: str = "auto") -> Kernels:
     errors: dict[str, Exception] = {}
     for name in names:
         try:
-            return Kernels(importlib.import_module(PROVIDERS[name]))
+            return Kernels(importlib.import_module(PROVIDERS[name]), _fp8_elsewhere(name))
         except Exception as error:  # kernel libraries raise anything on import: OSError, RuntimeError, …
             errors[name] = error
     absent = {name for name, error in errors.items() if isinstance(error, ModuleNotFoundError)}
@@ -113,26 +171,48 @@ class Schedule(ABC):
     def of(self, layer: object) -> tuple[Any, Any]:
         """`tile_scheduler_metadata` and `num_splits` for a layer's call."""
 
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """[num_sm_parts, 8] and [num_rows + 1] i32, as the kernel reads them; None before there are any."""
+
 
 class MadeSchedule(Schedule):
     """The older generation's: made by the state, and refilled where it lies when lengths change."""
 
-    tensors: tuple[torch.Tensor, torch.Tensor] | None = None  # [num_sm_parts, 8] i32, [num_rows + 1] i32
+    def __init__(self, kernels: Kernels, get_mla_metadata: Callable[..., Any] | None = None) -> None:
+        super().__init__(kernels)
+        self.get_mla_metadata = get_mla_metadata or kernels.get_mla_metadata
+        self._made: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def plan(self, rows: DecodeRows, num_qo_heads: int) -> None:
-        made = self.kernels.get_mla_metadata(rows.seq_lens, rows.query_len * num_qo_heads, 1)
-        if self.tensors is None:
-            self.tensors = made[0], made[1]
+        made = self.get_mla_metadata(rows.seq_lens, rows.query_len * num_qo_heads, 1)
+        if self._made is None:
+            self._made = made[0], made[1]
         else:  # their shapes follow from the size of a graph
-            for held, new in zip(self.tensors, made, strict=True):
+            for held, new in zip(self._made, made, strict=True):
                 held.copy_(new)
 
     def of(self, layer: object) -> tuple[Any, Any]:
-        assert self.tensors is not None  # the state plans first
-        return self.tensors
+        assert self._made is not None  # the state plans first
+        return self._made
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return self._made or (None, None)
 
 
-class FilledSchedule(Schedule):
+class _HeldSchedule(Schedule):
+    """An object of the newer generation, which a call of the kernel fills."""
+
+    _held: Any = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return getattr(self._held, "tile_scheduler_metadata", None), getattr(self._held, "num_splits", None)
+
+
+class FilledSchedule(_HeldSchedule):
     """The newer generation's: the first layer's call fills it, the others find it filled.
 
     A graph must fill it at every replay, so the launch that does must be captured: `in_graph`, every pass over the
@@ -142,7 +222,6 @@ class FilledSchedule(Schedule):
     def __init__(self, kernels: Kernels, in_graph: bool) -> None:
         super().__init__(kernels)
         self.in_graph = in_graph
-        self._held: Any = None
         self._first: object = None  # the layer that filled it
 
     def plan(self, rows: DecodeRows, num_qo_heads: int) -> None:
@@ -154,13 +233,12 @@ class FilledSchedule(Schedule):
         return self._held, None
 
 
-class RefilledSchedule(Schedule):
+class RefilledSchedule(_HeldSchedule):
     """The newer generation's in a graph: the first call fills it, and every later pass over the layers begins with a
     launch of ours that fills it again. The first pass warms up, so that the graph has the launch of ours."""
 
     def __init__(self, kernels: Kernels) -> None:
         super().__init__(kernels)
-        self._held: Any = None
         self._first: object = None  # layer of a pass
         self._seq_lens: torch.Tensor | None = None
 

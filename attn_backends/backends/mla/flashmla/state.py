@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+
 from attn_backends.backends.mla.flashmla.library import (
+    FP8,
     FilledSchedule,
     Kernels,
     MadeSchedule,
@@ -12,15 +16,36 @@ from attn_backends.backends.mla.flashmla.library import (
     Schedule,
     load_kernels,
 )
+from attn_backends.backends.mla.flashmla.metadata import FlashMLAMetadata
 from attn_backends.backends.mla.flashmla.options import FlashMLAOptions
 from attn_backends.backends.mla.metadata import DecodeRows
-from attn_backends.backends.mla.state import MLAState
+from attn_backends.backends.mla.state import MLAState, MLAStep
 from attn_backends.graphs.inputs import GraphTensors
 from attn_backends.spec import MLASpec
 
 
+@dataclass(frozen=True)
+class FlashMLAStep(MLAStep):
+    """A step with what FlashMLA's tile scheduler made for its decode rows, under the names that vLLM gives it.
+
+    FlashMLA's newer generation makes both in the first layer's call: before it, and without decode rows, they are None.
+    """
+
+    @property
+    def decode_tile_scheduler_metadata(self) -> torch.Tensor | None:
+        """[num_sm_parts, 8] i32: rows and blocks of each part."""
+        return None if self.plan is None else self.plan.tensors[0]
+
+    @property
+    def decode_num_splits(self) -> torch.Tensor | None:
+        """[num_decodes + 1] i32: splits of all rows before."""
+        return None if self.plan is None else self.plan.tensors[1]
+
+
 class FlashMLAState(MLAState):
     backend_name = "FLASHMLA"
+    metadata_cls = FlashMLAMetadata
+    step_cls = FlashMLAStep
     load_kernels: ClassVar[Any] = staticmethod(load_kernels)  # others in tests
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -34,7 +59,10 @@ class FlashMLAState(MLAState):
         self._can_refill = self.kernels.can_refill(self.device)
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Any) -> Schedule:
-        schedule: Schedule = held or self._new_schedule(rows)
+        schedule: Schedule | None = held
+        if schedule is None and spec.cache_dtype is FP8:
+            schedule = MadeSchedule(self.kernels, self.kernels.of_fp8().get_mla_metadata)
+        schedule = schedule or self._new_schedule(rows)
         schedule.plan(rows, spec.num_qo_heads)
         return schedule
 
