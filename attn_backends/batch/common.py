@@ -173,7 +173,6 @@ class CommonAttentionMetadata:
         query_start_loc = np.zeros(num_reqs + 1, np.int32)
         np.cumsum(np.concatenate([query_lens, padded + padded_query_len]), out=query_start_loc[1:])
         seq_lens = np.concatenate([seq_lens, padded])
-        context_lens = np.concatenate([np.array([s.context_len for s in rows], np.int32), padded])
         host, on_device = _pack(compiled, query_start_loc, seq_lens, torch.device(device))
         return CommonAttentionMetadata(
             page_size=page_size,
@@ -187,7 +186,7 @@ class CommonAttentionMetadata:
             query_start_loc_cpu=host[0],
             seq_lens=on_device[1],
             seq_lens_cpu=host[1],
-            context_lens_cpu=torch.from_numpy(context_lens),
+            context_lens_cpu=torch.tensor([*(s.context_len for s in rows), *padded], dtype=torch.int32),
             page_table=on_device[2].view(compiled.page_table.shape),
             slot_mapping=on_device[6].view(torch.int64),
             num_new_kv=int(new_kv_lens.sum()),

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from attn_backends.batch.page_table import PAD_SLOT
-from attn_backends.spec import KVCacheSpec, Limits
+from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits
 
 
 class GraphTensors(Protocol):
@@ -46,6 +46,7 @@ class GraphInputs:
     ) -> None:
         self.num_rows = num_rows
         self.shared = shared
+        self._made_with = cache, limits, device, num_rows
         self._num_pages = -(-limits.max_model_len // cache.page_size)
         if shared is None:
             self.slot_mapping = torch.full((limits.max_num_tokens,), PAD_SLOT, dtype=torch.int64, device=device)
@@ -70,6 +71,15 @@ class GraphInputs:
         if self.shared is not None:
             return self.shared.page_table
         return torch.zeros(self.num_rows, self._num_pages, dtype=torch.int32, device=self.slot_mapping.device)
+
+    def of_layers(self, spec: AttentionSpec) -> GraphInputs:
+        """What graphs read for such layers. Cross attention has lengths and pages of an encoder, in tensors of its own:
+        a step of a model fills both."""
+        return self._cross if spec.attention_type is AttentionType.CROSS else self
+
+    @cached_property
+    def _cross(self) -> GraphInputs:
+        return GraphInputs(*self._made_with, None)
 
     def slots(self, num_tokens: int) -> torch.Tensor:
         """[num_tokens] i64: the slots of the tokens of a graph.

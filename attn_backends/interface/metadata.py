@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from attn_backends.batch.common import CommonAttentionMetadata, SequenceGroup
 from attn_backends.batch.order import SwappableRows, leading_new_kv
+from attn_backends.batch.page_table import PAD_SLOT
 from attn_backends.batch.placeholders import PlaceholderMaps, cut_maps
 from attn_backends.interface.broadcast import flatten, rebuild
-from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, PlanGroup
+from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits, PlanGroup
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,10 @@ class AttentionMetadata:
     def of_graph(
         cls, group_index: int, slot_mapping: torch.Tensor, num_rows: int, num_tokens: int, /, **own: Any
     ) -> Self:
-        """A step that a graph runs, padding included: rows of equal query lengths, which all count as decodes."""
+        """A step that a graph runs, padding included: rows of equal query lengths, which all count as decodes. Without
+        slots for all tokens, as cross attention has none for keys that it wrote before, the others are -1."""
+        if len(slot_mapping) < num_tokens:
+            slot_mapping = F.pad(slot_mapping, (0, num_tokens - len(slot_mapping)), value=PAD_SLOT)
         return cls(
             group_index=group_index,
             num_decodes=num_rows,
@@ -214,6 +219,13 @@ class AttentionMetadataBuilder(ABC, Generic[MetadataT]):
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
         """Whether a batch within the backend's `Capabilities.cuda_graph` may replay a graph after all."""
         return True
+
+    def reads_cached_keys(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Whether keys are in the cache, and new ones are the queries' own, as in every graph: cross attention writes
+        an encoder's at its first step, and its later steps are served."""
+        common, kind = common_attn_metadata, self.group.spec.attention_type
+        is_later = kind is AttentionType.CROSS and not common.num_new_kv
+        return not common.is_profile_run and (kind is AttentionType.DECODER or is_later)
 
     def reorder_batch(self, batch: SwappableRows, query_lens: Sequence[int]) -> bool:
         """Bring a batch's rows, of `query_lens` new tokens each, into the order this builder wants.

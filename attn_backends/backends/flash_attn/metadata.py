@@ -74,14 +74,16 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         return reorder_batch_to_split_decodes_and_prefills(batch, query_lens)
 
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Self-attention over the cache."""
-        return not common_attn_metadata.is_profile_run and self.group.spec.attention_type is AttentionType.DECODER
+        """Attention over cached keys."""
+        return self.reads_cached_keys(common_attn_metadata)
 
     def _build_for_graph(self, common: CommonAttentionMetadata) -> FlashAttnMetadata:
         """All rows as decodes, padding included: a padded row has no keys."""
         if not self.can_run_in_cudagraph(common):
-            raise ValueError("graphs of FLASH_ATTN serve cached self-attention: run this batch eager")
-        return graph_metadata(self.group.index, common.slot_mapping, _rows(common, True, AttentionType.DECODER))
+            raise ValueError("graphs of FLASH_ATTN serve attention over cached keys: run this batch eager")
+        return graph_metadata(
+            self.group.index, common.slot_mapping, _rows(common, True, self.group.spec.attention_type)
+        )
 
 
 def graph_metadata(group_index: int, slot_mapping: torch.Tensor, rows: Rows) -> FlashAttnMetadata:

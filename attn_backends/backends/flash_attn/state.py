@@ -50,35 +50,40 @@ class FlashAttnGraphState(GraphState[FlashAttnMetadata, FlashAttnStep]):
         super().__init__(parent, num_rows, query_len)
         assert self.inputs is not None  # they are held while graphs are captured
         self.parent = parent
-        self._tensors = self.inputs.of(num_rows, self.num_tokens)
+        self._inputs_of = {group.index: self.inputs.of_layers(group.spec) for group in self.groups}
+        self._tensors = {group: inputs.of(num_rows, self.num_tokens) for group, inputs in self._inputs_of.items()}
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device) * query_len
-        self._rows = Rows(
-            num_rows,
-            self.num_tokens,
-            query_len,
-            self.limits.max_model_len,
-            starts,
-            self._tensors["seq_lens"],
-            self._tensors["page_table"],
-            some_may_lack_keys=True,  # padding
-        )
-        self._rows.seq_lens.fill_(1)
-        self._schedules = {group.index: parent.schedule(group.index, self._rows) for group in self.groups}
+        self._rows = {
+            group: Rows(
+                num_rows,
+                self.num_tokens,
+                query_len,
+                self.limits.max_model_len,
+                starts,
+                tensors["seq_lens"],
+                tensors["page_table"],
+                some_may_lack_keys=True,  # padding
+            )
+            for group, tensors in self._tensors.items()
+        }
+        for rows in self._rows.values():
+            rows.seq_lens.fill_(1)
+        self._schedules = {group: parent.schedule(group, rows) for group, rows in self._rows.items()}
         scheduled = {group: made for group, made in self._schedules.items() if made is not None}
         self._reschedule = {group: self._rescheduler(group, made) for group, made in scheduled.items()}
         self.steps = {group.index: self._static_step(group) for group in self.groups}
 
     def get_graph_input_buffers(self, metadata: FlashAttnMetadata) -> dict[str, torch.Tensor]:
-        schedule = self._schedules[metadata.group_index]
-        return self._tensors if schedule is None else {**self._tensors, "schedule": schedule}
+        schedule, tensors = self._schedules[metadata.group_index], self._tensors[metadata.group_index]
+        return tensors if schedule is None else {**tensors, "schedule": schedule}
 
     def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: FlashAttnMetadata) -> None:
         """The schedule is made of the lengths that are filled in first."""
-        rows = metadata.rows
-        if not metadata.for_graph or rows.page_table is None or self.inputs is None:
+        rows, inputs = metadata.rows, self._inputs_of[metadata.group_index]
+        if not metadata.for_graph or rows.page_table is None:
             raise ValueError("this metadata is for eager steps: build it with for_graph=True")
-        self.inputs.fill(buffers, metadata.slot_mapping, rows.seq_lens, rows.page_table)
-        if self.parent.lends_keys and self.inputs.shared is None:  # a padded row's table holds anything
+        inputs.fill(buffers, metadata.slot_mapping, rows.seq_lens, rows.page_table)
+        if self.parent.lends_keys and inputs.shared is None:  # a padded row's table holds anything
             buffers["page_table"][:, :1].masked_fill_((buffers["seq_lens"] == 0)[:, None], 0)
         if "schedule" in buffers:
             self._reschedule[metadata.group_index]()
@@ -87,7 +92,7 @@ class FlashAttnGraphState(GraphState[FlashAttnMetadata, FlashAttnStep]):
         """What makes a group's schedule anew, in place. The library's own call takes the host long."""
 
         def again() -> torch.Tensor:
-            made = self.parent.schedule(group, self._rows)
+            made = self.parent.schedule(group, self._rows[group])
             assert made is not None  # as it was the first time
             if made.shape != schedule.shape:
                 raise RuntimeError(
@@ -96,20 +101,21 @@ class FlashAttnGraphState(GraphState[FlashAttnMetadata, FlashAttnStep]):
                 )
             return schedule.copy_(made)
 
-        return without_python(again, [self._rows, schedule], self.parent.recorder)
+        return without_python(again, [self._rows[group], schedule], self.parent.recorder)
 
     def idle_metadata(self, group_index: int) -> FlashAttnMetadata:
         """Rows of as many keys as tokens, to capture with."""
-        self._rows.seq_lens.fill_(self.query_len)
-        if self.inputs is None or self.inputs.shared is None:  # a step table's are other requests' pages
-            self._tensors["page_table"].zero_()
+        self._rows[group_index].seq_lens.fill_(self.query_len)
+        if self._inputs_of[group_index].shared is None:  # a step table's are other requests' pages
+            self._tensors[group_index]["page_table"].zero_()
         return super().idle_metadata(group_index)
 
     def _static_step(self, group: PlanGroup[Any]) -> FlashAttnStep:
         """The step that every batch is filled into: what layers read is where it stays."""
-        metadata = graph_metadata(group.index, self._tensors["slot_mapping"], self._rows)
-        lens, parent = self.parent.tot_seq_lens(group.index, self._rows), self.parent
-        call = Call(self._rows, slice(0, self.num_tokens), self._schedules[group.index], self.options.split_keys, lens)
+        rows, slots = self._rows[group.index], self._tensors[group.index]["slot_mapping"]
+        metadata = graph_metadata(group.index, slots, rows)
+        lens, parent = self.parent.tot_seq_lens(group.index, rows), self.parent
+        call = Call(rows, slice(0, self.num_tokens), self._schedules[group.index], self.options.split_keys, lens)
         return FlashAttnStep(metadata, group.spec, parent.choices[group.index].provider, (call,), None)
 
 

@@ -107,15 +107,14 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         return reorder_batch_to_split_decodes_and_prefills(batch, query_lens)
 
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Self-attention over the cache, with splits that FlashInfer may balance."""
-        cached = not common_attn_metadata.is_profile_run and self.group.spec.attention_type is AttentionType.DECODER
-        return bool(cached and self.options.fixed_split_size is None)
+        """Attention over cached keys, with splits that FlashInfer may balance."""
+        return self.reads_cached_keys(common_attn_metadata) and self.options.fixed_split_size is None
 
     def _build_for_graph(self, common: CommonAttentionMetadata) -> FlashInferMetadata:
         """All rows as decodes, padding included: a padded row has no keys."""
         if not self.can_run_in_cudagraph(common):
             raise ValueError(
-                "graphs of FLASHINFER serve cached self-attention without fixed_split_size: run this batch eager"
+                "graphs of FLASHINFER serve attention over cached keys without fixed_split_size: run this batch eager"
             )
         rows = _rows(common, _Pages(common, self.group.spec.window_left), 0, common.num_reqs, True)
         is_decode = common.num_tokens == common.num_reqs

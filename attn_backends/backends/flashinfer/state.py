@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -10,6 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
+from attn_backends.backends.flashinfer.graph_inputs import FlashInferGraphInputs
 from attn_backends.backends.flashinfer.library import (
     CUDA_CORE_GROUPS,
     FA3_HEAD_DIMS,
@@ -30,15 +30,14 @@ from attn_backends.backends.flashinfer.workspace import ALIGNMENT, Need, check_w
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.csr import PagedCsr
 from attn_backends.cache.warm_up import list_cache_writes
-from attn_backends.graphs.inputs import GraphInputs, GraphTensors, fill_together
+from attn_backends.graphs.inputs import GraphTensors, fill_together
 from attn_backends.interface import AttentionState, GraphState, PlannedStep
 from attn_backends.interface.capabilities import Rejection, Unsupported
 from attn_backends.interface.warm_up import plan_all_kinds
 from attn_backends.kernels.streams import OneStream
 from attn_backends.kernels.warm_up import compile_listed
 from attn_backends.machine import Progress, is_hopper, num_multiprocessors, refuse_while_capturing
-from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec, Limits, PlanGroup
-from attn_backends.step.buffers import StepBuffers
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, PlanGroup
 from attn_backends.step.staging import HostRing
 
 FA3_MIN_QUERY_LEN = 64  # of the average row: below, fa2 packs a KV head's query heads into its tiles and fa3 does not
@@ -55,46 +54,16 @@ class FlashInferStep(PlannedStep[FlashInferMetadata]):
     prefix: Plan | None
 
 
-class _GraphInputs(GraphInputs):
-    """What captured kernels read of a batch, and the CSRs that they read its pages by.
-
-    Groups without a window have one CSR, which a step table may have too; those with one have a shorter one each.
-    """
-
-    def __init__(self, groups: Sequence[PlanGroup[Any]], cache: KVCacheSpec, limits: Limits, *given: Any) -> None:
-        super().__init__(cache, limits, *given)
-        device, page_size, shared = self.slot_mapping.device, cache.page_size, self.shared
-        self._csrs: dict[int, PagedCsr] = {}  # by window_left
-        if isinstance(shared, StepBuffers) and len(shared.paged_kv_indices):
-            self._csrs[-1] = PagedCsr(shared.paged_kv_indptr, shared.paged_kv_indices, shared.paged_kv_last_page_len)
-        all_pages = -(-limits.max_model_len // page_size)
-        for group in groups:
-            window = group.spec.window_left
-            # A window begins anywhere in a page: one page more than its keys fill.
-            pages = all_pages if window < 0 else min(all_pages, (window + limits.max_num_tokens - 1) // page_size + 2)
-            if window not in self._csrs:
-                self._csrs[window] = PagedCsr(
-                    torch.zeros(self.num_rows + 1, dtype=torch.int32, device=device),
-                    torch.zeros(self.num_rows * pages, dtype=torch.int32, device=device),
-                    torch.zeros(self.num_rows, dtype=torch.int32, device=device),
-                )
-
-    def of_group(self, group: PlanGroup[Any], num_rows: int, starts: torch.Tensor) -> WrapperTensors:
-        """What graphs of one size read, which has query starts of its own: they never change."""
-        csr = self._csrs[group.spec.window_left]
-        return WrapperTensors(starts, csr.indptr[: num_rows + 1], csr.indices, csr.last_page_len[:num_rows])
-
-
 class FlashInferGraphState(GraphState[FlashInferMetadata, FlashInferStep]):
     """The state of one captured size: a plan a group, over the shared buffers that every `begin_forward` fills."""
 
-    inputs: _GraphInputs
+    inputs: FlashInferGraphInputs
 
     def __init__(self, parent: FlashInferState, num_rows: int, query_len: int) -> None:
         super().__init__(parent, num_rows, query_len)
         self.is_decode = query_len == 1
         self._stream = parent.stream
-        self._slot_mapping = self.inputs.slots(self.num_tokens)
+        self._inputs_of = {group.index: self.inputs.of_layers(group.spec) for group in self.groups}
         self._starts_cpu = torch.arange(num_rows + 1, dtype=torch.int32) * query_len
         starts, need = self._starts_cpu.to(self.device), parent.make_graph_room(num_rows, query_len)
         kind: Kind = "decode" if self.is_decode else "prefill fa2"
@@ -116,7 +85,7 @@ class FlashInferGraphState(GraphState[FlashInferMetadata, FlashInferStep]):
     def get_graph_input_buffers(self, metadata: FlashInferMetadata) -> dict[str, torch.Tensor]:
         tensors = self._tensors[metadata.group_index]
         return {
-            "slot_mapping": self._slot_mapping, "paged_kv_indptr": tensors.indptr,
+            "slot_mapping": self._slots(metadata.group_index), "paged_kv_indptr": tensors.indptr,
             "paged_kv_last_page_len": tensors.last_page_len, "paged_kv_indices": tensors.indices,
         }  # fmt: skip
 
@@ -126,7 +95,7 @@ class FlashInferGraphState(GraphState[FlashInferMetadata, FlashInferStep]):
             raise ValueError("this metadata is for eager steps: build it with for_graph=True")
         csr, (slots, indptr, last_page_len, indices) = rows.csr, buffers.values()
         filled, given = [], []
-        if not self.inputs.holds(metadata.slot_mapping):
+        if not self._inputs_of[metadata.group_index].holds(metadata.slot_mapping):
             filled, given = [slots], [metadata.slot_mapping]
         if csr.indptr.data_ptr() != indptr.data_ptr():  # of this group's window, or not of a table
             num_pages = rows.num_pages
@@ -151,7 +120,10 @@ class FlashInferGraphState(GraphState[FlashInferMetadata, FlashInferStep]):
         starts = (tensors.qo_indptr, self._starts_cpu)
         longest = num_pages * page_size
         rows = Rows(self.num_tokens, *starts, csr, tensors.indptr, indptr_cpu, lens, longest, num_rows, True)
-        return graph_metadata(group_index, self._slot_mapping, rows, self.is_decode)
+        return graph_metadata(group_index, self._slots(group_index), rows, self.is_decode)
+
+    def _slots(self, group: int) -> torch.Tensor:
+        return self._inputs_of[group].slots(self.num_tokens)
 
     def _static_step(self, group: PlanGroup[Any]) -> FlashInferStep:
         """The step that every batch is filled into: what layers read is where it stays, and lengths are in the plan."""
@@ -271,12 +243,12 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
 
     # Graphs.
 
-    def make_inputs(self, max_batch_size: int, shared: GraphTensors | None) -> _GraphInputs:
+    def make_inputs(self, max_batch_size: int, shared: GraphTensors | None) -> FlashInferGraphInputs:
         if self.options.fixed_split_size is not None:
             hint = "Leave fixed_split_size out of backend_options, or set graphs.mode to none."
             got = str(self.options.fixed_split_size)
             raise Unsupported(self.backend_name, [Rejection("fixed_split_size", got, "None in CUDA graphs", hint)])
-        return _GraphInputs(self.groups, self.cache, self.limits, self.device, max_batch_size, shared)
+        return FlashInferGraphInputs(self.groups, self.cache, self.limits, self.device, max_batch_size, shared)
 
     def make_graph_room(self, num_rows: int, query_len: int) -> Need:
         """What plans of one captured size need, for which there is room afterwards."""

@@ -140,18 +140,18 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         return reorder_batch_to_split_decodes_and_prefills(batch, query_lens)
 
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Self-attention over the cache, with no row longer than graphs gather."""
+        """Attention over cached keys, with no row longer than graphs gather."""
         common = common_attn_metadata
-        cached = not common.is_profile_run and self.group.spec.attention_type is AttentionType.DECODER
-        return cached and common.max_seq_len <= _graph_max_seq_len(self.options, self.limits)
+        longest = _graph_max_seq_len(self.options, self.limits)
+        return self.reads_cached_keys(common) and common.max_seq_len <= longest
 
     def _build_static(self, common: CommonAttentionMetadata) -> TorchMetadata:
         """Every row in one `DecodeBatch` whose shape depends on nothing but the graph's; lengths stay on the device."""
         spec, num_rows = self.group.spec, common.num_reqs
         if not self.can_run_in_cudagraph(common):
             raise ValueError(
-                f"graphs of TORCH serve cached self-attention of up to {_graph_max_seq_len(self.options, self.limits)} "
-                f"keys a row, and this batch has {common.max_seq_len}: run it eager, or raise graph_max_seq_len"
+                f"graphs of TORCH serve rows of up to {_graph_max_seq_len(self.options, self.limits)} cached keys, and "
+                f"this batch has {common.max_seq_len}: run it eager, or raise graph_max_seq_len"
             )
         query_len = common.num_tokens // num_rows
         first_query = common.seq_lens.long()[:, None] - query_len  # [num_rows, 1]

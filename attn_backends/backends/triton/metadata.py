@@ -92,10 +92,9 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         return reorder_batch_to_split_decodes_and_prefills(batch, query_lens, DECODE_TOKENS)
 
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Self-attention over the cache, of rows whose keys can be split."""
+        """Attention over cached keys, of rows whose keys can be split."""
         common = common_attn_metadata
-        cached = not common.is_profile_run and self.group.spec.attention_type is AttentionType.DECODER
-        return cached and common.max_query_len <= DECODE_TOKENS
+        return self.reads_cached_keys(common) and common.max_query_len <= DECODE_TOKENS
 
     @cached_property
     def _upcast_bytes(self) -> int:

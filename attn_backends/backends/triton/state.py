@@ -48,7 +48,8 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
                 f"graphs of TRITON serve up to {DECODE_TOKENS} query tokens a row, and {query_len} were asked for: "
                 "run longer rows eager"
             )
-        self._tensors = self.inputs.of(num_rows, self.num_tokens)
+        self._inputs_of = {group.index: self.inputs.of_layers(group.spec) for group in self.groups}
+        self._tensors = {group: inputs.of(num_rows, self.num_tokens) for group, inputs in self._inputs_of.items()}
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device) * query_len
         schedules = {
             group.index: parent.make_schedule(group.index, num_rows, query_len, workspace) for group in self.groups
@@ -64,17 +65,19 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
         return self.steps[metadata.group_index]
 
     def get_graph_input_buffers(self, metadata: TritonMetadata) -> dict[str, torch.Tensor]:
-        return self._tensors
+        return self._tensors[metadata.group_index]
 
     def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: TritonMetadata) -> None:
-        if metadata.page_table is None or self.inputs is None:
+        if metadata.page_table is None:
             raise ValueError("this metadata reads no cache: run it eager, and build graphs' with for_graph=True")
-        self.inputs.fill(buffers, metadata.slot_mapping, metadata.seq_lens, metadata.page_table)
+        inputs = self._inputs_of[metadata.group_index]
+        inputs.fill(buffers, metadata.slot_mapping, metadata.seq_lens, metadata.page_table)
 
     def _metadata(self, group_index: int, starts: torch.Tensor) -> TritonMetadata:
+        tensors = self._tensors[group_index]
         return TritonMetadata.of_graph(
             group_index,
-            self._tensors["slot_mapping"],
+            tensors["slot_mapping"],
             self.num_rows,
             self.num_tokens,
             num_rows=self.num_rows,
@@ -86,8 +89,8 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
             max_seq_len=self.limits.max_model_len,
             query_start_loc=starts,
             key_start_loc=starts,
-            seq_lens=self._tensors["seq_lens"],
-            page_table=self._tensors["page_table"],
+            seq_lens=tensors["seq_lens"],
+            page_table=tensors["page_table"],
         )
 
 

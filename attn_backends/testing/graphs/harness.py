@@ -96,12 +96,11 @@ class CapturedStep:
     def _common(self, batch: Batch) -> CommonAttentionMetadata:
         return self.make_common(batch, self.num_rows, self.query_len)
 
-    def _empty_inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        num_tokens = self.num_rows * self.query_len
-        query, key, value = (
-            self.guards.place(t.new_zeros(num_tokens, *t.shape[1:])) for t in (batch.query, batch.key, batch.value)
-        )
-        return query, key, value
+    def _empty_inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Query, key and value; a layer whose batches bring no keys is given none."""
+        num_tokens, empty = self.num_rows * self.query_len, (batch.query, batch.key, batch.value)
+        query, key, value = (self.guards.place(t.new_zeros(num_tokens, *t.shape[1:])) for t in empty)
+        return (query, key, value) if len(batch.key) else (query, None, None)
 
     def _empty_output(self, batch: Batch) -> torch.Tensor:
         spec = batch.spec
@@ -117,8 +116,9 @@ class CapturedStep:
     def _put_in(self, batches: Sequence[Batch], keep_pools: bool = False) -> None:
         for given, cache, batch in zip(self.inputs, self.caches, batches, strict=True):
             for static, new in zip(given, (batch.query, batch.key, batch.value), strict=True):
-                static.fill_(torch.nan)  # what stands in padded rows must not matter
-                static[: len(new)].copy_(new)
+                if static is not None:
+                    static.fill_(torch.nan)  # what stands in padded rows must not matter
+                    static[: len(new)].copy_(new)
             if not keep_pools:
                 for cached, now in zip(cache, batch.pool or (), strict=True):
                     cached.copy_(now)

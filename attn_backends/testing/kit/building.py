@@ -171,7 +171,7 @@ def _longer(prefix: int) -> BatchShape:
 
     @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", WHOLE_PROMPTS], ids=str)
     def test_metadata_goes_to_workers(self, shape: BatchShape | str) -> None:
-        """As a flat dict without a copy of a tensor, through a pickle, and rebuilt: the same metadata, that runs."""
+        """A flat dict, whose tensors are the metadata's own, goes through a pickle, and equals it once rebuilt."""
         batch = self.make_batch(self.make_spec(), shape)
         layer = make_layer(self.backend, batch)
         metadata = layer.builder.build(0, batch.common())

@@ -16,7 +16,7 @@ from attn_backends.interface.capabilities import CudaGraphSupport
 from attn_backends.spec import AttentionSpec
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.cases import BatchShape
-from attn_backends.testing.cases.features import FEATURES, feature
+from attn_backends.testing.cases.features import CROSS, FEATURES, feature
 from attn_backends.testing.graphs.harness import CapturedStep, batch_of_table, graph_batch, make_recorder, step_table
 from attn_backends.testing.graphs.host_reads import forbid_host_reads
 from attn_backends.testing.harness import Layer, assert_matches, assert_pool, make_layer, make_layers
@@ -127,6 +127,45 @@ class Graphs(KitBase):
             each = list(zip(*(self.graph_batches(spec, 1) for spec in specs), strict=True))
             layers = make_layers(self.backend, each[0], *(batch for more in each for batch in more))
             self.check_replays(self.capture(layers, each[0]), each, "plan groups")
+
+    def cross_batches(self, spec: AttentionSpec, query_len: int, like: Sequence[Batch]) -> list[Batch]:
+        """Rows as many as others have, over encoders of lengths of their own, one of them empty; none writes keys."""
+        batches = []
+        for i, other in enumerate(like):
+            lens = [self.longer * (7 * n % 61) for n in range(i, i + len(other.rows))]
+            shape = BatchShape(seq_lens=tuple(lens), query_lens=(query_len,) * len(lens))
+            how: dict[str, Any] = {"new_kv_lens": (0,) * len(lens), "num_pages": PAGES, "poison": float("nan")}
+            batches.append(self.make_batch(spec, shape, seed=20 + i, **how))
+        return batches
+
+    def test_replays_of_cross_attention(self) -> None:
+        """Beside self-attention in one graph: both kinds of layers have lengths and pages of their own."""
+        for query_len in self.query_lens:
+            for _, spec in self.served([CROSS]):
+                plain = self.graph_batches(self.make_spec(), query_len)
+                cross = self.cross_batches(spec, query_len, plain)
+                layers = make_layers(
+                    self.backend, [plain[0], cross[0]], *plain, *cross, num_padded_reqs=ROWS * query_len
+                )
+                batch = graph_batch(cross[0], ROWS, query_len)
+                if not layers[1].builder.can_run_in_cudagraph(batch):
+                    with pytest.raises(ValueError, match="graph"):
+                        layers[1].builder.build(0, batch)
+                    continue
+                each = list(zip(plain, cross, strict=True))
+                captured = self.capture(layers, each[0], query_len)
+                self.check_replays(captured, each, f"self-attention and cross attention, query_len={query_len}")
+
+    def test_a_first_step_of_cross_attention_is_no_graphs(self) -> None:
+        """It writes an encoder's keys, as many as there are: that is for eager steps."""
+        for query_len in self.query_lens[:1]:
+            for _, spec in self.served([CROSS]):
+                shape = BatchShape(seq_lens=(9, 20), query_lens=(query_len,) * 2)
+                batch = self.make_batch(spec, shape)
+                builder = make_layer(self.backend, batch, num_padded_reqs=ROWS).builder
+                assert not builder.can_run_in_cudagraph(graph_batch(batch, ROWS, query_len))
+                with pytest.raises(ValueError, match="graph"):
+                    builder.build(0, graph_batch(batch, ROWS, query_len))
 
     def test_sizes_share_a_state(self) -> None:
         """Graphs of two sizes, replayed in turns."""

@@ -8,7 +8,7 @@ from itertools import islice
 from random import Random
 from typing import Any
 
-from attn_backends.spec import AttentionSpec, AttentionType
+from attn_backends.spec import AttentionSpec, AttentionType, alibi_slopes
 from attn_backends.testing.cases.plain import undeclared
 from attn_backends.testing.lint.finding import Finding
 from attn_backends.testing.lint.judge import Drawn, Supposition, as_layer
@@ -31,7 +31,8 @@ class Probe:
     def is_declared(self, subject: Subject) -> bool:
         if self.attention_type is not AttentionType.DECODER:
             return self.attention_type in subject.can.attention_types
-        return self.is_of_all or bool(getattr(subject.can, self.name))
+        included = self.name == "standard_alibi" and subject.can.alibi
+        return self.is_of_all or included or bool(getattr(subject.can, self.name))
 
 
 def _window(numbers: Random, spec: AttentionSpec) -> dict[str, Any]:
@@ -51,6 +52,11 @@ def _slopes(numbers: Random, spec: AttentionSpec) -> dict[str, Any]:
     return {"alibi_slopes": tuple(numbers.uniform(0.1, 0.8) for _ in range(spec.num_qo_heads))}
 
 
+def _rope(numbers: Random, spec: AttentionSpec) -> dict[str, Any]:
+    given = {"rope_scale": numbers.uniform(0.5, 2.0), "rope_theta": numbers.uniform(10.0, 1e3)}
+    return {"pos_encoding_mode": "ROPE_LLAMA", **given}
+
+
 def _of_type(kind: AttentionType) -> Callable[[Random, AttentionSpec], dict[str, Any]]:
     return lambda numbers, spec: {"attention_type": kind, "causal": False}
 
@@ -64,6 +70,10 @@ PROBES = (
     Probe("soft_cap", lambda numbers, spec: {"logits_soft_cap": numbers.uniform(0.4, 1.2)}, {"logits_soft_cap": None}),
     Probe("alibi", _slopes, {"alibi_slopes": None},
           lambda spec: {"of the wrong sign": {"alibi_slopes": tuple(-s for s in spec.alibi_slopes or ())}}),
+    Probe("standard_alibi", lambda numbers, spec: {"alibi_slopes": alibi_slopes(spec.num_qo_heads)},
+          {"alibi_slopes": None}),
+    Probe("rope", _rope, {"pos_encoding_mode": "NONE", "rope_scale": 1.0, "rope_theta": 1e4},
+          lambda spec: {"of another theta": {"rope_theta": 2 * spec.rope_theta}}),
     Probe("sinks", lambda numbers, spec: {"sinks": True}, {"sinks": False}),
     Probe("chunks", lambda numbers, spec: {"chunk_size": numbers.randint(4, 14)}, {"chunk_size": None},
           lambda spec: {"one key too long": {"chunk_size": (spec.chunk_size or 0) + 1}}),
@@ -125,7 +135,7 @@ def draw(subject: Subject, probe: Probe, kind: BatchKind) -> Drawn | None:
         if batch.sinks is not None:
             batch = replace(batch, sinks=batch.sinks + 2)  # more weight than a key
         suppositions = [
-            Supposition(f"the window, slopes or chunk is {words}", as_layer(batch, **changes))
+            Supposition(f"the window, slopes, rotation or chunk is {words}", as_layer(batch, **changes))
             for words, changes in probe.near(spec).items()
         ]
         if probe.absent and probe.attention_type is not AttentionType.CROSS:

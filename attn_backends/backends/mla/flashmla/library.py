@@ -108,7 +108,7 @@ class Kernels:
         descales: tuple[torch.Tensor, torch.Tensor],  # of queries and of latents, [1] f32 each
         output: torch.Tensor,  # [num_rows, query_len, num_qo_heads, 512], written in place
     ) -> torch.Tensor:
-        """As `run`. The kernel's own output is bfloat16, whatever the layer's dtype."""
+        """What `run` does, over fp8. The kernel's own output is bfloat16, whatever the layer's dtype."""
         made, lse = self.of_fp8().flash_mla_with_kvcache(
             query, latent_cache.unsqueeze(2), rows.page_table, rows.seq_lens, output.shape[-1], *schedule,
             softmax_scale=scale, causal=True, descale_q=descales[0], descale_k=descales[1],
@@ -118,7 +118,7 @@ class Kernels:
 
 
 def fp8_functions(module: Any) -> Fp8Functions | None:
-    """Those of a module, if it has both."""
+    """The functions of a module for latents of fp8, if it has both."""
     make, decode = (
         getattr(module, f"{name}_fp8", None) for name in ("get_mla_metadata_dense", "flash_mla_with_kvcache")
     )
