@@ -6,7 +6,7 @@ import operator
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from attn_backends.validation import config_error
 
@@ -128,6 +128,19 @@ class CacheConfig(_Settings):
     """Keys are stored divided by this, of every layer; None: the checkpoint's own scales for an fp8 cache, else 1."""
     v_scale: Scale | None = None
     """Values are stored divided by this, of every layer; None: the checkpoint's own scales for an fp8 cache, else 1."""
+
+    calculate_kv_scales: bool = False
+    """Work out every layer's two scales by one pass over a short text while the engine loads; they are constants from
+    then on. For an fp8 cache, of a checkpoint that brings none."""
+
+    @field_validator("calculate_kv_scales")
+    @classmethod
+    def _has_no_others(cls, value: bool, info: ValidationInfo) -> bool:
+        dtype, given = info.data.get("dtype"), [name for name in ("k_scale", "v_scale") if info.data.get(name)]
+        if value and (given or not str(dtype).startswith("float8")):
+            found = " and ".join([f"dtype is {dtype}", *(f"{name} is set" for name in given)])
+            raise ValueError(f"allowed: false, as {found}; true for an fp8 dtype without k_scale and v_scale")
+        return value
 
     @field_validator("memory", mode="before")
     @classmethod

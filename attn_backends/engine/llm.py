@@ -82,7 +82,7 @@ class LLM:
         self.scheduler = Scheduler(config.scheduler, self.allocator, max_model_len)
         self.runner = ModelRunner(
             model, backend, specs, cache, limits, device,
-            scales=kv_scales(config.cache, specs, model.folder), options=options,
+            scales=kv_scales(config.cache, specs, model.folder), options=options, report=report,
         )  # fmt: skip
         self.scheduler.on_release = self.runner.forget
         self.scheduler.on_finish = self._live.end

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from attn_backends.cache.kv_cache import allocate_kv_cache
+from attn_backends.engine.calibration import calibrated_scales
 from attn_backends.engine.config import GraphsConfig
 from attn_backends.engine.graphs import FullGraphs, GraphKey, PiecewiseGraphs, default_sizes, graph_mode
 from attn_backends.engine.layers import Layers
@@ -26,12 +27,17 @@ from attn_backends.step.table import StepBatch, StepTable
 logger = logging.getLogger(__name__)
 
 
+def _bind(plans: Plans[int], model: LoadedModel, scales: Mapping[int, KVScales]) -> None:
+    for layer in plans.specs:
+        plans.bind(layer, **scales.get(layer, KVScales())._asdict(), **model.layers[layer].weights)
+
+
 class ModelRunner:
     """A model, its KV pool, its page table, and one backend's builders, state and impls.
 
     Args:
         specs: the layers as the backend was selected for them (cache dtype included).
-        scales: scales of the layers' cached keys and values; 1 for a layer that is not in it.
+        scales: scales of the layers' cached keys and values; 1 for a layer that is not in it. None: worked out here.
         options: the backend's validated options, or None.
     """
 
@@ -44,8 +50,9 @@ class ModelRunner:
         limits: Limits,
         device: torch.device,
         *,
-        scales: Mapping[int, KVScales] = {},
+        scales: Mapping[int, KVScales] | None = {},
         options: object = None,
+        report: Report = silent,
     ) -> None:
         # One row more than requests: padding that makes up a number of tokens is one row.
         num_tokens = max(limits.max_num_tokens, model.min_tokens)
@@ -54,8 +61,9 @@ class ModelRunner:
         self.pool = allocate_kv_cache(backend, specs, cache, device)
         self.table = StepTable(self.limits, cache, device)
         plans = Plans(backend, specs, cache, self.limits, device, options)
-        for layer in specs:
-            plans.bind(layer, **scales.get(layer, KVScales())._asdict(), **model.layers[layer].weights)
+        _bind(plans, model, scales or {})
+        if scales is None:
+            _bind(plans, model, calibrated_scales(model, plans, report))
         self.state = plans.state
         self.layers = Layers(model, plans, self.pool.layers)
         self.num_replays = 0

@@ -38,18 +38,26 @@ class KVScales(NamedTuple):
     v_scale: float = 1.0
 
 
-def kv_scales(cache: CacheConfig, specs: Mapping[int, AttentionSpec], folder: Path | None) -> dict[int, KVScales]:
-    """Scales of every layer: the config's where it has them, else the checkpoint's for an fp8 cache, else 1.
+def kv_scales(
+    cache: CacheConfig, specs: Mapping[int, AttentionSpec], folder: Path | None
+) -> dict[int, KVScales] | None:
+    """Scales of every layer: the config's where it has them, else the checkpoint's for an fp8 cache, else 1; None where
+    the config asks to have them worked out.
 
     Args:
         folder: where the checkpoint is; None for a model that came from elsewhere.
 
     Raises:
-        ModelError: the checkpoint's scales for the fp8 cache that is asked for are not one positive number for the keys
-            of each layer and one for its values.
+        ModelError: the checkpoint brings scales, and the config asks to have them worked out; or those that it brings
+            for the fp8 cache that is asked for are not one positive number for the keys of each layer and one for its
+            values.
     """
     given = {name: scale for name in KVScales._fields if (scale := getattr(cache, name)) is not None}
     found = {} if folder is None or len(given) == len(KVScales._fields) else _of_checkpoint(folder, specs)
+    if cache.calculate_kv_scales and found:
+        raise ModelError(f"{folder} brings KV scales: leave cache.calculate_kv_scales out to use them, or {OR_ELSE}")
+    if cache.calculate_kv_scales:
+        return None
     return {layer: found.get(layer, KVScales())._replace(**given) for layer in specs}
 
 
