@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
@@ -12,7 +12,7 @@ import torch
 
 from attn_backends.batch.csr import PagedCsr, csr_of
 from attn_backends.batch.page_table import CompiledPageTable, IntArray, compile_page_table
-from attn_backends.batch.placeholders import PlaceholderMaps, check_maps, join_maps
+from attn_backends.batch.placeholders import NO_PLACEHOLDERS, IndexMap, PlaceholderMaps, check_maps, join_maps
 from attn_backends.batch.tensors import BatchTensors
 
 
@@ -33,7 +33,7 @@ class SequenceData:
     pages: IntArray | Sequence[int] | None
     seq_len: int = cast(int, None)  # None: context_len + query_len
     new_kv_len: int = cast(int, None)  # None: query_len
-    placeholders: PlaceholderMaps = field(default_factory=dict)  # of its new tokens; attention does not look at them
+    placeholders: Mapping[str, IndexMap] = NO_PLACEHOLDERS  # of its new tokens; attention does not look at them
 
     def __post_init__(self) -> None:
         if self.seq_len is None:
@@ -86,7 +86,7 @@ class CommonAttentionMetadata:
     seq_lens_are_upper_bounds: bool = False  # host lengths (`_cpu`, `max_seq_len`) may exceed those on the device
     for_graph: bool = False  # padded to a captured shape: metadata must not depend on host lengths
     csr: PagedCsr | None = None  # None: worked out from the table at first use
-    multi_modal_placeholder_index_maps: PlaceholderMaps = field(default_factory=dict)  # of the batch's tokens
+    multi_modal_placeholder_index_maps: PlaceholderMaps = NO_PLACEHOLDERS  # of the batch's tokens
 
     @property
     def paged_kv(self) -> PagedCsr:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,10 +19,28 @@ class IndexMap(NamedTuple):
     num_embeddings: int  # in all, used or not: the next row's begin behind them
 
 
-PlaceholderMaps = Mapping[str, IndexMap]  # by modality
+@dataclass(frozen=True, eq=False)
+class PlaceholderMaps(Mapping[str, IndexMap]):
+    """A batch's maps by modality, which nothing changes."""
+
+    entries: tuple[tuple[str, IndexMap], ...] = ()
+
+    def __getitem__(self, modality: str) -> IndexMap:
+        return dict(self.entries)[modality]
+
+    def __iter__(self) -> Iterator[str]:
+        return (modality for modality, _ in self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    __hash__ = object.__hash__
 
 
-def join_maps(of_rows: Sequence[PlaceholderMaps], first_tokens: Sequence[int] | IntArray) -> dict[str, IndexMap]:
+NO_PLACEHOLDERS = PlaceholderMaps()
+
+
+def join_maps(of_rows: Sequence[Mapping[str, IndexMap]], first_tokens: Sequence[int] | IntArray) -> PlaceholderMaps:
     """The maps of a batch, from those of its rows and where each row's new tokens begin.
 
     >>> image = IndexMap(np.array([0, 1]), np.array([2, 3]), 2)
@@ -34,20 +53,20 @@ def join_maps(of_rows: Sequence[PlaceholderMaps], first_tokens: Sequence[int] | 
             src, dest, count = joined.get(modality, IndexMap(_NONE, _NONE, 0))
             src, dest = np.concatenate([src, more.src + count]), np.concatenate([dest, more.dest + first])
             joined[modality] = IndexMap(src.astype(np.int32), dest.astype(np.int32), count + more.num_embeddings)
-    return joined
+    return PlaceholderMaps((*joined.items(),)) if joined else NO_PLACEHOLDERS
 
 
-def cut_maps(maps: PlaceholderMaps, first: int, stop: int) -> dict[str, IndexMap]:
+def cut_maps(maps: PlaceholderMaps, first: int, stop: int) -> PlaceholderMaps:
     """The maps of tokens `first` to `stop`, counted from `first`. Embeddings are counted as in the whole."""
-    found = {}
-    for modality, (src, dest, count) in maps.items():
+    found = []
+    for modality, (src, dest, count) in maps.entries:
         inside = (dest >= first) & (dest < stop)
         if inside.any():
-            found[modality] = IndexMap(src[inside], dest[inside] - first, count)
-    return found
+            found.append((modality, IndexMap(src[inside], dest[inside] - first, count)))
+    return PlaceholderMaps((*found,)) if maps else maps
 
 
-def check_maps(maps: PlaceholderMaps, num_tokens: int) -> None:
+def check_maps(maps: Mapping[str, IndexMap], num_tokens: int) -> None:
     """A row's maps name its own tokens and embeddings.
 
     Raises:

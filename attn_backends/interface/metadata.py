@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from attn_backends.batch.common import CommonAttentionMetadata, SequenceGroup
 from attn_backends.batch.order import SwappableRows, leading_new_kv
 from attn_backends.batch.page_table import PAD_SLOT
-from attn_backends.batch.placeholders import PlaceholderMaps, cut_maps
+from attn_backends.batch.placeholders import NO_PLACEHOLDERS, PlaceholderMaps, cut_maps
 from attn_backends.interface.broadcast import flatten, rebuild
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits, PlanGroup
 
@@ -38,7 +38,7 @@ class AttentionMetadata:
     common_prefix_len: int  # leading keys that all rows share, in the same pages; 0 for none
     is_profile_run: bool
     for_graph: bool  # all rows count as decodes, padding included: which it is, is known on the device alone
-    multi_modal_placeholder_index_maps: PlaceholderMaps = field(default_factory=dict, kw_only=True)  # for the model
+    multi_modal_placeholder_index_maps: PlaceholderMaps = field(default=NO_PLACEHOLDERS, kw_only=True)  # for the model
 
     @classmethod
     def of_batch(

@@ -213,7 +213,6 @@ class StepTable(PageRows):
             "num_new_kv": actual_tokens,
             "new_kv_start_loc_cpu": starts if num_tokens == actual_tokens else starts.clamp(max=actual_tokens),
             "is_profile_run": False,
-            "multi_modal_placeholder_index_maps": {},
         }
 
     def _context_of(self, row: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from attn_backends.backends.mla.metadata import MLAMetadata, MLAMetadataBuilder
 
@@ -18,6 +17,7 @@ class FlashMLAMetadataBuilder(MLAMetadataBuilder):
 
     metadata_cls = FlashMLAMetadata
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.num_q_heads: int = self.group.spec.num_qo_heads
+    @property
+    def num_q_heads(self) -> int:
+        """Query heads, under vLLM's name."""
+        return self.group.spec.num_qo_heads
