@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from attn_backends.backends.mla.torch_mla.backend import TorchMLABackend
+from attn_backends.backends.mla.torch_mla.impl import TorchMLAImpl
 from attn_backends.backends.torch.backend import TorchBackend
 from attn_backends.backends.torch.impl import TorchImpl
 from attn_backends.backends.torch.metadata import TorchMetadata, TorchMetadataBuilder
@@ -38,6 +40,7 @@ from tests.helpers.mutations import (
     wider,
 )
 from tests.helpers.toy_backend import ToyBackend, ToyMetadata, ToyMetadataBuilder
+from tests.helpers.verify_mutants import caches_as_copies
 
 
 @dataclass(frozen=True)
@@ -199,6 +202,25 @@ def graphs(graph_state: type[TorchGraphState]) -> Backend:
     return mutant(state_cls=type("State", (TorchState,), {"graph_cls": graph_state}))
 
 
+class PagesOf16(TorchMetadataBuilder):
+    """Other pages than those of 16 keys are all taken for the row's first."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Common, fast_build: bool = False) -> TorchMetadata:
+        common = common_attn_metadata
+        if common.page_size != 16:
+            common = replace(common, page_table=common.page_table[:, :1].expand_as(common.page_table).contiguous())
+        return super().build(common_prefix_len, common, fast_build)
+
+
+def unscaled_latents() -> Backend:
+    class Impl(TorchMLAImpl):
+        def __init__(self, *args: Any, k_scale: float = 1.0, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    return type("Mutant", (TorchMLABackend,), {"impl_cls": Impl})
+
+
+ONE_TOKEN = CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
 FEATURES = [
     LintMutation("soft cap dropped", without(logits_soft_cap=None), "features", "capability-ignored", "soft_cap"),
     LintMutation("soft cap dropped in decodes", only_with_prompts("logits_soft_cap", None), "features",
@@ -239,6 +261,9 @@ SCALES = [
     LintMutation("slots off by one", other_batch(next_slot), "scales", "argument-ignored", "slots"),
     LintMutation("fp8_queries for nothing", mutant(capabilities=declares(fp8_queries=True)), "scales",
                  "capability-ignored", "fp8_queries"),
+    LintMutation("pages of 16 always", mutant(PagesOf16), "declared values", "run-failed|capability-wrong", "pages of"),
+    LintMutation("caches copied", other_forward(caches_as_copies), "declared values", "run-failed", "layout HND"),
+    LintMutation("MLA: k_scale not read", unscaled_latents(), "scales", "argument-ignored", "k_scale is not read"),
     LintMutation("one layout of two", mutant(capabilities=declares(layouts=frozenset({"NHD"}))), "undeclared layouts",
                  "capability-undeclared", "HND"),
 ]  # fmt: skip
@@ -269,6 +294,8 @@ KEPT = [
     LintMutation("a graph's tensors made anew", graphs(Rebinds), "graphs", "graph-moved", "another address"),
     LintMutation("graphs undeclared", mutant(capabilities=declares(cuda_graph=CudaGraphSupport.NEVER)), "graphs",
                  "capability-undeclared", "cuda_graph"),
+    LintMutation("graphs of one token", mutant(capabilities=declares(cuda_graph=ONE_TOKEN)), "graphs",
+                 "capability-undeclared", "UNIFORM_BATCH"),
     LintMutation("graphs declared and not there", mutant(state_cls=type("State", (TorchState,), {"graph_cls": None})),
                  "graphs", "capability-refused", "cuda_graph"),
 ]  # fmt: skip

@@ -27,9 +27,13 @@ def check_graphs(subject: Subject) -> Iterator[Finding]:
                           "Declare the level that it serves.")  # fmt: skip
         return
     windows = [subject.spec(window_left=9)] if subject.can.window and not subject.is_slow else []
-    for query_len in (1, 3)[: 2 if level >= CudaGraphSupport.UNIFORM_BATCH else 1]:
+    is_uniform = level >= CudaGraphSupport.UNIFORM_BATCH
+    for query_len in (1, 3) if is_uniform else (1,):
         for spec in (subject.spec(), *windows):
             yield from _replayed(subject, spec, query_len)
+    if not is_uniform and subject.device == "cpu" and not any(_replayed(subject, subject.spec(), 3)):
+        yield Finding("capability-undeclared", "cuda_graph", "replays of 3 tokens a row are right",
+                      f"Declare {CudaGraphSupport.UNIFORM_BATCH.name}.")  # fmt: skip
 
 
 def _replayed(subject: Subject, spec: AttentionSpec, query_len: int) -> Iterator[Finding]:
