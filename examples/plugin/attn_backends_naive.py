@@ -64,15 +64,15 @@ class NaiveImpl(ab.AttentionImpl[ab.AttentionStep[NaiveMetadata]]):
     ) -> None:  # fmt: skip
         """New keys are in the cache by now, padded tokens are zeros, and every tensor has the shape it should have."""
         for row, pages in zip(step.metadata.rows, step.metadata.page_table, strict=True):
-            for i in range(row.query_len):
+            pages = pages[: -(-(row.context_len + row.query_len) // self.cache.page_size)]  # no telling what is behind
+            for i, token in enumerate(range(row.first_token, row.first_token + row.query_len)):
                 if len(pages) and kv_cache is not None:  # never a page's tail: what lies there may be anything
                     keys, values = (cached[pages].flatten(0, 1)[: row.context_len + i + 1] for cached in kv_cache)
                     keys, values = keys * self.k_scale, values * self.v_scale
                 elif key is not None and value is not None:
-                    keys, values = (new[row.first_token : row.first_token + i + 1] for new in (key, value))
+                    keys, values = (new[row.first_token : token + 1] for new in (key, value))
                 else:
                     raise ValueError("this step has neither a cache nor keys: pass kv_cache, or key and value")
-                token = row.first_token + i
                 output[token], token_lse = self._attend(query[token], keys, values)
                 if lse is not None:
                     lse[token] = token_lse
