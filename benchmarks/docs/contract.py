@@ -69,7 +69,7 @@ def _of_class(cls: type[Any]) -> Iterator[tuple[str, str]]:
         yield name, f"{annotation}{'' if default is dataclasses.MISSING else f' = {default}'}"
     for name, member in sorted(vars(cls).items()):
         function = getattr(member, "__func__", member)
-        if inspect.isfunction(function) and (not name.startswith("_") or name == "__init__"):
+        if inspect.isfunction(function) and (not name.startswith("_") or (name == "__init__" and not defaults)):
             kind = type(member).__name__ if isinstance(member, classmethod | staticmethod) else "def"
             yield name, f"{kind} {inspect.signature(function)}"
         elif isinstance(member, property) and not name.startswith("_"):
