@@ -8,7 +8,7 @@ from typing import Any
 
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.views import without_new_keys
-from attn_backends.interface import AttentionMetadataBuilder
+from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.spec import AttentionSpec, Limits, plan_groups
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.graphs.harness import graph_batch
@@ -101,9 +101,10 @@ def changeable(metadata: Any) -> Iterator[Finding]:
     if not is_dataclass(metadata):
         yield Finding("metadata-mutable", kind, "it is no dataclass", hint)
         return
+    theirs = {each.name for each in fields(AttentionMetadata)}  # the interface's, whatever they are
     for field in fields(metadata):
         value = getattr(metadata, field.name)
-        if isinstance(value, (list, dict, set, bytearray)):
+        if field.name not in theirs and isinstance(value, (list, dict, set, bytearray)):
             yield Finding("metadata-mutable", f"{kind}.{field.name}", f"it is a {type(value).__name__}", hint)
         try:
             setattr(metadata, field.name, value)

@@ -9,10 +9,10 @@ import pytest
 
 from attn_backends.backends.torch.backend import TorchBackend
 from attn_backends.batch.tensors import BatchTensors
-from attn_backends.registry import get_backend
 from attn_backends.testing.lint.finding import CODES
 from attn_backends.testing.lint.run import CHECKS
 from attn_backends.testing.lint.subject import Subject
+from tests.helpers.flashinfer_emulated import EmulatedFlashInfer
 from tests.helpers.lint_mutants import MUTATIONS, LintMutation
 from tests.helpers.mutate import mutate
 from tests.helpers.toy_backend import ToyBackend
@@ -52,7 +52,7 @@ def test_the_toys_builder_is_pure() -> None:
 
 def test_it_finds_an_engines_host_tensors_in_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     """What keeps them out is the batch's copy; without it, a builder that keeps host lengths keeps the engine's."""
-    backend = get_backend("FLASHINFER_EMULATED")
+    backend = EmulatedFlashInfer
     assert findings(backend, "host tensors", 0) == []
     mutate(
         monkeypatch, BatchTensors, "fields", "self.seq_lens_cpu.numpy().astype(np.int32)", "self.seq_lens_cpu.numpy()"
