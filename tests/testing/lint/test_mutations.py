@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from attn_backends.backends.torch.backend import TorchBackend
-from attn_backends.batch.tensors import BatchTensors
+from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.testing.lint.finding import CODES
 from attn_backends.testing.lint.run import CHECKS
 from attn_backends.testing.lint.subject import Subject
 from tests.helpers.flashinfer_emulated import EmulatedFlashInfer
 from tests.helpers.lint_mutants import MUTATIONS, LintMutation
-from tests.helpers.mutate import mutate
 from tests.helpers.toy_backend import ToyBackend
 
 
@@ -54,7 +54,10 @@ def test_it_finds_an_engines_host_tensors_in_the_metadata(monkeypatch: pytest.Mo
     """What keeps them out is the batch's copy; without it, a builder that keeps host lengths keeps the engine's."""
     backend = EmulatedFlashInfer
     assert findings(backend, "host tensors", 0) == []
-    mutate(
-        monkeypatch, BatchTensors, "fields", "self.seq_lens_cpu.numpy().astype(np.int32)", "self.seq_lens_cpu.numpy()"
-    )
+    whole = CommonAttentionMetadata.from_tensors
+
+    def uncopied(page_size: int, *given: Any) -> CommonAttentionMetadata:
+        return replace(whole(page_size, *given), seq_lens_cpu=given[3])
+
+    monkeypatch.setattr(CommonAttentionMetadata, "from_tensors", staticmethod(uncopied))
     assert [each for each in findings(backend, "host tensors", 0) if each.startswith("metadata-aliases-host")]
