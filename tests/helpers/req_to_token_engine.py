@@ -82,18 +82,20 @@ class Engine:
         dtype: torch.dtype | None = None,
         device: str = "cpu",
         seed: int = 0,
+        page_size: int = 1,
         **how: Any,
     ) -> None:
         self.layers = layers
         self.device = device
         self.dtype = dtype = dtype or dtype_of(name)
         self.random = torch.Generator().manual_seed(seed)
-        self.pool = TokenKVPool(num_slots, layers, dtype, device)
+        self.page_size, self.says_rows = page_size, False
+        self.pool = TokenKVPool(num_slots, layers, dtype, device, page_size)
         for each in layers:
             for buffer in self.pool.get_kv_buffer(each.layer_id):
                 buffer.fill_(torch.nan)
         self.written = {each.layer_id: [b.clone() for b in self.pool.get_kv_buffer(each.layer_id)] for each in layers}
-        self.free = (1 + torch.randperm(num_slots, generator=self.random)).tolist()
+        self.free = (1 + torch.randperm(num_slots // page_size, generator=self.random)).tolist()  # pages
         self.req_to_token = torch.zeros(max_reqs, max_context_len + 8, dtype=torch.int32, device=device)
         self.requests: dict[int, Request] = {}
         how = SCALARS | {"kv_cache_dtype": dtype, "q_dtype": dtype, "layers": layers, "kv_pool": self.pool} | how
@@ -117,6 +119,16 @@ class Engine:
         slots, self.free = self.free[:count], self.free[count:]
         return torch.tensor(slots, dtype=torch.int64)
 
+    def slots_for(self, request: int, first: int, new: int) -> torch.Tensor:
+        """Slots for a request's next tokens, of which those of a page follow one another."""
+        slots: list[int] = []
+        for position in range(first, first + new):
+            if position % self.page_size == 0:
+                slots.append(int(self.take(1)) * self.page_size)
+            else:
+                slots.append((slots[-1] if slots else int(self.req_to_token[request, position - 1])) + 1)
+        return torch.tensor(slots, dtype=torch.int64)
+
     def encoder_slots(self, rows: Rows) -> torch.Tensor:
         fresh = [r for r, _ in rows if self.requests[r].encoder_len and not self.requests[r].num_tokens]
         parts = [self.req_to_token[r, : self.requests[r].encoder_len] for r in fresh]
@@ -128,7 +140,7 @@ class Engine:
         for request, new in rows:
             known = self.requests[request]
             first = known.encoder_len + known.num_tokens
-            slots.append(self.take(new))
+            slots.append(self.slots_for(request, first, new))
             self.req_to_token[request, first : first + new] = slots[-1].int()
             prefixes.append(known.num_tokens)
         drafts = mode is ForwardMode.TARGET_VERIFY
@@ -145,6 +157,7 @@ class Engine:
             torch.tensor(encoders, device=self.device) if has_encoder else None,
             encoders if has_encoder else None,
             encoder_slots,
+            [request for request, _ in rows] if self.says_rows else None,
         )
         step = Step(list(rows), batch, {}, {}, {})
         for each in self.layers:
@@ -180,11 +193,13 @@ class Engine:
         self.check_pool()
 
     def check_pool(self) -> None:
-        """Slot 0 may hold anything; all others what was written there, and NaN."""
+        """Padding's page may hold anything; all others what was written there, and NaN."""
         for each in self.layers:
             for got, want in zip(self.pool.get_kv_buffer(each.layer_id), self.written[each.layer_id], strict=True):
                 differs = ~((got == want) | (got.isnan() & want.isnan())).flatten(1).all(1)
-                assert not differs[1:].any(), f"layer {each.layer_id}: slots {differs.nonzero().flatten().tolist()}"
+                assert not differs[self.page_size :].any(), (
+                    f"layer {each.layer_id}: slots {differs.nonzero().flatten().tolist()}"
+                )
 
     def remember(self, step: Step, each: Layer) -> None:
         i, key, value = each.layer_id, step.keys[each.layer_id], step.values[each.layer_id]
@@ -253,16 +268,21 @@ class GraphRunner:
             each.layer_id: [torch.zeros(tokens, heads, 64, dtype=engine.dtype, device=device) for heads in (4, 2, 2)]
             for each in engine.layers
         }
-        self.batch = ForwardBatch(self.mode, **self.static, seq_lens_cpu=self.seq_lens_cpu)
-        engine.adapter.init_forward_metadata_capture_cuda_graph(
-            bs, tokens, self.static["req_pool_indices"], self.static["seq_lens"], self.mode
+        self.batch = ForwardBatch(
+            self.mode, **self.static, seq_lens_cpu=self.seq_lens_cpu, token_to_kv_pool=engine.pool
         )
-        held = [engine.adapter, self.static, self.inputs]
+        self.has_encoder = any(each.is_cross_attention for each in engine.layers)
+        self.encoder_lens = torch.zeros(bs, dtype=torch.int64, device=device)
+        encoder = {"encoder_lens": self.encoder_lens} if self.has_encoder else {}
+        engine.adapter.init_forward_metadata_capture_cuda_graph(
+            bs, tokens, self.static["req_pool_indices"], self.static["seq_lens"], self.mode, **encoder
+        )
+        held = [engine.adapter, engine.pool, self.static, self.inputs]
         self.graph: Graph = (recorder or make_recorder(device)).capture(self._run, held)
 
     def _run(self) -> torch.Tensor:
         outputs = [
-            self.engine.adapter.forward(q, k, v, each, self.batch)
+            self.engine.adapter.forward(q, *((None, None) if each.is_cross_attention else (k, v)), each, self.batch)
             for each, (q, k, v) in zip(self.engine.layers, self.inputs.values(), strict=True)
         ]
         return torch.stack(outputs)
@@ -278,11 +298,14 @@ class GraphRunner:
         self.seq_lens_cpu[: len(rows)].copy_(step.batch.seq_lens)
         for i, inputs in self.inputs.items():
             for static, new in zip(inputs, (step.queries[i], step.keys[i], step.values[i]), strict=True):
-                assert new is not None
-                static[: len(new)].copy_(new)
+                if new is not None:  # an encoder's are there already
+                    static[: len(new)].copy_(new)
+        encoders = [engine.requests[request].encoder_len for request, _ in rows] + [0] * (self.bs - len(rows))
+        self.encoder_lens.copy_(torch.tensor(encoders))
+        encoder = {"encoder_lens": self.encoder_lens, "encoder_lens_cpu": encoders} if self.has_encoder else {}
         engine.adapter.init_forward_metadata_replay_cuda_graph(
             self.bs, self.static["req_pool_indices"], self.static["seq_lens"], int(self.seq_lens_cpu.sum()), self.mode,
-            self.seq_lens_cpu if with_host_lens else None,
+            self.seq_lens_cpu if with_host_lens else None, **encoder,
         )  # fmt: skip
         outputs = self.graph.replay()
         engine.check(step, list(outputs))

@@ -19,6 +19,7 @@ from attn_backends.adapters.req_to_token.kv_pool import KVPool, page_size_of
 from attn_backends.adapters.req_to_token.layers import AttentionLayer, LayerKinds
 from attn_backends.adapters.req_to_token.plans import PlannedStep, TokenPlans
 from attn_backends.adapters.req_to_token.table import SharedBuffers, TokenTable
+from attn_backends.adapters.req_to_token.workspace import share_workspace
 from attn_backends.machine import Progress
 from attn_backends.spec import Limits
 
@@ -43,7 +44,8 @@ class ReqToTokenAttention:
         skip_prefill: serve steps of one token a row alone.
         kv_indptr_buf, kv_last_page_len_buf: [max_req_pool_size + 1] and [max_req_pool_size] i32, filled at every step
             with the CSR of its decoder tokens. Adapters may share them: they hold the last step that any has planned.
-        init_new_workspace: accepted, and so either way: workspaces belong to this adapter's state, on its device.
+        init_new_workspace: have a float workspace alone. False: all adapters of a device share one, if their backend
+            has such, and run on one stream.
         options: the backend's own.
 
     Raises:
@@ -86,11 +88,13 @@ class ReqToTokenAttention:
         usual = max_req_pool_size if skip_prefill else max(num_slots, max_req_pool_size)
         limits = Limits(max_req_pool_size, max_num_tokens or usual, max_context_len)
         self.plans = TokenPlans(name, self.kinds.specs, num_slots, limits, table, options or {})
+        if not init_new_workspace:
+            share_workspace(self.plans.plans.state)
         if kv_pool is not None:
             for layer in declared or []:
                 self.plans.check_buffers(*kv_pool.get_kv_buffer(layer.layer_id), self.kinds.group(layer))
         self.graphs: TokenGraphs | None = None
-        self._planned: PlannedStep | None = None
+        self.planned: PlannedStep | None = None
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every kernel that steps within the limits can launch, before the first step. See
@@ -105,14 +109,14 @@ class ReqToTokenAttention:
         Raises:
             ValueError: a mode, lengths or sizes that cannot be served; says what to pass.
         """
-        self._planned = None
+        self.planned = None
         mode = ForwardMode.of(forward_batch.forward_mode)
         if mode is ForwardMode.IDLE or not len(forward_batch.req_pool_indices):
-            self._planned = PlannedStep(ForwardMode.IDLE, 0, {})
+            self.planned = PlannedStep(ForwardMode.IDLE, 0, {})
             return
         self._check_mode(mode, {*ForwardMode})
         rows = step_rows(forward_batch, self.plans.table.max_context_len)
-        self._planned = self.plans.plan(mode, rows, self.buffers)
+        self.planned = self.plans.plan(mode, rows, self.buffers)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer,
@@ -134,7 +138,7 @@ class ReqToTokenAttention:
             RuntimeError: nothing is planned.
             ValueError: a layer that was not declared, or shapes other than the plan's.
         """
-        planned = self._planned
+        planned = self.planned
         if planned is None:
             raise RuntimeError("no step is planned: call init_forward_metadata(forward_batch) before its layers run")
         group = self.kinds.group(layer)
@@ -144,6 +148,8 @@ class ReqToTokenAttention:
         if save_kv_cache and (k is not None or v is not None):
             self._write(k, v, layer, forward_batch)
         key, value = self._pool(forward_batch).get_kv_buffer(layer.layer_id)
+        if self.kv_pool is None:
+            self.plans.check_buffers(key, value, group)
         return self.plans.attend(query, key, value, group, planned).flatten(1)
 
     def forward_extend(
@@ -202,9 +208,9 @@ class ReqToTokenAttention:
             ValueError: a mode or size that graphs do not have.
             Unsupported: the backend cannot run in such a graph.
         """
-        self._planned = None
+        self.planned = None
         rows = GraphRows(req_pool_indices, seq_lens, None, encoder_lens, None)
-        self._planned = self._graphs().capture(bs, num_tokens, self._graph_mode(forward_mode), rows)
+        self.planned = self._graphs().capture(bs, num_tokens, self._graph_mode(forward_mode), rows)
 
     def init_forward_metadata_replay_cuda_graph(
         self,
@@ -223,9 +229,9 @@ class ReqToTokenAttention:
         Raises:
             ValueError: no such graph was captured, or the backend plans with lengths and `seq_lens_cpu` is missing.
         """
-        self._planned = None
+        self.planned = None
         rows = GraphRows(req_pool_indices, seq_lens, seq_lens_cpu, encoder_lens, encoder_lens_cpu)
-        self._planned = self._graphs().replay(bs, self._graph_mode(forward_mode), rows)
+        self.planned = self._graphs().replay(bs, self._graph_mode(forward_mode), rows)
 
     def _graphs(self) -> TokenGraphs:
         if self.graphs is None:
@@ -251,10 +257,10 @@ class ReqToTokenAttention:
             raise ValueError(f"forward_mode is {mode.name}, and {why}, which serves {names}: {hint}")
 
     def _expect(self, modes: set[ForwardMode]) -> None:
-        if self._planned is not None and self._planned.mode not in modes | {ForwardMode.IDLE}:
+        if self.planned is not None and self.planned.mode not in modes | {ForwardMode.IDLE}:
             names = ", ".join(each.name for each in ForwardMode if each in modes)
             raise ValueError(
-                f"the planned step is {self._planned.mode.name}, and this call is for {names}: call "
+                f"the planned step is {self.planned.mode.name}, and this call is for {names}: call "
                 "init_forward_metadata for this batch, or forward, which serves every mode"
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -71,6 +71,7 @@ class ForwardBatch:
     encoder_lens_cpu: HostLens | None = None  # [R], the same on the host
     encoder_out_cache_loc: torch.Tensor | None = None  # slots of the encoder's tokens that this step writes
     req_pool_indices_cpu: HostLens | None = None  # [R], on the host: neighbours in the table are then read in place
+    token_to_kv_pool: Any = None  # a `KVPool`, for an adapter that has none
 
 
 @dataclass(frozen=True, eq=False)

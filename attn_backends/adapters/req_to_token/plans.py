@@ -57,8 +57,8 @@ class TokenPlans:
         """Refuse a layer's pool that is not what the backend reads for its kind."""
         spec, cache = self.plans.specs[kind], self.plans.cache
         shapes = self.plans.backend.get_kv_cache_shapes(spec, cache)
-        found = [(tuple(as_pages(tensor, cache.page_size).shape), tensor.dtype) for tensor in (key, value)]
-        if found != [(shape, spec.cache_dtype) for shape in shapes]:
+        found = [(tuple(as_pages(tensor, cache.page_size).shape[1:]), tensor.dtype) for tensor in (key, value)]
+        if found != [(shape[1:], spec.cache_dtype) for shape in shapes]:
             raise ValueError(
                 f"get_kv_buffer gives {list(key.shape)} {key.dtype} and {list(value.shape)} {value.dtype}; "
                 f"{self.plans.backend.get_name()} reads pages of {cache.page_size} slots, {shapes} {spec.cache_dtype}: "

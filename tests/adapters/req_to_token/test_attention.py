@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from attn_backends.adapters.req_to_token.attention import ReqToTokenAttention
-from attn_backends.adapters.req_to_token.batch import ForwardBatch, ForwardMode
+from attn_backends.adapters.req_to_token.batch import ForwardBatch, ForwardMode, step_rows
 from attn_backends.adapters.req_to_token.kv_pool import TokenKVPool
 from attn_backends.adapters.req_to_token.layers import LayerKind
+from attn_backends.interface.capabilities import Unsupported
 from attn_backends.testing.graphs.host_reads import forbid_host_reads
 from tests.helpers.req_to_token_engine import (
     BACKENDS,
@@ -209,6 +210,43 @@ def test_any_steps(name: str, steps: list[tuple[ForwardMode, list[int], list[int
                 engine.enter(request)
         new = {EXTEND: lens, DECODE: [1] * 4, VERIFY: [lens[0]] * 4}[mode]
         engine.run(mode, list(zip(requests, new, strict=False)))
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_pages_of_several_tokens(name: str, page_size: int) -> None:
+    """As the pool has them."""
+    engine = filled(name, 7, 1, 12, page_size=page_size, num_slots=256, max_context_len=48)
+    engine.run(DECODE, [(1, 1), (0, 1)])
+    engine.run(EXTEND, [(2, 5), (0, 3)])
+    for _ in range(page_size):
+        engine.run(DECODE, [(0, 1), (2, 1), (1, 1)])
+    engine.run(VERIFY, [(0, 3), (1, 3)])
+    engine.forget(0, 2)
+    assert engine.adapter.plans.plans.cache.page_size == page_size
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_neighbours_are_read_in_place(name: str, page_size: int) -> None:
+    """Where the host knows that rows follow one another, with pages of one token, nothing is copied."""
+    engine = filled(name, 7, 2, 12, 3, layers=(FULL,), page_size=page_size, num_slots=256)
+    engine.says_rows = True
+    engine.run(DECODE, [(1, 1), (2, 1), (3, 1)])
+    engine.run(EXTEND, [(0, 3), (1, 6)])
+    engine.run(DECODE, [(2, 1), (1, 1)])
+    engine.run(DECODE, [(3, 1), (1, 1)])
+    table = engine.adapter.plans.table
+    for requests, in_place in (([1, 2], True), ([2, 1], False), ([0, 2], False), ([3], True)):
+        batch = engine.make(DECODE, [(request, 1) for request in requests]).batch
+        pages = table.self_attention(step_rows(batch, 40)).page_table
+        shared = pages.untyped_storage().data_ptr() == engine.req_to_token.untyped_storage().data_ptr()
+        assert shared is (in_place and page_size == 1)
+
+
+def test_an_encoder_in_front_needs_pages_of_one_token(name: str) -> None:
+    engine = Engine(name, CROSS, page_size=4, num_slots=240)
+    engine.enter(0)
+    with pytest.raises(Unsupported, match="encoder_lens: got an encoder's tokens in front"):
+        engine.run(EXTEND, [(0, 4)])
 
 
 def test_its_state_is_warmed_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

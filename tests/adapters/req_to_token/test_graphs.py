@@ -138,14 +138,18 @@ def test_refusals(name: str) -> None:
         adapter.init_cuda_graph_state(1, 1)
 
 
-def test_cross_attention_is_refused(name: str) -> None:
-    """No backend has it in graphs yet: it says so, and the eager road stays open."""
+def test_cross_attention(name: str) -> None:
+    """Decodes over an encoder's keys, which an eager step has written."""
     engine = Engine(name, CROSS)
-    engine.enter(0, 3)
-    engine.adapter.init_cuda_graph_state(1, 1)
+    for request, encoder_len in enumerate((3, 9, 1)):
+        engine.enter(request, encoder_len)
+    engine.run(EXTEND, [(0, 4), (1, 2), (2, 6)])
+    engine.adapter.init_cuda_graph_state(3, 3)
     indices, ones = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"encoder_decoder attention.*in a CUDA graph: run this step eager"):
-        engine.adapter.init_forward_metadata_capture_cuda_graph(1, 1, indices, ones, DECODE, encoder_lens=ones)
     with pytest.raises(ValueError, match="no encoder_lens"):
         engine.adapter.init_forward_metadata_capture_cuda_graph(1, 1, indices, ones, DECODE)
-    engine.run(EXTEND, [(0, 4)])
+    graph = GraphRunner(engine, 3)
+    graph.run([(1, 1), (0, 1), (2, 1)])
+    graph.run([(2, 1)])
+    engine.run(EXTEND, [(1, 2)])
+    graph.run([(1, 1), (2, 1)])

@@ -17,7 +17,7 @@ import torch
 
 ABSENT = {
     "anthropic", "av", "blobfile", "compressed_tensors", "cuda", "cutlass", "datasets", "decord", "deep_gemm",
-    "flash_attn", "flashinfer", "kernels", "llguidance", "modelscope", "mooncake", "openai_harmony", "outlines",
+    "flashinfer", "kernels", "llguidance", "modelscope", "mooncake", "openai_harmony", "outlines",
     "pynvml", "quack", "sgl_kernel", "soundfile", "tilelang", "timm", "torch_memory_saver", "torchao", "torchaudio",
     "torchvision", "tvm_ffi", "xgrammar",
 }  # fmt: skip

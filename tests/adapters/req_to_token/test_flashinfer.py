@@ -1,0 +1,225 @@
+"""pymllm's `FlashInferAttnBackend`, called as its documentation does, over FlashInfer as it is emulated."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends.adapters.req_to_token import workspace
+from attn_backends.adapters.req_to_token.batch import ForwardMode
+from attn_backends.adapters.req_to_token.flashinfer import FlashInferAttnBackend
+from attn_backends.adapters.req_to_token.layers import Layer
+from attn_backends.adapters.req_to_token.wrappers import (
+    DecodeMetadata,
+    PrefillMetadata,
+    WrapperDispatch,
+    should_use_tensor_core,
+)
+from attn_backends.interface.capabilities import Unsupported
+from attn_backends.testing.graphs.harness import make_recorder
+from tests.emulated import flashinfer
+from tests.helpers import flashinfer_emulated  # noqa: F401 (registers)
+from tests.helpers.req_to_token_engine import DECODE, EXTEND, Engine, GraphRunner, layer
+
+HALF = torch.float16
+FULL, WINDOW = layer(0), layer(1, sliding_window_size=3)
+
+
+class Emulated(FlashInferAttnBackend):
+    backend_name = "FLASHINFER_EMULATED"
+
+
+class PymllmEngine(Engine):
+    """The engine of the other tests, with the documented class, and its pool in every batch."""
+
+    def __init__(self, layers: tuple[Layer, ...], **how: Any) -> None:
+        super().__init__("FLASHINFER_EMULATED", layers)
+        self.adapter: Any = Emulated(
+            num_heads=4, num_kv_heads=2, head_dim=64, kv_cache_dtype=HALF, q_dtype=HALF, max_context_len=40,
+            req_to_token=self.req_to_token, device=torch.device("cpu"), max_req_pool_size=5, **how,
+        )  # fmt: skip
+
+    def make(self, mode: ForwardMode, rows: Any) -> Any:
+        step = super().make(mode, rows)
+        return replace(step, batch=replace(step.batch, token_to_kv_pool=self.pool))
+
+
+def filled(*lens: int, layers: tuple[Layer, ...] = (FULL,), **how: Any) -> PymllmEngine:
+    engine = PymllmEngine(layers, **how)
+    for request in range(len(lens)):
+        engine.enter(request)
+    engine.run(EXTEND, list(enumerate(lens)))
+    return engine
+
+
+def test_arguments_are_the_documents() -> None:
+    """In its order, with its defaults."""
+    parameters = inspect.signature(FlashInferAttnBackend).parameters
+    assert list(parameters) == [
+        "num_heads", "num_kv_heads", "head_dim", "kv_cache_dtype", "q_dtype", "max_context_len", "req_to_token",
+        "device", "max_req_pool_size", "sliding_window_size", "skip_prefill", "kv_indptr_buf", "kv_last_page_len_buf",
+        "init_new_workspace",
+    ]  # fmt: skip
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
+    assert defaults == {
+        "sliding_window_size": None, "skip_prefill": False, "kv_indptr_buf": None, "kv_last_page_len_buf": None,
+        "init_new_workspace": False,
+    }  # fmt: skip
+
+
+def test_attributes_are_the_documents() -> None:
+    engine = PymllmEngine((FULL,))
+    made = engine.adapter
+    assert (made.num_heads, made.num_kv_heads, made.head_dim) == (4, 2, 64)
+    assert (made.kv_cache_dtype, made.q_dtype, made.max_context_len) == (HALF, HALF, 40)
+    assert made.req_to_token is engine.req_to_token
+    assert made.device == torch.device("cpu")
+    assert (made.skip_prefill, made.decode_use_tensor_cores) == (False, False)
+    assert (made.prefill_wrapper_ragged, made.prefill_wrappers_paged, made.decode_wrappers) == (None, [], [])
+    assert made.forward_metadata is None
+    assert (made.decode_cuda_graph_metadata, made.prefill_cuda_graph_metadata) == ({}, {})
+    assert made.get_cuda_graph_seq_len_fill_value() == 1
+
+
+def test_a_prefill_and_its_decode() -> None:
+    """Metadata names the wrappers that serve the step: a decode's and a prefill's, planned for these rows."""
+    engine = filled(7, 2)
+    metadata = engine.adapter.forward_metadata
+    assert isinstance(metadata, PrefillMetadata)
+    assert (metadata.use_ragged, metadata.extend_no_prefix) == (False, True)
+    assert [type(w) for w in metadata.prefill_wrappers] == [flashinfer.BatchPrefillWithPagedKVCacheWrapper]
+    engine.run(EXTEND, [(0, 3)])
+    assert not engine.adapter.forward_metadata.extend_no_prefix
+    engine.run(DECODE, [(0, 1), (1, 1)])
+    metadata = engine.adapter.forward_metadata
+    assert isinstance(metadata, DecodeMetadata)
+    (wrapper,) = metadata.decode_wrappers
+    assert isinstance(wrapper, flashinfer.BatchDecodeWithPagedKVCacheWrapper)
+    assert wrapper._paged_kv_indptr_buf.tolist() == [0, 11, 14]
+    assert engine.adapter.decode_wrappers == [wrapper]
+    engine.run(ForwardMode.MIXED, [(0, 1), (1, 4)])
+    assert len(engine.adapter.forward_metadata.prefill_wrappers) == 2  # rows of one token have their own
+
+
+def test_a_sliding_window_has_a_wrapper_of_its_own() -> None:
+    engine = filled(9, 6, layers=(FULL, WINDOW), sliding_window_size=3)
+    assert engine.adapter.dispatch_reason is WrapperDispatch.SLIDING_WINDOW
+    engine.run(DECODE, [(0, 1), (1, 1)])
+    windowed, full = engine.adapter.forward_metadata.decode_wrappers
+    assert (windowed._window_left, full._window_left) == (3, -1)
+
+
+def test_layers_come_unannounced() -> None:
+    """A soft cap is in FlashInfer's plan: it is planned for when its layer first calls."""
+    capped = (FULL, layer(1, logit_cap=2.0), layer(2, scaling=0.5), layer(3, sliding_window_size=5))
+    engine = filled(7, 2, layers=capped)
+    engine.run(DECODE, [(0, 1), (1, 1)])
+    assert len(engine.adapter.forward_metadata.decode_wrappers) == 4
+
+
+def test_larger_steps_than_before() -> None:
+    engine = filled(30, 30)
+    engine.run(DECODE, [(0, 1)])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_graphs(window: int | None) -> None:
+    layers = (FULL,) if window is None else (FULL, WINDOW)
+    engine = filled(7, 2, 12, layers=layers, sliding_window_size=window)
+    indices = torch.full((60,), -1, dtype=torch.int32)
+    engine.adapter.init_cuda_graph_state(4, 12, indices)
+    recorder = make_recorder("cpu")
+    decode, verify = GraphRunner(engine, 4, 1, recorder), GraphRunner(engine, 4, 3, recorder)
+    assert set(engine.adapter.decode_cuda_graph_metadata) == set(engine.adapter.prefill_cuda_graph_metadata) == {4}
+    decode.run([(0, 1), (2, 1)])
+    assert indices[:8].tolist() == engine.req_to_token[0, :8].tolist()
+    assert engine.adapter.forward_metadata.decode_wrappers == engine.adapter.decode_cuda_graph_metadata[4]
+    verify.run([(1, 3), (0, 3)])
+    assert engine.adapter.forward_metadata.prefill_wrappers == engine.adapter.prefill_cuda_graph_metadata[4]
+    step = engine.make(DECODE, [(0, 1)])
+    engine.adapter.init_forward_metadata(step.batch)
+    with pytest.raises(RuntimeError, match="layer 7 is of a kind that no step had; graphs were captured"):
+        engine.adapter.forward_decode(step.queries[0], None, None, layer(7, logit_cap=9.0), step.batch)
+
+
+def test_the_updater_plans_a_decode() -> None:
+    engine = filled(7, 2)
+    lens = torch.tensor([8, 3])
+    engine.adapter.indices_updater_decode.update(torch.tensor([0, 1]), lens, lens, 11)
+    (wrapper,) = engine.adapter.forward_metadata.decode_wrappers
+    assert wrapper._paged_kv_indptr_buf.tolist() == [0, 8, 11]
+
+
+def test_shared_buffers_and_no_prefill() -> None:
+    indptr, last = torch.full((6,), -1, dtype=torch.int32), torch.full((5,), -1, dtype=torch.int32)
+    engine = filled(7, 2)
+    engine.adapter = draft = Emulated(
+        4, 2, 64, HALF, HALF, 40, engine.req_to_token, torch.device("cpu"), 5, None, True, indptr, last
+    )
+    engine.run(DECODE, [(1, 1), (0, 1)])
+    assert indptr[:3].tolist() == [0, 3, 11]
+    assert last[:2].tolist() == [1, 1]
+    with pytest.raises(ValueError, match="skip_prefill"):
+        draft.init_forward_metadata(engine.make(EXTEND, [(0, 2)]).batch)
+
+
+def test_workspaces() -> None:
+    """One for all of a device, but for those who ask for their own; a larger one takes the place of a smaller."""
+    one, two, alone = filled(7), filled(7), filled(7, init_new_workspace=True)
+    spaces = [each.adapter.attention.plans.plans.state.float_workspace for each in (one, two, alone)]
+    assert spaces[0] is spaces[1] is workspace._SHARED[torch.device("cpu")]
+    assert spaces[2].data_ptr() != spaces[0].data_ptr()
+    for step in range(2):
+        for each in (one, two, alone):
+            each.run(DECODE, [(0, 1)])
+        assert step < 2
+
+
+def test_it_refuses() -> None:
+    engine = filled(7)
+    step = engine.make(DECODE, [(0, 1)])
+    engine.adapter.init_forward_metadata(step.batch)
+    given = (step.queries[0], step.keys[0], step.values[0], FULL)
+    with pytest.raises(Unsupported, match="sinks: got given; supported: left out"):
+        engine.adapter.forward_decode(*given, step.batch, sinks=torch.ones(4))
+    without = replace(step.batch, token_to_kv_pool=None)
+    with pytest.raises(ValueError, match="the batch has no token_to_kv_pool"):
+        engine.adapter.forward_decode(*given, without)
+    with pytest.raises(Unsupported, match="head_dim"):
+        Emulated(4, 2, 60, HALF, HALF, 40, engine.req_to_token, torch.device("cpu"), 5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "expected"),
+    [
+        (torch.float8_e4m3fn, 4, 4, True),
+        (torch.float8_e5m2, 32, 8, True),
+        (torch.float16, 32, 8, True),
+        (torch.bfloat16, 12, 4, False),
+        (torch.bfloat16, 7, 1, True),
+        (torch.float32, 32, 8, False),
+    ],
+)
+def test_tensor_cores(
+    dtype: torch.dtype, heads: int, kv_heads: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert should_use_tensor_core(dtype, heads, kv_heads) is expected
+    for said, meant in (("off", False), ("1", True), ("FALSE", False), ("", expected)):
+        monkeypatch.setenv("ATTN_BACKENDS_FLASHINFER_TENSOR_CORES", said)
+        assert should_use_tensor_core(dtype, heads, kv_heads) is meant
+    monkeypatch.setenv("ATTN_BACKENDS_FLASHINFER_TENSOR_CORES", "perhaps")
+    with pytest.raises(ValueError, match="TENSOR_CORES is 'perhaps'; allowed: 1, on, true, 0"):
+        should_use_tensor_core(dtype, heads, kv_heads)
+
+
+def test_decode_runs_where_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said, meant in (("on", True), ("off", False)):
+        monkeypatch.setenv("ATTN_BACKENDS_FLASHINFER_TENSOR_CORES", said)
+        engine = filled(7)
+        engine.run(DECODE, [(0, 1)])
+        assert engine.adapter.decode_use_tensor_cores is meant
+        assert engine.adapter.decode_wrappers[0].use_tensor_cores is meant
