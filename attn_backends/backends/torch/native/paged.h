@@ -54,6 +54,17 @@ static inline void store(cell *at, vec v) { halves h = __builtin_convertvector(v
 #endif
 #endif
 
+// Lanes `at` to `at + 7` of two vectors, by turns.
+#if defined(__clang__)
+#define ZIP(a, b, at)                                                                                                  \
+    __builtin_shufflevector(a, b, at, at + 16, at + 1, at + 17, at + 2, at + 18, at + 3, at + 19, at + 4, at + 20,     \
+                            at + 5, at + 21, at + 6, at + 22, at + 7, at + 23)
+#else
+#define ZIP(a, b, at)                                                                                                  \
+    __builtin_shuffle(a, b, (ints){at, at + 16, at + 1, at + 17, at + 2, at + 18, at + 3, at + 19, at + 4, at + 20,    \
+                                   at + 5, at + 21, at + 6, at + 22, at + 7, at + 23})
+#endif
+
 static inline vec higher(vec a, vec b) {
     ints first = a > b;
     return (vec)(((ints)a & first) | ((ints)b & ~first));

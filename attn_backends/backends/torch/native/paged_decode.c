@@ -8,10 +8,29 @@
 #include "paged.h"
 
 #define TILE 64          // keys between two updates of the softmax
-#define AHEAD 8          // keys from a prefetch to its use
+#define AHEAD 12         // keys from a prefetch, to the second cache, to its use
+#define ROOM (TILE + LANES) // logits of a tile, and of keys too many
 #define MIN_PIECE 256    // keys
 #define MIN_WORK 65536   // multiplications that are worth waking the other threads
 #define WIDTH (BLOCK <= 4 && HEAD_DIM_VO % 64 == 0 ? 4 : HEAD_DIM_VO % 32 == 0 ? 2 : 1) // vectors of a value at once
+
+#if BFLOAT16 && defined(__AVX512BF16__)
+// Products of pairs at once.
+#define KEY_VECS ((HEAD_DIM + 2 * LANES - 1) / (2 * LANES))
+typedef ints key_vec;
+static inline key_vec load_key(const cell *key, int d) {
+    __mmask32 whole = d + 1 < KEY_VECS || HEAD_DIM % (2 * LANES) == 0 ? ~0u : 0xffff;
+    return (key_vec)_mm512_maskz_loadu_epi16(whole, key + d * 2 * LANES);
+}
+static inline vec product(key_vec a, key_vec b, vec acc) {
+    return (vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+}
+#else
+#define KEY_VECS (HEAD_DIM / LANES)
+typedef vec key_vec;
+static inline key_vec load_key(const cell *key, int d) { return load(key + d * LANES); }
+static inline vec product(key_vec a, key_vec b, vec acc) { return acc + a * b; }
+#endif
 
 static inline float sum_of(vec v) {
     typedef float half __attribute__((vector_size(2 * LANES)));
@@ -22,27 +41,50 @@ static inline float sum_of(vec v) {
     return (c[0] + c[2]) + (c[1] + c[3]);
 }
 
+#ifdef __AVX512F__
+#define AT_ONCE (LANES / BLOCK) // keys whose logits are summed together
+// The sum of each vector, in its lane.
+static inline vec sums_of(vec v[LANES]) {
+    UNROLL for (int n = LANES / 2; n; n /= 2)
+        UNROLL for (int i = 0; i < n; i++)
+            v[i] = (vec)ZIP((ints)v[i], (ints)v[i + n], 0) + (vec)ZIP((ints)v[i], (ints)v[i + n], 8);
+    return v[0];
+}
+#else
+#define AT_ONCE 1
+#endif
+
 // Softmax of some keys is out / l; m is their highest logit.
 struct partial { vec out[GROUP][HEAD_DIM_VO / LANES]; float m[GROUP], l[GROUP]; };
 
-// logits[g][i] of BLOCK query heads and n keys
-static inline void dot(vec q[][HEAD_DIM / LANES], const cell **keys, int n, float logits[][TILE]) {
-    for (int i = 0; i < n; i++) {
-        if (i + AHEAD < n)
-            for (int at = 0; at < HEAD_DIM; at += 64 / sizeof(cell)) __builtin_prefetch(keys[i + AHEAD] + at);
-        vec acc[BLOCK];
-        UNROLL for (int g = 0; g < BLOCK; g++) acc[g] = (vec){0};
-        UNROLL for (int d = 0; d < HEAD_DIM / LANES; d++) {
-            vec k = load(keys[i] + d * LANES);
-            UNROLL for (int g = 0; g < BLOCK; g++) acc[g] += q[g][d] * k;
+// logits[g][i] of BLOCK query heads and n keys; those behind are of keys that repeat the last one.
+static inline void dot(key_vec q[][KEY_VECS], const cell **keys, const cell **values, int n, float logits[][ROOM]) {
+    for (int i = 0; i < n; i += AT_ONCE) {
+        UNROLL for (int k = 0; k < AT_ONCE; k++) {
+            const cell *key = keys[i + k + AHEAD], *value = values[i + k + AHEAD];
+            for (int d = 0; d < HEAD_DIM; d += 64 / sizeof(cell)) __builtin_prefetch(key + d, 0, 2);
+            for (int d = 0; d < HEAD_DIM_VO; d += 64 / sizeof(cell)) __builtin_prefetch(value + d, 0, 2);
         }
+        vec acc[LANES] = {0};
+        UNROLL for (int d = 0; d < KEY_VECS; d++)
+            UNROLL for (int k = 0; k < AT_ONCE; k++) {
+                key_vec key = load_key(keys[i + k], d);
+                UNROLL for (int g = 0; g < BLOCK; g++)
+                    acc[g * AT_ONCE + k] = product(q[g][d], key, acc[g * AT_ONCE + k]);
+            }
+#ifdef __AVX512F__
+        vec sums = sums_of(acc);
+        UNROLL for (int g = 0; g < BLOCK; g++) memcpy(&logits[g][i], (float *)&sums + g * AT_ONCE, AT_ONCE * 4);
+#else
         UNROLL for (int g = 0; g < BLOCK; g++) logits[g][i] = sum_of(acc[g]);
+#endif
     }
 }
 
 // Logits to weights, and what came before to the new maximum.
 static inline void soften(const struct step *s, int64_t row, int64_t head, int64_t start, int n, vec *logits,
                           float *m, float *l, vec *out) {
+    for (int i = 0; i < TILE / LANES; i++) logits[i] *= (float)(s->scale * s->k_scale);
     if (s->soft_cap)
         for (int i = 0; i < TILE / LANES; i++) logits[i] = tanh_of(logits[i] / (float)s->soft_cap) * (float)s->soft_cap;
     if (s->slopes)
@@ -61,15 +103,12 @@ static inline void soften(const struct step *s, int64_t row, int64_t head, int64
 }
 
 // out[g] += Σ weights[g][i] · values[i]
-static inline void add(const cell **values, int n, float weights[][TILE], vec out[][HEAD_DIM_VO / LANES]) {
+static inline void add(const cell **values, int n, float weights[][ROOM], vec out[][HEAD_DIM_VO / LANES]) {
     for (int d = 0; d < HEAD_DIM_VO / LANES; d += WIDTH) {
         vec acc[BLOCK][WIDTH];
         UNROLL for (int g = 0; g < BLOCK; g++) UNROLL for (int w = 0; w < WIDTH; w++) acc[g][w] = out[g][d + w];
         for (int i = 0; i < n; i++) {
             const cell *value = values[i] + d * LANES;
-            if (i + AHEAD < n)
-                for (int at = 0; at < WIDTH * LANES; at += 64 / sizeof(cell))
-                    __builtin_prefetch(values[i + AHEAD] + d * LANES + at);
             UNROLL for (int w = 0; w < WIDTH; w++) {
                 vec v = load(value + w * LANES);
                 UNROLL for (int g = 0; g < BLOCK; g++) acc[g][w] += v * weights[g][i];
@@ -80,30 +119,35 @@ static inline void add(const cell **values, int n, float weights[][TILE], vec ou
 }
 
 static void attend(const struct step *s, int64_t row, int64_t head, int64_t start, int64_t stop, struct partial *part) {
-    vec q[GROUP][HEAD_DIM / LANES], logits[BLOCK][TILE / LANES] = {0};
+    key_vec q[GROUP][KEY_VECS];
+    vec logits[BLOCK][ROOM / LANES] = {0};
     const cell *query = s->query.data + row * s->query.stride[0] + head * GROUP * s->query.stride[1];
     for (int g = 0; g < GROUP; g++) {
-        for (int d = 0; d < HEAD_DIM / LANES; d++)
-            q[g][d] = load(query + g * s->query.stride[1] + d * LANES) * (float)(s->scale * s->k_scale);
+        for (int d = 0; d < KEY_VECS; d++) q[g][d] = load_key(query + g * s->query.stride[1], d);
         part->m[g] = -INFINITY;
     }
     memset(part->l, 0, sizeof part->l);
     memset(part->out, 0, sizeof part->out);
     const int32_t *pages = s->pages + s->first_pages[row];
     for (; start < stop; start += TILE) {
-        const cell *keys[TILE], *values[TILE];
-        int n = stop - start < TILE ? stop - start : TILE;
-        for (int64_t i = 0, page = start / s->page_size, offset = start % s->page_size; i < n; i++) {
-            keys[i] = slot(&s->key_cache, pages[page], offset, head);
-            values[i] = slot(&s->value_cache, pages[page], offset, head);
-            if (++offset == s->page_size) offset = 0, page++;
+        const cell *keys[ROOM + AHEAD], *values[ROOM + AHEAD]; // the last ones are fetched alone
+        int n = stop - start < TILE ? stop - start : TILE, at = 0;
+        int end = stop - start < TILE + AHEAD ? stop - start : TILE + AHEAD;
+        for (int64_t page = start / s->page_size, offset = start % s->page_size; at < end; page++, offset = 0) {
+            const cell *key = slot(&s->key_cache, pages[page], offset, head);
+            const cell *value = slot(&s->value_cache, pages[page], offset, head);
+            for (; offset < s->page_size && at < end; offset++, at++) {
+                keys[at] = key, key += s->key_cache.stride[1];
+                values[at] = value, value += s->value_cache.stride[1];
+            }
         }
+        for (; at < ROOM + AHEAD; at++) keys[at] = keys[at - 1], values[at] = values[at - 1];
         for (int g = 0; g < GROUP; g += BLOCK) {
-            dot(q + g, keys, n, (float(*)[TILE])logits);
+            dot(q + g, keys, values, n, (float(*)[ROOM])logits);
             for (int b = 0; b < BLOCK; b++)
                 soften(s, row, head * GROUP + g + b, start, n, logits[b], &part->m[g + b], &part->l[g + b],
                        part->out[g + b]);
-            add(values, n, (float(*)[TILE])logits, part->out + g);
+            add(values, n, (float(*)[ROOM])logits, part->out + g);
         }
     }
 }

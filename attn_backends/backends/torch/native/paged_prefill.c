@@ -1,6 +1,6 @@
-// Attention of rows with any number of new tokens, over a paged cache in a CPU's memory: prompts, and chunks behind what
+// Attention of rows with any number of new tokens, over a paged cache in a CPU's memory: prompts, and chunks after what
 // is cached. Flash attention (Dao et al.), with a query in each lane: logits, their maxima and their sums need no sum
-// across lanes, and an element of a key or value is read where it lies in its page and broadcast.
+// across lanes, and an element of a key or value is read where it lies in its page, and broadcast.
 //
 // A row's queries are its tokens times the GROUP query heads of a KV head, in this order. A task is one row, a KV head
 // and a block of STRIPS strips of queries; or some keys of it, a piece, where there are few blocks and many threads.
@@ -12,17 +12,18 @@
 #define STRIPS 2
 #define MIN_PIECE 256   // keys
 #define MIN_WORK 65536  // multiplications that are worth waking the other threads
+#define TASKS 4         // of a thread, to even out what they differ in
 #define LN_2 0.693147181f
 #define LOWEST -1e30f   // below all logits, and finite: the difference of two is a number
 #ifdef __AVX512F__
 #define WIDTH 3 // vectors of a strip: with AT_ONCE, what 32 registers hold
-#define ROUNDS(x) ((vec)_mm512_roundscale_ps((__m512)(x), 0))
 #else
 #define WIDTH 1
 #undef AT_ONCE
 #define AT_ONCE 4
 #endif
 #define QUERIES (WIDTH * LANES)
+#define BLOCK (STRIPS * QUERIES)
 
 // What products are of: float32; or pairs of bfloat16 where the CPU adds two products at once.
 #if BFLOAT16 && defined(__AVX512BF16__)
@@ -48,30 +49,24 @@ static inline vec product(words a, word_of_key b, vec acc) { return acc + a * b;
 #define ROOM_BYTES (TILE * (HEAD_DIM + HEAD_DIM_VO) * 4)
 #endif
 
+// Softmax of some keys is out / l, in powers of 2; m is their highest logit.
+struct partial { vec out[HEAD_DIM_VO][WIDTH], m[WIDTH], l[WIDTH]; };
+
 struct strip { // queries side by side, one in a lane
     words query[KEY_WORDS][WIDTH];
-    vec out[HEAD_DIM_VO][WIDTH], m[WIDTH], l[WIDTH]; // softmax is out / l, in powers of 2; m is the highest logit
+    struct partial part;
     ints first[WIDTH], stop[WIDTH], position[WIDTH]; // what each sees, and where it stands
     vec slope[WIDTH];
     int64_t any_first, any_stop, all_first, all_stop; // keys that some query sees, and that all do
+    int64_t start;                                    // the first of them in the row
     int num, width;                                   // queries, and vectors that hold them
 };
 
 struct tile { // keys
     int64_t start, n;
-    const word_of_key *keys[TILE], *values[TILE]; // values by pairs of keys where products are
-    const char *lines[2][TILE];                   // where they lie, to prefetch
+    const cell *lines[2][TILE];                   // where keys and values lie
+    const word_of_key *keys[TILE], *values[TILE]; // as products read them: values by pairs where products are
 };
-
-#if defined(__clang__)
-#define ZIP(a, b, at)                                                                                                  \
-    __builtin_shufflevector(a, b, at, at + 16, at + 1, at + 17, at + 2, at + 18, at + 3, at + 19, at + 4, at + 20,     \
-                            at + 5, at + 21, at + 6, at + 22, at + 7, at + 23)
-#else
-#define ZIP(a, b, at)                                                                                                  \
-    __builtin_shuffle(a, b, (ints){at, at + 16, at + 1, at + 17, at + 2, at + 18, at + 3, at + 19, at + 4, at + 20,    \
-                                   at + 5, at + 21, at + 6, at + 22, at + 7, at + 23})
-#endif
 
 // Rows to columns: each round moves one bit of an element's place from its row to its column.
 static inline void transpose(ints rows[LANES]) {
@@ -108,15 +103,15 @@ static inline vec exp2_of(vec x) {
 #endif
 }
 
-// The queries [start, start + num) of a row and KV head, transposed.
-static void load_queries(const struct step *s, int64_t row, int64_t head, int64_t start, struct strip *strip) {
+// A strip's queries of a KV head, transposed, and nothing attended.
+static void load_queries(const struct step *s, int64_t row, int64_t head, struct strip *strip) {
     int64_t first_token = s->query_starts[row], context = s->seq_lens[row] - (s->query_starts[row + 1] - first_token);
     float factor = PER_WORD == 1 ? s->scale * s->k_scale / (s->soft_cap ? s->soft_cap : LN_2) : 1;
     for (int w = 0; w < strip->width; w++) {
         const cell *from[LANES];
         for (int i = 0; i < LANES; i++) {
             int at = w * LANES + i < strip->num ? w * LANES + i : strip->num - 1; // lanes too many do as the last one
-            int64_t token = (start + at) / GROUP, g = head * GROUP + (start + at) % GROUP, stop;
+            int64_t token = (strip->start + at) / GROUP, g = head * GROUP + (strip->start + at) % GROUP, stop;
             from[i] = s->query.data + (first_token + token) * s->query.stride[0] + g * s->query.stride[1];
             strip->position[w][i] = context + token;
             strip->first[w][i] = visible(s, row, context + token, &stop);
@@ -135,62 +130,75 @@ static void load_queries(const struct step *s, int64_t row, int64_t head, int64_
             transpose(rows);
             for (int i = 0; i < LANES && d + i < KEY_WORDS; i++) strip->query[d + i][w] = (words)rows[i];
         }
-        strip->m[w] = (vec){0} + LOWEST;
-        strip->l[w] = (vec){0};
+        strip->part.m[w] = (vec){0} + LOWEST;
+        strip->part.l[w] = (vec){0};
     }
-    for (int d = 0; d < HEAD_DIM_VO; d++) for (int w = 0; w < WIDTH; w++) strip->out[d][w] = (vec){0};
+    for (int d = 0; d < HEAD_DIM_VO; d++) for (int w = 0; w < WIDTH; w++) strip->part.out[d][w] = (vec){0};
     int last = strip->num - 1;
     strip->any_first = strip->first[0][0], strip->all_first = strip->first[last / LANES][last % LANES];
     strip->all_stop = strip->stop[0][0], strip->any_stop = strip->stop[last / LANES][last % LANES];
 }
 
-// Where the keys of a tile lie; values as products need them, in `room`.
-static void gather(const struct step *s, int64_t row, int64_t head, struct tile *t, void *room) {
+// Where the keys [start, stop) lie, or the first of them; what is too many of AT_ONCE, which no query sees, repeats the
+// last one.
+static void locate(const struct step *s, int64_t row, int64_t head, int64_t start, int64_t stop, struct tile *t) {
     const int32_t *pages = s->pages + s->first_pages[row];
-    const cell *values[TILE + 1];
-    for (int64_t i = 0, page = t->start / s->page_size, offset = t->start % s->page_size; i < t->n; i++) {
-        t->keys[i] = (const void *)slot(&s->key_cache, pages[page], offset, head);
-        values[i] = slot(&s->value_cache, pages[page], offset, head);
+    t->start = start, t->n = stop - start < TILE ? stop - start : TILE;
+    int64_t page = start / s->page_size, offset = start % s->page_size;
+    for (int64_t i = 0; i < t->n; i++) {
+        t->lines[0][i] = slot(&s->key_cache, pages[page], offset, head);
+        t->lines[1][i] = slot(&s->value_cache, pages[page], offset, head);
         if (++offset == s->page_size) offset = 0, page++;
     }
-    for (int64_t i = 0; i < t->n; i++) t->lines[0][i] = (const void *)t->keys[i], t->lines[1][i] = (const void *)values[i];
-#if PER_WORD == 2
-    // Pairs of keys side by side; nothing beside an odd last one.
+    for (int64_t i = t->n; i % AT_ONCE; i++)
+        for (int kind = 0; kind < 2; kind++) t->lines[kind][i] = t->lines[kind][i - 1];
+}
+
+// Keys and values as products read them, in `room` where that is not how they lie.
+static void prepare(struct tile *t, void *room) {
+#if FLOAT32
+    memcpy(t->keys, t->lines[0], sizeof t->keys);
+    memcpy(t->values, t->lines[1], sizeof t->values);
+#elif PER_WORD == 2
+    // Pairs of values side by side; nothing beside an odd last one.
     uint32_t *pairs = room;
+    memcpy(t->keys, t->lines[0], sizeof t->keys);
     for (int64_t i = 0; i < t->n; i += 2, pairs += HEAD_DIM_VO) {
         for (int d = 0; d < HEAD_DIM_VO; d += LANES) {
             halves a, b = {0};
-            memcpy(&a, values[i] + d, sizeof a);
-            if (i + 1 < t->n) memcpy(&b, values[i + 1] + d, sizeof b);
+            memcpy(&a, t->lines[1][i] + d, sizeof a);
+            if (i + 1 < t->n) memcpy(&b, t->lines[1][i + 1] + d, sizeof b);
             bits pair = __builtin_convertvector(a, bits) | __builtin_convertvector(b, bits) << 16;
             memcpy(pairs + d, &pair, sizeof pair);
         }
         t->values[i / 2] = (const void *)pairs;
     }
-#elif FLOAT32
-    for (int64_t i = 0; i < t->n; i++) t->values[i] = values[i];
 #else
-    float *rows = room;
-    for (int64_t i = 0; i < t->n; i++) {
-        const cell *key = (const void *)t->keys[i];
-        for (int d = 0; d < HEAD_DIM; d += LANES) { vec v = load(key + d); memcpy(rows + d, &v, sizeof v); }
-        t->keys[i] = rows, rows += HEAD_DIM;
-        for (int d = 0; d < HEAD_DIM_VO; d += LANES) { vec v = load(values[i] + d); memcpy(rows + d, &v, sizeof v); }
-        t->values[i] = rows, rows += HEAD_DIM_VO;
-    }
+    float *at = room;
+    for (int64_t i = 0; i < t->n; i++)
+        for (int kind = 0; kind < 2; kind++) {
+            *(kind ? &t->values[i] : &t->keys[i]) = at;
+            for (int d = 0; d < (kind ? HEAD_DIM_VO : HEAD_DIM); d += LANES, at += LANES) {
+                vec v = load(t->lines[kind][i] + d);
+                memcpy(at, &v, sizeof v);
+            }
+        }
+    for (int64_t i = t->n; i % AT_ONCE; i++) t->keys[i] = t->keys[i - 1];
 #endif
-    for (int64_t i = t->n; i % AT_ONCE; i++) // keys too many, which no query sees
-        t->keys[i] = t->keys[t->n - 1], t->lines[0][i] = t->lines[0][t->n - 1], t->lines[1][i] = t->lines[1][t->n - 1];
 }
 
 // Logits, in powers of 2, of AT_ONCE keys; `high` is the highest so far.
 static inline __attribute__((always_inline)) void dot(const struct step *s, const struct strip *strip,
-                                                      const struct tile *t, int at, int width, int prefetch,
+                                                      const struct tile *t, const struct tile *next, int at, int width,
                                                       vec logits[][WIDTH], vec *high) {
     vec acc[AT_ONCE][WIDTH];
     UNROLL for (int i = 0; i < AT_ONCE; i++) UNROLL for (int w = 0; w < width; w++) acc[i][w] = (vec){0};
     const word_of_key *const *keys = t->keys + at;
     for (int d = 0; d < KEY_WORDS; d += 8) {
+        // Half a line a step: at its first half a line of keys, at its second one of values.
+        int bytes = d * PER_WORD * sizeof(cell), kind = bytes % 64 != 0;
+        if (next && bytes % 32 == 0 && bytes < (kind ? HEAD_DIM_VO : HEAD_DIM) * (int)sizeof(cell))
+            for (int i = 0; i < AT_ONCE; i++) __builtin_prefetch((const char *)next->lines[kind][at + i] + bytes, 0, 2);
         UNROLL for (int e = 0; e < 8; e++)
             UNROLL for (int i = 0; i < AT_ONCE; i++)
                 UNROLL for (int w = 0; w < width; w++)
@@ -223,9 +231,9 @@ static inline __attribute__((always_inline)) void soften(struct strip *strip, ve
                                                          int width, const vec *high, vec *shrink) {
     vec sum[WIDTH];
     UNROLL for (int w = 0; w < width; w++) {
-        shrink[w] = exp2_of(strip->m[w] - high[w]);
-        strip->m[w] = high[w];
-        sum[w] = strip->l[w] * shrink[w];
+        shrink[w] = exp2_of(strip->part.m[w] - high[w]);
+        strip->part.m[w] = high[w];
+        sum[w] = strip->part.l[w] * shrink[w];
     }
     for (int i = from; i < to; i += 2)
         UNROLL for (int w = 0; w < width; w++) {
@@ -240,7 +248,7 @@ static inline __attribute__((always_inline)) void soften(struct strip *strip, ve
             logits[i][w] = a, logits[i + 1][w] = b;
 #endif
         }
-    UNROLL for (int w = 0; w < width; w++) strip->l[w] = sum[w];
+    UNROLL for (int w = 0; w < width; w++) strip->part.l[w] = sum[w];
 }
 
 // out = out · shrink + Σ weight · value
@@ -249,73 +257,87 @@ static inline __attribute__((always_inline)) void add(struct strip *strip, const
     for (int d = 0; d < HEAD_DIM_VO; d += AT_ONCE) {
         vec acc[AT_ONCE][WIDTH];
         UNROLL for (int i = 0; i < AT_ONCE; i++)
-            UNROLL for (int w = 0; w < width; w++) acc[i][w] = strip->out[d + i][w] * shrink[w];
+            UNROLL for (int w = 0; w < width; w++) acc[i][w] = strip->part.out[d + i][w] * shrink[w];
         for (int k = from / PER_WORD; k < to / PER_WORD; k++) {
             const word_of_key *value = t->values[k] + d;
             UNROLL for (int i = 0; i < AT_ONCE; i++)
                 UNROLL for (int w = 0; w < width; w++)
                     acc[i][w] = product((words)logits[k][w], value[i], acc[i][w]);
         }
-        UNROLL for (int i = 0; i < AT_ONCE; i++) UNROLL for (int w = 0; w < width; w++) strip->out[d + i][w] = acc[i][w];
+        UNROLL for (int i = 0; i < AT_ONCE; i++)
+            UNROLL for (int w = 0; w < width; w++) strip->part.out[d + i][w] = acc[i][w];
     }
 }
 
 static inline __attribute__((always_inline)) void attend_by(const struct step *s, struct strip *strip,
-                                                            const struct tile *t, int width, int prefetch) {
+                                                            const struct tile *t, const struct tile *next, int width) {
     int64_t from = strip->any_first > t->start ? strip->any_first - t->start : 0;
     int64_t to = strip->any_stop < t->start + t->n ? strip->any_stop - t->start : t->n;
     if (from >= to) return;
     from = from / AT_ONCE * AT_ONCE, to = (to + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
     vec logits[TILE][WIDTH], high[WIDTH], shrink[WIDTH];
-    UNROLL for (int w = 0; w < width; w++) high[w] = strip->m[w];
-    for (int at = from; at < to; at += AT_ONCE) dot(s, strip, t, at, width, prefetch, logits, high);
+    UNROLL for (int w = 0; w < width; w++) high[w] = strip->part.m[w];
+    for (int at = from; at < to; at += AT_ONCE) 
+        dot(s, strip, t, next && at < next->n ? next : NULL, at, width, logits, high);
     soften(strip, logits, from, to, width, high, shrink);
     // Behind the last key there are weights of 0 and no values.
     to = to < t->n ? to : (t->n + PER_WORD - 1) / PER_WORD * PER_WORD;
     add(strip, t, logits, from, to, width, shrink);
 }
 
-static __attribute__((noinline)) void attend_1(const struct step *s, struct strip *strip, const struct tile *t) {
-    attend_by(s, strip, t, 1, 0);
-}
+#define ATTEND(width)                                                                                                  \
+    static __attribute__((noinline)) void attend_##width(const struct step *s, struct strip *strip,                    \
+                                                         const struct tile *t, const struct tile *next) {              \
+        attend_by(s, strip, t, next, width);                                                                           \
+    }
+ATTEND(1)
 #if WIDTH > 1
-static __attribute__((noinline)) void attend_2(const struct step *s, struct strip *strip, const struct tile *t) {
-    attend_by(s, strip, t, 2, 0);
-}
-static __attribute__((noinline)) void attend_3(const struct step *s, struct strip *strip, const struct tile *t) {
-    attend_by(s, strip, t, 3, 0);
-}
+ATTEND(2)
+ATTEND(3)
 #endif
 
 // Some queries of a row and KV head, over the keys from `start` to `stop`.
 static void attend(const struct step *s, int64_t row, int64_t head, int64_t start, int64_t stop, struct strip *strips,
                    int num_strips) {
     char room[ROOM_BYTES] __attribute__((aligned(64)));
-    struct tile t;
-    for (t.start = start; t.start < stop; t.start += TILE) {
-        t.n = stop - t.start < TILE ? stop - t.start : TILE;
-        gather(s, row, head, &t, room);
-        for (int i = 0; i < num_strips; i++) {
+    struct tile tiles[2];
+    locate(s, row, head, start, stop, &tiles[0]);
+    for (int nth = 0; start < stop; start += TILE, nth ^= 1) {
+        struct tile *t = &tiles[nth], *next = NULL;
+        if (start + TILE < stop) locate(s, row, head, start + TILE, stop, next = &tiles[!nth]);
+        prepare(t, room);
+        for (int i = 0; i < num_strips; i++, next = NULL) { // fetched once
 #if WIDTH > 1
-            if (strips[i].width == 3) attend_3(s, &strips[i], &t);
-            else if (strips[i].width == 2) attend_2(s, &strips[i], &t);
+            if (strips[i].width == 3) attend_3(s, &strips[i], t, next);
+            else if (strips[i].width == 2) attend_2(s, &strips[i], t, next);
             else
 #endif
-                attend_1(s, &strips[i], &t);
+                attend_1(s, &strips[i], t, next);
         }
     }
 }
 
+// Join what two strips of the same queries attended of different keys.
+static void merge(struct partial *into, const struct partial *from, int width) {
+    for (int w = 0; w < width; w++) {
+        vec high = higher(into->m[w], from->m[w]), a = exp2_of(into->m[w] - high), b = exp2_of(from->m[w] - high);
+        for (int d = 0; d < HEAD_DIM_VO; d++) into->out[d][w] = into->out[d][w] * a + from->out[d][w] * b;
+        into->l[w] = into->l[w] * a + from->l[w] * b;
+        into->m[w] = high;
+    }
+}
+
 // Outputs of a strip, by token and head, with sinks.
-static void store_queries(const struct step *s, int64_t row, int64_t head, int64_t start, struct strip *strip) {
+static void store_outputs(const struct step *s, int64_t row, int64_t head, const struct strip *strip) {
     int64_t heads = s->num_kv_heads * GROUP;
     for (int w = 0; w < strip->width; w++) {
         int64_t to[LANES];
         int n = strip->num - w * LANES < LANES ? strip->num - w * LANES : LANES;
-        vec factor;
+        vec factor = {0};
         for (int i = 0; i < n; i++) {
-            int64_t at = start + w * LANES + i, g = head * GROUP + at % GROUP;
-            float m = strip->m[w][i], l = strip->l[w][i], by = 1, sink = s->sinks ? s->sinks[g] / LN_2 : LOWEST;
+            int64_t at = strip->start + w * LANES + i, g = head * GROUP + at % GROUP;
+            float m = strip->part.m[w][i], l = strip->part.l[w][i], by = 1;
+            float sink = s->sinks ? s->sinks[g] / LN_2 : -INFINITY;
             if (sink > m) by = exp2f(m - sink), l = l * by + 1, m = sink;
             else l += exp2f(sink - m);
             to[i] = (s->query_starts[row] + at / GROUP) * heads + g;
@@ -324,55 +346,125 @@ static void store_queries(const struct step *s, int64_t row, int64_t head, int64
         }
         for (int d = 0; d < HEAD_DIM_VO; d += LANES) {
             ints rows[LANES];
-            for (int i = 0; i < LANES; i++) rows[i] = (ints)(strip->out[d + i][w] * factor);
+            for (int i = 0; i < LANES; i++) rows[i] = (ints)(strip->part.out[d + i][w] * factor);
             transpose(rows);
             for (int i = 0; i < n; i++) store(s->output + to[i] * HEAD_DIM_VO + d, (vec)rows[i]);
         }
     }
 }
 
-#define BLOCK_QUERIES (STRIPS * QUERIES)
+struct plan { // who does what
+    int64_t num_blocks, piece, max_splits;
+    int64_t *first_block; // [row + 1]
+};
 
-// The `nth` block of a row: its strips, loaded, and their number.
-static int load_block(const struct step *s, int64_t row, int64_t head, int64_t nth, struct strip *strips) {
-    int64_t num_queries = (s->query_starts[row + 1] - s->query_starts[row]) * GROUP, start = nth * BLOCK_QUERIES;
-    int num_strips = 0;
-    for (; num_strips < STRIPS && start < num_queries; start += QUERIES, num_strips++) {
-        struct strip *strip = strips + num_strips;
-        strip->num = num_queries - start < QUERIES ? num_queries - start : QUERIES;
-        strip->width = (strip->num + LANES - 1) / LANES;
-        load_queries(s, row, head, start, strip);
+static int64_t row_of(const struct step *s, const struct plan *plan, int64_t block) {
+    int64_t row = 0;
+    for (int64_t end = s->num_rows; row + 1 < end;) {
+        int64_t middle = (row + end) / 2;
+        if (plan->first_block[middle] <= block) row = middle;
+        else end = middle;
     }
-    return num_strips;
+    return row;
+}
+
+// The strips of a block; returns their number, and in `start` and `stop` the keys that they see.
+static int cut(const struct step *s, const struct plan *plan, int64_t block, struct strip *strips, int64_t *start,
+               int64_t *stop) {
+    int64_t row = row_of(s, plan, block), num_tokens = s->query_starts[row + 1] - s->query_starts[row], ignored;
+    int64_t first = (block - plan->first_block[row]) * BLOCK, end = num_tokens * GROUP, context;
+    int n = 0;
+    end = end < first + BLOCK ? end : first + BLOCK;
+    for (int64_t at = first; at < end; at += QUERIES, n++) {
+        strips[n].start = at, strips[n].num = end - at < QUERIES ? end - at : QUERIES;
+        strips[n].width = (strips[n].num + LANES - 1) / LANES;
+    }
+    context = s->seq_lens[row] - num_tokens;
+    *start = visible(s, row, context + first / GROUP, &ignored);
+    visible(s, row, context + (end - 1) / GROUP, stop);
+    return n;
+}
+
+// Of a piece, a block and a KV head: one for each strip.
+static inline int64_t place(const struct step *s, const struct plan *plan, int64_t nth, int64_t block, int64_t head) {
+    return ((nth * plan->num_blocks + block) * s->num_kv_heads + head) * STRIPS;
+}
+
+// The `nth` piece of a block and KV head; the outputs, or what is to be joined in `partials`.
+static void run(const struct step *s, const struct plan *plan, int64_t block, int64_t head, int64_t nth,
+                struct partial *partials) {
+    struct strip strips[STRIPS];
+    int64_t start, stop, row = row_of(s, plan, block);
+    int n = cut(s, plan, block, strips, &start, &stop);
+    if (nth && nth * plan->piece >= stop - start) return;
+    start += nth * plan->piece;
+    for (int i = 0; i < n; i++) load_queries(s, row, head, &strips[i]);
+    attend(s, row, head, start, stop - start < plan->piece ? stop : start + plan->piece, strips, n);
+    for (int i = 0; i < n; i++)
+        if (partials) partials[place(s, plan, nth, block, head) + i] = strips[i].part;
+        else store_outputs(s, row, head, &strips[i]);
+}
+
+static void finish(const struct step *s, const struct plan *plan, int64_t block, int64_t head,
+                   const struct partial *partials) {
+    struct strip strips[STRIPS];
+    int64_t start, stop, row = row_of(s, plan, block);
+    int n = cut(s, plan, block, strips, &start, &stop);
+    for (int i = 0; i < n; i++) {
+        strips[i].part = partials[place(s, plan, 0, block, head) + i];
+        for (int64_t nth = 1; nth * plan->piece < stop - start; nth++)
+            merge(&strips[i].part, &partials[place(s, plan, nth, block, head) + i], strips[i].width);
+        store_outputs(s, row, head, &strips[i]);
+    }
+}
+
+// Blocks go to threads whole, or in pieces where they are few.
+static void make_plan(const struct step *s, struct plan *plan) {
+    int64_t num_keys = 0, longest = 0, start, stop, heads = s->num_kv_heads, threads = omp_get_max_threads();
+    plan->first_block[0] = 0;
+    for (int64_t row = 0; row < s->num_rows; row++) {
+        int64_t num_queries = s->seq_lens[row] ? (s->query_starts[row + 1] - s->query_starts[row]) * GROUP : 0;
+        plan->first_block[row + 1] = plan->first_block[row] + (num_queries + BLOCK - 1) / BLOCK;
+    }
+    plan->num_blocks = plan->first_block[s->num_rows];
+    plan->piece = INT64_MAX / 2, plan->max_splits = 1;
+    if (threads == 1 || plan->num_blocks * heads >= TASKS * threads) return;
+    struct strip strips[STRIPS];
+    for (int64_t block = 0; block < plan->num_blocks; block++) {
+        cut(s, plan, block, strips, &start, &stop);
+        num_keys += stop - start;
+        longest = longest > stop - start ? longest : stop - start;
+    }
+    int64_t piece = num_keys * heads / (TASKS * threads);
+    plan->piece = (piece < MIN_PIECE ? MIN_PIECE : piece + TILE - 1) / TILE * TILE;
+    plan->max_splits = (longest + plan->piece - 1) / plan->piece;
 }
 
 // Write the new tokens, then attend. Returns the number of threads that it ran on, or 0 for want of memory.
 static int prefill(const struct step *s) {
     int64_t heads = s->num_kv_heads, first_block[s->num_rows + 1], threads = 1;
-    first_block[0] = 0;
-    for (int64_t row = 0; row < s->num_rows; row++) {
-        int64_t num_queries = s->seq_lens[row] ? (s->query_starts[row + 1] - s->query_starts[row]) * GROUP : 0;
-        first_block[row + 1] = first_block[row] + (num_queries + BLOCK_QUERIES - 1) / BLOCK_QUERIES;
-    }
-    int64_t num_blocks = first_block[s->num_rows];
+    struct plan plan = {.first_block = first_block};
+    make_plan(s, &plan);
+    int64_t tasks = plan.num_blocks * heads;
+    struct partial *partials = NULL;
+    if (plan.max_splits > 1) partials = aligned_alloc(sizeof(vec), tasks * plan.max_splits * STRIPS * sizeof *partials);
+    if (plan.max_splits > 1 && !partials) return 0;
+    // Each loop ends in a wait for the slowest thread, which costs more than a few tokens take to write.
 #pragma omp parallel for if (s->num_new * heads * HEAD_DIM > MIN_WORK)
     for (int64_t token = 0; token < s->num_new; token++) write_new(s, token);
+    // Later blocks see more: they go first.
 #pragma omp parallel for schedule(dynamic)
-    for (int64_t task = 0; task < num_blocks * heads; task++) {
+    for (int64_t task = tasks * plan.max_splits - 1; task >= 0; task--) {
         if (!task) threads = omp_get_num_threads();
-        struct strip strips[STRIPS];
-        // Later blocks see more: they go first.
-        int64_t block = num_blocks - 1 - task / heads, head = task % heads, row = 0;
-        for (int64_t end = s->num_rows; row + 1 < end;) {
-            int64_t middle = (row + end) / 2;
-            if (first_block[middle] <= block) row = middle; else end = middle;
-        }
-        int64_t nth = block - first_block[row];
-        int n = load_block(s, row, head, nth, strips);
-        attend(s, row, head, strips[0].any_first, strips[n - 1].any_stop, strips, n);
-        for (int i = 0; i < n; i++) store_queries(s, row, head, nth * BLOCK_QUERIES + i * QUERIES, &strips[i]);
+        run(s, &plan, task / plan.max_splits / heads, task / plan.max_splits % heads, task % plan.max_splits, partials);
     }
+    if (partials) {
+#pragma omp parallel for
+        for (int64_t task = 0; task < tasks; task++) finish(s, &plan, task / heads, task % heads, partials);
+    }
+    free(partials);
     return threads;
 }
 
+// Called by nobody here: of libraries for several shapes, the name means the first one's.
 int paged_prefill(const struct step *s) { return prefill(s); }

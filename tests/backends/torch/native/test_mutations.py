@@ -72,7 +72,7 @@ MUTATIONS: dict[str, tuple[str, str, str, Callable[[Any], object]]] = {  # where
                                       lambda k: k.test_matches_the_reference("mixed_small", F32)),
     "prompts' LSE of base 2": (PREFILL, "(m + log2f(l)) * LN_2", "m + log2f(l)",
                                lambda k: k.test_matches_the_reference("mixed_small", F32)),
-    "no maximum kept": (PREFILL, "shrink[w] = exp2_of(strip->m[w] - high[w])", "shrink[w] = (vec){0} + 1",
+    "no maximum kept": (PREFILL, "shrink[w] = exp2_of(strip->part.m[w] - high[w])", "shrink[w] = (vec){0} + 1",
                         lambda k: k.test_windows_over_several_tiles(None, F32)),
     "nothing hidden": (PREFILL, "(key < strip->first[w]) | (key >= strip->stop[w])", "(ints){0}",
                        lambda k: k.test_window_edges(16)),

@@ -179,3 +179,17 @@ def test_options_that_differ() -> None:
         impl.forward(query, new, new, pool, TorchStep(metadata, None))
     with pytest.raises(ValueError, match="pass kv_cache"):
         TorchImpl(spec, cache, "cpu").forward(query, new, new, None, TorchStep(metadata, None))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layer", ["plain", "window", "gpt_oss", "alibi"])
+def test_few_blocks_in_pieces(layer: str, dtype: torch.dtype) -> None:
+    """More threads than blocks: each block's keys are attended by several, and joined."""
+    spec = AttentionSpec(6, 2, 32, dtype=dtype, **{**LAYERS[layer], "window_left": -1 if layer == "plain" else 1200})
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(5)
+        check(random_batch(TorchBackend, spec, (1900, 40), (18, 2), poison=float("nan")))
+        check(random_batch(TorchBackend, spec, (1400,), (40,), poison=float("nan")))
+    finally:
+        torch.set_num_threads(before)
