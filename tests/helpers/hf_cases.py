@@ -112,7 +112,7 @@ def draw_case(seed: int, family: str | None = None, *, most_rows: int = 4, most_
     with torch.no_grad():  # of unit size whatever the width, so that attention is neither flat nor a single key
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() > 1 or "sinks" in parameter_name:
-                parameter.normal_(0, 1.2 * (1 if "sinks" in parameter_name else parameter.shape[-1] ** -0.5))
+                parameter.normal_(0, 1 if "sinks" in parameter_name else parameter.shape[-1] ** -0.5)
     ids, mask = draw_batch(rng, most_rows, most_tokens)
     return Case(name, model.eval(), ids, mask, rng)
 
@@ -125,11 +125,16 @@ def draw_batch(rng: np.random.Generator, most_rows: int, most_tokens: int) -> tu
     return ids, mask
 
 
+def batching_config_class() -> Any:
+    """`ContinuousBatchingConfig`, which 5.17 does not export."""
+    from transformers.generation import configuration_utils
+
+    return configuration_utils.ContinuousBatchingConfig
+
+
 def generate_batch(model: Any, prompts: list[list[int]], max_new_tokens: int, **settings: Any) -> list[Any]:
     """transformers' continuous batching, greedy: each prompt's output, with log-probabilities."""
-    config_class = getattr(transformers, "ContinuousBatchingConfig", None)
-    if config_class is None:
-        from transformers.generation.configuration_utils import ContinuousBatchingConfig as config_class
+    config_class = batching_config_class()
     if "page_size" not in inspect.signature(config_class).parameters:  # 5.17
         settings["block_size"] = settings.pop("page_size")
     greedy = transformers.GenerationConfig(

@@ -10,8 +10,8 @@ from weakref import WeakSet
 import torch
 
 from attn_backends.adapters.transformers.continuous import attend_batch
+from attn_backends.adapters.transformers.handed import Handed, take
 from attn_backends.adapters.transformers.layers import LayerCall, layer_spec
-from attn_backends.adapters.transformers.paged_cache import Handed, take_handed
 from attn_backends.adapters.transformers.pool import Pool
 from attn_backends.adapters.transformers.refuse import check_layer, check_model, check_tensors, decline
 
@@ -46,7 +46,7 @@ class Attention:
         Raises:
             Unsupported: the call asks for what is not served, or the backend refuses the layer; it says what.
         """
-        handed, in_batch = take_handed(key), given.get("cache") is not None
+        handed, in_batch = take(key), given.get("cache") is not None
         check_tensors(query, key, dropout)
         check_layer(module, sliding_window, given, in_batch)
         spec = layer_spec((query.shape[1], key.shape[1]), (query.shape[3], value.shape[3]), scaling, sliding_window,
@@ -57,7 +57,7 @@ class Attention:
         if handed is None:
             return self._without_cache(call, attention_mask), None
         _check_handed(handed, call)
-        return handed.layer.cache.attend(self.name, self.options, handed.layer, call, attention_mask), None
+        return handed.cache.attend(self.name, self.options, handed.layer, call, attention_mask), None
 
     def try_out(self, model: Any, page_size: int) -> None:
         """Run two tokens through a model, over pages of this size.
@@ -108,7 +108,7 @@ def _check_handed(handed: Handed, call: LayerCall) -> None:
         Unsupported: they are not.
     """
     index, tokens = getattr(call.module, "layer_idx", None), (call.key.shape[2], call.value.shape[2])
-    if index != handed.layer.index or tokens != (handed.shape[2],) * 2 or call.query.shape[2] != handed.shape[2]:
-        decline("keys", f"{tokens[0]} keys at layer {index}, where layer {handed.layer.index} of the cache handed on "
-                f"{handed.shape[2]}", "layers that attend to what their cache hands on",
+    if index != handed.layer or {*tokens, call.query.shape[2]} != {handed.num_tokens}:
+        decline("keys", f"{tokens[0]} keys at layer {index}, where layer {handed.layer} of the cache handed on "
+                f"{handed.num_tokens}", "layers that attend to what their cache hands on",
                 "Load this model with sdpa.")  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
+from attn_backends.adapters.transformers.handed import count_forward
 from attn_backends.adapters.transformers.refuse import decline
 
 _CODE_OF_WINDOW = masking_utils.sliding_window_overlay(1).__code__
@@ -36,6 +37,7 @@ def padding_mask(
     Raises:
         Unsupported: the mask is not causal, or has another rule than windows and padding.
     """
+    count_forward()
     parts = _parts(mask_function)
     if any(part.__code__ is _CODE_OF_PACKED for part in parts if hasattr(part, "__code__")):
         return torch.ones(batch_size, 0, dtype=torch.bool)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from attn_backends.adapters.transformers.handed import forget, hand_on, left_over
 from attn_backends.adapters.transformers.layers import LayerCall
 from attn_backends.adapters.transformers.pool import Pool
 from attn_backends.adapters.transformers.refuse import PREFIX, check_model, decline
@@ -47,29 +46,6 @@ class PagedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # the name in 5.17
 
 
-class Handed(NamedTuple):
-    """Keys that left a cache for the attention function."""
-
-    layer: PagedLayer
-    keys: weakref.ref[torch.Tensor]  # [batch, num_kv_heads, num_tokens, head_dim]
-    shape: torch.Size
-
-    def reached(self, key: torch.Tensor) -> bool:
-        """Whether a call's keys are these, or made of them, as models with latents do while they hold on to them.
-
-        What an interrupted forward has left is neither.
-        """
-        kept = self.keys()
-        return kept is key or (kept is not None and key.shape[1::2] != self.shape[1::2])
-
-
-class _Between(threading.local):
-    handed: Handed | None = None  # from `update` to the attention call behind it, in the same thread
-
-
-_between = _Between()
-
-
 class PagedCache(Cache):
     """Keys and values of a batch in pages that a backend reads, for `generate()` and for forwards of your own.
 
@@ -97,9 +73,9 @@ class PagedCache(Cache):
 
     def begin_layer(self, layer: PagedLayer, keys: torch.Tensor) -> None:
         """A layer is about to attend. One that has done so in this forward begins the next."""
-        left, num_tokens = _between.handed, keys.shape[-2]
-        if left is not None and left.layer.cache is self:
-            decline("attention", f"layer {left.layer.index} did not call the attention function, or was interrupted",
+        left, num_tokens = left_over(self), keys.shape[-2]
+        if left is not None:
+            decline("attention", f"layer {left} did not call the attention function, or was interrupted",
                     "models whose layers use transformers' AttentionInterface",
                     "Load this model with sdpa; after an interruption reset() the cache.")  # fmt: skip
         if layer.index in self._in_step:
@@ -112,10 +88,10 @@ class PagedCache(Cache):
                     "forwards through all layers", "Give a model of fewer layers a PagedCache of its own.")  # fmt: skip
         self._in_step.add(layer.index)
         layer.seen += num_tokens
-        _between.handed = Handed(layer, weakref.ref(keys), keys.shape)
+        hand_on(self, layer.index, keys)
 
     def attend(
-        self, name: str, options: Mapping[str, Any], layer: PagedLayer, call: LayerCall, mask: torch.Tensor | None
+        self, name: str, options: Mapping[str, Any], layer: int, call: LayerCall, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """[batch, num_tokens, num_qo_heads, head_dim_vo] of a layer whose keys were handed on."""
         if self._pool is None:
@@ -123,17 +99,17 @@ class PagedCache(Cache):
         if self._pool.layers.name != name:
             decline("attn_implementation", f"{PREFIX}{name}", f"{PREFIX}{self._pool.layers.name}, as begun",
                     "Use a new PagedCache for another backend.")  # fmt: skip
-        return self._pool.attend(layer.index, call, mask)
+        return self._pool.attend(layer, call, mask)
 
     @property
     def backend(self) -> str | None:
         """The name of the backend that serves, once it does."""
         return None if self._pool is None or not self._pool.caches else self._pool.layers.backend.get_name()
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Forget the last `-tokens_to_remove` tokens; a positive number is the length to keep (as in 5.17)."""
-        seen = self.get_seq_length()
-        number = -tokens_to_remove if tokens_to_remove <= 0 else max(0, seen - tokens_to_remove)
+        seen, asked = self.get_seq_length(), int(tokens_to_remove)  # 5.17 passes a tensor
+        number = -asked if asked <= 0 else max(0, seen - asked)
         if number > seen:
             raise ValueError(f"crop by {number} tokens: the cache has {seen}")
         self._in_step.clear()
@@ -145,7 +121,7 @@ class PagedCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens; the next batch may be of any size."""
-        _between.handed = None
+        forget()
         self._in_step.clear()
         for layer in self.paged:
             layer.seen = 0
@@ -175,9 +151,3 @@ class PagedCache(Cache):
         if self._pool is not None:
             copied._pool = self._pool.copy()
         return copied
-
-
-def take_handed(key: torch.Tensor) -> Handed | None:
-    """What the last `update` of this thread handed on, if it is this; once."""
-    handed, _between.handed = _between.handed, None
-    return handed if handed is not None and handed.reached(key) else None

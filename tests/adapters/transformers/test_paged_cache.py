@@ -178,6 +178,23 @@ def test_the_pools_growth_stops_at_the_length_that_generate_knows(case: Case) ->
     assert pages.numel() <= 2 * 16, "nine tokens a row take one page of sixteen each"
 
 
+def test_latents_that_look_like_keys() -> None:
+    """One head, and as many latents as a key has numbers: what reaches attention has the shape that the cache saw."""
+    ab.register()
+    config = draw_case(3, "deepseek_v3").eager.config
+    for name, value in {"num_attention_heads": 1, "num_key_value_heads": 1, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+                        "qk_rope_head_dim": 8, "v_head_dim": 8}.items():  # fmt: skip
+        setattr(config, name, value)
+    config.qk_head_dim, config.head_dim = 16, 8
+    alike = draw_case(3, "deepseek_v3")
+    alike.eager = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model, cache = alike.under("attn_backends:TORCH"), ab.PagedCache(config)
+    check_forward(alike, model, cache, alike.ids, alike.mask, alike.ids.shape[1])
+    ids = torch.cat([alike.ids, torch.randint(3, 97, (len(alike.ids), 1))], 1)
+    mask = torch.cat([alike.mask, torch.ones(len(alike.ids), 1, dtype=torch.long)], 1)
+    check_forward(alike, model, cache, ids, mask, 1)
+
+
 def test_several_threads(case: Case) -> None:
     from concurrent.futures import ThreadPoolExecutor
 

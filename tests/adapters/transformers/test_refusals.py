@@ -11,7 +11,7 @@ import transformers
 
 import attn_backends.adapters.transformers as ab
 from attn_backends.interface import Unsupported
-from tests.helpers.hf_cases import draw_case, generate_batch
+from tests.helpers.hf_cases import batching_config_class, draw_case, generate_batch
 from tests.helpers.tiny_models import COMMON, tiny_model
 
 NAME = "attn_backends:TORCH"
@@ -174,17 +174,16 @@ def test_what_an_interrupted_forward_left_meets_no_other() -> None:
 
 
 class TestContinuousBatching:
-    @pytest.mark.parametrize("settings", [{"use_cuda_graph": True}, {"varlen": True}], ids=str)
-    def test_graphs_and_compilation(self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        from transformers.generation.continuous_batching import initialization
-
-        monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "CUDAGraph", raising=False)
-        if settings.pop("varlen", None):
+    @pytest.mark.parametrize("what", ["graphs", "compiled"])
+    def test_graphs_and_compilation(self, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        settings = {"page_size": 16, "num_blocks": 8, "max_batch_tokens": 16}
+        if what == "graphs":  # there are none without a GPU
+            config_class = batching_config_class()
+            monkeypatch.setattr(config_class, "cuda_graph_booleans", property(lambda self: (True, False)))
+        else:
             settings["varlen_compile_config"] = transformers.CompileConfig()
         with refused("cuda_graph", "use_cuda_graph=False"):
-            generate_batch(
-                tiny("LlamaConfig"), [[3, 4, 5]], 2, page_size=16, num_blocks=8, max_batch_tokens=16, **settings
-            )
+            generate_batch(tiny("LlamaConfig"), [[3, 4, 5]], 2, **settings)
 
     def test_a_backend_that_does_not_take_the_page_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Before the thread starts that would only log it."""

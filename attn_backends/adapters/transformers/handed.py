@@ -1,0 +1,65 @@
+"""Keys on their way: what a cache's `update` hands on is what the attention function gets next, in the same thread.
+
+Models may make other keys of them in between, as those with latents do. So they are known by the tensor, or by the
+forward: each asks for its mask first. What an interrupted forward has left is neither.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from attn_backends.adapters.transformers.paged_cache import PagedCache
+
+
+class Handed(NamedTuple):
+    """One layer's new keys."""
+
+    cache: PagedCache
+    layer: int
+    keys: torch.Tensor  # [batch, num_kv_heads, num_tokens, head_dim]
+    forward: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.keys.shape[2]
+
+
+class _Between(threading.local):
+    handed: Handed | None = None
+    forward = 0
+
+
+_between = _Between()
+
+
+def count_forward() -> None:
+    """A forward begins."""
+    _between.forward += 1
+
+
+def hand_on(cache: PagedCache, layer: int, keys: torch.Tensor) -> None:
+    """A layer of a cache is about to attend with these keys."""
+    _between.handed = Handed(cache, layer, keys, _between.forward)
+
+
+def left_over(cache: PagedCache) -> int | None:
+    """The layer of a cache whose keys never reached attention, if there is one."""
+    left = _between.handed
+    return left.layer if left is not None and left.cache is cache else None
+
+
+def forget() -> None:
+    """Nothing is on its way."""
+    _between.handed = None
+
+
+def take(key: torch.Tensor) -> Handed | None:
+    """What the keys of an attention call were handed on as, or made of; None if no cache handed them on."""
+    handed, _between.handed = _between.handed, None
+    if handed is None or (handed.keys is not key and handed.forward != _between.forward):
+        return None
+    return handed
