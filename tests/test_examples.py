@@ -17,6 +17,7 @@ EXAMPLES = ROOT / "examples"
 LIMITS = {
     "lower_road.py": 60,
     "generate.py": 60,
+    "transformers_generate.py": 60,
     "step_table_scheduler.py": 65,
     "plugin/attn_backends_naive.py": 150,
 }  # fewer lines than
@@ -98,6 +99,15 @@ def test_generate() -> None:
     printed = run_python("examples/generate.py")
     assert "The capital of France is▸ Paris" in printed
     assert "TORCH was asked for by name" in printed
+
+
+def test_transformers_generate() -> None:
+    """All three roads; the second turn of the session finds the first one's tokens."""
+    printed = run_python("examples/transformers_generate.py")
+    assert printed.count("Paris") == 2
+    assert "over the pages of TORCH" in printed
+    first, second = (int(line.split()[-3]) for line in printed.splitlines() if line.endswith("tokens cached"))
+    assert first < second
 
 
 @pytest.fixture(scope="module")

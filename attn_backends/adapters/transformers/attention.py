@@ -10,7 +10,7 @@ from weakref import WeakSet
 import torch
 
 from attn_backends.adapters.transformers.continuous import attend_batch
-from attn_backends.adapters.transformers.handed import Handed, take
+from attn_backends.adapters.transformers.handed import Handed, eager_only, take
 from attn_backends.adapters.transformers.layers import LayerCall, layer_spec
 from attn_backends.adapters.transformers.pool import Pool
 from attn_backends.adapters.transformers.refuse import check_layer, check_model, check_tensors, decline
@@ -27,6 +27,7 @@ class Attention:
         self.name, self.options = name, options
         self._alone = _Alone()
 
+    @eager_only
     def __call__(
         self,
         module: torch.nn.Module,

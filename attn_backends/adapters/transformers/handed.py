@@ -7,12 +7,16 @@ forward: each asks for its mask first. What an interrupted forward has left is n
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
     from attn_backends.adapters.transformers.paged_cache import PagedCache
+
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class Handed(NamedTuple):
@@ -34,6 +38,12 @@ class _Between(threading.local):
 
 
 _between = _Between()
+
+
+def eager_only(function: FunctionT) -> FunctionT:
+    """A function that compilers stop before: they would keep what was planned in their first trace."""
+    disabled: FunctionT = torch.compiler.disable(function, reason="attn_backends plans steps in Python, between graphs")
+    return disabled
 
 
 def count_forward() -> None:

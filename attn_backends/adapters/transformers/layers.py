@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from attn_backends.adapters.transformers.refuse import decline
 from attn_backends.interface import AttentionImpl, Plans
 from attn_backends.registry import select_backend, validate_options
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
@@ -62,6 +63,9 @@ class CalledLayers:
         Raises:
             Unsupported: the backend does not serve it; the reasons say why.
         """
+        first = next(iter(self._specs.values()), device)
+        if device != first:
+            decline("device", f"a layer on {device}, others on {first}", "one device", "Load with device_map=None.")
         if spec in self._specs:
             return
         self._specs[spec] = device

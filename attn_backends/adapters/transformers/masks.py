@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
-from attn_backends.adapters.transformers.handed import count_forward
+from attn_backends.adapters.transformers.handed import count_forward, eager_only
 from attn_backends.adapters.transformers.refuse import decline
 
 _CODE_OF_WINDOW = masking_utils.sliding_window_overlay(1).__code__
@@ -20,6 +20,7 @@ _CODE_OF_PACKED = masking_utils.packed_sequence_mask_function(torch.zeros(1)).__
 _CODE_OF_AND = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
 
 
+@eager_only
 def padding_mask(
     batch_size: int,
     q_length: int,

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from attn_backends.adapters.transformers.handed import forget, hand_on, left_over
+from attn_backends.adapters.transformers.handed import eager_only, forget, hand_on, left_over
 from attn_backends.adapters.transformers.layers import LayerCall
 from attn_backends.adapters.transformers.pool import Pool
 from attn_backends.adapters.transformers.refuse import PREFIX, check_model, decline
@@ -24,6 +24,7 @@ class PagedLayer(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]
         self.cache, self.index, self.seen = cache, index, 0
 
+    @eager_only
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

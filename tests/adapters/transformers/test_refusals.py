@@ -223,6 +223,20 @@ def test_options_are_validated_by_their_backend() -> None:
         ab.register(options={"NOPE": {}})
 
 
+def test_compilers_stop_before_attention() -> None:
+    """Or they would keep what was planned in their first trace."""
+    model, ids = tiny("LlamaConfig", num_hidden_layers=1), IDS.repeat(2, 1)
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[0, :3] = 0
+    wanted = model(ids, attention_mask=mask, use_cache=False).logits
+    compiled = torch.compile(model, backend="eager")
+    assert torch.equal(compiled(ids, attention_mask=mask, use_cache=False).logits, wanted)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="attn_backends plans steps in Python, between graphs"):
+        torch.compile(model, backend="eager", fullgraph=True)(ids, attention_mask=mask, use_cache=False)
+    torch._dynamo.reset()
+
+
 def test_other_models_are_left_alone() -> None:
     """Registered names change nothing for a model that has another."""
     model = tiny_model("llama")
