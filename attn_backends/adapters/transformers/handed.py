@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-
-if TYPE_CHECKING:
-    from attn_backends.adapters.transformers.paged_cache import PagedCache
-
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -22,7 +18,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 class Handed(NamedTuple):
     """One layer's new keys."""
 
-    cache: PagedCache
+    cache: Any  # the `PagedCache`
     layer: int
     keys: torch.Tensor  # [batch, num_kv_heads, num_tokens, head_dim]
     forward: int
@@ -51,12 +47,12 @@ def count_forward() -> None:
     _between.forward += 1
 
 
-def hand_on(cache: PagedCache, layer: int, keys: torch.Tensor) -> None:
+def hand_on(cache: Any, layer: int, keys: torch.Tensor) -> None:
     """A layer of a cache is about to attend with these keys."""
     _between.handed = Handed(cache, layer, keys, _between.forward)
 
 
-def left_over(cache: PagedCache) -> int | None:
+def left_over(cache: Any) -> int | None:
     """The layer of a cache whose keys never reached attention, if there is one."""
     left = _between.handed
     return left.layer if left is not None and left.cache is cache else None
