@@ -21,6 +21,12 @@ OURS_AND_FA3 = {
     "FLASH_ATTN": "FLASH_ATTN",
     "FLASHINFER": "FLASHINFER",
 }
+IN_VLLM = Pivot(
+    "value",
+    {"AB_TRITON": "ours, TRITON", "FLASH_ATTN": "vLLM's FLASH_ATTN", "TRITON_ATTN": "vLLM's TRITON_ATTN",
+     "FLASHINFER": "vLLM's FLASHINFER"},
+    index="what", contender="backend", bare=False,
+)  # fmt: skip
 MLA = Pivot(
     "decode us", {name: name for name in ("FLASHINFER_MLA", "FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA", "TORCH_MLA")}
 )
@@ -192,6 +198,15 @@ PAGES = (
         Section("warm_up_cuda_smollm2_products", "With products at every 8 tokens, and 16 from 1,024 on", WARM),
         Section("warm_up_cuda_repeated", "The same again, some warm too", WARM),
     )),
+    Page("vllm", "In vLLM",
+         "TRITON inside vLLM beside vLLM's own backends, a decode step, prompts and a mixed load",
+         "vLLM 0.26 with random weights in bfloat16, decode in vLLM's full CUDA graphs without torch.compile, a process "
+         "for each backend, everything else equal. A step is in ms (requests x prompt tokens), prompts in ms until all "
+         "have their first token, the mixed load in s, \"ready\" in s, the first process with cold caches. "
+         "Log-probabilities are the largest difference from FLASH_ATTN's among first tokens.", (
+        Section("vllm_backends_cuda", "Llama-8B's shape", IN_VLLM, full=True),
+        Section("vllm_backends_cuda_smollm2", "SmolLM2-135M's shape", IN_VLLM, full=True),
+    )),
     Page("cpu", "On a CPU",
          "tokens a second beside transformers and vLLM; TORCH beside SDPA; linear layers; other work on the machine",
          "Two cores; the machine's speed drifts by a third and more from hour to hour.", (
@@ -223,6 +238,7 @@ PAGES = (
         Section("conformance_flash_attn", "FLASH_ATTN with FlashAttention 2 and 3", CHECKED),
         Section("conformance_flash_attn_4", "FLASH_ATTN with FlashAttention 4", CHECKED),
         Section("conformance_mla", "The MLA family", CHECKED),
+        Section("conformance_engines", "Batches of another engine's tensors, all backends", CHECKED),
         Section("conformance_triton_memcheck", "TRITON's under memcheck", CHECKED),
         Section("sanitizers", "compute-sanitizer over random cases", ("backend", "tool", "eager", "graphs", "steps",
                 "new", "explained", "mismatches", "cut off")),
