@@ -110,6 +110,11 @@ class Batch:
         ]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
+    def multiplied(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a row's logits are products of: queries [query_len, num_qo_heads, dim] and keys [seq_len, num_kv_heads,
+        dim], f64."""
+        return self._query(row).double(), self.attended(row)[0]
+
     def _query(self, row: Row) -> torch.Tensor:
         """A row's queries as they are attended: rounded to fp8 alike, or as they are."""
         return stored(row.query, torch.float8_e4m3fn, 1.0) if self.fp8_queries else row.query

@@ -32,6 +32,13 @@ class MLABatch(Batch):
         latent, rope_key = (rows.double() * self.k_scale).split([row.key.shape[1], row.value.shape[1]], dim=1)
         return latent, rope_key
 
+    def multiplied(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        """Absorbed queries, and latent rows as keys of one head."""
+        by_head = self.kv_b_proj.double().view(self.spec.num_qo_heads, -1, self.spec.kv_lora_rank)
+        nope, rope = row.query.double().split([self.spec.qk_nope_head_dim, self.spec.qk_rope_head_dim], dim=2)
+        absorbed = torch.einsum("thd,hdr->thr", nope, by_head[:, : self.spec.qk_nope_head_dim])
+        return torch.cat([absorbed, rope], dim=2), torch.cat(self.attended(row), dim=1)[:, None]
+
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         parts = [
             reference_mla(row.query, *self.attended(row), self.kv_b_proj, self.spec, context_len=row.data.context_len)

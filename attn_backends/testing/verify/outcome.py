@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from attn_backends.testing.cases.batches import Batch
-from attn_backends.testing.cases.cases import load_cases
-from attn_backends.testing.harness import Expected, Result, lse_error, output_error
+from attn_backends.testing.harness import Expected, Result, lse_off_by, output_error
 
 
 class Mismatch(AssertionError):
@@ -62,7 +61,7 @@ def compare(outcome: Outcome, result: Result, batch: Batch, expected: Expected, 
     if not bool((result.output[live:] == 0).all()):
         raise Mismatch(f"{what}: padded rows of the output are not zero")
     if result.lse is not None:
-        allowed = max(allowed, load_cases().tolerance(torch.float32))
-        outcome.note(f"{dtype} lse over {cached}", lse_error(result.lse[:live], lse), allowed, what)
+        error, allowed = lse_off_by(result.lse[:live], lse, batch)
+        outcome.note(f"{dtype} lse over {cached}", error, allowed, what)
         if not bool((result.lse[live:] == -torch.inf).all()):
             raise Mismatch(f"{what}: the lse of padded rows is not -inf")

@@ -58,8 +58,8 @@ def attend_keys(  # type: ignore[no-untyped-def]
     SCALE_FIRST is for logits with something between the scale and the comparison, or a scale that is not positive. It
     saves a multiplication a key not to.
 
-    EXACT gives float32's precision but for a bit or two. Products of float32 itself hold whole rows and columns in a
-    thread's registers, far more than it has.
+    EXACT gives float32's precision but for a few bits, as tensor cores cut sums off and do not round them. Products of
+    float32 itself hold whole rows and columns in a thread's registers, far more than it has.
 
     Returns:
         acc, m_i, l_i; `m_i` times `logit_scale(scale, SCALE_FIRST)` is a logit in base 2.
