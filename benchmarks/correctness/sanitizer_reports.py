@@ -64,10 +64,13 @@ class Report(NamedTuple):
 
     def explanation(self, tool: str) -> str | None:
         """Why it is expected: one reason for all of its places."""
-        places = self.places
-        return next((known["why"] for known in explained()
-                     if known["tool"] == tool and places and all(place.is_of(known) for place in places)),
-                    None)  # fmt: skip
+        return next((known["why"] for known in explained() if known["tool"] == tool and self._is(known)), None)
+
+    def _is(self, known: dict[str, Any]) -> bool:
+        """Whether it says the words of an explained report, and all of its places are such as that one names."""
+        text, words, places = " ".join(self.lines), known.get("words", ()), self.places
+        has_words = all(each in text for each in words)
+        return bool(words or places) and has_words and all(place.is_of(known) for place in places)
 
 
 class Log:
@@ -135,8 +138,8 @@ class Reports:
 
 @cache
 def explained() -> list[dict[str, Any]]:
-    """The reports that are expected: a tool, part of a kernel's name, the function and accesses of places, and why. No
-    function: anywhere in a kernel that a library compiled."""
+    """The reports that are expected: a tool, part of a kernel's name, the function and accesses of places, words if the
+    kernel alone does not tell them from others, and why. No function: anywhere in a kernel that a library compiled."""
     known: list[dict[str, Any]] = json.loads(EXPLAINED.read_text())
     return known
 

@@ -136,6 +136,24 @@ def test_what_libraries_compiled_is_explained_by_its_kernel(tmp_path: Path) -> N
 # Cases that wait, and processes.
 
 
+def test_reads_of_what_the_tensor_memory_accelerator_wrote_are_explained_by_their_words() -> None:
+    """Those that initcheck has reported, and not others of kernels that torch uses for much else."""
+    module = load("benchmarks.correctness.sanitizer_reports")
+    kept = json.loads((ROOT / "benchmarks" / "results" / "sanitizers.json").read_text())["reports"]
+    found = [module.Report(tuple(row["report"])) for row in kept
+             if (row["tool"], row["backend"]) == ("initcheck", "FLASHMLA")]  # fmt: skip
+    starts = ("The concatenation", "output.mul_", "Told by its size")
+    assert len(found) == len(starts)
+    for report, start in zip(found, starts, strict=True):
+        assert report.explanation("initcheck").startswith(start)
+        assert report.explanation("memcheck") is None
+        changed = {"int)3": "int)2", "MulFunctor": "AddFunctor", "cudaMemcpy source": "cudaMemset"}
+        others = "\n".join(report.lines)
+        for old, new in changed.items():
+            others = others.replace(old, new)
+        assert module.Report(tuple(others.split("\n"))).explanation("initcheck") is None
+
+
 def test_the_backend_with_the_fewest_cases_is_next() -> None:
     process = load("benchmarks.correctness.sanitizer_process")
     waiting, soon = process.Waiting(), time.monotonic() + 0.05
