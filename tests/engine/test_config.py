@@ -97,7 +97,7 @@ def test_every_problem_is_named_with_path_source_and_what_is_allowed(tmp_path: P
     environ = {"ATTN_BACKENDS_BACKND": "TORCH", "ATTN_BACKENDS_SCHEDULER__MAX_NUM_TOKENS": "9"}
     message = refused(path, {"sampling.top_p": 2}, environ=environ)
     for line in (
-        f"cache.page_sise (from file {path}): unknown key; did you mean cache.page_size? (allowed here: dtype, ",
+        f"cache.page_sise (from file {path}): unknown key; did you mean cache.page_size? (allowed here: calculate_",
         f"cache.layout (from file {path}): got 'NDH'; allowed: 'NHD' or 'HND'",
         f"scheduler (from file {path}): got 5; allowed: a valid dictionary",
         f"max_tokens (from file {path}): unknown key; did you mean sampling.max_tokens",
