@@ -1,1 +1,1 @@
-"""Time of a layer's attention on a GPU, ours beside bare kernels."""
+"""Time of a layer's attention, ours beside bare kernels and other engines."""

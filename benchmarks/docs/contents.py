@@ -215,6 +215,7 @@ PAGES = (
         Section("generate_compiled", "The same, compiled"),
         Section("generate_vllm", "vLLM's CPU build"),
         Section("torch_decode", "TORCH's decode beside SDPA on contiguous keys"),
+        Section("vllm_cpu", "TORCH's attention beside that of vLLM's CPU build"),
         Section("torch_cascade", "TORCH with a prefix that requests share"),
         Section("linears", "Linear layers, merged and packed"),
         Section("busy_cores", "Beside other work"),
