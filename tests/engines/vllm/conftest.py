@@ -1,0 +1,69 @@
+"""Tests over vLLM's CPU build, in an environment that has it: `make test-engines`. Elsewhere none is collected."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from attn_backends.engine.models.checkpoint import DEFAULT_MODEL, find_model
+from attn_backends.engine.models.load import convert_gguf
+from tests.engines.vllm.processes import HERE, Serve, environment, started
+from tests.engines.vllm.scenarios import SMOLLM2, TINY
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models by name, and what makes this checkout and the example plugin look installed."""
+    made = tmp_path_factory.mktemp("vllm")
+    (made / SMOLLM2).symlink_to(find_model(DEFAULT_MODEL, convert_gguf))
+    for name, config in TINY.items():
+        (made / name).mkdir()
+        (made / name / "config.json").write_text(json.dumps(config))
+        torch.manual_seed(3)
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained(made / name), dtype=torch.float32
+        )
+        for each, weight in model.named_parameters():
+            if "sinks" in each:
+                weight.data.normal_(0, 1)
+        model.save_pretrained(made / name)
+        (made / name / "config.json").write_text(json.dumps(config))  # as it was written, without transformers' words
+    _installed(made, "attn-backends", {
+        "vllm.general_plugins": "attn_backends = attn_backends.adapters.vllm.plugin:add_to_vllm",
+    })  # fmt: skip
+    _installed(made, "attn-backends-naive", {"attn_backends.backends": "NAIVE = attn_backends_naive:NaiveBackend"})
+    return made
+
+
+def _installed(folder: Path, name: str, points: dict[str, str]) -> None:
+    info = folder / f"{name.replace('-', '_')}-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("".join(f"[{group}]\n{point}\n" for group, point in points.items()))
+
+
+@pytest.fixture(scope="session")
+def serve(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve:
+    """What a process of some version serves: `serve("0.32", "eager", "ngram", ATTN_BACKENDS_VLLM="TORCH")`. A process
+    that was run already is not run again."""
+    ran: dict[tuple[object, ...], dict[str, Any]] = {}
+
+    def run(version: str, *names: str, **variables: str) -> dict[str, Any]:
+        key = (version, names, *sorted(variables.items()))
+        if key not in ran:
+            out = tmp_path_factory.mktemp("out") / "served.json"
+            command = [sys.executable, str(HERE / "serve.py"), str(folder), str(out), *names]
+            ran[key] = started(command, environment(folder, version, **variables), out)
+        return ran[key]
+
+    return run

@@ -1,0 +1,45 @@
+"""Processes of vLLM's CPU build: where it is installed, with which variables, and what came of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+ENVIRONMENT = Path(
+    sys.prefix
+)  # `.ci/engines vllm` makes it: the newest version, and an older one in a folder beside it
+QUIET = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false", "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # processes beside each other would all take the same cores
+}  # fmt: skip
+
+
+Serve = Callable[..., dict[str, Any]]
+
+
+def environment(folder: Path, version: str, **more: str) -> dict[str, str]:
+    """A process's variables: the newest version is the environment's own, another lies beside it."""
+    beside = ENVIRONMENT / version
+    path = [folder, ROOT, ROOT / "examples" / "plugin", *([beside] if beside.exists() else [])]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "ATTN_BACKENDS"))}
+    return inherited | QUIET | {"PYTHONPATH": os.pathsep.join(map(str, path))} | more
+
+
+def started(command: Sequence[str], variables: dict[str, str], out: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1200, check=False
+    )
+    if done.returncode or not out.exists():
+        pytest.fail(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-6000:]}")
+    return json.loads(out.read_text()) | {"log": done.stdout}  # type: ignore[no-any-return]

@@ -1,0 +1,63 @@
+"""What is served: vLLM's settings and prompts by name. Read by the tests, and by the processes that they start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SMOLLM2 = "smollm2"
+COMMON: dict[str, Any] = {
+    "dtype": "float32", "max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 8, "block_size": 32,
+    "enable_prefix_caching": True, "enforce_eager": True, "seed": 1,
+}  # fmt: skip
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+SERVED: dict[str, dict[str, Any]] = {  # `env` belongs to the process: scenarios with one have their own
+    "eager": {},  # prompts longer than a step: chunks, mixed steps, and a second round that hits the prefix cache
+    "ngram": {"speculative_config": NGRAM},
+    "compiled": {"enforce_eager": False},
+    "heads first": {"env": {"VLLM_KV_CACHE_LAYOUT": "HND"}},
+    "spawned": {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}},
+    "three ranks": {
+        "tensor_parallel_size": 3, "distributed_executor_backend": "mp",
+        "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+    },  # SmolLM2 has 9 query heads, and 3 of keys
+    "gemma": {"model": "gemma", "random": True},
+    "one group": {"model": "gemma", "random": True, "disable_hybrid_kv_cache_manager": True},
+    "gpt-oss": {"model": "gpt-oss", "random": True},
+    "deepseek": {"model": "deepseek", "random": True, "block_size": 16, "enable_prefix_caching": False,
+                 "max_num_batched_tokens": 512},
+}  # fmt: skip
+
+_PLAIN = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 1000,
+    "max_position_embeddings": 1024, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "initializer_range": 0.1, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "float32",
+}  # fmt: skip
+TINY: dict[str, dict[str, Any]] = {
+    "gemma": _PLAIN | {
+        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 32, "query_pre_attn_scalar": 24,
+        "sliding_window": 40, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 10.0,
+        "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gpt-oss": _PLAIN | {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 32, "sliding_window": 40,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "swiglu_limit": 7.0, "hidden_act": "silu",
+    },
+    "deepseek": _PLAIN | {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_key_value_heads": 4,
+        "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32,
+        "first_k_dense_replace": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64, "hidden_act": "silu", "n_group": 1, "topk_group": 1,
+    },
+}  # fmt: skip
+
+_STORY = "The history of the city begins with a small harbour on the river, where traders from many lands met. " * 3
+PROMPTS = [
+    "The capital of France is", "Water boils at", _STORY + "In the year", _STORY + "The first mayor was",
+    _STORY[:150] + " Why?", "Write a long story about a fox and a hound who", "1 2 3 4 5 6 7", "1 2 1 2 1 2 1 2 1",
+]  # fmt: skip
+AGAIN = [_STORY + "In the year", _STORY + "Another"]
+RANDOM_LENGTHS = (5, 40, 130, 200, 260)  # prompts of the models with random weights
+NEW_TOKENS = 24

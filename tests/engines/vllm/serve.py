@@ -1,0 +1,75 @@
+"""One process of vLLM that serves some scenarios, one after the other: `serve.py FOLDER OUT SCENARIO ...`."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+
+sys.path.insert(0, str(Path(__file__).parent))
+import scenarios as given
+
+
+def served(llm: LLM, scenario: dict[str, Any]) -> dict[str, Any]:
+    """Tokens and their log-probabilities, of two rounds: the second finds prefixes in the cache."""
+    if scenario.get("random"):
+        prompts = [
+            {"prompt_token_ids": [(7 * i * (k + 3) + k) % 990 + 5 for i in range(n)]}
+            for k, n in enumerate(given.RANDOM_LENGTHS)
+        ]
+        rounds = [prompts, prompts[2:4]]
+    else:
+        rounds = [given.PROMPTS, given.AGAIN]
+    params = SamplingParams(
+        max_tokens=given.NEW_TOKENS, temperature=0, ignore_eos=True, logprobs=0, detokenize=not scenario.get("random")
+    )
+    outputs = [out.outputs[0] for each in rounds for out in llm.generate(each, params, use_tqdm=False)]
+    return {
+        "tokens": [list(out.token_ids) for out in outputs],
+        "logprobs": [[next(iter(each.values())).logprob for each in out.logprobs] for out in outputs],
+        "impls": impls(llm),
+    }
+
+
+def impls(llm: LLM) -> list[str]:
+    """The classes that serve the layers, where they are in this process."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    if core is None or llm.llm_engine.vllm_config.parallel_config.world_size > 1:
+        return []
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    return sorted({type(layer.impl).__name__ for layer in layers.values() if hasattr(layer, "impl")})
+
+
+def untouched() -> dict[str, Any]:
+    """What the plugin has left behind."""
+    from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES, AttentionBackendEnum
+
+    replaced = sorted(each.name for each in _ATTN_OVERRIDES if not each.name.startswith("AB_"))
+    return {"names": sorted(AttentionBackendEnum.__members__), "replaced": replaced}
+
+
+def main() -> None:
+    folder, out, *names = sys.argv[1:]
+    made: dict[str, Any] = {}
+    for name in names:
+        scenario = dict(given.SERVED[name])
+        settings = given.COMMON | {k: v for k, v in scenario.items() if k not in ("env", "random", "model")}
+        if scenario.get("random"):
+            settings |= {"skip_tokenizer_init": True}
+        llm = LLM(f"{folder}/{scenario.get('model', given.SMOLLM2)}", **settings)
+        made[name] = served(llm, scenario)
+        Path(out).write_text(json.dumps({"served": made, "registry": untouched()}))
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+        torch._dynamo.reset()
+
+
+if __name__ == "__main__":
+    main()
