@@ -22,6 +22,7 @@ from tests.engines.vllm.scenarios import SERVED, SMOLLM2
 NEWEST, OLDER = "0.32", "0.29"
 PLAIN = ("eager", "gemma", "one group", "gpt-oss", "ngram")  # vLLM makes no other engine in a process after n-grams
 LATENT = ("deepseek",)
+NOT_IN = {("0.29", "gpt-oss")}  # its own mixture of experts there is for bfloat16 alone
 long = pytest.mark.long
 VERSIONS = [NEWEST, pytest.param(OLDER, marks=long)]
 
@@ -34,15 +35,20 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 def by_itself(serve: Serve, version: str) -> dict[str, Any]:
     """What vLLM serves, our plugin installed and nothing asked of it."""
-    return serve(version, *LATENT, *PLAIN)
+    return serve(version, *LATENT, *plain(version))
+
+
+def plain(version: str) -> list[str]:
+    return [name for name in PLAIN if (version, name) not in NOT_IN]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", PLAIN)
 def test_tokens_are_vllms_own(serve: Serve, version: str, name: str) -> None:
-    ours, theirs = (
-        run["served"][name] for run in (serve(version, *PLAIN, ATTN_BACKENDS_VLLM="TORCH"), by_itself(serve, version))
-    )
+    if (version, name) in NOT_IN:
+        pytest.skip(f"vLLM {version} does not serve {name} in float32 by itself")
+    runs = serve(version, *plain(version), ATTN_BACKENDS_VLLM="TORCH"), by_itself(serve, version)
+    ours, theirs = (run["served"][name] for run in runs)
     assert ours["impls"] == ["CPU_ATTN__TORCH_Impl"]
     assert theirs["impls"] == ["CPUAttentionBackendImpl"]
     assert ours["tokens"] == theirs["tokens"]
