@@ -14,7 +14,7 @@ override PROMPT := $(value PROMPT)
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help generate test long test-engines verify lint wheel pages docs docs-serve changelog clean
+.PHONY: help generate test long test-engines engine-signatures verify lint wheel pages docs docs-serve changelog clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
@@ -27,6 +27,9 @@ test: $(READY) ## run the tests; a part of them: ARGS="tests/engine/test_config.
 
 long: $(READY) ## run all tests, with those that `make test` leaves out as they are more of the same
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --long $(ARGS)
+
+engine-signatures: $(READY) ## make tests/engines/signatures.json anew, from the wheels of all versions that adapters serve
+	$(BIN)/python tests/engines/signatures.py
 
 test-engines: ## run the adapters inside the engines themselves, each in an environment of its own: ARGS=sglang
 	.ci/engines $(ARGS)

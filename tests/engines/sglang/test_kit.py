@@ -97,9 +97,9 @@ def test_decode_graphs(case: Any) -> None:
 def test_split_op(case: Any, breakable: bool) -> None:
     """Prompts in piecewise graphs, whose attention runs eager over padded tokens."""
     run, tokens = split_op_runner.run_dense_split_op_extend_case, case.num_input_tokens + 3
-    if "breakable" in signature(run).parameters:  # from 0.5.23 on
-        run = partial(run, breakable=breakable)
-    run(one(), case, static_num_tokens=tokens, **CPU)
+    if "breakable" not in signature(run).parameters:
+        pytest.skip("before 0.5.23 the operator that splits graphs is registered for CUDA alone")
+    run(one(), case, breakable=breakable, static_num_tokens=tokens, **CPU)
 
 
 @each_speculative
