@@ -20,7 +20,7 @@ import torch
 from attn_backends.batch.page_table import PAD_SLOT, IntArray
 
 
-class HostLens(NamedTuple):
+class LensOnHost(NamedTuple):
     """What a batch's host tensors hold, copied: an engine writes its next step's there."""
 
     starts: IntArray  # [R + 1]
@@ -85,15 +85,15 @@ class BatchTensors:
         longest = longest if max_query_len is None else max_query_len
         return {**shared, "max_query_len": longest, **self._live(lens, live, last)}
 
-    def _on_host(self) -> HostLens:
+    def _on_host(self) -> LensOnHost:
         starts: IntArray = self.query_start_loc_cpu.numpy().astype(np.int32)
         seq_lens: IntArray = self.seq_lens_cpu.numpy().astype(np.int32)
         query_lens: IntArray = starts[1:] - starts[:-1]
         if self.context_lens_cpu is not None:
-            return HostLens(starts, seq_lens, query_lens, self.context_lens_cpu.numpy().astype(np.int32))
-        return HostLens(starts, seq_lens, query_lens, seq_lens - query_lens)
+            return LensOnHost(starts, seq_lens, query_lens, self.context_lens_cpu.numpy().astype(np.int32))
+        return LensOnHost(starts, seq_lens, query_lens, seq_lens - query_lens)
 
-    def _live(self, lens: HostLens, live: IntArray | None, last: int) -> dict[str, Any]:
+    def _live(self, lens: LensOnHost, live: IntArray | None, last: int) -> dict[str, Any]:
         """The rows that have tokens: all (`live` is None), or these, up to row `last`."""
         starts, seq_lens, contexts = lens.starts, lens.seq_lens, lens.context_lens
         query_start_loc, on_device, table = self.query_start_loc, self.seq_lens, self.page_table
@@ -118,7 +118,7 @@ class BatchTensors:
             **self._new_kv(starts_cpu, int(starts[-1]), int(starts[-1]), 0),
         }
 
-    def _padded(self, lens: HostLens, tokens: int, actual: int) -> dict[str, Any]:
+    def _padded(self, lens: LensOnHost, tokens: int, actual: int) -> dict[str, Any]:
         """All rows, each of T // R tokens, those of padding too."""
         num_rows = len(lens.seq_lens)
         query_len = tokens // num_rows
@@ -195,7 +195,7 @@ class BatchTensors:
             "1): pass page_table.contiguous()"
         )
 
-    def _refuse_counts(self, lens: HostLens, tokens: int, actual: int) -> None:
+    def _refuse_counts(self, lens: LensOnHost, tokens: int, actual: int) -> None:
         """Raise for counts and lengths that do not go together. Rows without tokens may be anything."""
         starts, seq_lens, query_lens, contexts = lens
         if query_lens.min() < 0 or starts[0] or not query_lens.any() or seq_lens[query_lens > 0].min() < 0:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,28 +75,34 @@ def verify(
     was found, and the report has one command for each finding that repeats it.
     """
     with clear_errors():
-        if covered is not None and not declared:
-            raise ValueError("--covered goes with --declared: random cases are drawn whatever has run")
-        if where and not declared:
-            raise ValueError("--where goes with --declared: random cases are drawn of all values")
-        asked, package = _asked(name, device, size, multiprocessors, tuple(imports or ()), declared)
-        asked = replace(asked, where=tuple(where or ()))
+        _check_together(declared, covered, where)
+        asked, package = _asked(name, device, size, multiprocessors, imports or (), declared, where or ())
         if case is not None:
             raise typer.Exit(_run_one(asked, case))
-        if minutes is None:
-            minutes = _DEFAULT_MINUTES if cases is None and not declared else float(10**6)
-        planned = _planned(asked, seed, cases, covered)
-        report = _run_many(asked, planned, minutes, workers or _default_workers(asked.device), package)
-        if json_file is not None:
-            json_file.write_text(json.dumps(report, indent=1) + "\n")
+        most = (_DEFAULT_MINUTES if cases is None and not declared else 1e6) if minutes is None else minutes
+        planned, workers = _planned(asked, seed, cases, covered), workers or _default_workers(asked.device)
+        report = _run_many(asked, planned, most, workers, package)
+        _save(report, json_file)
     _print_report(report)
-    if report["findings"]:
-        raise typer.Exit(EXIT_FOUND)
+    raise typer.Exit(EXIT_FOUND if report["findings"] else 0)
+
+
+def _save(report: dict[str, Any], file: Path | None) -> None:
+    if file is not None:
+        file.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _check_together(declared: bool, covered: Path | None, where: list[str] | None) -> None:
+    if covered is not None and not declared:
+        raise ValueError("--covered goes with --declared: random cases are drawn whatever has run")
+    if where and not declared:
+        raise ValueError("--where goes with --declared: random cases are drawn of all values")
 
 
 def _asked(
-    name: str, device: str, size: str | None, multiprocessors: int | None, imports: tuple[str, ...], declared: bool
-) -> tuple[Asked, str | None]:
+    name: str, device: str, size: str | None, multiprocessors: int | None, imports: Sequence[str], declared: bool,
+    where: Sequence[str],
+) -> tuple[Asked, str | None]:  # fmt: skip
     """What all cases have in common, and the backend's package.
 
     Raises:
@@ -121,7 +126,8 @@ def _asked(
     chosen = choose_device(row, device)
     if size is not None and size not in SIZES:
         raise ValueError(f"--size is {size!r}; allowed: {', '.join(SIZES)}")
-    return Asked(row.name, chosen, size or default_size(chosen), multiprocessors, imports, declared), row.package
+    size = size or default_size(chosen)
+    return Asked(row.name, chosen, size, multiprocessors, tuple(imports), declared, tuple(where)), row.package
 
 
 def _what_to_type(package: str | None) -> str:

@@ -90,13 +90,11 @@ class AttentionImpl(ABC, Generic[StepT]):
         if output is None:
             output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)
         if kv_cache is not None and key is not None and value is not None:
-            num_slots = len(metadata.slot_mapping)
-            if num_slots < len(key):  # the others belong to no row
+            if (num_slots := len(metadata.slot_mapping)) < len(key):  # the others belong to no row
                 key, value = key[:num_slots], value[:num_slots]
             self.write(key, value, kv_cache, step)
-        live = metadata.num_row_tokens
-        if self.leaves_padding:
-            live = metadata.num_decode_tokens + metadata.num_prefill_tokens
+        live_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
+        live = live_tokens if self.leaves_padding else metadata.num_row_tokens
         if live < metadata.num_tokens:
             output[live:].zero_()
             if lse is not None:

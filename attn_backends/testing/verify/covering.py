@@ -15,7 +15,7 @@ from typing import Any
 
 from attn_backends.interface import AttentionBackend
 from attn_backends.testing.verify.declared import NOT_HERE, OF_DECODERS, refusal
-from attn_backends.testing.verify.factors import EAGER, WIDE_GRAPH, Factors, factors, narrowed
+from attn_backends.testing.verify.factors import EAGER, WIDE_GRAPH, Factors, factors, restricted
 from attn_backends.testing.verify.pairs import Pairs
 
 Row = dict[str, Any]
@@ -161,7 +161,7 @@ def in_blocks(rows: Sequence[Row]) -> list[list[Row]]:
 
 def served_by(backend: type[AttentionBackend], device: str, where: Sequence[str] = ()) -> Served:
     """What a backend serves on a device, by `backend.reject`, of the values that `where` leaves."""
-    return Served(narrowed(factors(backend), where), lambda row: refusal(backend, row, device))
+    return Served(restricted(factors(backend), where), lambda row: refusal(backend, row, device))
 
 
 def missing_rows(blocks: Sequence[Sequence[Row]], covered: Pairs) -> list[list[tuple[int, Row]]]:

@@ -95,7 +95,7 @@ def factors(backend: Backend) -> Factors:
     }
 
 
-def narrowed(given: Factors, where: Iterable[str]) -> Factors:
+def restricted(given: Factors, where: Iterable[str]) -> Factors:
     """Factors of which some have but the values that are named, as `name=value,value`.
 
     Raises:
