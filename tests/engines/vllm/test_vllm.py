@@ -22,7 +22,7 @@ from tests.engines.vllm.scenarios import SERVED, SMOLLM2
 NEWEST, OLDER = "0.32", "0.29"
 PLAIN = ("eager", "gemma", "one group", "gpt-oss", "ngram")  # vLLM makes no other engine in a process after n-grams
 LATENT = ("deepseek",)
-NOT_IN = {("0.29", "gpt-oss")}  # its own mixture of experts there is for bfloat16 alone
+NOT_IN = {("0.29", "gpt-oss")}  # its own attention takes sinks in bfloat16 alone there
 long = pytest.mark.long
 VERSIONS = [NEWEST, pytest.param(OLDER, marks=long)]
 
