@@ -114,7 +114,8 @@ def test_an_openai_request(serve: Serve, folder: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     variables = environment(folder, NEWEST, ATTN_BACKENDS_VLLM="TORCH") | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder / SMOLLM2, "--port",
+    # What `vllm serve` starts. The command itself looks for the distribution vllm, which the CPU build is not.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder / SMOLLM2, "--port",
                str(port), "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "512", "--enforce-eager",
                "--block-size", "32", "--served-model-name", SMOLLM2]  # fmt: skip
     log = folder / "server.log"
