@@ -70,7 +70,8 @@ def overwrite(value: Any) -> None:
             value[:] = [type(item)() if isinstance(item, (int, str, bytes)) else item for item in value]
     elif isinstance(value, (SequenceGroup, SequenceData, StepRows)):
         for field in fields(value):
-            overwrite(getattr(value, field.name))
+            if not (isinstance(value, StepRows) and field.name == "seq_lens"):  # `decode_rows` has made it for the step
+                overwrite(getattr(value, field.name))
 
 
 def lens(random: Random, count: int, least: int = 2) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -84,12 +85,13 @@ def pages(random: Random, count: int) -> Any:
 
 def step_rows(random: Random) -> StepRows:
     encoder, count = random.random() < 0.5, random.randint(1, 4)
-    seq, queries = lens(random, count, 3), lens(random, count, 1).clip(max=3)
+    seq, queries, for_graph = lens(random, count, 3), lens(random, count, 1).clip(max=3), random.random() < 0.5
+    queries = np.full_like(queries, queries[0]) if for_graph else queries
     before = torch.tensor([2] * count, dtype=torch.int32)
     return StepRows(
-        torch.tensor(random.sample(range(5), count)), torch.from_numpy(seq.copy()), seq, queries,
-        torch.arange(2, 2 + int(queries.sum())), before if encoder else None,
-        before.numpy().copy() if encoder else None, for_graph=random.random() < 0.5,
+        torch.tensor(random.sample(range(5), count)), torch.from_numpy(seq.copy()), seq, queries, int(queries.sum()),
+        encoder_lens=before if encoder else None, encoder_lens_cpu=before.numpy().copy() if encoder else None,
+        for_graph=for_graph,
     )  # fmt: skip
 
 
@@ -162,7 +164,7 @@ CALLS: dict[str, Callable[[Random], Call]] = {
     "SharedBuffers.csr": lambda r: Call(
         SharedBuffers(torch.zeros(9, dtype=torch.int32)).csr,
         {"page_table": torch.arange(40, dtype=torch.int32).view(4, 10), "seq_lens": torch.from_numpy(lens(r, 4)),
-         "num_indices": 36},
+         "page_size": 1, "num_indices": 36},
     ),
     "TokenTable.self_attention": lambda r: token_rows(r, False),
     "TokenTable.cross_attention": lambda r: token_rows(r, True),
