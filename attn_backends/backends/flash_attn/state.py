@@ -66,11 +66,14 @@ class FlashAttnGraphState(GraphState[FlashAttnMetadata, FlashAttnStep]):
             )
             for group, tensors in self._tensors.items()
         }
-        for rows in self._rows.values():
-            rows.seq_lens.fill_(1)
+        given = [(rows.seq_lens, rows.seq_lens.clone()) for rows in self._rows.values()]  # maybe a batch's already
+        for lens, _ in given:
+            lens.fill_(1)
         self._schedules = {group: parent.schedule(group, rows) for group, rows in self._rows.items()}
         scheduled = {group: made for group, made in self._schedules.items() if made is not None}
         self._reschedule = {group: self._rescheduler(group, made) for group, made in scheduled.items()}
+        for lens, before in given:
+            lens.copy_(before)
         self.steps = {group.index: self._static_step(group) for group in self.groups}
 
     def get_graph_input_buffers(self, metadata: FlashAttnMetadata) -> dict[str, torch.Tensor]:

@@ -108,17 +108,24 @@ class FlashInferGraphState(GraphState[FlashInferMetadata, FlashInferStep]):
 
     def idle_metadata(self, group_index: int) -> FlashInferMetadata:
         """Full pages, as many a row as its tokens need, to capture with."""
-        num_rows, page_size = self.num_rows, self.cache.page_size
-        num_pages = -(-self.num_tokens // (num_rows * page_size))
-        tensors = self._tensors[group_index]
-        indptr_cpu = torch.arange(num_rows + 1, dtype=torch.int32) * num_pages
-        tensors.indptr.copy_(indptr_cpu)
-        tensors.indices[: num_rows * num_pages].zero_()
-        tensors.last_page_len.fill_(page_size)
+        tensors, num_pages = self._tensors[group_index], self._idle_pages
+        tensors.indptr.copy_(torch.arange(self.num_rows + 1, dtype=torch.int32) * num_pages)
+        tensors.indices[: self.num_rows * num_pages].zero_()
+        tensors.last_page_len.fill_(self.cache.page_size)
+        return self._idle_metadata(group_index)
+
+    @property
+    def _idle_pages(self) -> int:
+        """Pages that the tokens of a row fill."""
+        return -(-self.query_len // self.cache.page_size)
+
+    def _idle_metadata(self, group_index: int) -> FlashInferMetadata:
+        """Over tensors that may hold a batch already, which is left as it is."""
+        tensors, num_rows, longest = self._tensors[group_index], self.num_rows, self._idle_pages * self.cache.page_size
+        indptr_cpu = torch.arange(num_rows + 1, dtype=torch.int32) * self._idle_pages
         csr = PagedCsr(tensors.indptr, tensors.indices, tensors.last_page_len)
-        lens = torch.full((num_rows,), num_pages * page_size, dtype=torch.int32)
+        lens = torch.full((num_rows,), longest, dtype=torch.int32)
         starts = (tensors.qo_indptr, self._starts_cpu)
-        longest = num_pages * page_size
         rows = Rows(self.num_tokens, *starts, csr, tensors.indptr, indptr_cpu, lens, longest, num_rows, True)
         return graph_metadata(group_index, self._slots(group_index), rows, self.is_decode)
 
@@ -129,7 +136,7 @@ class FlashInferGraphState(GraphState[FlashInferMetadata, FlashInferStep]):
         """The step that every batch is filled into: what layers read is where it stays, and lengths are in the plan."""
         plan = self._plans[group.index]
         decode, prefill = (plan, None) if self.is_decode else (None, plan)
-        return FlashInferStep(self.idle_metadata(group.index), group.spec, decode, prefill, None)
+        return FlashInferStep(self._idle_metadata(group.index), group.spec, decode, prefill, None)
 
 
 class FlashInferState(AttentionState[FlashInferMetadata]):

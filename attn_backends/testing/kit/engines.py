@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -15,7 +16,7 @@ from attn_backends.batch.page_table import PAD_SLOT
 from attn_backends.interface import AttentionStep
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.features import FEATURES, feature
-from attn_backends.testing.graphs.harness import CapturedStep, make_recorder
+from attn_backends.testing.graphs.harness import CapturedStep, batch_of_table, make_recorder, step_table
 from attn_backends.testing.harness import Layer, assert_matches, assert_pool, make_layer
 from attn_backends.testing.kit.graphs import PAGES, ROWS, Graphs
 
@@ -130,10 +131,7 @@ class Engines(Graphs):
 
     def check_engine_graphs(self, batches: Sequence[Batch], query_len: int, shared: bool) -> None:
         layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
-        tokens, device = layer.state.limits.max_num_tokens, batches[0].device
-        table = torch.zeros(ROWS, PAGES + 4, dtype=torch.int32, device=device)[:, 2:-1]
-        held = EngineTensors(table, torch.zeros(ROWS, dtype=torch.int32, device=device),
-                             torch.full((tokens,), PAD_SLOT, dtype=torch.int64, device=device))  # fmt: skip
+        held = engine_tensors(layer, batches[0].device)
         layer.state.hold_graph_buffers(ROWS, held if shared else None)
         filler = _Filler(held)
         clone = layer.state.graph_clone(ROWS, query_len)
@@ -149,6 +147,33 @@ class Engines(Graphs):
         step = layer.state.step_for(layer.builder.build(0, filler(batches[-1], ROWS, query_len)))
         padded = ROWS * query_len - len(batches[-1].query)
         assert_matches(layer.forward(batches[-1], step, num_padded_reqs=padded), batches[-1], "a clone's step, eager")
+
+    @pytest.mark.parametrize("name", ["plain", "window_15"])
+    def test_a_size_is_made_over_a_batch_that_is_there(self, name: str) -> None:
+        """A clone that the first batch of its size makes leaves that batch as it is, where graphs read an engine's
+        tensors or a step table's."""
+        for query_len in self.query_lens:
+            for _, spec in self.served([feature(name)]):
+                batches = self.graph_batches(spec, query_len)
+                layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
+                table = step_table(layer.state.limits, batches[0].cache, self.device)
+                held = engine_tensors(layer, batches[0].device)
+                for inputs, fill in ((held, _Filler(held)), (table.side.buffers, partial(batch_of_table, table))):
+                    layer.state.hold_graph_buffers(ROWS, inputs)
+                    for batch in batches[:3]:  # of three sizes
+                        rows = len(batch.rows)
+                        step = layer.state.step_for(layer.builder.build(0, fill(batch, rows, query_len)))
+                        assert_matches(layer.forward(batch, step), batch, f"the first of {rows} rows, {query_len} each")
+
+
+def engine_tensors(layer: Layer, device: torch.device) -> EngineTensors:
+    """With room for ROWS rows of PAGES pages."""
+    tokens = layer.state.limits.max_num_tokens
+    return EngineTensors(
+        torch.zeros(ROWS, PAGES + 4, dtype=torch.int32, device=device)[:, 2:-1],
+        torch.zeros(ROWS, dtype=torch.int32, device=device),
+        torch.full((tokens,), PAD_SLOT, dtype=torch.int64, device=device),
+    )
 
 
 @dataclass

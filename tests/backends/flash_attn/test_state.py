@@ -393,9 +393,9 @@ def test_steps_of_others_are_refused() -> None:
         layer.impl.forward(*given[:3], None, step)
 
 
-def test_graphs_need_cached_self_attention() -> None:
+def test_graphs_need_cached_keys() -> None:
     layer, batch = layer_and_batch(FA3, 20, attention_type=AttentionType.CROSS, causal=False)
-    with pytest.raises(ValueError, match="cached self-attention"):
+    with pytest.raises(ValueError, match="attention over cached keys"):
         layer.builder.build_for_cudagraph_capture(batch.common())
 
 
