@@ -32,7 +32,7 @@ def test_a_table_is_read_where_it_is() -> None:
     inputs = GraphInputs(CACHE, LIMITS, CPU, 3, table)
     assert inputs.page_table is table.page_table
     assert inputs.holds(table.slot_mapping[:3])
-    with pytest.raises(ValueError, match="not of that table: make it by the table's step or advance"):
+    with pytest.raises(ValueError, match="not of that table: make it by the step table's step or advance"):
         inputs.holds(other.slot_mapping[:3])
     assert inputs.serves(3, table)
     assert not inputs.serves(3, other)
@@ -43,14 +43,21 @@ def test_a_table_is_read_where_it_is() -> None:
     ("limits", "device"),
     [
         (Limits(2, 8, 30), "cpu"),
-        (Limits(4, 7, 30), "cpu"),
+        (Limits(4, 2, 30), "cpu"),
         (LIMITS, "meta"),
     ],
 )
 def test_a_table_that_does_not_fit_is_refused(limits: Limits, device: str) -> None:
     table = step_table(limits, CACHE, CPU).side.buffers
-    with pytest.raises(ValueError, match=f"need 3 and 8 on {device}: make it with the same limits and device"):
+    with pytest.raises(ValueError, match=f"need 3 of both on {device}: make them with the same limits and device"):
         GraphInputs(CACHE, LIMITS, torch.device(device), 3, table)
+
+
+def test_a_size_of_more_tokens_than_were_given_is_refused() -> None:
+    inputs = GraphInputs(CACHE, LIMITS, CPU, 3, step_table(Limits(4, 7, 30), CACHE, CPU).side.buffers)
+    assert len(inputs.slots(7)) == 7
+    with pytest.raises(ValueError, match="has 7 tokens, and this size has 8"):
+        inputs.of(4, 8)
 
 
 def test_tensors_of_32_and_64_bits_are_filled_together() -> None:

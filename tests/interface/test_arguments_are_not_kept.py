@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from attn_backends.adapters.req_to_token import table as token_table
+from attn_backends.adapters.req_to_token import batch as token_batch, table as token_table
 from attn_backends.adapters.req_to_token.batch import StepRows
 from attn_backends.adapters.req_to_token.table import SharedBuffers, TokenTable
 from attn_backends.batch import common as batch, page_table
@@ -204,6 +204,15 @@ def test_nothing_changes_when_arguments_do(name: str, seed: int) -> None:
         if key not in call.in_out:
             overwrite(value)
     assert differences(before, snapshot([result, state_of(call.kept_in)])) == []
+
+
+def test_decode_rows_keep_no_lengths_of_the_engine() -> None:
+    given = torch.tensor([5, 9], dtype=torch.int32)
+    rows = token_batch.decode_rows(
+        token_batch.ForwardMode.DECODE, torch.tensor([0, 1]), given, given.clone(), np.array([1, 1], np.int32), 20
+    )
+    given.fill_(1)
+    assert rows.seq_lens.tolist() == [5, 9]
 
 
 def state_of(owner: Any) -> Any:

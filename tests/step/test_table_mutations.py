@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from attn_backends.adapters.req_to_token import batch as token_batch
 from attn_backends.adapters.req_to_token.table import TokenTable
+from attn_backends.batch.tensors import BatchTensors
 from attn_backends.cache import kv_cache
 from attn_backends.engine import page_allocator
 from attn_backends.engine.request import Request
@@ -22,7 +24,10 @@ from tests.engine import test_page_allocator, test_scheduler
 from tests.helpers.edit_walk import EditWalk
 from tests.helpers.mutate import mutate
 from tests.helpers.step_walk import CACHE, LIMITS, SIDES, copied_at_once, table_of_three
-from tests.interface.test_arguments_are_not_kept import test_nothing_changes_when_arguments_do as check_arguments
+from tests.interface.test_arguments_are_not_kept import (
+    test_decode_rows_keep_no_lengths_of_the_engine as check_decode_rows,
+    test_nothing_changes_when_arguments_do as check_arguments,
+)
 from tests.step.test_table import test_rows_that_move_cost_rows_and_not_contexts as check_cost
 from tests.step.test_table_refusals import test_no_advance_once_rows_have_moved as check_no_advance
 
@@ -94,11 +99,13 @@ MUTATIONS: dict[str, Mutation] = {
     # Arrays of the caller.
     "the caller's lengths are kept": Mutation(table, "_padded", "context_lens.copy()", "context_lens", walk),
     "the engine's lengths on the host are kept": Mutation(
-        TokenTable, "_common", "seq_lens_cpu.copy()", "seq_lens_cpu", arguments("TokenTable.self_attention")),
+        BatchTensors, "_on_host", "self.seq_lens_cpu.numpy().astype(np.int32)", "self.seq_lens_cpu.numpy()",
+        arguments("TokenTable.self_attention")),
     "the engine's lengths on the device are kept": Mutation(
-        TokenTable, "_common", "seq_lens.clone()", "seq_lens", arguments("TokenTable.cross_attention")),
-    "the engine's slots are kept": Mutation(
-        TokenTable, "_common", "torch.int64, copy=True", "torch.int64", arguments("TokenTable.self_attention")),
+        token_batch, "decode_rows", "torch.int32, copy=True", "torch.int32", check_decode_rows),
+    "an encoder's lengths on the device are kept": Mutation(
+        TokenTable, "cross_attention", "rows.encoder_lens.clone()", "rows.encoder_lens",
+        arguments("TokenTable.cross_attention")),
     "the caller's prompt is kept": Mutation(
         Request, "__post_init__", "self.token_ids = list(self.token_ids)", "pass", arguments("Request.__init__")),
     # Salts.

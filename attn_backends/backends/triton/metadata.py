@@ -81,6 +81,11 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             "key_start_loc": key_start_loc,
         }
         if common.for_graph:
+            if not self.can_run_in_cudagraph(common):
+                raise ValueError(
+                    f"graphs of TRITON serve attention over cached keys, of up to {DECODE_TOKENS} query tokens a row: "
+                    "run this batch eager"
+                )
             slots = common.slot_mapping
             return TritonMetadata.of_graph(self.group.index, slots, common.num_reqs, common.num_tokens, **own)
         all_decode = num_decodes == common.num_actual_reqs

@@ -11,8 +11,8 @@ import torch
 
 from attn_backends.backends.flashinfer.backend import FlashInferBackend
 from attn_backends.backends.flashinfer.plans import Plan
-from attn_backends.registry import backends, get_backend
-from attn_backends.registry.table import BackendImportError
+from attn_backends.registry import get_backend
+from attn_backends.registry.table import BUILT_IN, BackendImportError
 from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec, alibi_slopes
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import assert_matches, assert_pool, output_error, run_backend
@@ -76,7 +76,7 @@ def test_off_by_default() -> None:
     assert not AttentionSpec(4, 2, 64).encodes_positions
 
 
-@pytest.mark.parametrize("name", [name for name in backends if not name.startswith("FLASHINFER")])
+@pytest.mark.parametrize("name", [entry.name for entry in BUILT_IN if not entry.name.startswith("FLASHINFER")])
 def test_every_other_backend_refuses_it_by_name(name: str) -> None:
     try:
         backend = get_backend(name)

@@ -7,7 +7,16 @@ import os
 import sys
 from pathlib import Path
 
-if importlib.util.find_spec("sglang") is None:
+
+def is_here() -> bool:
+    """Whether SGLang itself can be imported; what other tests put in its place has no spec."""
+    try:
+        return importlib.util.find_spec("sglang") is not None
+    except ValueError:
+        return False
+
+
+if not is_here():
     collect_ignore_glob = ["test_*.py"]
 else:
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")

@@ -90,8 +90,9 @@ def test_every_declared_value_of_a_backend_is_a_factor_s(name: str) -> None:
     assert {f"torch.{word}" for word in found["cache_dtype"]} == {str(dtype) for dtype in can.cache_dtypes}
     assert set(found["layout"]) == can.layouts
     assert set(found["attention_type"]) == {kind.value for kind in can.attention_types}
-    for feature in ("window", "soft_cap", "alibi", "sinks", "chunks", "non_causal", "lse"):
+    for feature in ("window", "soft_cap", "sinks", "chunks", "non_causal", "lse"):
         assert ("on" in found.get(feature, ())) is getattr(can, feature)
+    assert ("on" in found.get("alibi", ())) is (can.alibi or can.standard_alibi)
     assert ("head_dim_vo" in found) is can.unequal_head_dims
     assert len(found["run"]) == 1 + can.cuda_graph
     ranges = {"page_size": can.page_sizes, "qk_nope_head_dim" if can.mla else "head_dim": can.head_dims}
