@@ -162,7 +162,8 @@ class BatchTensors:
             and table.dim() == 2 and len(table) == num_rows and (table.stride(1) == 1 or table.shape[1] < 2)
             and self.query_start_loc_cpu.is_cpu and self.seq_lens_cpu.is_cpu
             and (contexts is None or (contexts.is_cpu and contexts.shape == (num_rows,)))
-            and (slots is None or slots.dtype is torch.int64)
+            and (slots is None or (slots.dtype is torch.int64 and slots.is_contiguous()))
+            and self.query_start_loc.is_contiguous() and self.seq_lens.is_contiguous()
             and num_rows > 0
         )  # fmt: skip
 
@@ -188,6 +189,12 @@ class BatchTensors:
                 raise ValueError(f"{name} is on {tensor.device}; it is read on the host: pass a tensor that lies there")
         if self.slot_mapping is not None and self.slot_mapping.dtype is not torch.int64:
             raise ValueError(f"slot_mapping is in {self.slot_mapping.dtype}; it must be torch.int64")
+        for name in ("query_start_loc", "seq_lens", "slot_mapping"):
+            tensor = getattr(self, name)
+            if tensor is not None and not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name} has strides {tensor.stride()}; kernels read it as one piece: pass {name}.contiguous()"
+                )
         if not rows:
             raise ValueError("the batch is empty: a step needs at least one row, and some row has tokens")
         raise ValueError(
