@@ -54,7 +54,8 @@ class Plans(Generic[LayerT]):
 
     @property
     def needs_exact_lengths(self) -> bool:
-        """Whether some layers are planned with exact lengths on the host, so that upper bounds are refused."""
+        """Whether some layers are planned with exact lengths on the host, so that upper bounds are refused. Where it is
+        False, MLA's builders still refuse them for a prefill that has context."""
         return any(builder.needs_exact_lengths for builder in self.builders)
 
     def bind(self, layer: LayerT, **weights: Any) -> AttentionImpl[Any]:
