@@ -45,7 +45,8 @@ class SequenceData:
                 f"context_len {self.context_len}, query_len {self.query_len}, seq_len {self.seq_len}, new_kv_len "
                 f"{self.new_kv_len}: need context_len >= 0, query_len >= 1 and 0 <= new_kv_len <= seq_len"
             )
-        check_maps(self.placeholders, self.query_len)
+        if self.placeholders is not NO_PLACEHOLDERS:
+            check_maps(self.placeholders, self.query_len)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,11 +187,11 @@ class CommonAttentionMetadata:
             query_start_loc_cpu=host[0],
             seq_lens=on_device[1],
             seq_lens_cpu=host[1],
-            context_lens_cpu=torch.tensor([*(s.context_len for s in rows), *padded], dtype=torch.int32),
+            context_lens_cpu=torch.tensor([s.context_len for s in rows] + [0] * num_padded_reqs, dtype=torch.int32),
             page_table=on_device[2].view(compiled.page_table.shape),
             slot_mapping=on_device[6].view(torch.int64),
             num_new_kv=int(new_kv_lens.sum()),
-            new_kv_start_loc_cpu=torch.from_numpy(np.cumsum([0, *new_kv_lens, *padded], dtype=np.int32)),
+            new_kv_start_loc_cpu=torch.from_numpy(np.concatenate([[0], new_kv_lens, padded]).cumsum(dtype=np.int32)),
             is_profile_run=bool(without),
             csr=PagedCsr(on_device[3], on_device[4], on_device[5]),
             multi_modal_placeholder_index_maps=join_maps(

@@ -47,6 +47,8 @@ def join_maps(of_rows: Sequence[Mapping[str, IndexMap]], first_tokens: Sequence[
     >>> join_maps([{"image": image}, {}, {"image": image}], [0, 5, 6])["image"].dest.tolist()
     [2, 3, 8, 9]
     """
+    if all(maps is NO_PLACEHOLDERS for maps in of_rows):  # most batches: it runs in every step
+        return NO_PLACEHOLDERS
     joined: dict[str, IndexMap] = {}
     for maps, first in zip(of_rows, first_tokens, strict=True):
         for modality, more in maps.items():
