@@ -117,8 +117,12 @@ OWN = {"vllm_fa3": "FA3", "flash_attn": "FA2, page 256", "flash_attn_4": "FA4"} 
 PROVIDER_CAN = {provider.name: provider.capabilities() for provider in PROVIDERS}
 
 
-def ours(name: str, problem: Problem, options: dict[str, Any]) -> Made:
-    """A backend without and with the write of new keys, over one plan. It gets the problem as it can serve it."""
+def ours(name: str, problem: Problem, options: dict[str, Any], plain: bool = False) -> Made:
+    """A backend without and with the write of new keys, over one plan. It gets the problem as it can serve it.
+
+    Args:
+        plain: without the write alone, and of a mixed batch no other way than the backend's own.
+    """
     name, _, provider = name.partition(":")
     if name == "FLASH_ATTN":
         provider = provider.lower() or select_provider(problem)
@@ -130,7 +134,9 @@ def ours(name: str, problem: Problem, options: dict[str, Any]) -> Made:
     backend, builder, state, impl = parts_of(name, fitting, options)
 
     def captured(step: AttentionStep[Any], writing: AttentionStep[Any], held: object) -> Made:
-        calls = {label: our_call(impl, fitting, step), label + WITH_WRITE: writing_call(impl, fitting, writing)}
+        calls = {label: our_call(impl, fitting, step)}
+        if not plain:
+            calls[label + WITH_WRITE] = writing_call(impl, fitting, writing)
         return {name: make_contender(fitting, call, (state, held)) for name, call in calls.items()}
 
     common = replace(fitting.common, for_graph=True)
@@ -139,7 +145,7 @@ def ours(name: str, problem: Problem, options: dict[str, Any]) -> Made:
         built = [builder.build(0, of) for of in (without_new_keys(fitting.common), fitting.common)]
         made = captured(*map(state.begin_forward, built), None)
         side_by_side = label
-        for suffix, changes in OTHERWISE.items() if name == "TRITON" and problem.shape.decodes else ():
+        for suffix, changes in OTHERWISE.items() if name == "TRITON" and problem.shape.decodes and not plain else ():
             label = side_by_side + suffix
             made |= captured(*(state.begin_forward(replace(of, **changes)) for of in built), None)
         return made
@@ -162,11 +168,13 @@ def own_bare(name: str) -> str:
     return name if name.endswith(WITH_WRITE) else OWN.get(provider, name)
 
 
-def all_made(problem: Problem, names: Sequence[str], options: dict[str, Any], bare: bool) -> tuple[Made, list[str]]:
-    """The contenders for one problem, each warm and captured; and who dropped out why."""
-    makers: dict[str, Callable[[], Made]] = {name: partial(ours, name, problem, options) for name in names}
+def all_made(
+    problem: Problem, names: Sequence[str], options: dict[str, Any], bare: bool, plain: bool = False
+) -> tuple[Made, list[str]]:
+    """The contenders for one problem, each warm and captured; and who dropped out why. `plain` is as of `ours`."""
+    makers: dict[str, Callable[[], Made]] = {name: partial(ours, name, problem, options, plain) for name in names}
     table = bare_kernels.PREFILL if problem.common.max_query_len > 1 else bare_kernels.DECODE
-    if problem.shape.decodes or not problem.shape.is_prefill:  # whose keys are not all new
+    if not problem.shape.all_are_new:
         table = {name: kernel for name, kernel in table.items() if "ragged" not in name}
     for name, kernel in table.items() if bare else ():
         makers[name] = lambda name=name, kernel=kernel: {name: kernel.contender(problem)}

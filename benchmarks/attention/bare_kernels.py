@@ -14,6 +14,7 @@ import torch
 
 from attn_backends import AttentionSpec, CommonAttentionMetadata
 from attn_backends.backends.flash_attn.call import window_of
+from attn_backends.backends.flash_attn.fa3 import FlashAttention3
 from attn_backends.cache.kv_cache import gather_slots
 from benchmarks.attention.paged_problem import Call, Contender, Problem, make_contender
 
@@ -207,8 +208,12 @@ class Bare:
     make: Callable[[Problem], Call]
     page_size: int | None = None  # that it needs; None takes the problem's
     fp8_queries: bool = False  # over a cache in fp8
+    head_dims: frozenset[int] | None = None  # that it runs; None: it says so itself
 
     def contender(self, problem: Problem) -> Contender:
+        head_dim = problem.spec.head_dim
+        if self.head_dims is not None and head_dim not in self.head_dims:
+            raise ValueError(f"head dim {head_dim} is none of {sorted(self.head_dims)}")
         problem = problem.repaged(self.page_size or problem.cache.page_size)
         problem = problem.rounded if self.fp8_queries else problem
         return make_contender(problem, self.make(problem))
@@ -219,8 +224,8 @@ DECODE = {
     "FlashInfer tensor-core, fixed lengths": Bare(partial(flashinfer_decode, tensor_cores=True, graph=False)),
     "FlashInfer CUDA-core": Bare(partial(flashinfer_decode, tensor_cores=False, graph=True)),
     "FlashInfer CUDA-core, fixed lengths": Bare(partial(flashinfer_decode, tensor_cores=False, graph=False)),
-    "FA3": Bare(partial(fa3, scheduled=False), fp8_queries=True),
-    "FA3, scheduled once": Bare(partial(fa3, scheduled=True), fp8_queries=True),
+    "FA3": Bare(partial(fa3, scheduled=False), fp8_queries=True, head_dims=FlashAttention3.head_dims),
+    "FA3, scheduled once": Bare(partial(fa3, scheduled=True), fp8_queries=True, head_dims=FlashAttention3.head_dims),
     "FA2, page 256": Bare(fa2_decode, 256),
     "FA4": Bare(fa4),
 }
@@ -229,7 +234,7 @@ PREFILL = {
     "FlashInfer fa3": Bare(partial(flashinfer_prefill, kernel="fa3")),
     "FlashInfer fa2, ragged": Bare(partial(flashinfer_ragged, kernel="fa2")),
     "FlashInfer fa3, ragged": Bare(partial(flashinfer_ragged, kernel="fa3")),
-    "FA3": Bare(partial(fa3, scheduled=False), fp8_queries=True),
+    "FA3": Bare(partial(fa3, scheduled=False), fp8_queries=True, head_dims=FlashAttention3.head_dims),
     "FA2, page 256": Bare(fa2_prefill, 256),
     "FA4": Bare(fa4),
 }

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +33,7 @@ COLD_BYTES = 256 << 20  # of all copies together at least: several times the L2
 MOST_COPIES = 64
 GRAPH_US = 2_000  # that one graph should take, so that the gap between two graphs is nothing
 FILLED_PAGES = 1 << 12  # at a time
+MOST_RUNS = 4  # of equal lengths that a name tells
 CHUNK = 1 << 27  # logits that the reference holds at a time
 
 ERROR_LIMITS = {torch.float8_e4m3fn: 8e-2, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-3}
@@ -52,14 +54,17 @@ class Shape:
     window_left: int = -1  # keys that a query sees before its own; -1: all
     capacity: int = 0  # of a row: what the host knows of lengths, where it knows no more; 0: the longest row's
     query_len: int = 1
+    chunk_lens: tuple[int, ...] = ()  # new tokens of each prefill whose beginning is cached; (): all tokens are new
 
     @property
     def name(self) -> str:
-        lens = " + ".join(f"{len(list(same))} x {length}" for length, same in groupby(self.seq_lens))
+        lens = in_words(self.seq_lens)
         kind = f"{f', {self.decodes} decodes and' if self.decodes else ','} prefill" if self.is_prefill else ""
         window = f", window {self.window_left}" if self.window_left >= 0 else ""
         unknown = f" of up to {self.capacity}" if self.capacity else ""
-        return f"{lens}{unknown}, {self.heads[0]}/{self.heads[1]}, {self.heads[2]}{window}{kind}{self.verified}"
+        heads = f"{self.heads[0]}/{self.heads[1]}, {self.heads[2]}"
+        chunks = f" of the last {in_words(self.chunk_lens)}" if self.chunk_lens else ""
+        return f"{lens}{unknown}, {heads}{window}{kind}{chunks}{self.verified}"
 
     @property
     def verified(self) -> str:
@@ -69,7 +74,12 @@ class Shape:
     @property
     def query_lens(self) -> tuple[int, ...]:
         decodes = self.decodes if self.is_prefill else len(self.seq_lens)
-        return (self.query_len,) * decodes + self.seq_lens[decodes:]
+        return (self.query_len,) * decodes + (self.chunk_lens or self.seq_lens[decodes:])
+
+    @property
+    def all_are_new(self) -> bool:
+        """Whether every key is of a token in this batch."""
+        return self.query_lens == self.seq_lens
 
     def num_bytes(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
         """K and V that a request sees read once by it, queries read, outputs written."""
@@ -81,8 +91,8 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """4 · keys · heads · dim a query token; of a causal prefill half of that, as is the custom. In a window what is
-        seen counts."""
+        """4 · keys · heads · dim a query token; of a causal prefill's own keys half, as is the custom. In a window what
+        is seen counts."""
         per_key = 4 * self.heads[0] * self.heads[2]
         lens = zip(self.query_lens, self.seq_lens, strict=True)
         return per_key * sum(self._seen(queries, n) for queries, n in lens)
@@ -90,9 +100,30 @@ class Shape:
     def _seen(self, queries: int, n: int) -> float:
         """Keys that all queries of a request see, summed."""
         if self.window_left < 0:
-            return queries * n / (2 if queries == n > 1 else 1)
+            return queries * n - (queries * queries / 2 if self.is_prefill and queries > 1 else 0)
         window = self.window_left + 1
         return sum(min(position + 1, window) for position in range(n - queries, n))
+
+
+def in_words(lens: tuple[int, ...]) -> str:
+    """Lengths as a part of a name: runs of equal ones, or how many there are and of what size.
+
+    >>> in_words((4096,) * 64 + (512,)), in_words((1, 2, 3, 4, 5))
+    ('64 x 4096 + 1 x 512', '5 x 1 to 5 (mean 3)')
+    """
+    runs = [(length, len(list(same))) for length, same in groupby(lens)]
+    if len(runs) > MOST_RUNS:
+        return f"{len(lens)} x {min(lens)} to {max(lens)} (mean {round(sum(lens) / len(lens))})"
+    return " + ".join(f"{count} x {length}" for length, count in runs)
+
+
+class Answer(NamedTuple):
+    """What a copy's output is in float64, or a part of it."""
+
+    copy: int
+    tokens: slice
+    heads: slice  # query heads
+    values: torch.Tensor  # [tokens, heads, head_dim] f64
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,9 +149,10 @@ class Problem:
         return Limits(len(self.shape.seq_lens), sum(self.shape.query_lens), longest)
 
     @cached_property
-    def expected(self) -> list[torch.Tensor]:
-        """[num_tokens, num_qo_heads, head_dim] f64 a copy."""
-        return [self._expected(query, cache) for query, cache in zip(self.queries, self.caches, strict=True)]
+    def answers(self) -> list[Answer]:
+        """All of every copy's output."""
+        each = zip(self.queries, self.caches, strict=True)
+        return [Answer(i, slice(None), slice(None), self._expected(*given)) for i, given in enumerate(each)]
 
     def _expected(self, query: torch.Tensor, cache: KVCache) -> torch.Tensor:
         rows, table = query.split(self.shape.query_lens), self.common.page_table
@@ -157,10 +189,12 @@ class Problem:
         """
         if page_size == self.cache.page_size:
             return self
-        if any(seq_len % page_size for seq_len in self.shape.seq_lens) or self.shape.shared_prefix % page_size:
-            raise ValueError(f"lengths of {self.shape.name} are no multiples of page size {page_size}")
         cache = KVCacheSpec(self.cache.num_slots // page_size, page_size)
-        caches = [KVCache(*(t.reshape(-1, page_size, *t.shape[2:]) for t in cached)) for cached in self.caches]
+        if num_pages(self.shape, page_size) > cache.num_pages or self.shape.shared_prefix % page_size:
+            raise ValueError(f"lengths of {self.shape.name} are no multiples of page size {page_size}")
+        used = cache.num_slots
+        caches = [KVCache(*(t.flatten(0, 1)[:used].view(-1, page_size, *t.shape[2:]) for t in cached))
+                  for cached in self.caches]  # fmt: skip
         return replace(self, cache=cache, common=common_of(self.shape, cache, self.device), caches=caches)
 
     @cached_property
@@ -177,7 +211,7 @@ class Problem:
         can = can or backend.capabilities()
         page_size = math.lcm(self.cache.page_size, can.page_size_multiple)
         if can.page_sizes is not None and page_size not in can.page_sizes:
-            page_size = min(can.page_sizes)
+            page_size = max((size for size in can.page_sizes if size <= page_size), default=min(can.page_sizes))
         problem = self.repaged(page_size)
         problem = problem.rounded if can.fp8_queries else problem
         cache = replace(problem.cache, layout=get_kv_cache_layout(can.layouts))
@@ -196,18 +230,34 @@ def make_problem(shape: Shape, dtype: torch.dtype, page_size: int, device: torch
     Args:
         dtype: of all; one of 8 bits is the cache's alone, and queries and outputs are bfloat16.
     """
-    cache_dtype, dtype = dtype, torch.bfloat16 if dtype.itemsize == 1 else dtype
-    spec = AttentionSpec(*shape.heads, dtype=dtype, cache_dtype=cache_dtype, window_left=shape.window_left)
-    own = sum(-(-(seq_len - shape.shared_prefix) // page_size) for seq_len in shape.seq_lens)
-    cache = KVCacheSpec(own + shape.shared_prefix // page_size, page_size)
+    spec = spec_of(shape, dtype)
+    dtype = spec.dtype
+    cache = KVCacheSpec(num_pages(shape, page_size), page_size)
     num_copies = _num_copies(shape, cache, spec, device)
     caches = _allocate(AttentionBackend, spec, cache, device, num_copies)
     for page in (page for cached in caches for tensor in cached for page in tensor.split(FILLED_PAGES)):
         page.copy_(torch.randn(page.shape, dtype=dtype, device=device))  # not every dtype has `normal_`
-    tokens = (sum(shape.query_lens), spec.num_qo_heads, spec.head_dim)
-    queries = [torch.randn(tokens, device=device, dtype=dtype) for _ in range(num_copies)]
+    queries = random_queries(shape, spec, num_copies, device)
     outputs = [torch.empty_like(query) for query in queries]
     return Problem(shape, spec, cache, common_of(shape, cache, device), caches, queries, outputs)
+
+
+def spec_of(shape: Shape, dtype: torch.dtype) -> AttentionSpec:
+    """The layer. A dtype of 8 bits is the cache's alone, and queries and outputs are bfloat16."""
+    wide = torch.bfloat16 if dtype.itemsize == 1 else dtype
+    return AttentionSpec(*shape.heads, dtype=wide, cache_dtype=dtype, window_left=shape.window_left)
+
+
+def random_queries(shape: Shape, spec: AttentionSpec, num_copies: int, device: torch.device) -> list[torch.Tensor]:
+    """[num_tokens, num_qo_heads, head_dim] a copy."""
+    tokens = (sum(shape.query_lens), spec.num_qo_heads, spec.head_dim)
+    return [torch.randn(tokens, device=device, dtype=spec.dtype) for _ in range(num_copies)]
+
+
+def num_pages(shape: Shape, page_size: int) -> int:
+    """Pages that the requests have, a shared prefix once."""
+    own = sum(-(-(seq_len - shape.shared_prefix) // page_size) for seq_len in shape.seq_lens)
+    return own + shape.shared_prefix // page_size
 
 
 def reference(
@@ -255,8 +305,7 @@ class Contender:
         for output in self.problem.outputs:
             output.fill_(torch.nan)
         self.replay()
-        pairs = zip(self.outputs, self.problem.expected, strict=True)
-        return max(float(_relative_error(output, expected)) for output, expected in pairs)
+        return float(torch.stack([_relative_error(self.outputs, answer) for answer in self.problem.answers]).max())
 
     def check(self) -> float:
         """`worst_error`, if it is small enough.
@@ -287,13 +336,15 @@ def make_contender(problem: Problem, call: Call, held: object = None) -> Contend
     return Contender(problem, capture(run, problem.device), outputs, (call, held))
 
 
-def _relative_error(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    difference = output.reshape(expected.shape).double() - expected
-    return (difference.flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)).max()
+def _relative_error(outputs: list[torch.Tensor], answer: Answer) -> torch.Tensor:
+    """The largest of any token; NaN if one is NaN."""
+    values, output = answer.values, outputs[answer.copy]
+    output = output.reshape(len(output), -1, values.shape[-1])[answer.tokens, answer.heads]
+    return ((output.double() - values).flatten(1).norm(dim=1) / values.flatten(1).norm(dim=1)).max()
 
 
 def common_of(shape: Shape, cache: KVCacheSpec, device: torch.device) -> CommonAttentionMetadata:
-    pages = torch.randperm(cache.num_pages, dtype=torch.int32)
+    pages = torch.randperm(cache.num_pages, dtype=torch.int32)[: num_pages(shape, cache.page_size)]
     prefix, rest = pages.split([count := shape.shared_prefix // cache.page_size, len(pages) - count])
     owned = rest.split([-(-(seq_len - shape.shared_prefix) // cache.page_size) for seq_len in shape.seq_lens])
     groups = [

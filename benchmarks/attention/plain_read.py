@@ -23,9 +23,11 @@ def read_kernel(keys, values, output, count, BLOCK: tl.constexpr):  # type: igno
 
 
 def make_read(problem: Problem) -> Run:
-    """A graph that reads every copy of the cache, as often as a contender's attends to it."""
+    """A graph that reads as many keys and values of every copy as there are, as often as a contender attends to it."""
     device = problem.device
-    caches = [[tensor.flatten().view(torch.int32) for tensor in cached] for cached in problem.caches]
+    used = sum(problem.shape.seq_lens)
+    caches = [[tensor.flatten(0, 1)[:used].flatten().view(torch.int32) for tensor in cached]
+              for cached in problem.caches]  # fmt: skip
     if device.type == "cpu":
         return lambda: [tensor.amax() for cached in caches for tensor in cached]
     num_programs = PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count

@@ -35,19 +35,29 @@ def color(title: str, place: int) -> str:
 @contextmanager
 def chart(path: Path, height: float) -> Iterator[Any]:
     """A figure of one axis, written as SVG in the end."""
+    with saved(path, 1, height) as (axis,):
+        yield axis
+
+
+@contextmanager
+def saved(path: Path, columns: int, height: float) -> Iterator[Any]:
+    """A figure of some axes side by side, written in the end as SVG, or in another form that the path's end says."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    is_svg = path.suffix == ".svg"
     with matplotlib.rc_context(STYLE):
-        figure, axis = pyplot.subplots(figsize=(WIDTH, height), layout="constrained")
-        yield axis
+        figure, axes = pyplot.subplots(1, columns, figsize=(WIDTH, height), layout="constrained", squeeze=False)
+        yield tuple(axes[0])
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None, "Creator": None}, facecolor="white")
+        metadata = {"Date": None, "Creator": None} if is_svg else None
+        figure.savefig(path, metadata=metadata, facecolor="white", dpi=130)
         pyplot.close(figure)
-    text = path.read_text()
-    path.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
+    if is_svg:
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join(line.rstrip() for line in lines) + "\n")
 
 
 def dots(path: Path, rows: Sequence[Row], pivot: Pivot, title: str) -> None:

@@ -83,7 +83,7 @@ def ratio(times: Sequence[float], others: Sequence[float]) -> float:
 
 
 def rounds_us(
-    replays: dict[str, Run], rounds: int, device: torch.device, twins: Mapping[str, str]
+    replays: dict[str, Run], rounds: int, device: torch.device, twins: Mapping[str, str], turn_us: float = TURN_US
 ) -> dict[str, list[float]]:
     """Time of one replay of each contender, in microseconds, in each of some rounds in which all have their turn.
 
@@ -105,7 +105,7 @@ def rounds_us(
     shuffled = random.Random(0)
     taken: dict[str, list[float]] = {name: [] for name in replays}
     for name in chain(_turns(fast, rounds, shuffled), _turns(slow, min(rounds, SLOW_ROUNDS), shuffled)):
-        count = max(1, min(MOST_REPLAYS, round(TURN_US / first_us[name])))
+        count = max(1, min(MOST_REPLAYS, round(turn_us / first_us[name])))
         taken[name].append(clock(replays[name], count))
     return taken
 
