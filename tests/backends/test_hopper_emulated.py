@@ -23,7 +23,7 @@ from tests.helpers.interpreted import in_own_process, only_interpreted, run_inte
 pytest.importorskip("attn_backends.kernels.split_kv", reason="needs triton")
 
 KERNELS = {"triton": "prefill_hopper_kernel", "mla": "mla_hopper_kernel"}  # by their packages
-MODULES = {"triton": "triton.kernels.prefill_hopper", "mla": "mla.triton_mla.decode_hopper_kernel"}
+MODULES = {"triton": "kernels.prefill.hopper_kernel", "mla": "backends.mla.triton_mla.decode_hopper_kernel"}
 
 
 @in_own_process
@@ -42,7 +42,8 @@ def test_the_kit_interpreted() -> None:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of emulated kernels: so many programs each. Keys of 8 bits are made 16 bits however few queries see them."""
     from attn_backends.backends.mla.triton_mla import launch as mla_launch
-    from attn_backends.backends.triton import launch, metadata
+    from attn_backends.backends.triton import metadata
+    from attn_backends.kernels.prefill import launch
     from tests.helpers.gluon_emulator import Emulated
 
     made: list[int] = []
@@ -56,7 +57,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def of_package(package: str) -> ModuleType:
-    return importlib.import_module(f"attn_backends.backends.{MODULES[package]}")
+    return importlib.import_module(f"attn_backends.{MODULES[package]}")
 
 
 def check(name: str, batch: Batch, launches: list[int], options: Any = None) -> None:

@@ -103,8 +103,8 @@ def test_what_is_explained_is_told_from_what_is_new(tmp_path: Path) -> None:
     assert race.explanation("memcheck") is None
     assert invalid.explanation("racecheck") is None
     assert [report.explanation("racecheck") for report in read(tmp_path, elsewhere)] == [None, None]
-    at = line_of("tl.where(saw[:, None]", "attn_backends/backends/triton/kernels/tile.py")
-    lines = read(tmp_path, log_text("tile.py", at))[1].lines
+    at = line_of("tl.where(saw[:, None]", "attn_backends/kernels/tile_kernels.py")
+    lines = read(tmp_path, log_text("tile_kernels.py", at))[1].lines
     of_decode = [line.replace("prefill_hopper_kernel", "decode_kernel") for line in lines]
     assert race._replace(lines=of_decode).explanation("racecheck") is None  # a read that nothing keeps from the write
     of_decode[1] = of_decode[1].replace("Read", "Write")

@@ -14,6 +14,7 @@ launching = pytest.importorskip("attn_backends.kernels.launch", reason="needs tr
 variants = pytest.importorskip("attn_backends.kernels.variants")
 arguments = pytest.importorskip("attn_backends.backends.triton.kernels.arguments")
 triton_launch = pytest.importorskip("attn_backends.backends.triton.launch")
+prefill_launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
 triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla.launch")
 TritonMLAState = pytest.importorskip("attn_backends.backends.mla.triton_mla.state").TritonMLAState
 cache_kernels = pytest.importorskip("attn_backends.cache.kernels")
@@ -72,7 +73,7 @@ def test_the_fields_of_a_launch_are_its_kernels_parameters(monkeypatch: pytest.M
 
         return note
 
-    for module in (triton_launch, triton_mla, cache_kernels, fused):
+    for module in (triton_launch, prefill_launch, triton_mla, cache_kernels, fused):
         monkeypatch.setattr(module, "launch", noting(module.launch))
     for machine in GPUS:
         with variants.listing(machine):

@@ -81,9 +81,9 @@ def test_which_of_several_tensors_is_not_aligned_matters() -> None:
     ("module", "name", "varying"),
     [
         ("backends.triton.kernels.decode", "decode_kernel", ["table_row"]),
-        ("backends.triton.kernels.prefill", "prefill_kernel",
+        ("kernels.prefill.portable_kernel", "prefill_kernel",
          ["first_row", "num_rows", "num_tiles", "section", "table_row"]),
-        ("backends.triton.kernels.prefill_hopper", "prefill_hopper_kernel",
+        ("kernels.prefill.hopper_kernel", "prefill_hopper_kernel",
          ["first_row", "num_rows", "section", "table_row"]),
         ("backends.mla.triton_mla.decode_kernel", "mla_decode_kernel", ["table_row"]),
         ("backends.mla.triton_mla.decode_hopper_kernel", "mla_hopper_kernel", ["table_row"]),

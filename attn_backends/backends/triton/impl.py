@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.triton.launch import Rows
 from attn_backends.backends.triton.layer import make_kernels
 from attn_backends.backends.triton.metadata import TritonMetadata
 from attn_backends.backends.triton.state import TritonStep
 from attn_backends.cache.kv_cache import KVCache, write_kv
 from attn_backends.interface import AttentionImpl
 from attn_backends.kernels.launch import Pdl
+from attn_backends.kernels.prefill.launch import Rows
 
 
 def _together(tensor: torch.Tensor) -> torch.Tensor:

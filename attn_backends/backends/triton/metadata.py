@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.triton.launch import suits_hopper_kernel
 from attn_backends.backends.triton.rules import can_upcast, is_faster_upcast, prefill_share
 from attn_backends.backends.triton.tuning import TritonOptions
 from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
+from attn_backends.kernels.prefill.launch import suits_hopper_kernel
 from attn_backends.spec import AttentionType
 
 

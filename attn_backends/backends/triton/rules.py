@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from attn_backends.backends.triton.launch import HOPPER_ROWS, num_hopper_tiles, num_visible_keys, suits_hopper_kernel
 from attn_backends.backends.triton.tuning import TritonOptions, upcast_heads
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors
+from attn_backends.kernels.prefill.launch import HOPPER_ROWS, num_hopper_tiles, num_visible_keys, suits_hopper_kernel
 from attn_backends.spec import AttentionSpec
 
 # In times in which a multiprocessor's tile reads a key by the kernel for Hopper. With these the faster way is taken in

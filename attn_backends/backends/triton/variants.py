@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.triton.launch import Kernels, Rows, Schedule, SplitPlan
+from attn_backends.backends.triton.launch import Kernels, Schedule, SplitPlan
 from attn_backends.backends.triton.layer import make_kernels
 from attn_backends.backends.triton.rules import can_upcast
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile, upcast_heads
@@ -20,6 +20,7 @@ from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.cache.warm_up import list_writes
 from attn_backends.kernels.examples import caches, distinct, empty, new_tokens, powers_of_two
 from attn_backends.kernels.launch import Machine, Pdl, num_multiprocessors, power_of_two, shared_memory
+from attn_backends.kernels.prefill.launch import Rows
 from attn_backends.kernels.variants import Variant, listing
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits
 

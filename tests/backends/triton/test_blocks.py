@@ -15,7 +15,7 @@ from attn_backends.testing.harness import Layer, Result, assert_matches, assert_
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
 
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning", reason="needs triton")
-launch = pytest.importorskip("attn_backends.backends.triton.launch")
+launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
 
 TILE = tuning.PrefillTile(rows=32, keys=32, warps=4, stages=2)
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)

@@ -22,7 +22,7 @@ tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 tiles = pytest.importorskip("attn_backends.backends.mla.triton_mla.tuning")
 split = pytest.importorskip("attn_backends.kernels.split_kv")
 launching = pytest.importorskip("attn_backends.kernels.launch")
-launch = pytest.importorskip("attn_backends.backends.triton.launch")
+launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 
@@ -141,7 +141,7 @@ def tensors_of(spec: AttentionSpec) -> dict[str, str]:
     ids=str,
 )
 def test_prefill_fits_as_compiled(spec: AttentionSpec, page_size: int, capability: int, room: int) -> None:
-    from attn_backends.backends.triton.kernels.prefill import prefill_kernel
+    from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
 
     tile, constants = prefill_of(spec, page_size, room)
     types = tensors_of(spec)
@@ -158,7 +158,7 @@ def test_keys_and_values_lie_in_shared_memory_alike(dims: tuple[int, int], page_
     """See `block_dims`."""
     from triton.compiler import ASTSource
 
-    from attn_backends.backends.triton.kernels.prefill import prefill_kernel
+    from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
 
     spec = spec_of(*dims, torch.bfloat16)
     tile, constants = prefill_of(spec, page_size, HOPPER)
@@ -377,22 +377,22 @@ def test_the_latent_kernel_for_hopper_as_compiled(
 
 @pytest.mark.parametrize("is_local", [False, True], ids=["all_keys", "window"])
 @pytest.mark.parametrize(
-    ("dims", "page_size"), [*((dims, 16) for dims in launch._HOPPER_DIMS), ((128, 128), 0)], ids=str
+    ("dims", "page_size"), [*((dims, 16) for dims in launch.HOPPER_DIMS), ((128, 128), 0)], ids=str
 )
 def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_size: int, is_local: bool) -> None:
-    from attn_backends.backends.triton.kernels import prefill_hopper
     from attn_backends.kernels import hopper
+    from attn_backends.kernels.prefill import hopper_kernel
     from attn_backends.kernels.split_kv import FAR
 
-    keys = prefill_hopper.block_n(dims[0])
+    keys = hopper_kernel.block_n(dims[0])
     rows = hopper.tma_rows(page_size, keys)
     constants = {"CHUNK": FAR.value, "LOCAL": int(is_local), "PAGE_SIZE": page_size, "TMA_ROWS": rows,
                  "KV_HEADS": 2, "GROUP": 4, "BLOCK_Q": 32, "BLOCK_N": keys, "DIM": dims[0], "DIM_VO": dims[1],
-                 "Q_STAGES": prefill_hopper.q_stages(dims[0]), "LAUNCH_DEPENDENTS": 1}  # fmt: skip
+                 "Q_STAGES": hopper_kernel.q_stages(dims[0]), "LAUNCH_DEPENDENTS": 1}  # fmt: skip
     types = dict.fromkeys(("query", "output"), "*bf16")
     desc = f"tensordesc<bf16[{rows}, 64],{hopper.BLOCK_LAYOUT!r}>"
     types |= dict.fromkeys(("key_desc", "value_desc"), desc)
-    check_for_hopper(prefill_hopper.prefill_hopper_kernel, types, constants, prefill_hopper.GROUP_WARPS)
+    check_for_hopper(hopper_kernel.prefill_hopper_kernel, types, constants, hopper_kernel.GROUP_WARPS)
 
 
 def test_what_was_tuned_on_hopper_stays_as_it_was_there() -> None:

@@ -12,7 +12,7 @@ from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import Result, assert_matches, assert_pool, make_layer, run_backend
 
-launch = pytest.importorskip("attn_backends.backends.triton.launch", reason="needs triton")
+launch = pytest.importorskip("attn_backends.kernels.prefill.launch", reason="needs triton")
 metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 
@@ -53,7 +53,7 @@ def check(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dims", launch._HOPPER_DIMS, ids=str)
+@pytest.mark.parametrize("dims", launch.HOPPER_DIMS, ids=str)
 @pytest.mark.parametrize("page_size", [16, 48, 64, 128])
 def test_pages(page_size: int, dims: tuple[int, int], dtype: torch.dtype, served: list[bool]) -> None:
     check(a_batch(spec_of(dims, dtype=dtype), page_size=page_size))
@@ -104,7 +104,7 @@ def test_queries_that_do_not_come_in_lines(served: list[bool]) -> None:
     assert not served
 
 
-@pytest.mark.parametrize("dims", launch._HOPPER_DIMS, ids=str)
+@pytest.mark.parametrize("dims", launch.HOPPER_DIMS, ids=str)
 def test_prompts(dims: tuple[int, int], served: list[bool]) -> None:
     """Behind a decode; NaN lies behind the step's last key."""
     check(a_batch(spec_of(dims), [70, 90, 333, 128], [1, 90, 333, 128]))
@@ -152,7 +152,7 @@ def widening(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("widening")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-@pytest.mark.parametrize("dims", launch._HOPPER_DIMS, ids=str)
+@pytest.mark.parametrize("dims", launch.HOPPER_DIMS, ids=str)
 @pytest.mark.parametrize("page_size", [5, 64])
 def test_widened_keys(
     page_size: int, dims: tuple[int, int], cache_dtype: torch.dtype, dtype: torch.dtype, served: list[bool]

@@ -20,8 +20,9 @@ from tests.interface.test_call_checks import CALLS, check_refused
 triton = pytest.importorskip("triton", reason="needs triton")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 launch = pytest.importorskip("attn_backends.backends.triton.launch")
+prefill_launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
 impl = pytest.importorskip("attn_backends.backends.triton.impl")
-rows_of = pytest.importorskip("attn_backends.backends.triton.kernels.tile").rows_of
+rows_of = pytest.importorskip("attn_backends.kernels.tile_kernels").rows_of
 metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
 widening = pytest.importorskip("attn_backends.backends.triton.rules")
 Pdl = pytest.importorskip("attn_backends.kernels.launch").Pdl
@@ -100,16 +101,16 @@ def test_whole_blocks_between_those_with_a_mask(changes: dict[str, Any]) -> None
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     """What an impl launches on a GPU that starts kernels early, of six multiprocessors; nothing is run."""
     made: list[tuple[str, object]] = []
-    for where in (launch, widening):
+    for where in (prefill_launch, widening):
         monkeypatch.setattr(where, "num_multiprocessors", lambda device: 6)
     for name in ("supports_pdl", "has_hopper_kernels", "has_tensor_engine"):
-        monkeypatch.setattr(launch, name, lambda device: True)
+        monkeypatch.setattr(prefill_launch, name, lambda device: True)
 
     def prefill(*arguments: Any) -> None:
         made.append(("prefill", (arguments[-1], bool(arguments[-2][-1]))))  # programs, and whether it lets
 
-    monkeypatch.setattr(launch, "_prefill_on_hopper", prefill)
-    monkeypatch.setattr(launch, "_prefill", lambda *arguments: made.append(("portable prefill", None)))
+    monkeypatch.setattr(prefill_launch, "_prefill_on_hopper", prefill)
+    monkeypatch.setattr(prefill_launch, "_prefill", lambda *arguments: made.append(("portable prefill", None)))
     monkeypatch.setattr(launch, "_upcast", lambda *arguments: made.append(("upcast", None)))
     monkeypatch.setattr(launch, "_decode", lambda *arguments: made.append(("decode", Pdl(arguments[-3][-1]))))
     monkeypatch.setattr(impl, "write_kv", lambda *arguments, next_waits: made.append(("write", next_waits)))
@@ -207,7 +208,7 @@ def test_every_token_is_in_one_tile(first_row: int, query_lens: tuple[int, ...])
     """Behind some rows that are left alone. One row, such as a chunk of a prompt, has no tile too many."""
     tokens = 16
     starts = torch.tensor([0, *(5,) * first_row, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    num_tiles = launch.num_prefill_tiles(sum(query_lens), len(query_lens), tokens)
+    num_tiles = prefill_launch.num_prefill_tiles(sum(query_lens), len(query_lens), tokens)
     rows, firsts = torch.empty(2, num_tiles, dtype=torch.int32)
     tiles_kernel[num_tiles,](starts, rows, firsts, first_row, len(query_lens), tokens)
     found = [tile for tile in zip(rows.tolist(), firsts.tolist(), strict=True) if tile[1] >= 0]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.backends.triton.kernels.tile import attend_keys, logit_scale, write_rows
 from attn_backends.kernels.fp8 import as_pairs, interleave_columns, row_amax, scale_to_fp16, zero_acc
 from attn_backends.kernels.launch import WAIT_FIRST, WAIT_LAST, acquire_fence, grid_wait
 from attn_backends.kernels.split_kv import FAR, MAX_SPLITS, combine_splits
+from attn_backends.kernels.tile_kernels import attend_keys, logit_scale, write_rows
 
 _NOT_CONSTANT = ["table_row", "window_right", "window_left", "chunk", "has_sinks", "want_lse", "lse_token"]
 _ANYWHERE = ["lse", "page_table", "sinks"]  # no code depends on whether these are aligned

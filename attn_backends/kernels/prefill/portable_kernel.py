@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.backends.triton.kernels.tile import attend_keys, logit_scale, rows_of, tile_of, write_rows
 from attn_backends.kernels.fp8 import interleave_columns, row_amax, scale_to_fp16, zero_acc
 from attn_backends.kernels.split_kv import first_key, seen_by_all
+from attn_backends.kernels.tile_kernels import attend_keys, logit_scale, rows_of, tile_of, write_rows
 
 _NOT_CONSTANT = ["first_row", "num_rows", "num_tiles", "section", "table_row", "window_right", "window_left",
                  "chunk", "has_sinks", "want_lse", "lse_token"]  # fmt: skip

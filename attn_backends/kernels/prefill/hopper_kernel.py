@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn_backends.backends.triton.kernels.tile import tile_of
 from attn_backends.kernels.hopper import (
     BLOCK_LAYOUT,
     LANE_LAYOUT,
@@ -39,6 +38,7 @@ from attn_backends.kernels.hopper import (
 )
 from attn_backends.kernels.launch import launch_dependents
 from attn_backends.kernels.split_kv import FAR, LN_2, LOG2_E, first_key, seen_by_all
+from attn_backends.kernels.tile_kernels import tile_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a group of warps
 STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory

@@ -1,0 +1,189 @@
+"""The arguments of the prefill kernels by name: groups of fields that lie in a kernel's signature in this order."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class VisibleRange(NamedTuple):
+    """Which keys a query sees, by position."""
+
+    window_right: int  # positions after its own
+    window_left: int  # positions before its own
+    chunk: int  # positions in a chunk; a query sees its own chunk alone
+
+
+class Window(NamedTuple):
+    """Which keys a query sees, where the chunk is a constant."""
+
+    window_right: int
+    window_left: int
+
+
+class Scales(NamedTuple):
+    """What a layer scales."""
+
+    scale: float  # of logits, in base 2 unless a soft cap comes between
+    value_scale: float  # of cached values
+    soft_cap: float
+
+
+class UncappedScales(NamedTuple):
+    """What a layer without a soft cap scales."""
+
+    scale: float  # of logits in base 2
+    value_scale: float
+
+
+class Flags(NamedTuple):
+    has_sinks: int
+    want_lse: int
+
+
+class Strides(NamedTuple):
+    """Elements from token to token, head to head, page to page and slot to slot."""
+
+    query_token: int
+    query_head: int
+    key_page: int
+    key_slot: int
+    key_head: int
+    value_page: int
+    value_slot: int
+    value_head: int
+    out_token: int
+    out_head: int
+    lse_token: int
+
+
+class Descriptors(NamedTuple):
+    """Descriptors of the tensor memory accelerator, or None where blocks are loaded by pointers."""
+
+    key_desc: Any
+    value_desc: Any
+
+
+class PrefillTensors(NamedTuple):
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    output: torch.Tensor
+    lse: torch.Tensor
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    key_start_loc: torch.Tensor
+    slopes: torch.Tensor
+    sinks: torch.Tensor
+
+
+class PrefillRows(NamedTuple):
+    """Rows of a prefill, and their tiles."""
+
+    first_row: int  # rows before it are left alone
+    num_rows: int  # rows from there on
+    num_tiles: int  # of these rows, for one KV head
+    section: int  # KV heads whose keys and values fit the L2 cache
+
+
+class PrefillVarying(NamedTuple):
+    first_row: int
+    num_rows: int
+    num_tiles: int
+    section: int
+    table_row: int
+
+
+class PrefillConstants(NamedTuple):
+    SOFT_CAP: int
+    ALIBI: int
+    SCALE_FIRST: int
+    ALIKE: int
+    PAGE_SIZE: int
+    KV_HEADS: int
+    GROUP: int
+    BLOCK_Q: int
+    BLOCK_M: int
+    BLOCK_N: int
+    DIM: int
+    DIM_VO: int
+    BLOCK_DIM: int
+    BLOCK_DIM_VO: int
+    STAGES: int
+    LOCAL: int
+    EXACT: int
+
+
+class HopperTensors(NamedTuple):
+    query: torch.Tensor
+    output: torch.Tensor
+    lse: torch.Tensor
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    key_start_loc: torch.Tensor
+    sinks: torch.Tensor
+    counters: torch.Tensor
+
+
+class HopperVarying(NamedTuple):
+    first_row: int
+    num_rows: int
+    section: int
+    table_row: int
+
+
+class HopperSteps(NamedTuple):
+    """Where keys and values lie in their descriptors."""
+
+    page_rows: int  # rows from page to page
+    head_rows: int  # rows from head to head
+    num_batches: int  # of a block's TMA tiles
+    key_head: int  # columns from head to head
+    value_head: int
+
+
+class HopperStrides(NamedTuple):
+    query_token: int
+    query_head: int
+    out_token: int
+    out_head: int
+    lse_token: int
+
+
+class HopperShape(NamedTuple):
+    """What the launch of the kernel for Hopper is told of a layer and its tiles."""
+
+    page_size: int  # 0: keys lie as they came
+    num_kv_heads: int
+    group_size: int
+    tile_tokens: int
+    head_dim: int
+    head_dim_vo: int
+    launch_dependents: int
+
+
+class HopperConstants(NamedTuple):
+    CHUNK: int
+    LOCAL: int
+    PAGE_SIZE: int
+    TMA_ROWS: int
+    KV_HEADS: int
+    GROUP: int
+    BLOCK_Q: int
+    BLOCK_N: int
+    DIM: int
+    DIM_VO: int
+    Q_STAGES: int
+    LAUNCH_DEPENDENTS: int
+
+
+class BlockDims(NamedTuple):
+    """Head dims of keys and of values, and the same padded."""
+
+    DIM: int
+    DIM_VO: int
+    BLOCK_DIM: int
+    BLOCK_DIM_VO: int
