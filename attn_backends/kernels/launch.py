@@ -21,7 +21,8 @@ from attn_backends.machine import is_hip, is_hopper
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 ALIGNED = 16  # of which kernels are told that addresses, in bytes, and other numbers are multiples
-_TENSOR_ENGINE_SINCE = (9, 0)  # compute capability
+_SERVED_SINCE = (8, 0)  # compute capability
+_TENSOR_ENGINE_SINCE = (9, 0)
 _GLUON_TRIED = {(3, 6), (3, 7)}  # Triton's versions that compile our kernels for Hopper: Gluon may change with others
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
@@ -76,6 +77,13 @@ def has_tensor_engine(device: torch.device) -> bool:
     if (listing := LISTING.get()) is not None:
         return listing.machine.has_tensor_engine
     return device.type != "cuda" or (not is_hip() and torch.cuda.get_device_capability(device) >= _TENSOR_ENGINE_SINCE)
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether kernels of ours run on a device: interpreted they do on any, else on NVIDIA's GPUs since Ampere."""
+    if INTERPRETED or LISTING.get() is not None:
+        return True
+    return device.type == "cuda" and not is_hip() and torch.cuda.get_device_capability(device) >= _SERVED_SINCE
 
 
 def untried_triton(device: torch.device) -> str:

@@ -96,7 +96,11 @@ class MLAImpl(AttentionImpl[MLAStep]):
         lse: torch.Tensor | None,  # [num_queries, num_qo_heads] f32 (f64 for f64 queries), written in place
         plan: Any,  # what the state's `plan_prefill` made for these rows
     ) -> None:
-        """Attention of ragged rows over expanded keys and values. This one runs everywhere, row by row."""
+        """Attention of ragged rows over expanded keys and values: in one launch of ours where the state has one for
+        this layer, and row by row elsewhere."""
+        if plan is not None:
+            plan.attend(query, key, value, output, lse)
+            return
         edges = zip(rows.query_starts_cpu.tolist(), rows.key_starts_cpu.tolist(), strict=True)
         (query_start, key_start), *ends = edges
         for query_end, key_end in ends:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -14,8 +14,11 @@ from attn_backends.graphs.inputs import GraphInputs, GraphTensors
 from attn_backends.interface import AttentionState, AttentionStep, GraphState
 from attn_backends.kernels.streams import OneStream
 from attn_backends.kernels.warm_up import compile_listed, list_merges
-from attn_backends.machine import Progress
+from attn_backends.machine import HAS_TRITON, Progress
 from attn_backends.spec import KVCacheSpec, Limits, MLASpec, PlanGroup
+
+if TYPE_CHECKING:
+    from attn_backends.backends.mla.prefill import VarlenPlan, VarlenPrefill
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class MLAState(AttentionState[MLAMetadata]):
         row_bytes = max(spec.latent_dim * spec.cache_dtype.itemsize for spec in self.specs.values())
         self.workspace = torch.empty(self._num_tokens * row_bytes, dtype=torch.uint8, device=self.device)
         self.stream = OneStream(self.backend_name, self.device)
+        self.prefills = {spec: self.make_prefill(spec) for spec in self.specs.values()}
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Any) -> Any:
         """What the kernel wants to know of decode rows before it runs; layers find it in `MLAStep.plan`.
@@ -109,9 +113,18 @@ class MLAState(AttentionState[MLAMetadata]):
         """
         return None
 
-    def plan_prefill(self, spec: MLASpec, rows: RaggedRows) -> Any:
+    def make_prefill(self, spec: MLASpec) -> VarlenPrefill | None:
+        """Launches of ours for the prefills of layers; None where they are attended row by row."""
+        if not HAS_TRITON:
+            return None
+        from attn_backends.backends.mla.prefill import VarlenPrefill, suits_varlen_kernel
+
+        return VarlenPrefill(spec, self.device) if suits_varlen_kernel(spec, self.device) else None
+
+    def plan_prefill(self, spec: MLASpec, rows: RaggedRows) -> VarlenPlan | Any:
         """The same for `MLAImpl._prefill`, which is given it with these rows. Plans of one step live side by side."""
-        return None
+        prefill = self.prefills[spec]
+        return None if prefill is None else prefill.plan(rows)
 
     def move_to_current_stream(self) -> None:
         self.stream.move()
@@ -119,6 +132,8 @@ class MLAState(AttentionState[MLAMetadata]):
     def begin_forward(self, metadata: MLAMetadata) -> MLAStep:
         self.stream.check()
         spec, prefill = self.specs[metadata.group_index], metadata.prefill
+        if prefill is not None and (launches := self.prefills[spec]) is not None:
+            launches.clear()
         plan = None if metadata.decode is None else self.plan_decode(spec, metadata.decode, None)
         ragged = () if prefill is None else (prefill.new, *(chunk.rows for chunk in prefill.chunks))
         return self.step(metadata, plan, tuple(self.plan_prefill(spec, rows) for rows in ragged))
@@ -130,9 +145,13 @@ class MLAState(AttentionState[MLAMetadata]):
         return self.step_cls(metadata, plan, prefill_plans, workspace)
 
     def list_launches(self) -> None:
-        """Launch, in a listing, what of ours steps can launch: rows written, and parts of a context joined."""
+        """Launch, in a listing, what of ours steps can launch: rows written, prefills, and parts of a context
+        joined."""
         list_cache_writes(self.specs.values(), self.cache)
         list_merges(self.specs.values(), torch.float32)
+        for prefill in self.prefills.values():
+            if prefill is not None:
+                prefill.list_launches()
 
     def warm_up(self, progress: Progress | None = None) -> None:
         compile_listed(self.device, self.list_launches, progress)

@@ -1,4 +1,4 @@
-"""What TRITON_MLA's decode steps launch is among what `warm_up` compiles: drawn layers and traffic."""
+"""What TRITON_MLA's steps launch is among what `warm_up` compiles: drawn layers and traffic."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ examples = pytest.importorskip("attn_backends.kernels.examples")
 variants = pytest.importorskip("attn_backends.kernels.variants")
 triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla.backend").TritonMLABackend
 
+mla_impl = pytest.importorskip("attn_backends.backends.mla.impl")
+
 pytestmark = pytest.mark.skipif(launching.INTERPRETED, reason="interpreted kernels are not compiled")
 
 CPU = torch.device("cpu")
@@ -31,23 +33,32 @@ MACHINES = {
 
 @pytest.fixture(autouse=True)
 def writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Latent rows are written by the kernel, as on a GPU."""
+    """Latent rows are written by the kernel, as on a GPU, and context is gathered without memory."""
     monkeypatch.setattr(kv_cache, "_has_kernel", lambda *tensors: True)
+    monkeypatch.setattr(
+        mla_impl, "gather_slots", lambda latents, slots, _: latents.new_empty(len(slots), latents.shape[-1])
+    )
 
 
 def draw_spec(numbers: Random) -> MLASpec:
     dtype = numbers.choice((torch.bfloat16, torch.float16, torch.float32))
     cached = numbers.choice((dtype, torch.float8_e4m3fn, torch.float8_e5m2))
     rank, rope = numbers.choice(((512, 64), (512, 64), (256, 32), (16, 8)))
-    return MLASpec(numbers.choice((8, 16, 32, 128)), kv_lora_rank=rank, qk_rope_head_dim=rope, head_dim=128 + rope,
-                   dtype=dtype, cache_dtype=cached)  # fmt: skip
+    nope, v_dim = numbers.choice(((128, 128), (128, 128), (64, 64), (24, 40), (192, 256)))
+    return MLASpec(numbers.choice((1, 8, 16, 32, 128)), kv_lora_rank=rank, qk_rope_head_dim=rope, head_dim=nope + rope,
+                   head_dim_vo=v_dim, dtype=dtype, cache_dtype=cached)  # fmt: skip
 
 
-def draw_common(numbers: Random, limits: Limits, cache: KVCacheSpec) -> CommonAttentionMetadata:
+def draw_common(numbers: Random, limits: Limits, cache: KVCacheSpec, in_graph: bool) -> CommonAttentionMetadata:
+    """Rows that decode, and unless they are for a graph, some behind them that do not."""
     query_len = numbers.randint(1, min(8, limits.max_num_tokens))
     num_rows = numbers.randint(1, min(limits.max_num_requests, limits.max_num_tokens // query_len))
+    query_lens = [query_len] * num_rows
+    if not in_graph and numbers.random() < 0.6:
+        num_rows, most = min(5, num_rows), max(1, limits.max_num_tokens // min(5, num_rows))
+        query_lens = [numbers.choice((min(query_len, most), numbers.randint(1, most))) for _ in range(num_rows)]
     groups = []
-    for i in range(num_rows):
+    for i, query_len in enumerate(query_lens):
         context = numbers.randint(0, 3000)
         pages = range(-(-(context + query_len) // cache.page_size))
         groups.append(SequenceGroup(str(i), (SequenceData(context, query_len, pages),)))
@@ -85,13 +96,15 @@ def test_traffic_asks_for_what_was_listed(seed: int, machine: Any) -> None:
         listed = {variant.key for variant in state.variants()}
     with variants.listing(machine) as asked:
         for _ in range(25):
-            run_step(numbers, group, limits, cache, state, draw_common(numbers, limits, cache))
+            run_step(numbers, group, limits, cache, state, draw_common(numbers, limits, cache, False))
         with state.graph_capture(min(limits.max_num_requests, limits.max_num_tokens)):
-            common = draw_common(numbers, limits, cache)
+            common = draw_common(numbers, limits, cache, True)
             clone = state.graph_clone(common.num_reqs, common.max_query_len)
             run_step(numbers, group, limits, cache, clone, replace(common, for_graph=True))
     names = {variant.name for variant in asked.variants.values()}
     assert names & {"mla_hopper_kernel", "mla_decode_kernel"}
     assert names > {"mla_combine_kernel", "schedule_kernel", "write_kv_kernel"}
+    if limits.max_num_tokens > 8:  # more than decodes
+        assert bool(names & {"prefill_hopper_kernel", "prefill_kernel"}) == any(state.prefills.values())
     missing = [key for key in asked.variants if key not in listed]
     assert not missing, f"{spec} over {cache} within {limits}: {missing[0]}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.mla.flash_attn_mla.library import DecodeCall
+from attn_backends.backends.mla.flash_attn_mla.library import DecodeCall, Kernels
 from attn_backends.backends.mla.impl import MLAImpl
 from attn_backends.backends.mla.metadata import RaggedRows
 from attn_backends.backends.mla.state import MLAStep
@@ -14,11 +14,6 @@ from attn_backends.backends.mla.state import MLAStep
 
 class FlashAttnMLAImpl(MLAImpl):
     zeroes_idle_rows = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # Of unequal head dims its kernels have these alone: the others take the family's own road.
-        self._prefills = 128 < self.spec.head_dim <= 192 and 96 < self.spec.head_dim_vo <= 128
 
     def _decode(
         self,
@@ -49,7 +44,7 @@ class FlashAttnMLAImpl(MLAImpl):
         lse: torch.Tensor | None,
         plan: Any,
     ) -> None:
-        if not self._prefills:
+        if not isinstance(plan, Kernels):
             super()._prefill(query, key, value, rows, output, lse, plan)
             return
         kernel_lse = plan.prefill(query, key, value, self.spec.scale, output, rows)

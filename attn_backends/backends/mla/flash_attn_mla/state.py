@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -12,6 +12,9 @@ from attn_backends.backends.mla.flash_attn_mla.options import FlashAttnMLAOption
 from attn_backends.backends.mla.metadata import DecodeRows, RaggedRows
 from attn_backends.backends.mla.state import MLAState
 from attn_backends.spec import MLASpec
+
+if TYPE_CHECKING:
+    from attn_backends.backends.mla.prefill import VarlenPrefill
 
 _MOST_SPLITS = 128
 _KEYS_OF_SPLIT = 256  # at least: what can be cut finer takes a slower kernel to join
@@ -28,6 +31,12 @@ def most_splits(spec: MLASpec, num_tokens: int, longest: int, split_bytes: int) 
     return max(1, min(_MOST_SPLITS, held, longest // _KEYS_OF_SPLIT))
 
 
+def prefills(spec: MLASpec) -> bool:
+    """Whether the library's kernels serve a layer's expanded keys and values: of unequal head dims they have these
+    alone, and the others take the family's own road."""
+    return 128 < spec.head_dim <= 192 and 96 < spec.head_dim_vo <= 128
+
+
 class FlashAttnMLAState(MLAState):
     backend_name = "FLASH_ATTN_MLA"
     load_kernels: ClassVar[Any] = staticmethod(load)  # others in tests
@@ -36,8 +45,11 @@ class FlashAttnMLAState(MLAState):
         super().__init__(*args, **kwargs)
         self.kernels: Kernels = self.load_kernels()
 
-    def plan_prefill(self, spec: MLASpec, rows: RaggedRows) -> Kernels:
-        return self.kernels
+    def make_prefill(self, spec: MLASpec) -> VarlenPrefill | None:
+        return None if prefills(spec) else super().make_prefill(spec)
+
+    def plan_prefill(self, spec: MLASpec, rows: RaggedRows) -> Kernels | Any:
+        return self.kernels if prefills(spec) else super().plan_prefill(spec, rows)
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: DecodeCall | None) -> DecodeCall:
         """The library's schedule, made on the device."""

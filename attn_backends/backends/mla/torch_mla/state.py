@@ -26,6 +26,9 @@ class Part:
 class TorchMLAState(MLAState):
     backend_name = "TORCH_MLA"
 
+    def make_prefill(self, spec: MLASpec) -> None:
+        """Prefills are in plain torch too."""
+
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Any) -> tuple[Part, ...]:
         pieces = tuple(self._parts(spec, rows))
         for part, old in zip(pieces, held or (), strict=held is not None):
