@@ -56,11 +56,13 @@ def split_decodes_and_prefills(common: CommonAttentionMetadata, decode_threshold
     )
 
 
-def leading_decodes(common: CommonAttentionMetadata) -> int:
-    """How many rows of one query token stand at the front, padding left out; behind them any order is allowed."""
-    if common.max_query_len == 1:
+def leading_decodes(common: CommonAttentionMetadata, decode_threshold: int = 1) -> int:
+    """How many rows of at most `decode_threshold` query tokens stand at the front, padding left out; behind them any
+    order is allowed."""
+    if common.max_query_len <= decode_threshold:
         return common.num_actual_reqs
-    longer = np.flatnonzero(np.diff(common.query_start_loc_cpu.numpy()[: common.num_actual_reqs + 1]) > 1)
+    query_lens = np.diff(common.query_start_loc_cpu.numpy()[: common.num_actual_reqs + 1])
+    longer = np.flatnonzero(query_lens > decode_threshold)
     return int(longer[0]) if len(longer) else common.num_actual_reqs
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from attn_backends.registry.phases import name_of
 from attn_backends.validation import config_error
 
 
@@ -176,11 +177,12 @@ class EngineConfig(_Settings):
     """What weights and activations are computed in; auto leaves it to the model and the device."""
     device: Text = "auto"
     """A torch device such as cpu or cuda:0; auto is a GPU if there is one."""
-    backend: Text = "AUTO"
-    """Attention backend by name, used or refused. AUTO takes the first that serves every layer, by priority, or on a
-    GPU that backends were measured on by their times; `attn-backends explain` prints the order and the reasons."""
+    backend: Annotated[Text, BeforeValidator(name_of)] = "AUTO"
+    """Attention backend by name, used or refused; or two by phase, {prefill: X, decode: Y}, over a cache that both
+    accept. AUTO takes the first that serves every layer, by times that were measured on this device, or else by
+    priority; `attn-backends explain` prints the order and the reasons."""
     backend_options: dict[str, Any] = {}
-    """The backend's own options, checked by its own model."""
+    """The backend's own options, checked by its own model; of two, those of each under prefill and decode."""
     trust_remote_code: bool = False
     """Run Python code that a model folder brings along."""
     seed: Whole = 0

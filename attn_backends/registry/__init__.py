@@ -1,8 +1,9 @@
 """Which backends exist, and which one serves these layers on this device. Importing it loads no kernel library."""
 
 from attn_backends.registry.measured import Load
+from attn_backends.registry.options import validate_options
 from attn_backends.registry.register import register_backend
-from attn_backends.registry.select import auto_order, explain, explain_for, select_backend, validate_options
+from attn_backends.registry.select import auto_order, explain, explain_for, select_backend
 from attn_backends.registry.table import (
     AUTO,
     BackendEntry,

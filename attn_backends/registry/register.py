@@ -6,13 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from attn_backends.registry.table import AUTO, ENTRY_POINT, BackendEntry, backends, check_class, put
+from attn_backends.registry.check_class import check_class
+from attn_backends.registry.table import AUTO, ENTRY_POINT, BackendEntry, backends, put
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from attn_backends.interface import AttentionBackend
 
+_NO_NAME = frozenset("=,")  # a pair of backends has them in its name
 TargetT = TypeVar("TargetT", bound="str | type[AttentionBackend]")
 
 
@@ -61,8 +63,8 @@ def register_backend(
 
 
 def _add(entry: BackendEntry, backend: type[AttentionBackend] | None, override: bool) -> None:
-    if entry.name in ("", AUTO):
-        raise ValueError(f"a backend cannot be named {entry.name!r}; choose another name")
+    if entry.name in ("", AUTO) or not _NO_NAME.isdisjoint(entry.name):
+        raise ValueError(f"a backend cannot be named {entry.name!r}; choose another name, without = and ,")
     if backend is not None:
         _check(entry, backend)
     known = backends.get(entry.name)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attn_backends.registry.measured import Load, Measured, fastest_first, nearest, unmeasured
+from attn_backends.registry.options import validate_options
 from attn_backends.registry.table import (
     AUTO,
     ENTRY_POINT,
@@ -20,13 +21,11 @@ from attn_backends.registry.table import (
     get_backend,
     get_class,
     get_entry,
-    import_target,
 )
 from attn_backends.registry.verdicts import Explanation, LayerRejection, Selection, Verdict
 
 if TYPE_CHECKING:
     import torch
-    from pydantic import BaseModel
 
     from attn_backends.interface import AttentionBackend
     from attn_backends.interface.capabilities import Rejection
@@ -92,9 +91,10 @@ def explain(
         ConfigError, ValueError: as there.
     """
     asked, groups = AUTO if name.upper() == AUTO else get_entry(name).name, _groups(specs)
+    entries = dict(backends) if asked == AUTO else {**backends, asked: get_entry(asked)}
     verdicts = {
-        entry.name: _verdict(entry, groups, cache, device, options if entry.name == asked else {})
-        for entry in backends.values()
+        name: _verdict(entry, groups, cache, device, options if name == asked else {})
+        for name, entry in entries.items()
     }
     measured = _measured(name, groups, device, load)
     tried = [verdicts[entry.name] for entry in _auto_entries(measured)] if asked == AUTO else [verdicts[asked]]
@@ -117,32 +117,6 @@ def explain_for(
     """
     verdict = _verdict(get_entry(name), _groups([spec]), cache, device, options)
     return verdict.reasons if verdict.import_error else [str(found.rejection) for found in verdict.rejections]
-
-
-def validate_options(name: str, options: Mapping[str, Any]) -> BaseModel | None:
-    """A backend's `backend_options`, validated by its own model; None for a backend that has none and is given none.
-
-    Raises:
-        ConfigError: an option is unknown or out of range, or the backend takes none.
-    """
-    from pydantic import ValidationError
-
-    from attn_backends.validation import ConfigError, config_error
-
-    get_backend(name)  # an installed plugin states its options in its module
-    entry = get_entry(name)
-    model: type[BaseModel] | None = import_target(entry.options) if isinstance(entry.options, str) else entry.options
-    if model is None:
-        if options:
-            raise ConfigError(
-                f"backend_options: {entry.name} takes none; given: {', '.join(options)}. Remove them, or choose the "
-                "backend that they are for"
-            )
-        return None
-    try:
-        return model.model_validate(dict(options))
-    except ValidationError as error:
-        raise config_error(error, model, lambda path: f"options of {entry.name}", ("backend_options",)) from error
 
 
 def auto_order(device: torch.device | str) -> str:
@@ -188,7 +162,7 @@ def _verdict(
     priority = entry.priority
     try:
         backend = get_backend(entry.name)
-        priority = backends[entry.name].priority  # the import may have stated it
+        priority = get_entry(entry.name).priority  # the import may have stated it
         valid = validate_options(entry.name, options) if options else None
         cache, rejections = _fitting(backend, groups, caches, device, valid)
     except BackendImportError as error:
@@ -206,7 +180,7 @@ def _verdict(
 
 def _fitting(
     backend: type[AttentionBackend], groups: Groups, caches: Caches, device: torch.device | str,
-    options: BaseModel | None = None,
+    options: Any = None,
 ) -> tuple[KVCacheSpec | None, tuple[LayerRejection, ...]]:  # fmt: skip
     """The first cache that a backend serves the layers with, or what it refuses of the first of all."""
     refused: list[tuple[LayerRejection, ...]] = []
@@ -223,7 +197,7 @@ def _fitting(
 
 def _rejections(
     backend: type[AttentionBackend], groups: Groups, cache: KVCacheSpec, device: torch.device | str,
-    options: BaseModel | None,
+    options: Any,
 ) -> tuple[LayerRejection, ...]:  # fmt: skip
     """What a backend refuses of some layers, each reason once."""
     layers: dict[Rejection, list[Hashable]] = {}

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from attn_backends.registry.check_class import check_class
+from attn_backends.registry.phases import phased_name, phases_of
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
@@ -193,7 +196,11 @@ def _installed_entries() -> Iterator[BackendEntry]:
 
 
 def get_entry(name: str) -> BackendEntry:
-    """The row of a name. Raises `UnknownBackendError`, a `ValueError`, with the nearest names."""
+    """The row of a name, or one made for two names. Raises `UnknownBackendError`, a `ValueError`, with the nearest."""
+    if phases := phases_of(str(name)):
+        prefill, decode = (get_entry(phase).name for phase in phases)
+        pair = phased_name(prefill, decode)
+        return backends[decode] if prefill == decode else BackendEntry(pair, f"{__name__}:{pair}")
     if name in backends:
         return backends[name]
     near = get_close_matches(str(name).upper(), backends, cutoff=0.5)
@@ -209,7 +216,7 @@ def get_backend(name: str) -> type[AttentionBackend]:
         BackendImportError: an `ImportError`; whatever its import raised, or what its class lacks, and what to type.
     """
     entry = get_entry(name)
-    if entry.name not in _classes:
+    if entry.name not in _classes:  # nor is a pair's, whose parts may be registered anew
         try:
             if entry.module:
                 _import_any((entry.module,) if isinstance(entry.module, str) else entry.module)
@@ -218,8 +225,19 @@ def get_backend(name: str) -> type[AttentionBackend]:
             backend = get_class(entry)
         except Exception as error:  # kernel libraries raise anything on import: AssertionError, OSError, …
             raise _import_error(entry, error) from error
+        if entry.name not in backends:
+            return backend
         _classes[entry.name] = backend
     return _classes[entry.name]
+
+
+def __getattr__(name: str) -> Any:
+    """The class of a pair, under its name, by which it pickles."""
+    if not (phases := phases_of(name)):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from attn_backends.interface.phased_backend import phased_backend  # it loads torch
+
+    return phased_backend(*map(get_backend, phases), __name__, name)
 
 
 def _import_any(modules: tuple[str, ...]) -> None:
@@ -261,24 +279,6 @@ def _import_error(entry: BackendEntry, error: Exception) -> BackendImportError:
         reason = f"module {error.name!r} is not installed" if error.name else str(error)
         return BackendImportError(entry.name, reason, fix)
     return BackendImportError(entry.name, f"{type(error).__name__}: {error}".strip().rstrip(":."), fix)
-
-
-def check_class(name: str, backend: object) -> None:
-    """Refuse what is no complete backend, has another name, or was written for another contract.
-
-    Raises:
-        TypeError: says which.
-        ContractMismatch: an `ImportError`; says what changed.
-    """
-    from attn_backends.interface import AttentionBackend, check_contract  # it loads torch
-
-    if not isinstance(backend, type) or not issubclass(backend, AttentionBackend):
-        raise TypeError(f"{backend!r} is not a subclass of attn_backends.AttentionBackend")
-    check_contract(f"{backend.__module__}:{backend.__qualname__}", getattr(backend, "contract", None))
-    if missing := backend.missing():
-        raise TypeError(f"{backend.__qualname__} lacks {', '.join(missing)}: a backend sets them on its class")
-    if backend.get_name() != name:
-        raise TypeError(f"{backend.__qualname__}.get_name() is {backend.get_name()!r}; it is registered as {name!r}")
 
 
 def put(entry: BackendEntry, backend: type[AttentionBackend] | None) -> None:

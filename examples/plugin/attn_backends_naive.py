@@ -68,7 +68,7 @@ class NaiveImpl(ab.AttentionImpl[ab.AttentionStep[NaiveMetadata]]):
             for i, token in enumerate(range(row.first_token, row.first_token + row.query_len)):
                 if len(pages) and kv_cache is not None:  # never a page's tail: what lies there may be anything
                     keys, values = (cached[pages].flatten(0, 1)[: row.context_len + i + 1] for cached in kv_cache)
-                    keys, values = keys * self.k_scale, values * self.v_scale
+                    keys, values = keys.double() * self.k_scale, values.double() * self.v_scale
                 elif key is not None and value is not None:
                     keys, values = (new[row.first_token : token + 1] for new in (key, value))
                 else:

@@ -112,10 +112,14 @@ class Latent(KitBase):
         """A latent row has one scale, of keys and of values at once, whether or not the cache is in fp8."""
         self.check(self.make_spec(), ["small_decode", CONTEXTS], "scale of rows", k_scale=0.25)
 
+    def workspace_options(self, tokens: int) -> Any:
+        """Options by which context is expanded so many tokens at a time. A pair of backends overrides it."""
+        return validate_options(self.backend_name, {"context_workspace_tokens": tokens})
+
     @pytest.mark.parametrize("tokens", [1, 7, 16, 64])
     def test_context_in_chunks(self, tokens: int, dtype: torch.dtype) -> None:
         """A context workspace of so many tokens, whatever the contexts: outputs, LSE and cache stay the same."""
-        options = validate_options(self.backend_name, {"context_workspace_tokens": tokens})
+        options = self.workspace_options(tokens)
         for shape in (CONTEXTS, LONG) if tokens > 1 else (CONTEXTS,):
             batch = self.make_batch(self.make_spec(dtype=dtype), shape, poison=float("nan"))
             expected = batch.expected()
@@ -127,7 +131,7 @@ class Latent(KitBase):
                 assert_pool(result.kv_cache, batch.pool_after(), f"context in chunks of {tokens}")
 
     def test_chunks_do_not_grow_with_the_context(self) -> None:
-        options = validate_options(self.backend_name, {"context_workspace_tokens": 32})
+        options = self.workspace_options(32)
         sizes = []
         for context in (64, 640):
             batch = self.make_batch(self.make_spec(), BatchShape(seq_lens=(context + 10,), query_lens=(10,)))
