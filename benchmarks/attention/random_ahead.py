@@ -25,19 +25,21 @@ MOST_PROCESSES = 14
 SMALLEST_POOL = 64 << 20
 
 
-def compile_all(shapes: Sequence[Drawn], names: Sequence[str], num_processes: int | None, until: float) -> None:
+def compile_all(
+    shapes: Sequence[Drawn], names: Sequence[str], num_processes: int | None, until: float, device: str
+) -> None:
     """Compile what the backends need for these shapes, the first ones first, until a time by `time.monotonic`."""
     started = time.monotonic()
     num_processes = num_processes or max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) - 2))
     seconds = max(0.0, until - started)
-    parts = [(shapes[i::num_processes], tuple(names), time.time() + seconds) for i in range(num_processes)]
+    parts = [(shapes[i::num_processes], tuple(names), time.time() + seconds, device) for i in range(num_processes)]
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         done = [each.result() for each in as_completed([pool.submit(compile_part, *part) for part in parts])]
     print(f"kernels of {sum(done)} of {len(shapes)} shapes compiled in {time.monotonic() - started:.0f} s", flush=True)
 
 
 @torch.inference_mode()
-def compile_part(shapes: Sequence[Drawn], names: Sequence[str], until: float, device: str = "cuda") -> int:
+def compile_part(shapes: Sequence[Drawn], names: Sequence[str], until: float, device: str) -> int:
     """Run each shape once over one copy of memory that holds anything. Returns how many were run before the time."""
     for count, each in enumerate(shapes):
         if time.time() > until:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import geometric_mean
 from typing import Any
 
 from benchmarks.attention.random_statistics import (
@@ -30,7 +32,7 @@ FAMILIES: Mapping[str, Callable[[Row], Any]] = {
     "lengths": lambda row: row["lengths"],
 }
 AUTO_LIMIT = 1.03
-MOST_NAMED = 60
+MOST_NAMED, MOST_WHY = 60, 110
 
 
 class _Bucket(str):
@@ -67,8 +69,12 @@ def _parts(result: Mapping[str, Any], rows: Sequence[Row]) -> Iterator[str]:
     if apart:
         yield f"{len(apart)} more shapes have fewer than {ENOUGH_OTHERS} others, and stand apart:"
         yield by_family("others", grouped(apart, lambda row: row["others"]))
+    yield "Who was the best of all others, and how often:"
+    best = Counter(row["best other"] for row in counted)
+    yield table(("contender", "shapes"), [[name, count] for name, count in best.most_common()])
     yield from _reads(of, rows)
     yield from _auto(rows)
+    yield from _missing(of, rows)
     yield from _above(of, [*counted, *apart])
     yield from _dropped(rows)
 
@@ -94,14 +100,20 @@ def _rounded(values: Sequence[float]) -> list[Any]:
 
 
 def _reads(of: str, rows: Sequence[Row]) -> Iterator[str]:
-    shares = [row["of read"] for row in rows if row.get("of read")]
+    reading = [row for row in rows if row.get("of read")]
+    shares = [row["of read"] for row in reading]
     if shares:
         worst = quantile(shares, 0.01)
-        mean = summary(shares).geometric_mean
+        mean = geometric_mean(shares)
         yield (
             f"Of the bytes a second that a kernel reaches which only reads the keys and values, {of} reaches "
             f"{mean:.3f} (geometric mean of {len(shares)} shapes with decodes alone), and {worst:.3f} or more at 99 %."
         )
+        groups = grouped(reading, lambda row: _Bucket(row["requests"]))
+        yield table(("requests", "shapes", "of read", "least"), [
+            [name, len(each), *(f"{f([row['of read'] for row in each]):.3f}" for f in (geometric_mean, min))]
+            for name, each in groups.items()
+        ])  # fmt: skip
 
 
 def _auto(rows: Sequence[Row]) -> Iterator[str]:
@@ -114,27 +126,27 @@ def _auto(rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
+def _missing(of: str, rows: Sequence[Row]) -> Iterator[str]:
+    """What no ratio is of, lest it be forgotten."""
+    missing = [row for row in rows if of not in row["us"]]
+    if missing:
+        yield f"{of} has no time at {len(missing)} shapes:"
+        yield table(("id", "shape", "cache", "page", "why"), [
+            [row["id"], row["shape"], row["dtype"], row["page"],
+             next((line for line in row["dropped"] if line.startswith((of, "all"))), "")] for row in missing
+        ])  # fmt: skip
+
+
 def _above(of: str, rows: Sequence[Row]) -> Iterator[str]:
     above = sorted((row for row in rows if row["ratio"] > LIMIT), key=lambda row: -row["ratio"])
     if not above:
         yield f"No shape is above {LIMIT}."
         return
     more = f", the first {MOST_NAMED} of them" if len(above) > MOST_NAMED else ""
-    yield f"Above {LIMIT}: {len(above)} shapes{more}."
-    titles = (
-        "id",
-        "kind",
-        "shape",
-        "cache",
-        "page",
-        "ratio",
-        "from",
-        "to",
-        f"{of} us",
-        "best other",
-        "others",
-        "read us",
-    )
+    surely = sum(row["low"] > LIMIT for row in above)
+    yield f"Above {LIMIT}: {len(above)} shapes{more}; {surely} with all of their interval."
+    titles = ["id", "kind", "shape", "cache", "page", "ratio", "from", "to"]
+    titles += [f"{of} us", "best other", "others", "read us"]
     yield table(titles, [
         [row["id"], row["kind"], row["shape"], row["dtype"], row["page"], *(f"{row[name]:.3f}" for name in
          ("ratio", "low", "high")), row["us"][of], f"{row['best other']} {figure(row['us'][row['best other']])}",
@@ -150,6 +162,8 @@ def _dropped(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _why(line: str) -> tuple[str, str]:
-    """A contender, and the kind of its error."""
+    """A contender, and the kind of its error: sizes are left out, so that what differs by them alone is one."""
     name, _, why = line.partition(": ")
-    return name, why.partition(": ")[0] if "JIT" in why else why[:60]
+    if why.startswith("MissingJITCacheError"):
+        return name, "its module is not ready, and nothing was to be compiled"
+    return name, re.sub(r"\b\d[\d.,]*\b", "N", why)[:MOST_WHY]

@@ -61,10 +61,18 @@ def describe(each: Drawn) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def without_times(each: Drawn, why: str) -> dict[str, Any]:
+    """The row of a shape that nothing could be measured at."""
+    figures = {"us": {}, "ratio": None, "others": 0, "dropped": [f"all: {why}"]}
+    return describe(each) | figures | {"rounds": 0, "made s": 0.0, "timed s": 0.0}
+
+
 def backends_of(names: Sequence[str]) -> list[str]:
     """With all providers of FLASH_ATTN that are installed in its place."""
     here = [f"FLASH_ATTN:{provider.name}" for provider in PROVIDERS if provider.missing() is None]
-    return [each for name in names for each in (here or [name] if name == "FLASH_ATTN" else [name])]
+    given = [name.partition(":") for name in names]
+    spelt = [backend + colon + provider.lower() for backend, colon, provider in given]
+    return [each for name in spelt for each in (here or [name] if name == "FLASH_ATTN" else [name])]
 
 
 def auto_choice(problem: Problem) -> str:
@@ -194,11 +202,16 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> Path:
     path = arguments.json or RESULTS / f"random_{arguments.seed}.json"
     results = Results(path, arguments.seed, names[0], arguments.device, arguments.again)
     shapes = list(drawn(arguments.seed, arguments.count, arguments.kinds, bounds))
+    for each in shapes:
+        if results.ended_by(each.id):
+            results.add(without_times(each, "the process ended here, twice"))
     waiting = [each for each in shapes if each.id not in results.rows]
     deadline = started + 60 * arguments.minutes
-    if waiting and arguments.ahead != 0 and device.type == "cuda":
+    if waiting and (device.type == "cuda" if arguments.ahead is None else arguments.ahead):
         until = started + 60 * arguments.minutes * random_ahead.SHARE
-        random_ahead.compile_all(waiting, [name for name in names if name == "TRITON"], arguments.ahead, until)
+        random_ahead.compile_all(
+            waiting, [name for name in names if name == "TRITON"], arguments.ahead, until, arguments.device
+        )
     pool = Pool(2 * bounds.num_bytes, device)
     gc.collect()
     gc.freeze()  # so that a collection between two shapes looks at theirs alone
@@ -206,11 +219,11 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> Path:
         if time.monotonic() > deadline:
             print(f"out of time: {len(shapes) - number + 1} shapes are left; the same command goes on with them")
             break
+        results.begin(each.id)
         try:
             row = measure(each, pool, names, arguments.rounds, arguments.bare)
         except Exception as error:  # no memory, or a kernel that has killed the device's context
-            row = describe(each) | {"us": {}, "ratio": None, "others": 0, "dropped": [f"all: {reason(error)}"],
-                                    "rounds": 0, "made s": 0.0, "timed s": 0.0}  # fmt: skip
+            row = without_times(each, reason(error))
         results.add(row)
         print(progress(number, len(shapes), row), flush=True)
         _clean_up(device, given, deadline)

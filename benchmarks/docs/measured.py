@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.docs import random_page
 from benchmarks.docs.contents import PAGES, Page, Section
 from benchmarks.docs.tables import Pivot, figure, pivoted, plain
 
@@ -86,7 +87,9 @@ def index() -> str:
         "[One layer's attention](attention.md) has the numbers.",
         "| page | what it has |\n|---|---|",
     ]
-    rows = [f"| [{each.title}]({each.name}.md) | {each.topics} |" for each in PAGES]
+    listed = [(each.title, each.name, each.topics) for each in PAGES]
+    listed.insert(1, (random_page.TITLE, random_page.NAME, random_page.TOPICS))
+    rows = [f"| [{title}]({name}.md) | {topics} |" for title, name, topics in listed]
     lines[-1] += "\n" + "\n".join(rows)
     return "\n\n".join(lines) + "\n"
 
@@ -129,7 +132,8 @@ def _row(name: str, **where: Any) -> Mapping[str, Any]:
 
 def pages() -> dict[str, str]:
     """The text of every page, by file name."""
-    return {"index.md": index(), **{f"{each.name}.md": page(each) for each in PAGES}}
+    random = "\n\n".join([MADE, *random_page.text(RESULTS)]) + "\n"
+    return {"index.md": index(), "random.md": random, **{f"{each.name}.md": page(each) for each in PAGES}}
 
 
 def readme(text: str) -> str:
@@ -147,6 +151,7 @@ def draw(folder: Path) -> Iterator[Path]:
         assert section.draw is not None
         section.draw(path, kept, {name: result(name) for name in section.beside})
         yield path
+    yield from random_page.charts(RESULTS, folder)
 
 
 def main() -> None:
@@ -154,12 +159,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT, help="the folder to write to")
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    for name, text in pages().items():
+    made = pages()
+    for name, text in made.items():
         (out / name).write_text(text)
     charts = list(draw(out / "charts"))
     if out == OUT and MARKS[0] in README.read_text():
         README.write_text(readme(README.read_text()))
-    print(f"{len(PAGES) + 1} pages and {len(charts)} charts in {out}")
+    print(f"{len(made)} pages and {len(charts)} charts in {out}")
 
 
 if __name__ == "__main__":

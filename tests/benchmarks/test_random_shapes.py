@@ -6,6 +6,7 @@ import doctest
 import importlib
 import itertools
 import json
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -24,6 +25,7 @@ from benchmarks.attention.random_report import report_of
 from benchmarks.attention.sampled_problem import Pool
 from benchmarks.attention.shape_draws import HEAD_DIMS, JUDGING, KINDS, ON_CPU, ON_GPU, TUNING, draw, drawn
 
+ROOT = Path(random_shapes.__file__).parents[2]
 CPU = torch.device("cpu")
 MANY = [draw(1000, index) for index in range(3000)]
 
@@ -267,6 +269,28 @@ class TestRuns:
         assert compile_part(some, ["TORCH"], float("inf"), "cpu") == 3
         assert compile_part(some, ["TORCH"], 0, "cpu") == 0
 
+    @pytest.mark.first
+    def test_processes_compile_and_a_run_follows(self, tmp_path: Path) -> None:
+        """By the command itself: processes begin by importing what it runs."""
+        command = [sys.executable, "-m", "benchmarks", "attention", "random_shapes", "--device", "cpu", "--seed", "7"]
+        command += ["--backend", "TORCH", "--no-bare", "--count", "2", "--ahead", "1", "--rounds", "1", "--json"]
+        done = subprocess.run(
+            [*command, str(tmp_path / "a.json")], capture_output=True, text=True, cwd=ROOT, check=True
+        )
+        assert "kernels of 2 of 2 shapes compiled" in done.stdout
+        assert "seed 7, which is for tuning" in done.stdout
+
+    def test_a_shape_that_ends_two_processes_is_left_out(self, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        inner = random_shapes.measure
+        for _ in range(2):
+            monkeypatch.setattr(random_shapes, "measure", lambda *_: (_ for _ in ()).throw(SystemExit("killed")))
+            with pytest.raises(SystemExit, match="killed"):
+                made("--seed", "1000", "--count", "2")
+        monkeypatch.setattr(random_shapes, "measure", inner)
+        first, second = made("--seed", "1000", "--count", "2")["rows"]
+        assert first["dropped"] == ["all: the process ended here, twice"]
+        assert second["us"]["TORCH"] > 0
+
 
 def row(index: int, ratio: float | None, others: int = 2, **more: Any) -> dict[str, Any]:
     each = random_shapes.describe(draw(1000, index))
@@ -293,6 +317,12 @@ class TestReport:
         text = report_of(RESULT | {"rows": rows})
         assert "reaches 0.721 (geometric mean of 3 shapes with decodes alone), and 0.500 or more at 99 %" in text
         assert "within 1.03 of the best backend of ours at 67% of 3 shapes (99 % up to 1.040, worst 1.040)" in text
+
+    def test_what_has_no_time_is_named(self) -> None:
+        rows = [*ROWS, row(5, None, us={}, dropped=["TRITON: ValueError: wrong output"])]
+        text = report_of(RESULT | {"rows": rows})
+        assert "TRITON has no time at 1 shapes:" in text
+        assert f"| 1000/5 | {rows[-1]['shape']} | {rows[-1]['dtype']} | {rows[-1]['page']} | TRITON: ValueError" in text
 
     def test_of_tuning_it_says_so(self) -> None:
         assert "no claim stands on this report" in report_of(RESULT | {"purpose": "tuning"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import attn_backends
-from benchmarks.docs import measured, modules
+from benchmarks.docs import measured, modules, random_page
 from benchmarks.docs.contents import ELSEWHERE, PAGES
 from benchmarks.docs.tables import Pivot, fastest_bare, figure, pivoted, plain
 
@@ -45,7 +46,7 @@ def test_charts_are_made_of_results(tmp_path: Path) -> None:
 
 def test_every_result_is_on_a_page() -> None:
     shown = {section.result for page in PAGES for section in page.sections}
-    assert shown | ELSEWHERE == {path.stem for path in measured.RESULTS.glob("*.json")}
+    assert shown | ELSEWHERE == {path.stem for path in measured.RESULTS.glob("*.json")} - {random_page.NAME}
 
 
 def test_every_note_stands_somewhere() -> None:
@@ -102,3 +103,21 @@ def test_a_line_a_shape_with_the_fastest_bare_kernel() -> None:
 
 def test_columns_without_values_are_left_out() -> None:
     assert plain([{"a": 1, "b": None, "c": []}]) == "| a |\n| ---: |\n| 1 |"
+
+
+def test_the_page_of_random_shapes_is_made_of_the_file(tmp_path: Path) -> None:
+    """Without a file it tells how to make one."""
+    assert "No result is committed yet" in "".join(random_page.text(tmp_path))
+    assert list(random_page.charts(tmp_path, tmp_path)) == []
+    each = {
+        "id": "1000/0", "seed": 1000, "index": 0, "kind": "decode", "shape": "1 x 40, 4/2, 64", "dtype": "bf16",
+        "page": 16, "heads": [4, 2, 64], "requests": 1, "lengths": "equal", "bytes": 1e6, "ratio": 0.5, "low": 0.4,
+        "high": 0.6, "us": {"TRITON": 1.0, "FA3": 2.0}, "best other": "FA3", "others": 2, "dropped": [],
+    }  # fmt: skip
+    where = {"gpu": "A GPU", "date": "2026-11-25", "versions": {"torch": "2"}}
+    result = {"of": "TRITON", "seed": [1000], "purpose": "judging", "rows": [each], **where}
+    (tmp_path / "random.json").write_text(json.dumps(result))
+    text = "\n".join(random_page.text(tmp_path))
+    assert "A GPU, 2026-11-25; torch 2; [random.json]" in text
+    assert "**TRITON takes 0.500 times as long" in text
+    assert [path.name for path in random_page.charts(tmp_path, tmp_path)] == ["random.svg"]
