@@ -1,6 +1,6 @@
 """Time of a layer's MLA decode on a GPU, by our backends and by the bare kernels they use, in one run and in turns.
 
-    python -m benchmarks attention mla_attention [--backend TRITON_MLA ...] [--shapes decode verify | all | tiny]
+    python -m benchmarks attention mla_attention [--backend TRITON_MLA ...] [--shapes decode verify skewed | all | tiny]
         [--no-bare]
 
 Every contender is one CUDA graph over several copies of the latent cache, more than the L2 holds, and its output is
@@ -49,6 +49,12 @@ SHAPES = {
     ],
     "verify": [
         MLAShape((4096,) * 64, heads, query_len=query_len) for heads in (MANY, FEW) for query_len in (2, 4)
+    ],
+    "skewed": [
+        MLAShape((4641, 45118, 1730, 1696), FEW, query_len=4),
+        MLAShape((4641, 45118, 1730, 1696), MANY, query_len=4),
+        MLAShape((4641, 45118, 1730, 1696), FEW),
+        MLAShape((45118,) + (1000,) * 31, FEW),
     ],
     "tiny": [MLAShape((64,) * 3, (4, 1, 576)), MLAShape((128, 64), (4, 1, 576), query_len=2)],
 }  # fmt: skip

@@ -16,7 +16,7 @@ from attn_backends import KVCacheSpec, MLASpec
 from attn_backends.cache.kv_cache import KVCache, gather_pages
 from attn_backends.interface import AttentionBackend
 from attn_backends.interface.capabilities import Capabilities
-from benchmarks.attention.paged_problem import COLD_BYTES, MOST_COPIES, Problem, Shape, common_of, reference
+from benchmarks.attention.paged_problem import COLD_BYTES, MOST_COPIES, Problem, Shape, common_of, num_pages, reference
 
 LAYERS = 27  # of DeepSeek-V2-Lite
 
@@ -73,10 +73,10 @@ class MLAProblem(Problem):
     def repaged(self, page_size: int) -> MLAProblem:
         if page_size == self.cache.page_size:
             return self
-        if any(seq_len % page_size for seq_len in self.shape.seq_lens):
-            raise ValueError(f"lengths of {self.shape.name} are no multiples of page size {page_size}")
         cache = KVCacheSpec(self.cache.num_slots // page_size, page_size)
-        caches = [_latent_cache(cached.key.view(-1, page_size, cached.key.shape[-1])) for cached in self.caches]
+        if self.cache.num_slots % page_size or num_pages(self.shape, page_size) > cache.num_pages:
+            raise ValueError(f"lengths of {self.shape.name} are no multiples of page size {page_size}")
+        caches = [latent_cache(cached.key.view(-1, page_size, cached.key.shape[-1])) for cached in self.caches]
         return replace(self, cache=cache, common=common_of(self.shape, cache, self.device), caches=caches)
 
     def fitting(self, backend: type[AttentionBackend], can: Capabilities | None = None) -> MLAProblem:
@@ -102,7 +102,7 @@ def make_forms(shape: MLAShape, dtype: torch.dtype, page_size: int, device: torc
     num_tokens, made = sum(shape.query_lens), {"device": device, "dtype": dtype}
     cache_bytes = cache.num_slots * spec.latent_dim * cache_dtype.itemsize
     num_copies = 2 if device.type == "cpu" else _num_copies(cache_bytes, num_tokens * spec.num_qo_heads)
-    caches = [_latent_cache(torch.randn(cache.num_pages, page_size, spec.latent_dim, **made).to(cache_dtype))
+    caches = [latent_cache(torch.randn(cache.num_pages, page_size, spec.latent_dim, **made).to(cache_dtype))
               for _ in range(num_copies)]  # fmt: skip
     common = common_of(shape, cache, device)
 
@@ -116,7 +116,7 @@ def make_forms(shape: MLAShape, dtype: torch.dtype, page_size: int, device: torc
     return Forms(form(spec.latent_dim, spec.kv_lora_rank, None), form(spec.head_dim, spec.head_dim_vo, weight))
 
 
-def _latent_cache(rows: torch.Tensor) -> KVCache:
+def latent_cache(rows: torch.Tensor) -> KVCache:
     return KVCache(rows, rows[..., :0])
 
 

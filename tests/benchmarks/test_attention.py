@@ -175,6 +175,31 @@ def test_mla_decodes_and_layers_are_right(script: Script, monkeypatch: pytest.Mo
         assert min(row["decode us"], row["layer us"], row["of copy"]) > 0
 
 
+def test_mla_prompts_are_right(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New tokens alone, and behind context, for which there is no attention of one call."""
+    emulated = load("tests.emulated.flash_attn_mla")
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn.flash_attn_interface", emulated)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    asked = ("--backend", "TORCH_MLA", "--shapes", "tiny", "--rounds", "1", "--page-size", "16")
+    rows = script("attention.mla_prefill", *asked)
+    new, behind = rows[:3], rows[3:]
+    assert {row["contender"] for row in new} == {"FA3", "TORCH_MLA", "row by row"}
+    assert {row["contender"] for row in behind} == {"FA3", "TORCH_MLA"}
+    assert all(row["error"] < 1e-2 for row in rows)
+    assert all(row["attention us"] > 0 and row["attention vs best bare"] > 0 for row in new)
+    assert [bool(row["layer us"]) for row in behind] == [row["contender"] != "FA3" for row in behind]
+
+
+def test_latent_pages_of_any_length_are_split(script: Script) -> None:
+    """Lengths that are no multiple of a page, in smaller pages of the same memory."""
+    mla = load("benchmarks.attention.mla_problem")
+    latent, _ = mla.make_forms(mla.MLAShape((41, 70), (2, 1, 576)), torch.float32, 64, torch.device("cpu"))
+    small = latent.repaged(16)
+    assert (small.cache.num_pages, small.cache.page_size) == (12, 16)
+    with pytest.raises(ValueError, match="no multiples of page size 128"):
+        latent.repaged(128)
+
+
 def test_latent_caches_in_fp8(script: Script) -> None:
     asked = ("--backend", "TORCH_MLA", "--shapes", "tiny", "--rounds", "1", "--page-size", "16", "--no-bare")
     row, _ = script("attention.attention", "--mla", *asked, "--dtype", "fp8")

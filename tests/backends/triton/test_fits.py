@@ -375,9 +375,36 @@ def test_the_latent_kernel_for_hopper_as_compiled(
     check_for_hopper(decode_hopper_kernel.mla_hopper_kernel, types, constants, group)
 
 
+@pytest.mark.parametrize(("capability", "room"), [(90, HOPPER), (80, AMPERE), (86, SMALL)])
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    [((128, 64, 128), torch.bfloat16), ((64, 32, 64), torch.bfloat16), ((192, 64, 256), torch.bfloat16),
+     ((64, 32, 64), torch.float32)],
+    ids=str,
+)  # fmt: skip
+def test_prefill_of_latent_layers_as_compiled(
+    dims: tuple[int, int, int], dtype: torch.dtype, capability: int, room: int
+) -> None:
+    """By the portable kernel, over expanded keys: it fits, and stays in registers but for a few numbers; products of float32,
+    which are three, keep more in memory on Ampere."""
+    from triton.compiler import ASTSource
+
+    from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
+    from attn_backends.kernels.prefill.tiles import varlen_tile
+
+    nope, rope, v_dim = dims
+    spec = MLASpec(16, head_dim=nope + rope, qk_rope_head_dim=rope, head_dim_vo=v_dim, dtype=dtype)
+    tile = varlen_tile(spec, room)
+    sizes = {"BLOCK_Q": tile.rows, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "STAGES": tile.stages, "LOCAL": 0}
+    constants = constants_of(spec, 0, **sizes) | WITHOUT_DESCRIPTORS
+    made = _compiled(ASTSource, prefill_kernel, tensors_of(spec), constants, tile.warps, capability)
+    assert made.metadata.shared <= room
+    assert listing(made).count("LDL") < (256 if dtype is torch.float32 else 48)
+
+
 @pytest.mark.parametrize("is_local", [False, True], ids=["all_keys", "window"])
 @pytest.mark.parametrize(
-    ("dims", "page_size"), [*((dims, 16) for dims in launch.HOPPER_DIMS), ((128, 128), 0)], ids=str
+    ("dims", "page_size"), [*((dims, 16) for dims in launch.HOPPER_DIMS), ((128, 128), 0), ((192, 128), 0)], ids=str
 )
 def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_size: int, is_local: bool) -> None:
     from attn_backends.kernels import hopper
