@@ -5,7 +5,8 @@ options.py    options that all of them have
 metadata.py   a batch as decode rows, attended on the latent cache, and prefill rows, attended on expanded keys
 state.py      the context workspace, plans, graph buffers
 impl.py       one layer: write, absorb, decode, expand, prefill in bounded chunks, merge
-attend.py     attention with its LSE in plain torch
+prefill.py    attention of a batch's prompts by one launch of ours, where a GPU has it
+attend.py     attention with its LSE in plain torch, a row at a time
 
 torch_mla/       TORCH_MLA, on any device
 flashmla/        FLASHMLA: library.py has its kernels, who brings them, and the two generations of their schedules

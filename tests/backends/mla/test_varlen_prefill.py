@@ -12,10 +12,11 @@ import torch
 from attn_backends import MLASpec, get_backend
 from attn_backends.backends.mla.metadata import RaggedRows
 from attn_backends.registry import validate_options
+from attn_backends.spec import KVCacheSpec, Limits, plan_groups
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import assert_matches, make_layer
-from tests.helpers import flashinfer_mla_emulated, flashmla_emulated  # noqa: F401 (they register)
-from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
+from tests.helpers import flash_attn_mla_emulated, flashinfer_mla_emulated, flashmla_emulated  # noqa: F401 (they register)
+from tests.helpers.interpreted import INTERPRETED, in_own_process, only_interpreted, run_interpreted
 
 prefill = pytest.importorskip("attn_backends.backends.mla.prefill", reason="needs triton")
 
@@ -172,6 +173,28 @@ def check_member(
         result = layer.forward(batch, step, num_padded_reqs=2, want_lse=want_lse)
         assert_matches(result, batch, name)
         assert len(launches) == 1 + len(chunks)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize(
+    ("name", "dims", "expected"),
+    [
+        ("TRITON_MLA", (128, 64, 128), {"prefill_hopper_kernel"}),
+        ("FLASHMLA_EMULATED", (128, 64, 128), {"prefill_hopper_kernel"}),
+        ("FLASHINFER_MLA_EMULATED", (64, 64, 64), {"prefill_kernel"}),
+        ("FLASH_ATTN_MLA_EMULATED", (128, 64, 128), set()),  # its library's
+        ("FLASH_ATTN_MLA_EMULATED", (64, 64, 64), {"prefill_kernel"}),
+        ("TORCH_MLA", (128, 64, 128), set()),
+    ],
+)
+def test_states_list_what_their_prefills_launch(name: str, dims: tuple[int, int, int], expected: set[str]) -> None:
+    launch, variants = (pytest.importorskip(f"attn_backends.kernels.{each}") for each in ("launch", "variants"))
+    groups = plan_groups({0: spec_of(dims, 16, torch.bfloat16)})
+    with variants.listing(launch.Machine(132, 227 << 10, True, True, True)) as found:
+        state = get_backend(name).get_state_cls()(groups, KVCacheSpec(64, 64), Limits(4, 64, 4096), torch.device("cpu"))
+        found.variants.clear()
+        state.list_launches()  # type: ignore[attr-defined]
+    assert {variant.name for variant in found.variants.values() if "prefill" in variant.name} == expected
 
 
 def test_torch_mla_stays_in_torch() -> None:

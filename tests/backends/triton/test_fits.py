@@ -385,8 +385,8 @@ def test_the_latent_kernel_for_hopper_as_compiled(
 def test_prefill_of_latent_layers_as_compiled(
     dims: tuple[int, int, int], dtype: torch.dtype, capability: int, room: int
 ) -> None:
-    """By the portable kernel, over expanded keys: it fits, and stays in registers but for a few numbers; products of float32,
-    which are three, keep more in memory on Ampere."""
+    """By the portable kernel, over expanded keys: it fits, and stays in registers but for a few numbers. Products of
+    float32, which are three, keep more in memory on Ampere."""
     from triton.compiler import ASTSource
 
     from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
