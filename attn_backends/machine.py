@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,6 +52,19 @@ def gpu_name(device: torch.device | str) -> str | None:
         return torch.cuda.get_device_name(device)
     except (AssertionError, RuntimeError):  # a torch without CUDA, no GPU, or not so many
         return None
+
+
+def cpu_name() -> str:
+    """What this machine's CPU is called, and how many cores it shows."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
+    return f"{model or platform.machine()}, {os.cpu_count()} cores"
+
+
+def device_name(device: torch.device | str) -> str | None:
+    """Name of what a device is, such as "NVIDIA H200": the GPU, or the CPU with its number of cores."""
+    return cpu_name() if torch.device(device).type == "cpu" else gpu_name(device)
 
 
 def has_gpu(device: torch.device | str) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attn_backends.cli.bench import bench
 from attn_backends.cli.errors import EXIT_FAILED, Commands, clear_errors
 from attn_backends.cli.lint import lint
 from attn_backends.cli.tables import print_doctor, print_explanation, print_json, print_list, print_support
@@ -119,10 +120,11 @@ def explain(
 
         settings = load_config(config, {"backend": backend, "device": device})
         explanation = _explanation(settings)
+        order = _order(settings)
     if as_json:
-        print_json(explanation.to_dict())
+        print_json(explanation.to_dict() | {"auto_order": order})
     else:
-        print_explanation(explanation)
+        print_explanation(explanation, order)
     if explanation.chosen is None:
         raise typer.Exit(EXIT_FAILED)
 
@@ -180,6 +182,7 @@ def generate(
 
 
 app.command()(verify)
+app.command()(bench)
 app.command()(lint)
 
 
@@ -198,6 +201,14 @@ def _explanation(config: EngineConfig) -> Explanation:
     if explanation.chosen:
         validate_options(explanation.chosen, config.backend_options)
     return explanation
+
+
+def _order(config: EngineConfig) -> str:
+    """What AUTO orders backends by on the config's device, in words."""
+    from attn_backends.engine.resolve import resolve_device
+    from attn_backends.registry import auto_order
+
+    return auto_order(resolve_device(config.device))
 
 
 def support_table(as_json: JsonOption = False) -> None:

@@ -68,8 +68,8 @@ def print_doctor(row: Support, results: Sequence[CheckResult], auto_order: str |
         console.print(_table("check against the reference", "result", "detail", rows=rows))
 
 
-def print_explanation(explanation: Explanation) -> None:
-    """Every backend's verdict with its reasons, and the one chosen."""
+def print_explanation(explanation: Explanation, auto_order: str) -> None:
+    """Every backend's verdict with its reasons, the one chosen, and how AUTO orders backends there."""
     rows = [
         (verdict.name, "yes" if verdict.usable else "no", str(verdict.cache.page_size) if verdict.cache else "",
          "\n".join(verdict.reasons))
@@ -78,6 +78,12 @@ def print_explanation(explanation: Explanation) -> None:
     console = _console()
     console.print(_table("backend", "serves every layer", "page size", "why not", rows=rows))
     console.print(f"chosen: {explanation.chosen or 'none'}\n{escape(explanation.reason)}", highlight=False)
+    console.print(f"AUTO orders backends there {escape(auto_order)}", highlight=False)
+
+
+def print_rows(*titles: str, rows: Sequence[Sequence[str]]) -> None:
+    """A table."""
+    _console().print(_table(*titles, rows=rows))
 
 
 def _table(*titles: str, rows: Sequence[Sequence[str]], style: box.Box = box.ROUNDED) -> Table:

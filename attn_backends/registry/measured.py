@@ -1,7 +1,8 @@
-"""How long backends were measured to take: on the GPU that was measured, AUTO tries the fastest of them first.
+"""How long backends were measured to take: on the device that was measured, AUTO tries the fastest of them first.
 
 `measured.json` is written by benchmarks/tune/rank_backends.py from results of the benchmarks: one layer's decode on a
-GPU. A layer and load that is not in it takes the nearest that is. It says nothing of other GPUs: they go by priority.
+GPU. A layer and load that is not in it takes the nearest that is. It says nothing of other GPUs: they go by priority,
+or by the user's own times (`user_table`), which come before the shipped ones everywhere.
 """
 
 from __future__ import annotations
@@ -9,14 +10,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from attn_backends.registry.phases import phased_name, phases_of
+
 if TYPE_CHECKING:
     from attn_backends.registry.table import BackendEntry
     from attn_backends.spec import PlanGroup
+
+
+PAIR_PAYS = 1.05  # two backends have two plans a mixed step: less than this is not worth it
 
 
 class Load(NamedTuple):
@@ -33,8 +39,31 @@ class Measured:
     is_mla: bool
     heads: tuple[int, int, int]  # num_qo_heads, num_kv_heads, head_dim
     load: Load
-    us: dict[str, float]
-    where: str  # GPU and date
+    us: dict[str, float]  # of decode
+    where: str  # device and date
+    prefill_us: dict[str, float] = field(default_factory=dict)  # means over prompts; none where nobody measured them
+
+    def knows(self, name: str) -> bool:
+        """Whether a backend, or both of a pair, were measured."""
+        return all(each in self.us for each in phases_of(name) or (name,))
+
+    def cost(self, name: str) -> float:
+        """What backends are ordered by: the time of decode, times that of prefill where all have it."""
+        prefill, decode = phases_of(name) or (name, name)
+        return self.us[decode] * (self.prefill_us[prefill] if self._has_phases else 1.0)
+
+    @property
+    def _has_phases(self) -> bool:
+        return self.us.keys() == self.prefill_us.keys()
+
+    def pairs(self) -> list[str]:
+        """Two backends, one a phase, that are faster together than either alone by `PAIR_PAYS`, the fastest first."""
+        if not self._has_phases:
+            return []
+        names = [phased_name(one, other) for one in self.us for other in self.us if one != other]
+        found = [name for name in names
+                 if PAIR_PAYS * self.cost(name) < min(map(self.cost, phases_of(name) or ()))]  # fmt: skip
+        return sorted(found, key=self.cost)
 
     def __str__(self) -> str:
         """
@@ -43,7 +72,9 @@ class Measured:
         """
         times = ", ".join(f"{name} {us:,.1f} us" for name, us in self.us.items())
         shape = "{} x {} keys, {}/{} heads of {}".format(*self.load, *self.heads)
-        return f"{times}: a layer's decode of {shape}, on {self.where}"
+        prompts = ", ".join(f"{name} {us:,.1f} us" for name, us in self.prefill_us.items())
+        prompts = f"; of prompts {prompts}" if prompts else ""
+        return f"{times}: a layer's decode of {shape}{prompts}, on {self.where}"
 
 
 def nearest(groups: Sequence[PlanGroup[Any]], load: Load, gpu: str | None) -> Measured | None:
@@ -84,9 +115,20 @@ def fastest_first(entries: Iterable[BackendEntry], measured: Measured | None) ->
     if measured is None:
         return ordered
     places = [i for i, entry in enumerate(ordered) if entry.name in measured.us]
-    by_time = sorted((ordered[i] for i in places), key=lambda entry: measured.us[entry.name])
+    by_time = sorted((ordered[i] for i in places), key=lambda entry: measured.cost(entry.name))
     for place, entry in zip(places, by_time, strict=True):
         ordered[place] = entry
+    return ordered
+
+
+def with_pairs(entries: Iterable[BackendEntry], measured: Measured | None) -> list[str]:
+    """The names of ordered entries, and before a measured one each pair that beats it by `PAIR_PAYS`."""
+    ordered, pairs = [], [] if measured is None else measured.pairs()
+    for name in (entry.name for entry in entries):
+        if measured is not None and measured.knows(name):
+            while pairs and PAIR_PAYS * measured.cost(pairs[0]) < measured.cost(name):
+                ordered.append(pairs.pop(0))
+        ordered.append(name)
     return ordered
 
 

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from attn_backends.registry.measured import Load, Measured, fastest_first, nearest, unmeasured
+from attn_backends.registry.measured import Load, Measured, fastest_first, nearest, unmeasured, with_pairs
 from attn_backends.registry.options import validate_options
 from attn_backends.registry.table import (
     AUTO,
@@ -22,6 +22,7 @@ from attn_backends.registry.table import (
     get_class,
     get_entry,
 )
+from attn_backends.registry.user_table import AGAIN, read_table, table_path
 from attn_backends.registry.verdicts import Explanation, LayerRejection, Selection, Verdict
 
 if TYPE_CHECKING:
@@ -97,7 +98,9 @@ def explain(
         for name, entry in entries.items()
     }
     measured = _measured(name, groups, device, load)
-    tried = [verdicts[entry.name] for entry in _auto_entries(measured)] if asked == AUTO else [verdicts[asked]]
+    order = _auto_entries(measured) if asked == AUTO else [get_entry(asked)]
+    verdicts |= {each.name: _verdict(each, groups, cache, device, {}) for each in order if each.name not in verdicts}
+    tried = [verdicts[entry.name] for entry in order]
     usable = [verdict for verdict in tried if verdict.usable]
     if not usable:
         return Explanation(asked, tuple(verdicts.values()), None, str(_refusal(asked, tried)))
@@ -121,11 +124,19 @@ def explain_for(
 
 def auto_order(device: torch.device | str) -> str:
     """What AUTO orders backends by on a device, in words."""
-    gpu = _gpu_name(device)
+    from attn_backends.machine import device_name  # it loads torch
+
+    own, gpu = read_table(device_name(device)), _gpu_name(device)
+    if own is not None and not (stale := own.stale()):
+        return (
+            f"by times that attn-backends bench measured on {own.device} ({own.date}; {table_path(own.device)}) for "
+            "the nearest layers and load, else by priority"
+        )
+    told = f"; the times in {table_path(own.device)} are stale: {stale}. To use them, {AGAIN}" if own else ""
     why = unmeasured(gpu)
     if gpu is None or why:
-        return f"by priority ({why})" if why else "by priority"
-    return f"by times measured on {gpu} for the nearest layers and load, else by priority"
+        return (f"by priority ({why})" if why else "by priority") + told
+    return f"by times measured on {gpu} for the nearest layers and load, else by priority{told}"
 
 
 def _gpu_name(device: torch.device | str) -> str | None:
@@ -135,8 +146,17 @@ def _gpu_name(device: torch.device | str) -> str | None:
 
 
 def _measured(name: str, groups: Groups, device: torch.device | str, load: Load | None) -> Measured | None:
-    """What AUTO orders backends of a GPU by."""
-    return nearest(groups, load or Load(), _gpu_name(device)) if name.upper() == AUTO else None
+    """What AUTO orders backends of a device by: the user's own times if they are not stale, else shipped ones."""
+    if name.upper() != AUTO:
+        return None
+    from attn_backends.machine import device_name  # it loads torch
+
+    own = read_table(device_name(device))
+    if own is not None and (stale := own.stale()):
+        logger.warning("%s: the times in %s are stale (%s): %s", AUTO, table_path(own.device), stale, AGAIN)
+        own = None
+    found = own.measured(groups, load or Load()) if own is not None else None
+    return found or nearest(groups, load or Load(), _gpu_name(device))
 
 
 def _auto_entries(measured: Measured | None) -> list[BackendEntry]:
@@ -147,7 +167,8 @@ def _auto_entries(measured: Measured | None) -> list[BackendEntry]:
         except BackendImportError as error:
             logger.warning("%s", error)
     ranked = [(entry.priority, entry) for entry in backends.values() if entry.priority is not None]
-    return fastest_first((entry for _, entry in sorted(ranked, key=lambda pair: -pair[0])), measured)
+    by_priority = (entry for _, entry in sorted(ranked, key=lambda pair: -pair[0]))
+    return [get_entry(name) for name in with_pairs(fastest_first(by_priority, measured), measured)]
 
 
 def _groups(specs: Specs) -> Groups:
@@ -243,7 +264,7 @@ def _choice(name: str, verdicts: list[Verdict], measured: Measured | None, gpu: 
         return f"{verdicts[-1].name} was asked for by name and serves every layer"
     passed = "; ".join(f"{verdict.name} was passed over: {verdict.reasons[0]}" for verdict in verdicts[:-1])
     by, why = "by priority", unmeasured(gpu)
-    if measured is not None and verdicts[-1].name in measured.us:
+    if measured is not None and measured.knows(verdicts[-1].name):
         by = f"as measured ({measured})"
     elif why:
         by = f"by priority ({why})"

@@ -16,9 +16,9 @@ from attn_backends.engine.models.checkpoint import ModelError, count_tensors, in
 from attn_backends.engine.models.sizes import why_not_sizes
 
 
-def read_config(path: Path, trust_remote_code: bool) -> Any:
+def read_config(path: Path, trust_remote_code: bool, has_weights: bool = True) -> Any:
     """The model's config, as our own copy: transformers reads the attention's name from it at call time."""
-    _check_raw_config(path, trust_remote_code)
+    _check_raw_config(path, trust_remote_code, has_weights)
     with quietly(), in_our_words(f"cannot read the config of {path}"):
         hf_config = copy.deepcopy(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
         wrong = why_not_sizes(hf_config.get_text_config().to_dict())
@@ -55,7 +55,7 @@ def check_config(hf_config: Any) -> None:
         )
 
 
-def _check_raw_config(path: Path, trust_remote_code: bool) -> None:
+def _check_raw_config(path: Path, trust_remote_code: bool, has_weights: bool) -> None:
     """Refuse a config of a kind that transformers does not know, or of impossible sizes, before it makes anything."""
     raw = read_json(path / "config.json")
     kind, own_code = raw.get("model_type"), "auto_map" in raw
@@ -72,8 +72,9 @@ def _check_raw_config(path: Path, trust_remote_code: bool) -> None:
         )
     nested = raw.get("text_config")
     text = nested if isinstance(nested, dict) else raw
-    wrong, num_layers, num_tensors = why_not_sizes(text), text.get("num_hidden_layers"), count_tensors(path)
-    if not wrong and isinstance(num_layers, int) and num_layers > num_tensors:
+    wrong, num_layers = why_not_sizes(text), text.get("num_hidden_layers")
+    num_tensors = count_tensors(path) if has_weights else None
+    if not wrong and isinstance(num_layers, int) and num_tensors is not None and num_layers > num_tensors:
         wrong = f"num_hidden_layers is {num_layers}, and the weights have {num_tensors} tensors, fewer than layers"
     if wrong:
         raise ModelError(f"{path}/config.json: {wrong}")

@@ -41,13 +41,29 @@ def load_model(
 
 
 def layer_specs(config: EngineConfig, device: torch.device) -> dict[int, AttentionSpec]:
-    """The attention layers of the config's model, from its config file alone: no weights are read or allocated."""
-    path = find_model(config.model, convert_gguf)
-    hf_config = read_config(path, config.trust_remote_code)
+    """The attention layers of the config's model, from its config file alone: no weights are read or allocated.
+
+    The model may be a config.json without weights beside it.
+    """
+    path, hf_config = _model_config(config)
     dtype = model_dtype(config, hf_config, device)
     model = model_without_weights(path, hf_config, dtype, config.trust_remote_code)
     use_latent_attention(model)
     return {layer: probe.spec for layer, probe in probe_layers(model.eval()).items()}
+
+
+def model_limit(config: EngineConfig) -> int:
+    """Tokens of the longest request that the config's model takes, from its config file alone."""
+    limit: int = _model_config(config)[1].get_text_config().max_position_embeddings
+    return limit
+
+
+def _model_config(config: EngineConfig) -> tuple[Path, Any]:
+    """The folder of the config's model, and what its config file says."""
+    file = Path(config.model).expanduser()
+    is_file = file.name == "config.json" and file.is_file()
+    path = file.parent if is_file else find_model(config.model, convert_gguf)
+    return path, read_config(path, config.trust_remote_code, has_weights=not is_file)
 
 
 def model_dtype(config: EngineConfig, hf_config: Any, device: torch.device) -> torch.dtype:
