@@ -32,7 +32,7 @@ FAMILIES: Mapping[str, Callable[[Row], Any]] = {
     "lengths": lambda row: row["lengths"],
 }
 AUTO_LIMIT = 1.03
-MOST_NAMED, MOST_WHY = 60, 110
+MOST_WHY = 110  # letters
 
 
 class _Bucket(str):
@@ -60,23 +60,28 @@ def _parts(result: Mapping[str, Any], rows: Sequence[Row]) -> Iterator[str]:
     )
     if result["purpose"] == "tuning":
         yield "**Tiles and rules may be tuned on these shapes: no claim stands on this report.**"
+    yield from _counted(of, counted)
+    if apart:
+        yield f"{len(apart)} more shapes have fewer than {ENOUGH_OTHERS} others, and stand apart:"
+        yield by_family("others", grouped(apart, lambda row: row["others"]))
+    yield from _reads(of, rows)
+    yield from _auto(rows)
+    yield from _missing(of, rows)
+    yield from _above(of, [*counted, *apart])
+    yield from _dropped(rows)
+
+
+def _counted(of: str, counted: Sequence[Row]) -> Iterator[str]:
+    """What the headline is of."""
     if not counted:
         yield "No shape was served by enough of them."
         return
     yield headline(of, counted)
     for name, key in {"": lambda row: "all", **FAMILIES}.items():
         yield by_family(name, grouped(counted, key))
-    if apart:
-        yield f"{len(apart)} more shapes have fewer than {ENOUGH_OTHERS} others, and stand apart:"
-        yield by_family("others", grouped(apart, lambda row: row["others"]))
     yield "Who was the best of all others, and how often:"
     best = Counter(row["best other"] for row in counted)
     yield table(("contender", "shapes"), [[name, count] for name, count in best.most_common()])
-    yield from _reads(of, rows)
-    yield from _auto(rows)
-    yield from _missing(of, rows)
-    yield from _above(of, [*counted, *apart])
-    yield from _dropped(rows)
 
 
 def headline(of: str, counted: Sequence[Row]) -> str:
@@ -117,12 +122,26 @@ def _reads(of: str, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _auto(rows: Sequence[Row]) -> Iterator[str]:
-    ratios = [row["AUTO vs best of ours"] for row in rows if row.get("AUTO vs best of ours")]
-    if ratios:
-        within = sum(ratio <= AUTO_LIMIT for ratio in ratios) / len(ratios)
+    known = [row for row in rows if row.get("AUTO vs best of ours")]
+    ratios = [row["AUTO vs best of ours"] for row in known]
+    if not known:
+        return
+    within = sum(ratio <= AUTO_LIMIT for ratio in ratios) / len(ratios)
+    yield (
+        f"What AUTO takes is within {AUTO_LIMIT} of the best backend of ours at {within:.0%} of {len(ratios)} "
+        f"shapes (99 % up to {quantile(ratios, 0.99):.3f}, worst {max(ratios):.3f}). What it takes, and that beside "
+        "the best of ours:"
+    )
+    groups = grouped(known, lambda row: row["AUTO"])
+    yield table(("AUTO", *TITLES), [
+        [name, *_rounded(summary([row["AUTO vs best of ours"] for row in each]))] for name, each in groups.items()
+    ])  # fmt: skip
+    others = [row["AUTO vs others"] for row in known if counts(row) and row["AUTO vs others"]]
+    if others:
+        found = summary(others)
         yield (
-            f"What AUTO takes is within {AUTO_LIMIT} of the best backend of ours at {within:.0%} of {len(ratios)} "
-            f"shapes (99 % up to {quantile(ratios, 0.99):.3f}, worst {max(ratios):.3f})."
+            f"AUTO's choice takes {found.geometric_mean:.3f} times as long as the best of other libraries' (geometric "
+            f"mean of {found.shapes} shapes; 99 % up to {found.quantile_99:.3f}, worst {found.worst:.3f})."
         )
 
 
@@ -142,15 +161,14 @@ def _above(of: str, rows: Sequence[Row]) -> Iterator[str]:
     if not above:
         yield f"No shape is above {LIMIT}."
         return
-    more = f", the first {MOST_NAMED} of them" if len(above) > MOST_NAMED else ""
     surely = sum(row["low"] > LIMIT for row in above)
-    yield f"Above {LIMIT}: {len(above)} shapes{more}; {surely} with all of their interval."
+    yield f"Above {LIMIT}: {len(above)} shapes; {surely} with all of their interval."
     titles = ["id", "kind", "shape", "cache", "page", "ratio", "from", "to"]
     titles += [f"{of} us", "best other", "others", "read us"]
     yield table(titles, [
         [row["id"], row["kind"], row["shape"], row["dtype"], row["page"], *(f"{row[name]:.3f}" for name in
          ("ratio", "low", "high")), row["us"][of], f"{row['best other']} {figure(row['us'][row['best other']])}",
-         row["others"], row["read us"]] for row in above[:MOST_NAMED]
+         row["others"], row["read us"]] for row in above
     ])  # fmt: skip
 
 

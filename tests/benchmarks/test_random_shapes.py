@@ -18,7 +18,16 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from benchmarks.attention import random_results, random_shapes, random_statistics, sampled_problem, shape_draws
+from benchmarks.attention import (
+    attention,
+    bare_kernels,
+    random_results,
+    random_shapes,
+    random_statistics,
+    sampled_problem,
+    shape_draws,
+)
+from benchmarks.attention.contest import checked
 from benchmarks.attention.paged_problem import Shape, make_contender
 from benchmarks.attention.random_ahead import compile_part
 from benchmarks.attention.random_report import report_of
@@ -113,15 +122,18 @@ class TestSampledAnswers:
     def problem(self, shape: Shape = shape) -> sampled_problem.SampledProblem:
         return sampled_problem.sampled_problem(shape, torch.float32, 16, Pool(8 << 20, CPU), "a seed")
 
-    def test_are_parts_of_the_whole_answer(self) -> None:
+    def test_are_parts_of_the_whole_answer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of prompts, chunks and decodes alike, and from pages of another size too."""
-        prompts = replace(self.shape, is_prefill=True)
+        monkeypatch.setattr(sampled_problem, "MOST_ELEMENTS", 300 * 16)  # one KV head of the longest request
+        prompts, heads = replace(self.shape, is_prefill=True), set()
         for shape in (self.shape, prompts, replace(prompts, chunk_lens=(5, 290, 1, 90) * 5), replace(
                 prompts, window_left=9), replace(self.shape, query_len=3)):  # fmt: skip
             for problem in (self.problem(shape), self.problem(shape).repaged(256)):
                 for answer in problem.answers:
                     whole = problem._expected(problem.queries[answer.copy], problem.caches[answer.copy])
                     torch.testing.assert_close(answer.values, whole[answer.tokens, answer.heads])
+                    heads.add((answer.heads.start, answer.heads.stop))
+        assert len(heads) >= 4, "not all heads of each"
 
     def test_are_of_the_longest_and_the_shortest_among_others(self) -> None:
         problem = self.problem()
@@ -151,6 +163,38 @@ class TestSampledAnswers:
         assert again.caches[0].key.data_ptr() == problem.caches[0].key.data_ptr(), "the pool is cut anew"
         with pytest.raises(ValueError, match="do not fit into a pool"):
             sampled_problem.sampled_problem(self.shape, torch.float32, 16, pool, "a", num_copies=20)
+
+
+class TestChunks:
+    shape = Shape((40, 300, 90), (8, 4, 16), is_prefill=True, decodes=1, chunk_lens=(4, 90))
+
+    def test_have_new_tokens_behind_cached_ones(self) -> None:
+        assert self.shape.query_lens == (1, 4, 90)
+        assert not self.shape.all_are_new
+        assert self.shape.name == "1 x 40 + 1 x 300 + 1 x 90, 8/4, 16, 1 decodes and prefill of the last 1 x 4 + 1 x 90"
+        pairs = 40 + (4 * 300 - 8) + 90 * 90 / 2
+        assert self.shape.flops == 4 * 8 * 16 * pairs
+
+    def test_kernels_over_new_keys_alone_are_no_contenders(self, flashinfer: None) -> None:
+        """Prompts whose beginning is cached have keys that are not new."""
+        chunks = replace(self.shape, decodes=0, chunk_lens=(3, 4, 90))
+        for shape, ragged in (
+            (self.shape, False),
+            (chunks, False),
+            (Shape((30, 20), (8, 4, 64), is_prefill=True), True),
+        ):
+            shape = replace(shape, heads=(8, 4, 64))
+            problem = sampled_problem.sampled_problem(shape, torch.bfloat16, 16, Pool(8 << 20, CPU), "a")
+            made, _ = attention.all_made(problem, [], {}, bare=True)
+            assert any("ragged" in name for name in made) == ragged
+            assert set(checked(made)[0]) == set(made)
+
+
+def test_bare_kernels_of_deadly_head_dims_are_not_run() -> None:
+    problem = sampled_problem.sampled_problem(Shape((40,), (2, 2, 96)), torch.bfloat16, 16, Pool(8 << 20, CPU), "a")
+    for name in ("FA3", "FA3, scheduled once"):
+        with pytest.raises(ValueError, match="head dim 96 is none of"):
+            bare_kernels.DECODE[name].contender(problem)
 
 
 class TestStatistics:
@@ -263,6 +307,11 @@ class TestRuns:
         made("--seed", "1000", "--count", "1")
         assert random_shapes.os.environ["FLASHINFER_DISABLE_JIT"] == "1"
 
+    def test_charts_are_drawn(self, made: Any, tmp_path: Path) -> None:
+        made("--seed", "1000", "--count", "2")
+        assert (tmp_path / "some.png").stat().st_size > 10_000
+        assert "time over that of the best of all others" in (tmp_path / "some.svg").read_text()
+
     def test_kernels_are_compiled_ahead(self, flashinfer: None) -> None:
         """Each shape runs once, until there is no time."""
         some = list(drawn(1, 3, list(KINDS), ON_CPU))
@@ -313,10 +362,14 @@ class TestReport:
         assert "| TRITON | X: y | 1 |" in text
 
     def test_shares_of_reading_and_autos_choices(self) -> None:
-        rows = [row(i, 1.0, **{"of read": 0.5 + 0.25 * i, "AUTO vs best of ours": 1 + 0.02 * i}) for i in range(3)]
+        auto = {"AUTO": "TRITON", "AUTO vs others": 0.9}
+        rows = [
+            row(i, 1.0, **{"of read": 0.5 + 0.25 * i, "AUTO vs best of ours": 1 + 0.02 * i}, **auto) for i in range(3)
+        ]
         text = report_of(RESULT | {"rows": rows})
         assert "reaches 0.721 (geometric mean of 3 shapes with decodes alone), and 0.500 or more at 99 %" in text
         assert "within 1.03 of the best backend of ours at 67% of 3 shapes (99 % up to 1.040, worst 1.040)" in text
+        assert "AUTO's choice takes 0.900 times as long as the best of other libraries'" in text
 
     def test_what_has_no_time_is_named(self) -> None:
         rows = [*ROWS, row(5, None, us={}, dropped=["TRITON: ValueError: wrong output"])]
