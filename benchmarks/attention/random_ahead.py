@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 
 import torch
@@ -18,7 +18,7 @@ from benchmarks.attention.contest import CACHE_DTYPES
 from benchmarks.attention.plain_read import make_read
 from benchmarks.attention.sampled_problem import Pool, sampled_problem
 from benchmarks.attention.shape_draws import LARGEST_PAGE, READS, Drawn
-from benchmarks.lib.gpu_harness import free_memory
+from benchmarks.lib.gpu_harness import free_memory, reason
 
 SHARE = 0.4  # of a run's time, at most
 MOST_PROCESSES = 14
@@ -34,8 +34,17 @@ def compile_all(
     seconds = max(0.0, until - started)
     parts = [(shapes[i::num_processes], tuple(names), time.time() + seconds, device) for i in range(num_processes)]
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
-        done = [each.result() for each in as_completed([pool.submit(compile_part, *part) for part in parts])]
-    print(f"kernels of {sum(done)} of {len(shapes)} shapes compiled in {time.monotonic() - started:.0f} s", flush=True)
+        done = sum(map(_count, as_completed([pool.submit(compile_part, *part) for part in parts])))
+    print(f"kernels of {done} of {len(shapes)} shapes compiled in {time.monotonic() - started:.0f} s", flush=True)
+
+
+def _count(part: Future[int]) -> int:
+    """How many shapes a process ran; none if a kernel has ended it: the run compiles what is left itself."""
+    try:
+        return part.result()
+    except Exception as error:  # BrokenProcessPool, or the device's context is dead
+        print(f"not all is compiled ahead: {reason(error)}", flush=True)
+        return 0
 
 
 @torch.inference_mode()
@@ -47,7 +56,7 @@ def compile_part(shapes: Sequence[Drawn], names: Sequence[str], until: float, de
         try:
             compile_one(each, names, torch.device(device))
         except Exception as error:  # out of memory, beside the others: the run itself compiles it then
-            print(f"not compiled ahead: {each.shape.name}: {str(error)[:100]}", flush=True)
+            print(f"not compiled ahead: {each.shape.name}: {reason(error)[:100]}", flush=True)
         free_memory(torch.device(device))
     return len(shapes)
 

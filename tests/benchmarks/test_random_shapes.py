@@ -21,6 +21,7 @@ from hypothesis import given, settings, strategies as st
 from benchmarks.attention import (
     attention,
     bare_kernels,
+    random_ahead,
     random_results,
     random_shapes,
     random_statistics,
@@ -317,6 +318,12 @@ class TestRuns:
         some = list(drawn(1, 3, list(KINDS), ON_CPU))
         assert compile_part(some, ["TORCH"], float("inf"), "cpu") == 3
         assert compile_part(some, ["TORCH"], 0, "cpu") == 0
+
+    def test_a_process_that_ends_spoils_no_run(self, capsys: pytest.CaptureFixture[str]) -> None:
+        random_ahead.compile_all(list(drawn(1, 2, list(KINDS), ON_CPU)), [], 1, float("inf"), "no device")
+        said = capsys.readouterr().out
+        assert "not all is compiled ahead: RuntimeError" in said
+        assert "kernels of 0 of 2 shapes compiled" in said
 
     @pytest.mark.first
     def test_processes_compile_and_a_run_follows(self, tmp_path: Path) -> None:
