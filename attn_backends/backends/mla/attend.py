@@ -1,11 +1,24 @@
-"""Attention with its LSE in plain torch: what runs where a backend has no kernel of its own."""
+"""Attention with its LSE in plain torch: what runs where a backend has no kernel of its own, and no plan has one."""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
 
 import torch
 import torch.nn.functional as F
 
 from attn_backends.machine import is_hip
+
+
+class PrefillPlan(ABC):
+    """Ragged rows that one call attends, in the place of a call of `attend` for each."""
+
+    @abstractmethod
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """Attend for a layer; tensors and results as those of `MLAImpl._prefill`."""
 
 
 def attend(

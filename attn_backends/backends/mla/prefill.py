@@ -7,6 +7,7 @@ from itertools import product
 
 import torch
 
+from attn_backends.backends.mla.attend import PrefillPlan
 from attn_backends.backends.mla.metadata import RaggedRows
 from attn_backends.kernels.examples import distinct, empty, new_tokens
 from attn_backends.kernels.launch import runs_kernels, shared_memory
@@ -25,7 +26,7 @@ def suits_varlen_kernel(spec: MLASpec, device: torch.device) -> bool:
 
 
 @dataclass(frozen=True)
-class VarlenPlan:
+class VarlenPlan(PrefillPlan):
     """Ragged rows as the kernels take them, and the layer's launches for them."""
 
     kernels: PrefillKernels
@@ -36,7 +37,6 @@ class VarlenPlan:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """Launch a layer's attention; tensors and results as those of `MLAImpl._prefill`."""
         self.kernels.attend(query, key, value, output, lse, self.rows, self.tiles, 0, False, None)
 
 
