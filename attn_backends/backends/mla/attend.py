@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from attn_backends.machine import is_hip
 
 
-class PrefillPlan(ABC):
+class AttendsRows(ABC):
     """Ragged rows that one call attends, in the place of a call of `attend` for each."""
 
     @abstractmethod

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from attn_backends.backends.mla.attend import PrefillPlan, attend as attend_in_torch
+from attn_backends.backends.mla.attend import AttendsRows, attend as attend_in_torch
 from attn_backends.backends.mla.metadata import DecodeRows, PrefillRows, RaggedRows
 from attn_backends.backends.mla.state import MLAStep
 from attn_backends.cache.kv_cache import KVCache, dequantise, gather_slots, write_latent
@@ -98,7 +98,7 @@ class MLAImpl(AttentionImpl[MLAStep]):
     ) -> None:
         """Attention of ragged rows over expanded keys and values: in one launch of ours where the state has one for
         this layer, and row by row elsewhere."""
-        if isinstance(plan, PrefillPlan):
+        if isinstance(plan, AttendsRows):
             plan.attend(query, key, value, output, lse)
             return
         edges = zip(rows.query_starts_cpu.tolist(), rows.key_starts_cpu.tolist(), strict=True)

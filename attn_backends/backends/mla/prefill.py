@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 
-from attn_backends.backends.mla.attend import PrefillPlan
+from attn_backends.backends.mla.attend import AttendsRows
 from attn_backends.backends.mla.metadata import RaggedRows
 from attn_backends.kernels.examples import distinct, empty, new_tokens
 from attn_backends.kernels.launch import runs_kernels, shared_memory
@@ -26,7 +26,7 @@ def suits_varlen_kernel(spec: MLASpec, device: torch.device) -> bool:
 
 
 @dataclass(frozen=True)
-class VarlenPlan(PrefillPlan):
+class VarlenPlan(AttendsRows):
     """Ragged rows as the kernels take them, and the layer's launches for them."""
 
     kernels: PrefillKernels
