@@ -228,11 +228,11 @@ def _plain(table: UserTable, found: Sequence[Measurement]) -> dict[str, Any]:
 def _print(asked: ToMeasure, found: Sequence[Measurement], lines: Sequence[str]) -> None:
     """A line a load: each backend's time in microseconds, and the fastest's name."""
     rows = [
-        (str(each.case), f"{each.spec.num_qo_heads}/{each.spec.num_kv_heads} of {each.spec.head_dim}",
+        (str(each.case), each.layer,
          *(f"{each.us[name]:,.1f}" if name in each.us else "" for name in asked.names), next(iter(each.us), "none"))
         for each in found
     ]  # fmt: skip
-    print_rows("load", "heads", *(f"{name} us" for name in asked.names), "fastest", rows=rows)
+    print_rows("load", "layer", *(f"{name} us" for name in asked.names), "fastest", rows=rows)
     failed = {f"{name} has no time of {each.case}: {why}" for each in found for name, why in each.failed.items()}
     console = Console(soft_wrap=True)
     for line in [*sorted(failed), *lines]:

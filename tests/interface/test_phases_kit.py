@@ -41,3 +41,17 @@ class TestTorchPrefills(BackendConformance):
 class TestTorchDecodes(BackendConformance):
     backend_name = "prefill=FLASH_ATTN_FLASH_ATTN_EMULATED,decode=TORCH"
     dtypes = (torch.bfloat16,)
+
+
+@pytest.mark.gpu
+class TestFlashInferPrefillsOnAGpu(BackendConformance):
+    backend_name = "prefill=FLASHINFER,decode=TRITON"
+    device = "cuda"
+    dtypes = (torch.bfloat16,)
+
+
+@pytest.mark.gpu
+class TestFlashInferDecodesOnAGpu(BackendConformance):
+    backend_name = "prefill=TRITON,decode=FLASHINFER"
+    device = "cuda"
+    dtypes = (torch.bfloat16,)

@@ -31,7 +31,7 @@ def draw_times(found: Sequence[Measurement], title: str, folder: Path, stem: str
         for place, name in enumerate(names):
             dots = [(each.us[name] / min(each.us.values()), line) for line, each in enumerate(found) if name in each.us]
             axis.plot(*zip(*dots, strict=True), "o", label=name, color=COLORS[place % len(COLORS)], alpha=0.85)
-        axis.set_yticks(range(len(found)), [_label(each) for each in found])
+        axis.set_yticks(range(len(found)), [f"{each.case}, {each.layer}" for each in found])
         axis.set_ylim(len(found) - 0.4, -0.6)
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
@@ -46,8 +46,3 @@ def draw_times(found: Sequence[Measurement], title: str, folder: Path, stem: str
             figure.savefig(path, dpi=150, facecolor="white")
         pyplot.close(figure)
     return paths
-
-
-def _label(each: Measurement) -> str:
-    spec = each.spec
-    return f"{each.case}, {spec.num_qo_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"

@@ -20,6 +20,7 @@ from attn_backends.testing.bench.loads import LoadCase
 from attn_backends.testing.bench.problem import check, make_run
 
 MOST_ROUNDS, FEWEST_ROUNDS = 30, 3
+SLOW = 10  # times as long as the fastest: its first time is all that it gets
 Now = Callable[[], float]  # seconds
 
 
@@ -37,8 +38,15 @@ class Measurement:
     spec: AttentionSpec
     case: LoadCase
     us: dict[str, float]
-    rounds: int
+    rounds: int  # of those that are not much slower than the fastest
     failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def layer(self) -> str:
+        """The layer in words: "8/2 heads of 64, window_left 127"."""
+        spec = self.spec
+        window = f", window_left {spec.window_left}" if spec.window_left >= 0 else ""
+        return f"{spec.num_qo_heads}/{spec.num_kv_heads} heads of {spec.head_dim}{window}"
 
     def row(self) -> Row:
         """What the table keeps of it."""
@@ -89,7 +97,7 @@ class Bench:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return Measurement(spec, case, by_time, min((len(each) for each in times.values()), default=0), failed)
+        return Measurement(spec, case, by_time, max((len(each) for each in times.values()), default=0), failed)
 
     def _check(self, name: str, contender: Contender, spec: AttentionSpec, case: LoadCase) -> None:
         key = name, spec, case.phase
@@ -105,14 +113,15 @@ class Bench:
 
     def _rounds(self, runs: Mapping[str, Run], until: float) -> dict[str, list[float]]:
         """Times of each call in rounds in which all have their turn, in an order that changes."""
-        taken: dict[str, list[float]] = {name: [] for name in runs}
-        shuffled, names = random.Random(0), list(runs)
-        for run in runs.values():
-            self.clock(run)  # to warm up
+        first = {name: self.clock(run) for name, run in runs.items()}
+        slow = {name: [us] for name, us in first.items() if us >= SLOW * min(first.values())}
+        names = [name for name in runs if name not in slow]
+        taken: dict[str, list[float]] = {name: [] for name in names}
+        shuffled = random.Random(0)
         for done in range(MOST_ROUNDS if runs else 0):
             if done >= FEWEST_ROUNDS and self.now() >= until:
                 break
             shuffled.shuffle(names)
             for name in names:
                 taken[name].append(self.clock(runs[name]))
-        return taken
+        return taken | slow

@@ -12,8 +12,9 @@ import torch
 
 from attn_backends import AttentionSpec, KVCacheSpec, MLASpec, get_backend, register_backend
 from attn_backends.backends.torch.impl import TorchImpl
-from attn_backends.registry import Load
+from attn_backends.registry import Load, backends, explain
 from attn_backends.testing.bench.chart import draw_times
+from attn_backends.testing.bench.clocks import make_clock
 from attn_backends.testing.bench.layers import read_layers
 from attn_backends.testing.bench.loads import LoadCase, bytes_per_key, cases
 from attn_backends.testing.bench.measure import FEWEST_ROUNDS, MOST_ROUNDS, Bench, Contender, Measurement
@@ -129,6 +130,48 @@ def test_time_that_runs_out_leaves_a_load_of_each_phase() -> None:
     plenty = list(bench("TORCH", clock=Clock(seconds=1.0), seconds=80.0).run([SPEC], loads))
     assert [each.case for each in plenty] == loads
     assert all(FEWEST_ROUNDS < each.rounds < MOST_ROUNDS for each in plenty)
+
+
+def test_a_much_slower_backend_has_one_round() -> None:
+    """Its time counts, and the others have theirs."""
+
+    class Uneven(Clock):
+        def __call__(self, run: Any) -> float:
+            before = seen["NAIVE"]
+            run()
+            return 5.0 if seen["NAIVE"] == before else 51.0
+
+    seen: Counter[str] = Counter()
+
+    class Seen(naive.NaiveImpl):
+        def attend(self, *args: Any) -> None:
+            seen["NAIVE"] += 1
+            super().attend(*args)
+
+    class SeenBackend(naive.NaiveBackend):
+        name, impl_cls = "SEEN", Seen
+
+    register_backend("SEEN", SeenBackend, override=True)
+    (found,) = bench("SEEN", "TORCH", clock=Uneven()).run([SPEC], [DECODE])
+    assert found.us == {"TORCH": 5.0, "SEEN": 51.0}
+    assert found.rounds == MOST_ROUNDS
+    assert seen["NAIVE"] == 3  # the check, the first call and one that is timed
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_times_are_of_graphs_and_events() -> None:
+    spec, device = AttentionSpec(8, 2, 128, dtype=torch.bfloat16), torch.device("cuda")
+    contenders = {}
+    for entry in (entry for entry in backends.values() if entry.priority is not None and entry.source == "built-in"):
+        found = explain(entry.name, [spec], [KVCacheSpec(1, size) for size in (16, 64, 256)], device).verdicts
+        cache = next(verdict.cache for verdict in found if verdict.name == entry.name)
+        if cache is not None:
+            contenders[entry.name] = Contender(get_backend(entry.name), cache)
+    loads = [LoadCase("decode", Load(16, 2000)), LoadCase("prefill", Load(2, 1000))]
+    for each in Bench(contenders, device, 20, make_clock(device)).run([spec], loads):
+        assert each.failed == {}
+        assert set(each.us) == set(contenders)
+        assert all(1 < us < 1e5 for us in each.us.values())
 
 
 def test_the_chart_is_svg_and_png(tmp_path: Path) -> None:
