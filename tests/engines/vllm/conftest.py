@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,15 @@ def _installed(folder: Path, name: str, points: dict[str, str]) -> None:
 def serve(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve:
     """What a process of some version serves: `serve("0.32", "eager", "ngram", ATTN_BACKENDS_VLLM="TORCH")`. A process
     that was run already is not run again."""
-    ran: dict[tuple[object, ...], dict[str, Any]] = {}
+    begun: dict[tuple[object, ...], Future[dict[str, Any]]] = {}
+    pool = ThreadPoolExecutor(2)
 
-    def run(version: str, *names: str, **variables: str) -> dict[str, Any]:
+    def begin(version: str, *names: str, **variables: str) -> Future[dict[str, Any]]:
         key = (version, names, *sorted(variables.items()))
-        if key not in ran:
+        if key not in begun:
             out = tmp_path_factory.mktemp("out") / "served.json"
             command = [sys.executable, str(HERE / "serve.py"), str(folder), str(out), *names]
-            ran[key] = started(command, environment(folder, version, **variables), out)
-        return ran[key]
+            begun[key] = pool.submit(started, command, environment(folder, version, **variables), out)
+        return begun[key]
 
-    return run
+    return Serve(begin)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,18 @@ QUIET = {
 }  # fmt: skip
 
 
-Serve = Callable[..., dict[str, Any]]
+class Serve:
+    """What a process serves, when it has ended: `serve(VERSION, SCENARIO, ..., VARIABLE=VALUE)`.
+
+    Args:
+        begin: starts it, once, beside another one; for what is wanted next.
+    """
+
+    def __init__(self, begin: Callable[..., Future[dict[str, Any]]]) -> None:
+        self.begin = begin
+
+    def __call__(self, version: str, *names: str, **variables: str) -> dict[str, Any]:
+        return self.begin(version, *names, **variables).result()
 
 
 def environment(folder: Path, version: str, **more: str) -> dict[str, str]:

@@ -47,7 +47,9 @@ def plain(version: str) -> list[str]:
 def test_tokens_are_vllms_own(serve: Serve, version: str, name: str) -> None:
     if (version, name) in NOT_IN:
         pytest.skip(f"vLLM {version} does not serve {name} in float32 by itself")
-    runs = serve(version, *plain(version), ATTN_BACKENDS_VLLM="TORCH"), by_itself(serve, version)
+    serve.begin(version, *plain(version), ATTN_BACKENDS_VLLM="TORCH")
+    theirs = by_itself(serve, version)
+    runs = serve(version, *plain(version), ATTN_BACKENDS_VLLM="TORCH"), theirs
     ours, theirs = (run["served"][name] for run in runs)
     assert ours["impls"] == ["CPU_ATTN__TORCH_Impl"]
     assert theirs["impls"] == ["CPUAttentionBackendImpl"]
