@@ -154,6 +154,11 @@ def write_latent(
     write_kv(latent[:, None], rope_key[:, None], parts, slot_mapping, scale, scale)
 
 
+def has_padding(slots: torch.Tensor) -> bool:
+    """Whether some token has no slot. Reads the tensor."""
+    return bool((slots < 0).any())
+
+
 def write_slots(
     key: torch.Tensor,
     value: torch.Tensor,

@@ -133,7 +133,8 @@ class GraphInputs:
         if slot_mapping.data_ptr() != self.slot_mapping.data_ptr():
             raise ValueError(
                 "these graphs read the tensors that graph_capture was given, and the batch is not of that table: make "
-                "it by the step table's step or advance, or of views of these very tensors, or give graph_capture none"
+                "it by the step table's step or advance, or of views of these very tensors, or give graph_capture "
+                "none. An engine that writes keys itself passes these slots too"
             )
         return True
 

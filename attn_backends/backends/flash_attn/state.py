@@ -107,9 +107,9 @@ class FlashAttnGraphState(GraphState[FlashAttnMetadata, FlashAttnStep]):
         return without_python(again, [self._rows[group], schedule], self.parent.recorder)
 
     def idle_metadata(self, group_index: int) -> FlashAttnMetadata:
-        """Rows of as many keys as tokens, to capture with."""
-        self._rows[group_index].seq_lens.fill_(self.query_len)
-        if self._inputs_of[group_index].shared is None:  # a step table's are other requests' pages
+        """Rows of as many keys as tokens, to capture with; over tensors that were given, what these hold."""
+        if self._inputs_of[group_index].shared is None:
+            self._rows[group_index].seq_lens.fill_(self.query_len)
             self._tensors[group_index]["page_table"].zero_()
         return super().idle_metadata(group_index)
 

@@ -36,7 +36,7 @@ from attn_backends.backends.torch.native.paged_prefill import PagedPrefill
 from attn_backends.backends.torch.native.paged_rows import PagedRows
 from attn_backends.backends.torch.state import TorchStep, room_in
 from attn_backends.backends.torch.trace import traced_batch
-from attn_backends.cache.kv_cache import KVCache, dequantise, gather_pages, gather_slots, write_slots
+from attn_backends.cache.kv_cache import KVCache, dequantise, gather_pages, gather_slots, has_padding, write_slots
 from attn_backends.interface import AttentionImpl
 
 NO_KEYS = "this step reads a cache or fresh keys, and neither was given: pass kv_cache or key"
@@ -80,13 +80,15 @@ class TorchImpl(AttentionImpl[TorchStep]):
                 lse[tokens] = attended.lse
 
     def write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, step: TorchStep) -> None:
-        """A plain indexed write outside of graphs; nothing where a kernel runs, the first of which writes by itself."""
-        metadata = step.metadata
-        slots, num_new = metadata.slot_mapping, metadata.num_new_kv
-        if metadata.for_graph:
+        """Nothing where a kernel runs, the first of which writes by itself. A plain indexed write where all have slots."""
+        metadata, num_new = step.metadata, step.metadata.num_new_kv
+        slots = metadata.slot_mapping[:num_new]
+        if metadata.paged_rows is not None or metadata.paged_prefills is not None:
+            return
+        if metadata.for_graph or slots.is_cuda or has_padding(slots):
             super().write(key, value, kv_cache, step)
-        elif metadata.paged_rows is None and metadata.paged_prefills is None and slots.numel():
-            write_slots(key[:num_new], value[:num_new], kv_cache, slots[:num_new], self.k_scale, self.v_scale)
+        elif num_new:
+            write_slots(key[:num_new], value[:num_new], kv_cache, slots, self.k_scale, self.v_scale)
 
     def trace_inputs(self, metadata: TorchMetadata) -> tuple[torch.Tensor, ...] | None:
         """What `trace` reads of steps that decode, all rows together: for the kernel, slots of new keys and its rows.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from attn_backends.backends.torch.metadata import DecodeBatch, TorchMetadata
+from attn_backends.cache.kv_cache import has_padding
 from attn_backends.spec import FP8_DTYPES, AttentionSpec
 
 
@@ -16,6 +17,8 @@ def traced_batch(
     plain = not (metadata.for_graph or metadata.num_prefills or metadata.common_prefix_len)
     plain = plain and spec.cache_dtype not in FP8_DTYPES
     if not plain or metadata.num_new_kv != num_rows or device.type != "cpu":
+        return None
+    if has_padding(metadata.slot_mapping[:num_rows]):  # an operator that scatters has no nowhere
         return None
     if batch is not None and (rows or batch.owners is None):
         return None if rows else batch

@@ -119,6 +119,20 @@ class Engines(Graphs):
         error = (output.cpu().double() - expected.cpu()).norm(dim=(1, 2)) / expected.cpu().norm(dim=(1, 2))
         assert float(error.max()) <= batch.tolerance, f"{shape}: off by {float(error.max()):.2e}"
 
+    @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", "small_prefill"])
+    def test_slots_of_padding_among_a_rows_own(self, shape: str) -> None:
+        """A token whose slot is -1 is not written: the cache has its key already. Nor is any other slot."""
+        batch = self.make_batch(self.make_spec(), shape)
+        layer, after = make_layer(self.backend, batch), batch.pool_after()
+        for every in (2, 1):
+            common = batch.common()
+            common.slot_mapping[::every] = PAD_SLOT
+            pool = batch.pool_after()
+            result = layer.forward(batch, self.begin_common(layer, common), kv_cache=pool)
+            what = f"{shape}, every {every}. token has no slot"
+            assert_matches(result, batch, what)
+            assert_pool(pool, after, what, batch.has_exact_scales)
+
     @pytest.mark.parametrize("name", ["plain", "window_15", "sinks"])
     def test_graphs_over_an_engines_tensors(self, name: str) -> None:
         """Graphs read an engine's persistent tensors, or copies; rows of padding have no tokens and pages of junk. No
@@ -136,6 +150,11 @@ class Engines(Graphs):
         filler = _Filler(held)
         clone = layer.state.graph_clone(ROWS, query_len)
         assert (ROWS, query_len) in layer.state.graph_sizes
+        filler(batches[0], ROWS, query_len)
+        before = [tensor.clone() for tensor in vars(held).values()]
+        layer.state.graph_capture_get_metadata_for_batch(ROWS, query_len)
+        same = all(map(torch.equal, vars(held).values(), before))
+        assert same, "metadata to capture with has changed an engine's own tensors"
         captured = CapturedStep([layer], clone, batches[:1], ROWS, query_len, make_recorder(self.device), filler)
         for batch in batches:
             captured.fill([batch])
