@@ -95,12 +95,14 @@ def test_step_table_scheduler() -> None:
     assert steps[-1] == "1 decodes, 0 prefills"
 
 
+@pytest.mark.first
 def test_generate() -> None:
     printed = run_python("examples/generate.py")
     assert "The capital of France is▸ Paris" in printed
     assert "TORCH was asked for by name" in printed
 
 
+@pytest.mark.first
 def test_transformers_generate() -> None:
     """All three roads; the second turn of the session finds the first one's tokens."""
     printed = run_python("examples/transformers_generate.py")
@@ -134,6 +136,7 @@ def test_plugin_on_the_command_line(with_plugin: Python) -> None:
     assert len(healthy["checks"]) > 10
 
 
+@pytest.mark.first
 def test_plugin_conformance(with_plugin: Python) -> None:
     """Some of the kit, by the plugin's own two lines; all of it takes minutes in plain loops."""
     some = "plain_layer or declared_features or views_split or profile or static or building or upper_bounds"

@@ -48,6 +48,7 @@ def answer(model: Path, *more: str) -> tuple[str, ...]:
     return ("generate", "--model", str(model), "--device", "cpu", "--max-tokens", "3", *more)
 
 
+@pytest.mark.first
 def test_an_ascii_locale(model: Path) -> None:
     prompt = "höre € 😀"
     code, out, err = run(*answer(model, "--prompt", prompt, "--prompt", "zwei"), **ASCII)
@@ -93,7 +94,7 @@ app({words!r})
 """
 
 
-@pytest.mark.parametrize("load", ["load", "load_in_library"])
+@pytest.mark.parametrize("load", [pytest.param("load", marks=pytest.mark.long), "load_in_library"])
 def test_an_interrupt_while_loading(model: Path, load: str) -> None:
     """Also where a library makes another error of it."""
     code = INTERRUPTED.format(load=load, words=list(answer(model, "--prompt", "a")))

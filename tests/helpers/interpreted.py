@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,51 +36,7 @@ def run_interpreted(file: str, keyword: str = "") -> None:
     assert " passed" in done.stdout
 
 
-def _quicken() -> None:
-    """Without what Triton's interpreter repeats to no end, which is half of its time.
-
-    It puts its functions in the place of the language's at each call of a device function: once a module is enough
-    where all is interpreted. It works out whether integers overflow and, but for `debug`, drops the answer. And it
-    makes and checks the shape of each tensor anew.
-    """
-    from triton import language as tl
-    from triton.runtime import interpreter
-
-    put, done = interpreter._patch_lang, set()
-
-    def put_once(function: Callable[..., object]) -> Any:
-        if function.__module__ not in done:
-            done.add(function.__module__)
-            put(function)
-        return interpreter._LangPatchScope()  # nothing to put back
-
-    interpreter._patch_lang = put_once
-
-    builder = interpreter.interpreter_builder
-    if not builder.options.debug:
-        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-
-    @functools.cache
-    def shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
-        return tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
-
-    def make_tensor(self: Any, handle: Any, type: Any) -> None:
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = shape_of(type.shape if type.is_block() else ())
-
-    make_checked_type = tl.block_type.__init__
-    made: dict[object, tuple[Any, ...]] = {}
-
-    def make_type(self: Any, element_ty: Any, shape: Any) -> None:
-        key = (element_ty.name, tuple(getattr(size, "value", size) for size in shape))
-        if key not in made:
-            make_checked_type(self, element_ty, shape)
-            made[key] = self.shape, self.numel, self.name
-        self.element_ty = element_ty
-        self.shape, self.numel, self.name = made[key]
-
-    tl.tensor.__init__, tl.block_type.__init__ = make_tensor, make_type
-
-
 if INTERPRETED and triton.__version__.startswith("3.7."):  # these are its insides: others are as slow as they are
-    _quicken()
+    from tests.helpers.quick_interpreter import quicken
+
+    quicken()

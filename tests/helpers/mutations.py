@@ -244,7 +244,7 @@ MUTATIONS = [
     Mutation(
         "k_scale of float caches ignored",
         other_scales(lambda k, v: (1.0, v)),
-        lambda k: k.test_scales_over_float_caches("window_15", F32),
+        lambda k: k.test_scales_over_float_caches("window_15"),
     ),
     Mutation(
         "v_scale of float caches ignored",

@@ -14,6 +14,7 @@ from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
 
 SHAPES = ("mixed_small", "small_decode", "spec_verify", WHOLE_PROMPTS)
 SHARED_PAGES = 2
+IN_EVERY_DTYPE = ("plain", "soft_cap_and_sinks", "alibi_and_window")
 
 
 def draw_scales(numbers: Random) -> tuple[float, float]:
@@ -31,8 +32,17 @@ def scale_pairs(name: str) -> tuple[tuple[float, float], ...]:
 
 class Scales(KitBase):
     @pytest.mark.parametrize("name", [f.name for f in (*FEATURES, CROSS)])
-    def test_scales_over_float_caches(self, name: str, dtype: torch.dtype) -> None:
+    def test_scales_over_float_caches(self, name: str) -> None:
         """With every feature; a scale that is dropped where the cache is written or where it is read shows."""
+        self.check_scales(name, self.dtype)
+
+    @pytest.mark.parametrize("name", IN_EVERY_DTYPE)
+    def test_scales_in_every_dtype(self, name: str, dtype: torch.dtype) -> None:
+        """What other dtypes have of their own: they choose kernels, and are rounded where they are written."""
+        if dtype is not self.dtype:
+            self.check_scales(name, dtype)
+
+    def check_scales(self, name: str, dtype: torch.dtype) -> None:
         for _, spec in self.served([feature(name)], dtype=dtype):
             for nth, (k_scale, v_scale) in enumerate(scale_pairs(name)):
                 shapes = SHAPES[nth % 2 :: 2] if nth < 2 else SHAPES[:2]

@@ -11,9 +11,11 @@ import torch
 from attn_backends import KVCacheSpec, MLASpec, Unsupported, select_backend
 from attn_backends.backends.mla.flash_attn_mla.state import most_splits, partial_bytes
 from attn_backends.registry import validate_options
+from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.conformance import MLAConformance
 from attn_backends.testing.harness import make_layer
+from attn_backends.testing.kit.base import WHOLE_PROMPTS
 from tests.emulated import flash_attn_mla
 from tests.helpers import flash_attn_mla_emulated as emulated
 
@@ -42,8 +44,25 @@ class TestEmulatedModelShape(ModelShape):
     backend_name = "FLASH_ATTN_MLA_EMULATED"
 
 
-class TestEmulatedInterface(ModelShape):
-    backend_name = "FLASH_ATTN_MLA_EMULATED_INTERFACE"
+INTERFACE = "FLASH_ATTN_MLA_EMULATED_INTERFACE"
+
+
+class TestEmulatedInterface(Small):
+    backend_name = INTERFACE
+    dtypes = (torch.bfloat16,)
+
+
+@pytest.mark.long
+class TestEmulatedInterfaceModelShape(ModelShape):
+    backend_name = INTERFACE
+
+
+@pytest.mark.parametrize("shape", ["small_prefill", "mixed_small", WHOLE_PROMPTS], ids=str)
+def test_prompts_of_models_by_the_interface(shape: BatchShape | str) -> None:
+    """What its own name serves alone: head dims of DeepSeek's models, in chunks and whole."""
+    kit = type("Kit", (ModelShape,), {"backend_name": INTERFACE})()
+    for cached in (True, False) if shape is WHOLE_PROMPTS else (True,):
+        kit.check(kit.make_spec(), [shape], cached=cached)
 
 
 @pytest.mark.gpu

@@ -55,7 +55,11 @@ def test_against_transformers_eager(folders: dict[str, Path], family: str, name:
     assert_best_tokens(llm, folders[family], family, PROMPTS, LONG, **WIDTHS)
 
 
-@everywhere
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [pytest.param(*place.values, id=place.id, marks=(*place.marks, *[pytest.mark.long] * ("older" in str(place.id))))
+     for place in PLACES],
+)  # fmt: skip
 def test_graphs_give_the_tokens_of_eager_steps(folders: dict[str, Path], name: str, device: str) -> None:
     folder = folders["deepseek_v3"]
     settings = {"dtype": "bfloat16"} if device == "cuda" else {}  # experts are captured in no other there

@@ -50,19 +50,31 @@ LEFT_OUT = (
     "behind_a_row and not (plain or window_15])",  # the page table is read alike for all
     "engines_tensors and not plain",
 )
+MORE = (  # of the same, which `make long` runs
+    "test_features and (window_0 or non_causal_chunks or alibi_and_window_300 or standard_alibi])",
+    "scales_over and (alibi] or soft_cap])",
+    "logits_far and window_15",
+    "page_sizes and 256",
+)
 SMALL = f"not ({' or '.join(f'({cases})' for cases in LEFT_OUT)})"
 
 
 @in_own_process
 def test_interpreted() -> None:
-    run_interpreted(__file__, SMALL)
+    run_interpreted(__file__, f"{SMALL} and not ({' or '.join(f'({cases})' for cases in MORE)})")
+
+
+@pytest.mark.long
+@in_own_process
+def test_more_interpreted() -> None:
+    run_interpreted(__file__, f"{SMALL} and ({' or '.join(f'({cases})' for cases in MORE)})")
 
 
 @only_interpreted
 class TestTritonInterpreted(BackendConformance):
     backend_name = "TRITON"
     dtypes = (torch.float32,)  # the interpreter multiplies no bfloat16, and is slow: the others are for a GPU
-    num_random_layers = 2
+    num_random_layers = 1
 
     @pytest.fixture(autouse=True)
     def _large_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:

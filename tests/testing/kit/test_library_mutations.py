@@ -133,7 +133,7 @@ class Mutation:
 
 
 def scales(name: str) -> Callable[[Any], object]:
-    return lambda kit: kit.test_scales_over_float_caches(name, F16)
+    return lambda kit: kit.test_scales_over_float_caches(name)
 
 
 MUTATIONS = [

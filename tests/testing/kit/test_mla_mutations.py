@@ -179,7 +179,7 @@ MUTATIONS = [
     Mutation("heads split in halves", mutant(SplitsHeadsInHalves), lambda k: k.test_widths_of_heads(40, 16)),
     Mutation("heads split in halves, narrow", mutant(SplitsHeadsInHalves), lambda k: k.test_widths_of_heads(16, 40)),
     Mutation("scale of values", mutant(ScaleOfValues), lambda k: k.test_widths_of_heads(64, 128)),
-    Mutation("scale of rows dropped", mutant(ForgetsTheScale), lambda k: k.test_scales_over_float_caches("plain", F32)),
+    Mutation("scale of rows dropped", mutant(ForgetsTheScale), lambda k: k.test_scales_over_float_caches("plain")),
     Mutation("shared key dropped", mutant(NoSharedKey), lambda k: k.test_matches_the_reference(DECODE, F32)),
     Mutation(
         "rows in the other order",
