@@ -80,7 +80,7 @@ class TorchImpl(AttentionImpl[TorchStep]):
                 lse[tokens] = attended.lse
 
     def write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, step: TorchStep) -> None:
-        """Nothing where a kernel runs, the first of which writes by itself. A plain indexed write where all have slots."""
+        """Nothing where a kernel runs, the first of which writes by itself; plainly indexed where all have slots."""
         metadata, num_new = step.metadata, step.metadata.num_new_kv
         slots = metadata.slot_mapping[:num_new]
         if metadata.paged_rows is not None or metadata.paged_prefills is not None:
