@@ -152,7 +152,9 @@ def test_documents_show_every_command() -> None:
     shown = {name for name in COMMANDS if re.search(rf"^attn-backends {name}\b", README, re.MULTILINE)}
     assert shown == set(COMMANDS)
     quickstart = (ROOT / "docs" / "quickstart.md").read_text()
-    assert set(re.findall(r"`?(--[a-z-]+)`", quickstart.split("## The command")[1])) <= options_of("generate")
+    assert set(re.findall(r"`?(--[a-z-]+)`", quickstart.split("## The command")[1])) <= (
+        options_of("generate") | options_of("bench")
+    )
 
 
 def options_of(command: str) -> set[str]:

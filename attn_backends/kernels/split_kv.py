@@ -7,16 +7,13 @@ rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from attn_backends.kernels.launch import ALIGNED, INTERPRETED, operator, power_of_two, start_kernel
-from attn_backends.spec import AttentionSpec
+from attn_backends.kernels.launch import ALIGNED, INTERPRETED, operator, start_kernel
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -24,53 +21,7 @@ FAR = tl.constexpr(1 << 30)  # beyond any position
 MAX_SPLITS = tl.constexpr(1 << 15)  # of a row, which a work item has as one number with its own
 HOPPER_PAGE = 16  # slots, of which the pages of kernels for Hopper are multiples, as those of a load are
 COUNTERS = tl.constexpr(1024)  # that a scheduling program clears at a time
-_ITEMS_PER_PROGRAM = 64  # of a scheduling program
-
-
-class Tile(Protocol):
-    """Sizes of a kernel's tile, a frozen dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def keys(self) -> int: ...
-    @property
-    def stages(self) -> int: ...
-
-
-TileT = TypeVar("TileT", bound=Tile)
-
-
-def fitted(tile: TileT, need: Callable[[TileT], int], room: int) -> TileT:
-    """The tile, or the nearest whose bytes fit: of fewer blocks under way, then of smaller ones, then of fewer rows.
-
-    One that nothing helps comes back as small as can be: Triton says what it lacks.
-    """
-    stages = tile.stages
-    while need(tile) > room:
-        if tile.stages > 2:
-            tile = replace(tile, stages=tile.stages - 1)
-        elif tile.keys > 16:
-            tile = replace(tile, keys=tile.keys // 2, stages=stages)
-        elif tile.stages > 1:
-            tile = replace(tile, stages=1)
-        elif getattr(tile, "rows", 0) > 16:
-            tile = replace(tile, rows=tile.rows // 2)  # type: ignore[attr-defined]
-        else:
-            break
-    return tile
-
-
-def block_bytes(spec: AttentionSpec, keys: int, stages: int, dim: int) -> int:
-    """Bytes of blocks of keys under way, `dim` wide in all; another dtype than the queries' is converted beside
-    them."""
-    converted = spec.dtype.itemsize if spec.cache_dtype is not spec.dtype else 0
-    return keys * dim * (stages * spec.cache_dtype.itemsize + converted)
-
-
-def padded(size: int) -> int:
-    """A power of two, of at least 16: what a tile of a matrix unit can be."""
-    return max(16, power_of_two(size))
+ITEMS_PER_PROGRAM = 64  # of a scheduling program
 
 
 class SplitSizes(NamedTuple):
@@ -116,11 +67,11 @@ def list_work(
 def _launch_schedule(tensors: ScheduleTensors, sizes: SplitSizes) -> tuple[Any, tuple[int, ...]]:
     """Returns the compiled kernel on its grid, and its arguments behind the first two tensors."""
     work_items, counters = tensors.work_items, tensors.counters
-    grid = (-(-len(work_items) // _ITEMS_PER_PROGRAM), 1, 1)
+    grid = (-(-len(work_items) // ITEMS_PER_PROGRAM), 1, 1)
     numbers = ScheduleNumbers(
         num_rows=sizes.num_rows, target=sizes.target, max_work_items=len(work_items), window_left=sizes.window_left,
         chunk=sizes.chunk, num_counters=len(counters), BLOCK_N=sizes.block_n, MIN_BLOCKS=sizes.min_blocks,
-        MAX_ROWS=triton.next_power_of_2(sizes.num_rows), BLOCK_ITEMS=_ITEMS_PER_PROGRAM,
+        MAX_ROWS=triton.next_power_of_2(sizes.num_rows), BLOCK_ITEMS=ITEMS_PER_PROGRAM,
     )  # fmt: skip
     compiled = start_kernel(schedule_kernel, grid, *tensors, *numbers, num_warps=4)
     return None if compiled is None else compiled[grid], (work_items.data_ptr(), counters.data_ptr(), *numbers)
@@ -148,10 +99,16 @@ class WorkList:
         if self._kernel is not None and not (at[0] | at[1]) % ALIGNED:
             self._kernel(*at, *self._arguments)
         elif INTERPRETED or (at[0] | at[1]) % ALIGNED:
-            list_work(seq_lens, query_start_loc, self.work_items, self.counters, self._sizes)
+            self._list(seq_lens, query_start_loc)
         else:
-            tensors = ScheduleTensors(seq_lens, query_start_loc, self.work_items, self.counters)
-            self._kernel, self._arguments = _launch_schedule(tensors, self._sizes)
+            self._kernel, self._arguments = self._launch(seq_lens, query_start_loc)
+
+    def _list(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
+        list_work(seq_lens, query_start_loc, self.work_items, self.counters, self._sizes)
+
+    def _launch(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
+        tensors = ScheduleTensors(seq_lens, query_start_loc, self.work_items, self.counters)
+        return _launch_schedule(tensors, self._sizes)
 
 
 _VARY = ["num_rows", "target", "max_work_items", "window_left", "chunk", "num_counters"]
@@ -202,24 +159,47 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     work_item = tl.program_id(0) * BLOCK_ITEMS + tl.arange(0, BLOCK_ITEMS)
     row = tl.sum((ends[None] <= work_item[:, None]).to(tl.int32), 1)
     mine = rows[None] == row[:, None]
-    row_splits = tl.maximum(tl.sum(tl.where(mine, num_splits[None], 0), 1), 1)
-    split = work_item - tl.sum(tl.where(mine, (ends - num_splits)[None], 0), 1)
-    partial_slot = tl.sum(tl.where(mine, slots_before[None], 0), 1) + split
-    row_first = tl.sum(tl.where(mine, first[None], 0), 1)
-    row_num_blocks = tl.sum(tl.where(mine, blocks[None], 0), 1)
-    row_len = tl.sum(tl.where(mine, lens[None], 0), 1)
+    row_splits = tl.maximum(of_row(mine, num_splits), 1)
+    split = work_item - of_row(mine, ends - num_splits)
+    row_first, row_num_blocks = of_row(mine, first), of_row(mine, blocks)
+    row_len = of_row(mine, lens)
     start = (row_first + split * row_num_blocks // row_splits) * BLOCK_N
     stop = tl.minimum((row_first + (split + 1) * row_num_blocks // row_splits) * BLOCK_N, row_len)
-    inside = work_item < max_work_items
-    at = work_items + work_item * 8
-    tl.store(at, tl.where(row < num_rows, row, -1), mask=inside)
-    tl.store(at + 1, start, mask=inside)
-    tl.store(at + 2, stop, mask=inside)
-    tl.store(at + 3, partial_slot - split, mask=inside)
-    tl.store(at + 4, row_splits * MAX_SPLITS + split, mask=inside)
-    tl.store(at + 5, row_len, mask=inside)
-    tl.store(at + 6, tl.sum(tl.where(mine, starts[None], 0), 1), mask=inside)
-    tl.store(at + 7, tl.sum(tl.where(mine, query_lens[None], 0), 1), mask=inside)
+    store_item(
+        work_items + work_item * 8, work_item < max_work_items, tl.where(row < num_rows, row, -1), start, stop,
+        of_row(mine, slots_before), row_splits * MAX_SPLITS + split, row_len, of_row(mine, starts),
+        of_row(mine, query_lens),
+    )  # fmt: skip
+
+
+@triton.jit
+def of_row(mine, values):  # type: ignore[no-untyped-def]
+    """[BLOCK_ITEMS]: of [MAX_ROWS] values that of each work item's row, by where it is [BLOCK_ITEMS, MAX_ROWS]."""
+    return tl.sum(tl.where(mine, values[None], 0), 1)
+
+
+@triton.jit
+def store_item(  # type: ignore[no-untyped-def]
+    to,  # [BLOCK_ITEMS] pointers to 8 i32, see `schedule_kernel`
+    inside,  # [BLOCK_ITEMS]: there is such an item
+    row,  # [BLOCK_ITEMS] i32, as what follows
+    start,
+    stop,
+    first_slot,
+    split_info,
+    seq_len,
+    first_token,
+    query_len,
+):
+    """Store work items."""
+    tl.store(to, row, mask=inside)
+    tl.store(to + 1, start, mask=inside)
+    tl.store(to + 2, stop, mask=inside)
+    tl.store(to + 3, first_slot, mask=inside)
+    tl.store(to + 4, split_info, mask=inside)
+    tl.store(to + 5, seq_len, mask=inside)
+    tl.store(to + 6, first_token, mask=inside)
+    tl.store(to + 7, query_len, mask=inside)
 
 
 @triton.jit

@@ -1,5 +1,7 @@
 """Tile sizes of TRITON by brute force, for the shapes of attention.py: writes attn_backends/backends/triton/tuned.json.
 
+Decode of few queries in 16 bits or 8 goes by a rule, and is left out.
+
     python -m benchmarks tune tune_triton [--shapes decode verify prefill] [--match TEXT] [--dtype fp32] [--workers N]
 
 Kernels are compiled first, on all cores, for a small batch of the same layers. Then every tile is timed as one CUDA
@@ -24,7 +26,7 @@ import torch
 
 from attn_backends import AttentionSpec
 from attn_backends.backends.triton.launch import SplitPlan
-from attn_backends.backends.triton.tuning import DecodeTile, in_registers
+from attn_backends.backends.triton.tuning import DecodeTile, goes_by_rule, in_registers
 from benchmarks.attention.attention import SHAPES, ours
 from benchmarks.attention.contest import CACHE_DTYPES, WITH_WRITE
 from benchmarks.attention.paged_problem import Shape, make_problem
@@ -170,7 +172,9 @@ def main() -> None:
     shapes: dict[str, list[Shape]] = {}  # of each kind of the table
     for name in arguments.shapes:
         for shape in SHAPES["prefill" if name == "prompt" else name]:
-            if arguments.match in shape.name:
+            spec = AttentionSpec(*shape.heads, dtype=torch.float32 if dtype is torch.float32 else torch.bfloat16)
+            by_rule = not shape.is_prefill and goes_by_rule(spec, tile_rows(shape))
+            if arguments.match in shape.name and not by_rule:
                 shapes.setdefault(kind_of(name, shape), []).append(shape)
     for kind, of_kind in shapes.items():
         compile_all(kind, of_kind, arguments.workers, dtype, page_size)

@@ -20,6 +20,7 @@ TritonMLAState = pytest.importorskip("attn_backends.backends.mla.triton_mla.stat
 cache_kernels = pytest.importorskip("attn_backends.cache.kernels")
 fused = pytest.importorskip("attn_backends.engine.models.fused.kernels")
 split_kv = pytest.importorskip("attn_backends.kernels.split_kv")
+equal_cuts = pytest.importorskip("attn_backends.kernels.equal_cuts")
 
 pytestmark = pytest.mark.skipif(launching.INTERPRETED, reason="lists launches, which interpreted kernels make")
 
@@ -34,6 +35,7 @@ STARTED = {  # by `start_kernel`, with these
     triton_launch.upcast_kernel: (arguments.UpcastTensors, arguments.UpcastVarying, arguments.CacheStrides,
                                   arguments.UpcastConstants),
     split_kv.schedule_kernel: (split_kv.ScheduleTensors, split_kv.ScheduleNumbers),
+    equal_cuts.cut_kernel: (equal_cuts.CutTensors, equal_cuts.CutNumbers),
 }  # fmt: skip
 
 

@@ -150,7 +150,7 @@ def changed(kernel: Any, given: tuple[Any, ...], numbers: Random) -> tuple[Any, 
 
 
 @pytest.mark.parametrize("name", ["backends.triton.kernels.decode.decode_kernel", "cache.kernels.write_kv_kernel",
-                                  "kernels.split_kv.schedule_kernel"])  # fmt: skip
+                                  "kernels.equal_cuts.cut_kernel"])  # fmt: skip
 def test_a_key_is_what_triton_compiles_by(name: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
@@ -194,6 +194,6 @@ def test_each_kernel_of_a_layer_compiles_for_hopper(compiled: list[tuple[str, bo
         variants.compile_variants([numbers.choice(of_name) for of_name in by_name.values()], CUDA)
         names |= set(by_name)
     for_hopper = {"prefill_hopper_kernel", "upcast_kernel"} if has_hopper_kernels else set()
-    for_all = {"prefill_kernel", "decode_kernel", "schedule_kernel", "write_kv_kernel", "copy_pages_kernel"}
+    for_all = {"prefill_kernel", "decode_kernel", "cut_kernel", "write_kv_kernel", "copy_pages_kernel"}
     assert names == for_all | for_hopper
     assert {name for name, _ in compiled} == names

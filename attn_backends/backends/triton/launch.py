@@ -19,16 +19,20 @@ from attn_backends.backends.triton.kernels.arguments import (
     UpcastTensors,
     UpcastVarying,
 )
-from attn_backends.backends.triton.kernels.decode import decode_kernel
+from attn_backends.backends.triton.kernels.decode import JOINED, decode_kernel
 from attn_backends.backends.triton.kernels.upcast import upcast_kernel
 from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile, block_dims, upcast_heads
+from attn_backends.kernels.equal_cuts import CutList, max_split_items
 from attn_backends.kernels.launch import Pdl, launch, operator, power_of_two, start_kernel
 from attn_backends.kernels.prefill.arguments import BlockDims, Flags, Scales, VisibleRange
 from attn_backends.kernels.prefill.launch import PrefillKernels, Rows, is_alike, strides_of, visible_range
-from attn_backends.kernels.split_kv import MAX_SPLITS, SplitSizes, WorkList, padded
+from attn_backends.kernels.split_kv import MAX_SPLITS, SplitSizes, WorkList
 from attn_backends.spec import AttentionSpec
 
-_MAX_TILE_ROWS = 64  # of decode: more queries of a row take several tiles
+_SMALL_TILE_ROWS, _TILE_ROWS = 16, 64  # of decode: queries of a tile; more queries of a row take several
+_MOST_IN_SMALL_TILES = 48  # queries of a row: so often are its keys read again, from the L2, in less time
+_SHORT_BLOCK = 16  # keys, of which the last are loaded as early as all others
+_ROWS_OF_THEIR_OWN = 8  # times as many rows as fill the GPU: none is then worth cutting with others
 _REGISTERS = 65536  # of a multiprocessor
 _COMBINE_REGISTERS = (
     128  # of a thread, for the splits that it combines at a time; no more than half of what it can have
@@ -46,27 +50,33 @@ class SplitPlan(NamedTuple):
     @staticmethod
     def of(spec: AttentionSpec, query_len: int) -> SplitPlan:
         queries = query_len * spec.group_size
-        rows = min(padded(queries), _MAX_TILE_ROWS)
+        rows = _SMALL_TILE_ROWS if queries <= _MOST_IN_SMALL_TILES else _TILE_ROWS
         return SplitPlan(-(-queries // rows), rows, min(rows, power_of_two(queries)))
 
-    def target(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
-        """Number of work items that fill a GPU: each is a program for every KV head and tile."""
+    def num_programs(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
+        """Number of programs that fill a GPU, for every KV head and tile."""
         filling = max(1, num_sms * tile.programs // (spec.num_kv_heads * self.tiles))
         return min(filling, int(MAX_SPLITS.value) // 2)
 
+    def cuts_as_one(self, num_rows: int, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> bool:
+        """Whether all rows' keys are cut as one, or each row for itself."""
+        return num_rows < _ROWS_OF_THEIR_OWN * self.num_programs(spec, tile, num_sms)
+
     def num_partial_slots(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
-        """Number of work items that can be splits of rows (see `split_kv.schedule_kernel`)."""
-        return -(-4 * self.target(spec, tile, num_sms) // 3)
+        """Number of work items that can be splits of rows, by either list."""
+        filling = self.num_programs(spec, tile, num_sms)
+        return max(max_split_items(filling), -(-4 * filling // 3))
 
 
 class Schedule:
     """How decode rows are split into work items: the list on the device, and what follows from shapes alone.
 
     Args:
-        num_rows: of the batch, padding included.
+        num_rows: of the batch, padding included. All keys are cut as one; but of many times as many rows as programs
+            fill the GPU each, or each split of a long one, has a program.
         query_len: most query tokens of a row.
         num_sms: multiprocessors, which work items are to fill.
-        counters: [num_rows * num_kv_heads * tiles] i32 or more, of the workspace that its launches use.
+        counters: [partial slots * num_kv_heads * tiles] i32 or more, of the workspace that its launches use.
     """
 
     def __init__(
@@ -75,12 +85,19 @@ class Schedule:
     ) -> None:  # fmt: skip
         self.tile = tile
         self.plan = SplitPlan.of(spec, query_len)
-        target = self.plan.target(spec, tile, num_sms)
-        work_items = counters.new_empty(num_rows + target, 8)
+        filling = self.plan.num_programs(spec, tile, num_sms)
         min_blocks = max(1, tile.min_keys // tile.keys)
         _, window_left, chunk = visible_range(spec)
-        sizes = SplitSizes(num_rows, target, window_left, chunk, tile.keys, min_blocks)
-        self.work_list = WorkList(work_items, sizes, counters[: num_rows * spec.num_kv_heads * self.plan.tiles])
+        sizes = SplitSizes(num_rows, filling, window_left, chunk, tile.keys, min_blocks)
+        counted = counters[: self.plan.num_partial_slots(spec, tile, num_sms) * spec.num_kv_heads * self.plan.tiles]
+        self.work_list: WorkList
+        if self.plan.cuts_as_one(num_rows, spec, tile, num_sms):
+            self.work_list = cuts = CutList(sizes, counted)
+            self.num_programs, self.more_items = filling, cuts.more_items
+        else:  # rows are so short that a program which walks them waits for each
+            self.num_programs = num_rows + filling
+            self.work_list = WorkList(counters.new_empty(self.num_programs, 8), sizes, counted)
+            self.more_items = torch.zeros_like(self.work_list.work_items[:, :2], memory_format=torch.contiguous_format)
 
 
 class Kernels(PrefillKernels):
@@ -125,17 +142,19 @@ class Kernels(PrefillKernels):
         threads = 32 * tile.warps
         registers = min(_COMBINE_REGISTERS, _REGISTERS // (tile.programs * threads) // 2) * threads
         block_splits = 1 << max(1, registers // (plan.used_m * self._dims[-1])).bit_length() - 1  # a power of two
+        block_splits = min(block_splits, int(JOINED.value))
         constants = DecodeConstants(
             *self._logits, is_alike(key, value), _can_be_pairs(value), PAGE_SIZE=key.shape[1],
             KV_HEADS=self.spec.num_kv_heads, GROUP=self.spec.group_size, TILES=plan.tiles, BLOCK_M=plan.block_m,
             BLOCK_N=tile.keys, DIM=self._dims.DIM, DIM_VO=self._dims.DIM_VO, BLOCK_DIM=self._dims.BLOCK_DIM,
             BLOCK_DIM_VO=self._dims.BLOCK_DIM_VO, STAGES=tile.stages,
-            MASKED_STAGES=tile.stages if self._is_local else 1, EXACT=int(query.dtype is torch.float32),
-            USED_M=plan.used_m, BLOCK_SPLITS=block_splits, PDL=int(pdl),
+            MASKED_STAGES=tile.stages if self._is_local or tile.keys <= _SHORT_BLOCK else 1,
+            EXACT=int(query.dtype is torch.float32), USED_M=plan.used_m, BLOCK_SPLITS=block_splits, PDL=int(pdl),
         )  # fmt: skip
-        grid = schedule.work_list.work_items.shape[0] * self.spec.num_kv_heads * plan.tiles
-        _decode(query, key, value, output, lse, page_table, schedule.work_list.work_items, *workspace, *self._extras,
-                self._scales_of(True), self._visible, self._has_sinks, constants, grid, tile.warps)  # fmt: skip
+        grid, items = schedule.num_programs * self.spec.num_kv_heads * plan.tiles, schedule.work_list.work_items
+        _decode(query, key, value, output, lse, page_table, items, schedule.more_items, *workspace,
+                *self._extras, self._scales_of(True), self._visible, self._has_sinks, constants, grid,
+                tile.warps)  # fmt: skip
 
     def prefill(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
@@ -176,12 +195,12 @@ def _can_be_pairs(value: torch.Tensor) -> int:
 @operator(("output", "lse", "partial_acc", "partial_ml", "counters"))
 def _decode(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
-    page_table: torch.Tensor, work_items: torch.Tensor, partial_acc: torch.Tensor, partial_ml: torch.Tensor,
-    counters: torch.Tensor, slopes: torch.Tensor, sinks: torch.Tensor, scales: Scales, visible: VisibleRange,
-    has_sinks: int, constants: DecodeConstants, grid: int, warps: int,
+    page_table: torch.Tensor, work_items: torch.Tensor, more_items: torch.Tensor, partial_acc: torch.Tensor,
+    partial_ml: torch.Tensor, counters: torch.Tensor, slopes: torch.Tensor, sinks: torch.Tensor, scales: Scales,
+    visible: VisibleRange, has_sinks: int, constants: DecodeConstants, grid: int, warps: int,
 ) -> None:  # fmt: skip
     tensors = DecodeTensors(query, key, value, output, partial_ml if lse is None else lse, page_table, work_items,
-                            partial_acc, partial_ml, counters, slopes, sinks)  # fmt: skip
+                            more_items, partial_acc, partial_ml, counters, slopes, sinks)  # fmt: skip
     groups = (scales, visible, Flags(has_sinks, int(lse is not None)), strides_of(query, key, value, output, lse),
               constants)  # fmt: skip
     launch(decode_kernel, grid, tensors, TableRow(page_table.stride(0)), groups, warps, use_pdl=constants.PDL > 0)

@@ -109,8 +109,8 @@ def _relister(step: TritonStep, recorder: CudaRecorder | None) -> Callable[[], o
 class TritonState(AttentionState[TritonMetadata]):
     """A workspace for the parts of split rows, sized by the multiprocessors and the layers' heads, not by the context.
 
-    A program leaves (head_dim_vo + 2) * 4 bytes for each of its queries; about 4 / 3 as many programs can have parts
-    as the GPU holds at once (see `split_kv.schedule_kernel`). Layers over a cache of 8 bits have room on Hopper for
+    A part of a row leaves (head_dim_vo + 2) * 4 bytes for each of its queries; there are at most twice as many parts as
+    programs that the GPU holds at once (see `equal_cuts`). Layers over a cache of 8 bits have room on Hopper for
     keys and values of 16 bits too, `TritonOptions.upcast_bytes` at most.
 
     A step takes the workspace of the stream on which it began, so steps on several streams do not meet. The first

@@ -1,7 +1,8 @@
-"""Tile sizes by head dim, group, page size, bits of the cache, number of rows and, for decode, queries of a tile:
-measured once and shipped as data.
+"""Tile sizes: of decode by a rule over the bytes of a key, of all else measured once and shipped as data.
 
-`tuned.json` is written by benchmarks/tune/tune_triton.py. What is not in it takes the nearest that is.
+`tuned.json` is written by benchmarks/tune/tune_triton.py, by head dim, group, page size, bits of the cache and, for
+decode with more than a tile of few queries, their number and that of the rows. What is not in it takes the nearest that
+is.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from attn_backends.kernels.split_kv import block_bytes, fitted, padded
+from attn_backends.kernels.tiles import block_bytes, fitted, padded
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
 KINDS = ("decode", "prefill", "prompt")
 _SCRATCH = 2 << 10  # of a decode program, beside its blocks and its queries: page ids, and where warps meet
+_MMA_WARPS = 4
 _MMA_ROWS = 64  # queries from which on Hopper's matrix units want four warps for one product
 _HELD = 160  # numbers of a thread, counted so: with more, compiled kernels keep some in memory
 _MOST_WARPS = 8
 _SWIZZLED = 64  # columns of 16 bits from which on shared memory holds them in the widest swizzle
 _SWIZZLED_FLOATS = 32  # the same of float32, and keys of a block: Hopper's products want such values by columns
+_FEW_QUERIES = 16  # of a tile: what a product takes at least
+_FEW_PAIRS = 8  # of a row and a KV head, beside which multiprocessors want long blocks of few programs
 _MARGIN = 3 << 10  # of a prefill program, beside its queries and blocks
 
 
@@ -73,9 +77,7 @@ def decode_tile(
     """Args: query_rows: of a tile of queries; smem_bytes: bytes of shared memory that a program can have."""
     if options is not None and options.decode_tile is not None:
         return options.decode_tile
-    return _fitted_decode_tile(
-        DecodeTile(**_nearest("decode", spec, cache, num_rows, query_rows)), spec, query_rows, smem_bytes
-    )
+    return _fitted_decode_tile(_wished(spec, cache, num_rows, query_rows), spec, query_rows, smem_bytes)
 
 
 @lru_cache(maxsize=64)
@@ -86,9 +88,43 @@ def decode_tiles(
     """Every tile that `decode_tile` gives for 1 to `most_rows` rows."""
     if options is not None and options.decode_tile is not None:
         return frozenset({options.decode_tile})
-    nearest = {DecodeTile(**_nearest("decode", spec, cache, num_rows, query_rows))
-               for num_rows in range(1, most_rows + 1)}  # fmt: skip
-    return frozenset(_fitted_decode_tile(tile, spec, query_rows, smem_bytes) for tile in nearest)
+    wished = {_wished(spec, cache, num_rows, query_rows) for num_rows in range(1, most_rows + 1)}
+    return frozenset(_fitted_decode_tile(tile, spec, query_rows, smem_bytes) for tile in wished)
+
+
+def _wished(spec: AttentionSpec, cache: KVCacheSpec, num_rows: int, query_rows: int) -> DecodeTile:
+    if not goes_by_rule(spec, query_rows):
+        return DecodeTile(**_nearest("decode", spec, cache, num_rows, query_rows))
+    key_bytes = (spec.head_dim + spec.head_dim_vo) * spec.cache_dtype.itemsize
+    return _rule(key_bytes, spec.cache_dtype.itemsize, num_rows * spec.num_kv_heads)
+
+
+def goes_by_rule(spec: AttentionSpec, query_rows: int) -> bool:
+    """Whether a layer's decode, of tiles of so many queries, is in no table."""
+    return query_rows <= _FEW_QUERIES and spec.dtype is not torch.float32
+
+
+def _rule(key_bytes: int, itemsize: int, num_pairs: int) -> DecodeTile:
+    """The tile of few queries.
+
+    A block of 16 keys is one page's, whose id is one number, and a program of one warp waits for no other: four to
+    eight of them keep loads of 64 KiB and more under way. Where there are few pairs of a row and a KV head, and so many
+    cuts of each, a cut has long blocks: joins take time by their number. As measured at random shapes.
+
+    Args:
+        key_bytes: of a key and its value.
+        num_pairs: of a row and a KV head.
+    """
+    if itemsize == 1:
+        return DecodeTile(keys=32, warps=1, stages=6, programs=4, min_keys=128)
+    if num_pairs <= _FEW_PAIRS:
+        return (
+            DecodeTile(keys=128, warps=4, stages=6, programs=1, min_keys=128)
+            if key_bytes <= 512
+            else DecodeTile(keys=32, warps=4, stages=6, programs=2, min_keys=128)
+        )
+    programs = max(4, min(8, 2048 // key_bytes))
+    return DecodeTile(keys=16, warps=1 if key_bytes <= 768 else 2, stages=6, programs=programs, min_keys=128)
 
 
 def _fitted_decode_tile(tile: DecodeTile, spec: AttentionSpec, query_rows: int, smem_bytes: int) -> DecodeTile:
@@ -99,7 +135,7 @@ def _fitted_decode_tile(tile: DecodeTile, spec: AttentionSpec, query_rows: int, 
         # Page ids come two blocks ahead of their keys: half of the stages, less those, hold keys.
         blocks = block_bytes(spec, tile.keys, max(1, (tile.stages - 1) // 2), dim + dim_vo)
         row = (dim + tile.keys) * spec.dtype.itemsize  # a query, and its weights
-        if query_rows >= _MMA_ROWS and tile.warps >= 4:  # sums and logits go through it too
+        if query_rows >= _MMA_ROWS and tile.warps >= _MMA_WARPS:  # sums and logits go through it too
             row += 4 * dim_vo + 8 * tile.keys
         if spec.dtype is torch.float32:  # in two parts
             row *= 2
@@ -111,7 +147,12 @@ def _fitted_decode_tile(tile: DecodeTile, spec: AttentionSpec, query_rows: int, 
         tile = replace(tile, keys=tile.keys // 2, warps=max(1, tile.warps // 2))
     # A product of float32 is three, of parts that are kept as well.
     num_products = 3 if spec.dtype is torch.float32 else 1
-    return fitted(in_registers(tile, query_rows, num_products * (dim + dim_vo)), need, smem_bytes)
+    tile = in_registers(tile, query_rows, num_products * (dim + dim_vo))
+    if (
+        spec.cache_dtype.itemsize == 1 and spec.dtype.itemsize == 2 and dim_vo < 2 * _SWIZZLED
+    ):  # halves, see `block_dims`
+        tile = replace(tile, warps=min(tile.warps, _MMA_WARPS // 2))
+    return fitted(tile, need, smem_bytes)
 
 
 def in_registers(tile: DecodeTile, query_rows: int, width: int) -> DecodeTile:

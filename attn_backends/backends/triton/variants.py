@@ -121,7 +121,9 @@ class _Layer:
                 asked = (num_rows, plan.block_m)
                 if asked not in tiles:
                     tiles[asked] = decode_tile(self.spec, self.cache, *asked, self.options, smem_bytes)
-                found.setdefault((plan, tiles[asked], power_of_two(num_rows)), (num_rows, query_len, tiles[asked]))
+                is_cut = plan.cuts_as_one(num_rows, self.spec, tiles[asked], num_multiprocessors(self.device))
+                kind = (plan, tiles[asked], power_of_two(num_rows), is_cut)
+                found.setdefault(kind, (num_rows, query_len, tiles[asked]))
         yield from found.values()
 
     def _output(self, query: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,8 @@ from attn_backends.kernels.prefill.arguments import (
 )
 from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
 from attn_backends.kernels.prefill.row_layout import RowLayout, has_aligned_rows, kv_descriptors, row_layouts
-from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE, padded
+from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE
+from attn_backends.kernels.tiles import padded
 from attn_backends.spec import AttentionSpec
 
 HOPPER_ROWS = 128  # queries of a program of the kernel for Hopper

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attn_backends.kernels.split_kv import block_bytes, fitted, padded
+from attn_backends.kernels.tiles import block_bytes, fitted, padded
 from attn_backends.spec import AttentionSpec
 
 _SWIZZLED = 64  # columns of 16 bits from which on shared memory holds them in the widest swizzle

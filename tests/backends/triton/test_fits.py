@@ -20,7 +20,7 @@ from tests.helpers.interpreted import INTERPRETED
 triton = pytest.importorskip("triton", reason="needs triton")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 tiles = pytest.importorskip("attn_backends.backends.mla.triton_mla.tuning")
-split = pytest.importorskip("attn_backends.kernels.split_kv")
+fitting = pytest.importorskip("attn_backends.kernels.tiles")
 launching = pytest.importorskip("attn_backends.kernels.launch")
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
 
@@ -36,7 +36,9 @@ TRITON_NAMES = {
 }
 POINTERS = {
     **dict.fromkeys(("lse", "partial_acc", "partial_ml", "slopes", "sinks"), "*fp32"),
-    **dict.fromkeys(("page_table", "seq_lens", "query_start_loc", "key_start_loc", "work_items", "counters"), "*i32"),
+    **dict.fromkeys(
+        ("page_table", "seq_lens", "query_start_loc", "key_start_loc", "work_items", "more_items", "counters"), "*i32"
+    ),
     **dict.fromkeys(("scale", "value_scale", "soft_cap"), "fp32"),
 }
 WITHOUT_DESCRIPTORS = {"key_desc": None, "value_desc": None}
@@ -104,7 +106,7 @@ def prefill_of(spec: AttentionSpec, page_size: int, room: int) -> tuple[Any, dic
     tokens = max(1, tile.rows // spec.group_size)
     sizes = {
         "BLOCK_Q": tokens,
-        "BLOCK_M": split.padded(tokens * spec.group_size),
+        "BLOCK_M": fitting.padded(tokens * spec.group_size),
         "BLOCK_N": tile.keys,
         "STAGES": tile.stages,
         "LOCAL": 1,
@@ -148,7 +150,7 @@ def test_prefill_fits_as_compiled(spec: AttentionSpec, page_size: int, capabilit
     assert shared_bytes(prefill_kernel, types, constants | WITHOUT_DESCRIPTORS, tile.warps, capability) <= room
     if capability >= 90 and spec.cache_dtype is spec.dtype:
         blocks = {"key_desc": spec.head_dim, "value_desc": spec.head_dim_vo}
-        types |= {name: f"tensordesc<bf16[{tile.keys}, {split.padded(dim)}]>" for name, dim in blocks.items()}
+        types |= {name: f"tensordesc<bf16[{tile.keys}, {fitting.padded(dim)}]>" for name, dim in blocks.items()}
         assert shared_bytes(prefill_kernel, types, constants, tile.warps, capability) <= room
 
 
@@ -178,6 +180,23 @@ def test_keys_and_values_of_float32_lie_alike(dim: int, group: int, cached: torc
     tile, constants = decode_of(spec, 5, 64, HOPPER)
     made = _compiled(ASTSource, decode_kernel, tensors_of(spec), constants, tile.warps, 90)
     assert set(re.findall(r"swizzlingByteWidth = \d+", made.asm["ttgir"])) == {"swizzlingByteWidth = 128"}
+
+
+@pytest.mark.parametrize("given", [None, tuning.DecodeTile(64, 4, 6, 1, 128)], ids=["table", "large"])
+@pytest.mark.parametrize("dim", [32, 64, 80])
+def test_keys_and_values_of_8_bits_lie_alike(dim: int, given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `block_dims`: values are two halves. Those of 64, in products of Hopper's matrix units beside keys twice as
+    wide, were an illegal access on an H200; whatever the table says, they go by others."""
+    from triton.compiler import ASTSource
+
+    from attn_backends.backends.triton.kernels.decode import decode_kernel
+
+    if given is not None:
+        monkeypatch.setattr(tuning, "_nearest", lambda *_: vars(given))
+    spec = AttentionSpec(48, 4, dim, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
+    tile, constants = decode_of(spec, 217, 64, HOPPER)
+    made = _compiled(ASTSource, decode_kernel, tensors_of(spec), constants, tile.warps, 90)
+    assert set(re.findall(r"swizzlingByteWidth = \d+", made.asm["ttgir"])) <= {"swizzlingByteWidth = 128"}
 
 
 def test_blocks_of_float32_hold_32_keys_wherever_hopper_has_room() -> None:
@@ -254,7 +273,7 @@ def test_decode_waits_as_it_starts(start: Any) -> None:
         assert not waits
     elif start is launching.Pdl.WAIT_FIRST:
         assert waits
-        assert before.count("LDG") <= 8
+        assert before.count("LDG") <= 10  # an item, and where more are
         assert "LDGSTS" not in before
     else:
         assert waits
@@ -325,7 +344,7 @@ def test_decode_stays_in_registers(dims: tuple[int, int], query_rows: int, cache
     made = _compiled(ASTSource, decode_kernel, tensors_of(spec), constants, tile.warps, 90)
     code = listing(made)
     assert ("HGMMA" in code) == (query_rows == 64 and tile.warps >= 4)
-    assert code.count("LDL") < 48
+    assert code.count("LDL") < (128 if query_rows * dims[0] > 128 * 64 else 48)
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -334,7 +353,7 @@ def test_latent_decode_fits_as_compiled(capability: int, room: int, heads: int) 
     from attn_backends.backends.mla.triton_mla.decode_kernel import mla_decode_kernel
 
     tile = tiles.decode_tile(MLASpec(heads, dtype=torch.bfloat16), KVCacheSpec(16, 64), 64, heads, None, room)
-    rows = min(split.padded(heads), tile.rows)
+    rows = min(fitting.padded(heads), tile.rows)
     constants = {"WANT_LSE": 0, "PAGE_SIZE": 64, "QUERY_LEN": 1, "HEADS": heads, "TILES": heads // rows,
                  "BLOCK_M": rows, "BLOCK_N": tile.keys, "RANK": 512, "ROPE": 64, "BLOCK_RANK": 512, "BLOCK_ROPE": 64,
                  "EXACT": 0, "STAGES": tile.stages, "LAUNCH_DEPENDENTS": int(capability >= 90)}  # fmt: skip
@@ -427,6 +446,8 @@ def test_what_was_tuned_on_hopper_stays_as_it_was_there() -> None:
     table = json.loads((BACKENDS / "triton" / "tuned.json").read_text())
     for kind, rows in table.items():
         for row in rows:
+            if kind == "decode" and row["queries"] == 16 and row["bits"] < 32:
+                continue  # few queries go by a rule; what was tuned for them in 8 bits is the nearest for more
             dtype = of_bits[max(16, row["bits"])]
             spec = AttentionSpec(2 * row["group"], 2, row["head_dim"], dtype=dtype, cache_dtype=of_bits[row["bits"]])
             cache, asked = KVCacheSpec(16, row["page_size"]), (None, HOPPER)
@@ -540,14 +561,14 @@ def test_whom_the_prefill_kernel_for_hopper_serves(
 def test_every_head_dim_gets_a_tile(dim: int, dtype: torch.dtype, room: int) -> None:
     spec, cache = spec_of(dim, dim, dtype), KVCacheSpec(16, 16)
     prefill = tuning.prefill_tile(spec, cache, None, room)
-    width = 2 * split.padded(dim) * dtype.itemsize
+    width = 2 * fitting.padded(dim) * dtype.itemsize
     assert prefill.rows * width // 2 + prefill.keys * prefill.stages * width <= room
     assert prefill.keys >= 16
     assert tuning.decode_tile(spec, cache, 8, 16, None, room).keys >= 16
 
 
 def test_a_tile_that_nothing_helps_is_as_small_as_can_be() -> None:
-    smallest = split.fitted(tuning.PrefillTile(128, 128, 8, 3), lambda tile: 1 << 30, 1)
+    smallest = fitting.fitted(tuning.PrefillTile(128, 128, 8, 3), lambda tile: 1 << 30, 1)
     assert (smallest.rows, smallest.keys, smallest.stages) == (16, 16, 1)
     asked = tuning.TritonOptions(prefill_tile={"rows": 128, "keys": 128, "warps": 8, "stages": 9})
     assert tuning.prefill_tile(spec_of(256, 256, torch.float32), KVCacheSpec(16, 16), asked, 1) == asked.prefill_tile

@@ -23,6 +23,7 @@ from attn_backends.testing.harness import assert_matches, make_layer
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
 
 triton_split = pytest.importorskip("attn_backends.kernels.split_kv", reason="needs triton")
+equal_cuts = pytest.importorskip("attn_backends.kernels.equal_cuts")
 launch = pytest.importorskip("attn_backends.backends.triton.launch")
 state = pytest.importorskip("attn_backends.backends.triton.state")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
@@ -62,11 +63,27 @@ def latent_specs() -> list[MLASpec]:
     return sorted(found, key=str)
 
 
-def parts_of(lens: np.ndarray, target: int, min_blocks: int) -> np.ndarray:
-    """[batches] how many items are parts of rows, for [batches, rows] blocks of keys: `schedule_kernel` in NumPy."""
-    size = np.maximum(-(-lens.sum(1) // target), min_blocks)[:, None]
+def parts_of(lens: np.ndarray, max_cuts: int, min_blocks: int, block_n: int) -> np.ndarray:
+    """[batches] how many items are parts of rows, for [batches, rows] blocks of keys: `cut_kernel` in NumPy."""
+    widths = np.maximum(lens + 32 // block_n, 1)
+    ends, num_blocks, longest = widths.cumsum(1), widths.sum(1)[:, None], widths.max(1)[:, None]
+    num_cuts = np.maximum(np.minimum(max_cuts, num_blocks // min_blocks), 1)
+    size = num_blocks // num_cuts
+    is_even = (lens.shape[1] <= max_cuts) & (longest <= size + size // 16)
+    first, last = (
+        ((block + 1) * num_cuts - 1) // num_blocks for block in (np.minimum(ends - lens, ends - 1), ends - 1)
+    )
+    counts = np.where(is_even, 1, last - first + 1)
+    assert (counts > 0).all()
+    assert (counts.sum(1) < lens.shape[1] + max_cuts).all()  # the list has so many items
+    return np.where(counts > 1, counts, 0).sum(1)
+
+
+def parts_of_rows_apart(lens: np.ndarray, filling: int, min_blocks: int) -> np.ndarray:
+    """The same where each row is split for itself: `schedule_kernel` in NumPy."""
+    size = np.maximum(-(-lens.sum(1) // filling), min_blocks)[:, None]
     counts = np.maximum((lens + size // 2) // size, 1)
-    assert (counts.sum(1) <= lens.shape[1] + target).all()  # the list has so many items
+    assert (counts.sum(1) <= lens.shape[1] + filling).all()
     return np.where(counts > 1, counts, 0).sum(1)
 
 
@@ -83,20 +100,70 @@ def hard_batches(num_rows: int, numbers: np.random.Generator) -> np.ndarray:
 
 
 def test_parts_of_any_batch_have_their_slots() -> None:
-    """At every target that a table's tile comes to, over batches made to be cut into as many parts as can be."""
+    """At every number of cuts that a tile comes to, over batches made to be cut into as many parts as can be."""
     numbers = np.random.default_rng(0)
-    tiles = [tuning.DecodeTile(**row["tile"]) for row in tuning._table()["decode"]]
-    targets = {}
-    for (heads, kv_heads, dim, dim_vo), query_len in product(head_shapes(), range(1, 17)):
-        spec = AttentionSpec(heads, kv_heads, dim, dim_vo, dtype=BF16)
+    found = {}
+    for (heads, kv_heads, dim, dim_vo), query_len, cached in product(head_shapes(), range(1, 17), (BF16, FP8)):
+        spec = AttentionSpec(heads, kv_heads, dim, dim_vo, dtype=BF16, cache_dtype=cached)
         plan = launch.SplitPlan.of(spec, query_len)
+        tiles = {tuning.decode_tile(spec, CACHE, rows, plan.block_m, None, SHARED_MEMORY) for rows in (1, 8, 64, 512)}
         for tile, sms in product(tiles, MULTIPROCESSORS):
-            targets[plan.target(spec, tile, sms)] = plan.num_partial_slots(spec, tile, sms)
+            found[plan.num_programs(spec, tile, sms), tile.keys] = plan.num_partial_slots(spec, tile, sms)
     batches = [hard_batches(rows, numbers) for rows in (1, 2, 3, 7, 16, 33, 100, 257, 512)]
-    for (target, num_partial_slots), min_blocks in product(sorted(targets.items()), (1, 2, 4)):
+    for ((max_cuts, block_n), num_partial_slots), min_blocks in product(sorted(found.items()), (1, 4)):
         for lens in batches:
-            assert parts_of(lens, target, min_blocks).max() <= num_partial_slots, (target, min_blocks, lens.shape)
-    assert len(targets) > 200
+            assert parts_of(lens, max_cuts, min_blocks, block_n).max() <= num_partial_slots, (max_cuts, min_blocks)
+            assert parts_of_rows_apart(lens, max_cuts, min_blocks).max() <= num_partial_slots, (max_cuts, min_blocks)
+    assert len(found) > 200
+
+
+def items_of(listed: Any) -> list[list[list[int]]]:
+    """What each program has, as it finds it in a schedule or a list of cuts."""
+    items = getattr(listed, "work_list", listed).work_items.tolist()
+    return [[items[program], *items[slice(*more)]] if items[program][0] >= 0 else []
+            for program, more in enumerate(listed.more_items.tolist())]  # fmt: skip
+
+
+@only_interpreted
+@pytest.mark.parametrize("seed", range(40))
+def test_kernel_cuts_have_every_key_once(seed: int) -> None:
+    """Random lengths, windows and numbers of cuts: each row's items follow one another without a gap, whatever cut has
+    them, have slots of their own, and nothing is written beyond the lists."""
+    drawn = np.random.default_rng(seed)
+    num_rows, max_cuts, block_n = int(drawn.integers(1, 40)), int(drawn.integers(1, 70)), int(2 ** drawn.integers(4, 8))
+    lens = (2 ** drawn.uniform(0, drawn.choice([3, 8, 14]), num_rows)).astype(np.int32)
+    lens = np.where(drawn.random(num_rows) < drawn.choice([0, 0, 0.4]), 0, lens[0] if drawn.random() < 0.3 else lens)
+    tokens = np.minimum(drawn.integers(1, 5, num_rows), lens)
+    window = int(drawn.integers(0, 3000)) if drawn.random() < 0.3 else triton_split.FAR.value
+    starts = np.concatenate([[0], tokens.cumsum()])
+    sizes = triton_split.SplitSizes(
+        num_rows, max_cuts, window, triton_split.FAR.value, block_n, int(drawn.integers(1, 5))
+    )
+    cuts = equal_cuts.CutList(sizes, torch.ones(num_rows * 3, dtype=torch.int32))
+    held = [
+        torch.full((len(each) + 3, each.shape[1]), -7, dtype=torch.int32) for each in (cuts.work_items, cuts.more_items)
+    ]
+    cuts.work_items, cuts.more_items = (each[:-3] for each in held)
+    cuts.fill(*(torch.from_numpy(each.astype(np.int32)) for each in (lens, starts)))
+    assert all((each[-3:] == -7).all() for each in held)
+    assert not cuts.counters.any()
+    items: dict[int, list[list[int]]] = {row: [] for row in range(num_rows)}
+    slots: list[int] = []
+    for row, start, stop, first_slot, info, *of_row in (item for cut in items_of(cuts) for item in cut):
+        count, split = divmod(info, triton_split.MAX_SPLITS.value)
+        items[row].append([split, count, start, stop])
+        slots += [first_slot + split] * (count > 1)
+        assert of_row == [lens[row], starts[row], tokens[row]]
+    assert len(set(slots)) == len(slots)
+    assert max(slots, default=-1) < equal_cuts.max_split_items(max_cuts)
+    for row, found in items.items():
+        at = first = max(0, lens[row] - tokens[row] - window) // block_n * block_n
+        assert [split for split, *_ in found] == list(range(found[0][1]))
+        for _, count, start, stop in found:
+            assert start == at
+            assert stop > start or count == 1
+            at = stop
+        assert at == lens[row] or lens[row] <= first
 
 
 def written(spec: AttentionSpec, tile: Any, num_rows: int, query_len: int, sms: int) -> tuple[int, int, int]:
@@ -109,7 +176,7 @@ def written(spec: AttentionSpec, tile: Any, num_rows: int, query_len: int, sms: 
         plan.used_m - 1,
     )
     mine = ((place * spec.num_kv_heads + head) * plan.tiles + tile_index) * plan.used_m + lane
-    counter = ((num_rows - 1) * spec.num_kv_heads + head) * plan.tiles + tile_index
+    counter = (place * spec.num_kv_heads + head) * plan.tiles + tile_index
     block = tuning.block_dims(spec)[1]
     return mine * block + block, mine * 2 + 2, counter + 1
 
@@ -262,14 +329,14 @@ def test_room_for_keys_made_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_batch_above_the_limits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither of more rows nor of more tokens a row than the state was sized for."""
+    """Of more tokens a row than the state was sized for; more rows take no more room."""
     monkeypatch.setattr(state, "num_multiprocessors", lambda _: 132)
-    spec = AttentionSpec(32, 8, 128, dtype=BF16)
+    spec = AttentionSpec(8, 8, 128, dtype=BF16)
     made = make_state(spec, Limits(4, 4, 4096))
-    made.make_schedule(0, 4, 1, made.workspace)
-    for rows, query_len in ((5, 1), (4, 16)):
-        with pytest.raises(ValueError, match=f"a step of {rows} rows of up to {query_len} tokens needs .* Limits"):
-            made.make_schedule(0, rows, query_len, made.workspace)
+    for rows in (4, 5, 500):
+        made.make_schedule(0, rows, 1, made.workspace)
+    with pytest.raises(ValueError, match=r"a step of 4 rows of up to 16 tokens needs .* Limits"):
+        made.make_schedule(0, 4, 16, made.workspace)
     mla = triton_mla.TritonMLAState(plan_groups({0: MLASpec(16, dtype=BF16)}), CACHE, Limits(4, 4, 4096), "cpu")
     with pytest.raises(ValueError, match=r"needs .* Limits"):
         mla.split_workspace.check(mla._make_plan(mla.specs[0], 4, 8), mla.specs[0])
@@ -298,12 +365,13 @@ def test_kernel_schedules_stay_inside(seed: int, monkeypatch: pytest.MonkeyPatch
     starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     schedule.work_list.fill(torch.tensor(seq_lens, dtype=torch.int32), starts)
 
-    count, plan = num_rows * spec.num_kv_heads * schedule.plan.tiles, schedule.plan
+    plan = schedule.plan
+    count = plan.num_partial_slots(spec, schedule.tile, sms) * spec.num_kv_heads * plan.tiles
     assert not made.workspace.counters[:count].any()
     end_of_slots = made.workspace.partial_acc.numel() // (
         spec.num_kv_heads * plan.tiles * plan.used_m * tuning.block_dims(spec)[1]
     )
-    items = [item for item in schedule.work_list.work_items.tolist() if item[0] >= 0]
+    items = [item for cut in items_of(schedule) for item in cut]
     slots = [place + parts % (1 << 15) for _, _, _, place, parts, *_ in items if parts >> 15 > 1]
     assert len(set(slots)) == len(slots)
     assert all(0 <= slot < end_of_slots for slot in slots)

@@ -13,7 +13,8 @@ from importlib import resources
 from typing import Any
 
 from attn_backends.backends.mla.options import MLAOptions
-from attn_backends.kernels.split_kv import MAX_SPLITS, block_bytes, fitted, padded
+from attn_backends.kernels.split_kv import MAX_SPLITS
+from attn_backends.kernels.tiles import block_bytes, fitted, padded
 from attn_backends.spec import KVCacheSpec, MLASpec
 
 HOPPER_TILE = (64, 128, 8, 1)  # rows, keys, warps and stages of hopper_kernel.py, which has no other

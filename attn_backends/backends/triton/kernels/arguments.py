@@ -22,6 +22,7 @@ class DecodeTensors(NamedTuple):
     lse: torch.Tensor
     page_table: torch.Tensor
     work_items: torch.Tensor
+    more_items: torch.Tensor
     partial_acc: torch.Tensor
     partial_ml: torch.Tensor
     counters: torch.Tensor

@@ -1,7 +1,8 @@
-"""Paged attention of rows with few query tokens: keys split over the GPU as evenly as their lengths ask for it.
+"""Paged attention of rows with few query tokens: all rows' keys cut into parts of one size, one a program.
 
-The device itself splits the work into items (see `split_kv`), and the last of a row's items to end combines them all:
-there is no second launch.
+The device itself cuts (see `equal_cuts`), so that a program may attend for one row after the other. There is no second
+launch: of the programs that have splits of a row, the last of each few to end combines what these have, and goes on as
+one of them. So a row of many splits is joined in about as many steps as their number has digits.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from attn_backends.kernels.fp8 import as_pairs, interleave_columns, row_amax, sc
 from attn_backends.kernels.launch import WAIT_FIRST, WAIT_LAST, acquire_fence, grid_wait
 from attn_backends.kernels.split_kv import FAR, MAX_SPLITS, combine_splits
 from attn_backends.kernels.tile_kernels import attend_keys, logit_scale, write_rows
+
+JOINED = tl.constexpr(8)  # splits that a program combines
 
 _NOT_CONSTANT = ["table_row", "window_right", "window_left", "chunk", "has_sinks", "want_lse", "lse_token"]
 _ANYWHERE = ["lse", "page_table", "sinks"]  # no code depends on whether these are aligned
@@ -30,9 +33,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     lse,  # [num_tokens, KV_HEADS * GROUP] f32, natural log, written if want_lse
     page_table,  # [num_rows, max_pages] i32
     work_items,  # [max_work_items, 8] i32, see `schedule_kernel`
+    more_items,  # [cuts, 2] i32, see `schedule_kernel`
     partial_acc,  # [partial slots, KV_HEADS, TILES, USED_M, BLOCK_DIM_VO] f32
     partial_ml,  # [partial slots, KV_HEADS, TILES, USED_M, 2] f32: m_i in base 2, l_i
-    counters,  # [num_rows, KV_HEADS, TILES] i32, zeros between launches
+    counters,  # [partial slots, KV_HEADS, TILES] i32, zeros between launches
     slopes,  # [KV_HEADS * GROUP] f32, if ALIBI
     sinks,  # [KV_HEADS * GROUP] f32 logits, if has_sinks
     table_row,  # elements from row to row of the page table
@@ -77,9 +81,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     BLOCK_SPLITS: tl.constexpr,  # splits that are combined at a time
     PDL: tl.constexpr,  # when this kernel starts, see `kernels.launch.Pdl`
 ):
-    """One program attends for a work item, a KV head and a tile of BLOCK_M of the row's queries.
+    """One program attends for a cut of all rows' keys, a KV head and a tile of BLOCK_M of a row's queries.
 
-    The programs of an item's heads lie side by side.
+    The programs of a cut's heads lie side by side.
     """
     if ALIKE:
         value_page, value_slot, value_head = key_page, key_slot, key_head
@@ -88,14 +92,15 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     program = tl.program_id(0)
     tile = program % TILES
     head = program // TILES % KV_HEADS
-    work_item = work_items + program // TILES // KV_HEADS * 8
-    row = tl.load(work_item)
-    start, stop = tl.load(work_item + 1), tl.load(work_item + 2)
-    first_slot, split_info = tl.load(work_item + 3), tl.load(work_item + 4)
-    seq_len, first_token, query_len = tl.load(work_item + 5), tl.load(work_item + 6), tl.load(work_item + 7)
-    if PDL == WAIT_FIRST:  # its item was there before that one was launched, or lets this one start
+    cut = program // TILES // KV_HEADS
+    row, start, stop, first_slot, split_info, seq_len, first_token, query_len = _load_item(work_items, cut, True)
+    next_item, end_item = tl.load(more_items + cut * 2), tl.load(more_items + cut * 2 + 1)
+    if PDL == WAIT_FIRST:  # its items were there before that one was launched, or lets this one start
         grid_wait()
-    if row >= 0:
+    key, value = key_cache + head.to(tl.int64) * key_head, value_cache + head.to(tl.int64) * value_head
+    if PAIRS:
+        value, value_page, value_slot = as_pairs(value), value_page // 2, value_slot // 2
+    while row >= 0:
         num_splits, split = split_info // MAX_SPLITS, split_info % MAX_SPLITS
         lane = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         token = lane // GROUP
@@ -116,9 +121,6 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         if tl.minimum(window_left, chunk) < FAR:
             whole = start
         whole = tl.maximum(whole, start)
-        key, value = key_cache + head.to(tl.int64) * key_head, value_cache + head.to(tl.int64) * value_head
-        if PAIRS:
-            value, value_page, value_slot = as_pairs(value), value_page // 2, value_slot // 2
         pages = page_table + row.to(tl.int64) * table_row
         acc, m_i, l_i = attend_keys(
             queries, q_scale, zero_acc(BLOCK_M, BLOCK_DIM_VO, PAIRS), tl.full([BLOCK_M], float("-inf"), tl.float32),
@@ -138,27 +140,74 @@ def decode_kernel(  # type: ignore[no-untyped-def]
                        out_token, out_head, lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
         else:
             # Partial results are [partial slots, KV_HEADS, TILES, USED_M, ...]
-            inner = tl.arange(0, BLOCK_M)
-            slot = (((first_slot + split) * KV_HEADS + head) * TILES + tile).to(tl.int64) * USED_M + inner
-            live = live & (inner < USED_M)
-            dims_vo = tl.arange(0, BLOCK_DIM_VO)
-            tl.store(partial_acc + slot[:, None] * BLOCK_DIM_VO + dims_vo[None], acc, mask=live[:, None])
-            tl.store(partial_ml + slot * 2, m_i, mask=live)
-            tl.store(partial_ml + slot * 2 + 1, l_i, mask=live)
-            tl.debug_barrier()  # all of the program's stores come before its count
-            counter = counters + (row * KV_HEADS + head) * TILES + tile
-            if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
-                tl.debug_barrier()
-                tl.store(counter, 0)  # for the next launch
-                # The last to end combines all, in the used queries alone: unused ones would take its registers.
-                first_row_of_slots = (first_slot * KV_HEADS + head) * TILES + tile
-                row_acc, row_m, row_l = combine_splits(
-                    partial_acc, partial_ml, first_row_of_slots, KV_HEADS * TILES, num_splits,
-                    query_len * GROUP - tile * BLOCK_M, USED_M, BLOCK_DIM_VO, BLOCK_SPLITS,
-                )  # fmt: skip
-                write_rows(output, lse, sinks, row_acc, row_m, row_l, tile * BLOCK_M + tl.arange(0, USED_M),
-                           head, first_token, query_len, value_scale, out_token, out_head, lse_token,
-                           has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
+            used = query_len * GROUP - tile * BLOCK_M  # unused queries would take registers where splits are combined
+            partial_slot = ((first_slot + split) * KV_HEADS + head) * TILES + tile
+            _store_partial(partial_acc, partial_ml, partial_slot, acc, m_i, l_i, used, USED_M)
+            step, level = 1, 0
+            while num_splits > 0:
+                split = split // JOINED
+                count = tl.minimum(num_splits - split * JOINED, JOINED)
+                slot = first_slot + split * JOINED * step
+                counter = counters + ((slot + level) * KV_HEADS + head) * TILES + tile
+                tl.debug_barrier()  # all of the program's stores come before its count
+                arrived = count - 1
+                if count > 1:
+                    arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+                if arrived < count - 1:  # another is the last
+                    num_splits = 0
+                else:
+                    tl.debug_barrier()
+                    if count > 1:
+                        tl.store(counter, 0)  # for the next launch
+                    partial_slot = (slot * KV_HEADS + head) * TILES + tile
+                    row_acc, row_m, row_l = combine_splits(
+                        partial_acc, partial_ml, partial_slot, step * KV_HEADS * TILES, count, used, USED_M,
+                        BLOCK_DIM_VO, BLOCK_SPLITS,
+                    )  # fmt: skip
+                    if num_splits > JOINED:
+                        tl.debug_barrier()  # all have read what is written over
+                        _store_partial(partial_acc, partial_ml, partial_slot, row_acc, row_m, row_l, used, USED_M)
+                        num_splits, step, level = (num_splits + JOINED - 1) // JOINED, step * JOINED, level + 1
+                    else:
+                        write_rows(output, lse, sinks, row_acc, row_m, row_l, tile * BLOCK_M + tl.arange(0, USED_M),
+                                   head, first_token, query_len, value_scale, out_token, out_head, lse_token,
+                                   has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
+                        num_splits = 0
+        row, start, stop, first_slot, split_info, seq_len, first_token, query_len = _load_item(
+            work_items, next_item, next_item < end_item
+        )
+        next_item += 1
     if PDL == WAIT_LAST:  # noqa: SIM102 (a constant on its own leaves out what some GPUs do not have)
         if program == tl.num_programs(0) - 1:
             grid_wait()
+
+
+@triton.jit
+def _load_item(work_items, work_item, exists):  # type: ignore[no-untyped-def]
+    """A work item's numbers, see `schedule_kernel`; a row of -1 where there is none."""
+    at = work_items + work_item * 8
+    row = tl.load(at, mask=exists, other=-1)
+    start, stop = tl.load(at + 1, mask=exists, other=0), tl.load(at + 2, mask=exists, other=0)
+    first_slot, split_info = tl.load(at + 3, mask=exists, other=0), tl.load(at + 4, mask=exists, other=0)
+    seq_len, first_token = tl.load(at + 5, mask=exists, other=0), tl.load(at + 6, mask=exists, other=0)
+    return row, start, stop, first_slot, split_info, seq_len, first_token, tl.load(at + 7, mask=exists, other=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_partial(  # type: ignore[no-untyped-def]
+    partial_acc,
+    partial_ml,
+    partial_slot,  # of a head's tile
+    acc,  # [BLOCK_M or USED_M, BLOCK_DIM_VO] f32
+    m_i,  # in base 2
+    l_i,
+    used,  # queries that exist
+    USED_M: tl.constexpr,
+):
+    """Store a partial result."""
+    lane, dims = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
+    slot = partial_slot.to(tl.int64) * USED_M + lane
+    live = (lane < used) & (lane < USED_M)
+    tl.store(partial_acc + slot[:, None] * acc.shape[1] + dims[None], acc, mask=live[:, None])
+    tl.store(partial_ml + slot * 2, m_i, mask=live)
+    tl.store(partial_ml + slot * 2 + 1, l_i, mask=live)

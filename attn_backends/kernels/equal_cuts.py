@@ -1,0 +1,201 @@
+"""The keys of all decode rows, cut as one into parts of one size: the device itself cuts, in one small launch a step.
+
+A row's end is no reason to end a part: so every program of a grid that fills the GPU reads as much as any other,
+whatever the rows' lengths and however few or many they are. What a part has of a row is a work item of `split_kv`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from attn_backends.kernels.launch import operator, start_kernel
+from attn_backends.kernels.split_kv import (
+    COUNTERS,
+    ITEMS_PER_PROGRAM,
+    MAX_SPLITS,
+    SplitSizes,
+    WorkList,
+    first_key,
+    of_row,
+    store_item,
+)
+
+ROW_KEYS = tl.constexpr(32)  # that are read in the time that a row takes beside its own, as measured
+
+
+class CutTensors(NamedTuple):
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    work_items: torch.Tensor
+    more_items: torch.Tensor
+    counters: torch.Tensor
+
+
+class CutNumbers(NamedTuple):
+    num_rows: int
+    max_cuts: int
+    window_left: int
+    chunk: int
+    num_counters: int
+    BLOCK_N: int
+    MIN_BLOCKS: int
+    MAX_ROWS: int
+    BLOCK_ITEMS: int
+
+
+def max_split_items(max_cuts: int) -> int:
+    """Number of work items that can be splits of rows: a cut shares its first row and its last one at most."""
+    return 2 * max_cuts - 2
+
+
+@operator(("work_items", "more_items", "counters"))
+def cut_work(
+    seq_lens: torch.Tensor, query_start_loc: torch.Tensor, work_items: torch.Tensor, more_items: torch.Tensor,
+    counters: torch.Tensor, sizes: SplitSizes,
+) -> None:  # fmt: skip
+    """List the work items for lengths [num_rows] and query starts [num_rows + 1], i32, in one launch."""
+    _launch_cut(CutTensors(seq_lens, query_start_loc, work_items, more_items, counters), sizes)
+
+
+def _launch_cut(tensors: CutTensors, sizes: SplitSizes) -> tuple[Any, tuple[int, ...]]:
+    """Returns the compiled kernel on its grid, and its arguments behind the first two tensors."""
+    numbers = CutNumbers(
+        num_rows=sizes.num_rows, max_cuts=sizes.target, window_left=sizes.window_left, chunk=sizes.chunk,
+        num_counters=len(tensors.counters), BLOCK_N=sizes.block_n, MIN_BLOCKS=sizes.min_blocks,
+        MAX_ROWS=triton.next_power_of_2(sizes.num_rows), BLOCK_ITEMS=ITEMS_PER_PROGRAM,
+    )  # fmt: skip
+    grid = (-(-(sizes.num_rows + sizes.target) // ITEMS_PER_PROGRAM), 1, 1)
+    compiled = start_kernel(cut_kernel, grid, *tensors, *numbers, num_warps=4)
+    return None if compiled is None else compiled[grid], (*(each.data_ptr() for each in tensors[2:]), *numbers)
+
+
+class CutList(WorkList):
+    """The work items of batches of one shape, by cuts.
+
+    Args:
+        sizes: `target` is how many cuts there are at most, and `min_blocks` what one has at least.
+        counters: as `WorkList` has them.
+    """
+
+    def __init__(self, sizes: SplitSizes, counters: torch.Tensor) -> None:
+        super().__init__(counters.new_empty(sizes.num_rows + 2 * sizes.target, 8), sizes, counters)
+        self.more_items = counters.new_empty(sizes.target, 2)
+
+    def _list(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
+        cut_work(seq_lens, query_start_loc, self.work_items, self.more_items, self.counters, self._sizes)
+
+    def _launch(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
+        tensors = CutTensors(seq_lens, query_start_loc, self.work_items, self.more_items, self.counters)
+        return _launch_cut(tensors, self._sizes)
+
+
+@triton.jit(do_not_specialize=["num_rows", "max_cuts", "window_left", "chunk", "num_counters"])  # type: ignore[untyped-decorator]
+def cut_kernel(  # type: ignore[no-untyped-def]
+    seq_lens,  # [num_rows] i32
+    query_start_loc,  # [num_rows + 1] i32
+    work_items,  # [num_rows + 2 * max_cuts, 8] i32, see `split_kv.schedule_kernel`
+    more_items,  # [max_cuts, 2] i32: begin and end of each cut's items but the first
+    counters,  # [num_counters] i32, become 0
+    num_rows,
+    max_cuts,
+    window_left,  # positions before its own that a query sees
+    chunk,  # positions in a chunk; a query sees its own chunk alone
+    num_counters,
+    BLOCK_N: tl.constexpr,  # keys of a block
+    MIN_BLOCKS: tl.constexpr,  # blocks of a cut at least
+    MAX_ROWS: tl.constexpr,  # a power of two, at least num_rows
+    BLOCK_ITEMS: tl.constexpr,  # work items, and cuts, of a program
+):
+    """List what each cut has of each row.
+
+    A cut's first item lies at the cut's own number, so that its program finds it without looking; its row is -1 where
+    the cut has nothing. The others lie behind those of all cuts. There are `num_rows + max_cuts - 1` items at most, of
+    which `max_split_items` are splits of rows.
+    """
+    for first in range(tl.program_id(0) * COUNTERS, num_counters, tl.num_programs(0) * COUNTERS):
+        counter = first + tl.arange(0, COUNTERS)
+        tl.store(counters + counter, counter * 0, mask=counter < num_counters)
+    rows = tl.arange(0, MAX_ROWS)
+    exists = rows < num_rows
+    lens = tl.load(seq_lens + rows, mask=exists, other=0)
+    starts = tl.load(query_start_loc + rows, mask=exists, other=0)
+    query_lens = tl.load(query_start_loc + rows + 1, mask=exists, other=0) - starts
+    first = first_key(lens - query_lens, window_left, chunk) // BLOCK_N
+    blocks = tl.where(exists, tl.maximum((lens + BLOCK_N - 1) // BLOCK_N - first, 0), 0)
+    ends, num_blocks, num_cuts, first_cut, num_splits = _cut(
+        rows, exists, blocks, num_rows, max_cuts, BLOCK_N, MIN_BLOCKS
+    )
+    item_ends = tl.cumsum(num_splits, 0)
+    num_partials = tl.where(num_splits > 1, num_splits, 0)
+    slots_before = tl.cumsum(num_partials, 0) - num_partials
+
+    work_item = tl.program_id(0) * BLOCK_ITEMS + tl.arange(0, BLOCK_ITEMS)
+    row = tl.sum((item_ends[None] <= work_item[:, None]).to(tl.int32), 1)
+    mine = rows[None] == row[:, None]
+    row_splits, row_num_blocks = of_row(mine, num_splits), of_row(mine, blocks)
+    row_begin, row_first, row_len = of_row(mine, ends - blocks), of_row(mine, first), of_row(mine, lens)
+    split = work_item - of_row(mine, item_ends - num_splits)
+    cut = of_row(mine, first_cut) + split
+    start = tl.where(split == 0, 0, _begin_of(cut, num_blocks, num_cuts) - row_begin)
+    stop = tl.where(split == row_splits - 1, row_num_blocks, _begin_of(cut + 1, num_blocks, num_cuts) - row_begin)
+    at = tl.where(_items_before(cut, first_cut, num_splits) == work_item, cut, max_cuts + work_item)
+    store_item(
+        work_items + at * 8, row < num_rows, row, (row_first + start) * BLOCK_N,
+        tl.minimum((row_first + stop) * BLOCK_N, row_len), of_row(mine, slots_before),
+        row_splits * MAX_SPLITS + split, row_len, of_row(mine, starts), of_row(mine, query_lens),
+    )  # fmt: skip
+    # And as many cuts: of each number, how many items lie before it, and up to its end.
+    before, until = _items_before(work_item, first_cut, num_splits), _items_before(work_item + 1, first_cut, num_splits)
+    tl.store(more_items + work_item * 2, max_cuts + before + 1, mask=work_item < max_cuts)
+    tl.store(more_items + work_item * 2 + 1, max_cuts + until, mask=work_item < max_cuts)
+    tl.store(work_items + work_item * 8, -1, mask=(work_item < max_cuts) & (before == until))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cut(  # type: ignore[no-untyped-def]
+    rows,  # [MAX_ROWS] i32
+    exists,  # [MAX_ROWS]: there is such a row
+    blocks,  # [MAX_ROWS] i32, of keys that are seen
+    num_rows,
+    max_cuts,
+    BLOCK_N: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+):
+    """Where cuts lie. A row takes a little longer than its blocks: it counts as some more, in front of them, which are
+    no one's. Where one cut a row makes none too long, there are these, and nothing is joined.
+
+    Returns:
+        each row's end, all blocks, the number of cuts, each row's first cut, and how many it is in.
+    """
+    widths = tl.where(exists, tl.maximum(blocks + ROW_KEYS // BLOCK_N, 1), 0)
+    ends, num_blocks, longest = tl.cumsum(widths, 0), tl.sum(widths, 0), tl.max(widths, 0)
+    num_cuts = tl.maximum(tl.minimum(max_cuts, num_blocks // MIN_BLOCKS), 1)
+    size = num_blocks // num_cuts
+    is_even = (num_rows <= max_cuts) & (longest <= size + size // 16)
+    num_cuts = tl.where(is_even, num_rows, num_cuts)
+    first_cut = _cut_of(tl.minimum(ends - blocks, ends - 1), num_blocks, num_cuts)
+    first_cut = tl.where(is_even, rows, first_cut)
+    last_cut = tl.where(is_even, rows, _cut_of(ends - 1, num_blocks, num_cuts))
+    return ends, num_blocks, num_cuts, first_cut, tl.where(exists, last_cut - first_cut + 1, 0)
+
+
+@triton.jit
+def _begin_of(cut, num_blocks, num_cuts):  # type: ignore[no-untyped-def]
+    """The first of all blocks that a cut has."""
+    return (cut.to(tl.int64) * num_blocks // num_cuts).to(tl.int32)
+
+
+@triton.jit
+def _cut_of(block, num_blocks, num_cuts):  # type: ignore[no-untyped-def]
+    """The cut that a block is in."""
+    return (((block.to(tl.int64) + 1) * num_cuts - 1) // tl.maximum(num_blocks, 1)).to(tl.int32)
+
+
+@triton.jit
+def _items_before(cut, first_cut, num_splits):  # type: ignore[no-untyped-def]
+    """[BLOCK_ITEMS]: how many work items lie in cuts before each of these."""
+    return tl.sum(tl.minimum(tl.maximum(cut[:, None] - first_cut[None], 0), num_splits[None]), 1)
