@@ -16,7 +16,7 @@ from benchmarks.docs.charts import saved
 
 KINDS = {"decode": "#c1272d", "verify": "#0072b2", "chunks": "#009e73", "prompts": "#e69f00", "mixed": "#cc79a7",
          "windows": "#56b4e9"}  # fmt: skip
-TICKS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6, 2, 2.5, 3)
+TICKS = (0.25, 0.35, 0.5, 0.7, 1, 1.4, 2, 2.8, 4, 5.6, 8, 11, 16, 22, 32)
 
 
 def counted(result: Mapping[str, Any]) -> list[Row]:

@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.attention.random_plot import counted
+from benchmarks.attention.random_statistics import summary
 from benchmarks.docs import random_page
 from benchmarks.docs.contents import PAGES, Page, Section
 from benchmarks.docs.tables import Pivot, figure, pivoted, plain
@@ -100,18 +102,16 @@ def three_numbers(folder: str) -> str:
     Args:
         folder: where the pages are, as seen from where the table stands.
     """
-    layer = {row["contender"]: row["us"] for row in result("attention_all")["rows"]
-             if row["shape"] == "64 x 4096, 32/8, 128"}  # fmt: skip
-    bare = min(layer, key=lambda name: layer[name] if name.startswith(("FA", "Flash")) else float("inf"))
+    drawn = summary([row["ratio"] for row in counted(result(random_page.NAME))])
     text = next(
         row for row in result("generate_compiled")["rows"] if (row["dtype"], row["requests"]) == ("bfloat16", 16)
     )
     vllm = next(row for row in result("generate_vllm")["rows"] if (row["dtype"], row["requests"]) == ("bfloat16", 16))
     step = next(row for row in result("step_metadata")["rows"] if (row["requests"], row["tokens"]) == (256, 16384))
     rows = [
-        ("a layer's decode, 64 requests of 4,096 keys", f"TRITON {figure(layer['TRITON'])} us",
-         f"{bare.partition(',')[0]} alone, the fastest kernel besides, {figure(layer[bare])} us", "attention_all",
-         "attention.md"),
+        (f"a layer at {drawn.shapes} shapes drawn at random",
+         f"TRITON {drawn.geometric_mean:.2f} times the best of all others",
+         f"as fast or faster at {drawn.won:.0%}", random_page.NAME, f"{random_page.NAME}.md"),
         ("text of SmolLM2-135M for 16 requests, compiled", f"{figure(text['attn_backends tokens/s'])} tokens/s",
          f"vLLM's CPU build {figure(vllm['vLLM tokens/s'])} tokens/s", "generate_compiled", "cpu.md"),
         ("a step's metadata, 256 requests of 16,384 tokens", f"`StepTable` {figure(step['step us'])} us",

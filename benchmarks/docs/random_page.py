@@ -19,6 +19,7 @@ ABOUT = (
     "number name a shape. Each contender is first compared with float64. Seeds to tune by and seeds to judge by are "
     "apart. An interval holds the median of a shape's rounds at 95 %."
 )
+NOTE = Path(__file__).parent / "notes" / f"{NAME}.md"  # what a reader has to know beside the figures
 MAKE = (
     "No result is committed yet. These commands make one on a GPU:\n\n"
     "```\npython -m benchmarks attention random_shapes --seed 1000 --count 300 --rounds 30 "
@@ -44,6 +45,7 @@ def text(results: Path) -> Iterator[str]:
     file = f"[{NAME}.json](../../benchmarks/results/{NAME}.json)"
     yield f"{result['gpu'] or result['cpu']}, {result['date']}; {versions}; {file}."
     yield f"![Share of shapes up to each ratio, and each ratio by bytes](charts/{NAME}.svg)"
+    yield NOTE.read_text().strip()
     yield report_of(result).strip()
 
 

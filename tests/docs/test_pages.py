@@ -51,7 +51,7 @@ def test_every_result_is_on_a_page() -> None:
 
 def test_every_note_stands_somewhere() -> None:
     sections = {section.chart or section.result for page in PAGES for section in page.sections}
-    assert {path.stem for path in measured.NOTES.glob("*.md")} <= sections
+    assert {path.stem for path in measured.NOTES.glob("*.md")} <= sections | {random_page.NAME}
 
 
 def test_the_readmes_numbers_are_results() -> None:
