@@ -148,9 +148,8 @@ def _fitted_decode_tile(tile: DecodeTile, spec: AttentionSpec, query_rows: int, 
     # A product of float32 is three, of parts that are kept as well.
     num_products = 3 if spec.dtype is torch.float32 else 1
     tile = in_registers(tile, query_rows, num_products * (dim + dim_vo))
-    if (
-        spec.cache_dtype.itemsize == 1 and spec.dtype.itemsize == 2 and dim_vo < 2 * _SWIZZLED
-    ):  # halves, see `block_dims`
+    lies_in_halves = spec.cache_dtype.itemsize == 1 and spec.dtype.itemsize == 2
+    if lies_in_halves and dim_vo < 2 * _SWIZZLED:  # not on Hopper's matrix units, see `block_dims`
         tile = replace(tile, warps=min(tile.warps, _MMA_WARPS // 2))
     return fitted(tile, need, smem_bytes)
 
@@ -198,8 +197,9 @@ def block_dims(spec: AttentionSpec) -> tuple[int, int]:
 
     A narrow one is as wide as the other, up to 64. Rows of less than 128 bytes lie in shared memory in another swizzle
     than longer ones, and beside those ptxas 12.8, which Triton 3.6 and 3.7 bring, takes the address of values for a
-    product on Hopper from a register that was not set. Blocks of float32 are as wide in bytes, whatever the layer has:
-    values lie there by columns, which have a block's keys.
+    product on Hopper from a register that was not set. Values of 8 bits are multiplied as two halves, whose rows are so
+    short up to 64 columns: their tiles have too few warps for those products. Blocks of float32 are as wide in bytes,
+    whatever the layer has: values lie there by columns, which have a block's keys.
     """
     dim, dim_vo = padded(spec.head_dim), padded(spec.head_dim_vo)
     least = min(_SWIZZLED, max(dim, dim_vo, _SWIZZLED_FLOATS if spec.dtype is torch.float32 else 0))

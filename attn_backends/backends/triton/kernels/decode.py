@@ -33,7 +33,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     lse,  # [num_tokens, KV_HEADS * GROUP] f32, natural log, written if want_lse
     page_table,  # [num_rows, max_pages] i32
     work_items,  # [max_work_items, 8] i32, see `schedule_kernel`
-    more_items,  # [cuts, 2] i32, see `schedule_kernel`
+    more_items,  # [programs of a head, 2] i32, see `cut_kernel`; zeros where each has one work item
     partial_acc,  # [partial slots, KV_HEADS, TILES, USED_M, BLOCK_DIM_VO] f32
     partial_ml,  # [partial slots, KV_HEADS, TILES, USED_M, 2] f32: m_i in base 2, l_i
     counters,  # [partial slots, KV_HEADS, TILES] i32, zeros between launches
