@@ -20,7 +20,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -213,21 +214,31 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> Path:
             waiting, [name for name in names if name == "TRITON"], arguments.ahead, until, arguments.device
         )
     pool = Pool(2 * bounds.num_bytes, device)
-    gc.collect()
-    gc.freeze()  # so that a collection between two shapes looks at theirs alone
-    for number, each in enumerate(waiting, len(shapes) - len(waiting) + 1):
-        if time.monotonic() > deadline:
-            print(f"out of time: {len(shapes) - number + 1} shapes are left; the same command goes on with them")
-            break
-        results.begin(each.id)
-        try:
-            row = measure(each, pool, names, arguments.rounds, arguments.bare)
-        except Exception as error:  # no memory, or a kernel that has killed the device's context
-            row = without_times(each, reason(error))
-        results.add(row)
-        print(progress(number, len(shapes), row), flush=True)
-        _clean_up(device, given, deadline)
+    with _set_aside():
+        for number, each in enumerate(waiting, len(shapes) - len(waiting) + 1):
+            if time.monotonic() > deadline:
+                print(f"out of time: {len(shapes) - number + 1} shapes are left; the same command goes on with them")
+                break
+            results.begin(each.id)
+            try:
+                row = measure(each, pool, names, arguments.rounds, arguments.bare)
+            except Exception as error:  # no memory, or a kernel that has killed the device's context
+                row = without_times(each, reason(error))
+            results.add(row)
+            print(progress(number, len(shapes), row), flush=True)
+            _clean_up(device, given, deadline)
     return results.write()
+
+
+@contextmanager
+def _set_aside() -> Iterator[None]:
+    """What is in memory is no garbage: a collection between two shapes looks at theirs alone."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _clean_up(device: torch.device, given: Sequence[str], deadline: float) -> None:
