@@ -14,12 +14,13 @@ import triton.language as tl
 
 from attn_backends.kernels.launch import operator, start_kernel
 from attn_backends.kernels.split_kv import (
-    COUNTERS,
     ITEMS_PER_PROGRAM,
     MAX_SPLITS,
     SplitSizes,
     WorkList,
+    clear_counters,
     first_key,
+    load_rows,
     of_row,
     store_item,
 )
@@ -116,14 +117,10 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     the cut has nothing. The others lie behind those of all cuts. There are `num_rows + max_cuts - 1` items at most, of
     which `max_split_items` are splits of rows.
     """
-    for first in range(tl.program_id(0) * COUNTERS, num_counters, tl.num_programs(0) * COUNTERS):
-        counter = first + tl.arange(0, COUNTERS)
-        tl.store(counters + counter, counter * 0, mask=counter < num_counters)
+    clear_counters(counters, num_counters)
     rows = tl.arange(0, MAX_ROWS)
     exists = rows < num_rows
-    lens = tl.load(seq_lens + rows, mask=exists, other=0)
-    starts = tl.load(query_start_loc + rows, mask=exists, other=0)
-    query_lens = tl.load(query_start_loc + rows + 1, mask=exists, other=0) - starts
+    lens, starts, query_lens = load_rows(seq_lens, query_start_loc, rows, exists)
     first = first_key(lens - query_lens, window_left, chunk) // BLOCK_N
     blocks = tl.where(exists, tl.maximum((lens + BLOCK_N - 1) // BLOCK_N - first, 0), 0)
     ends, num_blocks, num_cuts, first_cut, num_splits = _cut(

@@ -140,14 +140,10 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
     A row with less than half as many blocks again as a work item has is not split: at most 4 / 3 of `target` items are
     splits of rows.
     """
-    for first in range(tl.program_id(0) * COUNTERS, num_counters, tl.num_programs(0) * COUNTERS):
-        counter = first + tl.arange(0, COUNTERS)
-        tl.store(counters + counter, counter * 0, mask=counter < num_counters)
+    clear_counters(counters, num_counters)
     rows = tl.arange(0, MAX_ROWS)
     exists = rows < num_rows
-    lens = tl.load(seq_lens + rows, mask=exists, other=0)
-    starts = tl.load(query_start_loc + rows, mask=exists, other=0)
-    query_lens = tl.load(query_start_loc + rows + 1, mask=exists, other=0) - starts
+    lens, starts, query_lens = load_rows(seq_lens, query_start_loc, rows, exists)
     first = first_key(lens - query_lens, window_left, chunk) // BLOCK_N
     blocks = tl.maximum((lens + BLOCK_N - 1) // BLOCK_N - first, 0)
     size = tl.maximum((tl.sum(blocks, 0) + target - 1) // target, MIN_BLOCKS)
@@ -170,6 +166,22 @@ def schedule_kernel(  # type: ignore[no-untyped-def]
         of_row(mine, slots_before), row_splits * MAX_SPLITS + split, row_len, of_row(mine, starts),
         of_row(mine, query_lens),
     )  # fmt: skip
+
+
+@triton.jit
+def clear_counters(counters, num_counters):  # type: ignore[no-untyped-def]
+    """Set counters to 0, by all programs of a launch."""
+    for first in range(tl.program_id(0) * COUNTERS, num_counters, tl.num_programs(0) * COUNTERS):
+        counter = first + tl.arange(0, COUNTERS)
+        tl.store(counters + counter, counter * 0, mask=counter < num_counters)
+
+
+@triton.jit
+def load_rows(seq_lens, query_start_loc, rows, exists):  # type: ignore[no-untyped-def]
+    """[MAX_ROWS]: each row's length, its first query token and their number; zeros for what does not exist."""
+    starts = tl.load(query_start_loc + rows, mask=exists, other=0)
+    query_lens = tl.load(query_start_loc + rows + 1, mask=exists, other=0) - starts
+    return tl.load(seq_lens + rows, mask=exists, other=0), starts, query_lens
 
 
 @triton.jit

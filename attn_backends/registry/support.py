@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import enum
-import importlib.metadata
 import json
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from attn_backends.registry.table import BackendEntry, BackendImportError, backends, get_backend, get_class
+from attn_backends.registry.table import (
+    BackendEntry,
+    BackendImportError,
+    backends,
+    get_backend,
+    get_class,
+    installed_version,
+)
 
 if TYPE_CHECKING:
     from attn_backends.interface.capabilities import Capabilities
@@ -33,7 +39,8 @@ class Support:
 
 def support(entry: BackendEntry) -> Support:
     """Import a backend and ask what it needs of a device. A failing import is a reason, not an error."""
-    package, version = entry.package, _version(entry.package)
+    package = entry.package
+    version = installed_version(package) if package else None
     try:
         can = get_backend(entry.name).capabilities()
     except BackendImportError as error:
@@ -129,10 +136,3 @@ def _lacks(can: Capabilities, device: str) -> str | None:
     from attn_backends.interface.capabilities import gpu_mismatches
 
     return next((str(found) for found in gpu_mismatches(can, torch.device(device))), None)
-
-
-def _version(package: str | None) -> str | None:
-    try:
-        return importlib.metadata.version(package) if package else None
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -281,6 +281,14 @@ def _import_error(entry: BackendEntry, error: Exception) -> BackendImportError:
     return BackendImportError(entry.name, f"{type(error).__name__}: {error}".strip().rstrip(":."), fix)
 
 
+def installed_version(package: str) -> str | None:
+    """The version of a distribution; None for one that is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def put(entry: BackendEntry, backend: type[AttentionBackend] | None) -> None:
     """Set a name's row, and its class if that is imported already."""
     known = _rows().get(entry.name)

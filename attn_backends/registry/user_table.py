@@ -5,7 +5,6 @@ They hold for the versions of packages that they were measured with; with others
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import math
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from attn_backends.registry.measured import Load, Measured
+from attn_backends.registry.table import installed_version
 
 if TYPE_CHECKING:
     from attn_backends.spec import AttentionSpec, PlanGroup
@@ -116,14 +116,7 @@ def table_path(device: str) -> Path:
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
     """The versions of packages here; None for one that is not installed."""
-    return {name: _version(name) for name in packages}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return {name: installed_version(name) for name in packages}
 
 
 def read_table(device: str | None) -> UserTable | None:

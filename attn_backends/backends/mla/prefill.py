@@ -13,7 +13,8 @@ from attn_backends.kernels.examples import distinct, empty, new_tokens
 from attn_backends.kernels.launch import runs_kernels, shared_memory
 from attn_backends.kernels.prefill.arguments import BlockDims
 from attn_backends.kernels.prefill.launch import PrefillKernels, Rows, suits_hopper_kernel
-from attn_backends.kernels.prefill.tiles import block_dims, varlen_tile
+from attn_backends.kernels.prefill.tiles import varlen_tile
+from attn_backends.kernels.tiles import block_dims
 from attn_backends.spec import MLASpec
 
 _WIDEST = {torch.float32: 128, torch.float16: 256, torch.bfloat16: 256}  # blocks that a program's registers hold

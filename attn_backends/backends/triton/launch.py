@@ -21,12 +21,14 @@ from attn_backends.backends.triton.kernels.arguments import (
 )
 from attn_backends.backends.triton.kernels.decode import JOINED, decode_kernel
 from attn_backends.backends.triton.kernels.upcast import upcast_kernel
-from attn_backends.backends.triton.tuning import DecodeTile, PrefillTile, block_dims, upcast_heads
+from attn_backends.backends.triton.tuning import DecodeTile, upcast_heads
 from attn_backends.kernels.equal_cuts import CutList, max_split_items
 from attn_backends.kernels.launch import Pdl, launch, operator, power_of_two, start_kernel
 from attn_backends.kernels.prefill.arguments import BlockDims, Flags, Scales, VisibleRange
 from attn_backends.kernels.prefill.launch import PrefillKernels, Rows, is_alike, strides_of, visible_range
+from attn_backends.kernels.prefill.tiles import PrefillTile
 from attn_backends.kernels.split_kv import MAX_SPLITS, SplitSizes, WorkList
+from attn_backends.kernels.tiles import block_dims
 from attn_backends.spec import AttentionSpec
 
 _SMALL_TILE_ROWS, _TILE_ROWS = 16, 64  # of decode: queries of a tile; more queries of a row take several
@@ -97,7 +99,7 @@ class Schedule:
         else:  # rows are so short that a program which walks them waits for each
             self.num_programs = num_rows + filling
             self.work_list = WorkList(counters.new_empty(self.num_programs, 8), sizes, counted)
-            self.more_items = torch.zeros_like(self.work_list.work_items[:, :2], memory_format=torch.contiguous_format)
+            self.more_items = counters.new_zeros(self.num_programs, 2)
 
 
 class Kernels(PrefillKernels):

@@ -144,7 +144,7 @@ class TritonState(AttentionState[TritonMetadata]):
     def make_schedule(self, group: int, num_rows: int, query_len: int, workspace: Workspace) -> Schedule:
         spec = self._specs[group]
         tile = self._tile(spec, num_rows, query_len)
-        workspace.check(decode_need(spec, tile, num_rows, query_len, self._num_sms), num_rows, query_len)
+        workspace.check(decode_need(spec, tile, query_len, self._num_sms), num_rows, query_len)
         return Schedule(spec, tile, num_rows, query_len, self._num_sms, workspace.counters)
 
     def _tile(self, spec: AttentionSpec, num_rows: int, query_len: int) -> DecodeTile:

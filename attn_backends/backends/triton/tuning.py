@@ -17,7 +17,8 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from attn_backends.kernels.tiles import block_bytes, fitted, padded
+from attn_backends.kernels.prefill.tiles import MARGIN, PrefillTile
+from attn_backends.kernels.tiles import SWIZZLED, SWIZZLED_FLOATS, block_bytes, block_dims, fitted, padded
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
 KINDS = ("decode", "prefill", "prompt")
@@ -26,11 +27,8 @@ _MMA_WARPS = 4
 _MMA_ROWS = 64  # queries from which on Hopper's matrix units want four warps for one product
 _HELD = 160  # numbers of a thread, counted so: with more, compiled kernels keep some in memory
 _MOST_WARPS = 8
-_SWIZZLED = 64  # columns of 16 bits from which on shared memory holds them in the widest swizzle
-_SWIZZLED_FLOATS = 32  # the same of float32, and keys of a block: Hopper's products want such values by columns
 _FEW_QUERIES = 16  # of a tile: what a product takes at least
 _FEW_PAIRS = 8  # of a row and a KV head, beside which multiprocessors want long blocks of few programs
-_MARGIN = 3 << 10  # of a prefill program, beside its queries and blocks
 
 
 @dataclass(frozen=True)
@@ -42,16 +40,6 @@ class DecodeTile:
     stages: int  # blocks under way
     programs: int  # a multiprocessor, which the split aims at
     min_keys: int  # of an item: fewer are not worth joining
-
-
-@dataclass(frozen=True)
-class PrefillTile:
-    """How prefill is tiled: over pages, and over a prompt's keys as they came."""
-
-    rows: int  # of a tile: query tokens times the query heads of a KV head
-    keys: int
-    warps: int
-    stages: int
 
 
 class TritonOptions(BaseModel):
@@ -109,7 +97,8 @@ def _rule(key_bytes: int, itemsize: int, num_pairs: int) -> DecodeTile:
 
     A block of 16 keys is one page's, whose id is one number, and a program of one warp waits for no other: four to
     eight of them keep loads of 64 KiB and more under way. Where there are few pairs of a row and a KV head, and so many
-    cuts of each, a cut has long blocks: joins take time by their number. As measured at random shapes.
+    cuts of each, a cut has long blocks: joins take time by their number. From trials of some forty shapes on an H200;
+    `benchmarks/attention/random_shapes.py` judges it at others.
 
     Args:
         key_bytes: of a key and its value.
@@ -142,14 +131,14 @@ def _fitted_decode_tile(tile: DecodeTile, spec: AttentionSpec, query_rows: int, 
         return blocks + query_rows * row + _SCRATCH
 
     if spec.dtype is torch.float32 and query_rows >= _MMA_ROWS:
-        tile = replace(tile, keys=max(tile.keys, _SWIZZLED_FLOATS))
+        tile = replace(tile, keys=max(tile.keys, SWIZZLED_FLOATS))
     while tile.keys > 64 and need(tile) > smem_bytes:  # rather than fewer blocks under way
         tile = replace(tile, keys=tile.keys // 2, warps=max(1, tile.warps // 2))
     # A product of float32 is three, of parts that are kept as well.
     num_products = 3 if spec.dtype is torch.float32 else 1
     tile = in_registers(tile, query_rows, num_products * (dim + dim_vo))
     lies_in_halves = spec.cache_dtype.itemsize == 1 and spec.dtype.itemsize == 2
-    if lies_in_halves and dim_vo < 2 * _SWIZZLED:  # not on Hopper's matrix units, see `block_dims`
+    if lies_in_halves and dim_vo < 2 * SWIZZLED:  # whose rows are too short for Hopper's matrix units, see `block_dims`
         tile = replace(tile, warps=min(tile.warps, _MMA_WARPS // 2))
     return fitted(tile, need, smem_bytes)
 
@@ -179,7 +168,7 @@ def prefill_tile(
         queries = rows * dim * spec.dtype.itemsize
         if spec.dtype is torch.float32:  # in two parts
             queries *= 2
-        return queries + block_bytes(spec, tile.keys, tile.stages, dim + dim_vo) + _MARGIN
+        return queries + block_bytes(spec, tile.keys, tile.stages, dim + dim_vo) + MARGIN
 
     return fitted(PrefillTile(**_nearest(kind, spec, cache, 1)), need, smem_bytes)
 
@@ -190,20 +179,6 @@ def upcast_heads(spec: AttentionSpec, num_keys: int, num_bytes: int) -> int:
     head_bytes = num_keys * (spec.head_dim + spec.head_dim_vo) * spec.dtype.itemsize
     most = min(spec.num_kv_heads, num_bytes // head_bytes) if head_bytes else 0
     return next((heads for heads in range(most, 0, -1) if spec.num_kv_heads % heads == 0), 0)
-
-
-def block_dims(spec: AttentionSpec) -> tuple[int, int]:
-    """Columns of a block of keys, and of one of values.
-
-    A narrow one is as wide as the other, up to 64. Rows of less than 128 bytes lie in shared memory in another swizzle
-    than longer ones, and beside those ptxas 12.8, which Triton 3.6 and 3.7 bring, takes the address of values for a
-    product on Hopper from a register that was not set. Values of 8 bits are multiplied as two halves, whose rows are so
-    short up to 64 columns: their tiles have too few warps for those products. Blocks of float32 are as wide in bytes,
-    whatever the layer has: values lie there by columns, which have a block's keys.
-    """
-    dim, dim_vo = padded(spec.head_dim), padded(spec.head_dim_vo)
-    least = min(_SWIZZLED, max(dim, dim_vo, _SWIZZLED_FLOATS if spec.dtype is torch.float32 else 0))
-    return max(dim, least), max(dim_vo, least)
 
 
 @cache

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from attn_backends.backends.triton.launch import SplitPlan
-from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, block_dims, decode_tiles
+from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tiles
+from attn_backends.kernels.tiles import block_dims
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
 
 DECODE_TOKENS = 16  # most query tokens of a row whose keys are split
@@ -33,8 +34,8 @@ class DecodeNeed(NamedTuple):
 NOTHING = DecodeNeed(0, 0, 0)
 
 
-def decode_need(spec: AttentionSpec, tile: DecodeTile, num_rows: int, query_len: int, num_sms: int) -> DecodeNeed:
-    """What a decode launch over `num_rows` rows of up to `query_len` tokens writes, whatever their lengths.
+def decode_need(spec: AttentionSpec, tile: DecodeTile, query_len: int, num_sms: int) -> DecodeNeed:
+    """What a decode launch over rows of up to `query_len` tokens writes, whatever their number and lengths.
 
     A partial result has [num_kv_heads, tiles, lanes] queries of the padded head_dim_vo, and 2 numbers a query. So has
     it a counter (see `decode_kernel`).
@@ -60,7 +61,7 @@ def largest_need(
         for query_len in range(1, min(DECODE_TOKENS, limits.max_num_tokens) + 1):
             query_rows = SplitPlan.of(spec, query_len).block_m
             for tile in decode_tiles(spec, cache, most_rows, query_rows, options, shared_memory):
-                need = need.or_more(decode_need(spec, tile, most_rows, query_len, num_sms))
+                need = need.or_more(decode_need(spec, tile, query_len, num_sms))
     return need
 
 

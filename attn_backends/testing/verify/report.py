@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shlex
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from attn_backends.registry.table import installed_version
 from attn_backends.testing.verify.campaign import Tally
 from attn_backends.testing.verify.pairs import counted
 from attn_backends.testing.verify.planned import Planned
@@ -98,14 +98,9 @@ def machine(device: str) -> dict[str, Any]:
 def versions(package: str | None) -> dict[str, str | None]:
     """Versions of Python, CUDA, and the packages that matter here."""
     names = dict.fromkeys(["attn-backends", "torch", "triton", "numpy", *([package] if package else [])])
-    return {"python": platform.python_version(), "cuda": torch.version.cuda} | {name: _version(name) for name in names}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return {"python": platform.python_version(), "cuda": torch.version.cuda} | {
+        name: installed_version(name) for name in names
+    }
 
 
 def _environment(environ: Mapping[str, str] = os.environ) -> list[str]:

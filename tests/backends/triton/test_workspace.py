@@ -166,7 +166,7 @@ def test_kernel_cuts_have_every_key_once(seed: int) -> None:
         assert at == lens[row] or lens[row] <= first
 
 
-def written(spec: AttentionSpec, tile: Any, num_rows: int, query_len: int, sms: int) -> tuple[int, int, int]:
+def written(spec: AttentionSpec, tile: Any, query_len: int, sms: int) -> tuple[int, int, int]:
     """How far a launch writes into `partial_acc`, `partial_ml` and `counters`, by the addresses in `decode_kernel`."""
     plan = launch.SplitPlan.of(spec, query_len)
     place, head, tile_index, lane = (
@@ -192,7 +192,7 @@ def overruns(sized: Callable[..., tuple[int, int, int]], specs: list[AttentionSp
             has = sized([spec], CACHE, LIMITS, None, sms, SHARED_MEMORY)
             for query_len in range(1, 17):
                 for tile, num_rows in tiles[launch.SplitPlan.of(spec, query_len).block_m].items():
-                    needs = written(spec, tile, num_rows, query_len, sms)
+                    needs = written(spec, tile, query_len, sms)
                     if any(need > size for need, size in zip(needs, has, strict=True)):
                         yield f"{spec} rows {num_rows} tokens {query_len} multiprocessors {sms}: {needs} of {has}"
 
@@ -224,7 +224,7 @@ def _sized_for(spec_tokens: Callable[[int], list[int]]) -> Callable[..., Any]:
         for spec, query_len in product(specs, spec_tokens(min(16, limits.max_num_tokens))):
             rows = launch.SplitPlan.of(spec, query_len).block_m
             for tile in tuning.decode_tiles(spec, cache, limits.max_num_requests, rows, options, shared):
-                need = need.or_more(workspace.decode_need(spec, tile, limits.max_num_requests, query_len, sms))
+                need = need.or_more(workspace.decode_need(spec, tile, query_len, sms))
         return need
 
     return sized

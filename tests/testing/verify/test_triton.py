@@ -161,5 +161,5 @@ def sized_at_the_ends(specs: Any, cache: Any, limits: Any, options: Any, num_sms
     for spec in specs:
         for query_len in (1, 16):
             tile = decode_tile(spec, cache, rows, SplitPlan.of(spec, query_len).block_m, options, shared_memory)
-            needs.append(decode_need(spec, tile, rows, query_len, num_sms))
+            needs.append(decode_need(spec, tile, query_len, num_sms))
     return DecodeNeed(*map(max, zip(*needs, strict=True)))
