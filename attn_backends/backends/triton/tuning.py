@@ -161,6 +161,8 @@ def prefill_tile(
     if given is not None:
         return given
 
+    if kind == "prompt":  # whose keys are of the queries' dtype, whatever the cache has
+        spec = replace(spec, cache_dtype=spec.dtype)
     dim, dim_vo = block_dims(spec)
 
     def need(tile: PrefillTile) -> int:

@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import subprocess
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -137,6 +138,7 @@ def tensors_of(spec: AttentionSpec) -> dict[str, str]:
         (spec_of(256, 256, torch.bfloat16, torch.float8_e4m3fn), 16, 90, HOPPER),
         (spec_of(256, 256, torch.bfloat16), 0, 80, AMPERE),
         *((spec_of(128, 128, torch.float32), 16, *gpu) for gpu in ((90, HOPPER), (86, SMALL))),
+        *((spec_of(128, 128, torch.float32, cached), 0, 90, HOPPER) for cached in (torch.float16, torch.float8_e5m2)),
         *((AttentionSpec(71, 1, dim, dtype=torch.float32), 0, 90, HOPPER) for dim in (64, 128)),
         (AttentionSpec(71, 1, 256, dtype=torch.bfloat16), 16, 86, SMALL),
     ],
@@ -146,11 +148,14 @@ def test_prefill_fits_as_compiled(spec: AttentionSpec, page_size: int, capabilit
     from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
 
     tile, constants = prefill_of(spec, page_size, room)
+    if page_size == 0:  # of the queries' dtype
+        spec = replace(spec, cache_dtype=spec.dtype)
     types = tensors_of(spec)
     assert shared_bytes(prefill_kernel, types, constants | WITHOUT_DESCRIPTORS, tile.warps, capability) <= room
     if capability >= 90 and spec.cache_dtype is spec.dtype:
         blocks = {"key_desc": spec.head_dim, "value_desc": spec.head_dim_vo}
-        types |= {name: f"tensordesc<bf16[{tile.keys}, {fitting.padded(dim)}]>" for name, dim in blocks.items()}
+        name_of = TRITON_NAMES[spec.dtype]
+        types |= {name: f"tensordesc<{name_of}[{tile.keys}, {fitting.padded(dim)}]>" for name, dim in blocks.items()}
         assert shared_bytes(prefill_kernel, types, constants, tile.warps, capability) <= room
 
 
