@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 
 import torch
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -13,6 +14,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 TMA_COLS = gl.constexpr(64)  # columns of a TMA tile: what a swizzle of 128 bytes is wide
 BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+# The same of one head among others: columns behind its last one are zeros, whatever lies there.
+HEAD_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 WARP_SIZE = gl.constexpr(32)
 LANE_LAYOUT = gl.BlockedLayout([1], [32], [1], [0])  # a number a lane, for one warp
 WORD_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)  # the same, two by two
@@ -31,8 +34,68 @@ def tma_rows(page_size: int, keys: int) -> int:
 
 
 def tma_descriptor(shape: list[int], strides: list[int], tensor: torch.Tensor, rows: int) -> TensorDescriptor:
-    """The descriptor of a tensor in TMA tiles of `rows` rows and TMA_COLS columns, swizzled as products want them."""
-    return TensorDescriptor(tensor, shape, strides, [rows, TMA_COLS.value], BLOCK_LAYOUT)
+    """The descriptor of a tensor in TMA tiles of `rows` rows and TMA_COLS columns, swizzled as products want them.
+
+    Args:
+        shape, strides: of rows and columns, or of rows, heads and columns: then a tile is of one head.
+    """
+    if len(shape) == 2:
+        return TensorDescriptor(tensor, shape, strides, [rows, TMA_COLS.value], BLOCK_LAYOUT)
+    return TensorDescriptor(tensor, shape, strides, [rows, 1, TMA_COLS.value], HEAD_LAYOUT)
+
+
+@constexpr_function  # type: ignore[untyped-decorator]
+def column_tiles(width: int) -> int:
+    """Number of TMA tiles beside one another that so many columns take."""
+    return -(-width // 64)
+
+
+@constexpr_function  # type: ignore[untyped-decorator]
+def pieces(width: int) -> list[int]:
+    """Columns of queries and keys that a product each multiplies: a power of two within a TMA tile, 16 or more.
+
+    >>> pieces(192), pieces(112), pieces(72)
+    ([64, 64, 64], [64, 32, 16], [64, 16])
+    """
+    rest = -(-(width % 64) // 16) * 16
+    return [64] * (width // 64) + [piece for piece in (64, 32, 16) if rest & piece]
+
+
+@constexpr_function  # type: ignore[untyped-decorator]
+def num_pieces(width: int) -> int:
+    return len(pieces(width))
+
+
+@constexpr_function  # type: ignore[untyped-decorator]
+def piece_width(width: int, i: int) -> int:
+    return pieces(width)[i]  # type: ignore[no-any-return]
+
+
+@constexpr_function  # type: ignore[untyped-decorator]
+def piece_start(width: int, i: int) -> int:
+    return sum(pieces(width)[:i])
+
+
+@constexpr_function  # type: ignore[untyped-decorator]
+def acc_widths(width: int) -> list[int]:
+    """Columns of the sums of values: the sides of a tensor are powers of two, so some widths are two tensors.
+
+    >>> acc_widths(128), acc_widths(192), acc_widths(80), acc_widths(112)
+    ([128], [128, 64], [64, 16], [128])
+    """
+    wide = 1 << (width.bit_length() - 1)
+    rest = max(16, 1 << (width - wide - 1).bit_length()) if width > wide else 0
+    return [2 * wide] if rest == wide else [wide, rest] if rest else [wide]
+
+
+@constexpr_function  # type: ignore[untyped-decorator]
+def num_accs(width: int) -> int:
+    return len(acc_widths(width))
+
+
+@constexpr_function  # type: ignore[untyped-decorator]
+def acc_width(width: int, i: int) -> int:
+    return acc_widths(width)[i]  # type: ignore[no-any-return]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -119,12 +182,15 @@ def write_rows(rows, acc, share, live):  # type: ignore[no-untyped-def]
     gl.store(to, times_rows(acc, share).to(rows.dtype.element_ty), mask=live[:, None])
 
 
-@gluon.jit
-def write_rows_by_smem(rows, acc, share, live, smem):  # type: ignore[no-untyped-def]
-    """Write rows like `write_rows`, by way of shared memory: each thread writes 16 bytes, where `rows` and `live`
-    lie."""
+@gluon.jit  # type: ignore[untyped-decorator]
+def write_rows_by_smem(rows, acc, share, live, smem, NUM_COLS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Write the first NUM_COLS columns like `write_rows`, by way of shared memory: each thread writes 16 bytes, where
+    `rows` and `live` lie."""
     COALESCED: gl.constexpr = live.type.layout.parent
     smem.store(times_rows(acc, share).to(rows.dtype.element_ty))
     barrier()
-    to = rows[:, None] + gl.arange(0, acc.shape[1], gl.SliceLayout(0, COALESCED))[None]
-    gl.store(to, smem.load(COALESCED), mask=live[:, None])
+    columns = gl.arange(0, acc.shape[1], gl.SliceLayout(0, COALESCED))
+    mask = live[:, None]
+    if acc.shape[1] > NUM_COLS:
+        mask = mask & (columns < NUM_COLS)[None]
+    gl.store(rows[:, None] + columns[None], smem.load(COALESCED), mask=mask)

@@ -252,10 +252,10 @@ FAULTS = {
     "keys that are overwritten": ("triton", "        mbarrier.wait(empty[0].index(stage), phase ^ 1)\n", "", WRONG),
     "values that are let go too early": (
         "triton",
-        "        acc = warpgroup_mma_wait(0, deps=(acc_pending,))\n        barrier()\n"
+        "        acc = _wait_for_values(acc_pending, DIM_VO)\n        barrier()\n"
         "        mbarrier.arrive(empty[1].index(before % STAGES))\n",
         "        mbarrier.arrive(empty[1].index(before % STAGES))\n"
-        "        acc = warpgroup_mma_wait(0, deps=(acc_pending,))\n",
+        "        acc = _wait_for_values(acc_pending, DIM_VO)\n",
         WRONG,
     ),
     "values that are never let go": (
@@ -279,7 +279,7 @@ FAULTS = {
     "counters that stay": ("triton", "        gl.store(counters, 0)\n", "", WRONG),
     "queries beyond the last": (
         "triton",
-        "at + column_tile * TMA_COLS, mask=live[:, None])",
+        "at + column_tile * TMA_COLS, mask=mask)",
         "at + column_tile * TMA_COLS)",
         r"elements \[",
     ),

@@ -178,8 +178,13 @@ class Shared:
         tiles, rows, width = self.tiles.shape
         self.tiles.copy_(value.data.expand(self.shape).reshape(rows, tiles, width).transpose(0, 1))
 
-    def slice(self, start: int, length: int) -> Shared:
-        return Shared(self.tiles[:, start : start + length])
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        """Some rows, or some columns of one tile."""
+        if dim == 0:
+            return Shared(self.tiles[:, start : start + length])
+        assert len(self.tiles) == 1
+        assert start + length <= self.shape[1]
+        return Shared(self.tiles[:, :, start : start + length])
 
     def permute(self, order: tuple[int, int]) -> Shared:
         assert order == (1, 0)
@@ -219,13 +224,17 @@ class SharedArray:
         return Shared(self.data[start : start + self.together])
 
     def _reinterpret(self, dtype: Dtype, shape: Sequence[int], layout: Any) -> SharedArray:
-        """Matrices beside one another as one, or one as several below one another."""
+        """Matrices beside one another as one, or one as several below one another; or the first of them alone."""
         data = self.data.view(dtype)
+        count, matrix_rows, *_one_head, columns = shape
         _count, rows, width = data.shape
-        if shape[2] == width and rows % shape[1] == 0:
-            data = data.view(-1, shape[1], width)
-        assert [len(data) * width // shape[2], data.shape[1], shape[2]] == list(shape), shape
-        return SharedArray(data, shape[2] // width)
+        if columns == width and rows % matrix_rows == 0:
+            data = data.view(-1, matrix_rows, width)
+        together = columns // width
+        assert columns % width == 0, shape
+        assert data.shape[1] == matrix_rows, shape
+        assert count * together <= len(data), shape
+        return SharedArray(data[: count * together], together)
 
 
 class Barrier:
@@ -466,32 +475,36 @@ class Descriptor:
     """A `TensorDescriptor` on the device."""
 
     def __init__(self, given: TensorDescriptor) -> None:
-        self.matrix = given.base.as_strided(given.shape, given.strides)
-        self.rows, self.width = given.block_shape
+        self.tensor = given.base.as_strided(given.shape, given.strides)
+        self.rows, *_one_head, self.width = given.block_shape
         self.block_type = SimpleNamespace(nbytes=self.rows * self.width * given.base.itemsize)
 
     def copy(self, coordinates: Sequence[Any], barrier: Barrier, to: Shared) -> None:
-        row, column = map(int, coordinates)
+        """Of a matrix, all columns of a block are there; of one head of several, what is not is zero."""
+        row, *head, column = map(int, coordinates)
+        matrix = self.tensor[:, head[0]] if head else self.tensor
         assert to.shape == [self.rows, self.width]
-        if not 0 <= row < len(self.matrix) or not 0 <= column <= self.matrix.shape[1] - self.width:
-            raise IndexError(f"a block at {row}, {column} of {list(self.matrix.shape)}")
+        last = matrix.shape[1] - (1 if head else self.width)
+        if not 0 <= row < len(matrix) or not 0 <= column <= last:
+            raise IndexError(f"a block at {row}, {column} of {list(matrix.shape)}")
         to.store(Tensor(torch.tensor(math.nan, dtype=to.dtype)))
 
         def land() -> None:
-            block = self.matrix[row : row + self.rows, column : column + self.width]
-            to.store(Tensor(torch.nn.functional.pad(block, (0, 0, 0, self.rows - len(block)))))
+            block = matrix[row : row + self.rows, column : column + self.width]
+            lacking = (0, self.width - block.shape[1], 0, self.rows - len(block))
+            to.store(Tensor(torch.nn.functional.pad(block, lacking)))
             barrier.land(self.block_type.nbytes)
 
         _program().copies.append(land)
 
 
 def _copy_by_threads(to: Shared, pointer: Pointer, mask: Any = None) -> None:
+    """What is not copied is zero afterwards."""
     at, mask = pointer.chosen(mask)
-    held = to.load(None).data
-    to.store(Tensor(torch.where(mask, math.nan, held)))
+    to.store(Tensor(torch.tensor(math.nan, dtype=to.dtype)))
 
     def land() -> None:
-        to.store(Tensor(torch.where(mask, pointer.storage[torch.where(mask, at, 0)], held)))
+        to.store(Tensor(torch.where(mask, pointer.storage[torch.where(mask, at, 0)], 0)))
 
     _program().partition.copies.append(land)
 

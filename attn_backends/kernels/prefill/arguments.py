@@ -141,7 +141,7 @@ class HopperSteps(NamedTuple):
     page_rows: int  # rows from page to page
     head_rows: int  # rows from head to head
     num_batches: int  # of a block's TMA tiles
-    key_head: int  # columns from head to head
+    key_head: int  # columns from head to head, or heads where the descriptor has them
     value_head: int
 
 

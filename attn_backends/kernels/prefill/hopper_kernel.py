@@ -22,16 +22,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attn_backends.kernels.hopper import (
     BLOCK_LAYOUT,
+    HEAD_LAYOUT,
     LANE_LAYOUT,
     TMA_COLS,
     WARP_SIZE,
+    acc_width,
     as_operand,
     barrier,
     barriers,
     clear_rows,
+    column_tiles,
     nth_of,
+    num_accs,
+    num_pieces,
     online_softmax,
     page_ids,
+    piece_start,
+    piece_width,
     times_rows,
     write_rows,
     write_rows_by_smem,
@@ -65,7 +72,7 @@ _ANYWHERE = ["lse", "page_table", "seq_lens", "query_start_loc", "key_start_loc"
 
 @gluon.jit(do_not_specialize=_NOT_CONSTANT, do_not_specialize_on_alignment=_ANYWHERE)  # type: ignore[untyped-decorator]
 def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
-    key_desc,  # TMA descriptor of keys as rows, tiles of [TMA_ROWS, TMA_COLS]
+    key_desc,  # TMA descriptor of keys as rows, tiles of [TMA_ROWS, TMA_COLS]; see `_load_block` for other head dims
     value_desc,  # TMA descriptor of values, the same
     query,  # [num_tokens, KV_HEADS * GROUP, DIM], aligned to 16 bytes
     output,  # [num_tokens, KV_HEADS * GROUP, DIM_VO]
@@ -89,8 +96,8 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     page_rows,  # rows of the descriptors from page to page
     head_rows,  # rows of the descriptors from head to head
     num_batches,  # batches of a block's TMA tiles, BATCH each or as many as there are; see below
-    key_head,  # columns of the keys' descriptor from head to head
-    value_head,  # columns of the values' descriptor from head to head
+    key_head,  # from head to head in the keys' descriptor: columns, or heads where it has them
+    value_head,  # the same of values
     query_token,  # elements from token to token, a multiple of 16
     query_head,  # elements, a multiple of 16
     out_token,  # elements, as all strides
@@ -119,10 +126,10 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     if LAUNCH_DEPENDENTS:
         launch_dependents()
     of_dtype: gl.constexpr = query.dtype.element_ty
-    q_0 = gl.allocate_shared_memory(of_dtype, [Q_STAGES * (DIM // TMA_COLS), BLOCK_M, TMA_COLS], BLOCK_LAYOUT)
-    q_1 = gl.allocate_shared_memory(of_dtype, [Q_STAGES * (DIM // TMA_COLS), BLOCK_M, TMA_COLS], BLOCK_LAYOUT)
-    keys = gl.allocate_shared_memory(of_dtype, [STAGES * (DIM // TMA_COLS), BLOCK_N, TMA_COLS], BLOCK_LAYOUT)
-    values = gl.allocate_shared_memory(of_dtype, [STAGES * (DIM_VO // TMA_COLS), BLOCK_N, TMA_COLS], BLOCK_LAYOUT)
+    q_0 = gl.allocate_shared_memory(of_dtype, [Q_STAGES * column_tiles(DIM), BLOCK_M, TMA_COLS], BLOCK_LAYOUT)
+    q_1 = gl.allocate_shared_memory(of_dtype, [Q_STAGES * column_tiles(DIM), BLOCK_M, TMA_COLS], BLOCK_LAYOUT)
+    keys = gl.allocate_shared_memory(of_dtype, [STAGES * column_tiles(DIM), BLOCK_N, TMA_COLS], BLOCK_LAYOUT)
+    values = gl.allocate_shared_memory(of_dtype, [STAGES * column_tiles(DIM_VO), BLOCK_N, TMA_COLS], BLOCK_LAYOUT)
     info_smem = gl.allocate_shared_memory(gl.int32, [NUM_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ids_smem = gl.allocate_shared_memory(gl.int32, [1, WARP_SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = (barriers(STAGES, 1), barriers(STAGES, 1))  # of keys, of values
@@ -362,12 +369,13 @@ def _load_blocks(  # type: ignore[no-untyped-def]
         first = start + (num_blocks - 1 - block) * BLOCK_N
         of_block = (stage, at_row, first, ids, page_rows, num_batches)
         mbarrier.wait(empty[0].index(stage), phase ^ 1)
-        _load_block(key_desc, head * key_head, of_block, full[0].index(stage), keys, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM)
+        _load_block(key_desc, head * key_head, of_block, full[0].index(stage), keys, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM,
+                    0)  # fmt: skip
         # These come while this block waits.
         next_ids = _page_ids(rows, row, first - BLOCK_N, seq_len, PAGE_SIZE, TMA_ROWS)
         mbarrier.wait(empty[1].index(stage), phase ^ 1)
         _load_block(value_desc, head * value_head, of_block, full[1].index(stage), values, PAGE_SIZE, TMA_ROWS, BLOCK_N,
-                    DIM_VO)  # fmt: skip
+                    DIM_VO, num_accs(DIM_VO) - 1)  # fmt: skip
         ids = next_ids
 
 
@@ -391,7 +399,7 @@ def _page_ids(  # type: ignore[no-untyped-def]
 @gluon.jit  # type: ignore[untyped-decorator]
 def _load_block(  # type: ignore[no-untyped-def]
     desc,
-    column,
+    at_head,
     of_block,
     full_barrier,
     to,
@@ -399,22 +407,38 @@ def _load_block(  # type: ignore[no-untyped-def]
     TMA_ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     WIDTH: gl.constexpr,
+    APART: gl.constexpr,
 ):
-    """Load keys or values of a block, BATCH TMA tiles of all columns at a time."""
+    """Load keys or values of a block, BATCH TMA tiles of all columns at a time.
+
+    The last TMA tile of a WIDTH that is no multiple of its columns holds zeros behind the head's, whatever lies there:
+    such a descriptor has heads of its own. With APART the last columns of all stages lie behind the others of all.
+    """
     stage, at_row, first, ids, page_rows, num_batches = of_block
     TMA_TILES: gl.constexpr = BLOCK_N // TMA_ROWS
     AT_ONCE: gl.constexpr = TMA_TILES if TMA_TILES < BATCH else BATCH
-    mbarrier.expect(full_barrier, TMA_TILES * (WIDTH // TMA_COLS) * desc.block_type.nbytes)
-    places = to._reinterpret(to.dtype, [STAGES * (WIDTH // TMA_COLS) * TMA_TILES, TMA_ROWS, TMA_COLS], BLOCK_LAYOUT)
+    mbarrier.expect(full_barrier, TMA_TILES * column_tiles(WIDTH) * desc.block_type.nbytes)
+    COLUMN_TILES: gl.constexpr = column_tiles(WIDTH)
+    TOGETHER: gl.constexpr = COLUMN_TILES - APART
+    ALL: gl.constexpr = STAGES * COLUMN_TILES * TMA_TILES
+    if WIDTH % TMA_COLS == 0:
+        tiles = to._reinterpret(to.dtype, [ALL, TMA_ROWS, TMA_COLS], BLOCK_LAYOUT)
+    else:
+        tiles = to._reinterpret(to.dtype, [ALL, TMA_ROWS, 1, TMA_COLS], HEAD_LAYOUT)
     for batch in range(num_batches):
         for i in gl.static_range(AT_ONCE):
             nth = batch * AT_ONCE + i
             row = at_row + first + nth * TMA_ROWS
             if PAGE_SIZE != 0:
                 row = at_row + nth_of(ids, nth) * page_rows + (first + nth * TMA_ROWS) % PAGE_SIZE
-            for column_tile in gl.static_range(WIDTH // TMA_COLS):
-                q_stage = places.index((stage * (WIDTH // TMA_COLS) + column_tile) * TMA_TILES + nth)
-                tma.async_copy_global_to_shared(desc, [row, column + column_tile * TMA_COLS], full_barrier, q_stage)
+            for column_tile in gl.static_range(COLUMN_TILES):
+                block = stage * TOGETHER + column_tile if column_tile < TOGETHER else STAGES * TOGETHER + stage
+                to_tile = tiles.index(block * TMA_TILES + nth)
+                if WIDTH % TMA_COLS == 0:
+                    at = [row, at_head + column_tile * TMA_COLS]
+                else:
+                    at = [row, at_head, column_tile * TMA_COLS]
+                tma.async_copy_global_to_shared(desc, at, full_barrier, to_tile)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -483,7 +507,6 @@ def _attend_tile(  # type: ignore[no-untyped-def]
 ):
     """Attend for 64 of a tile's queries, which lie in `q` at `q_stage`."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM_VO, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
     _query, output, lse, sinks = tensors
     _query_token, _query_head, out_token, out_head, lse_token = strides
@@ -501,14 +524,14 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     last = start + (num_blocks - 1) * BLOCK_N
 
     keys, values, full, empty = kv_pipeline
-    values = values._reinterpret(values.dtype, [STAGES, BLOCK_N, DIM_VO], BLOCK_LAYOUT)
-    acc = gl.zeros([BLOCK_M, DIM_VO], gl.float32, ACC)
+    acc = _zero_acc(DIM_VO)
     m_i = gl.full([BLOCK_M], float("-inf"), gl.float32, ROW)
     l_i = gl.zeros([BLOCK_M], gl.float32, ROW)
     if num_blocks > 0:
         if last + BLOCK_N > seq_len:  # both groups write the same
             mbarrier.wait(full[1].index(done % STAGES), done // STAGES & 1)
-            clear_rows(values.index(done % STAGES), seq_len - last)
+            for i in gl.static_range(num_accs(DIM_VO)):
+                clear_rows(_values_of(values, done % STAGES, i, BLOCK_N, DIM_VO), seq_len - last)
             fence_async_shared()
             barrier()
         logits = _logits(q, q_stage, keys, full[0], done, LOGITS, BLOCK_N, DIM)
@@ -526,9 +549,8 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         p, acc, m_i, l_i = state
         stage, phase = (done + num_blocks - 1) % STAGES, (done + num_blocks - 1) // STAGES & 1
         mbarrier.wait(full[1].index(stage), phase)
-        p = as_operand(p, values.dtype, acc)
-        acc = warpgroup_mma(p, values.index(stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        acc = _add_values(_operands(p, values.dtype, acc, DIM_VO), values, stage, acc, BLOCK_N, DIM_VO)
+        acc = _wait_for_values(acc, DIM_VO)
         barrier()
         mbarrier.arrive(empty[1].index(stage))
 
@@ -542,8 +564,9 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     alpha = gl.exp2(m_i - higher)
     l_i = l_i * alpha + gl.exp2(sink - higher)
     share = gl.where(saw, value_scale * alpha / gl.where(saw, l_i, 1.0), 0.0)
-    if DIM == DIM_VO:  # the place of the tile's queries, which nobody wants any more, is as wide
-        COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM_VO, DIM_VO // 8], [gl.num_warps(), 1], [1, 0])
+    if column_tiles(DIM) * TMA_COLS == acc_width(DIM_VO, 0):  # the tile's queries, which nobody wants, are as wide
+        WIDE: gl.constexpr = acc_width(DIM_VO, 0)
+        COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [gl.num_warps(), 1], [1, 0])
         tile_row = warp_group * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, COALESCED))
         token_of_row = first + tile_row // GROUP
         to = (
@@ -551,10 +574,13 @@ def _attend_tile(  # type: ignore[no-untyped-def]
             + (first_token + token_of_row).to(gl.int64) * out_token
             + (head * GROUP + tile_row % GROUP) * out_head
         )
-        smem = q._reinterpret(q.dtype, [Q_STAGES, BLOCK_M, DIM_VO], BLOCK_LAYOUT).index(q_stage)
-        write_rows_by_smem(to, acc, share, (token_of_row < query_len) & (tile_row < BLOCK_Q * GROUP), smem)
+        smem = q._reinterpret(q.dtype, [Q_STAGES, BLOCK_M, WIDE], BLOCK_LAYOUT).index(q_stage)
+        live_rows = (token_of_row < query_len) & (tile_row < BLOCK_Q * GROUP)
+        write_rows_by_smem(to, acc[0], share, live_rows, smem, DIM_VO)
     else:
-        write_rows(output + at * out_token + q_head * out_head, acc, share, live)
+        to = output + at * out_token + q_head * out_head
+        for i in gl.static_range(num_accs(DIM_VO)):
+            write_rows(to + i * acc_width(DIM_VO, 0), acc[i], share, live)
     if want_lse != 0:
         log_sum = (higher + gl.log2(gl.where(saw, l_i, 1.0))) * LN_2
         gl.store(lse + at * lse_token + q_head, gl.where(saw, log_sum, float("-inf")), mask=live)
@@ -582,21 +608,90 @@ def _blocks(  # type: ignore[no-untyped-def]
     keys, _, full, empty = kv_pipeline
     for block in range(begin, end):
         before = done + block - 1
-        operand = as_operand(p, values.dtype, acc)  # values of 16 bits that a loop hands on are taken apart
+        operands = _operands(p, values.dtype, acc, DIM_VO)  # values of 16 bits that a loop hands on are taken apart
         pending = _logits(q, q_stage, keys, full[0], before + 1, LOGITS, BLOCK_N, DIM)
         mbarrier.wait(full[1].index(before % STAGES), before // STAGES & 1)
-        acc_pending = warpgroup_mma(operand, values.index(before % STAGES), acc, is_async=True)
-        logits = warpgroup_mma_wait(1, deps=(pending,))
+        acc_pending = _add_values(operands, values, before % STAGES, acc, BLOCK_N, DIM_VO)
+        logits = warpgroup_mma_wait(num_accs(DIM_VO), deps=(pending,))
         barrier()
         mbarrier.arrive(empty[0].index((before + 1) % STAGES))
         if MASKED:
             logits = _masked(logits, last - block * BLOCK_N, low, high)
         p, m_i, l_i, alpha = online_softmax(logits, m_i, l_i, scale)
-        acc = warpgroup_mma_wait(0, deps=(acc_pending,))
+        acc = _wait_for_values(acc_pending, DIM_VO)
         barrier()
         mbarrier.arrive(empty[1].index(before % STAGES))
-        acc = times_rows(acc, alpha)
+        acc = _times_rows(acc, alpha, DIM_VO)
     return p, acc, m_i, l_i
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _zero_acc(DIM_VO: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums of values, [BLOCK_M, columns] f32 for each part of them."""
+    acc = ()
+    for i in gl.static_range(num_accs(DIM_VO)):
+        acc = acc + (_zeros(acc_width(DIM_VO, i)),)  # type: ignore[assignment]  # noqa: RUF005
+    return acc
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _zeros(WIDTH: gl.constexpr):  # type: ignore[no-untyped-def]
+    """What a product adds to, [BLOCK_M, WIDTH] f32."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    return gl.zeros([BLOCK_M, WIDTH], gl.float32, ACC)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _values_of(  # type: ignore[no-untyped-def]
+    values, stage, i: gl.constexpr, BLOCK_N: gl.constexpr, DIM_VO: gl.constexpr
+):
+    """A part of a block's values, [BLOCK_N, columns]: the second, of all stages, lies behind the first."""
+    WIDE: gl.constexpr = acc_width(DIM_VO, 0)
+    if i == 0:
+        part = values._reinterpret(values.dtype, [STAGES, BLOCK_N, WIDE], BLOCK_LAYOUT).index(stage)
+    else:
+        part = values.index(STAGES * (WIDE // TMA_COLS) + stage)
+        if acc_width(DIM_VO, i) < TMA_COLS:
+            part = part.slice(0, acc_width(DIM_VO, i), 1)
+    return part
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _operands(p, of_dtype: gl.constexpr, acc, DIM_VO: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Weights as each part's product wants them."""
+    operands = ()
+    for i in gl.static_range(num_accs(DIM_VO)):
+        operands = operands + (as_operand(p, of_dtype, acc[i]),)  # type: ignore[assignment]  # noqa: RUF005
+    return operands
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _add_values(  # type: ignore[no-untyped-def]
+    operands, values, stage, acc, BLOCK_N: gl.constexpr, DIM_VO: gl.constexpr
+):
+    """Sums with a block's weighted values, under way: a product for each part."""
+    pending = ()
+    for i in gl.static_range(num_accs(DIM_VO)):
+        part = _values_of(values, stage, i, BLOCK_N, DIM_VO)
+        pending = pending + (warpgroup_mma(operands[i], part, acc[i], is_async=True),)  # type: ignore[assignment]  # noqa: RUF005
+    return pending
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _wait_for_values(pending, DIM_VO: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums of values once all products are done."""
+    acc = warpgroup_mma_wait(0, deps=pending)
+    if num_accs(DIM_VO) == 1:
+        acc = (acc,)
+    return acc
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _times_rows(acc, row_factors, DIM_VO: gl.constexpr):  # type: ignore[no-untyped-def]
+    scaled = ()
+    for i in gl.static_range(num_accs(DIM_VO)):
+        scaled = scaled + (times_rows(acc[i], row_factors),)  # type: ignore[assignment]  # noqa: RUF005
+    return scaled
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -607,11 +702,19 @@ def _logits(  # type: ignore[no-untyped-def]
     stage = block % STAGES
     logits = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LOGITS)
     mbarrier.wait(full.index(stage), block // STAGES & 1)
-    for column_tile in gl.static_range(DIM // TMA_COLS):
-        keys_of_tile = keys.index(stage * (DIM // TMA_COLS) + column_tile).permute((1, 0))
-        queries = q.index(q_stage * (DIM // TMA_COLS) + column_tile)
-        logits = warpgroup_mma(queries, keys_of_tile, logits, use_acc=column_tile > 0, is_async=True)
+    for i in gl.static_range(num_pieces(DIM)):
+        some_keys = _piece_of(keys, stage, i, DIM).permute((1, 0))
+        logits = warpgroup_mma(_piece_of(q, q_stage, i, DIM), some_keys, logits, use_acc=i > 0, is_async=True)
     return logits
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _piece_of(tiles, stage, i: gl.constexpr, DIM: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Some columns of a stage's queries or keys."""
+    piece = tiles.index(stage * column_tiles(DIM) + piece_start(DIM, i) // TMA_COLS)
+    if piece_width(DIM, i) < TMA_COLS:
+        piece = piece.slice(piece_start(DIM, i) % TMA_COLS, piece_width(DIM, i), 1)
+    return piece
 
 
 @gluon.jit
@@ -635,7 +738,7 @@ def _prefetch_queries(  # type: ignore[no-untyped-def]
 ):
     """Start to copy a warp group's queries of a tile to a stage in shared memory.
 
-    Rows without a query keep what is there, which no other row sees.
+    What has no query, a row or a column behind the last one, is filled with zeros by the same instruction.
     """
     COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     head, _row, _start, _num_blocks, _seq_len, _upper, _lower, first_token, query_len, first = tile_info
@@ -645,8 +748,12 @@ def _prefetch_queries(  # type: ignore[no-untyped-def]
     token = first + lane // GROUP
     live = (head >= 0) & (token < query_len) & (lane < BLOCK_Q * GROUP)
     at = query + (first_token + token).to(gl.int64) * query_token + (head * GROUP + lane % GROUP) * query_head
-    at = at[:, None] + gl.arange(0, TMA_COLS, gl.SliceLayout(0, COALESCED))[None]
-    for column_tile in gl.static_range(DIM // TMA_COLS):
-        to = q.index(q_stage * (DIM // TMA_COLS) + column_tile)
-        async_copy.async_copy_global_to_shared(to, at + column_tile * TMA_COLS, mask=live[:, None])
+    column = gl.arange(0, TMA_COLS, gl.SliceLayout(0, COALESCED))
+    at = at[:, None] + column[None]
+    for column_tile in gl.static_range(column_tiles(DIM)):
+        to = q.index(q_stage * column_tiles(DIM) + column_tile)
+        mask = live[:, None]
+        if (column_tile + 1) * TMA_COLS > DIM:
+            mask = mask & (column < DIM - column_tile * TMA_COLS)[None]
+        async_copy.async_copy_global_to_shared(to, at + column_tile * TMA_COLS, mask=mask)
     async_copy.commit_group()

@@ -50,7 +50,9 @@ from attn_backends.kernels.tiles import padded
 from attn_backends.spec import AttentionSpec
 
 HOPPER_ROWS = 128  # queries of a program of the kernel for Hopper
-HOPPER_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+HOPPER_DIMS = (
+    (64, 64), (80, 80), (96, 64), (96, 96), (112, 112), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256),
+)  # fmt: skip
 _L2_BYTES = 32 << 20  # that the keys and values of a section of heads may take
 
 
@@ -255,12 +257,11 @@ def _prefill_on_hopper(
     window_right, window_left, chunk = visible
     has_whole_blocks = keys <= min(window_left, chunk) < FAR.value  # within a window, or a chunk
     rows = hopper.tma_rows(shape.page_size, keys)
-    key_layout, value_layout = layouts
-    descriptors = Descriptors(
-        hopper.tma_descriptor(*key_layout.layout, key, rows),
-        hopper.tma_descriptor(*value_layout.layout, value, rows),
-    )
-    *page_rows, head_rows = key_layout.steps
+    in_tiles = [layout.in_tiles(tensor.shape[-1], hopper.TMA_COLS.value)
+                for layout, tensor in zip(layouts, (key, value), strict=True)]  # fmt: skip
+    descriptors = Descriptors(*(hopper.tma_descriptor(tiles.shape, tiles.strides, tensor, rows)
+                                for tiles, tensor in zip(in_tiles, (key, value), strict=True)))  # fmt: skip
+    *page_rows, head_rows = layouts[0].steps
     num_batches = -(-keys // rows // hopper_kernel.BATCH.value)
     table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
     tensors = HopperTensors(query, output, sinks if lse is None else lse, table, seq_lens, query_start_loc,
@@ -269,7 +270,7 @@ def _prefill_on_hopper(
         UncappedScales(*scales[:2]),
         Window(window_right, window_left),
         Flags(has_sinks, int(lse is not None)),
-        HopperSteps._make((*(page_rows or [0]), head_rows, num_batches, key_layout.column, value_layout.column)),
+        HopperSteps._make((*(page_rows or [0]), head_rows, num_batches, *(tiles.head for tiles in in_tiles))),
         HopperStrides._make((*query.stride()[:2], *output.stride()[:2], 0 if lse is None else lse.stride(0))),
         HopperConstants(
             CHUNK=chunk, LOCAL=int(has_whole_blocks), PAGE_SIZE=shape.page_size, TMA_ROWS=rows,

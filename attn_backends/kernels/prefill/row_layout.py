@@ -13,6 +13,14 @@ from attn_backends.kernels.launch import ALIGNED
 _ROW_ALIGNMENT = 16  # bytes, of the tensor memory accelerator
 
 
+class TiledRows(NamedTuple):
+    """Rows as a descriptor has them that loads one head's columns by TMA tiles."""
+
+    shape: list[int]
+    strides: list[int]
+    head: int  # from head to head, in columns or in heads
+
+
 class RowLayout(NamedTuple):
     """[(pages,) slots, heads, dim] as rows one slot's stride apart: heads lie within a row, or whole rows apart."""
 
@@ -26,6 +34,15 @@ class RowLayout(NamedTuple):
     def layout(self) -> tuple[list[int], list[int]]:
         """Shape and strides of the rows."""
         return [self.num_rows, self.width], [self.slot, 1]
+
+    def in_tiles(self, head_dim: int, tile_cols: int) -> TiledRows:
+        """Rows of columns, of which a head's are whole TMA tiles. Other heads have a dimension of their own: so what
+        lies behind a head's last column, which may be another's, or NaN, is read as zeros."""
+        if head_dim % tile_cols == 0:
+            return TiledRows(*self.layout, self.column)
+        num_heads = (self.width - head_dim) // self.column + 1 if self.column else 1
+        strides = [self.slot, self.column or self.slot, 1]
+        return TiledRows([self.num_rows, num_heads, head_dim], strides, int(self.column > 0))
 
     @staticmethod
     @lru_cache(maxsize=256)  # a layer's cache lies alike in all steps

@@ -441,9 +441,16 @@ def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_s
                  "KV_HEADS": 2, "GROUP": 4, "BLOCK_Q": 32, "BLOCK_N": keys, "DIM": dims[0], "DIM_VO": dims[1],
                  "Q_STAGES": hopper_kernel.q_stages(dims[0]), "LAUNCH_DEPENDENTS": 1}  # fmt: skip
     types = dict.fromkeys(("query", "output"), "*bf16")
-    desc = f"tensordesc<bf16[{rows}, 64],{hopper.BLOCK_LAYOUT!r}>"
-    types |= dict.fromkeys(("key_desc", "value_desc"), desc)
+    types |= {"key_desc": tiles_of(dims[0], rows), "value_desc": tiles_of(dims[1], rows)}
     check_for_hopper(hopper_kernel.prefill_hopper_kernel, types, constants, hopper_kernel.GROUP_WARPS)
+
+
+def tiles_of(dim: int, rows: int) -> str:
+    """The type of a descriptor of TMA tiles: of one head among others, where they hold more columns than it has."""
+    from attn_backends.kernels import hopper
+
+    block, layout = ((rows, 1, 64), hopper.HEAD_LAYOUT) if dim % 64 else ((rows, 64), hopper.BLOCK_LAYOUT)
+    return f"tensordesc<bf16{list(block)},{layout!r}>"
 
 
 def test_what_was_tuned_on_hopper_stays_as_it_was_there() -> None:
@@ -541,7 +548,9 @@ def test_a_tile_for_hopper_where_its_kernel_cannot_serve() -> None:
         ({"window_left": 5}, True),
         ({"sinks": True}, True),
         ({"head_dim": 192, "head_dim_vo": 128}, True),
-        ({"head_dim": 80}, False),
+        ({"head_dim": 192}, True),
+        ({"head_dim": 80}, True),
+        ({"head_dim": 72}, False),
         ({"dtype": torch.float32}, False),
         ({"cache_dtype": torch.float8_e4m3fn}, False),
         ({"logits_soft_cap": 20.0}, False),

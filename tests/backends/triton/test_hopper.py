@@ -11,6 +11,7 @@ from attn_backends import AttentionSpec, AttentionType, get_backend
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import Result, assert_matches, assert_pool, make_layer, run_backend
+from tests.helpers.placed_caches import PLACES, placed
 
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch", reason="needs triton")
 metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
@@ -64,6 +65,18 @@ def test_pages(page_size: int, dims: tuple[int, int], dtype: torch.dtype, served
 @pytest.mark.parametrize("heads", [(4, 4), (9, 3), (24, 3), (128, 1)], ids=str)
 def test_heads(heads: tuple[int, int], layout: Any, served: list[bool]) -> None:
     check(a_batch(spec_of(heads=heads), layout=layout))
+    assert served == [True]
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dim", [80, 112, 192])
+def test_where_a_cache_lies(dim: int, place: str, layout: Any, served: list[bool]) -> None:
+    """NaN behind each head's columns, and values among keys, are not read."""
+    batch = a_batch(spec_of((dim, dim), (9, 3)), layout=layout)
+    layer = make_layer(get_backend("TRITON"), batch)
+    cache = placed(batch.fresh_pool(), place)
+    assert_matches(layer.forward(batch, layer.begin(batch), kv_cache=cache), batch)
     assert served == [True]
 
 
@@ -127,7 +140,7 @@ def test_cross_attention(served: list[bool]) -> None:
 @pytest.mark.parametrize("lacking", ["soft_cap", "alibi", "dim", "page", "dtype", "tile"])
 def test_what_is_left_to_the_portable_kernel(lacking: str, served: list[bool]) -> None:
     changes: dict[str, dict[str, Any]] = {
-        "soft_cap": {"logits_soft_cap": 30.0}, "alibi": {"alibi_slopes": (0.5,) * 8}, "dim": {"dims": (80, 80)},
+        "soft_cap": {"logits_soft_cap": 30.0}, "alibi": {"alibi_slopes": (0.5,) * 8}, "dim": {"dims": (72, 72)},
         "dtype": {"dtype": torch.float32},
     }  # fmt: skip
     batch = a_batch(spec_of(**changes.get(lacking, {})), page_size=8 if lacking == "page" else 16)
