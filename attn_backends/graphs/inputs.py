@@ -118,6 +118,12 @@ class GraphInputs:
             table = table[:, : held.shape[1]]
         fill_together([buffers["slot_mapping"], buffers["seq_lens"], held], [slots, lens, table])
 
+    def lend_pages(self, buffers: dict[str, torch.Tensor]) -> None:
+        """Give rows without keys page 0, for kernels that read a page all the same: what a table of our own has there
+        may be anything, and a step table's is a page."""
+        if self.shared is None:
+            buffers["page_table"][:, :1].masked_fill_((buffers["seq_lens"] == 0)[:, None], 0)
+
     def serves(self, num_rows: int, shared: GraphTensors | None) -> bool:
         """Whether graphs of so many rows can read these."""
         return num_rows <= self.num_rows and shared is self.shared

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -77,6 +77,12 @@ class StepBuffers:
 
     def _tokens(self, num_tokens: int) -> TokenViews:
         return TokenViews(self.slot_mapping[:num_tokens], self.positions[:num_tokens], self.token_ids[:num_tokens])
+
+
+def own_tensors(shared: Any) -> StepBuffers | None:
+    """The tensors that graphs are given if they are a step table's, whose rows all begin with a page; another engine's
+    may hold any number there."""
+    return shared if isinstance(shared, StepBuffers) else None
 
 
 def fill_step(buffers: StepBuffers, shape: StepShape, seq_lens: torch.Tensor, query_lens: torch.Tensor) -> None:

@@ -102,4 +102,4 @@ def flash_mla_with_kvcache_fp8(
     real = (q.float() * descale_q).bfloat16(), (k_cache.float() * descale_k).bfloat16()
     softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     schedule = (tile_scheduler_metadata, num_splits)
-    return decode(*real, head_dim_v, cache_seqlens, block_table, softmax_scale, causal, schedule)
+    return decode(*real, head_dim_v, cache_seqlens, block_table, softmax_scale, causal, schedule, needs_keys=True)

@@ -57,9 +57,15 @@ def decode(
     scale: float,
     causal: bool,
     schedule: Schedule,
+    needs_keys: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out [batch_size, query_len, num_heads_q, 512] and the LSE [batch_size, num_heads_q, query_len] f32,
     natural log: zeros and +inf for a query that sees no key.
+
+    Args:
+        needs_keys: a row without keys gets NaN. The older kernels, and those for fp8, divide by a sum that they never
+            set there, and load the page whose id stands in front of the row's (`dense_fp8/flash_fwd_mla_kernel.h` of
+            vLLM's FlashMLA: `n_block` is -1).
 
     Raises:
         RuntimeError: what the real one's checks refuse.
@@ -81,6 +87,9 @@ def decode(
     lse = (lse / LOG2E).masked_fill(lse == EMPTY_LSE, math.inf)
     fits = torch.stack([(given == right).all() for given, right in zip(schedule, made, strict=True)]).all()
     out, lse = (torch.where(fits, tensor, math.nan) for tensor in (out, lse))
+    if needs_keys:
+        lacking = (lens == 0).repeat_interleave(query_len)
+        out, lse = out.masked_fill(lacking[:, None, None], math.nan), lse.masked_fill(lacking[:, None], math.nan)
     shape = (batch_size, query_len, num_heads)
     return out.to(query.dtype).view(*shape, head_dim_v), lse.view(shape).transpose(1, 2).contiguous()
 

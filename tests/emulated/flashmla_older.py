@@ -38,4 +38,4 @@ def flash_mla_with_kvcache(
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     schedule = (tile_scheduler_metadata, num_splits)
-    return decode(q, k_cache, head_dim_v, cache_seqlens, block_table, scale, causal, schedule)
+    return decode(q, k_cache, head_dim_v, cache_seqlens, block_table, scale, causal, schedule, needs_keys=True)

@@ -23,7 +23,7 @@ from attn_backends.interface.warm_up import plan_all_kinds
 from attn_backends.kernels.warm_up import compile_listed, list_merges
 from attn_backends.machine import Progress
 from attn_backends.spec import FP8_DTYPES, PlanGroup
-from attn_backends.step.buffers import StepBuffers
+from attn_backends.step.buffers import own_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ class FlashAttnGraphState(GraphState[FlashAttnMetadata, FlashAttnStep]):
         if not metadata.for_graph or rows.page_table is None:
             raise ValueError("this metadata is for eager steps: build it with for_graph=True")
         inputs.fill(buffers, metadata.slot_mapping, rows.seq_lens, rows.page_table)
-        if self.parent.lends_keys and inputs.shared is None:  # a padded row's table holds anything
-            buffers["page_table"][:, :1].masked_fill_((buffers["seq_lens"] == 0)[:, None], 0)
+        if self.parent.lends_keys:
+            inputs.lend_pages(buffers)
         if "schedule" in buffers:
             self._reschedule[metadata.group_index]()
 
@@ -155,8 +155,7 @@ class FlashAttnState(AttentionState[FlashAttnMetadata]):
     def hold_inputs(self, max_batch_size: int, shared: GraphTensors | None) -> None:
         """Where a row without keys is lent one, its first page has to be one: a step table's is, another engine's may
         not be, so that its batches are copied."""
-        foreign = shared is not None and not isinstance(shared, StepBuffers)
-        super().hold_inputs(max_batch_size, None if foreign and self.lends_keys else shared)
+        super().hold_inputs(max_batch_size, own_tensors(shared) if self.lends_keys else shared)
 
     def begin_forward(self, metadata: FlashAttnMetadata) -> FlashAttnStep:
         """The step's calls, with their schedules, made on the device."""

@@ -14,6 +14,7 @@ import torch
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.page_table import PAD_SLOT
 from attn_backends.interface import AttentionStep
+from attn_backends.spec import FP8_DTYPES
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.features import FEATURES, feature
 from attn_backends.testing.graphs.harness import CapturedStep, batch_of_table, make_recorder, step_table
@@ -140,6 +141,16 @@ class Engines(Graphs):
         for query_len in self.query_lens:
             for _, spec in self.served([feature(name)]):
                 batches = self.graph_batches(spec, query_len)
+                for shared in (True, False):
+                    self.check_engine_graphs(batches, query_len, shared)
+
+    @pytest.mark.parametrize("cache_dtype", FP8_DTYPES, ids=str)
+    def test_graphs_over_an_engines_tensors_and_8_bits(self, cache_dtype: torch.dtype) -> None:
+        """The same where keys are of 8 bits, for which a library may have other kernels."""
+        for query_len in self.query_lens:
+            spec = self.make_spec(cache_dtype=cache_dtype)
+            if self.serves(spec, may_refuse=True):
+                batches = self.graph_batches(spec, query_len, k_scale=0.5, v_scale=0.25)
                 for shared in (True, False):
                     self.check_engine_graphs(batches, query_len, shared)
 

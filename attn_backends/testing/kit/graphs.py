@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from attn_backends.interface.capabilities import CudaGraphSupport
-from attn_backends.spec import AttentionSpec
+from attn_backends.spec import FP8_DTYPES, AttentionSpec
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.cases.features import CROSS, FEATURES, feature
@@ -95,6 +96,17 @@ class Graphs(KitBase):
             layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
             captured = self.capture([layer], batches[:1], query_len)
             self.check_replays(captured, [[batch] for batch in batches], str(dtype))
+
+    @pytest.mark.parametrize("cache_dtype", FP8_DTYPES, ids=str)
+    def test_replays_over_caches_of_8_bits(self, cache_dtype: torch.dtype) -> None:
+        """Rows of padding among them: a kernel for 8 bits may be another than that for 16, and need other things."""
+        for query_len in self.query_lens:
+            spec = self.make_spec(cache_dtype=cache_dtype)
+            if self.serves(spec, may_refuse=True):
+                batches = self.graph_batches(spec, query_len, k_scale=0.5, v_scale=0.25)
+                layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
+                captured = self.capture([layer], batches[:1], query_len)
+                self.check_replays(captured, [[batch] for batch in batches], f"{cache_dtype} query_len={query_len}")
 
     @pytest.mark.parametrize("name", ["plain", "window_15"])
     def test_replays_over_a_step_table(self, name: str) -> None:

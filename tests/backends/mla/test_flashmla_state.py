@@ -47,7 +47,7 @@ class Call:
 
     def __call__(self, given: DecodeRows, schedule: tuple[Any, Any]) -> torch.Tensor:
         output = self.query.new_empty(3, 1, self.query.shape[2], 512)
-        self.kernels.run(self.query, self.cache, given, schedule, 0.1, output)
+        self.kernels.run(self.query, self.cache, given.page_table, given.seq_lens, schedule, 0.1, output)
         return output
 
 

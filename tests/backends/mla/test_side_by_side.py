@@ -68,7 +68,7 @@ def call(kernels: Kernels, case: Case, device: str) -> tuple[torch.Tensor, torch
     schedule = FilledSchedule(kernels, in_graph=False) if kernels.fills_schedules else MadeSchedule(kernels)
     schedule.plan(rows, query.shape[2])
     output = torch.full((*query.shape[:3], 512), math.nan, dtype=query.dtype, device=device)
-    lse = kernels.run(query, cache, rows, schedule.of(None), SCALE, output)
+    lse = kernels.run(query, cache, table, lens, schedule.of(None), SCALE, output)
     return output.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1), schedule.of(None)
 
 

@@ -34,16 +34,22 @@ class FlashMLAImpl(MLAImpl):
         rows, schedule = step.metadata.decode, step.plan
         assert rows is not None  # there is something to decode
         kernels: Kernels = schedule.kernels
+        paged = rows.page_table, schedule.seq_lens(rows)
         if latent_cache.dtype is FP8:
             rounded, scales = quantise(query, FP8, 1.0), self._descales
             kernel_lse = kernels.run_fp8(
-                rounded, latent_cache, rows, schedule.of(self), self.spec.scale, scales, output
+                rounded, latent_cache, *paged, schedule.of(self), self.spec.scale, scales, output
             )
         else:
             scale = self.spec.scale * self.k_scale
-            kernel_lse = kernels.run(query, latent_cache, rows, schedule.of(self), scale, output)
+            kernel_lse = kernels.run(query, latent_cache, *paged, schedule.of(self), scale, output)
             if self.k_scale != 1.0:
                 output.mul_(self.k_scale)
         if lse is not None:
             lse.copy_(kernel_lse.transpose(1, 2))
             lse.masked_fill_(lse == math.inf, -math.inf)
+        if rows.idle is not None and not schedule.zeroes_idle_rows:
+            idle = rows.idle.view(rows.num_rows, rows.query_len, 1)
+            output.masked_fill_(idle[..., None], 0)
+            if lse is not None:
+                lse.masked_fill_(idle, -math.inf)

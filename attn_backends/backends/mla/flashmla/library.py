@@ -12,7 +12,7 @@ import importlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -82,7 +82,8 @@ class Kernels:
         self,
         query: torch.Tensor,  # [num_rows, query_len, num_qo_heads, 576]
         latent_cache: torch.Tensor,  # [num_pages, 64, 576]
-        rows: DecodeRows,
+        page_table: torch.Tensor,  # [num_rows, max_pages] i32
+        seq_lens: torch.Tensor,  # [num_rows] i32
         schedule: tuple[Any, Any],
         scale: float,
         output: torch.Tensor,  # [num_rows, query_len, num_qo_heads, 512], written in place
@@ -91,7 +92,7 @@ class Kernels:
         # The kernel takes all of a row's queries as those of its one KV head, whatever its docstring says of `out`.
         given = {"out": output.view(len(output), 1, -1, output.shape[-1])} if self._writes_out else {}
         made, lse = self.flash_mla_with_kvcache(
-            query, latent_cache.unsqueeze(2), rows.page_table, rows.seq_lens, output.shape[-1], *schedule,
+            query, latent_cache.unsqueeze(2), page_table, seq_lens, output.shape[-1], *schedule,
             softmax_scale=scale, causal=True, **given,
         )  # fmt: skip
         if not self._writes_out:
@@ -102,7 +103,8 @@ class Kernels:
         self,
         query: torch.Tensor,  # [num_rows, query_len, num_qo_heads, 576] fp8
         latent_cache: torch.Tensor,  # [num_pages, 64, 576] fp8
-        rows: DecodeRows,
+        page_table: torch.Tensor,  # [num_rows, max_pages] i32
+        seq_lens: torch.Tensor,  # [num_rows] i32
         schedule: tuple[Any, Any],
         scale: float,
         descales: tuple[torch.Tensor, torch.Tensor],  # of queries and of latents, [1] f32 each
@@ -110,7 +112,7 @@ class Kernels:
     ) -> torch.Tensor:
         """What `run` does, over fp8. The kernel's own output is bfloat16, whatever the layer's dtype."""
         made, lse = self.of_fp8().flash_mla_with_kvcache(
-            query, latent_cache.unsqueeze(2), rows.page_table, rows.seq_lens, output.shape[-1], *schedule,
+            query, latent_cache.unsqueeze(2), page_table, seq_lens, output.shape[-1], *schedule,
             softmax_scale=scale, causal=True, descale_q=descales[0], descale_k=descales[1],
         )  # fmt: skip
         output.copy_(made)
@@ -160,6 +162,8 @@ def load_kernels(provider: str = "auto") -> Kernels:
 class Schedule(ABC):
     """How the kernel splits some rows, for all layers of a plan group."""
 
+    zeroes_idle_rows: ClassVar[bool] = True  # the kernel gives zeros, and an LSE of +inf, to rows without keys
+
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
 
@@ -171,6 +175,10 @@ class Schedule(ABC):
     def of(self, layer: object) -> tuple[Any, Any]:
         """`tile_scheduler_metadata` and `num_splits` for a layer's call."""
 
+    def seq_lens(self, rows: DecodeRows) -> torch.Tensor:
+        """[num_rows] i32: the lengths that a layer's call is given."""
+        return rows.seq_lens
+
     @property
     @abstractmethod
     def tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -178,15 +186,25 @@ class Schedule(ABC):
 
 
 class MadeSchedule(Schedule):
-    """The older generation's: made by the state, and refilled where it lies when lengths change."""
+    """The older generation's, and that of fp8: made by the state, and refilled where it lies when lengths change.
+
+    Their kernels take a page whose id stands in front of a row's own where the row has no key, and divide by a sum that
+    they did not set (`n_block` is -1 in `flash_fwd_mla_kernel.h`). So padded rows are lent a key, of page 0, and their
+    outputs are set by the impl.
+    """
+
+    zeroes_idle_rows = False
 
     def __init__(self, kernels: Kernels, get_mla_metadata: Callable[..., Any] | None = None) -> None:
         super().__init__(kernels)
         self.get_mla_metadata = get_mla_metadata or kernels.get_mla_metadata
         self._made: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._lens: torch.Tensor | None = None  # [num_rows] i32, at least 1, of a graph's rows
 
     def plan(self, rows: DecodeRows, num_qo_heads: int) -> None:
-        made = self.get_mla_metadata(rows.seq_lens, rows.query_len * num_qo_heads, 1)
+        if rows.idle is not None:
+            self._lens = torch.clamp(rows.seq_lens, min=1, out=self._lens)
+        made = self.get_mla_metadata(self.seq_lens(rows), rows.query_len * num_qo_heads, 1)
         if self._made is None:
             self._made = made[0], made[1]
         else:  # their shapes follow from the size of a graph
@@ -196,6 +214,9 @@ class MadeSchedule(Schedule):
     def of(self, layer: object) -> tuple[Any, Any]:
         assert self._made is not None  # the state plans first
         return self._made
+
+    def seq_lens(self, rows: DecodeRows) -> torch.Tensor:
+        return rows.seq_lens if self._lens is None else self._lens
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:

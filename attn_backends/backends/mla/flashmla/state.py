@@ -18,10 +18,11 @@ from attn_backends.backends.mla.flashmla.library import (
 )
 from attn_backends.backends.mla.flashmla.metadata import FlashMLAMetadata
 from attn_backends.backends.mla.flashmla.options import FlashMLAOptions
-from attn_backends.backends.mla.metadata import DecodeRows
-from attn_backends.backends.mla.state import MLAState, MLAStep
+from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata
+from attn_backends.backends.mla.state import MLAGraphState, MLAState, MLAStep
 from attn_backends.graphs.inputs import GraphTensors
 from attn_backends.spec import MLASpec
+from attn_backends.step.buffers import own_tensors
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,18 @@ class FlashMLAStep(MLAStep):
         return None if self.plan is None else self.plan.tensors[1]
 
 
+class FlashMLAGraphState(MLAGraphState):
+    parent: FlashMLAState
+
+    def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: MLAMetadata) -> None:
+        super().prepare_graph_input_buffers(buffers, metadata)
+        if self.parent.lends_keys:
+            self.inputs.lend_pages(buffers)
+
+
 class FlashMLAState(MLAState):
     backend_name = "FLASHMLA"
+    graph_cls = FlashMLAGraphState
     metadata_cls = FlashMLAMetadata
     step_cls = FlashMLAStep
     load_kernels: ClassVar[Any] = staticmethod(load_kernels)  # others in tests
@@ -55,8 +66,13 @@ class FlashMLAState(MLAState):
         self._can_refill = False  # not asked before graphs are captured
 
     def hold_inputs(self, max_batch_size: int, inputs: GraphTensors | None) -> None:
-        super().hold_inputs(max_batch_size, inputs)
+        super().hold_inputs(max_batch_size, own_tensors(inputs) if self.lends_keys else inputs)
         self._can_refill = self.kernels.can_refill(self.device)
+
+    @property
+    def lends_keys(self) -> bool:
+        """Whether some layers' kernel reads a key in rows that have none (see `MadeSchedule`)."""
+        return not self.kernels.fills_schedules or any(spec.cache_dtype is FP8 for spec in self.specs.values())
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Any) -> Schedule:
         schedule: Schedule | None = held
