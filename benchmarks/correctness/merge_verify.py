@@ -7,7 +7,8 @@ python -m benchmarks correctness merge_verify verify.json three.json --out verif
 
 With `--alone`, what `verify NAME --case` printed of cases that the device's memory was too little for, beside others:
 {"cases": [{"command": "attn-backends verify ...", "printed": ["seed: 7", ..., "found: nothing"]}]}. Those in which
-nothing was found are no findings then, but `ran_alone`, with the words of both.
+nothing was found are no findings then, but `ran_alone`, with the words of both. `--mended` takes the same of findings
+whose cause was mended since, with a `cause` for each: they become `mended`.
 """
 
 from __future__ import annotations
@@ -25,14 +26,20 @@ from attn_backends.testing.verify.worker import may_lack_memory
 
 _SUMS = ("num_cases", "num_steps", "seconds")
 _COUNTS = ("cases", "steps", "refused")
+_SETTLED = ("ran_alone", "mended")  # findings that are none any more
 _OF_A_RUN = ("command", "backend", "device", "date", "machine", "versions", "declared", "first_seed", *_SUMS)
 
 
-def merge(reports: Sequence[dict[str, Any]], alone: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+def merge(
+    reports: Sequence[dict[str, Any]],
+    alone: Sequence[Mapping[str, Any]] = (),
+    mended: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
     """One report of several, with a row for each backend and each run as it was.
 
     Args:
         alone: cases that ran by themselves afterwards, as `command` and what it `printed`.
+        mended: cases that ran again once the `cause` of what was found in them was mended, likewise.
 
     Raises:
         ValueError: two runs of one backend began at the same seed, so their cases are the same; or they were on
@@ -44,7 +51,7 @@ def merge(reports: Sequence[dict[str, Any]], alone: Sequence[Mapping[str, Any]] 
     if twice:
         raise ValueError(f"the same cases are in two reports: {', '.join(twice)}; give each run another --seed")
     _check_machines(reports)
-    reports = [_without_those_alone(report, alone) for report in reports]
+    reports = [_settled(report, alone, mended) for report in reports]
     backends = dict.fromkeys(report["backend"] for report in reports)
     return {
         "title": "attn-backends verify: random cases against float64 and guard bands",
@@ -82,17 +89,27 @@ def _first_case(run: Mapping[str, Any]) -> tuple[str, str, int, bool]:
     return run["backend"], size, run["first_seed"], run.get("declared", False)
 
 
-def _without_those_alone(report: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A report, with findings of memory alone apart if nothing was found in their cases later."""
-    passed = {each["command"]: each["printed"] for each in alone if each["printed"][-1] == "found: nothing"}
-    findings: list[dict[str, Any]] = []
-    ran_alone: list[dict[str, Any]] = [*report.get("ran_alone", [])]
+def _settled(
+    report: Mapping[str, Any], alone: Sequence[Mapping[str, Any]], mended: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """A report, with findings apart in whose cases nothing was found later: those of memory alone, and mended ones."""
+    by_memory, by_cause = _passed(alone), _passed(mended)
+    kept: dict[str, list[dict[str, Any]]] = {"findings": []}
+    kept |= {name: [*report.get(name, [])] for name in _SETTLED}
     for finding in report["findings"]:
-        if may_lack_memory(finding["what"]) and (printed := passed.get(finding["command"])):
-            ran_alone.append({**finding, "printed_alone": printed})
+        command = finding["command"]
+        if may_lack_memory(finding["what"]) and command in by_memory:
+            kept["ran_alone"].append({**finding, "printed_alone": by_memory[command]["printed"]})
+        elif command in by_cause:
+            again = by_cause[command]
+            kept["mended"].append({**finding, "cause": again["cause"], "printed_again": again["printed"]})
         else:
-            findings.append(finding)
-    return {**report, "findings": findings, "ran_alone": ran_alone}
+            kept["findings"].append(finding)
+    return {**report, **kept}
+
+
+def _passed(cases: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    return {each["command"]: each for each in cases if each["printed"][-1] == "found: nothing"}
 
 
 def _check_machines(reports: Sequence[dict[str, Any]]) -> None:
@@ -119,7 +136,7 @@ def _merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return merged | {
         "worst": dict(sorted(worst.items())),
         "findings": [finding for report in reports for finding in report["findings"]],
-        "ran_alone": [each for report in reports for each in report["ran_alone"]],
+        **{name: [each for report in reports for each in report[name]] for name in _SETTLED},
         **(_merged_values(recorded) if recorded else {}),
     }
 
@@ -145,10 +162,11 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reports", nargs="+", type=Path)
     parser.add_argument("--alone", type=Path, help="what cases printed that ran by themselves")
+    parser.add_argument("--mended", type=Path, help="what cases printed that ran again, with the cause that was mended")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args(given)
-    alone = json.loads(arguments.alone.read_text())["cases"] if arguments.alone else []
-    merged = merge([json.loads(path.read_text()) for path in arguments.reports], alone)
+    later = [json.loads(path.read_text())["cases"] if path else [] for path in (arguments.alone, arguments.mended)]
+    merged = merge([json.loads(path.read_text()) for path in arguments.reports], *later)
     arguments.out.write_text(json.dumps(merged, indent=1) + "\n")
     print(
         f"{merged['num_cases']} cases of {len(merged['runs'])} runs, {merged['num_findings']} findings: {arguments.out}"

@@ -109,6 +109,8 @@ def _where(name: str, found: Mapping[str, Any], runs: Sequence[Mapping[str, Any]
     near = "" if error is None else f" The worst error is {error['of_tolerance']:.2f} of its tolerance: {worst}."
     alone = len(found.get("ran_alone", ()))
     again = f" The device's memory was too little for {alone}, which then ran by themselves." if alone else ""
+    if mended := len(found.get("mended", ())):
+        again += f" {mended} more were findings, whose cause was mended; nothing is found in them since."
     days = " and ".join(dict.fromkeys(run["date"] for run in mine))
     return (
         f"{where}, {days}; {known}.\n\n{found['num_cases']:,} cases, {found['num_steps']:,} steps, "

@@ -80,6 +80,19 @@ OTHER = {**MEMORY, "seed": 8, "what": "the output is off", "command": "attn-back
 
 
 @pytest.mark.parametrize(("printed", "num_findings"), [("found: nothing", 1), ("found: the output is off", 2)])
+def test_cases_that_were_mended_are_no_findings(printed: str, num_findings: int) -> None:
+    """Where nothing was found in them again, with the cause; one that was not run again stays."""
+    mended = [{"command": OTHER["command"], "cause": "a rule was wrong", "printed": ["seed", printed]}]
+    before = merge([report(1, findings=[MEMORY, OTHER])], mended=mended)
+    merged = merge([before, report(2)])  # it stays so when more is merged
+    assert merged["num_findings"] == num_findings
+    (mine,) = merged["backends"].values()
+    assert MEMORY in mine["findings"]
+    assert [each["cause"] for each in mine["mended"]] == ["a rule was wrong"] * (2 - num_findings)
+    assert ("1 more were findings" in page(merged)) is (num_findings == 1)
+
+
+@pytest.mark.parametrize(("printed", "num_findings"), [("found: nothing", 1), ("found: the output is off", 2)])
 def test_cases_of_memory_that_passed_by_themselves_are_no_findings(printed: str, num_findings: int) -> None:
     """Nothing else that was found is forgotten, whatever its case printed later."""
     alone = [{"command": each["command"], "printed": ["seed", printed]} for each in (MEMORY, OTHER)]
