@@ -123,9 +123,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     lens, starts, query_lens = load_rows(seq_lens, query_start_loc, rows, exists)
     first = first_key(lens - query_lens, window_left, chunk) // BLOCK_N
     blocks = tl.where(exists, tl.maximum((lens + BLOCK_N - 1) // BLOCK_N - first, 0), 0)
-    ends, num_blocks, num_cuts, first_cut, num_splits = _cut(
-        rows, exists, blocks, num_rows, max_cuts, BLOCK_N, MIN_BLOCKS
-    )
+    ends, num_blocks, num_cuts, first_cut, num_splits, is_apart = _cut(exists, blocks, max_cuts, BLOCK_N, MIN_BLOCKS)
     item_ends = tl.cumsum(num_splits, 0)
     num_partials = tl.where(num_splits > 1, num_splits, 0)
     slots_before = tl.cumsum(num_partials, 0) - num_partials
@@ -133,12 +131,14 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     work_item = tl.program_id(0) * BLOCK_ITEMS + tl.arange(0, BLOCK_ITEMS)
     row = tl.sum((item_ends[None] <= work_item[:, None]).to(tl.int32), 1)
     mine = rows[None] == row[:, None]
-    row_splits, row_num_blocks = of_row(mine, num_splits), of_row(mine, blocks)
+    row_splits, row_num_blocks = tl.maximum(of_row(mine, num_splits), 1), of_row(mine, blocks)
     row_begin, row_first, row_len = of_row(mine, ends - blocks), of_row(mine, first), of_row(mine, lens)
     split = work_item - of_row(mine, item_ends - num_splits)
     cut = of_row(mine, first_cut) + split
     start = tl.where(split == 0, 0, _begin_of(cut, num_blocks, num_cuts) - row_begin)
+    start = tl.where(is_apart, _begin_of(split, row_num_blocks, row_splits), start)
     stop = tl.where(split == row_splits - 1, row_num_blocks, _begin_of(cut + 1, num_blocks, num_cuts) - row_begin)
+    stop = tl.where(is_apart, _begin_of(split + 1, row_num_blocks, row_splits), stop)
     at = tl.where(_items_before(cut, first_cut, num_splits) == work_item, cut, max_cuts + work_item)
     store_item(
         work_items + at * 8, row < num_rows, row, (row_first + start) * BLOCK_N,
@@ -154,30 +154,34 @@ def cut_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cut(  # type: ignore[no-untyped-def]
-    rows,  # [MAX_ROWS] i32
     exists,  # [MAX_ROWS]: there is such a row
     blocks,  # [MAX_ROWS] i32, of keys that are seen
-    num_rows,
     max_cuts,
     BLOCK_N: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
 ):
     """Where cuts lie. A row takes a little longer than its blocks: it counts as some more, in front of them, which are
-    no one's. Where one cut a row makes none too long, there are these, and nothing is joined.
+    no one's.
+
+    A program that goes from one row to another waits for each. So every row is cut for itself if cuts that are hardly
+    longer than equal ones are enough then; where there is little to do, and programs to spare, they may be up to twice
+    as long as the shortest.
 
     Returns:
-        each row's end, all blocks, the number of cuts, each row's first cut, and how many it is in.
+        each row's end, all blocks, the number of cuts, each row's first cut, how many it is in, and whether rows are
+        apart.
     """
     widths = tl.where(exists, tl.maximum(blocks + ROW_KEYS // BLOCK_N, 1), 0)
-    ends, num_blocks, longest = tl.cumsum(widths, 0), tl.sum(widths, 0), tl.max(widths, 0)
+    ends, num_blocks = tl.cumsum(widths, 0), tl.sum(widths, 0)
     num_cuts = tl.maximum(tl.minimum(max_cuts, num_blocks // MIN_BLOCKS), 1)
     size = num_blocks // num_cuts
-    is_even = (num_rows <= max_cuts) & (longest <= size + size // 16)
-    num_cuts = tl.where(is_even, num_rows, num_cuts)
+    longest = tl.where(num_cuts < max_cuts, 2 * MIN_BLOCKS - 1, size + size // 16)
+    apart = tl.where(exists, (tl.maximum(blocks, 1) + longest - 1) // longest, 0)
+    is_apart = tl.sum(apart, 0) <= max_cuts
     first_cut = _cut_of(tl.minimum(ends - blocks, ends - 1), num_blocks, num_cuts)
-    first_cut = tl.where(is_even, rows, first_cut)
-    last_cut = tl.where(is_even, rows, _cut_of(ends - 1, num_blocks, num_cuts))
-    return ends, num_blocks, num_cuts, first_cut, tl.where(exists, last_cut - first_cut + 1, 0)
+    num_splits = tl.where(exists, _cut_of(ends - 1, num_blocks, num_cuts) - first_cut + 1, 0)
+    first_cut = tl.where(is_apart, tl.cumsum(apart, 0) - apart, first_cut)
+    return ends, num_blocks, num_cuts, first_cut, tl.where(is_apart, apart, num_splits), is_apart
 
 
 @triton.jit

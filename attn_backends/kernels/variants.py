@@ -55,7 +55,8 @@ def _kind(param: Any, value: Any) -> object:
     width = 32 if -(1 << 31) <= value < 1 << 31 else 64
     if param.do_not_specialize:
         return width
-    return ("constant", "1") if value == 1 else (width, value % ALIGNED == 0)
+    is_aligned = not param.do_not_specialize_on_alignment and value % ALIGNED == 0
+    return ("constant", "1") if value == 1 else (width, is_aligned)
 
 
 class VariantList:

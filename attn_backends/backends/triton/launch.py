@@ -19,7 +19,7 @@ from attn_backends.backends.triton.kernels.arguments import (
     UpcastTensors,
     UpcastVarying,
 )
-from attn_backends.backends.triton.kernels.decode import JOINED, decode_kernel
+from attn_backends.backends.triton.kernels.decode import decode_kernel
 from attn_backends.backends.triton.kernels.upcast import upcast_kernel
 from attn_backends.backends.triton.tuning import DecodeTile, upcast_heads
 from attn_backends.kernels.equal_cuts import CutList, max_split_items
@@ -144,14 +144,15 @@ class Kernels(PrefillKernels):
         threads = 32 * tile.warps
         registers = min(_COMBINE_REGISTERS, _REGISTERS // (tile.programs * threads) // 2) * threads
         block_splits = 1 << max(1, registers // (plan.used_m * self._dims[-1])).bit_length() - 1  # a power of two
-        block_splits = min(block_splits, int(JOINED.value))
+        block_splits = min(block_splits, tile.joined)
         constants = DecodeConstants(
             *self._logits, is_alike(key, value), _can_be_pairs(value), PAGE_SIZE=key.shape[1],
             KV_HEADS=self.spec.num_kv_heads, GROUP=self.spec.group_size, TILES=plan.tiles, BLOCK_M=plan.block_m,
             BLOCK_N=tile.keys, DIM=self._dims.DIM, DIM_VO=self._dims.DIM_VO, BLOCK_DIM=self._dims.BLOCK_DIM,
             BLOCK_DIM_VO=self._dims.BLOCK_DIM_VO, STAGES=tile.stages,
             MASKED_STAGES=tile.stages if self._is_local or tile.keys <= _SHORT_BLOCK else 1,
-            EXACT=int(query.dtype is torch.float32), USED_M=plan.used_m, BLOCK_SPLITS=block_splits, PDL=int(pdl),
+            EXACT=int(query.dtype is torch.float32), USED_M=plan.used_m, JOINED=tile.joined,
+            BLOCK_SPLITS=block_splits, PDL=int(pdl),
         )  # fmt: skip
         grid, items = schedule.num_programs * self.spec.num_kv_heads * plan.tiles, schedule.work_list.work_items
         _decode(query, key, value, output, lse, page_table, items, schedule.more_items, *workspace,

@@ -40,6 +40,7 @@ class DecodeTile:
     stages: int  # blocks under way
     programs: int  # a multiprocessor, which the split aims at
     min_keys: int  # of an item: fewer are not worth joining
+    joined: int = 8  # splits that a program combines, a power of two
 
 
 class TritonOptions(BaseModel):

@@ -66,17 +66,25 @@ def latent_specs() -> list[MLASpec]:
 def parts_of(lens: np.ndarray, max_cuts: int, min_blocks: int, block_n: int) -> np.ndarray:
     """[batches] how many items are parts of rows, for [batches, rows] blocks of keys: `cut_kernel` in NumPy."""
     widths = np.maximum(lens + 32 // block_n, 1)
-    ends, num_blocks, longest = widths.cumsum(1), widths.sum(1)[:, None], widths.max(1)[:, None]
+    ends, num_blocks = widths.cumsum(1), widths.sum(1)[:, None]
     num_cuts = np.maximum(np.minimum(max_cuts, num_blocks // min_blocks), 1)
-    size = num_blocks // num_cuts
-    is_even = (lens.shape[1] <= max_cuts) & (longest <= size + size // 16)
+    apart = rows_apart(lens, num_blocks, num_cuts, max_cuts, min_blocks)
     first, last = (
         ((block + 1) * num_cuts - 1) // num_blocks for block in (np.minimum(ends - lens, ends - 1), ends - 1)
     )
-    counts = np.where(is_even, 1, last - first + 1)
+    counts = np.where(apart.sum(1)[:, None] <= max_cuts, apart, last - first + 1)
     assert (counts > 0).all()
     assert (counts.sum(1) < lens.shape[1] + max_cuts).all()  # the list has so many items
     return np.where(counts > 1, counts, 0).sum(1)
+
+
+def rows_apart(
+    lens: np.ndarray, num_blocks: np.ndarray, num_cuts: np.ndarray, max_cuts: int, min_blocks: int
+) -> np.ndarray:
+    """How many cuts rows have, each for itself."""
+    size = num_blocks // num_cuts
+    longest = np.where(num_cuts < max_cuts, 2 * min_blocks - 1, size + size // 16)
+    return -(-np.maximum(lens, 1) // longest)
 
 
 def parts_of_rows_apart(lens: np.ndarray, filling: int, min_blocks: int) -> np.ndarray:
@@ -164,6 +172,30 @@ def test_kernel_cuts_have_every_key_once(seed: int) -> None:
             assert stop > start or count == 1
             at = stop
         assert at == lens[row] or lens[row] <= first
+
+
+@only_interpreted
+@pytest.mark.parametrize("seed", range(12))
+def test_kernel_no_program_has_two_rows_where_there_are_enough(seed: int) -> None:
+    """Random short rows, fewer than a GPU has room for: a program each, and of a longer one no part of twice the least
+    that is worth joining. Random long rows: where cuts hardly longer than equal ones are enough for all."""
+    drawn = np.random.default_rng(900 + seed)
+    num_rows, block_n, min_blocks = int(drawn.integers(1, 60)), 16, int(drawn.integers(1, 9))
+    longest = 16 * min_blocks * (2 if seed % 2 else 40)
+    lens = np.exp(drawn.uniform(0, np.log(longest), num_rows)).astype(np.int64)
+    blocks = -(-lens // block_n)
+    max_cuts = int(np.ceil(blocks / (2 * min_blocks - 1)).sum()) + int(drawn.integers(0, 20))
+    sizes = triton_split.SplitSizes(
+        num_rows, max_cuts, triton_split.FAR.value, triton_split.FAR.value, block_n, min_blocks
+    )
+    cuts = equal_cuts.CutList(sizes, torch.zeros(num_rows, dtype=torch.int32))
+    cuts.fill(torch.from_numpy(lens.astype(np.int32)), torch.arange(num_rows + 1, dtype=torch.int32))
+    spare = (blocks + 32 // block_n).sum() // min_blocks < max_cuts
+    found = [cut for cut in items_of(cuts) if cut]
+    assert sum(map(len, found)) >= num_rows
+    if spare:
+        assert all(len(cut) == 1 for cut in found)
+        assert all(stop - start < 2 * min_blocks * block_n for cut in found for _, start, stop, *_ in cut)
 
 
 def written(spec: AttentionSpec, tile: Any, query_len: int, sms: int) -> tuple[int, int, int]:

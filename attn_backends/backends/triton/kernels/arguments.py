@@ -50,6 +50,7 @@ class DecodeConstants(NamedTuple):
     MASKED_STAGES: int
     EXACT: int
     USED_M: int
+    JOINED: int
     BLOCK_SPLITS: int
     PDL: int
 

@@ -15,8 +15,6 @@ from attn_backends.kernels.launch import WAIT_FIRST, WAIT_LAST, acquire_fence, g
 from attn_backends.kernels.split_kv import FAR, MAX_SPLITS, combine_splits
 from attn_backends.kernels.tile_kernels import attend_keys, logit_scale, write_rows
 
-JOINED = tl.constexpr(8)  # splits that a program combines
-
 _NOT_CONSTANT = ["table_row", "window_right", "window_left", "chunk", "has_sinks", "want_lse", "lse_token"]
 _ANYWHERE = ["lse", "page_table", "sinks"]  # no code depends on whether these are aligned
 
@@ -78,6 +76,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     MASKED_STAGES: tl.constexpr,  # blocks under way in the loop with masks
     EXACT: tl.constexpr,  # 0 or 1, see `attend_keys`
     USED_M: tl.constexpr,  # queries of a tile that exist at most, a power of two
+    JOINED: tl.constexpr,  # splits that a program combines, a power of two
     BLOCK_SPLITS: tl.constexpr,  # splits that are combined at a time
     PDL: tl.constexpr,  # when this kernel starts, see `kernels.launch.Pdl`
 ):
