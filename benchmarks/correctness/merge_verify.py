@@ -8,7 +8,8 @@ python -m benchmarks correctness merge_verify verify.json three.json --out verif
 With `--alone`, what `verify NAME --case` printed of cases that the device's memory was too little for, beside others:
 {"cases": [{"command": "attn-backends verify ...", "printed": ["seed: 7", ..., "found: nothing"]}]}. Those in which
 nothing was found are no findings then, but `ran_alone`, with the words of both. `--mended` takes the same of findings
-whose cause was mended since, with a `cause` for each: they become `mended`.
+whose cause was mended since, with a `cause` for each, or with what such a layer gets where it is `refused: ` since.
+They become `mended`.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def _settled(
 
 
 def _passed(cases: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    return {each["command"]: each for each in cases if each["printed"][-1] == "found: nothing"}
+    """By command, where nothing is found any more, or the layer is refused."""
+    return {each["command"]: each for each in cases if each["printed"][-1].startswith(("found: nothing", "refused: "))}
 
 
 def _check_machines(reports: Sequence[dict[str, Any]]) -> None:

@@ -110,7 +110,9 @@ def _where(name: str, found: Mapping[str, Any], runs: Sequence[Mapping[str, Any]
     alone = len(found.get("ran_alone", ()))
     again = f" The device's memory was too little for {alone}, which then ran by themselves." if alone else ""
     if mended := len(found.get("mended", ())):
-        again += f" {mended} more were findings, whose cause was mended; nothing is found in them since."
+        again += (
+            f" {mended} more were findings whose cause was mended: nothing is found in them since, or they are refused."
+        )
     days = " and ".join(dict.fromkeys(run["date"] for run in mine))
     return (
         f"{where}, {days}; {known}.\n\n{found['num_cases']:,} cases, {found['num_steps']:,} steps, "
