@@ -245,4 +245,9 @@ PAGES = (
                 "mismatches", "ended")),
     )),
 )  # fmt: skip
-ELSEWHERE = {"verify", "verify_cpu", "verify_alone"}  # docs/what-ran.md and docs/correctness.md tell of these
+ELSEWHERE = {
+    "verify",
+    "verify_cpu",
+    "verify_alone",
+    "verify_mended",
+}  # docs/what-ran.md and docs/correctness.md tell of these
