@@ -90,6 +90,18 @@ class Plans(Generic[LayerT]):
             steps.update(dict.fromkeys(group.layers, begin(builder.build(common_prefix_len, batch, fast_build))))
         return steps
 
+    def replanned(self, num_rows: int, query_len: int) -> dict[LayerT, AttentionStep[Any]] | None:
+        """`plan` for a batch of a captured size that lies in the tensors which graphs share with an engine, without the
+        batch: each layer's step. None where `plan` is needed; see `AttentionState.replanned`. Of the batch nothing is
+        checked."""
+        found = self.state.replanned(num_rows, query_len)
+        if found is None:
+            return None
+        steps: dict[LayerT, AttentionStep[Any]] = {}
+        for group in self.groups:
+            steps.update(dict.fromkeys(group.layers, found[group.index]))
+        return steps
+
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata | BatchOf) -> bool:
         """Whether every group's builder takes the batch into a graph."""
         return all(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from attn_backends.adapters.vllm.reasons import unserved
@@ -45,19 +44,19 @@ def lens_on_host(theirs: Any) -> torch.Tensor:
     bounds = theirs.seq_lens_cpu_upper_bound
     if bounds is None:  # a draft model's batches
         return torch.full((rows,), theirs.max_seq_len, dtype=torch.int32)
-    return torch.maximum(bounds[:rows].int(), theirs.query_start_loc_cpu[: rows + 1].diff().int())
+    return torch.maximum(bounds[:rows], theirs.query_start_loc_cpu[: rows + 1].diff())
 
 
 def uniform_query_len(theirs: Any) -> int:
     """The query tokens that every live row of a batch has, if a graph could run it with its padding; else 0."""
     rows, tokens = theirs.num_reqs, theirs.num_actual_tokens
-    query_len = tokens // rows if rows else 0
-    if not query_len or query_len * rows != tokens or theirs.max_query_len != query_len:
+    query_len = int(theirs.max_query_len)
+    if query_len < 1 or query_len * rows != tokens:
         return 0
-    starts = theirs.query_start_loc_cpu[: rows + 1].numpy()
-    live = starts[-1] // query_len
-    expected = np.minimum(np.arange(rows + 1), live) * query_len
-    return query_len if np.array_equal(starts, expected) else 0
+    starts = theirs.query_start_loc_cpu.numpy()
+    live, rest = divmod(int(starts[rows]), query_len)
+    # No row is longer than the longest: where the first ones have as many tokens as so many rows can, each has all.
+    return query_len if not rest and starts[live] == live * query_len else 0
 
 
 def check_batch(name: str, theirs: Any) -> None:

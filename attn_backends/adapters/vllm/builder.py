@@ -80,8 +80,15 @@ class ServedBuilder(AttentionMetadataBuilder[ServedMetadata]):  # type: ignore[m
         return AttentionCGSupport(int(CudaGraphSupport.NEVER if on_cpu else level))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> ServedMetadata:
-        check_batch(self.ours, common_attn_metadata)
-        return self._plan(common_attn_metadata, self.graphs.have(common_attn_metadata), fast_build)
+        theirs = common_attn_metadata
+        check_batch(self.ours, theirs)
+        size = self.graphs.size_of(theirs)
+        if size is not None:
+            self.plans.state.move_to_current_stream()  # captures have a stream of their own
+            steps = self.plans.replanned(*size)
+            if steps is not None:
+                return ServedMetadata(theirs.num_actual_tokens, steps, num_prefills=theirs.num_reqs)
+        return self._plan(theirs, size is not None, fast_build)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> ServedMetadata:
         self.graphs.capture(common_attn_metadata)
@@ -89,7 +96,7 @@ class ServedBuilder(AttentionMetadataBuilder[ServedMetadata]):  # type: ignore[m
 
     def _plan(self, theirs: Any, for_graph: bool, fast_build: bool = False) -> ServedMetadata:
         common = batch_of(theirs, self.plans.cache.page_size, exact=self.exact, for_graph=for_graph)
-        self.plans.state.move_to_current_stream()  # captures have a stream of their own
+        self.plans.state.move_to_current_stream()
         steps = self.plans.plan(common, fast_build=fast_build)
         return ServedMetadata(common.num_tokens, steps, num_prefills=theirs.num_reqs)
 

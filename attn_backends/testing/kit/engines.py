@@ -17,6 +17,7 @@ from attn_backends.interface import AttentionStep
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.features import FEATURES, feature
 from attn_backends.testing.graphs.harness import CapturedStep, batch_of_table, make_recorder, step_table
+from attn_backends.testing.graphs.host_reads import forbid_host_reads
 from attn_backends.testing.harness import Layer, assert_matches, assert_pool, make_layer
 from attn_backends.testing.kit.graphs import PAGES, ROWS, Graphs
 
@@ -162,10 +163,28 @@ class Engines(Graphs):
             what = f"an engine's graph, tensors {'shared' if shared else 'copied'}, {query_len} tokens a row"
             assert_matches(result, batch, what)
             assert_pool(result.kv_cache, batch.pool_after(), what, batch.has_exact_scales)
+        self.check_replanned(layer, captured, batches, filler)
         captured.fill(batches[-1:])
         step = layer.state.step_for(layer.builder.build(0, filler(batches[-1], ROWS, query_len)))
         padded = ROWS * query_len - len(batches[-1].query)
         assert_matches(layer.forward(batches[-1], step, num_padded_reqs=padded), batches[-1], "a clone's step, eager")
+
+    def check_replanned(self, layer: Layer, captured: CapturedStep, batches: Sequence[Batch], filler: _Filler) -> None:
+        """A state that plans a captured size over the engine's tensors alone does so for every batch that is there,
+        and gives the clone's own steps; where it does not, there is nothing to hold."""
+        state, rows, query_len = layer.state, captured.num_rows, captured.query_len
+        assert state.replanned(rows + 1, query_len) is None, "a size that was not captured was planned for"
+        for batch in (*batches, batches[0]):
+            captured.put_in([batch])
+            common = filler(batch, rows, query_len)
+            with layer.guards.watching(), forbid_host_reads(self.device, [vars(filler.held), state]):
+                steps = state.replanned(rows, query_len)
+            if steps is None:
+                return
+            (result,) = captured.replay()
+            assert_matches(result, batch, f"planned over an engine's tensors alone, {query_len} tokens a row")
+            again = state.step_for(layer.builder.build(0, common))
+            assert steps[layer.builder.group.index] is again, "another step than the one that graphs were captured with"
 
     @pytest.mark.parametrize("name", ["plain", "window_15"])
     def test_a_size_is_made_over_a_batch_that_is_there(self, name: str) -> None:

@@ -75,6 +75,9 @@ def test_a_graphs_rows_have_equal_lengths() -> None:
         ([2, 1], 3, 0),
         ([3, 2], 6, 0),
         ([4], 8, 0),
+        ([2, 1, 1], 6, 0),
+        ([2, 2, 0, 2], 8, 0),
+        ([1, 2, 1, 0], 8, 0),
     ],
 )
 def test_uniform_batches(query_lens: list[int], tokens: int, expected: int) -> None:
@@ -117,19 +120,19 @@ def test_graphs_serve_batches_that_lie_in_their_tensors() -> None:
     held: list[int] = []
     graphs = CapturedGraphs(state)
     first = batch([1, 1, 1, 1], [5, 6, 7, 8])
-    assert not graphs.have(first)
+    assert graphs.size_of(first) is None
     graphs.capture(first)
     graphs.capture(first)
     assert held == [4]
-    assert graphs.have(first)
+    assert graphs.size_of(first) == (4, 1)
     padded = SimpleNamespace(**vars(first))
     padded.query_start_loc_cpu = torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32)
-    assert graphs.have(padded)
-    assert not graphs.have(batch([1, 1, 1, 1], [5, 6, 7, 8]))  # elsewhere
+    assert graphs.size_of(padded) == (4, 1)
+    assert graphs.size_of(batch([1, 1, 1, 1], [5, 6, 7, 8])) is None  # elsewhere
     ragged = SimpleNamespace(**vars(first))
     ragged.query_start_loc_cpu = torch.tensor([0, 2, 3, 4, 4], dtype=torch.int32)
     ragged.max_query_len = 2
-    assert not graphs.have(ragged)
+    assert graphs.size_of(ragged) is None
 
 
 @pytest.mark.parametrize("seed", range(6))
