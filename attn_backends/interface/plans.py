@@ -54,9 +54,13 @@ class Plans(Generic[LayerT]):
 
     @property
     def needs_exact_lengths(self) -> bool:
-        """Whether some layers are planned with exact lengths on the host, so that upper bounds are refused. Where it is
-        False, MLA's builders still refuse them for a prefill that has context."""
+        """Whether some layers are planned with exact lengths on the host at every step. Where it is False, some steps
+        may need them all the same, as MLA's whose prompts are partly cached: see `needs_lengths_of`."""
         return any(builder.needs_exact_lengths for builder in self.builders)
+
+    def needs_lengths_of(self, common: CommonAttentionMetadata) -> bool:
+        """Whether `plan` refuses this batch if its lengths on the host are upper bounds."""
+        return any(builder.needs_lengths_of(common) for builder in self.builders)
 
     def bind(self, layer: LayerT, **weights: Any) -> AttentionImpl[Any]:
         """The impl of a layer, once its weights are loaded; bound again, it takes the place of the last.

@@ -11,40 +11,42 @@ from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.interface.capabilities import Rejection, Unsupported
 
 
-def batch_of(theirs: Any, page_size: int, *, exact: bool = True, for_graph: bool = False) -> CommonAttentionMetadata:
+def batch_of(
+    theirs: Any, page_size: int, *, exact: bool = True, for_graph: bool = False, lens: torch.Tensor | None = None
+) -> CommonAttentionMetadata:
     """Our batch of vLLM's `CommonAttentionMetadata`.
 
     Args:
         exact: the lengths that vLLM has on the host are those on the device, and no upper bounds.
         for_graph: the batch has the padded shape of a graph.
+        lens: [num_reqs] i32 on the host, exact: in the place of vLLM's.
     """
-    rows = theirs.num_reqs
-    lens = lens_on_host(theirs)
+    rows, on_host = theirs.num_reqs, theirs.seq_lens.device.type == "cpu"
+    has_exact = on_host or lens is not None or (exact and theirs.seq_lens_cpu_upper_bound is not None)
+    if not on_host:
+        bounds = theirs.seq_lens_cpu_upper_bound if lens is None else lens
+        lens = lens_of_rows(theirs, bounds)
     return CommonAttentionMetadata.from_tensors(
         page_size,
         theirs.query_start_loc[: rows + 1],
         theirs.query_start_loc_cpu[: rows + 1],
         theirs.seq_lens[:rows],
-        lens,
+        None if on_host else lens,
         theirs.block_table_tensor[:rows],
         theirs.slot_mapping,
         num_tokens=theirs.num_actual_tokens,  # padding included, where vLLM runs a full graph
-        exact=exact or theirs.seq_lens.device.type == "cpu",
+        exact=has_exact,
         for_graph=for_graph,
     )
 
 
-def lens_on_host(theirs: Any) -> torch.Tensor:
-    """Lengths of all rows on the host, [num_reqs]: exact, or upper bounds. None is below its row's query tokens,
+def lens_of_rows(theirs: Any, lens: torch.Tensor | None) -> torch.Tensor:
+    """[num_reqs] i32 of lengths on the host, the longest where there are none. None is below its row's query tokens,
     which vLLM does not see to in the batches that it captures with."""
     rows: int = theirs.num_reqs
-    lens: torch.Tensor = theirs.seq_lens[:rows]
-    if lens.device.type == "cpu":
-        return lens
-    bounds = theirs.seq_lens_cpu_upper_bound
-    if bounds is None:  # a draft model's batches
+    if lens is None:
         return torch.full((rows,), theirs.max_seq_len, dtype=torch.int32)
-    return torch.maximum(bounds[:rows], theirs.query_start_loc_cpu[: rows + 1].diff())
+    return torch.maximum(lens[:rows], theirs.query_start_loc_cpu[: rows + 1].diff())
 
 
 def uniform_query_len(theirs: Any) -> int:

@@ -15,6 +15,7 @@ from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.page_table import PAD_SLOT
 from attn_backends.interface import AttentionStep
 from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.cases.features import FEATURES, feature
 from attn_backends.testing.graphs.harness import CapturedStep, batch_of_table, make_recorder, step_table
 from attn_backends.testing.graphs.host_reads import forbid_host_reads
@@ -114,11 +115,24 @@ class Engines(Graphs):
         assert pool is not None
         with layer.guards.watching():
             output = layer.impl.forward(batch.query, None, None, pool, step)
-        reads_back = batch.spec.cache_dtype is batch.spec.dtype
-        assert reads_back  # the plain layer: what was written reads back as it is
-        expected, _ = batch.expected()
-        error = (output.cpu().double() - expected.cpu()).norm(dim=(1, 2)) / expected.cpu().norm(dim=(1, 2))
-        assert float(error.max()) <= batch.tolerance, f"{shape}: off by {float(error.max()):.2e}"
+        _assert_near(output, batch, shape)
+
+    @pytest.mark.parametrize("query_len", [1, 9])
+    def test_rows_of_one_list_of_pages(self, query_len: int) -> None:
+        """A page table whose rows are one, with a stride of 0, as torch's `expand` makes them."""
+        batch = self.make_batch(
+            self.make_spec(), BatchShape(seq_lens=(2 * self.page_size + 5,), query_lens=(query_len,))
+        )
+        layer, own, count = make_layer(self.backend, batch, num_padded_reqs=3 * query_len), batch.common(), 3
+        starts = torch.arange(count + 1, dtype=torch.int32) * query_len
+        common = CommonAttentionMetadata.from_tensors(
+            own.page_size, starts.to(batch.device), starts, own.seq_lens.repeat(count), own.seq_lens_cpu.repeat(count),
+            own.page_table.expand(count, -1),
+        )  # fmt: skip
+        step = layer.state.begin_forward(layer.builder.build(0, common))
+        query, pool = batch.query.repeat(count, 1, 1), batch.pool_after()
+        for part in layer.impl.forward(query, None, None, pool, step).split(query_len):
+            _assert_near(part, batch, f"{count} rows of {query_len} tokens over one list of pages")
 
     @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", "small_prefill"])
     def test_slots_of_padding_among_a_rows_own(self, shape: str) -> None:
@@ -202,6 +216,14 @@ class Engines(Graphs):
                         rows = len(batch.rows)
                         step = layer.state.step_for(layer.builder.build(0, fill(batch, rows, query_len)))
                         assert_matches(layer.forward(batch, step), batch, f"the first of {rows} rows, {query_len} each")
+
+
+def _assert_near(output: torch.Tensor, batch: Batch, what: str) -> None:
+    """Of the plain layer: what was written reads back as it is."""
+    assert batch.spec.cache_dtype is batch.spec.dtype
+    expected = batch.expected()[0].cpu()
+    error = float(((output.cpu().double() - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))).max())
+    assert error <= batch.tolerance, f"{what}: off by {error:.2e}"
 
 
 def engine_tensors(layer: Layer, device: torch.device) -> EngineTensors:
