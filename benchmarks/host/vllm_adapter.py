@@ -40,7 +40,8 @@ class Base(Generic[MetadataT]):
     """In the place of vLLM's base classes, which keep what they are made with."""
 
     def __init__(self, *given: Any) -> None:
-        self.given = given
+        if len(given) == 4:  # a builder
+            self.kv_cache_spec, self.layer_names, self.vllm_config, self.device = given
 
 
 class Launched:

@@ -41,25 +41,30 @@ class ServedBuilder(AttentionMetadataBuilder[ServedMetadata]):  # type: ignore[m
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = {name: vllm_config.compilation_config.static_forward_context[name] for name in layer_names}
-        specs = {name: layer.impl.spec_of(layer) for name, layer in layers.items()}
-        cache = KVCacheSpec(None, kv_cache_spec.block_size, layout_of(vllm_config))
-        options = options_from(vllm_config)
-        self._check(specs, cache, device, options)
-        backend = get_backend(self.ours)
-        self.plans = Plans(backend, specs, cache, limits_of(vllm_config), device, validate_options(self.ours, options))
         self.exact = not has_upper_bounds(vllm_config)
+        self._set_up()
         if self.plans.needs_exact_lengths and not self.exact and device.type != "cpu":
             logger.warning(
                 "attn_backends: %s plans with exact lengths, and vLLM has upper bounds alone while it schedules "
                 "asynchronously with speculation: every step waits for the device. --no-async-scheduling, or another "
                 "backend, does not", self.ours,
             )  # fmt: skip
+
+    def _set_up(self) -> None:
+        """For `layer_names`, which vLLM adds a draft model's other layers to once the builder is made."""
+        context = self.vllm_config.compilation_config.static_forward_context
+        layers = {name: context[name] for name in self.layer_names}
+        specs = {name: layer.impl.spec_of(layer) for name, layer in layers.items()}
+        cache = KVCacheSpec(None, self.kv_cache_spec.block_size, layout_of(self.vllm_config))
+        limits, options = limits_of(self.vllm_config), options_from(self.vllm_config)
+        self._check(specs, cache, self.device, options)
+        backend = get_backend(self.ours)
+        self.plans = Plans(backend, specs, cache, limits, self.device, validate_options(self.ours, options))
         for name, layer in layers.items():
             layer.impl.bind(layer, self.plans, name)
         self.graphs = CapturedGraphs(self.plans.state)
         self.reorder_batch_threshold = decode_threshold_of(self.plans)
-        if device.type == "cuda":
+        if self.device.type == "cuda":
             self.plans.state.warm_up()
         logger.info(
             "attn_backends: %s serves %d layers in %d plan groups, pages of %d, %s", self.ours, len(layers),
@@ -94,6 +99,8 @@ class ServedBuilder(AttentionMetadataBuilder[ServedMetadata]):  # type: ignore[m
 
     def _serve(self, theirs: Any, fast_build: bool, exact: bool) -> ServedMetadata:
         check_batch(self.ours, theirs)
+        if len(self.layer_names) != len(self.plans.specs):
+            self._set_up()
         size = self.graphs.size_of(theirs)
         if size is not None:
             self.plans.state.move_to_current_stream()  # captures have a stream of their own

@@ -22,7 +22,8 @@ OURS = ("builder", "layers", "mla", "backend", "served")  # modules that import 
 
 class Base(Generic[MetadataT]):
     def __init__(self, *given: Any) -> None:
-        self.given = given
+        if len(given) == 4:  # a builder
+            self.kv_cache_spec, self.layer_names, self.vllm_config, self.device = given
 
 
 @pytest.fixture
@@ -49,12 +50,16 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def built(adapter: Any, *, speculates: bool = False, device: str = "cpu") -> Any:
     """A builder of one layer, of TORCH, which asks nothing of its device."""
     ours = "TORCH"
-    impl = type("Impl", (adapter.layers.ServedImpl,), {"ours": ours})(4, 32, 32**-0.5, 2)
+    impl = type("Impl", (adapter.layers.ServedImpl,), {"ours": ours})
+    layers = {
+        name: SimpleNamespace(
+            impl=impl(4, 32, 32**-0.5, 2, sliding_window=window), dtype=torch.float32, layer_name=name
+        )
+        for name, window in (("layer", None), ("other", 20))
+    }
     layout = SimpleNamespace(name="LBNHC")
     config = SimpleNamespace(
-        compilation_config=SimpleNamespace(
-            static_forward_context={"layer": SimpleNamespace(impl=impl, dtype=torch.float32, layer_name="layer")}
-        ),
+        compilation_config=SimpleNamespace(static_forward_context=layers),
         cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: layout),
         scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64, async_scheduling=speculates),
         model_config=SimpleNamespace(max_model_len=256), additional_config={},
@@ -89,6 +94,18 @@ def test_a_draft_models_lengths_are_never_the_hosts(adapter: Any) -> None:
     """Rejected tokens were taken off on the device alone, without asynchronous scheduling too."""
     theirs = on_a_gpu(batch([1, 1], [9, 4]), [12, 7])
     assert lens_planned_with(built(adapter), theirs, draft_index=1) == [9, 4]
+
+
+def test_layers_may_come_later(adapter: Any) -> None:
+    """vLLM makes the builder of a draft model's layers with the first, and adds the others to its list."""
+    builder, names = built(adapter), ["layer"]
+    assert list(builder.build(0, batch([1], [3])).steps) == names
+    builder.layer_names.append("other")
+    served = builder.build_for_drafting(batch([1], [3]), 0)
+    assert list(served.steps) == [*names, "other"]
+    other = builder.vllm_config.compilation_config.static_forward_context["other"].impl
+    assert other.impl.spec.window_left == 19
+    assert len(builder.plans.builders) == 2
 
 
 @pytest.mark.parametrize(
