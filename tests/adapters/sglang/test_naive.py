@@ -40,5 +40,5 @@ def test_it_serves(seed: int) -> None:
 
 
 def test_its_refusals_are_sglangs_users_too() -> None:
-    with pytest.raises(Unsupported, match="NAIVE cannot serve.*\n.*window: got"):
+    with pytest.raises(Unsupported, match=r"NAIVE cannot serve.*\n.*window: got"):
         Engine("NAIVE", Shape(kinds=(Kind(window=5),)))
