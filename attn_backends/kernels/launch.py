@@ -254,8 +254,8 @@ def launch(
         return
     addresses = [*map(torch.Tensor.data_ptr, tensors)]
     aligned: Any = not reduce(or_, addresses) % ALIGNED or tuple(address % ALIGNED == 0 for address in addresses)
-    told = (groups,) if isinstance(groups, Fixed) else numbers
-    form = (id(kernel), tensors[0].get_device(), warps, use_pdl, aligned, *map(_dtype_of, tensors), *told)
+    same = (groups,) if isinstance(groups, Fixed) else numbers
+    form = (id(kernel), tensors[0].get_device(), warps, use_pdl, aligned, *map(_dtype_of, tensors), *same)
     found = _compiled.get(form)
     if found is not None:
         found[0][(*grid, 1, 1)[:3]](*descriptors, *addresses, *varying, *numbers)

@@ -219,7 +219,7 @@ class Engines(Graphs):
 
 
 def _assert_near(output: torch.Tensor, batch: Batch, what: str) -> None:
-    """Of the plain layer: what was written reads back as it is."""
+    """Compare with the reference, where what was written reads back as it is: in a plain layer."""
     assert batch.spec.cache_dtype is batch.spec.dtype
     expected = batch.expected()[0].cpu()
     error = float(((output.cpu().double() - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))).max())
