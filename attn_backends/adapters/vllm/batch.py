@@ -28,11 +28,11 @@ def batch_of(
         lens = lens_of_rows(theirs, bounds)
     return CommonAttentionMetadata.from_tensors(
         page_size,
-        theirs.query_start_loc[: rows + 1],
-        theirs.query_start_loc_cpu[: rows + 1],
-        theirs.seq_lens[:rows],
+        _first(theirs.query_start_loc, rows + 1),
+        _first(theirs.query_start_loc_cpu, rows + 1),
+        _first(theirs.seq_lens, rows),
         None if on_host else lens,
-        theirs.block_table_tensor[:rows],
+        _first(theirs.block_table_tensor, rows),
         theirs.slot_mapping,
         num_tokens=theirs.num_actual_tokens,  # padding included, where vLLM runs a full graph
         exact=has_exact,
@@ -46,7 +46,12 @@ def lens_of_rows(theirs: Any, lens: torch.Tensor | None) -> torch.Tensor:
     rows: int = theirs.num_reqs
     if lens is None:
         return torch.full((rows,), theirs.max_seq_len, dtype=torch.int32)
-    return torch.maximum(lens[:rows], theirs.query_start_loc_cpu[: rows + 1].diff())
+    return torch.maximum(_first(lens, rows), _first(theirs.query_start_loc_cpu, rows + 1).diff())
+
+
+def _first(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """The first rows of a tensor, which are all of it as a rule: a slice takes the host longer than to see that."""
+    return tensor if tensor.shape[0] == count else tensor[:count]
 
 
 def uniform_query_len(theirs: Any) -> int:
