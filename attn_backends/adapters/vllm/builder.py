@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -11,9 +11,17 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 
 from attn_backends.adapters.vllm.batch import batch_of, check_batch
 from attn_backends.adapters.vllm.graphs import CapturedGraphs
+from attn_backends.adapters.vllm.reasons import unserved
 from attn_backends.adapters.vllm.settings import options_from
 from attn_backends.adapters.vllm.versions import layout_of
-from attn_backends.interface import AttentionMetadataBuilder as OurBuilder, AttentionStep, CudaGraphSupport, Plans
+from attn_backends.batch.common import CommonAttentionMetadata
+from attn_backends.interface import (
+    AttentionMetadataBuilder as OurBuilder,
+    AttentionStep,
+    CudaGraphSupport,
+    Plans,
+    Unsupported,
+)
 from attn_backends.registry import explain_for, get_backend, validate_options
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
 
@@ -94,8 +102,17 @@ class ServedBuilder(AttentionMetadataBuilder[ServedMetadata]):  # type: ignore[m
         return self._serve(common_attn_metadata, True, False)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> ServedMetadata:
+        self._check_graph(batch_of(common_attn_metadata, self.plans.cache.page_size, for_graph=True))
         self.graphs.capture(common_attn_metadata)
         return self._plan(common_attn_metadata, True, False, self.exact)
+
+    def _check_graph(self, common: CommonAttentionMetadata) -> None:
+        """vLLM replays a graph for every batch of its shape: what is captured has to serve the longest rows."""
+        longest = self.plans.limits.max_model_len
+        if not self.plans.can_run_in_cudagraph(replace(common, max_seq_len=longest)):
+            got = f"rows of {common.max_query_len} tokens and up to {longest} keys in a full graph"
+            hint = """Pass --compilation-config '{"cudagraph_mode": "PIECEWISE"}'."""
+            raise Unsupported(self.ours, [unserved("cuda_graph", got, "fewer of either: see its options", hint)])
 
     def _serve(self, theirs: Any, fast_build: bool, exact: bool) -> ServedMetadata:
         check_batch(self.ours, theirs)

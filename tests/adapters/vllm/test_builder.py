@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import pytest
 import torch
 
+from attn_backends import Unsupported
 from attn_backends.adapters.vllm import versions
 from tests.adapters.vllm.test_batch import PAGE, batch, on_a_gpu
 
@@ -47,7 +48,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(f"attn_backends.adapters.vllm.{name}", None)
 
 
-def built(adapter: Any, *, speculates: bool = False, device: str = "cpu") -> Any:
+def built(adapter: Any, *, speculates: bool = False, device: str = "cpu", **options: Any) -> Any:
     """A builder of one layer, of TORCH, which asks nothing of its device."""
     ours = "TORCH"
     impl = type("Impl", (adapter.layers.ServedImpl,), {"ours": ours})
@@ -62,7 +63,8 @@ def built(adapter: Any, *, speculates: bool = False, device: str = "cpu") -> Any
         compilation_config=SimpleNamespace(static_forward_context=layers),
         cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: layout),
         scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64, async_scheduling=speculates),
-        model_config=SimpleNamespace(max_model_len=256), additional_config={},
+        model_config=SimpleNamespace(max_model_len=256),
+        additional_config={"attn_backends": {"options": options}},
         speculative_config=object() if speculates else None,
     )  # fmt: skip
     cls = type("Builder", (adapter.builder.ServedBuilder,), {"ours": ours, "_check": lambda *given: None})
@@ -132,3 +134,13 @@ def test_rows_are_brought_to_the_front_for_builders_that_want_it(adapter: Any) -
 def test_graphs_are_of_the_backends_level(adapter: Any, device: str, level: str) -> None:
     config = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
     assert type(built(adapter)).get_cudagraph_support(config, None).name == level
+
+
+def test_a_graph_serves_the_longest_rows(adapter: Any) -> None:
+    """vLLM does not ask before a replay: a graph that a long row could not run is refused when it is captured."""
+    with pytest.raises(Unsupported, match=r"cuda_graph: got rows of 1 tokens and up to 256 keys.*PIECEWISE"):
+        built(adapter, graph_max_seq_len=64).build_for_cudagraph_capture(batch([1, 1], [3, 3]))
+    builder, first = built(adapter, graph_max_seq_len=256), batch([1, 1], [3, 3])
+    captured = builder.build_for_cudagraph_capture(first)
+    assert builder.build(0, first).steps["layer"] is captured.steps["layer"]
+    assert builder.build(0, batch([1, 1], [3, 3])).steps["layer"] is not captured.steps["layer"]
