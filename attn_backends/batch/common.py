@@ -227,7 +227,7 @@ class CommonAttentionMetadata:
         Args:
             query_start_loc, query_start_loc_cpu: [R + 1] i32; equal neighbours are a row of zero tokens.
             seq_lens, seq_lens_cpu: [R] i32, this step's tokens included. None: the first is on the host itself.
-            page_table: [R, max_pages] i32, rows of any stride. What stands behind a row's own pages is never read.
+            page_table: [R, max_pages] i32, rows of any stride, also 0. What stands behind a row's pages is never read.
             slot_mapping: [T or more] i64, -1 behind the real ones for padding; None: the engine writes keys itself.
             num_tokens: T, rows of `query` and `output`; None: as many as the rows have.
             num_actual_reqs: with `for_graph`, rows that are not padding; None: up to the last one with tokens.

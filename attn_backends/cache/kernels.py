@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,8 @@ import triton
 import triton.language as tl
 
 from attn_backends.kernels.launch import (
+    Fixed,
+    fixed_numbers,
     grid_wait,
     launch,
     launch_dependents,
@@ -184,19 +187,33 @@ def launch_write_kv(
 ) -> None:
     """`attn_backends.cache.kv_cache.write_kv`, in one launch."""
     key, value = (new if new.stride(2) == 1 else new.contiguous() for new in (key, value))
-    (_, num_heads, key_dim), value_dim = key.shape, value.shape[2]
-    limit = torch.finfo(key_cache.dtype).max if key_cache.dtype in FP8_DTYPES else 0.0
     has_pdl, num_tokens = supports_pdl(key_cache.device), min(key.shape[0], slot_mapping.shape[0])
     use_pdl = has_pdl and num_tokens == 1  # as the engine's kernels in front of it (`engine.models.fused.kernels`)
     tensors = WriteTensors(key, value, key_cache, value_cache, slot_mapping)
-    strides = (*key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3])
-    constants = WriteConstants(
-        PAGE_SIZE=key_cache.shape[1], HEADS=num_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        KEY_BLOCK=power_of_two(num_heads * key_dim), VALUE_BLOCK=power_of_two(num_heads * value_dim), LIMIT=limit,
-        SCALED=k_scale != 1.0 or v_scale != 1.0, USE_PDL=use_pdl, LAUNCH_DEPENDENTS=next_waits and has_pdl,
+    numbers = _write_numbers(
+        key.shape[1:], value.shape[2], key_cache.shape[1], key_cache.dtype, key.stride(), value.stride(),
+        key_cache.stride(), value_cache.stride(), k_scale != 1.0 or v_scale != 1.0, use_pdl, next_waits and has_pdl,
     )  # fmt: skip
-    launch(write_kv_kernel, num_tokens, tensors, WriteScales(float(k_scale), float(v_scale)),
-           (WriteStrides._make(strides), constants), _WARPS, use_pdl=use_pdl)  # fmt: skip
+    launch(write_kv_kernel, num_tokens, tensors, WriteScales(float(k_scale), float(v_scale)), numbers, _WARPS,
+           use_pdl=use_pdl)  # fmt: skip
+
+
+@lru_cache(maxsize=256)  # layers and steps are alike
+def _write_numbers(
+    heads_of_key: tuple[int, int], value_dim: int, page_size: int, dtype: torch.dtype, key: tuple[int, ...],
+    value: tuple[int, ...], key_cache: tuple[int, ...], value_cache: tuple[int, ...], scaled: bool, use_pdl: bool,
+    launch_dependents: bool,
+) -> Fixed:  # fmt: skip
+    """What follows from shapes and strides."""
+    num_heads, key_dim = heads_of_key
+    limit = torch.finfo(dtype).max if dtype in FP8_DTYPES else 0.0
+    strides = WriteStrides._make((*key[:2], *value[:2], *key_cache[:3], *value_cache[:3]))
+    constants = WriteConstants(
+        PAGE_SIZE=page_size, HEADS=num_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        KEY_BLOCK=power_of_two(num_heads * key_dim), VALUE_BLOCK=power_of_two(num_heads * value_dim), LIMIT=limit,
+        SCALED=scaled, USE_PDL=use_pdl, LAUNCH_DEPENDENTS=launch_dependents,
+    )  # fmt: skip
+    return fixed_numbers(write_kv_kernel, strides, constants)
 
 
 _BLOCK = 1024  # words of four bytes

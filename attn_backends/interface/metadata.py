@@ -181,7 +181,7 @@ class AttentionMetadataBuilder(ABC, Generic[MetadataT]):
     """
 
     decode_threshold: ClassVar[int] = 1  # most query tokens of a row that counts as decode
-    needs_exact_lengths: ClassVar[bool] = False  # `build` calls `check_lengths`, which refuses upper bounds
+    needs_exact_lengths: ClassVar[bool] = False  # of every batch: `build` calls `check_lengths`
 
     def __init__(
         self, group: PlanGroup[Any], cache: KVCacheSpec, limits: Limits, device: torch.device | str, *,
@@ -234,13 +234,18 @@ class AttentionMetadataBuilder(ABC, Generic[MetadataT]):
         """
         return False
 
+    def needs_lengths_of(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Whether this batch is planned with exact lengths on the host, so that `build` refuses it if it knows upper
+        bounds alone. By default that is the same for all batches."""
+        return self.needs_exact_lengths
+
     def check_lengths(self, common_attn_metadata: CommonAttentionMetadata) -> None:
         """Refuse upper bounds where exact lengths are needed.
 
         Raises:
-            ValueError: `needs_exact_lengths`, and the batch knows upper bounds alone.
+            ValueError: `needs_lengths_of` the batch, and it knows upper bounds alone.
         """
-        if self.needs_exact_lengths and common_attn_metadata.seq_lens_are_upper_bounds:
+        if common_attn_metadata.seq_lens_are_upper_bounds and self.needs_lengths_of(common_attn_metadata):
             raise ValueError(
                 f"{type(self).__name__} plans with exact lengths on the host, and this batch knows upper bounds alone "
                 "(seq_lens_are_upper_bounds): wait for the lengths, or choose a backend that reads them on the device"

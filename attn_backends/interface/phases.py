@@ -93,6 +93,14 @@ class PhasedMetadataBuilder(AttentionMetadataBuilder[PhasedMetadata]):
             prefill=prefill, decode=decode,
         )  # fmt: skip
 
+    def needs_lengths_of(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        common, actual = common_attn_metadata, common_attn_metadata.num_actual_reqs
+        if self.needs_exact_lengths or common.for_graph:
+            return self.needs_exact_lengths
+        num_decodes = leading_decodes(common, self.decode_threshold)
+        parts = (self.decode, 0, num_decodes), (self.prefill, num_decodes, actual)
+        return any(each.needs_lengths_of(_rows(common, *rows)) for each, *rows in parts if rows[0] < rows[1])
+
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
         return self.decode.can_run_in_cudagraph(common_attn_metadata)
 

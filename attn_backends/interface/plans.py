@@ -54,9 +54,13 @@ class Plans(Generic[LayerT]):
 
     @property
     def needs_exact_lengths(self) -> bool:
-        """Whether some layers are planned with exact lengths on the host, so that upper bounds are refused. Where it is
-        False, MLA's builders still refuse them for a prefill that has context."""
+        """Whether some layers are planned with exact lengths on the host at every step. Where it is False, some steps
+        may need them all the same, as MLA's whose prompts are partly cached: see `needs_lengths_of`."""
         return any(builder.needs_exact_lengths for builder in self.builders)
+
+    def needs_lengths_of(self, common: CommonAttentionMetadata) -> bool:
+        """Whether `plan` refuses this batch if its lengths on the host are upper bounds."""
+        return any(builder.needs_lengths_of(common) for builder in self.builders)
 
     def bind(self, layer: LayerT, **weights: Any) -> AttentionImpl[Any]:
         """The impl of a layer, once its weights are loaded; bound again, it takes the place of the last.
@@ -88,6 +92,18 @@ class Plans(Generic[LayerT]):
         for group, builder in zip(self.groups, self.builders, strict=True):
             batch = common(group.spec) if callable(common) else common
             steps.update(dict.fromkeys(group.layers, begin(builder.build(common_prefix_len, batch, fast_build))))
+        return steps
+
+    def replanned(self, num_rows: int, query_len: int) -> dict[LayerT, AttentionStep[Any]] | None:
+        """`plan` for a batch of a captured size that lies in the tensors which graphs share with an engine, without the
+        batch: each layer's step. None where `plan` is needed; see `AttentionState.replanned`. Of the batch nothing is
+        checked."""
+        found = self.state.replanned(num_rows, query_len)
+        if found is None:
+            return None
+        steps: dict[LayerT, AttentionStep[Any]] = {}
+        for group in self.groups:
+            steps.update(dict.fromkeys(group.layers, found[group.index]))
         return steps
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata | BatchOf) -> bool:

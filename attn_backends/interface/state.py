@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Generic, NoReturn
 
@@ -103,6 +103,14 @@ class AttentionState(ABC, Generic[MetadataT]):
         clone: AttentionState[MetadataT] = self._clones.get(size) or self._clone(*size)
         return clone.begin_forward(metadata)
 
+    def replanned(self, num_rows: int, query_len: int) -> Mapping[int, AttentionStep[MetadataT]] | None:
+        """The steps of a size that has a clone, by group, for the batch that an engine has written into the tensors
+        which its graphs read: what `step_for` would return, without metadata, as nothing is read of the batch on the
+        host. None where `step_for` is needed: a plan takes lengths on the host, or graphs have copies of the tensors.
+        """
+        clone = self._clones.get((num_rows, query_len))
+        return None if clone is None else clone.replan_in_place()
+
     def graph_clone(self, batch_size: int, query_len: int = 1) -> AttentionState[MetadataT]:
         """The state that one captured size keeps: `batch_size` rows of `query_len` tokens each."""
         return self._clone(batch_size, query_len)
@@ -186,6 +194,11 @@ class GraphState(AttentionState[MetadataT], Generic[MetadataT, StepT]):
     def replan(self, metadata: MetadataT) -> StepT:
         """The group's step, planned anew, in place, over tensors that are filled. By default nothing is planned."""
         return self.steps[metadata.group_index]
+
+    def replan_in_place(self) -> Mapping[int, StepT] | None:
+        """All groups' steps, planned anew over tensors that an engine has filled; see `AttentionState.replanned`. By
+        default None. A backend overrides it that plans on the device alone."""
+        return None
 
     def idle_metadata(self, group_index: int) -> MetadataT:
         """Metadata to capture with, over the persistent tensors."""

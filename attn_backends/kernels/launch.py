@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from enum import IntEnum
-from functools import cache, reduce
+from functools import cache, lru_cache, reduce
 from inspect import Parameter, Signature
 from itertools import chain
 from operator import attrgetter, or_
@@ -199,6 +199,26 @@ _MOST_COMPILED = 1024
 _dtype_of = attrgetter("dtype")
 
 
+class Fixed:
+    """All numbers of a kernel's launches that do not vary from batch to batch, by named tuples and flat. A launch finds
+    its compiled form by this object and not by the numbers: see `fixed_numbers`."""
+
+    __slots__ = ("groups", "numbers")
+
+    def __init__(self, groups: tuple[tuple[Any, ...], ...]) -> None:
+        self.groups, self.numbers = groups, (*chain.from_iterable(groups),)
+
+
+@lru_cache(maxsize=_MOST_COMPILED)
+def _fixed(kernel_id: int, groups: tuple[tuple[Any, ...], ...]) -> Fixed:
+    return Fixed(groups)
+
+
+def fixed_numbers(kernel: Any, *groups: tuple[Any, ...]) -> Fixed:
+    """What `launch` takes for `groups`: the same object for equal numbers. Keep it where the numbers come from."""
+    return _fixed(id(kernel), groups)
+
+
 def start_kernel(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any) -> Any:
     """Launch a kernel by Triton itself, which looks for the compiled one and returns it; None where there is none."""
     if (listing := LISTING.get()) is not None:
@@ -209,7 +229,8 @@ def start_kernel(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any
 
 def launch(
     kernel: Any, grid: int | tuple[int, ...], tensors: Sequence[torch.Tensor], varying: tuple[float, ...],
-    groups: tuple[tuple[Any, ...], ...], warps: int, *, descriptors: tuple[Any, ...] = (), use_pdl: bool = False,
+    groups: tuple[tuple[Any, ...], ...] | Fixed, warps: int, *, descriptors: tuple[Any, ...] = (),
+    use_pdl: bool = False,
 ) -> None:  # fmt: skip
     """Launch a Triton kernel. What Triton does to find the compiled one takes the host several times as long as to
     launch it: once for all launches that differ in addresses and in `varying` alone.
@@ -219,25 +240,26 @@ def launch(
         grid: programs, one number or as many as Triton takes.
         varying: numbers that differ from batch to batch. The kernel is not specialised for them, nor do integers need
             more than 32 bits.
-        groups: all other numbers, by named tuples.
+        groups: all other numbers, by named tuples; or these of `fixed_numbers`.
         warps: of a program.
         descriptors: of some of the tensors, or None; what they are of follows from the others.
         use_pdl: the kernel starts before the one in front of it has ended, see `supports_pdl`.
     """
     grid = grid if isinstance(grid, tuple) else (grid,)
-    fixed = (*chain.from_iterable(groups),)
+    numbers = groups.numbers if isinstance(groups, Fixed) else (*chain.from_iterable(groups),)
     # Not every version of Triton knows the word.
     options = {"num_warps": warps, "launch_pdl": True} if use_pdl else {"num_warps": warps}
     if INTERPRETED or LISTING.get() is not None:
-        start_kernel(kernel, grid, *descriptors, *tensors, *varying, *fixed, **options)
+        start_kernel(kernel, grid, *descriptors, *tensors, *varying, *numbers, **options)
         return
     addresses = [*map(torch.Tensor.data_ptr, tensors)]
     aligned: Any = not reduce(or_, addresses) % ALIGNED or tuple(address % ALIGNED == 0 for address in addresses)
-    form = (id(kernel), tensors[0].get_device(), warps, use_pdl, aligned, *map(_dtype_of, tensors), *fixed)
+    same = (groups,) if isinstance(groups, Fixed) else numbers
+    form = (id(kernel), tensors[0].get_device(), warps, use_pdl, aligned, *map(_dtype_of, tensors), *same)
     found = _compiled.get(form)
     if found is not None:
-        found[0][(*grid, 1, 1)[:3]](*descriptors, *addresses, *varying, *fixed)
+        found[0][(*grid, 1, 1)[:3]](*descriptors, *addresses, *varying, *numbers)
         return
     if len(_compiled) >= _MOST_COMPILED:
         _compiled.clear()
-    _compiled[form] = kernel[grid](*descriptors, *tensors, *varying, *fixed, **options), kernel
+    _compiled[form] = kernel[grid](*descriptors, *tensors, *varying, *numbers, **options), kernel

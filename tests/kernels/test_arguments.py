@@ -69,7 +69,8 @@ def test_the_fields_of_a_launch_are_its_kernels_parameters(monkeypatch: pytest.M
 
     def noting(launch: Callable[..., None]) -> Callable[..., None]:
         def note(kernel: Any, grid: Any, tensors: Any, varying: Any, groups: Any, *rest: Any, **options: Any) -> None:
-            passed = names((options.get("descriptors", ()), tensors, varying, *groups))
+            fixed = groups.groups if isinstance(groups, launching.Fixed) else groups
+            passed = names((options.get("descriptors", ()), tensors, varying, *fixed))
             found.setdefault(kernel.__name__, set()).add((tuple(passed), tuple(kernel.arg_names)))
             launch(kernel, grid, tensors, varying, groups, *rest, **options)
 

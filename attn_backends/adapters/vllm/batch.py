@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from attn_backends.adapters.vllm.reasons import unserved
@@ -12,52 +11,59 @@ from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.interface.capabilities import Rejection, Unsupported
 
 
-def batch_of(theirs: Any, page_size: int, *, exact: bool = True, for_graph: bool = False) -> CommonAttentionMetadata:
+def batch_of(
+    theirs: Any, page_size: int, *, exact: bool = True, for_graph: bool = False, lens: torch.Tensor | None = None
+) -> CommonAttentionMetadata:
     """Our batch of vLLM's `CommonAttentionMetadata`.
 
     Args:
         exact: the lengths that vLLM has on the host are those on the device, and no upper bounds.
         for_graph: the batch has the padded shape of a graph.
+        lens: [num_reqs] i32 on the host, exact: in the place of vLLM's.
     """
-    rows = theirs.num_reqs
-    lens = lens_on_host(theirs)
+    rows, on_host = theirs.num_reqs, theirs.seq_lens.device.type == "cpu"
+    has_exact = on_host or lens is not None or (exact and theirs.seq_lens_cpu_upper_bound is not None)
+    if not on_host:
+        bounds = theirs.seq_lens_cpu_upper_bound if lens is None else lens
+        lens = lens_of_rows(theirs, bounds)
     return CommonAttentionMetadata.from_tensors(
         page_size,
-        theirs.query_start_loc[: rows + 1],
-        theirs.query_start_loc_cpu[: rows + 1],
-        theirs.seq_lens[:rows],
-        lens,
-        theirs.block_table_tensor[:rows],
+        _first(theirs.query_start_loc, rows + 1),
+        _first(theirs.query_start_loc_cpu, rows + 1),
+        _first(theirs.seq_lens, rows),
+        None if on_host else lens,
+        _first(theirs.block_table_tensor, rows),
         theirs.slot_mapping,
         num_tokens=theirs.num_actual_tokens,  # padding included, where vLLM runs a full graph
-        exact=exact or theirs.seq_lens.device.type == "cpu",
+        exact=has_exact,
         for_graph=for_graph,
     )
 
 
-def lens_on_host(theirs: Any) -> torch.Tensor:
-    """Lengths of all rows on the host, [num_reqs]: exact, or upper bounds. None is below its row's query tokens,
+def lens_of_rows(theirs: Any, lens: torch.Tensor | None) -> torch.Tensor:
+    """[num_reqs] i32 of lengths on the host, the longest where there are none. None is below its row's query tokens,
     which vLLM does not see to in the batches that it captures with."""
     rows: int = theirs.num_reqs
-    lens: torch.Tensor = theirs.seq_lens[:rows]
-    if lens.device.type == "cpu":
-        return lens
-    bounds = theirs.seq_lens_cpu_upper_bound
-    if bounds is None:  # a draft model's batches
+    if lens is None:
         return torch.full((rows,), theirs.max_seq_len, dtype=torch.int32)
-    return torch.maximum(bounds[:rows].int(), theirs.query_start_loc_cpu[: rows + 1].diff().int())
+    return torch.maximum(_first(lens, rows), _first(theirs.query_start_loc_cpu, rows + 1).diff())
+
+
+def _first(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """The first rows of a tensor, which are all of it as a rule: a slice takes the host longer than to see that."""
+    return tensor if tensor.shape[0] == count else tensor[:count]
 
 
 def uniform_query_len(theirs: Any) -> int:
     """The query tokens that every live row of a batch has, if a graph could run it with its padding; else 0."""
     rows, tokens = theirs.num_reqs, theirs.num_actual_tokens
-    query_len = tokens // rows if rows else 0
-    if not query_len or query_len * rows != tokens or theirs.max_query_len != query_len:
+    query_len = int(theirs.max_query_len)
+    if query_len < 1 or query_len * rows != tokens:
         return 0
-    starts = theirs.query_start_loc_cpu[: rows + 1].numpy()
-    live = starts[-1] // query_len
-    expected = np.minimum(np.arange(rows + 1), live) * query_len
-    return query_len if np.array_equal(starts, expected) else 0
+    starts = theirs.query_start_loc_cpu.numpy()
+    live, rest = divmod(int(starts[rows]), query_len)
+    # No row is longer than the longest: where the first ones have as many tokens as so many rows can, each has all.
+    return query_len if not rest and starts[live] == live * query_len else 0
 
 
 def check_batch(name: str, theirs: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,14 @@ from attn_backends.adapters.vllm.graphs import CapturedGraphs
 from attn_backends.adapters.vllm.reasons import unserved
 from attn_backends.adapters.vllm.settings import options_from
 from attn_backends.adapters.vllm.versions import layout_of
-from attn_backends.interface import AttentionStep, CudaGraphSupport, Plans, Unsupported
+from attn_backends.batch.common import CommonAttentionMetadata
+from attn_backends.interface import (
+    AttentionMetadataBuilder as OurBuilder,
+    AttentionStep,
+    CudaGraphSupport,
+    Plans,
+    Unsupported,
+)
 from attn_backends.registry import explain_for, get_backend, validate_options
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
 
@@ -42,22 +49,30 @@ class ServedBuilder(AttentionMetadataBuilder[ServedMetadata]):  # type: ignore[m
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = {name: vllm_config.compilation_config.static_forward_context[name] for name in layer_names}
-        specs = {name: layer.impl.spec_of(layer) for name, layer in layers.items()}
-        cache = KVCacheSpec(None, kv_cache_spec.block_size, layout_of(vllm_config))
-        options = options_from(vllm_config)
-        self._check(specs, cache, device, options)
-        backend = get_backend(self.ours)
-        self.plans = Plans(backend, specs, cache, limits_of(vllm_config), device, validate_options(self.ours, options))
         self.exact = not has_upper_bounds(vllm_config)
-        if self.plans.needs_exact_lengths and not self.exact:
-            hint = "Pass --no-async-scheduling."
-            raise Unsupported(self.ours, [unserved("async_scheduling", "speculation with it", "exact lengths", hint)])
+        self._set_up()
+        if self.plans.needs_exact_lengths and not self.exact and device.type != "cpu":
+            logger.warning(
+                "attn_backends: %s plans with exact lengths, and vLLM has upper bounds alone while it schedules "
+                "asynchronously with speculation: every step waits for the device. --no-async-scheduling, or another "
+                "backend, does not", self.ours,
+            )  # fmt: skip
+
+    def _set_up(self) -> None:
+        """For `layer_names`, which vLLM adds a draft model's other layers to once the builder is made."""
+        context = self.vllm_config.compilation_config.static_forward_context
+        layers = {name: context[name] for name in self.layer_names}
+        specs = {name: layer.impl.spec_of(layer) for name, layer in layers.items()}
+        cache = KVCacheSpec(None, self.kv_cache_spec.block_size, layout_of(self.vllm_config))
+        limits, options = limits_of(self.vllm_config), options_from(self.vllm_config)
+        self._check(specs, cache, self.device, options)
+        backend = get_backend(self.ours)
+        self.plans = Plans(backend, specs, cache, limits, self.device, validate_options(self.ours, options))
         for name, layer in layers.items():
             layer.impl.bind(layer, self.plans, name)
         self.graphs = CapturedGraphs(self.plans.state)
-        self.reorder_batch_threshold = max(builder.decode_threshold for builder in self.plans.builders)
-        if device.type == "cuda":
+        self.reorder_batch_threshold = decode_threshold_of(self.plans)
+        if self.device.type == "cuda":
             self.plans.state.warm_up()
         logger.info(
             "attn_backends: %s serves %d layers in %d plan groups, pages of %d, %s", self.ours, len(layers),
@@ -80,18 +95,52 @@ class ServedBuilder(AttentionMetadataBuilder[ServedMetadata]):  # type: ignore[m
         return AttentionCGSupport(int(CudaGraphSupport.NEVER if on_cpu else level))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> ServedMetadata:
-        check_batch(self.ours, common_attn_metadata)
-        return self._plan(common_attn_metadata, self.graphs.have(common_attn_metadata), fast_build)
+        return self._serve(common_attn_metadata, fast_build, self.exact)
+
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> ServedMetadata:
+        """A batch of a draft model's. vLLM takes tokens that were rejected off its lengths on the device alone."""
+        return self._serve(common_attn_metadata, True, False)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> ServedMetadata:
+        self._check_graph(batch_of(common_attn_metadata, self.plans.cache.page_size, for_graph=True))
         self.graphs.capture(common_attn_metadata)
-        return self._plan(common_attn_metadata, True)
+        return self._plan(common_attn_metadata, True, False, self.exact)
 
-    def _plan(self, theirs: Any, for_graph: bool, fast_build: bool = False) -> ServedMetadata:
-        common = batch_of(theirs, self.plans.cache.page_size, exact=self.exact, for_graph=for_graph)
-        self.plans.state.move_to_current_stream()  # captures have a stream of their own
-        steps = self.plans.plan(common, fast_build=fast_build)
+    def _check_graph(self, common: CommonAttentionMetadata) -> None:
+        """vLLM replays a graph for every batch of its shape: what is captured has to serve the longest rows."""
+        longest = self.plans.limits.max_model_len
+        if not self.plans.can_run_in_cudagraph(replace(common, max_seq_len=longest)):
+            got = f"rows of {common.max_query_len} tokens and up to {longest} keys in a full graph"
+            hint = """Pass --compilation-config '{"cudagraph_mode": "PIECEWISE"}'."""
+            raise Unsupported(self.ours, [unserved("cuda_graph", got, "fewer of either: see its options", hint)])
+
+    def _serve(self, theirs: Any, fast_build: bool, exact: bool) -> ServedMetadata:
+        check_batch(self.ours, theirs)
+        if len(self.layer_names) != len(self.plans.specs):
+            self._set_up()
+        size = self.graphs.size_of(theirs)
+        if size is not None:
+            self.plans.state.move_to_current_stream()  # captures have a stream of their own
+            steps = self.plans.replanned(*size)
+            if steps is not None:
+                return ServedMetadata(theirs.num_actual_tokens, steps, num_prefills=theirs.num_reqs)
+        return self._plan(theirs, size is not None, fast_build, exact)
+
+    def _plan(self, theirs: Any, for_graph: bool, fast_build: bool, exact: bool) -> ServedMetadata:
+        plans, page_size = self.plans, self.plans.cache.page_size
+        common = batch_of(theirs, page_size, exact=exact, for_graph=for_graph)
+        if common.seq_lens_are_upper_bounds and plans.needs_lengths_of(common):  # waits for the device
+            common = batch_of(theirs, page_size, for_graph=for_graph, lens=theirs.seq_lens[: theirs.num_reqs].cpu())
+        plans.state.move_to_current_stream()
+        steps = plans.plan(common, fast_build=fast_build)
         return ServedMetadata(common.num_tokens, steps, num_prefills=theirs.num_reqs)
+
+
+def decode_threshold_of(plans: Plans[str]) -> int | None:
+    """The query tokens of a row up to which vLLM is to bring it to the front of a batch; None where builders take rows
+    in any order, as it costs the host time at each step."""
+    wanting = [each for each in plans.builders if type(each).reorder_batch is not OurBuilder.reorder_batch]
+    return max((each.decode_threshold for each in wanting), default=None)
 
 
 def limits_of(vllm_config: Any) -> Limits:

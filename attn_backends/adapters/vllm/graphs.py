@@ -25,13 +25,10 @@ class PersistentTensors:
 
     def holds(self, theirs: Any) -> bool:
         """Whether a batch lies in these tensors."""
-        return all(
-            mine.data_ptr() == other.data_ptr()
-            for mine, other in (
-                (self.page_table, theirs.block_table_tensor),
-                (self.seq_lens, theirs.seq_lens),
-                (self.slot_mapping, theirs.slot_mapping),
-            )
+        return bool(
+            self.page_table.data_ptr() == theirs.block_table_tensor.data_ptr()
+            and self.seq_lens.data_ptr() == theirs.seq_lens.data_ptr()
+            and self.slot_mapping.data_ptr() == theirs.slot_mapping.data_ptr()
         )
 
 
@@ -53,9 +50,10 @@ class CapturedGraphs:
             self._inputs = PersistentTensors.of(theirs)
             self._state.hold_graph_buffers(theirs.num_reqs, self._inputs)
 
-    def have(self, theirs: Any) -> bool:
-        """Whether the batch has the shape of a captured graph, and lies where that graph reads."""
+    def size_of(self, theirs: Any) -> tuple[int, int] | None:
+        """The rows and their query tokens of the captured graph that a batch has the shape of, if it lies where that
+        graph reads; else None."""
         if self._inputs is None:
-            return False
-        query_len = uniform_query_len(theirs)
-        return (theirs.num_reqs, query_len) in self._state.graph_sizes and self._inputs.holds(theirs)
+            return None
+        size = theirs.num_reqs, uniform_query_len(theirs)
+        return size if size in self._state.graph_sizes and self._inputs.holds(theirs) else None

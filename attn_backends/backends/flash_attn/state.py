@@ -91,6 +91,13 @@ class FlashAttnGraphState(GraphState[FlashAttnMetadata, FlashAttnStep]):
         if "schedule" in buffers:
             self._reschedule[metadata.group_index]()
 
+    def replan_in_place(self) -> dict[int, FlashAttnStep] | None:
+        if any(inputs.shared is None for inputs in self._inputs_of.values()):
+            return None
+        for again in self._reschedule.values():
+            again()
+        return self.steps
+
     def _rescheduler(self, group: int, schedule: torch.Tensor) -> Callable[[], object]:
         """What makes a group's schedule anew, in place. The library's own call takes the host long."""
 

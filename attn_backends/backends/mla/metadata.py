@@ -131,10 +131,10 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> MLAMetadata:
         common = common_attn_metadata
+        self.check_lengths(common)
         if common.for_graph:
             return self._build_for_graph(common)
-        actual = common.num_actual_reqs
-        num_decodes = 0 if common.is_profile_run else self._num_decodes(common.query_lens_cpu[:actual].numpy())
+        actual, num_decodes = common.num_actual_reqs, self._num_decodes(common)
         return self.metadata_cls.of_batch(
             common,
             self.group.index,
@@ -143,6 +143,13 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             decode=_decode_rows(common, num_decodes, None) if num_decodes else None,
             prefill=self._prefill_rows(common, num_decodes) if num_decodes < actual else None,
         )
+
+    def needs_lengths_of(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """The context of prefill rows is cut into chunks on the host."""
+        common = common_attn_metadata
+        if self.needs_exact_lengths or common.for_graph or common.is_profile_run:
+            return self.needs_exact_lengths
+        return bool(common.context_lens_cpu.numpy()[self._num_decodes(common) : common.num_actual_reqs].any())
 
     def reorder_batch(self, batch: SwappableRows, query_lens: Sequence[int]) -> bool:
         """Bring all rows of the commonest query length that counts as decode to the front."""
@@ -170,8 +177,9 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             self.group.index, common.slot_mapping, _decode_rows(common, common.num_reqs, idle), self.metadata_cls
         )
 
-    def _num_decodes(self, query_lens: IntArray) -> int:
-        if query_lens[0] > self.decode_threshold:
+    def _num_decodes(self, common: CommonAttentionMetadata) -> int:
+        query_lens: IntArray = common.query_lens_cpu[: common.num_actual_reqs].numpy()
+        if common.is_profile_run or query_lens[0] > self.decode_threshold:
             return 0
         others = np.flatnonzero(query_lens != query_lens[0])
         return int(others[0]) if len(others) else len(query_lens)
@@ -187,11 +195,6 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
         new = RaggedRows(starts, starts, starts_cpu, starts_cpu, longest, longest, True)
         new_slots, chunks = None, []
         if not common.is_profile_run:
-            if common.seq_lens_are_upper_bounds and bool(context_lens.any()):
-                raise ValueError(
-                    f"{type(self).__name__} cuts the context of prefill rows on the host, and this batch knows upper "
-                    "bounds alone (seq_lens_are_upper_bounds): wait for the lengths, or build its decodes by themselves"
-                )
             spec, table = self.group.spec, common.page_table[rows]
             if not common.num_new_kv or spec.cache_dtype is not spec.dtype:
                 lens = zip(context_lens.tolist(), query_lens.tolist(), strict=True)

@@ -5,6 +5,7 @@ Those of prefill alone, which other backends have too, are in `attn_backends.ker
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -141,18 +142,9 @@ class Kernels(PrefillKernels):
                 it is `prefill` and does; else `OFF`.
         """
         tile, plan = schedule.tile, schedule.plan
-        threads = 32 * tile.warps
-        registers = min(_COMBINE_REGISTERS, _REGISTERS // (tile.programs * threads) // 2) * threads
-        block_splits = 1 << max(1, registers // (plan.used_m * self._dims[-1])).bit_length() - 1  # a power of two
-        block_splits = min(block_splits, tile.joined)
-        constants = DecodeConstants(
-            *self._logits, is_alike(key, value), _can_be_pairs(value), PAGE_SIZE=key.shape[1],
-            KV_HEADS=self.spec.num_kv_heads, GROUP=self.spec.group_size, TILES=plan.tiles, BLOCK_M=plan.block_m,
-            BLOCK_N=tile.keys, DIM=self._dims.DIM, DIM_VO=self._dims.DIM_VO, BLOCK_DIM=self._dims.BLOCK_DIM,
-            BLOCK_DIM_VO=self._dims.BLOCK_DIM_VO, STAGES=tile.stages,
-            MASKED_STAGES=tile.stages if self._is_local or tile.keys <= _SHORT_BLOCK else 1,
-            EXACT=int(query.dtype is torch.float32), USED_M=plan.used_m, JOINED=tile.joined,
-            BLOCK_SPLITS=block_splits, PDL=int(pdl),
+        constants = _decode_constants(
+            self._logits, is_alike(key, value), _can_be_pairs(value), key.shape[1], self.spec.num_kv_heads,
+            self.spec.group_size, plan, tile, self._dims, self._is_local, query.dtype is torch.float32, pdl,
         )  # fmt: skip
         grid, items = schedule.num_programs * self.spec.num_kv_heads * plan.tiles, schedule.work_list.work_items
         _decode(query, key, value, output, lse, page_table, items, schedule.more_items, *workspace,
@@ -188,6 +180,23 @@ class Kernels(PrefillKernels):
             head_lse = None if lse is None else lse[:, part]
             self.attend(query[:, part], keys, values, output[:, part], head_lse, dense, tiles, first, True, None)
         return Pdl.OFF
+
+
+@lru_cache(maxsize=256)  # layers and steps are alike
+def _decode_constants(
+    logits: tuple[int, int, int], alike: int, pairs: int, page_size: int, num_kv_heads: int,
+    group_size: int, plan: SplitPlan, tile: DecodeTile, dims: BlockDims, is_local: bool, exact: bool, pdl: Pdl,
+) -> DecodeConstants:  # fmt: skip
+    threads = 32 * tile.warps
+    registers = min(_COMBINE_REGISTERS, _REGISTERS // (tile.programs * threads) // 2) * threads
+    block_splits = 1 << max(1, registers // (plan.used_m * dims[-1])).bit_length() - 1  # a power of two
+    return DecodeConstants(
+        *logits, alike, pairs, PAGE_SIZE=page_size, KV_HEADS=num_kv_heads, GROUP=group_size,
+        TILES=plan.tiles, BLOCK_M=plan.block_m, BLOCK_N=tile.keys, DIM=dims.DIM, DIM_VO=dims.DIM_VO,
+        BLOCK_DIM=dims.BLOCK_DIM, BLOCK_DIM_VO=dims.BLOCK_DIM_VO, STAGES=tile.stages,
+        MASKED_STAGES=tile.stages if is_local or tile.keys <= _SHORT_BLOCK else 1, EXACT=int(exact),
+        USED_M=plan.used_m, JOINED=tile.joined, BLOCK_SPLITS=min(block_splits, tile.joined), PDL=int(pdl),
+    )  # fmt: skip
 
 
 def _can_be_pairs(value: torch.Tensor) -> int:

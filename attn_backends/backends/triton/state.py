@@ -64,6 +64,13 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
         self._relist[metadata.group_index]()
         return self.steps[metadata.group_index]
 
+    def replan_in_place(self) -> dict[int, TritonStep] | None:
+        if any(inputs.shared is None for inputs in self._inputs_of.values()):
+            return None
+        for again in self._relist.values():
+            again()
+        return self.steps
+
     def get_graph_input_buffers(self, metadata: TritonMetadata) -> dict[str, torch.Tensor]:
         return self._tensors[metadata.group_index]
 

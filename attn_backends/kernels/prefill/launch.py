@@ -7,7 +7,7 @@ As an operator a launch on a CPU is seen by what records torch operations, such 
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,7 +15,9 @@ import torch
 
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import (
+    Fixed,
     Pdl,
+    fixed_numbers,
     has_hopper_kernels,
     has_tensor_engine,
     launch,
@@ -44,7 +46,13 @@ from attn_backends.kernels.prefill.arguments import (
     Window,
 )
 from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
-from attn_backends.kernels.prefill.row_layout import RowLayout, has_aligned_rows, kv_descriptors, row_layouts
+from attn_backends.kernels.prefill.row_layout import (
+    RowLayout,
+    TiledRows,
+    has_aligned_rows,
+    kv_descriptors,
+    row_layouts,
+)
 from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE
 from attn_backends.kernels.tiles import padded
 from attn_backends.spec import AttentionSpec
@@ -252,26 +260,45 @@ def _prefill_on_hopper(
     scales: Scales, visible: VisibleRange, has_sinks: int, tiled: PrefillRows, shape: HopperShape, num_programs: int,
 ) -> None:  # fmt: skip
     hopper, hopper_kernel = _for_hopper()
+    lse_stride = None if lse is None else lse.stride(0)
+    strides = (*query.stride()[:2], *output.stride()[:2])
+    dims = key.shape[-1], value.shape[-1]
+    numbers, (keys, values), rows = _hopper_numbers(
+        layouts, dims, scales, visible, has_sinks, strides, lse_stride, shape
+    )
+    descriptors = Descriptors(hopper.tma_descriptor(keys.shape, keys.strides, key, rows),
+                              hopper.tma_descriptor(values.shape, values.strides, value, rows))  # fmt: skip
     first_row, num_rows, num_tiles, section = tiled
+    table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
+    tensors = HopperTensors(query, output, sinks if lse is None else lse, table, seq_lens, query_start_loc,
+                            key_start_loc, sinks, tiles)  # fmt: skip
+    launch(hopper_kernel.prefill_hopper_kernel, min(num_tiles * shape.num_kv_heads, num_programs), tensors,
+           HopperVarying(first_row, num_rows, section, stride), numbers, hopper_kernel.GROUP_WARPS,
+           descriptors=descriptors)  # fmt: skip
+
+
+@lru_cache(maxsize=256)  # layers and steps are alike
+def _hopper_numbers(
+    layouts: tuple[RowLayout, RowLayout], dims: tuple[int, int], scales: Scales, visible: VisibleRange, has_sinks: int,
+    strides: tuple[int, ...], lse_stride: int | None, shape: HopperShape,
+) -> tuple[Fixed, list[TiledRows], int]:  # fmt: skip
+    """What follows from shapes and strides: the numbers of a launch, how keys and values lie in TMA tiles, and a tile's
+    rows."""
+    hopper, hopper_kernel = _for_hopper()
     keys = hopper_kernel.block_n(shape.head_dim)
     window_right, window_left, chunk = visible
     has_whole_blocks = keys <= min(window_left, chunk) < FAR.value  # within a window, or a chunk
     rows = hopper.tma_rows(shape.page_size, keys)
-    in_tiles = [layout.in_tiles(tensor.shape[-1], hopper.TMA_COLS.value)
-                for layout, tensor in zip(layouts, (key, value), strict=True)]  # fmt: skip
-    descriptors = Descriptors(*(hopper.tma_descriptor(tiles.shape, tiles.strides, tensor, rows)
-                                for tiles, tensor in zip(in_tiles, (key, value), strict=True)))  # fmt: skip
+    in_tiles = [layout.in_tiles(dim, hopper.TMA_COLS.value) for layout, dim in zip(layouts, dims, strict=True)]
     *page_rows, head_rows = layouts[0].steps
     num_batches = -(-keys // rows // hopper_kernel.BATCH.value)
-    table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
-    tensors = HopperTensors(query, output, sinks if lse is None else lse, table, seq_lens, query_start_loc,
-                            key_start_loc, sinks, tiles)  # fmt: skip
-    groups = (
+    numbers = fixed_numbers(
+        hopper_kernel.prefill_hopper_kernel,
         UncappedScales(*scales[:2]),
         Window(window_right, window_left),
-        Flags(has_sinks, int(lse is not None)),
+        Flags(has_sinks, int(lse_stride is not None)),
         HopperSteps._make((*(page_rows or [0]), head_rows, num_batches, *(tiles.head for tiles in in_tiles))),
-        HopperStrides._make((*query.stride()[:2], *output.stride()[:2], 0 if lse is None else lse.stride(0))),
+        HopperStrides._make((*strides, lse_stride or 0)),
         HopperConstants(
             CHUNK=chunk, LOCAL=int(has_whole_blocks), PAGE_SIZE=shape.page_size, TMA_ROWS=rows,
             KV_HEADS=shape.num_kv_heads, GROUP=shape.group_size, BLOCK_Q=shape.tile_tokens, BLOCK_N=keys,
@@ -279,6 +306,4 @@ def _prefill_on_hopper(
             LAUNCH_DEPENDENTS=shape.launch_dependents,
         ),
     )  # fmt: skip
-    launch(hopper_kernel.prefill_hopper_kernel, min(num_tiles * shape.num_kv_heads, num_programs), tensors,
-           HopperVarying(first_row, num_rows, section, stride), groups, hopper_kernel.GROUP_WARPS,
-           descriptors=descriptors)  # fmt: skip
+    return numbers, in_tiles, rows

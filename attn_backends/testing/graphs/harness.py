@@ -83,7 +83,7 @@ class CapturedStep:
         self.inputs = [self._empty_inputs(batch) for batch in examples]
         self.outputs = [place(self._empty_output(batch)) for batch in examples]
         self.caches = [KVCache(*map(place, pool)) for batch in examples if (pool := batch.fresh_pool()) is not None]
-        self._put_in(examples)
+        self.put_in(examples)
         with self.guards.watching():
             steps = [
                 clone.begin_forward(layer.builder.build_for_cudagraph_capture(self._common(batch)))
@@ -113,7 +113,8 @@ class CapturedStep:
             layer.impl.forward(*given, cache, step, output)
         return self.outputs[-1]
 
-    def _put_in(self, batches: Sequence[Batch], keep_pools: bool = False) -> None:
+    def put_in(self, batches: Sequence[Batch], keep_pools: bool = False) -> None:
+        """Write a batch a layer where the graph reads layers' inputs and pools; nothing is planned."""
         for given, cache, batch in zip(self.inputs, self.caches, batches, strict=True):
             for static, new in zip(given, (batch.query, batch.key, batch.value), strict=True):
                 if static is not None:
@@ -126,7 +127,7 @@ class CapturedStep:
     def fill(self, batches: Sequence[Batch], keep_pools: bool = False) -> None:
         """Put a batch a layer, of equal rows, where the graph reads. `keep_pools`: what the last replay left in the
         pools is what the batches have cached."""
-        self._put_in(batches, keep_pools)
+        self.put_in(batches, keep_pools)
         with self.guards.watching():
             for layer, batch in zip(self.layers, batches, strict=True):
                 self.clone.begin_forward(layer.builder.build(0, self._common(batch)))

@@ -113,17 +113,23 @@ class Building(KitBase):
             with forbid_host_reads(self.device, [common, layer.state]):
                 layer.state.begin_forward(layer.builder.build(0, common))
 
-    def test_lengths_that_are_upper_bounds(self) -> None:
-        """A builder that needs exact lengths says so; any other takes those of the device."""
-        batch = self.make_batch(self.make_spec(), "small_decode")
+    @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", "small_prefill", WHOLE_PROMPTS], ids=str)
+    def test_lengths_that_are_upper_bounds(self, shape: BatchShape | str) -> None:
+        """A builder that needs a batch's exact lengths says so; any other takes those of the device."""
+        batch = self.make_batch(self.make_spec(), shape)
         layer, common = make_layer(self.backend, batch, num_padded_reqs=4), batch.common()
-        bounds = replace(common, seq_lens_are_upper_bounds=True, seq_lens_cpu=common.seq_lens_cpu + 1,
-                         context_lens_cpu=common.context_lens_cpu + 1, max_seq_len=common.max_seq_len + 1)  # fmt: skip
-        if layer.builder.needs_exact_lengths:
+        more = (common.context_lens_cpu > 0).int()  # a row of new tokens alone is known to be one
+        seq_lens, contexts = common.seq_lens_cpu + more, common.context_lens_cpu + more
+        bounds = replace(common, seq_lens_are_upper_bounds=True, seq_lens_cpu=seq_lens, context_lens_cpu=contexts,
+                         max_seq_len=common.max_seq_len + 1)  # fmt: skip
+        needs = layer.builder.needs_lengths_of(bounds)
+        assert needs or not layer.builder.needs_exact_lengths
+        if needs:
             with pytest.raises(ValueError, match="upper bounds"):
                 layer.builder.build(0, bounds)
-        else:
-            assert_matches(layer.forward(batch, layer.state.begin_forward(layer.builder.build(0, bounds))), batch)
+            bounds = replace(bounds, seq_lens_cpu=common.seq_lens_cpu, context_lens_cpu=common.context_lens_cpu,
+                             seq_lens_are_upper_bounds=False)  # fmt: skip
+        assert_matches(layer.forward(batch, layer.state.begin_forward(layer.builder.build(0, bounds))), batch)
 
     def test_metadata_and_step_are_frozen(self) -> None:
         batch = self.make_batch(self.make_spec(), "mixed_small")

@@ -16,8 +16,10 @@ from attn_backends.batch.page_table import PAD_SLOT
 from attn_backends.interface import AttentionStep
 from attn_backends.spec import FP8_DTYPES
 from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.cases.features import FEATURES, feature
 from attn_backends.testing.graphs.harness import CapturedStep, batch_of_table, make_recorder, step_table
+from attn_backends.testing.graphs.host_reads import forbid_host_reads
 from attn_backends.testing.harness import Layer, assert_matches, assert_pool, make_layer
 from attn_backends.testing.kit.graphs import PAGES, ROWS, Graphs
 
@@ -114,11 +116,24 @@ class Engines(Graphs):
         assert pool is not None
         with layer.guards.watching():
             output = layer.impl.forward(batch.query, None, None, pool, step)
-        reads_back = batch.spec.cache_dtype is batch.spec.dtype
-        assert reads_back  # the plain layer: what was written reads back as it is
-        expected, _ = batch.expected()
-        error = (output.cpu().double() - expected.cpu()).norm(dim=(1, 2)) / expected.cpu().norm(dim=(1, 2))
-        assert float(error.max()) <= batch.tolerance, f"{shape}: off by {float(error.max()):.2e}"
+        _assert_near(output, batch, shape)
+
+    @pytest.mark.parametrize("query_len", [1, 9])
+    def test_rows_of_one_list_of_pages(self, query_len: int) -> None:
+        """A page table whose rows are one, with a stride of 0, as torch's `expand` makes them."""
+        batch = self.make_batch(
+            self.make_spec(), BatchShape(seq_lens=(2 * self.page_size + 5,), query_lens=(query_len,))
+        )
+        layer, own, count = make_layer(self.backend, batch, num_padded_reqs=3 * query_len), batch.common(), 3
+        starts = torch.arange(count + 1, dtype=torch.int32) * query_len
+        common = CommonAttentionMetadata.from_tensors(
+            own.page_size, starts.to(batch.device), starts, own.seq_lens.repeat(count), own.seq_lens_cpu.repeat(count),
+            own.page_table.expand(count, -1),
+        )  # fmt: skip
+        step = layer.state.begin_forward(layer.builder.build(0, common))
+        query, pool = batch.query.repeat(count, 1, 1), batch.pool_after()
+        for part in layer.impl.forward(query, None, None, pool, step).split(query_len):
+            _assert_near(part, batch, f"{count} rows of {query_len} tokens over one list of pages")
 
     @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", "small_prefill"])
     def test_slots_of_padding_among_a_rows_own(self, shape: str) -> None:
@@ -173,10 +188,28 @@ class Engines(Graphs):
             what = f"an engine's graph, tensors {'shared' if shared else 'copied'}, {query_len} tokens a row"
             assert_matches(result, batch, what)
             assert_pool(result.kv_cache, batch.pool_after(), what, batch.has_exact_scales)
+        self.check_replanned(layer, captured, batches, filler)
         captured.fill(batches[-1:])
         step = layer.state.step_for(layer.builder.build(0, filler(batches[-1], ROWS, query_len)))
         padded = ROWS * query_len - len(batches[-1].query)
         assert_matches(layer.forward(batches[-1], step, num_padded_reqs=padded), batches[-1], "a clone's step, eager")
+
+    def check_replanned(self, layer: Layer, captured: CapturedStep, batches: Sequence[Batch], filler: _Filler) -> None:
+        """A state that plans a captured size over the engine's tensors alone does so for every batch that is there,
+        and gives the clone's own steps; where it does not, there is nothing to hold."""
+        state, rows, query_len = layer.state, captured.num_rows, captured.query_len
+        assert state.replanned(rows + 1, query_len) is None, "a size that was not captured was planned for"
+        for batch in (*batches, batches[0]):
+            captured.put_in([batch])
+            common = filler(batch, rows, query_len)
+            with layer.guards.watching(), forbid_host_reads(self.device, [vars(filler.held), state]):
+                steps = state.replanned(rows, query_len)
+            if steps is None:
+                return
+            (result,) = captured.replay()
+            assert_matches(result, batch, f"planned over an engine's tensors alone, {query_len} tokens a row")
+            again = state.step_for(layer.builder.build(0, common))
+            assert steps[layer.builder.group.index] is again, "another step than the one that graphs were captured with"
 
     @pytest.mark.parametrize("name", ["plain", "window_15"])
     def test_a_size_is_made_over_a_batch_that_is_there(self, name: str) -> None:
@@ -194,6 +227,14 @@ class Engines(Graphs):
                         rows = len(batch.rows)
                         step = layer.state.step_for(layer.builder.build(0, fill(batch, rows, query_len)))
                         assert_matches(layer.forward(batch, step), batch, f"the first of {rows} rows, {query_len} each")
+
+
+def _assert_near(output: torch.Tensor, batch: Batch, what: str) -> None:
+    """Compare with the reference, where what was written reads back as it is: in a plain layer."""
+    assert batch.spec.cache_dtype is batch.spec.dtype
+    expected = batch.expected()[0].cpu()
+    error = float(((output.cpu().double() - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))).max())
+    assert error <= batch.tolerance, f"{what}: off by {error:.2e}"
 
 
 def engine_tensors(layer: Layer, device: torch.device) -> EngineTensors:

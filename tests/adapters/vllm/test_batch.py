@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, KVCacheSpec, Limits, Plans, Unsupported, get_backend
-from attn_backends.adapters.vllm.batch import batch_of, check_batch, lens_on_host, uniform_query_len
+from attn_backends.adapters.vllm.batch import batch_of, check_batch, uniform_query_len
 from attn_backends.adapters.vllm.graphs import CapturedGraphs
 from attn_backends.cache.kv_cache import KVCache
 from attn_backends.testing.reference import reference_attention
@@ -75,6 +75,9 @@ def test_a_graphs_rows_have_equal_lengths() -> None:
         ([2, 1], 3, 0),
         ([3, 2], 6, 0),
         ([4], 8, 0),
+        ([2, 1, 1], 6, 0),
+        ([2, 2, 0, 2], 8, 0),
+        ([1, 2, 1, 0], 8, 0),
     ],
 )
 def test_uniform_batches(query_lens: list[int], tokens: int, expected: int) -> None:
@@ -82,18 +85,39 @@ def test_uniform_batches(query_lens: list[int], tokens: int, expected: int) -> N
     assert uniform_query_len(theirs) == expected
 
 
-def test_lengths_without_bounds_are_the_longest() -> None:
-    class OnAGpu:
-        device = torch.device("cuda")
+class OnAGpu(torch.Tensor):
+    """Says that it is there."""
 
-        def __getitem__(self, _: object) -> OnAGpu:
-            return self
+    device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
 
-    theirs = batch([1, 1], [9, 4])
-    theirs.seq_lens = OnAGpu()
-    assert lens_on_host(theirs).tolist() == [9, 9]
-    theirs.seq_lens_cpu_upper_bound = torch.tensor([8, 0], dtype=torch.int32)
-    assert lens_on_host(theirs).tolist() == [8, 1]  # no shorter than its query
+
+def on_a_gpu(theirs: SimpleNamespace, bounds: list[int] | None) -> SimpleNamespace:
+    """The batch, with lengths on the device, and what the host knows of them."""
+    given = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    lens = theirs.seq_lens.as_subclass(OnAGpu)
+    return SimpleNamespace(**vars(theirs) | {"seq_lens": lens, "seq_lens_cpu_upper_bound": given})
+
+
+def test_lengths_on_a_device_are_the_hosts() -> None:
+    ours = batch_of(on_a_gpu(batch([1, 1], [9, 4]), [9, 4, 77]), PAGE)
+    assert (ours.seq_lens_cpu.tolist(), ours.seq_lens_are_upper_bounds) == ([9, 4], False)
+
+
+def test_lengths_on_a_device_may_have_bounds_alone() -> None:
+    """As with speculation under asynchronous scheduling. None is shorter than its query."""
+    ours = batch_of(on_a_gpu(batch([1, 3], [9, 4]), [10, 2]), PAGE, exact=False)
+    assert (ours.seq_lens_cpu.tolist(), ours.seq_lens_are_upper_bounds) == ([10, 3], True)
+
+
+def test_lengths_that_the_host_does_not_have_are_the_longest() -> None:
+    ours = batch_of(on_a_gpu(batch([1, 1], [9, 4]), None), PAGE)
+    assert (ours.seq_lens_cpu.tolist(), ours.seq_lens_are_upper_bounds) == ([9, 9], True)
+
+
+def test_lengths_that_were_read_take_the_place_of_bounds() -> None:
+    theirs = on_a_gpu(batch([1, 1], [9, 4]), [12, 7])
+    ours = batch_of(theirs, PAGE, exact=False, lens=torch.tensor([9, 4], dtype=torch.int32))
+    assert (ours.seq_lens_cpu.tolist(), ours.seq_lens_are_upper_bounds) == ([9, 4], False)
 
 
 @pytest.mark.parametrize(
@@ -117,19 +141,19 @@ def test_graphs_serve_batches_that_lie_in_their_tensors() -> None:
     held: list[int] = []
     graphs = CapturedGraphs(state)
     first = batch([1, 1, 1, 1], [5, 6, 7, 8])
-    assert not graphs.have(first)
+    assert graphs.size_of(first) is None
     graphs.capture(first)
     graphs.capture(first)
     assert held == [4]
-    assert graphs.have(first)
+    assert graphs.size_of(first) == (4, 1)
     padded = SimpleNamespace(**vars(first))
     padded.query_start_loc_cpu = torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32)
-    assert graphs.have(padded)
-    assert not graphs.have(batch([1, 1, 1, 1], [5, 6, 7, 8]))  # elsewhere
+    assert graphs.size_of(padded) == (4, 1)
+    assert graphs.size_of(batch([1, 1, 1, 1], [5, 6, 7, 8])) is None  # elsewhere
     ragged = SimpleNamespace(**vars(first))
     ragged.query_start_loc_cpu = torch.tensor([0, 2, 3, 4, 4], dtype=torch.int32)
     ragged.max_query_len = 2
-    assert not graphs.have(ragged)
+    assert graphs.size_of(ragged) is None
 
 
 @pytest.mark.parametrize("seed", range(6))

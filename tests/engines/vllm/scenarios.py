@@ -9,7 +9,13 @@ COMMON: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 8, "block_size": 32,
     "enable_prefix_caching": True, "enforce_eager": True, "seed": 1,
 }  # fmt: skip
+LORA, LORA_RANK = "lora", 8
+FOLDER = "{folder}"  # in a setting: where the models are
+DRAFT = {"method": "draft_model", "model": f"{FOLDER}/{SMOLLM2}", "num_speculative_tokens": 3, "max_model_len": 512}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+LATENT = {  # vLLM cuts no prompt of these on a CPU
+    "random": True, "block_size": 16, "enable_prefix_caching": False, "max_num_batched_tokens": 512,
+}  # fmt: skip
 
 SERVED: dict[str, dict[str, Any]] = {  # `env` belongs to the process: scenarios with one have their own
     "eager": {},  # prompts longer than a step: chunks, mixed steps, and a second round that hits the prefix cache
@@ -24,8 +30,13 @@ SERVED: dict[str, dict[str, Any]] = {  # `env` belongs to the process: scenarios
     "gemma": {"model": "gemma", "random": True},
     "one group": {"model": "gemma", "random": True, "disable_hybrid_kv_cache_manager": True},
     "gpt-oss": {"model": "gpt-oss", "random": True},
-    "deepseek": {"model": "deepseek", "random": True, "block_size": 16, "enable_prefix_caching": False,
-                 "max_num_batched_tokens": 512},
+    "deepseek": {"model": "deepseek", **LATENT},
+    # Every draft is taken, as SmolLM2 drafts for itself.
+    "draft": {"speculative_config": DRAFT},
+    "draft, waiting": {"speculative_config": DRAFT, "async_scheduling": False},
+    # Hardly any draft is taken: the layer that drafts has random weights. Its own attention is of the MLA family too.
+    "mtp": {"model": "deepseek-mtp", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, **LATENT},
+    "lora": {"enable_lora": True, "max_lora_rank": LORA_RANK, "max_loras": 1, "lora": True},
 }  # fmt: skip
 
 _PLAIN = {
@@ -50,6 +61,12 @@ TINY: dict[str, dict[str, Any]] = {
         "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32,
         "first_k_dense_replace": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
         "moe_intermediate_size": 64, "hidden_act": "silu", "n_group": 1, "topk_group": 1,
+    },
+    "deepseek-mtp": _PLAIN | {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 4,
+        "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32,
+        "first_k_dense_replace": 8, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64, "hidden_act": "silu", "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1,
     },
 }  # fmt: skip
 

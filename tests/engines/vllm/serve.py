@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.lora.request import LoRARequest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import scenarios as given
 
 
-def served(llm: LLM, scenario: dict[str, Any]) -> dict[str, Any]:
+def served(llm: LLM, scenario: dict[str, Any], folder: str) -> dict[str, Any]:
     """Tokens and their log-probabilities, of two rounds: the second finds prefixes in the cache."""
     if scenario.get("random"):
         prompts = [
@@ -29,11 +30,15 @@ def served(llm: LLM, scenario: dict[str, Any]) -> dict[str, Any]:
     params = SamplingParams(
         max_tokens=given.NEW_TOKENS, temperature=0, ignore_eos=True, logprobs=0, detokenize=not scenario.get("random")
     )
-    outputs = [out.outputs[0] for each in rounds for out in llm.generate(each, params, use_tqdm=False)]
+    lora = LoRARequest(given.LORA, 1, f"{folder}/{given.LORA}") if scenario.get("lora") else None
+    outputs = [
+        out.outputs[0] for each in rounds for out in llm.generate(each, params, use_tqdm=False, lora_request=lora)
+    ]
     return {
         "tokens": [list(out.token_ids) for out in outputs],
         "logprobs": [[next(iter(each.values())).logprob for each in out.logprobs] for out in outputs],
         "impls": impls(llm),
+        "asynchronous": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
     }
 
 
@@ -59,11 +64,12 @@ def main() -> None:
     made: dict[str, Any] = {}
     for name in names:
         scenario = dict(given.SERVED[name])
-        settings = given.COMMON | {k: v for k, v in scenario.items() if k not in ("env", "random", "model")}
+        settings = given.COMMON | {k: v for k, v in scenario.items() if k not in ("env", "random", "model", "lora")}
+        settings = json.loads(json.dumps(settings).replace(given.FOLDER, folder))
         if scenario.get("random"):
             settings |= {"skip_tokenizer_init": True}
         llm = LLM(f"{folder}/{scenario.get('model', given.SMOLLM2)}", **settings)
-        made[name] = served(llm, scenario)
+        made[name] = served(llm, scenario, folder)
         Path(out).write_text(json.dumps({"served": made, "registry": untouched()}))
         del llm
         gc.collect()

@@ -1,7 +1,8 @@
 """The batches of vLLM's own tests of attention backends, through the adapter's classes and through vLLM's attention for
 CPUs, against float64.
 
-The numbers are those of BATCH_SPECS in vLLM's tests/v1/attention/test_attention_backends.py but the encoder-only ones.
+The numbers are those of BATCH_SPECS in vLLM's tests/v1/attention/test_attention_backends.py but the encoder-only ones,
+and those of the steps that verify drafts, in test_mla_backends.py beside it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ SPECS: dict[str, tuple[list[int], list[int]]] = {  # lengths, and how many of ea
     "mixed_large": ([1024, 2048, 4096] * 2, [1, 1, 1, 32, 32, 32]),
     "single_decode": ([1024], [1]),
     "single_prefill": ([1024], [64]),
+    "spec_decode_small": ([128, 256, 512, 1024], [4] * 4),
+    "spec_decode_medium": ([512, 1024, 2048] * 2, [8] * 6),
 }
 
 

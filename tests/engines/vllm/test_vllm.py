@@ -22,6 +22,7 @@ from tests.engines.vllm.scenarios import SERVED, SMOLLM2
 NEWEST, OLDER = "0.32", "0.29"
 PLAIN = ("eager", "gemma", "one group", "gpt-oss", "ngram")  # vLLM makes no other engine in a process after n-grams
 LATENT = ("deepseek",)
+DRAFTED = ("draft", "draft, waiting")
 NOT_IN = {("0.29", "gpt-oss")}  # its own attention takes sinks in bfloat16 alone there
 long = pytest.mark.long
 VERSIONS = [NEWEST, pytest.param(OLDER, marks=long)]
@@ -95,6 +96,36 @@ def test_every_way_to_run_it(serve: Serve, version: str, name: str) -> None:
     assert ours["served"][name]["tokens"] == by_itself(serve, version)["served"]["eager"]["tokens"]
     assert "attn_backends: TORCH serves" in ours["log"]
     assert ("HND" in ours["log"].split("attn_backends: TORCH serves")[1][:80]) == (name == "heads first")
+
+
+@long
+@pytest.mark.parametrize("name", DRAFTED)
+def test_a_draft_models_steps(serve: Serve, name: str) -> None:
+    """Every layer of it, with asynchronous scheduling and without."""
+    ours = serve(NEWEST, *DRAFTED, "lora", ATTN_BACKENDS_VLLM="TORCH")["served"][name]
+    assert ours["impls"] == ["CPU_ATTN__TORCH_Impl"]
+    assert ours["asynchronous"] == (name == "draft")
+    assert ours["tokens"] == by_itself(serve, NEWEST)["served"]["eager"]["tokens"]
+
+
+@long
+def test_lora_is_vllms_own(serve: Serve) -> None:
+    ours = serve(NEWEST, *DRAFTED, "lora", ATTN_BACKENDS_VLLM="TORCH")["served"]["lora"]
+    theirs = serve(NEWEST, "lora")["served"]["lora"]
+    assert (ours["impls"], theirs["impls"]) == (["CPU_ATTN__TORCH_Impl"], ["CPUAttentionBackendImpl"])
+    assert ours["tokens"] == theirs["tokens"]
+    assert ours["tokens"] != by_itself(serve, NEWEST)["served"]["eager"]["tokens"]
+
+
+@long
+def test_latent_attention_drafts_and_verifies(serve: Serve) -> None:
+    """A layer of the model predicts the token after the next (MTP), and most of what it predicts is rejected."""
+    ours, theirs = (
+        serve(NEWEST, "mtp", **asked)["served"]["mtp"] for asked in ({"ATTN_BACKENDS_VLLM": "TORCH_MLA"}, {})
+    )
+    assert (ours["impls"], theirs["impls"]) == (["CPU_MLA__TORCH_MLA_Impl"], ["CPUMLAImpl"])
+    assert ours["tokens"] == theirs["tokens"]
+    assert apart(ours, theirs) < 1e-5
 
 
 @long

@@ -36,12 +36,13 @@ class PagedRows:
         first_key: int = 0,
         query_starts: torch.Tensor | None = None,
     ) -> PagedRows:
-        """The rows of a dense table [num_rows, max_pages] i32, without a copy where each row lies in one piece."""
+        """The rows of a dense table [num_rows, max_pages] i32, without a copy where each row lies in one piece. Rows
+        may be the same one, a stride of 0 apart."""
         if page_table.stride(1) != 1:
             page_table = page_table.contiguous()
         (num_rows, num_pages), (stride, _) = page_table.shape, page_table.stride()
         pages = page_table.as_strided(((num_rows - 1) * stride + num_pages,), (1,))
-        return cls(pages, torch.arange(0, num_rows * stride, stride), seq_lens, first_key, query_starts)
+        return cls(pages, torch.arange(num_rows) * stride, seq_lens, first_key, query_starts)
 
     def first(self, num_rows: int) -> PagedRows:
         return replace(self, first_pages=self.first_pages[:num_rows], seq_lens=self.seq_lens[:num_rows])
