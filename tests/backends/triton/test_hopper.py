@@ -26,13 +26,13 @@ SEQ_LENS, QUERY_LENS = [700, 131, 300, 64, 1500], [1, 17, 290, 64, 33]
 def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """A launch each: whether it read pages."""
     launches: list[bool] = []
-    made = launch._prefill_on_hopper
+    made = launch.prefill_on_hopper
 
     def prefill(*given: Any) -> None:
         launches.append(given[5] is not None)
         made(*given)
 
-    monkeypatch.setattr(launch, "_prefill_on_hopper", prefill)
+    monkeypatch.setattr(launch, "prefill_on_hopper", prefill)
     return launches
 
 
