@@ -527,6 +527,7 @@ LANGUAGE = SimpleNamespace(
     arange=lambda start, stop, layout=None: Tensor(torch.arange(start, stop, dtype=torch.int32)),
     full=lambda shape, value, dtype, layout=None: Tensor(torch.full(tuple(shape), value, dtype=dtype)),
     zeros=lambda shape, dtype, layout=None: Tensor(torch.zeros(tuple(shape), dtype=dtype)),
+    full_like=lambda like, value: Tensor(torch.full_like(like.data, value)),
     zeros_like=lambda like: Tensor(torch.zeros_like(like.data)),
     convert_layout=lambda value, layout, assert_trivial=False: value,
     where=_apply(torch.where), maximum=_apply(torch.maximum), minimum=_apply(torch.minimum),

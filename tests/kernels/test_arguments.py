@@ -15,6 +15,8 @@ variants = pytest.importorskip("attn_backends.kernels.variants")
 arguments = pytest.importorskip("attn_backends.backends.triton.kernels.arguments")
 triton_launch = pytest.importorskip("attn_backends.backends.triton.launch")
 prefill_launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
+hopper_launch = pytest.importorskip("attn_backends.kernels.prefill.hopper_launch")
+split_launch = pytest.importorskip("attn_backends.kernels.prefill.split_launch")
 triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla.launch")
 TritonMLAState = pytest.importorskip("attn_backends.backends.mla.triton_mla.state").TritonMLAState
 cache_kernels = pytest.importorskip("attn_backends.cache.kernels")
@@ -29,7 +31,7 @@ CPU, BF16, FP8 = torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn
 LAUNCHED = {  # by `launch`, which takes named tuples
     "decode_kernel", "prefill_kernel", "prefill_hopper_kernel", "mla_decode_kernel", "mla_hopper_kernel",
     "mla_combine_kernel", "write_kv_kernel", "quantise_kernel", "rms_norm_kernel", "rotate_kernel", "gate_kernel",
-    "one_token_kernel",
+    "one_token_kernel", "list_kernel", "join_kernel",
 }  # fmt: skip
 STARTED = {  # by `start_kernel`, with these
     triton_launch.upcast_kernel: (arguments.UpcastTensors, arguments.UpcastVarying, arguments.CacheStrides,
@@ -76,7 +78,7 @@ def test_the_fields_of_a_launch_are_its_kernels_parameters(monkeypatch: pytest.M
 
         return note
 
-    for module in (triton_launch, prefill_launch, triton_mla, cache_kernels, fused):
+    for module in (triton_launch, prefill_launch, hopper_launch, split_launch, triton_mla, cache_kernels, fused):
         monkeypatch.setattr(module, "launch", noting(module.launch))
     for machine in GPUS:
         with variants.listing(machine):

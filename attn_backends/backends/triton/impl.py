@@ -75,7 +75,8 @@ class TritonImpl(AttentionImpl[TritonStep]):
             keys, values, table = _together(key), _together(value), None
         num_tokens = metadata.num_row_tokens - (metadata.num_decode_tokens if metadata.num_decode_rows else 0)
         rows = Rows(table, metadata.seq_lens, metadata.query_start_loc, metadata.key_start_loc,
-                    metadata.num_decode_rows, num_tokens, metadata.num_upcast_keys, metadata.max_seq_len)  # fmt: skip
+                    metadata.num_decode_rows, num_tokens, metadata.num_upcast_keys, metadata.max_seq_len,
+                    step.splits)  # fmt: skip
         return self._kernels.prefill(query, keys, values, output, lse, rows, step.workspace.tiles,
                                      step.workspace.upcast_kv, metadata.prefill_share)  # fmt: skip
 

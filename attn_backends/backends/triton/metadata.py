@@ -9,13 +9,20 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.triton.rules import can_upcast, is_faster_upcast, prefill_share
+from attn_backends.backends.triton.rules import (
+    can_upcast,
+    is_faster_upcast,
+    prefill_share,
+    prefill_splits,
+    split_tile,
+)
 from attn_backends.backends.triton.tuning import TritonOptions
 from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.kernels.prefill.launch import suits_hopper_kernel
+from attn_backends.kernels.prefill.splits import PrefillSplits
 from attn_backends.spec import AttentionType
 
 
@@ -29,6 +36,7 @@ class TritonMetadata(AttentionMetadata):
     max_seq_len: int  # or an upper bound of it
     num_upcast_keys: int  # to make 16 bits for rows behind the decodes, or an upper bound; 0: none, which is faster
     prefill_share: float | None  # of the GPU, for rows behind decodes that run beside them; None: none do
+    prefill_splits: PrefillSplits | None  # of the keys of rows behind the decodes; None: they are whole
     prefills_are_prompts: bool  # the step brings all keys that rows behind the decodes see: they are read as they come
     query_start_loc: torch.Tensor  # [R + 1] i32
     seq_lens: torch.Tensor  # [R] i32; 0 for padding
@@ -37,7 +45,8 @@ class TritonMetadata(AttentionMetadata):
 
     def decode_fields(self) -> dict[str, Any]:
         rows = self.num_decodes
-        return {"num_rows": rows, "num_decode_rows": rows, "num_upcast_keys": 0, "prefill_share": None}
+        return {"num_rows": rows, "num_decode_rows": rows, "num_upcast_keys": 0, "prefill_share": None,
+                "prefill_splits": None}  # fmt: skip
 
     def prefill_fields(self) -> dict[str, Any]:
         first, last = self.num_decodes, self.num_decodes + self.num_prefills  # without padding
@@ -67,14 +76,19 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         if not use_cache and attention_type is AttentionType.CROSS:  # only there keys are not the queries' own
             key_start_loc = common.new_kv_start_loc_cpu.to(self.device, non_blocking=True)
         num_decodes, num_decode_rows, max_decode_len = self._decodes(common) if use_cache else (0, 0, 0)
+        num_upcast_keys = self._keys_to_upcast(common, num_decode_rows) if use_cache else 0
+        are_prompts = use_cache and self._are_prompts(common, num_decode_rows)
+        is_paged = use_cache and not are_prompts
+        splits = self._prefill_splits(common, num_decode_rows, is_paged, num_upcast_keys > 0)
         own: dict[str, Any] = {
             "num_rows": common.num_reqs,
             "num_decode_rows": num_decode_rows,
             "max_decode_len": max_decode_len,
             "max_seq_len": common.max_seq_len,
-            "num_upcast_keys": self._keys_to_upcast(common, num_decode_rows) if use_cache else 0,
-            "prefill_share": self._prefill_share(common, num_decode_rows),
-            "prefills_are_prompts": use_cache and self._are_prompts(common, num_decode_rows),
+            "num_upcast_keys": num_upcast_keys,
+            "prefill_share": None if splits else self._prefill_share(common, num_decode_rows),
+            "prefill_splits": splits,
+            "prefills_are_prompts": are_prompts,
             "query_start_loc": common.query_start_loc,
             "seq_lens": common.seq_lens,
             "page_table": common.page_table if use_cache else None,
@@ -127,6 +141,15 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         rows = slice(0, common.num_actual_reqs)
         query_lens, seq_lens = (lens.numpy()[rows] for lens in (common.query_lens_cpu, common.seq_lens_cpu))
         return prefill_share(self.group.spec, query_lens, seq_lens, num_decodes)
+
+    def _prefill_splits(
+        self, common: CommonAttentionMetadata, num_decodes: int, is_paged: bool, is_upcast: bool
+    ) -> PrefillSplits | None:
+        rows = slice(0, common.num_actual_reqs)
+        query_lens, seq_lens = (lens.numpy()[rows] for lens in (common.query_lens_cpu, common.seq_lens_cpu))
+        spec = self.group.spec
+        tile = split_tile(spec, self.cache, self.options, self.device, is_paged=is_paged, is_upcast=is_upcast)
+        return prefill_splits(spec, tile, query_lens, seq_lens, num_decodes, self.device)
 
     def _are_prompts(self, common: CommonAttentionMetadata, first: int) -> bool:
         """Whether rows from `first` on bring all of their keys, in the cache's dtype: pages have nothing to add."""

@@ -1,4 +1,5 @@
-"""TRITON's rules: when keys of 8 bits are made 16 bits first, and how prefills and decodes share a GPU.
+"""TRITON's rules: when keys of 8 bits are made 16 bits first, how prefills and decodes share a GPU, and when prefills
+split keys.
 
 The kernel for Hopper reads 16 bits alone. Side by side prefills make products while decodes read.
 """
@@ -13,8 +14,16 @@ import torch
 from attn_backends.backends.triton.tuning import TritonOptions, upcast_heads
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors
-from attn_backends.kernels.prefill.launch import HOPPER_ROWS, num_hopper_tiles, num_visible_keys, suits_hopper_kernel
-from attn_backends.spec import AttentionSpec
+from attn_backends.kernels.prefill.launch import (
+    HOPPER_ROWS,
+    hopper_tile,
+    num_hopper_tiles,
+    num_visible_keys,
+    suits_hopper_kernel,
+)
+from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, split_target
+from attn_backends.kernels.split_kv import HOPPER_PAGE
+from attn_backends.spec import AttentionSpec, KVCacheSpec
 
 # In times in which a multiprocessor's tile reads a key by the kernel for Hopper. With these the faster way is taken in
 # every case that benchmarks/rules/widening.py has measured.
@@ -71,3 +80,41 @@ def prefill_share(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray,
     products = HOPPER_ROWS * int(num_hopper_tiles(spec, tokens).astype(np.int64) @ seen)
     even = products / (products + _PRODUCTS_A_BYTE * read)
     return 1.0 if even > _MOST else max(even, _LEAST)
+
+
+def split_tile(
+    spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None, device: torch.device, *, is_paged: bool,
+    is_upcast: bool,
+) -> SplitTile | None:  # fmt: skip
+    """What the prefill kernel that is to serve reads at a time; None: it splits no keys.
+
+    Args:
+        is_paged: keys are read from pages, or else as the step brings them.
+        is_upcast: keys in pages are made 16 bits first.
+    """
+    if is_upcast:
+        return hopper_tile(spec)
+    given = options or TritonOptions()
+    has_tile = (given.prefill_tile if is_paged else given.prompt_tile) is not None
+    if has_tile or (is_paged and cache.page_size % HOPPER_PAGE) or not suits_hopper_kernel(spec, device):
+        return None
+    return hopper_tile(spec)
+
+
+def prefill_splits(
+    spec: AttentionSpec, tile: SplitTile | None, query_lens: IntArray, seq_lens: IntArray, num_decodes: int,
+    device: torch.device,
+) -> PrefillSplits | None:  # fmt: skip
+    """How the rows behind the decodes are split; None: not at all.
+
+    Args:
+        query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
+    """
+    if tile is None or num_decodes == len(query_lens):
+        return None
+    num_sms = num_multiprocessors(device)
+    read = int(num_visible_keys(spec, seq_lens[:num_decodes]).sum(dtype=np.int64)) * spec.cache_dtype.itemsize
+    decodes = _PRODUCTS_A_BYTE * read / (tile.rows * tile.keys) * spec.num_kv_heads / num_sms
+    load = TileLoad.of(spec, tile, query_lens[num_decodes:], seq_lens[num_decodes:])
+    target = split_target(load, spec.num_kv_heads, num_sms, tile.min_blocks, decodes)
+    return PrefillSplits(target, tile) if target else None

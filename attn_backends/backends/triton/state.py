@@ -19,7 +19,10 @@ from attn_backends.graphs.inputs import GraphTensors
 from attn_backends.graphs.recorder import CudaRecorder, without_python
 from attn_backends.interface import AttentionState, AttentionStep, GraphState
 from attn_backends.kernels.launch import machine_of, num_multiprocessors, shared_memory
+from attn_backends.kernels.prefill.launch import num_prefill_tiles, visible_range
+from attn_backends.kernels.prefill.split_launch import TileList
 from attn_backends.kernels.streams import PerStream
+from attn_backends.kernels.tiles import block_dims
 from attn_backends.kernels.variants import Variant, compile_variants
 from attn_backends.machine import Progress
 from attn_backends.spec import AttentionSpec
@@ -29,10 +32,11 @@ _SCHEDULES = 128  # of eager steps that are kept, of tens of kilobytes each
 
 @dataclass(frozen=True)
 class TritonStep(AttentionStep[TritonMetadata]):
-    """A step, and how its decode rows are cut."""
+    """A step, and how its rows are split."""
 
-    schedule: Schedule | None  # None: nothing is decoded
+    schedule: Schedule | None  # of decodes; None: nothing is decoded
     workspace: Workspace
+    splits: TileList | None = None  # of all other rows; None: their keys are not split
 
 
 class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
@@ -92,6 +96,7 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
             max_decode_len=self.query_len,
             num_upcast_keys=0,
             prefill_share=None,
+            prefill_splits=None,
             prefills_are_prompts=False,
             max_seq_len=self.limits.max_model_len,
             query_start_loc=starts,
@@ -140,13 +145,28 @@ class TritonState(AttentionState[TritonMetadata]):
 
     def begin_forward(self, metadata: TritonMetadata) -> TritonStep:
         workspace = self._workspaces.of_current(self.workspace)
-        if metadata.num_decode_rows < metadata.num_rows:
+        splits, schedule = self._list_tiles(metadata, workspace), None
+        if splits is None and metadata.num_decode_rows < metadata.num_rows:
             workspace.tiles.zero_()
-        if not metadata.num_decode_rows:
-            return TritonStep(metadata, None, workspace)
-        schedule = self._schedule(metadata.group_index, metadata.num_decode_rows, metadata.max_decode_len, workspace)
-        schedule.work_list.fill(metadata.seq_lens, metadata.query_start_loc)
-        return TritonStep(metadata, schedule, workspace)
+        if metadata.num_decode_rows:
+            of_step = metadata.group_index, metadata.num_decode_rows, metadata.max_decode_len
+            schedule = self._schedule(*of_step, workspace)
+            schedule.work_list.fill(metadata.seq_lens, metadata.query_start_loc)
+        return TritonStep(metadata, schedule, workspace, splits)
+
+    def _list_tiles(self, metadata: TritonMetadata, workspace: Workspace) -> TileList | None:
+        """The tiles of rows behind the decodes, if the keys of some are split."""
+        if metadata.prefill_splits is None:
+            return None
+        spec, (target, tile) = self._specs[metadata.group_index], metadata.prefill_splits
+        num_rows = metadata.num_rows - metadata.num_decode_rows
+        num_tokens = metadata.num_row_tokens - (metadata.num_decode_tokens if metadata.num_decode_rows else 0)
+        num_tiles = num_prefill_tiles(num_tokens, num_rows, tile.tokens)
+        where = workspace.partial_acc, workspace.partial_ml, workspace.tiles
+        made = TileList(tile, target, spec.num_kv_heads, visible_range(spec), metadata.num_decode_rows, num_rows,
+                        num_tiles, block_dims(spec)[1], where)  # fmt: skip
+        made.fill(metadata.seq_lens, metadata.query_start_loc)
+        return made
 
     def make_schedule(self, group: int, num_rows: int, query_len: int, workspace: Workspace) -> Schedule:
         spec = self._specs[group]

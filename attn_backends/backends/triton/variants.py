@@ -14,13 +14,16 @@ import torch
 
 from attn_backends.backends.triton.launch import Kernels, Schedule, SplitPlan
 from attn_backends.backends.triton.layer import make_kernels
-from attn_backends.backends.triton.rules import can_upcast
+from attn_backends.backends.triton.rules import can_upcast, split_tile
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile, upcast_heads
 from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.cache.warm_up import list_writes
 from attn_backends.kernels.examples import caches, distinct, empty, new_tokens, powers_of_two
 from attn_backends.kernels.launch import Machine, Pdl, num_multiprocessors, power_of_two, shared_memory
-from attn_backends.kernels.prefill.launch import Rows
+from attn_backends.kernels.prefill.launch import Rows, visible_range
+from attn_backends.kernels.prefill.split_launch import TileList
+from attn_backends.kernels.prefill.splits import most_tile_splits
+from attn_backends.kernels.tiles import block_dims
 from attn_backends.kernels.variants import Variant, listing
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits
 
@@ -60,25 +63,48 @@ class _Layer:
 
     def _prefill_tokens(self) -> Iterator[Pdl]:
         """Rows that bring all of their keys."""
+        splits = self._splits(is_paged=False)
         for new in self.tokens:
-            yield from self._prefill(new.query, new.key, new.value, self._rows(None), empty(0, dtype=torch.uint8))
+            yield from self._prefill(
+                new.query, new.key, new.value, self._rows(None), empty(0, dtype=torch.uint8), splits
+            )
 
     def _prefill_pages(self) -> Iterator[Pdl]:
         """Rows over the cache, as it is or made 16 bits."""
         upcast_kv = empty(self.options.upcast_bytes // 16 * 16, dtype=torch.uint8)
-        table = empty(1, _WIDTH, dtype=torch.int32)
+        table, splits = empty(1, _WIDTH, dtype=torch.int32), self._splits(is_paged=True)
         for (query, *_), cached in product(distinct(self.tokens), distinct(caches(self.spec, self.cache))):
-            yield from self._prefill(query, *cached, self._rows(table), upcast_kv)
+            yield from self._prefill(query, *cached, self._rows(table), upcast_kv, splits)
             for num_rows, num_keys in self._upcast_sizes():
                 rows = self._rows(table.expand(num_rows, -1), num_keys)
-                yield from self._prefill(query, *cached, rows, upcast_kv)
+                yield from self._prefill(query, *cached, rows, upcast_kv, self._splits(is_paged=True, is_upcast=True))
 
     def _prefill(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, upcast_kv: torch.Tensor
-    ) -> Iterator[Pdl]:
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, upcast_kv: torch.Tensor,
+        splits: TileList | None,
+    ) -> Iterator[Pdl]:  # fmt: skip
         tiles, output = empty(2, dtype=torch.int32), self._output(query)
         for share in (None, 1.0):  # of the GPU, beside decodes
             yield self.kernels.prefill(query, key, value, output, None, rows, tiles, upcast_kv, share)
+        if splits is not None:
+            rows = rows._replace(splits=splits)
+            yield self.kernels.prefill(query, key, value, output, None, rows, tiles, upcast_kv, None)
+
+    def _splits(self, *, is_paged: bool, is_upcast: bool = False) -> TileList | None:
+        """A list of tiles, of the kernel that serves such keys; None: none of them is split."""
+        spec, ints, floats = self.spec, {"dtype": torch.int32}, {"dtype": torch.float32}
+        tile = split_tile(spec, self.cache, self.options, self.device, is_paged=is_paged, is_upcast=is_upcast)
+        if tile is None:
+            return None
+        target = max(spec.num_kv_heads, most_tile_splits(num_multiprocessors(self.device)))
+        workspace = (
+            empty(target * tile.rows * block_dims(spec)[1], **floats),
+            empty(2 * target * tile.rows, **floats),
+            empty(2, **ints),
+        )
+        made = TileList(tile, target, spec.num_kv_heads, visible_range(spec), 0, 1, 1, block_dims(spec)[1], workspace)
+        made.fill(empty(1, **ints), empty(2, **ints))
+        return made
 
     def _rows(self, table: torch.Tensor | None, num_keys: int = 0) -> Rows:
         num_rows = 1 if table is None else len(table)

@@ -1,6 +1,7 @@
 """The workspace of TRITON's kernels: what one launch needs of it, and how large it has to be for every launch.
 
-`decode_need` alone knows: the state sizes the workspace by it, and every schedule is checked against it.
+`decode_need` and `prefill_need` alone know: the state sizes the workspace by them, and every schedule is checked
+against it.
 """
 
 from __future__ import annotations
@@ -13,28 +14,29 @@ import torch
 
 from attn_backends.backends.triton.launch import SplitPlan
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tiles
+from attn_backends.kernels.prefill.splits import most_queries
 from attn_backends.kernels.tiles import block_dims
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
 
 DECODE_TOKENS = 16  # most query tokens of a row whose keys are split
 
 
-class DecodeNeed(NamedTuple):
-    """What one decode launch writes of a workspace, in elements."""
+class LaunchNeed(NamedTuple):
+    """What one launch writes of a workspace, in elements."""
 
     partial_acc: int  # f32, accumulators of partial results
     partial_ml: int  # f32, their maximum and sum
     counters: int  # i32
 
-    def or_more(self, other: DecodeNeed) -> DecodeNeed:
+    def or_more(self, other: LaunchNeed) -> LaunchNeed:
         """The larger of each."""
-        return DecodeNeed(*map(max, self, other))
+        return LaunchNeed(*map(max, self, other))
 
 
-NOTHING = DecodeNeed(0, 0, 0)
+NOTHING = LaunchNeed(0, 0, 0)
 
 
-def decode_need(spec: AttentionSpec, tile: DecodeTile, query_len: int, num_sms: int) -> DecodeNeed:
+def decode_need(spec: AttentionSpec, tile: DecodeTile, query_len: int, num_sms: int) -> LaunchNeed:
     """What a decode launch over rows of up to `query_len` tokens writes, whatever their number and lengths.
 
     A partial result has [num_kv_heads, tiles, lanes] queries of the padded head_dim_vo, and 2 numbers a query. So has
@@ -44,14 +46,20 @@ def decode_need(spec: AttentionSpec, tile: DecodeTile, query_len: int, num_sms: 
     heads = spec.num_kv_heads * plan.tiles
     slots = plan.num_partial_slots(spec, tile, num_sms)
     queries = slots * heads * plan.used_m
-    return DecodeNeed(queries * block_dims(spec)[1], queries * 2, slots * heads)
+    return LaunchNeed(queries * block_dims(spec)[1], queries * 2, slots * heads)
+
+
+def prefill_need(spec: AttentionSpec, num_sms: int) -> LaunchNeed:
+    """What a prefill launch writes, whatever its rows are: so many queries of splits, none of which has a counter."""
+    queries = most_queries(num_sms)
+    return LaunchNeed(queries * block_dims(spec)[1], queries * 2, 0)
 
 
 def largest_need(
     specs: Iterable[AttentionSpec], cache: KVCacheSpec, limits: Limits, options: TritonOptions | None, num_sms: int,
     shared_memory: int,
-) -> DecodeNeed:  # fmt: skip
-    """What suffices for every decode launch within the limits: over all numbers of rows and all query lengths.
+) -> LaunchNeed:  # fmt: skip
+    """What suffices for every launch within the limits: of decodes over all numbers of rows and all query lengths.
 
     The need peaks between the ends of both ranges: queries are padded to tiles, and a tile of more queries is cut for
     fewer programs.
@@ -62,13 +70,15 @@ def largest_need(
             query_rows = SplitPlan.of(spec, query_len).block_m
             for tile in decode_tiles(spec, cache, most_rows, query_rows, options, shared_memory):
                 need = need.or_more(decode_need(spec, tile, query_len, num_sms))
+        if limits.max_num_tokens > DECODE_TOKENS:
+            need = need.or_more(prefill_need(spec, num_sms))
     return need
 
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
     """Where the parts of split rows meet, and where programs count. All layers of a step share it, as they run one
-    after the other; steps on other streams have another."""
+    after the other, and so do a layer's decode and a prefill that splits keys; steps on other streams have another."""
 
     partial_acc: torch.Tensor  # [partial slots * heads * lanes * head_dim_vo] f32
     partial_ml: torch.Tensor  # [partial slots * heads * lanes * 2] f32: highest logit in base 2, sum of weights
@@ -77,7 +87,7 @@ class Workspace:
     upcast_kv: torch.Tensor  # u8, keys and values of a cache of 8 bits, made 16 bits for prefills
 
     @staticmethod
-    def of(need: DecodeNeed, upcast_bytes: int, device: torch.device) -> Workspace:
+    def of(need: LaunchNeed, upcast_bytes: int, device: torch.device) -> Workspace:
         return Workspace(
             torch.empty(need.partial_acc, dtype=torch.float32, device=device),
             torch.empty(need.partial_ml, dtype=torch.float32, device=device),
@@ -86,13 +96,13 @@ class Workspace:
             torch.empty(upcast_bytes, dtype=torch.uint8, device=device),
         )
 
-    def check(self, need: DecodeNeed, num_rows: int, query_len: int) -> None:
+    def check(self, need: LaunchNeed, num_rows: int, query_len: int) -> None:
         """Refuse a launch that would write beyond the end.
 
         Raises:
             ValueError: the batch is above the limits that the workspace was sized from.
         """
-        has = DecodeNeed(self.partial_acc.numel(), self.partial_ml.numel(), self.counters.numel())
+        has = LaunchNeed(self.partial_acc.numel(), self.partial_ml.numel(), self.counters.numel())
         if any(need > size for need, size in zip(need, has, strict=True)):
             raise ValueError(
                 f"a step of {num_rows} rows of up to {query_len} tokens needs {need} elements of TRITON's workspace, "

@@ -126,6 +126,9 @@ class HopperTensors(NamedTuple):
     key_start_loc: torch.Tensor
     sinks: torch.Tensor
     counters: torch.Tensor
+    work_items: torch.Tensor
+    partial_acc: torch.Tensor
+    partial_ml: torch.Tensor
 
 
 class HopperVarying(NamedTuple):
@@ -133,6 +136,7 @@ class HopperVarying(NamedTuple):
     num_rows: int
     section: int
     table_row: int
+    max_items: int
 
 
 class HopperSteps(NamedTuple):
@@ -178,6 +182,7 @@ class HopperConstants(NamedTuple):
     DIM_VO: int
     Q_STAGES: int
     LAUNCH_DEPENDENTS: int
+    SPLIT: int
 
 
 class BlockDims(NamedTuple):
@@ -187,3 +192,63 @@ class BlockDims(NamedTuple):
     DIM_VO: int
     BLOCK_DIM: int
     BLOCK_DIM_VO: int
+
+
+class ListTensors(NamedTuple):
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    work_items: torch.Tensor
+    counters: torch.Tensor
+
+
+class ListNumbers(NamedTuple):
+    """What a list of tiles is made of, beside lengths."""
+
+    first_row: int  # rows before it are left alone
+    num_rows: int  # rows from there on
+    max_items: int
+    target: int  # splits of all tiles and KV heads at most
+    num_kv_heads: int
+    window_right: int
+    window_left: int
+    chunk: int
+    num_counters: int
+    tile_tokens: int
+    block_keys: int
+    min_blocks: int  # of a split at least
+
+
+class ListConstants(NamedTuple):
+    BLOCK_ROWS: int
+    BLOCK_ITEMS: int
+
+
+class JoinTensors(NamedTuple):
+    output: torch.Tensor
+    lse: torch.Tensor
+    sinks: torch.Tensor
+    work_items: torch.Tensor
+    partial_acc: torch.Tensor
+    partial_ml: torch.Tensor
+
+
+class JoinScale(NamedTuple):
+    value_scale: float
+
+
+class JoinStrides(NamedTuple):
+    out_token: int
+    out_head: int
+    lse_token: int
+
+
+class JoinConstants(NamedTuple):
+    KV_HEADS: int
+    GROUP: int
+    BLOCK_Q: int
+    BLOCK_M: int
+    DIM_VO: int
+    BLOCK_DIM_VO: int
+    SPREAD: int
+    BLOCK_SPLITS: int
+    PDL: int

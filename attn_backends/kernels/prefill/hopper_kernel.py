@@ -65,9 +65,10 @@ def q_stages(head_dim: int) -> int:
 
 
 _NOT_CONSTANT = ["first_row", "num_rows", "section", "table_row", "window_right", "window_left", "has_sinks",
-                 "want_lse", "lse_token", "page_rows", "head_rows", "num_batches"]  # fmt: skip
+                 "want_lse", "lse_token", "page_rows", "head_rows", "num_batches", "max_items"]  # fmt: skip
 # No code depends on whether these are aligned.
-_ANYWHERE = ["lse", "page_table", "seq_lens", "query_start_loc", "key_start_loc", "sinks"]
+_ANYWHERE = ["lse", "page_table", "seq_lens", "query_start_loc", "key_start_loc", "sinks", "work_items", "partial_acc",
+             "partial_ml"]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_NOT_CONSTANT, do_not_specialize_on_alignment=_ANYWHERE)  # type: ignore[untyped-decorator]
@@ -83,10 +84,14 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     key_start_loc,  # [rows] i32, if PAGE_SIZE is 0
     sinks,  # [KV_HEADS * GROUP] f32 logits, if has_sinks
     counters,  # [2] i32, zeros between launches: tiles that were taken, and programs that are done
+    work_items,  # [max_items, 8] i32, if SPLIT, see `split_list.list_kernel`
+    partial_acc,  # [partial slots, 2 * BLOCK_M, columns] f32, if SPLIT, see `_store_partial`
+    partial_ml,  # [partial slots, 2 * BLOCK_M, 2] f32, if SPLIT: m_i in base 2, l_i
     first_row,  # rows before it are left alone
     num_rows,  # rows from there on
     section,  # KV heads whose keys and values fit the L2 cache
     table_row,  # elements from row to row of the page table
+    max_items,  # at least 1, if SPLIT
     scale,  # f32, of logits in base 2, positive
     value_scale,  # f32, of cached values
     window_right,  # positions after its own that a query sees
@@ -115,6 +120,7 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     DIM_VO: gl.constexpr,
     Q_STAGES: gl.constexpr,  # tiles of queries in shared memory, 1 or 2
     LAUNCH_DEPENDENTS: gl.constexpr,  # 0 or 1: the next kernel runs beside this one, see below
+    SPLIT: gl.constexpr,  # 0 or 1: tiles are listed, and keys of some are split
 ):
     """Persistent programs attend for tiles of 2 * BLOCK_M queries: the first by number, then whichever is next.
 
@@ -122,6 +128,9 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     warps too.
 
     With LAUNCH_DEPENDENTS the next kernel runs where this one leaves multiprocessors free, and waits for it.
+
+    With SPLIT an item of a list is taken in a tile's place, and what splits of a tile's keys give is for
+    `join_kernel`.
     """
     if LAUNCH_DEPENDENTS:
         launch_dependents()
@@ -139,23 +148,23 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
 
     kv_pipeline = (keys, values, full, empty)
     tile_channel = (info_smem, ids_smem, info_full, info_empty)
-    tensors = (query, output, lse, sinks)
+    tensors = (query, output, lse, sinks, partial_acc, partial_ml)
     strides = (query_token, query_head, out_token, out_head, lse_token)
     scales = (scale, value_scale)
     window, flags = (window_right, window_left), (has_sinks, want_lse)
     rows = (seq_lens, query_start_loc, key_start_loc, page_table, table_row)
-    spans = (first_row, num_rows, section)
+    spans, listed = (first_row, num_rows, section), (work_items, max_items)
     steps = (page_rows, head_rows, key_head, value_head, num_batches)
     gl.warp_specialize(
         [
             (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, CHUNK, LOCAL, GROUP,
-                       BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES)),
+                       BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, KV_HEADS if SPLIT else 0)),
             (_attend, (tensors, strides, scales, window, flags, q_1, kv_pipeline, tile_channel, 1, CHUNK, LOCAL, GROUP,
-                       BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES)),
+                       BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, KV_HEADS if SPLIT else 0)),
             (_load, (key_desc, value_desc, rows, steps, kv_pipeline, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM,
-                     DIM_VO)),
-            (_take_tiles, (rows, spans, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS, KV_HEADS,
-                           BLOCK_Q, BLOCK_N)),
+                     DIM_VO, KV_HEADS if SPLIT else 0)),
+            (_take_tiles, (rows, spans, listed, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS,
+                           KV_HEADS, BLOCK_Q, BLOCK_N, SPLIT)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -199,6 +208,7 @@ def _span(  # type: ignore[no-untyped-def]
 def _take_tiles(  # type: ignore[no-untyped-def]
     rows,
     spans,
+    listed,
     window,
     counters,
     tile_channel,
@@ -209,15 +219,24 @@ def _take_tiles(  # type: ignore[no-untyped-def]
     KV_HEADS: gl.constexpr,
     BLOCK_Q: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):
     """One warp takes a tile as soon as all others have consumed the one before, and publishes it."""
     _info_smem, _ids_smem, _info_full, info_empty = tile_channel
-    num_programs, num_tiles = gl.num_programs(0), _count_tiles(rows, spans, BLOCK_Q)
+    num_programs = gl.num_programs(0)
+    if SPLIT == 0:
+        num_tiles = _count_tiles(rows, spans, BLOCK_Q)
     tile, nth, head, begin, before = gl.program_id(0), 0, 0, 0, 0
     while head >= 0:
-        at, begin, before = _look_up(tile, num_tiles, begin, before, rows, spans, KV_HEADS, BLOCK_Q)
+        if SPLIT:
+            at, part = _load_item(tile, listed, KV_HEADS)
+        else:
+            at, begin, before = _look_up(tile, num_tiles, begin, before, rows, spans, KV_HEADS, BLOCK_Q)
         row, head, first_token, query_len, first, seq_len = at
-        start, num_blocks, upper, lower = _span(query_len, first, seq_len, window, CHUNK, LOCAL, BLOCK_Q, BLOCK_N)
+        span = _span(query_len, first, seq_len, window, CHUNK, LOCAL, BLOCK_Q, BLOCK_N)
+        if SPLIT:
+            span = _part_of(span, part, BLOCK_N)
+        start, num_blocks, upper, lower = span
         ids = _page_ids(rows, row, start + (num_blocks - 1) * BLOCK_N, seq_len, PAGE_SIZE, TMA_ROWS)
         if PAGE_SIZE == 0:
             row = gl.load(rows[2] + row)
@@ -244,16 +263,45 @@ def _load(  # type: ignore[no-untyped-def]
     BLOCK_N: gl.constexpr,
     DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
+    SPLIT_HEADS: gl.constexpr,
 ):
     """One warp asks for every block's keys and values once their stage is empty."""
     tile_info, ids = _consume(tile_channel, 0, PAGE_SIZE)
     num_tiles, done = 0, 0
     while tile_info[0] >= 0:
         _load_blocks(tile_info, ids, done, key_desc, value_desc, rows, steps, kv_pipeline, PAGE_SIZE, TMA_ROWS, BLOCK_N,
-                     DIM, DIM_VO)  # fmt: skip
+                     DIM, DIM_VO, SPLIT_HEADS)  # fmt: skip
         done += tile_info[3]
         num_tiles += 1
         tile_info, ids = _consume(tile_channel, num_tiles, PAGE_SIZE)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _load_item(program, listed, KV_HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """What `_look_up` finds for a tile, of an item of a list; and which of its tile's splits it is, and their number.
+
+    The head of one of several splits comes with its partial slot: KV_HEADS are added once for each slot up to there.
+    """
+    work_items, max_items = listed
+    work_item = program // KV_HEADS
+    at = work_items + gl.minimum(work_item, max_items - 1) * 8
+    row, num_splits, split, first_slot = gl.load(at), gl.load(at + 5), gl.load(at + 6), gl.load(at + 7)
+    head = program % KV_HEADS + gl.where(num_splits > 1, first_slot + split + 1, 0) * KV_HEADS
+    head = gl.where((work_item < max_items) & (row >= 0), head, -1)
+    row = gl.maximum(row, 0)  # whose page ids are loaded, whether anything is attended or not
+    return (row, head, gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)), (split, num_splits)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _part_of(span, part, BLOCK_N: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A split's blocks of a tile's span, as `_span` has them."""
+    start, num_blocks, upper, lower = span
+    split, num_splits = part
+    begin, end = num_blocks * split // num_splits, num_blocks * (split + 1) // num_splits
+    count, after = end - begin, num_blocks - end
+    upper = gl.minimum(gl.maximum(upper - after, 0), count)
+    lower = gl.minimum(gl.maximum(lower - after, 0), count)
+    return start + begin * BLOCK_N, count, upper, lower
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -325,7 +373,8 @@ def _consume(tile_channel, nth, PAGE_SIZE: gl.constexpr):  # type: ignore[no-unt
     """Wait for the program's nth tile, and return its `tile_info` and, for one warp, its first page ids.
 
     A `tile_info` is the tile's head, its row or, without pages, where its keys start, its span (see `_span`) with the
-    row's length between, the row's first query token and their number, and which of them is the tile's first.
+    row's length between, the row's first query token and their number, and which of them is the tile's first. With
+    SPLIT the first is what `_load_item` makes of the head.
     """
     info_smem, ids_smem, info_full, info_empty = tile_channel
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -356,10 +405,12 @@ def _load_blocks(  # type: ignore[no-untyped-def]
     BLOCK_N: gl.constexpr,
     DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
+    SPLIT_HEADS: gl.constexpr,
 ):
     """Load a tile's blocks, the last one first, whose pages are `ids`; `done` blocks of other tiles came before."""
     keys, values, full, empty = kv_pipeline
-    head, row, start, num_blocks, seq_len, _upper, _lower, _first_token, _query_len, _first = tile_info
+    head, row, start, num_blocks, seq_len = tile_info[:5]
+    head = _head_of(head, SPLIT_HEADS)
     page_rows, head_rows, key_head, value_head, num_batches = steps
     at_row = head * head_rows
     if PAGE_SIZE == 0:
@@ -460,10 +511,11 @@ def _attend(  # type: ignore[no-untyped-def]
     DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
     Q_STAGES: gl.constexpr,
+    SPLIT_HEADS: gl.constexpr,
 ):
     """A warp group attends for 64 queries of every tile. Those of the next come while this one is worked out."""
     tile_info, _ids = _consume(tile_channel, 0, 0)
-    _prefetch_queries(q, 0, tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM)
+    _prefetch_queries(q, 0, tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM, SPLIT_HEADS)
     num_tiles, done = 0, 0
     while tile_info[0] >= 0:
         async_copy.wait_group(0)
@@ -472,12 +524,14 @@ def _attend(  # type: ignore[no-untyped-def]
         next_tile_info, _ids = _consume(tile_channel, num_tiles + 1, 0)
         q_stage, next_q_stage = num_tiles % Q_STAGES, (num_tiles + 1) % Q_STAGES
         if Q_STAGES > 1:
-            _prefetch_queries(q, next_q_stage, next_tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM)
+            _prefetch_queries(q, next_q_stage, next_tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM,
+                              SPLIT_HEADS)  # fmt: skip
         _attend_tile(tile_info, q_stage, done, tensors, strides, scales, window, flags, q, kv_pipeline, warp_group,
-                     CHUNK, LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES)  # fmt: skip
+                     CHUNK, LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)  # fmt: skip
         if Q_STAGES == 1:
             barrier()
-            _prefetch_queries(q, next_q_stage, next_tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM)
+            _prefetch_queries(q, next_q_stage, next_tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM,
+                              SPLIT_HEADS)  # fmt: skip
         num_tiles += 1
         done += tile_info[3]
         tile_info = next_tile_info
@@ -504,16 +558,14 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
     Q_STAGES: gl.constexpr,
+    SPLIT_HEADS: gl.constexpr,
 ):
     """Attend for 64 of a tile's queries, which lie in `q` at `q_stage`."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    _query, output, lse, sinks = tensors
-    _query_token, _query_head, out_token, out_head, lse_token = strides
     window_right, window_left = window
-    has_sinks, want_lse = flags
-    scale, value_scale = scales
-    head, _row, start, num_blocks, seq_len, upper, lower, first_token, query_len, first = tile_info
+    scale, _value_scale = scales
+    _head, _row, start, num_blocks, seq_len, upper, lower, _first_token, query_len, first = tile_info
 
     lane = warp_group * BLOCK_M + gl.arange(0, BLOCK_M, ROW)
     token = first + lane // GROUP
@@ -554,6 +606,82 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         barrier()
         mbarrier.arrive(empty[1].index(stage))
 
+    if SPLIT_HEADS:
+        slot = tile_info[0] - SPLIT_HEADS
+        if slot >= 0:
+            _store_partial(tile_info, slot, acc, m_i * scale, l_i, tensors, warp_group, GROUP, BLOCK_Q, DIM_VO)
+        else:
+            _write_tile(tile_info, q_stage, acc, m_i, l_i, tensors, strides, scales, flags, q, warp_group, GROUP,
+                        BLOCK_Q, DIM, DIM_VO, Q_STAGES)  # fmt: skip
+    else:
+        _write_tile(tile_info, q_stage, acc, m_i, l_i, tensors, strides, scales, flags, q, warp_group, GROUP, BLOCK_Q,
+                    DIM, DIM_VO, Q_STAGES)  # fmt: skip
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _head_of(head, SPLIT_HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The head, without the partial slot; SPLIT_HEADS are the KV heads, or 0 where no tile is split."""
+    if SPLIT_HEADS:
+        head %= SPLIT_HEADS
+    return head
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _store_partial(  # type: ignore[no-untyped-def]
+    tile_info,
+    slot,
+    acc,
+    m_i,
+    l_i,
+    tensors,
+    warp_group: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    DIM_VO: gl.constexpr,
+):
+    """Store what a split's keys gave for 64 of a tile's queries: sums [128, a power of two of columns] f32 in its
+    slot, behind them each query's highest logit in base 2 and its sum of weights."""
+    ROW: gl.constexpr = m_i.type.layout
+    WIDE: gl.constexpr = acc_width(DIM_VO, 0)
+    _query, _output, _lse, _sinks, partial_acc, partial_ml = tensors
+    query_len, first = tile_info[8], tile_info[9]
+    lane = warp_group * BLOCK_M + gl.arange(0, BLOCK_M, ROW)
+    live = (first + lane // GROUP < query_len) & (lane < BLOCK_Q * GROUP)
+    at = slot.to(gl.int64) * (2 * BLOCK_M) + lane
+    gl.store(partial_ml + at * 2, m_i, mask=live)
+    gl.store(partial_ml + at * 2 + 1, l_i, mask=live)
+    for i in gl.static_range(num_accs(DIM_VO)):
+        write_rows(partial_acc + at * (WIDE * num_accs(DIM_VO)) + i * WIDE, acc[i], gl.full_like(l_i, 1.0), live)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _write_tile(  # type: ignore[no-untyped-def]
+    tile_info,
+    q_stage,
+    acc,
+    m_i,
+    l_i,
+    tensors,
+    strides,
+    scales,
+    flags,
+    q,
+    warp_group: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    DIM: gl.constexpr,
+    DIM_VO: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+):
+    """Write outputs and LSEs of 64 of a tile's queries, whose place in `q` nobody wants any more."""
+    ROW: gl.constexpr = m_i.type.layout
+    _query, output, lse, sinks, _partial_acc, _partial_ml = tensors
+    _query_token, _query_head, out_token, out_head, lse_token = strides
+    has_sinks, want_lse = flags
+    scale, value_scale = scales
+    head, first_token, query_len, first = tile_info[0], tile_info[7], tile_info[8], tile_info[9]
+    lane = warp_group * BLOCK_M + gl.arange(0, BLOCK_M, ROW)
+    token = first + lane // GROUP
     live = (token < query_len) & (lane < BLOCK_Q * GROUP)
     q_head = head * GROUP + lane % GROUP
     at = (first_token + token).to(gl.int64)
@@ -735,19 +863,21 @@ def _prefetch_queries(  # type: ignore[no-untyped-def]
     GROUP: gl.constexpr,
     BLOCK_Q: gl.constexpr,
     DIM: gl.constexpr,
+    SPLIT_HEADS: gl.constexpr,
 ):
     """Start to copy a warp group's queries of a tile to a stage in shared memory.
 
     What has no query, a row or a column behind the last one, is filled with zeros by the same instruction.
     """
     COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    head, _row, _start, _num_blocks, _seq_len, _upper, _lower, first_token, query_len, first = tile_info
-    query, _output, _lse, _sinks = tensors
+    head, first_token, query_len, first = tile_info[0], tile_info[7], tile_info[8], tile_info[9]
+    query, _output, _lse, _sinks, _partial_acc, _partial_ml = tensors
     query_token, query_head, _out_token, _out_head, _lse_token = strides
+    kv_head = _head_of(head, SPLIT_HEADS)
     lane = warp_group * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, COALESCED))
     token = first + lane // GROUP
     live = (head >= 0) & (token < query_len) & (lane < BLOCK_Q * GROUP)
-    at = query + (first_token + token).to(gl.int64) * query_token + (head * GROUP + lane % GROUP) * query_head
+    at = query + (first_token + token).to(gl.int64) * query_token + (kv_head * GROUP + lane % GROUP) * query_head
     column = gl.arange(0, TMA_COLS, gl.SliceLayout(0, COALESCED))
     at = at[:, None] + column[None]
     for column_tile in gl.static_range(column_tiles(DIM)):

@@ -7,17 +7,14 @@ As an operator a launch on a CPU is seen by what records torch operations, such 
 from __future__ import annotations
 
 import math
-from functools import cache, lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import (
-    Fixed,
     Pdl,
-    fixed_numbers,
     has_hopper_kernels,
     has_tensor_engine,
     launch,
@@ -29,30 +26,20 @@ from attn_backends.kernels.prefill.arguments import (
     BlockDims,
     Descriptors,
     Flags,
-    HopperConstants,
     HopperShape,
-    HopperSteps,
-    HopperStrides,
-    HopperTensors,
-    HopperVarying,
     PrefillConstants,
     PrefillRows,
     PrefillTensors,
     PrefillVarying,
     Scales,
     Strides,
-    UncappedScales,
     VisibleRange,
-    Window,
 )
+from attn_backends.kernels.prefill.hopper_launch import hopper_block_n, prefill_on_hopper
 from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
-from attn_backends.kernels.prefill.row_layout import (
-    RowLayout,
-    TiledRows,
-    has_aligned_rows,
-    kv_descriptors,
-    row_layouts,
-)
+from attn_backends.kernels.prefill.row_layout import RowLayout, has_aligned_rows, kv_descriptors, row_layouts
+from attn_backends.kernels.prefill.split_launch import TileList, join_splits
+from attn_backends.kernels.prefill.splits import SplitTile
 from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE
 from attn_backends.kernels.tiles import padded
 from attn_backends.spec import AttentionSpec
@@ -61,6 +48,10 @@ HOPPER_ROWS = 128  # queries of a program of the kernel for Hopper
 HOPPER_DIMS = (
     (64, 64), (80, 80), (96, 64), (96, 96), (112, 112), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256),
 )  # fmt: skip
+_Tensors = tuple[  # query, key, value, output, lse, page_table, seq_lens, query_start_loc, key_start_loc, sinks, tiles
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor,
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
+]  # fmt: skip
 _L2_BYTES = 32 << 20  # that the keys and values of a section of heads may take
 
 
@@ -106,13 +97,18 @@ def suits_hopper_kernel(spec: AttentionSpec, device: torch.device) -> bool:
     )
 
 
+def hopper_tile(spec: AttentionSpec) -> SplitTile:
+    """What the prefill kernel for Hopper reads at a time."""
+    return SplitTile(max(1, HOPPER_ROWS // spec.group_size), HOPPER_ROWS, hopper_block_n(spec.head_dim))
+
+
 def num_prefill_tiles(num_tokens: int, num_rows: int, tile_tokens: int) -> int:
     """Most that so many rows of so many query tokens in all can have (see `rows_of`); of one row, what it has."""
     return (num_tokens + num_rows * (tile_tokens - 1)) // tile_tokens
 
 
 class Rows(NamedTuple):
-    """Rows that are not split. All tensors are on the device."""
+    """Rows of a prefill. All tensors are on the device."""
 
     page_table: torch.Tensor | None  # [rows, max_pages] i32; None: keys lie by `key_start_loc`
     seq_lens: torch.Tensor  # [rows] i32
@@ -122,6 +118,7 @@ class Rows(NamedTuple):
     num_tokens: int  # of all rows from there on
     num_upcast: int  # keys that they see and that are to be made 16 bits, or an upper bound of it
     max_seq_len: int  # or an upper bound of it
+    splits: TileList | None = None  # the tiles of rows from `first_row` on; None: no keys are split
 
 
 class PrefillKernels:
@@ -160,7 +157,8 @@ class PrefillKernels:
         """Attend with the KV heads from `first_head` on, as many as the keys have. Keys from the cache are scaled.
 
         `tiles` [2] i32, zeros, is where programs count what they take. Returns when the next launch can start, if that
-        is a decode of other rows: `share` is the part of the GPU that is enough beside it. None: it is not.
+        is a decode of other rows: `share` is the part of the GPU that is enough beside it. None: it is not. Where keys
+        are split they take all of it.
         """
         spec, is_paged, num_kv_heads = self.spec, rows.page_table is not None, key.shape[-2]
         tile = self._tiles[is_paged]
@@ -182,20 +180,38 @@ class PrefillKernels:
         tensors = (query, key, value, output, lse, *rows[:4])
         scales, visible, has_sinks = self._scales_of(is_cached), self._visible, self._has_sinks
         if on_hopper and layouts is not None:
-            next_pdl, num_programs = Pdl.OFF, self._num_sms
-            if share is not None and self._supports_pdl:
-                next_pdl, num_programs = Pdl.WAIT_LAST, math.ceil(share * num_programs)
             shape = HopperShape(
                 page_size, num_kv_heads, spec.group_size, tile_tokens, spec.head_dim, spec.head_dim_vo,
-                launch_dependents=int(next_pdl is Pdl.WAIT_LAST),
+                launch_dependents=0,
             )  # fmt: skip
-            _prefill_on_hopper(*tensors, sinks, tiles, layouts, scales, visible, has_sinks, tiled, shape,
-                               num_programs)  # fmt: skip
-            return next_pdl
+            return self._attend_on_hopper((*tensors, sinks, tiles), layouts, scales, tiled, shape, rows.splits, share)
         constants = self._constants(key, value, page_size, tile, tile_tokens)
         _prefill(*tensors, slopes, sinks, scales, visible, has_sinks, tiled, constants,
                  tile.keys if in_blocks else 0, tile.warps)  # fmt: skip
         return Pdl.OFF
+
+    def _attend_on_hopper(
+        self, tensors: _Tensors, layouts: tuple[RowLayout, RowLayout], scales: Scales, tiled: PrefillRows,
+        shape: HopperShape, splits: TileList | None, share: float | None,
+    ) -> Pdl:  # fmt: skip
+        """Launch, and join what was split; `tensors` are as `prefill_on_hopper` takes them."""
+        next_pdl, num_programs = Pdl.OFF, self._num_sms
+        if splits is not None and splits.tile != hopper_tile(self.spec):  # made for another kernel
+            splits = None
+        if splits is None and share is not None and self._supports_pdl:
+            next_pdl, num_programs = Pdl.WAIT_LAST, math.ceil(share * num_programs)
+        lets_next = next_pdl is Pdl.WAIT_LAST or (splits is not None and self._supports_pdl)
+        shape = shape._replace(launch_dependents=int(lets_next))
+        prefill_on_hopper(*tensors, layouts, scales, self._visible, self._has_sinks, tiled, splits, shape, num_programs)
+        if splits is not None:
+            self._join(tensors, scales, shape.num_kv_heads, splits, lets_next)
+        return next_pdl
+
+    def _join(self, tensors: _Tensors, scales: Scales, num_kv_heads: int, splits: TileList, use_pdl: bool) -> None:
+        _query, _key, _value, output, lse, _table, _lens, _starts, _key_starts, sinks, _tiles = tensors
+        dims = self._dims.DIM_VO, self._dims.BLOCK_DIM_VO
+        join_splits(output, lse, sinks, splits, num_kv_heads, self.spec.group_size, dims, scales.value_scale,
+                    self._has_sinks, use_pdl)  # fmt: skip
 
     def _constants(
         self, key: torch.Tensor, value: torch.Tensor, page_size: int, tile: TileSizes, tile_tokens: int
@@ -243,67 +259,3 @@ def _prefill(
               constants)  # fmt: skip
     launch(prefill_kernel, tiled.num_tiles * constants.KV_HEADS, tensors, PrefillVarying(*tiled, stride), groups,
            warps, descriptors=descriptors)  # fmt: skip
-
-
-@cache
-def _for_hopper() -> tuple[Any, Any]:
-    from attn_backends.kernels import hopper
-    from attn_backends.kernels.prefill import hopper_kernel  # not every Triton has what these import
-
-    return hopper, hopper_kernel
-
-
-def _prefill_on_hopper(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
-    page_table: torch.Tensor | None, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
-    key_start_loc: torch.Tensor, sinks: torch.Tensor, tiles: torch.Tensor, layouts: tuple[RowLayout, RowLayout],
-    scales: Scales, visible: VisibleRange, has_sinks: int, tiled: PrefillRows, shape: HopperShape, num_programs: int,
-) -> None:  # fmt: skip
-    hopper, hopper_kernel = _for_hopper()
-    lse_stride = None if lse is None else lse.stride(0)
-    strides = (*query.stride()[:2], *output.stride()[:2])
-    dims = key.shape[-1], value.shape[-1]
-    numbers, (keys, values), rows = _hopper_numbers(
-        layouts, dims, scales, visible, has_sinks, strides, lse_stride, shape
-    )
-    descriptors = Descriptors(hopper.tma_descriptor(keys.shape, keys.strides, key, rows),
-                              hopper.tma_descriptor(values.shape, values.strides, value, rows))  # fmt: skip
-    first_row, num_rows, num_tiles, section = tiled
-    table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
-    tensors = HopperTensors(query, output, sinks if lse is None else lse, table, seq_lens, query_start_loc,
-                            key_start_loc, sinks, tiles)  # fmt: skip
-    launch(hopper_kernel.prefill_hopper_kernel, min(num_tiles * shape.num_kv_heads, num_programs), tensors,
-           HopperVarying(first_row, num_rows, section, stride), numbers, hopper_kernel.GROUP_WARPS,
-           descriptors=descriptors)  # fmt: skip
-
-
-@lru_cache(maxsize=256)  # layers and steps are alike
-def _hopper_numbers(
-    layouts: tuple[RowLayout, RowLayout], dims: tuple[int, int], scales: Scales, visible: VisibleRange, has_sinks: int,
-    strides: tuple[int, ...], lse_stride: int | None, shape: HopperShape,
-) -> tuple[Fixed, list[TiledRows], int]:  # fmt: skip
-    """What follows from shapes and strides: the numbers of a launch, how keys and values lie in TMA tiles, and a tile's
-    rows."""
-    hopper, hopper_kernel = _for_hopper()
-    keys = hopper_kernel.block_n(shape.head_dim)
-    window_right, window_left, chunk = visible
-    has_whole_blocks = keys <= min(window_left, chunk) < FAR.value  # within a window, or a chunk
-    rows = hopper.tma_rows(shape.page_size, keys)
-    in_tiles = [layout.in_tiles(dim, hopper.TMA_COLS.value) for layout, dim in zip(layouts, dims, strict=True)]
-    *page_rows, head_rows = layouts[0].steps
-    num_batches = -(-keys // rows // hopper_kernel.BATCH.value)
-    numbers = fixed_numbers(
-        hopper_kernel.prefill_hopper_kernel,
-        UncappedScales(*scales[:2]),
-        Window(window_right, window_left),
-        Flags(has_sinks, int(lse_stride is not None)),
-        HopperSteps._make((*(page_rows or [0]), head_rows, num_batches, *(tiles.head for tiles in in_tiles))),
-        HopperStrides._make((*strides, lse_stride or 0)),
-        HopperConstants(
-            CHUNK=chunk, LOCAL=int(has_whole_blocks), PAGE_SIZE=shape.page_size, TMA_ROWS=rows,
-            KV_HEADS=shape.num_kv_heads, GROUP=shape.group_size, BLOCK_Q=shape.tile_tokens, BLOCK_N=keys,
-            DIM=shape.head_dim, DIM_VO=shape.head_dim_vo, Q_STAGES=hopper_kernel.q_stages(shape.head_dim),
-            LAUNCH_DEPENDENTS=shape.launch_dependents,
-        ),
-    )  # fmt: skip
-    return numbers, in_tiles, rows

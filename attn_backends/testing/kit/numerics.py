@@ -160,6 +160,19 @@ class Numerics(KitBase):
             for seq_len, query_len in ((828, 128), (700, 700), (450, 450)):
                 self.check(spec, [BatchShape(seq_lens=(seq_len,), query_lens=(query_len,))], "window of 500")
 
+    @pytest.mark.parametrize("window_left", [-1, 900])
+    def test_short_chunks_behind_long_prefixes(self, window_left: int, dtype: torch.dtype) -> None:
+        """One KV head, so that few tiles of queries read all keys and kernels split these; and beside such rows, a
+        decode and a chunk that is not worth it."""
+        heads = {} if self.can.mla else {"num_qo_heads": 2, "num_kv_heads": 1}
+        spec = self.make_spec(window_left=window_left, dtype=dtype, **heads)
+        if self.serves(spec, may_refuse=True):
+            shapes = (
+                BatchShape(seq_lens=(2500,), query_lens=(40,)),
+                BatchShape(seq_lens=(9, 2300, 300, 1700), query_lens=(1, 30, 17, 33)),
+            )
+            self.check(spec, shapes, f"chunks behind prefixes, window {window_left}")
+
     def test_encoder(self, dtype: torch.dtype) -> None:
         """Both ways over this step's own tokens, with no cache."""
         for _, spec in self.served([ENCODER], dtype=dtype):

@@ -426,23 +426,43 @@ def test_prefill_of_latent_layers_as_compiled(
     assert listing(made).count("LDL") < (256 if dtype is torch.float32 else 48)
 
 
-@pytest.mark.parametrize("is_local", [False, True], ids=["all_keys", "window"])
+@pytest.mark.parametrize("how", ["all_keys", "window", "split"])
 @pytest.mark.parametrize(
     ("dims", "page_size"), [*((dims, 16) for dims in launch.HOPPER_DIMS), ((128, 128), 0), ((192, 128), 0)], ids=str
 )
-def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_size: int, is_local: bool) -> None:
+def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_size: int, how: str) -> None:
     from attn_backends.kernels import hopper
     from attn_backends.kernels.prefill import hopper_kernel
     from attn_backends.kernels.split_kv import FAR
 
     keys = hopper_kernel.block_n(dims[0])
     rows = hopper.tma_rows(page_size, keys)
-    constants = {"CHUNK": FAR.value, "LOCAL": int(is_local), "PAGE_SIZE": page_size, "TMA_ROWS": rows,
+    constants = {"CHUNK": FAR.value, "LOCAL": int(how == "window"), "PAGE_SIZE": page_size, "TMA_ROWS": rows,
                  "KV_HEADS": 2, "GROUP": 4, "BLOCK_Q": 32, "BLOCK_N": keys, "DIM": dims[0], "DIM_VO": dims[1],
-                 "Q_STAGES": hopper_kernel.q_stages(dims[0]), "LAUNCH_DEPENDENTS": 1}  # fmt: skip
+                 "Q_STAGES": hopper_kernel.q_stages(dims[0]), "LAUNCH_DEPENDENTS": 1,
+                 "SPLIT": int(how == "split")}  # fmt: skip
     types = dict.fromkeys(("query", "output"), "*bf16")
     types |= {"key_desc": tiles_of(dims[0], rows), "value_desc": tiles_of(dims[1], rows)}
     check_for_hopper(hopper_kernel.prefill_hopper_kernel, types, constants, hopper_kernel.GROUP_WARPS)
+
+
+@pytest.mark.parametrize("dim_vo", [64, 128, 256])
+def test_joins_of_splits_stay_in_registers(dim_vo: int) -> None:
+    from triton.compiler import ASTSource
+
+    from attn_backends.kernels.prefill import split_kernels, split_launch
+
+    splits = split_launch.JoinConstants(
+        KV_HEADS=3, GROUP=5, BLOCK_Q=25, BLOCK_M=128, DIM_VO=dim_vo, BLOCK_DIM_VO=dim_vo, SPREAD=16,
+        BLOCK_SPLITS=split_launch.splits_at_a_time(dim_vo), PDL=1,
+    )  # fmt: skip
+    types, warps = {"output": "*bf16"}, split_launch.JOIN_WARPS
+    made = _compiled(ASTSource, split_kernels.join_kernel, types, splits._asdict(), warps, 90)
+    assert made.metadata.shared <= 4 << 10
+    assert "LDL" not in listing(made)
+    numbers = split_launch.ListConstants(split_launch.LIST_ROWS, split_launch.LIST_ITEMS)._asdict()
+    made = _compiled(ASTSource, split_kernels.list_kernel, {}, numbers, split_launch.LIST_WARPS, 90)
+    assert "LDL" not in listing(made)
 
 
 def tiles_of(dim: int, rows: int) -> str:

@@ -26,13 +26,13 @@ SEQ_LENS, QUERY_LENS = [700, 131, 300, 64, 1500], [1, 17, 290, 64, 33]
 def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """A launch each: whether it read pages."""
     launches: list[bool] = []
-    made = launch._prefill_on_hopper
+    made = launch.prefill_on_hopper
 
     def prefill(*given: Any) -> None:
         launches.append(given[5] is not None)
         made(*given)
 
-    monkeypatch.setattr(launch, "_prefill_on_hopper", prefill)
+    monkeypatch.setattr(launch, "prefill_on_hopper", prefill)
     return launches
 
 
@@ -90,6 +90,20 @@ def test_where_a_cache_lies(dim: int, place: str, layout: Any, served: list[bool
 def test_what_a_query_sees(feature: dict[str, Any], dims: tuple[int, int], served: list[bool]) -> None:
     check(a_batch(spec_of(dims, **feature)))
     assert served == [True]
+
+
+@pytest.mark.parametrize("changes", [{}, {"window_left": 5000}, {"sinks": True}, {"causal": False}], ids=str)
+@pytest.mark.parametrize("dims", launch.HOPPER_DIMS, ids=str)
+def test_short_chunks_behind_long_prefixes(dims: tuple[int, int], changes: dict[str, Any], served: list[bool]) -> None:
+    """Keys are split, those of one row in many parts and those of another in few, beside a row that is whole and behind
+    a decode; several times in a row, as each launch leaves the workspace to the next."""
+    batch = a_batch(spec_of(dims, (4, 2), **changes), [900, 30_000, 300, 9000], [1, 60, 40, 100])
+    layer, expected = make_layer(get_backend("TRITON"), batch), batch.expected()
+    for _ in range(3):
+        step = layer.begin(batch)
+        assert int(step.splits.work_items[0, 5]) > 2
+        assert_matches(layer.forward(batch, step, want_lse=True), batch, "splits", expected)
+    assert served == [True] * 3
 
 
 @pytest.mark.parametrize("changes", [{}, {"window_left": 90}, {"dims": (256, 256)}, {"dims": (64, 64)}], ids=str)

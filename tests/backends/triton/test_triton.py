@@ -121,7 +121,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     def prefill(*arguments: Any) -> None:
         made.append(("prefill", (arguments[-1], bool(arguments[-2][-1]))))  # programs, and whether it lets
 
-    monkeypatch.setattr(prefill_launch, "_prefill_on_hopper", prefill)
+    monkeypatch.setattr(prefill_launch, "prefill_on_hopper", prefill)
     monkeypatch.setattr(prefill_launch, "_prefill", lambda *arguments: made.append(("portable prefill", None)))
     monkeypatch.setattr(launch, "_upcast", lambda *arguments: made.append(("upcast", None)))
     monkeypatch.setattr(launch, "_decode", lambda *arguments: made.append(("decode", Pdl(arguments[-3][-1]))))

@@ -155,11 +155,11 @@ def sized_at_the_ends(specs: Any, cache: Any, limits: Any, options: Any, num_sms
     """The need of the shortest and of the longest queries alone."""
     from attn_backends.backends.triton.launch import SplitPlan
     from attn_backends.backends.triton.tuning import decode_tile
-    from attn_backends.backends.triton.workspace import DecodeNeed, decode_need
+    from attn_backends.backends.triton.workspace import LaunchNeed, decode_need
 
     rows, needs = limits.max_num_requests, []
     for spec in specs:
         for query_len in (1, 16):
             tile = decode_tile(spec, cache, rows, SplitPlan.of(spec, query_len).block_m, options, shared_memory)
             needs.append(decode_need(spec, tile, query_len, num_sms))
-    return DecodeNeed(*map(max, zip(*needs, strict=True)))
+    return LaunchNeed(*map(max, zip(*needs, strict=True)))

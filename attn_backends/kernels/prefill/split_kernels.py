@@ -1,0 +1,170 @@
+"""The kernels around a prefill whose keys are split: one lists its tiles, once a step, and one joins the splits."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_backends.kernels.launch import grid_wait
+from attn_backends.kernels.split_kv import clear_counters, combine_splits, load_rows, of_row
+from attn_backends.kernels.tile_kernels import write_rows
+
+_NOT_CONSTANT = ["first_row", "num_rows", "max_items", "target", "num_kv_heads", "window_right", "window_left", "chunk",
+                 "num_counters", "tile_tokens", "block_keys", "min_blocks"]  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=_NOT_CONSTANT,
+    do_not_specialize_on_alignment=["seq_lens", "query_start_loc", "work_items", "counters"],
+)  # type: ignore[untyped-decorator]
+def list_kernel(  # type: ignore[no-untyped-def]
+    seq_lens,  # [rows] i32
+    query_start_loc,  # [rows + 1] i32
+    work_items,  # [max_items, 8] i32, see below
+    counters,  # [num_counters] i32, become 0
+    first_row,  # rows before it are left alone
+    num_rows,  # rows from there on
+    max_items,
+    target,  # splits of all tiles and KV heads at most
+    num_kv_heads,
+    window_right,  # positions after its own that a query sees
+    window_left,  # positions before its own that a query sees
+    chunk,  # positions in a chunk; a query sees its own chunk alone
+    num_counters,
+    tile_tokens,  # query tokens of a tile
+    block_keys,
+    min_blocks,  # blocks of a split at least
+    BLOCK_ROWS: tl.constexpr,  # rows that are looked at at a time
+    BLOCK_ITEMS: tl.constexpr,  # work items of a program
+):
+    """List a step's tiles, and the splits of those that have several, as `splits.num_splits` says.
+
+    A work item is a row (-1: none), its first query token and their number, which of them is the tile's first, the
+    row's length, the number of the tile's splits, which of them this is, and the first one's partial slot. That is the
+    item's own number: splits come first, those of a tile side by side; then tiles that are whole.
+    """
+    clear_counters(counters, num_counters)
+    num_blocks = tl.zeros([BLOCK_ROWS], tl.int64)
+    for begin in range(0, num_rows, BLOCK_ROWS):
+        tiles, blocks, _lens, _starts, _query_lens = _load_of(
+            seq_lens, query_start_loc, first_row, begin, num_rows, window_right, window_left, chunk, tile_tokens,
+            block_keys, BLOCK_ROWS,
+        )  # fmt: skip
+        num_blocks += tiles.to(tl.int64) * blocks
+    size = tl.maximum((tl.sum(num_blocks, 0) * num_kv_heads + target - 1) // target, min_blocks)
+    num_split_items = 0
+    for begin in range(0, num_rows, BLOCK_ROWS):
+        tiles, blocks, _lens, _starts, _query_lens = _load_of(
+            seq_lens, query_start_loc, first_row, begin, num_rows, window_right, window_left, chunk, tile_tokens,
+            block_keys, BLOCK_ROWS,
+        )  # fmt: skip
+        splits = (blocks // size).to(tl.int32)
+        num_split_items += tl.sum(tl.where(splits > 1, tiles * splits, 0), 0)
+
+    work_item = tl.program_id(0) * BLOCK_ITEMS + tl.arange(0, BLOCK_ITEMS)
+    row, first_token, query_len, seq_len = work_item * 0 - 1, work_item * 0, work_item * 0, work_item * 0
+    first, num_splits, split = work_item * 0, work_item * 0, work_item * 0
+    before, whole_before = 0, num_split_items  # items of the rows before: splits, and tiles that are whole
+    for begin in range(0, num_rows, BLOCK_ROWS):
+        tiles, blocks, lens, starts, query_lens = _load_of(
+            seq_lens, query_start_loc, first_row, begin, num_rows, window_right, window_left, chunk, tile_tokens,
+            block_keys, BLOCK_ROWS,
+        )  # fmt: skip
+        splits = tl.maximum((blocks // size).to(tl.int32), 1)
+        split_counts = tl.where(splits > 1, tiles * splits, 0)
+        counts = tl.where(splits > 1, 0, tiles)
+        ends = tl.where(splits > 1, before + tl.cumsum(split_counts, 0), whole_before + tl.cumsum(counts, 0))
+        begins = ends - split_counts - counts
+        mine = (begins[None] <= work_item[:, None]) & (work_item[:, None] < ends[None])
+        row += of_row(mine, 1 + first_row + begin + tl.arange(0, BLOCK_ROWS))
+        first_token += of_row(mine, starts)
+        query_len += of_row(mine, query_lens)
+        seq_len += of_row(mine, lens)
+        num_splits += of_row(mine, splits)
+        # The last tiles, which see the most keys where attention is causal, come first.
+        of_tile = tl.maximum(of_row(mine, splits), 1)
+        local = work_item - of_row(mine, begins)
+        is_mine = tl.sum(mine.to(tl.int32), 1) > 0
+        first += tl.where(is_mine, (of_row(mine, tiles) - 1 - local // of_tile) * tile_tokens, 0)
+        split += tl.where(is_mine, local % of_tile, 0)
+        before += tl.sum(split_counts, 0)
+        whole_before += tl.sum(counts, 0)
+    to, inside = work_items + work_item * 8, work_item < max_items
+    tl.store(to, row, mask=inside)
+    tl.store(to + 1, first_token, mask=inside)
+    tl.store(to + 2, query_len, mask=inside)
+    tl.store(to + 3, first, mask=inside)
+    tl.store(to + 4, seq_len, mask=inside)
+    tl.store(to + 5, tl.maximum(num_splits, 1), mask=inside)  # 1 where there is none
+    tl.store(to + 6, split, mask=inside)
+    tl.store(to + 7, work_item - split, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_of(  # type: ignore[no-untyped-def]
+    seq_lens,
+    query_start_loc,
+    first_row,
+    begin,
+    num_rows,
+    window_right,
+    window_left,
+    chunk,
+    tile_tokens,
+    block_keys,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """[BLOCK_ROWS]: each row's tiles and the blocks of its widest, see `splits.TileLoad`; its length, its first query
+    token and their number."""
+    nth = begin + tl.arange(0, BLOCK_ROWS)
+    lens, starts, query_lens = load_rows(seq_lens, query_start_loc, first_row + nth, nth < num_rows)
+    reach = tl.minimum(lens, tl.minimum(window_left, chunk)) + tile_tokens + tl.minimum(query_lens, window_right)
+    blocks = (tl.minimum(lens, reach) + block_keys - 1) // block_keys
+    return (query_lens + tile_tokens - 1) // tile_tokens, blocks, lens, starts, query_lens
+
+
+@triton.jit(
+    do_not_specialize=["has_sinks", "want_lse", "lse_token"],
+    do_not_specialize_on_alignment=["lse", "sinks", "work_items"],
+)  # type: ignore[untyped-decorator]
+def join_kernel(  # type: ignore[no-untyped-def]
+    output,  # [num_tokens, KV_HEADS * GROUP, DIM_VO]
+    lse,  # [num_tokens, KV_HEADS * GROUP] f32, natural log, if want_lse
+    sinks,  # [KV_HEADS * GROUP] f32 logits, if has_sinks
+    work_items,  # [programs / KV_HEADS / SPREAD or more, 8] i32, see `list_kernel`
+    partial_acc,  # [partial slots, KV_HEADS, BLOCK_M, BLOCK_DIM_VO] f32
+    partial_ml,  # [partial slots, KV_HEADS, BLOCK_M, 2] f32: m_i in base 2, l_i
+    value_scale,  # f32, of cached values
+    has_sinks,  # 0 or 1
+    want_lse,  # 0 or 1
+    out_token,  # elements from token to token, as all strides
+    out_head,
+    lse_token,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a KV head
+    BLOCK_Q: tl.constexpr,  # query tokens of a tile
+    BLOCK_M: tl.constexpr,  # queries of a slot
+    DIM_VO: tl.constexpr,
+    BLOCK_DIM_VO: tl.constexpr,  # a power of two
+    SPREAD: tl.constexpr,  # programs for each split
+    BLOCK_SPLITS: tl.constexpr,  # that are loaded at a time
+    PDL: tl.constexpr,  # 0 or 1: the kernel in front lets this one start
+):
+    """The programs of a tile's splits take its queries in turn, and join all splits of each."""
+    program = tl.program_id(0)
+    head, work_item = program // SPREAD % KV_HEADS, program // SPREAD // KV_HEADS
+    at = work_items + work_item * 8
+    row, first_token, query_len, first = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    num_splits, split, first_slot = tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
+    if PDL:  # the list was there before that one was launched
+        grid_wait()
+    if (row >= 0) & (num_splits > 1):
+        used = tl.minimum(query_len - first, BLOCK_Q) * GROUP
+        slot = (first_slot.to(tl.int64) * KV_HEADS + head) * BLOCK_M
+        for query in range(split * SPREAD + program % SPREAD, used, num_splits * SPREAD):
+            acc, m_i, l_i = combine_splits(
+                partial_acc, partial_ml, slot + query, KV_HEADS * BLOCK_M, num_splits, 1, 1, BLOCK_DIM_VO, BLOCK_SPLITS
+            )
+            lane = first * GROUP + query + tl.arange(0, 1)
+            write_rows(output, lse, sinks, acc, m_i, l_i, lane, head, first_token, query_len, value_scale, out_token,
+                       out_head, lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip

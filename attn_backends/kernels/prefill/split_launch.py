@@ -1,0 +1,99 @@
+"""Launches around a prefill whose keys are split: its tiles are listed once a step, and each layer's splits joined."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_backends.kernels.launch import launch, operator
+from attn_backends.kernels.prefill.arguments import (
+    Flags,
+    JoinConstants,
+    JoinScale,
+    JoinStrides,
+    JoinTensors,
+    ListConstants,
+    ListNumbers,
+    ListTensors,
+    VisibleRange,
+)
+from attn_backends.kernels.prefill.split_kernels import join_kernel, list_kernel
+from attn_backends.kernels.prefill.splits import SplitTile
+
+LIST_ROWS, LIST_ITEMS, LIST_WARPS = 128, 64, 4  # that a program of the list looks at at a time, and makes
+JOIN_WARPS = 2
+_SPREAD = 16  # programs for each split that join
+_JOIN_NUMBERS = 64  # of a thread, for the splits that it loads at a time
+
+
+class TileList:
+    """The tiles of a step's prefill, with the splits of some, on the device; and where those of a tile meet.
+
+    Args:
+        target: of splits, more than 0, as `splits.split_target` gives it.
+        first_row, num_rows: rows from `first_row` on, of whose tensors others may be in front.
+        num_tiles: of these rows for one KV head, or an upper bound.
+        partial_acc, partial_ml: f32, of the workspace that its launches use.
+        counters: [2] i32, where the prefill's programs count; each listing sets them to 0.
+    """
+
+    def __init__(
+        self, tile: SplitTile, target: int, num_kv_heads: int, visible: VisibleRange, first_row: int, num_rows: int,
+        num_tiles: int, block_dim_vo: int, workspace: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:  # fmt: skip
+        self.tile = tile
+        self.partial_acc, self.partial_ml, self._counters = workspace
+        queries = target * tile.rows
+        assert queries * block_dim_vo <= self.partial_acc.numel(), "see `workspace.prefill_need`"
+        assert 2 * queries <= self.partial_ml.numel(), "see `workspace.prefill_need`"
+        self.max_split_items = target // num_kv_heads
+        max_items = max(1, num_tiles + self.max_split_items)
+        self.work_items = self._counters.new_empty(max_items, 8)
+        self._numbers = ListNumbers(
+            first_row, num_rows, max_items, target, num_kv_heads, *visible, len(self._counters), tile.tokens, tile.keys,
+            tile.min_blocks,
+        )  # fmt: skip
+
+    def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
+        """List the tiles for lengths [rows] and query starts [rows + 1], i32, in one launch."""
+        _list_tiles(seq_lens, query_start_loc, self.work_items, self._counters, self._numbers)
+
+
+@operator(("work_items", "counters"))
+def _list_tiles(
+    seq_lens: torch.Tensor, query_start_loc: torch.Tensor, work_items: torch.Tensor, counters: torch.Tensor,
+    numbers: ListNumbers,
+) -> None:  # fmt: skip
+    grid = -(-numbers.max_items // LIST_ITEMS)
+    tensors = ListTensors(seq_lens, query_start_loc, work_items, counters)
+    launch(list_kernel, grid, tensors, numbers, (ListConstants(LIST_ROWS, LIST_ITEMS),), LIST_WARPS)
+
+
+def splits_at_a_time(block_dim_vo: int) -> int:
+    """Number of splits, a power of two, whose numbers of one query a program holds."""
+    return max(1, _JOIN_NUMBERS * 32 * JOIN_WARPS // block_dim_vo)
+
+
+def join_splits(
+    output: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor, splits: TileList, num_kv_heads: int,
+    group_size: int, dims: tuple[int, int], value_scale: float, has_sinks: int, use_pdl: bool,
+) -> None:  # fmt: skip
+    """Join what the prefill in front of it has left. Args: dims: of values, and padded."""
+    constants = JoinConstants(
+        KV_HEADS=num_kv_heads, GROUP=group_size, BLOCK_Q=splits.tile.tokens, BLOCK_M=splits.tile.rows, DIM_VO=dims[0],
+        BLOCK_DIM_VO=dims[1], SPREAD=_SPREAD, BLOCK_SPLITS=splits_at_a_time(dims[1]), PDL=int(use_pdl),
+    )  # fmt: skip
+    count = min(splits.max_split_items, len(splits.work_items))
+    _join(output, lse, sinks, splits.work_items, splits.partial_acc, splits.partial_ml, value_scale, has_sinks,
+          constants, count * num_kv_heads * _SPREAD)  # fmt: skip
+
+
+@operator(("output", "lse"))
+def _join(
+    output: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor, work_items: torch.Tensor,
+    partial_acc: torch.Tensor, partial_ml: torch.Tensor, value_scale: float, has_sinks: int, constants: JoinConstants,
+    grid: int,
+) -> None:  # fmt: skip
+    tensors = JoinTensors(output, partial_ml if lse is None else lse, sinks, work_items, partial_acc, partial_ml)
+    strides = JoinStrides._make((*output.stride()[:2], 0 if lse is None else lse.stride(0)))
+    groups = (JoinScale(value_scale), Flags(has_sinks, int(lse is not None)), strides, constants)
+    launch(join_kernel, grid, tensors, (), groups, JOIN_WARPS, use_pdl=constants.PDL > 0)

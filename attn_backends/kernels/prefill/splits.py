@@ -1,0 +1,111 @@
+"""When prefill splits keys: where its tiles leave multiprocessors idle, and what the splits need of a workspace.
+
+A launch is told a target alone, how many splits there may be of all tiles and KV heads. How long a split is follows
+on the device from the rows' lengths there (see `split_kernels.list_kernel`), and so it does here: `num_splits` is the
+one rule. Whatever the lengths are, no more tiles' splits than the target need a slot, and a launch that is captured
+once suits all lengths that come.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attn_backends.batch.page_table import IntArray
+from attn_backends.spec import AttentionSpec
+
+SLOT_QUERIES = 128  # of the largest tile
+LEAST_KEYS = 512  # of a split: fewer are not worth joining
+_WAVES = 2  # splits for each multiprocessor at most
+# In blocks of keys.
+_OF_A_TILE = 1.0  # what a tile, or a split of one, takes beside its blocks
+_OF_THE_JOIN = 3.0  # what the join takes
+_LEAST_SAVED = 0.1  # part of the time, below which nothing is split
+
+
+class SplitTile(NamedTuple):
+    """What a kernel reads at a time."""
+
+    tokens: int  # query tokens of a tile
+    rows: int  # queries of a tile, padding included
+    keys: int  # of a block
+
+    @property
+    def min_blocks(self) -> int:
+        """Blocks of a split at least."""
+        return max(1, LEAST_KEYS // self.keys)
+
+
+class PrefillSplits(NamedTuple):
+    """How a step's prefill is split."""
+
+    target: int  # splits of all tiles and KV heads at most
+    tile: SplitTile  # of the kernel that this is for: another one splits nothing
+
+
+class TileLoad(NamedTuple):
+    """What the tiles of some rows read, for one KV head."""
+
+    tiles: NDArray[np.int64]  # [rows]
+    blocks: NDArray[np.int64]  # [rows], of the widest of a row's tiles, or a few more
+
+    @staticmethod
+    def of(spec: AttentionSpec, tile: SplitTile, query_lens: IntArray, seq_lens: IntArray) -> TileLoad:
+        """Args: query_lens, seq_lens: [rows], or upper bounds of the latter."""
+        queries, keys = query_lens.astype(np.int64), seq_lens.astype(np.int64)
+        left = keys if spec.window_left < 0 else np.minimum(keys, spec.window_left)
+        left = left if spec.chunk_size is None else np.minimum(left, spec.chunk_size)
+        reach = left + tile.tokens + (0 if spec.causal else queries)
+        return TileLoad(-(-queries // tile.tokens), -(-np.minimum(keys, reach) // tile.keys))
+
+
+def most_tile_splits(num_sms: int) -> int:
+    """Number of splits of all tiles and KV heads that a launch can have."""
+    return _WAVES * num_sms
+
+
+def most_queries(num_sms: int) -> int:
+    """Number of queries of all splits that a workspace has room for."""
+    return most_tile_splits(num_sms) * SLOT_QUERIES
+
+
+def num_splits(load: TileLoad, num_kv_heads: int, target: int, min_blocks: int) -> NDArray[np.int64]:
+    """Number of splits of each row's tiles, [rows]: all of about one size.
+
+    A row that is split has at least as many blocks as splits of that size: so they are no more than the target, over
+    all rows, tiles and KV heads.
+    """
+    size = max(min_blocks, -(-int(load.tiles @ load.blocks) * num_kv_heads // target))
+    return np.maximum(load.blocks // size, 1)
+
+
+def split_target(load: TileLoad, num_kv_heads: int, num_sms: int, min_blocks: int, decodes: float = 0.0) -> int:
+    """The target with which rows take the least time; 0: nothing is split.
+
+    Args:
+        decodes: what the step's decodes take, in blocks that a multiprocessor reads. They run beside a prefill whose
+            tiles are whole, and behind one whose keys are split.
+    """
+    whole = _time(load, num_kv_heads, num_sms, np.ones_like(load.blocks))
+    all_busy = int(load.tiles @ load.blocks) * num_kv_heads / num_sms + decodes
+    best, least = 0, (1 - _LEAST_SAVED) * max(whole, all_busy)
+    if all_busy + _OF_THE_JOIN >= least:
+        return best
+    for target in range(num_sms, most_tile_splits(num_sms) + 1, num_sms):
+        splits = num_splits(load, num_kv_heads, target, min_blocks)
+        taken = _time(load, num_kv_heads, num_sms, splits) + _OF_THE_JOIN + decodes
+        if taken < least and (splits > 1).any():
+            best, least = target, taken
+    return best
+
+
+def _time(load: TileLoad, num_kv_heads: int, num_sms: int, splits: NDArray[np.int64]) -> float:
+    """What the multiprocessor takes that takes longest, in blocks, where the longest splits are taken first."""
+    size = -(-load.blocks // splits) + _OF_A_TILE
+    count = load.tiles * splits * num_kv_heads
+    order = np.argsort(-size)
+    size, count = size[order], count[order]
+    waves = -(-count.cumsum() // num_sms)  # one has so many of those that are as long as this
+    return max(float((waves * size).max(initial=0)), float(size @ count) / num_sms)

@@ -1,0 +1,172 @@
+"""Chunks behind prefixes by TRITON, with whole tiles and with split keys, beside the best of other libraries' kernels.
+
+    python -m benchmarks rules splits --seed S --count N [--kinds chunks mixed …] [--rounds 5] [--minutes M]
+
+Shapes are drawn as those of `attention random_shapes` are: seeds below 1000 are to tune by. "whole" is the time with no
+key split, "split N" that with N splits at most, and "rule" the one that TRITON takes; "ratio" is the rule's time over
+the whole one's, and "vs other" over that of the best other kernel. Every way is checked against float64. Kernels are
+compiled first, by several processes at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attn_backends.backends.triton.rules import prefill_share, split_tile
+from attn_backends.batch.views import without_new_keys
+from attn_backends.kernels.launch import num_multiprocessors
+from attn_backends.kernels.prefill.splits import PrefillSplits, most_tile_splits
+from benchmarks.attention.attention import all_made
+from benchmarks.attention.contest import CACHE_DTYPES, Made, checked, our_call, parts_of
+from benchmarks.attention.paged_problem import Problem, make_contender
+from benchmarks.attention.random_ahead import MOST_PROCESSES, pool_bytes
+from benchmarks.attention.sampled_problem import Pool, sampled_problem
+from benchmarks.attention.shape_draws import KINDS, ON_CPU, ON_GPU, Drawn, drawn
+from benchmarks.lib.gpu_harness import free_memory, reason, rounds_us
+
+TURN_US = 2_500  # of a contender in a round
+WHOLE, RULE = "whole", "rule"
+
+
+def ways_of(problem: Problem, parts: Any) -> dict[str, Any]:
+    """Metadata by the name of each way to serve the batch; the rule's last."""
+    built = parts.builder.build(0, without_new_keys(problem.common))
+    spec, first = problem.spec, built.num_decode_rows
+    lens = [getattr(problem.common, f"{name}_lens_cpu").numpy()[: built.num_rows] for name in ("query", "seq")]
+    share = (
+        prefill_share(spec, *lens, first)
+        if built.prefill_share is not None or (built.prefill_splits and first)
+        else None
+    )
+    ways = {WHOLE: replace(built, prefill_splits=None, prefill_share=share)}
+    is_paged = built.page_table is not None and not built.prefills_are_prompts
+    tile = split_tile(spec, problem.cache, None, problem.device, is_paged=is_paged, is_upcast=built.num_upcast_keys > 0)
+    num_sms = num_multiprocessors(problem.device)
+    if tile is not None and first < built.num_rows:
+        for target in range(num_sms, most_tile_splits(num_sms) + 1, num_sms):
+            ways[f"split {target}"] = replace(built, prefill_splits=PrefillSplits(target, tile), prefill_share=None)
+    return ways | {RULE: built}
+
+
+def made_of(problem: Problem) -> tuple[Made, Any]:
+    """TRITON's contenders, and the rule's metadata."""
+    parts, made = parts_of("TRITON", problem, {}), {}
+    ways = ways_of(problem, parts)
+    for name, metadata in ways.items():
+        step = parts.state.begin_forward(metadata)
+        made[name] = make_contender(problem, our_call(parts.impl, problem, step), (parts, step))
+    return made, ways[RULE]
+
+
+def compile_part(shapes: Sequence[Drawn], until: float, device: str) -> None:
+    """Run each shape once over one copy of memory that holds anything, until a time by `time.time`."""
+    for each in shapes:
+        if time.time() < until:
+            pool = Pool(pool_bytes(each), torch.device(device), fill=False)
+            problem = sampled_problem(each.shape, CACHE_DTYPES[each.dtype], each.page_size, pool, each.id, num_copies=1)
+            try:
+                with torch.inference_mode():
+                    made_of(problem)
+            except Exception as error:  # the run itself says so
+                print(f"not compiled ahead: {each.shape.name}: {reason(error)[:100]}", flush=True)
+            del pool, problem
+            free_memory(torch.device(device))
+
+
+@torch.inference_mode()
+def measure(each: Drawn, pool: Pool, rounds: int) -> dict[str, Any]:
+    """One shape's row."""
+    problem = sampled_problem(each.shape, CACHE_DTYPES[each.dtype], each.page_size, pool, each.id)
+    ours, metadata = made_of(problem)
+    others, dropped = all_made(problem, (), {}, bare=True)
+    errors, wrong = checked(ours | others)
+    replays = {name: contender.replay for name, contender in (ours | others).items() if name in errors}
+    taken = rounds_us(replays, rounds, pool.device, {}, TURN_US) if replays else {}
+    us = {name: (ours | others)[name].us(statistics.median(times)) for name, times in taken.items()}
+    best = min((name for name in us if name in others), key=us.__getitem__, default=None)
+    splits = metadata.prefill_splits
+    row = {"id": each.id, "kind": each.kind, "shape": each.shape.name, "dtype": each.dtype, "page": each.page_size}
+    row |= {"target": splits.target if splits else 0, "us": {name: round(time, 2) for name, time in us.items()}}
+    ruled, whole = us.get(RULE), us.get(WHOLE)
+    return row | {
+        "ratio": ruled / whole if ruled and whole else None,
+        "best other": best,
+        "vs other": ruled / us[best] if ruled and best else None,
+        "wrong": wrong,
+        "dropped": dropped,
+    }  # fmt: skip
+
+
+def line_of(row: dict[str, Any]) -> str:
+    us, target = row["us"], row["target"]
+    ours = ", ".join(f"{name} {us[name]:.1f}" for name in us if name in (WHOLE, RULE) or name.startswith("split "))
+    ratio = f"{row['ratio']:.3f}" if row["ratio"] else "-"
+    other = f"{row['vs other']:.3f} of {row['best other']} {us[row['best other']]:.1f}" if row["vs other"] else "-"
+    wrong = f" WRONG: {'; '.join(row['wrong'])}" if row["wrong"] else ""
+    what = f"{row['id']} {row['dtype']} page {row['page']}: {row['shape']}"
+    return f"{what}: {ours} (takes {target}) | {ratio} | {other}{wrong}"
+
+
+def geometric(rows: Sequence[dict[str, Any]], name: str) -> float | None:
+    ratios = [row[name] for row in rows if row[name]]
+    return statistics.geometric_mean(ratios) if ratios else None
+
+
+def parse(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, required=True, help="0 to 999 to tune by, 1000 to 1999 to judge by")
+    parser.add_argument("--count", type=int, default=16, help="of shapes")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["chunks"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no shape is begun")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--json", type=Path, help="the file of results")
+    return parser.parse_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    arguments, started = parse(given), time.time()
+    os.environ["FLASHINFER_DISABLE_JIT"] = "1"  # FlashInfer then raises where a module is not ready
+    device = torch.device(arguments.device)
+    bounds = ON_CPU if device.type == "cpu" else ON_GPU
+    shapes = list(drawn(arguments.seed, arguments.count, arguments.kinds, bounds))
+    if device.type == "cpu":  # whose interpreter multiplies no bfloat16
+        shapes = [replace(each, dtype="fp16") for each in shapes]
+    deadline = started + 60 * arguments.minutes
+    if device.type == "cuda":
+        count = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) - 2, len(shapes)))
+        with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+            until = started + 0.5 * (deadline - started)
+            list(pool.map(compile_part, [shapes[i::count] for i in range(count)], [until] * count, ["cuda"] * count))
+        print(f"compiled in {time.time() - started:.0f} s", flush=True)
+    caches, rows = Pool(2 * bounds.num_bytes, device), []
+    for each in shapes:
+        if time.time() > deadline:
+            print(f"out of time: {len(shapes) - len(rows)} shapes are left")
+            break
+        rows.append(measure(each, caches, arguments.rounds))
+        print(line_of(rows[-1]), flush=True)
+        free_memory(device)
+    for name in ("ratio", "vs other"):
+        print(f"{name}: geometric mean {geometric(rows, name)}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if any(row["wrong"] for row in rows):
+        sys.exit("a way is wrong")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""TRITON's prefill for Hopper on a CPU where keys are split: random layers against the reference, and faults.
+
+Seeds of SHOWN were there when the splits were written; those of UNSEEN judge them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import nullcontext
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends import AttentionSpec, get_backend
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.random_batch import random_batch
+from attn_backends.testing.harness import Layer, Result, assert_matches, make_layer
+from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
+
+launch = pytest.importorskip("attn_backends.kernels.prefill.launch", reason="needs triton")
+most_tile_splits = pytest.importorskip("attn_backends.kernels.prefill.splits").most_tile_splits
+
+SHOWN, UNSEEN = range(8), range(1000, 1010)
+GUARD = 77.0
+
+
+@in_own_process
+def test_interpreted() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of the emulated kernel: so many programs each."""
+    from attn_backends.kernels.prefill import hopper_kernel
+    from tests.helpers.gluon_emulator import Emulated
+
+    made: list[int] = []
+    monkeypatch.setattr(launch, "has_hopper_kernels", lambda device: True)
+    emulated = Emulated(hopper_kernel.prefill_hopper_kernel, made.append)
+    monkeypatch.setattr(hopper_kernel, "prefill_hopper_kernel", emulated)
+    return made
+
+
+def splitting(*given: Any, **more: Any) -> Any:
+    from tests.helpers.split_prefills import splitting
+
+    return splitting(*given, **more)
+
+
+def a_batch(spec: AttentionSpec, seq_lens: list[int], query_lens: list[int], **more: Any) -> Batch:
+    given: dict[str, Any] = {"page_size": 16, "poison": float("nan"), **more}
+    return random_batch(get_backend("TRITON"), spec, seq_lens, query_lens, **given)
+
+
+def draw(seed: int) -> tuple[Batch, int]:
+    """A layer and chunks behind prefixes, with decodes or without; and multiprocessors."""
+    dice = Random(f"splits {seed}")
+    dims = dice.choice(((64, 64), (64, 64), (128, 128), (256, 256), (192, 128), (96, 96), (192, 192)))
+    seen: dict[str, Any] = dice.choice(
+        [{}, {}, {}, {"window_left": dice.randrange(700)}, {"chunk_size": dice.randrange(200, 900)}, {"causal": False},
+         {"causal": False, "window_left": dice.randrange(400)}]
+    )  # fmt: skip
+    group, num_kv_heads, num_rows = dice.choice((1, 2, 3, 5, 8)), dice.choice((1, 1, 2, 3)), dice.randint(1, 2)
+    decodes = dice.randrange(2)
+    dtype = torch.float16 if decodes else dice.choice((torch.float16, torch.bfloat16))  # the interpreter has no other
+    spec = AttentionSpec(
+        group * num_kv_heads, num_kv_heads, dims[0], head_dim_vo=dims[1], sinks=dice.random() < 0.3, dtype=dtype, **seen
+    )
+    query_lens = [1] * decodes + [dice.randint(17, dice.choice((30, 30, 30, 150))) for _ in range(num_rows)]
+    seq_lens = [length + int(2 ** dice.uniform(7, 10.3)) for length in query_lens]
+    page_size = dice.choice((16, 48, 64, 128))
+    return a_batch(spec, seq_lens, query_lens, page_size=page_size, seed=seed), dice.choice((4, 9, 24, 70))
+
+
+def guarded(layer: Layer) -> list[torch.Tensor]:
+    """What lies behind the partial results of a layer's state, where nothing may be written."""
+    workspace, bands = layer.state.workspace, []
+    for name in ("partial_acc", "partial_ml"):
+        size = getattr(workspace, name).numel()
+        wide = torch.full((size + 4096,), GUARD)
+        wide[:size] = float("nan")  # what no split has written gives NaN
+        object.__setattr__(workspace, name, wide[:size])
+        bands.append(wide[size:])
+    return bands
+
+
+def check(batch: Batch, launches: list[int]) -> Any:
+    """Two layers of a step, one with NaN behind its last row; a launch leaves behind what the next one wants."""
+    layer, expected = make_layer(get_backend("TRITON"), batch, num_padded_reqs=2), batch.expected()
+    bands = guarded(layer)
+    step = layer.begin(batch, num_padded_reqs=2)
+    for want_lse in (False, True):
+        result = layer.forward(batch, step, num_padded_reqs=2, want_lse=want_lse)
+        assert_matches(result, batch, f"splits {step.metadata.prefill_splits}", expected)
+    assert len(launches) == 2
+    assert all((band == GUARD).all() for band in bands)
+    assert not step.workspace.tiles.any()
+    return step
+
+
+@only_interpreted
+@pytest.mark.parametrize("seed", [*SHOWN, *UNSEEN])
+def test_random_layers(seed: int, launches: list[int]) -> None:
+    batch, num_sms = draw(seed)
+    with splitting(num_sms):
+        step = check(batch, launches)
+    assert step.splits is not None
+
+
+@only_interpreted
+def test_most_layers_above_are_split(launches: list[int]) -> None:
+    counts = []
+    for seed in (*SHOWN, *UNSEEN):
+        batch, num_sms = draw(seed)
+        with splitting(num_sms):
+            step = make_layer(get_backend("TRITON"), batch).begin(batch)
+        counts.append(int(step.splits.work_items[0, 5]))
+    assert sum(count > 1 for count in counts) > len(counts) // 2
+    assert max(counts) >= 5
+
+
+@only_interpreted
+@pytest.mark.parametrize("num_sms", [1, 5, 40])
+def test_lengths_on_the_device_may_be_shorter(num_sms: int, launches: list[int]) -> None:
+    """The host's are upper bounds: rows that end within the first of the splits that it expects, or have no keys."""
+    spec = AttentionSpec(4, 2, 64, dtype=torch.float16)
+    batch = a_batch(spec, [700, 90, 35], [33, 20, 18])
+    longer = a_batch(spec, [1500, 1300, 1100], [33, 20, 18])
+    with splitting(num_sms):
+        layer = make_layer(get_backend("TRITON"), longer)
+        planned = layer.begin(longer).metadata.prefill_splits
+        step = make_layer(get_backend("TRITON"), batch).begin(batch)
+        assert planned == step.metadata.prefill_splits
+        check(batch, launches)
+
+
+@only_interpreted
+def test_keys_made_16_bits(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one head and by two at a time, behind a decode."""
+    from attn_backends.backends.triton import metadata
+    from attn_backends.backends.triton.tuning import TritonOptions
+
+    monkeypatch.setattr(metadata, "is_faster_upcast", lambda *_: True)
+    spec = AttentionSpec(4, 2, 64, dtype=torch.float16, cache_dtype=torch.float8_e4m3fn)
+    batch = a_batch(spec, [70, 650, 300], [1, 20, 33], page_size=5, k_scale=0.5, v_scale=2.0)
+    for heads in (1, 2):
+        launches.clear()
+        with splitting(7):
+            layer = make_layer(get_backend("TRITON"), batch, options=TritonOptions(upcast_bytes=951 * heads * 256 + 1))
+            step = layer.begin(batch)
+            assert_matches(layer.forward(batch, step, want_lse=True), batch)
+        assert step.splits.work_items[0, 5] > 1
+        assert len(launches) == 2 // heads
+
+
+@only_interpreted
+def test_queries_that_the_kernel_cannot_take(launches: list[int]) -> None:
+    """Another kernel serves them than the one that the tiles were listed for: it splits nothing."""
+    batch = a_batch(AttentionSpec(4, 2, 64, dtype=torch.float16), [700, 300], [33, 20])
+    query = batch.query
+    apart = query.new_empty(*query.shape[:2], query.shape[2] + 8)[..., : query.shape[2]].copy_(query)
+    with splitting(7):
+        layer, pool = make_layer(get_backend("TRITON"), batch), batch.fresh_pool()
+        step = layer.begin(batch)
+        assert step.splits is not None
+        output = layer.impl.forward(apart, batch.key, batch.value, pool, step)
+    assert_matches(Result(output, None, pool), batch)
+    assert not launches
+
+
+LIST, JOIN, KERNEL = "split_kernels", "split_kernels", "hopper_kernel"
+LIST, JOIN, KERNEL = "split_kernels", "split_kernels", "hopper_kernel"
+FAULTS = {
+    "a block that is lost": (
+        KERNEL,
+        "begin, end = num_blocks * split // num_splits,",
+        "begin, end = num_blocks * split // num_splits + (split == 1),",
+    ),
+    "a block that is in two splits": (
+        KERNEL,
+        "num_blocks * (split + 1) // num_splits\n",
+        "num_blocks * (split + 1) // num_splits + (split == 0)\n",
+    ),
+    "splits that begin elsewhere": (KERNEL, "return start + begin * BLOCK_N", "return start + split * BLOCK_N"),
+    "one slot for all splits": (KERNEL, "first_slot + split + 1, 0)", "first_slot + 1, 0)"),
+    "slots of another head": (KERNEL, "    head = program % KV_HEADS + gl.where(", "    head = 0 + gl.where("),
+    "a whole tile in a slot": (KERNEL, "gl.where(num_splits > 1, first_slot", "gl.where(num_splits > 0, first_slot"),
+    "rows that are not there": (KERNEL, "    row = gl.maximum(row, 0)", "    row = row + 0"),
+    "a split that is not joined": (
+        JOIN,
+        "KV_HEADS * BLOCK_M, num_splits, 1, 1",
+        "KV_HEADS * BLOCK_M, num_splits - 1, 1, 1",
+    ),
+    "a split that is joined twice": (
+        JOIN,
+        "slot + query, KV_HEADS * BLOCK_M, num_splits,",
+        "slot + query, KV_HEADS * BLOCK_M * (num_splits > 2), num_splits,",
+    ),
+    "queries that nobody joins": (JOIN, "program % SPREAD, used, num_splits", "program % SPREAD, used - 1, num_splits"),
+    "joins of whole tiles": (JOIN, "(row >= 0) & (num_splits > 1)", "(row >= 0) & (num_splits > 0)"),
+    "values times the splits": (JOIN, "value_scale, out_token,\n", "value_scale * num_splits, out_token,\n"),
+    "whole tiles among the splits": (LIST, "before, whole_before = 0, num_split_items", "before, whole_before = 0, 0"),
+    "as many splits for each head": (LIST, "* num_kv_heads + target - 1) // target", "+ target - 1) // target"),
+    "counters that stay": (LIST, "    clear_counters(counters, num_counters)\n", ""),
+}  # fmt: skip
+
+
+@only_interpreted
+@pytest.mark.parametrize("fault", ["none", *FAULTS])
+def test_faults_are_found(fault: str, launches: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_backends.kernels.prefill import hopper_kernel, split_kernels, split_launch
+    from tests.helpers.gluon_emulator import Emulated
+
+    for module in (hopper_kernel, split_kernels):
+        wrong = changed(module, FAULTS.get(fault), tmp_path)
+        if module is hopper_kernel:
+            emulated = Emulated(wrong.prefill_hopper_kernel, launches.append)
+            monkeypatch.setattr(hopper_kernel, "prefill_hopper_kernel", emulated)
+        else:
+            monkeypatch.setattr(split_launch, "list_kernel", wrong.list_kernel)
+            monkeypatch.setattr(split_launch, "join_kernel", wrong.join_kernel)
+    found = nullcontext() if fault == "none" else pytest.raises((AssertionError, RuntimeError, IndexError))
+    with splitting(11), found:
+        check_all_splits()
+
+
+def changed(module: Any, fault: tuple[str, str, str] | None, folder: Path) -> Any:
+    """A module as its source is; with the fault, if it is one of this module's."""
+    source = Path(module.__file__).read_text()
+    name = module.__name__.rpartition(".")[2]
+    if fault is not None and fault[0] == name:
+        assert source.count(fault[1]) == 1
+        source = source.replace(*fault[1:])
+    path = folder / f"changed_{name}.py"
+    path.write_text(source)
+    made = importlib.util.spec_from_file_location(path.stem, path)
+    assert made is not None
+    assert made.loader is not None
+    wrong = importlib.util.module_from_spec(made)
+    made.loader.exec_module(wrong)
+    return wrong
+
+
+def check_all_splits() -> None:
+    """Rows in three splits, in two and whole, behind a launch that was cut short; no more splits than have slots."""
+    batch = a_batch(AttentionSpec(6, 2, 64, dtype=torch.float16), [1300, 300, 700], [50, 33, 20])
+    layer = make_layer(get_backend("TRITON"), batch)
+    guarded(layer)
+    layer.state.workspace.tiles.copy_(torch.tensor([4, 1000]))
+    step = layer.begin(batch)
+    work_items = step.splits.work_items
+    assert work_items[:, 5].unique().tolist() == [1, 2, 3]
+    split_items = work_items[work_items[:, 5] > 1]
+    assert len(split_items) * batch.spec.num_kv_heads <= most_tile_splits(11)
+    assert_matches(layer.forward(batch, step, want_lse=True), batch)

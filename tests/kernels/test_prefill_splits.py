@@ -1,0 +1,190 @@
+"""How prefills are split: the rule over random rows, published heads and GPUs, and the list that the device makes."""
+
+from __future__ import annotations
+
+from itertools import product
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as some
+
+from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
+from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
+
+splits = pytest.importorskip("attn_backends.kernels.prefill.splits", reason="needs triton")
+split_launch = pytest.importorskip("attn_backends.kernels.prefill.split_launch")
+launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
+workspace = pytest.importorskip("attn_backends.backends.triton.workspace")
+rules = pytest.importorskip("attn_backends.backends.triton.rules")
+tiles = pytest.importorskip("attn_backends.kernels.tiles")
+
+MULTIPROCESSORS = (1, 2, 16, 46, 78, 108, 114, 132, 142, 148, 160, 192)
+HEADS = (1, 2, 3, 5, 8, 32, 71)
+BF16 = torch.bfloat16
+
+
+@in_own_process
+def test_interpreted() -> None:
+    run_interpreted(__file__, "kernel_")
+
+
+@some.composite
+def loads(draw: Any) -> Any:
+    """Rows of tiles and blocks: a few of any size, then small ones."""
+    count, most_tiles = draw(some.integers(1, 40)), draw(some.sampled_from((1, 9, 300)))
+    most_blocks = draw(some.sampled_from((2, 30, 2000, 9000)))
+    tile_counts, blocks = np.ones(count, dtype=np.int64), np.ones(count, dtype=np.int64)
+    for row in range(min(count, 4)):
+        tile_counts[row], blocks[row] = draw(some.integers(1, most_tiles)), draw(some.integers(1, most_blocks))
+    return splits.TileLoad(tile_counts, blocks)
+
+
+@settings(max_examples=400, deadline=None)
+@given(loads(), some.sampled_from(HEADS), some.integers(1, 400), some.sampled_from((1, 4, 8)))
+def test_no_more_splits_than_the_target(load: Any, heads: int, target: int, min_blocks: int) -> None:
+    """Over all rows, tiles and heads, whatever the lengths are; and none below the least, but of whole rows."""
+    counts = splits.num_splits(load, heads, target, min_blocks)
+    assert (counts >= 1).all()
+    several = counts > 1
+    assert int((load.tiles * counts)[several].sum()) * heads <= target
+    assert (load.blocks[several] // counts[several] >= min_blocks).all()
+
+
+@settings(max_examples=400, deadline=None)
+@given(loads(), some.sampled_from(HEADS), some.sampled_from(MULTIPROCESSORS), some.floats(0, 1000))
+def test_the_rule_takes_what_is_faster(load: Any, heads: int, num_sms: int, decodes: float) -> None:
+    """By its own reckoning; and its target has room in a workspace."""
+    target = splits.split_target(load, heads, num_sms, 4, decodes)
+    assert 0 <= target <= splits.most_tile_splits(num_sms)
+    if target:
+        counts = splits.num_splits(load, heads, target, 4)
+        assert (counts > 1).any()
+        whole = splits._time(load, heads, num_sms, np.ones_like(load.blocks))
+        assert splits._time(load, heads, num_sms, counts) < whole
+
+
+def load_of(tile_counts: list[int], blocks: list[int]) -> Any:
+    return splits.TileLoad(np.array(tile_counts), np.array(blocks))
+
+
+def test_what_is_split() -> None:
+    """Few tiles with many keys, for as many as there are multiprocessors; one long row among others; and what is not:
+    tiles that fill the GPU, few keys, and a short prefill beside long decodes."""
+    sms = 132
+    for tile_count, heads, least in ((1, 1, 90), (1, 4, 30), (2, 8, 8)):
+        load = load_of([tile_count], [400])
+        counts = splits.num_splits(load, heads, splits.split_target(load, heads, sms, 4), 4)
+        assert counts[0] >= least
+    skewed = load_of([9] * 22, [362, *[9] * 21])
+    counts = splits.num_splits(skewed, 3, splits.split_target(skewed, 3, sms, 4), 4)
+    assert counts[0] >= 3
+    assert (counts[1:] == 1).all()
+    for load, heads in ((load_of([64], [400]), 32), (load_of([33], [30]), 4), (load_of([1], [5]), 1)):
+        assert splits.split_target(load, heads, sms, 4) == 0
+    chunk = load_of([1], [40])
+    assert splits.split_target(chunk, 8, sms, 4) > 0
+    assert splits.split_target(chunk, 8, sms, 4, decodes=400.0) == 0
+
+
+@pytest.mark.parametrize("num_sms", MULTIPROCESSORS)
+def test_a_list_fits_into_the_workspace(num_sms: int) -> None:
+    """Of every number of heads and tokens a tile, with the most splits that a rule can ask for."""
+    for heads, group, dims in product((1, 2, 3, 8, 71), (1, 5, 8, 16), ((64, 64), (80, 80), (192, 128), (256, 256))):
+        spec = AttentionSpec(heads * group, heads, dims[0], head_dim_vo=dims[1], dtype=BF16)
+        need = workspace.largest_need([spec], KVCacheSpec(64, 16), Limits(4, 64, 4096), None, num_sms, 227 << 10)
+        where = (
+            torch.empty(need.partial_acc, device="meta"),
+            torch.empty(need.partial_ml, device="meta"),
+            torch.empty(2, dtype=torch.int32, device="meta"),
+        )
+        tile, dim = splits.SplitTile(max(1, 128 // group), 128, 128), tiles.block_dims(spec)[1]
+        made = split_launch.TileList(
+            tile, splits.most_tile_splits(num_sms), heads, launch.visible_range(spec), 0, 4, 9, dim, where
+        )
+        assert made.max_split_items * heads * 128 * dim <= need.partial_acc
+        beyond = need.partial_ml // (2 * 128) + 1
+        with pytest.raises(AssertionError, match="prefill_need"):
+            split_launch.TileList(tile, beyond, heads, launch.visible_range(spec), 0, 4, 9, dim, where)
+
+
+def draw(seed: int) -> tuple[Any, ...]:
+    """A layer, rows, where the prefill begins, and a target."""
+    dice = Random(f"list {seed}")
+    num_rows = dice.choice((1, 2, 5, 8, 40, 129, 300))
+    heads, group = dice.choice((1, 2, 3, 8)), dice.choice((1, 4, 9, 16))
+    seen: dict[str, Any] = dice.choice(
+        ({}, {"window_left": dice.randrange(3000)}, {"chunk_size": dice.randint(1, 4000)}, {"causal": False},
+         {"causal": False, "window_left": dice.randrange(3000)})
+    )  # fmt: skip
+    spec = AttentionSpec(heads * group, heads, 64, dtype=BF16, **seen)
+    query_lens = [dice.randrange(dice.choice((2, 40, 300))) for _ in range(num_rows)]
+    longest = dice.choice((20, 5000, 60000))
+    seq_lens = [length + dice.randrange(longest) for length in query_lens]
+    tile = splits.SplitTile(max(1, 128 // group), 128, dice.choice((64, 128)))
+    return spec, tile, query_lens, seq_lens, dice.randrange(num_rows), dice.choice((heads, 5 * heads, 132, 264))
+
+
+@only_interpreted
+@pytest.mark.parametrize("seed", [*range(30), *range(1000, 1030)])
+def test_kernel_lists_every_split_once(seed: int) -> None:
+    """As the rule says: splits first, those of a tile side by side in slots of their own, and whole tiles; nothing is
+    written behind the list, and counters begin at 0."""
+    spec, tile, query_lens, seq_lens, first_row, target = draw(seed)
+    heads, (lens, starts) = spec.num_kv_heads, (np.array(seq_lens), np.cumsum([0, *query_lens]))
+    load = splits.TileLoad.of(spec, tile, np.array(query_lens[first_row:]), lens[first_row:])
+    counts, num_tiles = splits.num_splits(load, heads, target, tile.min_blocks), int(load.tiles.sum())
+    where = torch.empty(target * 128 * 64), torch.empty(2 * target * 128), torch.ones(2, dtype=torch.int32)
+    num_rows = len(query_lens) - first_row
+    made = split_launch.TileList(
+        tile, target, heads, launch.visible_range(spec), first_row, num_rows, num_tiles, 64, where
+    )
+    held = torch.full((len(made.work_items) + 3, 8), -7, dtype=torch.int32)
+    made.work_items = held[:-3]
+    made.fill(*(torch.from_numpy(each.astype(np.int32)) for each in (lens, starts)))
+    assert (held[-3:] == -7).all()
+    assert not where[2].any()
+    listed = made.work_items.tolist()
+    work_items = [each for each in listed if each[0] >= 0]
+    assert [each[0] >= 0 for each in listed] == [True] * len(work_items) + [False] * (len(listed) - len(work_items))
+    wanted = {
+        (row, starts[row], query_lens[row], nth * tile.tokens, seq_lens[row], counts[row - first_row], split)
+        for row in range(first_row, len(query_lens))
+        for nth in range(load.tiles[row - first_row])
+        for split in range(counts[row - first_row])
+    }
+    assert len(work_items) == len(wanted)
+    assert {tuple(each[:7]) for each in work_items} == wanted
+    num_split = sum(each[5] > 1 for each in work_items)
+    assert num_split * heads <= target
+    assert num_split <= made.max_split_items
+    for number, (*_, num_splits, split, slot) in enumerate(work_items):
+        assert (num_splits > 1) == (number < num_split)
+        assert slot == number - split
+        assert 0 <= split < num_splits
+
+
+def test_blocks_of_a_load_are_no_fewer_than_a_tile_has() -> None:
+    """By the spans of all tiles, of random layers; and few more."""
+    for seed in range(300):
+        spec, tile, query_lens, seq_lens, *_ = draw(seed)
+        load = splits.TileLoad.of(spec, tile, np.array(query_lens), np.array(seq_lens))
+        for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            widest = max(
+                (span_of(spec, tile, first, query_len, seq_len) for first in range(0, query_len, tile.tokens)),
+                default=0,
+            )
+            assert widest <= load.blocks[row] + 1  # a window may begin within a block
+            assert load.blocks[row] <= widest + 2 + tile.tokens // tile.keys or spec.chunk_size or not query_len
+
+
+def span_of(spec: AttentionSpec, tile: Any, first: int, query_len: int, seq_len: int) -> int:
+    """Blocks of a tile, as kernels have them."""
+    oldest = seq_len - query_len + first
+    left = 0 if spec.window_left < 0 else max(0, oldest - spec.window_left)
+    if spec.chunk_size is not None:
+        left = max(left, oldest // spec.chunk_size * spec.chunk_size)
+    stop = min(seq_len, oldest + tile.tokens) if spec.causal else seq_len
+    return -(-(stop - left // tile.keys * tile.keys) // tile.keys)
