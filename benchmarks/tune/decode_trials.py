@@ -97,7 +97,7 @@ def attempt(problem: Any, tile: Sequence[int]) -> Any:
 def measure(each: Drawn, pool: Pool) -> dict[str, Any]:
     """One shape's times by tile."""
     problem = sampled_problem(each.shape, CACHE_DTYPES[each.dtype], each.page_size, pool, each.id)
-    made = {str(i): contender for i, tile in enumerate(TRIED) if (contender := attempt(problem, tile)) is not None}
+    made = {str(tile): contender for tile in TRIED if (contender := attempt(problem, tile)) is not None}
     made |= ours("TRITON", problem, {}, plain=True)
     replays = {name: contender.replay for name, contender in made.items()} | {"read": make_read(problem)}
     copies = len(problem.caches)
@@ -119,8 +119,7 @@ def judge(rows: Sequence[dict[str, Any]]) -> None:
         spec, cache = spec_of(row["heads"], row["dtype"]), KVCacheSpec(1, row["page"])
         plan = SplitPlan.of(spec, row["query_len"])
         tile = decode_tile(spec, cache, row["rows"], plan.block_m, None, SMEM_BYTES)
-        times = {tuple(TRIED[int(name)]): us for name, us in row["us"].items()}
-        key = tuple(vars(tile).values())
+        times, key = row["us"], str(tuple(vars(tile).values()))
         if key not in times:
             print(f"{row['shape']}: the rule's tile {key} was not tried")
             continue
@@ -160,7 +159,7 @@ def main(words: Sequence[str] | None = None) -> None:
             break
         rows.append(measure(each, pool))
         best = min(rows[-1]["us"], key=rows[-1]["us"].get)
-        print(f"{rows[-1]['shape']}: rule {rows[-1]['rule us']:.1f} us, {TRIED[int(best)]} "
+        print(f"{rows[-1]['shape']}: rule {rows[-1]['rule us']:.1f} us, {best} "
               f"{rows[-1]['us'][best]:.1f} us", flush=True)  # fmt: skip
         write(path.stem, "TRITON's decode by tiles, at random shapes", rows, ("torch", "triton"), path.parent)
     judge(rows)

@@ -29,6 +29,7 @@ _HELD = 160  # numbers of a thread, counted so: with more, compiled kernels keep
 _MOST_WARPS = 8
 _FEW_QUERIES = 16  # of a tile: what a product takes at least
 _FEW_PAIRS = 8  # of a row and a KV head, beside which multiprocessors want long blocks of few programs
+_WIDE_KEY_BYTES = 768  # of a key and its value, from which on few pairs want shorter blocks, and more do
 
 
 @dataclass(frozen=True)
@@ -98,23 +99,24 @@ def _rule(key_bytes: int, itemsize: int, num_pairs: int) -> DecodeTile:
 
     A block of 16 keys is one page's, whose id is one number, and a program of one warp waits for no other: four to
     eight of them keep loads of 64 KiB and more under way. Where there are few pairs of a row and a KV head, and so many
-    cuts of each, a cut has long blocks: joins take time by their number. From trials of some forty shapes on an H200;
-    `benchmarks/attention/random_shapes.py` judges it at others.
+    cuts of each, a cut has long blocks, and many are joined at once: joins take time by their number. From trials at
+    random shapes on an H200 (`benchmarks/tune/decode_trials.py`); `benchmarks/attention/random_shapes.py` judges it at
+    others.
 
     Args:
         key_bytes: of a key and its value.
         num_pairs: of a row and a KV head.
     """
+    if key_bytes >= _WIDE_KEY_BYTES and num_pairs <= 4 * _FEW_PAIRS:
+        return DecodeTile(keys=32, warps=4, stages=6, programs=2, min_keys=128)
+    if num_pairs <= _FEW_PAIRS:
+        return DecodeTile(keys=64, warps=4, stages=6, programs=1, min_keys=128, joined=16)
     if itemsize == 1:
         return DecodeTile(keys=32, warps=1, stages=6, programs=4, min_keys=128)
-    if num_pairs <= _FEW_PAIRS:
-        return (
-            DecodeTile(keys=128, warps=4, stages=6, programs=1, min_keys=128)
-            if key_bytes <= 512
-            else DecodeTile(keys=32, warps=4, stages=6, programs=2, min_keys=128)
-        )
     programs = max(4, min(8, 2048 // key_bytes))
-    return DecodeTile(keys=16, warps=1 if key_bytes <= 768 else 2, stages=6, programs=programs, min_keys=128)
+    return DecodeTile(
+        keys=16, warps=1 if key_bytes <= _WIDE_KEY_BYTES else 2, stages=6, programs=programs, min_keys=128
+    )
 
 
 def _fitted_decode_tile(tile: DecodeTile, spec: AttentionSpec, query_rows: int, smem_bytes: int) -> DecodeTile:
