@@ -55,7 +55,15 @@ def shared_bytes(kernel: Any, types: dict[str, str], constants: dict[str, Any], 
     """As the compiler lays a kernel out."""
     from triton.compiler import ASTSource
 
-    return int(_compiled(ASTSource, kernel, types, constants, warps, capability).metadata.shared)
+    return int(_compiled(ASTSource, kernel, types, constants, warps, capability, until="llir").metadata.shared)
+
+
+def swizzles(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> set[str]:
+    """How wide what swizzles its blocks in shared memory is, on Hopper."""
+    from triton.compiler import ASTSource
+
+    made = _compiled(ASTSource, kernel, types, constants, warps, 90, until="ttgir")
+    return set(re.findall(r"swizzlingByteWidth = \d+", made.asm["ttgir"]))
 
 
 def check_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> None:
@@ -80,8 +88,15 @@ def listing(made: Any) -> str:
 
 
 def _compiled(
-    make_source: Any, kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, capability: int
+    make_source: Any,
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    warps: int,
+    capability: int,
+    until: str = "cubin",
 ) -> Any:
+    """By all stages of the compiler, or none behind one that says what is asked for."""
     from triton.backends.compiler import GPUTarget
 
     names = kernel.arg_names
@@ -90,7 +105,15 @@ def _compiled(
     whole = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
              if signature[n].startswith("*") or n in ALIGNED}  # fmt: skip
     source = make_source(kernel, signature, values, whole)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+
+    def stop(backend: Any = None, stages: Any = None, *_: Any) -> tuple[str, str]:
+        for stage in [*stages][[*stages].index(until) + 1 :] if stages else ():
+            stages[stage] = lambda module, metadata: metadata.update({"name": "", "shared": None} | metadata) or b""
+        return until, until  # what is kept is kept by
+
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.add_stages_inspection_hook = stop
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
 
 
 def constants_of(spec: AttentionSpec, page_size: int, **tile: int) -> dict[str, Any]:
@@ -163,28 +186,22 @@ def test_prefill_fits_as_compiled(spec: AttentionSpec, page_size: int, capabilit
 @pytest.mark.parametrize("dims", [(256, 16), (64, 32), (32, 16), (16, 128)], ids=str)
 def test_keys_and_values_lie_in_shared_memory_alike(dims: tuple[int, int], page_size: int) -> None:
     """See `block_dims`."""
-    from triton.compiler import ASTSource
-
     from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
 
     spec = spec_of(*dims, torch.bfloat16)
     tile, constants = prefill_of(spec, page_size, HOPPER)
-    made = _compiled(ASTSource, prefill_kernel, tensors_of(spec), constants | WITHOUT_DESCRIPTORS, tile.warps, 90)
-    assert len(set(re.findall(r"swizzlingByteWidth = \d+", made.asm["ttgir"]))) == 1
+    assert len(swizzles(prefill_kernel, tensors_of(spec), constants | WITHOUT_DESCRIPTORS, tile.warps)) == 1
 
 
 @pytest.mark.parametrize("cached", [torch.float32, torch.bfloat16, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize(("dim", "group"), [(16, 4), (48, 12), (64, 8), (128, 4)])
 def test_keys_and_values_of_float32_lie_alike(dim: int, group: int, cached: torch.dtype) -> None:
     """See `block_dims`. Groups of 12 heads of 48 over bfloat16 had blocks of 16 keys: an illegal access on an H200."""
-    from triton.compiler import ASTSource
-
     from attn_backends.backends.triton.kernels.decode import decode_kernel
 
     spec = AttentionSpec(group, 1, dim, dtype=torch.float32, cache_dtype=cached)
     tile, constants = decode_of(spec, 5, 64, HOPPER)
-    made = _compiled(ASTSource, decode_kernel, tensors_of(spec), constants, tile.warps, 90)
-    assert set(re.findall(r"swizzlingByteWidth = \d+", made.asm["ttgir"])) == {"swizzlingByteWidth = 128"}
+    assert swizzles(decode_kernel, tensors_of(spec), constants, tile.warps) == {"swizzlingByteWidth = 128"}
 
 
 @pytest.mark.parametrize("given", [None, tuning.DecodeTile(64, 4, 6, 1, 128)], ids=["table", "large"])
@@ -192,16 +209,13 @@ def test_keys_and_values_of_float32_lie_alike(dim: int, group: int, cached: torc
 def test_keys_and_values_of_8_bits_lie_alike(dim: int, given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """See `block_dims`: values are two halves. Those of 64, in products of Hopper's matrix units beside keys twice as
     wide, were an illegal access on an H200; whatever the table says, they go by others."""
-    from triton.compiler import ASTSource
-
     from attn_backends.backends.triton.kernels.decode import decode_kernel
 
     if given is not None:
         monkeypatch.setattr(tuning, "_nearest", lambda *_: vars(given))
     spec = AttentionSpec(48, 4, dim, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
     tile, constants = decode_of(spec, 217, 64, HOPPER)
-    made = _compiled(ASTSource, decode_kernel, tensors_of(spec), constants, tile.warps, 90)
-    assert set(re.findall(r"swizzlingByteWidth = \d+", made.asm["ttgir"])) <= {"swizzlingByteWidth = 128"}
+    assert swizzles(decode_kernel, tensors_of(spec), constants, tile.warps) <= {"swizzlingByteWidth = 128"}
 
 
 def test_blocks_of_float32_hold_32_keys_wherever_hopper_has_room() -> None:
