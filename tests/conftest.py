@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import logging
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from _pytest.logging import catching_logs
 
 NOWHERE = Path(__file__).parent / "no such folder"
+gc.disable()  # until tests are collected: what that makes stays
+
+
+def _catch_at_root(catching: Any) -> Any:
+    """Six times a test pytest asks all loggers there are whether they pass on what they are told, for those of torch
+    that do not. Ours do."""
+    handler, root = catching.handler, logging.getLogger()
+    if catching.level is not None:
+        handler.setLevel(catching.level)
+        catching.orig_level = root.level
+        root.setLevel(min(root.level, catching.level))
+    root.addHandler(handler)
+    catching.attached_loggers.append(root)
+    return handler
+
+
+if hasattr(catching_logs, "attached_loggers"):  # others ask no other logger than the root
+    catching_logs.__enter__ = _catch_at_root  # type: ignore[method-assign]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,15 +66,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
 
 
-@pytest.fixture(autouse=True)
-def _cascade_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shared prefix is attended once however short it is, so that small cases go that way."""
-    monkeypatch.setattr("attn_backends.backends.torch.metadata.CASCADE_MIN_BYTES", 0)
-    monkeypatch.setattr("attn_backends.backends.flashinfer.metadata.CASCADE_MIN_BYTES", 0)
-    monkeypatch.setattr("attn_backends.backends.flash_attn.metadata.CASCADE_MIN_BYTES", 0)
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def _no_own_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AUTO's order is not that of whoever ran `attn-backends bench` here."""
-    monkeypatch.setattr("attn_backends.registry.user_table.table_folder", lambda: NOWHERE)
+@pytest.fixture(autouse=True, scope="session")
+def _for_all() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        # A shared prefix is attended once however short it is, so that small cases go that way.
+        patch.setattr("attn_backends.backends.torch.metadata.CASCADE_MIN_BYTES", 0)
+        patch.setattr("attn_backends.backends.flashinfer.metadata.CASCADE_MIN_BYTES", 0)
+        patch.setattr("attn_backends.backends.flash_attn.metadata.CASCADE_MIN_BYTES", 0)
+        # AUTO's order is not that of whoever ran `attn-backends bench` here.
+        patch.setattr("attn_backends.registry.user_table.table_folder", lambda: NOWHERE)
+        yield

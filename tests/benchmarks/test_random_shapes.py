@@ -22,6 +22,7 @@ from benchmarks.attention import (
     attention,
     bare_kernels,
     random_ahead,
+    random_plot,
     random_results,
     random_shapes,
     random_statistics,
@@ -230,7 +231,8 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def made(flashinfer: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Runs the script over a few small shapes; returns the file's content."""
+    """Runs the script over a few small shapes; returns the file's content. Charts, which take longer, are off."""
+    monkeypatch.setattr(random_shapes, "draw_files", lambda path: [])
     monkeypatch.setattr(shape_draws, "KINDS", {"decode": 1.0})
     monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
 
@@ -308,7 +310,8 @@ class TestRuns:
         made("--seed", "1000", "--count", "1")
         assert random_shapes.os.environ["FLASHINFER_DISABLE_JIT"] == "1"
 
-    def test_charts_are_drawn(self, made: Any, tmp_path: Path) -> None:
+    def test_charts_are_drawn(self, made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(random_shapes, "draw_files", random_plot.draw_files)
         made("--seed", "1000", "--count", "2")
         assert (tmp_path / "some.png").stat().st_size > 10_000
         assert "time over that of the best of all others" in (tmp_path / "some.svg").read_text()

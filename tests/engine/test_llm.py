@@ -75,7 +75,7 @@ def test_several_steps_a_launch_stop_at_the_same_tokens(
     assert several.allocator.num_used == 0
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("num_steps", [1, 3])
 @pytest.mark.parametrize("settings", [
     {"cache": {"num_pages": 200, "page_size": 4}},

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import KernelInterface
+from triton.runtime.jit import ConstexprFunction, KernelInterface
 
 from attn_backends.kernels import hopper as triton_hopper
 
@@ -45,7 +46,12 @@ class Layout:
 
 
 def _data(value: Any) -> Any:
-    return value.data if isinstance(value, Tensor) else value
+    """What an operator of torch takes for it: a tensor, or a number."""
+    return value.number if type(value) is Scalar else value.data if isinstance(value, Tensor) else value
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return value.data if isinstance(value, Tensor) else torch.as_tensor(value)
 
 
 def _divide(a: Any, b: Any) -> torch.Tensor:
@@ -57,17 +63,25 @@ def _remainder(a: Any, b: Any) -> torch.Tensor:
 
 
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "truediv": lambda a, b: a / b,
-    "floordiv": _divide, "mod": _remainder, "and": lambda a, b: a & b, "or": lambda a, b: a | b,
-    "xor": lambda a, b: a ^ b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b, "eq": lambda a, b: a == b, "ne": lambda a, b: a != b,
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv, "floordiv": _divide,
+    "mod": _remainder, "and": operator.and_, "or": operator.or_, "xor": operator.xor, "lt": operator.lt,
+    "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne,
 }  # fmt: skip
+_COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
+_OF_NUMBERS: dict[str, Callable[[int, int], int]] = {
+    **{name: _OPERATORS[name] for name in ("add", "sub", "mul", *_COMPARISONS)},
+    "floordiv": lambda a, b: a // b if (a < 0) == (b < 0) else -(-a // b),
+    "mod": lambda a, b: int(math.fmod(a, b)),
+}
 
 
 class Tensor:
     """A tensor or, of no dimension, a scalar."""
 
+    __slots__ = ("data",)
     __hash__ = None  # type: ignore[assignment]
+
+    data: torch.Tensor
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
@@ -82,10 +96,10 @@ class Tensor:
 
     @property
     def type(self) -> Any:
-        return SimpleNamespace(layout=Layout())
+        return _ANY_LAYOUT
 
     def to(self, dtype: Dtype) -> Tensor:
-        return Tensor(self.data.to(dtype))
+        return _scalar(self.data.to(dtype))
 
     def __getitem__(self, index: Any) -> Tensor:
         return Tensor(self.data[index])
@@ -97,19 +111,89 @@ class Tensor:
         return int(self.data)
 
 
+_ANY_LAYOUT = SimpleNamespace(layout=Layout())
+
+
+class Scalar(Tensor):
+    """An integer of 32 bits, as a number: most of what a kernel works out are such, and torch takes long for them."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return torch.tensor(self.number, dtype=torch.int32)
+
+    @property
+    def dtype(self) -> Dtype:
+        return torch.int32
+
+    @property
+    def shape(self) -> list[int]:
+        return []
+
+    def __bool__(self) -> bool:
+        return self.number != 0
+
+    def __index__(self) -> int:
+        return self.number
+
+
+def _scalar(data: torch.Tensor) -> Tensor:
+    return Scalar(int(data)) if data.dtype is torch.int32 and data.ndim == 0 else Tensor(data)
+
+
 def _operator(apply: Callable[[Any, Any], Any], is_swapped: bool) -> Callable[[Tensor, Any], Any]:
     def operate(self: Tensor, other: Any) -> Any:
-        if isinstance(other, Pointer):
+        kind = type(other)
+        if kind is Pointer:
             return NotImplemented
-        pair = (_data(other), self.data) if is_swapped else (self.data, _data(other))
-        return Tensor(apply(*pair))
+        mine = self.data
+        if kind is Tensor:
+            other = other.data
+        elif kind is Scalar:  # among others of one kind a number counts as a scalar of torch does
+            other = other.number if mine.ndim and mine.dtype is not torch.bool else other.data
+        return Tensor(apply(other, mine) if is_swapped else apply(mine, other))
 
     return operate
 
 
+def _operator_of_numbers(
+    name: str, of_tensors: Callable[[Tensor, Any], Any], is_swapped: bool
+) -> Callable[[Scalar, Any], Any]:
+    """The same of two integers of 32 bits; anything else is torch's."""
+    apply, is_comparison, divides = _OF_NUMBERS[name], name in _COMPARISONS, name in ("floordiv", "mod")
+
+    def operate(self: Scalar, other: Any) -> Any:
+        kind = type(other)
+        if kind is Scalar:
+            number = other.number
+        elif kind is int and -_TOO_LARGE <= other < _TOO_LARGE:
+            number = other
+        else:
+            return of_tensors(self, other)
+        a, b = (number, self.number) if is_swapped else (self.number, number)
+        if divides and b == 0:
+            return of_tensors(self, other)
+        made = apply(a, b)
+        if is_comparison:
+            return _BOOLS[made]
+        return Scalar(made) if -_TOO_LARGE <= made < _TOO_LARGE else of_tensors(self, other)
+
+    return operate
+
+
+_TOO_LARGE = 1 << 31
+_BOOLS = Tensor(torch.tensor(False)), Tensor(torch.tensor(True))
+
 for _name, _apply in _OPERATORS.items():
-    setattr(Tensor, f"__{_name}__", _operator(_apply, False))
-    setattr(Tensor, f"__r{_name}__", _operator(_apply, True))
+    for _prefix, _is_swapped in (("", False), ("r", True)):
+        _of_tensors = _operator(_apply, _is_swapped)
+        setattr(Tensor, f"__{_prefix}{_name}__", _of_tensors)
+        if _name in _OF_NUMBERS:
+            setattr(Scalar, f"__{_prefix}{_name}__", _operator_of_numbers(_name, _of_tensors, _is_swapped))
 
 
 class Pointer:
@@ -139,18 +223,27 @@ class Pointer:
     def __getitem__(self, index: Any) -> Pointer:
         return Pointer(self.storage, self.at[index])
 
-    def chosen(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where, and which of these.
+    def chosen(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Where, 0 for those that are not, and which are; None: all.
 
         Raises:
             IndexError: one of them is outside of the storage.
         """
-        mask = torch.as_tensor(True if mask is None else _data(mask))
-        at, mask = torch.broadcast_tensors(self.at, mask)
-        outside = mask & ((at < 0) | (at >= len(self.storage)))
-        if bool(outside.any()):
+        at = self.at
+        if mask is not None:
+            mask = _tensor(mask)
+            at = torch.where(mask, at, 0)
+        first, last = at.aminmax()
+        if not 0 <= int(first) <= int(last) < len(self.storage):
+            outside = (at < 0) | (at >= len(self.storage))
             raise IndexError(f"elements {at[outside].tolist()[:4]} of {len(self.storage)}")
-        return at, mask
+        return at, None if mask is None else mask.expand(at.shape)
+
+    def loaded(self, mask: Any, other: Any) -> torch.Tensor:
+        """What is there, and `other` where the mask says so."""
+        at, mask = self.chosen(mask)
+        there = self.storage[at]
+        return there if mask is None else torch.where(mask, there, torch.as_tensor(other).to(there.dtype))
 
 
 # Shared memory.
@@ -338,7 +431,6 @@ class Program:
         self.current = -1  # which of them runs
         self.error: BaseException | None = None
         self.order = random.Random(number)  # in which copies land
-        self.is_inference = torch.is_inference_mode_enabled()  # which is a thread's own
 
     @property
     def partition(self) -> Partition:
@@ -366,12 +458,12 @@ class Program:
         if self.error is not None:
             raise _Ended
 
+    @torch.inference_mode()  # which is a thread's own
     def _run(self, part: Partition) -> None:
         part.may_run.wait()
         try:
             if self.error is None:
-                with torch.inference_mode(self.is_inference):
-                    part.run()
+                part.run()
         except _Ended:
             pass
         except BaseException as error:
@@ -419,22 +511,36 @@ def _program() -> Program:
 
 def _apply(function: Callable[..., torch.Tensor]) -> Callable[..., Tensor]:
     def call(*given: Any) -> Tensor:
-        return Tensor(function(*(torch.as_tensor(_data(value)) for value in given)))
+        return _scalar(function(*map(_tensor, given)))
+
+    return call
+
+
+def _choose(
+    of_numbers: Callable[[int, int], int], function: Callable[..., torch.Tensor]
+) -> Callable[[Any, Any], Tensor]:
+    of_tensors = _apply(function)
+
+    def call(a: Any, b: Any) -> Tensor:
+        if {type(a), type(b)} <= {Scalar, int}:
+            return Scalar(of_numbers(int(a), int(b)))
+        return of_tensors(a, b)
 
     return call
 
 
 def _load(pointer: Pointer, mask: Any = None, other: Any = None, **how: Any) -> Tensor:
-    at, mask = pointer.chosen(mask)
-    loaded = pointer.storage[torch.where(mask, at, 0)]
-    worst = math.nan if loaded.dtype.is_floating_point else -(1 << 20)
-    return Tensor(torch.where(mask, loaded, torch.tensor(worst if other is None else other).to(loaded.dtype)))
+    worst = math.nan if pointer.storage.is_floating_point() else -(1 << 20)
+    return _scalar(pointer.loaded(mask, worst if other is None else other))
 
 
 def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     at, mask = pointer.chosen(mask)
-    values = torch.as_tensor(_data(value)).to(pointer.storage.dtype).expand(at.shape)
-    pointer.storage[at[mask]] = values[mask]
+    values = _tensor(value).to(pointer.storage.dtype).expand(at.shape)
+    if mask is None:
+        pointer.storage[at] = values
+    else:
+        pointer.storage[at[mask]] = values[mask]
 
 
 def _to_fp16_pairs(words: Tensor, e5m2: bool) -> Tensor:
@@ -487,12 +593,12 @@ class Descriptor:
         last = matrix.shape[1] - (1 if head else self.width)
         if not 0 <= row < len(matrix) or not 0 <= column <= last:
             raise IndexError(f"a block at {row}, {column} of {list(matrix.shape)}")
-        to.store(Tensor(torch.tensor(math.nan, dtype=to.dtype)))
+        to.tiles.fill_(math.nan)
 
         def land() -> None:
             block = matrix[row : row + self.rows, column : column + self.width]
             lacking = (0, self.width - block.shape[1], 0, self.rows - len(block))
-            to.store(Tensor(torch.nn.functional.pad(block, lacking)))
+            to.store(Tensor(torch.nn.functional.pad(block, lacking) if any(lacking) else block))
             barrier.land(self.block_type.nbytes)
 
         _program().copies.append(land)
@@ -500,11 +606,11 @@ class Descriptor:
 
 def _copy_by_threads(to: Shared, pointer: Pointer, mask: Any = None) -> None:
     """What is not copied is zero afterwards."""
-    at, mask = pointer.chosen(mask)
-    to.store(Tensor(torch.tensor(math.nan, dtype=to.dtype)))
+    pointer.chosen(mask)
+    to.tiles.fill_(math.nan if to.dtype.is_floating_point else -(1 << 20))
 
     def land() -> None:
-        to.store(Tensor(torch.where(mask, pointer.storage[torch.where(mask, at, 0)], 0)))
+        to.store(Tensor(pointer.loaded(mask, 0)))
 
     _program().partition.copies.append(land)
 
@@ -520,7 +626,7 @@ LANGUAGE = SimpleNamespace(
     int32=torch.int32, int64=torch.int64, float16=torch.float16, float32=torch.float32,
     NVMMADistributedLayout=Layout, SliceLayout=Layout, BlockedLayout=Layout, DotOperandLayout=Layout,
     SwizzledSharedLayout=Layout,
-    program_id=lambda axis: Tensor(torch.tensor(_program().number, dtype=torch.int32)),
+    program_id=lambda axis: Scalar(_program().number),
     num_programs=lambda axis: _program().count,
     num_warps=lambda: 4,
     static_range=range,
@@ -530,10 +636,10 @@ LANGUAGE = SimpleNamespace(
     full_like=lambda like, value: Tensor(torch.full_like(like.data, value)),
     zeros_like=lambda like: Tensor(torch.zeros_like(like.data)),
     convert_layout=lambda value, layout, assert_trivial=False: value,
-    where=_apply(torch.where), maximum=_apply(torch.maximum), minimum=_apply(torch.minimum),
+    where=_apply(torch.where), maximum=_choose(max, torch.maximum), minimum=_choose(min, torch.minimum),
     exp2=_apply(torch.exp2), log2=_apply(torch.log2), abs=_apply(torch.abs),
-    max=lambda value, axis: Tensor(value.data.amax(axis)),
-    sum=lambda value, axis: Tensor(value.data.sum(axis, dtype=value.dtype)),
+    max=lambda value, axis: _scalar(value.data.amax(axis)),
+    sum=lambda value, axis: _scalar(value.data.sum(axis, dtype=value.dtype)),
     associative_scan=lambda value, axis, add: Tensor(value.data.cumsum(axis, dtype=value.dtype)),
     load=_load, store=_store, atomic_add=_atomic_add,
     allocate_shared_memory=_allocate,
@@ -566,22 +672,25 @@ def _stand_in(value: Any) -> Any:
         return _STAND_INS[id(value)]
     if isinstance(value, tl.constexpr):
         return value.value
+    if isinstance(value, ConstexprFunction):
+        return functools.cache(value.fn)  # of numbers
     if isinstance(value, KernelInterface):
         return _function(value.fn)
     return value
 
 
-_globals: dict[int, dict[str, Any]] = {}  # of modules, by where their own are: what stands in keeps those alive
+_modules: dict[
+    int, tuple[dict[str, Any], dict[str, Any]]
+] = {}  # globals and what stands in for them, by where they are
 
 
 def _function(function: FunctionType) -> Callable[..., Any]:
-    def call(*given: Any) -> Any:
-        of_module = function.__globals__
-        if id(of_module) not in _globals:
-            _globals[id(of_module)] = {name: _stand_in(value) for name, value in of_module.items()}
-        return FunctionType(function.__code__, _globals[id(of_module)], function.__name__)(*given)
-
-    return call
+    of_module = function.__globals__
+    if id(of_module) not in _modules:
+        stand_ins: dict[str, Any] = {}
+        _modules[id(of_module)] = of_module, stand_ins
+        stand_ins.update((name, _stand_in(value)) for name, value in of_module.items())
+    return FunctionType(function.__code__, _modules[id(of_module)][1], function.__name__)
 
 
 class Emulated:
@@ -595,6 +704,7 @@ class Emulated:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         (count,) = grid
 
+        @torch.inference_mode()
         def launch(*given: Any, num_warps: int) -> None:
             self.tell(count)
             arguments = [*map(_argument, given, self.is_constant)]
@@ -613,4 +723,8 @@ def _argument(value: Any, is_constant: bool) -> Any:
         return Pointer.to_first(value)
     if isinstance(value, TensorDescriptor):
         return Descriptor(value)
-    return value if is_constant else Tensor(torch.tensor(value, dtype=torch.float32 if type(value) is float else None))
+    if is_constant:
+        return value
+    if type(value) is int and -_TOO_LARGE <= value < _TOO_LARGE:
+        return Scalar(value)
+    return Tensor(torch.tensor(value, dtype=torch.float32 if type(value) is float else None))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
 import sys
+import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import pytest
 
@@ -25,15 +28,38 @@ def in_own_process(test: Callable[[], None]) -> Callable[[], None]:
 
 
 def run_interpreted(file: str, keyword: str = "") -> None:
-    """All tests of a file that do not want a GPU, and of these those that a `-k` keyword selects."""
-    chosen = ["-k", keyword] if keyword else []
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *chosen, file],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
+    """All tests of a file that do not want a GPU, and of these those that a `-k` keyword selects.
+
+    In a process that is forked from one that has imported what all of them want, which takes seconds.
+    """
+    with pytest.MonkeyPatch.context() as patch, NamedTemporaryFile() as told:
+        patch.setenv("TRITON_INTERPRET", "1")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.helpers.interpreted", "attn_backends.testing.conformance"])
+        forkserver.ensure_running()  # with this environment
+        chosen = ["-k", keyword] if keyword else []
+        arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not gpu", *chosen, file]
+        process = context.Process(target=_run_pytest, args=(arguments, told.name))
+        process.start()
+        process.join()
+        output = Path(told.name).read_text()
+    assert process.exitcode == 0, output
+    assert " passed" in output
+
+
+def _run_pytest(arguments: list[str], told: str) -> None:
+    os.chdir(Path(__file__).parents[2])
+    to = os.open(told, os.O_WRONLY | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(to, descriptor)
+    sys.stdin = open(os.devnull)  # noqa: SIM115 (as long as the process)
+    try:
+        code = int(pytest.main(arguments))
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)
 
 
 if INTERPRETED and triton.__version__.startswith("3.7."):  # these are its insides: others are as slow as they are

@@ -166,12 +166,12 @@ class _Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        name = func.overloadpacket.__name__
         if isinstance(result, list):  # a library's operator may return tensors that are not defined: no mode takes them
             return [torch.empty(0) if part is None else part for part in result]
-        if self._guards.is_making or is_capturing():
+        name = func.overloadpacket.__name__
+        if name not in _MAKES or self._guards.is_making or is_capturing():
             return result
-        if name in _MAKES and "out" not in kwargs and isinstance(result, torch.Tensor):
+        if "out" not in kwargs and isinstance(result, torch.Tensor):
             return self._guards.fresh(
                 result, keep=name in _FILLED, zero=name in _ZEROS, pinned=bool(kwargs.get("pin_memory"))
             )

@@ -56,7 +56,12 @@ def batch_error(case: Case) -> float:
     return max(errors)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+# Attention is to these what it is to llama: other models around it.
+LIKE_LLAMA = {"glm4", "olmo2", "phi3", "qwen2", "smollm3"}
+EACH = [pytest.param(name, marks=[pytest.mark.long] * (name in LIKE_LLAMA)) for name in sorted(FAMILIES)]
+
+
+@pytest.mark.parametrize("family", EACH)
 def test_each_family(family: str) -> None:
     case = draw_case(sum(map(ord, family)), family)
     assert forward_error(case) < CLOSE, case

@@ -85,7 +85,7 @@ def run_step(numbers: Random, group: Any, limits: Limits, cache: KVCacheSpec, st
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 8))])
 def test_traffic_asks_for_what_was_listed(seed: int, machine: Any) -> None:
     numbers = Random(f"{seed} {machine}")
     spec, cache = draw_spec(numbers), KVCacheSpec(64, numbers.choice((1, 16, 32, 64)))

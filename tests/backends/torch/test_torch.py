@@ -12,6 +12,13 @@ class TestTorch(BackendConformance):
     """Decode rows by the kernel in C, where it serves them."""
 
     backend_name = "TORCH"
+    dtypes = (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.long
+class TestTorchInOtherDtypes(BackendConformance):
+    backend_name = "TORCH"
+    dtypes = (torch.float16, torch.float64)
 
 
 class WithoutKernel(BackendConformance):

@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -55,7 +56,15 @@ def shared_bytes(kernel: Any, types: dict[str, str], constants: dict[str, Any], 
     """As the compiler lays a kernel out."""
     from triton.compiler import ASTSource
 
-    return int(_compiled(ASTSource, kernel, types, constants, warps, capability).metadata.shared)
+    return int(_compiled(ASTSource, kernel, types, constants, warps, capability, until="llir").metadata.shared)
+
+
+def swizzles(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> set[str]:
+    """How wide what swizzles its blocks in shared memory is, on Hopper."""
+    from triton.compiler import ASTSource
+
+    made = _compiled(ASTSource, kernel, types, constants, warps, 90, until="ttgir")
+    return set(re.findall(r"swizzlingByteWidth = \d+", made.asm["ttgir"]))
 
 
 def check_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> None:
@@ -80,8 +89,15 @@ def listing(made: Any) -> str:
 
 
 def _compiled(
-    make_source: Any, kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, capability: int
+    make_source: Any,
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    warps: int,
+    capability: int,
+    until: str = "cubin",
 ) -> Any:
+    """By all stages of the compiler, or none behind one that says what is asked for."""
     from triton.backends.compiler import GPUTarget
 
     names = kernel.arg_names
@@ -90,7 +106,17 @@ def _compiled(
     whole = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
              if signature[n].startswith("*") or n in ALIGNED}  # fmt: skip
     source = make_source(kernel, signature, values, whole)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+
+    def stop(backend: Any = None, stages: Any = None, *_: Any) -> tuple[str, str]:
+        for stage in [*stages][[*stages].index(until) + 1 :] if stages else ():
+            stages[stage] = lambda module, metadata: metadata.update({"name": "", "shared": None} | metadata) or b""
+        return until, until  # what is kept is kept by
+
+    with triton.knobs.runtime.scope(), pytest.MonkeyPatch.context() as patch:
+        triton.knobs.runtime.add_stages_inspection_hook = stop
+        if until == "llir":  # which LLVM makes better for long, behind all that lays out
+            patch.setattr(triton._C.libtriton.llvm, "optimize_module", lambda *_: None)
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
 
 
 def constants_of(spec: AttentionSpec, page_size: int, **tile: int) -> dict[str, Any]:
@@ -163,28 +189,22 @@ def test_prefill_fits_as_compiled(spec: AttentionSpec, page_size: int, capabilit
 @pytest.mark.parametrize("dims", [(256, 16), (64, 32), (32, 16), (16, 128)], ids=str)
 def test_keys_and_values_lie_in_shared_memory_alike(dims: tuple[int, int], page_size: int) -> None:
     """See `block_dims`."""
-    from triton.compiler import ASTSource
-
     from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
 
     spec = spec_of(*dims, torch.bfloat16)
     tile, constants = prefill_of(spec, page_size, HOPPER)
-    made = _compiled(ASTSource, prefill_kernel, tensors_of(spec), constants | WITHOUT_DESCRIPTORS, tile.warps, 90)
-    assert len(set(re.findall(r"swizzlingByteWidth = \d+", made.asm["ttgir"]))) == 1
+    assert len(swizzles(prefill_kernel, tensors_of(spec), constants | WITHOUT_DESCRIPTORS, tile.warps)) == 1
 
 
 @pytest.mark.parametrize("cached", [torch.float32, torch.bfloat16, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize(("dim", "group"), [(16, 4), (48, 12), (64, 8), (128, 4)])
 def test_keys_and_values_of_float32_lie_alike(dim: int, group: int, cached: torch.dtype) -> None:
     """See `block_dims`. Groups of 12 heads of 48 over bfloat16 had blocks of 16 keys: an illegal access on an H200."""
-    from triton.compiler import ASTSource
-
     from attn_backends.backends.triton.kernels.decode import decode_kernel
 
     spec = AttentionSpec(group, 1, dim, dtype=torch.float32, cache_dtype=cached)
     tile, constants = decode_of(spec, 5, 64, HOPPER)
-    made = _compiled(ASTSource, decode_kernel, tensors_of(spec), constants, tile.warps, 90)
-    assert set(re.findall(r"swizzlingByteWidth = \d+", made.asm["ttgir"])) == {"swizzlingByteWidth = 128"}
+    assert swizzles(decode_kernel, tensors_of(spec), constants, tile.warps) == {"swizzlingByteWidth = 128"}
 
 
 @pytest.mark.parametrize("given", [None, tuning.DecodeTile(64, 4, 6, 1, 128)], ids=["table", "large"])
@@ -192,16 +212,13 @@ def test_keys_and_values_of_float32_lie_alike(dim: int, group: int, cached: torc
 def test_keys_and_values_of_8_bits_lie_alike(dim: int, given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """See `block_dims`: values are two halves. Those of 64, in products of Hopper's matrix units beside keys twice as
     wide, were an illegal access on an H200; whatever the table says, they go by others."""
-    from triton.compiler import ASTSource
-
     from attn_backends.backends.triton.kernels.decode import decode_kernel
 
     if given is not None:
         monkeypatch.setattr(tuning, "_nearest", lambda *_: vars(given))
     spec = AttentionSpec(48, 4, dim, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
     tile, constants = decode_of(spec, 217, 64, HOPPER)
-    made = _compiled(ASTSource, decode_kernel, tensors_of(spec), constants, tile.warps, 90)
-    assert set(re.findall(r"swizzlingByteWidth = \d+", made.asm["ttgir"])) <= {"swizzlingByteWidth = 128"}
+    assert swizzles(decode_kernel, tensors_of(spec), constants, tile.warps) <= {"swizzlingByteWidth = 128"}
 
 
 def test_blocks_of_float32_hold_32_keys_wherever_hopper_has_room() -> None:
@@ -371,10 +388,12 @@ def test_latent_decode_fits_as_compiled(capability: int, room: int, heads: int) 
     assert shared_bytes(mla_decode_kernel, types, constants, tile.warps, capability) <= room
 
 
-@pytest.mark.parametrize("cached", ["of queries", "e4m3", "e5m2"])
 @pytest.mark.parametrize(
-    ("query_len", "heads", "want_lse", "dtype", "page_size"), [(1, 128, 0, "bf16", 64), (4, 40, 1, "fp16", 16)]
-)
+    ("query_len", "heads", "want_lse", "dtype", "page_size", "cached"),
+    [(1, 128, 0, "bf16", 64, "of queries"), (4, 40, 1, "fp16", 16, "of queries"),
+     pytest.param(1, 128, 0, "bf16", 64, "e4m3", marks=pytest.mark.long), (4, 40, 1, "fp16", 16, "e4m3"),
+     (1, 128, 0, "bf16", 64, "e5m2"), pytest.param(4, 40, 1, "fp16", 16, "e5m2", marks=pytest.mark.long)],
+)  # fmt: skip
 def test_the_latent_kernel_for_hopper_as_compiled(
     query_len: int, heads: int, want_lse: int, dtype: str, page_size: int, cached: str
 ) -> None:
@@ -426,10 +445,18 @@ def test_prefill_of_latent_layers_as_compiled(
     assert listing(made).count("LDL") < (256 if dtype is torch.float32 else 48)
 
 
-@pytest.mark.parametrize("how", ["all_keys", "window", "split"])
-@pytest.mark.parametrize(
-    ("dims", "page_size"), [*((dims, 16) for dims in launch.HOPPER_DIMS), ((128, 128), 0), ((192, 128), 0)], ids=str
-)
+def hopper_cases() -> Iterator[Any]:
+    """Of a window the code has all loops that it has without one, so of most dims that is enough; a split list of tiles
+    differs by what is read and written, not by dims."""
+    pages, prompts = [(dims, 16) for dims in launch.HOPPER_DIMS], [((128, 128), 0), ((192, 128), 0)]
+    both = {((128, 128), 16), ((192, 192), 16), ((256, 256), 16), prompts[1]}
+    for case, how in product(pages + prompts, ("all_keys", "window", "split")):
+        long = case not in both and how != ("all_keys" if case in prompts else "window")
+        name = f"{'-'.join(map(str, case))}-{how}"
+        yield pytest.param(*case, how, id=name, marks=[pytest.mark.long] * long)
+
+
+@pytest.mark.parametrize(("dims", "page_size", "how"), hopper_cases())
 def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_size: int, how: str) -> None:
     from attn_backends.kernels import hopper
     from attn_backends.kernels.prefill import hopper_kernel
