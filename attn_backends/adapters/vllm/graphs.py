@@ -39,6 +39,7 @@ class CapturedGraphs:
     def __init__(self, state: AttentionState[Any]) -> None:
         self._state = state
         self._inputs: PersistentTensors | None = None
+        self._sizes: set[tuple[int, int]] = set()  # rows, and query tokens of each
 
     def capture(self, theirs: Any) -> None:
         """A graph of this batch's shape is about to be captured. vLLM begins with the largest.
@@ -49,6 +50,7 @@ class CapturedGraphs:
         if self._inputs is None:
             self._inputs = PersistentTensors.of(theirs)
             self._state.hold_graph_buffers(theirs.num_reqs, self._inputs)
+        self._sizes.add((theirs.num_reqs, theirs.num_actual_tokens // theirs.num_reqs))
 
     def size_of(self, theirs: Any) -> tuple[int, int] | None:
         """The rows and their query tokens of the captured graph that a batch has the shape of, if it lies where that
@@ -56,4 +58,4 @@ class CapturedGraphs:
         if self._inputs is None:
             return None
         size = theirs.num_reqs, uniform_query_len(theirs)
-        return size if size in self._state.graph_sizes and self._inputs.holds(theirs) else None
+        return size if size in self._sizes and self._inputs.holds(theirs) else None

@@ -137,7 +137,7 @@ def test_what_none_serves_is_refused(given: dict[str, Any], code: str) -> None:
 
 
 def test_graphs_serve_batches_that_lie_in_their_tensors() -> None:
-    state: Any = SimpleNamespace(graph_sizes={(4, 1)}, hold_graph_buffers=lambda rows, inputs: held.append(rows))
+    state: Any = SimpleNamespace(hold_graph_buffers=lambda rows, inputs: held.append(rows))
     held: list[int] = []
     graphs = CapturedGraphs(state)
     first = batch([1, 1, 1, 1], [5, 6, 7, 8])
