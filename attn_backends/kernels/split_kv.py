@@ -229,6 +229,26 @@ def seen_by_all(oldest, newest, seq_len, window_right, window_left, chunk):  # t
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def store_partial(  # type: ignore[no-untyped-def]
+    partial_acc,  # [partial slots, USED_M, columns of acc] f32
+    partial_ml,  # [partial slots, USED_M, 2] f32
+    partial_slot,
+    acc,  # [BLOCK_M or USED_M, BLOCK_DIM_VO] f32
+    m_i,  # in base 2
+    l_i,
+    used,  # queries that exist
+    USED_M: tl.constexpr,
+):
+    """Store a partial result."""
+    lane, dims = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
+    slot = partial_slot.to(tl.int64) * USED_M + lane
+    live = (lane < used) & (lane < USED_M)
+    tl.store(partial_acc + slot[:, None] * acc.shape[1] + dims[None], acc, mask=live[:, None])
+    tl.store(partial_ml + slot * 2, m_i, mask=live)
+    tl.store(partial_ml + slot * 2 + 1, l_i, mask=live)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def combine_splits(  # type: ignore[no-untyped-def]
     partial_acc,  # [partial slots, BLOCK_M, BLOCK_DIM_VO] f32
     partial_ml,  # [partial slots, BLOCK_M, 2] f32: m_i in base 2, l_i

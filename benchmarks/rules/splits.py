@@ -54,9 +54,9 @@ def ways_of(problem: Problem, parts: Any) -> dict[str, Any]:
     ways = {WHOLE: replace(built, prefill_splits=None, prefill_share=share)}
     is_paged = built.page_table is not None and not built.prefills_are_prompts
     tile = split_tile(spec, problem.cache, None, problem.device, is_paged=is_paged, is_upcast=built.num_upcast_keys > 0)
-    num_sms = num_multiprocessors(problem.device)
-    if tile is not None and first < built.num_rows:
-        for target in range(num_sms, most_tile_splits(num_sms) + 1, num_sms):
+    programs = tile.num_programs(num_multiprocessors(problem.device))
+    if first < built.num_rows:
+        for target in range(programs, most_tile_splits(programs) + 1, programs):
             ways[f"split {target}"] = replace(built, prefill_splits=PrefillSplits(target, tile), prefill_share=None)
     return ways | {RULE: built}
 

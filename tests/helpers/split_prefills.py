@@ -18,10 +18,13 @@ def splitting(num_sms: int, least_keys: int = 64, target: int | None = None) -> 
     Args:
         target: None: as many splits as there can be.
     """
-    wanted = splits.most_tile_splits(num_sms) if target is None else target
+
+    def wanted(load: object, heads: int, num_programs: int, *_: object) -> int:
+        return splits.most_tile_splits(num_programs) if target is None else target
+
     with (
         pretend_multiprocessors(num_sms),
         mock.patch.object(splits, "LEAST_KEYS", least_keys),
-        mock.patch.object(rules, "split_target", return_value=wanted),
+        mock.patch.object(rules, "split_target", wanted),
     ):
         yield

@@ -11,14 +11,15 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from attn_backends.backends.triton.tuning import TritonOptions, upcast_heads
+from attn_backends.backends.triton.tuning import TritonOptions, prefill_tile, upcast_heads
 from attn_backends.batch.page_table import IntArray
-from attn_backends.kernels.launch import num_multiprocessors
+from attn_backends.kernels.launch import num_multiprocessors, shared_memory
 from attn_backends.kernels.prefill.launch import (
     HOPPER_ROWS,
     hopper_tile,
     num_hopper_tiles,
     num_visible_keys,
+    portable_tile,
     suits_hopper_kernel,
 )
 from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, split_target
@@ -85,8 +86,8 @@ def prefill_share(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray,
 def split_tile(
     spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None, device: torch.device, *, is_paged: bool,
     is_upcast: bool,
-) -> SplitTile | None:  # fmt: skip
-    """What the prefill kernel that is to serve reads at a time; None: it splits no keys.
+) -> SplitTile:  # fmt: skip
+    """What the prefill kernel that is to serve reads at a time.
 
     Args:
         is_paged: keys are read from pages, or else as the step brings them.
@@ -97,12 +98,13 @@ def split_tile(
     given = options or TritonOptions()
     has_tile = (given.prefill_tile if is_paged else given.prompt_tile) is not None
     if has_tile or (is_paged and cache.page_size % HOPPER_PAGE) or not suits_hopper_kernel(spec, device):
-        return None
+        kind = "prefill" if is_paged else "prompt"
+        return portable_tile(spec, prefill_tile(spec, cache, options, shared_memory(device), kind))
     return hopper_tile(spec)
 
 
 def prefill_splits(
-    spec: AttentionSpec, tile: SplitTile | None, query_lens: IntArray, seq_lens: IntArray, num_decodes: int,
+    spec: AttentionSpec, tile: SplitTile, query_lens: IntArray, seq_lens: IntArray, num_decodes: int,
     device: torch.device,
 ) -> PrefillSplits | None:  # fmt: skip
     """How the rows behind the decodes are split; None: not at all.
@@ -110,11 +112,11 @@ def prefill_splits(
     Args:
         query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
     """
-    if tile is None or num_decodes == len(query_lens):
+    if num_decodes == len(query_lens):
         return None
-    num_sms = num_multiprocessors(device)
+    num_programs = tile.num_programs(num_multiprocessors(device))
     read = int(num_visible_keys(spec, seq_lens[:num_decodes]).sum(dtype=np.int64)) * spec.cache_dtype.itemsize
-    decodes = _PRODUCTS_A_BYTE * read / (tile.rows * tile.keys) * spec.num_kv_heads / num_sms
+    decodes = _PRODUCTS_A_BYTE * read / (tile.rows * tile.keys) * spec.num_kv_heads / num_programs
     load = TileLoad.of(spec, tile, query_lens[num_decodes:], seq_lens[num_decodes:])
-    target = split_target(load, spec.num_kv_heads, num_sms, tile.min_blocks, decodes)
+    target = split_target(load, spec.num_kv_heads, num_programs, tile.min_blocks, decodes)
     return PrefillSplits(target, tile) if target else None

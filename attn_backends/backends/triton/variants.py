@@ -81,22 +81,19 @@ class _Layer:
 
     def _prefill(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, upcast_kv: torch.Tensor,
-        splits: TileList | None,
+        splits: TileList,
     ) -> Iterator[Pdl]:  # fmt: skip
         tiles, output = empty(2, dtype=torch.int32), self._output(query)
         for share in (None, 1.0):  # of the GPU, beside decodes
             yield self.kernels.prefill(query, key, value, output, None, rows, tiles, upcast_kv, share)
-        if splits is not None:
-            rows = rows._replace(splits=splits)
-            yield self.kernels.prefill(query, key, value, output, None, rows, tiles, upcast_kv, None)
+        rows = rows._replace(splits=splits)
+        yield self.kernels.prefill(query, key, value, output, None, rows, tiles, upcast_kv, None)
 
-    def _splits(self, *, is_paged: bool, is_upcast: bool = False) -> TileList | None:
-        """A list of tiles, of the kernel that serves such keys; None: none of them is split."""
+    def _splits(self, *, is_paged: bool, is_upcast: bool = False) -> TileList:
+        """A list of tiles, of the kernel that serves such keys."""
         spec, ints, floats = self.spec, {"dtype": torch.int32}, {"dtype": torch.float32}
         tile = split_tile(spec, self.cache, self.options, self.device, is_paged=is_paged, is_upcast=is_upcast)
-        if tile is None:
-            return None
-        target = max(spec.num_kv_heads, most_tile_splits(num_multiprocessors(self.device)))
+        target = max(spec.num_kv_heads, most_tile_splits(tile.num_programs(num_multiprocessors(self.device))))
         workspace = (
             empty(target * tile.rows * block_dims(spec)[1], **floats),
             empty(2 * target * tile.rows, **floats),

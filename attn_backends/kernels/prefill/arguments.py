@@ -77,6 +77,9 @@ class PrefillTensors(NamedTuple):
     key_start_loc: torch.Tensor
     slopes: torch.Tensor
     sinks: torch.Tensor
+    work_items: torch.Tensor
+    partial_acc: torch.Tensor
+    partial_ml: torch.Tensor
 
 
 class PrefillRows(NamedTuple):
@@ -114,6 +117,7 @@ class PrefillConstants(NamedTuple):
     STAGES: int
     LOCAL: int
     EXACT: int
+    SPLIT: int
 
 
 class HopperTensors(NamedTuple):

@@ -102,6 +102,12 @@ def hopper_tile(spec: AttentionSpec) -> SplitTile:
     return SplitTile(max(1, HOPPER_ROWS // spec.group_size), HOPPER_ROWS, hopper_block_n(spec.head_dim))
 
 
+def portable_tile(spec: AttentionSpec, tile: TileSizes) -> SplitTile:
+    """What the portable prefill kernel reads at a time, by its tile."""
+    tokens = max(1, tile.rows // spec.group_size)
+    return SplitTile(tokens, padded(tokens * spec.group_size), tile.keys)
+
+
 def num_prefill_tiles(num_tokens: int, num_rows: int, tile_tokens: int) -> int:
     """Most that so many rows of so many query tokens in all can have (see `rows_of`); of one row, what it has."""
     return (num_tokens + num_rows * (tile_tokens - 1)) // tile_tokens
@@ -185,9 +191,15 @@ class PrefillKernels:
                 launch_dependents=0,
             )  # fmt: skip
             return self._attend_on_hopper((*tensors, sinks, tiles), layouts, scales, tiled, shape, rows.splits, share)
-        constants = self._constants(key, value, page_size, tile, tile_tokens)
-        _prefill(*tensors, slopes, sinks, scales, visible, has_sinks, tiled, constants,
+        constants, splits = self._constants(key, value, page_size, tile, tile_tokens), rows.splits
+        if splits is not None and splits.tile != portable_tile(spec, tile):  # made for another kernel
+            splits = None
+        lists = (None, None, None) if splits is None else (splits.work_items, splits.partial_acc, splits.partial_ml)
+        constants = constants._replace(SPLIT=int(splits is not None))
+        _prefill(*tensors, slopes, sinks, *lists, scales, visible, has_sinks, tiled, constants,
                  tile.keys if in_blocks else 0, tile.warps)  # fmt: skip
+        if splits is not None:
+            self._join((*tensors, sinks, tiles), scales, num_kv_heads, splits, use_pdl=False)
         return Pdl.OFF
 
     def _attend_on_hopper(
@@ -221,7 +233,7 @@ class PrefillKernels:
             *self._logits, is_alike(key, value), PAGE_SIZE=page_size, KV_HEADS=key.shape[-2], GROUP=spec.group_size,
             BLOCK_Q=tile_tokens, BLOCK_M=padded(tile_tokens * spec.group_size), BLOCK_N=tile.keys, DIM=self._dims.DIM,
             DIM_VO=self._dims.DIM_VO, BLOCK_DIM=self._dims.BLOCK_DIM, BLOCK_DIM_VO=self._dims.BLOCK_DIM_VO,
-            STAGES=tile.stages, LOCAL=int(self._is_local), EXACT=int(spec.dtype is torch.float32),
+            STAGES=tile.stages, LOCAL=int(self._is_local), EXACT=int(spec.dtype is torch.float32), SPLIT=0,
         )  # fmt: skip
 
     def _scales_of(self, cached: bool) -> Scales:
@@ -244,18 +256,23 @@ def strides_of(
     return Strides._make((*query.stride()[:2], *cached, *output.stride()[:2], 0 if lse is None else lse.stride(0)))
 
 
-@operator(("output", "lse"))
+@operator(("output", "lse", "partial_acc", "partial_ml"))
 def _prefill(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor | None, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
-    key_start_loc: torch.Tensor, slopes: torch.Tensor, sinks: torch.Tensor, scales: Scales, visible: VisibleRange,
+    key_start_loc: torch.Tensor, slopes: torch.Tensor, sinks: torch.Tensor, work_items: torch.Tensor | None,
+    partial_acc: torch.Tensor | None, partial_ml: torch.Tensor | None, scales: Scales, visible: VisibleRange,
     has_sinks: int, tiled: PrefillRows, constants: PrefillConstants, block_keys: int, warps: int,
 ) -> None:  # fmt: skip
     descriptors = Descriptors(*kv_descriptors(key, value, block_keys)) if block_keys else Descriptors(None, None)
     table, stride = (seq_lens, 0) if page_table is None else (page_table, page_table.stride(0))
-    tensors = PrefillTensors(query, key, value, output, sinks if lse is None else lse, table, seq_lens,
-                             query_start_loc, key_start_loc, slopes, sinks)  # fmt: skip
+    num_programs = (tiled.num_tiles if work_items is None else len(work_items)) * constants.KV_HEADS
+    tensors = PrefillTensors(
+        query, key, value, output, sinks if lse is None else lse, table, seq_lens, query_start_loc, key_start_loc,
+        slopes, sinks, seq_lens if work_items is None else work_items, sinks if partial_acc is None else partial_acc,
+        sinks if partial_ml is None else partial_ml,
+    )  # fmt: skip
     groups = (scales, visible, Flags(has_sinks, int(lse is not None)), strides_of(query, key, value, output, lse),
               constants)  # fmt: skip
-    launch(prefill_kernel, tiled.num_tiles * constants.KV_HEADS, tensors, PrefillVarying(*tiled, stride), groups,
+    launch(prefill_kernel, num_programs, tensors, PrefillVarying(*tiled, stride), groups,
            warps, descriptors=descriptors)  # fmt: skip

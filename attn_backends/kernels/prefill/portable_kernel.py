@@ -6,13 +6,14 @@ import triton
 import triton.language as tl
 
 from attn_backends.kernels.fp8 import interleave_columns, row_amax, scale_to_fp16, zero_acc
-from attn_backends.kernels.split_kv import first_key, seen_by_all
+from attn_backends.kernels.split_kv import first_key, seen_by_all, store_partial
 from attn_backends.kernels.tile_kernels import attend_keys, logit_scale, rows_of, tile_of, write_rows
 
 _NOT_CONSTANT = ["first_row", "num_rows", "num_tiles", "section", "table_row", "window_right", "window_left",
                  "chunk", "has_sinks", "want_lse", "lse_token"]  # fmt: skip
 # No code depends on whether these are aligned.
-_ANYWHERE = ["lse", "page_table", "seq_lens", "query_start_loc", "key_start_loc", "sinks"]
+_ANYWHERE = ["lse", "page_table", "seq_lens", "query_start_loc", "key_start_loc", "sinks", "work_items", "partial_acc",
+             "partial_ml"]  # fmt: skip
 
 
 @triton.jit(
@@ -33,6 +34,9 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     key_start_loc,  # [rows] i32, if PAGE_SIZE is 0
     slopes,  # [KV_HEADS * GROUP] f32, if ALIBI
     sinks,  # [KV_HEADS * GROUP] f32 logits, if has_sinks
+    work_items,  # [programs / KV_HEADS, 8] i32, if SPLIT, see `split_kernels.list_kernel`
+    partial_acc,  # [partial slots, KV_HEADS, BLOCK_M, BLOCK_DIM_VO] f32, if SPLIT
+    partial_ml,  # [partial slots, KV_HEADS, BLOCK_M, 2] f32, if SPLIT: m_i in base 2, l_i
     first_row,  # rows before it are left alone
     num_rows,  # rows from there on
     num_tiles,  # of all these rows, for one KV head
@@ -74,12 +78,21 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr,  # blocks under way in the loop without masks
     LOCAL: tl.constexpr,  # 0 or 1: there is a window, or chunks
     EXACT: tl.constexpr,  # 0 or 1, see `attend_keys`
+    SPLIT: tl.constexpr,  # 0 or 1: tiles are listed, and keys of some are split
 ):
-    """One program attends for a tile: BLOCK_Q query tokens of one row, times the GROUP heads of one KV head."""
+    """One program attends for a tile: BLOCK_Q query tokens of one row, times the GROUP heads of one KV head; with SPLIT
+    for an item of a list, whose part of the keys gives what `join_kernel` joins."""
     if ALIKE:
         value_page, value_slot, value_head = key_page, key_slot, key_head
-    head, tile = tile_of(tl.program_id(0), num_tiles, section, KV_HEADS)
-    row, first_token, query_len, first = rows_of(tile, query_start_loc, first_row, num_rows, BLOCK_Q)
+    if SPLIT:
+        head = tl.program_id(0) % KV_HEADS
+        at_item = work_items + tl.program_id(0) // KV_HEADS * 8
+        row, first_token, first = tl.load(at_item), tl.load(at_item + 1), tl.load(at_item + 3)
+        query_len = tl.where(row >= 0, tl.load(at_item + 2), first)  # or there is nothing to do
+        num_splits, split, first_slot = tl.load(at_item + 5), tl.load(at_item + 6), tl.load(at_item + 7)
+    else:
+        head, tile = tile_of(tl.program_id(0), num_tiles, section, KV_HEADS)
+        row, first_token, query_len, first = rows_of(tile, query_start_loc, first_row, num_rows, BLOCK_Q)
     if first < query_len:
         seq_len = tl.load(seq_lens + row)
         lane = tl.arange(0, BLOCK_M)
@@ -123,19 +136,31 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         stop = tl.minimum(seq_len, oldest + BLOCK_Q + window_right)
         # Blocks that all queries see whole need no mask.
         seen = tl.minimum(seq_len, oldest + 1 + window_right)
+        begin = start
+        if SPLIT:  # this one's blocks of all
+            num_blocks = tl.maximum(stop - start + BLOCK_N - 1, 0) // BLOCK_N
+            begin += num_blocks * split // num_splits * BLOCK_N
+            end = start + num_blocks * (split + 1) // num_splits * BLOCK_N
+            stop = tl.minimum(stop, end)
         acc = zero_acc(BLOCK_M, BLOCK_DIM_VO, False)
         m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
         if LOCAL:
             newest = tl.minimum(oldest + BLOCK_Q, seq_len) - 1
             seen_from, seen = seen_by_all(oldest, newest, seq_len, window_right, window_left, chunk)
-            local = start
+            local = begin
             start = (seen_from + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+            local_end = start
+            if SPLIT:
+                local_end = tl.minimum(start, end)
             acc, m_i, l_i = attend_keys(
-                queries, q_scale, acc, m_i, l_i, local, start, seq_len, positions, slope, key, value, pages, None,
+                queries, q_scale, acc, m_i, l_i, local, local_end, seq_len, positions, slope, key, value, pages, None,
                 scale, soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
                 True, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, 1, EXACT,
             )  # fmt: skip
         whole = tl.maximum(seen // BLOCK_N * BLOCK_N, start)
+        if SPLIT:
+            start = tl.maximum(start, begin)
+            whole = tl.maximum(tl.minimum(whole, end), start)
         acc, m_i, l_i = attend_keys(
             queries, q_scale, acc, m_i, l_i, start, whole, seq_len, positions, slope, key, value, pages, kv_tma,
             scale, soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
@@ -147,6 +172,12 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
             True, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, 1, EXACT,
         )  # fmt: skip
         m_i *= logit_scale(scale, SCALE_FIRST)
-        write_rows(output, lse, sinks, interleave_columns(acc), m_i, l_i, first * GROUP + lane, head, first_token,
-                   tl.minimum(query_len, first + BLOCK_Q), value_scale, out_token, out_head, lse_token,
-                   has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
+        acc = interleave_columns(acc)
+        last = tl.minimum(query_len, first + BLOCK_Q)
+        if SPLIT:  # noqa: SIM102 (a constant on its own leaves out what is not there)
+            if num_splits > 1:
+                slot = (first_slot + split) * KV_HEADS + head
+                store_partial(partial_acc, partial_ml, slot, acc, m_i, l_i, (last - first) * GROUP, BLOCK_M)
+                last = first  # nothing is written below
+        write_rows(output, lse, sinks, acc, m_i, l_i, first * GROUP + lane, head, first_token, last, value_scale,
+                   out_token, out_head, lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip

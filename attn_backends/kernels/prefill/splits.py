@@ -37,6 +37,11 @@ class SplitTile(NamedTuple):
         """Blocks of a split at least."""
         return max(1, LEAST_KEYS // self.keys)
 
+    def num_programs(self, num_sms: int) -> int:
+        """Number of tiles that a GPU works on at a time: on each multiprocessor as many queries as largest tiles
+        have."""
+        return max(1, num_sms * SLOT_QUERIES // self.rows)
+
 
 class PrefillSplits(NamedTuple):
     """How a step's prefill is split."""
@@ -61,9 +66,9 @@ class TileLoad(NamedTuple):
         return TileLoad(-(-queries // tile.tokens), -(-np.minimum(keys, reach) // tile.keys))
 
 
-def most_tile_splits(num_sms: int) -> int:
+def most_tile_splits(num_programs: int) -> int:
     """Number of splits of all tiles and KV heads that a launch can have."""
-    return _WAVES * num_sms
+    return _WAVES * num_programs
 
 
 def most_queries(num_sms: int) -> int:
@@ -81,31 +86,31 @@ def num_splits(load: TileLoad, num_kv_heads: int, target: int, min_blocks: int) 
     return np.maximum(load.blocks // size, 1)
 
 
-def split_target(load: TileLoad, num_kv_heads: int, num_sms: int, min_blocks: int, decodes: float = 0.0) -> int:
+def split_target(load: TileLoad, num_kv_heads: int, num_programs: int, min_blocks: int, decodes: float = 0.0) -> int:
     """The target with which rows take the least time; 0: nothing is split.
 
     Args:
-        decodes: what the step's decodes take, in blocks that a multiprocessor reads. They run beside a prefill whose
+        decodes: what the step's decodes take, in blocks that a program reads. They run beside a prefill whose
             tiles are whole, and behind one whose keys are split.
     """
-    whole = _time(load, num_kv_heads, num_sms, np.ones_like(load.blocks))
-    all_busy = int(load.tiles @ load.blocks) * num_kv_heads / num_sms + decodes
+    whole = _time(load, num_kv_heads, num_programs, np.ones_like(load.blocks))
+    all_busy = int(load.tiles @ load.blocks) * num_kv_heads / num_programs + decodes
     best, least = 0, (1 - _LEAST_SAVED) * max(whole, all_busy)
     if all_busy + _OF_THE_JOIN >= least:
         return best
-    for target in range(num_sms, most_tile_splits(num_sms) + 1, num_sms):
+    for target in range(num_programs, most_tile_splits(num_programs) + 1, num_programs):
         splits = num_splits(load, num_kv_heads, target, min_blocks)
-        taken = _time(load, num_kv_heads, num_sms, splits) + _OF_THE_JOIN + decodes
+        taken = _time(load, num_kv_heads, num_programs, splits) + _OF_THE_JOIN + decodes
         if taken < least and (splits > 1).any():
             best, least = target, taken
     return best
 
 
-def _time(load: TileLoad, num_kv_heads: int, num_sms: int, splits: NDArray[np.int64]) -> float:
-    """What the multiprocessor takes that takes longest, in blocks, where the longest splits are taken first."""
+def _time(load: TileLoad, num_kv_heads: int, num_programs: int, splits: NDArray[np.int64]) -> float:
+    """What the program takes that takes longest, in blocks, where the longest splits are taken first."""
     size = -(-load.blocks // splits) + _OF_A_TILE
     count = load.tiles * splits * num_kv_heads
     order = np.argsort(-size)
     size, count = size[order], count[order]
-    waves = -(-count.cumsum() // num_sms)  # one has so many of those that are as long as this
-    return max(float((waves * size).max(initial=0)), float(size @ count) / num_sms)
+    waves = -(-count.cumsum() // num_programs)  # one has so many of those that are as long as this
+    return max(float((waves * size).max(initial=0)), float(size @ count) / num_programs)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from attn_backends.kernels.fp8 import as_pairs, interleave_columns, row_amax, scale_to_fp16, zero_acc
 from attn_backends.kernels.launch import WAIT_FIRST, WAIT_LAST, acquire_fence, grid_wait
-from attn_backends.kernels.split_kv import FAR, MAX_SPLITS, combine_splits
+from attn_backends.kernels.split_kv import FAR, MAX_SPLITS, combine_splits, store_partial
 from attn_backends.kernels.tile_kernels import attend_keys, logit_scale, write_rows
 
 _NOT_CONSTANT = ["table_row", "window_right", "window_left", "chunk", "has_sinks", "want_lse", "lse_token"]
@@ -141,7 +141,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             # Partial results are [partial slots, KV_HEADS, TILES, USED_M, ...]
             used = query_len * GROUP - tile * BLOCK_M  # unused queries would take registers where splits are combined
             partial_slot = ((first_slot + split) * KV_HEADS + head) * TILES + tile
-            _store_partial(partial_acc, partial_ml, partial_slot, acc, m_i, l_i, used, USED_M)
+            store_partial(partial_acc, partial_ml, partial_slot, acc, m_i, l_i, used, USED_M)
             step, level = 1, 0
             while num_splits > 0:
                 split = split // JOINED
@@ -165,7 +165,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
                     )  # fmt: skip
                     if num_splits > JOINED:
                         tl.debug_barrier()  # all have read what is written over
-                        _store_partial(partial_acc, partial_ml, partial_slot, row_acc, row_m, row_l, used, USED_M)
+                        store_partial(partial_acc, partial_ml, partial_slot, row_acc, row_m, row_l, used, USED_M)
                         num_splits, step, level = (num_splits + JOINED - 1) // JOINED, step * JOINED, level + 1
                     else:
                         write_rows(output, lse, sinks, row_acc, row_m, row_l, tile * BLOCK_M + tl.arange(0, USED_M),
@@ -190,23 +190,3 @@ def _load_item(work_items, work_item, exists):  # type: ignore[no-untyped-def]
     first_slot, split_info = tl.load(at + 3, mask=exists, other=0), tl.load(at + 4, mask=exists, other=0)
     seq_len, first_token = tl.load(at + 5, mask=exists, other=0), tl.load(at + 6, mask=exists, other=0)
     return row, start, stop, first_slot, split_info, seq_len, first_token, tl.load(at + 7, mask=exists, other=0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _store_partial(  # type: ignore[no-untyped-def]
-    partial_acc,
-    partial_ml,
-    partial_slot,  # of a head's tile
-    acc,  # [BLOCK_M or USED_M, BLOCK_DIM_VO] f32
-    m_i,  # in base 2
-    l_i,
-    used,  # queries that exist
-    USED_M: tl.constexpr,
-):
-    """Store a partial result."""
-    lane, dims = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
-    slot = partial_slot.to(tl.int64) * USED_M + lane
-    live = (lane < used) & (lane < USED_M)
-    tl.store(partial_acc + slot[:, None] * acc.shape[1] + dims[None], acc, mask=live[:, None])
-    tl.store(partial_ml + slot * 2, m_i, mask=live)
-    tl.store(partial_ml + slot * 2 + 1, l_i, mask=live)

@@ -1,0 +1,166 @@
+"""TRITON's portable prefill where keys are split, interpreted: random layers against the reference, and faults.
+
+Seeds of SHOWN were there when the splits were written; those of UNSEEN judge them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import nullcontext
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends import AttentionSpec, get_backend
+from attn_backends.testing.cases.batches import Batch
+from attn_backends.testing.cases.random_batch import random_batch
+from attn_backends.testing.harness import Layer, assert_matches, make_layer
+from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
+
+launch = pytest.importorskip("attn_backends.kernels.prefill.launch", reason="needs triton")
+tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
+
+SHOWN, UNSEEN = range(10), range(1000, 1012)
+GUARD = 77.0
+TILE = tuning.PrefillTile(rows=32, keys=32, warps=4, stages=2)
+
+
+@in_own_process
+def test_interpreted() -> None:
+    run_interpreted(__file__)
+
+
+def splitting(*given: Any, **more: Any) -> Any:
+    from tests.helpers.split_prefills import splitting
+
+    return splitting(*given, **more)
+
+
+def a_layer(batch: Batch) -> Layer:
+    """With partial results that are NaN until they are written, and with guards behind them."""
+    options = tuning.TritonOptions(prefill_tile=TILE, prompt_tile=TILE)
+    layer = make_layer(get_backend("TRITON"), batch, options=options, num_padded_reqs=2)
+    workspace = layer.state.workspace
+    for name in ("partial_acc", "partial_ml"):
+        size = getattr(workspace, name).numel()
+        wide = torch.full((size + 4096,), GUARD)
+        wide[:size] = float("nan")
+        object.__setattr__(workspace, name, wide[:size])
+        object.__setattr__(workspace, f"{name}_guard", wide[size:])
+    return layer
+
+
+def check(batch: Batch) -> Any:
+    layer, expected = a_layer(batch), batch.expected()
+    step = layer.begin(batch, num_padded_reqs=2)
+    for want_lse in (False, True):
+        result = layer.forward(batch, step, num_padded_reqs=2, want_lse=want_lse)
+        assert_matches(result, batch, f"splits {step.metadata.prefill_splits}", expected)
+    assert (layer.state.workspace.partial_acc_guard == GUARD).all()
+    assert (layer.state.workspace.partial_ml_guard == GUARD).all()
+    return step
+
+
+def draw(seed: int) -> tuple[Batch, int]:
+    """A layer and chunks behind prefixes, with decodes or without; and multiprocessors."""
+    dice = Random(f"portable splits {seed}")
+    group, num_kv_heads = dice.choice((1, 2, 3, 5)), dice.choice((1, 1, 2, 3))
+    seen: dict[str, Any] = dice.choice(
+        [{}, {}, {"window_left": dice.randrange(400)}, {"chunk_size": dice.randrange(100, 500)}, {"causal": False},
+         {"causal": False, "window_left": dice.randrange(300)}, {"logits_soft_cap": 20.0}, {"scale": -0.3},
+         {"alibi_slopes": tuple(dice.random() for _ in range(group * num_kv_heads))}]
+    )  # fmt: skip
+    dtype = dice.choice((torch.float16, torch.float32))
+    cached = dice.choice((dtype, dtype, torch.float8_e4m3fn, torch.float8_e5m2))
+    spec = AttentionSpec(
+        group * num_kv_heads, num_kv_heads, dice.choice((32, 48, 64)), head_dim_vo=dice.choice((32, 64)), dtype=dtype,
+        cache_dtype=cached, sinks=dice.random() < 0.3, **seen,
+    )  # fmt: skip
+    query_lens = [1] * dice.randrange(2) + [dice.randint(17, 40) for _ in range(dice.randint(1, 2))]
+    seq_lens = [length + int(2 ** dice.uniform(6, 9.3)) for length in query_lens]
+    more: dict[str, Any] = {"page_size": dice.choice((5, 16, 32, 64)), "layout": dice.choice(("NHD", "HND"))}
+    scales = {"k_scale": 0.5, "v_scale": 2.0} if cached is not dtype else {}
+    batch = random_batch(
+        get_backend("TRITON"), spec, seq_lens, query_lens, seed=seed, poison=float("nan"), **more, **scales
+    )
+    return batch, dice.choice((2, 5, 12, 40))
+
+
+@only_interpreted
+@pytest.mark.parametrize("seed", [*SHOWN, *UNSEEN])
+def test_random_layers(seed: int) -> None:
+    batch, num_sms = draw(seed)
+    with splitting(num_sms):
+        step = check(batch)
+    assert step.splits is not None
+
+
+@only_interpreted
+def test_most_layers_above_are_split() -> None:
+    counts = []
+    for seed in (*SHOWN, *UNSEEN):
+        batch, num_sms = draw(seed)
+        with splitting(num_sms):
+            counts.append(int(a_layer(batch).begin(batch).splits.work_items[0, 5]))
+    assert sum(count > 1 for count in counts) > len(counts) // 2
+    assert max(counts) >= 5
+
+
+KERNEL, SPLITS = "portable_kernel", "split_kernels"
+FAULTS = {
+    "a block that is lost": (
+        KERNEL,
+        "num_blocks * split // num_splits * BLOCK_N",
+        "(num_blocks * split // num_splits + (split == 1)) * BLOCK_N",
+    ),
+    "a block that is in two splits": (
+        KERNEL,
+        "num_blocks * (split + 1) // num_splits * BLOCK_N",
+        "(num_blocks * (split + 1) // num_splits + (split == 0)) * BLOCK_N",
+    ),
+    "keys in front of a window twice": (KERNEL, "            local = begin\n", "            local = start\n"),
+    "one slot for all splits": (KERNEL, "(first_slot + split) * KV_HEADS + head", "first_slot * KV_HEADS + head"),
+    "queries that are not stored": (KERNEL, "(last - first) * GROUP, BLOCK_M", "(last - first) * GROUP - 1, BLOCK_M"),
+    "a split that is not joined": (SPLITS, "BLOCK_M, num_splits, 1, 1", "BLOCK_M, num_splits - 1, 1, 1"),
+    "a join of what has not come": (SPLITS, "BLOCK_M, num_splits, 1, 1", "BLOCK_M, num_splits + 1, 1, 1"),
+}
+
+
+@only_interpreted
+@pytest.mark.parametrize("fault", ["none", *FAULTS])
+def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rows of several splits and whole ones, where there is a window and where there is none."""
+    from attn_backends.kernels.prefill import portable_kernel, split_kernels, split_launch
+
+    wrong = {module: changed(module, FAULTS.get(fault), tmp_path) for module in (portable_kernel, split_kernels)}
+    monkeypatch.setattr(launch, "prefill_kernel", wrong[portable_kernel].prefill_kernel)
+    monkeypatch.setattr(split_launch, "list_kernel", wrong[split_kernels].list_kernel)
+    monkeypatch.setattr(split_launch, "join_kernel", wrong[split_kernels].join_kernel)
+    found = nullcontext() if fault == "none" else pytest.raises((AssertionError, RuntimeError, IndexError))
+    with splitting(6), found:
+        for seen in ({}, {"window_left": 300}):
+            spec = AttentionSpec(4, 2, 32, **seen)
+            batch = random_batch(get_backend("TRITON"), spec, [500, 60, 350], [20, 17, 30], page_size=16)
+            step = check(batch)
+            assert 1 in step.splits.work_items[:, 5]
+            assert int(step.splits.work_items[0, 5]) > 1
+
+
+def changed(module: Any, fault: tuple[str, str, str] | None, folder: Path) -> Any:
+    """A module as its source is; with the fault, if it is one of this module's."""
+    source = Path(module.__file__).read_text()
+    name = module.__name__.rpartition(".")[2]
+    if fault is not None and fault[0] == name:
+        assert source.count(fault[1]) == 1
+        source = source.replace(*fault[1:])
+    path = folder / f"changed_{name}.py"
+    path.write_text(source)
+    made = importlib.util.spec_from_file_location(path.stem, path)
+    assert made is not None
+    assert made.loader is not None
+    wrong = importlib.util.module_from_spec(made)
+    made.loader.exec_module(wrong)
+    return wrong
