@@ -239,6 +239,12 @@ def assert_pool(
             assert not slots, f"{what}: {len(slots)} slots of the {name} cache are not as they should be: {slots[:8]}"
 
 
+def assert_step(result: Result, batch: Batch, what: str = "the batch", expected: Expected | None = None) -> None:
+    """`assert_matches`, and the pool holds what the step writes."""
+    assert_matches(result, batch, what, expected)
+    assert_pool(result.kv_cache, batch.pool_after(), what, batch.has_exact_scales)
+
+
 def _wrong_slots(got: torch.Tensor, want: torch.Tensor, exact: bool) -> torch.Tensor:  # [num_slots] bool
     differs = (_slot_bytes(got) != _slot_bytes(want)).any(dim=1)
     if exact or not bool(differs.any()):

@@ -18,7 +18,7 @@ from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.cases.features import feature
 from attn_backends.testing.graphs.host_reads import forbid_host_reads
 from attn_backends.testing.guards.snapshot import differences, snapshot
-from attn_backends.testing.harness import Result, assert_matches, assert_pool, make_layer
+from attn_backends.testing.harness import assert_matches, assert_step, make_layer
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
 
 POOL_PAGES = 16  # one size for batches that share a builder
@@ -98,7 +98,8 @@ class Building(KitBase):
     def test_both_roads_agree_without_pages_and_with_a_prefix(self) -> None:
         profile = self.make_batch(self.make_spec(), WHOLE_PROMPTS, cached=False)
         prefix = 2 * self.page_size
-        shared = self.make_batch(self.make_spec(), _longer(prefix), shared_prefix_len=prefix)
+        shape = BatchShape(seq_lens=(prefix + 3, prefix + 9, prefix + 20), query_lens=(1, 1, 4))
+        shared = self.make_batch(self.make_spec(), shape, shared_prefix_len=prefix)
         for batch, length in ((profile, 0), (shared, prefix)):
             builder = make_layer(self.backend, batch).builder
             direct = builder.build_from_groups(batch.groups, common_prefix_len=length)
@@ -161,13 +162,7 @@ class Building(KitBase):
                 self.check_view(layer.state.begin_forward(view), replace(batch, rows=part), layer.forward)
 
     def check_view(self, step: AttentionStep[Any], part: Batch, forward: Any) -> None:
-        result: Result = forward(part, step)
-        assert_matches(result, part, f"the view {type(step.metadata).__name__} of {len(part.rows)} rows")
-        assert_pool(result.kv_cache, part.pool_after(), "a view alone")
-
-
-def _longer(prefix: int) -> BatchShape:
-    return BatchShape(seq_lens=(prefix + 3, prefix + 9, prefix + 20), query_lens=(1, 1, 4))
+        assert_step(forward(part, step), part, f"the view {type(step.metadata).__name__} of {len(part.rows)} rows")
 
     @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", WHOLE_PROMPTS], ids=str)
     def test_metadata_goes_to_workers(self, shape: BatchShape | str) -> None:

@@ -9,7 +9,6 @@ import torch
 
 from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.cases.features import CROSS, ENCODER, FEATURES, Feature, feature
-from attn_backends.testing.harness import assert_matches, assert_pool, run_backend
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
 
 SHAPES = ("mixed_small", "small_decode", "spec_verify", WHOLE_PROMPTS)
@@ -63,9 +62,5 @@ class Scales(KitBase):
         for _, spec in self.served([feature(name)]):
             for k_scale, v_scale in scale_pairs(name):
                 batch = self.make_batch(spec, shape, shared_prefix_len=prefix, k_scale=k_scale, v_scale=v_scale)
-                expected = batch.expected()
-                for want_lse in self.lse_modes:
-                    result = run_backend(self.backend, batch, common_prefix_len=prefix, want_lse=want_lse)
-                    assert_matches(result, batch, f"{name}, shared prefix, scales {k_scale}, {v_scale}", expected)
-                    what = f"{name}, shared prefix"
-                    assert_pool(result.kv_cache, batch.pool_after(), what, batch.has_exact_scales)
+                what = f"{name}, shared prefix, scales {k_scale}, {v_scale}"
+                self.check_batch(batch, what, common_prefix_len=prefix)
