@@ -15,8 +15,7 @@ from attn_backends.batch.page_table import IntArray
 from attn_backends.engine.config import SchedulerConfig
 from attn_backends.engine.page_allocator import PageAllocator
 from attn_backends.engine.prompts import why_never
-from attn_backends.engine.request import FinishReason, Request
-from attn_backends.engine.scheduled_batch import NO_ROWS, ScheduledBatch
+from attn_backends.engine.request import NO_ROWS, FinishReason, Request, ScheduledBatch
 
 SERVICE_ORDER = attrgetter("order")
 

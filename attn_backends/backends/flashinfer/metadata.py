@@ -76,7 +76,13 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         common = common_attn_metadata
         self.check_lengths(common)
         if common.for_graph:
-            return self._build_for_graph(common)
+            # all rows as decodes, padding included: a padded row has no keys
+            if not self.can_run_in_cudagraph(common):
+                raise ValueError("graphs of FLASHINFER serve attention over cached keys without fixed_split_size: run "
+                                 "this batch eager")  # fmt: skip
+            rows = _rows(common, _Pages(common, self.group.spec.window_left), 0, common.num_reqs, True)
+            is_decode = common.num_tokens == common.num_reqs
+            return graph_metadata(self.group.index, common.slot_mapping, rows, is_decode)
         actual = common.num_actual_reqs
         use_cache = not common.is_profile_run and self.group.spec.attention_type is not AttentionType.ENCODER
         num_decodes = leading_decodes(common) if use_cache else 0
@@ -109,16 +115,6 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
         """Attention over cached keys, with splits that FlashInfer may balance."""
         return self.reads_cached_keys(common_attn_metadata) and self.options.fixed_split_size is None
-
-    def _build_for_graph(self, common: CommonAttentionMetadata) -> FlashInferMetadata:
-        """All rows as decodes, padding included: a padded row has no keys."""
-        if not self.can_run_in_cudagraph(common):
-            raise ValueError(
-                "graphs of FLASHINFER serve attention over cached keys without fixed_split_size: run this batch eager"
-            )
-        rows = _rows(common, _Pages(common, self.group.spec.window_left), 0, common.num_reqs, True)
-        is_decode = common.num_tokens == common.num_reqs
-        return graph_metadata(self.group.index, common.slot_mapping, rows, is_decode)
 
     def _is_fresh(self, common: CommonAttentionMetadata, num_decodes: int) -> bool:
         """Whether prefill rows see nothing but what this step brings: read as it came, it need not be gathered."""

@@ -33,7 +33,7 @@ from attn_backends.cache.warm_up import list_cache_writes
 from attn_backends.graphs.inputs import GraphTensors, fill_together
 from attn_backends.interface import AttentionState, GraphState, PlannedStep
 from attn_backends.interface.capabilities import Rejection, Unsupported
-from attn_backends.interface.warm_up import plan_all_kinds
+from attn_backends.interface.plans import plan_all_kinds
 from attn_backends.kernels.streams import OneStream
 from attn_backends.kernels.warm_up import compile_listed
 from attn_backends.machine import Progress, is_hopper, num_multiprocessors, refuse_while_capturing
@@ -159,7 +159,20 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
         self.options = self.options or FlashInferOptions()
         self._specs = {group.index: group.spec for group in self.groups}
         for spec in self._specs.values():
-            self._check_options(spec)
+            options = self.options
+            if options.prefill_kernels == "fa3" and not self._serves_fa3(spec, True):
+                raise ValueError(
+                    "prefill_kernels is fa3, which needs a Hopper GPU, a 16-bit cache, head_dim 64, 128 or 256, no "
+                    "fixed_split_size, no ALiBi or RoPE inside attention, and a causal layer where there is a window: "
+                    "set it to auto"
+                )
+            if options.tensor_cores == "off" and spec.group_size not in CUDA_CORE_GROUPS:
+                raise ValueError(
+                    f"tensor_cores is off, and decode on CUDA cores is compiled for {sorted(CUDA_CORE_GROUPS)} query "
+                    f"heads a KV head, not for {spec.group_size}: set it to auto"
+                )
+            if options.tensor_cores == "off" and options.fixed_split_size is not None:
+                raise ValueError("fixed_split_size needs tensor cores: set tensor_cores to auto")
         split, page_size = self.options.fixed_split_size, self.cache.page_size
         needs = [eager_need(s, self.limits, self.library.num_sms, split, page_size) for s in self._specs.values()]
         self.need = reduce(or_, needs)
@@ -196,9 +209,7 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
         """Compile what is launched beside the library, and plan a batch of every kind but shared prefixes, which take
         the kernels of prefills: that is when the library chooses kernels, and loads or compiles them."""
         compile_listed(self.device, self._list_launches, progress)
-        self._choose_kernels(progress)
 
-    def _choose_kernels(self, progress: Progress | None) -> None:
         def plan(group: PlanGroup[Any], batch: CommonAttentionMetadata) -> None:
             builder = FlashInferMetadataBuilder(group, self.cache, self.limits, self.device, options=self.options)
             self._plan_step(builder.build(0, batch))
@@ -315,22 +326,6 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
             return bool(self.options.tensor_cores == "on")
         on_cuda_cores = spec.group_size == 1 and spec.cache_dtype not in FP8_DTYPES
         return not on_cuda_cores or self.options.fixed_split_size is not None
-
-    def _check_options(self, spec: AttentionSpec) -> None:
-        options = self.options
-        if options.prefill_kernels == "fa3" and not self._serves_fa3(spec, True):
-            raise ValueError(
-                "prefill_kernels is fa3, which needs a Hopper GPU, a 16-bit cache, head_dim 64, 128 or 256, no "
-                "fixed_split_size, no ALiBi or RoPE inside attention, and a causal layer where there is a window: set "
-                "it to auto"
-            )
-        if options.tensor_cores == "off" and spec.group_size not in CUDA_CORE_GROUPS:
-            raise ValueError(
-                f"tensor_cores is off, and decode on CUDA cores is compiled for {sorted(CUDA_CORE_GROUPS)} query heads "
-                f"a KV head, not for {spec.group_size}: set it to auto"
-            )
-        if options.tensor_cores == "off" and options.fixed_split_size is not None:
-            raise ValueError("fixed_split_size needs tensor cores: set tensor_cores to auto")
 
     def _float_workspace(self, need: Need) -> torch.Tensor:
         given = self.options.workspace_bytes

@@ -107,7 +107,9 @@ class Recorder(Operations):
             self._refuse_upload(f"{func} {list(args[0].shape)}")
         given, changed = tensors_in(args, *kwargs.values()), written(func, args, kwargs)
         for tensor in changed:
-            self._keep(tensor)
+            start, place = address(tensor), Place.of(tensor)
+            if start > 0 and start not in self.made and place not in self._before:
+                self._before[place] = (tensor, tensor.clone())
         results = func(*args, **kwargs)
         if name == "lift_fresh":  # a Python number that an operation was given as a tensor: baked in
             self._constants[address(results)] = results
@@ -136,11 +138,6 @@ class Recorder(Operations):
                     self.inputs[start] = Input(f"{what}, in {_line_of_code()}")
                 self.inputs[start].tensors[Place.of(tensor)] = tensor
                 self.inputs[start].is_written |= any(tensor is other for other in changed)
-
-    def _keep(self, tensor: torch.Tensor) -> None:
-        start, place = address(tensor), Place.of(tensor)
-        if start > 0 and start not in self.made and place not in self._before:
-            self._before[place] = (tensor, tensor.clone())
 
     def _refuse_read(self, name: str, tensor: torch.Tensor) -> None:
         if self._paused:

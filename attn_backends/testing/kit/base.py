@@ -15,8 +15,7 @@ from attn_backends.registry.table import BackendImportError
 from attn_backends.spec import AttentionSpec
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.cases import BatchShape, load_cases
-from attn_backends.testing.cases.features import Feature
-from attn_backends.testing.cases.plain import FLOATS, plain_cache, plain_spec, undeclared
+from attn_backends.testing.cases.features import FLOATS, Feature, plain_cache, plain_spec, undeclared
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import Backend, assert_step, run_backend
 

@@ -125,22 +125,17 @@ class Graphs(KitBase):
             layers = make_layers(self.backend, each[0], *(batch for more in each for batch in more))
             self.check_replays(self.capture(layers, each[0]), each, "plan groups")
 
-    def cross_batches(self, spec: AttentionSpec, query_len: int, like: Sequence[Batch]) -> list[Batch]:
-        """Rows as many as others have, over encoders of lengths of their own, one of them empty; none writes keys."""
-        batches = []
-        for i, other in enumerate(like):
-            lens = [self.longer * (7 * n % 61) for n in range(i, i + len(other.rows))]
-            shape = BatchShape(seq_lens=tuple(lens), query_lens=(query_len,) * len(lens))
-            how: dict[str, Any] = {"new_kv_lens": (0,) * len(lens), "num_pages": PAGES, "poison": float("nan")}
-            batches.append(self.make_batch(spec, shape, seed=20 + i, **how))
-        return batches
-
     def test_replays_of_cross_attention(self) -> None:
         """Beside self-attention in one graph: both kinds of layers have lengths and pages of their own."""
         for query_len in self.query_lens:
             for _, spec in self.served([CROSS]):
                 plain = self.graph_batches(self.make_spec(), query_len)
-                cross = self.cross_batches(spec, query_len, plain)
+                cross = []  # encoders of lengths of their own, one of them empty; no row writes keys
+                for i, other in enumerate(plain):
+                    lens = [self.longer * (7 * n % 61) for n in range(i, i + len(other.rows))]
+                    shape = BatchShape(seq_lens=tuple(lens), query_lens=(query_len,) * len(lens))
+                    how: dict[str, Any] = {"new_kv_lens": (0,) * len(lens), "num_pages": PAGES, "poison": float("nan")}
+                    cross.append(self.make_batch(spec, shape, seed=20 + i, **how))
                 layers = make_layers(
                     self.backend, [plain[0], cross[0]], *plain, *cross, num_padded_reqs=ROWS * query_len
                 )

@@ -15,7 +15,7 @@ from attn_backends.registry import validate_options
 from attn_backends.spec import KVCacheSpec, MLASpec
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.cases import BatchShape
-from attn_backends.testing.cases.plain import plain_cache
+from attn_backends.testing.cases.features import plain_cache
 from attn_backends.testing.harness import Result, assert_step, make_layer, run_backend
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
 

@@ -75,19 +75,18 @@ class Visibility(KitBase):
         """The worked cases of `cases.json`: the first and the last keys of a sequence as long as the window."""
         spec = self.make_spec(window_left=case.window_left)
         if self.serves(spec):
-            self.check_long_window(spec, case)
-
-    def check_long_window(self, spec: AttentionSpec, case: WindowCase) -> None:
-        width = spec.head_dim_vo
-        for query_len in (1, 3):
-            shape = BatchShape(seq_lens=(case.seq_len,), query_lens=(query_len,))
-            last_query = self.key_weights(spec, shape, [0, case.seq_len - width])[-1]
-            for head, weights in enumerate(last_query):
-                first, last = weights[:width].nonzero().flatten().tolist(), weights[width:]
-                assert first[:1] == [case.oldest_key_of_last_query], f"head {head} sees keys {spans(first)} of {case}"
-                assert bool(last.all()), f"head {head} does not see all of the last {width} keys of {case}"
-                if spec.dtype is torch.float32:
-                    assert round(1 / float(last[-1])) == case.keys, f"{1 / float(last[-1])} keys share {case}"
+            width = spec.head_dim_vo
+            for query_len in (1, 3):
+                shape = BatchShape(seq_lens=(case.seq_len,), query_lens=(query_len,))
+                last_query = self.key_weights(spec, shape, [0, case.seq_len - width])[-1]
+                for head, weights in enumerate(last_query):
+                    first, last = weights[:width].nonzero().flatten().tolist(), weights[width:]
+                    assert first[:1] == [case.oldest_key_of_last_query], (
+                        f"head {head} sees keys {spans(first)} of {case}"
+                    )
+                    assert bool(last.all()), f"head {head} does not see all of the last {width} keys of {case}"
+                    if spec.dtype is torch.float32:
+                        assert round(1 / float(last[-1])) == case.keys, f"{1 / float(last[-1])} keys share {case}"
 
     @pytest.mark.parametrize("chunk_size", [1, 7, 16, 24])
     def test_chunk_edges(self, chunk_size: int) -> None:

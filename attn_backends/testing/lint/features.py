@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from attn_backends.spec import AttentionSpec, AttentionType, alibi_slopes
-from attn_backends.testing.cases.plain import undeclared
+from attn_backends.testing.cases.features import undeclared
 from attn_backends.testing.lint.finding import Finding
 from attn_backends.testing.lint.judge import Drawn, Supposition, as_layer
 from attn_backends.testing.lint.subject import BatchKind, Subject

@@ -15,8 +15,8 @@ import torch
 
 from attn_backends.registry.table import installed_version
 from attn_backends.testing.verify.campaign import Tally
+from attn_backends.testing.verify.covering import Planned
 from attn_backends.testing.verify.pairs import counted
-from attn_backends.testing.verify.planned import Planned
 from attn_backends.testing.verify.sizes import default_size
 from attn_backends.testing.verify.worker import Asked
 

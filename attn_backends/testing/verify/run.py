@@ -6,17 +6,16 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 
 from attn_backends.cache.kv_cache import KVCache
-from attn_backends.interface import AttentionBackend, AttentionStep
+from attn_backends.interface import AttentionBackend
 from attn_backends.interface.capabilities import Unsupported
 from attn_backends.machine import pretend_multiprocessors
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.graphs.harness import CapturedStep, batch_of_table, graph_batch, make_recorder, step_table
-from attn_backends.testing.harness import Expected, Layer, Result, assert_pool, make_layers, padded
+from attn_backends.testing.harness import Expected, Result, assert_pool, make_layers, padded
 from attn_backends.testing.verify.cases import Case, Episode
 from attn_backends.testing.verify.data import LayerData
 from attn_backends.testing.verify.factors import factors
@@ -115,7 +114,12 @@ class _Run:
         results = []
         with self.guards.watching():
             for (layer, batch, step, pool), given in zip(calls, inputs, strict=True):
-                results.append(self._forward(layer, batch, step, pool, given))
+                query, key, value = given
+                assert query is not None
+                lse = torch.empty(query.shape[:2], device=self.device) if self.case.want_lse else None
+                cache = pool if batch.pool is not None else None
+                output = layer.impl.forward(query, key, value, cache, step, lse=lse)
+                results.append(Result(output, lse, cache))
         self.guards.check("after a step")
         return results
 
@@ -127,16 +131,6 @@ class _Run:
         whole = self.guards.place(torch.cat([tensor.flatten(1) for tensor in tensors], dim=1), read_only=True)
         parts = whole.split([tensor[0].numel() for tensor in tensors], dim=1)
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-    def _forward(
-        self, layer: Layer, batch: Batch, step: AttentionStep[Any], pool: KVCache, given: list[torch.Tensor | None]
-    ) -> Result:
-        query, key, value = given
-        assert query is not None
-        lse = torch.empty(query.shape[:2], device=self.device) if self.case.want_lse else None
-        cache = pool if batch.pool is not None else None
-        output = layer.impl.forward(query, key, value, cache, step, lse=lse)
-        return Result(output, lse, cache)
 
     def _graph_step(self, batches: list[Batch], step: int) -> list[Result]:
         if self.captured is None:

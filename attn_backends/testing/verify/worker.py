@@ -111,19 +111,16 @@ def _run_seed(asked: Asked, backend: type[AttentionBackend], seed: int, row: Row
                 break
         return outcome
     except Exception as error:
-        return Outcome(seed, kind, finding=_described(error))
+        # the error, and the lines of ours that lead to it
+        frames = [f"{Path(f.filename).name}:{f.lineno} ({f.name})" for f in traceback.extract_tb(error.__traceback__)]
+        what = f"{type(error).__name__}: {str(error)[:2000]}\n  in {' > '.join(frames[-4:])}"
+        return Outcome(seed, kind, finding=what)
 
 
 def _give_back(device: str) -> None:
     """Memory that torch keeps for later is others' until the next case."""
     if device.startswith("cuda") and is_usable(device):
         torch.cuda.empty_cache()
-
-
-def _described(error: BaseException) -> str:
-    """The error and the lines of ours that lead to it."""
-    frames = [f"{Path(f.filename).name}:{f.lineno} ({f.name})" for f in traceback.extract_tb(error.__traceback__)]
-    return f"{type(error).__name__}: {str(error)[:2000]}\n  in {' > '.join(frames[-4:])}"
 
 
 def is_usable(device: str) -> bool:

@@ -20,12 +20,19 @@ from attn_backends.registry import get_backend
 from attn_backends.registry.table import BUILT_IN, get_class
 from attn_backends.spec import AttentionType
 from attn_backends.testing.verify.campaign import Tally
-from attn_backends.testing.verify.covering import CoveringArray, Served, missing_rows, most_first, served_by
+from attn_backends.testing.verify.covering import (
+    CoveringArray,
+    Served,
+    missing_rows,
+    most_first,
+    plan_declared,
+    row_of,
+    served_by,
+)
 from attn_backends.testing.verify.declared import OF_DECODERS, draw_declared, refusal
 from attn_backends.testing.verify.factors import FIELDS, NUM_DRAWN, factors
 from attn_backends.testing.verify.outcome import Outcome
 from attn_backends.testing.verify.pairs import Pairs
-from attn_backends.testing.verify.planned import plan_declared, row_of
 from attn_backends.testing.verify.report import repeat_command
 from attn_backends.testing.verify.run import run_case
 from attn_backends.testing.verify.sizes import SIZES
@@ -192,7 +199,7 @@ def test_a_case_has_the_values_of_its_row(name: str, size: str, arrays: Any) -> 
 def test_arrays_and_cases_are_the_same_in_every_process() -> None:
     code = (
         "from hashlib import sha256\n"
-        "from attn_backends.testing.verify.planned import plan_declared\n"
+        "from attn_backends.testing.verify.covering import plan_declared\n"
         "from attn_backends.testing.verify.worker import Asked, cases_of, prepare\n"
         f"for name in {NAMES}:\n"
         "    asked = Asked(name, 'cpu', 'medium', None, (), declared=True)\n"

@@ -21,8 +21,8 @@ from attn_backends.machine import num_multiprocessors, pretend_multiprocessors
 from attn_backends.registry import get_backend
 from attn_backends.spec import AttentionSpec, MLASpec
 from attn_backends.testing.cases.batches import as_bits, stored
+from attn_backends.testing.cases.features import undeclared
 from attn_backends.testing.cases.models import published_models
-from attn_backends.testing.cases.plain import undeclared
 from attn_backends.testing.verify import worker
 from attn_backends.testing.verify.campaign import Jobs
 from attn_backends.testing.verify.cases import Case, draw_case

@@ -11,13 +11,14 @@ from attn_backends.engine.models.fused import cpu as fused_layer, linears
 from attn_backends.engine.models.fused.cpu import FusedLayer, fuse_layers
 from attn_backends.engine.models.fused.linears import (
     MergedSlice,
+    MklLinear,
     PackedLinear,
+    is_right,
     merge_projections,
     pack_linears,
     packable,
     padded_size,
 )
-from attn_backends.engine.models.fused.mkl_linear import MklLinear, is_right
 from attn_backends.engine.models.hf import ATTENTION_NAME
 from tests.helpers.tiny_models import tiny_model
 
