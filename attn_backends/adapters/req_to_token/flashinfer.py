@@ -17,7 +17,6 @@ from attn_backends.adapters.req_to_token.attention import ReqToTokenAttention
 from attn_backends.adapters.req_to_token.batch import ForwardBatch, ForwardBatchLike, ForwardMode, HostLens
 from attn_backends.adapters.req_to_token.graphs import SEQ_LEN_FILL_VALUE
 from attn_backends.adapters.req_to_token.layers import AttentionLayer, Layer, LayerKind
-from attn_backends.adapters.req_to_token.plans import PlannedStep
 from attn_backends.interface.capabilities import Rejection, Unsupported
 from attn_backends.spec import FP8_DTYPES
 
@@ -106,7 +105,9 @@ class FlashInferAttnBackend:
         planned = self.attention.planned
         if planned is None:
             return
-        decodes, prefills = wrappers_of(planned)
+        steps: list[Any] = list({id(step): step for step in planned.steps.values()}.values())
+        decodes, prefills = ([getattr(step, rows) for step in steps] for rows in ("decode", "prefill"))
+        decodes, prefills = [plan.wrapper for plan in decodes if plan], [plan.wrapper for plan in prefills if plan]
         self.decode_wrappers = decodes or self.decode_wrappers
         self.prefill_wrappers_paged = prefills or self.prefill_wrappers_paged
         if planned.mode in (ForwardMode.DECODE, ForwardMode.IDLE):
@@ -236,13 +237,6 @@ def should_use_tensor_core(kv_cache_dtype: torch.dtype, num_attention_heads: int
     if kv_cache_dtype in FP8_DTYPES:
         return True
     return kv_cache_dtype in (torch.float16, torch.bfloat16) and num_attention_heads // num_kv_heads >= 4
-
-
-def wrappers_of(planned: PlannedStep) -> tuple[list[Any], list[Any]]:
-    """The wrappers that serve rows of one token, and those that serve longer ones: one a kind of layers."""
-    steps: list[Any] = list({id(step): step for step in planned.steps.values()}.values())
-    decodes, prefills = ([getattr(step, rows) for step in steps] for rows in ("decode", "prefill"))
-    return [plan.wrapper for plan in decodes if plan], [plan.wrapper for plan in prefills if plan]
 
 
 class IndicesUpdaterDecode:

@@ -74,18 +74,13 @@ def _inside(module: Module, is_outer: Callable[[ast.AST], bool]) -> set[int]:
 def check_code(backend: Backend) -> Iterator[Finding]:
     """The backend's own modules, without running them."""
     source = source_of(backend)
-    yield from _attributes(source)
-    yield from _fields(backend, source)
-    yield from _parameters(source)
-
-
-def _attributes(source: Source) -> Iterator[Finding]:
-    """`self.x = …` where nobody reads `.x`."""
     for module, node in source.classes():
         for name, at in _set_on_self(node):
             if name not in source.read:
                 yield Finding("attribute-unread", f"{module.at(at)} {node.name}.{name}", "it is set, and read nowhere",
                               "Use it, or do not keep it.")  # fmt: skip
+    yield from _fields(backend, source)
+    yield from _parameters(source)
 
 
 def _set_on_self(node: ast.ClassDef) -> Iterator[tuple[str, ast.AST]]:

@@ -97,22 +97,22 @@ class CoveringArray:
                      for name, values in served.factors.items()}  # fmt: skip
         rows: list[Row] = []
         while any(self._missing):
-            rows.append(self._next_row())
-            self._cross_out(rows[-1])
+            # the candidate with most missing pairs; where all are refused, the row that a missing pair is known by
+            best, most = None, 0
+            for _ in range(_CANDIDATES):
+                counts = [mask.bit_count() for mask in self._missing]
+                first = self._best(range(len(counts)), counts)
+                partners = [j for j in range(len(counts)) if self._missing[first] >> j & 1]
+                second = self._best(partners, [counts[j] for j in partners])
+                row = self._candidate(first, second)
+                if row is not None and (gain := self._gain(row)) > most and self._served.refuses(row) is None:
+                    best, most = row, gain
+            rows.append(best or self._served.rows[min(first, second), max(first, second)])
+            numbers = self._served.pairs.numbers(rows[-1])
+            mask = sum(1 << number for number in numbers)
+            for number in numbers:
+                self._missing[number] &= ~mask
         self.blocks = in_blocks(rows)
-
-    def _next_row(self) -> Row:
-        """The candidate with most missing pairs; where all are refused, the row that a missing pair is known by."""
-        best, most = None, 0
-        for _ in range(_CANDIDATES):
-            counts = [mask.bit_count() for mask in self._missing]
-            first = self._best(range(len(counts)), counts)
-            partners = [j for j in range(len(counts)) if self._missing[first] >> j & 1]
-            second = self._best(partners, [counts[j] for j in partners])
-            row = self._candidate(first, second)
-            if row is not None and (gain := self._gain(row)) > most and self._served.refuses(row) is None:
-                best, most = row, gain
-        return best or self._served.rows[min(first, second), max(first, second)]
 
     def _candidate(self, first: int, second: int) -> Row | None:
         values, pairs = self._served.pairs.values, self._served.pairs
@@ -138,12 +138,6 @@ class CoveringArray:
         numbers = self._served.pairs.numbers(row)
         mask = sum(1 << number for number in numbers)
         return sum((self._missing[number] & mask).bit_count() for number in numbers)
-
-    def _cross_out(self, row: Row) -> None:
-        numbers = self._served.pairs.numbers(row)
-        mask = sum(1 << number for number in numbers)
-        for number in numbers:
-            self._missing[number] &= ~mask
 
 
 def in_blocks(rows: Sequence[Row]) -> list[list[Row]]:

@@ -39,10 +39,6 @@ class Outcome:
             raise Mismatch(f"{what}: the {name} is off by {error:.2e}; allowed {allowed:.0e}")
         self.worst[name] = max(self.worst.get(name, 0.0), error / allowed)
 
-    def as_dict(self) -> dict[str, Any]:
-        """All of it, as JSON has it."""
-        return dict(vars(self))
-
 
 def compare(outcome: Outcome, result: Result, batch: Batch, expected: Expected, what: str) -> None:
     """A step's output and LSE against the reference, and zeros and -inf in padded rows.

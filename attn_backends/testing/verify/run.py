@@ -76,7 +76,10 @@ class _Run:
         for number, episode in enumerate(self.case.episodes):
             wholes = [data.batch(number) for data in self.data]
             expected = [whole.expected() if whole.spec.causal else None for whole in wholes]
-            self._reset_pools()
+            pools = self.captured.caches if self.captured else self.pools
+            for pool, data in zip(pools, self.data, strict=True):
+                for tensor, now in zip(pool, data.template, strict=True):
+                    tensor.copy_(now)
             for step in range(len(episode.steps)):
                 batches = [_step_of(whole, episode, step) for whole in wholes]
                 answers = [  # where queries see keys ahead of them, a later step's are not there yet
@@ -84,15 +87,14 @@ class _Run:
                     for batch, each in zip(batches, expected, strict=True)
                 ]
                 what = f"episode {number} ({episode.kind}), step {step}"
-                results = self._graph_step(batches, step) if self.in_graph else self._eager_step(batches, episode)
+                if self.in_graph:
+                    self.captured = self.captured or self._capture(batches)
+                    self.captured.fill(batches, keep_pools=step > 0)
+                    results = self.captured.replay()
+                else:
+                    results = self._eager_step(batches, episode)
                 self.outcome.kinds[episode.kind] += 1
                 self._compare(results, batches, answers, what)
-
-    def _reset_pools(self) -> None:
-        pools = self.captured.caches if self.captured else self.pools
-        for pool, data in zip(pools, self.data, strict=True):
-            for tensor, now in zip(pool, data.template, strict=True):
-                tensor.copy_(now)
 
     def _compare(self, results: list[Result], batches: list[Batch], answers: list[Expected], what: str) -> None:
         for i, (result, batch, expected) in enumerate(zip(results, batches, answers, strict=True)):
@@ -131,12 +133,6 @@ class _Run:
         whole = self.guards.place(torch.cat([tensor.flatten(1) for tensor in tensors], dim=1), read_only=True)
         parts = whole.split([tensor[0].numel() for tensor in tensors], dim=1)
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-    def _graph_step(self, batches: list[Batch], step: int) -> list[Result]:
-        if self.captured is None:
-            self.captured = self._capture(batches)
-        self.captured.fill(batches, keep_pools=step > 0)
-        return self.captured.replay()
 
     def _capture(self, batches: list[Batch]) -> CapturedStep:
         case, state = self.case, self.layers[0].state

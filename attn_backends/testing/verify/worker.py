@@ -17,11 +17,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from pydantic import TypeAdapter
 
 from attn_backends.interface import AttentionBackend
 from attn_backends.registry.table import get_backend
@@ -49,14 +50,6 @@ class Asked:
     imports: tuple[str, ...]  # modules that register backends
     declared: bool = False  # cases of a covering array, and not random ones
     where: tuple[str, ...] = ()  # of an array: the values that factors may have, as `name=value,value`
-
-    @staticmethod
-    def from_json(text: str) -> Asked:
-        given = json.loads(text)
-        return Asked(**{**given, **{name: tuple(given[name]) for name in ("imports", "where")}})
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 def prepare(asked: Asked) -> type[AttentionBackend]:
@@ -148,7 +141,7 @@ def answer_lines(run: Callable[[Any], Outcome], device: str, lines: IO[str], ans
     for line in lines:
         outcome = run(json.loads(line))
         usable = is_usable(device)
-        answer(outcome.as_dict())
+        answer(vars(outcome))
         if not usable:
             os._exit(EXIT_DEAD_DEVICE)  # destructors would talk to the dead context
 
@@ -162,7 +155,7 @@ def take_standard_output() -> IO[str]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    answers, asked = take_standard_output(), Asked.from_json(sys.argv[1])
+    answers, asked = take_standard_output(), TypeAdapter(Asked).validate_json(sys.argv[1])
     backend = prepare(asked)
     answer_lines(lambda case: run_seed(asked, backend, *case), asked.device, sys.stdin, answers)
 

@@ -75,7 +75,10 @@ class PagedKernel(ABC):
     ) -> None:
         self.run, self.operator = compiled
         self.causal = spec.causal
-        self.constants = layer_constants(spec, sinks, k_scale, v_scale)
+        slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes)
+        tensors = (torch.empty(0) if each is None else each.float() for each in (sinks, slopes))
+        numbers = (spec.window_left, spec.chunk_size or 0, spec.scale, spec.logits_soft_cap or 0.0, k_scale, v_scale)
+        self.constants: tuple[Any, ...] = (*tensors, *numbers)  # in the order of `call`
 
     @staticmethod
     @abstractmethod
@@ -130,19 +133,6 @@ def compile_kernel(source: Path, defines: Mapping[str, Any], instead: str) -> Co
     run = getattr(library, source.stem)
     run.argtypes = (ctypes.c_char_p,)
     return Compiled(run)
-
-
-def layer_constants(spec: AttentionSpec, sinks: torch.Tensor | None, k_scale: float, v_scale: float) -> tuple[Any, ...]:
-    """What a kernel is told of one layer, in the order of `call`.
-
-    Args:
-        sinks: [num_qo_heads] float, as the spec says.
-        k_scale, v_scale: a cached value times its scale is the real one.
-    """
-    slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes)
-    tensors = (torch.empty(0) if each is None else each.float() for each in (sinks, slopes))
-    numbers = (spec.window_left, spec.chunk_size or 0, spec.scale, spec.logits_soft_cap or 0.0, k_scale, v_scale)
-    return *tensors, *numbers
 
 
 def readable(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:

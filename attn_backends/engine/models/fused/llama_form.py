@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [1, num_tokens, head_dim]
 PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -39,6 +40,27 @@ class LlamaLayer(torch.nn.Module):
         self.head_dim = attention.head_dim
         self.num_queries = attention.q_proj.out_features // self.head_dim
         self.num_rotated = self.num_queries + attention.k_proj.out_features // self.head_dim
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [1, num_tokens, hidden]
+        *,
+        position_embeddings: Angles,
+        attention_context: Any,
+        **unused: Any,
+    ) -> torch.Tensor:
+        hidden = hidden_states[0]
+        heads = self.heads(hidden, position_embeddings)
+        attended = attention_context.attend(self.place, *heads, {"scaling": self.place.scaling})
+        return self.behind(hidden, attended.flatten(1))[None]
+
+    def heads(self, hidden: torch.Tensor, angles: Angles) -> Sequence[torch.Tensor]:
+        """Queries, keys and values [num_tokens, heads, head_dim] of `hidden` [num_tokens, hidden], rotated."""
+        raise NotImplementedError
+
+    def behind(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """What comes behind attention [num_tokens, num_queries * head_dim]: both residuals and the MLP."""
+        raise NotImplementedError
 
 
 def merged_weights(*linears: Any) -> torch.Tensor:
