@@ -106,6 +106,11 @@ def mismatches(can: Capabilities, spec: AttentionSpec, cache: KVCacheSpec, devic
     if cache.page_size % (multiple := can.page_size_multiple):
         found.append(Rejection("page_size", str(cache.page_size), f"multiples of {multiple}",
                                f"Set cache.page_size to {multiple}."))  # fmt: skip
+    return found + _missing_features(can, spec) + gpu_mismatches(can, device)
+
+
+def _missing_features(can: Capabilities, spec: AttentionSpec) -> list[Rejection]:
+    """What a layer asks for that is honoured or not, without a choice of values."""
     features = [
         ("window", spec.window_left >= 0, can.window, f"window_left={spec.window_left}"),
         ("soft_cap", spec.logits_soft_cap is not None, can.soft_cap, f"logits_soft_cap={spec.logits_soft_cap}"),
@@ -120,14 +125,13 @@ def mismatches(can: Capabilities, spec: AttentionSpec, cache: KVCacheSpec, devic
          f"head_dim={spec.head_dim}, head_dim_vo={spec.head_dim_vo}"),
     ]  # fmt: skip
     some = {"alibi": "slopes of ALiBi's paper (spec.alibi_slopes)"} if can.standard_alibi else {}
-    found += [
+    return [
         Rejection(
             code, got, some.get(code, "layers without it"), "Choose a backend that honours it: attn-backends list."
         )
         for code, wanted, honoured, got in features
         if wanted and not honoured
     ]
-    return found + gpu_mismatches(can, device)
 
 
 def gpu_mismatches(can: Capabilities, device: torch.device) -> list[Rejection]:

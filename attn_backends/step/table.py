@@ -108,9 +108,7 @@ class StepTable(PageRows):
         if shape.num_tokens == shape.num_reqs:
             shaped = self._decode(shape.num_reqs, shape.num_actual_reqs)
         else:
-            starts = np.zeros(len(query) + 1, np.int32)
-            np.cumsum(query, out=starts[1:])
-            shaped = self._shaped(shape, torch.from_numpy(starts), int(query.max()))
+            shaped = self._shaped(shape, _starts(query), int(query.max()))
         lens = {
             "seq_lens_cpu": torch.from_numpy(seq_lens),
             "context_lens_cpu": torch.from_numpy(context),
@@ -235,6 +233,12 @@ def _padded(
     seq_lens = context + query
     seq_lens[len(context_lens) :] = 0
     return seq_lens, context, query
+
+
+def _starts(query_lens: IntArray) -> torch.Tensor:
+    starts = np.zeros(len(query_lens) + 1, np.int32)
+    np.cumsum(query_lens, out=starts[1:])
+    return torch.from_numpy(starts)
 
 
 def _side(rows: PageRows, device: torch.device) -> DeviceSide:

@@ -120,13 +120,12 @@ def run_backend(
     *,
     common_prefix_len: int = 0,
     num_padded_reqs: int = 0,
-    want_lse: bool = False,
-    kv_cache: KVCache | None = None,
+    **how: Any,
 ) -> Result:
-    """One step, from a new builder to the output."""
+    """One step, from a new builder to the output; `how` is `Layer.forward`'s."""
     layer = make_layer(backend, batch, num_padded_reqs=num_padded_reqs)
     step = layer.begin(batch, common_prefix_len, num_padded_reqs)
-    return layer.forward(batch, step, num_padded_reqs=num_padded_reqs, want_lse=want_lse, kv_cache=kv_cache)
+    return layer.forward(batch, step, num_padded_reqs=num_padded_reqs, **how)
 
 
 def unowned_page(batches: Sequence[Batch]) -> int:

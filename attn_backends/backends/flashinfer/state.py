@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
-from attn_backends.backends.flashinfer.graph_inputs import FlashInferGraphInputs
 from attn_backends.backends.flashinfer.library import (
     CUDA_CORE_GROUPS,
     FA3_HEAD_DIMS,
@@ -18,6 +17,7 @@ from attn_backends.backends.flashinfer.library import (
     WrapperTensors,
 )
 from attn_backends.backends.flashinfer.metadata import (
+    FlashInferGraphInputs,
     FlashInferMetadata,
     FlashInferMetadataBuilder,
     Rows,

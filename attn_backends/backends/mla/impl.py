@@ -27,7 +27,7 @@ from attn_backends.kernels.merge_state import merge
 from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec
 
 
-class DecodeTensors(NamedTuple):
+class LatentTensors(NamedTuple):
     """What decode rows read, and where they write."""
 
     query: torch.Tensor  # [num_rows, query_len, num_qo_heads, latent_dim], absorbed
@@ -36,7 +36,7 @@ class DecodeTensors(NamedTuple):
     lse: torch.Tensor | None  # [num_rows, query_len, num_qo_heads] f32, written in place
 
 
-class PrefillTensors(NamedTuple):
+class ExpandedTensors(NamedTuple):
     """What ragged rows read, and where they write."""
 
     query: torch.Tensor  # [num_queries, num_qo_heads, head_dim]
@@ -91,7 +91,7 @@ class MLAImpl(AttentionImpl[MLAStep]):
     # What a backend has of its own.
 
     @abstractmethod
-    def _decode(self, given: DecodeTensors, step: MLAStep) -> None:
+    def _decode(self, given: LatentTensors, step: MLAStep) -> None:
         """MQA over latent rows: logits with `spec.scale` over all of a row's columns, values its first `kv_lora_rank`.
 
         `step.metadata.decode` has page table and lengths, `step.plan` is what the state planned. A token of a row with
@@ -99,7 +99,7 @@ class MLAImpl(AttentionImpl[MLAStep]):
         Raises `Unsupported` for an LSE that the kernel does not give.
         """
 
-    def _prefill(self, given: PrefillTensors, rows: RaggedRows, plan: Any) -> None:
+    def _prefill(self, given: ExpandedTensors, rows: RaggedRows, plan: Any) -> None:
         """Attention of ragged rows over expanded keys and values, by `attend` of what the state's `plan_prefill` made
         for them; row by row where that is None."""
         if plan is not None:
@@ -168,7 +168,7 @@ class MLAImpl(AttentionImpl[MLAStep]):
         absorbed[..., spec.kv_lora_rank :] = query[..., spec.qk_nope_head_dim :]
         attended = query.new_empty(*query.shape[:2], spec.kv_lora_rank)
         row_lse = None if lse is None else torch.empty(shape, dtype=torch.float32, device=query.device)
-        given = DecodeTensors(absorbed.view(*shape, -1), latent_cache, attended.view(*shape, -1), row_lse)
+        given = LatentTensors(absorbed.view(*shape, -1), latent_cache, attended.view(*shape, -1), row_lse)
         self._decode(given, step)
         torch.bmm(attended.transpose(0, 1), self.w_uv, out=output.transpose(0, 1))
         if lse is not None and row_lse is not None:
@@ -199,16 +199,16 @@ class MLAImpl(AttentionImpl[MLAStep]):
             )
         plan, *chunk_plans = step.prefill_plans
         if not rows.chunks or kv_cache is None:
-            self._prefill(PrefillTensors(query, *self._expand(*brought), output, lse), rows.new, plan)
+            self._prefill(ExpandedTensors(query, *self._expand(*brought), output, lse), rows.new, plan)
             return
         work = torch.promote_types(query.dtype, torch.float32)
         total_lse = torch.empty(query.shape[:2], dtype=work, device=query.device)
-        self._prefill(PrefillTensors(query, *self._expand(*brought), output, total_lse), rows.new, plan)
+        self._prefill(ExpandedTensors(query, *self._expand(*brought), output, total_lse), rows.new, plan)
         wide_output = output.to(work, copy=True)
         for chunk, chunk_plan in zip(rows.chunks, chunk_plans, strict=True):
             key, value = self._expand(*self._parts(self._gather(kv_cache.key, chunk.slots, step.workspace)))
             part, part_lse = torch.empty_like(output[chunk.tokens]), torch.empty_like(total_lse[chunk.tokens])
-            given = PrefillTensors(query[chunk.tokens], key, value, part, part_lse)
+            given = ExpandedTensors(query[chunk.tokens], key, value, part, part_lse)
             self._prefill(given, chunk.rows, chunk_plan)
             merge(wide_output[chunk.tokens], total_lse[chunk.tokens], part, part_lse)
         output.copy_(wide_output)

@@ -37,7 +37,7 @@ class VarlenPlan:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """Attend for a layer; tensors and results as those of `PrefillTensors`."""
+        """Attend for a layer; tensors and results as those of `ExpandedTensors`."""
         self.kernels.attend(query, key, value, output, lse, self.rows, self.tiles, 0, False, None)
 
 

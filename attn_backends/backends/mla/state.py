@@ -122,7 +122,7 @@ class MLAState(AttentionState[MLAMetadata]):
         return VarlenPrefill(spec, self.device) if suits_varlen_kernel(spec, self.device) else None
 
     def plan_prefill(self, spec: MLASpec, rows: RaggedRows) -> VarlenPlan | Any:
-        """What attends these rows in `MLAImpl._prefill`, by its `attend(*PrefillTensors)`; None: row by row. Plans of
+        """What attends these rows in `MLAImpl._prefill`, by its `attend(*ExpandedTensors)`; None: row by row. Plans of
         one step live side by side."""
         prefill = self.prefills[spec]
         return None if prefill is None else prefill.plan(rows)

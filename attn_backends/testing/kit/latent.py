@@ -66,7 +66,16 @@ class Latent(KitBase):
     def test_random_latent_layers(self, nth: int) -> None:
         """Heads, widths, scale, pages, rows and a shared prefix by chance."""
         numbers = Random(f"latent {nth}")
-        spec = self.make_random(numbers)
+        can, drawn = self.can, numbers.choice
+        rope = drawn(sorted(can.qk_rope_head_dims or {8, 16, 32, 64}))
+        spec = self.make_mla(  # of the declared widths, where these are declared
+            num_qo_heads=drawn(sorted(can.head_counts or {1, 2, 3, 4, 8, 16, 20})),
+            kv_lora_rank=drawn(sorted(can.kv_lora_ranks or {16, 32, 64, 128})),
+            qk_rope_head_dim=rope,
+            head_dim=rope + drawn((8, 16, 24, 64, 128)),
+            head_dim_vo=drawn((8, 16, 24, 64, 128)),
+            scale=drawn((None, numbers.uniform(0.02, 0.4))),
+        )
         cache = replace(plain_cache(self.can), page_size=numbers.choice((1, 16, 32, 64)))
         if not self.serves(spec, may_refuse=True, page_size=cache.page_size):
             cache = plain_cache(self.can)
@@ -85,19 +94,6 @@ class Latent(KitBase):
         result = run_backend(self.backend, batch, common_prefix_len=prefix, num_padded_reqs=padded, want_lse=want_lse)
         what = f"{spec} over {cache}: {shape}, k_scale {batch.k_scale}, prefix {prefix}, {padded} padded rows"
         assert_step(result, batch, what)
-
-    def make_random(self, numbers: Random) -> MLASpec:
-        """A layer of the declared widths, where these are declared."""
-        can, drawn = self.can, numbers.choice
-        rope = drawn(sorted(can.qk_rope_head_dims or {8, 16, 32, 64}))
-        return self.make_mla(
-            num_qo_heads=drawn(sorted(can.head_counts or {1, 2, 3, 4, 8, 16, 20})),
-            kv_lora_rank=drawn(sorted(can.kv_lora_ranks or {16, 32, 64, 128})),
-            qk_rope_head_dim=rope,
-            head_dim=rope + drawn((8, 16, 24, 64, 128)),
-            head_dim_vo=drawn((8, 16, 24, 64, 128)),
-            scale=drawn((None, numbers.uniform(0.02, 0.4))),
-        )
 
     @pytest.mark.parametrize("query_len", [2, 3, 4, 8, 9])
     def test_verify_lengths(self, query_len: int) -> None:

@@ -18,8 +18,8 @@ from pydantic import TypeAdapter
 
 from attn_backends.testing.verify.declared import Row
 from attn_backends.testing.verify.factors import factors
-from attn_backends.testing.verify.outcome import Outcome
 from attn_backends.testing.verify.pairs import Pairs
+from attn_backends.testing.verify.run import Outcome
 from attn_backends.testing.verify.worker import Asked, may_lack_memory, prepare
 
 SEEDS_OF_A_RUN = 1 << 20  # so many cases lie between two seeds of a run

@@ -29,8 +29,7 @@ from attn_backends.registry.table import get_backend
 from attn_backends.testing.verify.cases import Case, draw_case
 from attn_backends.testing.verify.declared import Row, draw_declared
 from attn_backends.testing.verify.factors import EAGER
-from attn_backends.testing.verify.outcome import Outcome
-from attn_backends.testing.verify.run import run_case
+from attn_backends.testing.verify.run import Outcome, run_case
 from attn_backends.testing.verify.sizes import SIZES
 
 SHORT_CONTEXT = 512

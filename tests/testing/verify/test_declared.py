@@ -31,10 +31,9 @@ from attn_backends.testing.verify.covering import (
 )
 from attn_backends.testing.verify.declared import OF_DECODERS, draw_declared, refusal
 from attn_backends.testing.verify.factors import FIELDS, NUM_DRAWN, factors
-from attn_backends.testing.verify.outcome import Outcome
 from attn_backends.testing.verify.pairs import Pairs
 from attn_backends.testing.verify.report import repeat_command
-from attn_backends.testing.verify.run import run_case
+from attn_backends.testing.verify.run import Outcome, run_case
 from attn_backends.testing.verify.sizes import SIZES
 from attn_backends.testing.verify.values import values_of
 from attn_backends.testing.verify.worker import Asked, run_seed

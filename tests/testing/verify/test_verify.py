@@ -27,8 +27,7 @@ from attn_backends.testing.verify import worker
 from attn_backends.testing.verify.campaign import Jobs
 from attn_backends.testing.verify.cases import Case, draw_case
 from attn_backends.testing.verify.data import as_read, cache_of, page_lists
-from attn_backends.testing.verify.outcome import Outcome
-from attn_backends.testing.verify.run import run_case
+from attn_backends.testing.verify.run import Outcome, run_case
 from attn_backends.testing.verify.sizes import SIZES, fits
 from attn_backends.testing.verify.worker import Asked, run_seed
 from benchmarks.correctness.merge_verify import merge

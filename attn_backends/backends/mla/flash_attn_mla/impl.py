@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from attn_backends.backends.mla.flash_attn_mla.library import DecodeCall
-from attn_backends.backends.mla.impl import DecodeTensors, MLAImpl
+from attn_backends.backends.mla.impl import LatentTensors, MLAImpl
 from attn_backends.backends.mla.state import MLAStep
 
 
 class FlashAttnMLAImpl(MLAImpl):
     zeroes_idle_rows = True
 
-    def _decode(self, given: DecodeTensors, step: MLAStep) -> None:
+    def _decode(self, given: LatentTensors, step: MLAStep) -> None:
         query, latent_cache, output, lse = given
         spec = self.spec
         q_nope, q_pe = query.flatten(0, 1).split([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)

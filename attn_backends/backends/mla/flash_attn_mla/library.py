@@ -89,7 +89,7 @@ class PrefillCall:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """Attend for a layer; tensors and results as those of `PrefillTensors`."""
+        """Attend for a layer; tensors and results as those of `ExpandedTensors`."""
         kernel_lse = self.kernels.prefill(query, key, value, self.scale, output, self.rows)
         if lse is not None:
             lse.copy_(kernel_lse.t())

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-from attn_backends.backends.mla.impl import DecodeTensors, MLAImpl
+from attn_backends.backends.mla.impl import LatentTensors, MLAImpl
 from attn_backends.backends.mla.state import MLAStep
 
 
 class FlashInferMLAImpl(MLAImpl):
     zeroes_idle_rows = True
 
-    def _decode(self, given: DecodeTensors, step: MLAStep) -> None:
+    def _decode(self, given: LatentTensors, step: MLAStep) -> None:
         query, latent_cache, output, lse = given
         flat_lse = None if lse is None else lse.flatten(0, 1)
         scale = self.spec.scale * self.k_scale

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from attn_backends.backends.mla.attend import attend
-from attn_backends.backends.mla.impl import DecodeTensors, MLAImpl
+from attn_backends.backends.mla.impl import LatentTensors, MLAImpl
 from attn_backends.backends.mla.state import MLAStep
 
 
 class TorchMLAImpl(MLAImpl):
-    def _decode(self, given: DecodeTensors, step: MLAStep) -> None:
+    def _decode(self, given: LatentTensors, step: MLAStep) -> None:
         """Query heads stand where queries of one head would: all of a token's read the same rows."""
         query, latent_cache, output, lse = given
         for part in step.plan:
