@@ -18,7 +18,7 @@ from attn_backends.cache.kv_cache import allocate_kv_cache
 from attn_backends.engine.config import GraphsConfig
 from attn_backends.engine.graphs import FullGraphs, GraphKey, PiecewiseGraphs, default_sizes, graph_mode
 from attn_backends.engine.layers import Layers
-from attn_backends.engine.models.context import Steps
+from attn_backends.engine.models.context import NewTokens, Steps
 from attn_backends.engine.models.kv_scales import KVScales
 from attn_backends.engine.models.loaded_model import LoadedModel
 from attn_backends.engine.outputs import Report, silent
@@ -220,17 +220,10 @@ class _Largest:
         self.steps = steps
         self.found: dict[int, torch.Tensor] = {}  # [2] f32: of keys, of values
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        constants: Mapping[str, Any],
-    ) -> torch.Tensor:
-        layer: int = module.layer_idx  # type: ignore[assignment]  # the dry run has checked it
-        self.found[layer] = torch.stack([part.abs().amax().float() for part in (key, value)])
-        return self.plans.forward(layer, query, key, value, None, self.steps)
+    def attend(self, module: Any, new: NewTokens, constants: Mapping[str, Any]) -> torch.Tensor:
+        layer: int = module.layer_idx  # the dry run has checked it
+        self.found[layer] = torch.stack([part.abs().amax().float() for part in new[1:]])
+        return self.plans.forward(layer, *new, None, self.steps)
 
 
 @torch.inference_mode()

@@ -20,7 +20,7 @@ from torch.utils.dlpack import from_dlpack
 
 from attn_backends.batch.common import SequenceData, SequenceGroup
 from attn_backends.cache.kv_cache import KVCache
-from attn_backends.engine.models.context import AttentionContext, Operator, StepContext, during
+from attn_backends.engine.models.context import AttentionContext, NewTokens, Operator, StepContext, during
 from attn_backends.engine.models.fused.cpu import FusedLayer
 from attn_backends.engine.models.fused.linears import MergedSlice, MklLinear, PackedLinear
 from attn_backends.engine.models.loaded_model import LoadedModel, run_module
@@ -162,11 +162,9 @@ class _Traced:
     def __init__(self, impls: Mapping[int, AttentionImpl[Any]], inputs: Mapping[int, Any], caches: Caches) -> None:
         self.impls, self.inputs, self.caches = impls, inputs, caches
 
-    def attend(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, constants: Mapping[str, Any]
-    ) -> torch.Tensor:
+    def attend(self, module: Any, new: NewTokens, constants: Mapping[str, Any]) -> torch.Tensor:
         layer = module.layer_idx
-        return self.impls[layer].trace(query, key, value, self.caches[layer], self.inputs[layer])
+        return self.impls[layer].trace(*new, self.caches[layer], self.inputs[layer])
 
 
 def _with_attention(

@@ -59,7 +59,7 @@ def _attention(
             "run it with attn_backends.LLM, not with model.generate()"
         )
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return attention_context.attend(module, query, key, value, constants)[None], None
+    return attention_context.attend(module, (query, key, value), constants)[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention)

@@ -11,6 +11,7 @@ import torch
 
 from attn_backends.engine.config import EngineConfig
 from attn_backends.engine.models.checkpoint import ModelError, find_model
+from attn_backends.engine.models.context import NewTokens
 from attn_backends.engine.models.fused.cpu import fuse_layers
 from attn_backends.engine.models.fused.linears import merge_projections, min_tokens, pack_linears
 from attn_backends.engine.models.hf import convert_gguf, model_without_weights, read_config, read_model
@@ -172,14 +173,8 @@ class _Probe:
     def __init__(self) -> None:
         self.layers: dict[int, LayerProbe] = {}
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        constants: Mapping[str, Any],
-    ) -> torch.Tensor:
+    def attend(self, module: Any, new: NewTokens, constants: Mapping[str, Any]) -> torch.Tensor:
+        query, key, value = new
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer in self.layers:
             raise ModelError(

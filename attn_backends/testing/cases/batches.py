@@ -105,13 +105,13 @@ class Batch:
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The reference: out [num_tokens, num_qo_heads, head_dim_vo] and lse [num_tokens, num_qo_heads], f64."""
-        parts = [
-            reference_attention(
-                self._query(row), *self.attended(row), self.spec, context_len=row.data.context_len, sinks=self.sinks
-            )
-            for row in self.rows
-        ]
+        parts = [self._expected(row) for row in self.rows]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+    def _expected(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference_attention(
+            self._query(row), *self.attended(row), self.spec, context_len=row.data.context_len, sinks=self.sinks
+        )
 
     def multiplied(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
         """What a row's logits are products of: queries [query_len, num_qo_heads, dim] and keys [seq_len, num_kv_heads,
@@ -204,12 +204,9 @@ class MLABatch(Batch):
         absorbed = torch.einsum("thd,hdr->thr", nope, by_head[:, : self.spec.qk_nope_head_dim])
         return torch.cat([absorbed, rope], dim=2), torch.cat(self.attended(row), dim=1)[:, None]
 
-    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = [
-            reference_mla(row.query, *self.attended(row), self.kv_b_proj, self.spec, context_len=row.data.context_len)
-            for row in self.rows
-        ]
-        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+    def _expected(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        context_len = row.data.context_len
+        return reference_mla(row.query, *self.attended(row), self.kv_b_proj, self.spec, context_len=context_len)
 
     def one_hot(self, first_key: int) -> Batch:
         """Latent rows that are one-hot, and a weight that takes values from their first columns as they are."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from attn_backends.engine.models.context import NewTokens
 from attn_backends.engine.models.fused.linears import PackedLinear, packable, packed_linear, prefers_mkl
 from attn_backends.engine.models.fused.llama_form import Angles, LlamaLayer, merged_weights, replace_layers
 
@@ -35,7 +36,7 @@ class FusedLayer(LlamaLayer):
         gated = _MergedGate if prefers_mkl(mlp.up_proj.weight.dtype) else _FusedGate
         self.gated = gated(mlp.gate_proj.weight, mlp.up_proj.weight)
 
-    def heads(self, hidden: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, ...]:
+    def heads(self, hidden: torch.Tensor, angles: Angles) -> NewTokens:
         heads = self.qkv(self.norms[0](hidden)).unflatten(1, (-1, self.head_dim))
         rotated = self.rotate(heads[:, : self.num_rotated], angles)
         return rotated[:, : self.num_queries], rotated[:, self.num_queries :], heads[:, self.num_rotated :]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from attn_backends.engine.models.context import NewTokens
 from attn_backends.engine.models.fused.kernels import gated, one_token_linear, pays, rms_norm, rotate_
 from attn_backends.engine.models.fused.llama_form import Angles, LlamaLayer, merged_weights, replace_layers
 
@@ -40,7 +41,7 @@ class FusedCudaLayer(LlamaLayer):
         self.out, self.down = attention.o_proj.weight, mlp.down_proj.weight
         self.gate_up = merged_weights(mlp.gate_proj, mlp.up_proj)
 
-    def heads(self, hidden: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, ...]:
+    def heads(self, hidden: torch.Tensor, angles: Angles) -> NewTokens:
         heads = self._normed_product(hidden, 0, self.qkv).unflatten(1, (-1, self.head_dim))
         rotate_(heads, self.num_rotated, *(each[0] for each in angles))
         query, key, value = heads.tensor_split((self.num_queries, self.num_rotated), 1)

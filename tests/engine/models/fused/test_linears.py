@@ -29,9 +29,8 @@ needs_packing = pytest.mark.skipif(not packable(torch.ones(2, 2)), reason="this 
 class Mix:
     """An attention context for tests: any function of the three will do."""
 
-    def attend(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, constants: object
-    ) -> torch.Tensor:
+    def attend(self, module: Any, new: tuple[torch.Tensor, ...], constants: object) -> torch.Tensor:
+        query, key, value = new
         groups = query.shape[1] // key.shape[1]
         return query * module.layer_idx + (key - value).repeat_interleave(groups, 1)
 
