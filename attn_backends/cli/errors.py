@@ -59,7 +59,7 @@ class Commands(TyperGroup):
     """The commands, each of which ends in our words: also for options that it has not, a closed pipe, and Ctrl-C."""
 
     def main(self, args: Sequence[str] | None = None, standalone_mode: bool = True, **more: Any) -> Any:  # type: ignore[override]
-        # as in an ASCII locale: escapes, rather than the command's end
+        # What a terminal or a pipe cannot encode, as in an ASCII locale, is written as escapes.
         for stream in (sys.stdout, sys.stderr):
             reconfigure = getattr(stream, "reconfigure", None)
             if reconfigure is not None:
@@ -79,7 +79,7 @@ class Commands(TyperGroup):
             if sys.stdout is not None:
                 sys.stdout.flush()
         except BrokenPipeError:
-            # at the interpreter's end too
+            # Whoever read our output has gone: what is left of it goes nowhere, also at the interpreter's end.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             for stream in (sys.stdout, sys.stderr):
                 try:

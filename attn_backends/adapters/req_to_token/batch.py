@@ -97,7 +97,7 @@ def step_rows(batch: ForwardBatchLike, max_context_len: int) -> StepRows:
         ValueError: lengths that a step of this mode needs are missing, elsewhere, or do not fit the slots.
         Unsupported: the drafts are a tree.
     """
-    # drafts are verified as a chain: each attends to those before it
+    # Drafts are verified as a chain: each attends to those before it.
     if getattr(getattr(batch, "spec_info", None), "custom_mask", None) is not None:
         hint = "Draft one token a step (topk 1), and leave custom_mask out."
         raise Unsupported("req_to_token", [Rejection("custom_mask", "a tree of drafts", "a chain of drafts", hint)])

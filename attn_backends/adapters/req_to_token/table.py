@@ -149,8 +149,7 @@ class TokenTable:
                 f"a row has {longest} tokens, with up to {before} of an encoder in front: at most "
                 f"{self.max_context_len} (max_context_len), in {self.req_to_token.shape[1]} columns of req_to_token"
             )
-        if first is not None:
-            # columns behind an encoder's tokens
+        if first is not None:  # columns behind an encoder's tokens
             if self.page_size > 1:
                 asked = f"an encoder's tokens in front of a decoder's, in pages of {self.page_size}"
                 hint = "Make the pool with pages of one token."

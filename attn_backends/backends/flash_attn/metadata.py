@@ -50,7 +50,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
     ) -> FlashAttnMetadata:
         common = common_attn_metadata
         if common.for_graph:
-            # all rows as decodes, padding included: a padded row has no keys
+            # All rows are decodes, padding included: a padded row has no keys.
             if not self.can_run_in_cudagraph(common):
                 raise ValueError("graphs of FLASH_ATTN serve attention over cached keys: run this batch eager")
             return graph_metadata(
@@ -62,7 +62,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         if common_prefix_len:
             prefix_len = prefix_to_share(common, common_prefix_len, spec, num_decodes, CASCADE_MIN_BYTES)
         if prefix_len:
-            # the shared prefix as one row of all decode rows' tokens
+            # The shared prefix is one row of all decode rows' tokens.
             host = torch.tensor([0, num_decodes, prefix_len], dtype=torch.int32)
             on_device = host.to(common.page_table.device, non_blocking=True)
             pages = common.page_table[:1, : prefix_len // common.page_size]

@@ -80,7 +80,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         common = common_attn_metadata
         self.check_lengths(common)
         if common.for_graph:
-            # all rows as decodes, padding included: a padded row has no keys
+            # All rows are decodes, padding included: a padded row has no keys.
             if not self.can_run_in_cudagraph(common):
                 raise ValueError("graphs of FLASHINFER serve attention over cached keys without fixed_split_size: run "
                                  "this batch eager")  # fmt: skip

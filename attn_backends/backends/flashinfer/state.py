@@ -156,10 +156,9 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.library = self.make_library(num_multiprocessors(self.device))
-        self.options = self.options or FlashInferOptions()
+        self.options = options = self.options or FlashInferOptions()
         self._specs = {group.index: group.spec for group in self.groups}
         for spec in self._specs.values():
-            options = self.options
             if options.prefill_kernels == "fa3" and not self._serves_fa3(spec, True):
                 raise ValueError(
                     "prefill_kernels is fa3, which needs a Hopper GPU, a 16-bit cache, head_dim 64, 128 or 256, no "
@@ -209,7 +208,9 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
         """Compile what is launched beside the library, and plan a batch of every kind but shared prefixes, which take
         the kernels of prefills: that is when the library chooses kernels, and loads or compiles them."""
         compile_listed(self.device, self._list_launches, progress)
+        self._choose_kernels(progress)
 
+    def _choose_kernels(self, progress: Progress | None) -> None:
         def plan(group: PlanGroup[Any], batch: CommonAttentionMetadata) -> None:
             builder = FlashInferMetadataBuilder(group, self.cache, self.limits, self.device, options=self.options)
             self._plan_step(builder.build(0, batch))

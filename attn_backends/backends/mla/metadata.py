@@ -131,18 +131,9 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> MLAMetadata:
         common = common_attn_metadata
+        self.check_lengths(common)
         if common.for_graph:
-            if not self.can_run_in_cudagraph(common):
-                raise ValueError(
-                    f"MLA graphs serve decode rows of up to {self.decode_threshold} tokens and of lengths that the "
-                    f"backend gathers, and this batch has {common.max_query_len} tokens a row and {common.max_seq_len} "
-                    "keys: run it eager"
-                )
-            query_len = common.num_tokens // common.num_reqs
-            idle = (common.seq_lens == 0).repeat_interleave(query_len)
-            return graph_metadata(
-                self.group.index, common.slot_mapping, _decode_rows(common, common.num_reqs, idle), self.metadata_cls
-            )
+            return self._build_for_graph(common)
         actual = common.num_actual_reqs
         num_decodes = 0 if common.is_profile_run else self._num_decodes(common.query_lens_cpu[:actual].numpy())
         return self.metadata_cls.of_batch(
@@ -166,6 +157,19 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
         """Decodes alone."""
         common = common_attn_metadata
         return not common.is_profile_run and common.max_query_len <= self.decode_threshold
+
+    def _build_for_graph(self, common: CommonAttentionMetadata) -> MLAMetadata:
+        if not self.can_run_in_cudagraph(common):
+            raise ValueError(
+                f"MLA graphs serve decode rows of up to {self.decode_threshold} tokens and of lengths that the backend "
+                f"gathers, and this batch has {common.max_query_len} tokens a row and {common.max_seq_len} keys: "
+                "run it eager"
+            )
+        query_len = common.num_tokens // common.num_reqs
+        idle = (common.seq_lens == 0).repeat_interleave(query_len)
+        return graph_metadata(
+            self.group.index, common.slot_mapping, _decode_rows(common, common.num_reqs, idle), self.metadata_cls
+        )
 
     def _num_decodes(self, query_lens: IntArray) -> int:
         if query_lens[0] > self.decode_threshold:

@@ -7,6 +7,7 @@ one key: 0 where the key is hidden, 1 / n where it is one of n. A tolerance cann
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import pytest
 import torch
@@ -109,10 +110,5 @@ class Visibility(KitBase):
 
 def spans(keys: Sequence[int]) -> str:
     """[0, 1, 2, 7] as "0-2, 7"."""
-    runs: list[list[int]] = []
-    for key in keys:
-        if runs and key == runs[-1][-1] + 1:
-            runs[-1].append(key)
-        else:
-            runs.append([key])
+    runs = [[key for _, key in run] for _, run in groupby(enumerate(keys), lambda at: at[1] - at[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "no key"

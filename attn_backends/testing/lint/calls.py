@@ -69,7 +69,7 @@ def check_prefix(subject: Subject) -> Iterator[Finding]:
             yield used
     told = [used for used in uses if isinstance(used, bool)]
     if told and not any(told):
-        # so many rows and so long a prefix that sharing it pays: metadata alone, which reads no keys
+        # So many rows, and so long a prefix, that sharing it pays: metadata alone, which reads no keys.
         batch, size = subject.batch(subject.spec(), KINDS[0], subject.numbers("many")), subject.cache.page_size
         shared, last = range(1, _MANY_KEYS // size + 1), _MANY_KEYS // size + 1
         rows = [SequenceData(_MANY_KEYS + 1, 1, [*shared, last + i]) for i in range(_MANY_ROWS)]

@@ -97,7 +97,7 @@ class CoveringArray:
                      for name, values in served.factors.items()}  # fmt: skip
         rows: list[Row] = []
         while any(self._missing):
-            # the candidate with most missing pairs; where all are refused, the row that a missing pair is known by
+            # The candidate with most missing pairs; where all are refused, the row that a missing pair is known by.
             best, most = None, 0
             for _ in range(_CANDIDATES):
                 counts = [mask.bit_count() for mask in self._missing]

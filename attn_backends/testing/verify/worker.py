@@ -103,7 +103,7 @@ def _run_seed(asked: Asked, backend: type[AttentionBackend], seed: int, row: Row
                 break
         return outcome
     except Exception as error:
-        # the error, and the lines of ours that lead to it
+        # The error, and the lines of ours that lead to it.
         frames = [f"{Path(f.filename).name}:{f.lineno} ({f.name})" for f in traceback.extract_tb(error.__traceback__)]
         what = f"{type(error).__name__}: {str(error)[:2000]}\n  in {' > '.join(frames[-4:])}"
         return Outcome(seed, kind, finding=what)

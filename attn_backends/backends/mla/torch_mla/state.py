@@ -46,13 +46,15 @@ class TorchMLAState(MLAState):
         for first in range(0, rows.num_rows, at_once):
             part = slice(first, min(first + at_once, rows.num_rows))
             num_keys = longest if in_graph else int(rows.seq_lens_cpu[part].max())
-            page_size, seq_lens = self.cache.page_size, rows.seq_lens[part, None].long()
-            keys = torch.arange(num_keys, device=self.device)
-            positions = torch.minimum(keys, seq_lens - 1).clamp_(min=0)  # [rows, num_keys]
-            slots = rows.page_table[part].gather(1, positions // page_size).long() * page_size + positions % page_size
-            slots = slots.masked_fill(seq_lens == 0, 0)  # no page of a padded row is anybody's
-            new = torch.arange(rows.query_len, device=self.device)
-            last_seen = seq_lens - rows.query_len + new  # [rows, query_len]
-            hidden = keys > last_seen[:, :, None, None]  # [rows, query_len, 1, num_keys]
-            bias = torch.zeros(hidden.shape, dtype=spec.dtype, device=self.device)
-            yield Part(part, slots.view(-1), bias.masked_fill_(hidden, float("-inf")))
+            yield self._part(spec, rows, part, num_keys)
+
+    def _part(self, spec: MLASpec, rows: DecodeRows, part: slice, num_keys: int) -> Part:
+        page_size, seq_lens = self.cache.page_size, rows.seq_lens[part, None].long()
+        keys = torch.arange(num_keys, device=self.device)
+        positions = torch.minimum(keys, seq_lens - 1).clamp_(min=0)  # [rows, num_keys]
+        slots = rows.page_table[part].gather(1, positions // page_size).long() * page_size + positions % page_size
+        slots = slots.masked_fill(seq_lens == 0, 0)  # no page of a padded row is anybody's
+        last_seen = seq_lens - rows.query_len + torch.arange(rows.query_len, device=self.device)  # [rows, query_len]
+        hidden = keys > last_seen[:, :, None, None]  # [rows, query_len, 1, num_keys]
+        bias = torch.zeros(hidden.shape, dtype=spec.dtype, device=self.device)
+        return Part(part, slots.view(-1), bias.masked_fill_(hidden, float("-inf")))
