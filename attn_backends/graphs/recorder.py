@@ -53,6 +53,7 @@ class CudaRecorder:
             torch.cuda.synchronize()
             self._pieces = []
             with no_garbage_collection():
+                # torch refuses a pool whose last graph is gone while what it holds is still in use: one is kept.
                 if self._kept is None:
                     kept = torch.cuda.CUDAGraph()
                     kept.capture_begin(pool=self._pool)

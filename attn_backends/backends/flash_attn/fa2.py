@@ -106,7 +106,7 @@ class VllmBuild(Provider):
             raise ProviderError(f"a vLLM without {kernels} ({reason})", f"vllm with {kernels} kernels")
 
     def run(
-        self, given: Tensors, call: Call, layer: LayerConstants, seq_lens: torch.Tensor, **more: Any
+        self, given: Tensors, call: Call, layer: LayerConstants, seq_lens: torch.Tensor | None, **more: Any
     ) -> torch.Tensor:
         """Attend; returns the LSE [num_tokens, num_qo_heads] as the kernels have it."""
         rows = call.rows
@@ -138,7 +138,8 @@ class VllmFa2(VllmBuild):
     def attend(self, given: Tensors, call: Call, layer: LayerConstants, want_lse: bool) -> torch.Tensor | None:
         rows = call.rows
         left, right = exact_window(layer, rows.max_seq_len, want_lse)
-        lse = self.run(given, call, layer, lent_lens(rows), causal=layer.causal and left < 0,
+        lens = None if rows.page_table is None else lent_lens(rows)
+        lse = self.run(given, call, layer, lens, causal=layer.causal and left < 0,
                        window_size=(left, right), alibi_slopes=layer.alibi_slopes)  # fmt: skip
         lse = empty_idle_rows(rows, given.output, lse)
         return lse if want_lse else None

@@ -55,7 +55,8 @@ class Plan:
         """Plan these rows, reading nothing of the device.
 
         Raises:
-            RuntimeError: the kernels are to be compiled and cannot be; says what is missing.
+            RuntimeError: the kernels are to be compiled and cannot be, which says what is missing; or the step is
+                larger than the limits that the workspaces were sized from.
         """
         num_splits = None
         if self.split_size is not None:
