@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from attn_backends.validation import CacheFolderError
 
+AnswerT = TypeVar("AnswerT")
 Progress = Callable[[int, int, str], None]  # of work that takes long: how much is done, of how much, and its last part
 # Kernels of ours stand beside torch operations. On ROCm/HIP they have not been tried, and torch's operations stay.
 HAS_TRITON = find_spec("triton") is not None and torch.version.hip is None
@@ -46,10 +48,14 @@ def is_hip() -> bool:
 
 def gpu_name(device: torch.device | str) -> str | None:
     """Name of a GPU that is here, such as "NVIDIA H200"; None elsewhere."""
+    return _of_gpu(torch.cuda.get_device_name, device)
+
+
+def _of_gpu(ask: Callable[[Any], AnswerT], device: torch.device | str) -> AnswerT | None:
     if torch.device(device).type != "cuda":
         return None
     try:
-        return torch.cuda.get_device_name(device)
+        return ask(device)
     except (AssertionError, RuntimeError):  # a torch without CUDA, no GPU, or not so many
         return None
 
@@ -69,7 +75,7 @@ def device_name(device: torch.device | str) -> str | None:
 
 def has_gpu(device: torch.device | str) -> bool:
     """Whether `device` is a GPU that is here, NVIDIA's or AMD's."""
-    return _capability(device) is not None
+    return _of_gpu(torch.cuda.get_device_capability, device) is not None
 
 
 def compute_capability(device: torch.device | str) -> tuple[int, int] | None:
@@ -77,16 +83,7 @@ def compute_capability(device: torch.device | str) -> tuple[int, int] | None:
 
     HIP reports numbers of its own by the same call: an MI300 reports 9.4, and is no Hopper GPU.
     """
-    return None if is_hip() else _capability(device)
-
-
-def _capability(device: torch.device | str) -> tuple[int, int] | None:
-    if torch.device(device).type != "cuda":
-        return None
-    try:
-        return torch.cuda.get_device_capability(device)
-    except (AssertionError, RuntimeError):  # a torch without CUDA, no GPU, or not so many
-        return None
+    return None if is_hip() else _of_gpu(torch.cuda.get_device_capability, device)
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -81,17 +81,6 @@ class AttentionSpec:
             raise ValueError(f"chunk_size is {self.chunk_size}; it must be at least 1 and excludes window_left")
         if not math.isfinite(self.scale):
             raise ValueError(f"scale is {self.scale}; use None for head_dim ** -0.5, or a finite number")
-        self._check_rope()
-        positional = self.window_left >= 0 or self.chunk_size is not None or self.encodes_positions
-        if self.attention_type is AttentionType.CROSS and positional:
-            raise ValueError(
-                "cross attention has no common positions: leave out window_left, chunk_size, alibi_slopes, "
-                "pos_encoding_mode"
-            )
-        if self.attention_type is not AttentionType.DECODER and self.causal:
-            raise ValueError(f"{self.attention_type.value} attention sees every key: pass causal=False")
-
-    def _check_rope(self) -> None:
         mode, scale, theta = self.pos_encoding_mode, self.rope_scale, self.rope_theta
         if mode not in get_args(PosEncoding):
             raise ValueError(
@@ -107,6 +96,14 @@ class AttentionSpec:
             raise ValueError("ROPE_LLAMA turns pairs of an even head_dim, and excludes alibi_slopes")
         if not (0 < scale < math.inf and 0 < theta < math.inf):
             raise ValueError(f"rope_scale is {scale} and rope_theta {theta}; both must be positive numbers")
+        positional = self.window_left >= 0 or self.chunk_size is not None or self.encodes_positions
+        if self.attention_type is AttentionType.CROSS and positional:
+            raise ValueError(
+                "cross attention has no common positions: leave out window_left, chunk_size, alibi_slopes, "
+                "pos_encoding_mode"
+            )
+        if self.attention_type is not AttentionType.DECODER and self.causal:
+            raise ValueError(f"{self.attention_type.value} attention sees every key: pass causal=False")
 
     @property
     def encodes_positions(self) -> bool:

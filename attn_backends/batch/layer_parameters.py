@@ -32,20 +32,9 @@ class PerLayerParameters:
 
 def get_per_layer_parameters(specs: Mapping[LayerT, AttentionSpec]) -> dict[LayerT, PerLayerParameters]:
     """Each layer's parameters, in the order of the layers."""
+    shared = [field.name for field in fields(PerLayerParameters) if field.name != "has_sinks"]
     return {
-        layer: PerLayerParameters(
-            window_left=spec.window_left,
-            logits_soft_cap=spec.logits_soft_cap,
-            scale=spec.scale,
-            has_sinks=spec.sinks,
-            alibi_slopes=spec.alibi_slopes,
-            pos_encoding_mode=spec.pos_encoding_mode,
-            rope_scale=spec.rope_scale,
-            rope_theta=spec.rope_theta,
-            chunk_size=spec.chunk_size,
-            causal=spec.causal,
-            attention_type=spec.attention_type,
-        )
+        layer: PerLayerParameters(has_sinks=spec.sinks, **{name: getattr(spec, name) for name in shared})
         for layer, spec in specs.items()
     }
 

@@ -120,7 +120,10 @@ def explain(
 
         settings = load_config(config, {"backend": backend, "device": device})
         explanation = _explanation(settings)
-        order = _order(settings)
+        from attn_backends.engine.resolve import resolve_device
+        from attn_backends.registry import auto_order
+
+        order = auto_order(resolve_device(settings.device))
     if as_json:
         print_json(explanation.to_dict() | {"auto_order": order})
     else:
@@ -201,14 +204,6 @@ def _explanation(config: EngineConfig) -> Explanation:
     if explanation.chosen:
         validate_options(explanation.chosen, config.backend_options)
     return explanation
-
-
-def _order(config: EngineConfig) -> str:
-    """What AUTO orders backends by on the config's device, in words."""
-    from attn_backends.engine.resolve import resolve_device
-    from attn_backends.registry import auto_order
-
-    return auto_order(resolve_device(config.device))
 
 
 def support_table(as_json: JsonOption = False) -> None:

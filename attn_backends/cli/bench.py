@@ -102,8 +102,7 @@ def _asked(
     from attn_backends.engine.models.load import model_limit
     from attn_backends.engine.resolve import attention_specs, possible_caches, resolve_device, with_cache_dtype
     from attn_backends.registry import Load, explain
-    from attn_backends.testing.bench.layers import read_layers
-    from attn_backends.testing.bench.loads import bytes_per_key, cases
+    from attn_backends.testing.bench.loads import bytes_per_key, cases, read_layers
 
     settings = load_config(config, {"model": model, "device": device, "dtype": dtype})
     where = resolve_device(settings.device)
@@ -139,8 +138,7 @@ def _pool_bytes(device: torch.device) -> int:
 
 def _measure(asked: ToMeasure, minutes: float) -> list[Measurement]:
     from attn_backends.registry import get_backend
-    from attn_backends.testing.bench.clocks import make_clock
-    from attn_backends.testing.bench.measure import Bench, Contender
+    from attn_backends.testing.bench.measure import Bench, Contender, make_clock
 
     verdicts = {each.name: each for each in asked.verdicts.verdicts}
     contenders = {name: Contender(get_backend(name), cache) for name in asked.names if (cache := verdicts[name].cache)}

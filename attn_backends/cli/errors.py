@@ -59,7 +59,11 @@ class Commands(TyperGroup):
     """The commands, each of which ends in our words: also for options that it has not, a closed pipe, and Ctrl-C."""
 
     def main(self, args: Sequence[str] | None = None, standalone_mode: bool = True, **more: Any) -> Any:  # type: ignore[override]
-        show_any_character()
+        # What a terminal or a pipe cannot encode, as in an ASCII locale, is written as escapes.
+        for stream in (sys.stdout, sys.stderr):
+            reconfigure = getattr(stream, "reconfigure", None)
+            if reconfigure is not None:
+                reconfigure(errors="backslashreplace")
         try:
             code = super().main(args, standalone_mode=False, **more)
         except _UsageError as error:
@@ -75,7 +79,13 @@ class Commands(TyperGroup):
             if sys.stdout is not None:
                 sys.stdout.flush()
         except BrokenPipeError:
-            _close_quietly()
+            # Whoever read our output has gone: what is left of it goes nowhere, also at the interpreter's end.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for stream in (sys.stdout, sys.stderr):
+                try:
+                    stream.flush()
+                except (OSError, AttributeError):
+                    os.dup2(nowhere, stream.fileno())
             raise typer.Exit(0) from None
         except KeyboardInterrupt as error:
             _end("interrupted", EXIT_INTERRUPTED, error)
@@ -104,14 +114,6 @@ def _interrupts_stay() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, usual)
-
-
-def show_any_character() -> None:
-    """Have what a terminal or a pipe cannot encode, as in an ASCII locale, written as escapes, not end the command."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="backslashreplace")
 
 
 def tell_usage(error: Any) -> int:
@@ -145,16 +147,6 @@ def _as_setting(option: str) -> str:
         return ""
     dotted, variable = ".".join(paths[0]), PREFIX + "__".join(paths[0]).upper()
     return f"; {dotted} is a setting: write it in a YAML file for --config, or set {variable} in the environment"
-
-
-def _close_quietly() -> None:
-    """Whoever read our output has gone: what is left of it goes nowhere, also at the interpreter's end."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, AttributeError):
-            os.dup2(nowhere, stream.fileno())
 
 
 def _end(message: str, code: int, error: BaseException) -> NoReturn:

@@ -18,7 +18,6 @@ from attn_backends.cli.tables import print_json
 
 if TYPE_CHECKING:
     from attn_backends.registry.support import Support
-    from attn_backends.testing.lint.run import LintReport
 
 
 def lint(
@@ -50,7 +49,16 @@ def lint(
     if as_json:
         print_json(report.to_dict())
     else:
-        _print_report(report)
+        from attn_backends.testing.lint.finding import CODES
+
+        screen = Screen(soft_wrap=True, highlight=False)
+        for code in dict.fromkeys(found.code for found in report.findings):
+            screen.print(f"[red]{code}[/red]: {CODES[code]}")
+            for found in (each for each in report.findings if each.code == code):
+                screen.print(f"  [bold]{escape(found.where)}[/bold]: {escape(found.what)}")
+                screen.print(f"    {escape(found.hint)}")
+        count = f"{len(report.findings)} finding{'' if len(report.findings) == 1 else 's'}"
+        screen.print(f"{report.backend} on {report.device}: {count} in {len(report.checks)} checks")
     if report.findings:
         raise typer.Exit(EXIT_FAILED)
 
@@ -109,17 +117,3 @@ def _progress(name: str) -> Iterator[Callable[[str], None]]:
         return
     with console.status(f"{name}: …") as status:
         yield lambda check: status.update(f"{name}: {escape(check)}")
-
-
-def _print_report(report: LintReport) -> None:
-    """The findings by code, each with where, what, and what to do."""
-    from attn_backends.testing.lint.finding import CODES
-
-    screen = Screen(soft_wrap=True, highlight=False)
-    for code in dict.fromkeys(found.code for found in report.findings):
-        screen.print(f"[red]{code}[/red]: {CODES[code]}")
-        for found in (each for each in report.findings if each.code == code):
-            screen.print(f"  [bold]{escape(found.where)}[/bold]: {escape(found.what)}")
-            screen.print(f"    {escape(found.hint)}")
-    word = "finding" if len(report.findings) == 1 else "findings"
-    screen.print(f"{report.backend} on {report.device}: {len(report.findings)} {word} in {len(report.checks)} checks")

@@ -20,7 +20,7 @@ from attn_backends.cli.errors import clear_errors
 
 if TYPE_CHECKING:
     from attn_backends.testing.verify.campaign import Tally
-    from attn_backends.testing.verify.planned import Planned
+    from attn_backends.testing.verify.covering import Planned
     from attn_backends.testing.verify.worker import Asked
 
 EXIT_FOUND = 1
@@ -144,7 +144,7 @@ def _default_workers(device: str) -> int:
 
 def _run_one(asked: Asked, seed: int) -> int:
     """One case in this process; returns the exit status."""
-    from attn_backends.testing.verify.planned import row_of
+    from attn_backends.testing.verify.covering import row_of
     from attn_backends.testing.verify.worker import cases_of, prepare, run_seed
 
     console, backend = Console(soft_wrap=True), prepare(asked)
@@ -164,7 +164,7 @@ def _planned(asked: Asked, seed: int, cases: int | None, covered: Path | None) -
     Raises:
         ValueError: what has run is no report, or has nothing of the backend.
     """
-    from attn_backends.testing.verify.planned import plan_declared, plan_random
+    from attn_backends.testing.verify.covering import plan_declared, plan_random
 
     if not asked.declared:
         return plan_random(asked, seed, cases)

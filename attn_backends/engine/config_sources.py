@@ -44,7 +44,18 @@ def load_config(
     """
     given: dict[KeyPath, Given] = {}
     if path is not None:
-        given |= _leaves((), _read_yaml(Path(path)), f"file {path}")
+        file = Path(path)
+        try:
+            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            near = get_close_matches(file.name, [p.name for p in file.parent.glob("*.y*ml")], n=3)
+            hint = f"near it: {', '.join(near)}" if near else "give the path of a YAML file, such as configs/cpu.yaml"
+            raise ConfigError(f"cannot read config file {file}: {getattr(error, 'strerror', error)}; {hint}") from error
+        except yaml.YAMLError as error:
+            raise ConfigError(f"config file {file} is not valid YAML: {error}") from error
+        if not isinstance(content, Mapping | None):
+            raise ConfigError(f"config file {file} holds {content!r}; allowed: settings, such as 'backend: TORCH'")
+        given |= _leaves((), (content or {}), f"file {path}")
     for name, text in sorted((os.environ if environ is None else environ).items()):
         if name.startswith(PREFIX):
             key = tuple(name.removeprefix(PREFIX).lower().split("__"))
@@ -56,20 +67,6 @@ def load_config(
         return TypeAdapter(EngineConfig).validate_python(_nest(given))
     except ValidationError as error:
         raise config_error(error, EngineConfig, lambda path: _source(path, given)) from error
-
-
-def _read_yaml(path: Path) -> Mapping[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=3)
-        hint = f"; near it: {', '.join(near)}" if near else "; give the path of a YAML file, such as configs/cpu.yaml"
-        raise ConfigError(f"cannot read config file {path}: {getattr(error, 'strerror', error)}{hint}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config file {path} is not valid YAML: {error}") from error
-    if not isinstance(content, Mapping | None):
-        raise ConfigError(f"config file {path} holds {content!r}; allowed: settings, such as 'backend: TORCH'")
-    return content or {}
 
 
 def _read_value(name: str, text: str) -> Any:

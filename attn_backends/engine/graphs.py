@@ -19,7 +19,7 @@ from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.page_table import IntArray
 from attn_backends.engine.config import GraphsConfig
 from attn_backends.engine.layers import Layers
-from attn_backends.engine.models.context import Steps
+from attn_backends.engine.models.context import NewTokens, Steps
 from attn_backends.engine.outputs import Report
 from attn_backends.graphs.recorder import Graph, GraphRecorder
 from attn_backends.interface import AttentionBackend, AttentionState
@@ -236,22 +236,15 @@ class PiecewiseGraphs(_StepGraphs[torch.Tensor]):
 
         return logits_at, self.recorder.capture(run, [self.table, self.layers, logits_at])
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        constants: Mapping[str, Any],
-    ) -> torch.Tensor:
+    def attend(self, module: Any, new: NewTokens, constants: Mapping[str, Any]) -> torch.Tensor:
         """Called by the model's layers while it is captured: a cut for each of them."""
-        layer: int = module.layer_idx  # type: ignore[assignment]  # the dry run has checked it
+        layer: int = module.layer_idx  # the dry run has checked it
         impl, cache = self.layers.plans.impls[layer], self.layers.caches[layer]
-        output = query.new_zeros(*query.shape[:2], impl.spec.head_dim_vo)
+        output = new[0].new_zeros(*new[0].shape[:2], impl.spec.head_dim_vo)
 
         def eager() -> None:
             if self.steps is not None:
-                impl.forward(query, key, value, cache, self.steps[layer], output)
+                impl.forward(*new, cache, self.steps[layer], output)
 
         self.recorder.cut(eager)
         return output

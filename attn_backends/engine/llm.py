@@ -11,15 +11,14 @@ import torch
 
 from attn_backends.cache.kv_cache import page_bytes
 from attn_backends.engine.config import EngineConfig, SamplingParams
-from attn_backends.engine.detokenizer import Detokenizer
-from attn_backends.engine.live import LiveRequest, LiveRequests
+from attn_backends.engine.live import Detokenizer, LiveRequest, LiveRequests
 from attn_backends.engine.models.kv_scales import kv_scales
 from attn_backends.engine.models.load import load_model
 from attn_backends.engine.models.loaded_model import LoadedModel
 from attn_backends.engine.outputs import Prompt, Report, RequestOutput, Stats, TextChunk, silent
 from attn_backends.engine.page_allocator import PageAllocator
 from attn_backends.engine.prompts import check_prompts, check_sampling, render_prompt, why_not_served, why_not_text
-from attn_backends.engine.request import Request, salts_for
+from attn_backends.engine.request import Request, ScheduledBatch, salts_for
 from attn_backends.engine.resolve import (
     attention_specs,
     choose_backend,
@@ -30,7 +29,6 @@ from attn_backends.engine.resolve import (
 )
 from attn_backends.engine.runner import ModelRunner
 from attn_backends.engine.sampler import PendingTokens, Sampler
-from attn_backends.engine.scheduled_batch import ScheduledBatch
 from attn_backends.engine.scheduler import Scheduler
 from attn_backends.engine.warm_up import compile_kernels, run_products, run_steps
 from attn_backends.graphs.recorder import GraphRecorder
@@ -235,7 +233,9 @@ class LLM:
     ) -> None:
         for index, (prompt, params, salt) in enumerate(zip(prompts, sampling, salts, strict=True)):
             error = why_not_text(prompt) if isinstance(prompt, str) else None
-            token_ids = [] if error else self._token_ids(prompt)
+            token_ids: list[int] = []
+            if not error:
+                token_ids = self.model.tokenizer(prompt).input_ids if isinstance(prompt, str) else list(prompt)
             error = error or why_not_served(token_ids, params, self.model.vocab_size)
             request = Request(str(self._num_requests), token_ids, params, cache_salt=salt)
             self._num_requests += 1
@@ -246,9 +246,6 @@ class LLM:
             else:
                 self.scheduler.add(request)
             self.stats.num_prompt_tokens += len(token_ids)
-
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        return self.model.tokenizer(prompt).input_ids if isinstance(prompt, str) else list(prompt)
 
     def _step(self, launch: _Launch | None) -> Generator[TextChunk, None, _Launch | None]:
         """Wait for what a launch sampled, and hand it out. Returns the launch that follows, if one does."""

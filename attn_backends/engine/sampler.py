@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 from math import isfinite
-from typing import NoReturn
 
 import torch
 
@@ -143,7 +142,12 @@ class PendingTokens:
         for largest in self._largest.tolist():
             if not all(map(isfinite, largest)):
                 pairs = zip(requests, largest, strict=True)
-                _refuse([request.request_id for request, logit in pairs if not isfinite(logit)], requests)
+                names = [request.request_id for request, logit in pairs if not isfinite(logit)]
+                raise FloatingPointError(
+                    f"logits of request {', '.join(map(repr, names[:5]))} are not finite ({len(names)} of "
+                    f"{len(requests)} rows); check the model's weights and dtype (float16 overflows where bfloat16 and "
+                    "float32 do not), or try another backend"
+                )
         tokens: list[list[int]] = self._tokens.tolist()
         return tokens
 
@@ -154,11 +158,3 @@ def _to_host(steps: Sequence[torch.Tensor]) -> torch.Tensor:
     if not rows.is_cuda:
         return rows
     return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
-
-
-def _refuse(names: Sequence[str], requests: Sequence[Request]) -> NoReturn:
-    raise FloatingPointError(
-        f"logits of request {', '.join(map(repr, names[:5]))} are not finite ({len(names)} of {len(requests)} "
-        "rows); check the model's weights and dtype (float16 overflows where bfloat16 and float32 do not), "
-        "or try another backend"
-    )

@@ -15,8 +15,7 @@ from attn_backends.batch.page_table import IntArray
 from attn_backends.engine.config import SchedulerConfig
 from attn_backends.engine.page_allocator import PageAllocator
 from attn_backends.engine.prompts import why_never
-from attn_backends.engine.request import FinishReason, Request
-from attn_backends.engine.scheduled_batch import NO_ROWS, ScheduledBatch
+from attn_backends.engine.request import NO_ROWS, FinishReason, Request, ScheduledBatch
 
 SERVICE_ORDER = attrgetter("order")
 
@@ -107,11 +106,8 @@ class Scheduler:
         num_steps = min(self.config.decode_steps_per_launch, int((ends - context_lens).min()) - 1)
         if num_steps < 1:
             return None  # a row ends with the last batch
-        pages = np.array([request.num_pages for request in batch.requests], np.int32)
         for most in (num_steps, 1):  # several only if nobody has to be preempted for them
-            missing = np.maximum(-(-(context_lens + most) // self.allocator.page_size) - pages, 0)
-            if missing.sum() <= self.allocator.num_available:
-                rows = self._grow(batch.requests, missing)
+            if (rows := self._grow(batch.requests, context_lens + most)) is not None:
                 return replace(
                     batch, context_lens=context_lens, token_ids=NO_ROWS, num_steps=most, follows=True, grown_rows=rows
                 )
@@ -236,15 +232,14 @@ class Scheduler:
             return 1
         known = np.array([len(request.token_ids) for request in requests], np.int32)
         num_steps = min(most, *(request.last_len - len(request.token_ids) for request in requests))
-        pages = np.array([request.num_pages for request in requests], np.int32)
-        missing = np.maximum(-(-(known + num_steps - 1) // self.allocator.page_size) - pages, 0)
-        if missing.sum() > self.allocator.num_available:
-            return 1
-        self._grow(requests, missing)
-        return num_steps
+        return 1 if self._grow(requests, known + num_steps - 1) is None else num_steps
 
-    def _grow(self, requests: Sequence[Request], missing: IntArray) -> NDArray[np.int64]:
-        """Give requests so many pages each. Returns the rows that got any."""
+    def _grow(self, requests: Sequence[Request], num_tokens: IntArray) -> NDArray[np.int64] | None:
+        """Give requests the pages of so many tokens each. Returns the rows that got any; None: there are too few."""
+        pages = np.array([request.num_pages for request in requests], np.int32)
+        missing = np.maximum(-(-num_tokens // self.allocator.page_size) - pages, 0)
+        if missing.sum() > self.allocator.num_available:
+            return None
         grown = np.flatnonzero(missing)
         if not len(grown):
             return NO_ROWS

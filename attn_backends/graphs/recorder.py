@@ -53,7 +53,13 @@ class CudaRecorder:
             torch.cuda.synchronize()
             self._pieces = []
             with no_garbage_collection():
-                self._keep_pool()
+                # torch refuses a pool whose last graph is gone while what it holds is still in use: one is kept.
+                if self._kept is None:
+                    kept = torch.cuda.CUDAGraph()
+                    kept.capture_begin(pool=self._pool)
+                    torch.zeros(1, device="cuda")
+                    kept.capture_end()
+                    self._kept = kept
                 self._begin()
                 try:
                     output = run()
@@ -70,16 +76,6 @@ class CudaRecorder:
         eager()
         self._pieces.append(eager)
         self._begin()
-
-    def _keep_pool(self) -> None:
-        """A graph of the recorder's own, once: torch refuses a pool whose last graph is gone while what it holds is
-        still in use."""
-        if self._kept is None:
-            kept = torch.cuda.CUDAGraph()
-            kept.capture_begin(pool=self._pool)
-            torch.zeros(1, device="cuda")
-            kept.capture_end()
-            self._kept = kept
 
     def _begin(self) -> None:
         self._recording = torch.cuda.CUDAGraph()

@@ -33,7 +33,7 @@ def rebuild(flat: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
 
 
 def _put(flat: dict[str, Any], name: str, value: object) -> None:
-    if not _has_parts(value):
+    if not (isinstance(value, (tuple, dict)) or (is_dataclass(value) and not isinstance(value, type))):
         flat[name] = value
         return
     parts = _parts(value)
@@ -52,10 +52,6 @@ def _get(flat: Mapping[str, Any], name: str) -> Any:
     if issubclass(value.kind, tuple):
         return value.kind(*parts.values()) if hasattr(value.kind, "_fields") else tuple(parts.values())
     return value.kind(**parts)
-
-
-def _has_parts(value: object) -> bool:
-    return isinstance(value, (tuple, dict)) or (is_dataclass(value) and not isinstance(value, type))
 
 
 def _parts(value: Any) -> dict[str, Any]:

@@ -68,29 +68,22 @@ def check_contract(who: str, written_for: Version | None) -> None:
             "does not say which version of attn_backends' contract it was written for",
             f"contract = {CONTRACT} on its class, once it passes this version's conformance kit (docs/contract.md)",
         )
-    if not _is_version(written_for):
+    if not (isinstance(written_for, tuple) and [type(number) for number in written_for] == [int, int]):
         raise TypeError(f"{who}: contract is {written_for!r}; it must be a pair of numbers, such as {CONTRACT}")
     if written_for[0] == CONTRACT[0] and written_for <= CONTRACT:
         return
     mismatch = f"was written for contract {dotted(written_for)}, and this attn_backends has {dotted(CONTRACT)}"
     if written_for > CONTRACT:
         raise ContractMismatch(who, mismatch, "pip install --upgrade attn-backends, or an older release of it")
-    gone = "; ".join(_changed_since(written_for))
+    later = [release for release in reversed(RELEASES) if release.version > written_for and release.version[1] == 0]
+    gone = "; ".join(
+        [
+            f"{dotted(release.version)}: {sentence.rstrip('.')}"
+            for release in later
+            for sentence in release.removed + release.added
+        ]
+    )
     raise ContractMismatch(who, f"{mismatch}. What changed: {gone}", f"a release of it for contract {CONTRACT[0]}.x")
-
-
-def _changed_since(version: Version) -> list[str]:
-    """What majors after a version took away and brought, oldest first."""
-    later = [release for release in reversed(RELEASES) if release.version > version and release.version[1] == 0]
-    return [
-        f"{dotted(release.version)}: {sentence.rstrip('.')}"
-        for release in later
-        for sentence in release.removed + release.added
-    ]
-
-
-def _is_version(value: object) -> bool:
-    return isinstance(value, tuple) and [type(number) for number in value] == [int, int]
 
 
 def dotted(version: Version) -> str:

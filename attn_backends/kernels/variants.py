@@ -91,7 +91,7 @@ def compile_variants(variants: Iterable[Variant], device: torch.device, progress
         RuntimeError: a kernel does not compile, or wants more than the GPU has; says which.
     """
     wanted = list(variants)
-    pool = ThreadPoolExecutor(_num_workers())
+    pool = ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0))))
     with torch.cuda.device(device), _one_parser(), pool, AsyncCompileMode(pool, ignore_errors=True):
         try:
             begun = [variant.kernel.warmup(*variant.given, grid=(1,), **variant.options) for variant in wanted]
@@ -119,10 +119,6 @@ def _one_parser() -> Iterator[None]:
         yield
     finally:
         JITCallable.parse = parse
-
-
-def _num_workers() -> int:
-    return max(1, len(os.sched_getaffinity(0)))
 
 
 def _load(variant: Variant, kernel: Any) -> None:

@@ -93,10 +93,13 @@ def nearest(groups: Sequence[PlanGroup[Any]], load: Load, gpu: str | None) -> Me
     is_mla = isinstance(spec, MLASpec)
     asked = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, *load)
 
-    def distance(row: Measured) -> float:
-        return sum(abs(math.log2(size / wanted)) for size, wanted in zip((*row.heads, *row.load), asked, strict=True))
+    rows = (row for row in _table().rows if row.is_mla == is_mla)
+    return min(rows, key=lambda row: apart((*row.heads, *row.load), asked), default=None)
 
-    return min((row for row in _table().rows if row.is_mla == is_mla), key=distance, default=None)
+
+def apart(sizes: Sequence[int], others: Sequence[int]) -> float:
+    """Ratios of sizes, in powers of two."""
+    return sum(abs(math.log2(one / other)) for one, other in zip(sizes, others, strict=True))
 
 
 def unmeasured(gpu: str | None) -> str | None:

@@ -30,10 +30,6 @@ def validate_options(name: str, options: Mapping[str, Any]) -> BaseModel | Phase
         return _validated(phases[0], options, ("backend_options",))
     if not options:
         return None
-    return _of_phases(phases, options)
-
-
-def _of_phases(phases: tuple[str, str], options: Mapping[str, Any]) -> Phases[Any]:
     from attn_backends.interface.phases import Phases  # it loads torch
 
     if wrong := [key for key, given in options.items() if key not in PHASES or not isinstance(given, Mapping)]:

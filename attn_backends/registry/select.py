@@ -210,22 +210,14 @@ def _fitting(
         raise ValueError("no cache to serve: give a KVCacheSpec, or several, best first")
     places = {size: place for place, size in enumerate(backend.preferred_page_sizes(device))}
     for cache in sorted(caches, key=lambda cache: places.get(cache.page_size, len(places))):
-        refused.append(_rejections(backend, groups, cache, device, options))
+        layers: dict[Rejection, list[Hashable]] = {}
+        for group in groups:
+            for rejection in backend.reject_set_up(group.spec, cache, device, options):
+                layers.setdefault(rejection, []).extend(group.layers)
+        refused.append(tuple(LayerRejection(rejection, tuple(names)) for rejection, names in layers.items()))
         if not refused[-1]:
             return cache, ()
     return None, refused[0]
-
-
-def _rejections(
-    backend: type[AttentionBackend], groups: Groups, cache: KVCacheSpec, device: torch.device | str,
-    options: Any,
-) -> tuple[LayerRejection, ...]:  # fmt: skip
-    """What a backend refuses of some layers, each reason once."""
-    layers: dict[Rejection, list[Hashable]] = {}
-    for group in groups:
-        for rejection in backend.reject_set_up(group.spec, cache, device, options):
-            layers.setdefault(rejection, []).extend(group.layers)
-    return tuple(LayerRejection(rejection, tuple(names)) for rejection, names in layers.items())
 
 
 def _is_candidate(backend: type[AttentionBackend], groups: Groups) -> bool:

@@ -10,7 +10,7 @@ import importlib
 import importlib.metadata
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -45,92 +45,86 @@ class BackendEntry:
     probe: str | None = None  # "package.module:function" that raises where nobody brings them
 
 
-BUILT_IN = (
-    BackendEntry(
-        "TORCH",
-        "attn_backends.backends.torch.backend:TorchBackend",
-        package="torch",
-        install="pip install torch",
-        priority=0,
-        options="attn_backends.backends.torch.options:TorchOptions",
-        source="built-in",
-    ),
-    BackendEntry(
-        "TRITON",
-        "attn_backends.backends.triton.backend:TritonBackend",
-        package="triton",
-        install="pip install triton",
-        priority=8,
-        options="attn_backends.backends.triton.tuning:TritonOptions",
-        source="built-in",
-    ),
-    BackendEntry(
-        "FLASHINFER",
-        "attn_backends.backends.flashinfer.backend:FlashInferBackend",
-        package="flashinfer-python",
-        module="flashinfer",
-        install="pip install flashinfer-python",
-        priority=10,
-        options="attn_backends.backends.flashinfer.options:FlashInferOptions",
-        source="built-in",
-    ),
-    BackendEntry(
-        "FLASH_ATTN",
-        "attn_backends.backends.flash_attn.backend:FlashAttnBackend",
-        package="flash-attn",
-        module=("flash_attn", "flash_attn_interface", "vllm.vllm_flash_attn.flash_attn_interface"),
-        install="pip install flash-attn --no-build-isolation",
-        priority=5,
-        options="attn_backends.backends.flash_attn.options:FlashAttnOptions",
-        source="built-in",
-    ),
-    BackendEntry(
-        "FLASHINFER_MLA",
-        "attn_backends.backends.mla.flashinfer_mla.backend:FlashInferMLABackend",
-        package="flashinfer-python",
-        module="flashinfer",
-        install="pip install flashinfer-python",
-        priority=20,
-        options="attn_backends.backends.mla.flashinfer_mla.options:FlashInferMLAOptions",
-        source="built-in",
-    ),
-    BackendEntry(
-        "FLASHMLA",
-        "attn_backends.backends.mla.flashmla.backend:FlashMLABackend",
-        probe="attn_backends.backends.mla.flashmla.library:load_kernels",
-        install="pip install git+https://github.com/deepseek-ai/FlashMLA, or vllm, or sgl-kernel",
-        priority=10,
-        options="attn_backends.backends.mla.flashmla.options:FlashMLAOptions",
-        source="built-in",
-    ),
-    BackendEntry(
-        "TORCH_MLA",
-        "attn_backends.backends.mla.torch_mla.backend:TorchMLABackend",
-        package="torch",
-        install="pip install torch",
-        priority=0,
-        options="attn_backends.backends.mla.torch_mla.options:TorchMLAOptions",
-        source="built-in",
-    ),
-    BackendEntry(
-        "TRITON_MLA",
-        "attn_backends.backends.mla.triton_mla.backend:TritonMLABackend",
-        package="triton",
-        install="pip install triton",
-        priority=7,
-        options="attn_backends.backends.mla.triton_mla.tuning:TritonMLAOptions",
-        source="built-in",
-    ),
-    BackendEntry(
-        "FLASH_ATTN_MLA",
-        "attn_backends.backends.mla.flash_attn_mla.backend:FlashAttnMLABackend",
-        probe="attn_backends.backends.mla.flash_attn_mla.library:load",
-        package="vllm",
-        install="pip install vllm",
-        priority=5,
-        options="attn_backends.backends.mla.flash_attn_mla.options:FlashAttnMLAOptions",
-        source="built-in",
-    ),
+BUILT_IN = tuple(
+    replace(row, source="built-in")
+    for row in (
+        BackendEntry(
+            "TORCH",
+            "attn_backends.backends.torch.backend:TorchBackend",
+            package="torch",
+            install="pip install torch",
+            priority=0,
+            options="attn_backends.backends.torch.options:TorchOptions",
+        ),
+        BackendEntry(
+            "TRITON",
+            "attn_backends.backends.triton.backend:TritonBackend",
+            package="triton",
+            install="pip install triton",
+            priority=8,
+            options="attn_backends.backends.triton.tuning:TritonOptions",
+        ),
+        BackendEntry(
+            "FLASHINFER",
+            "attn_backends.backends.flashinfer.backend:FlashInferBackend",
+            package="flashinfer-python",
+            module="flashinfer",
+            install="pip install flashinfer-python",
+            priority=10,
+            options="attn_backends.backends.flashinfer.options:FlashInferOptions",
+        ),
+        BackendEntry(
+            "FLASH_ATTN",
+            "attn_backends.backends.flash_attn.backend:FlashAttnBackend",
+            package="flash-attn",
+            module=("flash_attn", "flash_attn_interface", "vllm.vllm_flash_attn.flash_attn_interface"),
+            install="pip install flash-attn --no-build-isolation",
+            priority=5,
+            options="attn_backends.backends.flash_attn.options:FlashAttnOptions",
+        ),
+        BackendEntry(
+            "FLASHINFER_MLA",
+            "attn_backends.backends.mla.flashinfer_mla.backend:FlashInferMLABackend",
+            package="flashinfer-python",
+            module="flashinfer",
+            install="pip install flashinfer-python",
+            priority=20,
+            options="attn_backends.backends.mla.flashinfer_mla.options:FlashInferMLAOptions",
+        ),
+        BackendEntry(
+            "FLASHMLA",
+            "attn_backends.backends.mla.flashmla.backend:FlashMLABackend",
+            probe="attn_backends.backends.mla.flashmla.library:load_kernels",
+            install="pip install git+https://github.com/deepseek-ai/FlashMLA, or vllm, or sgl-kernel",
+            priority=10,
+            options="attn_backends.backends.mla.flashmla.options:FlashMLAOptions",
+        ),
+        BackendEntry(
+            "TORCH_MLA",
+            "attn_backends.backends.mla.torch_mla.backend:TorchMLABackend",
+            package="torch",
+            install="pip install torch",
+            priority=0,
+            options="attn_backends.backends.mla.torch_mla.options:TorchMLAOptions",
+        ),
+        BackendEntry(
+            "TRITON_MLA",
+            "attn_backends.backends.mla.triton_mla.backend:TritonMLABackend",
+            package="triton",
+            install="pip install triton",
+            priority=7,
+            options="attn_backends.backends.mla.triton_mla.tuning:TritonMLAOptions",
+        ),
+        BackendEntry(
+            "FLASH_ATTN_MLA",
+            "attn_backends.backends.mla.flash_attn_mla.backend:FlashAttnMLABackend",
+            probe="attn_backends.backends.mla.flash_attn_mla.library:load",
+            package="vllm",
+            install="pip install vllm",
+            priority=5,
+            options="attn_backends.backends.mla.flash_attn_mla.options:FlashAttnMLAOptions",
+        ),
+    )
 )
 
 

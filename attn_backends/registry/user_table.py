@@ -10,12 +10,13 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import geometric_mean  # each load counts alike, however long it takes
 from typing import TYPE_CHECKING, Any, Literal
 
-from attn_backends.registry.measured import Load, Measured
+from attn_backends.registry.measured import Load, Measured, apart
 from attn_backends.registry.table import installed_version
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Layer:
         if len(set(kinds)) > 1:
             return math.inf
         windows = float((self.window_left < 0) != (other.window_left < 0))
-        return windows + sum(abs(math.log2(a / b)) for a, b in zip(self.heads, other.heads, strict=True))
+        return windows + apart(self.heads, other.heads)
 
 
 @dataclass(frozen=True)
@@ -84,22 +85,13 @@ class UserTable:
         decodes = [row for row in self.rows if row.phase == "decode" and asked.distance(row.layer) < math.inf]
         if not decodes:
             return None
-        row = min(decodes, key=lambda row: asked.distance(row.layer) + _apart(row.load, load))
+        row = min(decodes, key=lambda row: asked.distance(row.layer) + apart(row.load, load))
         prompts = [each.us for each in self.rows if each.phase == "prefill" and each.layer == row.layer]
         everywhere = [name for name in row.us if prompts and all(name in us for us in prompts)]
-        means = {name: _mean([us[name] for us in prompts]) for name in everywhere}
+        means = {name: geometric_mean([us[name] for us in prompts]) for name in everywhere}
         where = f"{self.device} ({self.date}, by attn-backends bench)"
         by_time = dict(sorted(row.us.items(), key=lambda pair: pair[1]))
         return Measured(asked.is_mla, row.layer.heads, row.load, by_time, where, means)
-
-
-def _apart(one: Load, other: Load) -> float:
-    return sum(abs(math.log2(a / b)) for a, b in zip(one, other, strict=True))
-
-
-def _mean(times: Sequence[float]) -> float:
-    """The geometric mean: each load counts alike, however long it takes."""
-    return math.exp(sum(map(math.log, times)) / len(times))
 
 
 def table_folder() -> Path:
@@ -125,14 +117,10 @@ def read_table(device: str | None) -> UserTable | None:
         path = table_path(device) if device else None
         if path is None or not path.exists():
             return None
-        found = json.loads(path.read_text(encoding="utf-8"))
-        rows = tuple(
-            Row(Layer(**row["layer"] | {"heads": tuple(row["layer"]["heads"])}), row["phase"], Load(*row["load"]),
-                row["us"])
-            for row in found["rows"]
-        )  # fmt: skip
-        return UserTable(found["device"], found["date"], found["versions"], rows)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        from pydantic import TypeAdapter
+
+        return TypeAdapter(UserTable).validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         logger.warning("the times of %s cannot be read (%r): %s", device, error, AGAIN)
         return None
 
@@ -151,10 +139,6 @@ def save_table(table: UserTable) -> Path:
     path = table_path(table.device)
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(f".{os.getpid()}.tmp")
-    written.write_text(json.dumps(_plain(table), indent=1) + "\n", encoding="utf-8")
+    written.write_text(json.dumps(asdict(table), indent=1) + "\n", encoding="utf-8")
     written.replace(path)
     return path
-
-
-def _plain(table: UserTable) -> Mapping[str, Any]:
-    return asdict(table) | {"rows": [asdict(row) | {"load": list(row.load)} for row in table.rows]}

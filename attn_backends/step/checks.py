@@ -24,7 +24,15 @@ def check_step(
             f"{count} context lengths and {len(query_lens)} query lengths for {rows.num_rows} rows: pass one of "
             "each for one or more of the first rows"
         )
-    is_decode = check_room(rows, context_lens, query_lens)
+    room = room_of(rows, len(context_lens))
+    is_decode = not np.count_nonzero(query_lens - 1)
+    if is_decode:  # read as unsigned, a negative length is a large one
+        wrong = context_lens.view(np.uint32) >= room.view(np.uint32)
+    else:  # in this order nothing overflows
+        wrong = (context_lens < 0) | (query_lens < 1) | (context_lens > room - query_lens)
+    if np.count_nonzero(wrong):
+        row = int(wrong.argmax())
+        refuse(rows, row, int(rows.num_pages[row]), int(context_lens[row]), int(query_lens[row]))
     num_tokens = count if is_decode else int(query_lens.sum())
     shape = StepShape(count + num_padded_reqs, count, num_tokens + num_padded_reqs * padded_query_len, num_tokens)
     limits = rows.limits
@@ -37,20 +45,6 @@ def check_step(
             f"{limits.max_num_requests} and max_num_tokens {limits.max_num_tokens}"
         )
     return shape
-
-
-def check_room(rows: PageRows, context_lens: IntArray, query_lens: IntArray) -> bool:
-    """Refuses lengths that have no meaning or no pages. Returns whether every row has one new token."""
-    room = room_of(rows, len(context_lens))
-    is_decode = not np.count_nonzero(query_lens - 1)
-    if is_decode:  # read as unsigned, a negative length is a large one
-        wrong = context_lens.view(np.uint32) >= room.view(np.uint32)
-    else:  # in this order nothing overflows
-        wrong = (context_lens < 0) | (query_lens < 1) | (context_lens > room - query_lens)
-    if np.count_nonzero(wrong):
-        row = int(wrong.argmax())
-        refuse(rows, row, int(rows.num_pages[row]), int(context_lens[row]), int(query_lens[row]))
-    return is_decode
 
 
 def room_of(rows: PageRows, num_rows: int) -> IntArray:

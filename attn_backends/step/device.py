@@ -155,7 +155,8 @@ class DeviceCopy:
             lens, actual = self.ring.on_device, step.shape.num_actual_reqs
             queries = lens[step.shape.num_reqs :][:actual]
             torch.add(step.context_lens_on_device, queries, out=lens[:actual])
-        return self._derive(step.shape, step.seq_lens)
+        self.derive(self.packed, step.shape, self._num_indices(step.seq_lens))
+        return self.csr(step.shape.num_reqs)
 
     def advance(
         self, rows: PageRows, shape: StepShape, seq_lens: torch.Tensor, num_advanced: int, are_upper_bounds: bool
@@ -175,10 +176,6 @@ class DeviceCopy:
             _put(runs, buffer[len(ahead) :])
         buffer[: len(ahead)] = ahead
         self.derive.advance(ahead, shape, num_pages)
-
-    def _derive(self, shape: StepShape, seq_lens: IntArray) -> PagedCsr:
-        self.derive(self.packed, shape, self._num_indices(seq_lens))
-        return self.csr(shape.num_reqs)
 
     def _num_indices(self, seq_lens: IntArray) -> int:
         page_size = self.buffers.page_size

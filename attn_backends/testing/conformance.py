@@ -16,9 +16,8 @@ from attn_backends.testing.kit.contract import Contract
 from attn_backends.testing.kit.engines import Engines
 from attn_backends.testing.kit.latent import Latent
 from attn_backends.testing.kit.logits import Logits
-from attn_backends.testing.kit.numerics import Numerics
+from attn_backends.testing.kit.numerics import Numerics, Scales
 from attn_backends.testing.kit.refusals import Refusals
-from attn_backends.testing.kit.scales import Scales
 from attn_backends.testing.kit.visibility import Visibility
 
 

@@ -120,13 +120,12 @@ def run_backend(
     *,
     common_prefix_len: int = 0,
     num_padded_reqs: int = 0,
-    want_lse: bool = False,
-    kv_cache: KVCache | None = None,
+    **how: Any,
 ) -> Result:
-    """One step, from a new builder to the output."""
+    """One step, from a new builder to the output; `how` is `Layer.forward`'s."""
     layer = make_layer(backend, batch, num_padded_reqs=num_padded_reqs)
     step = layer.begin(batch, common_prefix_len, num_padded_reqs)
-    return layer.forward(batch, step, num_padded_reqs=num_padded_reqs, want_lse=want_lse, kv_cache=kv_cache)
+    return layer.forward(batch, step, num_padded_reqs=num_padded_reqs, **how)
 
 
 def unowned_page(batches: Sequence[Batch]) -> int:
@@ -237,6 +236,12 @@ def assert_pool(
         for name, got, want in zip(kv_cache._fields, kv_cache, expected, strict=True):
             slots = _wrong_slots(got, want, exact).nonzero().flatten().tolist()
             assert not slots, f"{what}: {len(slots)} slots of the {name} cache are not as they should be: {slots[:8]}"
+
+
+def assert_step(result: Result, batch: Batch, what: str = "the batch", expected: Expected | None = None) -> None:
+    """`assert_matches`, and the pool holds what the step writes."""
+    assert_matches(result, batch, what, expected)
+    assert_pool(result.kv_cache, batch.pool_after(), what, batch.has_exact_scales)
 
 
 def _wrong_slots(got: torch.Tensor, want: torch.Tensor, exact: bool) -> torch.Tensor:  # [num_slots] bool

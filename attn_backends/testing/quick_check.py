@@ -9,10 +9,8 @@ from typing import Any
 import torch
 
 from attn_backends.spec import FP8_DTYPES, AttentionSpec
-from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.cases import BatchShape, load_cases
-from attn_backends.testing.cases.features import CROSS, ENCODER, feature
-from attn_backends.testing.cases.plain import plain_cache, plain_spec, undeclared
+from attn_backends.testing.cases.features import CROSS, ENCODER, feature, plain_cache, plain_spec, undeclared
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import Backend, assert_matches, assert_pool, output_error, run_backend
 
@@ -84,7 +82,12 @@ def _run(check: _Check, backend: Backend, device: str) -> CheckResult:
 
 def _compare(check: _Check, backend: Backend, spec: AttentionSpec, device: str) -> str:
     """The error and what is allowed, as text. Raises `AssertionError` if it is too large."""
-    batch, prefix = _batch(check, backend, spec, device)
+    cache = plain_cache(backend.capabilities())
+    prefix = check.prefix_pages * cache.page_size
+    seq_lens = [prefix + seq_len for seq_len in check.shape.seq_lens]
+    how = {"page_size": cache.page_size, "layout": cache.layout, "device": torch.device(device), **check.how}
+    how["fp8_queries"] = backend.capabilities().fp8_queries
+    batch = random_batch(backend, spec, seq_lens, check.shape.query_lens, shared_prefix_len=prefix, **how)
     expected = batch.expected()
     result = run_backend(
         backend,
@@ -97,13 +100,3 @@ def _compare(check: _Check, backend: Backend, spec: AttentionSpec, device: str) 
     assert_pool(result.kv_cache, batch.pool_after())
     error = output_error(result.output[: len(expected[0])], expected[0])
     return f"error {error:.1e}, allowed {batch.tolerance:.0e}"
-
-
-def _batch(check: _Check, backend: Backend, spec: AttentionSpec, device: str) -> tuple[Batch, int]:
-    cache = plain_cache(backend.capabilities())
-    prefix = check.prefix_pages * cache.page_size
-    seq_lens = [prefix + seq_len for seq_len in check.shape.seq_lens]
-    how = {"page_size": cache.page_size, "layout": cache.layout, "device": torch.device(device), **check.how}
-    how["fp8_queries"] = backend.capabilities().fp8_queries
-    batch = random_batch(backend, spec, seq_lens, check.shape.query_lens, shared_prefix_len=prefix, **how)
-    return batch, prefix

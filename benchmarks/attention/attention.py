@@ -30,7 +30,7 @@ import torch
 
 from attn_backends import get_backend
 from attn_backends.backends.flash_attn.provider import choose
-from attn_backends.backends.flash_attn.providers import PROVIDERS
+from attn_backends.backends.flash_attn.state import PROVIDERS
 from attn_backends.batch.views import without_new_keys
 from attn_backends.interface import AttentionStep
 from attn_backends.interface.capabilities import CudaGraphSupport

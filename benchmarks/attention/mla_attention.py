@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from attn_backends import get_backend
+from attn_backends.backends.mla.impl import LatentTensors
 from attn_backends.batch.views import without_new_keys
 from attn_backends.interface.capabilities import CudaGraphSupport
 from attn_backends.registry import validate_options
@@ -95,7 +96,7 @@ def ours(name: str, forms: Forms, options: dict[str, Any]) -> Made:
 
         def decode(i: int) -> torch.Tensor:
             query, out = latent.queries[i].view(shape), latent.outputs[i].view(shape)
-            next(decodes)._decode(query, latent.caches[i].key, step, out, None)
+            next(decodes)._decode(LatentTensors(query, latent.caches[i].key, out, None), step)
             return latent.outputs[i]
 
         def whole(i: int) -> torch.Tensor:

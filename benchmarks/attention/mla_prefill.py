@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from attn_backends import KVCacheSpec, MLASpec, get_backend
-from attn_backends.backends.mla.impl import MLAImpl
+from attn_backends.backends.mla.impl import ExpandedTensors, MLAImpl
 from attn_backends.batch.views import without_new_keys
 from attn_backends.cache.kv_cache import gather_pages
 from attn_backends.registry import validate_options
@@ -168,11 +168,11 @@ def ours(name: str, given: PromptProblem, options: dict[str, Any]) -> dict[str, 
     if not rows.chunks:
 
         def attend(i: int) -> torch.Tensor:
-            impl._prefill(query, *problem.expanded, rows.new, output, None, step.prefill_plans[0])
+            impl._prefill(ExpandedTensors(query, *problem.expanded, output, None), rows.new, step.prefill_plans[0])
             return output
 
         def by_rows(i: int) -> torch.Tensor:
-            MLAImpl._prefill(impl, query, *problem.expanded, rows.new, output, None, None)
+            MLAImpl._prefill(impl, ExpandedTensors(query, *problem.expanded, output, None), rows.new, None)
             return output
 
         made |= {name: make_contender(problem, attend, state), ROWS: make_contender(problem, by_rows, state)}

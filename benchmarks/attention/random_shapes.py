@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from attn_backends import select_backend
-from attn_backends.backends.flash_attn.providers import PROVIDERS
+from attn_backends.backends.flash_attn.state import PROVIDERS
 from attn_backends.registry.measured import Load
 from benchmarks.attention import random_ahead
 from benchmarks.attention.attention import all_made, select_provider

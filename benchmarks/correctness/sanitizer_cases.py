@@ -21,11 +21,10 @@ from typing import IO, Any
 import torch
 
 from attn_backends.interface import AttentionBackend
-from attn_backends.testing.cases.batches import Batch
-from attn_backends.testing.cases.mla_batches import MLABatch
+from attn_backends.testing.cases.batches import Batch, MLABatch
 from attn_backends.testing.guards import guard
 from attn_backends.testing.harness import Expected
-from attn_backends.testing.verify.outcome import Outcome
+from attn_backends.testing.verify.run import Outcome
 from attn_backends.testing.verify.worker import Asked, answer_lines, prepare, run_seed, take_standard_output
 
 

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 from attn_backends import LLM, EngineConfig, SamplingParams, Unsupported
-from attn_backends.engine.models.accelerate import STAGES, Stage
 from attn_backends.engine.models.checkpoint import DEFAULT_MODEL
-from attn_backends.engine.models.load import load_model
+from attn_backends.engine.models.load import STAGES, Stage, load_model
 from attn_backends.engine.outputs import silent
 from attn_backends.registry.table import AUTO
 from benchmarks.engine.random_models import SHAPES, random_model

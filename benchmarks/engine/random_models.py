@@ -10,9 +10,8 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from attn_backends import EngineConfig
-from attn_backends.engine.models.accelerate import STAGES, Stage
 from attn_backends.engine.models.hf import ATTENTION_NAME
-from attn_backends.engine.models.load import ready_model
+from attn_backends.engine.models.load import STAGES, Stage, ready_model
 from attn_backends.engine.models.loaded_model import LoadedModel
 
 SHAPES: dict[str, dict[str, Any]] = {

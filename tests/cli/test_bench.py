@@ -21,14 +21,14 @@ HEADS = "layers: [{num_qo_heads: 4, num_kv_heads: 2, head_dim: 32, count: 2}]\nm
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of tables; loads are two, and every call takes five microseconds."""
-    from attn_backends.testing.bench import clocks, loads
+    from attn_backends.testing.bench import loads, measure
 
     def clock(run: Any) -> float:
         run()
         return 5.0
 
     monkeypatch.setattr(user_table, "table_folder", lambda: tmp_path / "kept")
-    monkeypatch.setattr(clocks, "make_clock", lambda device: clock)
+    monkeypatch.setattr(measure, "make_clock", lambda device: clock)
     monkeypatch.setattr(loads, "DECODES", ((2, 30), (3, 1000)))
     monkeypatch.setattr(loads, "PROMPTS", ((1, 20),))
     return tmp_path / "kept"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from attn_backends.engine.detokenizer import Detokenizer
+from attn_backends.engine.live import Detokenizer
 
 
 @pytest.fixture(scope="module")

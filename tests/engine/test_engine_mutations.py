@@ -12,11 +12,11 @@ from transformers import AutoTokenizer
 
 from attn_backends import LLM, machine
 from attn_backends.engine import llm
-from attn_backends.engine.detokenizer import Detokenizer
+from attn_backends.engine.live import Detokenizer
 from attn_backends.engine.models.fused import linears
 from attn_backends.engine.models.fused.linears import packable
 from attn_backends.engine.models.kv_scales import KVScales, kv_scales
-from attn_backends.engine.scheduled_batch import ScheduledBatch
+from attn_backends.engine.request import ScheduledBatch
 from attn_backends.registry import measured, select
 from tests import test_machine
 from tests.engine import test_detokenizer, test_prompts, test_sample_rows

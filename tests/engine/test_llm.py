@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from attn_backends import LLM, AttentionSpec, EngineConfig, MLASpec, SamplingParams, Unsupported
 from attn_backends.backends.torch.metadata import TorchMetadata, TorchMetadataBuilder
+from attn_backends.engine.request import ScheduledBatch
 from attn_backends.engine.resolve import possible_caches
-from attn_backends.engine.scheduled_batch import ScheduledBatch
 from attn_backends.registry import UnknownBackendError, select_backend
 from attn_backends.testing.graphs.simulator import GraphSimulator
 from tests.helpers.tiny_models import save_tiny

@@ -12,8 +12,7 @@ from hypothesis import given, settings, strategies as st
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.engine.config import SamplingParams, SchedulerConfig
 from attn_backends.engine.page_allocator import PageAllocator
-from attn_backends.engine.request import Request
-from attn_backends.engine.scheduled_batch import ScheduledBatch
+from attn_backends.engine.request import Request, ScheduledBatch
 from attn_backends.engine.scheduler import Scheduler
 
 EOS = 0

@@ -11,8 +11,16 @@ import torch
 
 from attn_backends import LLM, EngineConfig, SamplingParams
 from attn_backends.engine import sampler
-from attn_backends.engine.products import Product, ProductRecorder, Sized, sizes_up_to, unlike
-from attn_backends.engine.warm_up import rows_of_steps, run_products, run_steps
+from attn_backends.engine.warm_up import (
+    Product,
+    ProductRecorder,
+    Sized,
+    rows_of_steps,
+    run_products,
+    run_steps,
+    sizes_up_to,
+    unlike,
+)
 from attn_backends.registry import get_backend
 from attn_backends.spec import Limits
 from tests.helpers.tiny_models import save_tiny

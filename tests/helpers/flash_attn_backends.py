@@ -37,12 +37,12 @@ def emulated(kind: type[Provider], built: Kernels | None = None) -> Provider:
         def declared(self) -> Capabilities:
             return replace(super().declared(), devices=flash_attn.DEVICES)
 
-        def attend(self, query: Any, keys: Any, values: Any, output: Any, call: Any, layer: Any, want_lse: bool) -> Any:
+        def attend(self, given: Any, call: Any, layer: Any, want_lse: bool) -> Any:
             """The kernels that were not built are not run."""
-            asked = Kernel(keys.dtype, self.kernel_dim(query.shape[-1]) or 0, layer.soft_cap > 0)
+            asked = Kernel(given.keys.dtype, self.kernel_dim(given.query.shape[-1]) or 0, layer.soft_cap > 0)
             if built is not None and asked not in built:
                 raise RuntimeError(f"CUDA error: an illegal instruction was encountered ({asked})")
-            return super().attend(query, keys, values, output, call, layer, want_lse)
+            return super().attend(given, call, layer, want_lse)
 
     made: Provider = Emulated(MODULES[kind], built)
     return made

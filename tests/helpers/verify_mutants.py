@@ -13,7 +13,7 @@ from attn_backends.backends.torch.metadata import TorchMetadata, TorchMetadataBu
 from attn_backends.backends.torch.state import TorchState
 from attn_backends.cache.kv_cache import KVCache
 from attn_backends.interface import AttentionBackend
-from attn_backends.testing.verify.outcome import Outcome
+from attn_backends.testing.verify.run import Outcome
 from attn_backends.testing.verify.worker import Asked, run_seed
 from tests.helpers.mutants import Backend, Common, mutant, other_batch, other_forward, other_scales, with_seq_lens
 from tests.helpers.mutations import next_slot, padding_is_live

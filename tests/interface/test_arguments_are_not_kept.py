@@ -22,15 +22,14 @@ from attn_backends.adapters.req_to_token.batch import StepRows
 from attn_backends.adapters.req_to_token.table import SharedBuffers, TokenTable
 from attn_backends.batch import common as batch, page_table
 from attn_backends.batch.common import CommonAttentionMetadata, SequenceData, SequenceGroup
-from attn_backends.engine import page_allocator, request, scheduled_batch, scheduler
+from attn_backends.engine import page_allocator, request, scheduler
 from attn_backends.engine.config import SamplingParams, SchedulerConfig
 from attn_backends.engine.page_allocator import PageAllocator
-from attn_backends.engine.request import Request
-from attn_backends.engine.scheduled_batch import ScheduledBatch
+from attn_backends.engine.request import Request, ScheduledBatch
 from attn_backends.engine.scheduler import Scheduler
 from attn_backends.testing.guards.snapshot import differences, snapshot
 
-MODULES = (page_table, batch, token_table, page_allocator, request, scheduled_batch, scheduler)
+MODULES = (page_table, batch, token_table, page_allocator, request, scheduler)
 TAKES = ("Array", "Sequence", "Tensor", "list[", "StepRows")  # in an annotation: the caller could write there later
 
 

@@ -28,7 +28,7 @@ from attn_backends.backends.torch.impl import TorchImpl
 from attn_backends.interface.phases import Phases
 from attn_backends.registry import BackendImportError, UnknownBackendError, explain, explain_for, validate_options
 from attn_backends.testing.cases.cases import load_cases
-from attn_backends.testing.cases.plain import plain_spec
+from attn_backends.testing.cases.features import plain_spec
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.graphs.simulator import GraphSimulator
 from attn_backends.testing.harness import assert_matches, make_layer, run_backend

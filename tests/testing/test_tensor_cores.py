@@ -11,10 +11,9 @@ import torch
 
 from attn_backends.batch.common import SequenceData
 from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec
-from attn_backends.testing.cases.batches import Batch, Row
-from attn_backends.testing.cases.mla_batches import MLABatch
+from attn_backends.testing.cases.batches import Batch, MLABatch, Row
 from attn_backends.testing.harness import Result, cut_off_by_tensor_cores, lse_error
-from attn_backends.testing.verify.outcome import Mismatch, Outcome, compare
+from attn_backends.testing.verify.run import Mismatch, Outcome, compare
 
 CPU, CUDA, POOL = torch.device("cpu"), torch.device("cuda"), KVCacheSpec(64, 16)  # nothing is put on the GPU
 Add = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -17,9 +17,8 @@ from attn_backends.adapters.req_to_token.batch import ForwardBatchLike, ForwardM
 from attn_backends.adapters.req_to_token.graphs import SEQ_LEN_FILL_VALUE, GraphRows, TokenGraphs
 from attn_backends.adapters.req_to_token.kv_pool import KVPool, page_size_of
 from attn_backends.adapters.req_to_token.layers import AttentionLayer, LayerKinds
-from attn_backends.adapters.req_to_token.plans import PlannedStep, TokenPlans
+from attn_backends.adapters.req_to_token.plans import PlannedStep, TokenPlans, share_workspace
 from attn_backends.adapters.req_to_token.table import SharedBuffers, TokenTable
-from attn_backends.adapters.req_to_token.workspace import share_workspace
 from attn_backends.machine import Progress
 from attn_backends.spec import Limits
 
@@ -144,7 +143,13 @@ class ReqToTokenAttention:
         group = self.kinds.group(layer)
         if planned.mode is ForwardMode.IDLE:
             return q.new_zeros(len(q), layer.tp_q_head_num * layer.v_head_dim)
-        query = self._query(q, layer, planned)
+        wide, dtype = layer.tp_q_head_num * layer.qk_head_dim, self.kinds.dtype
+        if q.dtype is not dtype or len(q) != planned.num_tokens or q[0].numel() != wide:
+            raise ValueError(
+                f"q is {list(q.shape)} {q.dtype}; the planned step and layer {layer.layer_id} need "
+                f"[{planned.num_tokens}, {wide}] {dtype}: call init_forward_metadata for this batch, and pass q so"
+            )
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if save_kv_cache and (k is not None or v is not None):
             self._write(k, v, layer, forward_batch)
         key, value = self._pool(forward_batch).get_kv_buffer(layer.layer_id)
@@ -263,16 +268,6 @@ class ReqToTokenAttention:
                 f"the planned step is {self.planned.mode.name}, and this call is for {names}: call "
                 "init_forward_metadata for this batch, or forward, which serves every mode"
             )
-
-    def _query(self, q: torch.Tensor, layer: AttentionLayer, planned: PlannedStep) -> torch.Tensor:
-        """[T, num_heads, head_dim]."""
-        wide, dtype = layer.tp_q_head_num * layer.qk_head_dim, self.kinds.dtype
-        if q.dtype is not dtype or len(q) != planned.num_tokens or q[0].numel() != wide:
-            raise ValueError(
-                f"q is {list(q.shape)} {q.dtype}; the planned step and layer {layer.layer_id} need "
-                f"[{planned.num_tokens}, {wide}] {dtype}: call init_forward_metadata for this batch, and pass q so"
-            )
-        return q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
 
     def _write(
         self, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer, forward_batch: ForwardBatchLike

@@ -97,7 +97,10 @@ def step_rows(batch: ForwardBatchLike, max_context_len: int) -> StepRows:
         ValueError: lengths that a step of this mode needs are missing, elsewhere, or do not fit the slots.
         Unsupported: the drafts are a tree.
     """
-    refuse_trees(batch)
+    # Drafts are verified as a chain: each attends to those before it.
+    if getattr(getattr(batch, "spec_info", None), "custom_mask", None) is not None:
+        hint = "Draft one token a step (topk 1), and leave custom_mask out."
+        raise Unsupported("req_to_token", [Rejection("custom_mask", "a tree of drafts", "a chain of drafts", hint)])
     mode, num_rows, slots = ForwardMode.of(batch.forward_mode), len(batch.req_pool_indices), batch.out_cache_loc
     prefix_lens = getattr(batch, "extend_prefix_lens_cpu", None)
     encoder_lens = getattr(batch, "encoder_lens", None)
@@ -190,10 +193,3 @@ def check_extend(query_lens: IntArray, prefixes: IntArray, num_slots: int, has_p
             f"rows with {query_lens.tolist()} new tokens (seq_lens_cpu less extend_prefix_lens_cpu), and {num_slots} "
             f"slots in out_cache_loc: need at least 1 new token a row, and a slot for each{hint}"
         )
-
-
-def refuse_trees(batch: ForwardBatchLike) -> None:
-    """Drafts are verified as a chain: each attends to those before it."""
-    if getattr(getattr(batch, "spec_info", None), "custom_mask", None) is not None:
-        hint = "Draft one token a step (topk 1), and leave custom_mask out."
-        raise Unsupported("req_to_token", [Rejection("custom_mask", "a tree of drafts", "a chain of drafts", hint)])

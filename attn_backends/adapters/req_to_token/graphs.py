@@ -59,10 +59,19 @@ class TokenGraphs:
                 f"{self.max_bs} rows and {self.max_num_tokens} tokens; call it with the largest of both"
             )
         query_len = int(uniform_query_lens(mode, bs, num_tokens)[0])
-        self._check_support(query_len)
+        level = self.token_plans.plans.backend.capabilities().cuda_graph
+        needed = CudaGraphSupport.UNIFORM_BATCH if query_len > 1 else CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        if level < needed:
+            rejection = Rejection("cuda_graph", f"a graph of {query_len} tokens a row", level.name,
+                                  "Run these steps eager.")  # fmt: skip
+            raise Unsupported(self.token_plans.plans.backend.get_name(), [rejection])
         if not self.captured:
             self.token_plans.plans.state.hold_graph_buffers(self.max_bs)
-        planned = self._plan(query_len, mode, self._idle(rows.first(bs)))
+        rows = rows.first(bs)
+        lens = torch.full_like(rows.seq_lens, SEQ_LEN_FILL_VALUE)
+        lens_cpu = [SEQ_LEN_FILL_VALUE] * len(lens)
+        encoder = None if rows.encoder_lens is None else torch.full_like(rows.encoder_lens, SEQ_LEN_FILL_VALUE)
+        planned = self._plan(query_len, mode, GraphRows(rows.req_pool_indices, lens, lens_cpu, encoder, lens_cpu))
         self.captured[mode, bs] = query_len
         return planned
 
@@ -84,18 +93,3 @@ class TokenGraphs:
         step = decode_rows(mode, rows.req_pool_indices, rows.seq_lens, rows.seq_lens_cpu, lens, longest)
         step = replace(with_encoder(step, rows.encoder_lens, rows.encoder_lens_cpu), for_graph=True)
         return self.token_plans.plan(mode, step, self.buffers)
-
-    def _idle(self, rows: GraphRows) -> GraphRows:
-        """The rows with the fill value as every length."""
-        lens = torch.full_like(rows.seq_lens, SEQ_LEN_FILL_VALUE)
-        lens_cpu = [SEQ_LEN_FILL_VALUE] * len(lens)
-        encoder = None if rows.encoder_lens is None else torch.full_like(rows.encoder_lens, SEQ_LEN_FILL_VALUE)
-        return GraphRows(rows.req_pool_indices, lens, lens_cpu, encoder, lens_cpu)
-
-    def _check_support(self, query_len: int) -> None:
-        level = self.token_plans.plans.backend.capabilities().cuda_graph
-        needed = CudaGraphSupport.UNIFORM_BATCH if query_len > 1 else CudaGraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        if level < needed:
-            rejection = Rejection("cuda_graph", f"a graph of {query_len} tokens a row", level.name,
-                                  "Run these steps eager.")  # fmt: skip
-            raise Unsupported(self.token_plans.plans.backend.get_name(), [rejection])

@@ -1,21 +1,26 @@
-"""One backend over a pool of token slots: rows of a step → what the layers receive."""
+"""One backend over a pool of token slots: rows of a step → what the layers receive.
+
+Adapters of one device share a float workspace, as engines of this convention have one for all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from attn_backends.adapters.req_to_token.batch import ForwardMode, StepRows
 from attn_backends.adapters.req_to_token.table import SharedBuffers, TokenTable
-from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.cache.kv_cache import KVCache
-from attn_backends.interface import AttentionStep
+from attn_backends.interface import AttentionState, AttentionStep
 from attn_backends.interface.plans import Plans
 from attn_backends.registry import select_backend, validate_options
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits
+
+_SHARED: WeakValueDictionary[torch.device, torch.Tensor] = WeakValueDictionary()  # it goes with the last who reads it
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,14 @@ class TokenPlans:
         if any(spec.attention_type is AttentionType.CROSS for spec in self.plans.specs.values()):
             batches[AttentionType.CROSS] = self.table.cross_attention(rows)
         if rows.for_graph:
-            self._check_graph(batches)
+            for group, builder in zip(self.plans.groups, self.plans.builders, strict=True):
+                batch = batches[group.spec.attention_type]
+                if not builder.can_run_in_cudagraph(batch):
+                    raise ValueError(
+                        f"{self.plans.backend.get_name()} cannot run {group.spec.attention_type.value} attention "
+                        f"over {batch.max_seq_len} keys a row in a CUDA graph: run this step eager, or see the "
+                        "backend's options"
+                    )
         return PlannedStep(mode, rows.num_tokens, self.plans.plan(lambda spec: batches[spec.attention_type]))
 
     def _check(self, rows: StepRows) -> None:
@@ -94,15 +106,6 @@ class TokenPlans:
                 "seq_lens_cpu, one length a row, or choose a backend that reads lengths on the device"
             )
 
-    def _check_graph(self, batches: Mapping[AttentionType, CommonAttentionMetadata]) -> None:
-        for group, builder in zip(self.plans.groups, self.plans.builders, strict=True):
-            batch = batches[group.spec.attention_type]
-            if not builder.can_run_in_cudagraph(batch):
-                raise ValueError(
-                    f"{self.plans.backend.get_name()} cannot run {group.spec.attention_type.value} attention over "
-                    f"{batch.max_seq_len} keys a row in a CUDA graph: run this step eager, or see the backend's options"
-                )
-
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: int, planned: PlannedStep
     ) -> torch.Tensor:
@@ -117,3 +120,20 @@ def as_pages(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
     num_pages = len(buffer) // page_size
     pages: torch.Tensor = buffer[: num_pages * page_size].unflatten(0, (num_pages, page_size))
     return pages
+
+
+def share_workspace(state: AttentionState[Any]) -> None:
+    """Let a state take the workspace of its device; if that is too small, its own is shared from now on.
+
+    Those who share one run their steps one after the other, on one stream. A state that cannot take another's keeps its
+    own.
+    """
+    reset = getattr(state, "reset_workspace_buffer", None)
+    own: torch.Tensor | None = getattr(state, "float_workspace", None)
+    if reset is None or own is None:
+        return
+    shared = _SHARED.get(own.device)
+    if shared is None or shared.numel() < own.numel():
+        _SHARED[own.device] = own
+    else:
+        reset(shared)

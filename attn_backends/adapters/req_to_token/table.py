@@ -149,23 +149,19 @@ class TokenTable:
                 f"a row has {longest} tokens, with up to {before} of an encoder in front: at most "
                 f"{self.max_context_len} (max_context_len), in {self.req_to_token.shape[1]} columns of req_to_token"
             )
-        if first is not None:
-            return self._behind(rows, longest, first)
+        if first is not None:  # columns behind an encoder's tokens
+            if self.page_size > 1:
+                asked = f"an encoder's tokens in front of a decoder's, in pages of {self.page_size}"
+                hint = "Make the pool with pages of one token."
+                raise Unsupported("req_to_token", [Rejection("encoder_lens", asked, "pages of one token", hint)])
+            columns = first[:, None] + torch.arange(longest, dtype=torch.int32, device=first.device)
+            return self.req_to_token[rows.req_pool_indices.long()[:, None], columns]
         slots = self.req_to_token[:, : longest : self.page_size]
         run = _run(rows)
         slots = slots.index_select(0, rows.req_pool_indices) if run is None else slots[run]
         if self.translate is not None:
             slots = self.translate(slots).to(torch.int32)
         return slots if self.page_size == 1 else slots.div(self.page_size, rounding_mode="floor")
-
-    def _behind(self, rows: StepRows, longest: int, first: torch.Tensor) -> torch.Tensor:
-        """Columns behind an encoder's tokens."""
-        if self.page_size > 1:
-            asked = f"an encoder's tokens in front of a decoder's, in pages of {self.page_size}"
-            hint = "Make the pool with pages of one token."
-            raise Unsupported("req_to_token", [Rejection("encoder_lens", asked, "pages of one token", hint)])
-        columns = first[:, None] + torch.arange(longest, dtype=torch.int32, device=first.device)
-        return self.req_to_token[rows.req_pool_indices.long()[:, None], columns]
 
     def _common(
         self, rows: StepRows, pages: torch.Tensor, lens: torch.Tensor, lens_cpu: IntArray,

@@ -11,8 +11,7 @@ from attn_backends.backends.flash_attn.impl import FlashAttnImpl
 from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata, FlashAttnMetadataBuilder
 from attn_backends.backends.flash_attn.options import FlashAttnOptions
 from attn_backends.backends.flash_attn.provider import Provider, choose, together
-from attn_backends.backends.flash_attn.providers import PROVIDERS
-from attn_backends.backends.flash_attn.state import FlashAttnState
+from attn_backends.backends.flash_attn.state import PROVIDERS, FlashAttnState
 from attn_backends.interface import AttentionBackend
 from attn_backends.interface.capabilities import Capabilities, Rejection, Unsupported, mismatches
 from attn_backends.spec import AttentionSpec, KVCacheSpec

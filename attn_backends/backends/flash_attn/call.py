@@ -117,6 +117,15 @@ class LayerConstants:
         return replace(self, causal=False, window=(-1, -1), sinks=None)
 
 
+class Tensors(NamedTuple):
+    """What one call reads, and where it writes."""
+
+    query: torch.Tensor  # [num_tokens, num_qo_heads, head_dim]
+    keys: torch.Tensor  # [num_pages, page_size, num_kv_heads, head_dim]; without a page table [num_keys, …]
+    values: torch.Tensor
+    output: torch.Tensor  # [num_tokens, num_qo_heads, head_dim], written in place
+
+
 class Call(NamedTuple):
     """One launch of a step: rows, which of its tokens they are, and their schedule."""
 

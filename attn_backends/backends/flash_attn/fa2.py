@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from attn_backends.backends.flash_attn.built import Reader, flash_attention_2
-from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows
+from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows, Tensors
 from attn_backends.backends.flash_attn.provider import COMMON, Provider, ProviderError
 from attn_backends.interface.capabilities import Capabilities
 
@@ -45,38 +45,21 @@ class FlashAttn2(Provider):
     def declared(self) -> Capabilities:
         return replace(COMMON, page_size_multiple=256, alibi=True)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        output: torch.Tensor,
-        call: Call,
-        layer: LayerConstants,
-        want_lse: bool,
-    ) -> torch.Tensor | None:
+    def attend(self, given: Tensors, call: Call, layer: LayerConstants, want_lse: bool) -> torch.Tensor | None:
         rows = call.rows
         uniform = rows.page_table is not None and rows.query_len is not None and rows.query_len <= MAX_UNIFORM
         run = self._attend_uniform if uniform else self._attend_varlen
-        return run(query, keys, values, output, call, layer, want_lse)
+        return run(given, call, layer, want_lse)
 
-    def _attend_uniform(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        output: torch.Tensor,
-        call: Call,
-        layer: LayerConstants,
-        want_lse: bool,
-    ) -> torch.Tensor | None:
+    def _attend_uniform(self, given: Tensors, call: Call, layer: LayerConstants, want_lse: bool) -> torch.Tensor | None:
         """Rows of one length by the kernel for decoding."""
         rows, table, kernels = call.rows, call.rows.page_table, self.modules[1]
         assert table is not None
         assert rows.query_len is not None
+        keys, values = given.keys, given.values
         capacity = table.shape[1] * keys.shape[1]
         left, right = exact_window(layer, capacity, want_lse)
-        query, out = (tensor.unflatten(0, (rows.num_rows, rows.query_len)) for tensor in (query, output))
+        query, out = (each.unflatten(0, (rows.num_rows, rows.query_len)) for each in (given.query, given.output))
         group = query.shape[2] // keys.shape[2]
         if rows.query_len == 1 and group > 1 and left < 0 and layer.alibi_slopes is None:
             # The kernel takes the query heads of a KV head for query tokens then, and wants the output in that order.
@@ -85,75 +68,80 @@ class FlashAttn2(Provider):
             query, keys, values, None, None, rows.seq_lens, None, None, None, None, table, layer.alibi_slopes, out,
             layer.scale, layer.causal and left < 0, left, right, layer.soft_cap, False, 0 if call.split_keys else 1,
         )  # fmt: skip
-        return token_major(lse) if want_lse else None
+        return lse.transpose(1, 2).flatten(0, 1) if want_lse else None
 
-    def _attend_varlen(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        output: torch.Tensor,
-        call: Call,
-        layer: LayerConstants,
-        want_lse: bool,
-    ) -> torch.Tensor | None:
+    def _attend_varlen(self, given: Tensors, call: Call, layer: LayerConstants, want_lse: bool) -> torch.Tensor | None:
         rows, kernels = call.rows, self.modules[1]
-        query_len, out = rows.max_query_len, output
+        query_len = rows.max_query_len
         if query_len == 1:
             query_len = 2  # at 1 the kernel reorders heads, and writes the output elsewhere
         left, right = exact_window(layer, rows.max_seq_len, want_lse)
         lens = None if rows.page_table is None else lent_lens(rows)
         result = kernels.varlen_fwd(
-            query, keys, values, out, rows.query_start_loc, rows.query_start_loc, lens, None, rows.page_table,
+            *given, rows.query_start_loc, rows.query_start_loc, lens, None, rows.page_table,
             layer.alibi_slopes, query_len, rows.max_seq_len, 0.0, layer.scale, False, layer.causal and left < 0, left,
             right, layer.soft_cap, False, None,
         )  # fmt: skip
-        lse = empty_idle_rows(rows, output, result[1].t())
+        lse = empty_idle_rows(rows, given.output, result[1].t())
         return lse if want_lse else None
 
 
-class VllmFa2(Provider):
+class VllmBuild(Provider):
+    """vLLM's build of one generation: a function for all, which writes where it is told."""
+
+    generation: ClassVar[int]
+    module_names = ("vllm.vllm_flash_attn.flash_attn_interface",)
+    install = "pip install vllm"
+
+    def library_file(self) -> Path:
+        return beside(self.modules[0], f"_vllm_fa{self.generation}_C*.so")
+
+    def check(self, interface: Any) -> None:
+        """Refuse a vLLM without these kernels, or one whose function is older than sinks."""
+        if "s_aux" not in inspect.signature(interface.flash_attn_varlen_func).parameters:
+            raise ProviderError("a vLLM whose flash_attn_varlen_func takes no s_aux", "vllm 0.11 and newer")
+        kernels = f"FA{self.generation}"
+        if not getattr(interface, f"{kernels}_AVAILABLE"):
+            reason = getattr(interface, f"{kernels}_UNAVAILABLE_REASON", None)
+            raise ProviderError(f"a vLLM without {kernels} ({reason})", f"vllm with {kernels} kernels")
+
+    def run(
+        self, given: Tensors, call: Call, layer: LayerConstants, seq_lens: torch.Tensor | None, **more: Any
+    ) -> torch.Tensor:
+        """Attend; returns the LSE [num_tokens, num_qo_heads] as the kernels have it."""
+        rows = call.rows
+        where: dict[str, torch.Tensor | None] = {"seqused_k": seq_lens, "block_table": rows.page_table}
+        if rows.page_table is None:
+            where = {"cu_seqlens_k": rows.query_start_loc}
+        _, lse = self.modules[0].flash_attn_varlen_func(
+            *given[:3], rows.max_query_len, rows.query_start_loc, rows.max_seq_len, softmax_scale=layer.scale,
+            softcap=layer.soft_cap, return_softmax_lse=True, out=given.output,
+            num_splits=0 if call.split_keys else 1, fa_version=self.generation, **where, **more,
+        )  # fmt: skip
+        by_token: torch.Tensor = lse.t()
+        return by_token
+
+
+class VllmFa2(VllmBuild):
     """FlashAttention 2 as vLLM builds it: pages of any multiple of 16."""
 
     name = "vllm_fa2"
-    module_names = ("vllm.vllm_flash_attn.flash_attn_interface",)
-    install = "pip install vllm"
+    generation = 2
     decodes_apart = True
     lends_keys = True
     kernel_dims = KERNEL_DIMS
     read_kernels: ClassVar[Reader] = staticmethod(flash_attention_2)
 
-    def library_file(self) -> Path:
-        return beside(self.modules[0], "_vllm_fa2_C*.so")
-
-    def check(self, interface: Any) -> None:
-        check_vllm(interface, "FA2")
-
     def declared(self) -> Capabilities:
         return replace(COMMON, page_size_multiple=16, alibi=True)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        output: torch.Tensor,
-        call: Call,
-        layer: LayerConstants,
-        want_lse: bool,
-    ) -> torch.Tensor | None:
+    def attend(self, given: Tensors, call: Call, layer: LayerConstants, want_lse: bool) -> torch.Tensor | None:
         rows = call.rows
         left, right = exact_window(layer, rows.max_seq_len, want_lse)
-        by = keys_by(rows)
-        if rows.page_table is not None:
-            by["seqused_k"] = lent_lens(rows)
-        _, lse = self.modules[0].flash_attn_varlen_func(
-            query, keys, values, rows.max_query_len, rows.query_start_loc, rows.max_seq_len, **by,
-            softmax_scale=layer.scale, causal=layer.causal and left < 0, window_size=(left, right),
-            softcap=layer.soft_cap, alibi_slopes=layer.alibi_slopes, return_softmax_lse=True, out=output,
-            num_splits=0 if call.split_keys else 1, fa_version=2,
-        )  # fmt: skip
-        lse = empty_idle_rows(rows, output, lse.t())
+        lens = None if rows.page_table is None else lent_lens(rows)
+        lse = self.run(given, call, layer, lens, causal=layer.causal and left < 0,
+                       window_size=(left, right), alibi_slopes=layer.alibi_slopes)  # fmt: skip
+        lse = empty_idle_rows(rows, given.output, lse)
         return lse if want_lse else None
 
 
@@ -161,22 +149,6 @@ def beside(module: Any, pattern: str) -> Path:
     """The file in a module's folder, or in one below, that a pattern names; a path without a file if there is none."""
     folder = Path(module.__file__).parent
     return min(folder.glob(pattern), default=folder / pattern)
-
-
-def check_vllm(interface: Any, generation: str) -> None:
-    """Refuse a vLLM without these kernels, or one whose function is older than sinks."""
-    if "s_aux" not in inspect.signature(interface.flash_attn_varlen_func).parameters:
-        raise ProviderError("a vLLM whose flash_attn_varlen_func takes no s_aux", "vllm 0.11 and newer")
-    if not getattr(interface, f"{generation}_AVAILABLE"):
-        reason = getattr(interface, f"{generation}_UNAVAILABLE_REASON", None)
-        raise ProviderError(f"a vLLM without {generation} ({reason})", f"vllm with {generation} kernels")
-
-
-def keys_by(rows: Rows) -> dict[str, torch.Tensor | None]:
-    """How vLLM's function is told where keys are: pages and lengths, or starts."""
-    if rows.page_table is None:
-        return {"cu_seqlens_k": rows.query_start_loc}
-    return {"seqused_k": rows.seq_lens, "block_table": rows.page_table}
 
 
 def lent_lens(rows: Rows) -> torch.Tensor:
@@ -215,8 +187,3 @@ def exact_window(layer: LayerConstants, capacity: int, want_lse: bool) -> tuple[
         return left, right
     everything = max(0, capacity - 1)
     return everything if left < 0 else min(left, everything), 0
-
-
-def token_major(lse: torch.Tensor) -> torch.Tensor:
-    """[num_rows, num_qo_heads, query_len] → [num_tokens, num_qo_heads]."""
-    return lse.transpose(1, 2).flatten(0, 1)

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 
 from attn_backends.backends.flash_attn.built import Reader, flash_attention_3
-from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows, window_of
-from attn_backends.backends.flash_attn.fa2 import beside, check_vllm, keys_by, with_sinks_above
+from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows, Tensors, window_of
+from attn_backends.backends.flash_attn.fa2 import VllmBuild, beside, with_sinks_above
 from attn_backends.backends.flash_attn.fa3_window import BEYOND_ALL, TILES, may_see_ahead
 from attn_backends.backends.flash_attn.provider import COMMON, HALF, Provider, ProviderError
 from attn_backends.cache.kv_cache import quantise
@@ -87,31 +87,22 @@ class FlashAttention3(Provider):
         )
         return made
 
-    def fp8_arguments(
-        self, query: torch.Tensor, keys: torch.Tensor, rows: Rows, layer: LayerConstants
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def fp8_arguments(self, given: Tensors, rows: Rows, layer: LayerConstants) -> tuple[torch.Tensor, dict[str, Any]]:
         """Queries as kernels take them over such keys, and the scales. Queries are rounded with a scale of 1."""
-        if keys.dtype not in FP8_DTYPES:
-            return query, {}
-        shape = (rows.num_rows, keys.shape[-2])
+        if given.keys.dtype not in FP8_DTYPES:
+            return given.query, {}
+        shape = (rows.num_rows, given.keys.shape[-2])
         scales = {"k_descale": layer.k_scale.expand(shape), "v_descale": layer.v_scale.expand(shape)}
-        return quantise(query, FP8, 1.0), scales
+        return quantise(given.query, FP8, 1.0), scales
 
 
-class VllmFa3(FlashAttention3):
-    """vLLM's build. It takes sinks, and writes where it is told."""
+class VllmFa3(VllmBuild, FlashAttention3):
+    """vLLM's build, which takes sinks."""
 
     name = "vllm_fa3"
-    module_names = ("vllm.vllm_flash_attn.flash_attn_interface",)
-    install = "pip install vllm"
+    generation = 3
     page_sizes = frozenset({16, 32, 48})
     max_sinks = 64
-
-    def library_file(self) -> Path:
-        return beside(self.modules[0], "_vllm_fa3_C*.so")
-
-    def check(self, interface: Any) -> None:
-        check_vllm(interface, "FA3")
 
     def reject(self, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device) -> list[Rejection]:
         found = super().reject(spec, cache, device)
@@ -135,27 +126,14 @@ class VllmFa3(FlashAttention3):
             return None
         return torch.full((rows.num_rows,), BEYOND_ALL, dtype=torch.int32, device=rows.seq_lens.device)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        output: torch.Tensor,
-        call: Call,
-        layer: LayerConstants,
-        want_lse: bool,
-    ) -> torch.Tensor | None:
-        rows = call.rows
-        query, more = self.fp8_arguments(query, keys, rows, layer)
+    def attend(self, given: Tensors, call: Call, layer: LayerConstants, want_lse: bool) -> torch.Tensor | None:
+        query, more = self.fp8_arguments(given, call.rows, layer)
         if call.tot_seq_lens is not None:
             more["cp_tot_seqused_k"] = call.tot_seq_lens
-        _, lse = self.modules[0].flash_attn_varlen_func(
-            query, keys, values, rows.max_query_len, rows.query_start_loc, rows.max_seq_len, **keys_by(rows),
-            softmax_scale=layer.scale, causal=layer.causal, window_size=layer.window, softcap=layer.soft_cap,
-            return_softmax_lse=True, out=output, scheduler_metadata=call.schedule,
-            num_splits=0 if call.split_keys else 1, fa_version=3, s_aux=layer.sinks, **more,
-        )  # fmt: skip
-        return with_sinks_above(lse.t(), layer.sinks) if want_lse else None
+        lse = self.run(given._replace(query=query), call, layer, call.rows.seq_lens, causal=layer.causal,
+                       window_size=layer.window, scheduler_metadata=call.schedule, s_aux=layer.sinks,
+                       **more)  # fmt: skip
+        return with_sinks_above(lse, layer.sinks) if want_lse else None
 
 
 class FlashAttnInterface(FlashAttention3):
@@ -183,30 +161,22 @@ class FlashAttnInterface(FlashAttention3):
         """All that the page table can hold: its function is told nothing else."""
         return rows.max_seq_len if rows.page_table is None else rows.page_table.shape[1] * page_size
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        output: torch.Tensor,
-        call: Call,
-        layer: LayerConstants,
-        want_lse: bool,
-    ) -> torch.Tensor | None:
+    def attend(self, given: Tensors, call: Call, layer: LayerConstants, want_lse: bool) -> torch.Tensor | None:
         rows = call.rows
-        query, scales = self.fp8_arguments(query, keys, rows, layer)
+        query, scales = self.fp8_arguments(given, rows, layer)
         arguments = {"softmax_scale": layer.scale, "causal": layer.causal, "window_size": layer.window,
                      "softcap": layer.soft_cap, "num_splits": 0 if call.split_keys else 1, **scales}  # fmt: skip
         starts = rows.query_start_loc
         if rows.page_table is None:
             sizes = (rows.max_query_len, rows.max_query_len)
             out, lse, *_ = self.modules[0].flash_attn_varlen_func(
-                query, keys, values, starts, starts, *sizes, return_attn_probs=True, **arguments
+                query, given.keys, given.values, starts, starts, *sizes, return_attn_probs=True, **arguments
             )
         else:
             out, lse, *_ = self.modules[0].flash_attn_with_kvcache(
-                query, keys, values, cache_seqlens=rows.seq_lens, page_table=rows.page_table, cu_seqlens_q=starts,
-                max_seqlen_q=rows.max_query_len, scheduler_metadata=call.schedule, return_softmax_lse=True, **arguments,
+                query, given.keys, given.values, cache_seqlens=rows.seq_lens, page_table=rows.page_table,
+                cu_seqlens_q=starts, max_seqlen_q=rows.max_query_len, scheduler_metadata=call.schedule,
+                return_softmax_lse=True, **arguments,
             )  # fmt: skip
-        output.copy_(out)
+        given.output.copy_(out)
         return lse.t() if want_lse else None

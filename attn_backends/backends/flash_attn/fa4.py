@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.flash_attn.call import Call, LayerConstants
+from attn_backends.backends.flash_attn.call import Call, LayerConstants, Tensors
 from attn_backends.backends.flash_attn.fa2 import empty_idle_rows, with_sinks_above
 from attn_backends.backends.flash_attn.provider import COMMON, Provider, ProviderError
 from attn_backends.interface.capabilities import Capabilities
@@ -60,32 +60,23 @@ class FlashAttn4(Provider):
             return ""
         return "FlashAttention 4 lets NaN behind a row's end, in pages as long as its tiles, into its output."
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        output: torch.Tensor,
-        call: Call,
-        layer: LayerConstants,
-        want_lse: bool,
-    ) -> torch.Tensor | None:
+    def attend(self, given: Tensors, call: Call, layer: LayerConstants, want_lse: bool) -> torch.Tensor | None:
         rows = call.rows
         left, right = (None if size < 0 else size for size in layer.window)  # it takes one that is below 0 as it is
         where: dict[str, torch.Tensor | None] = {"seqused_k": rows.seq_lens, "page_table": rows.page_table}
         if rows.page_table is None:
             where = {"cu_seqlens_k": rows.query_start_loc}
         lse = self.modules[0]._flash_attn_fwd(
-            query, keys, values, cu_seqlens_q=rows.query_start_loc, max_seqlen_q=rows.max_query_len,
+            *given[:3], cu_seqlens_q=rows.query_start_loc, max_seqlen_q=rows.max_query_len,
             max_seqlen_k=rows.max_seq_len, softmax_scale=layer.scale, causal=layer.causal, softcap=layer.soft_cap,
             window_size_left=left, window_size_right=right, learnable_sink=layer.sinks, num_splits=1,
-            return_lse=want_lse, out=output, **where,
+            return_lse=want_lse, out=given.output, **where,
         )[1]  # fmt: skip
         if not want_lse:
             return None
         # A row without keys has an LSE of its sinks.
         lse = with_sinks_above(lse.t(), layer.sinks)
-        return lse if layer.sinks is None else empty_idle_rows(rows, output, lse)
+        return lse if layer.sinks is None else empty_idle_rows(rows, given.output, lse)
 
 
 def is_known(version: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.flash_attn.call import Call, LayerConstants
+from attn_backends.backends.flash_attn.call import LayerConstants, Tensors
 from attn_backends.backends.flash_attn.state import FlashAttnStep
 from attn_backends.cache.kv_cache import KVCache
 from attn_backends.interface import AttentionImpl
@@ -48,24 +48,13 @@ class FlashAttnImpl(AttentionImpl[FlashAttnStep]):
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
+        spec, is_cached = self.spec, step.calls[0].rows.page_table is not None
         given = kv_cache
-        if step.calls[0].rows.page_table is None:
+        if not is_cached:
             live = step.metadata.rows.num_tokens  # tiles reach behind a row: padding must not stand there
             given = None if key is None or value is None else KVCache(key[:live], value[:live])
         if given is None:
             raise ValueError("this step reads a cache or fresh keys, and neither was given: pass kv_cache or key")
-        self._run_calls(query, given, step, output, lse)
-
-    def _run_calls(
-        self,
-        query: torch.Tensor,
-        given: KVCache,  # or keys and values of this step, [num_keys, num_kv_heads, head_dim]
-        step: FlashAttnStep,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        """Run the step's calls, each over its rows' tokens."""
-        spec, is_cached = self.spec, step.calls[0].rows.page_table is not None
         constants = self.constants[is_cached]
         adds_sinks = spec.sinks and (constants.sinks is None or spec.num_qo_heads > step.provider.max_sinks)
         if adds_sinks:
@@ -73,7 +62,8 @@ class FlashAttnImpl(AttentionImpl[FlashAttnStep]):
         want_lse = lse is not None or adds_sinks or step.prefix is not None
         for call in step.calls:
             out = output[call.tokens]
-            kernel_lse = step.provider.attend(query[call.tokens], *given, out, call, constants, want_lse)
+            tensors = Tensors(query[call.tokens], *given, out)
+            kernel_lse = step.provider.attend(tensors, call, constants, want_lse)
             scale = self.value_scales[is_cached]
             if kernel_lse is None:
                 _scale(out, scale)
@@ -81,28 +71,17 @@ class FlashAttnImpl(AttentionImpl[FlashAttnStep]):
             # FlashAttention 2 has +inf for rows without keys.
             kernel_lse = kernel_lse.masked_fill(kernel_lse == math.inf, -math.inf)
             if step.prefix is not None and call is step.calls[0]:
-                self._join_prefix(query, given, out, kernel_lse, step, step.prefix)
+                shared = torch.empty_like(out)
+                tensors = Tensors(query[step.prefix.tokens], *given, shared)
+                shared_lse = step.provider.attend(tensors, step.prefix, self.prefix_constants, True)
+                assert shared_lse is not None
+                merge(out, kernel_lse, shared, shared_lse)
             if adds_sinks and self.sinks is not None:
                 add_sinks(out, kernel_lse, self.sinks, scale=scale, want_lse=lse is not None)
             else:
                 _scale(out, scale)
             if lse is not None:
                 lse[call.tokens] = kernel_lse
-
-    def _join_prefix(
-        self,
-        query: torch.Tensor,
-        given: KVCache,
-        output: torch.Tensor,
-        lse: torch.Tensor,
-        step: FlashAttnStep,
-        prefix: Call,
-    ) -> None:
-        """Attend the shared prefix and join it, in place."""
-        shared = torch.empty_like(output)
-        shared_lse = step.provider.attend(query[prefix.tokens], *given, shared, prefix, self.prefix_constants, True)
-        assert shared_lse is not None
-        merge(output, lse, shared, shared_lse)
 
 
 def _scale(output: torch.Tensor, scale: float) -> None:

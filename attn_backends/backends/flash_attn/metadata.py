@@ -50,14 +50,23 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
     ) -> FlashAttnMetadata:
         common = common_attn_metadata
         if common.for_graph:
-            return self._build_for_graph(common)
+            # All rows are decodes, padding included: a padded row has no keys.
+            if not self.can_run_in_cudagraph(common):
+                raise ValueError("graphs of FLASH_ATTN serve attention over cached keys: run this batch eager")
+            return graph_metadata(
+                self.group.index, common.slot_mapping, _rows(common, True, self.group.spec.attention_type)
+            )
         spec, actual, prefix_len, prefix = self.group.spec, common.num_actual_reqs, 0, None
         cached = not common.is_profile_run and spec.attention_type is not AttentionType.ENCODER
         num_decodes = leading_decodes(common) if cached else 0
         if common_prefix_len:
             prefix_len = prefix_to_share(common, common_prefix_len, spec, num_decodes, CASCADE_MIN_BYTES)
         if prefix_len:
-            prefix = _prefix_row(common, prefix_len, num_decodes)
+            # The shared prefix is one row of all decode rows' tokens.
+            host = torch.tensor([0, num_decodes, prefix_len], dtype=torch.int32)
+            on_device = host.to(common.page_table.device, non_blocking=True)
+            pages = common.page_table[:1, : prefix_len // common.page_size]
+            prefix = Rows(1, num_decodes, num_decodes, prefix_len, on_device[:2], on_device[2:], pages)
         rows = _rows(common, cached, spec.attention_type)
         return FlashAttnMetadata.of_batch(
             common,
@@ -76,14 +85,6 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
         """Attention over cached keys."""
         return self.reads_cached_keys(common_attn_metadata)
-
-    def _build_for_graph(self, common: CommonAttentionMetadata) -> FlashAttnMetadata:
-        """All rows as decodes, padding included: a padded row has no keys."""
-        if not self.can_run_in_cudagraph(common):
-            raise ValueError("graphs of FLASH_ATTN serve attention over cached keys: run this batch eager")
-        return graph_metadata(
-            self.group.index, common.slot_mapping, _rows(common, True, self.group.spec.attention_type)
-        )
 
 
 def graph_metadata(group_index: int, slot_mapping: torch.Tensor, rows: Rows) -> FlashAttnMetadata:
@@ -114,11 +115,3 @@ def _rows(common: CommonAttentionMetadata, cached: bool, attention_type: Attenti
 
 def _on_host(common: CommonAttentionMetadata) -> HostLens:
     return HostLens(common.query_start_loc_cpu, common.seq_lens_cpu, not common.seq_lens_are_upper_bounds)
-
-
-def _prefix_row(common: CommonAttentionMetadata, prefix_len: int, num_tokens: int) -> Rows:
-    """The shared prefix as one row of all decode rows' tokens."""
-    host = torch.tensor([0, num_tokens, prefix_len], dtype=torch.int32)
-    on_device = host.to(common.page_table.device, non_blocking=True)
-    pages = common.page_table[:1, : prefix_len // common.page_size]
-    return Rows(1, num_tokens, num_tokens, prefix_len, on_device[:2], on_device[2:], pages)

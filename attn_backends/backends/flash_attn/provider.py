@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from attn_backends.backends.flash_attn.built import Kernels, Reader, kernels_in, narrowed
-from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows
+from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows, Tensors
 from attn_backends.interface.capabilities import (
     Capabilities,
     CudaGraphSupport,
@@ -176,16 +176,7 @@ class Provider(ABC):
         return None
 
     @abstractmethod
-    def attend(
-        self,
-        query: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim]
-        keys: torch.Tensor,  # [num_pages, page_size, num_kv_heads, head_dim]; without a page table [num_keys, …]
-        values: torch.Tensor,
-        output: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim], written in place
-        call: Call,
-        layer: LayerConstants,
-        want_lse: bool,
-    ) -> torch.Tensor | None:
+    def attend(self, given: Tensors, call: Call, layer: LayerConstants, want_lse: bool) -> torch.Tensor | None:
         """Attend. Returns the LSE, natural, [num_tokens, num_qo_heads] f32, infinite of either sign without keys."""
 
 

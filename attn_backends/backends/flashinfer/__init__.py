@@ -2,9 +2,8 @@
 
 backend.py    what the backend can do, and its five classes
 options.py    the backend's options
-metadata.py   a batch as rows for FlashInfer's kernels, on the device and, for the plans, on the host
+metadata.py   a batch as rows for FlashInfer's kernels, on the device and, for the plans, on the host; what graphs read
 state.py      workspaces, plans, graph buffers
-graph_inputs.py  what captured kernels read of a batch
 impl.py       one layer: write the new keys, run what was planned
 plans.py      one wrapper of FlashInfer and its plans
 library.py    FlashInfer itself: which version, and where versions differ

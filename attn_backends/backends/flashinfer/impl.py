@@ -66,35 +66,25 @@ class FlashInferImpl(AttentionImpl[FlashInferStep]):
         log2_lse = lse
         if lse is None and (self.sinks is not None or step.prefix is not None):
             log2_lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        self._run_plans(query, _Source(self, step, key, value, kv_cache), step, written, log2_lse)
+        source = _Source(self, step, key, value, kv_cache)
+        scales = {name: scale for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)) if scale != 1.0}
+        done = 0
+        for plan, rows in ((step.decode, metadata.decode), (step.prefill, metadata.prefill)):
+            if plan is not None and rows is not None:
+                tokens = slice(done, done + rows.num_tokens)
+                part = None if log2_lse is None else log2_lse[tokens]
+                plan.run(query[tokens], source.of(rows), written[tokens], part, scales)
+                done = tokens.stop
+        if step.prefix is not None and metadata.prefix is not None and log2_lse is not None:
+            tokens = slice(0, metadata.prefix.num_tokens)
+            shared, shared_lse = torch.empty_like(written[tokens]), torch.empty_like(log2_lse[tokens])
+            step.prefix.run(query[tokens], source.of(metadata.prefix), shared, shared_lse, scales)
+            # Not `merge_state`: the library takes LSEs of base 2 as its kernels write them, ours two more launches.
+            step.prefix.library.merge(written[tokens], log2_lse[tokens], shared, shared_lse)
         if log2_lse is not None:
             self._finish(written, log2_lse, metadata, want_lse=lse is not None)
         if written is not output:
             output.copy_(written)
-
-    def _run_plans(
-        self,
-        query: torch.Tensor,
-        source: _Source,
-        step: FlashInferStep,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        """Run the step's plans, each over its rows' tokens; `lse` is base 2."""
-        scales = {name: scale for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)) if scale != 1.0}
-        metadata, done = step.metadata, 0
-        for plan, rows in ((step.decode, metadata.decode), (step.prefill, metadata.prefill)):
-            if plan is not None and rows is not None:
-                tokens = slice(done, done + rows.num_tokens)
-                part = None if lse is None else lse[tokens]
-                plan.run(query[tokens], source.of(rows), output[tokens], part, scales)
-                done = tokens.stop
-        if step.prefix is not None and metadata.prefix is not None and lse is not None:
-            tokens = slice(0, metadata.prefix.num_tokens)
-            shared, shared_lse = torch.empty_like(output[tokens]), torch.empty_like(lse[tokens])
-            step.prefix.run(query[tokens], source.of(metadata.prefix), shared, shared_lse, scales)
-            # Not `merge_state`: the library takes LSEs of base 2 as its kernels write them, ours two more launches.
-            step.prefix.library.merge(output[tokens], lse[tokens], shared, shared_lse)
 
     def _finish(self, output: torch.Tensor, lse: torch.Tensor, metadata: FlashInferMetadata, want_lse: bool) -> None:
         """LSEs to natural logarithms, and sinks, in place.

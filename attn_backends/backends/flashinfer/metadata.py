@@ -1,7 +1,8 @@
 """A batch as FlashInfer's kernels take it: rows by kind, as CSR on the device and as lengths on the host.
 
 Rows of one query token at the front are decoded; all others are prefilled, whatever their lengths (chunks of prompts,
-verified drafts). A plan needs lengths on the host: metadata has both.
+verified drafts). A plan needs lengths on the host: metadata has both. Captured kernels read the slots, and
+the CSRs of the pages.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from attn_backends.backends.flashinfer.library import WrapperTensors
 from attn_backends.backends.flashinfer.options import FlashInferOptions
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.csr import PagedCsr, csr_of
 from attn_backends.batch.order import SwappableRows, leading_decodes, reorder_batch_to_split_decodes_and_prefills
 from attn_backends.batch.page_table import IntArray
 from attn_backends.batch.views import prefix_to_share
+from attn_backends.graphs.inputs import GraphInputs
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
-from attn_backends.spec import AttentionType
+from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits, PlanGroup
+from attn_backends.step.buffers import StepBuffers
 
 # A shared prefix is attended once for all rows if that saves reading this many bytes: see benchmarks/rules/cascade.py.
 CASCADE_MIN_BYTES = 192 << 20
@@ -76,7 +80,13 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         common = common_attn_metadata
         self.check_lengths(common)
         if common.for_graph:
-            return self._build_for_graph(common)
+            # All rows are decodes, padding included: a padded row has no keys.
+            if not self.can_run_in_cudagraph(common):
+                raise ValueError("graphs of FLASHINFER serve attention over cached keys without fixed_split_size: run "
+                                 "this batch eager")  # fmt: skip
+            rows = _rows(common, _Pages(common, self.group.spec.window_left), 0, common.num_reqs, True)
+            is_decode = common.num_tokens == common.num_reqs
+            return graph_metadata(self.group.index, common.slot_mapping, rows, is_decode)
         actual = common.num_actual_reqs
         use_cache = not common.is_profile_run and self.group.spec.attention_type is not AttentionType.ENCODER
         num_decodes = leading_decodes(common) if use_cache else 0
@@ -109,16 +119,6 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
         """Attention over cached keys, with splits that FlashInfer may balance."""
         return self.reads_cached_keys(common_attn_metadata) and self.options.fixed_split_size is None
-
-    def _build_for_graph(self, common: CommonAttentionMetadata) -> FlashInferMetadata:
-        """All rows as decodes, padding included: a padded row has no keys."""
-        if not self.can_run_in_cudagraph(common):
-            raise ValueError(
-                "graphs of FLASHINFER serve attention over cached keys without fixed_split_size: run this batch eager"
-            )
-        rows = _rows(common, _Pages(common, self.group.spec.window_left), 0, common.num_reqs, True)
-        is_decode = common.num_tokens == common.num_reqs
-        return graph_metadata(self.group.index, common.slot_mapping, rows, is_decode)
 
     def _is_fresh(self, common: CommonAttentionMetadata, num_decodes: int) -> bool:
         """Whether prefill rows see nothing but what this step brings: read as it came, it need not be gathered."""
@@ -210,3 +210,38 @@ def list_prefix_pages(max_num_requests: int, page_size: int) -> None:
     for num_rows in powers_of_two(max_num_requests):
         table, lens = empty(num_rows, 2, dtype=torch.int32), empty(num_rows, dtype=torch.int32)
         csr_in_one_launch(table, lens, page_size, 0, lens)
+
+
+class FlashInferGraphInputs(GraphInputs):
+    """What captured kernels read of a batch, and the CSRs that they read its pages by.
+
+    Groups without a window have one CSR, which a step table may have too; those with one have a shorter one each.
+    """
+
+    def __init__(self, groups: Sequence[PlanGroup[Any]], cache: KVCacheSpec, limits: Limits, *given: Any) -> None:
+        super().__init__(cache, limits, *given)
+        device, page_size, shared = self.slot_mapping.device, cache.page_size, self.shared
+        self._csrs: dict[int | AttentionType, PagedCsr] = {}  # by `_csr_of`
+        if isinstance(shared, StepBuffers) and len(shared.paged_kv_indices):
+            self._csrs[-1] = PagedCsr(shared.paged_kv_indptr, shared.paged_kv_indices, shared.paged_kv_last_page_len)
+        all_pages = -(-limits.max_model_len // page_size)
+        for group in groups:
+            window, csr = group.spec.window_left, _csr_of(group.spec)
+            # A window begins anywhere in a page: one page more than its keys fill.
+            pages = all_pages if window < 0 else min(all_pages, (window + limits.max_num_tokens - 1) // page_size + 2)
+            if csr not in self._csrs:
+                self._csrs[csr] = PagedCsr(
+                    torch.zeros(self.num_rows + 1, dtype=torch.int32, device=device),
+                    torch.zeros(self.num_rows * pages, dtype=torch.int32, device=device),
+                    torch.zeros(self.num_rows, dtype=torch.int32, device=device),
+                )
+
+    def of_group(self, group: PlanGroup[Any], num_rows: int, starts: torch.Tensor) -> WrapperTensors:
+        """What graphs of one size read, which has query starts of its own: they never change."""
+        csr = self._csrs[_csr_of(group.spec)]
+        return WrapperTensors(starts, csr.indptr[: num_rows + 1], csr.indices, csr.last_page_len[:num_rows])
+
+
+def _csr_of(spec: AttentionSpec) -> int | AttentionType:
+    """Groups of one name have one CSR: those of one window, and those that read an encoder's pages."""
+    return spec.attention_type if spec.attention_type is AttentionType.CROSS else spec.window_left

@@ -55,9 +55,22 @@ class Plan:
         """Plan these rows, reading nothing of the device.
 
         Raises:
-            RuntimeError: the kernels are to be compiled and cannot be; says what is missing.
+            RuntimeError: the kernels are to be compiled and cannot be, which says what is missing; or the step is
+                larger than the limits that the workspaces were sized from.
         """
-        self._check_workspaces(rows)
+        num_splits = None
+        if self.split_size is not None:
+            num_splits = -(-max(1, rows.max_kv_len) // (self.split_size * self.page_size))
+        held, need = self._held(), plan_need(
+            self._kernels(), self.spec, rows.num_rows, rows.num_tokens, self.library.num_sms,
+            in_graph=self.in_graph, num_splits=num_splits,
+        )  # fmt: skip
+        if not need.fits(held):
+            raise RuntimeError(
+                f"a plan of {rows.num_rows} rows and {rows.num_tokens} tokens takes up to {need.float_bytes} and "
+                f"{need.int_bytes} bytes, and its workspaces have {held.float_bytes} and {held.int_bytes}: raise "
+                "max_num_requests and max_num_tokens of the limits"
+            )
         pinned = self.ring.next_host()
         if self.is_planned:
             self._plan_lengths(rows, pinned)
@@ -68,20 +81,6 @@ class Plan:
             self.is_planned = True
         self.ring.sent()
 
-    def _check_workspaces(self, rows: Rows) -> None:
-        """The workspaces hold what a plan of these rows takes.
-
-        Raises:
-            RuntimeError: they do not: the step is larger than the limits that they were sized from.
-        """
-        need, held = self._need(rows), self._held()
-        if not need.fits(held):
-            raise RuntimeError(
-                f"a plan of {rows.num_rows} rows and {rows.num_tokens} tokens takes up to {need.float_bytes} and "
-                f"{need.int_bytes} bytes, and its workspaces have {held.float_bytes} and {held.int_bytes}: raise "
-                "max_num_requests and max_num_tokens of the limits"
-            )
-
     def _held(self) -> Need:
         """Bytes of the workspaces, of which that for integers is there on the host as well."""
         wrapper = self.wrapper
@@ -91,15 +90,6 @@ class Plan:
 
     def _kernels(self) -> Kernels:
         return "fa3" if self.wrapper._backend == "fa3" else "fa2"
-
-    def _need(self, rows: Rows) -> Need:
-        num_splits = None
-        if self.split_size is not None:
-            num_splits = -(-max(1, rows.max_kv_len) // (self.split_size * self.page_size))
-        return plan_need(
-            self._kernels(), self.spec, rows.num_rows, rows.num_tokens, self.library.num_sms,
-            in_graph=self.in_graph, num_splits=num_splits,
-        )  # fmt: skip
 
     def run(
         self,

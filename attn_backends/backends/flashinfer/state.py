@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
-from attn_backends.backends.flashinfer.graph_inputs import FlashInferGraphInputs
 from attn_backends.backends.flashinfer.library import (
     CUDA_CORE_GROUPS,
     FA3_HEAD_DIMS,
@@ -18,6 +17,7 @@ from attn_backends.backends.flashinfer.library import (
     WrapperTensors,
 )
 from attn_backends.backends.flashinfer.metadata import (
+    FlashInferGraphInputs,
     FlashInferMetadata,
     FlashInferMetadataBuilder,
     Rows,
@@ -33,7 +33,7 @@ from attn_backends.cache.warm_up import list_cache_writes
 from attn_backends.graphs.inputs import GraphTensors, fill_together
 from attn_backends.interface import AttentionState, GraphState, PlannedStep
 from attn_backends.interface.capabilities import Rejection, Unsupported
-from attn_backends.interface.warm_up import plan_all_kinds
+from attn_backends.interface.plans import plan_all_kinds
 from attn_backends.kernels.streams import OneStream
 from attn_backends.kernels.warm_up import compile_listed
 from attn_backends.machine import Progress, is_hopper, num_multiprocessors, refuse_while_capturing
@@ -156,10 +156,22 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.library = self.make_library(num_multiprocessors(self.device))
-        self.options = self.options or FlashInferOptions()
+        self.options = options = self.options or FlashInferOptions()
         self._specs = {group.index: group.spec for group in self.groups}
         for spec in self._specs.values():
-            self._check_options(spec)
+            if options.prefill_kernels == "fa3" and not self._serves_fa3(spec, True):
+                raise ValueError(
+                    "prefill_kernels is fa3, which needs a Hopper GPU, a 16-bit cache, head_dim 64, 128 or 256, no "
+                    "fixed_split_size, no ALiBi or RoPE inside attention, and a causal layer where there is a window: "
+                    "set it to auto"
+                )
+            if options.tensor_cores == "off" and spec.group_size not in CUDA_CORE_GROUPS:
+                raise ValueError(
+                    f"tensor_cores is off, and decode on CUDA cores is compiled for {sorted(CUDA_CORE_GROUPS)} query "
+                    f"heads a KV head, not for {spec.group_size}: set it to auto"
+                )
+            if options.tensor_cores == "off" and options.fixed_split_size is not None:
+                raise ValueError("fixed_split_size needs tensor cores: set tensor_cores to auto")
         split, page_size = self.options.fixed_split_size, self.cache.page_size
         needs = [eager_need(s, self.limits, self.library.num_sms, split, page_size) for s in self._specs.values()]
         self.need = reduce(or_, needs)
@@ -315,22 +327,6 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
             return bool(self.options.tensor_cores == "on")
         on_cuda_cores = spec.group_size == 1 and spec.cache_dtype not in FP8_DTYPES
         return not on_cuda_cores or self.options.fixed_split_size is not None
-
-    def _check_options(self, spec: AttentionSpec) -> None:
-        options = self.options
-        if options.prefill_kernels == "fa3" and not self._serves_fa3(spec, True):
-            raise ValueError(
-                "prefill_kernels is fa3, which needs a Hopper GPU, a 16-bit cache, head_dim 64, 128 or 256, no "
-                "fixed_split_size, no ALiBi or RoPE inside attention, and a causal layer where there is a window: set "
-                "it to auto"
-            )
-        if options.tensor_cores == "off" and spec.group_size not in CUDA_CORE_GROUPS:
-            raise ValueError(
-                f"tensor_cores is off, and decode on CUDA cores is compiled for {sorted(CUDA_CORE_GROUPS)} query heads "
-                f"a KV head, not for {spec.group_size}: set it to auto"
-            )
-        if options.tensor_cores == "off" and options.fixed_split_size is not None:
-            raise ValueError("fixed_split_size needs tensor cores: set tensor_cores to auto")
 
     def _float_workspace(self, need: Need) -> torch.Tensor:
         given = self.options.workspace_bytes

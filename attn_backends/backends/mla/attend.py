@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 import torch
 import torch.nn.functional as F
 
 from attn_backends.machine import is_hip
-
-
-class AttendsRows(ABC):
-    """Ragged rows that one call attends, in the place of a call of `attend` for each."""
-
-    @abstractmethod
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        """Attend for a layer; tensors and results as those of `MLAImpl._prefill`."""
 
 
 def attend(

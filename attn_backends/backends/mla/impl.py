@@ -13,18 +13,37 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from attn_backends.backends.mla.attend import AttendsRows, attend as attend_in_torch
+from attn_backends.backends.mla.attend import attend as attend_in_torch
 from attn_backends.backends.mla.metadata import DecodeRows, PrefillRows, RaggedRows
 from attn_backends.backends.mla.state import MLAStep
 from attn_backends.cache.kv_cache import KVCache, dequantise, gather_slots, write_latent
 from attn_backends.interface import AttentionImpl
 from attn_backends.kernels.merge_state import merge
 from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec
+
+
+class LatentTensors(NamedTuple):
+    """What decode rows read, and where they write."""
+
+    query: torch.Tensor  # [num_rows, query_len, num_qo_heads, latent_dim], absorbed
+    latent_cache: torch.Tensor  # [num_pages, page_size, latent_dim] of spec.cache_dtype
+    output: torch.Tensor  # [num_rows, query_len, num_qo_heads, kv_lora_rank], written in place
+    lse: torch.Tensor | None  # [num_rows, query_len, num_qo_heads] f32, written in place
+
+
+class ExpandedTensors(NamedTuple):
+    """What ragged rows read, and where they write."""
+
+    query: torch.Tensor  # [num_queries, num_qo_heads, head_dim]
+    key: torch.Tensor  # [num_keys, num_qo_heads, head_dim]
+    value: torch.Tensor  # [num_keys, num_qo_heads, head_dim_vo], strided
+    output: torch.Tensor  # [num_queries, num_qo_heads, head_dim_vo] of spec.dtype, written in place
+    lse: torch.Tensor | None  # [num_queries, num_qo_heads] f32 (f64 for f64 queries), written in place
 
 
 class MLAImpl(AttentionImpl[MLAStep]):
@@ -72,35 +91,21 @@ class MLAImpl(AttentionImpl[MLAStep]):
     # What a backend has of its own.
 
     @abstractmethod
-    def _decode(
-        self,
-        query: torch.Tensor,  # [num_rows, query_len, num_qo_heads, latent_dim], absorbed
-        latent_cache: torch.Tensor,  # [num_pages, page_size, latent_dim] of spec.cache_dtype
-        step: MLAStep,  # `metadata.decode` has page table and lengths; `plan` what the state planned
-        output: torch.Tensor,  # [num_rows, query_len, num_qo_heads, kv_lora_rank], written in place
-        lse: torch.Tensor | None,  # [num_rows, query_len, num_qo_heads] f32, written in place
-    ) -> None:
+    def _decode(self, given: LatentTensors, step: MLAStep) -> None:
         """MQA over latent rows: logits with `spec.scale` over all of a row's columns, values its first `kv_lora_rank`.
 
-        A token of a row with `seq_len` 0 may get anything, NaN too, unless `zeroes_idle_rows`. Tensors are contiguous.
+        `step.metadata.decode` has page table and lengths, `step.plan` is what the state planned. A token of a row with
+        `seq_len` 0 may get anything, NaN too, unless `zeroes_idle_rows`. Tensors are contiguous.
         Raises `Unsupported` for an LSE that the kernel does not give.
         """
 
-    def _prefill(
-        self,
-        query: torch.Tensor,  # [num_queries, num_qo_heads, head_dim]
-        key: torch.Tensor,  # [num_keys, num_qo_heads, head_dim]
-        value: torch.Tensor,  # [num_keys, num_qo_heads, head_dim_vo], strided
-        rows: RaggedRows,
-        output: torch.Tensor,  # [num_queries, num_qo_heads, head_dim_vo] of spec.dtype, written in place
-        lse: torch.Tensor | None,  # [num_queries, num_qo_heads] f32 (f64 for f64 queries), written in place
-        plan: Any,  # what the state's `plan_prefill` made for these rows
-    ) -> None:
-        """Attention of ragged rows over expanded keys and values: in one launch of ours where the state has one for
-        this layer, and row by row elsewhere."""
-        if isinstance(plan, AttendsRows):
-            plan.attend(query, key, value, output, lse)
+    def _prefill(self, given: ExpandedTensors, rows: RaggedRows, plan: Any) -> None:
+        """Attention of ragged rows over expanded keys and values, by `attend` of what the state's `plan_prefill` made
+        for them; row by row where that is None."""
+        if plan is not None:
+            plan.attend(*given)
             return
+        query, key, value, output, lse = given
         edges = zip(rows.query_starts_cpu.tolist(), rows.key_starts_cpu.tolist(), strict=True)
         (query_start, key_start), *ends = edges
         for query_end, key_end in ends:
@@ -163,7 +168,8 @@ class MLAImpl(AttentionImpl[MLAStep]):
         absorbed[..., spec.kv_lora_rank :] = query[..., spec.qk_nope_head_dim :]
         attended = query.new_empty(*query.shape[:2], spec.kv_lora_rank)
         row_lse = None if lse is None else torch.empty(shape, dtype=torch.float32, device=query.device)
-        self._decode(absorbed.view(*shape, -1), latent_cache, step, attended.view(*shape, -1), row_lse)
+        given = LatentTensors(absorbed.view(*shape, -1), latent_cache, attended.view(*shape, -1), row_lse)
+        self._decode(given, step)
         torch.bmm(attended.transpose(0, 1), self.w_uv, out=output.transpose(0, 1))
         if lse is not None and row_lse is not None:
             lse.copy_(row_lse.flatten(0, 1))
@@ -193,16 +199,17 @@ class MLAImpl(AttentionImpl[MLAStep]):
             )
         plan, *chunk_plans = step.prefill_plans
         if not rows.chunks or kv_cache is None:
-            self._prefill(query, *self._expand(*brought), rows.new, output, lse, plan)
+            self._prefill(ExpandedTensors(query, *self._expand(*brought), output, lse), rows.new, plan)
             return
         work = torch.promote_types(query.dtype, torch.float32)
         total_lse = torch.empty(query.shape[:2], dtype=work, device=query.device)
-        self._prefill(query, *self._expand(*brought), rows.new, output, total_lse, plan)
+        self._prefill(ExpandedTensors(query, *self._expand(*brought), output, total_lse), rows.new, plan)
         wide_output = output.to(work, copy=True)
         for chunk, chunk_plan in zip(rows.chunks, chunk_plans, strict=True):
             key, value = self._expand(*self._parts(self._gather(kv_cache.key, chunk.slots, step.workspace)))
             part, part_lse = torch.empty_like(output[chunk.tokens]), torch.empty_like(total_lse[chunk.tokens])
-            self._prefill(query[chunk.tokens], key, value, chunk.rows, part, part_lse, chunk_plan)
+            given = ExpandedTensors(query[chunk.tokens], key, value, part, part_lse)
+            self._prefill(given, chunk.rows, chunk_plan)
             merge(wide_output[chunk.tokens], total_lse[chunk.tokens], part, part_lse)
         output.copy_(wide_output)
         if lse is not None:

@@ -7,7 +7,6 @@ from itertools import product
 
 import torch
 
-from attn_backends.backends.mla.attend import AttendsRows
 from attn_backends.backends.mla.metadata import RaggedRows
 from attn_backends.kernels.examples import distinct, empty, new_tokens
 from attn_backends.kernels.launch import runs_kernels, shared_memory
@@ -27,7 +26,7 @@ def suits_varlen_kernel(spec: MLASpec, device: torch.device) -> bool:
 
 
 @dataclass(frozen=True)
-class VarlenPlan(AttendsRows):
+class VarlenPlan:
     """Ragged rows as the kernels take them, and the layer's launches for them."""
 
     kernels: PrefillKernels
@@ -38,6 +37,7 @@ class VarlenPlan(AttendsRows):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:  # fmt: skip
+        """Attend for a layer; tensors and results as those of `ExpandedTensors`."""
         self.kernels.attend(query, key, value, output, lse, self.rows, self.tiles, 0, False, None)
 
 

@@ -122,7 +122,8 @@ class MLAState(AttentionState[MLAMetadata]):
         return VarlenPrefill(spec, self.device) if suits_varlen_kernel(spec, self.device) else None
 
     def plan_prefill(self, spec: MLASpec, rows: RaggedRows) -> VarlenPlan | Any:
-        """The same for `MLAImpl._prefill`, which is given it with these rows. Plans of one step live side by side."""
+        """What attends these rows in `MLAImpl._prefill`, by its `attend(*ExpandedTensors)`; None: row by row. Plans of
+        one step live side by side."""
         prefill = self.prefills[spec]
         return None if prefill is None else prefill.plan(rows)
 

@@ -34,8 +34,7 @@ from attn_backends.backends.torch.metadata import DecodeBatch, TorchMetadata, is
 from attn_backends.backends.torch.native.paged_decode import PagedDecode
 from attn_backends.backends.torch.native.paged_prefill import PagedPrefill
 from attn_backends.backends.torch.native.paged_rows import PagedRows
-from attn_backends.backends.torch.state import TorchStep, room_in
-from attn_backends.backends.torch.trace import traced_batch
+from attn_backends.backends.torch.state import TorchStep, room_in, traced_batch
 from attn_backends.cache.kv_cache import KVCache, dequantise, gather_pages, gather_slots, has_padding, write_slots
 from attn_backends.interface import AttentionImpl
 
@@ -72,8 +71,12 @@ class TorchImpl(AttentionImpl[TorchStep]):
             raise ValueError(NO_KEYS)
         if kv_cache is not None and metadata.paged_rows is not None:
             self._decode(query, key, value, kv_cache, step, metadata.paged_rows, output, lse)
-        if kv_cache is not None and metadata.paged_prefills is not None:
-            self._prefill(query, key, value, kv_cache, metadata, metadata.paged_prefills, output, lse)
+        if kv_cache is not None and metadata.paged_prefills is not None:  # all rows but decodes, by the other kernel
+            if self.prefill_kernel is None:
+                raise ValueError(OTHER_OPTIONS.format("native_prefill"))
+            new = (key, value) if metadata.paged_rows is None else (None, None)  # else decodes have written them
+            slots = metadata.slot_mapping[: metadata.num_new_kv]
+            self.prefill_kernel.attend(query, *new, kv_cache, slots, metadata.paged_prefills, output, lse)
         for tokens, attended in self._attend_items(query, key, value, kv_cache, step, lse is not None):
             output[tokens] = attended.output
             if lse is not None and attended.lse is not None:
@@ -156,25 +159,6 @@ class TorchImpl(AttentionImpl[TorchStep]):
         output[tokens] = attended.output
         if lse is not None and attended.lse is not None:
             lse[tokens] = attended.lse
-
-    def _prefill(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: KVCache,
-        metadata: TorchMetadata,
-        rows: PagedRows,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        """Attend all rows but decodes by the kernel, which writes the step's new keys unless decodes did."""
-        if self.prefill_kernel is None:
-            raise ValueError(OTHER_OPTIONS.format("native_prefill"))
-        if metadata.paged_rows is not None:
-            key = value = None
-        slots = metadata.slot_mapping[: metadata.num_new_kv]
-        self.prefill_kernel.attend(query, key, value, kv_cache, slots, rows, output, lse)
 
     def _attend_prefix(self, query: torch.Tensor, kv_cache: KVCache | None, step: TorchStep) -> Attended | None:
         """All decode rows over the prefix that they share, without sinks; None if they share none."""

@@ -66,15 +66,21 @@ def find_model(model: str, convert: Convert, report: Report = silent) -> Path:
             f"no model {model!r}: give {DEFAULT_MODEL!r}, a local Hugging Face folder (config.json and "
             "*.safetensors), or a .gguf file. Nothing is downloaded from a hub"
         )
-    _check_folder(path)
-    return path
-
-
-def _check_folder(path: Path) -> None:
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} has no config.json: give the folder that holds it")
     for file in weight_files(path):
-        _check_shard(file)
+        if not file.is_file():
+            others = sorted(p.name for p in file.parent.glob("*.bin")) + sorted(
+                p.name for p in file.parent.glob("*.pt")
+            )
+            hint = f" ({others[0]} is a pickle, which can run code: convert it to safetensors)" if others else ""
+            raise ModelError(f"weights are missing: {file} does not exist{hint}")
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise ModelError(f"weights are damaged or cut short: {file}: {error}. Fetch the file again") from error
+    return path
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -113,19 +119,6 @@ def _shards(index: Path) -> list[str]:
         return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is not an index of weights: {error}. Fetch it again") from error
-
-
-def _check_shard(file: Path) -> None:
-    """Open a shard, which checks its header against the file's length."""
-    if not file.is_file():
-        others = sorted(p.name for p in file.parent.glob("*.bin")) + sorted(p.name for p in file.parent.glob("*.pt"))
-        hint = f" ({others[0]} is a pickle, which can run code: convert it to safetensors)" if others else ""
-        raise ModelError(f"weights are missing: {file} does not exist{hint}")
-    try:
-        with safe_open(file, framework="pt"):
-            pass
-    except SafetensorError as error:
-        raise ModelError(f"weights are damaged or cut short: {file}: {error}. Fetch the file again") from error
 
 
 def _converted(name: str, source: Callable[[Path, Report], Path], convert: Convert, report: Report) -> Path:

@@ -3,7 +3,7 @@
 On a CPU a graph holds a whole decode step, attention included, if the backend lets the compiler see through it
 (`AttentionImpl.trace`): no Python runs between the layers. Other steps, those with prompts, run as without it.
 
-Elsewhere attention is one operator in the graph (attend_operator.py), which runs Python of ours; on a GPU the forward
+Elsewhere attention is one operator in the graph (context.py), which runs Python of ours; on a GPU the forward
 can be captured like any other.
 """
 
@@ -20,11 +20,9 @@ from torch.utils.dlpack import from_dlpack
 
 from attn_backends.batch.common import SequenceData, SequenceGroup
 from attn_backends.cache.kv_cache import KVCache
-from attn_backends.engine.models.attend_operator import Operator, during
-from attn_backends.engine.models.context import AttentionContext, StepContext
+from attn_backends.engine.models.context import AttentionContext, NewTokens, Operator, StepContext, during
 from attn_backends.engine.models.fused.cpu import FusedLayer
-from attn_backends.engine.models.fused.linears import MergedSlice, PackedLinear
-from attn_backends.engine.models.fused.mkl_linear import MklLinear
+from attn_backends.engine.models.fused.linears import MergedSlice, MklLinear, PackedLinear
 from attn_backends.engine.models.loaded_model import LoadedModel, run_module
 from attn_backends.engine.models.torch_graphs import (
     CPP,
@@ -164,11 +162,9 @@ class _Traced:
     def __init__(self, impls: Mapping[int, AttentionImpl[Any]], inputs: Mapping[int, Any], caches: Caches) -> None:
         self.impls, self.inputs, self.caches = impls, inputs, caches
 
-    def attend(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, constants: Mapping[str, Any]
-    ) -> torch.Tensor:
+    def attend(self, module: Any, new: NewTokens, constants: Mapping[str, Any]) -> torch.Tensor:
         layer = module.layer_idx
-        return self.impls[layer].trace(query, key, value, self.caches[layer], self.inputs[layer])
+        return self.impls[layer].trace(*new, self.caches[layer], self.inputs[layer])
 
 
 def _with_attention(

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from safetensors import safe_open
 
@@ -76,18 +76,6 @@ def _of_checkpoint(folder: Path, specs: Mapping[int, AttentionSpec]) -> dict[int
                 "cache.dtype: float8_e4m3fn to use them", folder, names[0], ", ".join(map(str, dtypes)),
             )  # fmt: skip
         return {}
-    _check_scheme(folder)
-    if not names:
-        return {}
-    found = _read(folder, specs)
-    missing = [layer for layer in specs if layer not in found]
-    if missing:
-        raise ModelError(f"{folder} brings KV scales of layers {_few(found)}, and none of {_few(missing)}: {OR_ELSE}")
-    return {layer: _of_layer(layer, isinstance(spec, MLASpec), found[layer]) for layer, spec in specs.items()}
-
-
-def _check_scheme(folder: Path) -> None:
-    """Refuse a scheme of the checkpoint's cache that one scale a layer does not serve."""
     config = read_json(folder / "config.json")
     quantization = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     scheme = (quantization or {}).get("kv_cache_scheme") or {}
@@ -101,6 +89,13 @@ def _check_scheme(folder: Path) -> None:
             f"the KV cache of {folder} is quantised with {', '.join(wrong)}; served is one static fp8 scale a layer "
             f"for keys and one for values: {OR_ELSE}"
         )
+    if not names:
+        return {}
+    found = _read(folder, specs)
+    missing = [layer for layer in specs if layer not in found]
+    if missing:
+        raise ModelError(f"{folder} brings KV scales of layers {_few(found)}, and none of {_few(missing)}: {OR_ELSE}")
+    return {layer: _of_layer(layer, isinstance(spec, MLASpec), found[layer]) for layer, spec in specs.items()}
 
 
 def _read(folder: Path, layers: Collection[int]) -> dict[int, dict[str, float]]:
@@ -110,7 +105,17 @@ def _read(folder: Path, layers: Collection[int]) -> dict[int, dict[str, float]]:
         with safe_open(file, framework="pt") as tensors:
             for name in _ours(tensors.keys(), layers):
                 layer, last = _parts(name)
-                scale = _number(name, tensors.get_tensor(name))
+                tensor = tensors.get_tensor(name)
+                if name.endswith("zero_point"):
+                    raise ModelError(f"{name}: a KV cache with zero points (asymmetric) is not served: {OR_ELSE}")
+                if tensor.numel() != 1:
+                    raise ModelError(
+                        f"{name} has shape {list(tensor.shape)}: scales by head, channel or token are not served, one "
+                        f"number a layer is: {OR_ELSE}"
+                    )
+                scale = float(tensor.float())
+                if not (math.isfinite(scale) and scale > 0):
+                    raise ModelError(f"{name} is {scale}; a scale is a positive number: {OR_ELSE}")
                 for part in last.partition("_")[0]:  # "k", "v", or both
                     if found.setdefault(layer, {}).setdefault(part, scale) != scale:
                         raise ModelError(f"{name} is another {part}_scale of layer {layer} than before it: {OR_ELSE}")
@@ -135,20 +140,6 @@ def _parts(name: str) -> tuple[int, str]:
     match = _NAME.search(name)
     assert match is not None
     return int(match["layer"]), match["last"]
-
-
-def _number(name: str, tensor: Any) -> float:
-    if name.endswith("zero_point"):
-        raise ModelError(f"{name}: a KV cache with zero points (asymmetric) is not served: {OR_ELSE}")
-    if tensor.numel() != 1:
-        raise ModelError(
-            f"{name} has shape {list(tensor.shape)}: scales by head, channel or token are not served, one number a "
-            f"layer is: {OR_ELSE}"
-        )
-    scale = float(tensor.float())
-    if not (math.isfinite(scale) and scale > 0):
-        raise ModelError(f"{name} is {scale}; a scale is a positive number: {OR_ELSE}")
-    return scale
 
 
 def _of_layer(layer: int, is_mla: bool, found: Mapping[str, float]) -> KVScales:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from attn_backends.engine.models.checkpoint import ModelError
 from attn_backends.spec import MLASpec
+
+if TYPE_CHECKING:
+    from attn_backends.engine.models.context import NewTokens
 
 SERVED = ("DeepseekV2Attention", "DeepseekV3Attention")
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-10}  # relative; 2e-2 for 16 bits
@@ -56,7 +59,7 @@ class LatentAttention(torch.nn.Module):
         rope_query, rope_key = self._rotate(rope_query.transpose(1, 2), rope_key[:, None], position_embeddings)
         query = torch.cat([nope, rope_query.transpose(1, 2)], dim=-1)[0]
         latent = self.kv_a_layernorm(latent)[0]
-        attended = attention_context.attend(self, query, latent, rope_key[0, 0], {"scaling": self.scaling})
+        attended = attention_context.attend(self, (query, latent, rope_key[0, 0]), {"scaling": self.scaling})
         return self.o_proj(attended.flatten(1))[None], None
 
     def spec(self, dtype: torch.dtype) -> MLASpec:
@@ -112,9 +115,8 @@ def _rotation(attention: Any) -> Any:
 class _Causal:
     """Plain causal attention, in float32 or wider: of expanded keys as they come, of latent rows in absorbed form."""
 
-    def attend(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, constants: Mapping[str, Any]
-    ) -> torch.Tensor:
+    def attend(self, module: Any, new: NewTokens, constants: Mapping[str, Any]) -> torch.Tensor:
+        query, key, value = new
         work = torch.promote_types(query.dtype, torch.float32)
         q, k, v = (tensor.to(work) for tensor in (query, key, value))
         if isinstance(module, LatentAttention):

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import copy
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from attn_backends.engine.config import EngineConfig
-from attn_backends.engine.models.accelerate import STAGES, Stage, accelerate, twin
-from attn_backends.engine.models.checkpoint import find_model
-from attn_backends.engine.models.hf import convert_gguf, model_without_weights, read_model
-from attn_backends.engine.models.hf_config import read_config
-from attn_backends.engine.models.latent_layer import use_latent_attention
-from attn_backends.engine.models.loaded_model import LoadedModel
-from attn_backends.engine.models.probe import probe_layers
+from attn_backends.engine.models.checkpoint import ModelError, find_model
+from attn_backends.engine.models.context import NewTokens
+from attn_backends.engine.models.fused.cpu import fuse_layers
+from attn_backends.engine.models.fused.linears import merge_projections, min_tokens, pack_linears
+from attn_backends.engine.models.hf import convert_gguf, model_without_weights, read_config, read_model
+from attn_backends.engine.models.latent_layer import LatentAttention, use_latent_attention
+from attn_backends.engine.models.loaded_model import LayerProbe, LoadedModel
 from attn_backends.engine.outputs import Report, silent
+from attn_backends.machine import HAS_TRITON
 from attn_backends.spec import AttentionSpec
+
+Stage = Literal["fuse", "merge", "pack"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 
 
 def load_model(
@@ -126,3 +132,101 @@ def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     if found is None:
         found = tokenizer.eos_token_id
     return frozenset([] if found is None else [found] if isinstance(found, int) else found)
+
+
+def accelerate(model: Any, stages: Collection[Stage] = STAGES) -> int:
+    """Replace layers of a model that was checked as it is; returns to how many tokens shorter steps are padded.
+
+    Args:
+        stages: those to run, for measuring each by itself.
+    """
+    num_packed = _fuse(model) if "fuse" in stages else 0
+    if "merge" in stages:
+        merge_projections(model)
+    if "pack" in stages:
+        num_packed += pack_linears(model)
+    return min_tokens(model.dtype) if num_packed else 1
+
+
+def _fuse(model: Any) -> int:
+    """Returns how many layers have oneDNN's or MKL's products now."""
+    base = model.base_model
+    if not hasattr(base, "rotary_emb"):
+        return 0
+    if model.device.type == "cuda" and HAS_TRITON:
+        from attn_backends.engine.models.fused.cuda import fuse_cuda_layers
+
+        fuse_cuda_layers(model)
+        return 0
+    return fuse_layers(base.layers, base.rotary_emb)
+
+
+def twin(model: Any) -> Any:
+    """Another model over the same weights, which keeps its form when this one's layers are replaced."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+class _Probe:
+    """An attention context that records what each layer asks for, and answers with zeros."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerProbe] = {}
+
+    def attend(self, module: Any, new: NewTokens, constants: Mapping[str, Any]) -> torch.Tensor:
+        query, key, value = new
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or layer in self.layers:
+            raise ModelError(
+                f"attention layer {layer!r} ran twice in one pass or has no index: layers that share keys and values "
+                "are not supported"
+            )
+        if constants.get("position_bias") is not None:
+            raise ModelError("the model adds a learned position bias to its attention, which no backend takes")
+        if isinstance(module, LatentAttention):
+            self.layers[layer] = LayerProbe(module.spec(query.dtype), None, module.kv_b_proj)
+            return query.new_zeros(*query.shape[:2], module.head_dim_vo)
+        window, sinks = constants.get("sliding_window"), constants.get("s_aux")
+        spec = AttentionSpec(
+            num_qo_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_dim=query.shape[2],
+            head_dim_vo=value.shape[2],
+            scale=constants["scaling"],
+            window_left=-1 if window is None else window - 1,  # Hugging Face counts the query's own key
+            logits_soft_cap=constants.get("softcap"),
+            sinks=sinks is not None,
+            causal=getattr(module, "is_causal", True),
+            dtype=query.dtype,
+        )
+        self.layers[layer] = LayerProbe(spec, sinks)
+        return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+
+
+def probe_layers(model: Any) -> dict[int, LayerProbe]:
+    """Run two tokens through the model and record what every attention layer asks for.
+
+    Raises:
+        ModelError: a layer does not come through the attention interface, or hides part of its mask from it.
+    """
+    probe = _Probe()
+    hf_config = model.config.get_text_config()
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    with torch.inference_mode():
+        model(input_ids=tokens, position_ids=torch.arange(2, device=model.device)[None], use_cache=False,
+              attention_context=probe)  # fmt: skip
+    name = type(model).__name__
+    if sorted(probe.layers) != list(range(hf_config.num_hidden_layers)):
+        raise ModelError(
+            f"{name} has {hf_config.num_hidden_layers} layers, but only {sorted(probe.layers)} came through the "
+            "attention interface: the others would keep their own attention and ignore the cache"
+        )
+    kinds = getattr(hf_config, "layer_types", None) or ["attention"] * len(probe.layers)
+    for layer, kind in enumerate(kinds):
+        windowed = probe.layers[layer].spec.window_left >= 0
+        if kind not in SERVED_LAYER_TYPES or (kind == "sliding_attention" and not windowed):
+            raise ModelError(
+                f"layer {layer} of {name} is {kind!r}, whose mask does not reach the attention function; "
+                f"served: {sorted(SERVED_LAYER_TYPES)}"
+            )
+    return dict(sorted(probe.layers.items()))

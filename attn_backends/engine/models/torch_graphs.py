@@ -16,8 +16,8 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 from torch.fx.experimental import _config
 
-from attn_backends.engine.models.attend_operator import Blank, during
 from attn_backends.engine.models.checkpoint import ModelError
+from attn_backends.engine.models.context import Blank, during
 from attn_backends.kernels.c_shims import c_shims
 
 Graph = Callable[..., torch.Tensor]  # tokens, positions, logits_at, … to logits

@@ -1,10 +1,13 @@
-"""A batch whose right answer is known: requests with queries, keys and values, over a pool that holds their past."""
+"""A batch whose right answer is known: requests with queries, keys and values, over a pool that holds their past.
+
+Those of MLA layers have rows of latent parts, one scale, and the weight that expands them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +15,9 @@ import torch
 
 from attn_backends.batch.common import CommonAttentionMetadata, SequenceData, SequenceGroup
 from attn_backends.cache.kv_cache import KVCache
-from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec, MLASpec
 from attn_backends.testing.cases.cases import load_cases
-from attn_backends.testing.reference import reference_attention
+from attn_backends.testing.reference import reference_attention, reference_mla
 
 
 @dataclass(frozen=True)
@@ -102,13 +105,13 @@ class Batch:
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The reference: out [num_tokens, num_qo_heads, head_dim_vo] and lse [num_tokens, num_qo_heads], f64."""
-        parts = [
-            reference_attention(
-                self._query(row), *self.attended(row), self.spec, context_len=row.data.context_len, sinks=self.sinks
-            )
-            for row in self.rows
-        ]
+        parts = [self._expected(row) for row in self.rows]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+    def _expected(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference_attention(
+            self._query(row), *self.attended(row), self.spec, context_len=row.data.context_len, sinks=self.sinks
+        )
 
     def multiplied(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
         """What a row's logits are products of: queries [query_len, num_qo_heads, dim] and keys [seq_len, num_kv_heads,
@@ -172,3 +175,52 @@ def stored(tensor: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tens
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype in FP8_DTYPES else tensor
+
+
+@dataclass(frozen=True)
+class MLABatch(Batch):
+    """`Row.key` holds latent rows [seq_len, kv_lora_rank], `Row.value` shared keys [seq_len, qk_rope_head_dim]."""
+
+    spec: MLASpec
+    kv_b_proj: torch.Tensor = field(
+        kw_only=True
+    )  # [num_qo_heads * (qk_nope_head_dim + head_dim_vo), kv_lora_rank] of spec.dtype
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        return {**super().weights, "kv_b_proj": self.kv_b_proj}
+
+    def attended(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.pool is None:
+            return row.key.double(), row.value.double()
+        rows, _ = self._stored(row)
+        latent, rope_key = (rows.double() * self.k_scale).split([row.key.shape[1], row.value.shape[1]], dim=1)
+        return latent, rope_key
+
+    def multiplied(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        """Absorbed queries, and latent rows as keys of one head."""
+        by_head = self.kv_b_proj.double().view(self.spec.num_qo_heads, -1, self.spec.kv_lora_rank)
+        nope, rope = row.query.double().split([self.spec.qk_nope_head_dim, self.spec.qk_rope_head_dim], dim=2)
+        absorbed = torch.einsum("thd,hdr->thr", nope, by_head[:, : self.spec.qk_nope_head_dim])
+        return torch.cat([absorbed, rope], dim=2), torch.cat(self.attended(row), dim=1)[:, None]
+
+    def _expected(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        context_len = row.data.context_len
+        return reference_mla(row.query, *self.attended(row), self.kv_b_proj, self.spec, context_len=context_len)
+
+    def one_hot(self, first_key: int) -> Batch:
+        """Latent rows that are one-hot, and a weight that takes values from their first columns as they are."""
+        spec, rows = self.spec, []
+        weight = self.kv_b_proj.new_zeros(spec.num_qo_heads, spec.head_dim - spec.qk_rope_head_dim + spec.head_dim_vo,
+                                          spec.kv_lora_rank)  # fmt: skip
+        weight[:, spec.qk_nope_head_dim :, : spec.head_dim_vo] = torch.eye(spec.head_dim_vo)
+        for row in self.rows:
+            latent = torch.zeros_like(row.key)
+            for d in range(min(spec.head_dim_vo, len(latent) - first_key)):
+                latent[first_key + d, d] = 1
+            rows.append(replace(row, query=torch.zeros_like(row.query), key=latent))
+        return replace(self, rows=tuple(rows), kv_b_proj=weight.flatten(0, 1))
+
+    def _stored(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = stored(torch.cat([row.key, row.value], dim=1), self.spec.cache_dtype, self.k_scale)
+        return rows, rows[:, :0]

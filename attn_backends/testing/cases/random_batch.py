@@ -10,12 +10,10 @@ import numpy as np
 import torch
 
 from attn_backends.batch.common import SequenceData
-from attn_backends.cache.kv_cache import CacheGeometry, allocate_kv_cache
+from attn_backends.cache.kv_cache import CacheGeometry, KVCache, allocate_kv_cache
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec, Layout, MLASpec, new_kv_shapes
-from attn_backends.testing.cases.batches import Batch, Row, as_bits
-from attn_backends.testing.cases.mla_batches import MLABatch
+from attn_backends.testing.cases.batches import Batch, MLABatch, Row, as_bits
 
-FP8_NAN_BYTE = 0x7F  # NaN in e4m3fn and in e5m2
 SPARE_PAGES = 3  # pages that no request owns; page 0 is one of them, as tables are padded with zeros
 
 
@@ -95,16 +93,16 @@ def _random_row(
 def with_pool(batch: Batch, backend: CacheGeometry, poison: float = 7.0) -> Batch:
     """The batch over a new pool: poison everywhere, then what is cached before the step."""
     pool = allocate_kv_cache(backend, {0: batch.spec}, batch.cache, batch.device).layers[0]
-    for tensor in pool:
-        if tensor.dtype not in FP8_DTYPES:
-            tensor.fill_(poison)
-        elif poison != poison:
-            as_bits(tensor).fill_(FP8_NAN_BYTE)
-        else:
-            as_bits(tensor).fill_(int(as_bits(torch.tensor([poison]).to(tensor.dtype))))
+    fill_pool(pool, poison)
     for row in batch.rows:
         batch.store(pool, row, 0, row.num_cached)
     return replace(batch, pool=pool)
+
+
+def fill_pool(pool: KVCache, value: float) -> None:
+    """A finite number or NaN in every slot."""
+    for tensor in pool:
+        as_bits(tensor).fill_(as_bits(torch.tensor(value).to(tensor.dtype)).item())
 
 
 def _page_lists(

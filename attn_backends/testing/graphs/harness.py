@@ -81,7 +81,8 @@ class CapturedStep:
         self.guards = layers[0].guards
         place = self.guards.place
         self.inputs = [self._empty_inputs(batch) for batch in examples]
-        self.outputs = [place(self._empty_output(batch)) for batch in examples]
+        shapes = [(num_rows * query_len, each.spec.num_qo_heads, each.spec.head_dim_vo) for each in examples]
+        self.outputs = [place(batch.query.new_zeros(shape)) for batch, shape in zip(examples, shapes, strict=True)]
         self.caches = [KVCache(*map(place, pool)) for batch in examples if (pool := batch.fresh_pool()) is not None]
         self.put_in(examples)
         with self.guards.watching():
@@ -101,10 +102,6 @@ class CapturedStep:
         num_tokens, empty = self.num_rows * self.query_len, (batch.query, batch.key, batch.value)
         query, key, value = (self.guards.place(t.new_zeros(num_tokens, *t.shape[1:])) for t in empty)
         return (query, key, value) if len(batch.key) else (query, None, None)
-
-    def _empty_output(self, batch: Batch) -> torch.Tensor:
-        spec = batch.spec
-        return batch.query.new_zeros(self.num_rows * self.query_len, spec.num_qo_heads, spec.head_dim_vo)
 
     def _run(self, steps: Sequence[AttentionStep[Any]]) -> torch.Tensor:
         for layer, step, given, cache, output in zip(

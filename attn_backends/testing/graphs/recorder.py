@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +17,8 @@ from attn_backends.testing.graphs.host_reads import (
     written,
 )
 from attn_backends.testing.graphs.reachable import Place, address, flat
+from attn_backends.testing.guards.band import EMPTY, where_in_code
 
-_EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
-_OWN = (
-    str(Path(torch.__file__).parent),
-    *(str(Path(__file__).with_stem(s)) for s in (Path(__file__).stem, "host_reads")),
-    str(Path(__file__).parents[1] / "guards" / "guard.py"),
-)
 # As an index it is outside any pool of a test; as a length or a loop's bound it still ends.
 WRONG_INTEGER = 1_000_003
 
@@ -107,7 +100,9 @@ class Recorder(Operations):
             self._refuse_upload(f"{func} {list(args[0].shape)}")
         given, changed = tensors_in(args, *kwargs.values()), written(func, args, kwargs)
         for tensor in changed:
-            self._keep(tensor)
+            start, place = address(tensor), Place.of(tensor)
+            if start > 0 and start not in self.made and place not in self._before:
+                self._before[place] = (tensor, tensor.clone())
         results = func(*args, **kwargs)
         if name == "lift_fresh":  # a Python number that an operation was given as a tensor: baked in
             self._constants[address(results)] = results
@@ -116,7 +111,7 @@ class Recorder(Operations):
             (i, t) for i, t in enumerate(flat(results)) if isinstance(t, torch.Tensor) and address(t) not in old
         )
         self._note_made(func, [tensor for _, tensor in made])
-        if (made and name not in _EMPTY) or changed:
+        if (made and name not in EMPTY) or changed:
             self._note_inputs(func, given, changed)
             self.ops.append(RecordedOp(func, tuple(args), kwargs, made))
         return results
@@ -133,28 +128,23 @@ class Recorder(Operations):
             if start and start not in self.made and start not in self._constants:
                 if start not in self.inputs:
                     what = f"tensor {i} of {func}, {list(tensor.shape)} {tensor.dtype}"
-                    self.inputs[start] = Input(f"{what}, in {_line_of_code()}")
+                    self.inputs[start] = Input(f"{what}, in {where_in_code()}")
                 self.inputs[start].tensors[Place.of(tensor)] = tensor
                 self.inputs[start].is_written |= any(tensor is other for other in changed)
-
-    def _keep(self, tensor: torch.Tensor) -> None:
-        start, place = address(tensor), Place.of(tensor)
-        if start > 0 and start not in self.made and place not in self._before:
-            self._before[place] = (tensor, tensor.clone())
 
     def _refuse_read(self, name: str, tensor: torch.Tensor) -> None:
         if self._paused:
             return
         raise GraphViolation(
             f"{name} reads a tensor {list(tensor.shape)} {tensor.dtype} on the host while a graph is captured, in "
-            f"{_line_of_code()}: read it in begin_forward from a host copy, or compute with it on the device"
+            f"{where_in_code()}: read it in begin_forward from a host copy, or compute with it on the device"
         )
 
     def _refuse_upload(self, name: str) -> None:
         if self._paused:
             return
         raise GraphViolation(
-            f"{name} makes a tensor of values on the host while a graph is captured, in {_line_of_code()}: make it "
+            f"{name} makes a tensor of values on the host while a graph is captured, in {where_in_code()}: make it "
             "before, keep it in the state, and fill it in begin_forward"
         )
 
@@ -171,11 +161,3 @@ def poison(tensor: torch.Tensor) -> None:
         tensor.view(torch.uint8).fill_(0xFF)
     else:
         tensor.fill_(min(WRONG_INTEGER, torch.iinfo(tensor.dtype).max))
-
-
-def _line_of_code() -> str:
-    """The innermost line that is neither torch's nor the recorder's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"

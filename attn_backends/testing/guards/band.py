@@ -13,8 +13,12 @@ _NAN = 0x7FFF  # in two bytes: NaN in float16, bfloat16, float32 and float64, an
 _ALIGNMENT = 512  # bytes, as the CUDA allocator aligns tensors: kernels are chosen by it
 _LEAST, _MOST = 1024, 1 << 20  # bytes of a border
 _MOST_ON_CPU = 1 << 17  # of one that a CPU fills and compares, and of what it fills at either end of fresh memory
-_OWN = tuple(str(Path(__file__).with_stem(stem)) for stem in ("band", "guard"))
-_TORCH = str(Path(torch.__file__).parent)
+EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
+_OWN = (
+    str(Path(torch.__file__).parent),
+    *(str(Path(__file__).with_stem(stem)) for stem in ("band", "guard")),
+    *(str(Path(__file__).parents[1] / "graphs" / file) for file in ("recorder.py", "host_reads.py")),
+)
 
 
 class Band:
@@ -147,9 +151,9 @@ def pattern(word: int, width: int, device: torch.device) -> torch.Tensor:
 
 
 def where_in_code() -> str:
-    """The innermost line that is neither torch's nor of guards."""
+    """The innermost line that is neither torch's nor of guards and recorders."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, *_OWN)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
 

@@ -16,12 +16,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_backends.batch.common import CommonAttentionMetadata
-from attn_backends.testing.guards.band import Band, is_capturing, where_in_code
+from attn_backends.testing.guards.band import EMPTY, Band, is_capturing, where_in_code
 
-_EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 _FILLED = frozenset({"ones", "ones_like", "new_ones", "full", "full_like", "new_full", "clone"})
-_MAKES = _EMPTY | _ZEROS | _FILLED
+_MAKES = EMPTY | _ZEROS | _FILLED
 _DEVICE_TENSORS = ("query_start_loc", "seq_lens", "page_table", "slot_mapping")
 
 

@@ -15,10 +15,9 @@ from attn_backends.registry.table import BackendImportError
 from attn_backends.spec import AttentionSpec
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.cases import BatchShape, load_cases
-from attn_backends.testing.cases.features import Feature
-from attn_backends.testing.cases.plain import FLOATS, plain_cache, plain_spec, undeclared
+from attn_backends.testing.cases.features import FLOATS, Feature, plain_cache, plain_spec, undeclared
 from attn_backends.testing.cases.random_batch import random_batch
-from attn_backends.testing.harness import Backend, assert_matches, assert_pool, run_backend
+from attn_backends.testing.harness import Backend, assert_step, run_backend
 
 WHOLE_PROMPTS = BatchShape(seq_lens=(1, 17, 40), query_lens=(1, 17, 40))
 
@@ -116,13 +115,14 @@ class KitBase:
     def check(self, spec: AttentionSpec, shapes: Sequence[BatchShape | str], what: str = "", **how: Any) -> None:
         """Batches of these shapes equal the reference, with and without the LSE, and so does what they write."""
         for shape in shapes:
-            batch = self.make_batch(spec, shape, **how)
-            expected, pool = batch.expected(), batch.pool_after()
-            for want_lse in self.lse_modes:
-                name = f"{what} {shape}{' with lse' if want_lse else ''}".strip()
-                result = run_backend(self.backend, batch, want_lse=want_lse)
-                assert_matches(result, batch, name, expected)
-                assert_pool(result.kv_cache, pool, name, batch.has_exact_scales)
+            self.check_batch(self.make_batch(spec, shape, **how), f"{what} {shape}".strip())
+
+    def check_batch(self, batch: Batch, what: str, **how: Any) -> None:
+        """The same of one batch, run so (see `run_backend`)."""
+        expected = batch.expected()
+        for want_lse in self.lse_modes:
+            result = run_backend(self.backend, batch, want_lse=want_lse, **how)
+            assert_step(result, batch, f"{what}{' with lse' if want_lse else ''}", expected)
 
     def served(self, features: Sequence[Feature], **changes: Any) -> Iterator[tuple[Feature, AttentionSpec]]:
         """The features that the backend serves, with their layers; the others have refused in order."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import FrozenInstanceError, fields, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +11,12 @@ import torch
 
 from attn_backends.batch.common import SequenceGroup
 from attn_backends.batch.placeholders import IndexMap
-from attn_backends.interface import AttentionMetadata, AttentionStep
-from attn_backends.testing.cases.batches import Batch
+from attn_backends.interface import AttentionMetadata
 from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.cases.features import feature
 from attn_backends.testing.graphs.host_reads import forbid_host_reads
 from attn_backends.testing.guards.snapshot import differences, snapshot
-from attn_backends.testing.harness import Result, assert_matches, assert_pool, make_layer
+from attn_backends.testing.harness import assert_matches, assert_step, make_layer
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
 
 POOL_PAGES = 16  # one size for batches that share a builder
@@ -31,14 +29,10 @@ def assert_same_metadata(one: object, other: object, what: str) -> None:
 
 
 class Building(KitBase):
-    def two_batches(self) -> tuple[Batch, Batch]:
-        spec, shapes = self.make_spec(), ("mixed_small", "page_edges_16")
-        one, other = (self.make_batch(spec, shape, num_pages=POOL_PAGES, seed=i) for i, shape in enumerate(shapes))
-        return one, other
-
     def test_builder_is_pure(self) -> None:
         """Builds of A, B and A again: both As are equal, the first is not touched by B, and all three run right."""
-        a, b = self.two_batches()
+        spec, shapes = self.make_spec(), ("mixed_small", "page_edges_16")
+        a, b = (self.make_batch(spec, shape, num_pages=POOL_PAGES, seed=i) for i, shape in enumerate(shapes))
         layer = make_layer(self.backend, a, b)
         first = layer.builder.build(0, a.common())
         before = snapshot(first)
@@ -98,7 +92,8 @@ class Building(KitBase):
     def test_both_roads_agree_without_pages_and_with_a_prefix(self) -> None:
         profile = self.make_batch(self.make_spec(), WHOLE_PROMPTS, cached=False)
         prefix = 2 * self.page_size
-        shared = self.make_batch(self.make_spec(), _longer(prefix), shared_prefix_len=prefix)
+        shape = BatchShape(seq_lens=(prefix + 3, prefix + 9, prefix + 20), query_lens=(1, 1, 4))
+        shared = self.make_batch(self.make_spec(), shape, shared_prefix_len=prefix)
         for batch, length in ((profile, 0), (shared, prefix)):
             builder = make_layer(self.backend, batch).builder
             direct = builder.build_from_groups(batch.groups, common_prefix_len=length)
@@ -139,15 +134,12 @@ class Building(KitBase):
         views = (metadata.decode_metadata, metadata.prefill_metadata, layer.state.begin_forward(metadata))
         for frozen in (metadata, *views):
             if frozen is not None:
-                self.check_frozen(frozen)
-
-    def check_frozen(self, frozen: AttentionMetadata | AttentionStep[Any]) -> None:
-        for field in fields(frozen):
-            try:
-                setattr(frozen, field.name, None)
-            except FrozenInstanceError:
-                continue
-            raise AssertionError(f"{type(frozen).__name__}.{field.name} can be changed: freeze the dataclass")
+                for field in fields(frozen):
+                    try:
+                        setattr(frozen, field.name, None)
+                    except FrozenInstanceError:
+                        continue
+                    raise AssertionError(f"{type(frozen).__name__}.{field.name} can be changed: freeze the dataclass")
 
     @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", "small_prefill", DECODES_AND_PROMPTS], ids=str)
     @pytest.mark.parametrize("num_padded_reqs", [0, 3])
@@ -164,16 +156,8 @@ class Building(KitBase):
         for part, view in zip(rows, (metadata.decode_metadata, metadata.prefill_metadata), strict=True):
             assert (view is None) == (not part), f"the view of {len(part)} rows is {view}"
             if view is not None:
-                self.check_view(layer.state.begin_forward(view), replace(batch, rows=part), layer.forward)
-
-    def check_view(self, step: AttentionStep[Any], part: Batch, forward: Any) -> None:
-        result: Result = forward(part, step)
-        assert_matches(result, part, f"the view {type(step.metadata).__name__} of {len(part.rows)} rows")
-        assert_pool(result.kv_cache, part.pool_after(), "a view alone")
-
-
-def _longer(prefix: int) -> BatchShape:
-    return BatchShape(seq_lens=(prefix + 3, prefix + 9, prefix + 20), query_lens=(1, 1, 4))
+                alone, what = replace(batch, rows=part), f"the view {type(view).__name__} of {len(part)} rows"
+                assert_step(layer.forward(alone, layer.state.begin_forward(view)), alone, what)
 
     @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", WHOLE_PROMPTS], ids=str)
     def test_metadata_goes_to_workers(self, shape: BatchShape | str) -> None:

@@ -19,6 +19,7 @@ from attn_backends.testing.harness import (
     Result,
     assert_matches,
     assert_pool,
+    assert_step,
     make_layer,
     output_error,
     padded,
@@ -151,21 +152,14 @@ class Contract(KitBase):
         if self.serves(spec, may_refuse=cache_dtype is not None):
             for shape in ("mixed_small", "page_edges_16", "spec_verify", WHOLE_PROMPTS):
                 batch = self.make_batch(spec, shape, poison=float("nan"), lookahead=1)
-                expected = batch.expected()
-                for want_lse in self.lse_modes:
-                    result = run_backend(self.backend, batch, num_padded_reqs=2, want_lse=want_lse)
-                    assert_matches(result, batch, f"{shape} in a pool of NaN", expected)
+                self.check_batch(batch, f"{shape} in a pool of NaN", num_padded_reqs=2)
 
     @pytest.mark.parametrize("num_padded_reqs", [1, 5])
     @pytest.mark.parametrize("shape", ["small_decode", "page_edges_16", "mixed_small", "single_decode"])
     def test_padded_rows_are_zero(self, shape: str, num_padded_reqs: int) -> None:
         """Rows that only fill a graph's batch: outputs of zeros, nothing written, no other row disturbed."""
         batch = self.make_batch(self.make_spec(), shape)
-        expected = batch.expected()
-        for want_lse in self.lse_modes:
-            result = run_backend(self.backend, batch, num_padded_reqs=num_padded_reqs, want_lse=want_lse)
-            assert_matches(result, batch, f"{shape} and {num_padded_reqs} padded rows", expected)
-            assert_pool(result.kv_cache, batch.pool_after(), f"{shape} and {num_padded_reqs} padded rows")
+        self.check_batch(batch, f"{shape} and {num_padded_reqs} padded rows", num_padded_reqs=num_padded_reqs)
 
     @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", WHOLE_PROMPTS], ids=str)
     def test_inputs_are_not_changed(self, shape: BatchShape | str) -> None:
@@ -200,8 +194,7 @@ class Contract(KitBase):
         layer, pool = make_layer(self.backend, batch), batch.pool_after()
         step = layer.state.begin_forward(layer.builder.build(0, without_new_keys(batch.common())))
         output = layer.impl.forward(batch.query, None, None, pool, step)
-        assert_matches(Result(output, None, None), batch, "keys that are cached already")
-        assert_pool(pool, batch.pool_after(), "keys that are cached already")
+        assert_step(Result(output, None, pool), batch, "keys that are cached already")
 
     def test_profile_run(self) -> None:
         """No pages and no cache yet: causal attention among the new tokens."""
@@ -218,8 +211,7 @@ class Contract(KitBase):
         metadata = [snapshot(layer.builder.build(0, batch.common())) for batch in (ahead, exact)]
         assert not differences(*metadata), f"lookahead pages change the metadata: {differences(*metadata)}"
         result = layer.forward(ahead, layer.begin(ahead))
-        assert_matches(result, ahead, "with lookahead pages")
-        assert_pool(result.kv_cache, ahead.pool_after(), "with lookahead pages")
+        assert_step(result, ahead, "with lookahead pages")
 
     def test_layers_keep_to_their_own_cache(self) -> None:
         """One step serves two layers, each with a pool of its own."""
@@ -228,9 +220,7 @@ class Contract(KitBase):
         layer = make_layer(self.backend, first)
         step = layer.begin(first)
         for batch in (first, second, first):
-            result = layer.forward(batch, step)
-            assert_matches(result, batch, "one of two layers of a step")
-            assert_pool(result.kv_cache, batch.pool_after(), "one of two layers of a step")
+            assert_step(layer.forward(batch, step), batch, "one of two layers of a step")
 
     @pytest.mark.parametrize("shape", ["small_decode", "mixed_small", LONGER_BEHIND], ids=str)
     def test_layers_follow_each_other_at_once(self, shape: BatchShape | str) -> None:

@@ -20,7 +20,7 @@ from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.cases.features import FEATURES, feature
 from attn_backends.testing.graphs.harness import CapturedStep, batch_of_table, make_recorder, step_table
 from attn_backends.testing.graphs.host_reads import forbid_host_reads
-from attn_backends.testing.harness import Layer, assert_matches, assert_pool, make_layer
+from attn_backends.testing.harness import Layer, Result, assert_matches, assert_step, make_layer
 from attn_backends.testing.kit.graphs import PAGES, ROWS, Graphs
 
 JUNK_PAGES = (-1, 2**31 - 1, -(2**31), 1 << 30)  # what engines leave behind a row's own pages
@@ -84,9 +84,7 @@ class Engines(Graphs):
         tail = common.num_tokens - common.num_actual_tokens
         for want_lse in self.lse_modes:
             step = self.begin_common(layer, common)
-            result = layer.forward(batch, step, num_padded_reqs=tail, want_lse=want_lse)
-            assert_matches(result, batch, what)
-            assert_pool(result.kv_cache, batch.pool_after(), what, batch.has_exact_scales)
+            assert_step(layer.forward(batch, step, num_padded_reqs=tail, want_lse=want_lse), batch, what)
 
     @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", "small_prefill"])
     @pytest.mark.parametrize("name", ["plain", "window_15"])
@@ -116,7 +114,7 @@ class Engines(Graphs):
         assert pool is not None
         with layer.guards.watching():
             output = layer.impl.forward(batch.query, None, None, pool, step)
-        _assert_near(output, batch, shape)
+        assert_step(Result(output, None, pool), batch, f"{shape}, keys written by the engine")
 
     @pytest.mark.parametrize("query_len", [1, 9])
     def test_rows_of_one_list_of_pages(self, query_len: int) -> None:
@@ -139,15 +137,12 @@ class Engines(Graphs):
     def test_slots_of_padding_among_a_rows_own(self, shape: str) -> None:
         """A token whose slot is -1 is not written: the cache has its key already. Nor is any other slot."""
         batch = self.make_batch(self.make_spec(), shape)
-        layer, after = make_layer(self.backend, batch), batch.pool_after()
+        layer = make_layer(self.backend, batch)
         for every in (2, 1):
             common = batch.common()
             common.slot_mapping[::every] = PAD_SLOT
-            pool = batch.pool_after()
-            result = layer.forward(batch, self.begin_common(layer, common), kv_cache=pool)
-            what = f"{shape}, every {every}. token has no slot"
-            assert_matches(result, batch, what)
-            assert_pool(pool, after, what, batch.has_exact_scales)
+            result = layer.forward(batch, self.begin_common(layer, common), kv_cache=batch.pool_after())
+            assert_step(result, batch, f"{shape}, every {every}. token has no slot")
 
     @pytest.mark.parametrize("name", ["plain", "window_15", "sinks"])
     def test_graphs_over_an_engines_tensors(self, name: str) -> None:
@@ -186,8 +181,7 @@ class Engines(Graphs):
             captured.fill([batch])
             (result,) = captured.replay()
             what = f"an engine's graph, tensors {'shared' if shared else 'copied'}, {query_len} tokens a row"
-            assert_matches(result, batch, what)
-            assert_pool(result.kv_cache, batch.pool_after(), what, batch.has_exact_scales)
+            assert_step(result, batch, what)
         self.check_replanned(layer, captured, batches, filler)
         captured.fill(batches[-1:])
         step = layer.state.step_for(layer.builder.build(0, filler(batches[-1], ROWS, query_len)))

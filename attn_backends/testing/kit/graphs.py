@@ -20,7 +20,7 @@ from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.cases.features import CROSS, FEATURES, feature
 from attn_backends.testing.graphs.harness import CapturedStep, batch_of_table, graph_batch, make_recorder, step_table
 from attn_backends.testing.graphs.host_reads import forbid_host_reads
-from attn_backends.testing.harness import Layer, assert_matches, assert_pool, make_layer, make_layers
+from attn_backends.testing.harness import Layer, assert_matches, assert_step, make_layer, make_layers
 from attn_backends.testing.kit.base import KitBase
 
 ROWS = 4
@@ -62,8 +62,13 @@ class Graphs(KitBase):
             captured.fill(each)
             for i, (result, batch) in enumerate(zip(captured.replay(), each, strict=True)):
                 name = f"{what}, layer {i}, replay of {[row.data.seq_len for row in batch.rows]}"
-                assert_matches(result, batch, name)
-                assert_pool(result.kv_cache, batch.pool_after(), name, batch.has_exact_scales)
+                assert_step(result, batch, name)
+
+    def check_graph(self, batches: Sequence[Batch], query_len: int, what: str) -> None:
+        """One layer's graph, captured with the first batch, serves them all."""
+        layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
+        captured = self.capture([layer], batches[:1], query_len)
+        self.check_replays(captured, [[batch] for batch in batches], what)
 
     @property
     def query_lens(self) -> tuple[int, ...]:
@@ -75,10 +80,7 @@ class Graphs(KitBase):
     def test_replays_equal_the_reference(self, name: str) -> None:
         for query_len in self.query_lens:
             for _, spec in self.served([feature(name)]):
-                batches = self.graph_batches(spec, query_len)
-                layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
-                captured = self.capture([layer], batches[:1], query_len)
-                self.check_replays(captured, [[batch] for batch in batches], f"{name} query_len={query_len}")
+                self.check_graph(self.graph_batches(spec, query_len), query_len, f"{name} query_len={query_len}")
 
     @pytest.mark.parametrize("name", ["plain", "soft_cap", "sinks", "alibi", "window_15", "chunks_24"])
     def test_replays_with_scales(self, name: str) -> None:
@@ -86,16 +88,11 @@ class Graphs(KitBase):
         for query_len in self.query_lens:
             for _, spec in self.served([feature(name)]):
                 batches = self.graph_batches(spec, query_len, k_scale=0.3, v_scale=2.5)
-                layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
-                captured = self.capture([layer], batches[:1], query_len)
-                self.check_replays(captured, [[batch] for batch in batches[:3]], f"{name} with scales")
+                self.check_graph(batches[:3], query_len, f"{name} with scales")
 
     def test_replays_in_every_dtype(self, dtype: Any) -> None:
         for query_len in self.query_lens:
-            batches = self.graph_batches(self.make_spec(dtype=dtype), query_len)
-            layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
-            captured = self.capture([layer], batches[:1], query_len)
-            self.check_replays(captured, [[batch] for batch in batches], str(dtype))
+            self.check_graph(self.graph_batches(self.make_spec(dtype=dtype), query_len), query_len, str(dtype))
 
     @pytest.mark.parametrize("cache_dtype", FP8_DTYPES, ids=str)
     def test_replays_over_caches_of_8_bits(self, cache_dtype: torch.dtype) -> None:
@@ -140,22 +137,17 @@ class Graphs(KitBase):
             layers = make_layers(self.backend, each[0], *(batch for more in each for batch in more))
             self.check_replays(self.capture(layers, each[0]), each, "plan groups")
 
-    def cross_batches(self, spec: AttentionSpec, query_len: int, like: Sequence[Batch]) -> list[Batch]:
-        """Rows as many as others have, over encoders of lengths of their own, one of them empty; none writes keys."""
-        batches = []
-        for i, other in enumerate(like):
-            lens = [self.longer * (7 * n % 61) for n in range(i, i + len(other.rows))]
-            shape = BatchShape(seq_lens=tuple(lens), query_lens=(query_len,) * len(lens))
-            how: dict[str, Any] = {"new_kv_lens": (0,) * len(lens), "num_pages": PAGES, "poison": float("nan")}
-            batches.append(self.make_batch(spec, shape, seed=20 + i, **how))
-        return batches
-
     def test_replays_of_cross_attention(self) -> None:
         """Beside self-attention in one graph: both kinds of layers have lengths and pages of their own."""
         for query_len in self.query_lens:
             for _, spec in self.served([CROSS]):
                 plain = self.graph_batches(self.make_spec(), query_len)
-                cross = self.cross_batches(spec, query_len, plain)
+                cross = []  # encoders of lengths of their own, one of them empty; no row writes keys
+                for i, other in enumerate(plain):
+                    lens = [self.longer * (7 * n % 61) for n in range(i, i + len(other.rows))]
+                    shape = BatchShape(seq_lens=tuple(lens), query_lens=(query_len,) * len(lens))
+                    how: dict[str, Any] = {"new_kv_lens": (0,) * len(lens), "num_pages": PAGES, "poison": float("nan")}
+                    cross.append(self.make_batch(spec, shape, seed=20 + i, **how))
                 layers = make_layers(
                     self.backend, [plain[0], cross[0]], *plain, *cross, num_padded_reqs=ROWS * query_len
                 )

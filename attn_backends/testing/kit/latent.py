@@ -15,8 +15,8 @@ from attn_backends.registry import validate_options
 from attn_backends.spec import KVCacheSpec, MLASpec
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.cases import BatchShape
-from attn_backends.testing.cases.plain import plain_cache
-from attn_backends.testing.harness import Result, assert_matches, assert_pool, make_layer, run_backend
+from attn_backends.testing.cases.features import plain_cache
+from attn_backends.testing.harness import Result, assert_step, make_layer, run_backend
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
 
 # Prefill rows behind decodes. Their contexts are nothing, less than a chunk, several chunks, and shared out over some.
@@ -66,7 +66,16 @@ class Latent(KitBase):
     def test_random_latent_layers(self, nth: int) -> None:
         """Heads, widths, scale, pages, rows and a shared prefix by chance."""
         numbers = Random(f"latent {nth}")
-        spec = self.make_random(numbers)
+        can, drawn = self.can, numbers.choice
+        rope = drawn(sorted(can.qk_rope_head_dims or {8, 16, 32, 64}))
+        spec = self.make_mla(  # of the declared widths, where these are declared
+            num_qo_heads=drawn(sorted(can.head_counts or {1, 2, 3, 4, 8, 16, 20})),
+            kv_lora_rank=drawn(sorted(can.kv_lora_ranks or {16, 32, 64, 128})),
+            qk_rope_head_dim=rope,
+            head_dim=rope + drawn((8, 16, 24, 64, 128)),
+            head_dim_vo=drawn((8, 16, 24, 64, 128)),
+            scale=drawn((None, numbers.uniform(0.02, 0.4))),
+        )
         cache = replace(plain_cache(self.can), page_size=numbers.choice((1, 16, 32, 64)))
         if not self.serves(spec, may_refuse=True, page_size=cache.page_size):
             cache = plain_cache(self.can)
@@ -84,21 +93,7 @@ class Latent(KitBase):
         padded, want_lse = numbers.choice((0, 3)), self.can.lse and numbers.random() < 0.5
         result = run_backend(self.backend, batch, common_prefix_len=prefix, num_padded_reqs=padded, want_lse=want_lse)
         what = f"{spec} over {cache}: {shape}, k_scale {batch.k_scale}, prefix {prefix}, {padded} padded rows"
-        assert_matches(result, batch, what)
-        assert_pool(result.kv_cache, batch.pool_after(), what, batch.has_exact_scales)
-
-    def make_random(self, numbers: Random) -> MLASpec:
-        """A layer of the declared widths, where these are declared."""
-        can, drawn = self.can, numbers.choice
-        rope = drawn(sorted(can.qk_rope_head_dims or {8, 16, 32, 64}))
-        return self.make_mla(
-            num_qo_heads=drawn(sorted(can.head_counts or {1, 2, 3, 4, 8, 16, 20})),
-            kv_lora_rank=drawn(sorted(can.kv_lora_ranks or {16, 32, 64, 128})),
-            qk_rope_head_dim=rope,
-            head_dim=rope + drawn((8, 16, 24, 64, 128)),
-            head_dim_vo=drawn((8, 16, 24, 64, 128)),
-            scale=drawn((None, numbers.uniform(0.02, 0.4))),
-        )
+        assert_step(result, batch, what)
 
     @pytest.mark.parametrize("query_len", [2, 3, 4, 8, 9])
     def test_verify_lengths(self, query_len: int) -> None:
@@ -127,8 +122,7 @@ class Latent(KitBase):
                 layer = make_layer(self.backend, batch, num_padded_reqs=2, options=options)
                 step = layer.begin(batch, num_padded_reqs=2)
                 result = layer.forward(batch, step, num_padded_reqs=2, want_lse=want_lse)
-                assert_matches(result, batch, f"context in chunks of {tokens}", expected)
-                assert_pool(result.kv_cache, batch.pool_after(), f"context in chunks of {tokens}")
+                assert_step(result, batch, f"context in chunks of {tokens}", expected)
 
     def test_chunks_do_not_grow_with_the_context(self) -> None:
         options = self.workspace_options(32)
@@ -149,8 +143,7 @@ class Latent(KitBase):
             layer, pool = make_layer(self.backend, batch), batch.pool_after()
             step = layer.state.begin_forward(layer.builder.build(0, without_new_keys(batch.common())))
             output = layer.impl.forward(batch.query, None, None, pool, step)
-            assert_matches(Result(output, None, None), batch, "rows written by the engine")
-            assert_pool(pool, batch.pool_after(), "rows written by the engine")
+            assert_step(Result(output, None, pool), batch, "rows written by the engine")
 
     def test_weights_of_the_wrong_shape_are_refused(self) -> None:
         batch = self.make_batch(self.make_spec(), "small_decode")

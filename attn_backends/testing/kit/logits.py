@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from attn_backends.spec import AttentionSpec
-from attn_backends.testing.cases.batches import Batch, Row
+from attn_backends.testing.cases.batches import Batch, MLABatch, Row
 from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.cases.features import CROSS, Feature, feature
-from attn_backends.testing.cases.mla_batches import MLABatch
 from attn_backends.testing.cases.random_batch import with_pool
 from attn_backends.testing.harness import Result, lse_error, make_layer, output_error, run_backend
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase

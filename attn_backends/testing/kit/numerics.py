@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from random import Random
 from typing import Any, ClassVar
@@ -14,16 +13,25 @@ from attn_backends.cache.kv_cache import KVCache
 from attn_backends.spec import FP8_DTYPES, Layout
 from attn_backends.testing.cases.batches import as_bits
 from attn_backends.testing.cases.cases import BatchShape, load_cases
-from attn_backends.testing.cases.features import CROSS, ENCODER, FEATURES, NON_CAUSAL_ALIBI, feature
-from attn_backends.testing.cases.plain import plain_cache
+from attn_backends.testing.cases.features import (
+    CROSS,
+    ENCODER,
+    FEATURES,
+    NON_CAUSAL_ALIBI,
+    Feature,
+    feature,
+    plain_cache,
+)
 from attn_backends.testing.cases.random_layers import KINDS, random_layers
-from attn_backends.testing.harness import Result, assert_matches, assert_pool, make_layer, make_layers, run_backend
+from attn_backends.testing.harness import Result, assert_matches, assert_step, make_layer, make_layers, run_backend
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
-from attn_backends.testing.kit.scales import draw_scales
 
 FEATURE_SHAPES = ("small_prefill", "mixed_small", "page_edges_16", "spec_verify", WHOLE_PROMPTS)
 K_SCALE, V_SCALE = 0.37, 1.9  # far apart, so that one used for the other shows
 PREFIX_PAGES = 3
+SHAPES = ("mixed_small", "small_decode", "spec_verify", WHOLE_PROMPTS)
+SHARED_PAGES = 2
+IN_EVERY_DTYPE = ("plain", "soft_cap_and_sinks", "alibi_and_window")
 
 
 class Numerics(KitBase):
@@ -76,8 +84,7 @@ class Numerics(KitBase):
                 want_lse=drawn.want_lse and self.can.lse,
             )  # fmt: skip
             what = f"{drawn} over {cache}, scales {k_scale} and {v_scale}"
-            assert_matches(result, batch, what)
-            assert_pool(result.kv_cache, batch.pool_after(), what, batch.has_exact_scales)
+            assert_step(result, batch, what)
 
     @pytest.mark.parametrize(("num_qo_heads", "num_kv_heads"), [(1, 1), (4, 4), (6, 2), (8, 1), (9, 3)])
     def test_heads(self, num_qo_heads: int, num_kv_heads: int) -> None:
@@ -143,9 +150,7 @@ class Numerics(KitBase):
             if refusal:
                 assert "kv_cache" in refusal, f"interleaved caches are refused, and not by name: {refusal}"
             else:
-                assert_matches(result, batch, f"{shape}, keys and values interleaved")
-                what = f"{shape}, keys and values interleaved"
-                assert_pool(result.kv_cache, batch.pool_after(), what, batch.has_exact_scales)
+                assert_step(result, batch, f"{shape}, keys and values interleaved")
 
     @pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=str)
     def test_windows_over_several_tiles(self, cache_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
@@ -199,13 +204,10 @@ class Numerics(KitBase):
             for rows in (3, 5, 1):
                 batch = self.make_batch(spec, shape, shared_prefix_len=prefix)
                 batch = replace(batch, rows=batch.rows[:rows])
-                expected, hint = batch.expected(), prefix if cached_prefix else 0
-                for want_lse, padded in itertools.product(self.lse_modes, (0, 2)):
-                    result = run_backend(
-                        self.backend, batch, common_prefix_len=hint, num_padded_reqs=padded, want_lse=want_lse
-                    )
+                hint = prefix if cached_prefix else 0
+                for padded in (0, 2):
                     what = f"{name}, {rows} rows and {padded} padded ones, prefix {hint}"
-                    assert_matches(result, batch, what, expected)
+                    self.check_batch(batch, what, common_prefix_len=hint, num_padded_reqs=padded)
 
     def test_plan_groups_share_one_state(self) -> None:
         """Two groups of other constants, both planned before either runs; a plan serves many layers."""
@@ -238,3 +240,53 @@ def interleaved(pool: KVCache, layout: Layout) -> KVCache:
     parts = both.split([part.shape[-1] for part in ordered], dim=-1)
     views = [part.view(cached.dtype) for part, cached in zip(parts, pool, strict=True)]
     return KVCache(*(view if layout == "NHD" else view.transpose(1, 2) for view in views))
+
+
+def draw_scales(numbers: Random) -> tuple[float, float]:
+    """Scales of keys and of values, one below 1 and one above, so that neither serves for the other."""
+    drawn = [numbers.uniform(0.2, 0.6), numbers.uniform(1.7, 4.0)]
+    numbers.shuffle(drawn)
+    return drawn[0], drawn[1]
+
+
+def scale_pairs(name: str) -> tuple[tuple[float, float], ...]:
+    """(k_scale, v_scale) of keys alone, of values alone and of both; the same name gives the same ones."""
+    k_scale, v_scale = draw_scales(Random(name))
+    return (k_scale, 1.0), (1.0, v_scale), (k_scale, v_scale)
+
+
+class Scales(KitBase):
+    @pytest.mark.parametrize("name", [f.name for f in (*FEATURES, CROSS)])
+    def test_scales_over_float_caches(self, name: str) -> None:
+        """With every feature; a scale that is dropped where the cache is written or where it is read shows."""
+        self.check_scales(name, self.dtype)
+
+    @pytest.mark.parametrize("name", IN_EVERY_DTYPE)
+    def test_scales_in_every_dtype(self, name: str, dtype: torch.dtype) -> None:
+        """What other dtypes have of their own: they choose kernels, and are rounded where they are written."""
+        if dtype is not self.dtype:
+            self.check_scales(name, dtype)
+
+    def check_scales(self, name: str, dtype: torch.dtype) -> None:
+        for _, spec in self.served([feature(name)], dtype=dtype):
+            for nth, (k_scale, v_scale) in enumerate(scale_pairs(name)):
+                shapes = SHAPES[nth % 2 :: 2] if nth < 2 else SHAPES[:2]
+                self.check(spec, shapes, f"{name}, scales {k_scale} and {v_scale},", k_scale=k_scale, v_scale=v_scale)
+
+    @pytest.mark.parametrize("asked", [feature("plain"), feature("sinks"), ENCODER], ids=lambda asked: asked.name)
+    def test_scales_are_of_the_cache_alone(self, asked: Feature) -> None:
+        """Keys that no cache holds, as in a profile run and in an encoder, have none."""
+        for _, spec in self.served([asked]):
+            for k_scale, v_scale in scale_pairs(asked.name):
+                self.check(spec, [WHOLE_PROMPTS], "without a cache", cached=False, k_scale=k_scale, v_scale=v_scale)
+
+    @pytest.mark.parametrize("name", ["plain", "soft_cap", "sinks", "soft_cap_and_sinks", "window_15", "alibi"])
+    def test_scales_with_a_shared_prefix(self, name: str) -> None:
+        """A prefix that is attended once for all rows is read with the same scales as what joins it."""
+        prefix = SHARED_PAGES * self.page_size
+        shape = BatchShape(seq_lens=tuple(prefix + n for n in (1, 9, 20)), query_lens=(1, 1, 12))
+        for _, spec in self.served([feature(name)]):
+            for k_scale, v_scale in scale_pairs(name):
+                batch = self.make_batch(spec, shape, shared_prefix_len=prefix, k_scale=k_scale, v_scale=v_scale)
+                what = f"{name}, shared prefix, scales {k_scale}, {v_scale}"
+                self.check_batch(batch, what, common_prefix_len=prefix)

@@ -18,8 +18,7 @@ from attn_backends.interface import (
 from attn_backends.interface.capabilities import CudaGraphSupport, Unsupported
 from attn_backends.registry import get_backend, select_backend
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, MLASpec
-from attn_backends.testing.cases.features import CROSS, ENCODER, FEATURES, Feature
-from attn_backends.testing.cases.plain import FLOATS, plain_cache
+from attn_backends.testing.cases.features import CROSS, ENCODER, FEATURES, FLOATS, Feature, plain_cache
 from attn_backends.testing.harness import make_layer
 from attn_backends.testing.kit.base import KitBase
 

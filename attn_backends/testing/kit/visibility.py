@@ -7,6 +7,7 @@ one key: 0 where the key is hidden, 1 / n where it is one of n. A tolerance cann
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import pytest
 import torch
@@ -75,19 +76,18 @@ class Visibility(KitBase):
         """The worked cases of `cases.json`: the first and the last keys of a sequence as long as the window."""
         spec = self.make_spec(window_left=case.window_left)
         if self.serves(spec):
-            self.check_long_window(spec, case)
-
-    def check_long_window(self, spec: AttentionSpec, case: WindowCase) -> None:
-        width = spec.head_dim_vo
-        for query_len in (1, 3):
-            shape = BatchShape(seq_lens=(case.seq_len,), query_lens=(query_len,))
-            last_query = self.key_weights(spec, shape, [0, case.seq_len - width])[-1]
-            for head, weights in enumerate(last_query):
-                first, last = weights[:width].nonzero().flatten().tolist(), weights[width:]
-                assert first[:1] == [case.oldest_key_of_last_query], f"head {head} sees keys {spans(first)} of {case}"
-                assert bool(last.all()), f"head {head} does not see all of the last {width} keys of {case}"
-                if spec.dtype is torch.float32:
-                    assert round(1 / float(last[-1])) == case.keys, f"{1 / float(last[-1])} keys share {case}"
+            width = spec.head_dim_vo
+            for query_len in (1, 3):
+                shape = BatchShape(seq_lens=(case.seq_len,), query_lens=(query_len,))
+                last_query = self.key_weights(spec, shape, [0, case.seq_len - width])[-1]
+                for head, weights in enumerate(last_query):
+                    first, last = weights[:width].nonzero().flatten().tolist(), weights[width:]
+                    assert first[:1] == [case.oldest_key_of_last_query], (
+                        f"head {head} sees keys {spans(first)} of {case}"
+                    )
+                    assert bool(last.all()), f"head {head} does not see all of the last {width} keys of {case}"
+                    if spec.dtype is torch.float32:
+                        assert round(1 / float(last[-1])) == case.keys, f"{1 / float(last[-1])} keys share {case}"
 
     @pytest.mark.parametrize("chunk_size", [1, 7, 16, 24])
     def test_chunk_edges(self, chunk_size: int) -> None:
@@ -110,10 +110,5 @@ class Visibility(KitBase):
 
 def spans(keys: Sequence[int]) -> str:
     """[0, 1, 2, 7] as "0-2, 7"."""
-    runs: list[list[int]] = []
-    for key in keys:
-        if runs and key == runs[-1][-1] + 1:
-            runs[-1].append(key)
-        else:
-            runs.append([key])
+    runs = [[key for _, key in run] for _, run in groupby(enumerate(keys), lambda at: at[1] - at[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "no key"

@@ -69,7 +69,13 @@ def check_prefix(subject: Subject) -> Iterator[Finding]:
             yield used
     told = [used for used in uses if isinstance(used, bool)]
     if told and not any(told):
-        told.append(_plans_for_many(subject))
+        # So many rows, and so long a prefix, that sharing it pays: metadata alone, which reads no keys.
+        batch, size = subject.batch(subject.spec(), KINDS[0], subject.numbers("many")), subject.cache.page_size
+        shared, last = range(1, _MANY_KEYS // size + 1), _MANY_KEYS // size + 1
+        rows = [SequenceData(_MANY_KEYS + 1, 1, [*shared, last + i]) for i in range(_MANY_ROWS)]
+        groups = [SequenceGroup(str(i), (row,)) for i, row in enumerate(rows)]
+        common = CommonAttentionMetadata.from_sequence_groups(groups, size, batch.device)
+        told.append(_plans_otherwise(subject, batch, common, _MANY_KEYS // size * size))
     if subject.can.cascade and told and not any(told):
         yield Finding("capability-ignored", "cascade", "with common_prefix_len and without, metadata and the pages "
                       "that are read are the same", "Attend a shared prefix once, or do not declare it.")  # fmt: skip
@@ -107,16 +113,6 @@ def _plans_otherwise(subject: Subject, batch: Batch, common: CommonAttentionMeta
     builder = subject.backend.get_builder_cls()(group, batch.cache, limits, batch.device, options=subject.options)
     without, with_it = (snapshot(builder.build(length, common)) for length in (0, prefix_len))
     return any(path != "common_prefix_len" for path in differences(without, with_it))
-
-
-def _plans_for_many(subject: Subject) -> bool:
-    """The same for so many rows, and so long a prefix, that sharing it pays: metadata alone, which reads no keys."""
-    batch, size = subject.batch(subject.spec(), KINDS[0], subject.numbers("many")), subject.cache.page_size
-    shared, last = range(1, _MANY_KEYS // size + 1), _MANY_KEYS // size + 1
-    rows = [SequenceData(_MANY_KEYS + 1, 1, [*shared, last + i]) for i in range(_MANY_ROWS)]
-    groups = [SequenceGroup(str(i), (row,)) for i, row in enumerate(rows)]
-    common = CommonAttentionMetadata.from_sequence_groups(groups, size, batch.device)
-    return _plans_otherwise(subject, batch, common, _MANY_KEYS // size * size)
 
 
 def _reads_it_once(subject: Subject, batch: Batch, prefix_len: int) -> bool:

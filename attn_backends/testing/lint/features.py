@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from attn_backends.spec import AttentionSpec, AttentionType, alibi_slopes
-from attn_backends.testing.cases.plain import undeclared
+from attn_backends.testing.cases.features import undeclared
 from attn_backends.testing.lint.finding import Finding
 from attn_backends.testing.lint.judge import Drawn, Supposition, as_layer
 from attn_backends.testing.lint.subject import BatchKind, Subject
@@ -35,21 +35,9 @@ class Probe:
         return self.is_of_all or included or bool(getattr(subject.can, self.name))
 
 
-def _window(numbers: Random, spec: AttentionSpec) -> dict[str, Any]:
-    return {"window_left": numbers.choice((0, numbers.randint(1, 6), numbers.randint(7, 15), 16))}
-
-
 def _near_window(spec: AttentionSpec) -> dict[str, dict[str, Any]]:
     narrower = {"one key too narrow": {"window_left": spec.window_left - 1}} if spec.window_left > 0 else {}
     return {"one key too wide": {"window_left": spec.window_left + 1}, **narrower}
-
-
-def _other_width(numbers: Random, spec: AttentionSpec) -> dict[str, Any]:
-    return {"head_dim_vo": spec.head_dim + 16}
-
-
-def _slopes(numbers: Random, spec: AttentionSpec) -> dict[str, Any]:
-    return {"alibi_slopes": tuple(numbers.uniform(0.1, 0.8) for _ in range(spec.num_qo_heads))}
 
 
 def _rope(numbers: Random, spec: AttentionSpec) -> dict[str, Any]:
@@ -66,9 +54,11 @@ PROBES = (
     Probe("scale", lambda numbers, spec: {"scale": numbers.uniform(1.6, 2.4) * spec.scale}, {"scale": None},
           is_of_all=True),
     Probe("causal", lambda numbers, spec: {}, {"causal": False}, is_of_all=True),
-    Probe("window", _window, {"window_left": -1}, _near_window),
+    Probe("window", lambda numbers, spec: {"window_left": numbers.choice((0, numbers.randint(1, 6),
+          numbers.randint(7, 15), 16))}, {"window_left": -1}, _near_window),
     Probe("soft_cap", lambda numbers, spec: {"logits_soft_cap": numbers.uniform(0.4, 1.2)}, {"logits_soft_cap": None}),
-    Probe("alibi", _slopes, {"alibi_slopes": None},
+    Probe("alibi", lambda numbers, spec: {"alibi_slopes": tuple(numbers.uniform(0.1, 0.8)
+          for _ in range(spec.num_qo_heads))}, {"alibi_slopes": None},
           lambda spec: {"of the wrong sign": {"alibi_slopes": tuple(-s for s in spec.alibi_slopes or ())}}),
     Probe("standard_alibi", lambda numbers, spec: {"alibi_slopes": alibi_slopes(spec.num_qo_heads)},
           {"alibi_slopes": None}),
@@ -78,7 +68,7 @@ PROBES = (
     Probe("chunks", lambda numbers, spec: {"chunk_size": numbers.randint(4, 14)}, {"chunk_size": None},
           lambda spec: {"one key too long": {"chunk_size": (spec.chunk_size or 0) + 1}}),
     Probe("non_causal", lambda numbers, spec: {"causal": False}, {"causal": True}),
-    Probe("unequal_head_dims", _other_width, {}),
+    Probe("unequal_head_dims", lambda numbers, spec: {"head_dim_vo": spec.head_dim + 16}, {}),
     Probe("encoder", _of_type(AttentionType.ENCODER), _CAUSAL, attention_type=AttentionType.ENCODER),
     Probe("cross", _of_type(AttentionType.CROSS), {}, attention_type=AttentionType.CROSS),
 )  # fmt: skip

@@ -41,7 +41,10 @@ def _replayed(subject: Subject, spec: AttentionSpec, query_len: int) -> Iterator
     batches = _batches(subject, spec, query_len)
     try:
         layer = make_layer(subject.backend, *batches, num_padded_reqs=_ROWS * query_len, options=subject.options)
-        captured = _capture(subject, layer, batches[0], query_len)
+        with layer.state.graph_capture(_ROWS):
+            clone = layer.state.graph_clone(_ROWS, query_len)
+            recorder = make_recorder(subject.device)
+            captured = CapturedStep([layer], clone, batches[:1], _ROWS, query_len, recorder)
     except Unsupported as error:
         yield Finding("capability-refused", f"cuda_graph, {where}", str(error), "Declare NEVER, or give graph_cls.")
         return
@@ -56,12 +59,6 @@ def _replayed(subject: Subject, spec: AttentionSpec, query_len: int) -> Iterator
             yield Finding("graph-stale", where, f"replay {nth} of batches with lengths {lengths}: {found}",
                           "Fill every persistent tensor, and plan, in begin_forward.")  # fmt: skip
             return
-
-
-def _capture(subject: Subject, layer: Layer, batch: Batch, query_len: int) -> CapturedStep:
-    with layer.state.graph_capture(_ROWS):
-        clone = layer.state.graph_clone(_ROWS, query_len)
-        return CapturedStep([layer], clone, [batch], _ROWS, query_len, make_recorder(subject.device))
 
 
 def _batches(subject: Subject, spec: AttentionSpec, query_len: int) -> list[Batch]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from attn_backends.testing.harness import Backend
 
@@ -68,17 +67,12 @@ class Source:
                     yield module, node
 
 
-def classes_of(backend: Backend) -> list[type[Any]]:
-    """A backend, its four classes, the step's and the graph state's."""
-    state_cls, impl_cls = backend.get_state_cls(), backend.get_impl_cls()
-    named = [backend, backend.get_metadata_cls(), backend.get_builder_cls(), state_cls, impl_cls, impl_cls.step_cls]
-    return named + ([state_cls.graph_cls] if state_cls.graph_cls else [])
-
-
 @cache
 def source_of(backend: Backend) -> Source:
     """A backend's code. What has no source, as a compiled module, is left out."""
-    classes = classes_of(backend)
+    state_cls, impl_cls = backend.get_state_cls(), backend.get_impl_cls()
+    named = [backend, backend.get_metadata_cls(), backend.get_builder_cls(), state_cls, impl_cls, impl_cls.step_cls]
+    classes = named + ([state_cls.graph_cls] if state_cls.graph_cls else [])
     names = list(dict.fromkeys(base.__module__ for cls in classes for base in cls.__mro__ if _is_own(base.__module__)))
     own = [module for name in names if (module := _load(name)) is not None]
     leaves = [module for module in own if module.name in {cls.__module__ for cls in classes}]

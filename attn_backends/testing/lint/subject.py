@@ -12,7 +12,7 @@ import torch
 from attn_backends.interface import Capabilities, Rejection
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec
 from attn_backends.testing.cases.batches import Batch
-from attn_backends.testing.cases.plain import FLOATS, plain_cache, plain_spec
+from attn_backends.testing.cases.features import FLOATS, plain_cache, plain_spec
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import Backend, Result, make_layer
 from attn_backends.testing.verify.sizes import interprets_triton

@@ -54,22 +54,16 @@ def check_options(backend: Backend, trace: Trace | None) -> Iterator[Finding]:
     """Options that no step read, and that no line of the backend's names."""
     if trace is None:
         return
-    named = _named_options(source_of(backend), trace.model.__name__)
-    for name in sorted(set(trace.model.model_fields) - trace.read - named):
-        yield Finding("option-unread", f"{trace.model.__name__}.{name}", "no code reads it", "Use it, or remove it.")
-
-
-def _named_options(source: Source, model: str) -> set[str]:
-    """Attributes that are read of what may be options, outside of the model itself."""
-    found: set[str] = set()
-    for module in source.reached:
-        inside = _inside(module, lambda node: isinstance(node, ast.ClassDef) and node.name == model)
+    named: set[str] = set()  # attributes that are read of what may be options, outside of the model itself
+    for module in source_of(backend).reached:
+        inside = _inside(module, lambda node: isinstance(node, ast.ClassDef) and node.name == trace.model.__name__)
         for node in module.nodes:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and id(node) not in inside:
                 owner = node.value
                 if getattr(owner, "attr", getattr(owner, "id", "")) not in _NOT_OPTIONS:
-                    found.add(node.attr)
-    return found
+                    named.add(node.attr)
+    for name in sorted(set(trace.model.model_fields) - trace.read - named):
+        yield Finding("option-unread", f"{trace.model.__name__}.{name}", "no code reads it", "Use it, or remove it.")
 
 
 def _inside(module: Module, is_outer: Callable[[ast.AST], bool]) -> set[int]:
@@ -80,18 +74,13 @@ def _inside(module: Module, is_outer: Callable[[ast.AST], bool]) -> set[int]:
 def check_code(backend: Backend) -> Iterator[Finding]:
     """The backend's own modules, without running them."""
     source = source_of(backend)
-    yield from _attributes(source)
-    yield from _fields(backend, source)
-    yield from _parameters(source)
-
-
-def _attributes(source: Source) -> Iterator[Finding]:
-    """`self.x = …` where nobody reads `.x`."""
     for module, node in source.classes():
         for name, at in _set_on_self(node):
             if name not in source.read:
                 yield Finding("attribute-unread", f"{module.at(at)} {node.name}.{name}", "it is set, and read nowhere",
                               "Use it, or do not keep it.")  # fmt: skip
+    yield from _fields(backend, source)
+    yield from _parameters(source)
 
 
 def _set_on_self(node: ast.ClassDef) -> Iterator[tuple[str, ast.AST]]:
@@ -104,7 +93,11 @@ def _set_on_self(node: ast.ClassDef) -> Iterator[tuple[str, ast.AST]]:
 
 def _fields(backend: Backend, source: Source) -> Iterator[Finding]:
     """Fields of the metadata and the step, beyond the interface's, that nobody reads."""
-    read = _read_outside_views(source)
+    read: set[str] = set()  # outside of the views, which hand every field on
+    for module in source.reached:
+        views = _inside(module, lambda node: isinstance(node, ast.FunctionDef) and node.name in _VIEWS)
+        read |= {node.attr for node in module.nodes if isinstance(node, ast.Attribute)
+                 and isinstance(node.ctx, ast.Load) and id(node) not in views}  # fmt: skip
     for cls, base in (
         (backend.get_metadata_cls(), AttentionMetadata),
         (backend.get_impl_cls().step_cls, AttentionStep),
@@ -112,16 +105,6 @@ def _fields(backend: Backend, source: Source) -> Iterator[Finding]:
         own = {each.name for each in fields(cls)} - {each.name for each in fields(base)} - {"spec"}
         for name in sorted(own - read) if source.own else ():
             yield Finding("field-unread", f"{cls.__name__}.{name}", "nobody reads it", "Use it, or remove it.")
-
-
-def _read_outside_views(source: Source) -> set[str]:
-    """Attributes that are read outside of the views, which hand every field on."""
-    found: set[str] = set()
-    for module in source.reached:
-        views = _inside(module, lambda node: isinstance(node, ast.FunctionDef) and node.name in _VIEWS)
-        found |= {node.attr for node in module.nodes if isinstance(node, ast.Attribute)
-                  and isinstance(node.ctx, ast.Load) and id(node) not in views}  # fmt: skip
-    return found
 
 
 def _parameters(source: Source) -> Iterator[Finding]:

@@ -10,14 +10,16 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from attn_backends.testing.verify.declared import Row
 from attn_backends.testing.verify.factors import factors
-from attn_backends.testing.verify.outcome import Outcome
 from attn_backends.testing.verify.pairs import Pairs
+from attn_backends.testing.verify.run import Outcome
 from attn_backends.testing.verify.worker import Asked, may_lack_memory, prepare
 
 SEEDS_OF_A_RUN = 1 << 20  # so many cases lie between two seeds of a run
@@ -25,7 +27,6 @@ _SILENT_AFTER_S = {"cpu": 300.0, "cuda": 900.0}  # a case that takes longer hang
 MOST_FINDINGS = 100  # after so many a run ends: more tell nothing
 _GRACE_S = 60.0  # once the time is over, for cases that are under way
 _LAST_LINES = 12  # of what a process that died has printed
-
 
 Job = tuple[int, Row | None]  # a case's seed, and the values that it is to have if it is of a covering array
 
@@ -162,14 +163,16 @@ class _Process:
     """One worker process."""
 
     def __init__(self, asked: Asked) -> None:
-        command = [sys.executable, "-m", "attn_backends.testing.verify.worker", asked.to_json()]
+        command = [sys.executable, "-m", "attn_backends.testing.verify.worker", json.dumps(asdict(asked))]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace")
         self._printed = deque[str](maxlen=_LAST_LINES)
         self._lines = queue.Queue[str]()
         self._limit_s = _SILENT_AFTER_S["cpu" if asked.device.startswith("cpu") else "cuda"]
-        for read in (self._read_answers, self._read_prints):
-            threading.Thread(target=read, daemon=True).start()
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        for lines, take in ((self._process.stdout, self._lines.put), (self._process.stderr, self._printed.append)):
+            threading.Thread(target=_read, args=(lines, take), daemon=True).start()
         if self._next_line() is None:
             raise RuntimeError(f"a worker process did not start: {self._last_words()}")
 
@@ -184,8 +187,7 @@ class _Process:
         line = self._next_line()
         if line is None:
             return Outcome(job[0], "(process died)", finding=self._last_words()), False
-        values = json.loads(line)
-        outcome = Outcome(**{**values, "kinds": Counter(values["kinds"]), "refused": Counter(values["refused"])})
+        outcome = TypeAdapter(Outcome).validate_json(line)
         dead = outcome.finding is not None and self._has_ended()
         return outcome, not dead
 
@@ -225,13 +227,9 @@ class _Process:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         return f"the process {how} (or hung for {self._limit_s:.0f} s). Its last lines:\n{said or '(none)'}"
 
-    def _read_answers(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put("")
 
-    def _read_prints(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._printed.append(line)
+def _read(lines: Iterable[str], take: Callable[[str], object]) -> None:
+    """Hand all lines of a pipe on; an empty one is its end."""
+    for line in lines:
+        take(line)
+    take("")

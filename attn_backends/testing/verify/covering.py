@@ -1,4 +1,5 @@
-"""Rows of values in which every pair that a backend serves is found: a covering array, one row at a time.
+"""The cases of a run: random ones, or rows of values in which every pair that a backend serves is found, a covering
+array, one row at a time.
 
 Each row is the best of several: it starts from a pair that is missing, and takes factor after factor, in any order,
 the value that adds most missing pairs (Cohen, Dalal, Fredman and Patton, "The AETG system", 1997). Everything follows
@@ -7,16 +8,20 @@ from the backend, the device and a seed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from itertools import combinations, combinations_with_replacement, count
+from itertools import accumulate, combinations, combinations_with_replacement, count
 from random import Random
 from typing import Any
 
 from attn_backends.interface import AttentionBackend
+from attn_backends.testing.verify.campaign import SEEDS_OF_A_RUN, Job, random_blocks
 from attn_backends.testing.verify.declared import NOT_HERE, OF_DECODERS, refusal
 from attn_backends.testing.verify.factors import EAGER, WIDE_GRAPH, Factors, factors, restricted
-from attn_backends.testing.verify.pairs import Pairs
+from attn_backends.testing.verify.pairs import Pairs, values_in
+from attn_backends.testing.verify.sizes import SIZES
+from attn_backends.testing.verify.worker import Asked, prepare
 
 Row = dict[str, Any]
 Refuses = Callable[[Row], str | None]
@@ -92,25 +97,22 @@ class CoveringArray:
                      for name, values in served.factors.items()}  # fmt: skip
         rows: list[Row] = []
         while any(self._missing):
-            rows.append(self._next_row())
-            self._cross_out(rows[-1])
+            # The candidate with most missing pairs; where all are refused, the row that a missing pair is known by.
+            best, most = None, 0
+            for _ in range(_CANDIDATES):
+                counts = [mask.bit_count() for mask in self._missing]
+                first = self._best(range(len(counts)), counts)
+                partners = [j for j in range(len(counts)) if self._missing[first] >> j & 1]
+                second = self._best(partners, [counts[j] for j in partners])
+                row = self._candidate(first, second)
+                if row is not None and (gain := self._gain(row)) > most and self._served.refuses(row) is None:
+                    best, most = row, gain
+            rows.append(best or self._served.rows[min(first, second), max(first, second)])
+            numbers = self._served.pairs.numbers(rows[-1])
+            mask = sum(1 << number for number in numbers)
+            for number in numbers:
+                self._missing[number] &= ~mask
         self.blocks = in_blocks(rows)
-
-    def _next_row(self) -> Row:
-        """The candidate with most missing pairs; where all are refused, the row that a missing pair is known by."""
-        best, most = None, 0
-        for _ in range(_CANDIDATES):
-            first, second = self._missing_pair()
-            row = self._candidate(first, second)
-            if row is not None and (gain := self._gain(row)) > most and self._served.refuses(row) is None:
-                best, most = row, gain
-        return best or self._served.rows[min(first, second), max(first, second)]
-
-    def _missing_pair(self) -> tuple[int, int]:
-        counts = [mask.bit_count() for mask in self._missing]
-        first = self._best(range(len(counts)), counts)
-        partners = [j for j in range(len(counts)) if self._missing[first] >> j & 1]
-        return first, self._best(partners, [counts[j] for j in partners])
 
     def _candidate(self, first: int, second: int) -> Row | None:
         values, pairs = self._served.pairs.values, self._served.pairs
@@ -136,12 +138,6 @@ class CoveringArray:
         numbers = self._served.pairs.numbers(row)
         mask = sum(1 << number for number in numbers)
         return sum((self._missing[number] & mask).bit_count() for number in numbers)
-
-    def _cross_out(self, row: Row) -> None:
-        numbers = self._served.pairs.numbers(row)
-        mask = sum(1 << number for number in numbers)
-        for number in numbers:
-            self._missing[number] &= ~mask
 
 
 def in_blocks(rows: Sequence[Row]) -> list[list[Row]]:
@@ -209,3 +205,65 @@ def _cover(numbers: Sequence[int], masks: list[int]) -> None:
 def _is_covered(row: Row, covered: Pairs) -> bool:
     numbers = covered.numbers(row)
     return all(covered.has(i, j) for i, j in combinations(numbers, 2))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is to run, in blocks that one worker takes whole."""
+
+    first_seed: int
+    blocks: Iterable[list[Job]]
+    num_cases: int | None  # None: as many as there is time for
+    refused: Mapping[str, Pairs]  # pairs of declared values that the backend refuses, by what refuses them
+    continued: bool = False  # cases that an earlier run made needless are left out
+
+
+def plan_random(asked: Asked, seed: int, num_cases: int | None) -> Planned:
+    first = seed * SEEDS_OF_A_RUN
+    return Planned(first, random_blocks(first, num_cases, SIZES[asked.size].siblings), num_cases, {})
+
+
+def plan_declared(asked: Asked, seed: int, most: int | None, covered: Mapping[str, Any] | None = None) -> Planned:
+    """The rows of a covering array; without those whose pairs have all run, and what adds most pairs first.
+
+    Args:
+        most: of the rows; None: all.
+        covered: a report, or several merged.
+
+    Raises:
+        ValueError: `covered` says nothing of the backend's values, or `asked.where` names others.
+    """
+    served = served_by(prepare(asked), asked.device, asked.where)
+    pairs = Pairs(served.factors)
+    if covered is not None:
+        found = covered if covered.get("backend") == asked.name else covered.get("backends", {}).get(asked.name, {})
+        if "pairs" not in found:
+            raise ValueError(
+                f"--covered has no values of {asked.name} that ran: give a report of --json, or several merged"
+            )
+        pairs.merge(values_in(found["values"]), found["pairs"]["run"])
+    first = seed * SEEDS_OF_A_RUN
+    rows = missing_rows(CoveringArray(served, seed).blocks, pairs)
+    if covered is not None:
+        rows = most_first(rows, pairs)
+    blocks: list[list[Job]] = [[(first + number, row) for number, row in block] for block in rows]
+    if most is not None:
+        starts = accumulate(map(len, blocks), initial=0)
+        blocks = [block[: most - start] for block, start in zip(blocks, starts, strict=False) if start < most]
+    refused = {} if asked.where else served.refused  # other values of those factors may be served
+    return Planned(first, blocks, sum(map(len, blocks)), refused, covered is not None)
+
+
+def row_of(asked: Asked, seed: int) -> Row:
+    """The row of a covering array that a case has.
+
+    Raises:
+        ValueError: the array has fewer rows.
+    """
+    array, number = divmod(seed, SEEDS_OF_A_RUN)
+    served = served_by(prepare(asked), asked.device, asked.where)
+    rows = [row for block in CoveringArray(served, array).blocks for row in block]
+    if number >= len(rows):
+        first = array * SEEDS_OF_A_RUN
+        raise ValueError(f"--case is {seed}; the array of seed {array} has cases {first} to {first + len(rows) - 1}")
+    return rows[number]

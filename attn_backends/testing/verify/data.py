@@ -12,9 +12,8 @@ from attn_backends.batch.common import SequenceData
 from attn_backends.cache.kv_cache import KVCache, allocate_kv_cache
 from attn_backends.interface import AttentionBackend
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec, MLASpec, new_kv_shapes
-from attn_backends.testing.cases.batches import Batch, Row, as_bits, is_power_of_two, stored
-from attn_backends.testing.cases.mla_batches import MLABatch
-from attn_backends.testing.cases.random_batch import FP8_NAN_BYTE, SPARE_PAGES
+from attn_backends.testing.cases.batches import Batch, MLABatch, Row, is_power_of_two, stored
+from attn_backends.testing.cases.random_batch import SPARE_PAGES, fill_pool
 from attn_backends.testing.verify.cases import Case, Episode
 
 Backend = type[AttentionBackend]
@@ -68,7 +67,7 @@ class LayerData:
         if isinstance(self.spec, MLASpec):
             batch = MLABatch(**{**vars(batch), "kv_b_proj": self._expansion(self.spec)})
         if episode.cached:
-            fill_with_nan(pool)
+            fill_pool(pool, torch.nan)
             for row in rows:
                 batch.store(pool, row, 0, row.num_cached)
         return batch
@@ -143,11 +142,3 @@ def empty_pool(
     both = torch.zeros(shape[0], 2, *inner, dtype=spec.cache_dtype, device=device)
     inverse = [order.index(dim) for dim in range(len(order))]
     return KVCache(both[:, 0].permute(inverse), both[:, 1].permute(inverse))
-
-
-def fill_with_nan(pool: KVCache) -> None:
-    for tensor in pool:
-        if tensor.dtype in FP8_DTYPES:
-            as_bits(tensor).fill_(FP8_NAN_BYTE)
-        else:
-            tensor.fill_(torch.nan)

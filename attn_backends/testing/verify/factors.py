@@ -14,7 +14,7 @@ from random import Random
 import torch
 
 from attn_backends.interface import AttentionBackend
-from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport
+from attn_backends.interface.capabilities import Capabilities
 from attn_backends.testing.cases.models import published_models
 
 Backend = type[AttentionBackend]
@@ -87,11 +87,12 @@ def factors(backend: Backend) -> Factors:
         found["chunks"] = ("off", "1", "on")  # positions
     if not can.mla:
         found["interleaved"] = _SWITCH
+    graphs = [GRAPH, WIDE_GRAPH, MIXED_GRAPH][: int(can.cuda_graph)]
     return found | {
         "scale": ("default", "other"),
         "kv_scales": ("1", "powers of 2", "others"),
         "kind": KINDS,
-        "run": _runs(can.cuda_graph),
+        "run": (EAGER, *graphs),
     }
 
 
@@ -153,11 +154,6 @@ def _page_sizes(can: Capabilities, backend: Backend) -> tuple[Value, ...]:
     step = can.page_size_multiple
     usual = [size // step for size in (16, 64) if size % step == 0 and size > step]
     return tuple(step * int(n) for n in _open(backend, "page_size", 1, max(1, LARGEST_PAGE // step), usual))
-
-
-def _runs(level: CudaGraphSupport) -> tuple[Value, ...]:
-    graphs = [GRAPH, WIDE_GRAPH, MIXED_GRAPH][: int(level)]
-    return (EAGER, *graphs)
 
 
 def _declared(values: Iterable[int] | None) -> tuple[Value, ...]:

@@ -42,9 +42,12 @@ def draw_form(backend: Backend, numbers: Random, size: Size, device: str) -> For
     page_size, layout = _page_size(can, numbers), numbers.choice(sorted(can.layouts))
     cache = KVCacheSpec(1, page_size, layout)
     dtype, cache_dtype = _dtypes(can, numbers)
-    model = _model(can, numbers)
+    models = [model for model in published_models() if model.is_mla == can.mla]
+    fitting = [model for model in models if _declares(can, model)]
+    model = numbers.choice(fitting or models)
     heads = _heads(model, can, numbers, size)
-    kind = _attention_type(can, numbers)
+    others = sorted(can.attention_types - {AttentionType.DECODER})
+    kind = numbers.choice(others) if others and numbers.random() < 0.06 else AttentionType.DECODER
     specs: dict[AttentionSpec, str] = {}
     for _ in range(1 if kind is not AttentionType.DECODER else numbers.choice((1, 1, 2, size.max_layers))):
         plain = {**heads, "dtype": dtype, "cache_dtype": cache_dtype}
@@ -96,13 +99,6 @@ def _smaller(plain: dict[str, Any], can: Capabilities) -> dict[str, Any] | None:
     floats = [dtype for dtype in (torch.bfloat16, torch.float16, torch.float32) if dtype in can.dtypes]
     changed = {**plain, **common, "dtype": floats[0], "cache_dtype": floats[0]}
     return changed if changed != plain else None
-
-
-def _model(can: Capabilities, numbers: Random) -> PublishedModel:
-    """One whose layers the backend is for, and whose dims it declares."""
-    models = [model for model in published_models() if model.is_mla == can.mla]
-    fitting = [model for model in models if _declares(can, model)]
-    return numbers.choice(fitting or models)
 
 
 def _declares(can: Capabilities, model: PublishedModel) -> bool:
@@ -162,11 +158,6 @@ def _dtypes(can: Capabilities, numbers: Random) -> tuple[torch.dtype, torch.dtyp
 def _page_size(can: Capabilities, numbers: Random) -> int:
     multiple = can.page_size_multiple
     return numbers.choice(sorted(can.page_sizes or {max(1, size // multiple) * multiple for size in _PAGE_SIZES}))
-
-
-def _attention_type(can: Capabilities, numbers: Random) -> AttentionType:
-    others = sorted(can.attention_types - {AttentionType.DECODER})
-    return numbers.choice(others) if others and numbers.random() < 0.06 else AttentionType.DECODER
 
 
 def _features(can: Capabilities, numbers: Random, kind: AttentionType) -> list[str]:

@@ -15,8 +15,8 @@ import torch
 
 from attn_backends.registry.table import installed_version
 from attn_backends.testing.verify.campaign import Tally
+from attn_backends.testing.verify.covering import Planned
 from attn_backends.testing.verify.pairs import counted
-from attn_backends.testing.verify.planned import Planned
 from attn_backends.testing.verify.sizes import default_size
 from attn_backends.testing.verify.worker import Asked
 
@@ -24,6 +24,9 @@ from attn_backends.testing.verify.worker import Asked
 def as_report(asked: Asked, tally: Tally, planned: Planned, seconds: float, package: str | None) -> dict[str, Any]:
     """The JSON that `--json` writes."""
     findings = [{**each, "command": repeat_command(asked, each["seed"])} for each in tally.findings]
+    found: dict[str, dict[str, int]] = {}
+    for name, value in tally.pairs.values:
+        found.setdefault(name, {})[value] = tally.values[name, value]
     return {
         "command": shlex.join([*_environment(), "attn-backends", *map(_without_folder, sys.argv[1:])]),
         "backend": asked.name,
@@ -42,7 +45,7 @@ def as_report(asked: Asked, tally: Tally, planned: Planned, seconds: float, pack
         "cases": dict(sorted(tally.cases.items())),
         "steps": dict(sorted(tally.steps.items())),
         "refused": dict(sorted(tally.refused.items())),
-        "values": _values(tally),
+        "values": found,
         **counted(tally.pairs, planned.refused),
         "worst": {
             name: {"of_tolerance": round(error, 4), "seed": tally.worst_seeds[name]}
@@ -50,14 +53,6 @@ def as_report(asked: Asked, tally: Tally, planned: Planned, seconds: float, pack
         },
         "findings": findings,
     }
-
-
-def _values(tally: Tally) -> dict[str, dict[str, int]]:
-    """Cases that ran, by factor and declared value, in the order in which masks of `pairs` number them."""
-    found: dict[str, dict[str, int]] = {}
-    for name, value in tally.pairs.values:
-        found.setdefault(name, {})[value] = tally.values[name, value]
-    return found
 
 
 def _without_folder(word: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -11,16 +13,15 @@ from typing import Any
 import torch
 
 from attn_backends.cache.kv_cache import KVCache
-from attn_backends.interface import AttentionBackend, AttentionStep
+from attn_backends.interface import AttentionBackend
 from attn_backends.interface.capabilities import Unsupported
 from attn_backends.machine import pretend_multiprocessors
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.graphs.harness import CapturedStep, batch_of_table, graph_batch, make_recorder, step_table
-from attn_backends.testing.harness import Expected, Layer, Result, assert_pool, make_layers, padded
+from attn_backends.testing.harness import Expected, Result, assert_pool, lse_off_by, make_layers, output_error, padded
 from attn_backends.testing.verify.cases import Case, Episode
 from attn_backends.testing.verify.data import LayerData
 from attn_backends.testing.verify.factors import factors
-from attn_backends.testing.verify.outcome import Outcome, compare
 from attn_backends.testing.verify.values import values_of
 
 Backend = type[AttentionBackend]
@@ -77,7 +78,10 @@ class _Run:
         for number, episode in enumerate(self.case.episodes):
             wholes = [data.batch(number) for data in self.data]
             expected = [whole.expected() if whole.spec.causal else None for whole in wholes]
-            self._reset_pools()
+            pools = self.captured.caches if self.captured else self.pools
+            for pool, data in zip(pools, self.data, strict=True):
+                for tensor, now in zip(pool, data.template, strict=True):
+                    tensor.copy_(now)
             for step in range(len(episode.steps)):
                 batches = [_step_of(whole, episode, step) for whole in wholes]
                 answers = [  # where queries see keys ahead of them, a later step's are not there yet
@@ -85,15 +89,14 @@ class _Run:
                     for batch, each in zip(batches, expected, strict=True)
                 ]
                 what = f"episode {number} ({episode.kind}), step {step}"
-                results = self._graph_step(batches, step) if self.in_graph else self._eager_step(batches, episode)
+                if self.in_graph:
+                    self.captured = self.captured or self._capture(batches)
+                    self.captured.fill(batches, keep_pools=step > 0)
+                    results = self.captured.replay()
+                else:
+                    results = self._eager_step(batches, episode)
                 self.outcome.kinds[episode.kind] += 1
                 self._compare(results, batches, answers, what)
-
-    def _reset_pools(self) -> None:
-        pools = self.captured.caches if self.captured else self.pools
-        for pool, data in zip(pools, self.data, strict=True):
-            for tensor, now in zip(pool, data.template, strict=True):
-                tensor.copy_(now)
 
     def _compare(self, results: list[Result], batches: list[Batch], answers: list[Expected], what: str) -> None:
         for i, (result, batch, expected) in enumerate(zip(results, batches, answers, strict=True)):
@@ -115,7 +118,12 @@ class _Run:
         results = []
         with self.guards.watching():
             for (layer, batch, step, pool), given in zip(calls, inputs, strict=True):
-                results.append(self._forward(layer, batch, step, pool, given))
+                query, key, value = given
+                assert query is not None
+                lse = torch.empty(query.shape[:2], device=self.device) if self.case.want_lse else None
+                cache = pool if batch.pool is not None else None
+                output = layer.impl.forward(query, key, value, cache, step, lse=lse)
+                results.append(Result(output, lse, cache))
         self.guards.check("after a step")
         return results
 
@@ -127,22 +135,6 @@ class _Run:
         whole = self.guards.place(torch.cat([tensor.flatten(1) for tensor in tensors], dim=1), read_only=True)
         parts = whole.split([tensor[0].numel() for tensor in tensors], dim=1)
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-    def _forward(
-        self, layer: Layer, batch: Batch, step: AttentionStep[Any], pool: KVCache, given: list[torch.Tensor | None]
-    ) -> Result:
-        query, key, value = given
-        assert query is not None
-        lse = torch.empty(query.shape[:2], device=self.device) if self.case.want_lse else None
-        cache = pool if batch.pool is not None else None
-        output = layer.impl.forward(query, key, value, cache, step, lse=lse)
-        return Result(output, lse, cache)
-
-    def _graph_step(self, batches: list[Batch], step: int) -> list[Result]:
-        if self.captured is None:
-            self.captured = self._capture(batches)
-        self.captured.fill(batches, keep_pools=step > 0)
-        return self.captured.replay()
 
     def _capture(self, batches: list[Batch]) -> CapturedStep:
         case, state = self.case, self.layers[0].state
@@ -178,3 +170,54 @@ def _answers_of(expected: Expected, episode: Episode, step: int) -> Expected:
 def _parts(rows: torch.Tensor, totals: list[int], done: list[int], new: tuple[int, ...]) -> Iterator[torch.Tensor]:
     for (start, _), first, count in zip(pairwise(accumulate(totals, initial=0)), done, new, strict=True):
         yield rows[start + first : start + first + count]
+
+
+class Mismatch(AssertionError):
+    """A result that is not as it should be."""
+
+
+@dataclass
+class Outcome:
+    """One case: what was compared, how near it was, and what was found."""
+
+    seed: int
+    kind: str
+    kinds: Counter[str] = field(default_factory=Counter)  # steps, by kind
+    refused: Counter[str] = field(default_factory=Counter)
+    worst: dict[str, float] = field(default_factory=dict)  # largest error relative to its tolerance, by what it is of
+    finding: str | None = None
+    values: list[dict[str, Any]] = field(default_factory=list)  # declared ones, together; of a case that passed whole
+    seconds: float = 0.0
+
+    def note(self, name: str, error: float, allowed: float, what: str) -> None:
+        """Keep an error if it is the worst.
+
+        Raises:
+            Mismatch: it is above what is allowed.
+        """
+        if not error <= allowed:
+            raise Mismatch(f"{what}: the {name} is off by {error:.2e}; allowed {allowed:.0e}")
+        self.worst[name] = max(self.worst.get(name, 0.0), error / allowed)
+
+
+def compare(outcome: Outcome, result: Result, batch: Batch, expected: Expected, what: str) -> None:
+    """A step's output and LSE against the reference, and zeros and -inf in padded rows.
+
+    Raises:
+        Mismatch: they differ; says in what.
+    """
+    out, lse = expected
+    live = len(out)
+    if result.output.dtype != batch.spec.dtype or len(result.output) < live:
+        raise Mismatch(f"{what}: the output is {list(result.output.shape)} {result.output.dtype}")
+    dtype = str(batch.spec.dtype).removeprefix("torch.")
+    cached = str(batch.spec.cache_dtype).removeprefix("torch.")
+    allowed = batch.tolerance
+    outcome.note(f"{dtype} output over {cached}", output_error(result.output[:live], out), allowed, what)
+    if not bool((result.output[live:] == 0).all()):
+        raise Mismatch(f"{what}: padded rows of the output are not zero")
+    if result.lse is not None:
+        error, allowed = lse_off_by(result.lse[:live], lse, batch)
+        outcome.note(f"{dtype} lse over {cached}", error, allowed, what)
+        if not bool((result.lse[live:] == -torch.inf).all()):
+            raise Mismatch(f"{what}: the lse of padded rows is not -inf")

@@ -17,19 +17,19 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from pydantic import TypeAdapter
 
 from attn_backends.interface import AttentionBackend
 from attn_backends.registry.table import get_backend
 from attn_backends.testing.verify.cases import Case, draw_case
 from attn_backends.testing.verify.declared import Row, draw_declared
 from attn_backends.testing.verify.factors import EAGER
-from attn_backends.testing.verify.outcome import Outcome
-from attn_backends.testing.verify.run import run_case
+from attn_backends.testing.verify.run import Outcome, run_case
 from attn_backends.testing.verify.sizes import SIZES
 
 SHORT_CONTEXT = 512
@@ -49,14 +49,6 @@ class Asked:
     imports: tuple[str, ...]  # modules that register backends
     declared: bool = False  # cases of a covering array, and not random ones
     where: tuple[str, ...] = ()  # of an array: the values that factors may have, as `name=value,value`
-
-    @staticmethod
-    def from_json(text: str) -> Asked:
-        given = json.loads(text)
-        return Asked(**{**given, **{name: tuple(given[name]) for name in ("imports", "where")}})
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 def prepare(asked: Asked) -> type[AttentionBackend]:
@@ -111,19 +103,16 @@ def _run_seed(asked: Asked, backend: type[AttentionBackend], seed: int, row: Row
                 break
         return outcome
     except Exception as error:
-        return Outcome(seed, kind, finding=_described(error))
+        # The error, and the lines of ours that lead to it.
+        frames = [f"{Path(f.filename).name}:{f.lineno} ({f.name})" for f in traceback.extract_tb(error.__traceback__)]
+        what = f"{type(error).__name__}: {str(error)[:2000]}\n  in {' > '.join(frames[-4:])}"
+        return Outcome(seed, kind, finding=what)
 
 
 def _give_back(device: str) -> None:
     """Memory that torch keeps for later is others' until the next case."""
     if device.startswith("cuda") and is_usable(device):
         torch.cuda.empty_cache()
-
-
-def _described(error: BaseException) -> str:
-    """The error and the lines of ours that lead to it."""
-    frames = [f"{Path(f.filename).name}:{f.lineno} ({f.name})" for f in traceback.extract_tb(error.__traceback__)]
-    return f"{type(error).__name__}: {str(error)[:2000]}\n  in {' > '.join(frames[-4:])}"
 
 
 def is_usable(device: str) -> bool:
@@ -151,7 +140,7 @@ def answer_lines(run: Callable[[Any], Outcome], device: str, lines: IO[str], ans
     for line in lines:
         outcome = run(json.loads(line))
         usable = is_usable(device)
-        answer(outcome.as_dict())
+        answer(vars(outcome))
         if not usable:
             os._exit(EXIT_DEAD_DEVICE)  # destructors would talk to the dead context
 
@@ -165,7 +154,7 @@ def take_standard_output() -> IO[str]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    answers, asked = take_standard_output(), Asked.from_json(sys.argv[1])
+    answers, asked = take_standard_output(), TypeAdapter(Asked).validate_json(sys.argv[1])
     backend = prepare(asked)
     answer_lines(lambda case: run_seed(asked, backend, *case), asked.device, sys.stdin, answers)
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends.adapters.req_to_token import workspace
+from attn_backends.adapters.req_to_token import plans
 from attn_backends.adapters.req_to_token.batch import ForwardMode
-from attn_backends.adapters.req_to_token.flashinfer import FlashInferAttnBackend
-from attn_backends.adapters.req_to_token.layers import Layer
-from attn_backends.adapters.req_to_token.wrappers import (
+from attn_backends.adapters.req_to_token.flashinfer import (
     DecodeMetadata,
+    FlashInferAttnBackend,
     PrefillMetadata,
     WrapperDispatch,
     should_use_tensor_core,
 )
+from attn_backends.adapters.req_to_token.layers import Layer
 from attn_backends.interface.capabilities import Unsupported
 from attn_backends.testing.graphs.harness import make_recorder
 from tests.emulated import flashinfer
@@ -171,7 +171,7 @@ def test_workspaces() -> None:
     """One for all of a device, but for those who ask for their own; a larger one takes the place of a smaller."""
     one, two, alone = filled(7), filled(7), filled(7, init_new_workspace=True)
     spaces = [each.adapter.attention.plans.plans.state.float_workspace for each in (one, two, alone)]
-    assert spaces[0] is spaces[1] is workspace._SHARED[torch.device("cpu")]
+    assert spaces[0] is spaces[1] is plans._SHARED[torch.device("cpu")]
     assert spaces[2].data_ptr() != spaces[0].data_ptr()
     for step in range(2):
         for each in (one, two, alone):

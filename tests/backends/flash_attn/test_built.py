@@ -25,7 +25,7 @@ from attn_backends.backends.flash_attn.built import (
 from attn_backends.backends.flash_attn.fa2 import FlashAttn2, VllmFa2
 from attn_backends.backends.flash_attn.fa3 import FlashAttnInterface, VllmFa3
 from attn_backends.backends.flash_attn.provider import Provider
-from attn_backends.backends.flash_attn.providers import PROVIDERS
+from attn_backends.backends.flash_attn.state import PROVIDERS
 from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.conformance import BackendConformance
 from attn_backends.testing.kit.base import KitBase

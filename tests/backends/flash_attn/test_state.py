@@ -19,8 +19,7 @@ from attn_backends.backends.flash_attn.fa3 import FlashAttnInterface, VllmFa3
 from attn_backends.backends.flash_attn.fa4 import FlashAttn4, is_known
 from attn_backends.backends.flash_attn.options import FlashAttnOptions
 from attn_backends.backends.flash_attn.provider import choose
-from attn_backends.backends.flash_attn.providers import PROVIDERS
-from attn_backends.backends.flash_attn.state import FlashAttnState, FlashAttnStep
+from attn_backends.backends.flash_attn.state import PROVIDERS, FlashAttnState, FlashAttnStep
 from attn_backends.interface import AttentionStep
 from attn_backends.kernels.merge_state import add_sinks
 from attn_backends.registry import register_backend, validate_options

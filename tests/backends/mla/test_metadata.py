@@ -121,9 +121,9 @@ class PlansByName(TorchMLAState):
 
 
 class ChecksPlans(TorchMLAImpl):
-    def _prefill(self, query: Any, key: Any, value: Any, rows: RaggedRows, output: Any, lse: Any, plan: Any) -> None:
+    def _prefill(self, given: Any, rows: RaggedRows, plan: Any) -> None:
         assert plan == ("plan", rows.key_starts_cpu.tolist())
-        super()._prefill(query, key, value, rows, output, lse, plan)
+        super()._prefill(given, rows, None)
 
 
 def test_every_part_of_a_prefill_gets_its_own_plan() -> None:

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from attn_backends import LLM, EngineConfig
 from attn_backends.cli.app import app
-from attn_backends.engine.calibration import HEADROOM, TEXT
 from attn_backends.engine.models.checkpoint import ModelError
+from attn_backends.engine.runner import HEADROOM, TEXT
 from attn_backends.testing.graphs.simulator import GraphSimulator
 from attn_backends.validation import ConfigError
 from tests.engine.models import test_kv_scales as given_scales

@@ -8,14 +8,12 @@ import torch
 
 from attn_backends import KVCacheSpec, Limits, SamplingParams, get_backend
 from attn_backends.engine.models.checkpoint import ModelError
-from attn_backends.engine.models.hf import ATTENTION_NAME
-from attn_backends.engine.models.hf_config import check_config
+from attn_backends.engine.models.hf import ATTENTION_NAME, check_config
 from attn_backends.engine.models.latent_layer import use_latent_attention
+from attn_backends.engine.models.load import probe_layers
 from attn_backends.engine.models.loaded_model import LoadedModel
-from attn_backends.engine.models.probe import probe_layers
-from attn_backends.engine.request import Request
+from attn_backends.engine.request import Request, ScheduledBatch
 from attn_backends.engine.runner import ModelRunner
-from attn_backends.engine.scheduled_batch import ScheduledBatch
 from tests.helpers.tiny_models import FAMILIES, LATENT_FAMILIES, tiny_model
 
 PAGE_SIZE = 4

@@ -13,8 +13,8 @@ import pytest
 
 from attn_backends import EngineConfig
 from attn_backends.engine.models.checkpoint import ModelError
+from attn_backends.engine.models.hf import LIMITS, why_not_sizes
 from attn_backends.engine.models.load import layer_specs, load_model
-from attn_backends.engine.models.sizes import LIMITS, why_not_sizes
 from attn_backends.engine.resolve import resolve_device
 from attn_backends.testing.cases.models import published_models
 

@@ -14,10 +14,8 @@ from attn_backends import AttentionSpec, KVCacheSpec, MLASpec, get_backend, regi
 from attn_backends.backends.torch.impl import TorchImpl
 from attn_backends.registry import Load, backends, explain
 from attn_backends.testing.bench.chart import draw_times
-from attn_backends.testing.bench.clocks import make_clock
-from attn_backends.testing.bench.layers import read_layers
-from attn_backends.testing.bench.loads import LoadCase, bytes_per_key, cases
-from attn_backends.testing.bench.measure import FEWEST_ROUNDS, MOST_ROUNDS, Bench, Contender, Measurement
+from attn_backends.testing.bench.loads import LoadCase, bytes_per_key, cases, read_layers
+from attn_backends.testing.bench.measure import FEWEST_ROUNDS, MOST_ROUNDS, Bench, Contender, Measurement, make_clock
 from attn_backends.validation import ConfigError
 
 sys.path.append(str(Path(__file__).parents[3] / "examples" / "plugin"))

@@ -70,9 +70,9 @@ class ScaleOfValues(TorchMLAImpl):
 
 
 class NoSharedKey(TorchMLAImpl):
-    def _decode(self, query: torch.Tensor, *args: Any) -> None:
-        query[..., self.spec.kv_lora_rank :] = 0
-        super()._decode(query, *args)
+    def _decode(self, given: Any, step: Any) -> None:
+        given.query[..., self.spec.kv_lora_rank :] = 0
+        super()._decode(given, step)
 
 
 class KeyBeforeLatent(TorchMLAImpl):
@@ -90,30 +90,30 @@ class KeyBeforeLatent(TorchMLAImpl):
 
 
 class LseOfBase2(TorchMLAImpl):
-    def _decode(self, query: Any, cache: Any, step: Any, output: Any, lse: torch.Tensor | None) -> None:
-        super()._decode(query, cache, step, output, lse)
-        if lse is not None:
-            lse /= math.log(2)
+    def _decode(self, given: Any, step: Any) -> None:
+        super()._decode(given, step)
+        if given.lse is not None:
+            given.lse.div_(math.log(2))
 
 
 class MergesPlainly(TorchMLAImpl):
     """Every part weighs the same."""
 
-    def _prefill(self, q: Any, k: Any, v: Any, rows: Any, output: Any, lse: torch.Tensor | None, plan: Any) -> None:
-        super()._prefill(q, k, v, rows, output, lse, plan)
-        if lse is not None:
-            lse.zero_()
+    def _prefill(self, given: Any, rows: Any, plan: Any) -> None:
+        super()._prefill(given, rows, plan)
+        if given.lse is not None:
+            given.lse.zero_()
 
 
 class CausalContext(TorchMLAImpl):
-    def _prefill(self, q: Any, k: Any, v: Any, rows: Any, *args: Any) -> None:
+    def _prefill(self, given: Any, rows: Any, plan: Any) -> None:
         square = bool((rows.query_starts_cpu == rows.key_starts_cpu).all())
-        super()._prefill(q, k, v, replace(rows, causal=rows.causal or square), *args)
+        super()._prefill(given, replace(rows, causal=rows.causal or square), plan)
 
 
 class NeverCausal(TorchMLAImpl):
-    def _prefill(self, q: Any, k: Any, v: Any, rows: Any, *args: Any) -> None:
-        super()._prefill(q, k, v, replace(rows, causal=False), *args)
+    def _prefill(self, given: Any, rows: Any, plan: Any) -> None:
+        super()._prefill(given, replace(rows, causal=False), plan)
 
 
 class ForgetsTheScale(TorchMLAImpl):

@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from attn_backends.backends.torch.backend import TorchBackend
 from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport
@@ -20,14 +21,20 @@ from attn_backends.registry import get_backend
 from attn_backends.registry.table import BUILT_IN, get_class
 from attn_backends.spec import AttentionType
 from attn_backends.testing.verify.campaign import Tally
-from attn_backends.testing.verify.covering import CoveringArray, Served, missing_rows, most_first, served_by
+from attn_backends.testing.verify.covering import (
+    CoveringArray,
+    Served,
+    missing_rows,
+    most_first,
+    plan_declared,
+    row_of,
+    served_by,
+)
 from attn_backends.testing.verify.declared import OF_DECODERS, draw_declared, refusal
 from attn_backends.testing.verify.factors import FIELDS, NUM_DRAWN, factors
-from attn_backends.testing.verify.outcome import Outcome
 from attn_backends.testing.verify.pairs import Pairs
-from attn_backends.testing.verify.planned import plan_declared, row_of
 from attn_backends.testing.verify.report import repeat_command
-from attn_backends.testing.verify.run import run_case
+from attn_backends.testing.verify.run import Outcome, run_case
 from attn_backends.testing.verify.sizes import SIZES
 from attn_backends.testing.verify.values import values_of
 from attn_backends.testing.verify.worker import Asked, run_seed
@@ -192,7 +199,7 @@ def test_a_case_has_the_values_of_its_row(name: str, size: str, arrays: Any) -> 
 def test_arrays_and_cases_are_the_same_in_every_process() -> None:
     code = (
         "from hashlib import sha256\n"
-        "from attn_backends.testing.verify.planned import plan_declared\n"
+        "from attn_backends.testing.verify.covering import plan_declared\n"
         "from attn_backends.testing.verify.worker import Asked, cases_of, prepare\n"
         f"for name in {NAMES}:\n"
         "    asked = Asked(name, 'cpu', 'medium', None, (), declared=True)\n"
@@ -368,7 +375,7 @@ def test_what_adds_most_pairs_comes_first() -> None:
 
 def test_an_array_of_some_values_alone_and_its_rows_again() -> None:
     asked = Asked("TORCH", "cpu", "small", None, (), declared=True, where=("dtype=float32", "head_dim=64,128"))
-    assert Asked.from_json(asked.to_json()) == asked
+    assert TypeAdapter(Asked).validate_json(json.dumps(asdict(asked))) == asked  # as a worker is told it
     jobs = [job for block in plan_declared(asked, 3, None).blocks for job in block]
     assert {row["dtype"] for _, row in jobs} == {"float32"}
     assert {row["head_dim"] for _, row in jobs} == {64, 128}

@@ -21,14 +21,13 @@ from attn_backends.machine import num_multiprocessors, pretend_multiprocessors
 from attn_backends.registry import get_backend
 from attn_backends.spec import AttentionSpec, MLASpec
 from attn_backends.testing.cases.batches import as_bits, stored
+from attn_backends.testing.cases.features import undeclared
 from attn_backends.testing.cases.models import published_models
-from attn_backends.testing.cases.plain import undeclared
 from attn_backends.testing.verify import worker
 from attn_backends.testing.verify.campaign import Jobs
 from attn_backends.testing.verify.cases import Case, draw_case
 from attn_backends.testing.verify.data import as_read, cache_of, page_lists
-from attn_backends.testing.verify.outcome import Outcome
-from attn_backends.testing.verify.run import run_case
+from attn_backends.testing.verify.run import Outcome, run_case
 from attn_backends.testing.verify.sizes import SIZES, fits
 from attn_backends.testing.verify.worker import Asked, run_seed
 from benchmarks.correctness.merge_verify import merge

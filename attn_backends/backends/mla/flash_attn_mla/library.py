@@ -77,6 +77,24 @@ class Kernels(ABC):
         """Expanded keys and values of ragged rows. Returns the LSE as `decode`."""
 
 
+@dataclass(frozen=True)
+class PrefillCall:
+    """Ragged rows of a step, and the functions that attend them."""
+
+    kernels: Kernels
+    scale: float
+    rows: RaggedRows
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """Attend for a layer; tensors and results as those of `ExpandedTensors`."""
+        kernel_lse = self.kernels.prefill(query, key, value, self.scale, output, self.rows)
+        if lse is not None:
+            lse.copy_(kernel_lse.t())
+
+
 class VllmKernels(Kernels):
     """vLLM's build, which writes where it is told."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from attn_backends.backends.mla.flash_attn_mla.library import DecodeCall, Kernels, load
+from attn_backends.backends.mla.flash_attn_mla.library import DecodeCall, Kernels, PrefillCall, load
 from attn_backends.backends.mla.flash_attn_mla.options import FlashAttnMLAOptions
 from attn_backends.backends.mla.metadata import DecodeRows, RaggedRows
 from attn_backends.backends.mla.state import MLAState
@@ -48,8 +48,8 @@ class FlashAttnMLAState(MLAState):
     def make_prefill(self, spec: MLASpec) -> VarlenPrefill | None:
         return None if prefills(spec) else super().make_prefill(spec)
 
-    def plan_prefill(self, spec: MLASpec, rows: RaggedRows) -> Kernels | Any:
-        return self.kernels if prefills(spec) else super().plan_prefill(spec, rows)
+    def plan_prefill(self, spec: MLASpec, rows: RaggedRows) -> PrefillCall | Any:
+        return PrefillCall(self.kernels, spec.scale, rows) if prefills(spec) else super().plan_prefill(spec, rows)
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: DecodeCall | None) -> DecodeCall:
         """The library's schedule, made on the device."""

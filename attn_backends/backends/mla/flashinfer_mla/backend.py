@@ -3,19 +3,19 @@ family's own."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from attn_backends.backends.mla.backend import MLABackend, reject_other_cache_dtype
+from attn_backends.backends.mla.backend import OF_512_AND_64, MLABackend, reject_other_cache_dtype
 from attn_backends.backends.mla.flashinfer_mla.impl import FlashInferMLAImpl
 from attn_backends.backends.mla.flashinfer_mla.metadata import FlashInferMLAMetadataBuilder
 from attn_backends.backends.mla.flashinfer_mla.options import FlashInferMLAOptions
 from attn_backends.backends.mla.flashinfer_mla.state import FlashInferMLAState
-from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport, Rejection
+from attn_backends.interface.capabilities import Capabilities, Rejection
 from attn_backends.kernels.flashinfer_package import LOWEST_LOGIT
 from attn_backends.machine import is_hopper
 from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec
-
-_HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 class FlashInferMLABackend(MLABackend):
@@ -28,25 +28,13 @@ class FlashInferMLABackend(MLABackend):
 
     @staticmethod
     def capabilities() -> Capabilities:
-        return Capabilities(
-            devices=frozenset({"cuda"}),
-            dtypes=_HALF,
-            cache_dtypes=_HALF,
-            unequal_head_dims=True,
-            lse=True,
-            cuda_graph=CudaGraphSupport.UNIFORM_BATCH,
-            lowest_logit=LOWEST_LOGIT,
-            min_compute_capability=(8, 0),
-            mla=True,
-            kv_lora_ranks=frozenset({512}),
-            qk_rope_head_dims=frozenset({64}),
-        )
+        return replace(OF_512_AND_64, lowest_logit=LOWEST_LOGIT, min_compute_capability=(8, 0))
 
     @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
         """The dtype of the cache too."""
         found = super().reject(spec, cache, device)
-        return found + (reject_other_cache_dtype(spec, _HALF) if isinstance(spec, MLASpec) else [])
+        return found + (reject_other_cache_dtype(spec) if isinstance(spec, MLASpec) else [])
 
     @classmethod
     def reject_set_up(

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import math
 
-import torch
-
-from attn_backends.backends.mla.impl import MLAImpl
+from attn_backends.backends.mla.impl import LatentTensors, MLAImpl
 from attn_backends.backends.mla.state import MLAStep
 
 
 class FlashInferMLAImpl(MLAImpl):
     zeroes_idle_rows = True
 
-    def _decode(
-        self,
-        query: torch.Tensor,
-        latent_cache: torch.Tensor,
-        step: MLAStep,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
+    def _decode(self, given: LatentTensors, step: MLAStep) -> None:
+        query, latent_cache, output, lse = given
         flat_lse = None if lse is None else lse.flatten(0, 1)
         scale = self.spec.scale * self.k_scale
         step.plan.run(query.flatten(0, 1), latent_cache, scale, output.flatten(0, 1), flat_lse)

@@ -122,7 +122,15 @@ class MLAPlan:
         if self._is_planned:
             self._plan_lengths(planned, pinned, pages)
         else:
-            self._plan_all(planned, pinned, pages)
+            spec, wrapper = self.spec, self.wrapper
+            wrapper._pin_memory_int_workspace_buffer = pinned
+            rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
+            with missing_kernels(f"MLA of {rank} + {rope}, {spec.dtype} over {spec.cache_dtype}"):
+                wrapper.plan(
+                    planned.query_starts, planned.page_starts, pages, planned.kv_lens, spec.num_qo_heads, rank, rope,
+                    self.page_size, planned.causal, spec.scale, spec.dtype, spec.cache_dtype,
+                )  # fmt: skip
+            self._is_planned = True
         self.ring.sent()
 
     def run(
@@ -145,17 +153,6 @@ class MLAPlan:
             query[..., :rank], query[..., rank:], latent_cache[..., :rank], latent_cache[..., rank:],
             out=output, lse=lse, return_lse=lse is not None,
         )  # fmt: skip
-
-    def _plan_all(self, planned: PlannedRows, pinned: torch.Tensor, pages: torch.Tensor) -> None:
-        spec, wrapper = self.spec, self.wrapper
-        wrapper._pin_memory_int_workspace_buffer = pinned
-        rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
-        with missing_kernels(f"MLA of {rank} + {rope}, {spec.dtype} over {spec.cache_dtype}"):
-            wrapper.plan(
-                planned.query_starts, planned.page_starts, pages, planned.kv_lens, spec.num_qo_heads, rank, rope,
-                self.page_size, planned.causal, spec.scale, spec.dtype, spec.cache_dtype,
-            )  # fmt: skip
-        self._is_planned = True
 
     def _plan_lengths(self, planned: PlannedRows, pinned: torch.Tensor, pages: torch.Tensor) -> None:
         spec, wrapper = self.spec, self.wrapper

@@ -19,7 +19,7 @@ from attn_backends.backends.mla.flashinfer_mla.plan import (
 from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadataBuilder
 from attn_backends.backends.mla.state import MLAState
 from attn_backends.batch.common import CommonAttentionMetadata
-from attn_backends.interface.warm_up import plan_all_kinds
+from attn_backends.interface.plans import plan_all_kinds
 from attn_backends.machine import Progress, is_hopper, num_multiprocessors, refuse_while_capturing
 from attn_backends.spec import MLASpec, PlanGroup
 from attn_backends.step.staging import HostRing
@@ -43,7 +43,16 @@ class FlashInferMLAState(MLAState):
             raise ValueError("kernels is fa3, which needs a Hopper GPU: set it to auto")
         num_sms = num_multiprocessors(self.device)
         for spec in self.specs.values():
-            self._check_works(spec, num_sms)
+            limits, heads = self.limits, spec.num_qo_heads
+            lens = range(1, MLAMetadataBuilder.decode_threshold + 1)
+            rows = [min(limits.max_num_requests, limits.max_num_tokens // n) for n in lens]
+            works = max(most_works(many, n, heads, num_sms) for many, n in zip(rows, lens, strict=True))
+            if works > MAX_WORKS:
+                raise ValueError(
+                    f"a step of max_num_requests {limits.max_num_requests} and max_num_tokens {limits.max_num_tokens} "
+                    f"over {heads} heads takes up to {works} tiles, and FlashInfer's MLA schedules hold {MAX_WORKS}: "
+                    "lower max_num_requests"
+                )
         self._check_slots()
         num_bytes = max(float_bytes(spec, num_sms) for spec in self.specs.values())
         self.float_workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -74,18 +83,6 @@ class FlashInferMLAState(MLAState):
     def _new_plan(self, spec: MLASpec, graph: DecodeRows | None) -> MLAPlan:
         workspaces = (self.float_workspace, self._ring)
         return MLAPlan(self.library, spec, self.cache.page_size, self._kernels, *workspaces, graph)
-
-    def _check_works(self, spec: MLASpec, num_sms: int) -> None:
-        limits, heads = self.limits, spec.num_qo_heads
-        lens = range(1, MLAMetadataBuilder.decode_threshold + 1)
-        rows = [min(limits.max_num_requests, limits.max_num_tokens // n) for n in lens]
-        works = max(most_works(many, n, heads, num_sms) for many, n in zip(rows, lens, strict=True))
-        if works > MAX_WORKS:
-            raise ValueError(
-                f"a step of max_num_requests {limits.max_num_requests} and max_num_tokens {limits.max_num_tokens} over "
-                f"{heads} heads takes up to {works} tiles, and FlashInfer's MLA schedules hold {MAX_WORKS}: lower "
-                "max_num_requests"
-            )
 
     def _check_slots(self) -> None:
         """Kernels number the slots of a whole page table, in 32 bits, and its pages in 31."""

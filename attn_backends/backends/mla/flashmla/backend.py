@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
-from attn_backends.backends.mla.backend import MLABackend, reject_other_cache_dtype
+from attn_backends.backends.mla.backend import HALF, OF_512_AND_64, MLABackend, reject_other_cache_dtype
 from attn_backends.backends.mla.flashmla.impl import FlashMLAImpl
 from attn_backends.backends.mla.flashmla.library import FP8
 from attn_backends.backends.mla.flashmla.metadata import FlashMLAMetadata, FlashMLAMetadataBuilder
 from attn_backends.backends.mla.flashmla.options import FlashMLAOptions
 from attn_backends.backends.mla.flashmla.state import FlashMLAState
-from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport, Rejection, reject_newer_gpu
+from attn_backends.interface.capabilities import Capabilities, Rejection, reject_newer_gpu
 from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec
 
-_HALF = frozenset({torch.float16, torch.bfloat16})
 # Queries times heads of a row take tiles of 64, and each a multiprocessor of the 78 and more that a Hopper GPU has:
 # so many fit with 8 verified tokens.
 MAX_HEADS = 512
@@ -32,20 +32,7 @@ class FlashMLABackend(MLABackend):
 
     @staticmethod
     def capabilities() -> Capabilities:
-        return Capabilities(
-            devices=frozenset({"cuda"}),
-            dtypes=_HALF,
-            cache_dtypes=_HALF | {FP8},
-            fp8_queries=True,
-            page_sizes=frozenset({64}),
-            unequal_head_dims=True,
-            lse=True,
-            cuda_graph=CudaGraphSupport.UNIFORM_BATCH,
-            min_compute_capability=(9, 0),
-            mla=True,
-            kv_lora_ranks=frozenset({512}),
-            qk_rope_head_dims=frozenset({64}),
-        )
+        return replace(OF_512_AND_64, cache_dtypes=HALF | {FP8}, fp8_queries=True, page_sizes=frozenset({64}))
 
     @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
@@ -56,7 +43,7 @@ class FlashMLABackend(MLABackend):
     def _reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
         found = super().reject(spec, cache, device)
         if isinstance(spec, MLASpec):
-            found += reject_other_cache_dtype(spec, _HALF)
+            found += reject_other_cache_dtype(spec)
             if spec.num_qo_heads > MAX_HEADS:
                 hint = "Choose a backend that takes so many heads, or split the heads over GPUs."
                 found.append(Rejection("num_qo_heads", str(spec.num_qo_heads), f"1 to {MAX_HEADS}", hint))

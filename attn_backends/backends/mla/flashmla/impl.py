@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attn_backends.backends.mla.flashmla.library import FP8, Kernels
-from attn_backends.backends.mla.impl import MLAImpl
+from attn_backends.backends.mla.impl import LatentTensors, MLAImpl
 from attn_backends.backends.mla.state import MLAStep
 from attn_backends.cache.kv_cache import quantise
 
@@ -23,14 +23,8 @@ class FlashMLAImpl(MLAImpl):
         query_scale, latent_scale = torch.tensor([[1.0], [self.k_scale]], device=self.device)
         self._descales = query_scale, latent_scale
 
-    def _decode(
-        self,
-        query: torch.Tensor,
-        latent_cache: torch.Tensor,
-        step: MLAStep,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
+    def _decode(self, given: LatentTensors, step: MLAStep) -> None:
+        query, latent_cache, output, lse = given
         rows, schedule = step.metadata.decode, step.plan
         assert rows is not None  # there is something to decode
         kernels: Kernels = schedule.kernels

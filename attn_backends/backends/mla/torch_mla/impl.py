@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-
 from attn_backends.backends.mla.attend import attend
-from attn_backends.backends.mla.impl import MLAImpl
+from attn_backends.backends.mla.impl import LatentTensors, MLAImpl
 from attn_backends.backends.mla.state import MLAStep
 
 
 class TorchMLAImpl(MLAImpl):
-    def _decode(
-        self,
-        query: torch.Tensor,
-        latent_cache: torch.Tensor,
-        step: MLAStep,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
+    def _decode(self, given: LatentTensors, step: MLAStep) -> None:
         """Query heads stand where queries of one head would: all of a token's read the same rows."""
+        query, latent_cache, output, lse = given
         for part in step.plan:
             queries = query[part.rows]  # [rows, query_len, num_qo_heads, latent_dim]
             latents = self._gather(latent_cache, part.slots, None).view(len(queries), 1, -1, query.shape[-1])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from attn_backends.backends.mla.impl import MLAImpl
+from attn_backends.backends.mla.impl import LatentTensors, MLAImpl
 from attn_backends.backends.mla.state import MLAStep
 from attn_backends.backends.mla.triton_mla.launch import launch_decode
 
@@ -12,14 +10,8 @@ from attn_backends.backends.mla.triton_mla.launch import launch_decode
 class TritonMLAImpl(MLAImpl):
     zeroes_idle_rows = True
 
-    def _decode(
-        self,
-        query: torch.Tensor,
-        latent_cache: torch.Tensor,
-        step: MLAStep,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
+    def _decode(self, given: LatentTensors, step: MLAStep) -> None:
+        query, latent_cache, output, lse = given
         split, rows = step.plan, step.metadata.decode
         assert rows is not None  # as there are rows to decode
         launch_decode(self.spec, self.k_scale, query, latent_cache, output, lse, rows.page_table, split,

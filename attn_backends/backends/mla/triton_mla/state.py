@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -11,14 +12,15 @@ from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadataBuilder
 from attn_backends.backends.mla.state import MLAState
 from attn_backends.backends.mla.triton_mla.launch import Split, Workspace, launch_decode, suits_hopper_kernel
 from attn_backends.backends.mla.triton_mla.tuning import SplitPlan, decode_tile, decode_tiles
-from attn_backends.backends.mla.triton_mla.variants import list_decodes, table_of
 from attn_backends.kernels.examples import empty
-from attn_backends.kernels.launch import machine_of, num_multiprocessors, shared_memory
+from attn_backends.kernels.launch import machine_of, num_multiprocessors, power_of_two, shared_memory
 from attn_backends.kernels.split_kv import FAR, SplitSizes, WorkList
 from attn_backends.kernels.variants import Variant, listing
-from attn_backends.spec import MLASpec
+from attn_backends.spec import KVCacheSpec, Limits, MLASpec
 
 _PLANS = 1024  # that are kept
+_WIDTH = 2  # pages of a row: no kernel is compiled for it
+MakePlan = Callable[[MLASpec, int, int], SplitPlan]  # of a layer, for so many rows of so many query tokens
 
 
 class TritonMLAState(MLAState):
@@ -33,21 +35,30 @@ class TritonMLAState(MLAState):
         self._num_sms = num_multiprocessors(self.device)
         self._shared_memory = shared_memory(self.device)
         self._plan = lru_cache(maxsize=_PLANS)(self._make_plan)  # eager steps repeat their shapes
-        self.split_workspace = self._make_workspace()
+        # Room for every launch within the limits: the need peaks between the ends of rows' numbers and query lengths.
+        most_rows = self.limits.max_num_requests
+        longest = min(MLAMetadataBuilder.decode_threshold, self.limits.max_num_tokens)
+        needs = [
+            SplitPlan(tile, most_rows, query_len * spec.num_qo_heads, self._num_sms).need(spec)
+            for spec in self.specs.values()
+            for query_len in range(1, longest + 1)
+            for tile in decode_tiles(*self._asked(spec, most_rows, query_len))
+        ]
+        sizes = (max(sizes) for sizes in zip(*needs, strict=True))
+        self.split_workspace = Workspace(
+            *(torch.empty(size, dtype=torch.float32, device=self.device) for size in sizes)
+        )
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Split | None) -> Split:
         if held is None:
-            held = self._split(spec, rows)
+            plan = self._plan(spec, rows.num_rows, rows.query_len)
+            self.split_workspace.check(plan, spec)
+            ints = {"dtype": torch.int32, "device": self.device}
+            starts = torch.arange(rows.num_rows + 1, **ints) * rows.query_len  # type: ignore[call-overload]
+            work_items = torch.empty(plan.num_work_items, 8, **ints)  # type: ignore[call-overload]
+            held = Split(plan, starts, _work_list(plan, work_items), self.split_workspace)
         held.work_list.fill(rows.seq_lens, held.query_starts)
         return held
-
-    def _split(self, spec: MLASpec, rows: DecodeRows) -> Split:
-        plan = self._plan(spec, rows.num_rows, rows.query_len)
-        self.split_workspace.check(plan, spec)
-        ints = {"dtype": torch.int32, "device": self.device}
-        starts = torch.arange(rows.num_rows + 1, **ints) * rows.query_len  # type: ignore[call-overload]
-        work_items = torch.empty(plan.num_work_items, 8, **ints)  # type: ignore[call-overload]
-        return Split(plan, starts, _work_list(plan, work_items), self.split_workspace)
 
     def variants(self) -> list[Variant]:
         """The compiled forms of kernels of ours that steps within the limits ask for."""
@@ -74,20 +85,6 @@ class TritonMLAState(MLAState):
         asked = self._asked(spec, num_rows, query_len)
         return SplitPlan(decode_tile(*asked), num_rows, query_len * spec.num_qo_heads, self._num_sms)
 
-    def _make_workspace(self) -> Workspace:
-        """Enough for every launch within the limits: over all numbers of rows and all query lengths, as the need peaks
-        between the ends of both."""
-        most_rows = self.limits.max_num_requests
-        longest = min(MLAMetadataBuilder.decode_threshold, self.limits.max_num_tokens)
-        needs = [
-            SplitPlan(tile, most_rows, query_len * spec.num_qo_heads, self._num_sms).need(spec)
-            for spec in self.specs.values()
-            for query_len in range(1, longest + 1)
-            for tile in decode_tiles(*self._asked(spec, most_rows, query_len))
-        ]
-        sizes = (max(sizes) for sizes in zip(*needs, strict=True))
-        return Workspace(*(torch.empty(size, dtype=torch.float32, device=self.device) for size in sizes))
-
     def _asked(self, spec: MLASpec, num_rows: int, query_len: int) -> tuple[Any, ...]:
         """What decides a tile."""
         hopper = suits_hopper_kernel(spec, self.cache, self.device)
@@ -101,3 +98,35 @@ def _work_list(plan: SplitPlan, work_items: torch.Tensor) -> WorkList:
     return WorkList(
         work_items, SplitSizes(plan.num_rows, plan.target, FAR.value, FAR.value, plan.tile.keys, min_blocks)
     )
+
+
+def list_decodes(
+    specs: Iterable[MLASpec], cache: KVCacheSpec, limits: Limits, make_plan: MakePlan,
+    launch: Callable[[MLASpec, SplitPlan, int, torch.Tensor, torch.Tensor, bool], None],
+) -> None:  # fmt: skip
+    """Launch each kind of decode once, in a listing.
+
+    Args:
+        launch: with a layer, a cut, query tokens of a row, absorbed queries [num_rows, query_len, num_qo_heads,
+            latent_dim], the latent cache, and whether an LSE is wanted.
+    """
+    for spec in specs:
+        latents = empty(2, cache.page_size, spec.latent_dim, dtype=spec.cache_dtype)
+        for query_len, plan in _plans(spec, limits, make_plan):
+            query = empty(plan.num_rows, query_len, spec.num_qo_heads, spec.latent_dim, dtype=spec.dtype)
+            for want_lse in (False, True):
+                launch(spec, plan, query_len, query, latents, want_lse)
+
+
+def _plans(spec: MLASpec, limits: Limits, make_plan: MakePlan) -> Iterator[tuple[int, SplitPlan]]:
+    """Query tokens of a row and cuts: of all that kernels are compiled alike for, one."""
+    found: dict[tuple[object, ...], tuple[int, SplitPlan]] = {}
+    for query_len in range(1, min(MLAMetadataBuilder.decode_threshold, limits.max_num_tokens) + 1):
+        for num_rows in range(1, limits.max_num_requests + 1):
+            plan = make_plan(spec, num_rows, query_len)
+            found.setdefault((query_len, plan.tile, plan.tile_rows, power_of_two(num_rows)), (query_len, plan))
+    yield from found.values()
+
+
+def table_of(num_rows: int) -> torch.Tensor:
+    return empty(num_rows, _WIDTH, dtype=torch.int32)

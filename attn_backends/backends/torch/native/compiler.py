@@ -39,7 +39,12 @@ def load(source: Path, defines: Mapping[str, int | str]) -> ctypes.CDLL:
     Raises:
         CompileError: no compiler, or one that fails.
     """
-    compiler = _compiler()
+    wish = shlex.split(os.environ.get("CC", ""))
+    found = next((name for name in (wish[:1] or ("cc", "gcc")) if shutil.which(name)), None)
+    if found is None:
+        wanted = f"$CC ({wish[0]})" if wish else "cc or gcc"
+        raise CompileError(f"there is no C compiler, {wanted}; install one (on Debian: apt install gcc)")
+    compiler = [found, *wish[1:]]
     flags = [*FLAGS, *(f"-D{name}={value}" for name, value in defines.items())]
     texts = [path.read_text(encoding="utf-8") for path in (source, *sorted(source.parent.glob("*.h")))]
     ingredients = [*texts, *compiler, *flags, _run([*compiler, "--version"]), _cpu(), torch.__file__]
@@ -54,15 +59,6 @@ def load(source: Path, defines: Mapping[str, int | str]) -> ctypes.CDLL:
         return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         raise CompileError(f"{path} cannot be loaded: {error}") from error
-
-
-def _compiler() -> list[str]:
-    wish = shlex.split(os.environ.get("CC", ""))
-    found = next((name for name in (wish[:1] or ("cc", "gcc")) if shutil.which(name)), None)
-    if found is None:
-        wanted = f"$CC ({wish[0]})" if wish else "cc or gcc"
-        raise CompileError(f"there is no C compiler, {wanted}; install one (on Debian: apt install gcc)")
-    return [found, *wish[1:]]
 
 
 def _compile(command: list[str], source: Path, path: Path) -> None:

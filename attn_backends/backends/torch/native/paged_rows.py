@@ -1,15 +1,23 @@
-"""What the kernels in C of this folder are called with: a step's tensors and constants, as one struct."""
+"""The kernels in C of this folder, and what they are called with: a step's tensors and constants, as one struct."""
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import struct
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import torch
 
+from attn_backends.backends.torch.native.compiler import CompileError, load
+from attn_backends.cache.kv_cache import KVCache
 from attn_backends.spec import AttentionSpec, AttentionType
+
+logger = logging.getLogger(__name__)
 
 LANES = 16  # head dims are multiples of it
 
@@ -48,24 +56,84 @@ class PagedRows:
         return replace(self, first_pages=self.first_pages[:num_rows], seq_lens=self.seq_lens[:num_rows])
 
 
-def serves(spec: AttentionSpec, device: torch.device) -> bool:
-    """Whether such layers are what the kernels are written for: cached self-attention, in one dtype of three."""
-    whole = not any(dim % LANES for dim in (spec.head_dim, spec.head_dim_vo))
-    alike = spec.dtype in DTYPES and spec.cache_dtype is spec.dtype
-    return device.type == "cpu" and spec.attention_type is AttentionType.DECODER and whole and alike
+class Compiled(NamedTuple):
+    """A kernel for a shape of layer."""
+
+    run: Callable[[Any], int]
+    operator: Any = None  # of torch, by which a compiler traces it
 
 
-def layer_constants(spec: AttentionSpec, sinks: torch.Tensor | None, k_scale: float, v_scale: float) -> tuple[Any, ...]:
-    """What a kernel is told of one layer, in the order of `call`.
+class PagedKernel(ABC):
+    """A kernel for layers of one shape, with one layer's constants: cached self-attention, in one dtype of three.
 
     Args:
         sinks: [num_qo_heads] float, as the spec says.
         k_scale, v_scale: a cached value times its scale is the real one.
     """
-    slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes)
-    tensors = (torch.empty(0) if each is None else each.float() for each in (sinks, slopes))
-    numbers = (spec.window_left, spec.chunk_size or 0, spec.scale, spec.logits_soft_cap or 0.0, k_scale, v_scale)
-    return *tensors, *numbers
+
+    def __init__(
+        self, compiled: Compiled, spec: AttentionSpec, sinks: torch.Tensor | None, k_scale: float, v_scale: float
+    ) -> None:
+        self.run, self.operator = compiled
+        self.causal = spec.causal
+        slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes)
+        tensors = (torch.empty(0) if each is None else each.float() for each in (sinks, slopes))
+        numbers = (spec.window_left, spec.chunk_size or 0, spec.scale, spec.logits_soft_cap or 0.0, k_scale, v_scale)
+        self.constants: tuple[Any, ...] = (*tensors, *numbers)  # in the order of `call`
+
+    @staticmethod
+    @abstractmethod
+    def compiled(spec: AttentionSpec) -> Compiled | None:
+        """The kernel for layers of such a shape, compiled at the first question; None where there is none."""
+
+    @classmethod
+    def serves(cls, spec: AttentionSpec, device: torch.device) -> bool:
+        """Whether there is a kernel for such a layer. Compiles it at the first question; logs why there is none."""
+        whole = not any(dim % LANES for dim in (spec.head_dim, spec.head_dim_vo))
+        alike = spec.dtype in DTYPES and spec.cache_dtype is spec.dtype
+        written_for = device.type == "cpu" and spec.attention_type is AttentionType.DECODER and whole and alike
+        return written_for and cls.compiled(spec) is not None
+
+    @classmethod
+    def of(
+        cls, spec: AttentionSpec, device: torch.device, sinks: torch.Tensor | None, k_scale: float, v_scale: float
+    ) -> Self | None:
+        compiled = cls.compiled(spec) if cls.serves(spec, device) else None
+        return None if compiled is None else cls(compiled, spec, sinks, k_scale, v_scale)
+
+    def attend(
+        self,
+        query: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim]
+        key: torch.Tensor | None,  # [num_new, num_kv_heads, head_dim], written first; None: nothing to write
+        value: torch.Tensor | None,
+        kv_cache: KVCache,
+        slots: torch.Tensor,  # [num_new] i64; -1 is not written
+        rows: PagedRows,  # tokens outside of them are left alone
+        output: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim_vo]
+        lse: torch.Tensor | None = None,  # [num_tokens, num_qo_heads] f32, contiguous; natural log, sinks included
+    ) -> int:
+        """Write the new tokens of a step and attend its rows; returns the number of threads that did."""
+        if key is None or value is None:
+            key, value, slots = query, query, slots[:0]
+        query, key, value = readable(query, key, value)
+        out = output.contiguous()
+        tensors = (query, key, value, *kv_cache, slots)
+        num_threads = call(self.run, *tensors, rows, out, lse, *self.constants, causal=self.causal)
+        if out is not output:
+            output.copy_(out)
+        return num_threads
+
+
+def compile_kernel(source: Path, defines: Mapping[str, Any], instead: str) -> Compiled | None:
+    """A source's function of its own name; logs that `instead` is what runs where it cannot be compiled."""
+    try:
+        library = load(source, defines)
+    except CompileError as error:
+        logger.warning("%s in plain torch, which is slower, as its kernel cannot be compiled: %s", instead, error)
+        return None
+    run = getattr(library, source.stem)
+    run.argtypes = (ctypes.c_char_p,)
+    return Compiled(run)
 
 
 def readable(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:

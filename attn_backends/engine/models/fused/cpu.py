@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from attn_backends.engine.models.context import NewTokens
 from attn_backends.engine.models.fused.linears import PackedLinear, packable, packed_linear, prefers_mkl
-from attn_backends.engine.models.fused.llama_form import LlamaLayer, merged_weights, replace_layers
+from attn_backends.engine.models.fused.llama_form import Angles, LlamaLayer, merged_weights, replace_layers
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative, ‖fused - original‖ / ‖original‖
 
@@ -35,22 +36,15 @@ class FusedLayer(LlamaLayer):
         gated = _MergedGate if prefers_mkl(mlp.up_proj.weight.dtype) else _FusedGate
         self.gated = gated(mlp.gate_proj.weight, mlp.up_proj.weight)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,  # [1, num_tokens, hidden]
-        *,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos and sin, [1, num_tokens, head_dim]
-        attention_context: Any,
-        **unused: Any,
-    ) -> torch.Tensor:
-        hidden = hidden_states[0]
+    def heads(self, hidden: torch.Tensor, angles: Angles) -> NewTokens:
         heads = self.qkv(self.norms[0](hidden)).unflatten(1, (-1, self.head_dim))
-        rotated = self.rotate(heads[:, : self.num_rotated], position_embeddings)
-        query, key, value = rotated[:, : self.num_queries], rotated[:, self.num_queries :], heads[:, self.num_rotated :]
-        attended = attention_context.attend(self.place, query, key, value, {"scaling": self.place.scaling})
-        hidden = self.out.plus(attended.flatten(1), hidden)
+        rotated = self.rotate(heads[:, : self.num_rotated], angles)
+        return rotated[:, : self.num_queries], rotated[:, self.num_queries :], heads[:, self.num_rotated :]
+
+    def behind(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        hidden = self.out.plus(attended, hidden)
         out: torch.Tensor = self.down.plus(self.gated(self.norms[1](hidden)), hidden)
-        return out[None]
+        return out
 
 
 class _FusedGate(torch.nn.Module):

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from attn_backends.engine.models.context import NewTokens
 from attn_backends.engine.models.fused.kernels import gated, one_token_linear, pays, rms_norm, rotate_
-from attn_backends.engine.models.fused.llama_form import LlamaLayer, merged_weights, replace_layers
+from attn_backends.engine.models.fused.llama_form import Angles, LlamaLayer, merged_weights, replace_layers
 
 TOLERANCES = {torch.float16: 5e-3, torch.bfloat16: 3e-2}  # relative, ‖fused - original‖ / ‖original‖
 
@@ -40,22 +41,16 @@ class FusedCudaLayer(LlamaLayer):
         self.out, self.down = attention.o_proj.weight, mlp.down_proj.weight
         self.gate_up = merged_weights(mlp.gate_proj, mlp.up_proj)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,  # [1, num_tokens, hidden]
-        *,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos and sin, [1, num_tokens, head_dim]
-        attention_context: Any,
-        **unused: Any,
-    ) -> torch.Tensor:
-        hidden = hidden_states[0]
+    def heads(self, hidden: torch.Tensor, angles: Angles) -> NewTokens:
         heads = self._normed_product(hidden, 0, self.qkv).unflatten(1, (-1, self.head_dim))
-        rotate_(heads, self.num_rotated, *(angles[0] for angles in position_embeddings))
+        rotate_(heads, self.num_rotated, *(each[0] for each in angles))
         query, key, value = heads.tensor_split((self.num_queries, self.num_rotated), 1)
-        attended = attention_context.attend(self.place, query, key, value, {"scaling": self.place.scaling})
-        hidden = _plus(hidden, attended.flatten(1), self.out)
+        return query, key, value
+
+    def behind(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        hidden = _plus(hidden, attended, self.out)
         activated = self._normed_product(hidden, 1, self.gate_up, is_gated=True)
-        return _plus(hidden, activated, self.down)[None]
+        return _plus(hidden, activated, self.down)
 
     def _normed_product(
         self, hidden: torch.Tensor, norm: int, weight: torch.Tensor, is_gated: bool = False

@@ -13,19 +13,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import TypeVar
+from itertools import count
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 
-from attn_backends.engine.models.fused.mkl_linear import MklLinear, is_right
-
 KeyT = TypeVar("KeyT")
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as Hugging Face models name them
-BATCH_HINT = 16  # tokens that the blocking is chosen for
+BATCH_HINT = 16  # tokens that the blocking is chosen for; other numbers of them give the same results
 FEW_TOKENS = (1, 4)  # on some CPUs a packed product of one token takes longer than one of four
 NOISE = 0.9  # of the time of the usual choice: what takes longer than that is not worth a change
+
+
+# Named to the overload: finding it takes a while at each call.
+_linear = torch.ops.mkldnn._linear_pointwise.default
+_linear_with = torch.ops.mkldnn._linear_pointwise.binary
+_mkl_linear: Any = torch.ops.mkl._mkl_linear.default if torch.backends.mkl.is_available() else None
+CHECKED = (1, 2, 3, 5, 16, 17, 100)  # numbers of tokens that `is_right` tries
+_numbers = count()
+_layers: WeakValueDictionary[int, MklLinear] = WeakValueDictionary()  # by number
 
 
 class PackedLinear(torch.nn.Module):
@@ -68,11 +77,6 @@ def _in_few_sizes(product: Callable[..., torch.Tensor], tokens: torch.Tensor, *o
     below = (0, 0, 0, padded_size(num_tokens) - num_tokens)
     rows = product(*(F.pad(each.reshape(num_tokens, -1), below) for each in (tokens, *other)))[:num_tokens]
     return rows.view(*tokens.shape[:-1], -1)
-
-
-# Named to the overload: finding it takes a while at each call.
-_linear = torch.ops.mkldnn._linear_pointwise.default
-_linear_with = torch.ops.mkldnn._linear_pointwise.binary
 
 
 class _SharedProduct(torch.nn.Module):
@@ -195,3 +199,60 @@ def packable(weight: torch.Tensor) -> bool:
         return False
     bf16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return weight.dtype is torch.float32 or (weight.dtype is torch.bfloat16 and bf16)
+
+
+class MklLinear(torch.nn.Module):
+    """`torch.nn.Linear` for float32 inference, over a reordered copy of its weight (MKL's own format).
+
+    For a graph a product is one operator, `attn_backends::product`, which has the number of its layer: no compiler can
+    look into that format.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.packed: torch.Tensor = torch.ops.mkl._mkl_reorder_linear_weight(weight.detach().contiguous(), BATCH_HINT)
+        self.bias = bias
+        self.shape = torch.empty(1).expand(weight.shape)  # read for its shape alone
+        self.width = weight.shape[0]
+        self.number = next(_numbers)
+        _layers[self.number] = self
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # [..., in_features] -> [..., out_features]
+        if torch.compiler.is_compiling():
+            out: torch.Tensor = torch.ops.attn_backends.product(tokens, self.number, self.width)
+            return out
+        return self.product(tokens)
+
+    def product(self, tokens: torch.Tensor) -> torch.Tensor:
+        # It gets the number of tokens: given any other, it would read the weight as it was.
+        num_tokens = tokens.numel() // tokens.shape[-1]
+        out: torch.Tensor = _mkl_linear(tokens, self.packed, self.shape, self.bias, num_tokens)
+        return out
+
+    def plus(self, tokens: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = self(tokens)
+        return product.add_(residual)
+
+
+def is_right() -> bool:
+    """Whether MKL takes weights reordered for one number of tokens with others: true, but not promised."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(96, 130, generator=generator)
+    layer = MklLinear(weight)
+    inputs = [torch.randn(num_tokens, 130, generator=generator) for num_tokens in CHECKED]
+    return all(torch.allclose(layer.product(tokens), tokens @ weight.T, atol=1e-4) for tokens in inputs)
+
+
+def _product(tokens: torch.Tensor, layer: int, width: int) -> torch.Tensor:
+    return _layers[layer].product(tokens)
+
+
+def _product_shape(tokens: torch.Tensor, layer: int, width: int) -> torch.Tensor:
+    return tokens.new_empty(*tokens.shape[:-1], width)
+
+
+# By hand, as `torch.library.custom_op` checks every call for aliases.
+_library = torch.library.Library("attn_backends", "FRAGMENT")
+_library.define("product(Tensor tokens, int layer, int width) -> Tensor")
+_library.impl("product", _product, "CompositeExplicitAutograd")
+torch.library.register_fake("attn_backends::product", _product_shape, lib=_library)

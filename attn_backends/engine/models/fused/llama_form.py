@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from attn_backends.engine.models.context import NewTokens
+
+Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [1, num_tokens, head_dim]
 PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -39,6 +42,27 @@ class LlamaLayer(torch.nn.Module):
         self.head_dim = attention.head_dim
         self.num_queries = attention.q_proj.out_features // self.head_dim
         self.num_rotated = self.num_queries + attention.k_proj.out_features // self.head_dim
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [1, num_tokens, hidden]
+        *,
+        position_embeddings: Angles,
+        attention_context: Any,
+        **unused: Any,
+    ) -> torch.Tensor:
+        hidden = hidden_states[0]
+        heads = self.heads(hidden, position_embeddings)
+        attended = attention_context.attend(self.place, heads, {"scaling": self.place.scaling})
+        return self.behind(hidden, attended.flatten(1))[None]
+
+    def heads(self, hidden: torch.Tensor, angles: Angles) -> NewTokens:
+        """Queries, keys and values [num_tokens, heads, head_dim] of `hidden` [num_tokens, hidden], rotated."""
+        raise NotImplementedError
+
+    def behind(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """What comes behind attention [num_tokens, num_queries * head_dim]: both residuals and the MLP."""
+        raise NotImplementedError
 
 
 def merged_weights(*linears: Any) -> torch.Tensor:
@@ -75,9 +99,8 @@ def replace_layers(
 class _Trial:
     """A stand-in for attention: mixes queries, keys and values of each token, so that an error in any of them shows."""
 
-    def attend(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, constants: Mapping[str, Any]
-    ) -> torch.Tensor:
+    def attend(self, module: Any, new: NewTokens, constants: Mapping[str, Any]) -> torch.Tensor:
+        query, key, value = new
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         mixed: torch.Tensor = (query * key).sum(-1, keepdim=True).tanh() * constants["scaling"] + value

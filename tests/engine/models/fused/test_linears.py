@@ -11,13 +11,14 @@ from attn_backends.engine.models.fused import cpu as fused_layer, linears
 from attn_backends.engine.models.fused.cpu import FusedLayer, fuse_layers
 from attn_backends.engine.models.fused.linears import (
     MergedSlice,
+    MklLinear,
     PackedLinear,
+    is_right,
     merge_projections,
     pack_linears,
     packable,
     padded_size,
 )
-from attn_backends.engine.models.fused.mkl_linear import MklLinear, is_right
 from attn_backends.engine.models.hf import ATTENTION_NAME
 from tests.helpers.tiny_models import tiny_model
 
@@ -28,9 +29,8 @@ needs_packing = pytest.mark.skipif(not packable(torch.ones(2, 2)), reason="this 
 class Mix:
     """An attention context for tests: any function of the three will do."""
 
-    def attend(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, constants: object
-    ) -> torch.Tensor:
+    def attend(self, module: Any, new: tuple[torch.Tensor, ...], constants: object) -> torch.Tensor:
+        query, key, value = new
         groups = query.shape[1] // key.shape[1]
         return query * module.layer_idx + (key - value).repeat_interleave(groups, 1)
 
