@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 
 from attn_backends.cache.kv_cache import KVCache
-from attn_backends.engine.models.latent_layer import head_dim_vo
 from attn_backends.interface import AttentionImpl, AttentionStep
 
 Steps = Mapping[int, AttentionStep[Any]]  # by layer
@@ -46,6 +45,12 @@ class StepContext:
     def attend(self, module: Any, new: NewTokens, constants: Mapping[str, Any]) -> torch.Tensor:
         layer: int = module.layer_idx  # the dry run has checked it
         return self.impls[layer].forward(*new, self.caches[layer], self.steps[layer])
+
+
+def head_dim_vo(module: torch.nn.Module, value: torch.Tensor) -> int:
+    """Width of a head's output; in MLA it is not that of `value`, and the module knows it."""
+    width: int = getattr(module, "head_dim_vo", value.shape[-1])
+    return width
 
 
 _step: ContextVar[AttentionContext] = ContextVar("attn_backends_step")

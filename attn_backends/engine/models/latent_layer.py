@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from attn_backends.engine.models.checkpoint import ModelError
+from attn_backends.engine.models.context import NewTokens
 from attn_backends.spec import MLASpec
-
-if TYPE_CHECKING:
-    from attn_backends.engine.models.context import NewTokens
 
 SERVED = ("DeepseekV2Attention", "DeepseekV3Attention")
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-10}  # relative; 2e-2 for 16 bits
@@ -72,12 +70,6 @@ class LatentAttention(torch.nn.Module):
             qk_rope_head_dim=self.rope_dim,
             dtype=dtype,
         )
-
-
-def head_dim_vo(module: torch.nn.Module, value: torch.Tensor) -> int:
-    """Width of a head's output; in MLA it is not that of `value`, and the module knows it."""
-    width: int = getattr(module, "head_dim_vo", value.shape[-1])
-    return width
 
 
 def use_latent_attention(model: Any) -> int:
