@@ -312,6 +312,7 @@ def test_what_is_refused_while_it_runs_has_not_run(arrays: Any, monkeypatch: pyt
     assert run_case(TorchBackend, case, "cpu").values == []
 
 
+@pytest.mark.first
 def test_the_command_runs_and_goes_on(tmp_path: Path) -> None:
     file, rest = tmp_path / "report.json", tmp_path / "rest.json"
     common = ("torch", "--declared", "--size", "small", "--device", "cpu", "--workers", "1")

@@ -154,6 +154,7 @@ def test_whoever_divides_by_a_scale_rounds_alike(cached: torch.dtype) -> None:
     assert torch.equal(as_read(new, spec, 0.5), new)
 
 
+@pytest.mark.first
 def test_the_command_reports(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     done = verify("torch", "--cases", "6", "--workers", "2", "--seed", "3", "--size", "small", "--json", str(file))
