@@ -46,13 +46,7 @@ from attn_backends.kernels.prefill.arguments import (
     Window,
 )
 from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
-from attn_backends.kernels.prefill.row_layout import (
-    RowLayout,
-    TiledRows,
-    has_aligned_rows,
-    kv_descriptors,
-    row_layouts,
-)
+from attn_backends.kernels.prefill.row_layout import RowLayout, has_aligned_rows, kv_descriptors, row_layouts
 from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE
 from attn_backends.kernels.tiles import padded
 from attn_backends.spec import AttentionSpec
@@ -261,11 +255,9 @@ def _prefill_on_hopper(
 ) -> None:  # fmt: skip
     hopper, hopper_kernel = _for_hopper()
     lse_stride = None if lse is None else lse.stride(0)
-    strides = (*query.stride()[:2], *output.stride()[:2])
-    dims = key.shape[-1], value.shape[-1]
-    numbers, (keys, values), rows = _hopper_numbers(
-        layouts, dims, scales, visible, has_sinks, strides, lse_stride, shape
-    )
+    strides, dims = (*query.stride()[:2], *output.stride()[:2]), (key.shape[-1], value.shape[-1])
+    found = _hopper_numbers(layouts, dims, scales, visible, has_sinks, strides, lse_stride, shape)
+    numbers, (keys, values), rows = found
     descriptors = Descriptors(hopper.tma_descriptor(keys.shape, keys.strides, key, rows),
                               hopper.tma_descriptor(values.shape, values.strides, value, rows))  # fmt: skip
     first_row, num_rows, num_tiles, section = tiled
@@ -281,9 +273,8 @@ def _prefill_on_hopper(
 def _hopper_numbers(
     layouts: tuple[RowLayout, RowLayout], dims: tuple[int, int], scales: Scales, visible: VisibleRange, has_sinks: int,
     strides: tuple[int, ...], lse_stride: int | None, shape: HopperShape,
-) -> tuple[Fixed, list[TiledRows], int]:  # fmt: skip
-    """What follows from shapes and strides: the numbers of a launch, how keys and values lie in TMA tiles, and a tile's
-    rows."""
+) -> tuple[Fixed, list[Any], int]:  # fmt: skip
+    """What follows from shapes and strides: a launch's numbers, keys and values in TMA tiles, and a tile's rows."""
     hopper, hopper_kernel = _for_hopper()
     keys = hopper_kernel.block_n(shape.head_dim)
     window_right, window_left, chunk = visible
