@@ -33,7 +33,6 @@ SERVED: dict[str, dict[str, Any]] = {  # `env` belongs to the process: scenarios
     "deepseek": {"model": "deepseek", **LATENT},
     # Every draft is taken, as SmolLM2 drafts for itself.
     "draft": {"speculative_config": DRAFT},
-    "draft, waiting": {"speculative_config": DRAFT, "async_scheduling": False},
     # Hardly any draft is taken: the layer that drafts has random weights. Its own attention is of the MLA family too.
     "mtp": {"model": "deepseek-mtp", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, **LATENT},
     "lora": {"enable_lora": True, "max_lora_rank": LORA_RANK, "max_loras": 1, "lora": True},

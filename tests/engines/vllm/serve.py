@@ -38,7 +38,6 @@ def served(llm: LLM, scenario: dict[str, Any], folder: str) -> dict[str, Any]:
         "tokens": [list(out.token_ids) for out in outputs],
         "logprobs": [[next(iter(each.values())).logprob for each in out.logprobs] for out in outputs],
         "impls": impls(llm),
-        "asynchronous": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
     }
 
 
