@@ -18,7 +18,7 @@ from attn_backends.kernels.prefill.splits import most_queries
 from attn_backends.kernels.tiles import block_dims
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
 
-DECODE_TOKENS = 16  # most query tokens of a row whose keys are split
+DECODE_TOKENS = 16  # most query tokens of a row that the decode kernel can serve, and a graph
 
 
 class LaunchNeed(NamedTuple):
@@ -70,7 +70,7 @@ def largest_need(
             query_rows = SplitPlan.of(spec, query_len).block_m
             for tile in decode_tiles(spec, cache, most_rows, query_rows, options, shared_memory):
                 need = need.or_more(decode_need(spec, tile, query_len, num_sms))
-        if limits.max_num_tokens > DECODE_TOKENS:
+        if limits.max_num_tokens > 1:
             need = need.or_more(prefill_need(spec, num_sms))
     return need
 

@@ -191,11 +191,11 @@ class PrefillKernels:
                 launch_dependents=0,
             )  # fmt: skip
             return self._attend_on_hopper((*tensors, sinks, tiles), layouts, scales, tiled, shape, rows.splits, share)
-        constants, splits = self._constants(key, value, page_size, tile, tile_tokens), rows.splits
+        splits = rows.splits
         if splits is not None and splits.tile != portable_tile(spec, tile):  # made for another kernel
             splits = None
         lists = (None, None, None) if splits is None else (splits.work_items, splits.partial_acc, splits.partial_ml)
-        constants = constants._replace(SPLIT=int(splits is not None))
+        constants = self._constants(key, value, page_size, tile, tile_tokens, splits)
         _prefill(*tensors, slopes, sinks, *lists, scales, visible, has_sinks, tiled, constants,
                  tile.keys if in_blocks else 0, tile.warps)  # fmt: skip
         if splits is not None:
@@ -226,14 +226,16 @@ class PrefillKernels:
                     self._has_sinks, use_pdl)  # fmt: skip
 
     def _constants(
-        self, key: torch.Tensor, value: torch.Tensor, page_size: int, tile: TileSizes, tile_tokens: int
-    ) -> PrefillConstants:
+        self, key: torch.Tensor, value: torch.Tensor, page_size: int, tile: TileSizes, tile_tokens: int,
+        splits: TileList | None,
+    ) -> PrefillConstants:  # fmt: skip
         spec = self.spec
         return PrefillConstants(
             *self._logits, is_alike(key, value), PAGE_SIZE=page_size, KV_HEADS=key.shape[-2], GROUP=spec.group_size,
             BLOCK_Q=tile_tokens, BLOCK_M=padded(tile_tokens * spec.group_size), BLOCK_N=tile.keys, DIM=self._dims.DIM,
             DIM_VO=self._dims.DIM_VO, BLOCK_DIM=self._dims.BLOCK_DIM, BLOCK_DIM_VO=self._dims.BLOCK_DIM_VO,
-            STAGES=tile.stages, LOCAL=int(self._is_local), EXACT=int(spec.dtype is torch.float32), SPLIT=0,
+            STAGES=tile.stages, LOCAL=int(self._is_local), EXACT=int(spec.dtype is torch.float32),
+            SPLIT=int(splits is not None),
         )  # fmt: skip
 
     def _scales_of(self, cached: bool) -> Scales:
