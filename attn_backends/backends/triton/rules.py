@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from attn_backends.backends.triton.tuning import TritonOptions, prefill_tile, upcast_heads
-from attn_backends.backends.triton.workspace import DECODE_TOKENS
+from attn_backends.backends.triton.workspace import DECODE_TOKENS, least_decode_tokens
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors, shared_memory
 from attn_backends.kernels.prefill.launch import (
@@ -63,7 +63,6 @@ def is_faster_upcast(
     return saved > _UPCASTING * num_keys * spec.num_kv_heads
 
 
-_DECODED_QUERIES = 48  # of a row and a KV head
 _PRODUCTS_A_BYTE = 30.0  # of numbers of a head: as many as are made for prefill while a byte is read for decode
 _KEYS_BESIDE = 128  # what a tile takes beside its keys, in keys
 # As measured (benchmarks/rules/sharing.py). With half of the GPU prefills are so fast that decodes lose nothing by it,
@@ -132,4 +131,4 @@ def decode_tokens(
     by_hopper = suits_hopper_kernel(spec, device) and cache.page_size % HOPPER_PAGE == 0
     if not by_hopper or (options is not None and options.prefill_tile is not None):
         return DECODE_TOKENS
-    return max(1, min(DECODE_TOKENS, _DECODED_QUERIES // spec.group_size))
+    return least_decode_tokens(spec)
