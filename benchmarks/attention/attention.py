@@ -107,8 +107,15 @@ SHAPES = {
 }
 ONE_LAUNCH, IN_TURN = ", decodes with the prefill", ", decodes behind the prefill"
 OTHERWISE = {  # that TRITON can serve a mixed batch, beside side by side
-    ONE_LAUNCH: {"num_decode_rows": 0, "num_decode_tokens": 0, "prefills_are_prompts": False, "prefill_share": None},
-    IN_TURN: {"prefill_share": None},
+    ONE_LAUNCH: {
+        "num_decode_rows": 0,
+        "num_decode_row_tokens": 0,
+        "num_decode_tokens": 0,
+        "prefills_are_prompts": False,
+        "prefill_share": None,
+        "prefill_splits": None,
+    },
+    IN_TURN: {"prefill_share": None, "prefill_splits": None},
 }
 BARE = bare_kernels.DECODE.keys() | bare_kernels.PREFILL.keys()
 OWN = {"vllm_fa3": "FA3", "flash_attn": "FA2, page 256", "flash_attn_4": "FA4"}  # FLASH_ATTN's providers' bare ones

@@ -158,6 +158,20 @@ def test_keys_made_16_bits(launches: list[int], monkeypatch: pytest.MonkeyPatch)
 
 
 @only_interpreted
+@pytest.mark.parametrize("query_lens", [[14, 14, 9], [1, 3, 14], [10, 14, 40]], ids=str)
+def test_verified_tokens_of_many_queries(query_lens: list[int], launches: list[int]) -> None:
+    """More queries for a KV head than small tiles of the decode kernel take: of 5 heads those of 10 tokens or more, and
+    what comes behind them."""
+    batch = a_batch(AttentionSpec(10, 2, 64, dtype=torch.float16), [400, 90, 230], query_lens)
+    with splitting(7):
+        step = check(batch, launches)
+    assert step.metadata.num_decode_rows == (2 if query_lens[0] == 1 else 0)
+    assert step.metadata.max_decode_len == (3 if query_lens[0] == 1 else 0)
+    views = step.metadata.decode_metadata, step.metadata.prefill_metadata
+    assert sum(view.num_rows for view in views if view is not None) == 3
+
+
+@only_interpreted
 def test_queries_that_the_kernel_cannot_take(launches: list[int]) -> None:
     """Another kernel serves them than the one that the tiles were listed for: it splits nothing."""
     batch = a_batch(AttentionSpec(4, 2, 64, dtype=torch.float16), [700, 300], [33, 20])

@@ -73,7 +73,7 @@ class TritonImpl(AttentionImpl[TritonStep]):
         key, value = new
         if metadata.prefills_are_prompts and key is not None and value is not None:
             keys, values, table = _together(key), _together(value), None
-        num_tokens = metadata.num_row_tokens - (metadata.num_decode_tokens if metadata.num_decode_rows else 0)
+        num_tokens = metadata.num_row_tokens - metadata.num_decode_row_tokens
         rows = Rows(table, metadata.seq_lens, metadata.query_start_loc, metadata.key_start_loc,
                     metadata.num_decode_rows, num_tokens, metadata.num_upcast_keys, metadata.max_seq_len,
                     step.splits)  # fmt: skip

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from attn_backends.backends.triton.rules import (
     can_upcast,
+    decode_tokens,
     is_faster_upcast,
     prefill_share,
     prefill_splits,
@@ -31,7 +33,8 @@ class TritonMetadata(AttentionMetadata):
     """One step's tensors, all on the device, and what launches need to know of them."""
 
     num_rows: int  # R, padding included
-    num_decode_rows: int  # those that the decode kernel serves: without prefills, padding too
+    num_decode_rows: int  # those that the decode kernel serves: if it serves all, padding too
+    num_decode_row_tokens: int  # their query tokens
     max_decode_len: int  # most query tokens of a decode row
     max_seq_len: int  # or an upper bound of it
     num_upcast_keys: int  # to make 16 bits for rows behind the decodes, or an upper bound; 0: none, which is faster
@@ -45,14 +48,25 @@ class TritonMetadata(AttentionMetadata):
 
     def decode_fields(self) -> dict[str, Any]:
         rows = self.num_decodes
-        return {"num_rows": rows, "num_decode_rows": rows, "num_upcast_keys": 0, "prefill_share": None,
-                "prefill_splits": None}  # fmt: skip
+        return {
+            "num_rows": rows,
+            "num_decode_rows": min(rows, self.num_decode_rows),
+            "num_decode_row_tokens": min(self.num_decode_tokens, self.num_decode_row_tokens),
+            "num_upcast_keys": 0,
+            "prefill_share": None,
+            "prefill_splits": None,
+            "query_start_loc": self.query_start_loc[: rows + 1],
+            "key_start_loc": self.key_start_loc[: rows + 1],
+            "seq_lens": self.seq_lens[:rows],
+            "page_table": None if self.page_table is None else self.page_table[:rows],
+        }
 
     def prefill_fields(self) -> dict[str, Any]:
         first, last = self.num_decodes, self.num_decodes + self.num_prefills  # without padding
         return {
             "num_rows": self.num_prefills,
             "num_decode_rows": 0,
+            "num_decode_row_tokens": 0,
             "prefill_share": None,
             "query_start_loc": self.query_start_loc[first : last + 1] - self.num_decode_tokens,
             "key_start_loc": self.key_start_loc[first : last + 1] - self.num_decode_new_kv,
@@ -77,12 +91,13 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             key_start_loc = common.new_kv_start_loc_cpu.to(self.device, non_blocking=True)
         num_decodes, num_decode_rows, max_decode_len = self._decodes(common) if use_cache else (0, 0, 0)
         num_upcast_keys = self._keys_to_upcast(common, num_decode_rows) if use_cache else 0
-        are_prompts = use_cache and self._are_prompts(common, num_decode_rows)
+        are_prompts = use_cache and not common.for_graph and self._are_prompts(common, num_decode_rows)
         is_paged = use_cache and not are_prompts
         splits = self._prefill_splits(common, num_decode_rows, is_paged, num_upcast_keys > 0)
         own: dict[str, Any] = {
             "num_rows": common.num_reqs,
             "num_decode_rows": num_decode_rows,
+            "num_decode_row_tokens": int(common.query_start_loc_cpu[num_decode_rows]),
             "max_decode_len": max_decode_len,
             "max_seq_len": common.max_seq_len,
             "num_upcast_keys": num_upcast_keys,
@@ -114,6 +129,10 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         """Attention over cached keys, of rows whose keys can be split."""
         common = common_attn_metadata
         return self.reads_cached_keys(common) and common.max_query_len <= DECODE_TOKENS
+
+    @cached_property
+    def _decode_tokens(self) -> int:
+        return decode_tokens(self.group.spec, self.cache, self.options, self.device)
 
     @cached_property
     def _upcast_bytes(self) -> int:
@@ -148,6 +167,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         rows = slice(0, common.num_actual_reqs)
         query_lens, seq_lens = (lens.numpy()[rows] for lens in (common.query_lens_cpu, common.seq_lens_cpu))
         spec = self.group.spec
+        if common.for_graph:  # whose launches do not depend on lengths
+            seq_lens = np.full_like(seq_lens, self.limits.max_model_len)
         tile = split_tile(spec, self.cache, self.options, self.device, is_paged=is_paged, is_upcast=is_upcast)
         return prefill_splits(spec, tile, query_lens, seq_lens, num_decodes, self.device)
 
@@ -161,9 +182,11 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         return common.num_new_kv == common.num_actual_tokens and not contexts.any()
 
     def _decodes(self, common: CommonAttentionMetadata) -> tuple[int, int, int]:
-        """Rows that decode, those and what padding goes with them, and their longest query."""
-        if common.max_query_len <= DECODE_TOKENS:
-            return common.num_actual_reqs, common.num_reqs, common.max_query_len
-        lens = common.query_lens_cpu.numpy()[: common.num_actual_reqs]
-        count = int((lens > DECODE_TOKENS).argmax())
-        return count, count, int(lens[:count].max(initial=0))
+        """Rows that count as decodes, those that the decode kernel serves and what padding goes with them, and their
+        longest query."""
+        lens, longest = common.query_lens_cpu.numpy()[: common.num_actual_reqs], common.max_query_len
+        num_decodes = common.num_actual_reqs if longest <= DECODE_TOKENS else int((lens > DECODE_TOKENS).argmax())
+        if longest <= self._decode_tokens:
+            return num_decodes, common.num_reqs, longest
+        count = int((lens > self._decode_tokens).argmax())
+        return num_decodes, count, int(lens[:count].max(initial=0))

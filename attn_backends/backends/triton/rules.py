@@ -1,5 +1,5 @@
-"""TRITON's rules: when keys of 8 bits are made 16 bits first, how prefills and decodes share a GPU, and when prefills
-split keys.
+"""TRITON's rules: when keys of 8 bits are made 16 bits first, how prefills and decodes share a GPU, when prefills split
+keys, and which rows decode.
 
 The kernel for Hopper reads 16 bits alone. Side by side prefills make products while decodes read.
 """
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from attn_backends.backends.triton.tuning import TritonOptions, prefill_tile, upcast_heads
+from attn_backends.backends.triton.workspace import DECODE_TOKENS, least_decode_tokens
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors, shared_memory
 from attn_backends.kernels.prefill.launch import (
@@ -120,3 +121,14 @@ def prefill_splits(
     load = TileLoad.of(spec, tile, query_lens[num_decodes:], seq_lens[num_decodes:])
     target = split_target(load, spec.num_kv_heads, num_programs, tile.min_blocks, decodes)
     return PrefillSplits(target, tile) if target else None
+
+
+def decode_tokens(
+    spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None, device: torch.device
+) -> int:  # fmt: skip
+    """Most query tokens of a row that the decode kernel serves. With more queries for each KV head than its small tiles
+    take, the kernel for Hopper reads keys faster, where it can."""
+    by_hopper = suits_hopper_kernel(spec, device) and cache.page_size % HOPPER_PAGE == 0
+    if not by_hopper or (options is not None and options.prefill_tile is not None):
+        return DECODE_TOKENS
+    return least_decode_tokens(spec)

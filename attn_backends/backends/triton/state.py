@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from attn_backends.backends.triton.launch import Schedule, SplitPlan
 from attn_backends.backends.triton.metadata import TritonMetadata
-from attn_backends.backends.triton.rules import can_upcast
+from attn_backends.backends.triton.rules import can_upcast, decode_tokens, prefill_splits, split_tile
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile
 from attn_backends.backends.triton.variants import variants
 from attn_backends.backends.triton.workspace import DECODE_TOKENS, Workspace, decode_need, largest_need
@@ -21,11 +22,12 @@ from attn_backends.interface import AttentionState, AttentionStep, GraphState
 from attn_backends.kernels.launch import machine_of, num_multiprocessors, shared_memory
 from attn_backends.kernels.prefill.launch import num_prefill_tiles, visible_range
 from attn_backends.kernels.prefill.split_launch import TileList
+from attn_backends.kernels.prefill.splits import PrefillSplits
 from attn_backends.kernels.streams import PerStream
 from attn_backends.kernels.tiles import block_dims
 from attn_backends.kernels.variants import Variant, compile_variants
 from attn_backends.machine import Progress
-from attn_backends.spec import AttentionSpec
+from attn_backends.spec import AttentionSpec, PlanGroup
 
 _SCHEDULES = 128  # of eager steps that are kept, of tens of kilobytes each
 
@@ -55,13 +57,7 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
         self._inputs_of = {group.index: self.inputs.of_layers(group.spec) for group in self.groups}
         self._tensors = {group: inputs.of(num_rows, self.num_tokens) for group, inputs in self._inputs_of.items()}
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device) * query_len
-        schedules = {
-            group.index: parent.make_schedule(group.index, num_rows, query_len, workspace) for group in self.groups
-        }
-        self.steps = {
-            index: TritonStep(self._metadata(index, starts), schedule, workspace)
-            for index, schedule in schedules.items()
-        }
+        self.steps = {group.index: self._step(parent, group, starts, workspace) for group in self.groups}
         self._relist = {index: _relister(step, parent.recorder) for index, step in self.steps.items()}
 
     def replan(self, metadata: TritonMetadata) -> TritonStep:
@@ -84,7 +80,24 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
         inputs = self._inputs_of[metadata.group_index]
         inputs.fill(buffers, metadata.slot_mapping, metadata.seq_lens, metadata.page_table)
 
-    def _metadata(self, group_index: int, starts: torch.Tensor) -> TritonMetadata:
+    def _step(
+        self, parent: TritonState, group: PlanGroup[AttentionSpec], starts: torch.Tensor, workspace: Workspace
+    ) -> TritonStep:
+        """All rows are decoded, or prefilled where that is faster for so many queries each."""
+        if self.query_len <= decode_tokens(group.spec, self.cache, self.options, self.device):
+            metadata = self._metadata(group.index, starts, self.num_rows, None)
+            schedule = parent.make_schedule(group.index, self.num_rows, self.query_len, workspace)
+            return TritonStep(metadata, schedule, workspace)
+        query_lens = np.full(self.num_rows, self.query_len, np.int32)
+        tile = split_tile(group.spec, self.cache, self.options, self.device, is_paged=True, is_upcast=False)
+        seq_lens = np.full_like(query_lens, self.limits.max_model_len)
+        splits = prefill_splits(group.spec, tile, query_lens, seq_lens, 0, self.device)
+        metadata = self._metadata(group.index, starts, 0, splits)
+        return TritonStep(metadata, None, workspace, parent.make_tile_list(metadata, workspace))
+
+    def _metadata(
+        self, group_index: int, starts: torch.Tensor, num_decode_rows: int, splits: PrefillSplits | None
+    ) -> TritonMetadata:
         tensors = self._tensors[group_index]
         return TritonMetadata.of_graph(
             group_index,
@@ -92,11 +105,12 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
             self.num_rows,
             self.num_tokens,
             num_rows=self.num_rows,
-            num_decode_rows=self.num_rows,
-            max_decode_len=self.query_len,
+            num_decode_rows=num_decode_rows,
+            num_decode_row_tokens=num_decode_rows * self.query_len,
+            max_decode_len=self.query_len if num_decode_rows else 0,
             num_upcast_keys=0,
             prefill_share=None,
-            prefill_splits=None,
+            prefill_splits=splits,
             prefills_are_prompts=False,
             max_seq_len=self.limits.max_model_len,
             query_start_loc=starts,
@@ -108,14 +122,16 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
 
 def _relister(step: TritonStep, recorder: CudaRecorder | None) -> Callable[[], object]:
     """What lists a group's work anew, in place. Triton's launch of a kernel takes the host longer than a graph."""
-    schedule, lens, starts = step.schedule, step.metadata.seq_lens, step.metadata.query_start_loc
-    assert schedule is not None  # as all rows of a graph are decoded
+    lens, starts, tiles = step.metadata.seq_lens, step.metadata.query_start_loc, step.workspace.tiles
+    listed = step.splits if step.schedule is None else step.schedule.work_list
 
     def again() -> torch.Tensor:
-        schedule.work_list.fill(lens, starts)
-        return schedule.work_list.work_items
+        if listed is None:  # whole tiles of a prefill
+            return tiles.zero_()
+        listed.fill(lens, starts)
+        return listed.work_items
 
-    return without_python(again, [schedule.work_list, lens, starts], recorder)
+    return without_python(again, [listed, lens, starts, tiles], recorder)
 
 
 class TritonState(AttentionState[TritonMetadata]):
@@ -145,8 +161,10 @@ class TritonState(AttentionState[TritonMetadata]):
 
     def begin_forward(self, metadata: TritonMetadata) -> TritonStep:
         workspace = self._workspaces.of_current(self.workspace)
-        splits, schedule = self._list_tiles(metadata, workspace), None
-        if splits is None and metadata.num_decode_rows < metadata.num_rows:
+        splits, schedule = self.make_tile_list(metadata, workspace), None
+        if splits is not None:
+            splits.fill(metadata.seq_lens, metadata.query_start_loc)
+        elif metadata.num_decode_rows < metadata.num_rows:
             workspace.tiles.zero_()
         if metadata.num_decode_rows:
             of_step = metadata.group_index, metadata.num_decode_rows, metadata.max_decode_len
@@ -154,19 +172,17 @@ class TritonState(AttentionState[TritonMetadata]):
             schedule.work_list.fill(metadata.seq_lens, metadata.query_start_loc)
         return TritonStep(metadata, schedule, workspace, splits)
 
-    def _list_tiles(self, metadata: TritonMetadata, workspace: Workspace) -> TileList | None:
-        """The tiles of rows behind the decodes, if the keys of some are split."""
+    def make_tile_list(self, metadata: TritonMetadata, workspace: Workspace) -> TileList | None:
+        """A list for the tiles of rows behind the decodes, if the keys of some are split."""
         if metadata.prefill_splits is None:
             return None
         spec, (target, tile) = self._specs[metadata.group_index], metadata.prefill_splits
         num_rows = metadata.num_rows - metadata.num_decode_rows
-        num_tokens = metadata.num_row_tokens - (metadata.num_decode_tokens if metadata.num_decode_rows else 0)
+        num_tokens = metadata.num_row_tokens - metadata.num_decode_row_tokens
         num_tiles = num_prefill_tiles(num_tokens, num_rows, tile.tokens)
         where = workspace.partial_acc, workspace.partial_ml, workspace.tiles
-        made = TileList(tile, target, spec.num_kv_heads, visible_range(spec), metadata.num_decode_rows, num_rows,
+        return TileList(tile, target, spec.num_kv_heads, visible_range(spec), metadata.num_decode_rows, num_rows,
                         num_tiles, block_dims(spec)[1], where)  # fmt: skip
-        made.fill(metadata.seq_lens, metadata.query_start_loc)
-        return made
 
     def make_schedule(self, group: int, num_rows: int, query_len: int, workspace: Workspace) -> Schedule:
         spec = self._specs[group]

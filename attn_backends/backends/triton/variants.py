@@ -14,9 +14,8 @@ import torch
 
 from attn_backends.backends.triton.launch import Kernels, Schedule, SplitPlan
 from attn_backends.backends.triton.layer import make_kernels
-from attn_backends.backends.triton.rules import can_upcast, split_tile
+from attn_backends.backends.triton.rules import can_upcast, decode_tokens, split_tile
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile, upcast_heads
-from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.cache.warm_up import list_writes
 from attn_backends.kernels.examples import caches, distinct, empty, new_tokens, powers_of_two
 from attn_backends.kernels.launch import Machine, Pdl, num_multiprocessors, power_of_two, shared_memory
@@ -138,7 +137,8 @@ class _Layer:
         """Numbers of rows and of query tokens, and their tile: of all that kernels are compiled alike for, one."""
         found: dict[tuple[Any, ...], tuple[int, int, DecodeTile]] = {}
         smem_bytes, limits, tiles = shared_memory(self.device), self.limits, {}
-        for query_len in range(1, min(DECODE_TOKENS, limits.max_num_tokens) + 1):
+        longest = decode_tokens(self.spec, self.cache, self.options, self.device)
+        for query_len in range(1, min(longest, limits.max_num_tokens) + 1):
             plan = SplitPlan.of(self.spec, query_len)
             for num_rows in range(1, limits.max_num_requests + 1):
                 asked = (num_rows, plan.block_m)

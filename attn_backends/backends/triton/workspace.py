@@ -16,9 +16,17 @@ from attn_backends.backends.triton.launch import SplitPlan
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tiles
 from attn_backends.kernels.prefill.splits import most_queries
 from attn_backends.kernels.tiles import block_dims
-from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
+from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits
 
-DECODE_TOKENS = 16  # most query tokens of a row whose keys are split
+DECODE_TOKENS = 16  # most query tokens of a row that the decode kernel can serve, and a graph
+
+
+_SMALL_TILE_QUERIES = 48  # of a row and a KV head, up to which decode's small tiles are the faster way
+
+
+def least_decode_tokens(spec: AttentionSpec) -> int:
+    """Most query tokens of a row that the decode kernel serves wherever another one can."""
+    return max(1, min(DECODE_TOKENS, _SMALL_TILE_QUERIES // spec.group_size))
 
 
 class LaunchNeed(NamedTuple):
@@ -70,7 +78,8 @@ def largest_need(
             query_rows = SplitPlan.of(spec, query_len).block_m
             for tile in decode_tiles(spec, cache, most_rows, query_rows, options, shared_memory):
                 need = need.or_more(decode_need(spec, tile, query_len, num_sms))
-        if limits.max_num_tokens > DECODE_TOKENS:
+        can_prefill = limits.max_num_tokens > least_decode_tokens(spec)
+        if can_prefill or spec.attention_type is not AttentionType.DECODER:
             need = need.or_more(prefill_need(spec, num_sms))
     return need
 

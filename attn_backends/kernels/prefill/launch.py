@@ -191,11 +191,9 @@ class PrefillKernels:
                 launch_dependents=0,
             )  # fmt: skip
             return self._attend_on_hopper((*tensors, sinks, tiles), layouts, scales, tiled, shape, rows.splits, share)
-        constants, splits = self._constants(key, value, page_size, tile, tile_tokens), rows.splits
-        if splits is not None and splits.tile != portable_tile(spec, tile):  # made for another kernel
-            splits = None
+        splits = _listed_for(portable_tile(spec, tile), rows.splits)
         lists = (None, None, None) if splits is None else (splits.work_items, splits.partial_acc, splits.partial_ml)
-        constants = constants._replace(SPLIT=int(splits is not None))
+        constants = self._constants(key, value, page_size, tile, tile_tokens, splits)
         _prefill(*tensors, slopes, sinks, *lists, scales, visible, has_sinks, tiled, constants,
                  tile.keys if in_blocks else 0, tile.warps)  # fmt: skip
         if splits is not None:
@@ -207,9 +205,7 @@ class PrefillKernels:
         shape: HopperShape, splits: TileList | None, share: float | None,
     ) -> Pdl:  # fmt: skip
         """Launch, and join what was split; `tensors` are as `prefill_on_hopper` takes them."""
-        next_pdl, num_programs = Pdl.OFF, self._num_sms
-        if splits is not None and splits.tile != hopper_tile(self.spec):  # made for another kernel
-            splits = None
+        next_pdl, num_programs, splits = Pdl.OFF, self._num_sms, _listed_for(hopper_tile(self.spec), splits)
         if splits is None and share is not None and self._supports_pdl:
             next_pdl, num_programs = Pdl.WAIT_LAST, math.ceil(share * num_programs)
         lets_next = next_pdl is Pdl.WAIT_LAST or (splits is not None and self._supports_pdl)
@@ -226,20 +222,27 @@ class PrefillKernels:
                     self._has_sinks, use_pdl)  # fmt: skip
 
     def _constants(
-        self, key: torch.Tensor, value: torch.Tensor, page_size: int, tile: TileSizes, tile_tokens: int
-    ) -> PrefillConstants:
+        self, key: torch.Tensor, value: torch.Tensor, page_size: int, tile: TileSizes, tile_tokens: int,
+        splits: TileList | None,
+    ) -> PrefillConstants:  # fmt: skip
         spec = self.spec
         return PrefillConstants(
             *self._logits, is_alike(key, value), PAGE_SIZE=page_size, KV_HEADS=key.shape[-2], GROUP=spec.group_size,
             BLOCK_Q=tile_tokens, BLOCK_M=padded(tile_tokens * spec.group_size), BLOCK_N=tile.keys, DIM=self._dims.DIM,
             DIM_VO=self._dims.DIM_VO, BLOCK_DIM=self._dims.BLOCK_DIM, BLOCK_DIM_VO=self._dims.BLOCK_DIM_VO,
-            STAGES=tile.stages, LOCAL=int(self._is_local), EXACT=int(spec.dtype is torch.float32), SPLIT=0,
+            STAGES=tile.stages, LOCAL=int(self._is_local), EXACT=int(spec.dtype is torch.float32),
+            SPLIT=int(splits is not None),
         )  # fmt: skip
 
     def _scales_of(self, cached: bool) -> Scales:
         k_scale, v_scale = self._scales[cached]
         cap = self.spec.logits_soft_cap
         return Scales(self.spec.scale * k_scale * (math.log2(math.e) if cap is None else 1.0), v_scale, cap or 0.0)
+
+
+def _listed_for(tile: SplitTile, splits: TileList | None) -> TileList | None:
+    """A list of such tiles; one that was made for another kernel's is none."""
+    return splits if splits is not None and splits.tile == tile else None
 
 
 def is_alike(key: torch.Tensor, value: torch.Tensor) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from attn_backends import AttentionSpec, get_backend
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.random_batch import random_batch
+from attn_backends.testing.graphs.harness import CapturedStep, make_recorder
 from attn_backends.testing.harness import Layer, assert_matches, make_layer
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
 
@@ -107,6 +109,43 @@ def test_most_layers_above_are_split() -> None:
             counts.append(int(a_layer(batch).begin(batch).splits.work_items[0, 5]))
     assert sum(count > 1 for count in counts) > len(counts) // 2
     assert max(counts) >= 5
+
+
+@only_interpreted
+@pytest.mark.parametrize("target", [None, 0], ids=["split", "whole"])
+@pytest.mark.parametrize("seen", [{}, {"window_left": 100}, {"sinks": True}], ids=str)
+def test_graphs_of_prefilled_rows(seen: dict[str, Any], target: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are not decoded, as they have more tokens than that serves: one capture, and replays of other lengths,
+    also behind a launch that was cut short."""
+    from attn_backends.backends.triton import metadata, state
+
+    for module in (metadata, state):
+        monkeypatch.setattr(module, "decode_tokens", lambda *_: 4)
+    spec, backend, lens = AttentionSpec(4, 2, 32, **seen), get_backend("TRITON"), ((400, 17, 330, 90), (30,), (5, 640))
+    batches = [
+        random_batch(backend, spec, each, [5] * len(each), num_pages=64, seed=seed, poison=float("nan"))
+        for seed, each in enumerate(lens)
+    ]
+    batches = [replace(batch, sinks=batches[0].sinks) for batch in batches]
+    with splitting(9, least_keys=32, target=target):
+        layer = make_layer(backend, *batches, num_padded_reqs=20)
+        with layer.state.graph_capture(4):
+            clone = layer.state.graph_clone(4, 5)
+            captured = CapturedStep([layer], clone, batches[:1], 4, 5, make_recorder("cpu"))
+        (step,) = clone.steps.values()
+        assert step.schedule is None
+        most_splits = []
+        for batch in (*batches, batches[0]):
+            step.workspace.tiles.fill_(3)
+            captured.fill([batch])
+            (result,) = captured.replay()
+            assert_matches(result, batch, f"replay of {[row.data.seq_len for row in batch.rows]}")
+            most_splits.append(0 if step.splits is None else int(step.splits.work_items[0, 5]))
+    if target == 0:
+        assert most_splits == [0] * 4
+    else:
+        assert len(set(most_splits)) > 1  # as the lengths are
+        assert max(most_splits) > 2
 
 
 KERNEL, SPLITS = "portable_kernel", "split_kernels"
