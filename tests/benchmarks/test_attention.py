@@ -116,7 +116,7 @@ def _flash_attn(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", flash_attn_4)
     providers = [emulated(VllmFa3), emulated(FlashAttn2), emulated(FlashAttn4)]
-    for where in ("state.FlashAttnState.providers", "backend.FlashAttnBackend.providers", "providers.PROVIDERS"):
+    for where in ("state.FlashAttnState.providers", "backend.FlashAttnBackend.providers", "state.PROVIDERS"):
         monkeypatch.setattr(f"attn_backends.backends.flash_attn.{where}", providers)
     for name, value in {"PROVIDERS": providers, "PROVIDER_CAN": {p.name: p.capabilities() for p in providers}}.items():
         monkeypatch.setattr(load("benchmarks.attention.attention"), name, value)
