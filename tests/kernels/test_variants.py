@@ -194,6 +194,7 @@ def test_each_kernel_of_a_layer_compiles_for_hopper(compiled: list[tuple[str, bo
         variants.compile_variants([numbers.choice(of_name) for of_name in by_name.values()], CUDA)
         names |= set(by_name)
     for_hopper = {"prefill_hopper_kernel", "upcast_kernel"} if has_hopper_kernels else set()
-    for_all = {"prefill_kernel", "decode_kernel", "cut_kernel", "write_kv_kernel", "copy_pages_kernel"}
+    for_all = {"prefill_kernel", "list_kernel", "join_kernel", "decode_kernel", "cut_kernel", "write_kv_kernel"}
+    for_all |= {"copy_pages_kernel"}
     assert names == for_all | for_hopper
     assert {name for name, _ in compiled} == names

@@ -92,7 +92,10 @@ def test_nothing_is_compiled_on_a_cpu() -> None:
         ("TORCH", set()),
         ("FLASH_ATTN", {"merge_kernel"}),
         ("FLASHINFER", {"csr_kernel"}),
-        ("TRITON", {"decode_kernel", "cut_kernel", "prefill_kernel", "prefill_hopper_kernel"}),
+        (
+            "TRITON",
+            {"decode_kernel", "cut_kernel", "prefill_kernel", "prefill_hopper_kernel", "list_kernel", "join_kernel"},
+        ),
     ],
 )
 def test_states_compile_what_they_list(name: str, expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
