@@ -137,6 +137,7 @@ def prefill_of(spec: AttentionSpec, page_size: int, room: int) -> tuple[Any, dic
         "BLOCK_N": tile.keys,
         "STAGES": tile.stages,
         "LOCAL": 1,
+        "SPLIT": 1,  # which keeps what a tile that is whole has no use for
     }
     return tile, constants_of(spec, page_size, **sizes)
 
@@ -438,7 +439,8 @@ def test_prefill_of_latent_layers_as_compiled(
     nope, rope, v_dim = dims
     spec = MLASpec(16, head_dim=nope + rope, qk_rope_head_dim=rope, head_dim_vo=v_dim, dtype=dtype)
     tile = varlen_tile(spec, room)
-    sizes = {"BLOCK_Q": tile.rows, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "STAGES": tile.stages, "LOCAL": 0}
+    sizes = {"BLOCK_Q": tile.rows, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "STAGES": tile.stages, "LOCAL": 0,
+             "SPLIT": 0}  # fmt: skip
     constants = constants_of(spec, 0, **sizes) | WITHOUT_DESCRIPTORS
     made = _compiled(ASTSource, prefill_kernel, tensors_of(spec), constants, tile.warps, capability)
     assert made.metadata.shared <= room
