@@ -154,6 +154,7 @@ PAGES = (
                 bare=False), full=True),
         Section("attention_rooms", "Before and after the package got its rooms"),
         Section("sharing", "Decodes beside prompts in one launch"),
+        Section("splits", "Chunks behind a prefix: whole tiles, or keys split"),
         Section("widening", "Chunks over an fp8 cache: 16 bits once, or 8 bits in each tile"),
         Section("cascade_flashinfer", "A prefix that requests share", ("requests", "prefix", "plain us", "shared us",
                 "gain", "bare cascade us", "prefix used", "error")),

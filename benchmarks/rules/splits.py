@@ -11,7 +11,6 @@ compiled first, by several processes at once.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -35,8 +34,10 @@ from benchmarks.attention.paged_problem import Problem, make_contender
 from benchmarks.attention.random_ahead import MOST_PROCESSES, pool_bytes
 from benchmarks.attention.sampled_problem import Pool, sampled_problem
 from benchmarks.attention.shape_draws import KINDS, ON_CPU, ON_GPU, Drawn, drawn
-from benchmarks.lib.gpu_harness import free_memory, reason, rounds_us
+from benchmarks.lib.gpu_harness import PACKAGES, free_memory, installed, reason, rounds_us
+from benchmarks.lib.harness import write
 
+TITLE = "prefills of random shapes by TRITON, with whole tiles and with keys split, in us"
 TURN_US = 2_500  # of a contender in a round
 WHOLE, RULE = "whole", "rule"
 
@@ -137,6 +138,17 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
+def shown(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as results have it: times in columns."""
+    us, best = row["us"], row["best other"]
+    split = min((time for name, time in us.items() if name.startswith("split ")), default=None)
+    ways = {"whole us": us.get(WHOLE), "split us": split, "rule us": us.get(RULE), "splits of the rule": row["target"]}
+    return {
+        "id": row["id"], "shape": row["shape"], "cache": row["dtype"], "page": row["page"], **ways,
+        "rule/whole": row["ratio"], "best other": best, "other us": us.get(best), "rule/other": row["vs other"],
+    }  # fmt: skip
+
+
 def main(given: Sequence[str] | None = None) -> None:
     arguments, started = parse(given), time.time()
     os.environ["FLASHINFER_DISABLE_JIT"] = "1"  # FlashInfer then raises where a module is not ready
@@ -163,7 +175,7 @@ def main(given: Sequence[str] | None = None) -> None:
     for name in ("ratio", "vs other"):
         print(f"{name}: geometric mean {geometric(rows, name)}")
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        write(arguments.json.stem, TITLE, [shown(row) for row in rows], installed(*PACKAGES), arguments.json.parent)
     if any(row["wrong"] for row in rows):
         sys.exit("a way is wrong")
 
