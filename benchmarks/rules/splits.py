@@ -3,9 +3,9 @@
     python -m benchmarks rules splits --seed S --count N [--kinds chunks mixed …] [--rounds 5] [--minutes M]
 
 Shapes are drawn as those of `attention random_shapes` are: seeds below 1000 are to tune by. "whole" is the time with no
-key split, "split N" that with N splits at most, and "rule" the one that TRITON takes; "ratio" is the rule's time over
-the whole one's, and "vs other" over that of the best other kernel. Every way is checked against float64. Kernels are
-compiled first, by several processes at once.
+key split, "split N" that with N splits at most, "decoded" that by the decode kernel where rows have few tokens, and
+"rule" the one that TRITON takes; "ratio" is the rule's time over the whole one's, and "vs other" over that of the best
+other kernel. Every way is checked against float64. Kernels are compiled first, by several processes at once.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from attn_backends.backends.triton.rules import prefill_share, split_tile
+from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.batch.views import without_new_keys
 from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.kernels.prefill.splits import PrefillSplits, most_tile_splits
@@ -39,7 +40,7 @@ from benchmarks.lib.harness import write
 
 TITLE = "prefills of random shapes by TRITON, with whole tiles and with keys split, in us"
 TURN_US = 2_500  # of a contender in a round
-WHOLE, RULE = "whole", "rule"
+WHOLE, DECODED, RULE = "whole", "decoded", "rule"
 
 
 def ways_of(problem: Problem, parts: Any) -> dict[str, Any]:
@@ -59,6 +60,10 @@ def ways_of(problem: Problem, parts: Any) -> dict[str, Any]:
     if first < built.num_rows:
         for target in range(programs, most_tile_splits(programs) + 1, programs):
             ways[f"split {target}"] = replace(built, prefill_splits=PrefillSplits(target, tile), prefill_share=None)
+    if first == 0 and problem.common.max_query_len <= DECODE_TOKENS:
+        of_decode = {"num_decode_rows": built.num_rows, "num_decode_row_tokens": built.num_row_tokens}
+        of_decode["max_decode_len"] = problem.common.max_query_len
+        ways[DECODED] = replace(built, prefill_splits=None, prefill_share=None, **of_decode)
     return ways | {RULE: built}
 
 
@@ -113,7 +118,7 @@ def measure(each: Drawn, pool: Pool, rounds: int) -> dict[str, Any]:
 
 def line_of(row: dict[str, Any]) -> str:
     us, target = row["us"], row["target"]
-    ours = ", ".join(f"{name} {us[name]:.1f}" for name in us if name in (WHOLE, RULE) or name.startswith("split "))
+    ours = ", ".join(f"{name} {us[name]:.1f}" for name in us if name in (WHOLE, RULE, DECODED) or "split " in name)
     ratio = f"{row['ratio']:.3f}" if row["ratio"] else "-"
     other = f"{row['vs other']:.3f} of {row['best other']} {us[row['best other']]:.1f}" if row["vs other"] else "-"
     wrong = f" WRONG: {'; '.join(row['wrong'])}" if row["wrong"] else ""

@@ -164,6 +164,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     def _prefill_splits(
         self, common: CommonAttentionMetadata, num_decodes: int, is_paged: bool, is_upcast: bool
     ) -> PrefillSplits | None:
+        if num_decodes >= common.num_actual_reqs:
+            return None
         rows = slice(0, common.num_actual_reqs)
         query_lens, seq_lens = (lens.numpy()[rows] for lens in (common.query_lens_cpu, common.seq_lens_cpu))
         spec = self.group.spec

@@ -113,8 +113,6 @@ def prefill_splits(
     Args:
         query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
     """
-    if num_decodes == len(query_lens):
-        return None
     num_programs = tile.num_programs(num_multiprocessors(device))
     read = int(num_visible_keys(spec, seq_lens[:num_decodes]).sum(dtype=np.int64)) * spec.cache_dtype.itemsize
     decodes = _PRODUCTS_A_BYTE * read / (tile.rows * tile.keys) * spec.num_kv_heads / num_programs
