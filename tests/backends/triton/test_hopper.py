@@ -10,6 +10,7 @@ import torch
 from attn_backends import AttentionSpec, AttentionType, get_backend
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.random_batch import random_batch
+from attn_backends.testing.graphs.harness import CapturedStep, make_recorder
 from attn_backends.testing.harness import Result, assert_matches, assert_pool, make_layer, run_backend
 from tests.helpers.placed_caches import PLACES, placed
 
@@ -104,6 +105,23 @@ def test_short_chunks_behind_long_prefixes(dims: tuple[int, int], changes: dict[
         assert int(step.splits.work_items[0, 5]) > 2
         assert_matches(layer.forward(batch, step, want_lse=True), batch, "splits", expected)
     assert served == [True] * 3
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_graphs_of_verified_tokens(dims: tuple[int, int], served: list[bool]) -> None:
+    """14 tokens of 5 heads for each KV head are prefilled: one capture, and replays of other lengths."""
+    lens, spec, backend = ((9000, 17, 330, 90), (30,), (14, 20_000)), spec_of(dims, (10, 2)), get_backend("TRITON")
+    batches = [a_batch(spec, list(each), [14] * len(each), num_pages=2000, seed=i) for i, each in enumerate(lens)]
+    layer = make_layer(backend, *batches, num_padded_reqs=4 * 14)
+    with layer.state.graph_capture(4):
+        clone = layer.state.graph_clone(4, 14)
+        captured = CapturedStep([layer], clone, batches[:1], 4, 14, make_recorder("cuda"))
+    assert all(step.schedule is None for step in clone.steps.values())
+    assert served
+    for batch in (*batches, batches[0]):
+        captured.fill([batch])
+        (result,) = captured.replay()
+        assert_matches(result, batch, f"replay of {[row.data.seq_len for row in batch.rows]}")
 
 
 @pytest.mark.parametrize("changes", [{}, {"window_left": 90}, {"dims": (256, 256)}, {"dims": (64, 64)}], ids=str)
