@@ -115,7 +115,7 @@ def test_a_schedule_of_other_lengths_shows() -> None:
 
 
 def test_an_older_schedule_of_the_wrong_shape_is_refused() -> None:
-    lens = torch.tensor([70, 0, 256], dtype=torch.int32)
+    lens = torch.tensor([70, 1, 256], dtype=torch.int32)
     query, cache = torch.zeros(3, 1, 128, 576).bfloat16(), torch.zeros(PAGES, 64, 1, 576).bfloat16()
     table = torch.zeros(3, 4, dtype=torch.int32)
     for tokens, told in ((1, r"tile_scheduler_metadata must have shape \(66, 8\)"), (128, "")):

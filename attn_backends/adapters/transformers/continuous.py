@@ -11,12 +11,14 @@ transformers gathers what a step sees, as it does for its own attention, and the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from attn_backends.adapters.transformers.layers import CalledLayers, LayerCall, decline
+from attn_backends.adapters.transformers.batch_cache import KeysPlace, gathered, place_of
+from attn_backends.adapters.transformers.layers import CalledLayers, LayerCall
+from attn_backends.adapters.transformers.refuse import decline
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.cache.kv_cache import KVCache, allocate_kv_cache, write_kv
 from attn_backends.interface import AttentionStep, Plans
@@ -114,68 +116,3 @@ class Group:
             held = allocate_kv_cache(self.layers.backend, {0: spec}, cache, device).layers[0]
             self._gathered[spec] = held
         return held
-
-
-FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-class KeysPlace(NamedTuple):
-    """Where a layer's keys are."""
-
-    kind: str  # FULL or SLIDING
-    group: int  # in `read_index` and `write_index`
-    page_size: int
-    pages: KVCache | None  # views of the cache; None: a ring
-
-
-def place_of(cache: Any, call: LayerCall) -> KeysPlace:
-    """Where a layer's keys are.
-
-    Raises:
-        Unsupported: the ring is of another length than the layer's window.
-    """
-    index = call.module.layer_idx
-    place, window = _in_5_17(cache, index) if hasattr(cache, "key_cache") else _in_allocator(cache, index)
-    if place.kind == SLIDING and window != call.spec.window_left + 1:
-        decline("window", f"layer {index} sees {call.spec.window_left + 1} keys, and its cache keeps {window}",
-                "layers that see what is kept", "Load this model with sdpa.")  # fmt: skip
-    return place
-
-
-def _in_allocator(cache: Any, index: Any) -> tuple[KeysPlace, int | None]:
-    """From 5.18 on: page ids count over the pages of all layers, and keys and values are views that begin at theirs."""
-    allocator = cache.layer_to_allocator[index]
-    ring: int | None = getattr(allocator, "sliding_window", None)
-    if ring is not None:
-        return KeysPlace(SLIDING, allocator.index, allocator.tokens_per_page, None), ring
-    pages = KVCache(*allocator.get_cache_for_block_table(index))
-    return KeysPlace(FULL, allocator.index, allocator.tokens_per_page, pages), None
-
-
-def _in_5_17(cache: Any, index: Any) -> tuple[KeysPlace, int | None]:
-    """5.17: a tensor of slots for each layer of a group; layers of other groups share it."""
-    group, at = cache.layer_index_to_group_indices[index]
-    if type(cache.group_cache_managers[group]).__name__.startswith("Sliding"):
-        return KeysPlace(SLIDING, group, cache.block_size, None), cache.sliding_windows[index]
-    keys, values = (slots[at].unflatten(0, (-1, cache.block_size)) for slots in (cache.key_cache, cache.value_cache))
-    return KeysPlace(FULL, group, cache.block_size, KVCache(keys, values)), None
-
-
-def gathered(given: Mapping[str, Any], call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a layer with a window sees of a step, as transformers gathers it, and writes what is new to the ring.
-
-    Returns:
-        Keys and values: [num_keys or more, num_kv_heads, dim] each.
-    """
-    cache, index = given["cache"], call.module.layer_idx
-    code = type(cache).update.__code__
-    if "read_index" in code.co_varnames[: code.co_argcount]:
-        keys, values = cache.update(call.key, call.value, index, given["read_index"], given["write_index"])
-    else:
-        keys, values = cache.update(call.key, call.value, index, dict(given))
-    return _rows(keys), _rows(values)
-
-
-def _rows(packed: torch.Tensor) -> torch.Tensor:
-    """[1, heads, tokens, dim], as `update` returns them from 5.19 on, as [tokens, heads, dim]."""
-    return packed[0].transpose(0, 1) if packed.dim() == 4 else packed

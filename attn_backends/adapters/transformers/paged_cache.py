@@ -9,8 +9,9 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from attn_backends.adapters.transformers.handed import eager_only, forget, hand_on, left_over
-from attn_backends.adapters.transformers.layers import PREFIX, LayerCall, check_model, decline
+from attn_backends.adapters.transformers.layers import LayerCall
 from attn_backends.adapters.transformers.pool import Pool
+from attn_backends.adapters.transformers.refuse import PREFIX, check_model, decline
 
 
 class PagedLayer(CacheLayerMixin):
