@@ -5,7 +5,6 @@ Seeds of SHOWN were there when the splits were written; those of UNSEEN judge th
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import nullcontext
 from pathlib import Path
 from random import Random
@@ -19,6 +18,7 @@ from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import Layer, Result, assert_matches, make_layer
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
+from tests.helpers.mutate import copied_module
 
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch", reason="needs triton")
 most_tile_splits = pytest.importorskip("attn_backends.kernels.prefill.splits").most_tile_splits
@@ -244,19 +244,8 @@ def test_faults_are_found(fault: str, launches: list[int], tmp_path: Path, monke
 
 def changed(module: Any, fault: tuple[str, str, str] | None, folder: Path) -> Any:
     """A module as its source is; with the fault, if it is one of this module's."""
-    source = Path(module.__file__).read_text()
     name = module.__name__.rpartition(".")[2]
-    if fault is not None and fault[0] == name:
-        assert source.count(fault[1]) == 1
-        source = source.replace(*fault[1:])
-    path = folder / f"changed_{name}.py"
-    path.write_text(source)
-    made = importlib.util.spec_from_file_location(path.stem, path)
-    assert made is not None
-    assert made.loader is not None
-    wrong = importlib.util.module_from_spec(made)
-    made.loader.exec_module(wrong)
-    return wrong
+    return copied_module(module, folder, *([fault[1:]] if fault is not None and fault[0] == name else []))
 
 
 def check_all_splits() -> None:

@@ -27,12 +27,19 @@ def mutate(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, before: str, 
 
 def mutated_module(module: ModuleType, folder: Path, before: str, after: str) -> ModuleType:
     """A copy of a module with a file of its own, which kernels are read from."""
+    return copied_module(module, folder, (before, after))
+
+
+def copied_module(module: ModuleType, folder: Path, *edits: tuple[str, str]) -> ModuleType:
+    """The same with any number of pieces replaced, none of them among them."""
     assert module.__file__ is not None
     source = Path(module.__file__).read_text()
-    assert source.count(before) == 1, f"{module.__name__} has {source.count(before)} of {before!r}"
-    path = folder / "mutated.py"
-    path.write_text(source.replace(before, after))
-    spec = importlib.util.spec_from_file_location("mutated", path)
+    for before, after in edits:
+        assert source.count(before) == 1, f"{module.__name__} has {source.count(before)} of {before!r}"
+        source = source.replace(before, after)
+    path = folder / f"mutated_{module.__name__.rpartition('.')[2]}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)

@@ -6,28 +6,14 @@ Over what stands for SGLang here; `make test-engines` runs the same over SGLang 
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from attn_backends.adapters.sglang import plugin
 from attn_backends.interface.capabilities import Unsupported
-from attn_backends.registry import backends, register_backend
 from tests.adapters.sglang.test_steps import random_steps
+from tests.helpers.naive_plugin import naive  # noqa: F401 (registers it)
 from tests.helpers.sglang_engine import Engine, Kind, Shape
-
-PLUGIN = Path(__file__).parents[3] / "examples" / "plugin"
-
-
-@pytest.fixture(autouse=True)
-def _naive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(PLUGIN))
-    if "NAIVE" not in backends:
-        register_backend("NAIVE", "attn_backends_naive:NaiveBackend")
-    yield
-    sys.modules.pop("attn_backends_naive", None)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 
 import attn_backends.adapters.transformers as ab
-from attn_backends import register_backend
 from attn_backends.interface import Unsupported
-from attn_backends.registry import backends
 from tests.helpers.hf_cases import draw_case, generate_batch
-
-PLUGIN = Path(__file__).parents[3] / "examples" / "plugin"
-
-
-@pytest.fixture(autouse=True)
-def _naive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(PLUGIN))
-    if "NAIVE" not in backends:
-        register_backend("NAIVE", "attn_backends_naive:NaiveBackend")
-    yield
-    sys.modules.pop("attn_backends_naive", None)
+from tests.helpers.naive_plugin import naive  # noqa: F401 (registers it)
 
 
 def test_it_serves() -> None:

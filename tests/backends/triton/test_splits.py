@@ -5,7 +5,6 @@ Seeds of SHOWN were there when the splits were written; those of UNSEEN judge th
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.graphs.harness import CapturedStep, make_recorder
 from attn_backends.testing.harness import Layer, assert_matches, make_layer
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
+from tests.helpers.mutate import copied_module
 
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch", reason="needs triton")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
@@ -190,16 +190,5 @@ def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def changed(module: Any, fault: tuple[str, str, str] | None, folder: Path) -> Any:
     """A module as its source is; with the fault, if it is one of this module's."""
-    source = Path(module.__file__).read_text()
     name = module.__name__.rpartition(".")[2]
-    if fault is not None and fault[0] == name:
-        assert source.count(fault[1]) == 1
-        source = source.replace(*fault[1:])
-    path = folder / f"changed_{name}.py"
-    path.write_text(source)
-    made = importlib.util.spec_from_file_location(path.stem, path)
-    assert made is not None
-    assert made.loader is not None
-    wrong = importlib.util.module_from_spec(made)
-    made.loader.exec_module(wrong)
-    return wrong
+    return copied_module(module, folder, *([fault[1:]] if fault is not None and fault[0] == name else []))
