@@ -26,6 +26,7 @@ from attn_backends.kernels.split_kv import (
 )
 
 ROW_KEYS = tl.constexpr(32)  # that are read in the time that a row takes beside its own, as measured
+SHORT_KEYS = 128  # of a row in the mean, up to which one more program for it is sooner done than one that walks on
 
 
 class CutTensors(NamedTuple):
@@ -39,6 +40,9 @@ class CutTensors(NamedTuple):
 class CutNumbers(NamedTuple):
     num_rows: int
     max_cuts: int
+    most_apart: int
+    short_keys: int
+    num_programs: int
     window_left: int
     chunk: int
     num_counters: int
@@ -53,19 +57,25 @@ def max_split_items(max_cuts: int) -> int:
     return 2 * max_cuts - 2
 
 
+def num_programs(num_rows: int, max_cuts: int) -> int:
+    """Number of programs that a launch has: for each cut, or for each row and each split of long ones."""
+    return num_rows + max_cuts
+
+
 @operator(("work_items", "more_items", "counters"))
 def cut_work(
     seq_lens: torch.Tensor, query_start_loc: torch.Tensor, work_items: torch.Tensor, more_items: torch.Tensor,
-    counters: torch.Tensor, sizes: SplitSizes,
+    counters: torch.Tensor, sizes: SplitSizes, most_apart: int,
 ) -> None:  # fmt: skip
     """List the work items for lengths [num_rows] and query starts [num_rows + 1], i32, in one launch."""
-    _launch_cut(CutTensors(seq_lens, query_start_loc, work_items, more_items, counters), sizes)
+    _launch_cut(CutTensors(seq_lens, query_start_loc, work_items, more_items, counters), sizes, most_apart)
 
 
-def _launch_cut(tensors: CutTensors, sizes: SplitSizes) -> tuple[Any, tuple[int, ...]]:
+def _launch_cut(tensors: CutTensors, sizes: SplitSizes, most_apart: int) -> tuple[Any, tuple[int, ...]]:
     """Returns the compiled kernel on its grid, and its arguments behind the first two tensors."""
     numbers = CutNumbers(
-        num_rows=sizes.num_rows, max_cuts=sizes.target, window_left=sizes.window_left, chunk=sizes.chunk,
+        num_rows=sizes.num_rows, max_cuts=sizes.target, most_apart=most_apart, short_keys=SHORT_KEYS,
+        num_programs=num_programs(sizes.num_rows, sizes.target), window_left=sizes.window_left, chunk=sizes.chunk,
         num_counters=len(tensors.counters), BLOCK_N=sizes.block_n, MIN_BLOCKS=sizes.min_blocks,
         MAX_ROWS=triton.next_power_of_2(sizes.num_rows), BLOCK_ITEMS=ITEMS_PER_PROGRAM,
     )  # fmt: skip
@@ -79,30 +89,40 @@ class CutList(WorkList):
 
     Args:
         sizes: `target` is how many cuts there are at most, and `min_blocks` what one has at least.
+        most_apart: programs that run side by side, about: with so many, rows are cut apart.
         counters: as `WorkList` has them.
     """
 
-    def __init__(self, sizes: SplitSizes, counters: torch.Tensor) -> None:
-        super().__init__(counters.new_empty(sizes.num_rows + 2 * sizes.target, 8), sizes, counters)
-        self.more_items = counters.new_empty(sizes.target, 2)
+    def __init__(self, sizes: SplitSizes, most_apart: int, counters: torch.Tensor) -> None:
+        self._most_apart = most_apart
+        self.num_programs = num_programs(sizes.num_rows, sizes.target)
+        super().__init__(counters.new_empty(self.num_programs + sizes.num_rows + sizes.target, 8), sizes, counters)
+        self.more_items = counters.new_empty(self.num_programs, 2)
 
     def _list(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
-        cut_work(seq_lens, query_start_loc, self.work_items, self.more_items, self.counters, self._sizes)
+        tensors = CutTensors(seq_lens, query_start_loc, self.work_items, self.more_items, self.counters)
+        cut_work(*tensors, self._sizes, self._most_apart)
 
     def _launch(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
         tensors = CutTensors(seq_lens, query_start_loc, self.work_items, self.more_items, self.counters)
-        return _launch_cut(tensors, self._sizes)
+        return _launch_cut(tensors, self._sizes, self._most_apart)
 
 
-@triton.jit(do_not_specialize=["num_rows", "max_cuts", "window_left", "chunk", "num_counters"])  # type: ignore[untyped-decorator]
+_VARY = ["num_rows", "max_cuts", "most_apart", "short_keys", "num_programs", "window_left", "chunk", "num_counters"]
+
+
+@triton.jit(do_not_specialize=_VARY)  # type: ignore[untyped-decorator]
 def cut_kernel(  # type: ignore[no-untyped-def]
     seq_lens,  # [num_rows] i32
     query_start_loc,  # [num_rows + 1] i32
-    work_items,  # [num_rows + 2 * max_cuts, 8] i32, see `split_kv.schedule_kernel`
-    more_items,  # [max_cuts, 2] i32: begin and end of each cut's items but the first
+    work_items,  # [num_programs + num_rows + max_cuts, 8] i32, see `split_kv.schedule_kernel`
+    more_items,  # [num_programs, 2] i32: begin and end of each program's items but the first
     counters,  # [num_counters] i32, become 0
     num_rows,
     max_cuts,
+    most_apart,  # see `_cut`, as the next
+    short_keys,
+    num_programs,
     window_left,  # positions before its own that a query sees
     chunk,  # positions in a chunk; a query sees its own chunk alone
     num_counters,
@@ -113,9 +133,10 @@ def cut_kernel(  # type: ignore[no-untyped-def]
 ):
     """List what each cut has of each row.
 
-    A cut's first item lies at the cut's own number, so that its program finds it without looking; its row is -1 where
-    the cut has nothing. The others lie behind those of all cuts. There are `num_rows + max_cuts - 1` items at most, of
-    which `max_split_items` are splits of rows.
+    A program's first item lies at the program's own number, so that it finds it without looking; its row is -1 where
+    the program has nothing. The others lie behind those of all programs. There are `num_rows + max_cuts - 1` items at
+    most where rows are cut as one, and `num_rows + max_cuts` where they are apart, of which `max_split_items` are
+    splits of rows.
     """
     clear_counters(counters, num_counters)
     rows = tl.arange(0, MAX_ROWS)
@@ -123,7 +144,9 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     lens, starts, query_lens = load_rows(seq_lens, query_start_loc, rows, exists)
     first = first_key(lens - query_lens, window_left, chunk) // BLOCK_N
     blocks = tl.where(exists, tl.maximum((lens + BLOCK_N - 1) // BLOCK_N - first, 0), 0)
-    ends, num_blocks, num_cuts, first_cut, num_splits, is_apart = _cut(exists, blocks, max_cuts, BLOCK_N, MIN_BLOCKS)
+    ends, num_blocks, num_cuts, first_cut, num_splits, is_apart = _cut(
+        exists, blocks, max_cuts, most_apart, short_keys, BLOCK_N, MIN_BLOCKS
+    )
     item_ends = tl.cumsum(num_splits, 0)
     num_partials = tl.where(num_splits > 1, num_splits, 0)
     slots_before = tl.cumsum(num_partials, 0) - num_partials
@@ -139,7 +162,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     start = tl.where(is_apart, _begin_of(split, row_num_blocks, row_splits), start)
     stop = tl.where(split == row_splits - 1, row_num_blocks, _begin_of(cut + 1, num_blocks, num_cuts) - row_begin)
     stop = tl.where(is_apart, _begin_of(split + 1, row_num_blocks, row_splits), stop)
-    at = tl.where(_items_before(cut, first_cut, num_splits) == work_item, cut, max_cuts + work_item)
+    at = tl.where(_items_before(cut, first_cut, num_splits) == work_item, cut, num_programs + work_item)
     store_item(
         work_items + at * 8, row < num_rows, row, (row_first + start) * BLOCK_N,
         tl.minimum((row_first + stop) * BLOCK_N, row_len), of_row(mine, slots_before),
@@ -147,9 +170,10 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     # And as many cuts: of each number, how many items lie before it, and up to its end.
     before, until = _items_before(work_item, first_cut, num_splits), _items_before(work_item + 1, first_cut, num_splits)
-    tl.store(more_items + work_item * 2, max_cuts + before + 1, mask=work_item < max_cuts)
-    tl.store(more_items + work_item * 2 + 1, max_cuts + until, mask=work_item < max_cuts)
-    tl.store(work_items + work_item * 8, -1, mask=(work_item < max_cuts) & (before == until))
+    tl.store(more_items + work_item * 2, num_programs + before + 1, mask=work_item < num_programs)
+    tl.store(more_items + work_item * 2 + 1, num_programs + until, mask=work_item < num_programs)
+    nothing = (work_item < num_programs) & (before == until)
+    tl.store(work_items + work_item[:, None] * 8 + tl.arange(0, 8)[None], -1, mask=nothing[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -157,6 +181,8 @@ def _cut(  # type: ignore[no-untyped-def]
     exists,  # [MAX_ROWS]: there is such a row
     blocks,  # [MAX_ROWS] i32, of keys that are seen
     max_cuts,
+    most_apart,  # programs that run side by side, about
+    short_keys,
     BLOCK_N: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
 ):
@@ -177,7 +203,10 @@ def _cut(  # type: ignore[no-untyped-def]
     size = num_blocks // num_cuts
     longest = tl.where(num_cuts < max_cuts, 2 * MIN_BLOCKS - 1, size + size // 16)
     apart = tl.where(exists, (tl.maximum(blocks, 1) + longest - 1) // longest, 0)
-    is_apart = tl.sum(apart, 0) <= max_cuts
+    num_apart, num_split = tl.sum(apart, 0), tl.sum(tl.where(apart > 1, apart, 0), 0)
+    are_short = tl.sum(blocks, 0) <= num_apart * (short_keys // BLOCK_N)
+    has_room = (num_apart <= tl.sum(exists.to(tl.int32), 0) + max_cuts) & (num_split <= tl.maximum(2 * max_cuts - 2, 0))
+    is_apart = ((num_apart <= most_apart) | are_short) & has_room
     first_cut = _cut_of(tl.minimum(ends - blocks, ends - 1), num_blocks, num_cuts)
     num_splits = tl.where(exists, _cut_of(ends - 1, num_blocks, num_cuts) - first_cut + 1, 0)
     first_cut = tl.where(is_apart, tl.cumsum(apart, 0) - apart, first_cut)

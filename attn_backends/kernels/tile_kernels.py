@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 
 from attn_backends.kernels.fp8 import accumulate, unpack_columns
-from attn_backends.kernels.split_kv import LN_2, LOG2_E, first_key, load_block
+from attn_backends.kernels.split_kv import FAR, LN_2, LOG2_E, first_key, load_block
+
+ROWS_AT_ONCE = tl.constexpr(128)  # that are looked at for the one that a tile is of
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -216,13 +218,14 @@ def rows_of(tile, query_start_loc, first_row, num_rows, BLOCK_Q: tl.constexpr): 
     many as it needs, or one more.
     """
     before = tl.load(query_start_loc + first_row)
-    low, high = 0, num_rows - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        begins = (tl.load(query_start_loc + first_row + middle) - before + middle * (BLOCK_Q - 1)) // BLOCK_Q
-        low = tl.where(begins <= tile, middle, low)
-        high = tl.where(begins <= tile, high, middle - 1)
-    row = first_row + low
+    lane = tl.arange(0, ROWS_AT_ONCE)
+    found = 0  # rows whose tiles begin here or before, but for the first
+    for begin in range(1, num_rows, ROWS_AT_ONCE):
+        nth = begin + lane
+        start = tl.load(query_start_loc + first_row + nth, mask=nth < num_rows, other=FAR)
+        begins = (start - before + nth * (BLOCK_Q - 1)) // BLOCK_Q
+        found += tl.sum((begins <= tile).to(tl.int32), 0)
+    row = first_row + found
     first_token = tl.load(query_start_loc + row)
     query_len = tl.load(query_start_loc + row + 1) - first_token
-    return row, first_token, query_len, (tile - (first_token - before + low * (BLOCK_Q - 1)) // BLOCK_Q) * BLOCK_Q
+    return row, first_token, query_len, (tile - (first_token - before + found * (BLOCK_Q - 1)) // BLOCK_Q) * BLOCK_Q

@@ -28,14 +28,14 @@ from attn_backends.kernels.launch import Pdl, launch, operator, power_of_two, st
 from attn_backends.kernels.prefill.arguments import BlockDims, Flags, Scales, VisibleRange
 from attn_backends.kernels.prefill.launch import PrefillKernels, Rows, is_alike, strides_of, visible_range
 from attn_backends.kernels.prefill.tiles import PrefillTile
-from attn_backends.kernels.split_kv import MAX_SPLITS, SplitSizes, WorkList
+from attn_backends.kernels.split_kv import MAX_SPLITS, SplitSizes
 from attn_backends.kernels.tiles import block_dims
 from attn_backends.spec import AttentionSpec
 
 _SMALL_TILE_ROWS, _TILE_ROWS = 16, 64  # of decode: queries of a tile; more queries of a row take several
 _MOST_IN_SMALL_TILES = 48  # queries of a row: so often are its keys read again, from the L2, in less time
-_SHORT_BLOCK = 16  # keys, of which the last are loaded as early as all others
-_ROWS_OF_THEIR_OWN = 8  # times as many rows as fill the GPU: none is then worth cutting with others
+_SHORT_BLOCK = 16  # keys: of such a block not even the page id is waited for
+_RESIDENT_WARPS = 10  # of a multiprocessor, about, whatever the tile: registers are enough for so many
 _REGISTERS = 65536  # of a multiprocessor
 _COMBINE_REGISTERS = (
     128  # of a thread, for the splits that it combines at a time; no more than half of what it can have
@@ -61,22 +61,16 @@ class SplitPlan(NamedTuple):
         filling = max(1, num_sms * tile.programs // (spec.num_kv_heads * self.tiles))
         return min(filling, int(MAX_SPLITS.value) // 2)
 
-    def cuts_as_one(self, num_rows: int, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> bool:
-        """Whether all rows' keys are cut as one, or each row for itself."""
-        return num_rows < _ROWS_OF_THEIR_OWN * self.num_programs(spec, tile, num_sms)
-
     def num_partial_slots(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
-        """Number of work items that can be splits of rows, by either list."""
-        filling = self.num_programs(spec, tile, num_sms)
-        return max(max_split_items(filling), -(-4 * filling // 3))
+        """Number of work items that can be splits of rows."""
+        return max_split_items(self.num_programs(spec, tile, num_sms))
 
 
 class Schedule:
     """How decode rows are split into work items: the list on the device, and what follows from shapes alone.
 
     Args:
-        num_rows: of the batch, padding included. All keys are cut as one; but of many times as many rows as programs
-            fill the GPU each, or each split of a long one, has a program.
+        num_rows: of the batch, padding included.
         query_len: most query tokens of a row.
         num_sms: multiprocessors, which work items are to fill.
         counters: [partial slots * num_kv_heads * tiles] i32 or more, of the workspace that its launches use.
@@ -93,14 +87,9 @@ class Schedule:
         _, window_left, chunk = visible_range(spec)
         sizes = SplitSizes(num_rows, filling, window_left, chunk, tile.keys, min_blocks)
         counted = counters[: self.plan.num_partial_slots(spec, tile, num_sms) * spec.num_kv_heads * self.plan.tiles]
-        self.work_list: WorkList
-        if self.plan.cuts_as_one(num_rows, spec, tile, num_sms):
-            self.work_list = cuts = CutList(sizes, counted)
-            self.num_programs, self.more_items = filling, cuts.more_items
-        else:  # rows are so short that a program which walks them waits for each
-            self.num_programs = num_rows + filling
-            self.work_list = WorkList(counters.new_empty(self.num_programs, 8), sizes, counted)
-            self.more_items = counters.new_zeros(self.num_programs, 2)
+        side_by_side = max(filling, filling * _RESIDENT_WARPS // (tile.programs * tile.warps))
+        self.work_list = CutList(sizes, side_by_side, counted)
+        self.num_programs, self.more_items = self.work_list.num_programs, self.work_list.more_items
 
 
 class Kernels(PrefillKernels):
@@ -190,11 +179,12 @@ def _decode_constants(
     threads = 32 * tile.warps
     registers = min(_COMBINE_REGISTERS, _REGISTERS // (tile.programs * threads) // 2) * threads
     block_splits = 1 << max(1, registers // (plan.used_m * dims[-1])).bit_length() - 1  # a power of two
+    masked_stages = tile.stages if is_local else min(tile.stages, 3 if tile.keys <= _SHORT_BLOCK else 2)
     return DecodeConstants(
         *logits, alike, pairs, PAGE_SIZE=page_size, KV_HEADS=num_kv_heads, GROUP=group_size,
         TILES=plan.tiles, BLOCK_M=plan.block_m, BLOCK_N=tile.keys, DIM=dims.DIM, DIM_VO=dims.DIM_VO,
         BLOCK_DIM=dims.BLOCK_DIM, BLOCK_DIM_VO=dims.BLOCK_DIM_VO, STAGES=tile.stages,
-        MASKED_STAGES=tile.stages if is_local or tile.keys <= _SHORT_BLOCK else 1, EXACT=int(exact),
+        MASKED_STAGES=masked_stages, EXACT=int(exact),
         USED_M=plan.used_m, JOINED=tile.joined, BLOCK_SPLITS=min(block_splits, tile.joined), PDL=int(pdl),
     )  # fmt: skip
 

@@ -28,8 +28,8 @@ _MMA_ROWS = 64  # queries from which on Hopper's matrix units want four warps fo
 _HELD = 160  # numbers of a thread, counted so: with more, compiled kernels keep some in memory
 _MOST_WARPS = 8
 _FEW_QUERIES = 16  # of a tile: what a product takes at least
-_FEW_PAIRS = 8  # of a row and a KV head, beside which multiprocessors want long blocks of few programs
-_WIDE_KEY_BYTES = 768  # of a key and its value, from which on few pairs want shorter blocks, and more do
+_FEW_PAIRS = 32  # of a row and a KV head
+_WIDE_KEY_BYTES = 768  # of a key and its value in 16 bits
 
 
 @dataclass(frozen=True)
@@ -98,25 +98,26 @@ def _rule(key_bytes: int, itemsize: int, num_pairs: int) -> DecodeTile:
     """The tile of few queries.
 
     A block of 16 keys is one page's, whose id is one number, and a program of one warp waits for no other: four to
-    eight of them keep loads of 64 KiB and more under way. Where there are few pairs of a row and a KV head, and so many
-    cuts of each, a cut has long blocks, and many are joined at once: joins take time by their number. From trials at
-    random shapes on an H200 (`benchmarks/tune/decode_trials.py`); `benchmarks/attention/random_shapes.py` judges it at
-    others.
+    eight of them keep loads of 64 KiB and more under way. Wide keys are too much for one warp, and where there are few
+    pairs of a row and a KV head, longer blocks of more warps are sooner read. Few pairs are also cut into shorter
+    parts, as nobody else has work. From trials at random shapes on an H200 (`benchmarks/tune/decode_trials.py`);
+    `benchmarks/attention/random_shapes.py` judges it at others.
 
     Args:
         key_bytes: of a key and its value.
         num_pairs: of a row and a KV head.
     """
-    if key_bytes >= _WIDE_KEY_BYTES and num_pairs <= 4 * _FEW_PAIRS:
-        return DecodeTile(keys=32, warps=4, stages=6, programs=2, min_keys=128)
-    if num_pairs <= _FEW_PAIRS:
-        return DecodeTile(keys=64, warps=4, stages=6, programs=1, min_keys=128, joined=16)
+    is_few, is_wide = num_pairs <= _FEW_PAIRS, key_bytes >= _WIDE_KEY_BYTES * itemsize // 2
+    if is_few and is_wide:
+        return DecodeTile(keys=32, warps=4, stages=6, programs=2, min_keys=64, joined=16)
+    if is_wide and itemsize > 1:
+        return DecodeTile(keys=16, warps=2, stages=6, programs=4, min_keys=64, joined=16)
     if itemsize == 1:
+        if is_few:
+            return DecodeTile(keys=64, warps=2, stages=6, programs=2, min_keys=64, joined=16)
         return DecodeTile(keys=32, warps=1, stages=6, programs=4, min_keys=128)
     programs = max(4, min(8, 2048 // key_bytes))
-    return DecodeTile(
-        keys=16, warps=1 if key_bytes <= _WIDE_KEY_BYTES else 2, stages=6, programs=programs, min_keys=128
-    )
+    return DecodeTile(keys=16, warps=1, stages=6, programs=programs, min_keys=64 if is_few else 128)
 
 
 def _fitted_decode_tile(tile: DecodeTile, spec: AttentionSpec, query_rows: int, smem_bytes: int) -> DecodeTile:

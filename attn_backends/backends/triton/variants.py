@@ -144,8 +144,7 @@ class _Layer:
                 asked = (num_rows, plan.block_m)
                 if asked not in tiles:
                     tiles[asked] = decode_tile(self.spec, self.cache, *asked, self.options, smem_bytes)
-                is_cut = plan.cuts_as_one(num_rows, self.spec, tiles[asked], num_multiprocessors(self.device))
-                kind = (plan, tiles[asked], power_of_two(num_rows), is_cut)
+                kind = (plan, tiles[asked], power_of_two(num_rows))
                 found.setdefault(kind, (num_rows, query_len, tiles[asked]))
         yield from found.values()
 

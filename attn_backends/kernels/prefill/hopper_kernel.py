@@ -50,6 +50,7 @@ from attn_backends.kernels.tile_kernels import tile_of
 BLOCK_M = gl.constexpr(64)  # queries of a group of warps
 STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory
 NUM_FIELDS = gl.constexpr(10)  # numbers of a tile_info
+SHORT_TILE = gl.constexpr(2)  # blocks
 BATCH = gl.constexpr(4)  # loads of keys or values that code is written out for
 GROUP_WARPS = 4
 
@@ -221,12 +222,16 @@ def _take_tiles(  # type: ignore[no-untyped-def]
     BLOCK_N: gl.constexpr,
     SPLIT: gl.constexpr,
 ):
-    """One warp takes a tile as soon as all others have consumed the one before, and publishes it."""
+    """One warp takes a tile as soon as all others have consumed the one before, and publishes it.
+
+    Behind a tile of few blocks, which takes no longer than it takes to look up another, it does not wait to take it.
+    """
     _info_smem, _ids_smem, _info_full, info_empty = tile_channel
     num_programs = gl.num_programs(0)
     if SPLIT == 0:
         num_tiles = _count_tiles(rows, spans, BLOCK_Q)
     tile, nth, head, begin, before = gl.program_id(0), 0, 0, 0, 0
+    was_short = tile < 0
     while head >= 0:
         if SPLIT:
             at, part = _load_item(tile, listed, KV_HEADS)
@@ -241,8 +246,12 @@ def _take_tiles(  # type: ignore[no-untyped-def]
         if PAGE_SIZE == 0:
             row = gl.load(rows[2] + row)
         tile_info = (head, row, start, num_blocks, seq_len, upper, lower, first_token, query_len, first)
+        if was_short:
+            mbarrier.wait(info_empty.index(0), (nth - 1) & 1)
         _publish(tile_channel, tile_info, ids, PAGE_SIZE)
-        mbarrier.wait(info_empty.index(0), nth & 1)
+        was_short = num_blocks <= SHORT_TILE
+        if not was_short:
+            mbarrier.wait(info_empty.index(0), nth & 1)
         nth += 1
         tile = gl.atomic_add(counters, 1, sem="relaxed") + num_programs
     if gl.atomic_add(counters + 1, 1, sem="relaxed") == num_programs - 1:  # for the next launch

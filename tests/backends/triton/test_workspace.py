@@ -63,18 +63,22 @@ def latent_specs() -> list[MLASpec]:
     return sorted(found, key=str)
 
 
-def parts_of(lens: np.ndarray, max_cuts: int, min_blocks: int, block_n: int) -> np.ndarray:
+def parts_of(lens: np.ndarray, max_cuts: int, min_blocks: int, block_n: int, most_apart: int) -> np.ndarray:
     """[batches] how many items are parts of rows, for [batches, rows] blocks of keys: `cut_kernel` in NumPy."""
     widths = np.maximum(lens + 32 // block_n, 1)
     ends, num_blocks = widths.cumsum(1), widths.sum(1)[:, None]
     num_cuts = np.maximum(np.minimum(max_cuts, num_blocks // min_blocks), 1)
     apart = rows_apart(lens, num_blocks, num_cuts, max_cuts, min_blocks)
+    num_apart, num_split = apart.sum(1), np.where(apart > 1, apart, 0).sum(1)
+    are_short = lens.sum(1) <= num_apart * (equal_cuts.SHORT_KEYS // block_n)
+    is_apart = (num_apart <= most_apart) | are_short
+    is_apart &= (num_apart <= lens.shape[1] + max_cuts) & (num_split <= max(2 * max_cuts - 2, 0))
     first, last = (
         ((block + 1) * num_cuts - 1) // num_blocks for block in (np.minimum(ends - lens, ends - 1), ends - 1)
     )
-    counts = np.where(apart.sum(1)[:, None] <= max_cuts, apart, last - first + 1)
+    counts = np.where(is_apart[:, None], apart, last - first + 1)
     assert (counts > 0).all()
-    assert (counts.sum(1) < lens.shape[1] + max_cuts).all()  # the list has so many items
+    assert (counts.sum(1) <= equal_cuts.num_programs(lens.shape[1], max_cuts)).all()  # the list has so many items
     return np.where(counts > 1, counts, 0).sum(1)
 
 
@@ -85,14 +89,6 @@ def rows_apart(
     size = num_blocks // num_cuts
     longest = np.where(num_cuts < max_cuts, 2 * min_blocks - 1, size + size // 16)
     return -(-np.maximum(lens, 1) // longest)
-
-
-def parts_of_rows_apart(lens: np.ndarray, filling: int, min_blocks: int) -> np.ndarray:
-    """The same where each row is split for itself: `schedule_kernel` in NumPy."""
-    size = np.maximum(-(-lens.sum(1) // filling), min_blocks)[:, None]
-    counts = np.maximum((lens + size // 2) // size, 1)
-    assert (counts.sum(1) <= lens.shape[1] + filling).all()
-    return np.where(counts > 1, counts, 0).sum(1)
 
 
 def hard_batches(num_rows: int, numbers: np.random.Generator) -> np.ndarray:
@@ -118,10 +114,9 @@ def test_parts_of_any_batch_have_their_slots() -> None:
         for tile, sms in product(tiles, MULTIPROCESSORS):
             found[plan.num_programs(spec, tile, sms), tile.keys] = plan.num_partial_slots(spec, tile, sms)
     batches = [hard_batches(rows, numbers) for rows in (1, 2, 3, 7, 16, 33, 100, 257, 512)]
-    for ((max_cuts, block_n), num_partial_slots), min_blocks in product(sorted(found.items()), (1, 4)):
-        for lens in batches:
-            assert parts_of(lens, max_cuts, min_blocks, block_n).max() <= num_partial_slots, (max_cuts, min_blocks)
-            assert parts_of_rows_apart(lens, max_cuts, min_blocks).max() <= num_partial_slots, (max_cuts, min_blocks)
+    for ((max_cuts, block_n), most), min_blocks in product(sorted(found.items()), (1, 4)):
+        for lens, times in product(batches, (1, 3)):
+            assert parts_of(lens, max_cuts, min_blocks, block_n, times * max_cuts).max() <= most, (max_cuts, min_blocks)
     assert len(found) > 200
 
 
@@ -147,7 +142,8 @@ def test_kernel_cuts_have_every_key_once(seed: int) -> None:
     sizes = triton_split.SplitSizes(
         num_rows, max_cuts, window, triton_split.FAR.value, block_n, int(drawn.integers(1, 5))
     )
-    cuts = equal_cuts.CutList(sizes, torch.ones(num_rows * 3, dtype=torch.int32))
+    most_apart = int(drawn.integers(max_cuts, 4 * max_cuts + 1))
+    cuts = equal_cuts.CutList(sizes, most_apart, torch.ones(num_rows * 3, dtype=torch.int32))
     held = [
         torch.full((len(each) + 3, each.shape[1]), -7, dtype=torch.int32) for each in (cuts.work_items, cuts.more_items)
     ]
@@ -188,7 +184,8 @@ def test_kernel_no_program_has_two_rows_where_there_are_enough(seed: int) -> Non
     sizes = triton_split.SplitSizes(
         num_rows, max_cuts, triton_split.FAR.value, triton_split.FAR.value, block_n, min_blocks
     )
-    cuts = equal_cuts.CutList(sizes, torch.zeros(num_rows, dtype=torch.int32))
+    most_apart = int(drawn.integers(max_cuts, 4 * max_cuts + 1))
+    cuts = equal_cuts.CutList(sizes, most_apart, torch.zeros(num_rows, dtype=torch.int32))
     cuts.fill(torch.from_numpy(lens.astype(np.int32)), torch.arange(num_rows + 1, dtype=torch.int32))
     spare = (blocks + 32 // block_n).sum() // min_blocks < max_cuts
     found = [cut for cut in items_of(cuts) if cut]
