@@ -34,6 +34,8 @@ RELEASES = (
             "`check_contract`. What was written before there were versions adds that line.",
             "A backend sets `name`, `impl_cls`, `metadata_cls`, `builder_cls` and `state_cls`, and its impl has "
             "`attend`; `get_*` methods and `forward` are the base's.",
+            "A builder may set a lower `decode_threshold` on itself than its class has, for the layers that it serves: "
+            "an engine reads it off the builder.",
         ),
     ),
 )

@@ -180,7 +180,7 @@ class AttentionMetadataBuilder(ABC, Generic[MetadataT]):
         options: the backend's own options, validated (see the registry); None for its defaults.
     """
 
-    decode_threshold: ClassVar[int] = 1  # most query tokens of a row that counts as decode
+    decode_threshold: int = 1  # most query tokens of a row that counts as decode; a builder may set fewer on itself
     needs_exact_lengths: ClassVar[bool] = False  # of every batch: `build` calls `check_lengths`
 
     def __init__(

@@ -66,6 +66,7 @@ class PhasedMetadataBuilder(AttentionMetadataBuilder[PhasedMetadata]):
         given = options or Phases(None, None)
         self.prefill = prefill(*args, options=given.prefill)
         self.decode = decode(*args, options=given.decode)
+        self.decode_threshold = self.decode.decode_threshold
 
     def prepare(self) -> None:
         self.prefill.prepare()

@@ -1,4 +1,4 @@
-"""Adapters to engines are thin: what they share is the core's."""
+"""Adapters are thin: what they share is the core's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ADAPTERS = Path(__file__).parents[2] / "attn_backends" / "adapters"
-FILES = sorted(path for name in ("vllm", "sglang", "transformers") for path in (ADAPTERS / name).glob("*.py"))
+FILES = sorted(path for path in ADAPTERS.rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")

@@ -8,23 +8,21 @@ that the step names, padding to slot 0; the backend reads them there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from attn_backends.adapters.req_to_token.batch import ForwardBatchLike, ForwardMode, HostLens, step_rows
-from attn_backends.adapters.req_to_token.graphs import SEQ_LEN_FILL_VALUE, GraphRows, TokenGraphs
+from attn_backends.adapters.req_to_token.batch import ForwardBatchLike, ForwardMode
 from attn_backends.adapters.req_to_token.kv_pool import KVPool, page_size_of
 from attn_backends.adapters.req_to_token.layers import AttentionLayer, LayerKinds
-from attn_backends.adapters.req_to_token.plans import PlannedStep, TokenPlans, share_workspace
+from attn_backends.adapters.req_to_token.planner import StepPlanner
+from attn_backends.adapters.req_to_token.plans import TokenPlans, share_workspace
 from attn_backends.adapters.req_to_token.table import SharedBuffers, TokenTable
-from attn_backends.machine import Progress
 from attn_backends.spec import Limits
 
 
-class ReqToTokenAttention:
-    """One backend, one state, and a plan for each kind of layer.
+class ReqToTokenAttention(StepPlanner):
+    """One backend, one state, and a plan for each kind of layer: `StepPlanner` has the methods that plan.
 
     Args:
         name: a backend's name, used or refused; or AUTO.
@@ -75,47 +73,23 @@ class ReqToTokenAttention:
         init_new_workspace: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.kv_pool, self.skip_prefill = kv_pool, skip_prefill
+        self.kv_pool = kv_pool
         declared = None if layers is None else list(layers)
         heads = (num_heads, num_kv_heads, head_dim)
         self.kinds = LayerKinds(heads, q_dtype, kv_cache_dtype, declared, sliding_window_size)
         table = TokenTable(req_to_token, max_context_len, torch.device(device), page_size_of(kv_pool))
-        self.buffers = SharedBuffers(kv_indptr_buf, kv_last_page_len_buf)
         num_slots = max_req_pool_size * max_context_len + 1
         if kv_pool is not None:
             num_slots = len(kv_pool.get_kv_buffer(declared[0].layer_id if declared else 0)[0])
         usual = max_req_pool_size if skip_prefill else max(num_slots, max_req_pool_size)
         limits = Limits(max_req_pool_size, max_num_tokens or usual, max_context_len)
-        self.plans = TokenPlans(name, self.kinds.specs, num_slots, limits, table, options or {})
+        plans = TokenPlans(name, self.kinds.specs, num_slots, limits, table, options or {})
+        super().__init__(plans, SharedBuffers(kv_indptr_buf, kv_last_page_len_buf), skip_prefill)
         if not init_new_workspace:
-            share_workspace(self.plans.plans.state)
+            share_workspace(plans.plans.state)
         if kv_pool is not None:
             for layer in declared or []:
-                self.plans.check_buffers(*kv_pool.get_kv_buffer(layer.layer_id), self.kinds.group(layer))
-        self.graphs: TokenGraphs | None = None
-        self.planned: PlannedStep | None = None
-
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every kernel that steps within the limits can launch, before the first step. See
-        `AttentionState.warm_up`."""
-        self.plans.plans.state.warm_up(progress)
-
-    # Eager steps.
-
-    def init_forward_metadata(self, forward_batch: ForwardBatchLike) -> None:
-        """Plan a step, once before its layers run.
-
-        Raises:
-            ValueError: a mode, lengths or sizes that cannot be served; says what to pass.
-        """
-        self.planned = None
-        mode = ForwardMode.of(forward_batch.forward_mode)
-        if mode is ForwardMode.IDLE or not len(forward_batch.req_pool_indices):
-            self.planned = PlannedStep(ForwardMode.IDLE, 0, {})
-            return
-        self._check_mode(mode, {*ForwardMode})
-        rows = step_rows(forward_batch, self.plans.table.max_context_len)
-        self.planned = self.plans.plan(mode, rows, self.buffers)
+                plans.check_buffers(*kv_pool.get_kv_buffer(layer.layer_id), self.kinds.group(layer))
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer,
@@ -172,94 +146,6 @@ class ReqToTokenAttention:
         """`forward` of a DECODE step."""
         self._expect({ForwardMode.DECODE})
         return self.forward(q, k, v, layer, forward_batch, save_kv_cache)
-
-    # CUDA graphs.
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """What engines put into `seq_lens` of padded rows. Such a row may name any request; its output is nobody's."""
-        return SEQ_LEN_FILL_VALUE
-
-    def init_cuda_graph_state(
-        self, max_bs: int, max_num_tokens: int, kv_indices_buf: torch.Tensor | None = None
-    ) -> None:
-        """Say, before any is captured, how large graphs will be: `max_bs` padded rows, `max_num_tokens` tokens.
-
-        Args:
-            kv_indices_buf: [as many as any step has keys] i32, filled with the CSR's indices at every replay.
-
-        Raises:
-            ValueError: larger than the adapter's limits.
-            RuntimeError: graphs were captured.
-        """
-        if self.graphs is not None and self.graphs.captured:
-            raise RuntimeError("graphs were captured, and their buffers never grow: call init_cuda_graph_state before")
-        self.graphs = TokenGraphs(self.plans, max_bs, max_num_tokens, replace(self.buffers, indices=kv_indices_buf))
-
-    def init_forward_metadata_capture_cuda_graph(
-        self,
-        bs: int,
-        num_tokens: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        forward_mode: object,
-        *,
-        encoder_lens: torch.Tensor | None = None,
-    ) -> None:
-        """Plan the step that is captured next: `bs` rows of `num_tokens // bs` tokens, DECODE or TARGET_VERIFY.
-
-        What stands in `seq_lens` and `encoder_lens` does not matter: rows are planned with the fill value.
-
-        Raises:
-            ValueError: a mode or size that graphs do not have.
-            Unsupported: the backend cannot run in such a graph.
-        """
-        self.planned = None
-        rows = GraphRows(req_pool_indices, seq_lens, None, encoder_lens, None)
-        self.planned = self._graphs().capture(bs, num_tokens, self._graph_mode(forward_mode), rows)
-
-    def init_forward_metadata_replay_cuda_graph(
-        self,
-        bs: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        seq_lens_sum: int,
-        forward_mode: object,
-        seq_lens_cpu: HostLens | None,
-        *,
-        encoder_lens: torch.Tensor | None = None,
-        encoder_lens_cpu: HostLens | None = None,
-    ) -> None:
-        """Plan the step that is replayed next, padded to the captured `bs`. `seq_lens_sum` is not read.
-
-        Raises:
-            ValueError: no such graph was captured, or the backend plans with lengths and `seq_lens_cpu` is missing.
-        """
-        self.planned = None
-        rows = GraphRows(req_pool_indices, seq_lens, seq_lens_cpu, encoder_lens, encoder_lens_cpu)
-        self.planned = self._graphs().replay(bs, self._graph_mode(forward_mode), rows)
-
-    def _graphs(self) -> TokenGraphs:
-        if self.graphs is None:
-            raise RuntimeError("no graphs: call init_cuda_graph_state(max_bs, max_num_tokens) first")
-        return self.graphs
-
-    def _graph_mode(self, forward_mode: object) -> ForwardMode:
-        """A graph's mode; an idle step replays a decode of padded rows."""
-        mode = ForwardMode.of(forward_mode)
-        mode = ForwardMode.DECODE if mode is ForwardMode.IDLE else mode
-        self._check_mode(mode, {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY})
-        return mode
-
-    # Checks, and what the pool is given.
-
-    def _check_mode(self, mode: ForwardMode, served: set[ForwardMode]) -> None:
-        if self.skip_prefill:
-            served = {ForwardMode.DECODE}
-        if mode not in served:
-            names = ", ".join(each.name for each in ForwardMode if each in served)
-            why = "this adapter was made with skip_prefill" if self.skip_prefill else "this is for a CUDA graph"
-            hint = "make it without" if self.skip_prefill else "run this step eager"
-            raise ValueError(f"forward_mode is {mode.name}, and {why}, which serves {names}: {hint}")
 
     def _expect(self, modes: set[ForwardMode]) -> None:
         if self.planned is not None and self.planned.mode not in modes | {ForwardMode.IDLE}:

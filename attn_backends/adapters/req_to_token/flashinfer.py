@@ -6,22 +6,33 @@ Who serves a step, and on which cores, is as pymllm's documentation says of Flas
 
 from __future__ import annotations
 
-import enum
-import os
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from attn_backends.adapters.req_to_token.attention import ReqToTokenAttention
-from attn_backends.adapters.req_to_token.batch import ForwardBatch, ForwardBatchLike, ForwardMode, HostLens
+from attn_backends.adapters.req_to_token.batch import ForwardBatchLike, HostLens
 from attn_backends.adapters.req_to_token.graphs import SEQ_LEN_FILL_VALUE
-from attn_backends.adapters.req_to_token.layers import AttentionLayer, Layer, LayerKind
+from attn_backends.adapters.req_to_token.layers import AttentionLayer, LayerKind, usual_layers
+from attn_backends.adapters.req_to_token.wrappers import (
+    DecodeMetadata,
+    IndicesUpdaterDecode,
+    PrefillMetadata,
+    WrapperDispatch,
+    metadata_of,
+    should_use_tensor_core,
+    wrappers_of,
+)
 from attn_backends.interface.capabilities import Rejection, Unsupported
-from attn_backends.spec import FP8_DTYPES
 
-TENSOR_CORES = "ATTN_BACKENDS_FLASHINFER_TENSOR_CORES"
-_SAID = {"1": True, "on": True, "true": True, "0": False, "off": False, "false": False}
+__all__ = [
+    "DecodeMetadata",
+    "FlashInferAttnBackend",
+    "IndicesUpdaterDecode",
+    "PrefillMetadata",
+    "WrapperDispatch",
+    "should_use_tensor_core",
+]
 
 
 class FlashInferAttnBackend:
@@ -69,14 +80,12 @@ class FlashInferAttnBackend:
             "max_req_pool_size": max_req_pool_size, "kv_indptr_buf": kv_indptr_buf,
             "kv_last_page_len_buf": kv_last_page_len_buf, "init_new_workspace": init_new_workspace,
         }  # fmt: skip
-        windows = [-1] if sliding_window_size is None else [sliding_window_size, -1]
-        heads = (num_heads, num_kv_heads, head_dim, head_dim, head_dim**-0.5)
         self._kinds: dict[LayerKind, AttentionLayer] = {}
         self._batch: ForwardBatchLike | None = None
         self._most_tokens = max(max_context_len, max_req_pool_size)
-        self._learn([Layer(-1, *heads, window) for window in windows])
+        self._learn(*usual_layers((num_heads, num_kv_heads, head_dim), sliding_window_size))
 
-    def _learn(self, layers: list[Layer] | list[AttentionLayer]) -> None:
+    def _learn(self, *layers: AttentionLayer) -> None:
         """Plan for these kinds of layers too, by an adapter made anew."""
         self._kinds |= {LayerKind.of(layer): layer for layer in layers}
         self.attention = ReqToTokenAttention(
@@ -96,26 +105,18 @@ class FlashInferAttnBackend:
         if len(forward_batch.out_cache_loc) > self._most_tokens:
             self._check_growth(f"a step of {len(forward_batch.out_cache_loc)} tokens, and so far {self._most_tokens}")
             self._most_tokens = 2 * len(forward_batch.out_cache_loc)
-            self._learn([])
+            self._learn()
         self.attention.init_forward_metadata(forward_batch)
         self._note(forward_batch)
 
     def _note(self, batch: ForwardBatchLike | None) -> None:
         """The planned step's wrappers, in pymllm's words."""
         planned = self.attention.planned
-        if planned is None:
-            return
-        steps: list[Any] = list({id(step): step for step in planned.steps.values()}.values())
-        decodes, prefills = ([getattr(step, rows) for step in steps] for rows in ("decode", "prefill"))
-        decodes, prefills = [plan.wrapper for plan in decodes if plan], [plan.wrapper for plan in prefills if plan]
-        self.decode_wrappers = decodes or self.decode_wrappers
-        self.prefill_wrappers_paged = prefills or self.prefill_wrappers_paged
-        if planned.mode in (ForwardMode.DECODE, ForwardMode.IDLE):
-            self.forward_metadata = DecodeMetadata(decodes)
-            return
-        prefixes = getattr(batch, "extend_prefix_lens_cpu", None)
-        has_prefix = planned.mode is ForwardMode.TARGET_VERIFY or (prefixes is not None and any(prefixes))
-        self.forward_metadata = PrefillMetadata(prefills + decodes, use_ragged=False, extend_no_prefix=not has_prefix)
+        if planned is not None:
+            decodes, prefills = wrappers_of(planned)
+            self.decode_wrappers = decodes or self.decode_wrappers
+            self.prefill_wrappers_paged = prefills or self.prefill_wrappers_paged
+            self.forward_metadata = metadata_of(planned.mode, decodes, prefills, batch)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer,
@@ -147,7 +148,7 @@ class FlashInferAttnBackend:
             raise Unsupported(self.backend_name, reasons)
         if LayerKind.of(layer) not in self._kinds:
             self._check_growth(f"layer {layer.layer_id} is of a kind that no step had")
-            self._learn([layer])
+            self._learn(layer)
             if self._batch is not None:
                 self.init_forward_metadata(self._batch)
 
@@ -190,66 +191,3 @@ class FlashInferAttnBackend:
             bs, req_pool_indices, seq_lens, seq_lens_sum, forward_mode, seq_lens_cpu
         )
         self._note(None)
-
-
-class WrapperDispatch(enum.Enum):
-    """Why layers have different wrappers."""
-
-    SLIDING_WINDOW = enum.auto()
-    CROSS_ATTENTION = enum.auto()
-
-
-@dataclass
-class DecodeMetadata:
-    """A planned step of one token a row: the wrappers that serve it, one a kind of layers, windowed ones first."""
-
-    decode_wrappers: list[Any]
-
-
-@dataclass
-class PrefillMetadata:
-    """A planned step of any other rows.
-
-    Attributes:
-        prefill_wrappers: those that serve it, windowed layers' first; rows of one token among others have one more.
-        use_ragged: never: new keys are in the pool when they are read.
-        extend_no_prefix: no row has tokens that were cached before.
-    """
-
-    prefill_wrappers: list[Any]
-    use_ragged: bool
-    extend_no_prefix: bool
-
-
-def should_use_tensor_core(kv_cache_dtype: torch.dtype, num_attention_heads: int, num_kv_heads: int) -> bool:
-    """Whether FlashInfer's decode uses tensor cores: for fp8 always, for 16 bits from four query heads a KV head on.
-
-    `ATTN_BACKENDS_FLASHINFER_TENSOR_CORES` (on or off) says otherwise; it is read at every call.
-
-    Raises:
-        ValueError: the variable holds anything else.
-    """
-    said = os.environ.get(TENSOR_CORES, "")
-    if said:
-        if said.lower() not in _SAID:
-            raise ValueError(f"{TENSOR_CORES} is {said!r}; allowed: {', '.join(_SAID)}")
-        return _SAID[said.lower()]
-    if kv_cache_dtype in FP8_DTYPES:
-        return True
-    return kv_cache_dtype in (torch.float16, torch.bfloat16) and num_attention_heads // num_kv_heads >= 4
-
-
-class IndicesUpdaterDecode:
-    """Plans steps of one token a row from their tensors alone."""
-
-    def __init__(self, backend: Any) -> None:
-        self.backend = backend
-
-    def update(
-        self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: HostLens | None, seq_lens_sum: int
-    ) -> None:
-        """Plan a decode step; `seq_lens_sum` is not read."""
-        slots = torch.zeros_like(req_pool_indices)
-        self.backend.init_forward_metadata(
-            ForwardBatch(ForwardMode.DECODE, req_pool_indices, seq_lens, slots, seq_lens_cpu)
-        )

@@ -131,7 +131,7 @@ class LayerKinds:
         window: int | None,
     ) -> None:
         self.heads, self.dtype, self.cache_dtype = heads, dtype, cache_dtype
-        kinds = self._usual(window) if layers is None else list(map(LayerKind.of, layers))
+        kinds = list(map(LayerKind.of, usual_layers(heads, window) if layers is None else layers))
         windows = sorted({kind.window_left for kind in kinds})
         if not kinds or (window is not None and window not in windows):
             raise ValueError(
@@ -173,10 +173,15 @@ class LayerKinds:
             self._groups[kind] = self.specs.index(spec)
         return self._groups[kind]
 
-    def _usual(self, window: int | None) -> list[LayerKind]:
-        windows = [-1] if window is None else [window, -1]
-        head_dim = self.heads[2]
-        return [LayerKind(*self.heads, head_dim, head_dim**-0.5, each, 0.0, False) for each in windows]
+
+def usual_layers(heads: tuple[int, int, int], window: int | None) -> list[AttentionLayer]:
+    """Layers of the usual scale without a soft cap: with `window`, if it is given, and without one.
+
+    Args:
+        heads: query heads, KV heads and head_dim.
+    """
+    windows = [-1] if window is None else [window, -1]
+    return [Layer(-1, *heads, heads[2], heads[2] ** -0.5, each) for each in windows]
 
 
 def _told(spec: AttentionSpec) -> str:

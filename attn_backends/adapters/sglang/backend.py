@@ -10,14 +10,13 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from attn_backends.adapters.req_to_token.batch import StepRows
+from attn_backends.adapters.req_to_token.graphs import SEQ_LEN_FILL_VALUE
 from attn_backends.adapters.req_to_token.table import TokenTable
 from attn_backends.adapters.sglang.layers import reject_runner, specs_of_model
 from attn_backends.adapters.sglang.pools import LayerPool
 from attn_backends.adapters.sglang.steps import eager_rows, graph_rows
 from attn_backends.interface.capabilities import Rejection, Unsupported
 from attn_backends.spec import Limits
-
-SEQ_LEN_FILL_VALUE = 1  # of padded rows: with one key nothing is divided by zero
 
 
 class SGLangAttention(AttentionBackend):  # type: ignore[misc]  # SGLang is not here where types are checked

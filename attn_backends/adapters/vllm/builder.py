@@ -137,10 +137,11 @@ class ServedBuilder(AttentionMetadataBuilder[ServedMetadata]):  # type: ignore[m
 
 
 def decode_threshold_of(plans: Plans[str]) -> int | None:
-    """The query tokens of a row up to which vLLM is to bring it to the front of a batch; None where builders take rows
-    in any order, as it costs the host time at each step."""
+    """The query tokens of a row up to which vLLM is to bring it to the front of a batch: what all builders decode, as a
+    longer row in front has the decodes behind it prefilled. None where builders take rows in any order, as an order
+    costs the host time at each step."""
     wanting = [each for each in plans.builders if type(each).reorder_batch is not OurBuilder.reorder_batch]
-    return max((each.decode_threshold for each in wanting), default=None)
+    return min((each.decode_threshold for each in wanting), default=None)
 
 
 def limits_of(vllm_config: Any) -> Limits:

@@ -25,7 +25,7 @@ from attn_backends.batch.order import SwappableRows, reorder_batch_to_split_deco
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.kernels.prefill.launch import suits_hopper_kernel
 from attn_backends.kernels.prefill.splits import PrefillSplits
-from attn_backends.spec import AttentionType
+from attn_backends.spec import AttentionType, KVCacheSpec, Limits, PlanGroup
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,14 @@ class TritonMetadata(AttentionMetadata):
 class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     """Names tensors that the batch has already, and makes none. Lengths on the host may be upper bounds."""
 
-    decode_threshold = DECODE_TOKENS
+    decode_threshold = DECODE_TOKENS  # at most: a builder has what its layers' kernels take
+
+    def __init__(
+        self, group: PlanGroup[Any], cache: KVCacheSpec, limits: Limits, device: torch.device | str, *,
+        options: TritonOptions | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(group, cache, limits, device, options=options)
+        self.decode_threshold = decode_tokens(group.spec, cache, options, self.device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -123,16 +130,12 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
     def reorder_batch(self, batch: SwappableRows, query_lens: Sequence[int]) -> bool:
         """Decodes first: their keys are split."""
-        return reorder_batch_to_split_decodes_and_prefills(batch, query_lens, DECODE_TOKENS)
+        return reorder_batch_to_split_decodes_and_prefills(batch, query_lens, self.decode_threshold)
 
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
         """Attention over cached keys, of rows whose keys can be split."""
         common = common_attn_metadata
         return self.reads_cached_keys(common) and common.max_query_len <= DECODE_TOKENS
-
-    @cached_property
-    def _decode_tokens(self) -> int:
-        return decode_tokens(self.group.spec, self.cache, self.options, self.device)
 
     @cached_property
     def _upcast_bytes(self) -> int:
@@ -187,8 +190,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         """Rows that count as decodes, those that the decode kernel serves and what padding goes with them, and their
         longest query."""
         lens, longest = common.query_lens_cpu.numpy()[: common.num_actual_reqs], common.max_query_len
-        num_decodes = common.num_actual_reqs if longest <= DECODE_TOKENS else int((lens > DECODE_TOKENS).argmax())
-        if longest <= self._decode_tokens:
-            return num_decodes, common.num_reqs, longest
-        count = int((lens > self._decode_tokens).argmax())
-        return num_decodes, count, int(lens[:count].max(initial=0))
+        if longest <= self.decode_threshold:
+            return common.num_actual_reqs, common.num_reqs, longest
+        count = int((lens > self.decode_threshold).argmax())
+        return count, count, int(lens[:count].max(initial=0))
