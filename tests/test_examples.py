@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import forked
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -71,8 +71,7 @@ Python = Callable[..., str]
 def run_python(*args: str, path: Path | None = None) -> str:
     """What Python prints, run in the checkout with `path` in front; a failure shows all of it."""
     paths = [str(folder) for folder in (path, ROOT) if folder]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, *args], capture_output=True, text=True, cwd=ROOT, env=environ, check=False)
+    done = forked.run_python(*args, environ=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 

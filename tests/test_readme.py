@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from typer.main import get_command
 
 from attn_backends.cli.app import app
 from attn_backends.registry.table import BUILT_IN
+from tests.helpers.forked import run_python
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -83,7 +83,7 @@ def test_the_table_of_backends_is_the_registrys() -> None:
 
 def test_the_registry_prints_its_table() -> None:
     """A plugin installed here is in it too. Other tests register backends, so apart."""
-    done = subprocess.run([sys.executable, "registry.py"], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = run_python("registry.py")
     names = re.findall(r"^\| ([A-Z_]+) ", done.stdout, re.MULTILINE)
     assert names[: len(BUILT_IN)] == [entry.name for entry in BUILT_IN]
 
@@ -130,9 +130,7 @@ def test_commands_that_measure_have_their_options() -> None:
 def test_python_examples_run(document: str, count: int) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == count
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(blocks)], capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    done = run_python("-c", "\n".join(blocks))
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
 

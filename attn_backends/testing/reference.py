@@ -104,11 +104,9 @@ def reference_mla(
     parts = []
     for first in range(0, spec.num_qo_heads, at_once):
         some = slice(first, min(first + at_once, spec.num_qo_heads))
-        keys, values = (
-            torch.einsum("jr,hdr->jhd", latent, part)
-            for part in heads[some].split([spec.qk_nope_head_dim, spec.head_dim_vo], dim=1)
-        )
         count = some.stop - some.start
+        expanded = torch.matmul(latent, heads[some].flatten(0, 1).T).view(len(latent), count, -1)
+        keys, values = expanded.split([spec.qk_nope_head_dim, spec.head_dim_vo], dim=2)
         keys = torch.cat([keys, rope_key[:, None].expand(-1, count, -1)], dim=2)
         fewer = replace(spec, num_qo_heads=count, num_kv_heads=count)
         parts.append(reference_attention(query[:, some], keys, values, fewer, context_len=context_len))

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from benchmarks.__main__ import chosen, listing, scripts
-
-ROOT = Path(__file__).parents[2]
+from tests.helpers.forked import run_python
 
 
 def test_every_script_is_listed_with_its_first_line() -> None:
@@ -21,8 +16,8 @@ def test_every_script_is_listed_with_its_first_line() -> None:
 
 
 def test_a_script_runs_as_a_program_with_its_own_arguments() -> None:
-    command = [sys.executable, "-m", "benchmarks", "correctness", "merge_verify", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = run_python("-m", "benchmarks", "correctness", "merge_verify", "--help")
+    assert done.returncode == 0, done.stderr
     assert "--out" in done.stdout
 
 

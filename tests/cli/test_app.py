@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from attn_backends.cli import app as cli
 from attn_backends.registry import register_backend, table
 from attn_backends.spec import AttentionSpec
+from tests.helpers import forked
 from tests.helpers.fake_backends import fake_backend
 
 ROOT = Path(__file__).parents[2]
@@ -161,10 +162,10 @@ def test_explain_refuses_wrong_input(tmp_path: Path) -> None:
 
 
 def test_the_support_table_is_markdown_and_json() -> None:
-    table = run_python("registry.py")
+    table = forked.run_python("registry.py").stdout
     assert "| TORCH " in table
     assert "soft_cap" in table
-    assert json.loads(run_python("registry.py", "--json"))[0]["capabilities"]["window"] is True
+    assert json.loads(forked.run_python("registry.py", "--json").stdout)[0]["capabilities"]["window"] is True
 
 
 @pytest.mark.parametrize(

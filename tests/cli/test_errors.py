@@ -8,18 +8,17 @@ import random
 import shutil
 import signal
 import string
-import subprocess
-import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 from typer.testing import CliRunner
 
 from attn_backends.cli import app as cli
 from attn_backends.cli.errors import clear_errors
+from tests.helpers.forked import Forked, run_python
 from tests.helpers.tiny_models import save_tiny
 
-ROOT = Path(__file__).parents[2]
 ASCII = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "LANG": "C", "PYTHONIOENCODING": "ascii"}
 UTF8 = {"PYTHONUTF8": "1"}
 FORBIDDEN = ("Traceback", "pydantic.dev", "Exception ignored", "UnicodeEncodeError", "Errno")
@@ -30,18 +29,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("command") / "llama")
 
 
-def command(*arguments: str, **environ: str) -> tuple[list[str], dict[str, str]]:
-    return [sys.executable, "-m", "attn_backends.cli.app", *arguments], os.environ | {"PYTHONPATH": str(ROOT)} | environ
-
-
-def run(*arguments: str, given: bytes | None = None, **environ: str) -> tuple[int, str, str]:
+def run(*arguments: str, given: bytes = b"", **environ: str) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of the real command."""
-    words, env = command(*arguments, **environ)
-    stdin = {"stdin": subprocess.DEVNULL} if given is None else {"input": given}
-    done = subprocess.run(words, env=env, capture_output=True, check=False, timeout=120, **stdin)  # type: ignore[call-overload]
-    out, err = done.stdout.decode(), done.stderr.decode()
-    assert not [word for word in FORBIDDEN if word in err], err
-    return done.returncode, out, err
+    done = run_python("-m", "attn_backends.cli.app", *arguments, given=given, environ=os.environ | UTF8 | environ)
+    assert not [word for word in FORBIDDEN if word in done.stderr], done.stderr
+    return done.returncode, done.stdout, done.stderr
 
 
 def answer(model: Path, *more: str) -> tuple[str, ...]:
@@ -66,15 +58,15 @@ def test_an_ascii_locale(model: Path) -> None:
     "more", [(), *(pytest.param((option,), marks=pytest.mark.long) for option in ("--no-stream", "--json"))]
 )
 def test_a_closed_pipe_ends_it_quietly(model: Path, more: tuple[str, ...]) -> None:
-    words, env = command(*answer(model, "--prompt", "a", "--prompt", "b", *more))
-    done = subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert done.stdout is not None
-    done.stdout.close()
-    assert done.stderr is not None
-    err = done.stderr.read().decode()
-    assert done.wait(120) == 0
+    words = ("-m", "attn_backends.cli.app", *answer(model, "--prompt", "a", "--prompt", "b", *more))
+    reads, writes = os.pipe()
+    with open(os.devnull, "rb") as stdin, open(writes, "wb") as stdout, TemporaryFile() as stderr:
+        os.close(reads)
+        done = Forked(words, [stdin.fileno(), stdout.fileno(), stderr.fileno()], os.environ | UTF8)
+        assert done.wait() == 0
+        stderr.seek(0)
+        err = stderr.read().decode()
     assert not [word for word in (*FORBIDDEN, "error") if word in err], err
-    done.stderr.close()
 
 
 INTERRUPTED = """
@@ -98,12 +90,9 @@ app({words!r})
 def test_an_interrupt_while_loading(model: Path, load: str) -> None:
     """Also where a library makes another error of it."""
     code = INTERRUPTED.format(load=load, words=list(answer(model, "--prompt", "a")))
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False, timeout=120, stdin=subprocess.DEVNULL
-    )
-    err = done.stderr.decode()
+    done = run_python("-c", code, environ=os.environ | UTF8)
     assert done.returncode in (130, -signal.SIGINT)  # a shell shows 130 of both
-    assert err.strip() == "error: interrupted"
+    assert done.stderr.strip() == "error: interrupted"
 
 
 def test_a_cache_folder_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
@@ -115,10 +104,10 @@ def test_a_cache_folder_that_cannot_be_written(model: Path, tmp_path: Path) -> N
     assert code == 1
     assert f"the cache folder {tmp_path}/file/cache/attn_backends cannot be written (Not a directory)" in err
     assert "set XDG_CACHE_HOME to a folder that can be written" in err
-    words, env = command(*answer(model, "--prompt", "a"), **nowhere)
-    done = subprocess.run(words, env=env, capture_output=True, check=False, stdin=subprocess.DEVNULL)
+    words = ("-m", "attn_backends.cli.app", *answer(model, "--prompt", "a"))
+    done = run_python(*words, environ=os.environ | UTF8 | nowhere)
     assert done.returncode == 0, "a model that needs no conversion needs no cache folder"
-    assert b"Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -171,8 +160,7 @@ def test_input_that_is_no_utf8(model: Path, tmp_path: Path) -> None:
 
 
 def test_an_argument_that_is_no_text_fails_alone(model: Path) -> None:
-    words = [os.fsencode(word) for word in (*answer(model, "--json", "--prompt", "fine", "--prompt"),)]
-    code, out, _ = run(*words, b"a\xffb", **UTF8)  # type: ignore[arg-type]
+    code, out, _ = run(*answer(model, "--json", "--prompt", "fine", "--prompt", "a\udcffb"))  # from the byte 0xff
     fine, broken = json.loads(out)["results"]
     assert (code, fine["error"], broken["finish_reason"]) == (1, None, "error")
     assert "lone surrogate, U+DCFF, at character 1" in broken["error"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import attn_backends
 from benchmarks.docs import measured, modules, random_page
 from benchmarks.docs.contents import ELSEWHERE, PAGES
 from benchmarks.docs.tables import Pivot, fastest_bare, figure, pivoted, plain
+from tests.helpers.forked import run_python
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -62,8 +61,8 @@ def test_the_readmes_numbers_are_results() -> None:
 
 def test_the_support_matrix_is_the_registrys() -> None:
     """In a process of its own: other tests register backends."""
-    command = [sys.executable, "-m", "benchmarks", "docs", "support", "--print"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    done = run_python("-m", "benchmarks", "docs", "support", "--print")
+    assert done.returncode == 0, done.stderr
     assert (DOCS / "support.md").read_text() == done.stdout, "run make pages"
 
 

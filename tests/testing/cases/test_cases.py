@@ -12,6 +12,7 @@ from attn_backends.backends.torch.backend import TorchBackend
 from attn_backends.spec import AttentionSpec
 from attn_backends.testing.cases.cases import load_cases
 from attn_backends.testing.cases.random_batch import random_batch
+from tests.helpers.forked import run_python
 
 
 def test_every_shape_is_whole() -> None:
@@ -35,8 +36,8 @@ def test_reading_them_loads_no_torch() -> None:
 
 
 def test_quick_check_needs_no_pytest() -> None:
-    code = "import sys; import attn_backends.testing.quick_check; assert 'pytest' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = run_python("-c", "import sys; import attn_backends.testing.quick_check; assert 'pytest' not in sys.modules")
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_random_batch_is_what_it_says() -> None:

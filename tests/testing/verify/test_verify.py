@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -33,15 +32,15 @@ from attn_backends.testing.verify.run import Outcome, run_case
 from attn_backends.testing.verify.sizes import SIZES, fits
 from attn_backends.testing.verify.worker import Asked, run_seed
 from benchmarks.correctness.merge_verify import merge
+from tests.helpers.forked import run_python
 
 ROOT = Path(__file__).parents[3]
 NAMES = ("TORCH", "TORCH_MLA")
 
 
 def verify(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "attn_backends.cli.app", "verify", *arguments]
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(command, cwd=ROOT, env=clean | environ, capture_output=True, text=True, check=False)
+    return run_python("-m", "attn_backends.cli.app", "verify", *arguments, environ=clean | environ)
 
 
 def check_refused(told: str, *arguments: str) -> None:
@@ -280,7 +279,7 @@ def test_it_needs_neither_pytest_nor_hypothesis() -> None:
         "from attn_backends.cli.app import app\n"
         "app(['verify', 'TORCH', '--case', '2', '--size', 'small'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
 
 
