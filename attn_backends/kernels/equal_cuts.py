@@ -133,10 +133,8 @@ def cut_kernel(  # type: ignore[no-untyped-def]
 ):
     """List what each cut has of each row.
 
-    A program's first item lies at the program's own number, so that it finds it without looking; its row is -1 where
-    the program has nothing. The others lie behind those of all programs. There are `num_rows + max_cuts - 1` items at
-    most where rows are cut as one, and `num_rows + max_cuts` where they are apart, of which `max_split_items` are
-    splits of rows.
+    A program's first item lies at its own number, so that it finds it without looking; its row is -1 where there is
+    none. All others lie behind these. There are `num_rows + max_cuts` at most, of which `max_split_items` are splits.
     """
     clear_counters(counters, num_counters)
     rows = tl.arange(0, MAX_ROWS)
@@ -159,21 +157,33 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     split = work_item - of_row(mine, item_ends - num_splits)
     cut = of_row(mine, first_cut) + split
     start = tl.where(split == 0, 0, _begin_of(cut, num_blocks, num_cuts) - row_begin)
-    start = tl.where(is_apart, _begin_of(split, row_num_blocks, row_splits), start)
     stop = tl.where(split == row_splits - 1, row_num_blocks, _begin_of(cut + 1, num_blocks, num_cuts) - row_begin)
-    stop = tl.where(is_apart, _begin_of(split + 1, row_num_blocks, row_splits), stop)
+    if is_apart:
+        start, stop = _begin_of(split, row_num_blocks, row_splits), _begin_of(split + 1, row_num_blocks, row_splits)
     at = tl.where(_items_before(cut, first_cut, num_splits) == work_item, cut, num_programs + work_item)
     store_item(
         work_items + at * 8, row < num_rows, row, (row_first + start) * BLOCK_N,
         tl.minimum((row_first + stop) * BLOCK_N, row_len), of_row(mine, slots_before),
         row_splits * MAX_SPLITS + split, row_len, of_row(mine, starts), of_row(mine, query_lens),
     )  # fmt: skip
-    # And as many cuts: of each number, how many items lie before it, and up to its end.
-    before, until = _items_before(work_item, first_cut, num_splits), _items_before(work_item + 1, first_cut, num_splits)
-    tl.store(more_items + work_item * 2, num_programs + before + 1, mask=work_item < num_programs)
-    tl.store(more_items + work_item * 2 + 1, num_programs + until, mask=work_item < num_programs)
-    nothing = (work_item < num_programs) & (before == until)
-    tl.store(work_items + work_item[:, None] * 8 + tl.arange(0, 8)[None], -1, mask=nothing[:, None])
+    _list_programs(work_items, more_items, work_item, num_programs, first_cut, num_splits)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _list_programs(  # type: ignore[no-untyped-def]
+    work_items, more_items, program, num_programs, first_cut, num_splits
+):
+    """List which items but the first are each program's; one that has nothing gets an item that says so.
+
+    Args:
+        program: [BLOCK_ITEMS], numbers of programs: as many as items are listed beside.
+    """
+    is_there = program < num_programs
+    before, until = _items_before(program, first_cut, num_splits), _items_before(program + 1, first_cut, num_splits)
+    tl.store(more_items + program * 2, num_programs + before + 1, mask=is_there)
+    tl.store(more_items + program * 2 + 1, num_programs + until, mask=is_there)
+    nothing = is_there & (before == until)
+    tl.store(work_items + program[:, None] * 8 + tl.arange(0, 8)[None], -1, mask=nothing[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator]

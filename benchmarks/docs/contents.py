@@ -243,7 +243,9 @@ PAGES = (
         Section("conformance_triton_memcheck", "TRITON's under memcheck", CHECKED),
         Section("sanitizers", "compute-sanitizer over random cases", ("backend", "tool", "eager", "graphs", "steps",
                 "new", "explained", "mismatches", "cut off")),
-        Section("sanitizers_triton", "TRITON before that", ("tool", "cases", "num_cases", "num_steps", "errors",
+        Section("sanitizers_new_kernels", "The same since decode is cut and prefill split", ("backend", "tool", "eager",
+                "graphs", "steps", "new", "explained", "mismatches", "cut off")),
+        Section("sanitizers_triton", "TRITON before these", ("tool", "cases", "num_cases", "num_steps", "errors",
                 "mismatches", "ended")),
     )),
 )  # fmt: skip
