@@ -169,7 +169,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     _list_programs(work_items, more_items, work_item, num_programs, first_cut, num_splits)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _list_programs(  # type: ignore[no-untyped-def]
     work_items, more_items, program, num_programs, first_cut, num_splits
 ):
