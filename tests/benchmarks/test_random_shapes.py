@@ -6,7 +6,6 @@ import doctest
 import importlib
 import itertools
 import json
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -35,8 +34,8 @@ from benchmarks.attention.random_ahead import compile_part
 from benchmarks.attention.random_report import report_of
 from benchmarks.attention.sampled_problem import Pool
 from benchmarks.attention.shape_draws import HEAD_DIMS, JUDGING, KINDS, ON_CPU, ON_GPU, TUNING, draw, drawn
+from tests.helpers.forked import run_python
 
-ROOT = Path(random_shapes.__file__).parents[2]
 CPU = torch.device("cpu")
 MANY = [draw(1000, index) for index in range(3000)]
 
@@ -331,11 +330,10 @@ class TestRuns:
     @pytest.mark.first
     def test_processes_compile_and_a_run_follows(self, tmp_path: Path) -> None:
         """By the command itself: processes begin by importing what it runs."""
-        command = [sys.executable, "-m", "benchmarks", "attention", "random_shapes", "--device", "cpu", "--seed", "7"]
-        command += ["--backend", "TORCH", "--no-bare", "--count", "2", "--ahead", "1", "--rounds", "1", "--json"]
-        done = subprocess.run(
-            [*command, str(tmp_path / "a.json")], capture_output=True, text=True, cwd=ROOT, check=True
-        )
+        command = ["-m", "benchmarks", "attention", "random_shapes", "--device", "cpu", "--seed", "7", "--backend"]
+        command += ["TORCH", "--no-bare", "--count", "2", "--ahead", "1", "--rounds", "1", "--json"]
+        done = run_python(*command, str(tmp_path / "a.json"))
+        assert done.returncode == 0, done.stderr
         assert "kernels of 2 of 2 shapes compiled" in done.stdout
         assert "seed 7, which is for tuning" in done.stdout
 

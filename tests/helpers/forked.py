@@ -53,9 +53,11 @@ class Forked:
         connection, process = self._server
         try:
             return int.from_bytes(_receive(connection, 4), "big", signed=True)
-        except ConnectionError as error:
-            _, told = process.communicate()
-            raise RuntimeError(f"the process that forks has ended: {told.decode()}") from error
+        except OSError as error:  # or too late
+            _server.cache_clear()
+            process.kill()
+            told = process.communicate()[1].decode()
+            raise RuntimeError(f"the process that forks has not answered: {error}; it said: {told}") from error
 
 
 def run_python(
