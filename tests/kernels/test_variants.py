@@ -61,6 +61,7 @@ class fresh_kernels:
     def _forget() -> None:
         from triton.runtime.jit import JITFunction
 
+        gc.unfreeze()  # an earlier test may have frozen them, which hides them here
         for kernel in gc.get_objects():
             if issubclass(type(kernel), JITFunction):  # isinstance would wake objects that load what they stand for
                 kernel.device_caches.clear()
