@@ -26,7 +26,7 @@ from attn_backends.kernels.split_kv import (
 )
 
 ROW_KEYS = tl.constexpr(32)  # that are read in the time that a row takes beside its own, as measured
-SHORT_KEYS = 128  # of a row in the mean, up to which one more program for it is sooner done than one that walks on
+SHORT_KEYS = tl.constexpr(128)  # of a row in the mean, up to which no program walks on to another row
 
 
 class CutTensors(NamedTuple):
@@ -41,7 +41,6 @@ class CutNumbers(NamedTuple):
     num_rows: int
     max_cuts: int
     most_apart: int
-    short_keys: int
     num_programs: int
     window_left: int
     chunk: int
@@ -74,7 +73,7 @@ def cut_work(
 def _launch_cut(tensors: CutTensors, sizes: SplitSizes, most_apart: int) -> tuple[Any, tuple[int, ...]]:
     """Returns the compiled kernel on its grid, and its arguments behind the first two tensors."""
     numbers = CutNumbers(
-        num_rows=sizes.num_rows, max_cuts=sizes.target, most_apart=most_apart, short_keys=SHORT_KEYS,
+        num_rows=sizes.num_rows, max_cuts=sizes.target, most_apart=most_apart,
         num_programs=num_programs(sizes.num_rows, sizes.target), window_left=sizes.window_left, chunk=sizes.chunk,
         num_counters=len(tensors.counters), BLOCK_N=sizes.block_n, MIN_BLOCKS=sizes.min_blocks,
         MAX_ROWS=triton.next_power_of_2(sizes.num_rows), BLOCK_ITEMS=ITEMS_PER_PROGRAM,
@@ -108,7 +107,7 @@ class CutList(WorkList):
         return _launch_cut(tensors, self._sizes, self._most_apart)
 
 
-_VARY = ["num_rows", "max_cuts", "most_apart", "short_keys", "num_programs", "window_left", "chunk", "num_counters"]
+_VARY = ["num_rows", "max_cuts", "most_apart", "num_programs", "window_left", "chunk", "num_counters"]
 
 
 @triton.jit(do_not_specialize=_VARY)  # type: ignore[untyped-decorator]
@@ -120,9 +119,8 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     counters,  # [num_counters] i32, become 0
     num_rows,
     max_cuts,
-    most_apart,  # see `_cut`, as the next
-    short_keys,
-    num_programs,
+    most_apart,  # programs that run side by side, about
+    num_programs,  # of the launch, see the function `num_programs`
     window_left,  # positions before its own that a query sees
     chunk,  # positions in a chunk; a query sees its own chunk alone
     num_counters,
@@ -143,7 +141,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     first = first_key(lens - query_lens, window_left, chunk) // BLOCK_N
     blocks = tl.where(exists, tl.maximum((lens + BLOCK_N - 1) // BLOCK_N - first, 0), 0)
     ends, num_blocks, num_cuts, first_cut, num_splits, is_apart = _cut(
-        exists, blocks, max_cuts, most_apart, short_keys, BLOCK_N, MIN_BLOCKS
+        exists, blocks, max_cuts, most_apart, num_programs, BLOCK_N, MIN_BLOCKS
     )
     item_ends = tl.cumsum(num_splits, 0)
     num_partials = tl.where(num_splits > 1, num_splits, 0)
@@ -192,16 +190,16 @@ def _cut(  # type: ignore[no-untyped-def]
     blocks,  # [MAX_ROWS] i32, of keys that are seen
     max_cuts,
     most_apart,  # programs that run side by side, about
-    short_keys,
+    num_programs,  # of the launch
     BLOCK_N: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
 ):
     """Where cuts lie. A row takes a little longer than its blocks: it counts as some more, in front of them, which are
     no one's.
 
-    A program that goes from one row to another waits for each. So every row is cut for itself if cuts that are hardly
-    longer than equal ones are enough then; where there is little to do, and programs to spare, they may be up to twice
-    as long as the shortest.
+    A program that goes from one row to another waits for each. So every row is cut for itself where cuts hardly longer
+    than equal ones run side by side then, or where rows are short; where there is little to do, and programs to spare,
+    cuts may be up to twice as long as the shortest.
 
     Returns:
         each row's end, all blocks, the number of cuts, each row's first cut, how many it is in, and whether rows are
@@ -214,8 +212,8 @@ def _cut(  # type: ignore[no-untyped-def]
     longest = tl.where(num_cuts < max_cuts, 2 * MIN_BLOCKS - 1, size + size // 16)
     apart = tl.where(exists, (tl.maximum(blocks, 1) + longest - 1) // longest, 0)
     num_apart, num_split = tl.sum(apart, 0), tl.sum(tl.where(apart > 1, apart, 0), 0)
-    are_short = tl.sum(blocks, 0) <= num_apart * (short_keys // BLOCK_N)
-    has_room = (num_apart <= tl.sum(exists.to(tl.int32), 0) + max_cuts) & (num_split <= tl.maximum(2 * max_cuts - 2, 0))
+    are_short = tl.sum(blocks, 0) <= num_apart * (SHORT_KEYS // BLOCK_N)
+    has_room = (num_apart <= num_programs) & (num_split <= 2 * max_cuts - 2)  # of programs, and of partial slots
     is_apart = ((num_apart <= most_apart) | are_short) & has_room
     first_cut = _cut_of(tl.minimum(ends - blocks, ends - 1), num_blocks, num_cuts)
     num_splits = tl.where(exists, _cut_of(ends - 1, num_blocks, num_cuts) - first_cut + 1, 0)

@@ -34,7 +34,7 @@ from attn_backends.spec import AttentionSpec
 
 _SMALL_TILE_ROWS, _TILE_ROWS = 16, 64  # of decode: queries of a tile; more queries of a row take several
 _MOST_IN_SMALL_TILES = 48  # queries of a row: so often are its keys read again, from the L2, in less time
-_SHORT_BLOCK = 16  # keys: of such a block not even the page id is waited for
+_SHORT_BLOCK = 16  # keys: one page's, so that three such blocks are under way where a mask is; of longer ones two
 _RESIDENT_WARPS = 10  # of a multiprocessor, about, whatever the tile: registers are enough for so many
 _REGISTERS = 65536  # of a multiprocessor
 _COMBINE_REGISTERS = (

@@ -70,9 +70,11 @@ def parts_of(lens: np.ndarray, max_cuts: int, min_blocks: int, block_n: int, mos
     num_cuts = np.maximum(np.minimum(max_cuts, num_blocks // min_blocks), 1)
     apart = rows_apart(lens, num_blocks, num_cuts, max_cuts, min_blocks)
     num_apart, num_split = apart.sum(1), np.where(apart > 1, apart, 0).sum(1)
-    are_short = lens.sum(1) <= num_apart * (equal_cuts.SHORT_KEYS // block_n)
+    are_short = lens.sum(1) <= num_apart * (equal_cuts.SHORT_KEYS.value // block_n)
     is_apart = (num_apart <= most_apart) | are_short
-    is_apart &= (num_apart <= lens.shape[1] + max_cuts) & (num_split <= max(2 * max_cuts - 2, 0))
+    is_apart &= (num_apart <= equal_cuts.num_programs(lens.shape[1], max_cuts)) & (
+        num_split <= equal_cuts.max_split_items(max_cuts)
+    )
     first, last = (
         ((block + 1) * num_cuts - 1) // num_blocks for block in (np.minimum(ends - lens, ends - 1), ends - 1)
     )
