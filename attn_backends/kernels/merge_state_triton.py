@@ -57,6 +57,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     first = tl.load(to, mask=live & (own_weight > 0)[:, None], other=0.0).to(tl.float32)
     second = tl.load(of, mask=live & (other_weight > 0)[:, None], other=0.0).to(tl.float32)
     joined = first * (own_weight * share)[:, None] + second * (other_weight * share)[:, None]
+    tl.debug_barrier()  # every warp loads all LSEs: none writes over them before all have
     tl.store(to, joined.to(output.dtype.element_ty), mask=live)
     tl.store(at_lse, tl.where(l_sum > 0, m_safe + tl.log(l_sum), float("-inf")), mask=there)
 
