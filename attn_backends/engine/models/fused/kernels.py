@@ -72,6 +72,7 @@ def rotate_kernel(  # type: ignore[no-untyped-def]
     second = tl.load(start + DIM // 2 + lane, mask=live).to(tl.float32)
     angles = token * DIM + lane
     c, s = tl.load(cos + angles, mask=live).to(tl.float32), tl.load(sin + angles, mask=live).to(tl.float32)
+    tl.debug_barrier()  # a short half is loaded by several lanes, or warps: all have it before it is written over
     tl.store(start + lane, (first * c - second * s).to(heads.dtype.element_ty), mask=live)
     tl.store(start + DIM // 2 + lane, (second * c + first * s).to(heads.dtype.element_ty), mask=live)
 
