@@ -27,6 +27,8 @@ from attn_backends.kernels.split_kv import (
 
 ROW_KEYS = tl.constexpr(32)  # that are read in the time that a row takes beside its own, as measured
 SHORT_KEYS = tl.constexpr(128)  # of a row in the mean, up to which no program walks on to another row
+LEAST_KEYS = tl.constexpr(128)  # of a part of a row of few: fewer are sooner read than joined
+MUCH_ALIKE = tl.constexpr(32)  # blocks, by which a multiprocessor may have more than others where rows are apart
 
 
 class CutTensors(NamedTuple):
@@ -40,7 +42,11 @@ class CutTensors(NamedTuple):
 class CutNumbers(NamedTuple):
     num_rows: int
     max_cuts: int
-    most_apart: int
+    few_cuts: int
+    long_cut: int
+    heads: int
+    num_sms: int
+    resident: int
     num_programs: int
     window_left: int
     chunk: int
@@ -51,29 +57,40 @@ class CutNumbers(NamedTuple):
     BLOCK_ITEMS: int
 
 
+class Filling(NamedTuple):
+    """How a launch fills a GPU."""
+
+    few_cuts: int  # at most, where they are short and rows fewer than there can be cuts
+    long_cut: int  # blocks from which on a cut is long
+    heads: int  # programs for each cut: KV heads times tiles of queries
+    num_sms: int  # multiprocessors
+    resident: int  # programs that a multiprocessor holds at a time
+
+
 def max_split_items(max_cuts: int) -> int:
     """Number of work items that can be splits of rows: a cut shares its first row and its last one at most."""
     return 2 * max_cuts - 2
 
 
 def num_programs(num_rows: int, max_cuts: int) -> int:
-    """Number of programs that a launch has: for each cut, or for each row and each split of long ones."""
-    return num_rows + max_cuts
+    """Number of programs that a launch has: for each cut, or for each short row and some splits of others. Where most
+    have nothing, the GPU gives some multiprocessors more of the rest than others."""
+    return max(max_cuts, num_rows + max_cuts // 4)
 
 
 @operator(("work_items", "more_items", "counters"))
 def cut_work(
     seq_lens: torch.Tensor, query_start_loc: torch.Tensor, work_items: torch.Tensor, more_items: torch.Tensor,
-    counters: torch.Tensor, sizes: SplitSizes, most_apart: int,
+    counters: torch.Tensor, sizes: SplitSizes, filling: Filling,
 ) -> None:  # fmt: skip
     """List the work items for lengths [num_rows] and query starts [num_rows + 1], i32, in one launch."""
-    _launch_cut(CutTensors(seq_lens, query_start_loc, work_items, more_items, counters), sizes, most_apart)
+    _launch_cut(CutTensors(seq_lens, query_start_loc, work_items, more_items, counters), sizes, filling)
 
 
-def _launch_cut(tensors: CutTensors, sizes: SplitSizes, most_apart: int) -> tuple[Any, tuple[int, ...]]:
+def _launch_cut(tensors: CutTensors, sizes: SplitSizes, filling: Filling) -> tuple[Any, tuple[int, ...]]:
     """Returns the compiled kernel on its grid, and its arguments behind the first two tensors."""
     numbers = CutNumbers(
-        num_rows=sizes.num_rows, max_cuts=sizes.target, most_apart=most_apart,
+        num_rows=sizes.num_rows, max_cuts=sizes.target, **filling._asdict(),
         num_programs=num_programs(sizes.num_rows, sizes.target), window_left=sizes.window_left, chunk=sizes.chunk,
         num_counters=len(tensors.counters), BLOCK_N=sizes.block_n, MIN_BLOCKS=sizes.min_blocks,
         MAX_ROWS=triton.next_power_of_2(sizes.num_rows), BLOCK_ITEMS=ITEMS_PER_PROGRAM,
@@ -88,26 +105,25 @@ class CutList(WorkList):
 
     Args:
         sizes: `target` is how many cuts there are at most, and `min_blocks` what one has at least.
-        most_apart: programs that run side by side, about: with so many, rows are cut apart.
         counters: as `WorkList` has them.
     """
 
-    def __init__(self, sizes: SplitSizes, most_apart: int, counters: torch.Tensor) -> None:
-        self._most_apart = most_apart
+    def __init__(self, sizes: SplitSizes, filling: Filling, counters: torch.Tensor) -> None:
+        self._filling = filling
         self.num_programs = num_programs(sizes.num_rows, sizes.target)
         super().__init__(counters.new_empty(self.num_programs + sizes.num_rows + sizes.target, 8), sizes, counters)
         self.more_items = counters.new_empty(self.num_programs, 2)
 
     def _list(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
         tensors = CutTensors(seq_lens, query_start_loc, self.work_items, self.more_items, self.counters)
-        cut_work(*tensors, self._sizes, self._most_apart)
+        cut_work(*tensors, self._sizes, self._filling)
 
     def _launch(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
         tensors = CutTensors(seq_lens, query_start_loc, self.work_items, self.more_items, self.counters)
-        return _launch_cut(tensors, self._sizes, self._most_apart)
+        return _launch_cut(tensors, self._sizes, self._filling)
 
 
-_VARY = ["num_rows", "max_cuts", "most_apart", "num_programs", "window_left", "chunk", "num_counters"]
+_VARY = [name for name in CutNumbers._fields if name.islower()]
 
 
 @triton.jit(do_not_specialize=_VARY)  # type: ignore[untyped-decorator]
@@ -119,7 +135,11 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     counters,  # [num_counters] i32, become 0
     num_rows,
     max_cuts,
-    most_apart,  # programs that run side by side, about
+    few_cuts,  # for this and the next four see `Filling`
+    long_cut,
+    heads,
+    num_sms,
+    resident,
     num_programs,  # of the launch, see the function `num_programs`
     window_left,  # positions before its own that a query sees
     chunk,  # positions in a chunk; a query sees its own chunk alone
@@ -141,7 +161,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     first = first_key(lens - query_lens, window_left, chunk) // BLOCK_N
     blocks = tl.where(exists, tl.maximum((lens + BLOCK_N - 1) // BLOCK_N - first, 0), 0)
     ends, num_blocks, num_cuts, first_cut, num_splits, is_apart = _cut(
-        exists, blocks, max_cuts, most_apart, num_programs, BLOCK_N, MIN_BLOCKS
+        exists, blocks, max_cuts, few_cuts, long_cut, heads, num_sms, resident, num_programs, BLOCK_N, MIN_BLOCKS
     )
     item_ends = tl.cumsum(num_splits, 0)
     num_partials = tl.where(num_splits > 1, num_splits, 0)
@@ -154,10 +174,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     row_begin, row_first, row_len = of_row(mine, ends - blocks), of_row(mine, first), of_row(mine, lens)
     split = work_item - of_row(mine, item_ends - num_splits)
     cut = of_row(mine, first_cut) + split
-    start = tl.where(split == 0, 0, _begin_of(cut, num_blocks, num_cuts) - row_begin)
-    stop = tl.where(split == row_splits - 1, row_num_blocks, _begin_of(cut + 1, num_blocks, num_cuts) - row_begin)
-    if is_apart:
-        start, stop = _begin_of(split, row_num_blocks, row_splits), _begin_of(split + 1, row_num_blocks, row_splits)
+    start, stop = _part_of(split, row_splits, row_num_blocks, cut, row_begin, num_blocks, num_cuts, is_apart)
     at = tl.where(_items_before(cut, first_cut, num_splits) == work_item, cut, num_programs + work_item)
     store_item(
         work_items + at * 8, row < num_rows, row, (row_first + start) * BLOCK_N,
@@ -165,6 +182,18 @@ def cut_kernel(  # type: ignore[no-untyped-def]
         row_splits * MAX_SPLITS + split, row_len, of_row(mine, starts), of_row(mine, query_lens),
     )  # fmt: skip
     _list_programs(work_items, more_items, work_item, num_programs, first_cut, num_splits)
+
+
+@triton.jit
+def _part_of(  # type: ignore[no-untyped-def]
+    split, num_splits, num_of_row, cut, row_begin, num_blocks, num_cuts, is_apart
+):
+    """[BLOCK_ITEMS]: the first of a row's blocks that a split has, and the end of its blocks."""
+    start = tl.where(split == 0, 0, _begin_of(cut, num_blocks, num_cuts) - row_begin)
+    stop = tl.where(split == num_splits - 1, num_of_row, _begin_of(cut + 1, num_blocks, num_cuts) - row_begin)
+    if is_apart:
+        start, stop = _begin_of(split, num_of_row, num_splits), _begin_of(split + 1, num_of_row, num_splits)
+    return start, stop
 
 
 @triton.jit
@@ -189,17 +218,22 @@ def _cut(  # type: ignore[no-untyped-def]
     exists,  # [MAX_ROWS]: there is such a row
     blocks,  # [MAX_ROWS] i32, of keys that are seen
     max_cuts,
-    most_apart,  # programs that run side by side, about
+    few_cuts,  # for this and the next four see `Filling`
+    long_cut,
+    heads,
+    num_sms,
+    resident,
     num_programs,  # of the launch
     BLOCK_N: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
 ):
     """Where cuts lie. A row takes a little longer than its blocks: it counts as some more, in front of them, which are
-    no one's.
+    no one's. There are as many cuts as a GPU holds at once if they are long or fewer than rows, and else so many that
+    they are joined soon.
 
-    A program that goes from one row to another waits for each. So every row is cut for itself where cuts hardly longer
-    than equal ones run side by side then, or where rows are short; where there is little to do, and programs to spare,
-    cuts may be up to twice as long as the shortest.
+    A program that goes from one row to another waits for each, and so rows may be cut apart instead, each for itself
+    (see `_are_faster_apart`); where there is little to do, and programs to spare, parts may be up to twice as long as
+    the shortest, unless those all run side by side.
 
     Returns:
         each row's end, all blocks, the number of cuts, each row's first cut, how many it is in, and whether rows are
@@ -207,18 +241,45 @@ def _cut(  # type: ignore[no-untyped-def]
     """
     widths = tl.where(exists, tl.maximum(blocks + ROW_KEYS // BLOCK_N, 1), 0)
     ends, num_blocks = tl.cumsum(widths, 0), tl.sum(widths, 0)
-    num_cuts = tl.maximum(tl.minimum(max_cuts, num_blocks // MIN_BLOCKS), 1)
+    are_few = (num_blocks < max_cuts * long_cut) & (tl.sum((blocks > 0).to(tl.int32), 0) < max_cuts)
+    most = tl.where(are_few, few_cuts, max_cuts)
+    num_cuts = tl.maximum(tl.minimum(most, num_blocks // MIN_BLOCKS), 1)
     size = num_blocks // num_cuts
-    longest = tl.where(num_cuts < max_cuts, 2 * MIN_BLOCKS - 1, size + size // 16)
+    least: tl.constexpr = LEAST_KEYS // BLOCK_N if LEAST_KEYS > MIN_BLOCKS * BLOCK_N else MIN_BLOCKS
+    shortest = tl.where(exists, (tl.maximum(blocks, 1) + least - 1) // least, 0)
+    of_few = tl.where(tl.sum(shortest, 0) * heads <= num_sms * resident, least, 2 * MIN_BLOCKS - 1)
+    longest = tl.where(num_cuts < most, of_few, size + size // 16)
     apart = tl.where(exists, (tl.maximum(blocks, 1) + longest - 1) // longest, 0)
-    num_apart, num_split = tl.sum(apart, 0), tl.sum(tl.where(apart > 1, apart, 0), 0)
-    are_short = tl.sum(blocks, 0) <= num_apart * (SHORT_KEYS // BLOCK_N)
-    has_room = (num_apart <= num_programs) & (num_split <= 2 * max_cuts - 2)  # of programs, and of partial slots
-    is_apart = ((num_apart <= most_apart) | are_short) & has_room
+    is_apart = (tl.sum(apart, 0) <= num_programs) & (tl.sum(tl.where(apart > 1, apart, 0), 0) <= 2 * max_cuts - 2)
+    is_apart &= _are_faster_apart(blocks, apart, longest, num_blocks, heads, num_sms, resident, BLOCK_N)
     first_cut = _cut_of(tl.minimum(ends - blocks, ends - 1), num_blocks, num_cuts)
     num_splits = tl.where(exists, _cut_of(ends - 1, num_blocks, num_cuts) - first_cut + 1, 0)
     first_cut = tl.where(is_apart, tl.cumsum(apart, 0) - apart, first_cut)
     return ends, num_blocks, num_cuts, first_cut, tl.where(is_apart, apart, num_splits), is_apart
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _are_faster_apart(  # type: ignore[no-untyped-def]
+    blocks,  # [MAX_ROWS] i32, of rows
+    apart,  # [MAX_ROWS] i32, parts of each
+    longest,  # blocks that a part has at most
+    num_blocks,  # of cuts
+    heads,
+    num_sms,
+    resident,
+    BLOCK_N: tl.constexpr,
+):
+    """Whether parts of rows take less time than equal cuts: where all run side by side and no multiprocessor has much
+    more than others, by the longer ones of them; and where they are short in the mean and not too many."""
+    num_parts, all_blocks = tl.sum(apart, 0), tl.sum(blocks, 0)
+    is_big = 2 * blocks > longest * apart
+    big_parts, big_blocks = tl.sum(tl.where(is_big, apart, 0), 0), tl.sum(tl.where(is_big, blocks, 0), 0)
+    rounds = (big_parts * heads + num_sms - 1) // num_sms
+    load = rounds * big_blocks.to(tl.float32) / tl.maximum(big_parts, 1)
+    rounds_of_all = num_parts * heads / (num_sms * resident)
+    are_even = load <= num_blocks.to(tl.float32) * heads / num_sms + MUCH_ALIKE
+    are_short = all_blocks <= num_parts * (SHORT_KEYS // BLOCK_N)
+    return (are_even & (rounds_of_all <= 1)) | (are_short & (rounds_of_all <= 2))
 
 
 @triton.jit

@@ -23,10 +23,10 @@ from attn_backends.backends.triton.kernels.arguments import (
 from attn_backends.backends.triton.kernels.decode import decode_kernel
 from attn_backends.backends.triton.kernels.upcast import upcast_kernel
 from attn_backends.backends.triton.tuning import DecodeTile, upcast_heads
-from attn_backends.kernels.equal_cuts import CutList, max_split_items
+from attn_backends.kernels.equal_cuts import CutList, Filling, max_split_items
 from attn_backends.kernels.launch import Pdl, launch, operator, power_of_two, start_kernel
 from attn_backends.kernels.prefill.arguments import BlockDims, Flags, Scales, VisibleRange
-from attn_backends.kernels.prefill.launch import PrefillKernels, Rows, is_alike, strides_of, visible_range
+from attn_backends.kernels.prefill.launch import PrefillKernels, Rows, TileSizes, is_alike, strides_of, visible_range
 from attn_backends.kernels.prefill.tiles import PrefillTile
 from attn_backends.kernels.split_kv import MAX_SPLITS, SplitSizes
 from attn_backends.kernels.tiles import block_dims
@@ -35,7 +35,12 @@ from attn_backends.spec import AttentionSpec
 _SMALL_TILE_ROWS, _TILE_ROWS = 16, 64  # of decode: queries of a tile; more queries of a row take several
 _MOST_IN_SMALL_TILES = 48  # queries of a row: so often are its keys read again, from the L2, in less time
 _SHORT_BLOCK = 16  # keys: one page's, so that three such blocks are under way where a mask is; of longer ones two
-_RESIDENT_WARPS = 10  # of a multiprocessor, about, whatever the tile: registers are enough for so many
+_RESIDENT_WARPS = 8  # of a multiprocessor, whatever the tile: a thread of these kernels takes nearly 256 registers
+_LONG_CUTS = {
+    1: 16,
+    2: 96,
+    4: 96,
+}  # blocks, by bytes of a cached number: of 8 bits programs compute more than they wait
 _REGISTERS = 65536  # of a multiprocessor
 _COMBINE_REGISTERS = (
     128  # of a thread, for the splits that it combines at a time; no more than half of what it can have
@@ -57,13 +62,27 @@ class SplitPlan(NamedTuple):
         return SplitPlan(-(-queries // rows), rows, min(rows, power_of_two(queries)))
 
     def num_programs(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
-        """Number of programs that fill a GPU, for every KV head and tile."""
-        filling = max(1, num_sms * tile.programs // (spec.num_kv_heads * self.tiles))
-        return min(filling, int(MAX_SPLITS.value) // 2)
+        """Number of programs that a GPU holds at once, for every KV head and tile."""
+        return self._filling(spec, _resident(tile), num_sms)
+
+    def filling(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> Filling:
+        """So many programs as the tile aims at; of several tiles of queries, which read the same keys, all that fit."""
+        programs = tile.programs if self.tiles == 1 else _resident(tile)
+        heads, long_cut = spec.num_kv_heads * self.tiles, _LONG_CUTS[spec.cache_dtype.itemsize]
+        return Filling(self._filling(spec, programs, num_sms), long_cut, heads, num_sms, _resident(tile))
 
     def num_partial_slots(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
         """Number of work items that can be splits of rows."""
         return max_split_items(self.num_programs(spec, tile, num_sms))
+
+    def _filling(self, spec: AttentionSpec, programs: int, num_sms: int) -> int:
+        """Number of cuts with which each multiprocessor has so many programs."""
+        return min(max(1, num_sms * programs // (spec.num_kv_heads * self.tiles)), int(MAX_SPLITS.value) // 2)
+
+
+def _resident(tile: DecodeTile) -> int:
+    """Number of programs that a multiprocessor holds at a time."""
+    return max(tile.programs, _RESIDENT_WARPS // tile.warps)
 
 
 class Schedule:
@@ -82,13 +101,12 @@ class Schedule:
     ) -> None:  # fmt: skip
         self.tile = tile
         self.plan = SplitPlan.of(spec, query_len)
-        filling = self.plan.num_programs(spec, tile, num_sms)
+        max_cuts = self.plan.num_programs(spec, tile, num_sms)
         min_blocks = max(1, tile.min_keys // tile.keys)
         _, window_left, chunk = visible_range(spec)
-        sizes = SplitSizes(num_rows, filling, window_left, chunk, tile.keys, min_blocks)
+        sizes = SplitSizes(num_rows, max_cuts, window_left, chunk, tile.keys, min_blocks)
         counted = counters[: self.plan.num_partial_slots(spec, tile, num_sms) * spec.num_kv_heads * self.plan.tiles]
-        side_by_side = max(filling, filling * _RESIDENT_WARPS // (tile.programs * tile.warps))
-        self.work_list = CutList(sizes, side_by_side, counted)
+        self.work_list = CutList(sizes, self.plan.filling(spec, tile, num_sms), counted)
         self.num_programs, self.more_items = self.work_list.num_programs, self.work_list.more_items
 
 
@@ -98,6 +116,7 @@ class Kernels(PrefillKernels):
     Args:
         prefill, prompt: tiles for keys in pages, and for keys as they came.
         by_hopper: whether the kernel for Hopper, which has a tile of its own, may serve the former, and the latter.
+        short_tile: the portable kernel's for rows that see few keys.
         slopes, sinks: [num_qo_heads] f32 on the device, where the layer has them.
         k_scale, v_scale: of the cache.
     """
@@ -105,10 +124,12 @@ class Kernels(PrefillKernels):
     def __init__(
         self, spec: AttentionSpec, prefill: PrefillTile, prompt: PrefillTile, by_hopper: tuple[bool, bool],
         slopes: torch.Tensor | None, sinks: torch.Tensor | None, k_scale: float, v_scale: float, device: torch.device,
+        short_tile: PrefillTile,
     ) -> None:  # fmt: skip
         dims = BlockDims(spec.head_dim, spec.head_dim_vo, *block_dims(spec))
         by_pages = dict(zip((True, False), by_hopper, strict=True))
-        super().__init__(spec, dims, {True: prefill, False: prompt}, by_pages, slopes, sinks, k_scale, v_scale, device)
+        tiles: dict[bool, TileSizes] = {True: prefill, False: prompt}
+        super().__init__(spec, dims, tiles, by_pages, slopes, sinks, k_scale, v_scale, device, short_tile)
 
     def supports_pdl(self, num_written: int) -> bool:
         """Whether decode can start before the launch in front of it, which writes so many tokens, has ended.
@@ -157,7 +178,7 @@ class Kernels(PrefillKernels):
         if not count:
             return self.attend(query, key, value, output, lse, rows, tiles, 0, rows.page_table is not None, share)
         starts = torch.empty_like(rows.seq_lens)
-        dense = rows._replace(page_table=None, key_start_loc=starts)
+        dense = rows._replace(page_table=None, key_start_loc=starts, are_short=False)
         for first in range(0, spec.num_kv_heads, count):
             heads = min(count, spec.num_kv_heads - first)
             sizes = [rows.num_upcast * heads * dim for dim in self._dims[:2]]

@@ -84,6 +84,28 @@ def prefill_share(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray,
     return 1.0 if even > _MOST else max(even, _LEAST)
 
 
+# Keys that a tile sees in the mean, by the widest head dim of which it holds, as measured at tuning seeds 24 to 26. Of
+# tiles that all begin at once the longest counts.
+_FEW_KEYS = {64: 512, 128: 160, 256: 64}
+
+
+def see_few_keys(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, device: torch.device) -> bool:
+    """Whether the portable kernel serves these rows faster than the one for Hopper, of which a multiprocessor works on
+    one tile at a time, and waits for its first keys.
+
+    Args:
+        query_lens, seq_lens: [rows], or upper bounds of the latter.
+    """
+    if not suits_hopper_kernel(spec, device):
+        return False
+    tiles = num_hopper_tiles(spec, query_lens).astype(np.int64)
+    few = next((keys for head_dim, keys in _FEW_KEYS.items() if spec.head_dim <= head_dim), 0)
+    if int(tiles.sum()) * spec.num_kv_heads <= num_multiprocessors(device):  # all begin at once
+        return int(num_visible_keys(spec, seq_lens).max(initial=0)) <= few
+    later = np.maximum(query_lens - HOPPER_ROWS // spec.group_size, 0) // 2 if spec.causal else 0
+    return int(tiles @ num_visible_keys(spec, seq_lens - later)) <= few * int(tiles.sum())
+
+
 def split_tile(
     spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None, device: torch.device, *, is_paged: bool,
     is_upcast: bool,

@@ -19,7 +19,7 @@ from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, deco
 from attn_backends.cache.warm_up import list_writes
 from attn_backends.kernels.examples import caches, distinct, empty, new_tokens, powers_of_two
 from attn_backends.kernels.launch import Machine, Pdl, num_multiprocessors, power_of_two, shared_memory
-from attn_backends.kernels.prefill.launch import Rows, visible_range
+from attn_backends.kernels.prefill.launch import Rows, suits_hopper_kernel, visible_range
 from attn_backends.kernels.prefill.split_launch import TileList
 from attn_backends.kernels.prefill.splits import most_tile_splits
 from attn_backends.kernels.tiles import block_dims
@@ -51,6 +51,7 @@ class _Layer:
         sinks = torch.zeros(spec.num_qo_heads, device=device) if spec.sinks else None
         self.kernels: Kernels = make_kernels(spec, cache, device, options, sinks)
         self.tokens = new_tokens(spec)
+        self._suits_hopper = suits_hopper_kernel(spec, device)
 
     def launch_all(self) -> None:
         starts = {Pdl.OFF, *self._prefill_tokens(), *self._prefill_pages()}
@@ -85,6 +86,9 @@ class _Layer:
         tiles, output = empty(2, dtype=torch.int32), self._output(query)
         for share in (None, 1.0):  # of the GPU, beside decodes
             yield self.kernels.prefill(query, key, value, output, None, rows, tiles, upcast_kv, share)
+        if self._suits_hopper and not rows.num_upcast:
+            short = rows._replace(are_short=True)
+            yield self.kernels.prefill(query, key, value, output, None, short, tiles, upcast_kv, None)
         rows = rows._replace(splits=splits)
         yield self.kernels.prefill(query, key, value, output, None, rows, tiles, upcast_kv, None)
 

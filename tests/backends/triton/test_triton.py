@@ -199,9 +199,20 @@ def test_only_prefills_that_let_decodes_start_have_a_share(
 
 
 @only_interpreted
-def test_prefills_alone_take_the_whole_gpu(launches: list[tuple[str, object]]) -> None:
+def test_prefills_alone_take_the_whole_gpu(launches: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "see_few_keys", lambda *_: False)
     launch_step((40, 20))
     assert launches == [("write", False), ("prefill", (6, False))]
+
+
+@only_interpreted
+def test_prefills_that_see_few_keys_go_to_the_portable_kernel(launches: list[tuple[str, object]]) -> None:
+    """Unless decodes can run beside them."""
+    launch_step((40, 20))
+    assert launches == [("write", False), ("portable prefill", None)]
+    launches.clear()
+    launch_step((1, 40, 20))
+    assert [name for name, _ in launches] == ["write", "prefill", "decode"]
 
 
 @triton.jit

@@ -63,34 +63,31 @@ def latent_specs() -> list[MLASpec]:
     return sorted(found, key=str)
 
 
-def parts_of(lens: np.ndarray, max_cuts: int, min_blocks: int, block_n: int, most_apart: int) -> np.ndarray:
-    """[batches] how many items are parts of rows, for [batches, rows] blocks of keys: `cut_kernel` in NumPy."""
+def parts_of(
+    lens: np.ndarray, max_cuts: int, min_blocks: int, block_n: int, few_cuts: int, long_cut: int
+) -> np.ndarray:
+    """[batches] how many items are parts of rows at most, for [batches, rows] blocks of keys: `_cut` in NumPy, whether
+    rows are apart or not."""
     widths = np.maximum(lens + 32 // block_n, 1)
     ends, num_blocks = widths.cumsum(1), widths.sum(1)[:, None]
-    num_cuts = np.maximum(np.minimum(max_cuts, num_blocks // min_blocks), 1)
-    apart = rows_apart(lens, num_blocks, num_cuts, max_cuts, min_blocks)
-    num_apart, num_split = apart.sum(1), np.where(apart > 1, apart, 0).sum(1)
-    are_short = lens.sum(1) <= num_apart * (equal_cuts.SHORT_KEYS.value // block_n)
-    is_apart = (num_apart <= most_apart) | are_short
-    is_apart &= (num_apart <= equal_cuts.num_programs(lens.shape[1], max_cuts)) & (
-        num_split <= equal_cuts.max_split_items(max_cuts)
-    )
+    are_joined = (num_blocks < max_cuts * long_cut) & ((lens > 0).sum(1)[:, None] < max_cuts)
+    most = np.where(are_joined, few_cuts, max_cuts)
+    num_cuts = np.maximum(np.minimum(most, num_blocks // min_blocks), 1)
     first, last = (
         ((block + 1) * num_cuts - 1) // num_blocks for block in (np.minimum(ends - lens, ends - 1), ends - 1)
     )
-    counts = np.where(is_apart[:, None], apart, last - first + 1)
+    counts = last - first + 1
     assert (counts > 0).all()
-    assert (counts.sum(1) <= equal_cuts.num_programs(lens.shape[1], max_cuts)).all()  # the list has so many items
-    return np.where(counts > 1, counts, 0).sum(1)
-
-
-def rows_apart(
-    lens: np.ndarray, num_blocks: np.ndarray, num_cuts: np.ndarray, max_cuts: int, min_blocks: int
-) -> np.ndarray:
-    """How many cuts rows have, each for itself."""
+    assert (counts.sum(1) <= lens.shape[1] + max_cuts).all()  # the list has so many items
+    found = np.where(counts > 1, counts, 0).sum(1)
     size = num_blocks // num_cuts
-    longest = np.where(num_cuts < max_cuts, 2 * min_blocks - 1, size + size // 16)
-    return -(-np.maximum(lens, 1) // longest)
+    for least in (max(min_blocks, equal_cuts.LEAST_KEYS.value // block_n), 2 * min_blocks - 1):
+        apart = -(-np.maximum(lens, 1) // np.where(num_cuts < most, least, size + size // 16))
+        num_apart, num_split = apart.sum(1), np.where(apart > 1, apart, 0).sum(1)
+        has_room = num_apart <= equal_cuts.num_programs(lens.shape[1], max_cuts)
+        has_room &= num_split <= equal_cuts.max_split_items(max_cuts)
+        found = np.maximum(found, np.where(has_room, num_split, 0))
+    return found
 
 
 def hard_batches(num_rows: int, numbers: np.random.Generator) -> np.ndarray:
@@ -118,7 +115,11 @@ def test_parts_of_any_batch_have_their_slots() -> None:
     batches = [hard_batches(rows, numbers) for rows in (1, 2, 3, 7, 16, 33, 100, 257, 512)]
     for ((max_cuts, block_n), most), min_blocks in product(sorted(found.items()), (1, 4)):
         for lens, times in product(batches, (1, 3)):
-            assert parts_of(lens, max_cuts, min_blocks, block_n, times * max_cuts).max() <= most, (max_cuts, min_blocks)
+            few_cuts = max(1, max_cuts // times)
+            assert parts_of(lens, max_cuts, min_blocks, block_n, few_cuts, 16 * times).max() <= most, (
+                max_cuts,
+                min_blocks,
+            )
     assert len(found) > 200
 
 
@@ -144,8 +145,11 @@ def test_kernel_cuts_have_every_key_once(seed: int) -> None:
     sizes = triton_split.SplitSizes(
         num_rows, max_cuts, window, triton_split.FAR.value, block_n, int(drawn.integers(1, 5))
     )
-    most_apart = int(drawn.integers(max_cuts, 4 * max_cuts + 1))
-    cuts = equal_cuts.CutList(sizes, most_apart, torch.ones(num_rows * 3, dtype=torch.int32))
+    few_cuts, heads, resident = int(drawn.integers(1, max_cuts + 1)), *map(int, drawn.integers(1, 9, 2))
+    filling = equal_cuts.Filling(
+        few_cuts, int(drawn.integers(1, 99)), heads, max(1, max_cuts * heads // resident), resident
+    )
+    cuts = equal_cuts.CutList(sizes, filling, torch.ones(num_rows * 3, dtype=torch.int32))
     held = [
         torch.full((len(each) + 3, each.shape[1]), -7, dtype=torch.int32) for each in (cuts.work_items, cuts.more_items)
     ]
@@ -186,8 +190,8 @@ def test_kernel_no_program_has_two_rows_where_there_are_enough(seed: int) -> Non
     sizes = triton_split.SplitSizes(
         num_rows, max_cuts, triton_split.FAR.value, triton_split.FAR.value, block_n, min_blocks
     )
-    most_apart = int(drawn.integers(max_cuts, 4 * max_cuts + 1))
-    cuts = equal_cuts.CutList(sizes, most_apart, torch.zeros(num_rows, dtype=torch.int32))
+    filling = equal_cuts.Filling(max_cuts, 96, 1, max_cuts, int(drawn.integers(1, 5)))
+    cuts = equal_cuts.CutList(sizes, filling, torch.zeros(num_rows, dtype=torch.int32))
     cuts.fill(torch.from_numpy(lens.astype(np.int32)), torch.arange(num_rows + 1, dtype=torch.int32))
     spare = (blocks + 32 // block_n).sum() // min_blocks < max_cuts
     found = [cut for cut in items_of(cuts) if cut]
