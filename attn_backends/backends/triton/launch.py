@@ -116,7 +116,6 @@ class Kernels(PrefillKernels):
     Args:
         prefill, prompt: tiles for keys in pages, and for keys as they came.
         by_hopper: whether the kernel for Hopper, which has a tile of its own, may serve the former, and the latter.
-        short_tile: the portable kernel's for rows that see few keys.
         slopes, sinks: [num_qo_heads] f32 on the device, where the layer has them.
         k_scale, v_scale: of the cache.
     """
@@ -124,12 +123,11 @@ class Kernels(PrefillKernels):
     def __init__(
         self, spec: AttentionSpec, prefill: PrefillTile, prompt: PrefillTile, by_hopper: tuple[bool, bool],
         slopes: torch.Tensor | None, sinks: torch.Tensor | None, k_scale: float, v_scale: float, device: torch.device,
-        short_tile: PrefillTile,
     ) -> None:  # fmt: skip
         dims = BlockDims(spec.head_dim, spec.head_dim_vo, *block_dims(spec))
         by_pages = dict(zip((True, False), by_hopper, strict=True))
         tiles: dict[bool, TileSizes] = {True: prefill, False: prompt}
-        super().__init__(spec, dims, tiles, by_pages, slopes, sinks, k_scale, v_scale, device, short_tile)
+        super().__init__(spec, dims, tiles, by_pages, slopes, sinks, k_scale, v_scale, device)
 
     def supports_pdl(self, num_written: int) -> bool:
         """Whether decode can start before the launch in front of it, which writes so many tokens, has ended.
@@ -178,7 +176,7 @@ class Kernels(PrefillKernels):
         if not count:
             return self.attend(query, key, value, output, lse, rows, tiles, 0, rows.page_table is not None, share)
         starts = torch.empty_like(rows.seq_lens)
-        dense = rows._replace(page_table=None, key_start_loc=starts, are_short=False)
+        dense = rows._replace(page_table=None, key_start_loc=starts, short_tile=None)
         for first in range(0, spec.num_kv_heads, count):
             heads = min(count, spec.num_kv_heads - first)
             sizes = [rows.num_upcast * heads * dim for dim in self._dims[:2]]

@@ -6,7 +6,7 @@ import torch
 
 from attn_backends.backends.triton.launch import Kernels
 from attn_backends.backends.triton.rules import can_upcast
-from attn_backends.backends.triton.tuning import TritonOptions, prefill_tile, short_tile
+from attn_backends.backends.triton.tuning import TritonOptions, prefill_tile
 from attn_backends.kernels.launch import shared_memory
 from attn_backends.kernels.prefill.launch import suits_hopper_kernel
 from attn_backends.spec import AttentionSpec, KVCacheSpec
@@ -30,5 +30,4 @@ def make_kernels(
         k_scale,
         v_scale,
         device,
-        short_tile(spec),
     )

@@ -16,7 +16,7 @@ from attn_backends.backends.triton.rules import (
     is_faster_upcast,
     prefill_share,
     prefill_splits,
-    see_few_keys,
+    short_tile,
     split_tile,
 )
 from attn_backends.backends.triton.tuning import TritonOptions
@@ -26,7 +26,10 @@ from attn_backends.batch.order import SwappableRows, reorder_batch_to_split_deco
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.kernels.prefill.launch import suits_hopper_kernel
 from attn_backends.kernels.prefill.splits import PrefillSplits
+from attn_backends.kernels.prefill.tiles import PrefillTile
 from attn_backends.spec import AttentionType, KVCacheSpec, Limits, PlanGroup
+
+_MANY_TOKENS = 4  # of decodes in the mean, from which on they are as prompts are
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class TritonMetadata(AttentionMetadata):
     num_upcast_keys: int  # to make 16 bits for rows behind the decodes, or an upper bound; 0: none, which is faster
     prefill_share: float | None  # of the GPU, for rows behind decodes that run beside them; None: none do
     prefill_splits: PrefillSplits | None  # of the keys of rows behind the decodes; None: they are whole
-    prefills_are_short: bool  # rows behind the decodes see few keys
+    short_tile: PrefillTile | None  # of the portable kernel, where it serves rows that see few keys, and no decodes
     prefills_are_prompts: bool  # the step brings all keys that rows behind the decodes see: they are read as they come
     query_start_loc: torch.Tensor  # [R + 1] i32
     seq_lens: torch.Tensor  # [R] i32; 0 for padding
@@ -57,7 +60,7 @@ class TritonMetadata(AttentionMetadata):
             "num_upcast_keys": 0,
             "prefill_share": None,
             "prefill_splits": None,
-            "prefills_are_short": False,
+            "short_tile": None,
             "query_start_loc": self.query_start_loc[: rows + 1],
             "key_start_loc": self.key_start_loc[: rows + 1],
             "seq_lens": self.seq_lens[:rows],
@@ -101,10 +104,12 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             key_start_loc = common.new_kv_start_loc_cpu.to(self.device, non_blocking=True)
         num_decodes, num_decode_rows, max_decode_len = self._decodes(common) if use_cache else (0, 0, 0)
         num_upcast_keys = self._keys_to_upcast(common, num_decode_rows) if use_cache else 0
+        tile = None if common.for_graph or num_upcast_keys else self._short_tile(common, num_decode_rows)
+        if tile is not None:
+            num_decode_rows = max_decode_len = 0
         are_prompts = use_cache and not common.for_graph and self._are_prompts(common, num_decode_rows)
         is_paged = use_cache and not are_prompts
-        are_short = not (common.for_graph or num_upcast_keys) and self._see_few_keys(common, num_decode_rows)
-        is_whole = are_short or num_decode_rows >= common.num_actual_reqs
+        is_whole = tile is not None or num_decode_rows >= common.num_actual_reqs
         splits = None if is_whole else self._prefill_splits(common, num_decode_rows, is_paged, num_upcast_keys > 0)
         own: dict[str, Any] = {
             "num_rows": common.num_reqs,
@@ -113,9 +118,9 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             "max_decode_len": max_decode_len,
             "max_seq_len": common.max_seq_len,
             "num_upcast_keys": num_upcast_keys,
-            "prefill_share": None if splits or are_short else self._prefill_share(common, num_decode_rows),
+            "prefill_share": None if splits or tile else self._prefill_share(common, num_decode_rows),
             "prefill_splits": splits,
-            "prefills_are_short": are_short,
+            "short_tile": tile,
             "prefills_are_prompts": are_prompts,
             "query_start_loc": common.query_start_loc,
             "seq_lens": common.seq_lens,
@@ -181,13 +186,15 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         tile = split_tile(spec, self.cache, self.options, self.device, is_paged=is_paged, is_upcast=is_upcast)
         return prefill_splits(spec, tile, query_lens, seq_lens, num_decodes, self.device)
 
-    def _see_few_keys(self, common: CommonAttentionMetadata, num_decodes: int) -> bool:
-        """Whether a step of prefills alone sees few keys; decodes run beside the kernel for Hopper."""
-        if num_decodes or not self._can_run_beside:
-            return False
-        rows = slice(0, common.num_actual_reqs)
-        query_lens, seq_lens = (lens.numpy()[rows] for lens in (common.query_lens_cpu, common.seq_lens_cpu))
-        return see_few_keys(self.group.spec, query_lens, seq_lens, self.device)
+    def _short_tile(self, common: CommonAttentionMetadata, num_decodes: int) -> PrefillTile | None:
+        """The portable kernel's tile where it serves all rows. It does not with decodes of few tokens: those run beside
+        the kernel for Hopper."""
+        last = common.num_actual_reqs
+        of_decodes = int(common.query_start_loc_cpu[num_decodes])
+        if num_decodes >= last or of_decodes < _MANY_TOKENS * num_decodes or not self._can_run_beside:
+            return None
+        query_lens, seq_lens = (lens.numpy()[:last] for lens in (common.query_lens_cpu, common.seq_lens_cpu))
+        return short_tile(self.group.spec, query_lens, seq_lens, self.device)
 
     def _are_prompts(self, common: CommonAttentionMetadata, first: int) -> bool:
         """Whether rows from `first` on bring all of their keys, in the cache's dtype: pages have nothing to add."""

@@ -24,6 +24,7 @@ from attn_backends.kernels.prefill.launch import (
     suits_hopper_kernel,
 )
 from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, split_target
+from attn_backends.kernels.prefill.tiles import PrefillTile
 from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
@@ -84,26 +85,32 @@ def prefill_share(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray,
     return 1.0 if even > _MOST else max(even, _LEAST)
 
 
-# Keys that a tile sees in the mean, by the widest head dim of which it holds, as measured at tuning seeds 24 to 26. Of
-# tiles that all begin at once the longest counts.
-_FEW_KEYS = {64: 512, 128: 160, 256: 64}
+SHORT_TILES = (PrefillTile(64, 64, 4, 2), PrefillTile(64, 32, 4, 3))
+# Keys that tiles may see, by the widest head dim: the longest where all begin at once, and the mean of more tiles. As
+# measured at tuning seeds 24 to 26.
+_NARROW, _MIDDLE = 64, 128  # head dims up to which tiles of long blocks are the faster ones: of many tiles, and of few
+_FEW_KEYS = {64: (512, 512), 128: (256, 160), 256: (64, 64)}
 
 
-def see_few_keys(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, device: torch.device) -> bool:
-    """Whether the portable kernel serves these rows faster than the one for Hopper, of which a multiprocessor works on
-    one tile at a time, and waits for its first keys.
+def short_tile(
+    spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, device: torch.device
+) -> PrefillTile | None:
+    """The portable kernel's tile for rows that see so few keys that it is faster than the one for Hopper, of which a
+    multiprocessor works on one tile at a time, and waits for its first keys; None: it is not.
 
     Args:
         query_lens, seq_lens: [rows], or upper bounds of the latter.
     """
     if not suits_hopper_kernel(spec, device):
-        return False
+        return None
     tiles = num_hopper_tiles(spec, query_lens).astype(np.int64)
-    few = next((keys for head_dim, keys in _FEW_KEYS.items() if spec.head_dim <= head_dim), 0)
-    if int(tiles.sum()) * spec.num_kv_heads <= num_multiprocessors(device):  # all begin at once
-        return int(num_visible_keys(spec, seq_lens).max(initial=0)) <= few
+    longest, mean = next((few for head_dim, few in _FEW_KEYS.items() if spec.head_dim <= head_dim), (0, 0))
+    if int(tiles.sum()) * spec.num_kv_heads <= num_multiprocessors(device):
+        is_short = int(num_visible_keys(spec, seq_lens).max(initial=0)) <= longest
+        return SHORT_TILES[spec.head_dim > _MIDDLE] if is_short else None
     later = np.maximum(query_lens - HOPPER_ROWS // spec.group_size, 0) // 2 if spec.causal else 0
-    return int(tiles @ num_visible_keys(spec, seq_lens - later)) <= few * int(tiles.sum())
+    is_short = int(tiles @ num_visible_keys(spec, seq_lens - later)) <= mean * int(tiles.sum())
+    return SHORT_TILES[spec.head_dim > _NARROW] if is_short else None
 
 
 def split_tile(

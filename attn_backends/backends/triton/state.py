@@ -111,7 +111,7 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
             num_upcast_keys=0,
             prefill_share=None,
             prefill_splits=splits,
-            prefills_are_short=False,
+            short_tile=None,
             prefills_are_prompts=False,
             max_seq_len=self.limits.max_model_len,
             query_start_loc=starts,

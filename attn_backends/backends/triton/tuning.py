@@ -28,7 +28,6 @@ _MMA_ROWS = 64  # queries from which on Hopper's matrix units want four warps fo
 _HELD = 160  # numbers of a thread, counted so: with more, compiled kernels keep some in memory
 _MOST_WARPS = 8
 _FEW_QUERIES = 16  # of a tile: what a product takes at least
-_NARROW = 64  # head dim
 _FEW_PAIRS = 32  # of a row and a KV head
 _WIDE_KEY_BYTES = 768  # of a key and its value in 16 bits
 
@@ -178,12 +177,6 @@ def prefill_tile(
         return queries + block_bytes(spec, tile.keys, tile.stages, dim + dim_vo) + MARGIN
 
     return fitted(PrefillTile(**_nearest(kind, spec, cache, 1)), need, smem_bytes)
-
-
-def short_tile(spec: AttentionSpec) -> PrefillTile:
-    """The portable kernel's for rows that see few keys, on Hopper, where several programs of a multiprocessor hide what
-    each waits for (see `rules.see_few_keys`)."""
-    return PrefillTile(64, 64, 4, 2) if spec.head_dim <= _NARROW else PrefillTile(64, 32, 4, 3)
 
 
 def upcast_heads(spec: AttentionSpec, num_keys: int, num_bytes: int) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from attn_backends.backends.triton.launch import Kernels, Schedule, SplitPlan
 from attn_backends.backends.triton.layer import make_kernels
-from attn_backends.backends.triton.rules import can_upcast, decode_tokens, split_tile
+from attn_backends.backends.triton.rules import SHORT_TILES, can_upcast, decode_tokens, split_tile
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile, upcast_heads
 from attn_backends.cache.warm_up import list_writes
 from attn_backends.kernels.examples import caches, distinct, empty, new_tokens, powers_of_two
@@ -87,8 +87,9 @@ class _Layer:
         for share in (None, 1.0):  # of the GPU, beside decodes
             yield self.kernels.prefill(query, key, value, output, None, rows, tiles, upcast_kv, share)
         if self._suits_hopper and not rows.num_upcast:
-            short = rows._replace(are_short=True)
-            yield self.kernels.prefill(query, key, value, output, None, short, tiles, upcast_kv, None)
+            for tile in SHORT_TILES:
+                short = rows._replace(short_tile=tile)
+                yield self.kernels.prefill(query, key, value, output, None, short, tiles, upcast_kv, None)
         rows = rows._replace(splits=splits)
         yield self.kernels.prefill(query, key, value, output, None, rows, tiles, upcast_kv, None)
 

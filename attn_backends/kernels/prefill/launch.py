@@ -125,7 +125,7 @@ class Rows(NamedTuple):
     num_upcast: int  # keys that they see and that are to be made 16 bits, or an upper bound of it
     max_seq_len: int  # or an upper bound of it
     splits: TileList | None = None  # the tiles of rows from `first_row` on; None: no keys are split
-    are_short: bool = False  # they see few keys, and are served by the portable kernel if it has a tile for such
+    short_tile: TileSizes | None = None  # of the portable kernel, which serves in place of the one for Hopper
 
 
 class PrefillKernels:
@@ -134,7 +134,6 @@ class PrefillKernels:
     Args:
         dims: of a block of keys and of values.
         tiles: the portable kernel's, by whether keys are in pages.
-        short_tile: its tile for rows that see few keys, where the kernel for Hopper serves others.
         by_hopper: whether the kernel for Hopper, which has a tile of its own, may serve, likewise.
         slopes, sinks: [num_qo_heads] f32 on the device, where the layer has them.
         k_scale, v_scale: of the cache.
@@ -143,10 +142,9 @@ class PrefillKernels:
     def __init__(
         self, spec: AttentionSpec, dims: BlockDims, tiles: dict[bool, TileSizes], by_hopper: dict[bool, bool],
         slopes: torch.Tensor | None, sinks: torch.Tensor | None, k_scale: float, v_scale: float, device: torch.device,
-        short_tile: TileSizes | None = None,
     ) -> None:  # fmt: skip
         self.spec = spec
-        self._tiles, self._by_hopper, self._short_tile = tiles, by_hopper, short_tile
+        self._tiles, self._by_hopper = tiles, by_hopper
         nothing = torch.zeros(1, dtype=torch.float32, device=device)
         self._num_sms = num_multiprocessors(device)
         self._extras = (nothing if slopes is None else slopes, nothing if sinks is None else sinks)
@@ -170,7 +168,7 @@ class PrefillKernels:
         are split they take all of it.
         """
         spec, is_paged, num_kv_heads = self.spec, rows.page_table is not None, key.shape[-2]
-        tile, may_be_hopper = self._served_by(is_paged, rows.are_short)
+        tile, may_be_hopper = self._served_by(is_paged, rows.short_tile)
         page_size = key.shape[1] if is_paged else 0
         on_hopper = may_be_hopper and page_size % HOPPER_PAGE == 0 and has_aligned_rows(query)
         in_blocks = self._dims[:2] == self._dims[2:] and page_size % tile.keys == 0
@@ -203,10 +201,10 @@ class PrefillKernels:
             self._join((*tensors, sinks, tiles), scales, num_kv_heads, splits, use_pdl=False)
         return Pdl.OFF
 
-    def _served_by(self, is_paged: bool, are_short: bool) -> tuple[TileSizes, bool]:
+    def _served_by(self, is_paged: bool, short_tile: TileSizes | None) -> tuple[TileSizes, bool]:
         """The portable kernel's tile, and whether the kernel for Hopper may serve."""
-        if are_short and self._by_hopper[is_paged] and self._short_tile is not None:
-            return self._short_tile, False
+        if short_tile is not None and self._by_hopper[is_paged]:
+            return short_tile, False
         return self._tiles[is_paged], self._by_hopper[is_paged]
 
     def _attend_on_hopper(

@@ -200,19 +200,22 @@ def test_only_prefills_that_let_decodes_start_have_a_share(
 
 @only_interpreted
 def test_prefills_alone_take_the_whole_gpu(launches: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "see_few_keys", lambda *_: False)
+    monkeypatch.setattr(metadata, "short_tile", lambda *_: None)
     launch_step((40, 20))
     assert launches == [("write", False), ("prefill", (6, False))]
 
 
 @only_interpreted
 def test_prefills_that_see_few_keys_go_to_the_portable_kernel(launches: list[tuple[str, object]]) -> None:
-    """Unless decodes can run beside them."""
-    launch_step((40, 20))
-    assert launches == [("write", False), ("portable prefill", None)]
-    launches.clear()
-    launch_step((1, 40, 20))
-    assert [name for name, _ in launches] == ["write", "prefill", "decode"]
+    """With rows of few tokens, which are no decodes then; unless true decodes can run beside them."""
+    for query_lens in ((40, 20), (16, 17, 16), (3, 5, 60)):
+        launches.clear()
+        launch_step(query_lens)
+        assert launches == [("write", False), ("portable prefill", None)]
+    for query_lens in ((1, 40, 20), (1, 1, 8, 50)):
+        launches.clear()
+        launch_step(query_lens)
+        assert [name for name, _ in launches] == ["write", "prefill", "decode"]
 
 
 @triton.jit
