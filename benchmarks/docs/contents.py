@@ -205,6 +205,7 @@ PAGES = (
          "Log-probabilities are the largest difference from FLASH_ATTN's among first tokens.", (
         Section("vllm_backends_cuda", "Llama-8B's shape", IN_VLLM, full=True),
         Section("vllm_backends_cuda_smollm2", "SmolLM2-135M's shape", IN_VLLM, full=True),
+        Section("vllm_backends_cuda_smollm2_prompts", "Its prompts again, TRITON first", IN_VLLM, full=True),
     )),
     Page("cpu", "On a CPU",
          "tokens a second beside transformers and vLLM; TORCH beside SDPA; linear layers; other work on the machine",

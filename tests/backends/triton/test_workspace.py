@@ -157,6 +157,8 @@ def test_kernel_cuts_have_every_key_once(seed: int) -> None:
     cuts.fill(*(torch.from_numpy(each.astype(np.int32)) for each in (lens, starts)))
     assert all((each[-3:] == -7).all() for each in held)
     assert not cuts.counters.any()
+    busy = sum(map(bool, items_of(cuts)))
+    assert busy <= max_cuts or busy * heads <= 2 * filling.num_sms * resident  # or most have to wait
     items: dict[int, list[list[int]]] = {row: [] for row in range(num_rows)}
     slots: list[int] = []
     for row, start, stop, first_slot, info, *of_row in (item for cut in items_of(cuts) for item in cut):

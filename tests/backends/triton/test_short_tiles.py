@@ -1,0 +1,58 @@
+"""Which prefills the portable kernel serves on Hopper: those whose tiles see few keys."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from attn_backends import AttentionSpec
+
+rules = pytest.importorskip("attn_backends.backends.triton.rules", reason="needs triton")
+DEVICE = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "suits_hopper_kernel", lambda spec, device: spec.logits_soft_cap is None)
+    monkeypatch.setattr(rules, "num_multiprocessors", lambda device: 132)
+
+
+def tile(spec: AttentionSpec, query_lens: list[int], seq_lens: list[int]) -> object:
+    return rules.short_tile(spec, np.array(query_lens, np.int32), np.array(seq_lens, np.int32), DEVICE)
+
+
+def layer(head_dim: int, **changes: object) -> AttentionSpec:
+    return AttentionSpec(8, 4, head_dim, dtype=torch.bfloat16, **changes)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_fewer_keys_are_as_short(seed: int) -> None:
+    """Random rows: none is too long for the tile that the same tokens behind longer contexts have; and rows that see
+    more than any tile may are the other kernel's, unless a window hides what is more."""
+    numbers = Random(seed)
+    spec = layer(numbers.choice([64, 80, 96, 128, 192, 256]))
+    count = numbers.choice([1, 3, 40, 200])
+    query_lens = [int(2 ** numbers.uniform(0, 10)) for _ in range(count)]
+    seq_lens = [query_len + int(2 ** numbers.uniform(0, 9)) for query_len in query_lens]
+    fewer = [numbers.randint(new, total) for new, total in zip(query_lens, seq_lens, strict=True)]
+    assert tile(spec, query_lens, seq_lens) is None or tile(spec, query_lens, fewer) is not None
+    more = [total + 4096 for total in seq_lens]
+    assert tile(spec, query_lens, more) is None
+    window = layer(spec.head_dim, window_left=31)
+    assert tile(window, query_lens, more) is not None
+
+
+def test_the_longest_counts_of_few_rows_and_the_mean_of_many() -> None:
+    spec = layer(128)
+    assert tile(spec, [100], [100]) == rules.SHORT_TILES[0]
+    assert tile(spec, [100, 20], [100, 300]) is None
+    assert tile(spec, [100] * 100, [100] * 99 + [300]) == rules.SHORT_TILES[1]
+    assert tile(layer(64), [100] * 100, [100] * 99 + [300]) == rules.SHORT_TILES[0]
+    assert tile(layer(256), [40], [40]) == rules.SHORT_TILES[1]
+
+
+def test_only_where_the_kernel_for_hopper_would_serve() -> None:
+    assert tile(layer(128, logits_soft_cap=30.0), [10], [10]) is None
