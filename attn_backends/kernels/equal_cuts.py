@@ -247,7 +247,7 @@ def _cut(  # type: ignore[no-untyped-def]
     size = num_blocks // num_cuts
     least: tl.constexpr = LEAST_KEYS // BLOCK_N if LEAST_KEYS > MIN_BLOCKS * BLOCK_N else MIN_BLOCKS
     shortest = tl.where(exists, (tl.maximum(blocks, 1) + least - 1) // least, 0)
-    of_few = tl.where(tl.sum(shortest, 0) * heads <= num_sms * resident, least, 2 * MIN_BLOCKS - 1)
+    of_few = tl.where(tl.sum(shortest, 0) * heads <= num_sms * resident, least, tl.maximum(2 * MIN_BLOCKS - 1, least))
     longest = tl.where(num_cuts < most, of_few, size + size // 16)
     apart = tl.where(exists, (tl.maximum(blocks, 1) + longest - 1) // longest, 0)
     is_apart = (tl.sum(apart, 0) <= num_programs) & (tl.sum(tl.where(apart > 1, apart, 0), 0) <= 2 * max_cuts - 2)

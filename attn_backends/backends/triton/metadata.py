@@ -27,6 +27,7 @@ from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.kernels.prefill.launch import suits_hopper_kernel
 from attn_backends.kernels.prefill.splits import PrefillSplits
 from attn_backends.kernels.prefill.tiles import PrefillTile
+from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import AttentionType, KVCacheSpec, Limits, PlanGroup
 
 _MANY_TOKENS = 4  # of decodes in the mean, from which on they are as prompts are
@@ -60,7 +61,6 @@ class TritonMetadata(AttentionMetadata):
             "num_upcast_keys": 0,
             "prefill_share": None,
             "prefill_splits": None,
-            "short_tile": None,
             "query_start_loc": self.query_start_loc[: rows + 1],
             "key_start_loc": self.key_start_loc[: rows + 1],
             "seq_lens": self.seq_lens[:rows],
@@ -186,12 +186,19 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         tile = split_tile(spec, self.cache, self.options, self.device, is_paged=is_paged, is_upcast=is_upcast)
         return prefill_splits(spec, tile, query_lens, seq_lens, num_decodes, self.device)
 
+    @cached_property
+    def _may_be_short(self) -> bool:
+        """Whether the kernel for Hopper serves prefills otherwise."""
+        options = self.options or TritonOptions()
+        has_tile = options.prefill_tile is not None or options.prompt_tile is not None
+        return self._can_run_beside and not has_tile and self.cache.page_size % HOPPER_PAGE == 0
+
     def _short_tile(self, common: CommonAttentionMetadata, num_decodes: int) -> PrefillTile | None:
         """The portable kernel's tile where it serves all rows. It does not with decodes of few tokens: those run beside
         the kernel for Hopper."""
         last = common.num_actual_reqs
         of_decodes = int(common.query_start_loc_cpu[num_decodes])
-        if num_decodes >= last or of_decodes < _MANY_TOKENS * num_decodes or not self._can_run_beside:
+        if num_decodes >= last or of_decodes < _MANY_TOKENS * num_decodes or not self._may_be_short:
             return None
         query_lens, seq_lens = (lens.numpy()[:last] for lens in (common.query_lens_cpu, common.seq_lens_cpu))
         return short_tile(self.group.spec, query_lens, seq_lens, self.device)

@@ -86,8 +86,9 @@ def prefill_share(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray,
 
 
 SHORT_TILES = (PrefillTile(64, 64, 4, 2), PrefillTile(64, 32, 4, 3))
-# Keys that tiles may see, by the widest head dim: the longest where all begin at once, and the mean of more tiles. As
-# measured at tuning seeds 24 to 26.
+# Keys that tiles may see, by the widest head dim: the longest where all begin at once, and the mean of more tiles, of which
+# none may take much longer than all together. As measured at tuning seeds 24 to 26.
+_TOGETHER = 3  # programs of such a tile that a multiprocessor holds, about
 _NARROW, _MIDDLE = 64, 128  # head dims up to which tiles of long blocks are the faster ones: of many tiles, and of few
 _FEW_KEYS = {64: (512, 512), 128: (256, 160), 256: (64, 64)}
 
@@ -109,8 +110,10 @@ def short_tile(
         is_short = int(num_visible_keys(spec, seq_lens).max(initial=0)) <= longest
         return SHORT_TILES[spec.head_dim > _MIDDLE] if is_short else None
     later = np.maximum(query_lens - HOPPER_ROWS // spec.group_size, 0) // 2 if spec.causal else 0
-    is_short = int(tiles @ num_visible_keys(spec, seq_lens - later)) <= mean * int(tiles.sum())
-    return SHORT_TILES[spec.head_dim > _NARROW] if is_short else None
+    keys = int(tiles @ num_visible_keys(spec, seq_lens - later))
+    even = keys * spec.num_kv_heads // (_TOGETHER * num_multiprocessors(device))  # of a program
+    is_even = int(num_visible_keys(spec, seq_lens).max()) <= max(2 * longest, even)
+    return SHORT_TILES[spec.head_dim > _NARROW] if is_even and keys <= mean * int(tiles.sum()) else None
 
 
 def split_tile(

@@ -54,5 +54,12 @@ def test_the_longest_counts_of_few_rows_and_the_mean_of_many() -> None:
     assert tile(layer(256), [40], [40]) == rules.SHORT_TILES[1]
 
 
+def test_no_tile_takes_much_longer_than_all_together() -> None:
+    """A long row among many short ones is split, or decoded, by other kernels."""
+    for head_dim, long in ((64, 100_000), (128, 100_000), (128, 3000)):
+        assert tile(layer(head_dim), [100] * 400 + [5], [100] * 400 + [long]) is None
+    assert tile(layer(128), [100] * 400 + [5], [100] * 400 + [400]) is not None
+
+
 def test_only_where_the_kernel_for_hopper_would_serve() -> None:
     assert tile(layer(128, logits_soft_cap=30.0), [10], [10]) is None
