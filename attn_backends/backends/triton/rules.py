@@ -86,10 +86,10 @@ def prefill_share(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray,
 
 
 SHORT_TILES = (PrefillTile(64, 64, 4, 2), PrefillTile(64, 32, 4, 3))
-# Keys that tiles may see, by the widest head dim: the longest where all begin at once, and the mean of more tiles, of which
-# none may take much longer than all together. As measured at tuning seeds 24 to 26.
 _TOGETHER = 3  # programs of such a tile that a multiprocessor holds, about
 _NARROW, _MIDDLE = 64, 128  # head dims up to which tiles of long blocks are the faster ones: of many tiles, and of few
+# Keys that tiles may see, by the widest head dim: the longest where all begin at once, and the mean of more tiles. As
+# measured at tuning seeds 24 to 26.
 _FEW_KEYS = {64: (512, 512), 128: (256, 160), 256: (64, 64)}
 
 
@@ -97,7 +97,8 @@ def short_tile(
     spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, device: torch.device
 ) -> PrefillTile | None:
     """The portable kernel's tile for rows that see so few keys that it is faster than the one for Hopper, of which a
-    multiprocessor works on one tile at a time, and waits for its first keys; None: it is not.
+    multiprocessor works on one tile at a time, and waits for its first keys; None: it is not, or one row would take much
+    longer than all together.
 
     Args:
         query_lens, seq_lens: [rows], or upper bounds of the latter.
