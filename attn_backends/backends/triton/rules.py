@@ -97,8 +97,8 @@ def short_tile(
     spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, device: torch.device
 ) -> PrefillTile | None:
     """The portable kernel's tile for rows that see so few keys that it is faster than the one for Hopper, of which a
-    multiprocessor works on one tile at a time, and waits for its first keys; None: it is not, or one row would take much
-    longer than all together.
+    multiprocessor works on one tile at a time, and waits for its first keys; None: it is not, as where one row would
+    take much longer than all together.
 
     Args:
         query_lens, seq_lens: [rows], or upper bounds of the latter.
