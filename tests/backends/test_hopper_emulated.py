@@ -53,7 +53,8 @@ def test_the_kit_interpreted() -> None:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of emulated kernels: so many programs each. Keys of 8 bits are made 16 bits however few queries see them."""
+    """Of emulated kernels: so many programs each. Keys of 8 bits are made 16 bits however few queries see them, and
+    few keys are no reason for another kernel."""
     from attn_backends.backends.mla.triton_mla import launch as mla_launch
     from attn_backends.backends.triton import metadata
     from attn_backends.kernels.prefill import launch
@@ -61,6 +62,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     made: list[int] = []
     monkeypatch.setattr(metadata, "is_faster_upcast", lambda *_: True)
+    monkeypatch.setattr(metadata, "short_tile", lambda *_: None)
     for where in (launch, mla_launch):
         monkeypatch.setattr(where, "has_hopper_kernels", lambda device: True)
     for package, name in KERNELS.items():

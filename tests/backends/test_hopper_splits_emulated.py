@@ -40,6 +40,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     made: list[int] = []
     monkeypatch.setattr(launch, "has_hopper_kernels", lambda device: True)
+    monkeypatch.setattr("attn_backends.backends.triton.metadata.short_tile", lambda *_: None)
     emulated = Emulated(hopper_kernel.prefill_hopper_kernel, made.append)
     monkeypatch.setattr(hopper_kernel, "prefill_hopper_kernel", emulated)
     return made
