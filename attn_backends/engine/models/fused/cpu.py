@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from attn_backends.engine.models.context import NewTokens
 from attn_backends.engine.models.fused.linears import PackedLinear, packable, packed_linear, prefers_mkl
 from attn_backends.engine.models.fused.llama_form import Angles, LlamaLayer, merged_weights, replace_layers
-from attn_backends.engine.models.fused.rows import row_kernels
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative, ‖fused - original‖ / ‖original‖
 
@@ -76,54 +75,37 @@ class _Rotation:
     """The rotation of queries and keys, its angles prepared once a step: every layer gets the same two tensors."""
 
     def __init__(self) -> None:
-        self.angles: Angles | None = None  # as they came
-        self.prepared: Angles | None = None  # [num_tokens, 1, head_dim] each; for C [num_tokens, head_dim]
+        self.angles: tuple[torch.Tensor, torch.Tensor] | None = None  # as they came
+        self.prepared: tuple[torch.Tensor, torch.Tensor] | None = None  # [num_tokens, 1, head_dim] each
 
-    def __call__(self, heads: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """`heads` [num_tokens, num_heads, head_dim] rotated by `angles`, cos and sin [1, num_tokens, head_dim]; by C in
-        place."""
+    def __call__(self, heads: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """`heads` [num_tokens, num_heads, head_dim] rotated by `angles`, cos and sin [1, num_tokens, head_dim]."""
         half = heads.shape[-1] // 2
         if torch.compiler.is_compiling():
-            return _rotated(heads, _signed(angles, half))
-        kernels = row_kernels(heads.dtype)
-        if self.prepared is None or angles is not self.angles:
-            self.angles = angles
-            self.prepared = _signed(angles, half) if kernels is None else _rows_of(angles, heads.dtype)
-        if kernels is None:
-            return _rotated(heads, self.prepared)
-        kernels.rotate(heads, *self.prepared)
-        return heads
+            cos, signed_sin = _signed(angles, half)
+        else:
+            if self.prepared is None or angles is not self.angles:
+                self.prepared, self.angles = _signed(angles, half), angles
+            cos, signed_sin = self.prepared
+        swapped = heads.unflatten(-1, (2, half)).flip(-2).flatten(-2)
+        return torch.addcmul(heads * cos, swapped, signed_sin)
 
 
-def _rotated(heads: torch.Tensor, angles: Angles) -> torch.Tensor:
-    cos, signed_sin = angles
-    swapped = heads.unflatten(-1, (2, heads.shape[-1] // 2)).flip(-2).flatten(-2)
-    return torch.addcmul(heads * cos, swapped, signed_sin)
-
-
-def _signed(angles: Angles, half: int) -> Angles:
+def _signed(angles: tuple[torch.Tensor, torch.Tensor], half: int) -> tuple[torch.Tensor, torch.Tensor]:
     cos, sin = angles[0][0, :, None], angles[1][0, :, None]
     # The first half of a rotated head takes minus the second half.
     return cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
 
 
-def _rows_of(angles: Angles, dtype: torch.dtype) -> Angles:
-    cos, sin = (each[0].to(dtype).contiguous() for each in angles)
-    return cos, sin
-
-
 class _Norm:
-    """x · w / √(mean x² + ε), in C or as x · (√n w) / hypot(‖x‖, √(n ε)): four operations in place of eight."""
+    """x · w / √(mean x² + ε), as x · (√n w) / hypot(‖x‖, √(n ε)): four operations in place of eight."""
 
     def __init__(self, norm: Any) -> None:
         size = norm.weight.shape[0]
-        self.plain_weight, self.plain_epsilon = norm.weight.float().contiguous(), float(norm.variance_epsilon)
         self.weight = norm.weight.float() * size**0.5
         self.epsilon = torch.tensor((size * norm.variance_epsilon) ** 0.5)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:  # [num_tokens, hidden]
-        if not torch.compiler.is_compiling() and (kernels := row_kernels(hidden.dtype)) is not None:
-            return kernels.rms_norm(hidden, self.plain_weight, self.plain_epsilon)
         length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
         normed: torch.Tensor = (hidden / torch.hypot(length, self.epsilon)).mul_(self.weight).to(hidden.dtype)
         return normed
