@@ -36,11 +36,8 @@ _SMALL_TILE_ROWS, _TILE_ROWS = 16, 64  # of decode: queries of a tile; more quer
 _MOST_IN_SMALL_TILES = 48  # queries of a row: so often are its keys read again, from the L2, in less time
 _SHORT_BLOCK = 16  # keys: one page's, so that three such blocks are under way where a mask is; of longer ones two
 _RESIDENT_WARPS = 8  # of a multiprocessor, whatever the tile: a thread of these kernels takes nearly 256 registers
-_LONG_CUTS = {
-    1: 16,
-    2: 96,
-    4: 96,
-}  # blocks, by bytes of a cached number: of 8 bits programs compute more than they wait
+# Blocks from which on a cut is long, by bytes of a cached number: of 8 bits programs compute more than they wait.
+_LONG_CUTS = {1: 16, 2: 96, 4: 96}
 _REGISTERS = 65536  # of a multiprocessor
 _COMBINE_REGISTERS = (
     128  # of a thread, for the splits that it combines at a time; no more than half of what it can have
