@@ -214,6 +214,7 @@ PAGES = (
                 ("generate_compiled", "generate_vllm")),
         Section("generate_compiled", "The same, compiled"),
         Section("generate_vllm", "vLLM's CPU build"),
+        Section("generate_contest", "In turns with vLLM's CPU build, on an EPYC"),
         Section("torch_decode", "TORCH's decode beside SDPA on contiguous keys"),
         Section("vllm_cpu", "TORCH's attention beside that of vLLM's CPU build"),
         Section("torch_cascade", "TORCH with a prefix that requests share"),

@@ -103,24 +103,22 @@ def three_numbers(folder: str) -> str:
         folder: where the pages are, as seen from where the table stands.
     """
     drawn = summary([row["ratio"] for row in counted(result(random_page.NAME))])
-    text = next(
-        row for row in result("generate_compiled")["rows"] if (row["dtype"], row["requests"]) == ("bfloat16", 16)
-    )
-    vllm = next(row for row in result("generate_vllm")["rows"] if (row["dtype"], row["requests"]) == ("bfloat16", 16))
+    text = _row("generate_contest", dtype="bfloat16", requests=16)
     step = next(row for row in result("step_metadata")["rows"] if (row["requests"], row["tokens"]) == (256, 16384))
     rows = [
         (f"a layer at {drawn.shapes} shapes drawn at random",
          f"TRITON {drawn.geometric_mean:.2f} times the best of all others",
          f"as fast or faster at {drawn.won:.0%}", random_page.NAME, f"{random_page.NAME}.md"),
-        ("text of SmolLM2-135M for 16 requests, compiled", f"{figure(text['attn_backends tokens/s'])} tokens/s",
-         f"vLLM's CPU build {figure(vllm['vLLM tokens/s'])} tokens/s", "generate_compiled", "cpu.md"),
+        ("text of SmolLM2-135M for 16 requests", f"{figure(text['attn_backends tokens/s'])} tokens/s",
+         f"vLLM's CPU build {figure(text['vLLM tokens/s'])} tokens/s", "generate_contest", "cpu.md"),
         ("a step's metadata, 256 requests of 16,384 tokens", f"`StepTable` {figure(step['step us'])} us",
          f"page lists compiled by numpy {figure(step['numpy us'])} us", "step_metadata", "host.md"),
     ]  # fmt: skip
     lines = ["| what | takes or makes | beside it | where, when |", "|---|---|---|---|"]
     for what, ours, other, name, target in rows:
         found = result(name)
-        machine = (found["gpu"] or "two Xeon cores").removeprefix("NVIDIA ")
+        maker = next((name for name in ("Xeon", "EPYC") if name in found["cpu"]), found["cpu"])
+        machine = (found["gpu"] or f"two {maker} cores").removeprefix("NVIDIA ")
         lines.append(f"| [{what}]({folder}/{target}) | {ours} | {other} | {machine}, {found['date']} |")
     return "\n".join(lines)
 
