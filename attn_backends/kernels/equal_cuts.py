@@ -186,13 +186,13 @@ def cut_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _part_of(  # type: ignore[no-untyped-def]
-    split, num_splits, num_of_row, cut, row_begin, num_blocks, num_cuts, is_apart
+    split, num_splits, blocks_of_row, cut, row_begin, num_blocks, num_cuts, is_apart
 ):
     """[BLOCK_ITEMS]: the first of a row's blocks that a split has, and the end of its blocks."""
     start = tl.where(split == 0, 0, _begin_of(cut, num_blocks, num_cuts) - row_begin)
-    stop = tl.where(split == num_splits - 1, num_of_row, _begin_of(cut + 1, num_blocks, num_cuts) - row_begin)
+    stop = tl.where(split == num_splits - 1, blocks_of_row, _begin_of(cut + 1, num_blocks, num_cuts) - row_begin)
     if is_apart:
-        start, stop = _begin_of(split, num_of_row, num_splits), _begin_of(split + 1, num_of_row, num_splits)
+        start, stop = _begin_of(split, blocks_of_row, num_splits), _begin_of(split + 1, blocks_of_row, num_splits)
     return start, stop
 
 

@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from attn_backends.testing.verify.worker import take_standard_output
 from benchmarks.engine.generate_prompts import prompts
 from benchmarks.lib.harness import report
 
@@ -69,8 +70,7 @@ class Engine:
 
 def serve(name: str, dtype: str, model: str, new_tokens: int) -> None:
     """Answer numbers of requests, a line each, with tokens per second and ids."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what engines print is no answer
+    answers = take_standard_output()  # what engines print is no answer
 
     def answer(value: object) -> None:
         answers.write(json.dumps(value) + "\n")

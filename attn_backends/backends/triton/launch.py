@@ -65,8 +65,10 @@ class SplitPlan(NamedTuple):
     def filling(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> Filling:
         """So many programs as the tile aims at; of several tiles of queries, which read the same keys, all that fit."""
         programs = tile.programs if self.tiles == 1 else _resident(tile)
-        heads, long_cut = spec.num_kv_heads * self.tiles, _LONG_CUTS[spec.cache_dtype.itemsize]
-        return Filling(self._filling(spec, programs, num_sms), long_cut, heads, num_sms, _resident(tile))
+        return Filling(
+            few_cuts=self._filling(spec, programs, num_sms), long_cut=_LONG_CUTS[spec.cache_dtype.itemsize],
+            heads=spec.num_kv_heads * self.tiles, num_sms=num_sms, resident=_resident(tile),
+        )  # fmt: skip
 
     def num_partial_slots(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
         """Number of work items that can be splits of rows."""
@@ -173,7 +175,7 @@ class Kernels(PrefillKernels):
         if not count:
             return self.attend(query, key, value, output, lse, rows, tiles, 0, rows.page_table is not None, share)
         starts = torch.empty_like(rows.seq_lens)
-        dense = rows._replace(page_table=None, key_start_loc=starts, short_tile=None)
+        dense = rows._replace(page_table=None, key_start_loc=starts)
         for first in range(0, spec.num_kv_heads, count):
             heads = min(count, spec.num_kv_heads - first)
             sizes = [rows.num_upcast * heads * dim for dim in self._dims[:2]]

@@ -17,17 +17,18 @@ from attn_backends.backends.triton.rules import (
     prefill_share,
     prefill_splits,
     short_tile,
+    short_tiles,
     split_tile,
 )
 from attn_backends.backends.triton.tuning import TritonOptions
 from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
+from attn_backends.batch.page_table import IntArray
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.kernels.prefill.launch import suits_hopper_kernel
 from attn_backends.kernels.prefill.splits import PrefillSplits
 from attn_backends.kernels.prefill.tiles import PrefillTile
-from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import AttentionType, KVCacheSpec, Limits, PlanGroup
 
 _MANY_TOKENS = 4  # of decodes in the mean, from which on they are as prompts are
@@ -159,7 +160,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         last = common.num_actual_reqs
         if first >= last or not self._upcast_bytes:
             return 0
-        query_lens, seq_lens = (lens.numpy()[first:last] for lens in (common.query_lens_cpu, common.seq_lens_cpu))
+        query_lens, seq_lens = _lens(common, first)
         is_faster = is_faster_upcast(self.group.spec, query_lens, seq_lens, self._upcast_bytes, self.device)
         return int(seq_lens.sum()) if is_faster else 0
 
@@ -171,15 +172,12 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     def _prefill_share(self, common: CommonAttentionMetadata, num_decodes: int) -> float | None:
         if not (0 < num_decodes < common.num_actual_reqs and self._can_run_beside):
             return None
-        rows = slice(0, common.num_actual_reqs)
-        query_lens, seq_lens = (lens.numpy()[rows] for lens in (common.query_lens_cpu, common.seq_lens_cpu))
-        return prefill_share(self.group.spec, query_lens, seq_lens, num_decodes)
+        return prefill_share(self.group.spec, *_lens(common), num_decodes)
 
     def _prefill_splits(
         self, common: CommonAttentionMetadata, num_decodes: int, is_paged: bool, is_upcast: bool
     ) -> PrefillSplits | None:
-        rows = slice(0, common.num_actual_reqs)
-        query_lens, seq_lens = (lens.numpy()[rows] for lens in (common.query_lens_cpu, common.seq_lens_cpu))
+        query_lens, seq_lens = _lens(common)
         spec = self.group.spec
         if common.for_graph:  # whose launches do not depend on lengths
             seq_lens = np.full_like(seq_lens, self.limits.max_model_len)
@@ -187,21 +185,17 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         return prefill_splits(spec, tile, query_lens, seq_lens, num_decodes, self.device)
 
     @cached_property
-    def _may_be_short(self) -> bool:
-        """Whether the kernel for Hopper serves prefills otherwise."""
-        options = self.options or TritonOptions()
-        has_tile = options.prefill_tile is not None or options.prompt_tile is not None
-        return self._can_run_beside and not has_tile and self.cache.page_size % HOPPER_PAGE == 0
+    def _short_tiles(self) -> tuple[PrefillTile, ...]:
+        return short_tiles(self.group.spec, self.cache, self.options, self.device)
 
     def _short_tile(self, common: CommonAttentionMetadata, num_decodes: int) -> PrefillTile | None:
         """The portable kernel's tile where it serves all rows. It does not with decodes of few tokens: those run beside
         the kernel for Hopper."""
-        last = common.num_actual_reqs
-        of_decodes = int(common.query_start_loc_cpu[num_decodes])
-        if num_decodes >= last or of_decodes < _MANY_TOKENS * num_decodes or not self._may_be_short:
+        if num_decodes >= common.num_actual_reqs or not self._short_tiles:
             return None
-        query_lens, seq_lens = (lens.numpy()[:last] for lens in (common.query_lens_cpu, common.seq_lens_cpu))
-        return short_tile(self.group.spec, query_lens, seq_lens, self.device)
+        if int(common.query_start_loc_cpu[num_decodes]) < _MANY_TOKENS * num_decodes:
+            return None
+        return short_tile(self.group.spec, self._short_tiles, *_lens(common), self.device)
 
     def _are_prompts(self, common: CommonAttentionMetadata, first: int) -> bool:
         """Whether rows from `first` on bring all of their keys, in the cache's dtype: pages have nothing to add."""
@@ -220,3 +214,9 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             return common.num_actual_reqs, common.num_reqs, longest
         count = int((lens > self.decode_threshold).argmax())
         return count, count, int(lens[:count].max(initial=0))
+
+
+def _lens(common: CommonAttentionMetadata, first: int = 0) -> tuple[IntArray, IntArray]:
+    """Query lengths and lengths of the rows from `first` on, without padding, as the host knows them."""
+    rows = slice(first, common.num_actual_reqs)
+    return common.query_lens_cpu.numpy()[rows], common.seq_lens_cpu.numpy()[rows]

@@ -93,28 +93,46 @@ _NARROW, _MIDDLE = 64, 128  # head dims up to which tiles of long blocks are the
 _FEW_KEYS = {64: (512, 512), 128: (256, 160), 256: (64, 64)}
 
 
+def short_tiles(
+    spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None, device: torch.device
+) -> tuple[PrefillTile, ...]:
+    """The portable kernel's tiles for rows that see few keys: where all begin at once, and for more of them. None where
+    it serves all prefills anyway."""
+    has_tile = options is not None and options.prompt_tile is not None
+    if has_tile or not _reads_pages_on_hopper(spec, cache, options, device):
+        return ()
+    return SHORT_TILES[spec.head_dim > _MIDDLE], SHORT_TILES[spec.head_dim > _NARROW]
+
+
 def short_tile(
-    spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, device: torch.device
-) -> PrefillTile | None:
-    """The portable kernel's tile for rows that see so few keys that it is faster than the one for Hopper, of which a
+    spec: AttentionSpec, tiles: tuple[PrefillTile, ...], query_lens: IntArray, seq_lens: IntArray, device: torch.device
+) -> PrefillTile | None:  # fmt: skip
+    """The one of `short_tiles` for rows that see so few keys that it is faster than the kernel for Hopper, of which a
     multiprocessor works on one tile at a time, and waits for its first keys; None: it is not, as where one row would
     take much longer than all together.
 
     Args:
         query_lens, seq_lens: [rows], or upper bounds of the latter.
     """
-    if not suits_hopper_kernel(spec, device):
+    if not tiles:
         return None
-    tiles = num_hopper_tiles(spec, query_lens).astype(np.int64)
+    num_tiles = num_hopper_tiles(spec, query_lens).astype(np.int64)
     longest, mean = next((few for head_dim, few in _FEW_KEYS.items() if spec.head_dim <= head_dim), (0, 0))
-    if int(tiles.sum()) * spec.num_kv_heads <= num_multiprocessors(device):
-        is_short = int(num_visible_keys(spec, seq_lens).max(initial=0)) <= longest
-        return SHORT_TILES[spec.head_dim > _MIDDLE] if is_short else None
+    most = int(num_visible_keys(spec, seq_lens).max(initial=0))
+    if int(num_tiles.sum()) * spec.num_kv_heads <= num_multiprocessors(device):
+        return tiles[0] if most <= longest else None
     later = np.maximum(query_lens - HOPPER_ROWS // spec.group_size, 0) // 2 if spec.causal else 0
-    keys = int(tiles @ num_visible_keys(spec, seq_lens - later))
+    keys = int(num_tiles @ num_visible_keys(spec, seq_lens - later))
     even = keys * spec.num_kv_heads // (_TOGETHER * num_multiprocessors(device))  # of a program
-    is_even = int(num_visible_keys(spec, seq_lens).max()) <= max(2 * longest, even)
-    return SHORT_TILES[spec.head_dim > _NARROW] if is_even and keys <= mean * int(tiles.sum()) else None
+    return tiles[1] if most <= max(2 * longest, even) and keys <= mean * int(num_tiles.sum()) else None
+
+
+def _reads_pages_on_hopper(
+    spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None, device: torch.device
+) -> bool:
+    """Whether the kernel for Hopper serves prefills over the cache as it is."""
+    has_tile = options is not None and options.prefill_tile is not None
+    return not has_tile and cache.page_size % HOPPER_PAGE == 0 and suits_hopper_kernel(spec, device)
 
 
 def split_tile(
@@ -159,7 +177,4 @@ def decode_tokens(
 ) -> int:  # fmt: skip
     """Most query tokens of a row that the decode kernel serves. With more queries for each KV head than its small tiles
     take, the kernel for Hopper reads keys faster, where it can."""
-    by_hopper = suits_hopper_kernel(spec, device) and cache.page_size % HOPPER_PAGE == 0
-    if not by_hopper or (options is not None and options.prefill_tile is not None):
-        return DECODE_TOKENS
-    return least_decode_tokens(spec)
+    return least_decode_tokens(spec) if _reads_pages_on_hopper(spec, cache, options, device) else DECODE_TOKENS

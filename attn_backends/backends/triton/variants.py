@@ -14,12 +14,12 @@ import torch
 
 from attn_backends.backends.triton.launch import Kernels, Schedule, SplitPlan
 from attn_backends.backends.triton.layer import make_kernels
-from attn_backends.backends.triton.rules import SHORT_TILES, can_upcast, decode_tokens, split_tile
+from attn_backends.backends.triton.rules import can_upcast, decode_tokens, short_tiles, split_tile
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile, upcast_heads
 from attn_backends.cache.warm_up import list_writes
 from attn_backends.kernels.examples import caches, distinct, empty, new_tokens, powers_of_two
 from attn_backends.kernels.launch import Machine, Pdl, num_multiprocessors, power_of_two, shared_memory
-from attn_backends.kernels.prefill.launch import Rows, suits_hopper_kernel, visible_range
+from attn_backends.kernels.prefill.launch import Rows, visible_range
 from attn_backends.kernels.prefill.split_launch import TileList
 from attn_backends.kernels.prefill.splits import most_tile_splits
 from attn_backends.kernels.tiles import block_dims
@@ -51,7 +51,7 @@ class _Layer:
         sinks = torch.zeros(spec.num_qo_heads, device=device) if spec.sinks else None
         self.kernels: Kernels = make_kernels(spec, cache, device, options, sinks)
         self.tokens = new_tokens(spec)
-        self._suits_hopper = suits_hopper_kernel(spec, device)
+        self._short_tiles = {*short_tiles(spec, cache, options, device)}
 
     def launch_all(self) -> None:
         starts = {Pdl.OFF, *self._prefill_tokens(), *self._prefill_pages()}
@@ -86,10 +86,9 @@ class _Layer:
         tiles, output = empty(2, dtype=torch.int32), self._output(query)
         for share in (None, 1.0):  # of the GPU, beside decodes
             yield self.kernels.prefill(query, key, value, output, None, rows, tiles, upcast_kv, share)
-        if self._suits_hopper and not rows.num_upcast:
-            for tile in SHORT_TILES:
-                short = rows._replace(short_tile=tile)
-                yield self.kernels.prefill(query, key, value, output, None, short, tiles, upcast_kv, None)
+        for tile in self._short_tiles if not rows.num_upcast else ():
+            short = rows._replace(short_tile=tile)
+            yield self.kernels.prefill(query, key, value, output, None, short, tiles, upcast_kv, None)
         rows = rows._replace(splits=splits)
         yield self.kernels.prefill(query, key, value, output, None, rows, tiles, upcast_kv, None)
 

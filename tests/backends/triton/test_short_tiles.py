@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from attn_backends import AttentionSpec
+from attn_backends import AttentionSpec, KVCacheSpec
 
 rules = pytest.importorskip("attn_backends.backends.triton.rules", reason="needs triton")
 DEVICE = torch.device("cpu")
@@ -20,8 +21,11 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "num_multiprocessors", lambda device: 132)
 
 
-def tile(spec: AttentionSpec, query_lens: list[int], seq_lens: list[int]) -> object:
-    return rules.short_tile(spec, np.array(query_lens, np.int32), np.array(seq_lens, np.int32), DEVICE)
+def tile(
+    spec: AttentionSpec, query_lens: list[int], seq_lens: list[int], page_size: int = 16, options: Any = None
+) -> object:
+    tiles = rules.short_tiles(spec, KVCacheSpec(8, page_size), options, DEVICE)
+    return rules.short_tile(spec, tiles, np.array(query_lens, np.int32), np.array(seq_lens, np.int32), DEVICE)
 
 
 def layer(head_dim: int, **changes: object) -> AttentionSpec:
@@ -63,3 +67,7 @@ def test_no_tile_takes_much_longer_than_all_together() -> None:
 
 def test_only_where_the_kernel_for_hopper_would_serve() -> None:
     assert tile(layer(128, logits_soft_cap=30.0), [10], [10]) is None
+    assert tile(layer(128), [10], [10], page_size=24) is None
+    for kind in ("prefill_tile", "prompt_tile"):
+        given = rules.TritonOptions(**{kind: rules.SHORT_TILES[0]})
+        assert tile(layer(128), [10], [10], options=given) is None
