@@ -119,11 +119,12 @@ class Pdl(IntEnum):
     """When a kernel starts, by programmatic dependent launch, relative to the one in front of it."""
 
     OFF = 0  # once that has ended
-    WAIT_FIRST = 1  # before it has ended, to wait for it first
-    WAIT_LAST = 2  # the same, and does not need what it writes: one program waits for it last, so that both have ended
+    WAIT_AT_ONCE = 1  # before it has ended, to wait for it before it reads anything
+    WAIT_FIRST = 2  # the same, but reads what was there before the one in front was launched
+    WAIT_LAST = 3  # the same, and does not need what it writes: one program waits for it last, so that both have ended
 
 
-WAIT_FIRST, WAIT_LAST = tl.constexpr(int(Pdl.WAIT_FIRST)), tl.constexpr(int(Pdl.WAIT_LAST))  # as kernels know them
+WAIT_AT_ONCE, WAIT_FIRST, WAIT_LAST = (tl.constexpr(int(pdl)) for pdl in [*Pdl][1:])  # as kernels know them
 
 
 @triton.jit

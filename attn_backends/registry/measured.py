@@ -1,8 +1,8 @@
 """How long backends were measured to take: on the device that was measured, AUTO tries the fastest of them first.
 
-`measured.json` is written by benchmarks/tune/rank_backends.py from results of the benchmarks: one layer's decode on a
-GPU. A layer and load that is not in it takes the nearest that is. It says nothing of other GPUs: they go by priority,
-or by the user's own times (`user_table`), which come before the shipped ones everywhere.
+`measured.json` is written by benchmarks/tune/rank_backends.py from results of the benchmarks: one layer's decode, on
+each GPU that was measured. A layer and load that is not in it takes the nearest that is. It says nothing of other GPUs:
+they go by priority, or by the user's own times (`user_table`), which come before the shipped ones everywhere.
 """
 
 from __future__ import annotations
@@ -80,21 +80,28 @@ class Measured:
 def nearest(groups: Sequence[PlanGroup[Any]], load: Load, gpu: str | None) -> Measured | None:
     """What was measured nearest to the largest group's layers, by the ratios of sizes.
 
-    None for layers of a kind that was not measured, and for a GPU that is not the measured one.
+    None for layers of a kind that was not measured, and for a GPU that was not.
 
     Args:
         gpu: the GPU's name, as torch says it; None where there is none.
     """
-    if gpu != _table().gpu:
+    rows = [row for row in _tables().get(gpu or "", ()) if row.is_mla == _is_mla(groups)]
+    if not rows:
         return None
+    spec = _commonest(groups)
+    asked = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, *load)
+    return min(rows, key=lambda row: apart((*row.heads, *row.load), asked))
+
+
+def _commonest(groups: Sequence[PlanGroup[Any]]) -> Any:
+    """The layer of which there are most."""
+    return max(groups, key=lambda group: len(group.layers)).spec
+
+
+def _is_mla(groups: Sequence[PlanGroup[Any]]) -> bool:
     from attn_backends.spec import MLASpec  # it loads torch
 
-    spec = max(groups, key=lambda group: len(group.layers)).spec
-    is_mla = isinstance(spec, MLASpec)
-    asked = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, *load)
-
-    rows = (row for row in _table().rows if row.is_mla == is_mla)
-    return min(rows, key=lambda row: apart((*row.heads, *row.load), asked), default=None)
+    return isinstance(_commonest(groups), MLASpec)
 
 
 def apart(sizes: Sequence[int], others: Sequence[int]) -> float:
@@ -102,14 +109,22 @@ def apart(sizes: Sequence[int], others: Sequence[int]) -> float:
     return sum(abs(math.log2(one / other)) for one, other in zip(sizes, others, strict=True))
 
 
-def unmeasured(gpu: str | None) -> str | None:
-    """Why AUTO goes by priority on a GPU, in words; None on the measured one, and where there is no GPU.
+def unmeasured(gpu: str | None, groups: Sequence[PlanGroup[Any]] = ()) -> str | None:
+    """Why AUTO goes by priority on a GPU, in words; None on a measured one, and where there is no GPU.
+
+    Args:
+        groups: layers, of whose kind there may be no times; none: of any.
 
     >>> unmeasured("NVIDIA A100-SXM4-80GB")
-    'no times of NVIDIA A100-SXM4-80GB are shipped, those of NVIDIA H200 alone'
+    'no times of NVIDIA A100-SXM4-80GB are shipped, those of NVIDIA H200 and NVIDIA H100 80GB HBM3 alone'
     """
-    measured = _table().gpu
-    return None if gpu in (None, measured) else f"no times of {gpu} are shipped, those of {measured} alone"
+    if gpu is None:
+        return None
+    if gpu not in _tables():
+        return f"no times of {gpu} are shipped, those of {' and '.join(_tables())} alone"
+    if not groups or any(row.is_mla == _is_mla(groups) for row in _tables()[gpu]):
+        return None
+    return f"no times of {'multi-head latent attention' if _is_mla(groups) else 'such layers'} on {gpu} are shipped"
 
 
 def fastest_first(entries: Iterable[BackendEntry], measured: Measured | None) -> list[BackendEntry]:
@@ -135,14 +150,14 @@ def with_pairs(entries: Iterable[BackendEntry], measured: Measured | None) -> li
     return ordered
 
 
-class _Table(NamedTuple):
-    gpu: str  # as torch names it
-    rows: tuple[Measured, ...]
-
-
 @cache
-def _table() -> _Table:
-    found = json.loads(resources.files(__package__).joinpath("measured.json").read_text(encoding="utf-8"))
-    where = f"{found['gpu']} ({found['dates']})"
-    rows = (Measured(row["is_mla"], tuple(row["heads"]), Load(*row["load"]), row["us"], where) for row in found["rows"])
-    return _Table(found["gpu"], tuple(rows))
+def _tables() -> dict[str, tuple[Measured, ...]]:
+    """What was measured, by GPUs as torch names them."""
+    text = resources.files(__package__).joinpath("measured.json").read_text(encoding="utf-8")
+    return {
+        gpu: tuple(
+            Measured(row["is_mla"], tuple(row["heads"]), Load(*row["load"]), row["us"], f"{gpu} ({found['dates']})")
+            for row in found["rows"]
+        )
+        for gpu, found in json.loads(text).items()
+    }

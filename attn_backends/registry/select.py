@@ -71,7 +71,7 @@ def select_backend(
         verdicts.append(verdict)
         if verdict.cache is not None:
             asked = [verdict for verdict in verdicts if verdict.is_candidate]
-            reason = _reason(name, asked, measured, device)
+            reason = _reason(name, asked, measured, device, groups)
             return Selection(entry.name, get_backend(entry.name), verdict.cache, tuple(asked), reason)
         if verdict.import_error and not is_auto:
             get_backend(name)  # raises: only with AUTO a missing package is a verdict
@@ -105,7 +105,9 @@ def explain(
     if not usable:
         return Explanation(asked, tuple(verdicts.values()), None, str(_refusal(asked, tried)))
     passed = [verdict for verdict in tried[: tried.index(usable[0]) + 1] if verdict.is_candidate]
-    return Explanation(asked, tuple(verdicts.values()), usable[0].name, _reason(asked, passed, measured, device))
+    return Explanation(
+        asked, tuple(verdicts.values()), usable[0].name, _reason(asked, passed, measured, device, groups)
+    )
 
 
 def explain_for(
@@ -245,17 +247,19 @@ def _refusal(name: str, verdicts: Iterable[Verdict]) -> Exception:
     return Unsupported(AUTO, found)
 
 
-def _reason(name: str, verdicts: list[Verdict], measured: Measured | None, device: torch.device | str) -> str:
+def _reason(
+    name: str, verdicts: list[Verdict], measured: Measured | None, device: torch.device | str, groups: Groups
+) -> str:
     """Why the last verdict's backend is used, and what it says of itself here."""
     note = get_backend(verdicts[-1].name).note(device)
-    return "; ".join(filter(None, [_choice(name, verdicts, measured, _gpu_name(device)), note]))
+    return "; ".join(filter(None, [_choice(name, verdicts, measured, unmeasured(_gpu_name(device), groups)), note]))
 
 
-def _choice(name: str, verdicts: list[Verdict], measured: Measured | None, gpu: str | None = None) -> str:
+def _choice(name: str, verdicts: list[Verdict], measured: Measured | None, why: str | None = None) -> str:
     if name.upper() != AUTO:
         return f"{verdicts[-1].name} was asked for by name and serves every layer"
     passed = "; ".join(f"{verdict.name} was passed over: {verdict.reasons[0]}" for verdict in verdicts[:-1])
-    by, why = "by priority", unmeasured(gpu)
+    by = "by priority"
     if measured is not None and measured.knows(verdicts[-1].name):
         by = f"as measured ({measured})"
     elif why:

@@ -2,16 +2,19 @@
 
     python -m benchmarks tune rank_backends
 
-It reads the decode shapes of results/attention_all.json and results/mla_attention.json; of the latter whole layers, as
-products before one kernel can take longer than before another. Of a backend with several providers the fastest counts.
-Then it prints what AUTO takes by that table at every shape of both, from pages of any size, of 16 and of 64, and how
-long that takes beside the fastest backend that serves such pages, and beside the fastest of all.
+It reads the decode shapes of results/attention_all.json and results/mla_attention.json, and of other GPUs what
+`MEASURED` names; of MLA whole layers, as products before one kernel can take longer than before another. Of a backend
+with several providers the fastest counts. Then it prints what AUTO takes on the first of these GPUs at every shape of
+both, from pages of any size, of 16 and of 64, and how long that takes beside the fastest backend that serves such
+pages, and beside the fastest of all.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from benchmarks.lib.harness import RESULTS, print_table
 
 TABLE = measured_file.replace(".py", ".json")
 PLAIN = {"TRITON", "FLASHINFER", "FLASH_ATTN"}
+MEASURED = (("attention_all", "mla_attention"), ("attention_h100",))  # results of each GPU, of MLA too where there are
 LATENT = {"TRITON_MLA", "FLASHINFER_MLA", "FLASH_ATTN_MLA", "FLASHMLA"}
 
 
@@ -39,33 +43,36 @@ def times(result: dict[str, Any], shape: str, column: str, names: set[str]) -> d
     return dict(sorted(found.items(), key=lambda pair: pair[1]))
 
 
-def results() -> tuple[dict[str, Any], dict[str, Any]]:
-    plain, mla = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("attention_all", "mla_attention"))
-    return plain, mla
+def results(names: Sequence[str] = MEASURED[0]) -> list[dict[str, Any]]:
+    return [json.loads((RESULTS / f"{name}.json").read_text()) for name in names]
 
 
 def table() -> dict[str, Any]:
-    """The GPU that was measured, the dates, and the rows of the table."""
-    plain, mla = results()
-    gpus, dates = ({result[name] for result in (plain, mla)} for name in ("gpu", "date"))
+    """By GPU the dates and the rows of the table."""
+    return dict(of_gpu(*results(names)) for names in MEASURED)
+
+
+def of_gpu(plain: dict[str, Any], mla: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    """The GPU that was measured, with the dates and the rows of its part of the table."""
+    gpus, dates = ({result[name] for result in (plain, mla) if result is not None} for name in ("gpu", "date"))
     if len(gpus) > 1:
         raise SystemExit(f"the results are of different GPUs: {', '.join(sorted(gpus))}; run both benchmarks on one")
     made = []
     for shape in attention.SHAPES["decode"]:
         us = times(plain, shape.name, "us", PLAIN)
         made.append({"is_mla": False, "heads": shape.heads, "load": [len(shape.seq_lens), shape.seq_lens[0]], "us": us})
-    for latent in mla_attention.SHAPES["decode"]:
+    for latent in mla_attention.SHAPES["decode"] if mla is not None else ():
         us = times(mla, latent.name, "layer us", LATENT)
         made.append(
             {"is_mla": True, "heads": latent.heads, "load": [len(latent.seq_lens), latent.seq_lens[0]], "us": us}
         )
-    return {"gpu": gpus.pop(), "dates": " and ".join(sorted(dates)), "rows": [row for row in made if row["us"]]}
+    return gpus.pop(), {"dates": " and ".join(sorted(dates)), "rows": [row for row in made if row["us"]]}
 
 
 def choices() -> list[dict[str, Any]]:
     """What AUTO takes by the shipped table, where all of these can be imported, and its time over the fastest ones'."""
     plain, mla = results()
-    made, gpu = [], table()["gpu"]
+    made, gpu = [], plain["gpu"]
     for shape in [*attention.SHAPES["decode"], *mla_attention.SHAPES["decode"], *mla_attention.SHAPES["verify"]]:
         is_mla = isinstance(shape, MLAShape)
         us = times(mla, shape.name, "layer us", LATENT) if is_mla else times(plain, shape.name, "us", PLAIN)
@@ -91,11 +98,11 @@ def serves_pages_of(page_size: int | None, entry: BackendEntry, spec: AttentionS
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     made = table()
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in made["rows"])
-    gpu, dates = (json.dumps(made[key]) for key in ("gpu", "dates"))
-    with open(TABLE, "w") as file:
-        file.write(f'{{\n "gpu": {gpu},\n "dates": {dates},\n "rows": [\n{lines}\n ]\n}}\n')
-    print(f"{len(made['rows'])} shapes, measured on {made['gpu']}, written to {TABLE}")
+    lines = (f"  {json.dumps(gpu)}: {json.dumps(of)}".replace('{"is_mla"', '\n    {"is_mla"')
+             for gpu, of in made.items())  # fmt: skip
+    Path(TABLE).write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    for gpu, of in made.items():
+        print(f"{len(of['rows'])} shapes, measured on {gpu}, written to {TABLE}")
     print_table("what AUTO takes", choices())
 
 

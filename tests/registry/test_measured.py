@@ -16,7 +16,7 @@ from attn_backends.registry.table import BackendEntry, backends
 from attn_backends.registry.verdicts import Verdict
 
 ROOT = Path(__file__).parents[2]
-H200 = "NVIDIA H200"
+H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 GQA = plan_groups({0: AttentionSpec(32, 8, 128, dtype=torch.bfloat16)})
 FEW = plan_groups({0: MLASpec(16, dtype=torch.bfloat16)})
 MANY = plan_groups({0: MLASpec(128, dtype=torch.bfloat16)})
@@ -91,7 +91,7 @@ def test_the_reason_says_what_was_measured() -> None:
 
 
 OTHERS = [
-    "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA H20", "NVIDIA H200 NVL", "NVIDIA H200 MIG 1g.18gb",
+    "NVIDIA A100-SXM4-80GB", "NVIDIA H100 PCIe", "NVIDIA H20", "NVIDIA H200 NVL", "NVIDIA H200 MIG 1g.18gb",
     "NVIDIA B200", "NVIDIA L4", "Tesla T4", "NVIDIA GeForce RTX 4090", "AMD Instinct MI300X", "nvidia h200",
 ]  # fmt: skip
 
@@ -104,10 +104,28 @@ def test_another_gpu_has_the_order_by_priority_and_the_reason_says_so(gpu: str) 
             measured = _measured("AUTO", groups, "cuda", load)
             assert measured is None
             assert _auto_entries(measured) == by_priority
-    told = f"no times of {gpu} are shipped, those of {H200} alone"
+    told = f"no times of {gpu} are shipped, those of {H200} and {H100} alone"
     assert auto_order("cuda") == f"by priority ({told})"
-    reason = _choice("AUTO", [Verdict("TRITON", 8)], None, gpu)
+    reason = _choice("AUTO", [Verdict("TRITON", 8)], None, unmeasured(gpu, MANY))
     assert reason == f"AUTO: the first by priority ({told}) that serves every layer"
+
+
+def test_each_measured_gpu_has_times_of_its_own() -> None:
+    one, other = nearest(GQA, Load(), H200), nearest(GQA, Load(), H100)
+    assert one is not None
+    assert other is not None
+    assert (one.heads, one.load) == (other.heads, other.load)
+    assert H200 in str(one)
+    assert H100 in str(other)
+    assert other.us["TRITON"] > 1.2 * one.us["TRITON"]  # its memory is slower
+
+
+def test_layers_of_a_kind_that_was_not_measured_there_go_by_priority_and_the_reason_says_so() -> None:
+    assert nearest(MANY, Load(), H100) is None
+    assert unmeasured(H100, GQA) is None
+    told = unmeasured(H100, MANY)
+    assert told == f"no times of multi-head latent attention on {H100} are shipped"
+    assert told in _choice("AUTO", [Verdict("TORCH_MLA", 0)], None, told)
 
 
 @pytest.mark.parametrize("gpu", OTHERS, indirect=True)
@@ -148,7 +166,8 @@ def test_the_table_is_what_the_results_say() -> None:
     made = rank_backends.table()
     table = json.loads((ROOT / "attn_backends" / "registry" / "measured.json").read_text())
     assert table == json.loads(json.dumps(made))
-    assert {name for row in made["rows"] for name in row["us"]} <= set(backends)
+    assert [*made] == [H200, H100]
+    assert {name for of in made.values() for row in of["rows"] for name in row["us"]} <= set(backends)
 
 
 def test_auto_takes_no_backend_that_is_much_slower_than_the_fastest() -> None:

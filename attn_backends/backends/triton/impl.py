@@ -46,7 +46,7 @@ class TritonImpl(AttentionImpl[TritonStep]):
         metadata = step.metadata
         decoded_pages = metadata.page_table if metadata.num_decode_rows else None
         has_prefills = metadata.num_decode_rows < metadata.num_rows
-        pdl = Pdl.OFF  # of decode
+        pdl = self._kernels.pdl  # of decode
         if kv_cache is not None and key is not None and value is not None:
             num_new = min(key.shape[0], metadata.slot_mapping.shape[0])
             if num_new and decoded_pages is not None and not has_prefills and self._kernels.supports_pdl(num_new):
@@ -55,7 +55,7 @@ class TritonImpl(AttentionImpl[TritonStep]):
                      next_waits=pdl is Pdl.WAIT_FIRST)  # fmt: skip
         keys, values = self._source(metadata, key, value, kv_cache)
         if has_prefills:
-            pdl = self._prefill(query, (keys, values), (key, value), output, lse, step)
+            pdl = max(pdl, self._prefill(query, (keys, values), (key, value), output, lse, step))
         if decoded_pages is not None:
             assert step.schedule is not None  # as there are rows to decode
             workspace = (step.workspace.partial_acc, step.workspace.partial_ml, step.workspace.counters)

@@ -128,6 +128,11 @@ class Kernels(PrefillKernels):
         tiles: dict[bool, TileSizes] = {True: prefill, False: prompt}
         super().__init__(spec, dims, tiles, by_pages, slopes, sinks, k_scale, v_scale, device)
 
+    @property
+    def pdl(self) -> Pdl:
+        """How decode starts, whatever kernel is in front of it."""
+        return Pdl.WAIT_AT_ONCE if self._supports_pdl else Pdl.OFF
+
     def supports_pdl(self, num_written: int) -> bool:
         """Whether decode can start before the launch in front of it, which writes so many tokens, has ended.
 
@@ -146,7 +151,7 @@ class Kernels(PrefillKernels):
         Args:
             workspace: `partial_acc`, `partial_ml` and `counters`, where the splits of a row meet.
             pdl: `WAIT_FIRST` where the launch in front writes the new keys and lets this one start, `WAIT_LAST` where
-                it is `prefill` and does; else `OFF`.
+                it is `prefill` and does; else as `self.pdl` says.
         """
         tile, plan = schedule.tile, schedule.plan
         constants = _decode_constants(

@@ -105,7 +105,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             key_start_loc = common.new_kv_start_loc_cpu.to(self.device, non_blocking=True)
         num_decodes, num_decode_rows, max_decode_len = self._decodes(common) if use_cache else (0, 0, 0)
         num_upcast_keys = self._keys_to_upcast(common, num_decode_rows) if use_cache else 0
-        tile = None if common.for_graph or num_upcast_keys else self._short_tile(common, num_decode_rows)
+        tile = None if num_upcast_keys else self._short_tile(common, num_decode_rows)
         if tile is not None:
             num_decode_rows = max_decode_len = 0
         are_prompts = use_cache and not common.for_graph and self._are_prompts(common, num_decode_rows)
@@ -177,12 +177,10 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     def _prefill_splits(
         self, common: CommonAttentionMetadata, num_decodes: int, is_paged: bool, is_upcast: bool
     ) -> PrefillSplits | None:
-        query_lens, seq_lens = _lens(common)
+        query_lens, seq_lens = self._bounds(common)
         spec = self.group.spec
-        if common.for_graph:  # whose launches do not depend on lengths
-            seq_lens = np.full_like(seq_lens, self.limits.max_model_len)
         tile = split_tile(spec, self.cache, self.options, self.device, is_paged=is_paged, is_upcast=is_upcast)
-        return prefill_splits(spec, tile, query_lens, seq_lens, num_decodes, self.device)
+        return prefill_splits(spec, tile, query_lens, seq_lens, num_decodes, self.device, common.for_graph)
 
     @cached_property
     def _short_tiles(self) -> tuple[PrefillTile, ...]:
@@ -195,7 +193,12 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             return None
         if int(common.query_start_loc_cpu[num_decodes]) < _MANY_TOKENS * num_decodes:
             return None
-        return short_tile(self.group.spec, self._short_tiles, *_lens(common), self.device)
+        return short_tile(self.group.spec, self._short_tiles, *self._bounds(common), self.device)
+
+    def _bounds(self, common: CommonAttentionMetadata) -> tuple[IntArray, IntArray]:
+        """Query lengths and lengths; in a graph, whose launches do not depend on them, the longest that can be."""
+        query_lens, seq_lens = _lens(common)
+        return query_lens, np.full_like(seq_lens, self.limits.max_model_len) if common.for_graph else seq_lens
 
     def _are_prompts(self, common: CommonAttentionMetadata, first: int) -> bool:
         """Whether rows from `first` on bring all of their keys, in the cache's dtype: pages have nothing to add."""

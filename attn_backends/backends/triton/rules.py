@@ -157,9 +157,10 @@ def split_tile(
 
 def prefill_splits(
     spec: AttentionSpec, tile: SplitTile, query_lens: IntArray, seq_lens: IntArray, num_decodes: int,
-    device: torch.device,
+    device: torch.device, for_graph: bool = False,
 ) -> PrefillSplits | None:  # fmt: skip
-    """How the rows behind the decodes are split; None: not at all.
+    """How the rows behind the decodes are split; None: not at all. A graph serves rows of unequal lengths too: where
+    the longest ones fill the GPU, one of them among short ones is split all the same.
 
     Args:
         query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
@@ -169,6 +170,8 @@ def prefill_splits(
     decodes = _PRODUCTS_A_BYTE * read / (tile.rows * tile.keys) * spec.num_kv_heads / num_programs
     load = TileLoad.of(spec, tile, query_lens[num_decodes:], seq_lens[num_decodes:])
     target = split_target(load, spec.num_kv_heads, num_programs, tile.min_blocks, decodes)
+    if not target and for_graph and len(query_lens) > 1 and num_programs >= 2 * spec.num_kv_heads:
+        target = num_programs
     return PrefillSplits(target, tile) if target else None
 
 

@@ -12,7 +12,14 @@ import torch
 
 from attn_backends.backends.triton.launch import Schedule, SplitPlan
 from attn_backends.backends.triton.metadata import TritonMetadata
-from attn_backends.backends.triton.rules import can_upcast, decode_tokens, prefill_splits, split_tile
+from attn_backends.backends.triton.rules import (
+    can_upcast,
+    decode_tokens,
+    prefill_splits,
+    short_tile,
+    short_tiles,
+    split_tile,
+)
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile
 from attn_backends.backends.triton.variants import variants
 from attn_backends.backends.triton.workspace import DECODE_TOKENS, Workspace, decode_need, largest_need
@@ -23,6 +30,7 @@ from attn_backends.kernels.launch import machine_of, num_multiprocessors, shared
 from attn_backends.kernels.prefill.launch import num_prefill_tiles, visible_range
 from attn_backends.kernels.prefill.split_launch import TileList
 from attn_backends.kernels.prefill.splits import PrefillSplits
+from attn_backends.kernels.prefill.tiles import PrefillTile
 from attn_backends.kernels.streams import PerStream
 from attn_backends.kernels.tiles import block_dims
 from attn_backends.kernels.variants import Variant, compile_variants
@@ -85,19 +93,22 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
     ) -> TritonStep:
         """All rows are decoded, or prefilled where that is faster for so many queries each."""
         if self.query_len <= decode_tokens(group.spec, self.cache, self.options, self.device):
-            metadata = self._metadata(group.index, starts, self.num_rows, None)
+            metadata = self._metadata(group.index, starts, self.num_rows)
             schedule = parent.make_schedule(group.index, self.num_rows, self.query_len, workspace)
             return TritonStep(metadata, schedule, workspace)
-        query_lens = np.full(self.num_rows, self.query_len, np.int32)
-        tile = split_tile(group.spec, self.cache, self.options, self.device, is_paged=True, is_upcast=False)
-        seq_lens = np.full_like(query_lens, self.limits.max_model_len)
-        splits = prefill_splits(group.spec, tile, query_lens, seq_lens, 0, self.device)
-        metadata = self._metadata(group.index, starts, 0, splits)
+        given, query_lens = (self.cache, self.options, self.device), np.full(self.num_rows, self.query_len, np.int32)
+        lens = query_lens, np.full_like(query_lens, self.limits.max_model_len)
+        short, splits = short_tile(group.spec, short_tiles(group.spec, *given), *lens, self.device), None
+        if short is None:
+            tile = split_tile(group.spec, *given, is_paged=True, is_upcast=False)
+            splits = prefill_splits(group.spec, tile, *lens, 0, self.device, for_graph=True)
+        metadata = self._metadata(group.index, starts, 0, splits, short)
         return TritonStep(metadata, None, workspace, parent.make_tile_list(metadata, workspace))
 
     def _metadata(
-        self, group_index: int, starts: torch.Tensor, num_decode_rows: int, splits: PrefillSplits | None
-    ) -> TritonMetadata:
+        self, group_index: int, starts: torch.Tensor, num_decode_rows: int, splits: PrefillSplits | None = None,
+        short: PrefillTile | None = None,
+    ) -> TritonMetadata:  # fmt: skip
         tensors = self._tensors[group_index]
         return TritonMetadata.of_graph(
             group_index,
@@ -111,7 +122,7 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
             num_upcast_keys=0,
             prefill_share=None,
             prefill_splits=splits,
-            short_tile=None,
+            short_tile=short,
             prefills_are_prompts=False,
             max_seq_len=self.limits.max_model_len,
             query_start_loc=starts,

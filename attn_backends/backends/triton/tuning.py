@@ -100,7 +100,8 @@ def _rule(key_bytes: int, itemsize: int, num_pairs: int) -> DecodeTile:
     A block of 16 keys is one page's, whose id is one number, and a program of one warp waits for no other: four to
     eight of them keep loads of 64 KiB and more under way. Wide keys are too much for one warp, and where there are few
     pairs of a row and a KV head, longer blocks of more warps are sooner read. Few pairs are also cut into shorter
-    parts, as nobody else has work. From trials at random shapes on an H200 (`benchmarks/tune/decode_trials.py`);
+    parts, as nobody else has work; but not those of wide keys, whose parts take longer to join than to read. From
+    trials at random shapes on an H200 (`benchmarks/tune/decode_trials.py`), of wide keys on an H100 too;
     `benchmarks/attention/random_shapes.py` judges it at others.
 
     Args:
@@ -109,9 +110,9 @@ def _rule(key_bytes: int, itemsize: int, num_pairs: int) -> DecodeTile:
     """
     is_few, is_wide = num_pairs <= _FEW_PAIRS, key_bytes >= _WIDE_KEY_BYTES * itemsize // 2
     if is_few and is_wide:
-        return DecodeTile(keys=32, warps=4, stages=6, programs=2, min_keys=64, joined=16)
+        return DecodeTile(keys=32, warps=4, stages=6, programs=2, min_keys=256, joined=4)
     if is_wide and itemsize > 1:
-        return DecodeTile(keys=16, warps=2, stages=6, programs=4, min_keys=64, joined=16)
+        return DecodeTile(keys=16, warps=2, stages=6, programs=4, min_keys=128, joined=8)
     if itemsize == 1:
         if is_few:
             return DecodeTile(keys=64, warps=2, stages=6, programs=2, min_keys=64, joined=16)

@@ -54,7 +54,8 @@ class _Layer:
         self._short_tiles = {*short_tiles(spec, cache, options, device)}
 
     def launch_all(self) -> None:
-        starts = {Pdl.OFF, *self._prefill_tokens(), *self._prefill_pages()}
+        of_prefill = {Pdl.OFF, *self._prefill_tokens(), *self._prefill_pages()}
+        starts = {max(pdl, self.kernels.pdl) for pdl in of_prefill}
         if self.spec.attention_type is AttentionType.ENCODER:  # no cache
             return
         starts |= {Pdl.WAIT_FIRST} if self.kernels.supports_pdl(1) else set()

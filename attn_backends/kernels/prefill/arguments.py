@@ -118,6 +118,7 @@ class PrefillConstants(NamedTuple):
     LOCAL: int
     EXACT: int
     SPLIT: int
+    USE_PDL: int
 
 
 class HopperTensors(NamedTuple):
@@ -170,6 +171,7 @@ class HopperShape(NamedTuple):
     tile_tokens: int
     head_dim: int
     head_dim_vo: int
+    use_pdl: int
     launch_dependents: int
 
 
@@ -185,6 +187,7 @@ class HopperConstants(NamedTuple):
     DIM: int
     DIM_VO: int
     Q_STAGES: int
+    USE_PDL: int
     LAUNCH_DEPENDENTS: int
     SPLIT: int
 

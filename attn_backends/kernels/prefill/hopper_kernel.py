@@ -43,7 +43,7 @@ from attn_backends.kernels.hopper import (
     write_rows,
     write_rows_by_smem,
 )
-from attn_backends.kernels.launch import launch_dependents
+from attn_backends.kernels.launch import grid_wait, launch_dependents
 from attn_backends.kernels.split_kv import FAR, LN_2, LOG2_E, first_key, seen_by_all
 from attn_backends.kernels.tile_kernels import tile_of
 
@@ -120,6 +120,7 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
     Q_STAGES: gl.constexpr,  # tiles of queries in shared memory, 1 or 2
+    USE_PDL: gl.constexpr,  # 0 or 1: it starts before the kernel in front of it has ended, and waits for it
     LAUNCH_DEPENDENTS: gl.constexpr,  # 0 or 1: the next kernel runs beside this one, see below
     SPLIT: gl.constexpr,  # 0 or 1: tiles are listed, and keys of some are split
 ):
@@ -133,6 +134,8 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     With SPLIT an item of a list is taken in a tile's place, and what splits of a tile's keys give is for
     `join_kernel`.
     """
+    if USE_PDL:  # the next one may take what was there before this one for granted
+        grid_wait()
     if LAUNCH_DEPENDENTS:
         launch_dependents()
     of_dtype: gl.constexpr = query.dtype.element_ty

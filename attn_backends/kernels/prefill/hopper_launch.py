@@ -65,7 +65,7 @@ def prefill_on_hopper(
                             key_start_loc, sinks, tiles, *lists)  # fmt: skip
     launch(hopper_kernel.prefill_hopper_kernel, min(num_items * shape.num_kv_heads, num_programs), tensors,
            HopperVarying(first_row, num_rows, section, stride, num_items), numbers, hopper_kernel.GROUP_WARPS,
-           descriptors=descriptors)  # fmt: skip
+           descriptors=descriptors, use_pdl=shape.use_pdl > 0)  # fmt: skip
 
 
 @lru_cache(maxsize=256)  # layers and steps are alike
@@ -94,7 +94,7 @@ def _numbers(
             CHUNK=chunk, LOCAL=int(has_whole_blocks), PAGE_SIZE=shape.page_size, TMA_ROWS=rows,
             KV_HEADS=shape.num_kv_heads, GROUP=shape.group_size, BLOCK_Q=shape.tile_tokens, BLOCK_N=keys,
             DIM=shape.head_dim, DIM_VO=shape.head_dim_vo, Q_STAGES=hopper_kernel.q_stages(shape.head_dim),
-            LAUNCH_DEPENDENTS=shape.launch_dependents, SPLIT=int(is_split),
+            USE_PDL=shape.use_pdl, LAUNCH_DEPENDENTS=shape.launch_dependents, SPLIT=int(is_split),
         ),
     )  # fmt: skip
     return numbers, in_tiles, rows

@@ -45,6 +45,7 @@ from attn_backends.kernels.tiles import padded
 from attn_backends.spec import AttentionSpec
 
 HOPPER_ROWS = 128  # queries of a program of the kernel for Hopper
+_WIDE_BLOCK = 128  # keys of its blocks up to head dim 128; wider heads have as many products in a block
 HOPPER_DIMS = (
     (64, 64), (80, 80), (96, 64), (96, 96), (112, 112), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256),
 )  # fmt: skip
@@ -99,7 +100,8 @@ def suits_hopper_kernel(spec: AttentionSpec, device: torch.device) -> bool:
 
 def hopper_tile(spec: AttentionSpec) -> SplitTile:
     """What the prefill kernel for Hopper reads at a time."""
-    return SplitTile(max(1, HOPPER_ROWS // spec.group_size), HOPPER_ROWS, hopper_block_n(spec.head_dim))
+    tokens = max(1, HOPPER_ROWS // spec.group_size)
+    return SplitTile(tokens, HOPPER_ROWS, hopper_block_n(spec.head_dim), keys_alike=_WIDE_BLOCK)
 
 
 def portable_tile(spec: AttentionSpec, tile: TileSizes) -> SplitTile:
@@ -189,7 +191,7 @@ class PrefillKernels:
         if on_hopper and layouts is not None:
             shape = HopperShape(
                 page_size, num_kv_heads, spec.group_size, tile_tokens, spec.head_dim, spec.head_dim_vo,
-                launch_dependents=0,
+                use_pdl=int(self._supports_pdl), launch_dependents=0,
             )  # fmt: skip
             return self._attend_on_hopper((*tensors, sinks, tiles), layouts, scales, tiled, shape, rows.splits, share)
         splits = _listed_for(portable_tile(spec, tile), rows.splits)
@@ -198,7 +200,7 @@ class PrefillKernels:
         _prefill(*tensors, slopes, sinks, *lists, scales, visible, has_sinks, tiled, constants,
                  tile.keys if in_blocks else 0, tile.warps)  # fmt: skip
         if splits is not None:
-            self._join((*tensors, sinks, tiles), scales, num_kv_heads, splits, use_pdl=False)
+            self._join((*tensors, sinks, tiles), scales, num_kv_heads, splits, use_pdl=self._supports_pdl)
         return Pdl.OFF
 
     def _served_by(self, is_paged: bool, short_tile: TileSizes | None) -> tuple[TileSizes, bool]:
@@ -238,7 +240,7 @@ class PrefillKernels:
             BLOCK_Q=tile_tokens, BLOCK_M=padded(tile_tokens * spec.group_size), BLOCK_N=tile.keys, DIM=self._dims.DIM,
             DIM_VO=self._dims.DIM_VO, BLOCK_DIM=self._dims.BLOCK_DIM, BLOCK_DIM_VO=self._dims.BLOCK_DIM_VO,
             STAGES=tile.stages, LOCAL=int(self._is_local), EXACT=int(spec.dtype is torch.float32),
-            SPLIT=int(splits is not None),
+            SPLIT=int(splits is not None), USE_PDL=int(self._supports_pdl),
         )  # fmt: skip
 
     def _scales_of(self, cached: bool) -> Scales:
@@ -285,4 +287,4 @@ def _prefill(
     groups = (scales, visible, Flags(has_sinks, int(lse is not None)), strides_of(query, key, value, output, lse),
               constants)  # fmt: skip
     launch(prefill_kernel, num_programs, tensors, PrefillVarying(*tiled, stride), groups,
-           warps, descriptors=descriptors)  # fmt: skip
+           warps, descriptors=descriptors, use_pdl=constants.USE_PDL > 0)  # fmt: skip

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from attn_backends.kernels.fp8 import interleave_columns, row_amax, scale_to_fp16, zero_acc
+from attn_backends.kernels.launch import grid_wait
 from attn_backends.kernels.split_kv import first_key, seen_by_all, store_partial
 from attn_backends.kernels.tile_kernels import attend_keys, logit_scale, rows_of, tile_of, write_rows
 
@@ -79,11 +80,14 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     LOCAL: tl.constexpr,  # 0 or 1: there is a window, or chunks
     EXACT: tl.constexpr,  # 0 or 1, see `attend_keys`
     SPLIT: tl.constexpr,  # 0 or 1: tiles are listed, and keys of some are split
+    USE_PDL: tl.constexpr,  # 0 or 1: it starts before the kernel in front of it has ended, and waits for it
 ):
     """One program attends for a tile: BLOCK_Q query tokens of one row, times the GROUP heads of one KV head; with SPLIT
     for an item of a list, whose part of the keys gives what `join_kernel` joins."""
     if ALIKE:
         value_page, value_slot, value_head = key_page, key_slot, key_head
+    if USE_PDL:
+        grid_wait()
     if SPLIT:
         head = tl.program_id(0) % KV_HEADS
         at_item = work_items + tl.program_id(0) // KV_HEADS * 8
@@ -166,10 +170,12 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
             scale, soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
             False, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, STAGES, EXACT,
         )  # fmt: skip
+        # The first block's values come with its keys: there may be no other.
+        MASKED_STAGES: tl.constexpr = 2 if STAGES > 2 else STAGES
         acc, m_i, l_i = attend_keys(
             queries, q_scale, acc, m_i, l_i, whole, stop, seq_len, positions, slope, key, value, pages, None, scale,
             soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
-            True, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, 1, EXACT,
+            True, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, MASKED_STAGES, EXACT,
         )  # fmt: skip
         m_i *= logit_scale(scale, SCALE_FIRST)
         acc = interleave_columns(acc)

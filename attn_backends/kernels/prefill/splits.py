@@ -31,11 +31,12 @@ class SplitTile(NamedTuple):
     tokens: int  # query tokens of a tile
     rows: int  # queries of a tile, padding included
     keys: int  # of a block
+    keys_alike: int = 0  # of a block of narrower heads that takes as long; 0: as many as it has
 
     @property
     def min_blocks(self) -> int:
         """Blocks of a split at least."""
-        return max(1, LEAST_KEYS // self.keys)
+        return max(1, LEAST_KEYS // (self.keys_alike or self.keys))
 
     def num_programs(self, num_sms: int) -> int:
         """Number of tiles that a GPU works on at a time: on each multiprocessor as many queries as largest tiles

@@ -138,6 +138,7 @@ def prefill_of(spec: AttentionSpec, page_size: int, room: int) -> tuple[Any, dic
         "STAGES": tile.stages,
         "LOCAL": 1,
         "SPLIT": 1,  # which keeps what a tile that is whole has no use for
+        "USE_PDL": 0,
     }
     return tile, constants_of(spec, page_size, **sizes)
 
@@ -294,6 +295,9 @@ def test_decode_waits_as_it_starts(start: Any) -> None:
     before, waits, behind = code.partition("ACQBULK")
     if start is launching.Pdl.OFF:
         assert not waits
+    elif start is launching.Pdl.WAIT_AT_ONCE:
+        assert waits
+        assert "LDG" not in before
     elif start is launching.Pdl.WAIT_FIRST:
         assert waits
         assert before.count("LDG") <= 10  # an item, and where more are
@@ -302,6 +306,20 @@ def test_decode_waits_as_it_starts(start: Any) -> None:
         assert waits
         assert "LDG" not in code.partition("CCTL.IVALL")[0]
         assert not any(access in behind for access in ("LDG", "STG", "LDS", "STS"))
+
+
+def test_the_portable_prefill_waits_before_it_reads() -> None:
+    from triton.compiler import ASTSource
+
+    from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
+
+    spec = spec_of(64, 64, torch.bfloat16, torch.bfloat16)
+    tile, constants = prefill_of(spec, 16, HOPPER)
+    constants = constants | WITHOUT_DESCRIPTORS | {"USE_PDL": 1}
+    code = listing(_compiled(ASTSource, prefill_kernel, tensors_of(spec), constants, tile.warps, 90))
+    before, waits, _behind = code.partition("ACQBULK")
+    assert waits
+    assert "LDG" not in before
 
 
 ONE_TOKEN = {"NORM": 1, "RESIDUAL": 1, "GATED": 1, "BLOCK_N": 4, "BLOCK_K": 1024}
@@ -440,7 +458,7 @@ def test_prefill_of_latent_layers_as_compiled(
     spec = MLASpec(16, head_dim=nope + rope, qk_rope_head_dim=rope, head_dim_vo=v_dim, dtype=dtype)
     tile = varlen_tile(spec, room)
     sizes = {"BLOCK_Q": tile.rows, "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "STAGES": tile.stages, "LOCAL": 0,
-             "SPLIT": 0}  # fmt: skip
+             "SPLIT": 0, "USE_PDL": int(capability >= 90)}  # fmt: skip
     constants = constants_of(spec, 0, **sizes) | WITHOUT_DESCRIPTORS
     made = _compiled(ASTSource, prefill_kernel, tensors_of(spec), constants, tile.warps, capability)
     assert made.metadata.shared <= room
@@ -468,7 +486,7 @@ def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_s
     rows = hopper.tma_rows(page_size, keys)
     constants = {"CHUNK": FAR.value, "LOCAL": int(how == "window"), "PAGE_SIZE": page_size, "TMA_ROWS": rows,
                  "KV_HEADS": 2, "GROUP": 4, "BLOCK_Q": 32, "BLOCK_N": keys, "DIM": dims[0], "DIM_VO": dims[1],
-                 "Q_STAGES": hopper_kernel.q_stages(dims[0]), "LAUNCH_DEPENDENTS": 1,
+                 "Q_STAGES": hopper_kernel.q_stages(dims[0]), "USE_PDL": 1, "LAUNCH_DEPENDENTS": 1,
                  "SPLIT": int(how == "split")}  # fmt: skip
     types = dict.fromkeys(("query", "output"), "*bf16")
     types |= {"key_desc": tiles_of(dims[0], rows), "value_desc": tiles_of(dims[1], rows)}

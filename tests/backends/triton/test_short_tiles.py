@@ -71,3 +71,15 @@ def test_only_where_the_kernel_for_hopper_would_serve() -> None:
     for kind in ("prefill_tile", "prompt_tile"):
         given = rules.TritonOptions(**{kind: rules.SHORT_TILES[0]})
         assert tile(layer(128), [10], [10], options=given) is None
+
+
+def test_a_graph_splits_a_long_row_among_short_ones() -> None:
+    """As many rows of the longest length as there are would fill the GPU by themselves."""
+    spec, query_lens, longest = layer(128), np.full(40, 40, np.int32), np.full(40, 4096, np.int32)
+    given = spec, rules.hopper_tile(spec), query_lens, longest, 0, DEVICE
+    assert rules.prefill_splits(*given) is None
+    assert rules.prefill_splits(*given, for_graph=True) == rules.PrefillSplits(132, given[1])
+    many = AttentionSpec(67, 67, 128, dtype=torch.bfloat16)  # heads, of which not each can have two splits
+    assert rules.prefill_splits(many, *given[1:], for_graph=True) is None
+    one = query_lens[:1], np.full(1, 300, np.int32)
+    assert rules.prefill_splits(*given[:2], *one, 0, DEVICE, for_graph=True) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,6 +110,23 @@ def test_whole_blocks_between_those_with_a_mask(changes: dict[str, Any]) -> None
         assert_matches(run_backend(backend, batch), batch, str(changes))
 
 
+@only_interpreted
+def test_graphs_of_rows_that_see_few_keys_take_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a window hides the others, on Hopper. The builder and the graph agree, whatever lengths the rows have."""
+    monkeypatch.setattr(widening, "suits_hopper_kernel", lambda *_: True)
+    backend = get_backend("TRITON")
+    spec = AttentionSpec(16, 1, 64, dtype=torch.float16, window_left=40)
+    batch = random_batch(backend, spec, [400, 90, 30], [4, 4, 4], page_size=16)
+    layer = make_layer(backend, batch)
+    with layer.state.graph_capture(3):
+        clone = layer.state.graph_clone(3, 4)
+        built = layer.builder.build(0, replace(batch.common(0), for_graph=True))
+        step = clone.begin_forward(built)
+    assert built.short_tile in widening.SHORT_TILES
+    assert step.metadata.short_tile == built.short_tile
+    assert step.schedule is step.splits is None
+
+
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     """What an impl launches on a GPU that starts kernels early, of six multiprocessors; nothing is run."""
@@ -147,13 +165,14 @@ def test_decode_starts_early_behind_a_small_write(
 ) -> None:
     """Of no more tokens than there are multiprocessors. The write lets nothing else start: it may not wait."""
     launch_step(query_lens)
-    assert launches == [("write", early), ("decode", Pdl.WAIT_FIRST if early else Pdl.OFF)]
+    assert launches == [("write", early), ("decode", Pdl.WAIT_FIRST if early else Pdl.WAIT_AT_ONCE)]
 
 
 @only_interpreted
-def test_decode_without_a_write_starts_behind(launches: list[tuple[str, object]]) -> None:
+def test_decode_without_a_write_waits_for_whatever_is_in_front(launches: list[tuple[str, object]]) -> None:
+    """Which may have made the list of its work."""
     launch_step((1, 1), writes=False)
-    assert launches == [("decode", Pdl.OFF)]
+    assert launches == [("decode", Pdl.WAIT_AT_ONCE)]
 
 
 @only_interpreted
@@ -178,7 +197,7 @@ def test_decodes_wait_for_other_prefills(
 ) -> None:
     """The portable kernel lets nothing start, nor the one for Hopper where it takes several launches."""
     launch_step((1, 1, 40), **changes)
-    assert launches[-1] == ("decode", Pdl.OFF)
+    assert launches[-1] == ("decode", Pdl.WAIT_AT_ONCE)
     assert prefill in [name for name, _ in launches]
     assert ("prefill", (6, False)) in launches or prefill != "prefill"
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from attn_backends.kernels.fp8 import as_pairs, interleave_columns, row_amax, scale_to_fp16, zero_acc
-from attn_backends.kernels.launch import WAIT_FIRST, WAIT_LAST, acquire_fence, grid_wait
+from attn_backends.kernels.launch import WAIT_AT_ONCE, WAIT_FIRST, WAIT_LAST, acquire_fence, grid_wait
 from attn_backends.kernels.split_kv import FAR, MAX_SPLITS, combine_splits, store_partial
 from attn_backends.kernels.tile_kernels import attend_keys, logit_scale, write_rows
 
@@ -86,7 +86,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     """
     if ALIKE:
         value_page, value_slot, value_head = key_page, key_slot, key_head
-    if PDL == WAIT_LAST:
+    if PDL == WAIT_AT_ONCE:
+        grid_wait()
+    elif PDL == WAIT_LAST:
         acquire_fence()
     program = tl.program_id(0)
     tile = program % TILES
