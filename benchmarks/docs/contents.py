@@ -21,6 +21,7 @@ OURS_AND_FA3 = {
     "FLASH_ATTN": "FLASH_ATTN",
     "FLASHINFER": "FLASHINFER",
 }
+OURS = Pivot("us", {"TRITON": "TRITON", **FA, "FLASHINFER": "FLASHINFER"}, read="read us", bare=False)
 IN_VLLM = Pivot(
     "value",
     {"AB_TRITON": "ours, TRITON", "FLASH_ATTN": "vLLM's FLASH_ATTN", "TRITON_ATTN": "vLLM's TRITON_ATTN",
@@ -145,6 +146,7 @@ PAGES = (
         Section("attention_all", "Prefill and both in one batch", ATTENTION._replace(read=None), _ends("prefill"),
                 dotted(ATTENTION._replace(read=None), "Prefill, and decodes beside it, bf16, H200"),
                 "attention_prefill", full=True),
+        Section("attention_h100", "Decode on an H100", OURS),
         Section("attention_fp8", "Decode over an fp8 cache", ATTENTION, None,
                 dotted(ATTENTION, "Decode over an fp8 cache, H200"), "attention_fp8", full=True),
         Section("attention_fp8_prefill", "Prefill over an fp8 cache", Pivot("us", OURS_AND_FA3, bare=False), None,

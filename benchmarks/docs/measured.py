@@ -90,7 +90,7 @@ def index() -> str:
         "| page | what it has |\n|---|---|",
     ]
     listed = [(each.title, each.name, each.topics) for each in PAGES]
-    listed.insert(1, (random_page.TITLE, random_page.NAME, random_page.TOPICS))
+    listed[1:1] = [(title, name, random_page.TOPICS) for name, title in random_page.TITLES.items()]
     rows = [f"| [{title}]({name}.md) | {topics} |" for title, name, topics in listed]
     lines[-1] += "\n" + "\n".join(rows)
     return "\n\n".join(lines) + "\n"
@@ -102,13 +102,13 @@ def three_numbers(folder: str) -> str:
     Args:
         folder: where the pages are, as seen from where the table stands.
     """
-    drawn = summary([row["ratio"] for row in counted(result(random_page.NAME))])
+    drawn = summary([row["ratio"] for row in counted(result(random_page.NEWEST))])
     text = _row("generate_contest", dtype="bfloat16", requests=16)
     step = next(row for row in result("step_metadata")["rows"] if (row["requests"], row["tokens"]) == (256, 16384))
     rows = [
         (f"a layer at {drawn.shapes} shapes drawn at random",
          f"TRITON {drawn.geometric_mean:.2f} times the best of all others",
-         f"as fast or faster at {drawn.won:.0%}", random_page.NAME, f"{random_page.NAME}.md"),
+         f"as fast or faster at {drawn.won:.0%}", random_page.NEWEST, f"{random_page.NEWEST}.md"),
         ("text of SmolLM2-135M for 16 requests", f"{figure(text['attn_backends tokens/s'])} tokens/s",
          f"vLLM's CPU build {figure(text['vLLM tokens/s'])} tokens/s", "generate_contest", "cpu.md"),
         ("a step's metadata, 256 requests of 16,384 tokens", f"`StepTable` {figure(step['step us'])} us",
@@ -118,7 +118,7 @@ def three_numbers(folder: str) -> str:
     for what, ours, other, name, target in rows:
         found = result(name)
         maker = next((name for name in ("Xeon", "EPYC") if name in found["cpu"]), found["cpu"])
-        machine = (found["gpu"] or f"two {maker} cores").removeprefix("NVIDIA ")
+        machine = (found["gpu"] or f"two {maker} cores").removeprefix("NVIDIA ").removesuffix(" 80GB HBM3")
         lines.append(f"| [{what}]({folder}/{target}) | {ours} | {other} | {machine}, {found['date']} |")
     return "\n".join(lines)
 
@@ -130,8 +130,8 @@ def _row(name: str, **where: Any) -> Mapping[str, Any]:
 
 def pages() -> dict[str, str]:
     """The text of every page, by file name."""
-    random = "\n\n".join([MADE, *random_page.text(RESULTS)]) + "\n"
-    return {"index.md": index(), "random.md": random, **{f"{each.name}.md": page(each) for each in PAGES}}
+    random = {f"{name}.md": "\n\n".join([MADE, *random_page.text(RESULTS, name)]) + "\n" for name in random_page.TITLES}
+    return {"index.md": index(), **random, **{f"{each.name}.md": page(each) for each in PAGES}}
 
 
 def readme(text: str) -> str:

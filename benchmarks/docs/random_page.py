@@ -1,4 +1,4 @@
-"""The page over random shapes, made of one file of results; without the file it says how to make it."""
+"""The pages over random shapes, each made of one file of results; without the file it says how to make it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 from benchmarks.attention.random_plot import draw
 from benchmarks.attention.random_report import report_of
 
-NAME = "random"  # of the file, the page and the chart
-TITLE = "Shapes that nobody chose"
+# By the name of the file, the page and the chart; the first is of the kernels as they are.
+TITLES = {"random_h100": "Shapes that nobody chose, H100", "random": "Shapes that nobody chose, H200"}
+NEWEST = next(iter(TITLES))
 TOPICS = "the distribution of TRITON's time over that of the best of all others, at shapes drawn at random"
 ABOUT = (
     "Heads are those of published models and of their slices over several GPUs. Requests, lengths, kinds of batches, "
@@ -19,7 +20,7 @@ ABOUT = (
     "number name a shape. Each contender is first compared with float64. Seeds to tune by and seeds to judge by are "
     "apart. An interval holds the median of a shape's rounds at 95 %."
 )
-NOTE = Path(__file__).parent / "notes" / f"{NAME}.md"  # what a reader has to know beside the figures
+NOTES = Path(__file__).parent / "notes"  # what a reader has to know beside the figures
 MAKE = (
     "No result is committed yet. These commands make one on a GPU:\n\n"
     "```\npython -m benchmarks attention random_shapes --seed 1000 --count 300 --rounds 30 "
@@ -27,32 +28,33 @@ MAKE = (
 )
 
 
-def found(results: Path) -> dict[str, Any] | None:
+def found(results: Path, name: str) -> dict[str, Any] | None:
     """The file's content, if there is one."""
-    path = results / f"{NAME}.json"
+    path = results / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def text(results: Path) -> Iterator[str]:
-    """The page's parts."""
-    result = found(results)
-    yield f"# {TITLE}"
+def text(results: Path, name: str) -> Iterator[str]:
+    """A page's parts."""
+    result = found(results, name)
+    yield f"# {TITLES[name]}"
     yield ABOUT
     if result is None:
         yield MAKE
         return
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
-    file = f"[{NAME}.json](../../benchmarks/results/{NAME}.json)"
+    file = f"[{name}.json](../../benchmarks/results/{name}.json)"
     yield f"{result['gpu'] or result['cpu']}, {result['date']}; {versions}; {file}."
-    yield f"![Share of shapes up to each ratio, and each ratio by bytes](charts/{NAME}.svg)"
-    yield NOTE.read_text().strip()
+    yield f"![Share of shapes up to each ratio, and each ratio by bytes](charts/{name}.svg)"
+    yield (NOTES / f"{name}.md").read_text().strip()
     yield report_of(result).strip()
 
 
 def charts(results: Path, folder: Path) -> Iterator[Path]:
-    """Write the chart, if there is a result."""
-    result = found(results)
-    if result is not None:
-        path = folder / f"{NAME}.svg"
-        draw(result, path)
-        yield path
+    """Write the charts of what has a result."""
+    for name in TITLES:
+        result = found(results, name)
+        if result is not None:
+            path = folder / f"{name}.svg"
+            draw(result, path)
+            yield path

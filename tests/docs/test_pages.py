@@ -45,12 +45,12 @@ def test_charts_are_made_of_results(tmp_path: Path) -> None:
 
 def test_every_result_is_on_a_page() -> None:
     shown = {section.result for page in PAGES for section in page.sections}
-    assert shown | ELSEWHERE == {path.stem for path in measured.RESULTS.glob("*.json")} - {random_page.NAME}
+    assert shown | ELSEWHERE == {path.stem for path in measured.RESULTS.glob("*.json")} - {*random_page.TITLES}
 
 
 def test_every_note_stands_somewhere() -> None:
     sections = {section.chart or section.result for page in PAGES for section in page.sections}
-    assert {path.stem for path in measured.NOTES.glob("*.md")} <= sections | {random_page.NAME}
+    assert {path.stem for path in measured.NOTES.glob("*.md")} <= sections | {*random_page.TITLES}
 
 
 def test_the_readmes_numbers_are_results() -> None:
@@ -106,7 +106,7 @@ def test_columns_without_values_are_left_out() -> None:
 
 def test_the_page_of_random_shapes_is_made_of_the_file(tmp_path: Path) -> None:
     """Without a file it tells how to make one."""
-    assert "No result is committed yet" in "".join(random_page.text(tmp_path))
+    assert "No result is committed yet" in "".join(random_page.text(tmp_path, "random"))
     assert list(random_page.charts(tmp_path, tmp_path)) == []
     each = {
         "id": "1000/0", "seed": 1000, "index": 0, "kind": "decode", "shape": "1 x 40, 4/2, 64", "dtype": "bf16",
@@ -116,7 +116,7 @@ def test_the_page_of_random_shapes_is_made_of_the_file(tmp_path: Path) -> None:
     where = {"gpu": "A GPU", "date": "2026-11-25", "versions": {"torch": "2"}}
     result = {"of": "TRITON", "seed": [1000], "purpose": "judging", "rows": [each], **where}
     (tmp_path / "random.json").write_text(json.dumps(result))
-    text = "\n".join(random_page.text(tmp_path))
+    text = "\n".join(random_page.text(tmp_path, "random"))
     assert "A GPU, 2026-11-25; torch 2; [random.json]" in text
     assert "**TRITON takes 0.500 times as long" in text
     assert [path.name for path in random_page.charts(tmp_path, tmp_path)] == ["random.svg"]
