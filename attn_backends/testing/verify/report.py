@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from attn_backends.machine import cpu_model
 from attn_backends.registry.table import installed_version
 from attn_backends.testing.verify.campaign import Tally
 from attn_backends.testing.verify.covering import Planned
@@ -78,10 +79,7 @@ def repeat_command(asked: Asked, seed: int) -> str:
 
 def machine(device: str) -> dict[str, Any]:
     """What it ran on."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
-    found: dict[str, Any] = {"cpu": cpu, "cores": os.cpu_count(), "gpu": None}
+    found: dict[str, Any] = {"cpu": cpu_model(), "cores": os.cpu_count(), "gpu": None}
     if device.startswith("cuda"):
         properties = torch.cuda.get_device_properties(device)
         found["gpu"] = properties.name
