@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attn_backends.machine import cpu_model
-from attn_backends.registry.table import installed_version
+from attn_backends.registry.user_table import installed_versions
 from attn_backends.testing.verify.campaign import Tally
 from attn_backends.testing.verify.covering import Planned
 from attn_backends.testing.verify.pairs import counted
@@ -91,9 +91,7 @@ def machine(device: str) -> dict[str, Any]:
 def versions(package: str | None) -> dict[str, str | None]:
     """Versions of Python, CUDA, and the packages that matter here."""
     names = dict.fromkeys(["attn-backends", "torch", "triton", "numpy", *([package] if package else [])])
-    return {"python": platform.python_version(), "cuda": torch.version.cuda} | {
-        name: installed_version(name) for name in names
-    }
+    return {"python": platform.python_version(), "cuda": torch.version.cuda} | installed_versions(names)
 
 
 def _environment(environ: Mapping[str, str] = os.environ) -> list[str]:
