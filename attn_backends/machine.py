@@ -60,12 +60,16 @@ def _of_gpu(ask: Callable[[Any], AnswerT], device: torch.device | str) -> Answer
         return None
 
 
-def cpu_name() -> str:
-    """What this machine's CPU is called, and how many cores it shows."""
+def cpu_model() -> str:
+    """What this machine's CPU is called; empty where nothing says it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    model = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
-    return f"{model or platform.machine()}, {os.cpu_count()} cores"
+    return next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
+
+
+def cpu_name() -> str:
+    """What this machine's CPU is called, and how many cores it shows."""
+    return f"{cpu_model() or platform.machine()}, {os.cpu_count()} cores"
 
 
 def device_name(device: torch.device | str) -> str | None:

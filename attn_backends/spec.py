@@ -252,6 +252,11 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     return tuple(first + further)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """What torch calls a dtype, without its module: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def new_kv_shapes(spec: AttentionSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What a token brings: the shapes of its rows in `key` and `value`, as `AttentionImpl.forward` takes them."""
     if isinstance(spec, MLASpec):

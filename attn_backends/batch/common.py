@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from attn_backends.batch.csr import PagedCsr, csr_of
-from attn_backends.batch.page_table import CompiledPageTable, IntArray, compile_page_table
+from attn_backends.batch.page_table import CompiledPageTable, IntArray, compile_page_table, starts_of
 from attn_backends.batch.placeholders import NO_PLACEHOLDERS, IndexMap, PlaceholderMaps, check_maps, join_maps
 from attn_backends.batch.tensors import BatchTensors
 
@@ -171,8 +171,7 @@ class CommonAttentionMetadata:
             compiled = compile_page_table(pages, seq_lens, new_kv_lens, page_size, num_padded_reqs, num_padded_tokens)
         num_reqs = len(rows) + num_padded_reqs
         padded = np.zeros(num_padded_reqs, np.int32)
-        query_start_loc = np.zeros(num_reqs + 1, np.int32)
-        np.cumsum(np.concatenate([query_lens, padded + padded_query_len]), out=query_start_loc[1:])
+        query_start_loc = starts_of(np.concatenate([query_lens, padded + padded_query_len]))
         seq_lens = np.concatenate([seq_lens, padded])
         host, on_device = _pack(compiled, query_start_loc, seq_lens, torch.device(device))
         return CommonAttentionMetadata(
@@ -191,7 +190,7 @@ class CommonAttentionMetadata:
             page_table=on_device[2].view(compiled.page_table.shape),
             slot_mapping=on_device[6].view(torch.int64),
             num_new_kv=int(new_kv_lens.sum()),
-            new_kv_start_loc_cpu=torch.from_numpy(np.concatenate([[0], new_kv_lens, padded]).cumsum(dtype=np.int32)),
+            new_kv_start_loc_cpu=torch.from_numpy(starts_of(np.concatenate([new_kv_lens, padded]))),
             is_profile_run=bool(without),
             csr=PagedCsr(on_device[3], on_device[4], on_device[5]),
             multi_modal_placeholder_index_maps=join_maps(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from attn_backends.batch.common import CommonAttentionMetadata
-from attn_backends.batch.page_table import IntArray, token_positions
+from attn_backends.batch.page_table import IntArray, starts_of, token_positions
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,7 @@ def make_local_attention_virtual_batches(common: CommonAttentionMetadata, chunk_
     """
     _check(common, chunk_size)
     virtual = _cut(common, chunk_size)
-    query_start_loc = np.zeros(len(virtual.rows) + 1, np.int32)
-    np.cumsum(virtual.query_lens, out=query_start_loc[1:])
-    arrays = (query_start_loc, virtual.seq_lens, virtual.rows, virtual.first_pages)
+    arrays = (starts_of(virtual.query_lens), virtual.seq_lens, virtual.rows, virtual.first_pages)
     host = torch.from_numpy(np.concatenate(arrays))
     sizes = [len(array) for array in arrays]
     on_device = host.to(common.seq_lens.device, non_blocking=True).split(sizes)

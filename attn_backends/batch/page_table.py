@@ -26,6 +26,13 @@ class CompiledPageTable:
     slot_mapping: NDArray[np.int64]  # [num_new_kv + padded tokens] i64
 
 
+def starts_of(counts: IntArray) -> IntArray:
+    """[len(counts) + 1] i32: where each row begins if they lie one behind the other, and their end."""
+    starts = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
 def token_positions(starts: IntArray, counts: IntArray) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Row and position of every token where row i holds `counts[i]` tokens from position `starts[i]` on.
 
@@ -69,9 +76,7 @@ def compile_page_table(
     for i, row_pages in enumerate(trimmed):
         table[i, : len(row_pages)] = row_pages
 
-    indptr = np.zeros(rows_total + 1, np.int32)
-    np.cumsum(used, out=indptr[1 : num_rows + 1])
-    indptr[num_rows + 1 :] = indptr[num_rows]
+    indptr = starts_of(np.concatenate([used, np.zeros(num_padded_rows, np.int32)]))
     last_page_len = np.zeros(rows_total, np.int32)
     last_page_len[:num_rows] = np.where(seq_lens > 0, (seq_lens - 1) % page_size + 1, 0)
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,9 +15,6 @@ from rich.markup import escape
 
 from attn_backends.cli.errors import EXIT_FAILED, Screen, clear_errors
 from attn_backends.cli.tables import print_json
-
-if TYPE_CHECKING:
-    from attn_backends.registry.support import Support
 
 
 def lint(
@@ -77,7 +74,8 @@ def _resolve(target: str, device: str) -> tuple[Any, Any, str]:
     entry = _entry(target) if ":" in target else get_entry(target)
     row = support(entry)
     if not row.usable:
-        raise ValueError(f"{entry.name} cannot be used here: {_why(row)}")
+        triton = "; or let Triton interpret it: TRITON_INTERPRET=1 attn-backends lint …"
+        raise ValueError(row.why_not + (triton if row.package == "triton" else ""))
     options = import_target(entry.options) if isinstance(entry.options, str) else entry.options
     return get_backend(entry.name), options, choose_device(row, device)
 
@@ -101,11 +99,6 @@ def _entry(target: str) -> Any:
     elif backends[name].target.rpartition(":")[2] != backend.__qualname__:
         raise ValueError(f"{target} calls itself {name}, which is {backends[name].target}: give it a name of its own")
     return backends[name]
-
-
-def _why(row: Support) -> str:
-    triton = "; or let Triton interpret it: TRITON_INTERPRET=1 attn-backends lint …" if row.package == "triton" else ""
-    return f"{row.reason}{f'; try: {row.fix}' if row.fix else ''}{triton}"
 
 
 @contextmanager

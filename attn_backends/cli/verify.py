@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -122,7 +123,7 @@ def _asked(
         needs, here = " or ".join(row.capabilities["devices"]), ", ".join(devices_here())
         raise ValueError(f"{row.name} needs {needs}; there is none here (here: {here}). {_what_to_type(row.package)}")
     if not row.usable:
-        raise ValueError(f"{row.name} cannot be used here: {row.reason}{f'; try: {row.fix}' if row.fix else ''}")
+        raise ValueError(row.why_not)
     chosen = choose_device(row, device)
     if size is not None and size not in SIZES:
         raise ValueError(f"--size is {size!r}; allowed: {', '.join(SIZES)}")
@@ -225,10 +226,8 @@ def _print_report(report: dict[str, Any]) -> None:
     table = Table("case", "run", "", "worst error", "of what is allowed", "case's seed")
     worst = [(name, f"{each['of_tolerance']:.2f}", str(each["seed"])) for name, each in report["worst"].items()]
     kinds = [(kind, str(number)) for kind, number in report["cases"].items()]
-    for i in range(max(len(worst), len(kinds))):
-        left = kinds[i] if i < len(kinds) else ("", "")
-        right = worst[i] if i < len(worst) else ("", "", "")
-        table.add_row(*left, "", *right)
+    for left, right in zip_longest(kinds, worst):
+        table.add_row(*(left or ("", "")), "", *(right or ()))
     console.print(table)
     if report["refused"]:
         refused = ", ".join(f"{reason} ({times})" for reason, times in report["refused"].items())

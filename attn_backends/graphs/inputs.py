@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
@@ -26,6 +27,24 @@ class GraphTensors(Protocol):
 
     @property
     def slot_mapping(self) -> torch.Tensor: ...  # [tokens] i64; -1 for padding
+
+
+@dataclass(frozen=True)
+class HeldTensors:
+    """`GraphTensors` of an engine, which writes every batch into them."""
+
+    page_table: torch.Tensor  # [rows, max_pages] i32
+    seq_lens: torch.Tensor  # [rows] i32
+    slot_mapping: torch.Tensor  # [tokens] i64
+
+    @staticmethod
+    def make(rows: int, tokens: int, max_pages: int, device: torch.device) -> HeldTensors:
+        """New ones, all padding."""
+        return HeldTensors(
+            torch.zeros(rows, max_pages, dtype=torch.int32, device=device),
+            torch.zeros(rows, dtype=torch.int32, device=device),
+            torch.full((tokens,), PAD_SLOT, dtype=torch.int64, device=device),
+        )
 
 
 class GraphInputs:

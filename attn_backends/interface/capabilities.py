@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attn_backends.machine import compute_capability, gpu_name, has_gpu
-from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec, Layout, MLASpec
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec, Layout, MLASpec, dtype_name
 
 
 class CudaGraphSupport(enum.IntEnum):
@@ -158,7 +158,19 @@ def _word(value: object) -> str:
     return str(value.value if isinstance(value, enum.Enum) else value).removeprefix("torch.")
 
 
+HALF = frozenset({torch.float16, torch.bfloat16})
 _FP8_SINCE = (8, 9)  # compute capability
+
+
+def reject_other_half(spec: AttentionSpec, others: str, hint: str = "Leave cache.dtype out.") -> list[Rejection]:
+    """A cache of the other dtype of 16 bits than the queries', for kernels that read both in one.
+
+    Args:
+        others: what to say behind the dtype that is supported.
+    """
+    if {spec.dtype, spec.cache_dtype} != HALF:
+        return []
+    return [Rejection("cache_dtype", dtype_name(spec.cache_dtype), dtype_name(spec.dtype) + others, hint)]
 
 
 def reject_newer_gpu(device: torch.device | str, newest: int, supported: str, hint: str) -> list[Rejection]:

@@ -10,7 +10,7 @@ import torch
 
 from attn_backends.cache.kv_cache import KVCache, write_kv
 from attn_backends.interface.metadata import AttentionStep, PlannedStep, StepT
-from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec
+from attn_backends.spec import AttentionSpec, KVCacheSpec, new_kv_shapes
 
 
 class AttentionImpl(ABC, Generic[StepT]):
@@ -188,10 +188,7 @@ def check_new_kv(spec: AttentionSpec, num_new_kv: int, key: torch.Tensor | None,
     """
     if key is None and value is None:
         return
-    rows: tuple[tuple[int, ...], ...] = ((spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim_vo))
-    if isinstance(spec, MLASpec):
-        rows = ((spec.kv_lora_rank,), (spec.qk_rope_head_dim,))
-    for (name, tensor), row in zip((("key", key), ("value", value)), rows, strict=True):
+    for (name, tensor), row in zip((("key", key), ("value", value)), new_kv_shapes(spec), strict=True):
         if tensor is None or tensor.shape[1:] != row or tensor.shape[0] < num_new_kv:
             got = "not given" if tensor is None else f"of shape {tuple(tensor.shape)}"
             raise ValueError(

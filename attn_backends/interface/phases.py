@@ -6,7 +6,7 @@ Decode rows are the leading ones, of at most the decode backend's `decode_thresh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -31,6 +31,14 @@ class Phases(NamedTuple, Generic[EachT]):
 
     prefill: EachT
     decode: EachT
+
+
+def _each(
+    classes: Iterable[Callable[..., EachT]], options: Phases[Any] | None, *args: Any, **weights: Any
+) -> Iterator[EachT]:
+    """One of each phase's class, with that phase's options."""
+    for made, own in zip(classes, options or (None, None), strict=True):
+        yield made(*args, options=own, **weights)
 
 
 @dataclass(frozen=True)
@@ -62,10 +70,7 @@ class PhasedMetadataBuilder(AttentionMetadataBuilder[PhasedMetadata]):
 
     def __init__(self, *args: Any, options: Phases[Any] | None = None) -> None:
         super().__init__(*args, options=options)
-        prefill, decode = self.builder_classes
-        given = options or Phases(None, None)
-        self.prefill = prefill(*args, options=given.prefill)
-        self.decode = decode(*args, options=given.decode)
+        self.prefill, self.decode = _each(self.builder_classes, options, *args)
         self.decode_threshold = self.decode.decode_threshold
 
     def prepare(self) -> None:
@@ -162,10 +167,7 @@ class PhasedState(AttentionState[PhasedMetadata]):
 
     def __init__(self, *args: Any, options: Phases[Any] | None = None) -> None:
         super().__init__(*args, options=options)
-        prefill, decode = self.state_classes
-        given = options or Phases(None, None)
-        self.prefill = prefill(*args, options=given.prefill)
-        self.decode = decode(*args, options=given.decode)
+        self.prefill, self.decode = _each(self.state_classes, options, *args)
 
     def begin_forward(self, metadata: PhasedMetadata) -> PhasedStep:
         prefill, decode = metadata.prefill, metadata.decode
@@ -206,10 +208,7 @@ class PhasedImpl(AttentionImpl[PhasedStep]):
     def __init__(self, *layer: Any, options: Phases[Any] | None = None, **weights: Any) -> None:
         common = {name: weights[name] for name in ("sinks", "k_scale", "v_scale") if name in weights}
         super().__init__(*layer, options=options, **common)
-        prefill, decode = self.impl_classes
-        given = options or Phases(None, None)
-        self.prefill = prefill(*layer, options=given.prefill, **weights)
-        self.decode = decode(*layer, options=given.decode, **weights)
+        self.prefill, self.decode = _each(self.impl_classes, options, *layer, **weights)
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache | None,

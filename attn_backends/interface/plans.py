@@ -12,10 +12,10 @@ from attn_backends.batch.common import CommonAttentionMetadata, SequenceData, Se
 from attn_backends.cache.kv_cache import KVCache
 from attn_backends.interface.backend import AttentionBackend
 from attn_backends.interface.impl import AttentionImpl
-from attn_backends.interface.metadata import AttentionStep
+from attn_backends.interface.metadata import AttentionMetadataBuilder, AttentionStep, MetadataT
 from attn_backends.interface.state import AttentionState
 from attn_backends.machine import Progress
-from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, LayerT, Limits, PlanGroup, plan_groups
+from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, LayerT, Limits, plan_groups
 
 BatchOf = Callable[[AttentionSpec], CommonAttentionMetadata]
 
@@ -137,15 +137,17 @@ class Plans(Generic[LayerT]):
 
 def plan_all_kinds(
     state: AttentionState[Any],
+    builder_cls: type[AttentionMetadataBuilder[MetadataT]],
     query_lens: Iterable[int],
-    plan: Callable[[PlanGroup[Any], CommonAttentionMetadata], None],
+    plan: Callable[[MetadataT], object],
     progress: Progress | None,
 ) -> None:
-    """Plan the batches of `batches_to_plan` for each of a state's groups, so that a library chooses its kernels, and
-    loads or compiles them. Steps may begin on another stream afterwards."""
+    """Build and plan the batches of `batches_to_plan` for each of a state's groups, so that a library chooses its
+    kernels, and loads or compiles them. Steps may begin on another stream afterwards."""
     for done, group in enumerate(state.groups):
+        builder = builder_cls(group, state.cache, state.limits, state.device, options=state.options)
         for batch in batches_to_plan(group.spec, state.cache, state.limits, state.device, query_lens):
-            plan(group, batch)
+            plan(builder.build(0, batch))
         if progress is not None:
             progress(done + 1, len(state.groups), f"first plans, heads of {group.spec.head_dim}")
     if state.device.type == "cuda":

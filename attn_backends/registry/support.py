@@ -36,6 +36,11 @@ class Support:
     capabilities: dict[str, Any] | None  # plain values; None if its class cannot be imported
     ran: str = "not run"  # where `verify` ran it, and how many of its declared values and pairs of values did
 
+    @property
+    def why_not(self) -> str:
+        """What keeps it from being used, and what to type."""
+        return f"{self.name} cannot be used here: {self.reason}{f'; try: {self.fix}' if self.fix else ''}"
+
 
 def support(entry: BackendEntry) -> Support:
     """Import a backend and ask what it needs of a device. A failing import is a reason, not an error."""
@@ -47,7 +52,8 @@ def support(entry: BackendEntry) -> Support:
         known = plain(get_class(entry).capabilities()) if entry.module or entry.probe else None
         return Support(entry.name, package, version, False, None, error.reason, error.fix, known, ran(entry.name))
     device = next((device for device in devices_here() if device in can.devices), None)
-    reason = _lacks(can, device) if device else _elsewhere(can)
+    needs = f"needs a device of type {' or '.join(sorted(can.devices))}; here: {', '.join(devices_here())}"
+    reason = _lacks(can, device) if device else needs
     return Support(entry.name, package, version, reason is None, device, reason, None, plain(can), ran(entry.name))
 
 
@@ -123,10 +129,6 @@ def choose_device(row: Support, asked: str) -> str:
     if kind not in runs_on:
         raise ValueError(f"{row.name} does not run on {kind}; it runs on: {', '.join(runs_on)}")
     return asked
-
-
-def _elsewhere(can: Capabilities) -> str:
-    return f"needs a device of type {' or '.join(sorted(can.devices))}; here: {', '.join(devices_here())}"
 
 
 def _lacks(can: Capabilities, device: str) -> str | None:

@@ -10,7 +10,7 @@ import importlib
 import importlib.metadata
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -45,86 +45,36 @@ class BackendEntry:
     probe: str | None = None  # "package.module:function" that raises where nobody brings them
 
 
-BUILT_IN = tuple(
-    replace(row, source="built-in")
-    for row in (
-        BackendEntry(
-            "TORCH",
-            "attn_backends.backends.torch.backend:TorchBackend",
-            package="torch",
-            install="pip install torch",
-            priority=0,
-            options="attn_backends.backends.torch.options:TorchOptions",
-        ),
-        BackendEntry(
-            "TRITON",
-            "attn_backends.backends.triton.backend:TritonBackend",
-            package="triton",
-            install="pip install triton",
-            priority=8,
-            options="attn_backends.backends.triton.tuning:TritonOptions",
-        ),
-        BackendEntry(
-            "FLASHINFER",
-            "attn_backends.backends.flashinfer.backend:FlashInferBackend",
-            package="flashinfer-python",
-            module="flashinfer",
-            install="pip install flashinfer-python",
-            priority=10,
-            options="attn_backends.backends.flashinfer.options:FlashInferOptions",
-        ),
-        BackendEntry(
-            "FLASH_ATTN",
-            "attn_backends.backends.flash_attn.backend:FlashAttnBackend",
-            package="flash-attn",
-            module=("flash_attn", "flash_attn_interface", "vllm.vllm_flash_attn.flash_attn_interface"),
-            install="pip install flash-attn --no-build-isolation",
-            priority=5,
-            options="attn_backends.backends.flash_attn.options:FlashAttnOptions",
-        ),
-        BackendEntry(
-            "FLASHINFER_MLA",
-            "attn_backends.backends.mla.flashinfer_mla.backend:FlashInferMLABackend",
-            package="flashinfer-python",
-            module="flashinfer",
-            install="pip install flashinfer-python",
-            priority=20,
-            options="attn_backends.backends.mla.flashinfer_mla.options:FlashInferMLAOptions",
-        ),
-        BackendEntry(
-            "FLASHMLA",
-            "attn_backends.backends.mla.flashmla.backend:FlashMLABackend",
-            probe="attn_backends.backends.mla.flashmla.library:load_kernels",
-            install="pip install git+https://github.com/deepseek-ai/FlashMLA, or vllm, or sgl-kernel",
-            priority=10,
-            options="attn_backends.backends.mla.flashmla.options:FlashMLAOptions",
-        ),
-        BackendEntry(
-            "TORCH_MLA",
-            "attn_backends.backends.mla.torch_mla.backend:TorchMLABackend",
-            package="torch",
-            install="pip install torch",
-            priority=0,
-            options="attn_backends.backends.mla.torch_mla.options:TorchMLAOptions",
-        ),
-        BackendEntry(
-            "TRITON_MLA",
-            "attn_backends.backends.mla.triton_mla.backend:TritonMLABackend",
-            package="triton",
-            install="pip install triton",
-            priority=7,
-            options="attn_backends.backends.mla.triton_mla.tuning:TritonMLAOptions",
-        ),
-        BackendEntry(
-            "FLASH_ATTN_MLA",
-            "attn_backends.backends.mla.flash_attn_mla.backend:FlashAttnMLABackend",
-            probe="attn_backends.backends.mla.flash_attn_mla.library:load",
-            package="vllm",
-            install="pip install vllm",
-            priority=5,
-            options="attn_backends.backends.mla.flash_attn_mla.options:FlashAttnMLAOptions",
-        ),
-    )
+def _built_in(
+    name: str, classes: str, priority: int, package: str | None = None, install: str | None = None,
+    module: str | tuple[str, ...] | None = None, options: str = "options", probe: str | None = None,
+) -> BackendEntry:  # fmt: skip
+    """The row of a backend of this package, which lives in the folder of its name.
+
+    Args:
+        classes: how the names of its classes begin.
+        options: the module of its options in that folder.
+        probe: "module:function" in that folder.
+    """
+    folder = f"attn_backends.backends.{'mla.' if name.endswith('MLA') else ''}{name.lower()}"
+    return BackendEntry(
+        name, f"{folder}.backend:{classes}Backend", package, install or f"pip install {package}", priority,
+        f"{folder}.{options}:{classes}Options", "built-in", module, probe and f"{folder}.{probe}",
+    )  # fmt: skip
+
+
+_FLASH_ATTN = ("flash_attn", "flash_attn_interface", "vllm.vllm_flash_attn.flash_attn_interface")
+_FLASHMLA = "pip install git+https://github.com/deepseek-ai/FlashMLA, or vllm, or sgl-kernel"
+BUILT_IN = (
+    _built_in("TORCH", "Torch", 0, "torch"),
+    _built_in("TRITON", "Triton", 8, "triton", options="tuning"),
+    _built_in("FLASHINFER", "FlashInfer", 10, "flashinfer-python", module="flashinfer"),
+    _built_in("FLASH_ATTN", "FlashAttn", 5, "flash-attn", "pip install flash-attn --no-build-isolation", _FLASH_ATTN),
+    _built_in("FLASHINFER_MLA", "FlashInferMLA", 20, "flashinfer-python", module="flashinfer"),
+    _built_in("FLASHMLA", "FlashMLA", 10, install=_FLASHMLA, probe="library:load_kernels"),
+    _built_in("TORCH_MLA", "TorchMLA", 0, "torch"),
+    _built_in("TRITON_MLA", "TritonMLA", 7, "triton", options="tuning"),
+    _built_in("FLASH_ATTN_MLA", "FlashAttnMLA", 5, "vllm", probe="library:load"),
 )
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attn_backends.batch.page_table import IntArray, token_positions
+from attn_backends.batch.page_table import IntArray, starts_of, token_positions
 from attn_backends.spec import KVCacheSpec, Limits
 from attn_backends.step.page_sets import PageSets, RowArray
 
@@ -194,8 +194,7 @@ class PageRows:
         counts = self.num_pages[: self.num_rows] - self.num_sent[: self.num_rows]
         rows = counts.nonzero()[0]
         first, counts = self.num_sent[rows], counts[rows]
-        starts = np.zeros(len(rows) + 1, np.int32)
-        counts.cumsum(out=starts[1:])
+        starts = starts_of(counts)
         self.has_unsent = bool(starts[-1] > most)
         if self.has_unsent:
             rows = rows[starts[:-1] < most]

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from attn_backends.batch.common import CommonAttentionMetadata
-from attn_backends.batch.page_table import IntArray
+from attn_backends.batch.page_table import IntArray, starts_of
 from attn_backends.machine import HAS_TRITON
 from attn_backends.spec import KVCacheSpec, Limits
 from attn_backends.step.buffers import StepShape, TokenViews
@@ -98,7 +98,8 @@ class StepTable(PageRows):
         Raises:
             ValueError: a length without meaning, without pages or over a limit; nothing has changed then.
         """
-        context, query = as_int32(context_lens, self._context_of), as_int32(query_lens, self._query_of)
+        context = as_int32(context_lens, lambda row: f"request {self.request_ids[row]!r}: context length")
+        query = as_int32(query_lens, lambda row: f"request {self.request_ids[row]!r}: query length")
         shape = check_step(self, context, query, num_padded_reqs, padded_query_len)
         ids = None if token_ids is None else as_token_ids(token_ids, shape.num_actual_tokens)
         check_on_device(context_lens_on_device, len(context), self.device)
@@ -108,7 +109,7 @@ class StepTable(PageRows):
         if shape.num_tokens == shape.num_reqs:
             shaped = self._decode(shape.num_reqs, shape.num_actual_reqs)
         else:
-            shaped = self._shaped(shape, _starts(query), int(query.max()))
+            shaped = self._shaped(shape, torch.from_numpy(starts_of(query)), int(query.max()))
         lens = {
             "seq_lens_cpu": torch.from_numpy(seq_lens),
             "context_lens_cpu": torch.from_numpy(context),
@@ -215,12 +216,6 @@ class StepTable(PageRows):
             "is_profile_run": False,
         }
 
-    def _context_of(self, row: int) -> str:
-        return f"request {self.request_ids[row]!r}: context length"
-
-    def _query_of(self, row: int) -> str:
-        return f"request {self.request_ids[row]!r}: query length"
-
 
 def _padded(
     context_lens: IntArray, query_lens: IntArray, num_rows: int, query_len: int
@@ -233,12 +228,6 @@ def _padded(
     seq_lens = context + query
     seq_lens[len(context_lens) :] = 0
     return seq_lens, context, query
-
-
-def _starts(query_lens: IntArray) -> torch.Tensor:
-    starts = np.zeros(len(query_lens) + 1, np.int32)
-    np.cumsum(query_lens, out=starts[1:])
-    return torch.from_numpy(starts)
 
 
 def _side(rows: PageRows, device: torch.device) -> DeviceSide:

@@ -147,6 +147,7 @@ def updating(random: Random) -> Call:
 
 
 CALLS: dict[str, Callable[[Random], Call]] = {
+    "starts_of": lambda r: Call(page_table.starts_of, {"counts": lens(r, 4)}),
     "token_positions": lambda r: Call(page_table.token_positions, {"starts": lens(r, 4), "counts": lens(r, 4)}),
     "compile_page_table": lambda r: Call(
         page_table.compile_page_table,

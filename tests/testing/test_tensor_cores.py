@@ -13,6 +13,7 @@ from attn_backends.batch.common import SequenceData
 from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec
 from attn_backends.testing.cases.batches import Batch, MLABatch, Row
 from attn_backends.testing.harness import Result, cut_off_by_tensor_cores, lse_error
+from attn_backends.testing.lint.judge import Drawn
 from attn_backends.testing.verify.run import Mismatch, Outcome, compare
 
 CPU, CUDA, POOL = torch.device("cpu"), torch.device("cuda"), KVCacheSpec(64, 16)  # nothing is put on the GPU
@@ -87,9 +88,11 @@ def test_what_is_cut_off_is_allowed() -> None:
     assert lse_error(lse_of(batch, add_rounded), lse) < 1e-6  # the three products themselves lose next to nothing
     result = Result(out.float(), made, None)
     compare(Outcome(0, ""), result, batch, (out, lse), "as it is cut off")
+    assert Drawn(batch).wrong(result) is None  # and so by lint
     for other, off_by in ((replace(batch, device=CPU), 0.0), (batch, 3 * error)):
         with pytest.raises(Mismatch, match="the float32 lse over float32 is off by"):
             compare(Outcome(0, ""), replace(result, lse=made + off_by), other, (out, lse), "a fault")
+        assert "the LSE is off by" in str(Drawn(other).wrong(replace(result, lse=made + off_by)))
 
 
 def test_usual_layers_have_the_usual_tolerance() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +15,8 @@ import torch
 from attn_backends.adapters.req_to_token.batch import StepRows
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.csr import PagedCsr, csr_of
-from attn_backends.batch.page_table import PAD_SLOT, IntArray
+from attn_backends.batch.page_table import IntArray, starts_of
+from attn_backends.graphs.inputs import HeldTensors
 from attn_backends.interface.capabilities import Rejection, Unsupported
 
 Translate = Callable[[torch.Tensor], torch.Tensor]  # slots of one pool to those of another, the same shape
@@ -56,22 +56,6 @@ def _put(name: str, buffer: torch.Tensor | None, tensor: torch.Tensor) -> torch.
     return buffer[: len(tensor)].copy_(tensor)
 
 
-class HeldRows(NamedTuple):
-    """Tensors that captured graphs read where they are (`GraphTensors`), filled at every step."""
-
-    page_table: torch.Tensor  # [rows, max_pages] i32
-    seq_lens: torch.Tensor  # [rows] i32
-    slot_mapping: torch.Tensor  # [tokens] i64, all padding: the engine writes keys itself
-
-    @staticmethod
-    def make(rows: int, tokens: int, max_pages: int, device: torch.device) -> HeldRows:
-        return HeldRows(
-            torch.zeros(rows, max_pages, dtype=torch.int32, device=device),
-            torch.zeros(rows, dtype=torch.int32, device=device),
-            torch.full((tokens,), PAD_SLOT, dtype=torch.int64, device=device),
-        )
-
-
 class TokenTable:
     """`req_to_token` as page tables.
 
@@ -101,7 +85,7 @@ class TokenTable:
         self.translate = translate
 
     def self_attention(
-        self, rows: StepRows, buffers: SharedBuffers | None = None, held: HeldRows | None = None
+        self, rows: StepRows, buffers: SharedBuffers | None = None, held: HeldTensors | None = None
     ) -> CommonAttentionMetadata:
         """The step over decoder tokens, which stand behind the encoder's.
 
@@ -165,12 +149,10 @@ class TokenTable:
 
     def _common(
         self, rows: StepRows, pages: torch.Tensor, lens: torch.Tensor, lens_cpu: IntArray,
-        contexts: torch.Tensor | None, csr: PagedCsr | None, held: HeldRows | None,
+        contexts: torch.Tensor | None, csr: PagedCsr | None, held: HeldTensors | None,
     ) -> CommonAttentionMetadata:  # fmt: skip
         """The pool has written all keys before: none is new."""
-        starts = np.zeros(len(rows.query_lens) + 1, np.int32)
-        np.cumsum(rows.query_lens, out=starts[1:])
-        starts_cpu = torch.from_numpy(starts)
+        starts_cpu = torch.from_numpy(starts_of(rows.query_lens))
         return CommonAttentionMetadata.from_tensors(
             self.page_size,
             starts_cpu.to(self.req_to_token.device, non_blocking=True),

@@ -10,8 +10,9 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from attn_backends.adapters.req_to_token.batch import StepRows
 from attn_backends.adapters.req_to_token.plans import as_pages
-from attn_backends.adapters.req_to_token.table import HeldRows, TokenTable
+from attn_backends.adapters.req_to_token.table import TokenTable
 from attn_backends.cache.kv_cache import KVCache
+from attn_backends.graphs.inputs import HeldTensors
 from attn_backends.interface import AttentionStep
 from attn_backends.interface.capabilities import Rejection, Unsupported
 from attn_backends.interface.plans import Plans
@@ -38,7 +39,7 @@ class LayerPool:
         options: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self.pool, self.table = pool, table
-        self.held: HeldRows | None = None
+        self.held: HeldTensors | None = None
         self.steps: Mapping[int, AttentionStep[Any]] = {}
         buffers = pool.get_kv_buffer(next(iter(specs)))
         layout, num_pages = _layout(name, buffers, table.page_size)
@@ -52,7 +53,7 @@ class LayerPool:
         """Allocate what graphs of up to so many rows and tokens read."""
         limits, device = self.plans.limits, self.table.req_to_token.device
         max_pages = -(-limits.max_model_len // self.table.page_size)
-        self.held = HeldRows.make(max_rows, max_tokens, max_pages, device)
+        self.held = HeldTensors.make(max_rows, max_tokens, max_pages, device)
         self.plans.state.hold_graph_buffers(max_rows, self.held)
 
     def plan(self, rows: StepRows) -> None:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from attn_backends.adapters.vllm.batch import uniform_query_len
+from attn_backends.graphs.inputs import HeldTensors
 from attn_backends.interface import AttentionState
 
 
-@dataclass(frozen=True)
-class PersistentTensors:
-    """vLLM's tensors of a batch, as the largest graph sees them: `GraphTensors`."""
-
-    page_table: torch.Tensor  # [rows, max_pages] i32
-    seq_lens: torch.Tensor  # [rows] i32
-    slot_mapping: torch.Tensor  # [tokens] i64
+class PersistentTensors(HeldTensors):
+    """vLLM's tensors of a batch, as the largest graph sees them."""
 
     @classmethod
     def of(cls, theirs: Any) -> PersistentTensors:

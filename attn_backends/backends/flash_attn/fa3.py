@@ -13,9 +13,9 @@ from attn_backends.backends.flash_attn.built import Reader, flash_attention_3
 from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows, Tensors, window_of
 from attn_backends.backends.flash_attn.fa2 import VllmBuild, beside, with_sinks_above
 from attn_backends.backends.flash_attn.fa3_window import BEYOND_ALL, TILES, may_see_ahead
-from attn_backends.backends.flash_attn.provider import COMMON, HALF, Provider, ProviderError
+from attn_backends.backends.flash_attn.provider import COMMON, Provider, ProviderError
 from attn_backends.cache.kv_cache import quantise
-from attn_backends.interface.capabilities import Capabilities, Rejection
+from attn_backends.interface.capabilities import HALF, Capabilities, Rejection
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
 
 FP8 = torch.float8_e4m3fn

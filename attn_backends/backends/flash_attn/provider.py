@@ -15,16 +15,17 @@ import torch
 from attn_backends.backends.flash_attn.built import Kernels, Reader, kernels_in, narrowed
 from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows, Tensors
 from attn_backends.interface.capabilities import (
+    HALF,
     Capabilities,
     CudaGraphSupport,
     Rejection,
     Unsupported,
     mismatches,
     reject_newer_gpu,
+    reject_other_half,
 )
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec
 
-HALF = frozenset({torch.float16, torch.bfloat16})
 HEAD_DIMS = frozenset({64, 80, 96, 128, 192, 256})  # those of models; kernels take multiples of 8 up to 256
 
 # What every provider can do. Sinks that kernels do not take join behind them, by the LSE.
@@ -153,10 +154,7 @@ class Provider(ABC):
             replace(each, hint=f"{each.hint} {why.get(each.code, '')}".strip())
             for each in mismatches(self.capabilities(), spec, cache, device)
         ]
-        if spec.cache_dtype in HALF and spec.dtype in HALF and spec.cache_dtype is not spec.dtype:
-            dtype_name = str(spec.dtype).removeprefix("torch.")
-            found.append(Rejection("cache_dtype", str(spec.cache_dtype).removeprefix("torch."), dtype_name,
-                                   "Leave cache.dtype out."))  # fmt: skip
+        found += reject_other_half(spec, "")
         if spec.alibi_slopes is not None and not spec.causal:
             found.append(Rejection("alibi", "alibi_slopes with causal=False", "causal layers", "Its bias is of the "
                                    "distance, whichever side the key is on: choose another backend."))  # fmt: skip

@@ -16,7 +16,6 @@ from attn_backends.backends.flash_attn.fa4 import FlashAttn4
 from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata, FlashAttnMetadataBuilder, graph_metadata
 from attn_backends.backends.flash_attn.options import FlashAttnOptions
 from attn_backends.backends.flash_attn.provider import Provider, choose
-from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.cache.warm_up import list_cache_writes, list_quantised_queries
 from attn_backends.graphs.inputs import GraphTensors
 from attn_backends.graphs.recorder import CudaRecorder, without_python
@@ -211,20 +210,19 @@ class FlashAttnState(AttentionState[FlashAttnMetadata]):
         """Compile what is launched beside the library, and call a library that compiles its kernels then."""
         compile_listed(self.device, self._list_launches, progress)
         if any(choice.provider.compiles_when_called for choice in self.choices.values()):
-            plan_all_kinds(self, FIRST_QUERY_LENS, self._call_kind, progress)
+            plan_all_kinds(self, FlashAttnMetadataBuilder, FIRST_QUERY_LENS, self._call_kind, progress)
 
-    def _call_kind(self, group: PlanGroup[Any], batch: CommonAttentionMetadata) -> None:
+    def _call_kind(self, metadata: FlashAttnMetadata) -> None:
         """Call for one batch all that layers of a group may: with sinks and behind them, over a shared prefix, with an
         LSE and without."""
-        spec, provider = group.spec, self.choices[group.index].provider
+        spec, provider = self._specs[metadata.group_index], self.choices[metadata.group_index].provider
         if not provider.compiles_when_called:
             return
-        builder = FlashAttnMetadataBuilder(group, self.cache, self.limits, self.device, options=self.options)
-        call = self.begin_forward(builder.build(0, batch)).calls[0]
-        paged = call.rows.page_table is not None
-        slots = (batch.page_table.shape[1], self.cache.page_size) if paged else (batch.num_new_kv,)
-        heads, dtype = spec.num_kv_heads, spec.cache_dtype if paged else spec.dtype
-        query = torch.zeros(batch.num_tokens, spec.num_qo_heads, spec.head_dim, dtype=spec.dtype, device=self.device)
+        call = self.begin_forward(metadata).calls[0]
+        table = call.rows.page_table
+        slots = (metadata.num_new_kv,) if table is None else (table.shape[1], self.cache.page_size)
+        heads, dtype = spec.num_kv_heads, spec.dtype if table is None else spec.cache_dtype
+        query = torch.zeros(metadata.num_tokens, spec.num_qo_heads, spec.head_dim, dtype=spec.dtype, device=self.device)
         keys, values = (
             torch.zeros(*slots, heads, dim, dtype=dtype, device=self.device)
             for dim in (spec.head_dim, spec.head_dim_vo)

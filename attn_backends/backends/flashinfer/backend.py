@@ -9,11 +9,10 @@ from attn_backends.backends.flashinfer.library import FA3_HEAD_DIMS
 from attn_backends.backends.flashinfer.metadata import FlashInferMetadata, FlashInferMetadataBuilder
 from attn_backends.backends.flashinfer.state import FlashInferState
 from attn_backends.interface import AttentionBackend
-from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport, Rejection
+from attn_backends.interface.capabilities import HALF, Capabilities, CudaGraphSupport, Rejection, reject_other_half
 from attn_backends.kernels.flashinfer_package import LOWEST_LOGIT
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec
 
-_HALF = frozenset({torch.float16, torch.bfloat16})
 FP8_NAMES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -31,8 +30,8 @@ class FlashInferBackend(AttentionBackend):
     def capabilities() -> Capabilities:
         return Capabilities(
             devices=frozenset({"cuda"}),
-            dtypes=_HALF,
-            cache_dtypes=_HALF | frozenset(FP8_DTYPES),
+            dtypes=HALF,
+            cache_dtypes=HALF | frozenset(FP8_DTYPES),
             head_dims=FA3_HEAD_DIMS,
             layouts=frozenset({"NHD", "HND"}),
             attention_types=frozenset(AttentionType),
@@ -62,11 +61,8 @@ class FlashInferBackend(AttentionBackend):
 
     @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
-        found = super().reject(spec, cache, device)
-        if spec.dtype in _HALF and spec.cache_dtype in _HALF - {spec.dtype}:
-            supported = f"{spec.dtype}, float8_e4m3fn, float8_e5m2".removeprefix("torch.")
-            hint = "Leave cache.dtype out, or set it to one of these."
-            found.append(Rejection("cache_dtype", str(spec.cache_dtype).removeprefix("torch."), supported, hint))
+        hint = "Leave cache.dtype out, or set it to one of these."
+        found = super().reject(spec, cache, device) + reject_other_half(spec, ", float8_e4m3fn, float8_e5m2", hint)
         if spec.pos_encoding_mode != "NONE" and spec.cache_dtype in FP8_DTYPES:
             hint = "Leave cache.dtype out, or rotate queries and keys before attention."
             found.append(Rejection("rope", f"{spec.pos_encoding_mode} over {spec.cache_dtype}", "16-bit caches", hint))

@@ -19,7 +19,7 @@ from attn_backends.backends.flashinfer.options import FlashInferOptions
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.csr import PagedCsr, csr_of
 from attn_backends.batch.order import SwappableRows, leading_decodes, reorder_batch_to_split_decodes_and_prefills
-from attn_backends.batch.page_table import IntArray
+from attn_backends.batch.page_table import IntArray, starts_of
 from attn_backends.batch.views import prefix_to_share
 from attn_backends.graphs.inputs import GraphInputs
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
@@ -158,8 +158,7 @@ class _Pages:
     def _leave_out(self, first_pages: IntArray, on_device: torch.Tensor) -> None:
         common, page_size = self.common, self.common.page_size
         lens = common.seq_lens_cpu.numpy() - first_pages * page_size
-        indptr = np.zeros(len(lens) + 1, np.int32)
-        np.cumsum(np.maximum(-(-lens // page_size), 0), out=indptr[1:])
+        indptr = starts_of(np.maximum(-(-lens // page_size), 0))
         self.kv_lens_cpu, self.indptr_cpu = torch.from_numpy(lens), torch.from_numpy(indptr)
         table = (common.page_table, common.seq_lens, page_size, int(indptr[-1]), on_device)
         if common.seq_lens.is_cuda:

@@ -27,7 +27,6 @@ from attn_backends.backends.flashinfer.metadata import (
 from attn_backends.backends.flashinfer.options import FlashInferOptions
 from attn_backends.backends.flashinfer.plans import DecodePlan, Plan, PrefillPlan, RaggedPlan
 from attn_backends.backends.flashinfer.workspace import ALIGNMENT, Need, check_workspace, eager_need, graph_need
-from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.csr import PagedCsr
 from attn_backends.cache.warm_up import list_cache_writes
 from attn_backends.graphs.inputs import GraphTensors, fill_together
@@ -211,11 +210,8 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
         self._choose_kernels(progress)
 
     def _choose_kernels(self, progress: Progress | None) -> None:
-        def plan(group: PlanGroup[Any], batch: CommonAttentionMetadata) -> None:
-            builder = FlashInferMetadataBuilder(group, self.cache, self.limits, self.device, options=self.options)
-            self._plan_step(builder.build(0, batch))
-
-        plan_all_kinds(self, (1, 2, FA3_MIN_QUERY_LEN), plan, progress)
+        lens = (1, 2, FA3_MIN_QUERY_LEN)
+        plan_all_kinds(self, FlashInferMetadataBuilder, lens, self._plan_step, progress)
 
     def _list_launches(self) -> None:
         list_cache_writes(self._specs.values(), self.cache)

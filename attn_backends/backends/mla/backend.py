@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from attn_backends.backends.mla.metadata import MLAMetadata, MLAMetadataBuilder
 from attn_backends.interface import AttentionBackend
-from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport, Rejection
+from attn_backends.interface.capabilities import HALF, Capabilities, CudaGraphSupport, Rejection
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Layout, MLASpec
 
-HALF = frozenset({torch.float16, torch.bfloat16})
+
+def latent_capabilities(**own: Any) -> Capabilities:
+    """What all backends of the family honour, and what one has of its own."""
+    graphs = CudaGraphSupport.UNIFORM_BATCH
+    return Capabilities(mla=True, unequal_head_dims=True, lse=True, cuda_graph=graphs, **own)
+
+
 # What libraries' kernels for DeepSeek's latent rows have in common.
-OF_512_AND_64 = Capabilities(
+OF_512_AND_64 = latent_capabilities(
     devices=frozenset({"cuda"}),
     dtypes=HALF,
     cache_dtypes=HALF,
-    unequal_head_dims=True,
-    lse=True,
-    cuda_graph=CudaGraphSupport.UNIFORM_BATCH,
     min_compute_capability=(9, 0),
-    mla=True,
     kv_lora_ranks=frozenset({512}),
     qk_rope_head_dims=frozenset({64}),
 )
 
 
 class MLABackend(AttentionBackend):
-    """A subclass gives its name, impl, state and `Capabilities(mla=True, unequal_head_dims=True, …)`."""
+    """A subclass gives its name, impl, state and `latent_capabilities(…)`."""
 
     contract = (1, 0)
     metadata_cls = MLAMetadata
@@ -68,11 +72,3 @@ class MLABackend(AttentionBackend):
                 if allowed is not None and got not in allowed
             ]
         return found
-
-
-def reject_other_cache_dtype(spec: AttentionSpec) -> list[Rejection]:
-    """The rejection of a cache of another dtype than the queries', for kernels that read both in one of `HALF`."""
-    if spec.dtype not in HALF or spec.cache_dtype not in HALF - {spec.dtype}:
-        return []
-    got, supported = (str(dtype).removeprefix("torch.") for dtype in (spec.cache_dtype, spec.dtype))
-    return [Rejection("cache_dtype", got, f"{supported}, as the queries", "Leave cache.dtype out.")]

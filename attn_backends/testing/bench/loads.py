@@ -4,6 +4,7 @@ those of a model, or of a YAML file of heads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import chain, product, zip_longest
 from pathlib import Path
@@ -60,15 +61,7 @@ def _fitting(
 
 def bytes_per_key(spec: AttentionSpec) -> int:
     """What one token takes in a layer's cache."""
-    key, value = new_kv_shapes(spec)
-    return sum(_product(shape) for shape in (key, value)) * spec.cache_dtype.itemsize
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    found = 1
-    for size in shape:
-        found *= size
-    return found
+    return sum(map(math.prod, new_kv_shapes(spec))) * spec.cache_dtype.itemsize
 
 
 class LayerHeads(BaseModel):

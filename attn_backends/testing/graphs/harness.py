@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +52,17 @@ def batch_of_table(table: StepTable, batch: Batch, num_rows: int, query_len: int
     lens = [row.context_len for row in rows], [row.query_len for row in rows]
     padded = num_rows - len(rows)
     return table.step(*lens, num_padded_reqs=padded, padded_query_len=query_len, for_graph=True).common
+
+
+def capture(
+    layers: Sequence[Layer], examples: Sequence[Batch], num_rows: int, query_len: int, table: StepTable | None = None
+) -> CapturedStep:
+    """A step of layers that share a state, captured in a clone of that; with a table its batches alone are served."""
+    state, device = layers[0].state, examples[0].device
+    inputs, make_common = (table.side.buffers, partial(batch_of_table, table)) if table else (None, graph_batch)
+    with state.graph_capture(num_rows, inputs):
+        clone = state.graph_clone(num_rows, query_len)
+        return CapturedStep(layers, clone, examples, num_rows, query_len, make_recorder(device), make_common)
 
 
 class CapturedStep:

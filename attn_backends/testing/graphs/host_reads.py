@@ -161,7 +161,7 @@ class _Watch(Operations):
             for tensor in (*made, *changed):
                 self.sides.add(tensor)
         before = {0, *map(address, given)}
-        self.seen.allocations += [_described(func, tensor) for tensor in made if address(tensor) not in before]
+        self.seen.allocations += [f"{func} {list(t.shape)} {t.dtype}" for t in made if address(t) not in before]
         return results
 
 
@@ -207,7 +207,3 @@ def _cuda_sync_fails(device: torch.device, wanted: bool) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
-
-
-def _described(func: Any, tensor: torch.Tensor) -> str:
-    return f"{func} {list(tensor.shape)} {tensor.dtype}"

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from attn_backends.batch.views import without_new_keys
 from attn_backends.interface.capabilities import Capabilities, Unsupported
 from attn_backends.registry import get_backend, select_backend
 from attn_backends.registry.table import BackendImportError
@@ -17,7 +18,7 @@ from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.cases import BatchShape, load_cases
 from attn_backends.testing.cases.features import FLOATS, Feature, plain_cache, plain_spec, undeclared
 from attn_backends.testing.cases.random_batch import random_batch
-from attn_backends.testing.harness import Backend, assert_step, run_backend
+from attn_backends.testing.harness import Backend, Result, assert_step, make_layer, run_backend
 
 WHOLE_PROMPTS = BatchShape(seq_lens=(1, 17, 40), query_lens=(1, 17, 40))
 
@@ -123,6 +124,14 @@ class KitBase:
         for want_lse in self.lse_modes:
             result = run_backend(self.backend, batch, want_lse=want_lse, **how)
             assert_step(result, batch, f"{what}{' with lse' if want_lse else ''}", expected)
+
+    def check_cached_keys(self, shape: BatchShape | str) -> None:
+        """A step without new keys reads all that it attends to from the cache, and writes nothing."""
+        batch = self.make_batch(self.make_spec(), shape)
+        layer, pool = make_layer(self.backend, batch), batch.pool_after()
+        step = layer.state.begin_forward(layer.builder.build(0, without_new_keys(batch.common())))
+        output = layer.impl.forward(batch.query, None, None, pool, step)
+        assert_step(Result(output, None, pool), batch, f"{shape}, keys that are cached already")
 
     def served(self, features: Sequence[Feature], **changes: Any) -> Iterator[tuple[Feature, AttentionSpec]]:
         """The features that the backend serves, with their layers; the others have refused in order."""

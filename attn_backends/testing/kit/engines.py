@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.page_table import PAD_SLOT
+from attn_backends.graphs.inputs import HeldTensors
 from attn_backends.interface import AttentionStep
 from attn_backends.spec import FP8_DTYPES
 from attn_backends.testing.cases.batches import Batch
@@ -25,15 +26,6 @@ from attn_backends.testing.kit.graphs import PAGES, ROWS, Graphs
 
 JUNK_PAGES = (-1, 2**31 - 1, -(2**31), 1 << 30)  # what engines leave behind a row's own pages
 TAIL = 3  # tokens that belong to no row
-
-
-@dataclass
-class EngineTensors:
-    """An engine's persistent tensors: every batch is written into them, and graphs read them where they are."""
-
-    page_table: torch.Tensor  # [rows, max_pages] i32, a part of a wider one
-    seq_lens: torch.Tensor  # [rows] i32
-    slot_mapping: torch.Tensor  # [tokens] i64
 
 
 def engine_batch(
@@ -131,7 +123,8 @@ class Engines(Graphs):
         step = layer.state.begin_forward(layer.builder.build(0, common))
         query, pool = batch.query.repeat(count, 1, 1), batch.pool_after()
         for part in layer.impl.forward(query, None, None, pool, step).split(query_len):
-            _assert_near(part, batch, f"{count} rows of {query_len} tokens over one list of pages")
+            what = f"{count} rows of {query_len} tokens over one list of pages"
+            assert_matches(Result(part, None, None), batch, what)
 
     @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", "small_prefill"])
     def test_slots_of_padding_among_a_rows_own(self, shape: str) -> None:
@@ -223,29 +216,17 @@ class Engines(Graphs):
                         assert_matches(layer.forward(batch, step), batch, f"the first of {rows} rows, {query_len} each")
 
 
-def _assert_near(output: torch.Tensor, batch: Batch, what: str) -> None:
-    """Compare with the reference, where what was written reads back as it is: in a plain layer."""
-    assert batch.spec.cache_dtype is batch.spec.dtype
-    expected = batch.expected()[0].cpu()
-    error = float(((output.cpu().double() - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))).max())
-    assert error <= batch.tolerance, f"{what}: off by {error:.2e}"
-
-
-def engine_tensors(layer: Layer, device: torch.device) -> EngineTensors:
-    """With room for ROWS rows of PAGES pages."""
-    tokens = layer.state.limits.max_num_tokens
-    return EngineTensors(
-        torch.zeros(ROWS, PAGES + 4, dtype=torch.int32, device=device)[:, 2:-1],
-        torch.zeros(ROWS, dtype=torch.int32, device=device),
-        torch.full((tokens,), PAD_SLOT, dtype=torch.int64, device=device),
-    )
+def engine_tensors(layer: Layer, device: torch.device) -> HeldTensors:
+    """With room for ROWS rows of PAGES pages; the page table is a part of a wider one."""
+    held = HeldTensors.make(ROWS, layer.state.limits.max_num_tokens, PAGES + 4, device)
+    return replace(held, page_table=held.page_table[:, 2:-1])
 
 
 @dataclass
 class _Filler:
     """Writes each batch into the engine's tensors, and makes it of views of these."""
 
-    held: EngineTensors
+    held: HeldTensors
 
     def __call__(self, batch: Batch, num_rows: int, query_len: int) -> CommonAttentionMetadata:
         own, held, rows = batch.common(), self.held, len(batch.rows)

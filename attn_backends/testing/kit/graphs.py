@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from attn_backends.spec import FP8_DTYPES, AttentionSpec
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.cases.features import CROSS, FEATURES, feature
-from attn_backends.testing.graphs.harness import CapturedStep, batch_of_table, graph_batch, make_recorder, step_table
+from attn_backends.testing.graphs.harness import CapturedStep, capture, graph_batch, make_recorder, step_table
 from attn_backends.testing.graphs.host_reads import forbid_host_reads
 from attn_backends.testing.harness import Layer, assert_matches, assert_step, make_layer, make_layers
 from attn_backends.testing.kit.base import KitBase
@@ -52,10 +51,7 @@ class Graphs(KitBase):
         return [replace(batch, sinks=batches[0].sinks) for batch in batches]  # they are the layer's, not the batch's
 
     def capture(self, layers: Sequence[Layer], examples: Sequence[Batch], query_len: int = 1) -> CapturedStep:
-        state = layers[0].state
-        with state.graph_capture(ROWS):
-            clone = state.graph_clone(ROWS, query_len)
-            return CapturedStep(layers, clone, examples, ROWS, query_len, make_recorder(self.device))
+        return capture(layers, examples, ROWS, query_len)
 
     def check_replays(self, captured: CapturedStep, batches: Sequence[Sequence[Batch]], what: str) -> None:
         for each in batches:
@@ -101,9 +97,7 @@ class Graphs(KitBase):
             spec = self.make_spec(cache_dtype=cache_dtype)
             if self.serves(spec, may_refuse=True):
                 batches = self.graph_batches(spec, query_len, k_scale=0.5, v_scale=0.25)
-                layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
-                captured = self.capture([layer], batches[:1], query_len)
-                self.check_replays(captured, [[batch] for batch in batches], f"{cache_dtype} query_len={query_len}")
+                self.check_graph(batches, query_len, f"{cache_dtype} query_len={query_len}")
 
     @pytest.mark.parametrize("name", ["plain", "window_15"])
     def test_replays_over_a_step_table(self, name: str) -> None:
@@ -112,19 +106,14 @@ class Graphs(KitBase):
             for _, spec in self.served([feature(name)]):
                 batches = self.graph_batches(spec, query_len)
                 layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
-                state, cache = layer.state, batches[0].cache
-                table = step_table(state.limits, cache, self.device)
-                with state.graph_capture(ROWS, table.side.buffers):
-                    clone, recorder = state.graph_clone(ROWS, query_len), make_recorder(self.device)
-                    captured = CapturedStep(
-                        [layer], clone, batches[:1], ROWS, query_len, recorder, partial(batch_of_table, table)
-                    )
+                table = step_table(layer.state.limits, batches[0].cache, self.device)
+                captured = capture([layer], batches[:1], ROWS, query_len, table)
                 self.check_replays(captured, [[batch] for batch in batches], f"of a table, query_len={query_len}")
                 other = layer.builder.build(0, graph_batch(batches[0], ROWS, query_len))
-                read = clone.get_graph_input_buffers(other)["slot_mapping"]
+                read = captured.clone.get_graph_input_buffers(other)["slot_mapping"]
                 if read.data_ptr() == table.side.buffers.slot_mapping.data_ptr():
                     with pytest.raises(ValueError, match="not of that table"):
-                        clone.begin_forward(other)
+                        captured.clone.begin_forward(other)
 
     def test_plan_groups_share_a_state(self) -> None:
         """Layers of different shapes and features in one graph: the state holds the largest need of all groups."""

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends.batch.views import without_new_keys
 from attn_backends.cache.kv_cache import allocate_kv_cache
 from attn_backends.registry import validate_options
 from attn_backends.spec import KVCacheSpec, MLASpec
-from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.cases.features import plain_cache
-from attn_backends.testing.harness import Result, assert_step, make_layer, run_backend
+from attn_backends.testing.harness import assert_step, make_layer, run_backend
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
 
 # Prefill rows behind decodes. Their contexts are nothing, less than a chunk, several chunks, and shared out over some.
@@ -139,11 +137,7 @@ class Latent(KitBase):
     def test_reads_rows_that_the_engine_has_written(self) -> None:
         """`key=None`: the new rows are in the cache already."""
         for shape in ("mixed_small", CONTEXTS):
-            batch: Batch = self.make_batch(self.make_spec(), shape)
-            layer, pool = make_layer(self.backend, batch), batch.pool_after()
-            step = layer.state.begin_forward(layer.builder.build(0, without_new_keys(batch.common())))
-            output = layer.impl.forward(batch.query, None, None, pool, step)
-            assert_step(Result(output, None, pool), batch, "rows written by the engine")
+            self.check_cached_keys(shape)
 
     def test_weights_of_the_wrong_shape_are_refused(self) -> None:
         batch = self.make_batch(self.make_spec(), "small_decode")

@@ -10,7 +10,7 @@ import torch
 
 from attn_backends.batch.common import CommonAttentionMetadata, SequenceData, SequenceGroup
 from attn_backends.interface import Unsupported
-from attn_backends.spec import Limits, plan_groups
+from attn_backends.spec import Limits
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.guards.snapshot import differences, snapshot
 from attn_backends.testing.harness import Result, make_layer
@@ -109,8 +109,7 @@ def prefixed(subject: Subject, kind: BatchKind) -> tuple[Batch, int]:
 def _plans_otherwise(subject: Subject, batch: Batch, common: CommonAttentionMetadata, prefix_len: int) -> bool:
     """Whether the metadata differs with the prefix, but for the number itself."""
     limits = Limits(common.num_reqs, common.num_tokens, common.max_seq_len)
-    group = plan_groups({0: batch.spec})[0]
-    builder = subject.backend.get_builder_cls()(group, batch.cache, limits, batch.device, options=subject.options)
+    builder = subject.builder(batch, limits)
     without, with_it = (snapshot(builder.build(length, common)) for length in (0, prefix_len))
     return any(path != "common_prefix_len" for path in differences(without, with_it))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from attn_backends.interface import CudaGraphSupport, Unsupported
 from attn_backends.spec import AttentionSpec
 from attn_backends.testing.cases.batches import Batch
-from attn_backends.testing.graphs.harness import CapturedStep, graph_batch, make_recorder
+from attn_backends.testing.graphs.harness import CapturedStep, capture, graph_batch
 from attn_backends.testing.harness import Layer, make_layer
 from attn_backends.testing.lint.finding import Finding
 from attn_backends.testing.lint.judge import Drawn
@@ -41,10 +41,7 @@ def _replayed(subject: Subject, spec: AttentionSpec, query_len: int) -> Iterator
     batches = _batches(subject, spec, query_len)
     try:
         layer = make_layer(subject.backend, *batches, num_padded_reqs=_ROWS * query_len, options=subject.options)
-        with layer.state.graph_capture(_ROWS):
-            clone = layer.state.graph_clone(_ROWS, query_len)
-            recorder = make_recorder(subject.device)
-            captured = CapturedStep([layer], clone, batches[:1], _ROWS, query_len, recorder)
+        captured = capture([layer], batches[:1], _ROWS, query_len)
     except Unsupported as error:
         yield Finding("capability-refused", f"cuda_graph, {where}", str(error), "Declare NEVER, or give graph_cls.")
         return

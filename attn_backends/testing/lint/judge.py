@@ -11,8 +11,7 @@ import torch
 
 from attn_backends.spec import MLASpec
 from attn_backends.testing.cases.batches import Batch, Row, stored
-from attn_backends.testing.cases.cases import load_cases
-from attn_backends.testing.harness import Expected, Result, lse_error, output_error
+from attn_backends.testing.harness import Expected, Result, lse_off_by, output_error
 
 _FAR = 4.0  # tolerances that tell outputs with and without a capability apart
 
@@ -50,18 +49,18 @@ class Drawn:
 
     def wrong(self, result: Result) -> Supposition | str | None:
         """None for outputs, and an LSE, that are right; else the supposition they fit, or how far they are off."""
-        found = _mismatch(result, self.expected, self.batch.tolerance)
+        found = _mismatch(result, self.expected, self.batch)
         if found is None:
             return None
-        fitting = (each for each in self.suppositions if not _mismatch(result, each.expected, self.batch.tolerance))
+        fitting = (each for each in self.suppositions if not _mismatch(result, each.expected, self.batch))
         return next(fitting, found)
 
 
-def _mismatch(result: Result, expected: Expected, tolerance: float) -> str | None:
+def _mismatch(result: Result, expected: Expected, batch: Batch) -> str | None:
     out, lse = expected
-    error = output_error(result.output[: len(out)], out)
-    if error > tolerance:
-        return f"the output is off by {error:.2g} (relative, worst token; allowed {tolerance:.0e})"
+    error, allowed = output_error(result.output[: len(out)], out), batch.tolerance
+    if error > allowed:
+        return f"the output is off by {error:.2g} (relative, worst token; allowed {allowed:.0e})"
     if bool((result.output[len(out) :] != 0).any()):
         return "outputs of padded rows are not zeros"
     if result.lse is None:
@@ -69,7 +68,7 @@ def _mismatch(result: Result, expected: Expected, tolerance: float) -> str | Non
     given = result.lse[: len(lse)]
     if bool(given.isnan().any()):
         return "the LSE is not written"
-    allowed, error = max(tolerance, load_cases().tolerance(torch.float32)), lse_error(given, lse)
+    error, allowed = lse_off_by(given, lse, batch)
     return f"the LSE is off by {error:.2g}; allowed {allowed:.0e}" if error > allowed else None
 
 

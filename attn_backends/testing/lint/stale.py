@@ -9,7 +9,7 @@ from typing import Any
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.views import without_new_keys
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
-from attn_backends.spec import AttentionSpec, Limits, plan_groups
+from attn_backends.spec import AttentionSpec, Limits
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.graphs.harness import graph_batch
 from attn_backends.testing.guards.snapshot import differences, snapshot
@@ -50,12 +50,11 @@ def _pairs(subject: Subject, spec: AttentionSpec) -> Iterator[Finding]:
     given, batch, limits = batches_of_all_kinds(subject, spec)
     for _ in range(_PAIRS):
         first, second = numbers.sample(given, 2)
-        make = _maker(subject, batch, limits)
-        used = make()
+        used = subject.builder(batch, limits)
         try:
             before_it = first.by(used)
             kept = snapshot(before_it)
-            one, fresh = snapshot(second.by(used)), snapshot(second.by(make()))
+            one, fresh = snapshot(second.by(used)), snapshot(second.by(subject.builder(batch, limits)))
         except Exception as error:  # whatever it raises is the finding
             yield Finding("run-failed", f"build of {second.name}", f"{type(error).__name__}: {error}", "Build it.")
             continue
@@ -67,11 +66,6 @@ def _pairs(subject: Subject, spec: AttentionSpec) -> Iterator[Finding]:
             yield Finding("metadata-overwritten", f"{kind}.{path}", f"the next build changes it ({after})",
                           "Make tensors anew in every build, or hand out a copy.")  # fmt: skip
         yield from changeable(before_it)
-
-
-def _maker(subject: Subject, batch: Batch, limits: Limits) -> Any:
-    group, builder_cls = plan_groups({0: batch.spec})[0], subject.backend.get_builder_cls()
-    return lambda: builder_cls(group, batch.cache, limits, batch.device, options=subject.options)
 
 
 def batches_of_all_kinds(subject: Subject, spec: AttentionSpec) -> tuple[list[Built], Batch, Limits]:
@@ -124,7 +118,7 @@ def check_host_aliases(subject: Subject) -> Iterator[Finding]:
             whole.page_size, whole.query_start_loc, host["query_start_loc_cpu"], whole.seq_lens, host["seq_lens_cpu"],
             whole.page_table, whole.slot_mapping,
         )  # fmt: skip
-        metadata = _maker(subject, batch, limits_for(batch))().build(0, common)
+        metadata = subject.builder(batch, limits_for(batch)).build(0, common)
         before = snapshot(metadata)
         for tensor in host.values():
             tensor.fill_(1)

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from attn_backends.interface import Capabilities, Rejection
-from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec
+from attn_backends.interface import AttentionMetadataBuilder, Capabilities, Rejection
+from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits, plan_groups
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.features import FLOATS, plain_cache, plain_spec
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import Backend, Result, make_layer
+from attn_backends.testing.lint.judge import Drawn
 from attn_backends.testing.verify.sizes import interprets_triton
 
 Rows = list[tuple[int, int]]  # (keys in the cache before the step, query tokens) of each row
@@ -111,6 +112,18 @@ class Subject:
         layer = make_layer(self.backend, batch, num_padded_reqs=num_padded_reqs, options=self.options)
         step = layer.begin(batch, prefix_len, num_padded_reqs)
         return layer.forward(batch, step, num_padded_reqs=num_padded_reqs, want_lse=want_lse)
+
+    def builder(self, batch: Batch, limits: Limits) -> AttentionMetadataBuilder[Any]:
+        """A new one, of the batch's layer."""
+        group, builder_cls = plan_groups({0: batch.spec})[0], self.backend.get_builder_cls()
+        return builder_cls(group, batch.cache, limits, batch.device, options=self.options)
+
+    def honours(self, drawn: Drawn, num_padded_reqs: int = 0) -> bool:
+        """Whether a step that nobody may ask for is right."""
+        try:
+            return drawn.wrong(self.run(drawn.batch, num_padded_reqs=num_padded_reqs)) is None
+        except Exception:  # it refuses in its own way
+            return False
 
     def forward_into(self, batch: Batch, output: torch.Tensor) -> torch.Tensor:
         """One step that is given its output; returns what comes back."""

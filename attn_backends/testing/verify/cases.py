@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
-from attn_backends.interface import AttentionBackend
 from attn_backends.interface.capabilities import CudaGraphSupport
 from attn_backends.spec import AttentionType, MLASpec
+from attn_backends.testing.harness import Backend
 from attn_backends.testing.verify.layers import Form, draw_form, fits_all, without_value_scale
 from attn_backends.testing.verify.sizes import Size
 
-Backend = type[AttentionBackend]
 MULTIPROCESSORS = {2: 12, 6: 4, 46: 1, 108: 1, 132: 1, 192: 1}  # that an interpreter stands for, and how often
 _KINDS = ("decode", "decode", "verify", "chunk", "mixed", "mixed", "skewed", "prefix", "prompts", "profile")
 _GRAPH_KINDS = ("decode", "decode", "verify", "skewed", "prefix")
@@ -173,25 +172,20 @@ def _queries(kind: str, rows: int, size: Size, numbers: Random) -> list[int]:
 
 def _smaller(episode: Episode, page_size: int, keep_queries: bool) -> Episode:
     """With fewer requests, or with one and shorter."""
-    rows = len(episode.contexts)
-    changed = dict(vars(episode))
+    rows, new = len(episode.contexts), episode.new_kv_lens
     if rows > 1:
         some = slice(0, rows - max(1, rows // 3)) if rows % 2 else slice(max(1, rows // 3), rows)
-        changed["contexts"] = episode.contexts[some]
-        changed["steps"] = tuple(lens[some] for lens in episode.steps)
-        changed["new_kv_lens"] = None if episode.new_kv_lens is None else episode.new_kv_lens[some]
-        return Episode(**changed)
+        steps = tuple(lens[some] for lens in episode.steps)
+        return replace(episode, contexts=episode.contexts[some], steps=steps, new_kv_lens=new and new[some])
     context, tokens = episode.contexts[0], episode.steps[0][0]
     if context > tokens or keep_queries:
         context //= 2
     else:
         tokens = max(1, tokens // 2)
-    changed["contexts"] = (context,)
-    changed["shared_len"] = min(episode.shared_len, context // page_size * page_size)
-    changed["steps"] = ((tokens,), *episode.steps[1:]) if context or tokens > 1 else episode.steps[:1]
-    if episode.new_kv_lens is not None:
-        changed["new_kv_lens"] = (min(episode.new_kv_lens[0], context),)
-    return Episode(**changed)
+    shared_len = min(episode.shared_len, context // page_size * page_size)
+    steps = ((tokens,), *episode.steps[1:]) if context or tokens > 1 else episode.steps[:1]
+    return replace(episode, contexts=(context,), shared_len=shared_len, steps=steps,
+                   new_kv_lens=new and (min(new[0], context),))  # fmt: skip
 
 
 def _log_uniform(numbers: Random, low: int, high: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from itertools import accumulate, combinations, combinations_with_replacement, count
+from itertools import accumulate, combinations_with_replacement, count
 from random import Random
 from typing import Any
 
@@ -165,46 +165,26 @@ def missing_rows(blocks: Sequence[Sequence[Row]], covered: Pairs) -> list[list[t
     numbered, kept = count(), []
     for block in blocks:
         rows = [(next(numbered), row) for row in block]
-        kept.append([(number, row) for number, row in rows if not _is_covered(row, covered)])
+        kept.append([(number, row) for number, row in rows if covered.with_rows([row]).num_seen_outside(covered)])
     return [block for block in kept if block]
 
 
 def most_first(blocks: Sequence[Sequence[tuple[int, Row]]], covered: Pairs) -> list[list[tuple[int, Row]]]:
     """Blocks in the order in which each adds most pairs to those covered before, a row; those that add none are left
     out. What a run has no time for is then what would have added least."""
-    masks, taken = list(covered.masks), list[list[tuple[int, Row]]]()
+    taken = list[list[tuple[int, Row]]]()
     queue = [(-float(covered.num_declared), place) for place in range(len(blocks))]
     heapify(queue)
     while queue:
         _, place = heappop(queue)
-        gain = _added(blocks[place], covered, masks)
+        after = covered.with_rows(row for _, row in blocks[place])
+        gain = after.num_seen_outside(covered) / len(blocks[place])
         if queue and gain < -queue[0][0]:  # others have taken of its pairs, which only become fewer
             heappush(queue, (-gain, place))
         elif gain:
             taken.append(list(blocks[place]))
-            for _, row in blocks[place]:
-                _cover(covered.numbers(row), masks)
+            covered = after
     return taken
-
-
-def _added(block: Sequence[tuple[int, Row]], covered: Pairs, masks: Sequence[int]) -> float:
-    """Pairs of a block that are not in `masks`, a row."""
-    new = list(masks)
-    for _, row in block:
-        _cover(covered.numbers(row), new)
-    parts = zip(new, masks, covered.others, strict=True)
-    return sum((after & ~before & others).bit_count() for after, before, others in parts) / 2 / len(block)
-
-
-def _cover(numbers: Sequence[int], masks: list[int]) -> None:
-    mask = sum(1 << number for number in numbers)
-    for number in numbers:
-        masks[number] |= mask
-
-
-def _is_covered(row: Row, covered: Pairs) -> bool:
-    numbers = covered.numbers(row)
-    return all(covered.has(i, j) for i, j in combinations(numbers, 2))
 
 
 @dataclass(frozen=True)

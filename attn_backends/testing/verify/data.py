@@ -10,13 +10,12 @@ import torch
 
 from attn_backends.batch.common import SequenceData
 from attn_backends.cache.kv_cache import KVCache, allocate_kv_cache
-from attn_backends.interface import AttentionBackend
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec, MLASpec, new_kv_shapes
 from attn_backends.testing.cases.batches import Batch, MLABatch, Row, is_power_of_two, stored
 from attn_backends.testing.cases.random_batch import SPARE_PAGES, fill_pool
+from attn_backends.testing.harness import Backend
 from attn_backends.testing.verify.cases import Case, Episode
 
-Backend = type[AttentionBackend]
 _FEW = 32  # sums of fewer numbers may all be near zero, and then no relative error is small
 
 

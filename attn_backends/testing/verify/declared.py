@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 
-from attn_backends.interface import AttentionBackend
 from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec, alibi_slopes
+from attn_backends.testing.harness import Backend
 from attn_backends.testing.verify.cases import GRAPH_TOKENS, Case, Episode, case_of, draw_episode
 from attn_backends.testing.verify.factors import EAGER, GRAPH, LARGEST_HEAD_DIM, MIXED_GRAPH, WIDE_GRAPH
 from attn_backends.testing.verify.layers import Form
 from attn_backends.testing.verify.sizes import Size, interprets_triton
 from attn_backends.testing.verify.values import kind_of
 
-Backend = type[AttentionBackend]
 Row = Mapping[str, Any]  # a value of each factor; no entry where none fits the others
 
 MEANINGLESS = "no such case"  # values that exclude each other in what they mean

@@ -13,11 +13,11 @@ from random import Random
 
 import torch
 
-from attn_backends.interface import AttentionBackend
 from attn_backends.interface.capabilities import Capabilities
+from attn_backends.spec import dtype_name
 from attn_backends.testing.cases.models import published_models
+from attn_backends.testing.harness import Backend
 
-Backend = type[AttentionBackend]
 Value = str | int
 Factors = dict[str, tuple[Value, ...]]
 
@@ -176,7 +176,7 @@ def _some(backend: Backend, name: str, values: set[int]) -> tuple[Value, ...]:
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> tuple[Value, ...]:
-    return tuple(sorted((str(dtype).removeprefix("torch.") for dtype in dtypes), key=_plainness))
+    return tuple(sorted(map(dtype_name, dtypes), key=_plainness))
 
 
 def _plainness(name: str) -> tuple[int, str]:

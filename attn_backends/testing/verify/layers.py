@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from attn_backends.interface import AttentionBackend
 from attn_backends.interface.capabilities import Capabilities
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, KVCacheSpec, Layout, MLASpec, alibi_slopes
 from attn_backends.testing.cases.models import PublishedModel, published_models
+from attn_backends.testing.harness import Backend
 from attn_backends.testing.verify.sizes import Size, fits, interprets_triton
 
-Backend = type[AttentionBackend]
 _FEATURES = ("window", "soft_cap", "alibi", "sinks", "chunks", "non_causal", "scale", "rope")
 _PAGE_SIZES = (1, 8, 16, 32, 64, 128, 256)
 _DIMS = (64, 80, 96, 128, 192, 256)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from itertools import combinations
 from typing import Any
 
@@ -37,6 +38,14 @@ class Pairs:
         mask = sum(1 << number for number in numbers)
         for number in numbers:
             self.masks[number] |= mask
+
+    def with_rows(self, rows: Iterable[Row]) -> Pairs:
+        """A copy that has the pairs of these rows too."""
+        found = copy(self)
+        found.masks = list(self.masks)
+        for row in rows:
+            found.add(row)
+        return found
 
     def add_pair(self, one: int, other: int) -> None:
         self.masks[one] |= 1 << other

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from attn_backends.registry.table import installed_version
+from attn_backends.machine import cpu_model
+from attn_backends.registry.user_table import installed_versions
 from attn_backends.testing.verify.campaign import Tally
 from attn_backends.testing.verify.covering import Planned
 from attn_backends.testing.verify.pairs import counted
@@ -78,10 +79,7 @@ def repeat_command(asked: Asked, seed: int) -> str:
 
 def machine(device: str) -> dict[str, Any]:
     """What it ran on."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
-    found: dict[str, Any] = {"cpu": cpu, "cores": os.cpu_count(), "gpu": None}
+    found: dict[str, Any] = {"cpu": cpu_model(), "cores": os.cpu_count(), "gpu": None}
     if device.startswith("cuda"):
         properties = torch.cuda.get_device_properties(device)
         found["gpu"] = properties.name
@@ -93,9 +91,7 @@ def machine(device: str) -> dict[str, Any]:
 def versions(package: str | None) -> dict[str, str | None]:
     """Versions of Python, CUDA, and the packages that matter here."""
     names = dict.fromkeys(["attn-backends", "torch", "triton", "numpy", *([package] if package else [])])
-    return {"python": platform.python_version(), "cuda": torch.version.cuda} | {
-        name: installed_version(name) for name in names
-    }
+    return {"python": platform.python_version(), "cuda": torch.version.cuda} | installed_versions(names)
 
 
 def _environment(environ: Mapping[str, str] = os.environ) -> list[str]:

@@ -6,25 +6,31 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from attn_backends.cache.kv_cache import KVCache
-from attn_backends.interface import AttentionBackend
 from attn_backends.interface.capabilities import Unsupported
 from attn_backends.machine import pretend_multiprocessors
+from attn_backends.spec import dtype_name
 from attn_backends.testing.cases.batches import Batch
-from attn_backends.testing.graphs.harness import CapturedStep, batch_of_table, graph_batch, make_recorder, step_table
-from attn_backends.testing.harness import Expected, Result, assert_pool, lse_off_by, make_layers, output_error, padded
+from attn_backends.testing.graphs.harness import CapturedStep, capture, graph_batch, step_table
+from attn_backends.testing.harness import (
+    Backend,
+    Expected,
+    Result,
+    assert_pool,
+    lse_off_by,
+    make_layers,
+    output_error,
+    padded,
+)
 from attn_backends.testing.verify.cases import Case, Episode
 from attn_backends.testing.verify.data import LayerData
 from attn_backends.testing.verify.factors import factors
 from attn_backends.testing.verify.values import values_of
-
-Backend = type[AttentionBackend]
 
 
 def run_case(backend: Backend, case: Case, device: str) -> Outcome:
@@ -138,16 +144,9 @@ class _Run:
 
     def _capture(self, batches: list[Batch]) -> CapturedStep:
         case, state = self.case, self.layers[0].state
-        query_len = case.episodes[0].steps[0][0]
-        make_common, inputs = graph_batch, None
-        if case.over_table:
-            table = step_table(state.limits, batches[0].cache, self.device)
-            make_common, inputs = partial(batch_of_table, table), table.side.buffers
-        with self.guards.watching(), state.graph_capture(case.graph_rows, inputs):
-            clone = state.graph_clone(case.graph_rows, query_len)
-            return CapturedStep(
-                self.layers, clone, batches, case.graph_rows, query_len, make_recorder(self.device), make_common
-            )
+        table = step_table(state.limits, batches[0].cache, self.device) if case.over_table else None
+        with self.guards.watching():
+            return capture(self.layers, batches, case.graph_rows, case.episodes[0].steps[0][0], table)
 
 
 def _step_of(whole: Batch, episode: Episode, step: int) -> Batch:
@@ -210,8 +209,7 @@ def compare(outcome: Outcome, result: Result, batch: Batch, expected: Expected, 
     live = len(out)
     if result.output.dtype != batch.spec.dtype or len(result.output) < live:
         raise Mismatch(f"{what}: the output is {list(result.output.shape)} {result.output.dtype}")
-    dtype = str(batch.spec.dtype).removeprefix("torch.")
-    cached = str(batch.spec.cache_dtype).removeprefix("torch.")
+    dtype, cached = dtype_name(batch.spec.dtype), dtype_name(batch.spec.cache_dtype)
     allowed = batch.tolerance
     outcome.note(f"{dtype} output over {cached}", output_error(result.output[:live], out), allowed, what)
     if not bool((result.output[live:] == 0).all()):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from attn_backends.spec import AttentionSpec, AttentionType, MLASpec
+from attn_backends.spec import AttentionSpec, AttentionType, MLASpec, dtype_name
 from attn_backends.testing.cases.batches import is_power_of_two
 from attn_backends.testing.verify.cases import Case, Episode
 from attn_backends.testing.verify.factors import EAGER, GRAPH, WIDE_GRAPH, Factors
@@ -30,8 +28,8 @@ def values_of(case: Case, factors: Factors, in_graph: bool) -> list[dict[str, An
 
 def _of_layer(spec: AttentionSpec) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "dtype": _name(spec.dtype),
-        "cache_dtype": _name(spec.cache_dtype),
+        "dtype": dtype_name(spec.dtype),
+        "cache_dtype": dtype_name(spec.cache_dtype),
         "head_dim": spec.head_dim,
         "head_dim_vo": _compared(spec.head_dim_vo, spec.head_dim),
         "num_qo_heads": spec.num_qo_heads,
@@ -108,7 +106,3 @@ def _scales(scales: tuple[float, float]) -> str:
     if scales == (1.0, 1.0):
         return "1"
     return "powers of 2" if all(map(is_power_of_two, scales)) else "others"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

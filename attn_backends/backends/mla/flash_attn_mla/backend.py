@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from attn_backends.backends.mla.backend import OF_512_AND_64, MLABackend, reject_other_cache_dtype
+from attn_backends.backends.mla.backend import OF_512_AND_64, MLABackend
 from attn_backends.backends.mla.flash_attn_mla.impl import FlashAttnMLAImpl
 from attn_backends.backends.mla.flash_attn_mla.state import FlashAttnMLAState
-from attn_backends.interface.capabilities import Capabilities, Rejection, reject_newer_gpu
+from attn_backends.interface.capabilities import Capabilities, Rejection, reject_newer_gpu, reject_other_half
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
 
@@ -29,5 +29,5 @@ class FlashAttnMLABackend(MLABackend):
     @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
         """Caches of another dtype than the queries', and GPUs after Hopper, too."""
-        found = super().reject(spec, cache, device) + reject_other_cache_dtype(spec)
+        found = super().reject(spec, cache, device) + reject_other_half(spec, ", as the queries")
         return found + reject_newer_gpu(device, 9, "9.x", "Its kernels are Hopper's: choose another backend.")

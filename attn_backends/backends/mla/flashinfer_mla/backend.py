@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from attn_backends.backends.mla.backend import OF_512_AND_64, MLABackend, reject_other_cache_dtype
+from attn_backends.backends.mla.backend import OF_512_AND_64, MLABackend
 from attn_backends.backends.mla.flashinfer_mla.impl import FlashInferMLAImpl
 from attn_backends.backends.mla.flashinfer_mla.metadata import FlashInferMLAMetadataBuilder
 from attn_backends.backends.mla.flashinfer_mla.options import FlashInferMLAOptions
 from attn_backends.backends.mla.flashinfer_mla.state import FlashInferMLAState
-from attn_backends.interface.capabilities import Capabilities, Rejection
+from attn_backends.interface.capabilities import Capabilities, Rejection, reject_other_half
 from attn_backends.kernels.flashinfer_package import LOWEST_LOGIT
 from attn_backends.machine import is_hopper
 from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec
@@ -34,7 +34,7 @@ class FlashInferMLABackend(MLABackend):
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
         """The dtype of the cache too."""
         found = super().reject(spec, cache, device)
-        return found + (reject_other_cache_dtype(spec) if isinstance(spec, MLASpec) else [])
+        return found + (reject_other_half(spec, ", as the queries") if isinstance(spec, MLASpec) else [])
 
     @classmethod
     def reject_set_up(

@@ -16,12 +16,11 @@ from attn_backends.backends.mla.flashinfer_mla.plan import (
     int_bytes,
     most_works,
 )
-from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadataBuilder
+from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata, MLAMetadataBuilder
 from attn_backends.backends.mla.state import MLAState
-from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.interface.plans import plan_all_kinds
 from attn_backends.machine import Progress, is_hopper, num_multiprocessors, refuse_while_capturing
-from attn_backends.spec import MLASpec, PlanGroup
+from attn_backends.spec import MLASpec
 from attn_backends.step.staging import HostRing
 
 
@@ -72,13 +71,11 @@ class FlashInferMLAState(MLAState):
         kernels."""
         super().warm_up(progress)
 
-        def plan(group: PlanGroup[Any], batch: CommonAttentionMetadata) -> None:
-            builder = FlashInferMLAMetadataBuilder(group, self.cache, self.limits, self.device, options=self.options)
-            decode = builder.build(0, batch).decode
-            if decode is not None:
-                self.plan_decode(self.specs[group.index], decode, None)
+        def plan(metadata: MLAMetadata) -> None:
+            if metadata.decode is not None:
+                self.plan_decode(self.specs[metadata.group_index], metadata.decode, None)
 
-        plan_all_kinds(self, (1,), plan, progress)
+        plan_all_kinds(self, FlashInferMLAMetadataBuilder, (1,), plan, progress)
 
     def _new_plan(self, spec: MLASpec, graph: DecodeRows | None) -> MLAPlan:
         workspaces = (self.float_workspace, self._ring)

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import torch
 
-from attn_backends.backends.mla.backend import HALF, OF_512_AND_64, MLABackend, reject_other_cache_dtype
+from attn_backends.backends.mla.backend import OF_512_AND_64, MLABackend
 from attn_backends.backends.mla.flashmla.impl import FlashMLAImpl
 from attn_backends.backends.mla.flashmla.library import FP8
 from attn_backends.backends.mla.flashmla.metadata import FlashMLAMetadata, FlashMLAMetadataBuilder
 from attn_backends.backends.mla.flashmla.options import FlashMLAOptions
 from attn_backends.backends.mla.flashmla.state import FlashMLAState
-from attn_backends.interface.capabilities import Capabilities, Rejection, reject_newer_gpu
+from attn_backends.interface.capabilities import HALF, Capabilities, Rejection, reject_newer_gpu, reject_other_half
 from attn_backends.spec import AttentionSpec, KVCacheSpec, MLASpec
 
 # Queries times heads of a row take tiles of 64, and each a multiprocessor of the 78 and more that a Hopper GPU has:
@@ -43,7 +43,7 @@ class FlashMLABackend(MLABackend):
     def _reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
         found = super().reject(spec, cache, device)
         if isinstance(spec, MLASpec):
-            found += reject_other_cache_dtype(spec)
+            found += reject_other_half(spec, ", as the queries")
             if spec.num_qo_heads > MAX_HEADS:
                 hint = "Choose a backend that takes so many heads, or split the heads over GPUs."
                 found.append(Rejection("num_qo_heads", str(spec.num_qo_heads), f"1 to {MAX_HEADS}", hint))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from attn_backends.backends.mla.backend import MLABackend
+from attn_backends.backends.mla.backend import MLABackend, latent_capabilities
 from attn_backends.backends.mla.torch_mla.impl import TorchMLAImpl
 from attn_backends.backends.mla.torch_mla.metadata import TorchMLAMetadataBuilder
 from attn_backends.backends.mla.torch_mla.state import TorchMLAState
-from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport
+from attn_backends.interface.capabilities import Capabilities
 from attn_backends.spec import FP8_DTYPES
 
 _FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
@@ -28,12 +28,8 @@ class TorchMLABackend(MLABackend):
 
     @staticmethod
     def capabilities() -> Capabilities:
-        return Capabilities(
+        return latent_capabilities(
             devices=frozenset({"cpu", "cuda"}),
             dtypes=_FLOATS,
             cache_dtypes=_FLOATS | frozenset(FP8_DTYPES),
-            unequal_head_dims=True,
-            lse=True,
-            cuda_graph=CudaGraphSupport.UNIFORM_BATCH,
-            mla=True,
         )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from attn_backends.backends.mla.backend import MLABackend
+from attn_backends.backends.mla.backend import MLABackend, latent_capabilities
 from attn_backends.backends.mla.triton_mla.impl import TritonMLAImpl
 from attn_backends.backends.mla.triton_mla.state import TritonMLAState
-from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport, Rejection, reject_early_fp8
+from attn_backends.interface.capabilities import Capabilities, Rejection, reject_early_fp8
 from attn_backends.kernels.launch import INTERPRETED, untried_triton
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec
 
@@ -23,15 +23,11 @@ class TritonMLABackend(MLABackend):
 
     @staticmethod
     def capabilities() -> Capabilities:
-        return Capabilities(
+        return latent_capabilities(
             devices=frozenset({"cuda", "cpu"} if INTERPRETED else {"cuda"}),
             dtypes=_FLOATS,
             cache_dtypes=_FLOATS | frozenset(FP8_DTYPES),
-            unequal_head_dims=True,
-            lse=True,
-            cuda_graph=CudaGraphSupport.UNIFORM_BATCH,
             min_compute_capability=(8, 0),
-            mla=True,
             kv_lora_ranks=frozenset(range(16, 513, 16)),
             qk_rope_head_dims=frozenset(range(8, 129, 8)),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -16,11 +16,10 @@ from attn_backends.kernels.examples import empty
 from attn_backends.kernels.launch import machine_of, num_multiprocessors, power_of_two, shared_memory
 from attn_backends.kernels.split_kv import FAR, SplitSizes, WorkList
 from attn_backends.kernels.variants import Variant, listing
-from attn_backends.spec import KVCacheSpec, Limits, MLASpec
+from attn_backends.spec import MLASpec
 
 _PLANS = 1024  # that are kept
 _WIDTH = 2  # pages of a row: no kernel is compiled for it
-MakePlan = Callable[[MLASpec, int, int], SplitPlan]  # of a layer, for so many rows of so many query tokens
 
 
 class TritonMLAState(MLAState):
@@ -68,18 +67,30 @@ class TritonMLAState(MLAState):
 
     def list_launches(self) -> None:
         super().list_launches()
-        list_decodes(self.specs.values(), self.cache, self.limits, self._make_plan, self._list_decode)
+        for spec in self.specs.values():
+            for query_len, plan in self._plans(spec):
+                for want_lse in (False, True):
+                    self._list_decode(spec, plan, query_len, want_lse)
 
-    def _list_decode(
-        self, spec: MLASpec, plan: SplitPlan, query_len: int, query: torch.Tensor, latents: torch.Tensor, want_lse: bool
-    ) -> None:
+    def _plans(self, spec: MLASpec) -> Iterator[tuple[int, SplitPlan]]:
+        """Query tokens of a row and cuts: of all that kernels are compiled alike for, one."""
+        found: dict[tuple[object, ...], tuple[int, SplitPlan]] = {}
+        for query_len in range(1, min(MLAMetadataBuilder.decode_threshold, self.limits.max_num_tokens) + 1):
+            for num_rows in range(1, self.limits.max_num_requests + 1):
+                plan = self._make_plan(spec, num_rows, query_len)
+                found.setdefault((query_len, plan.tile, plan.tile_rows, power_of_two(num_rows)), (query_len, plan))
+        yield from found.values()
+
+    def _list_decode(self, spec: MLASpec, plan: SplitPlan, query_len: int, want_lse: bool) -> None:
+        query = empty(plan.num_rows, query_len, spec.num_qo_heads, spec.latent_dim, dtype=spec.dtype)
+        latents = empty(2, self.cache.page_size, spec.latent_dim, dtype=spec.cache_dtype)
         floats, starts = empty(0, dtype=torch.float32), empty(plan.num_rows + 1, dtype=torch.int32)
         work_items = empty(plan.num_work_items, 8, dtype=torch.int32)
         split = Split(plan, starts, _work_list(plan, work_items), Workspace(floats, floats))
         split.work_list.fill(empty(plan.num_rows, dtype=torch.int32), split.query_starts)
         lse = empty(plan.num_rows, query_len, spec.num_qo_heads, dtype=torch.float32) if want_lse else None
-        launch_decode(spec, 1.0, query, latents, query[..., : spec.kv_lora_rank], lse, table_of(plan.num_rows), split,
-                      query_len)  # fmt: skip
+        table = empty(plan.num_rows, _WIDTH, dtype=torch.int32)
+        launch_decode(spec, 1.0, query, latents, query[..., : spec.kv_lora_rank], lse, table, split, query_len)
 
     def _make_plan(self, spec: MLASpec, num_rows: int, query_len: int) -> SplitPlan:
         asked = self._asked(spec, num_rows, query_len)
@@ -98,35 +109,3 @@ def _work_list(plan: SplitPlan, work_items: torch.Tensor) -> WorkList:
     return WorkList(
         work_items, SplitSizes(plan.num_rows, plan.target, FAR.value, FAR.value, plan.tile.keys, min_blocks)
     )
-
-
-def list_decodes(
-    specs: Iterable[MLASpec], cache: KVCacheSpec, limits: Limits, make_plan: MakePlan,
-    launch: Callable[[MLASpec, SplitPlan, int, torch.Tensor, torch.Tensor, bool], None],
-) -> None:  # fmt: skip
-    """Launch each kind of decode once, in a listing.
-
-    Args:
-        launch: with a layer, a cut, query tokens of a row, absorbed queries [num_rows, query_len, num_qo_heads,
-            latent_dim], the latent cache, and whether an LSE is wanted.
-    """
-    for spec in specs:
-        latents = empty(2, cache.page_size, spec.latent_dim, dtype=spec.cache_dtype)
-        for query_len, plan in _plans(spec, limits, make_plan):
-            query = empty(plan.num_rows, query_len, spec.num_qo_heads, spec.latent_dim, dtype=spec.dtype)
-            for want_lse in (False, True):
-                launch(spec, plan, query_len, query, latents, want_lse)
-
-
-def _plans(spec: MLASpec, limits: Limits, make_plan: MakePlan) -> Iterator[tuple[int, SplitPlan]]:
-    """Query tokens of a row and cuts: of all that kernels are compiled alike for, one."""
-    found: dict[tuple[object, ...], tuple[int, SplitPlan]] = {}
-    for query_len in range(1, min(MLAMetadataBuilder.decode_threshold, limits.max_num_tokens) + 1):
-        for num_rows in range(1, limits.max_num_requests + 1):
-            plan = make_plan(spec, num_rows, query_len)
-            found.setdefault((query_len, plan.tile, plan.tile_rows, power_of_two(num_rows)), (query_len, plan))
-    yield from found.values()
-
-
-def table_of(num_rows: int) -> torch.Tensor:
-    return empty(num_rows, _WIDTH, dtype=torch.int32)
