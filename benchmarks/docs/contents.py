@@ -254,4 +254,12 @@ PAGES = (
     )),
 )  # fmt: skip
 # docs/what-ran.md and docs/correctness.md tell of verify's; the rule in triton/tuning.py is made from the trials.
-ELSEWHERE = {"verify", "verify_cpu", "verify_h100", "verify_alone", "verify_mended", "decode_trials_7", "decode_trials_8"}
+ELSEWHERE = {
+    "verify",
+    "verify_cpu",
+    "verify_h100",
+    "verify_alone",
+    "verify_mended",
+    "decode_trials_7",
+    "decode_trials_8",
+}
