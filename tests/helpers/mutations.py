@@ -167,6 +167,12 @@ class PrefixTwice(TorchMetadataBuilder):
         return replace(whole, prefix_pages=shared.prefix_pages, common_prefix_len=shared.common_prefix_len)
 
 
+class SaysAnotherThreshold(TorchMetadataBuilder):
+    """Rows of two tokens count as decodes for whoever asks, and not for itself."""
+
+    decode_threshold = 2
+
+
 class Thawed(TorchMetadata):
     __setattr__ = object.__setattr__  # type: ignore[assignment]
 
@@ -287,6 +293,11 @@ MUTATIONS = [
         "metadata can be changed",
         mutant(BuildsThawed, metadata_cls=Thawed),
         lambda k: k.test_metadata_and_step_are_frozen(),
+    ),
+    Mutation(
+        "another decode threshold",
+        mutant(SaysAnotherThreshold),
+        lambda k: k.test_decodes_are_what_the_builder_says(),
     ),
     Mutation(
         "gap not refused", mutant(capabilities=LESS, reject=SERVES_ALL), lambda k: k.test_features("soft_cap", F32)

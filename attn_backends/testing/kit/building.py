@@ -159,6 +159,25 @@ class Building(KitBase):
                 alone, what = replace(batch, rows=part), f"the view {type(view).__name__} of {len(part)} rows"
                 assert_step(layer.forward(alone, layer.state.begin_forward(view)), alone, what)
 
+    def test_decodes_are_what_the_builder_says(self) -> None:
+        """An engine reads `decode_threshold` off the builder, whose layers may want a lower one than its class has: rows
+        of as many tokens count as decodes, and rows of one more do not. If the builder orders rows, it goes by that."""
+        spec = self.make_spec()
+        builder = make_layer(self.backend, self.make_batch(spec, "small_decode")).builder
+        most, rows = builder.decode_threshold, _Rows()
+        assert 1 <= most <= type(builder).decode_threshold, f"the builder's threshold is {most}, above its class's"
+        lens = [most, most, most + 1, most + 1]
+        query_lens = [most + 1, most, most + 1, most]
+        if builder.reorder_batch(rows, query_lens):
+            ordered = [query_lens[row] for row in rows.order]
+            assert ordered == lens, f"rows of {query_lens} tokens became {ordered}, decodes being of up to {most}"
+        shape = BatchShape(seq_lens=tuple(length + 20 for length in lens), query_lens=tuple(lens))
+        batch = self.make_batch(spec, shape)
+        layer = make_layer(self.backend, batch)
+        metadata = layer.builder.build(0, batch.common())
+        assert metadata.num_decodes == 2, f"{metadata.num_decodes} decodes of rows of {lens} tokens, up to {most}"
+        assert_matches(layer.forward(batch, layer.state.begin_forward(metadata)), batch, f"rows of {lens} tokens")
+
     @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", WHOLE_PROMPTS], ids=str)
     def test_metadata_goes_to_workers(self, shape: BatchShape | str) -> None:
         """A flat dict, whose tensors are the metadata's own, goes through a pickle, and equals it once rebuilt."""
@@ -200,6 +219,16 @@ class Building(KitBase):
         shifted = {name: (src, [at - first for at in dest], count) for name, (src, dest, count) in whole.items()}
         assert metadata.prefill_metadata is None or _lists(metadata.prefill_metadata) == shifted
         assert_matches(layer.forward(given, layer.state.begin_forward(metadata)), batch, "a batch with placeholders")
+
+
+class _Rows:
+    """Four rows of a batch that is under way, by their first places."""
+
+    def __init__(self) -> None:
+        self.order = [*range(4)]
+
+    def swap_rows(self, first: int, second: int) -> None:
+        self.order[first], self.order[second] = self.order[second], self.order[first]
 
 
 def _lists(metadata: AttentionMetadata) -> dict[str, tuple[list[int], list[int], int]]:
