@@ -160,8 +160,8 @@ class Building(KitBase):
                 assert_step(layer.forward(alone, layer.state.begin_forward(view)), alone, what)
 
     def test_decodes_are_what_the_builder_says(self) -> None:
-        """An engine reads `decode_threshold` off the builder, whose layers may want a lower one than its class has: rows
-        of as many tokens count as decodes, and rows of one more do not. If the builder orders rows, it goes by that."""
+        """An engine reads `decode_threshold` off the builder, whose layers may want less than its class has. Rows of
+        as many tokens count as decodes, and rows of more do not. A builder that orders rows goes by that."""
         spec = self.make_spec()
         builder = make_layer(self.backend, self.make_batch(spec, "small_decode")).builder
         most, rows = builder.decode_threshold, _Rows()
