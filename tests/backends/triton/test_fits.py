@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import re
@@ -11,6 +12,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,7 +58,7 @@ def shared_bytes(kernel: Any, types: dict[str, str], constants: dict[str, Any], 
     """As the compiler lays a kernel out."""
     from triton.compiler import ASTSource
 
-    return int(_compiled(ASTSource, kernel, types, constants, warps, capability, until="llir").metadata.shared)
+    return int(_compiled(ASTSource, kernel, types, constants, warps, capability, until="layout").metadata.shared)
 
 
 def swizzles(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> set[str]:
@@ -108,15 +110,37 @@ def _compiled(
     source = make_source(kernel, signature, values, whole)
 
     def stop(backend: Any = None, stages: Any = None, *_: Any) -> tuple[str, str]:
-        for stage in [*stages][[*stages].index(until) + 1 :] if stages else ():
+        last = "llir" if until == "layout" else until
+        for stage in [*stages][[*stages].index(last) + 1 :] if stages else ():
             stages[stage] = lambda module, metadata: metadata.update({"name": "", "shared": None} | metadata) or b""
+        if stages and until == "layout":
+            stages["llir"] = functools.partial(_lay_out, stages["llir"])
         return until, until  # what is kept is kept by
 
-    with triton.knobs.runtime.scope(), pytest.MonkeyPatch.context() as patch:
+    with triton.knobs.runtime.scope():
         triton.knobs.runtime.add_stages_inspection_hook = stop
-        if until == "llir":  # which LLVM makes better for long, behind all that lays out
-            patch.setattr(triton._C.libtriton.llvm, "optimize_module", lambda *_: None)
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+
+
+class _AllLaidOut(Exception):
+    """The passes up to the one that makes LLVM's code of it."""
+
+
+def _lay_out(make_llir: Any, module: Any, metadata: dict[str, Any]) -> bytes:
+    """What the compiler does to a module before LLVM's code is made of it, which takes longer: its shared memory is
+    counted by then."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    def reached(point: str, passes: Any, context: Any) -> None:
+        raise _AllLaidOut(passes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CUDABackend, "instrumentation", SimpleNamespace(patch=reached, load_dialects=lambda *_: None))
+        with pytest.raises(_AllLaidOut) as laid_out:
+            make_llir(module, metadata)
+    laid_out.value.args[0].run(module, "layout")
+    metadata["shared"] = module.get_int_attr("ttg.shared")
+    return b""
 
 
 def constants_of(spec: AttentionSpec, page_size: int, **tile: int) -> dict[str, Any]:
