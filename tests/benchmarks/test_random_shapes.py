@@ -8,6 +8,7 @@ import itertools
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +36,7 @@ from benchmarks.attention.random_report import report_of
 from benchmarks.attention.sampled_problem import Pool
 from benchmarks.attention.shape_draws import HEAD_DIMS, JUDGING, KINDS, ON_CPU, ON_GPU, TUNING, draw, drawn
 from tests.helpers.forked import run_python
+from tests.helpers.quick_native import quick_native
 
 CPU = torch.device("cpu")
 MANY = [draw(1000, index) for index in range(3000)]
@@ -228,8 +230,15 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attn_backends.registry.table._classes", {})
 
 
+@pytest.fixture(scope="module")
+def native() -> Iterator[None]:
+    """Shapes that nobody chose have kernels that are quickly compiled: their times are not looked at."""
+    with quick_native():
+        yield
+
+
 @pytest.fixture
-def made(flashinfer: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def made(flashinfer: None, native: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Runs the script over a few small shapes; returns the file's content. Charts, which take longer, are off."""
     monkeypatch.setattr(random_shapes, "draw_files", lambda path: [])
     monkeypatch.setattr(shape_draws, "KINDS", {"decode": 1.0})

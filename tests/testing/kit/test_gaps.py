@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,13 @@ from attn_backends.interface.capabilities import Capabilities, Rejection, Unsupp
 from attn_backends.registry import table
 from attn_backends.testing.conformance import BackendConformance
 from attn_backends.testing.quick_check import quick_check
+from tests.helpers.quick_native import quick_native
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _whose_kernels_others_test() -> Iterator[None]:
+    with quick_native():
+        yield
 
 
 class PoorImpl(TorchImpl):

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import pytest
 
 from attn_backends.backends.torch.backend import TorchBackend
+from tests.helpers.quick_native import quick_native
 from tests.helpers.verify_mutants import MUTATIONS, VerifyMutation, first_finding, outcomes
 
 SEEDS = range(64)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _shapes_that_nobody_chose() -> Iterator[None]:
+    with quick_native():
+        yield
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

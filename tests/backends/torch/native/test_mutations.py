@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from attn_backends.backends.torch.backend import TorchBackend
-from attn_backends.backends.torch.native import compiler, paged_decode, paged_prefill
+from attn_backends.backends.torch.native import paged_decode, paged_prefill
 from attn_backends.testing.conformance import BackendConformance
+from tests.helpers.quick_native import forget, quick_native
 
 F32 = torch.float32
 DECODE, PREFILL, BOTH = "paged_decode.c", "paged_prefill.c", "paged.h"
@@ -84,16 +85,10 @@ def kit() -> BackendConformance:
     return type("Kit", (BackendConformance,), {"backend_name": "TORCH", "backend": TorchBackend})()
 
 
-def forget() -> None:
-    for module in (paged_decode, paged_prefill):
-        module._compiled.cache_clear()
-
-
 @pytest.fixture(autouse=True)
 def _compiled_anew() -> Iterator[None]:
-    forget()
-    yield
-    forget()
+    with quick_native():  # wrong in less time
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +111,6 @@ def test_the_kit_fails_on(
             text = text.replace(before, after)
         (tmp_path / each).write_text(text)
     monkeypatch.setenv("XDG_CACHE_HOME", str(compiled_here))
-    monkeypatch.setattr(compiler, "FLAGS", ("-O1", *compiler.FLAGS[1:]))  # wrong in less time
     for module in (paged_decode, paged_prefill):
         monkeypatch.setattr(module, "SOURCE", tmp_path / module.SOURCE.name)
     forget()

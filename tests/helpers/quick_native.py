@@ -1,0 +1,37 @@
+"""TORCH's kernels in C, compiled in a fourth of the time to slower code: for tests that are about something else."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from attn_backends.backends.torch.native import compiler, paged_decode, paged_prefill
+
+
+def forget() -> None:
+    """As in a new process: no kernel is loaded."""
+    for module in (paged_decode, paged_prefill):
+        module._compiled.cache_clear()
+
+
+@contextmanager
+def quick_native() -> Iterator[None]:
+    """Within it kernels are compiled without optimisation; those of before and behind it are others.
+
+    Operators of the shapes that are new end with it, and no graph finds its symbols: they are of the same names.
+    """
+    operators = torch.library._scoped_library("attn_backends", "FRAGMENT")
+    with pytest.MonkeyPatch.context() as patch, operators as library:
+        patch.setattr(compiler, "FLAGS", ("-O0", *compiler.FLAGS[1:]))
+        patch.setattr(paged_decode, "_library", library)
+        patch.setattr(paged_decode, "declarations", {})
+        patch.setattr(ctypes, "RTLD_GLOBAL", ctypes.RTLD_LOCAL)
+        forget()
+        try:
+            yield
+        finally:
+            forget()
