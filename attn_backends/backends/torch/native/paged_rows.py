@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from attn_backends.backends.torch.native.compiler import CompileError, load
 from attn_backends.cache.kv_cache import KVCache
+from attn_backends.kernels.c_compiler import CompileError, load
 from attn_backends.spec import AttentionSpec, AttentionType
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from attn_backends.backends.torch.backend import TorchBackend
-from attn_backends.backends.torch.native import compiler, paged_decode, paged_prefill
+from attn_backends.backends.torch.native import paged_decode, paged_prefill
+from attn_backends.kernels import c_compiler
 from attn_backends.testing.conformance import BackendConformance
 
 F32 = torch.float32
@@ -116,7 +117,7 @@ def test_the_kit_fails_on(
             text = text.replace(before, after)
         (tmp_path / each).write_text(text)
     monkeypatch.setenv("XDG_CACHE_HOME", str(compiled_here))
-    monkeypatch.setattr(compiler, "FLAGS", ("-O1", *compiler.FLAGS[1:]))  # wrong in less time
+    monkeypatch.setattr(c_compiler, "FLAGS", ("-O1", *c_compiler.FLAGS[1:]))  # wrong in less time
     for module in (paged_decode, paged_prefill):
         monkeypatch.setattr(module, "SOURCE", tmp_path / module.SOURCE.name)
     forget()
