@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from attn_backends.engine.models.context import NewTokens
 from attn_backends.engine.models.fused.linears import (
     PackedLinear,
+    library_linear,
     packable,
-    packed_linear,
     prefers_mkl,
     prefers_native,
 )
@@ -38,8 +38,8 @@ class FusedLayer(LlamaLayer):
         self.rotate = rotate
         attention, mlp = layer.self_attn, layer.mlp
         self.norms = [_Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)]
-        self.qkv = packed_linear(merged_weights(attention.q_proj, attention.k_proj, attention.v_proj))
-        self.out, self.down = packed_linear(attention.o_proj.weight), packed_linear(mlp.down_proj.weight)
+        self.qkv = library_linear(merged_weights(attention.q_proj, attention.k_proj, attention.v_proj))
+        self.out, self.down = library_linear(attention.o_proj.weight), library_linear(mlp.down_proj.weight)
         gated = _MergedGate if prefers_mkl(mlp.up_proj.weight.dtype) else _FusedGate
         self.gated = gated(mlp.gate_proj.weight, mlp.up_proj.weight)
 
@@ -70,7 +70,7 @@ class _MergedGate(torch.nn.Module):
 
     def __init__(self, gate: torch.Tensor, up: torch.Tensor) -> None:
         super().__init__()
-        self.both = packed_linear(torch.cat([gate, up]))
+        self.both = library_linear(torch.cat([gate, up]))
         self.width = len(gate)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -146,6 +146,11 @@ def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Nat
     """The fastest layer of the three over a [out_features, in_features] weight that is `packable`."""
     if len(weight) >= LEAST_ROWS and prefers_native(weight.dtype):
         return NativeLinear(weight, bias)
+    return library_linear(weight, bias)
+
+
+def library_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear | MklLinear:
+    """The faster layer of the two that libraries have products for, with residuals added."""
     return MklLinear(weight, bias) if prefers_mkl(weight.dtype) else PackedLinear(weight, bias)
 
 

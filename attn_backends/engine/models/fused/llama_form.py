@@ -11,6 +11,7 @@ from attn_backends.engine.models.context import NewTokens
 
 Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [1, num_tokens, head_dim]
 PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+OUTLIER = 4  # times as far off may single tokens be: what is large in them cancels out
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -112,7 +113,7 @@ def agree(layer: Any, fused: Any, rotary: Any, tolerance: float, sizes: Sequence
 
     Args:
         rotary: the model's rotary embedding: (hidden, position_ids) to cos and sin.
-        tolerance: ‖fused - original‖ / ‖original‖.
+        tolerance: ‖fused - original‖ / ‖original‖, of most tokens.
     """
     weight = layer.input_layernorm.weight
     generator = torch.Generator().manual_seed(0)
@@ -122,6 +123,7 @@ def agree(layer: Any, fused: Any, rotary: Any, tolerance: float, sizes: Sequence
         arguments = {"position_embeddings": rotary(hidden, positions), "attention_context": _Trial()}
         with torch.inference_mode():
             expected, got = layer(hidden, **arguments), fused(hidden.clone(), **arguments)
-        if not (got - expected).float().norm() / expected.float().norm() < tolerance:  # NaN is no agreement
+        errors = (got - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)  # [1, num_tokens]
+        if not (errors.median() < tolerance and errors.max() < OUTLIER * tolerance):  # NaN is no agreement
             return False
     return True
