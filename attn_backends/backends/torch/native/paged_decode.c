@@ -248,3 +248,34 @@ int32_t OPERATOR(tensor query, tensor key, tensor value, tensor key_cache, tenso
     };
     return !decode(&s);
 }
+
+// The same for torch itself, which calls with a stack of arguments and place for results: into a tensor that is there,
+// without a LSE; gives the number of threads.
+typedef struct TorchLibraryOpaque *library;
+int32_t aoti_torch_library_init_impl(const char *, const char *, const char *, uint32_t, library *);
+int32_t aoti_torch_library_impl(library, const char *, void (*)(uint64_t *, uint64_t, uint64_t));
+int32_t aoti_torch_delete_tensor_object(tensor);
+
+static double number(uint64_t bits) { double n; memcpy(&n, &bits, sizeof n); return n; }
+
+static void decode_into(uint64_t *stack, uint64_t inputs, uint64_t outputs) {
+    tensor *in = (tensor *)stack;
+    tensor query = in[0], key_cache = in[3], slots = in[5], seq_lens = in[8], output = in[17];
+    struct step s = {
+        view(query, 2), view(in[1], 2), view(in[2], 2), view(key_cache, 3), view(in[4], 3), data(output), NULL,
+        data(slots), data(in[6]), data(in[7]), data(seq_lens), NULL, data(in[9]), data(in[10]), size(slots, 0),
+        size(seq_lens, 0), size(query, 1) / GROUP, size(key_cache, 1), 0, stack[11], stack[12], 1, number(stack[13]),
+        number(stack[14]), number(stack[15]), number(stack[16]),
+    };
+    int64_t threads = decode(&s);
+    for (int i = 0; i < 18; i++)
+        if (i < 11 || i == 17) aoti_torch_delete_tensor_object(in[i]);
+    stack[0] = threads;
+}
+
+// Gives torch the operator that Python has defined by this name; 0 if it took it.
+int32_t implement(const char *name) {
+    library here;
+    return aoti_torch_library_init_impl("attn_backends", "CPU", __FILE__, __LINE__, &here) ||
+           aoti_torch_library_impl(here, name, decode_into);
+}
