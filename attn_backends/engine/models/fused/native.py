@@ -1,8 +1,8 @@
 """Decoder layers of the Llama form as two operators in C around attention: what a CPU with AVX-512 decodes with.
 
 Before attention: norm, the product for queries, keys and values, rotation. Behind it: the output's product, residual,
-norm, the gated MLP, residual. The weights stay as they lie, so that the original layers' memory is theirs, and each is
-read once a step. The operators are torch's own (C calls C), so whatever records or traces torch sees them.
+norm, the gated MLP, residual. Weights keep their form, are shared with the original layer, and lie in the order in
+which a step reads them. The operators are torch's own (C calls C), so whatever records or traces torch sees them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attn_backends.engine.models.fused.llama_form import LlamaLayer, merged_weights
+from attn_backends.engine.models.fused.huge_pages import settle
+from attn_backends.engine.models.fused.llama_form import LlamaLayer
 from attn_backends.kernels.c_compiler import CompileError, load
 from attn_backends.kernels.c_shims import declarations
 
@@ -105,7 +106,8 @@ class NativeLinear(torch.nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(weight.detach().contiguous(), requires_grad=False)
+        self.weight = weight if isinstance(weight, torch.nn.Parameter) else torch.nn.Parameter(weight, False)
+        settle([self.weight])
         self.bias = weight.new_empty(0) if bias is None else bias.detach().contiguous()
         found = operators(weight.dtype)
         assert found is not None
@@ -123,11 +125,12 @@ class NativeLayer(LlamaLayer):
         super().__init__(layer)
         attention, mlp, norms = layer.self_attn, layer.mlp, (layer.input_layernorm, layer.post_attention_layernorm)
         first, second = (norm.weight.detach().float().contiguous() for norm in norms)
-        merged = merged_weights(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.first = (first, merged)
-        others = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        out, gate, up, down = (linear.weight.detach().contiguous() for linear in others)
-        self.second = (out, second, gate, up, down)
+        heads = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+        others = [attention.o_proj.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
+        flat = settle(heads + others)
+        merged = flat[: sum(weight.numel() for weight in heads)].view(-1, first.shape[0])
+        out, gate, up, down = (weight.detach() for weight in others)
+        self.first, self.second = (first, merged), (out, second, gate, up, down)
         self.epsilons = tuple(float(norm.variance_epsilon) for norm in norms)
         found = operators(merged.dtype)
         assert found is not None
