@@ -4,6 +4,7 @@
 
 #include "products.h"
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #define BLOCK 64    // tokens that go through all products together
@@ -31,6 +32,12 @@ static void normalise(const cell *x, const float *weight, float epsilon, int64_t
     }
 }
 
+// An operator in C has no way to raise.
+static void no_memory(void) {
+    fputs("attn_backends: no memory for what a decoder layer computes\n", stderr);
+    abort();
+}
+
 // Memory for what lies between two products; kept, as fresh memory costs more than what is done in it.
 static cell *room(int64_t cells) {
     static _Thread_local cell *kept;
@@ -38,7 +45,8 @@ static cell *room(int64_t cells) {
     if (cells > size) {
         free(kept);
         kept = aligned_alloc(ALIGNED, (cells * sizeof(cell) + ALIGNED - 1) / ALIGNED * ALIGNED);
-        size = kept ? cells : 0;
+        size = cells;
+        if (!kept) no_memory();
     }
     return kept;
 }
@@ -54,11 +62,10 @@ struct before { // attention
     int64_t tokens, size, head_dim, queries, keys;
 };
 
-static int before(const struct before *s) {
+static void before(const struct before *s) {
     int64_t threads = omp_get_max_threads(), block = s->tokens < BLOCK ? s->tokens : BLOCK, dim = s->head_dim;
     int64_t queries = s->queries * dim, keys = s->keys * dim, own = block * s->size;
     cell *normed = room(threads * own);
-    if (!normed) return 1;
 #pragma omp parallel if ((queries + 2 * keys) * s->size > SMALL)
     {
         int64_t thread = omp_get_thread_num(), of = omp_get_num_threads();
@@ -75,7 +82,6 @@ static int before(const struct before *s) {
             plain(&job, thread, of);
         }
     }
-    return 0;
 }
 
 struct behind { // attention
@@ -86,11 +92,10 @@ struct behind { // attention
     int64_t tokens, size, width, inner;
 };
 
-static int behind(const struct behind *s) {
+static void behind(const struct behind *s) {
     int64_t threads = omp_get_max_threads(), block = s->tokens < BLOCK ? s->tokens : BLOCK, size = s->size;
     int64_t own = block * size;
     cell *rows = room((threads + 2) * own + block * s->inner), *inner = rows + (threads + 2) * own;
-    if (!rows) return 1;
 #pragma omp parallel if (s->inner * size > SMALL)
     {
         int64_t thread = omp_get_thread_num(), of = omp_get_num_threads();
@@ -111,7 +116,6 @@ static int behind(const struct behind *s) {
             plain(&down, thread, of);
         }
     }
-    return 0;
 }
 
 // Operators, by torch's C interface (torch/csrc/inductor/aoti_torch/c/shim.h). A graph of torch.compile calls those named
@@ -131,22 +135,22 @@ static int64_t numel(tensor t) { int64_t n = 0; aoti_torch_get_numel(t, &n); ret
 static void *data(tensor t) { void *at = NULL; aoti_torch_get_data_ptr(t, &at); return at; }
 
 // A contiguous tensor of another's dtype.
-static int32_t make(tensor like, int64_t dims, const int64_t *sizes, tensor *made) {
+static void make(tensor like, int64_t dims, const int64_t *sizes, tensor *made) {
     int64_t strides[dims], stride = 1;
     for (int64_t i = dims - 1; i >= 0; i--) strides[i] = stride, stride *= sizes[i];
-    int32_t dtype, failed = aoti_torch_get_dtype(like, &dtype);
-    return failed ? failed : aoti_torch_empty_strided(dims, sizes, strides, dtype, 0, 0, made);
+    int32_t dtype;
+    aoti_torch_get_dtype(like, &dtype);
+    if (aoti_torch_empty_strided(dims, sizes, strides, dtype, 0, 0, made)) no_memory();
 }
 
 // All but the last dimension of another, and that one.
-static int32_t make_wide(tensor like, int64_t width, tensor *made) {
+static void make_wide(tensor like, int64_t width, tensor *made) {
     int64_t dims, *sizes;
-    int32_t failed = aoti_torch_get_dim(like, &dims) || aoti_torch_get_sizes(like, &sizes);
-    if (failed) return failed;
+    aoti_torch_get_dim(like, &dims), aoti_torch_get_sizes(like, &sizes);
     int64_t wide[dims];
     memcpy(wide, sizes, sizeof wide);
     wide[dims - 1] = width;
-    return make(like, dims, wide, made);
+    make(like, dims, wide, made);
 }
 
 int32_t NAMED(aoti_torch_cpu_llama_before_)(tensor hidden, tensor norm, tensor weight, tensor cos, tensor sin,
@@ -154,24 +158,26 @@ int32_t NAMED(aoti_torch_cpu_llama_before_)(tensor hidden, tensor norm, tensor w
                                             tensor *key, tensor *value) {
     int64_t width = size(norm, 0), tokens = numel(hidden) / width, keys = (size(weight, 0) / head_dim - queries) / 2;
     int64_t query_sizes[3] = {tokens, queries, head_dim}, sizes[3] = {tokens, keys, head_dim};
-    if (make(hidden, 3, query_sizes, query) || make(hidden, 3, sizes, key) || make(hidden, 3, sizes, value)) return 1;
+    make(hidden, 3, query_sizes, query), make(hidden, 3, sizes, key), make(hidden, 3, sizes, value);
     struct before s = {data(hidden), {data(norm), epsilon}, data(weight), data(cos), data(sin), data(*query),
                        data(*key), data(*value), tokens, width, head_dim, queries, keys};
-    return before(&s);
+    before(&s);
+    return 0;
 }
 
 int32_t NAMED(aoti_torch_cpu_llama_behind_)(tensor hidden, tensor attended, tensor out, tensor norm, tensor gate,
                                             tensor up, tensor down, double epsilon, tensor *result) {
     int64_t width = size(norm, 0);
-    if (make_wide(hidden, width, result)) return 1;
+    make_wide(hidden, width, result);
     struct behind s = {data(hidden), data(attended), data(out), data(gate), data(up), data(down),
                        {data(norm), epsilon}, data(*result), numel(hidden) / width, width, size(out, 1), size(gate, 0)};
-    return behind(&s);
+    behind(&s);
+    return 0;
 }
 
 int32_t NAMED(aoti_torch_cpu_rows_product_)(tensor tokens, tensor weight, tensor bias, tensor *result) {
     int64_t rows = size(weight, 0), inner = size(weight, 1), all = numel(tokens) / inner;
-    if (make_wide(tokens, rows, result)) return 1;
+    make_wide(tokens, rows, result);
     const cell *x = data(tokens);
     cell *out = data(*result);
 #pragma omp parallel if (rows * inner > SMALL)

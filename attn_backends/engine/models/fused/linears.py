@@ -175,7 +175,10 @@ def prefers_mkl(dtype: torch.dtype) -> bool:
 
 def _compared(kinds: Sequence[Any], dtype: torch.dtype, num_tokens: int) -> dict[Any, float]:
     """Seconds that layers of each kind take, over more weights than caches hold."""
-    tokens, weights = torch.zeros(num_tokens, 576, dtype=dtype), [torch.zeros(1536, 576, dtype=dtype) for _ in range(32)]
+    tokens, weights = (
+        torch.zeros(num_tokens, 576, dtype=dtype),
+        [torch.zeros(1536, 576, dtype=dtype) for _ in range(32)],
+    )
     layers = {kind: [kind(weight) for weight in weights] for kind in kinds}
     return _least_seconds({kind: partial(_run, of_kind, tokens) for kind, of_kind in layers.items()})
 

@@ -7,7 +7,9 @@ which a step reads them. The operators are torch's own (C calls C), so whatever 
 
 from __future__ import annotations
 
+import ctypes
 import logging
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,7 +64,9 @@ def _product(tokens: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> 
     return tokens.new_empty(*tokens.shape[:-1], weight.shape[0])
 
 
-_SHAPES = {"llama_before": _before, "llama_behind": _behind, "rows_product": _product}
+_SHAPES: dict[str, Callable[..., Any]] = {
+    "llama_before": _before, "llama_behind": _behind, "rows_product": _product,
+}  # fmt: skip
 
 
 @cache
@@ -76,22 +80,28 @@ def operators(dtype: torch.dtype) -> Operators | None:
     except CompileError as error:
         logger.warning("layers in torch's operators, which is slower, as C cannot be compiled: %s", error)
         return None
-    known = hasattr(torch.ops.attn_backends, f"llama_before_{name}")
-    for each, schema in _SCHEMAS.items():
-        if not known:
+    return Operators(*_defined(name, library))
+
+
+def _defined(name: str, library: ctypes.CDLL) -> list[Any]:
+    """The operators of a dtype, which torch takes once a process."""
+    if not hasattr(torch.ops.attn_backends, f"llama_before_{name}"):
+        for each, schema in _SCHEMAS.items():
             _library.define(f"{each}_{name}{schema}")
             torch.library.register_fake(f"attn_backends::{each}_{name}", _SHAPES[each], lib=_library)
-        operator = getattr(torch.ops.attn_backends, f"{each}_{name}").default
+        if library.implement():
+            raise RuntimeError(f"torch {torch.__version__} does not take operators from C: set accelerate: off")
+    found = {each: getattr(torch.ops.attn_backends, f"{each}_{name}").default for each in _SCHEMAS}
+    for each, operator in found.items():
         declarations[operator] = [f"AOTITorchError aoti_torch_cpu_{each}_{name}({_C_ARGUMENTS[each]})"]
-    if not known and library.implement():
-        return None
-    return Operators(*(getattr(torch.ops.attn_backends, f"{each}_{name}").default for each in _SCHEMAS))
+    return list(found.values())
 
 
 def has_instructions(dtype: torch.dtype) -> bool:
     """Whether the CPU has the vectors that the C is written with; for bfloat16, products of it."""
-    known = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return known and (dtype is torch.float32 or torch.cpu._is_avx512_bf16_supported())
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    return dtype is torch.float32 or bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def serves(layer: Any) -> bool:
@@ -145,9 +155,7 @@ class NativeLayer(LlamaLayer):
         **unused: Any,
     ) -> torch.Tensor:
         hidden, cos, sin = (each.contiguous() for each in (hidden_states, *position_embeddings))
-        heads = self.operators.before(
-            hidden, *self.first, cos, sin, self.head_dim, self.num_queries, self.epsilons[0]
-        )
+        heads = self.operators.before(hidden, *self.first, cos, sin, self.head_dim, self.num_queries, self.epsilons[0])
         attended = attention_context.attend(self.place, heads, {"scaling": self.place.scaling})
         out: torch.Tensor = self.operators.behind(hidden, attended.contiguous(), *self.second, self.epsilons[1])
         return out
