@@ -1,7 +1,7 @@
 """Weights in one piece of memory with huge pages, where the system has them to give.
 
-A decode step reads every weight once, and in pages of 4 KB it also looks up where each page lies: a sixth of the time of
-its products, on two cores of an EPYC.
+A decode step reads every weight once, and in pages of 4 KB it also looks up where each page lies: a sixth of its
+products' time, on two cores of an EPYC.
 """
 
 from __future__ import annotations

@@ -101,14 +101,15 @@ def has_instructions(dtype: torch.dtype) -> bool:
     """Whether the CPU has the vectors that the C is written with; for bfloat16, products of it."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
-    return dtype is torch.float32 or bool(torch.cpu._is_avx512_bf16_supported())
+    return dtype is torch.float32 or torch.cpu._is_avx512_bf16_supported()
 
 
 def serves(layer: Any) -> bool:
     """Whether the products of a layer of the Llama form are as large as a tile, and its heads have two halves."""
     attention, mlp = layer.self_attn, layer.mlp
-    rows = (*(len(linear.weight) for linear in (attention.k_proj, mlp.up_proj, mlp.down_proj)), attention.head_dim)
-    return min(rows) >= LEAST_ROWS and attention.head_dim % 2 == 0
+    head_dim: int = attention.head_dim
+    rows = (head_dim, *(len(linear.weight) for linear in (attention.k_proj, mlp.up_proj, mlp.down_proj)))
+    return min(rows) >= LEAST_ROWS and head_dim % 2 == 0
 
 
 class NativeLinear(torch.nn.Module):
