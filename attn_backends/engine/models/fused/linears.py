@@ -28,7 +28,7 @@ KeyT = TypeVar("KeyT")
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as Hugging Face models name them
 BATCH_HINT = 16  # tokens that the blocking is chosen for; other numbers of them give the same results
 FEW_TOKENS = (1, 4)  # on some CPUs a packed product of one token takes longer than one of four
-MANY_TOKENS, AT_MOST = 64, 1.25  # products in C are for decoding, and may take that much longer over a prompt
+MANY_TOKENS, AT_MOST = 64, 2.0  # products in C are for decoding, and may take that much longer over a prompt
 NOISE = 0.9  # of the time of the usual choice: what takes longer than that is not worth a change
 
 

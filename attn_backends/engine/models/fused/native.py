@@ -125,6 +125,11 @@ class NativeLinear(torch.nn.Module):
         self.product = found.product
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # [..., in_features] -> [..., out_features]
+        if tokens.dtype is not self.weight.dtype or tokens.shape[-1] != self.weight.shape[1]:
+            raise ValueError(
+                f"tokens {list(tokens.shape)} in {tokens.dtype} for a weight {list(self.weight.shape)} in "
+                f"{self.weight.dtype}: give [..., {self.weight.shape[1]}] of that dtype"
+            )
         out: torch.Tensor = self.product(tokens.contiguous(), self.weight, self.bias)
         return out
 

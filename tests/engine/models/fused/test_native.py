@@ -108,6 +108,14 @@ def test_products(dtype: torch.dtype, seed: int) -> None:
     assert bool(right.all())
 
 
+def test_tokens_of_another_kind_are_refused() -> None:
+    needs_operators(torch.float32)
+    linear = NativeLinear(torch.nn.Parameter(torch.ones(6, 4), requires_grad=False))
+    for tokens in (torch.ones(2, 5), torch.ones(2, 4, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"give \[\.\.\., 4\] of that dtype"):
+            linear(tokens)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_number_of_threads_gives_the_same(dtype: torch.dtype) -> None:
     needs_operators(dtype)
