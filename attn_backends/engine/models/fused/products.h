@@ -4,6 +4,7 @@
 // dimension and added up at its end, so that no weight is reordered, and each is read once, in order, for few tokens.
 
 #include <immintrin.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -92,9 +93,10 @@ typedef void tile_of(const cell *x, const cell *const w[2], int64_t size, int64_
     static void tile_##tokens##_##lines(const cell *x, const cell *const w[2], int64_t size, int64_t ahead, vec out[2]) { \
         tile(tokens, lines, x, w, size, ahead, out);                                                                   \
     }
-TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(1, 3) TILE(2, 3) TILE(3, 3) TILE(4, 3)
-static tile_of *const few_tokens[TOKENS] = {tile_1_3, tile_2_3, tile_3_3, tile_4_3};
-static tile_of *const more_tokens[TOKENS] = {tile_1_1, tile_2_1, tile_3_1, tile_4_1};
+TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(4, 2) TILE(1, 3) TILE(2, 3) TILE(3, 3) TILE(4, 3)
+static tile_of *const tiles[ROWS][TOKENS] = { // by lines and tokens
+    {tile_1_1, tile_2_1, tile_3_1, tile_4_1}, {NULL, NULL, NULL, tile_4_2}, {tile_1_3, tile_2_3, tile_3_3, tile_4_3},
+};
 
 // Three numbers of each of up to TOKENS rows, from lane 4 t on.
 INLINE vec read_rows(const cell *at, int64_t row, int tokens) {
@@ -160,15 +162,14 @@ INLINE void finish(const enum kind kind, const struct job *j, int64_t t, int tok
     if (kind != GATED) write_rows(out + apart, j->out_row, tokens, b);
 }
 
-// A tile's two runs for all tokens. Few tokens fetch the next tile's rows at once, more of them a third each.
+// A tile's two runs for all tokens, TOKENS at a time, which share the fetching of the next tile's rows.
 INLINE void column(const enum kind kind, const struct job *j, int64_t row, int64_t apart, const cell *const w[2],
                    int64_t next) {
-    int few = j->tokens <= 2 * TOKENS;
-    for (int64_t t = 0, nth = 0; t < j->tokens; t += TOKENS, nth++) {
+    int64_t lines = j->tokens <= TOKENS ? 3 : j->tokens <= 2 * TOKENS ? 2 : 1;
+    for (int64_t t = 0, fetched = 0; t < j->tokens; t += TOKENS, fetched += lines, lines = 1) {
         int64_t tokens = j->tokens - t < TOKENS ? j->tokens - t : TOKENS;
-        int64_t ahead = nth < (few ? 1 : ROWS) ? next + nth * j->size : 0;
         vec out[2];
-        (few ? few_tokens : more_tokens)[tokens - 1](j->x + t * j->size, w, j->size, ahead, out);
+        tiles[lines - 1][tokens - 1](j->x + t * j->size, w, j->size, fetched < ROWS ? next + fetched * j->size : 0, out);
         finish(kind, j, t, tokens, row, apart, out[0], out[1]);
     }
 }
