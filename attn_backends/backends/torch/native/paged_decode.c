@@ -32,6 +32,16 @@ static inline key_vec load_key(const cell *key, int d) { return load(key + d * L
 static inline vec product(key_vec a, key_vec b, vec acc) { return acc + a * b; }
 #endif
 
+#ifdef __AVX512F__
+static inline float highest_of(vec v) { return _mm512_reduce_max_ps((__m512)v); }
+#else
+static inline float highest_of(vec v) {
+    float high = v[0];
+    for (int i = 1; i < LANES; i++) high = high > v[i] ? high : v[i];
+    return high;
+}
+#endif
+
 static inline float sum_of(vec v) {
     typedef float half __attribute__((vector_size(2 * LANES)));
     typedef float quarter __attribute__((vector_size(LANES)));
@@ -89,11 +99,14 @@ static inline void soften(const struct step *s, int64_t row, int64_t head, int64
         for (int i = 0; i < TILE / LANES; i++) logits[i] = tanh_of(logits[i] / (float)s->soft_cap) * (float)s->soft_cap;
     if (s->slopes)
         for (int i = 0; i < n; i++) ((float *)logits)[i] += s->slopes[head] * (start + i - (s->seq_lens[row] - 1));
-    for (int i = n; i < TILE; i++) ((float *)logits)[i] = -INFINITY;
+    for (int i = 0; i < TILE / LANES; i++) { // keys behind the last one
+        ints live = (ints){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + i * LANES < n;
+        logits[i] = (vec)(((ints)logits[i] & live) | ((ints)((vec){0} - INFINITY) & ~live));
+    }
     vec highs = logits[0], added = {0};
     for (int i = 1; i < TILE / LANES; i++) highs = higher(highs, logits[i]);
-    float high = *m;
-    for (int i = 0; i < LANES; i++) high = high > highs[i] ? high : highs[i];
+    float high = highest_of(highs);
+    high = *m > high ? *m : high;
     for (int i = 0; i < TILE / LANES; i++) added += logits[i] = exp_of(logits[i] - high);
     float shrink = expf(*m - high);
     *l = *l * shrink + sum_of(added);
