@@ -74,14 +74,14 @@ INLINE void step(const int tokens, const cell *x, const cell *const w[2], int64_
 }
 
 // out[i] has in lane 4 t + r the product of token t and row r of run i. Meanwhile `lines` rows of each run that lie
-// `ahead` are fetched to the second cache.
+// `ahead` are fetched to the second cache, one after another.
 INLINE void tile(const int tokens, const int lines, const cell *x, const cell *const w[2], int64_t size, int64_t ahead,
                  vec out[2]) {
     vec sum[2][TOKENS][4] = {0};
     int64_t k = 0;
     for (; k + LANES <= size; k += LANES) {
         UNROLL for (int i = 0; i < 2; i++)
-            UNROLL for (int r = 0; r < lines; r++) __builtin_prefetch(w[i] + ahead + r * size + k, 0, 2);
+            UNROLL for (int r = 0; r < lines; r++) __builtin_prefetch(w[i] + ahead + lines * k + r * LANES, 0, 2);
         step(tokens, x, w, size, k, WHOLE, sum);
     }
     if (k < size) step(tokens, x, w, size, k, WHOLE >> (LANES - (size - k)), sum);
