@@ -11,8 +11,9 @@ them.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from itertools import count
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as Hugg
 BATCH_HINT = 16  # tokens that the blocking is chosen for; other numbers of them give the same results
 FEW_TOKENS = (1, 4)  # on some CPUs a packed product of one token takes longer than one of four
 MANY_TOKENS, AT_MOST = 64, 2.0  # products in C are for decoding, and may take that much longer over a prompt
+TRIAL = (3072, 576)  # a weight that all are timed with
 NOISE = 0.9  # of the time of the usual choice: what takes longer than that is not worth a change
 
 
@@ -161,7 +163,7 @@ def prefers_native(dtype: torch.dtype) -> bool:
         return False
     usual = MklLinear if prefers_mkl(dtype) else PackedLinear
     few, many = (_compared((NativeLinear, usual), dtype, size) for size in (FEW_TOKENS[-1], MANY_TOKENS))
-    return few[NativeLinear] < few[usual] and many[NativeLinear] < many[usual] * AT_MOST
+    return few[NativeLinear] * NOISE < few[usual] and many[NativeLinear] < many[usual] * AT_MOST
 
 
 @cache
@@ -175,12 +177,12 @@ def prefers_mkl(dtype: torch.dtype) -> bool:
 
 def _compared(kinds: Sequence[Any], dtype: torch.dtype, num_tokens: int) -> dict[Any, float]:
     """Seconds that layers of each kind take, over more weights than caches hold."""
-    tokens, weights = (
-        torch.zeros(num_tokens, 576, dtype=dtype),
-        [torch.zeros(1536, 576, dtype=dtype) for _ in range(32)],
-    )
-    layers = {kind: [kind(weight) for weight in weights] for kind in kinds}
-    return _least_seconds({kind: partial(_run, of_kind, tokens) for kind, of_kind in layers.items()})
+    weights, tokens = _trial_weights(dtype), torch.zeros(num_tokens, TRIAL[1], dtype=dtype)
+    return _least_seconds({kind: [partial(kind(weight), tokens) for weight in weights] for kind in kinds})
+
+
+def _trial_weights(dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.zeros(TRIAL, dtype=dtype) for _ in range(16)]
 
 
 @cache
@@ -191,28 +193,23 @@ def min_tokens(dtype: torch.dtype) -> int:
     """
     if prefers_native(dtype):
         return FEW_TOKENS[0]
-    layers = [packed_linear(torch.zeros(1536, 576, dtype=dtype)) for _ in range(32)]
-    inputs = [torch.zeros(num_tokens, 576, dtype=dtype) for num_tokens in FEW_TOKENS]
-    taken = _least_seconds({len(tokens): partial(_run, layers, tokens) for tokens in inputs})
+    layers = [packed_linear(weight) for weight in _trial_weights(dtype)]
+    inputs = [torch.zeros(num_tokens, TRIAL[1], dtype=dtype) for num_tokens in FEW_TOKENS]
+    taken = _least_seconds({len(tokens): [partial(layer, tokens) for layer in layers] for tokens in inputs})
     one, few = FEW_TOKENS
     return few if taken[few] < taken[one] * NOISE else one
 
 
-def _run(layers: Sequence[torch.nn.Module], tokens: torch.Tensor) -> None:
-    for layer in layers:
-        layer(tokens)
-
-
-def _least_seconds(runs: dict[KeyT, Callable[[], None]]) -> dict[KeyT, float]:
-    """The shortest time of five of each, taken in turns."""
-    taken: dict[KeyT, float] = {}
+def _least_seconds(runs: Mapping[KeyT, Sequence[Callable[[], object]]]) -> dict[KeyT, float]:
+    """The shortest time of five of each run, taken in turns, by key together: others may use the processor too."""
+    taken = {key: [math.inf] * len(of_key) for key, of_key in runs.items()}
     for _ in range(5):
-        for key, run in runs.items():
-            started = time.perf_counter()
-            run()
-            seconds = time.perf_counter() - started
-            taken[key] = min(seconds, taken.get(key, seconds))
-    return taken
+        for key, of_key in runs.items():
+            for index, run in enumerate(of_key):
+                started = time.perf_counter()
+                run()
+                taken[key][index] = min(time.perf_counter() - started, taken[key][index])
+    return {key: sum(seconds) for key, seconds in taken.items()}
 
 
 def _concatenated(linears: Sequence[torch.nn.Linear]) -> torch.nn.Linear:
