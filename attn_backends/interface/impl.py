@@ -90,7 +90,7 @@ class AttentionImpl(ABC, Generic[StepT]):
         if output is None:
             output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)
         if kv_cache is not None and key is not None and value is not None:
-            if (num_slots := len(metadata.slot_mapping)) < len(key):  # the others belong to no row
+            if (num_slots := metadata.slot_mapping.shape[0]) < key.shape[0]:  # the others belong to no row
                 key, value = key[:num_slots], value[:num_slots]
             self.write(key, value, kv_cache, step)
         live_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens

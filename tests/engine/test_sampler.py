@@ -61,6 +61,17 @@ def test_greedy_takes_the_largest_and_leaves_the_logits_alone(dtype: torch.dtype
     assert torch.equal(logits, before)
 
 
+@pytest.mark.parametrize("vocab", [1, 97, 96, 512, 960, 49152])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_of_equal_logits_is_taken(dtype: torch.dtype, vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randint(-3, 3, (7, vocab), generator=generator).to(dtype)
+    logits[1] = -torch.inf
+    logits[1, vocab // 2] = -5
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert Sampler().sample(logits, [make() for _ in range(7)]) == expected
+
+
 def test_no_rows_give_no_tokens() -> None:
     assert Sampler().sample(torch.empty(0, 100), []) == []
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from attn_backends.backends.torch.native import compiler, paged_decode, paged_prefill
+from attn_backends.backends.torch.native import paged_decode, paged_prefill
+from attn_backends.kernels import c_compiler
 
 
 def forget() -> None:
@@ -26,7 +27,7 @@ def quick_native() -> Iterator[None]:
     """
     operators = torch.library._scoped_library("attn_backends", "FRAGMENT")
     with pytest.MonkeyPatch.context() as patch, operators as library:
-        patch.setattr(compiler, "FLAGS", ("-O0", *compiler.FLAGS[1:]))
+        patch.setattr(c_compiler, "FLAGS", ("-O0", *c_compiler.FLAGS[1:]))
         patch.setattr(paged_decode, "_library", library)
         patch.setattr(paged_decode, "declarations", {})
         patch.setattr(ctypes, "RTLD_GLOBAL", ctypes.RTLD_LOCAL)

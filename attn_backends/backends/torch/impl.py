@@ -42,6 +42,12 @@ NO_KEYS = "this step reads a cache or fresh keys, and neither was given: pass kv
 OTHER_OPTIONS = "this step was built with {}, and the layer has it off: give both one set of options"
 
 
+def slots_of(metadata: TorchMetadata) -> torch.Tensor:
+    """Those of the new tokens; where there is no padding as they are, since a view takes a while."""
+    slots, num_new = metadata.slot_mapping, metadata.num_new_kv
+    return slots if slots.shape[0] == num_new else slots[:num_new]
+
+
 class TorchImpl(AttentionImpl[TorchStep]):
     step_cls = TorchStep
     leaves_padding = False  # rows without keys are idle too: `attend` zeroes both
@@ -75,8 +81,10 @@ class TorchImpl(AttentionImpl[TorchStep]):
             if self.prefill_kernel is None:
                 raise ValueError(OTHER_OPTIONS.format("native_prefill"))
             new = (key, value) if metadata.paged_rows is None else (None, None)  # else decodes have written them
-            slots = metadata.slot_mapping[: metadata.num_new_kv]
+            slots = slots_of(metadata)
             self.prefill_kernel.attend(query, *new, kv_cache, slots, metadata.paged_prefills, output, lse)
+        if metadata.decode_batch is None and not metadata.decode_rows and not metadata.prefill_rows:
+            return
         for tokens, attended in self._attend_items(query, key, value, kv_cache, step, lse is not None):
             output[tokens] = attended.output
             if lse is not None and attended.lse is not None:
@@ -85,9 +93,9 @@ class TorchImpl(AttentionImpl[TorchStep]):
     def write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, step: TorchStep) -> None:
         """Nothing where a kernel runs, the first of which writes by itself; plainly indexed where all have slots."""
         metadata, num_new = step.metadata, step.metadata.num_new_kv
-        slots = metadata.slot_mapping[:num_new]
         if metadata.paged_rows is not None or metadata.paged_prefills is not None:
             return
+        slots = slots_of(metadata)
         if metadata.for_graph or slots.is_cuda or has_padding(slots):
             super().write(key, value, kv_cache, step)
         elif num_new:
@@ -148,11 +156,12 @@ class TorchImpl(AttentionImpl[TorchStep]):
         """Decode by the kernel, which writes all new keys of the step first, into `output` itself where possible."""
         if self.kernel is None:
             raise ValueError(OTHER_OPTIONS.format("native_decode"))
-        slots, tokens = step.metadata.slot_mapping[: step.metadata.num_new_kv], slice(0, len(rows.seq_lens))
+        slots = slots_of(step.metadata)
         if step.metadata.prefix_pages is None and output.is_contiguous() and (lse is None or lse.is_contiguous()):
             self.kernel.attend(query, key, value, kv_cache, slots, rows, output, lse)
             return
-        out = output.new_empty(len(rows.seq_lens), *output.shape[1:])
+        tokens = slice(0, len(rows.seq_lens))
+        out = output.new_empty(tokens.stop, *output.shape[1:])
         own_lse = torch.empty(out.shape[:2])
         self.kernel.attend(query, key, value, kv_cache, slots, rows, out, own_lse)
         attended = join(Attended(out, own_lse), self._attend_prefix(query, kv_cache, step), tokens)

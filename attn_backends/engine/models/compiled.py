@@ -23,6 +23,7 @@ from attn_backends.cache.kv_cache import KVCache
 from attn_backends.engine.models.context import AttentionContext, NewTokens, Operator, StepContext, during
 from attn_backends.engine.models.fused.cpu import FusedLayer
 from attn_backends.engine.models.fused.linears import MergedSlice, MklLinear, PackedLinear
+from attn_backends.engine.models.fused.native import NativeLayer, NativeLinear
 from attn_backends.engine.models.loaded_model import LoadedModel, run_module
 from attn_backends.engine.models.torch_graphs import (
     CPP,
@@ -135,7 +136,8 @@ def compile_model(model: LoadedModel, device: torch.device, report: Report = sil
 def _has_operators(module: torch.nn.Module) -> bool:
     """Whether a model's products are operators of ours, every one, and its layers fused."""
     kinds = {type(each) for each in module.modules()}
-    return {FusedLayer, MklLinear} <= kinds and not kinds & {torch.nn.Linear, PackedLinear, MergedSlice}
+    ours = {FusedLayer, MklLinear} <= kinds or {NativeLayer, NativeLinear} <= kinds
+    return ours and not kinds & {torch.nn.Linear, PackedLinear, MergedSlice}
 
 
 def _cpu_graphs(module: Any, whole: Graph, others: Others = nothing) -> GraphsBySize:

@@ -14,6 +14,7 @@ from attn_backends.engine.models.checkpoint import ModelError, find_model
 from attn_backends.engine.models.context import NewTokens
 from attn_backends.engine.models.fused.cpu import fuse_layers
 from attn_backends.engine.models.fused.linears import merge_projections, min_tokens, pack_linears
+from attn_backends.engine.models.fused.llama_form import LayerList
 from attn_backends.engine.models.hf import convert_gguf, model_without_weights, read_config, read_model
 from attn_backends.engine.models.latent_layer import LatentAttention, use_latent_attention
 from attn_backends.engine.models.loaded_model import LayerProbe, LoadedModel
@@ -149,7 +150,7 @@ def accelerate(model: Any, stages: Collection[Stage] = STAGES) -> int:
 
 
 def _fuse(model: Any) -> int:
-    """Returns how many layers have oneDNN's or MKL's products now."""
+    """Returns how many layers have products for a CPU now: of a library, or in C."""
     base = model.base_model
     if not hasattr(base, "rotary_emb"):
         return 0
@@ -158,7 +159,10 @@ def _fuse(model: Any) -> int:
 
         fuse_cuda_layers(model)
         return 0
-    return fuse_layers(base.layers, base.rotary_emb)
+    num_fused = fuse_layers(base.layers, base.rotary_emb)
+    if num_fused:
+        base.layers = LayerList(base.layers)
+    return num_fused
 
 
 def twin(model: Any) -> Any:

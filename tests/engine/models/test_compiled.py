@@ -12,7 +12,7 @@ from torch._inductor import config as inductor_config
 from attn_backends import LLM, EngineConfig, SamplingParams
 from attn_backends.engine.models import compiled
 from attn_backends.engine.models.checkpoint import ModelError
-from attn_backends.engine.models.fused.linears import prefers_mkl
+from attn_backends.engine.models.fused.linears import prefers_mkl, prefers_native
 from attn_backends.engine.models.loaded_model import LoadedModel
 from tests.helpers.best_tokens import assert_best_tokens
 from tests.helpers.tiny_models import save_tiny
@@ -66,7 +66,8 @@ def test_the_same_tokens(tmp_path: Path, family: str, changes: dict[str, Any], g
     with torch._dynamo.config.patch(error_on_recompile=True):
         got = tokens(llm)
     assert got == tokens(engine(folder, "on"))
-    several = family == "llama" and prefers_mkl(torch.float32)  # fused, its products operators: for any size
+    ours = prefers_native(torch.float32) or prefers_mkl(torch.float32)
+    several = family == "llama" and ours  # fused, its products operators: for any size
     assert set(graph_sizes) == ({2, 3} if several else {2})
     assert not inductor_config.freezing  # nothing of ours stays in torch's settings
 

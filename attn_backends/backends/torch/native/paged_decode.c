@@ -32,6 +32,16 @@ static inline key_vec load_key(const cell *key, int d) { return load(key + d * L
 static inline vec product(key_vec a, key_vec b, vec acc) { return acc + a * b; }
 #endif
 
+#ifdef __AVX512F__
+static inline float highest_of(vec v) { return _mm512_reduce_max_ps((__m512)v); }
+#else
+static inline float highest_of(vec v) {
+    float high = v[0];
+    for (int i = 1; i < LANES; i++) high = high > v[i] ? high : v[i];
+    return high;
+}
+#endif
+
 static inline float sum_of(vec v) {
     typedef float half __attribute__((vector_size(2 * LANES)));
     typedef float quarter __attribute__((vector_size(LANES)));
@@ -89,11 +99,14 @@ static inline void soften(const struct step *s, int64_t row, int64_t head, int64
         for (int i = 0; i < TILE / LANES; i++) logits[i] = tanh_of(logits[i] / (float)s->soft_cap) * (float)s->soft_cap;
     if (s->slopes)
         for (int i = 0; i < n; i++) ((float *)logits)[i] += s->slopes[head] * (start + i - (s->seq_lens[row] - 1));
-    for (int i = n; i < TILE; i++) ((float *)logits)[i] = -INFINITY;
+    for (int i = 0; i < TILE / LANES; i++) { // keys behind the last one
+        ints live = (ints){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + i * LANES < n;
+        logits[i] = (vec)(((ints)logits[i] & live) | ((ints)((vec){0} - INFINITY) & ~live));
+    }
     vec highs = logits[0], added = {0};
     for (int i = 1; i < TILE / LANES; i++) highs = higher(highs, logits[i]);
-    float high = *m;
-    for (int i = 0; i < LANES; i++) high = high > highs[i] ? high : highs[i];
+    float high = highest_of(highs);
+    high = *m > high ? *m : high;
     for (int i = 0; i < TILE / LANES; i++) added += logits[i] = exp_of(logits[i] - high);
     float shrink = expf(*m - high);
     *l = *l * shrink + sum_of(added);
@@ -247,4 +260,35 @@ int32_t OPERATOR(tensor query, tensor key, tensor value, tensor key_cache, tenso
         v_scale,
     };
     return !decode(&s);
+}
+
+// The same for torch itself, which calls with a stack of arguments and place for results: into a tensor that is there,
+// without a LSE; gives the number of threads.
+typedef struct TorchLibraryOpaque *library;
+int32_t aoti_torch_library_init_impl(const char *, const char *, const char *, uint32_t, library *);
+int32_t aoti_torch_library_impl(library, const char *, void (*)(uint64_t *, uint64_t, uint64_t));
+int32_t aoti_torch_delete_tensor_object(tensor);
+
+static double number(uint64_t bits) { double n; memcpy(&n, &bits, sizeof n); return n; }
+
+static void decode_into(uint64_t *stack, uint64_t inputs, uint64_t outputs) {
+    tensor *in = (tensor *)stack;
+    tensor query = in[0], key_cache = in[3], slots = in[5], seq_lens = in[8], output = in[17];
+    struct step s = {
+        view(query, 2), view(in[1], 2), view(in[2], 2), view(key_cache, 3), view(in[4], 3), data(output), NULL,
+        data(slots), data(in[6]), data(in[7]), data(seq_lens), NULL, data(in[9]), data(in[10]), size(slots, 0),
+        size(seq_lens, 0), size(query, 1) / GROUP, size(key_cache, 1), 0, stack[11], stack[12], 1, number(stack[13]),
+        number(stack[14]), number(stack[15]), number(stack[16]),
+    };
+    int64_t threads = decode(&s);
+    for (int i = 0; i < 18; i++)
+        if (i < 11 || i == 17) aoti_torch_delete_tensor_object(in[i]);
+    stack[0] = threads;
+}
+
+// Gives torch the operator that Python has defined by this name; 0 if it took it.
+int32_t implement(const char *name) {
+    library here;
+    return aoti_torch_library_init_impl("attn_backends", "CPU", __FILE__, __LINE__, &here) ||
+           aoti_torch_library_impl(here, name, decode_into);
 }

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from attn_backends.backends.torch.native.compiler import CompileError, load
 from attn_backends.cache.kv_cache import KVCache
+from attn_backends.kernels.c_compiler import CompileError, load
 from attn_backends.spec import AttentionSpec, AttentionType
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,9 @@ class Compiled(NamedTuple):
     """A kernel for a shape of layer."""
 
     run: Callable[[Any], int]
+    library: ctypes.CDLL
     operator: Any = None  # of torch, by which a compiler traces it
+    into: Any = None  # of torch, the same into a given output; returns the number of threads
 
 
 class PagedKernel(ABC):
@@ -74,7 +76,7 @@ class PagedKernel(ABC):
     def __init__(
         self, compiled: Compiled, spec: AttentionSpec, sinks: torch.Tensor | None, k_scale: float, v_scale: float
     ) -> None:
-        self.run, self.operator = compiled
+        self.run, self.operator, self.into = compiled.run, compiled.operator, compiled.into
         self.causal = spec.causal
         slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes)
         tensors = (torch.empty(0) if each is None else each.float() for each in (sinks, slopes))
@@ -133,7 +135,7 @@ def compile_kernel(source: Path, defines: Mapping[str, Any], instead: str) -> Co
         return None
     run = getattr(library, source.stem)
     run.argtypes = (ctypes.c_char_p,)
-    return Compiled(run)
+    return Compiled(run, library)
 
 
 def readable(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -156,6 +158,10 @@ def call(
             key_cache.shape[1], rows.first_key, window_left, chunk_size, causal, *floats,
         )
     )  # fmt: skip
+    return checked(num_threads)
+
+
+def checked(num_threads: int) -> int:
     if not num_threads:
         raise MemoryError("no memory for the pieces of long rows")
     return num_threads

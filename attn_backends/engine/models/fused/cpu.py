@@ -2,23 +2,30 @@
 
 A Hugging Face decoder layer is many small operations, each with an overhead that counts at a few tokens. Here q, k and
 v are one product, both rotations are one, and oneDNN adds the residuals and applies SiLU and the gate inside its
-products. MKL does not, where its products are preferred: there gate and up are one product too. A layer is replaced
-only if its fused form agrees with it on random input.
+products. MKL does not, where its products are preferred: there gate and up are one product too. Where there is C for
+all of it (native.py), that is what layers become. A layer is replaced only if its fused form agrees with it on random
+input.
 
 Rotation: Su et al., "RoFormer", in the half-split form of Llama; normalisation: Zhang and Sennrich, "RMSNorm".
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from attn_backends.engine.models.context import NewTokens
-from attn_backends.engine.models.fused.linears import PackedLinear, packable, packed_linear, prefers_mkl
+from attn_backends.engine.models.fused.linears import (
+    PackedLinear,
+    library_linear,
+    packable,
+    prefers_mkl,
+    prefers_native,
+)
 from attn_backends.engine.models.fused.llama_form import Angles, LlamaLayer, merged_weights, replace_layers
+from attn_backends.engine.models.fused.native import NativeLayer, serves
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative, ‖fused - original‖ / ‖original‖
 
@@ -31,8 +38,8 @@ class FusedLayer(LlamaLayer):
         self.rotate = rotate
         attention, mlp = layer.self_attn, layer.mlp
         self.norms = [_Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)]
-        self.qkv = packed_linear(merged_weights(attention.q_proj, attention.k_proj, attention.v_proj))
-        self.out, self.down = packed_linear(attention.o_proj.weight), packed_linear(mlp.down_proj.weight)
+        self.qkv = library_linear(merged_weights(attention.q_proj, attention.k_proj, attention.v_proj))
+        self.out, self.down = library_linear(attention.o_proj.weight), library_linear(mlp.down_proj.weight)
         gated = _MergedGate if prefers_mkl(mlp.up_proj.weight.dtype) else _FusedGate
         self.gated = gated(mlp.gate_proj.weight, mlp.up_proj.weight)
 
@@ -63,7 +70,7 @@ class _MergedGate(torch.nn.Module):
 
     def __init__(self, gate: torch.Tensor, up: torch.Tensor) -> None:
         super().__init__()
-        self.both = packed_linear(torch.cat([gate, up]))
+        self.both = library_linear(torch.cat([gate, up]))
         self.width = len(gate)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -118,4 +125,10 @@ def fuse_layers(layers: Any, rotary: Any) -> int:
         layers: a model's decoder layers (`torch.nn.ModuleList`), on the CPU.
         rotary: the model's rotary embedding: (hidden, position_ids) to cos and sin.
     """
-    return replace_layers(layers, rotary, partial(FusedLayer, rotate=_Rotation()), packable, TOLERANCES)
+    rotation = _Rotation()
+
+    def fused(layer: Any) -> LlamaLayer:
+        native = serves(layer) and prefers_native(layer.mlp.up_proj.weight.dtype)
+        return NativeLayer(layer) if native else FusedLayer(layer, rotation)
+
+    return replace_layers(layers, rotary, fused, packable, TOLERANCES)

@@ -4,14 +4,16 @@ Merged: projections of one input (q, k, v; gate, up) become one product. The mod
 three layers; the first call of a step computes all columns, the others return theirs.
 
 Packed: on a CPU the weights are reordered once, for oneDNN, or in float32 for MKL where that is faster. torch reorders
-them on every call otherwise, or hands small batches to a slower routine. Both change results by rounding alone;
-benchmarks/engine/linears.py measures them.
+them on every call otherwise, or hands small batches to a slower routine. Where products in C of ours are faster than
+both (native.py), weights stay as they lie. All change results by rounding alone; benchmarks/engine/linears.py measures
+them.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from itertools import count
 from typing import Any, TypeVar
@@ -20,11 +22,15 @@ from weakref import WeakValueDictionary
 import torch
 import torch.nn.functional as F
 
+from attn_backends.engine.models.fused.native import LEAST_ROWS, NativeLinear, operators
+
 KeyT = TypeVar("KeyT")
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as Hugging Face models name them
 BATCH_HINT = 16  # tokens that the blocking is chosen for; other numbers of them give the same results
 FEW_TOKENS = (1, 4)  # on some CPUs a packed product of one token takes longer than one of four
+MANY_TOKENS, AT_MOST = 64, 2.0  # products in C are for decoding, and may take that much longer over a prompt
+TRIAL = (3072, 576)  # a weight that all are timed with
 NOISE = 0.9  # of the time of the usual choice: what takes longer than that is not worth a change
 
 
@@ -138,9 +144,26 @@ def pack_linears(model: torch.nn.Module) -> int:
     return packed
 
 
-def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear | MklLinear:
-    """The faster layer of the two over a [out_features, in_features] weight that is `packable`."""
+def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear | PackedLinear | MklLinear:
+    """The fastest layer of the three over a [out_features, in_features] weight that is `packable`."""
+    if len(weight) >= LEAST_ROWS and prefers_native(weight.dtype):
+        return NativeLinear(weight, bias)
+    return library_linear(weight, bias)
+
+
+def library_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear | MklLinear:
+    """The faster layer of the two that libraries have products for, with residuals added."""
     return MklLinear(weight, bias) if prefers_mkl(weight.dtype) else PackedLinear(weight, bias)
+
+
+@cache
+def prefers_native(dtype: torch.dtype) -> bool:
+    """Whether products of a few tokens in C of ours are faster here than libraries'. Measured once a process: 1 s."""
+    if operators(dtype) is None:
+        return False
+    usual = MklLinear if prefers_mkl(dtype) else PackedLinear
+    few, many = (_compared((NativeLinear, usual), dtype, size) for size in (FEW_TOKENS[-1], MANY_TOKENS))
+    return few[NativeLinear] * NOISE < few[usual] and many[NativeLinear] < many[usual] * AT_MOST
 
 
 @cache
@@ -148,40 +171,45 @@ def prefers_mkl(dtype: torch.dtype) -> bool:
     """Whether MKL's packed products of a few tokens are faster here than oneDNN's. Measured once a process: 1 s."""
     if dtype is not torch.float32 or not torch.backends.mkl.is_available() or not is_right():
         return False
-    tokens, weights = torch.zeros(FEW_TOKENS[-1], 576), [torch.zeros(1536, 576) for _ in range(32)]
-    layers = {kind: [kind(weight) for weight in weights] for kind in (PackedLinear, MklLinear)}
-    taken = _least_seconds({kind: partial(_run, of_kind, tokens) for kind, of_kind in layers.items()})
+    taken = _compared((PackedLinear, MklLinear), dtype, FEW_TOKENS[-1])
     return taken[MklLinear] < taken[PackedLinear]
+
+
+def _compared(kinds: Sequence[Any], dtype: torch.dtype, num_tokens: int) -> dict[Any, float]:
+    """Seconds that layers of each kind take, over more weights than caches hold."""
+    weights, tokens = _trial_weights(dtype), torch.zeros(num_tokens, TRIAL[1], dtype=dtype)
+    return _least_seconds({kind: [partial(kind(weight), tokens) for weight in weights] for kind in kinds})
+
+
+def _trial_weights(dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.zeros(TRIAL, dtype=dtype) for _ in range(16)]
 
 
 @cache
 def min_tokens(dtype: torch.dtype) -> int:
     """How many tokens a step of one is padded to: that of `FEW_TOKENS` for which packed products are faster.
 
-    Measured once a process, on more weights than caches hold: 0.1 s.
+    Measured once a process, on more weights than caches hold: 0.1 s. Products in C read each weight once for both.
     """
-    layers = [packed_linear(torch.zeros(1536, 576, dtype=dtype)) for _ in range(32)]
-    inputs = [torch.zeros(num_tokens, 576, dtype=dtype) for num_tokens in FEW_TOKENS]
-    taken = _least_seconds({len(tokens): partial(_run, layers, tokens) for tokens in inputs})
+    if prefers_native(dtype):
+        return FEW_TOKENS[0]
+    layers = [packed_linear(weight) for weight in _trial_weights(dtype)]
+    inputs = [torch.zeros(num_tokens, TRIAL[1], dtype=dtype) for num_tokens in FEW_TOKENS]
+    taken = _least_seconds({len(tokens): [partial(layer, tokens) for layer in layers] for tokens in inputs})
     one, few = FEW_TOKENS
     return few if taken[few] < taken[one] * NOISE else one
 
 
-def _run(layers: Sequence[torch.nn.Module], tokens: torch.Tensor) -> None:
-    for layer in layers:
-        layer(tokens)
-
-
-def _least_seconds(runs: dict[KeyT, Callable[[], None]]) -> dict[KeyT, float]:
-    """The shortest time of five of each, taken in turns."""
-    taken: dict[KeyT, float] = {}
+def _least_seconds(runs: Mapping[KeyT, Sequence[Callable[[], object]]]) -> dict[KeyT, float]:
+    """The shortest time of five of each run, taken in turns, by key together: others may use the processor too."""
+    taken = {key: [math.inf] * len(of_key) for key, of_key in runs.items()}
     for _ in range(5):
-        for key, run in runs.items():
-            started = time.perf_counter()
-            run()
-            seconds = time.perf_counter() - started
-            taken[key] = min(seconds, taken.get(key, seconds))
-    return taken
+        for key, of_key in runs.items():
+            for index, run in enumerate(of_key):
+                started = time.perf_counter()
+                run()
+                taken[key][index] = min(time.perf_counter() - started, taken[key][index])
+    return {key: sum(seconds) for key, seconds in taken.items()}
 
 
 def _concatenated(linears: Sequence[torch.nn.Linear]) -> torch.nn.Linear:

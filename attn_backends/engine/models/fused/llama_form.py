@@ -11,6 +11,7 @@ from attn_backends.engine.models.context import NewTokens
 
 Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [1, num_tokens, head_dim]
 PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+OUTLIER = 4  # times as far off may single tokens be: what is large in them cancels out
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -65,6 +66,15 @@ class LlamaLayer(torch.nn.Module):
         raise NotImplementedError
 
 
+class LayerList(torch.nn.ModuleList):
+    """Layers, all of which are the list itself: a model of Hugging Face's asks for them by a slice at each step, and a
+    list made anew takes as long as four layers' Python."""
+
+    def __getitem__(self, index: Any) -> Any:
+        whole = isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1)
+        return self if whole else super().__getitem__(index)
+
+
 def merged_weights(*linears: Any) -> torch.Tensor:
     """The weights of several products of one input, as one product's."""
     return torch.cat([linear.weight for linear in linears])
@@ -112,7 +122,7 @@ def agree(layer: Any, fused: Any, rotary: Any, tolerance: float, sizes: Sequence
 
     Args:
         rotary: the model's rotary embedding: (hidden, position_ids) to cos and sin.
-        tolerance: ‖fused - original‖ / ‖original‖.
+        tolerance: ‖fused - original‖ / ‖original‖, of most tokens.
     """
     weight = layer.input_layernorm.weight
     generator = torch.Generator().manual_seed(0)
@@ -122,6 +132,7 @@ def agree(layer: Any, fused: Any, rotary: Any, tolerance: float, sizes: Sequence
         arguments = {"position_embeddings": rotary(hidden, positions), "attention_context": _Trial()}
         with torch.inference_mode():
             expected, got = layer(hidden, **arguments), fused(hidden.clone(), **arguments)
-        if not (got - expected).float().norm() / expected.float().norm() < tolerance:  # NaN is no agreement
+        errors = (got - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)  # [1, num_tokens]
+        if not (errors.median() < tolerance and errors.max() < OUTLIER * tolerance):  # NaN is no agreement
             return False
     return True

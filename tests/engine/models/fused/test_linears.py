@@ -19,6 +19,7 @@ from attn_backends.engine.models.fused.linears import (
     packable,
     padded_size,
 )
+from attn_backends.engine.models.fused.native import NativeLayer, NativeLinear, operators
 from attn_backends.engine.models.hf import ATTENTION_NAME
 from tests.helpers.tiny_models import tiny_model
 
@@ -94,17 +95,22 @@ def test_products_by_mkl(bias: bool) -> None:
 
 
 @needs_packing
-@pytest.mark.parametrize("by_mkl", [False, pytest.param(True, marks=needs_mkl)])
+@pytest.mark.parametrize("kind", [PackedLinear, pytest.param(MklLinear, marks=needs_mkl), NativeLinear])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_fused_layers(family: str, by_mkl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_layers(family: str, kind: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind is NativeLinear and operators(torch.float32) is None:
+        pytest.skip("needs a C compiler and a CPU with AVX-512")
     for module in (linears, fused_layer):
-        monkeypatch.setattr(module, "prefers_mkl", lambda dtype: by_mkl)
+        monkeypatch.setattr(module, "prefers_mkl", lambda dtype: kind is MklLinear)
+        monkeypatch.setattr(module, "prefers_native", lambda dtype: kind is NativeLinear)
     model = ours(family)
     expected = logits(model)
     assert fuse_layers(model.model.layers, model.model.rotary_emb) == 4
     torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-5)
     kinds = {type(module) for module in model.model.layers.modules()}
-    assert kinds & {torch.nn.Linear, PackedLinear, MklLinear} == {MklLinear if by_mkl else PackedLinear}
+    if kind is NativeLinear:
+        assert {type(layer) for layer in model.model.layers} == {NativeLayer}
+    assert kinds & {torch.nn.Linear, PackedLinear, MklLinear} == {kind} - {NativeLinear}
 
 
 @needs_packing
@@ -119,7 +125,7 @@ def test_other_layers_are_not_fused(family: str, changes: dict[str, Any]) -> Non
     model = ours(family, **changes)
     expected = logits(model)
     assert fuse_layers(model.model.layers, model.model.rotary_emb) == 0
-    assert not any(isinstance(layer, FusedLayer) for layer in model.model.layers)
+    assert not any(isinstance(layer, FusedLayer | NativeLayer) for layer in model.model.layers)
     torch.testing.assert_close(logits(model), expected)
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from attn_backends.backends.torch.backend import TorchBackend
-from attn_backends.backends.torch.native import compiler, paged_decode, paged_prefill
-from attn_backends.backends.torch.native.compiler import CompileError, load
+from attn_backends.backends.torch.native import paged_decode, paged_prefill
+from attn_backends.kernels import c_compiler
+from attn_backends.kernels.c_compiler import CompileError, load
 from attn_backends.spec import AttentionSpec
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import assert_matches, run_backend
@@ -33,7 +34,7 @@ def test_compiled_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert load(source, {"ANSWER": 41}).answer() == 41
     assert load(source, {"ANSWER": 42}).answer() == 42
     assert len(kept(tmp_path)) == 2
-    monkeypatch.setattr(compiler, "_compile", lambda *arguments: pytest.fail("compiled again"))
+    monkeypatch.setattr(c_compiler, "_compile", lambda *arguments: pytest.fail("compiled again"))
     assert load(source, {"ANSWER": 42}).answer() == 42
 
 
@@ -50,7 +51,7 @@ def test_another_source_cpu_or_compiler_is_another_library(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(source, {"ANSWER": 1})
-    monkeypatch.setattr(compiler, "_cpu", lambda: "another")
+    monkeypatch.setattr(c_compiler, "_cpu", lambda: "another")
     load(source, {"ANSWER": 1})
     monkeypatch.setenv("CC", "cc -DUNUSED")
     load(source, {"ANSWER": 1})
