@@ -41,7 +41,11 @@ class DecodeTile:
     stages: int  # blocks under way
     programs: int  # a multiprocessor, which the split aims at
     min_keys: int  # of an item: fewer are not worth joining
-    joined: int = 8  # splits that a program combines, a power of two
+    joined: int = 8  # splits that a program combines, a power of two of at least 2
+
+    def __post_init__(self) -> None:
+        if self.joined < 2 or self.joined & (self.joined - 1):
+            raise ValueError(f"joined is {self.joined}, how many splits meet at a time; give a power of two, as 8")
 
 
 class TritonOptions(BaseModel):

@@ -435,6 +435,50 @@ def test_kernel_is_right_behind_an_aborted_launch() -> None:
                 assert not room.tiles.any()
 
 
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Programs of interpreted kernels run in the order that it has: "forward", "reverse", or by a seed."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    chosen, places = ["forward"], [[0]]
+    set_dim, set_idx = builder.set_grid_dim, builder.set_grid_idx
+
+    def dim(x: int, y: int, z: int) -> None:
+        places[0] = list(range(x)) if chosen[0] != "reverse" else list(range(x))[::-1]
+        if chosen[0] not in ("forward", "reverse"):
+            Random(chosen[0]).shuffle(places[0])
+        set_dim(x, y, z)
+
+    monkeypatch.setattr(builder, "set_grid_dim", dim)
+    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: set_idx(places[0][x], y, z))
+    return chosen
+
+
+@only_interpreted
+@pytest.mark.parametrize(("joined", "num_sms"), [(2, 4), (2, 17), (4, 34), (8, 40)])
+def test_kernel_joins_in_any_order(
+    joined: int, num_sms: int, order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows in so many splits that those of one meet in up to six steps, whichever program ends last."""
+    monkeypatch.setattr(state, "num_multiprocessors", lambda device: num_sms)
+    backend, options = (
+        get_backend("TRITON"),
+        tuning.TritonOptions(decode_tile=tuning.DecodeTile(16, 4, 2, 2, 16, joined)),
+    )
+    batch = random_batch(backend, AttentionSpec(2, 1, 16), [32 * num_sms, 500], [1, 1], page_size=16)
+    layer, expected = make_layer(backend, batch, options=options), batch.expected()
+    for order[0] in ("forward", "reverse", "first", "second", "third"):
+        step = layer.begin(batch)
+        assert_matches(layer.forward(batch, step), batch, f"{joined} at a time, {order[0]}", expected)
+        assert not step.workspace.counters.any()
+
+
+@pytest.mark.parametrize("joined", [0, 1, 3, 12])
+def test_splits_meet_by_powers_of_two(joined: int) -> None:
+    with pytest.raises(ValueError, match=f"joined is {joined}.*power of two"):
+        tuning.DecodeTile(16, 1, 6, 4, 64, joined)
+
+
 @only_interpreted
 def test_kernel_workspaces_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that began on different streams share neither a workspace nor a list, and graphs have their own."""

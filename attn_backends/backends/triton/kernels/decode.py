@@ -144,12 +144,14 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             used = query_len * GROUP - tile * BLOCK_M  # unused queries would take registers where splits are combined
             partial_slot = ((first_slot + split) * KV_HEADS + head) * TILES + tile
             store_partial(partial_acc, partial_ml, partial_slot, acc, m_i, l_i, used, USED_M)
-            step, level = 1, 0
+            step = 1
             while num_splits > 0:
                 split = split // JOINED
                 count = tl.minimum(num_splits - split * JOINED, JOINED)
                 slot = first_slot + split * JOINED * step
-                counter = counters + ((slot + level) * KV_HEADS + head) * TILES + tile
+                # Where the second of those that meet begins: no others, of whatever step, count there, as a slot is
+                # 1 more than a multiple of JOINED for one step alone, once it is divided by that.
+                counter = counters + ((slot + step) * KV_HEADS + head) * TILES + tile
                 tl.debug_barrier()  # all of the program's stores come before its count
                 arrived = count - 1
                 if count > 1:
@@ -168,7 +170,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
                     if num_splits > JOINED:
                         tl.debug_barrier()  # all have read what is written over
                         store_partial(partial_acc, partial_ml, partial_slot, row_acc, row_m, row_l, used, USED_M)
-                        num_splits, step, level = (num_splits + JOINED - 1) // JOINED, step * JOINED, level + 1
+                        num_splits, step = (num_splits + JOINED - 1) // JOINED, step * JOINED
                     else:
                         write_rows(output, lse, sinks, row_acc, row_m, row_l, tile * BLOCK_M + tl.arange(0, USED_M),
                                    head, first_token, query_len, value_scale, out_token, out_head, lse_token,
