@@ -141,11 +141,8 @@ def test_graphs_of_prefilled_rows(seen: dict[str, Any], target: int | None, monk
             (result,) = captured.replay()
             assert_matches(result, batch, f"replay of {[row.data.seq_len for row in batch.rows]}")
             most_splits.append(0 if step.splits is None else int(step.splits.work_items[0, 5]))
-    if target == 0:
-        assert most_splits == [0] * 4
-    else:
-        assert len(set(most_splits)) > 1  # as the lengths are
-        assert max(most_splits) > 2
+    assert len(set(most_splits)) > 1  # as the lengths are
+    assert max(most_splits) > 2  # of a long row, though rows that are all as long would not be split by a target of 0
 
 
 KERNEL, SPLITS = "portable_kernel", "split_kernels"
