@@ -43,7 +43,7 @@ OTHER_OPTIONS = "this step was built with {}, and the layer has it off: give bot
 
 
 def slots_of(metadata: TorchMetadata) -> torch.Tensor:
-    """Those of the new tokens; where there is no padding as they are, since a view takes a while."""
+    """Slots of the new tokens: all that there are where there is no padding, since a view takes a while."""
     slots, num_new = metadata.slot_mapping, metadata.num_new_kv
     return slots if slots.shape[0] == num_new else slots[:num_new]
 
