@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
     def is_of(self, known: dict[str, Any]) -> bool:
         """Whether it is such an access as an explained report names."""
-        is_there = known["function"] is None or known["function"] in self.functions
+        is_there = known["functions"] is None or not self.functions.isdisjoint(known["functions"])
         return known["kernel"] in self.kernel and is_there and self.access in known["accesses"]
 
 
@@ -138,8 +138,8 @@ class Reports:
 
 @cache
 def explained() -> list[dict[str, Any]]:
-    """The reports that are expected: a tool, part of a kernel's name, the function and accesses of places, words if the
-    kernel alone does not tell them from others, and why. No function: anywhere in a kernel that a library compiled."""
+    """The reports that are expected: a tool, part of a kernel's name, the functions and accesses of places, words if the
+    kernel alone does not tell them from others, and why. No functions: anywhere in a kernel that a library compiled."""
     known: list[dict[str, Any]] = json.loads(EXPLAINED.read_text())
     return known
 
