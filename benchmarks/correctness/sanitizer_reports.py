@@ -138,8 +138,9 @@ class Reports:
 
 @cache
 def explained() -> list[dict[str, Any]]:
-    """The reports that are expected: a tool, part of a kernel's name, the functions and accesses of places, words if the
-    kernel alone does not tell them from others, and why. No functions: anywhere in a kernel that a library compiled."""
+    """The reports that are expected: a tool, part of a kernel's name, the functions and accesses of places, words if
+    the kernel alone does not tell them from others, and why. No functions: anywhere in a kernel that a library
+    compiled."""
     known: list[dict[str, Any]] = json.loads(EXPLAINED.read_text())
     return known
 
