@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from benchmarks.attention.contest import GQA, SMALL
-from benchmarks.attention.paged_problem import Shape
-from benchmarks.rules.ways import run, time_ways
+from benchmarks.attention.paged_problem import Shape, make_problem
+from benchmarks.rules.ways import PAGE_SIZE, run, time_ways
 
 MIXES = [  # decodes, keys of each, prompts, tokens of each, and heads
     (64, 4096, 1, 2048, GQA),
@@ -38,7 +38,8 @@ def measure(
 ) -> tuple[dict[str, Any], list[str]]:
     """A row of one batch, and what was wrong with it."""
     shape = Shape((*[keys] * decodes, *[tokens] * prompts), heads, is_prefill=True, decodes=decodes)
-    timed = time_ways(shape, torch.bfloat16, rounds, shares_beside)
+    problem = make_problem(shape, torch.bfloat16, PAGE_SIZE, torch.device("cuda"))
+    timed = time_ways(problem, rounds, shares_beside)
     rule, us = timed.metadata.prefill_share, dict(timed.us)
     in_turn = us.pop(IN_TURN, None)
     best = min(us, key=us.__getitem__, default=None)

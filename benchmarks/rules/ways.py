@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.attention.contest import checked, our_call, parts_of
-from benchmarks.attention.paged_problem import Shape, make_contender, make_problem
+from benchmarks.attention.paged_problem import Problem, make_contender
 from benchmarks.lib.gpu_harness import PACKAGES, free_memory, in_turns_us, installed
 from benchmarks.lib.harness import report
 
@@ -29,17 +29,15 @@ class Timed(NamedTuple):
 
 
 @torch.inference_mode()
-def time_ways(shape: Shape, dtype: torch.dtype, rounds: int, ways: Callable[[Any], dict[str, dict[str, Any]]]) -> Timed:
+def time_ways(problem: Problem, rounds: int, ways: Callable[[Any], dict[str, dict[str, Any]]]) -> Timed:
     """`ways`: of the rule's metadata, by name, what differs in each way's."""
-    device = torch.device("cuda")
-    problem = make_problem(shape, dtype, PAGE_SIZE, device)
     parts, made = parts_of("TRITON", problem, {}), {}
     metadata = parts.builder.build(0, problem.common)
     for name, changes in ways(metadata).items():
         step = parts.state.begin_forward(replace(metadata, **changes))
         made[name] = make_contender(problem, our_call(parts.impl, problem, step), (parts, step))
     errors, wrong = checked(made)
-    times = in_turns_us({name: made[name].replay for name in errors}, rounds, device)
+    times = in_turns_us({name: made[name].replay for name in errors}, rounds, problem.device)
     us = {name: made[name].us(replay_us) for name, replay_us in times.items()}
     return Timed(metadata, us, max(errors.values(), default=None), wrong)
 

@@ -2,20 +2,27 @@
 
     python -m benchmarks rules widening [--rounds 9]
 
-Both are timed as ways.py says. "chosen" is what `widening.is_faster_upcast` says, and "lost" what it takes longer than
-the faster one.
+Both are timed as ways.py says, each with its own splits: shapes that were chosen, and others that shape_draws.py draws.
+"chosen" is what `rules.is_faster_upcast` says, and "lost" what it takes longer than the faster one.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
 
-from benchmarks.attention.paged_problem import Shape
-from benchmarks.rules.ways import run, time_ways
+from attn_backends.backends.triton.rules import can_upcast, prefill_splits, split_tile
+from attn_backends.backends.triton.tuning import TritonOptions
+from attn_backends.spec import KVCacheSpec
+from benchmarks.attention.paged_problem import Shape, spec_of
+from benchmarks.attention.sampled_problem import Pool, sampled_problem
+from benchmarks.attention.shape_draws import drawn
+from benchmarks.rules.ways import PAGE_SIZE, run, time_ways
 
-CHUNKS = [  # heads, rows, keys of each, and query tokens of each
+CHOSEN = [  # heads, rows, keys of each, and query tokens of each
     ((32, 8), 1, 8192, 32),
     ((32, 8), 1, 8192, 512),
     ((32, 8), 4, 8192, 64),
@@ -33,23 +40,49 @@ CHUNKS = [  # heads, rows, keys of each, and query tokens of each
     ((32, 32), 64, 2048, 32),
     ((64, 8), 1, 32768, 512),
 ]
-HEAD_DIM = 128
+SEED, NUM_DRAWN = 41, 40
+MOST_BYTES = 1 << 30  # of a drawn shape's keys and values
+POOL_BYTES = 4 << 30
+CACHE_DTYPE = torch.float8_e4m3fn
 
 
-def measure(
-    heads: tuple[int, int], num_rows: int, seq_len: int, query_len: int, rounds: int
-) -> tuple[dict[str, Any], list[str]]:
+def shapes() -> list[Shape]:
+    chosen = [
+        Shape((seq_len,) * count, (*heads, 128), True, chunk_lens=(tokens,) * count)
+        for heads, count, seq_len, tokens in CHOSEN
+    ]
+    fitting = (each.shape for each in drawn(SEED, 100 * NUM_DRAWN, ("chunks",)) if _suits(each.shape))
+    return [*chosen, *islice(fitting, NUM_DRAWN)]
+
+
+def _suits(shape: Shape) -> bool:
+    spec = spec_of(shape, CACHE_DTYPE)
+    size = 2 * sum(shape.seq_lens) * spec.num_kv_heads * spec.head_dim
+    return size <= MOST_BYTES and can_upcast(spec, TritonOptions(), torch.device("cuda"))
+
+
+@cache
+def pool() -> Pool:
+    return Pool(POOL_BYTES, torch.device("cuda"))
+
+
+def measure(shape: Shape, rounds: int) -> tuple[dict[str, Any], list[str]]:
     """A row of one shape, and what was wrong with it."""
-    shape = Shape((seq_len,) * num_rows, (*heads, HEAD_DIM), query_len=query_len)
-    ways = {"16 bits": {"num_upcast_keys": num_rows * seq_len}, "8 bits": {"num_upcast_keys": 0}}
-    timed = time_ways(shape, torch.float8_e4m3fn, rounds, lambda metadata: ways)
+    problem = sampled_problem(shape, CACHE_DTYPE, PAGE_SIZE, pool(), shape.name)
+
+    def ways(metadata: Any) -> dict[str, dict[str, Any]]:
+        num_keys = {"16 bits": sum(shape.seq_lens), "8 bits": 0}
+        lens = (problem.common.query_lens_cpu.numpy(), problem.common.seq_lens_cpu.numpy())
+        return {name: way(problem.spec, problem.cache, lens, keys) for name, keys in num_keys.items()}
+
+    timed = time_ways(problem, rounds, ways)
     us, chosen = timed.us, "16 bits" if timed.metadata.num_upcast_keys else "8 bits"
     row = {
-        "heads": f"{heads[0]}/{heads[1]}",
-        "rows": num_rows,
-        "keys of each": seq_len,
-        "tokens of each": query_len,
-        **{f"{name} us": us.get(name) for name in ways},
+        "shape": shape.name,
+        "heads": list(shape.heads),
+        "seq_lens": list(shape.seq_lens),
+        "query_lens": list(shape.query_lens),
+        **{f"{name} us": us.get(name) for name in ("16 bits", "8 bits")},
         "chosen": chosen,
         "lost": us[chosen] / min(us.values()) - 1 if chosen in us else None,
         "error": timed.error,
@@ -57,5 +90,14 @@ def measure(
     return row, timed.wrong
 
 
+def way(spec: Any, cached: KVCacheSpec, lens: tuple[Any, Any], num_keys: int) -> dict[str, Any]:
+    """What differs in the metadata."""
+    device = torch.device("cuda")
+    tile = split_tile(spec, cached, None, device, is_paged=True, is_upcast=num_keys > 0)
+    splits = prefill_splits(spec, tile, *lens, 0, device)
+    return {"num_upcast_keys": num_keys, "prefill_splits": splits, "num_decode_rows": 0, "num_decode_row_tokens": 0,
+            "max_decode_len": 0}  # fmt: skip
+
+
 if __name__ == "__main__":
-    run(__doc__, "widening", "prefills of chunks over an fp8 cache", CHUNKS, measure)
+    run(__doc__, "widening", "prefills of chunks over an fp8 cache", [(shape,) for shape in shapes()], measure)

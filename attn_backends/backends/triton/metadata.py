@@ -161,7 +161,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         if first >= last or not self._upcast_bytes:
             return 0
         query_lens, seq_lens = _lens(common, first)
-        is_faster = is_faster_upcast(self.group.spec, query_lens, seq_lens, self._upcast_bytes, self.device)
+        spec, room = self.group.spec, self._upcast_bytes
+        is_faster = is_faster_upcast(spec, self.cache, query_lens, seq_lens, room, self.device)
         return int(seq_lens.sum()) if is_faster else 0
 
     @cached_property

@@ -28,10 +28,11 @@ from attn_backends.kernels.prefill.tiles import PrefillTile
 from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
-# In times in which a multiprocessor's tile reads a key by the kernel for Hopper. With these the faster way is taken in
-# every case that benchmarks/rules/widening.py has measured.
-_PORTABLE_READ = 2.3  # by the portable kernel, from 8 bits
-_UPCASTING = 3.0  # a key of one head is made 16 bits, by one multiprocessor
+# In times in which a multiprocessor's tile reads a key by the kernel for Hopper: from what benchmarks/rules/widening.py
+# has measured.
+_PORTABLE_READ = 1.3  # by the portable kernel from 8 bits, of fewer queries
+_UPCASTING = 3.5  # a key of one head is made 16 bits, by one multiprocessor
+_STARTING = 60.0  # to make any 16 bits
 
 
 def can_upcast(spec: AttentionSpec, options: TritonOptions, device: torch.device) -> bool:
@@ -43,25 +44,28 @@ def can_upcast(spec: AttentionSpec, options: TritonOptions, device: torch.device
 
 
 def is_faster_upcast(
-    spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, num_bytes: int, device: torch.device
-) -> bool:
-    """Whether these rows take less time so: by how often all multiprocessors have a tile that reads keys.
+    spec: AttentionSpec, cache: KVCacheSpec, query_lens: IntArray, seq_lens: IntArray, num_bytes: int,
+    device: torch.device,
+) -> bool:  # fmt: skip
+    """Whether these rows take less time so: by all that tiles read, as splits leave no multiprocessor idle.
 
     Args:
         query_lens, seq_lens: of the rows, or upper bounds of the latter.
         num_bytes: room for keys and values of 16 bits.
     """
-    num_keys, num_sms = int(seq_lens.sum()), num_multiprocessors(device)
+    num_keys, num_sms = int(seq_lens.sum(dtype=np.int64)), num_multiprocessors(device)
     at_once = upcast_heads(spec, num_keys, num_bytes)
     if not at_once:
         return False
 
-    keys_of_tile = int(num_visible_keys(spec, seq_lens) @ query_lens.astype(np.int64)) / int(query_lens.sum())
-    tiles = int(num_hopper_tiles(spec, query_lens).sum())
-    times = -(-tiles * spec.num_kv_heads // num_sms)
-    times_upcast = -(-spec.num_kv_heads // at_once) * -(-tiles * at_once // num_sms)
-    saved = (_PORTABLE_READ * times - times_upcast) * num_sms * keys_of_tile
-    return saved > _UPCASTING * num_keys * spec.num_kv_heads
+    tile = portable_tile(spec, prefill_tile(spec, cache, None, shared_memory(device)))
+    portable, hopper = -(-query_lens // tile.tokens), num_hopper_tiles(spec, query_lens)
+    keys, rounds = num_visible_keys(spec, seq_lens).astype(np.int64), spec.num_kv_heads // at_once
+    read = float(hopper @ keys) * at_once / num_sms  # in a round
+    if rounds > 1:  # each is split as all heads together would be: in halves at most, as they have many tiles
+        read = max(read, float(keys.max()) / 2)
+    taken = _STARTING + rounds * read + _UPCASTING * num_keys * spec.num_kv_heads / num_sms
+    return taken < _PORTABLE_READ * float(portable @ keys) * spec.num_kv_heads / num_sms
 
 
 _PRODUCTS_A_BYTE = 30.0  # of numbers of a head: as many as are made for prefill while a byte is read for decode
@@ -88,8 +92,9 @@ def prefill_share(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray,
 SHORT_TILES = (PrefillTile(64, 64, 4, 2), PrefillTile(64, 32, 4, 3))
 _TOGETHER = 3  # programs of such a tile that a multiprocessor holds, about
 _NARROW, _MIDDLE = 64, 128  # head dims up to which tiles of long blocks are the faster ones: of many tiles, and of few
-# Keys that tiles may see, by the widest head dim: the longest where all begin at once, and the mean of more tiles. As
-# measured at tuning seeds 24 to 26.
+# Keys that tiles may see, by the widest head dim: the longest where all begin at once, and the mean of more tiles;
+# twice as many in the mean where no row has more queries than one of these, which is half of one for Hopper. As
+# measured at tuning seeds 24 to 26, and 35 to 38.
 _FEW_KEYS = {64: (512, 512), 128: (256, 160), 256: (64, 64)}
 
 
@@ -124,6 +129,7 @@ def short_tile(
     later = np.maximum(query_lens - HOPPER_ROWS // spec.group_size, 0) // 2 if spec.causal else 0
     keys = int(num_tiles @ num_visible_keys(spec, seq_lens - later))
     even = keys * spec.num_kv_heads // (_TOGETHER * num_multiprocessors(device))  # of a program
+    mean *= 2 if int(query_lens.max()) * spec.group_size <= tiles[1].rows else 1
     return tiles[1] if most <= max(2 * longest, even) and keys <= mean * int(num_tiles.sum()) else None
 
 
@@ -179,5 +185,8 @@ def decode_tokens(
     spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None, device: torch.device
 ) -> int:  # fmt: skip
     """Most query tokens of a row that the decode kernel serves. With more queries for each KV head than its small tiles
-    take, the kernel for Hopper reads keys faster, where it can."""
-    return least_decode_tokens(spec) if _reads_pages_on_hopper(spec, cache, options, device) else DECODE_TOKENS
+    take, prefill's kernels read keys faster on Hopper: the one that is written for it, or over 8 bits the portable
+    one."""
+    reads = _reads_pages_on_hopper(spec, cache, options, device)
+    by_prefill = reads or can_upcast(spec, options or TritonOptions(), device)
+    return least_decode_tokens(spec) if by_prefill else DECODE_TOKENS

@@ -1,8 +1,8 @@
 """Tile sizes: of decode by a rule over the bytes of a key, of all else measured once and shipped as data.
 
 `tuned.json` is written by benchmarks/tune/tune_triton.py, by head dim, group, page size, bits of the cache and, for
-decode with more than a tile of few queries, their number and that of the rows. What is not in it takes the nearest that
-is.
+decode with more than a tile of few queries, their number and that of the rows; prefill's over 8 bits are from trials at
+random shapes. What is not in it takes the nearest that is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where prefills over an fp8 cache have its keys made 16 bits: where that was faster on an H200."""
+"""Where prefills over an fp8 cache have its keys made 16 bits: where that was faster on an H100."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from attn_backends import AttentionSpec
+from attn_backends import AttentionSpec, KVCacheSpec
 from attn_backends.registry import validate_options
 from attn_backends.validation import ConfigError
 
@@ -19,31 +19,38 @@ TritonOptions = pytest.importorskip("attn_backends.backends.triton.tuning").Trit
 
 # By benchmarks/rules/widening.py.
 MEASURED = json.loads(Path(__file__).parents[3].joinpath("benchmarks/results/widening.json").read_text())["rows"]
-SIZES = ("heads", "rows", "keys of each", "tokens of each")
 ROOM = TritonOptions().upcast_bytes
 E4M3 = torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
-def _on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(widening, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(widening, "shared_memory", lambda device: 227 << 10)
 
 
 def is_faster(spec: AttentionSpec, query_lens: list[int], seq_lens: list[int], num_bytes: int = ROOM) -> bool:
     lens = (np.array(lens, np.int32) for lens in (query_lens, seq_lens))
-    return bool(widening.is_faster_upcast(spec, *lens, num_bytes, torch.device("cuda")))
+    return bool(widening.is_faster_upcast(spec, KVCacheSpec(1, 16), *lens, num_bytes, torch.device("cuda")))
 
 
-def layer(heads: tuple[int, int], **more: Any) -> AttentionSpec:
-    return AttentionSpec(*heads, 128, dtype=torch.bfloat16, cache_dtype=E4M3, **more)
+def layer(heads: tuple[int, int], head_dim: int = 128, **more: Any) -> AttentionSpec:
+    return AttentionSpec(*heads, head_dim, dtype=torch.bfloat16, cache_dtype=E4M3, **more)
 
 
-@pytest.mark.parametrize("row", MEASURED, ids=lambda row: "-".join(str(row[name]) for name in SIZES))
-def test_as_measured(row: dict[str, Any]) -> None:
-    heads, num_rows, seq_len, query_len = (row[name] for name in SIZES)
-    query_heads, kv_heads = map(int, heads.split("/"))
-    chosen = is_faster(layer((query_heads, kv_heads)), [query_len] * num_rows, [seq_len] * num_rows)
-    assert chosen is (row["16 bits us"] < row["8 bits us"])
+def test_as_measured() -> None:
+    """Within 2 % of the faster way in the mean of all shapes, and within 30 % at each: of short ones, where both take
+    some microseconds."""
+    lost = []
+    for row in MEASURED:
+        *heads, head_dim = row["heads"]
+        chosen = is_faster(layer((heads[0], heads[1]), head_dim), row["query_lens"], row["seq_lens"])
+        assert row["chosen"] == ("16 bits" if chosen else "8 bits"), row["shape"]
+        ways = row["16 bits us"], row["8 bits us"]
+        lost.append(ways[not chosen] / min(ways))
+    assert len(lost) > 50
+    assert sum(lost) / len(lost) < 1.02
+    assert max(lost) < 1.3
 
 
 def test_keys_that_few_queries_see_stay_as_they_are() -> None:
