@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from attn_backends.backends.torch.metadata import TorchMetadata, TorchMetadataBuilder
+from attn_backends.interface.capabilities import Rejection
 from attn_backends.spec import AttentionSpec
 from attn_backends.testing.cases.cases import load_cases
 from attn_backends.testing.cases.features import feature
@@ -185,6 +186,17 @@ class BuildsThawed(TorchMetadataBuilder):
 LESS = declares(soft_cap=False)
 SERVES_ALL = classmethod(lambda cls, spec, cache, device: [])
 
+
+def refusing_64_in(*dtypes: torch.dtype) -> Backend:
+    """Refuses a head dim that it declares, in some dtypes."""
+
+    def reject(cls: Any, spec: AttentionSpec, cache: Any, device: Any) -> list[Rejection]:
+        is_refused = spec.head_dim == 64 and spec.dtype in dtypes
+        return [Rejection("head_dim", "64", "others", "Use float32.")] if is_refused else []
+
+    return mutant(reject=classmethod(reject))
+
+
 MUTATIONS = [
     Mutation("window one key too wide", other_spec(wider(1)), lambda k: k.test_window_edges(15)),
     Mutation("window one key too narrow", other_spec(wider(-1)), lambda k: k.test_window_edges(16)),
@@ -302,5 +314,7 @@ MUTATIONS = [
     Mutation(
         "gap not refused", mutant(capabilities=LESS, reject=SERVES_ALL), lambda k: k.test_features("soft_cap", F32)
     ),
+    Mutation("head dim refused in 16 bits", refusing_64_in(F16, BF16), lambda k: k.test_head_dims(64, F16)),
+    Mutation("head dim refused in all", refusing_64_in(F32, F16, BF16), lambda k: k.test_head_dims(64, F32)),
     Mutation("lse not declared, and given", mutant(capabilities=declares(lse=False)), lambda k: k.test_lse()),
 ]

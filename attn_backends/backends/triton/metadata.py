@@ -156,9 +156,9 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         return options.upcast_bytes if can_upcast(self.group.spec, options, self.device) else 0
 
     def _keys_to_upcast(self, common: CommonAttentionMetadata, first: int) -> int:
-        """All keys of rows from `first` on, if that saves time; else 0."""
+        """All keys of rows from `first` on, if that saves time; else 0, as in graphs, which have no room for them."""
         last = common.num_actual_reqs
-        if first >= last or not self._upcast_bytes:
+        if first >= last or common.for_graph or not self._upcast_bytes:
             return 0
         query_lens, seq_lens = _lens(common, first)
         spec, room = self.group.spec, self._upcast_bytes

@@ -219,7 +219,7 @@ class TritonState(AttentionState[TritonMetadata]):
 
     def hold_inputs(self, max_batch_size: int, shared: GraphTensors | None) -> None:
         super().hold_inputs(max_batch_size, shared)
-        self.graph_workspace = self.graph_workspace or self._make_workspace(upcast_bytes=0)  # no prefills
+        self.graph_workspace = self.graph_workspace or self._make_workspace(upcast_bytes=0)
 
     def _make_workspace(self, upcast_bytes: int) -> Workspace:
         specs = self._specs.values()

@@ -181,7 +181,11 @@ def prefill_tile(
             queries *= 2
         return queries + block_bytes(spec, tile.keys, tile.stages, dim + dim_vo) + MARGIN
 
-    return fitted(PrefillTile(**_nearest(kind, spec, cache, 1)), need, smem_bytes)
+    tile = PrefillTile(**_nearest(kind, spec, cache, 1))
+    more = padded(spec.group_size) // tile.rows  # a token's queries are in one tile, however many it was measured with
+    if more > 1:
+        tile = replace(tile, warps=max(tile.warps, min(_MOST_WARPS, more * tile.warps)))
+    return fitted(tile, need, smem_bytes)
 
 
 def upcast_heads(spec: AttentionSpec, num_keys: int, num_bytes: int) -> int:

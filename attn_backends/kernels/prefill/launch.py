@@ -77,7 +77,7 @@ def visible_range(spec: AttentionSpec) -> VisibleRange:
 def num_visible_keys(spec: AttentionSpec, keys: IntArray) -> IntArray:
     """How many of so many keys up to a query's own it sees at most."""
     reach = spec.window_left + 1 if spec.window_left >= 0 else spec.chunk_size
-    return keys if reach is None else np.minimum(keys, reach)
+    return keys if reach is None else np.minimum(keys, min(reach, FAR.value))  # which 32 bits hold
 
 
 def num_hopper_tiles(spec: AttentionSpec, query_lens: IntArray) -> IntArray:

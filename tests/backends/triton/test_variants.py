@@ -233,6 +233,32 @@ def test_traffic_for_the_kernel_for_hopper(cached: torch.dtype, monkeypatch: pyt
         assert len({variant.given[-7] for variant in asked.values() if variant.name == "upcast_kernel"}) > 1  # heads
 
 
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("group_size", [1, 8, 24, 49, 64])
+def test_builders_say_what_graphs_do(group_size: int, cached: torch.dtype) -> None:
+    """Of rows of the longest length and of short ones, by drawn numbers of rows and of tokens: a capture serves all
+    lengths, so none decides."""
+    numbers = Random(f"{group_size} {cached}")
+    for _ in range(12):
+        heads, dim = numbers.choice((1, 2, 8)), numbers.choice((64, 96, 128, 256))
+        spec = AttentionSpec(group_size * heads, heads, dim, dtype=torch.bfloat16, cache_dtype=cached)
+        num_rows, query_len = numbers.choice((1, 2, 9)), numbers.randint(1, 16)
+        groups, limits = plan_groups({0: spec}), Limits(9, 256, 1 << 15)
+        with variants.listing(MACHINES["H200"]):
+            cache = KVCacheSpec(64, 256)
+            state = triton_state.TritonState(groups, cache, limits, CPU)
+            builder = triton_metadata.TritonMetadataBuilder(groups[0], cache, limits, CPU)
+            state.hold_graph_buffers(num_rows)
+            done = state.graph_clone(num_rows, query_len).steps[0].metadata
+            for context in (0, (1 << 15) - query_len):
+                rows = [SequenceData(context, query_len, range(128))] * num_rows
+                of_rows = [SequenceGroup(str(i), (row,)) for i, row in enumerate(rows)]
+                common = CommonAttentionMetadata.from_sequence_groups(of_rows, 256, CPU)
+                said = builder.build(0, replace(common, for_graph=True))
+                for name in ("num_decode_rows", "num_upcast_keys", "prefill_splits", "short_tile", "prefill_share"):
+                    assert getattr(said, name) == getattr(done, name), (name, spec, num_rows, query_len, context)
+
+
 def test_the_list_is_short() -> None:
     """Of a layer that most models are made of; what is listed is compiled before the first request."""
     spec = AttentionSpec(32, 8, 128, dtype=torch.bfloat16)

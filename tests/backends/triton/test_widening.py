@@ -60,6 +60,12 @@ def test_keys_that_few_queries_see_stay_as_they_are() -> None:
     assert not is_faster(layer((32, 8), window_left=127), [8192], [32768])  # most of the keys are seen by none
 
 
+@pytest.mark.parametrize("far", [{"window_left": 2**31 - 1}, {"chunk_size": 2**31}], ids=str)
+def test_a_window_of_all_that_32_bits_hold_is_none(far: dict[str, int]) -> None:
+    for rows in (([8192], [32768]), ([17] * 64, [8192] * 64)):
+        assert is_faster(layer((32, 8), **far), *rows) == is_faster(layer((32, 8)), *rows)
+
+
 def test_keys_without_room_stay_as_they_are() -> None:
     needed = 8192 * 2 * 128 * 2  # of one head
     assert is_faster(layer((1, 1)), [8192], [8192], needed)

@@ -354,7 +354,7 @@ def test_the_state_is_sized_by_the_need(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_room_for_keys_made_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """All keys within the limits of the layer that has most of them, or as many bytes as are allowed: whole lines, as
-    they are read as another dtype. Graphs run no prefills."""
+    they are read as another dtype. Graphs' prefills read 8 bits."""
     monkeypatch.setattr(state, "can_upcast", lambda *_: True)
     layers = {i: AttentionSpec(8, heads, 128, dtype=BF16, cache_dtype=FP8) for i, heads in enumerate((2, 8, 4))}
     for allowed, expected in ((1 << 20, 2 * 24 * 8 * 256 * 2), (1003, 992)):
