@@ -102,9 +102,10 @@ def short_tiles(
     spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None, device: torch.device
 ) -> tuple[PrefillTile, ...]:
     """The portable kernel's tiles for rows that see few keys: where all begin at once, and for more of them. None where
-    it serves all prefills anyway."""
+    it serves all prefills anyway, and where a token has more queries of wide heads than four warps can hold."""
     has_tile = options is not None and options.prompt_tile is not None
-    if has_tile or not _reads_pages_on_hopper(spec, cache, options, device):
+    is_held = spec.group_size <= SHORT_TILES[0].rows or spec.head_dim <= _MIDDLE
+    if has_tile or not is_held or not _reads_pages_on_hopper(spec, cache, options, device):
         return ()
     return SHORT_TILES[spec.head_dim > _MIDDLE], SHORT_TILES[spec.head_dim > _NARROW]
 

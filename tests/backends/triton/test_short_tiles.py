@@ -58,6 +58,19 @@ def test_the_longest_counts_of_few_rows_and_the_mean_of_many() -> None:
     assert tile(layer(256), [40], [40]) == rules.SHORT_TILES[1]
 
 
+def test_rows_that_half_fill_a_tile_for_hopper_may_see_twice_as_many_keys() -> None:
+    spec = layer(128)
+    assert tile(spec, [32] * 100, [300] * 100) == rules.SHORT_TILES[1]
+    assert tile(spec, [33] * 100, [300] * 100) is None
+
+
+def test_no_token_has_more_queries_than_four_warps_hold() -> None:
+    """71 of 256 columns: compiled for sm_90 with four warps, they lie in memory."""
+    for heads, head_dim, is_held in ((71, 256, False), (71, 128, True), (64, 256, True)):
+        spec = AttentionSpec(heads, 1, head_dim, dtype=torch.bfloat16)
+        assert (tile(spec, [2], [40]) is not None) is is_held
+
+
 def test_no_tile_takes_much_longer_than_all_together() -> None:
     """A long row among many short ones is split, or decoded, by other kernels."""
     for head_dim, long in ((64, 100_000), (128, 100_000), (128, 3000)):
