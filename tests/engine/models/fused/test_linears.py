@@ -82,14 +82,12 @@ def test_float16_is_not_packed() -> None:
 @needs_mkl
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_by_mkl(bias: bool) -> None:
-    """For any number of tokens, whatever it was reordered for; in a graph as an operator."""
+    """For any number of tokens, whatever it was reordered for."""
     linear = torch.nn.Linear(24, 40, bias=bias).requires_grad_(False)
     layer = MklLinear(linear.weight, linear.bias)
-    graph = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
     for shape in ((1, 24), (7, 24), (2, 30, 24)):
         tokens = torch.randn(*shape)
         torch.testing.assert_close(layer(tokens), linear(tokens), atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(graph(tokens), linear(tokens), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(layer.plus(tokens, layer(tokens)), 2 * linear(tokens), atol=1e-5, rtol=1e-5)
     assert is_right()
 
