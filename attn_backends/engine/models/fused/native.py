@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attn_backends.engine.models.fused.huge_pages import settle
-from attn_backends.engine.models.fused.llama_form import LlamaLayer
+from attn_backends.engine.models.fused.llama_form import Angles, LlamaLayer
 from attn_backends.kernels.c_compiler import CompileError, load
 
 logger = logging.getLogger(__name__)
@@ -127,11 +127,12 @@ class NativeLayer(LlamaLayer):
         self,
         hidden_states: torch.Tensor,  # [1, num_tokens, hidden]
         *,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: Angles | None,
         attention_context: Any,
         **unused: Any,
     ) -> torch.Tensor:
-        hidden, cos, sin = (each.contiguous() for each in (hidden_states, *position_embeddings))
+        angles = self.angles(hidden_states, position_embeddings)
+        hidden, cos, sin = (each.contiguous() for each in (hidden_states, *angles))
         heads = self.operators.before(hidden, *self.first, cos, sin, self.head_dim, self.num_queries, self.epsilons[0])
         attended = attention_context.attend(self.place, heads, {"scaling": self.place.scaling})
         out: torch.Tensor = self.operators.behind(hidden, attended.contiguous(), *self.second, self.epsilons[1])
