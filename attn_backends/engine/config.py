@@ -190,9 +190,8 @@ class EngineConfig(_Settings):
     accelerate: Annotated[Literal["off", "on", "compile"], BeforeValidator(_on_or_off)] = "on"
     """off: the model's own code runs as it is. on: decoder layers of the Llama form are fused, projections of one input
     (q, k, v; gate, up) are one product, and on a CPU weights are reordered once for its matmul library: faster, the
-    same size, equal within rounding. compile: torch.compile makes graphs, in minutes at each start. On a GPU they hold
-    the model's own code; on a CPU they add to `on` whole decode steps, attention included, need a C++ compiler, and
-    hold the weights again."""
+    same size, equal within rounding. compile, on a GPU alone: torch.compile makes graphs of the model's own code, in
+    minutes at each start."""
     warm_up: bool = True
     """Compile every kernel that requests may need before the first one comes, and on a GPU run steps of every size:
     loading takes longer, cold caches a minute, and no request waits for it."""

@@ -21,10 +21,6 @@ class Layers:
     plans: Plans[int]
     caches: Mapping[int, KVCache]
 
-    def __post_init__(self) -> None:
-        model = self.model.prepared(self.plans.builders, self.plans.impls, self.caches)
-        object.__setattr__(self, "model", model)
-
     def plan(self, state: AttentionState[Any], common: CommonAttentionMetadata, common_prefix_len: int = 0) -> Steps:
         """Build and plan a batch for every group. A graph's state fills its buffers here, at capture as at replay."""
         return self.plans.plan(common, common_prefix_len, state=state)

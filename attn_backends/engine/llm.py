@@ -13,7 +13,7 @@ from attn_backends.cache.kv_cache import page_bytes
 from attn_backends.engine.config import EngineConfig, SamplingParams
 from attn_backends.engine.live import Detokenizer, LiveRequest, LiveRequests
 from attn_backends.engine.models.kv_scales import kv_scales
-from attn_backends.engine.models.load import load_model
+from attn_backends.engine.models.load import check_acceleration, load_model
 from attn_backends.engine.models.loaded_model import LoadedModel
 from attn_backends.engine.outputs import Prompt, Report, RequestOutput, Stats, TextChunk, silent
 from attn_backends.engine.page_allocator import PageAllocator
@@ -119,6 +119,7 @@ class LLM:
             recorder: captures `config.graphs`; None: CUDA graphs, on a GPU alone.
 
         Raises:
+            ConfigError: `config.accelerate` is for GPUs, and the device is a CPU.
             UnknownBackendError, BackendImportError: no backend has the configured name, or it cannot be imported.
             ModelError: the model cannot be loaded, or would not run right on a paged cache.
             Unsupported: the named backend cannot serve the model's layers; the reasons are in it.
@@ -129,6 +130,7 @@ class LLM:
         if model is not None:
             config = config.model_copy(update={"model": str(model)})
         device = resolve_device(config.device)
+        check_acceleration(config.accelerate, device)
         if config.backend.upper() != AUTO:  # it refuses before the weights are read
             get_entry(config.backend)
             specs = attention_specs(config, device)

@@ -123,31 +123,6 @@ class AttentionImpl(ABC, Generic[StepT]):
         """Write new keys and values to the slots of the step. A backend that does so elsewhere overrides it."""
         write_kv(key, value, kv_cache, step.metadata.slot_mapping, self.k_scale, self.v_scale)
 
-    # Optional, for a compiler that puts attention into a model's graph: `forward` again, as plain torch operations.
-
-    def trace_inputs(self, metadata: Any) -> tuple[torch.Tensor, ...] | None:
-        """All that `trace` reads of a step, the same for every layer of the plan group.
-
-        None for a step that `forward` alone can run; by default that is any. Dtypes and dimensions never change, sizes
-        may, and are 2 or more.
-        """
-        return None
-
-    def trace(
-        self,
-        query: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim]
-        key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
-        value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim_vo]
-        kv_cache: KVCache,
-        inputs: tuple[torch.Tensor, ...],
-    ) -> torch.Tensor:
-        """Write the new keys and values, attend, and return [num_tokens, num_qo_heads, head_dim_vo].
-
-        torch.compile traces it once, for any sizes: no branch on values, no Python state. Padded rows may come back
-        as anything finite.
-        """
-        raise NotImplementedError(f"{type(self).__name__} traces no step")
-
 
 def check_call(
     spec: AttentionSpec,

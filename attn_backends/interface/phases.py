@@ -236,14 +236,3 @@ class PhasedImpl(AttentionImpl[PhasedStep]):
                 own_lse = None if lse is None else lse[first:stop]
                 impl.forward(query[first:stop], own_key, own_value, kv_cache, own, output[first:stop], lse=own_lse)
                 first, first_kv = stop, stop_kv
-
-    def trace_inputs(self, metadata: PhasedMetadata) -> tuple[torch.Tensor, ...] | None:
-        """Decode steps without padding are traced, if the decode backend does so."""
-        is_decode = metadata.decode is not None and metadata.decode.num_tokens == metadata.num_tokens
-        return self.decode.trace_inputs(metadata.decode) if is_decode else None
-
-    def trace(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache,
-        inputs: tuple[torch.Tensor, ...],
-    ) -> torch.Tensor:  # fmt: skip
-        return self.decode.trace(query, key, value, kv_cache, inputs)

@@ -34,8 +34,6 @@ class CompileError(RuntimeError):
 def load(source: Path, defines: Mapping[str, int | str]) -> ctypes.CDLL:
     """The library of a source file, compiled with these macros if that was not done before.
 
-    Its symbols are visible to libraries that are loaded later.
-
     Raises:
         CompileError: no compiler, or one that fails.
     """
@@ -56,7 +54,7 @@ def load(source: Path, defines: Mapping[str, int | str]) -> ctypes.CDLL:
     if not _is_whole(path):
         _compile([*compiler, *flags], source, path)
     try:
-        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(path))
     except OSError as error:
         raise CompileError(f"{path} cannot be loaded: {error}") from error
 

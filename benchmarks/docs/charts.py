@@ -167,7 +167,7 @@ def bars(
 
 
 def _alpha(name: str) -> float:
-    return 0.55 if name.endswith(("compiled", "eager", "numpy")) else 1.0
+    return 0.55 if name.endswith(("eager", "numpy")) else 1.0
 
 
 def _bar_legend(axis: Any, names: Sequence[str]) -> None:

@@ -80,7 +80,6 @@ def dotted(pivot: Pivot, title: str) -> Callable[[Path, Sequence[Row], Mapping[s
 def _draw_generation(path: Path, rows: Sequence[Row], beside: Mapping[str, Any]) -> None:
     groups: dict[str, dict[str, float]] = {}
     sources = [(rows, "attn_backends tokens/s", "attn_backends"),
-               (beside["generate_compiled"]["rows"], "attn_backends tokens/s", "attn_backends, compiled"),
                (rows, "transformers tokens/s", "transformers"),
                (beside["generate_vllm"]["rows"], "vLLM tokens/s", "vLLM")]  # fmt: skip
     for found, column, name in sources:
@@ -214,8 +213,7 @@ PAGES = (
          "tokens a second beside transformers and vLLM; TORCH beside SDPA; linear layers; other work on the machine",
          "Two cores; the machine's speed drifts by a third and more from hour to hour.", (
         Section("generate", "Text from SmolLM2-135M-Instruct", None, None, _draw_generation, "generation",
-                ("generate_compiled", "generate_vllm")),
-        Section("generate_compiled", "The same, compiled"),
+                ("generate_vllm",)),
         Section("generate_vllm", "vLLM's CPU build"),
         Section("generate_contest", "In turns with vLLM's CPU build, on an EPYC"),
         Section("torch_decode", "TORCH's decode beside SDPA on contiguous keys"),

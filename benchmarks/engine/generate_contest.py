@@ -5,7 +5,7 @@
     python -m benchmarks engine generate_contest --vllm-python other/bin/python [--model FOLDER] [--new-tokens 64]
 
 Every engine has a process of its own, which keeps its model; all get the same prompts, and one at a time is busy. The
-first turn of each warms up. Text counts as equal where all token ids are this engine's, as loaded by default.
+first turn of each warms up. Text counts as equal where all token ids are this engine's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from attn_backends.testing.verify.worker import take_standard_output
 from benchmarks.engine.generate_prompts import prompts
 from benchmarks.lib.harness import report
 
-ENGINES = {"attn_backends": "on", "attn_backends, compiled": "compile", "vLLM": None}
+ENGINES = ("attn_backends", "vLLM")
 DTYPES, REQUESTS = ("float32", "bfloat16"), (1, 4, 16)
 FOR_VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # fmt: skip
@@ -40,7 +40,7 @@ class Engine:
         command = [python, "-m", "benchmarks", "engine", "generate_contest", "--serve", name, "--dtype", dtype,
                    "--model", model, "--new-tokens", str(new_tokens)]  # fmt: skip
         root = str(Path(__file__).parents[2])
-        env = {**os.environ, **(FOR_VLLM if ENGINES[name] is None else {}), "PYTHONPATH": root}
+        env = {**os.environ, **(FOR_VLLM if name == "vLLM" else {}), "PYTHONPATH": root}
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=root, env=env)
         self.load_s: float = self._answer()
@@ -77,7 +77,7 @@ def serve(name: str, dtype: str, model: str, new_tokens: int) -> None:
         answers.flush()
 
     started = time.perf_counter()
-    generate = (_ours if ENGINES[name] else _vllm)(name, dtype, model, new_tokens)
+    generate = (_vllm if name == "vLLM" else _ours)(dtype, model, new_tokens)
     answer(time.perf_counter() - started)
     for line in sys.stdin:
         texts = prompts(int(line))
@@ -86,15 +86,15 @@ def serve(name: str, dtype: str, model: str, new_tokens: int) -> None:
         answer((sum(map(len, ids)) / (time.perf_counter() - started), ids))
 
 
-def _ours(name: str, dtype: str, model: str, new_tokens: int) -> Generate:
+def _ours(dtype: str, model: str, new_tokens: int) -> Generate:
     from attn_backends import LLM, EngineConfig, SamplingParams
 
-    config = EngineConfig(dtype=dtype, accelerate=ENGINES[name], cache={"prefix_caching": False})
+    config = EngineConfig(dtype=dtype, cache={"prefix_caching": False})
     llm, sampling = LLM.from_pretrained(model, config), SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     return lambda texts: [list(output.token_ids) for output in llm.generate(texts, sampling)]
 
 
-def _vllm(_: str, dtype: str, model: str, new_tokens: int) -> Generate:
+def _vllm(dtype: str, model: str, new_tokens: int) -> Generate:
     from vllm import LLM, SamplingParams
 
     llm = LLM(model, dtype=dtype, max_model_len=1024, enable_prefix_caching=False)
@@ -108,15 +108,12 @@ def contest(engines: dict[str, Engine], dtype: str, repeats: int) -> list[dict[s
     for count in REQUESTS:
         turns = [{name: engine.run(count) for name, engine in engines.items()} for _ in range(repeats + 1)]
         speeds = {name: statistics.median(turn[name][0] for turn in turns[1:]) for name in engines}
-        first, *others = engines
-        same = {
-            name: sum(a == b for a, b in zip(turns[0][first][1], turns[0][name][1], strict=True)) for name in others
-        }
+        same = sum(a == b for a, b in zip(*(turns[0][name][1] for name in ENGINES), strict=True))
         rows.append(
             {"dtype": dtype, "requests": count}
             | {f"{name} tokens/s": speed for name, speed in speeds.items()}
-            | {f"{name} / vLLM": speeds[name] / speeds["vLLM"] for name in engines if name != "vLLM"}
-            | {f"{name}, equal texts": f"{equal} of {count}" for name, equal in same.items()}
+            | {"attn_backends / vLLM": speeds["attn_backends"] / speeds["vLLM"]}
+            | {"vLLM, equal texts": f"{same} of {count}"}
         )
         print(json.dumps(rows[-1]), flush=True)
     return rows
@@ -142,8 +139,8 @@ def main(given: Sequence[str] | None = None) -> None:
     folder = str(find_model(arguments.model or DEFAULT_MODEL, convert_gguf))
     rows = []
     for dtype in DTYPES:
-        pythons = {name: sys.executable if how else arguments.vllm_python for name, how in ENGINES.items()}
-        engines = {name: Engine(name, python, dtype, folder, arguments.new_tokens) for name, python in pythons.items()}
+        pythons = zip(ENGINES, (sys.executable, arguments.vllm_python), strict=True)
+        engines = {name: Engine(name, python, dtype, folder, arguments.new_tokens) for name, python in pythons}
         try:
             rows += contest(engines, dtype, arguments.repeats)
             rows[-1] |= {f"{name} load s": engine.load_s for name, engine in engines.items()}

@@ -124,6 +124,8 @@ def test_a_cache_folder_that_cannot_be_written(model: Path, tmp_path: Path) -> N
         (("generate", "--max-tokens", "x"), "Invalid value for '--max-tokens'"),
         (("generate", "--seed", "1.5"), "Invalid value for '--seed'"),
         (("generate", "--max-tokens", "-1"), "sampling.max_tokens (from option sampling.max_tokens): got -1; allowed"),
+        (("generate", "--accelerate", "compile", "--device", "cpu", "--prompt", "a"),
+         "accelerate is compile and the device cpu; allowed there: off or on"),
         (("generate", "--model", "/nowhere"), "no model '/nowhere': give"),
         (("generate", "--prompts-file", "/nowhere"), "--prompts-file /nowhere"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,14 +22,12 @@ def forget() -> None:
 def quick_native() -> Iterator[None]:
     """Within it kernels are compiled without optimisation; those of before and behind it are others.
 
-    Operators of the shapes that are new end with it, and no graph finds its symbols: they are of the same names.
+    Its operators end with it.
     """
     operators = torch.library._scoped_library("attn_backends", "FRAGMENT")
     with pytest.MonkeyPatch.context() as patch, operators as library:
         patch.setattr(c_compiler, "FLAGS", ("-O0", *c_compiler.FLAGS[1:]))
         patch.setattr(paged_decode, "_library", library)
-        patch.setattr(paged_decode, "declarations", {})
-        patch.setattr(ctypes, "RTLD_GLOBAL", ctypes.RTLD_LOCAL)
         forget()
         try:
             yield

@@ -34,7 +34,7 @@ from attn_backends.backends.torch.metadata import DecodeBatch, TorchMetadata, is
 from attn_backends.backends.torch.native.paged_decode import PagedDecode
 from attn_backends.backends.torch.native.paged_prefill import PagedPrefill
 from attn_backends.backends.torch.native.paged_rows import PagedRows
-from attn_backends.backends.torch.state import TorchStep, room_in, traced_batch
+from attn_backends.backends.torch.state import TorchStep, room_in
 from attn_backends.cache.kv_cache import KVCache, dequantise, gather_pages, gather_slots, has_padding, write_slots
 from attn_backends.interface import AttentionImpl
 
@@ -100,47 +100,6 @@ class TorchImpl(AttentionImpl[TorchStep]):
             super().write(key, value, kv_cache, step)
         elif num_new:
             write_slots(key[:num_new], value[:num_new], kv_cache, slots, self.k_scale, self.v_scale)
-
-    def trace_inputs(self, metadata: TorchMetadata) -> tuple[torch.Tensor, ...] | None:
-        """What `trace` reads of steps that decode, all rows together: for the kernel, slots of new keys and its rows.
-
-        Otherwise slots, one for each new key; which token's key goes there; slots to gather [rows, keys]; what hides
-        them. A padded row does as the first one does: it writes the same once more.
-        """
-        if self.kernel is not None:
-            paged, num_tokens = metadata.paged_rows, metadata.num_tokens
-            if paged is None or metadata.prefix_pages is not None or not 2 <= num_tokens == len(paged.seq_lens):
-                return None
-            return metadata.slot_mapping, paged.pages, paged.first_pages, paged.seq_lens
-        batch = traced_batch(metadata, self.spec, self.cache.page_size, self.device)
-        if batch is None or metadata.num_tokens < 2 or len(batch.slots) < 2 * batch.num_rows:
-            return None
-        slots, bias = batch.slots.view(batch.num_rows, -1), batch.bias
-        if bias is None:
-            bias = torch.zeros(batch.num_rows, 1, 1, 1, slots.shape[1], dtype=self.spec.dtype)
-        rows = torch.arange(metadata.num_tokens)
-        if metadata.num_tokens == batch.num_rows:
-            return metadata.slot_mapping, rows, slots, bias
-        rows[batch.num_rows :] = 0
-        return metadata.slot_mapping[rows], rows, slots[rows], bias[rows]
-
-    def trace(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: KVCache,
-        inputs: tuple[torch.Tensor, ...],
-    ) -> torch.Tensor:
-        if self.kernel is not None:
-            return self.kernel.trace(query, key, value, kv_cache, *inputs)
-        slot_mapping, rows, slots, bias = inputs
-        write_slots(key[rows], value[rows], kv_cache, slot_mapping, self.k_scale, self.v_scale)
-        keys, values = (
-            dequantise(gather_slots(cached, slots.view(-1)), query.dtype, scale).unflatten(0, slots.shape)
-            for cached, scale in ((kv_cache.key, self.k_scale), (kv_cache.value, self.v_scale))
-        )
-        return self._attend(query[:, None], keys, values, bias, False, False).output[:, 0]
 
     def _decode(
         self,

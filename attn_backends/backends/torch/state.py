@@ -1,4 +1,4 @@
-"""TORCH's scratch for gathered keys and values, the buffers of its graphs, and the steps that a compiler may trace."""
+"""TORCH's scratch for gathered keys and values, and the buffers of its graphs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from attn_backends.backends.torch.metadata import (
 )
 from attn_backends.backends.torch.options import TorchOptions
 from attn_backends.batch.page_table import PAD_SLOT
-from attn_backends.cache.kv_cache import KVCache, has_padding
+from attn_backends.cache.kv_cache import KVCache
 from attn_backends.cache.warm_up import list_cache_writes
 from attn_backends.graphs.inputs import GraphTensors
 from attn_backends.interface import AttentionState, AttentionStep, GraphState
 from attn_backends.kernels.warm_up import compile_listed
 from attn_backends.machine import Progress
-from attn_backends.spec import FP8_DTYPES, AttentionSpec, PlanGroup
+from attn_backends.spec import PlanGroup
 
 
 @dataclass(frozen=True)
@@ -121,25 +121,3 @@ def _inputs(metadata: TorchMetadata) -> dict[str, torch.Tensor]:
     if batch is None or batch.bias is None or batch.live is None:
         raise ValueError("this metadata is for eager steps: build it with for_graph=True")
     return {"slot_mapping": metadata.slot_mapping, "slots": batch.slots, "bias": batch.bias, "live": batch.live}
-
-
-def traced_batch(
-    metadata: TorchMetadata, spec: AttentionSpec, page_size: int, device: torch.device
-) -> DecodeBatch | None:
-    """A step of decode rows, all with keys, on a CPU, as one batch; None for any other step."""
-    num_rows, batch, rows = metadata.num_decodes, metadata.decode_batch, metadata.decode_rows
-    plain = not (metadata.for_graph or metadata.num_prefills or metadata.common_prefix_len)
-    plain = plain and spec.cache_dtype not in FP8_DTYPES
-    if not plain or metadata.num_new_kv != num_rows or device.type != "cpu":
-        return None
-    if has_padding(metadata.slot_mapping[:num_rows]):  # an operator that scatters has no nowhere
-        return None
-    if batch is not None and (rows or batch.owners is None):
-        return None if rows else batch
-    if batch is not None:  # the pieces of one row, side by side
-        bias = None if batch.bias is None else batch.bias.permute(1, 2, 3, 0, 4).flatten(3)[None]
-        return DecodeBatch(1, batch.slots, bias) if num_rows == 1 else None
-    if num_rows != 1 or not rows or rows[0].pages is None:
-        return None
-    slots = (rows[0].pages.long()[:, None] * page_size + torch.arange(page_size)).view(-1)[rows[0].keys]
-    return DecodeBatch(1, slots, rows[0].bias)

@@ -1,8 +1,8 @@
 """What travels through a model to its attention layers: each layer's impl, cache and planned step.
 
-For steps that no compiler can see through, attention is one operator of a graph, `attn_backends::attend`. Python
-objects cannot enter a graph: the operator has its layer's number and finds its step in a context variable, set around
-each forward and restored behind it.
+In a compiled model attention is one operator of a graph, `attn_backends::attend`. Python objects cannot enter a graph:
+the operator has its layer's number and finds its step in a context variable, set around each forward and restored
+behind it.
 """
 
 from __future__ import annotations

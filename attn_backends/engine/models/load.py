@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,10 +20,27 @@ from attn_backends.engine.models.loaded_model import LayerProbe, LoadedModel
 from attn_backends.engine.outputs import Report, silent
 from attn_backends.machine import HAS_TRITON
 from attn_backends.spec import AttentionSpec
+from attn_backends.validation import ConfigError
 
 Stage = Literal["fuse", "merge", "pack"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+
+
+def check_acceleration(how: str, device: torch.device) -> None:
+    """Refuse to compile for a CPU.
+
+    Args:
+        how: `EngineConfig.accelerate`.
+
+    Raises:
+        ConfigError: that is what is asked for.
+    """
+    if how == "compile" and device.type == "cpu":
+        raise ConfigError(
+            f"accelerate is compile and the device {device}; allowed there: off or on, as models are compiled for GPUs "
+            "alone: set accelerate: on (--accelerate on)"
+        )
 
 
 def load_model(
@@ -36,8 +52,9 @@ def load_model(
         stages: see `ready_model`.
 
     Raises:
+        ConfigError: see `check_acceleration`.
         ModelError: nothing to load, damaged weights, a model whose attention cannot be replaced, or one that cannot be
-            compiled as `accelerate` asks.
+            compiled.
     """
     path = find_model(config.model, convert_gguf, report)
     hf_config = read_config(path, config.trust_remote_code)
@@ -95,20 +112,19 @@ def ready_model(
 
     Args:
         how: `EngineConfig.accelerate`.
-        stages: those that run unless `how` is "off", for measuring each by itself.
+        stages: those that run if `how` is "on", for measuring each by itself.
         folder: where the model was read from.
 
     Raises:
+        ConfigError: see `check_acceleration`.
         ModelError: its attention does not come through the attention interface, or hides a mask; or it cannot be
             compiled.
     """
+    check_acceleration(how, model.device)
     model.eval().requires_grad_(False)
     use_latent_attention(model)
     layers = probe_layers(model)
-    source = twin(model) if how == "compile" else None
-    # What a GPU compiles is never run as it is.
-    as_it_is = how == "off" or (how == "compile" and model.device.type != "cpu")
-    min_tokens = 1 if as_it_is else accelerate(model, stages)
+    min_tokens = accelerate(model, stages) if how == "on" else 1
     loaded = LoadedModel(
         module=model,
         tokenizer=tokenizer,
@@ -117,7 +133,6 @@ def ready_model(
         vocab_size=model.get_input_embeddings().num_embeddings,
         eos_token_ids=_eos_token_ids(model, tokenizer),
         min_tokens=min_tokens,
-        source=source,
         folder=folder,
     )
     if how != "compile":
@@ -163,12 +178,6 @@ def _fuse(model: Any) -> int:
     if num_fused:
         base.layers = LayerList(base.layers)
     return num_fused
-
-
-def twin(model: Any) -> Any:
-    """Another model over the same weights, which keeps its form when this one's layers are replaced."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, shared)
 
 
 class _Probe:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attn_backends.cache.kv_cache import KVCache
 from attn_backends.engine.models.context import AttentionContext
-from attn_backends.interface import AttentionImpl, AttentionMetadataBuilder
 from attn_backends.spec import AttentionSpec
 
 
@@ -41,17 +38,7 @@ class LoadedModel:
     vocab_size: int
     eos_token_ids: frozenset[int]
     min_tokens: int = 1  # a step of fewer is slower than one padded to this many
-    source: Any = None  # what a compiler reads: `module` as transformers made it, over the same weights
     folder: Path | None = None  # where it was read from
-
-    def prepared(
-        self,
-        builders: Sequence[AttentionMetadataBuilder[Any]],
-        impls: Mapping[int, AttentionImpl[Any]],
-        caches: Mapping[int, KVCache],
-    ) -> LoadedModel:
-        """The model to run, now that its layers' impls and empty caches are known: itself, unless it is compiled."""
-        return self
 
     def forward(
         self,

@@ -14,7 +14,7 @@ from attn_backends.spec import AttentionSpec
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.graphs.harness import CapturedStep, make_recorder
-from attn_backends.testing.harness import Result, assert_matches, make_layer
+from attn_backends.testing.harness import assert_matches, make_layer
 
 PLAIN = TorchOptions(native_decode=False, native_prefill=False)
 ROADS = {
@@ -74,14 +74,3 @@ def test_replays(query_len: int, layer: str, dtype: torch.dtype) -> None:
         captured = CapturedStep([made], clone, [batch], rows, query_len, make_recorder("cpu"))
     captured.fill([batch])
     assert_matches(captured.replay()[0], batch)
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_traces(layer: str, dtype: torch.dtype) -> None:
-    batch = make_batch(dtype, **LAYERS[layer])
-    made = make_layer(TorchBackend, batch, options=PLAIN)
-    inputs, pool = made.impl.trace_inputs(made.begin(batch).metadata), batch.fresh_pool()
-    assert inputs is not None
-    assert pool is not None
-    output = made.impl.trace(batch.query, batch.key, batch.value, pool, inputs)
-    assert_matches(Result(output, None, None), batch)

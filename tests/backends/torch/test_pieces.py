@@ -10,7 +10,7 @@ import torch
 from attn_backends.backends.torch.impl import TorchImpl
 from attn_backends.backends.torch.metadata import TorchMetadataBuilder
 from attn_backends.backends.torch.options import TorchOptions
-from attn_backends.backends.torch.state import TorchState, TorchStep
+from attn_backends.backends.torch.state import TorchState
 from attn_backends.batch.common import SequenceData, SequenceGroup
 from attn_backends.cache.kv_cache import KVCache
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, plan_groups
@@ -79,18 +79,3 @@ def test_pieces_after_a_shared_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_gives_no_lse_goes_row_by_row() -> None:
     assert not attended((13, 31, 9), cut(1), logits_soft_cap=2.0)[2]
-
-
-@pytest.mark.parametrize("layer", ["plain", "alibi"])
-def test_one_row_in_pieces_is_traced_whole(layer: str) -> None:
-    spec = AttentionSpec(HEADS, KV_HEADS, DIM, dtype=torch.float32, **LAYERS[layer])
-    cache, group = KVCacheSpec(PAGES, PAGE_SIZE), plan_groups({0: spec})[0]
-    options = cut(5)
-    builder = TorchMetadataBuilder(group, cache, Limits(8, 32, 96), "cpu", options=options)
-    metadata, impl = builder.build_from_groups(rows_of((91,)), 1, 0), TorchImpl(spec, cache, "cpu", options=options)
-    kv = KVCache(*(torch.randn(PAGES, PAGE_SIZE, KV_HEADS, DIM) for _ in range(2)))
-    query, key, value = (torch.randn(2, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    inputs = impl.trace_inputs(metadata)
-    assert inputs is not None
-    expected = impl.forward(query, key, value, kv, TorchStep(metadata, None))
-    torch.testing.assert_close(impl.trace(query, key, value, kv, inputs)[:1], expected[:1])

@@ -1,30 +1,33 @@
-"""A compiled model gives the tokens of the same model run as it is, and says what it cannot do."""
+"""A compiled model gives the tokens of the same model run as it is, and what cannot be compiled is refused."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch._inductor import config as inductor_config
 
 from attn_backends import LLM, EngineConfig, SamplingParams
 from attn_backends.engine.models import compiled
 from attn_backends.engine.models.checkpoint import ModelError
-from attn_backends.engine.models.fused.linears import prefers_mkl, prefers_native
+from attn_backends.engine.models.load import load_model, ready_model
 from attn_backends.engine.models.loaded_model import LoadedModel
-from tests.helpers.best_tokens import assert_best_tokens
-from tests.helpers.tiny_models import save_tiny
+from attn_backends.validation import ConfigError
+from tests.helpers.tiny_models import save_tiny, tiny_model
 
+CPU = torch.device("cpu")
 PROMPTS = ["a", "one two three", "xyz" * 12]
 TIGHT = {"num_pages": 16, "page_size": 4}  # preemptions
-SETTINGS = {"cache": TIGHT, "scheduler": {"max_num_tokens": 9}, "device": "cpu"}  # prompts in chunks
+SETTINGS = {"cache": TIGHT, "scheduler": {"max_num_tokens": 9}, "device": "cpu", "accelerate": "off"}
 LONG = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
-def engine(folder: Path, accelerate: str, **settings: Any) -> LLM:
-    return LLM.from_pretrained(folder, EngineConfig.model_validate(SETTINGS | {"accelerate": accelerate} | settings))
+def engine(folder: Path, graphs: bool = False) -> LLM:
+    config = EngineConfig.model_validate(SETTINGS | {"model": str(folder)})
+    model = load_model(config, CPU)
+    return LLM(config, compiled.compile_model(model, CPU) if graphs else model, CPU)
 
 
 def tokens(llm: LLM) -> list[tuple[int, ...]]:
@@ -36,61 +39,31 @@ def tokens(llm: LLM) -> list[tuple[int, ...]]:
     return together + [output.token_ids for output in llm.generate(PROMPTS[:1], LONG)]
 
 
-@pytest.fixture
-def graph_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of every step that ran in a graph."""
-    sizes: list[int] = []
-    run = compiled.run_graph
-
-    def counted(graph: compiled.Graph, token_ids: torch.Tensor, *others: Any) -> torch.Tensor:
-        sizes.append(len(token_ids))
-        return run(graph, token_ids, *others)
-
-    monkeypatch.setattr(compiled, "run_graph", counted)
-    return sizes
-
-
-@pytest.mark.first
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
         ("llama", {"num_hidden_layers": 1}),
-        ("qwen3", {"num_hidden_layers": 1}),
         ("gemma2", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
+        ("deepseek_v3", {"num_hidden_layers": 2}),  # attention's output is wider than what it is given for values
     ],
 )
-def test_the_same_tokens(tmp_path: Path, family: str, changes: dict[str, Any], graph_sizes: list[int]) -> None:
+def test_the_same_tokens(tmp_path: Path, family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where the graphs run as they are: what a compiler makes of them is its own affair."""
+    sizes: set[int] = set()
+    run = compiled.run_graph
+
+    def counted(graph: compiled.Graph, token_ids: torch.Tensor, *others: Any) -> torch.Tensor:
+        sizes.add(len(token_ids))
+        return run(graph, token_ids, *others)
+
     folder = save_tiny(tmp_path / family, family, **changes)
-    llm = engine(folder, "compile")
-    assert isinstance(llm.runner.layers.model, compiled.TracedModel)
+    monkeypatch.setattr(compiled, "run_graph", counted)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    llm = engine(folder, graphs=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         got = tokens(llm)
-    assert got == tokens(engine(folder, "on"))
-    ours = prefers_native(torch.float32) or prefers_mkl(torch.float32)
-    several = family == "llama" and ours  # fused, its products operators: for any size
-    assert set(graph_sizes) == ({2, 3} if several else {2})
-    assert not inductor_config.freezing  # nothing of ours stays in torch's settings
-
-
-def test_attention_that_cannot_be_traced(tmp_path: Path, graph_sizes: list[int]) -> None:
-    """It is an operator in the graph then."""
-    folder = save_tiny(tmp_path / "llama", num_hidden_layers=1)
-    settings = {"cache": TIGHT | {"dtype": "float8_e4m3fn"}}
-    llm = engine(folder, "compile", **settings)
-    assert isinstance(llm.runner.layers.model, compiled.CompiledModel)
-    assert tokens(llm) == tokens(engine(folder, "on", **settings))
-    assert graph_sizes
-
-
-@pytest.mark.first
-def test_bfloat16(tmp_path: Path, graph_sizes: list[int]) -> None:
-    """Tokens that are as good as tied may change places: how a processor multiplies bfloat16 decides."""
-    # Of a token's size, all but logits: fewer products to tune.
-    sizes = {"num_hidden_layers": 1, "intermediate_size": 64, "num_key_value_heads": 4}
-    folder = save_tiny(tmp_path / "llama", **sizes)
-    eight, llm = SamplingParams(max_tokens=8, ignore_eos=True), engine(folder, "compile", dtype="bfloat16")
-    assert_best_tokens(llm, folder, "llama", ["ab", "cd", "ef"], eight, least_same=0.75, **sizes)
-    assert max(graph_sizes) > 2
+    assert got == tokens(engine(folder))
+    assert sizes >= {1, 2, 3, 9}
 
 
 def test_attention_outside_of_a_step_is_an_error() -> None:
@@ -98,9 +71,12 @@ def test_attention_outside_of_a_step_is_an_error() -> None:
         torch.ops.attn_backends.attend(*torch.ones(3, 1, 1, 4), 0, 4)
 
 
-def test_without_a_compiler(tiny_llama: Path) -> None:
-    with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(ModelError, match="apt install"):
-        engine(tiny_llama, "compile")
+def test_a_cpu_is_refused_before_anything_is_read() -> None:
+    config = EngineConfig(model="/nowhere", device="cpu", accelerate="compile", backend="TORCH")
+    with pytest.raises(ConfigError, match=r"device cpu; allowed there: off or on.*set accelerate: on"):
+        LLM.from_pretrained(config=config)
+    with pytest.raises(ConfigError, match="set accelerate: on"):
+        ready_model(tiny_model("llama", num_hidden_layers=1), None, "compile")
 
 
 class Branching(torch.nn.Module):
@@ -115,6 +91,5 @@ class Branching(torch.nn.Module):
 
 
 def test_a_model_that_is_no_graph() -> None:
-    model = LoadedModel(Branching(), None, {}, 8, 8, frozenset(), source=Branching())
     with pytest.raises(ModelError, match="accelerate: on"):
-        compiled.compile_model(model, torch.device("cpu")).prepared([], {}, {})
+        compiled.compile_model(LoadedModel(Branching(), None, {}, 8, 8, frozenset()), CPU)

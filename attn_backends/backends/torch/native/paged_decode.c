@@ -187,7 +187,7 @@ static void finish(const struct step *s, int64_t row, int64_t head, const struct
 }
 
 // Write the new tokens, then attend. Returns the number of threads that it ran on, or 0 for want of memory.
-static int decode(const struct step *s) {
+int paged_decode(const struct step *s) {
     int64_t num_keys = 0, stop, heads = s->num_kv_heads, first_slot[s->num_rows + 1], max_splits = 1, threads = 1;
     for (int64_t row = 0; row < s->num_rows; row++) num_keys -= visible(s, row, s->seq_lens[row] - 1, &stop) - stop;
     // Eight pieces a thread even out what rows differ in.
@@ -227,14 +227,14 @@ static int decode(const struct step *s) {
     return threads;
 }
 
-// Called by nobody here: of libraries for several shapes, the name means the first one's.
-int paged_decode(const struct step *s) { return decode(s); }
-
-// The same for graphs that torch.compile makes: an operator of its C interface (torch/csrc/inductor/aoti_torch/c).
+// The same as an operator, by torch's C interface (torch/csrc/inductor/aoti_torch/c): called with a stack of arguments and
+// place for results, into a tensor that is there, without a LSE; gives the number of threads.
 typedef struct AtenTensorOpaque *tensor;
 int32_t aoti_torch_get_data_ptr(tensor, void **), aoti_torch_get_strides(tensor, int64_t **);
-int32_t aoti_torch_get_size(tensor, int64_t dim, int64_t *), aoti_torch_get_dtype(tensor, int32_t *);
-int32_t aoti_torch_empty_strided(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, tensor *);
+int32_t aoti_torch_get_size(tensor, int64_t dim, int64_t *), aoti_torch_delete_tensor_object(tensor);
+typedef struct TorchLibraryOpaque *library;
+int32_t aoti_torch_library_init_impl(const char *, const char *, const char *, uint32_t, library *);
+int32_t aoti_torch_library_impl(library, const char *, void (*)(uint64_t *, uint64_t, uint64_t));
 
 static int64_t size(tensor t, int64_t dim) { int64_t n = 0; aoti_torch_get_size(t, dim, &n); return n; }
 static void *data(tensor t) { void *at = NULL; aoti_torch_get_data_ptr(t, &at); return size(t, 0) ? at : NULL; }
@@ -245,29 +245,6 @@ static struct view view(tensor t, int num_strides) {
     memcpy(v.stride, strides, num_strides * sizeof *strides);
     return v;
 }
-
-int32_t OPERATOR(tensor query, tensor key, tensor value, tensor key_cache, tensor value_cache, tensor slots,
-                 tensor pages, tensor first_pages, tensor seq_lens, tensor sinks, tensor slopes, int64_t window_left,
-                 int64_t chunk_size, double scale, double soft_cap, double k_scale, double v_scale, tensor *output) {
-    int64_t heads = size(query, 1), sizes[3] = {size(query, 0), heads, HEAD_DIM_VO};
-    int64_t strides[3] = {heads * HEAD_DIM_VO, HEAD_DIM_VO, 1};
-    int32_t dtype, failed = aoti_torch_get_dtype(query, &dtype);
-    if (failed || aoti_torch_empty_strided(3, sizes, strides, dtype, 0, 0, output)) return 1;
-    struct step s = {
-        view(query, 2), view(key, 2), view(value, 2), view(key_cache, 3), view(value_cache, 3), data(*output), NULL,
-        data(slots), data(pages), data(first_pages), data(seq_lens), NULL, data(sinks), data(slopes), size(slots, 0),
-        size(seq_lens, 0), heads / GROUP, size(key_cache, 1), 0, window_left, chunk_size, 1, scale, soft_cap, k_scale,
-        v_scale,
-    };
-    return !decode(&s);
-}
-
-// The same for torch itself, which calls with a stack of arguments and place for results: into a tensor that is there,
-// without a LSE; gives the number of threads.
-typedef struct TorchLibraryOpaque *library;
-int32_t aoti_torch_library_init_impl(const char *, const char *, const char *, uint32_t, library *);
-int32_t aoti_torch_library_impl(library, const char *, void (*)(uint64_t *, uint64_t, uint64_t));
-int32_t aoti_torch_delete_tensor_object(tensor);
 
 static double number(uint64_t bits) { double n; memcpy(&n, &bits, sizeof n); return n; }
 
@@ -280,7 +257,7 @@ static void decode_into(uint64_t *stack, uint64_t inputs, uint64_t outputs) {
         size(seq_lens, 0), size(query, 1) / GROUP, size(key_cache, 1), 0, stack[11], stack[12], 1, number(stack[13]),
         number(stack[14]), number(stack[15]), number(stack[16]),
     };
-    int64_t threads = decode(&s);
+    int64_t threads = paged_decode(&s);
     for (int i = 0; i < 18; i++)
         if (i < 11 || i == 17) aoti_torch_delete_tensor_object(in[i]);
     stack[0] = threads;

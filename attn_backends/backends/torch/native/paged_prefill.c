@@ -441,7 +441,7 @@ static void make_plan(const struct step *s, struct plan *plan) {
 }
 
 // Write the new tokens, then attend. Returns the number of threads that it ran on, or 0 for want of memory.
-static int prefill(const struct step *s) {
+int paged_prefill(const struct step *s) {
     int64_t heads = s->num_kv_heads, first_block[s->num_rows + 1], threads = 1;
     struct plan plan = {.first_block = first_block};
     make_plan(s, &plan);
@@ -465,6 +465,3 @@ static int prefill(const struct step *s) {
     free(partials);
     return threads;
 }
-
-// Called by nobody here: of libraries for several shapes, the name means the first one's.
-int paged_prefill(const struct step *s) { return prefill(s); }

@@ -61,8 +61,7 @@ class Compiled(NamedTuple):
 
     run: Callable[[Any], int]
     library: ctypes.CDLL
-    operator: Any = None  # of torch, by which a compiler traces it
-    into: Any = None  # of torch, the same into a given output; returns the number of threads
+    into: Any = None  # an operator of torch that writes into a given output; returns the number of threads
 
 
 class PagedKernel(ABC):
@@ -76,7 +75,7 @@ class PagedKernel(ABC):
     def __init__(
         self, compiled: Compiled, spec: AttentionSpec, sinks: torch.Tensor | None, k_scale: float, v_scale: float
     ) -> None:
-        self.run, self.operator, self.into = compiled.run, compiled.operator, compiled.into
+        self.run, self.into = compiled.run, compiled.into
         self.causal = spec.causal
         slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes)
         tensors = (torch.empty(0) if each is None else each.float() for each in (sinks, slopes))

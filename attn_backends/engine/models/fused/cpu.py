@@ -88,12 +88,9 @@ class _Rotation:
     def __call__(self, heads: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """`heads` [num_tokens, num_heads, head_dim] rotated by `angles`, cos and sin [1, num_tokens, head_dim]."""
         half = heads.shape[-1] // 2
-        if torch.compiler.is_compiling():
-            cos, signed_sin = _signed(angles, half)
-        else:
-            if self.prepared is None or angles is not self.angles:
-                self.prepared, self.angles = _signed(angles, half), angles
-            cos, signed_sin = self.prepared
+        if self.prepared is None or angles is not self.angles:
+            self.prepared, self.angles = _signed(angles, half), angles
+        cos, signed_sin = self.prepared
         swapped = heads.unflatten(-1, (2, half)).flip(-2).flatten(-2)
         return torch.addcmul(heads * cos, swapped, signed_sin)
 

@@ -10,9 +10,6 @@
 #define BLOCK 64    // tokens that go through all products together
 #define SMALL 65536 // weights, below which a second thread costs more than it saves
 #define ALIGNED 64  // bytes
-#define JOIN2(a, b) a##b
-#define JOIN(a, b) JOIN2(a, b)
-#define NAMED(name) JOIN(name, DTYPE)
 
 int omp_get_thread_num(void), omp_get_num_threads(void), omp_get_max_threads(void); // of torch's own OpenMP
 
@@ -118,8 +115,8 @@ static void behind(const struct behind *s) {
     }
 }
 
-// Operators, by torch's C interface (torch/csrc/inductor/aoti_torch/c/shim.h). A graph of torch.compile calls those named
-// aoti_torch_cpu_…; torch itself calls the others, with a stack of arguments and place for results.
+// Operators, by torch's C interface (torch/csrc/inductor/aoti_torch/c/shim.h): torch calls them with a stack of arguments
+// and place for results.
 typedef struct AtenTensorOpaque *tensor;
 int32_t aoti_torch_get_data_ptr(tensor, void **), aoti_torch_get_size(tensor, int64_t dim, int64_t *);
 int32_t aoti_torch_get_dim(tensor, int64_t *), aoti_torch_get_numel(tensor, int64_t *);
@@ -133,86 +130,70 @@ int32_t aoti_torch_library_impl(library, const char *, void (*)(uint64_t *, uint
 static int64_t size(tensor t, int64_t dim) { int64_t n = 0; aoti_torch_get_size(t, dim, &n); return n; }
 static int64_t numel(tensor t) { int64_t n = 0; aoti_torch_get_numel(t, &n); return n; }
 static void *data(tensor t) { void *at = NULL; aoti_torch_get_data_ptr(t, &at); return at; }
+static double number(uint64_t bits) { double n; memcpy(&n, &bits, sizeof n); return n; }
 
 // A contiguous tensor of another's dtype.
-static void make(tensor like, int64_t dims, const int64_t *sizes, tensor *made) {
+static tensor make(tensor like, int64_t dims, const int64_t *sizes) {
     int64_t strides[dims], stride = 1;
     for (int64_t i = dims - 1; i >= 0; i--) strides[i] = stride, stride *= sizes[i];
     int32_t dtype;
+    tensor made;
     aoti_torch_get_dtype(like, &dtype);
-    if (aoti_torch_empty_strided(dims, sizes, strides, dtype, 0, 0, made)) no_memory();
+    if (aoti_torch_empty_strided(dims, sizes, strides, dtype, 0, 0, &made)) no_memory();
+    return made;
 }
 
 // All but the last dimension of another, and that one.
-static void make_wide(tensor like, int64_t width, tensor *made) {
+static tensor make_wide(tensor like, int64_t width) {
     int64_t dims, *sizes;
     aoti_torch_get_dim(like, &dims), aoti_torch_get_sizes(like, &sizes);
     int64_t wide[dims];
     memcpy(wide, sizes, sizeof wide);
     wide[dims - 1] = width;
-    make(like, dims, wide, made);
+    return make(like, dims, wide);
 }
 
-int32_t NAMED(aoti_torch_cpu_llama_before_)(tensor hidden, tensor norm, tensor weight, tensor cos, tensor sin,
-                                            int64_t head_dim, int64_t queries, double epsilon, tensor *query,
-                                            tensor *key, tensor *value) {
-    int64_t width = size(norm, 0), tokens = numel(hidden) / width, keys = (size(weight, 0) / head_dim - queries) / 2;
+static void put_back(uint64_t *stack, int64_t tensors, const tensor *results, int64_t num) {
+    for (int64_t i = 0; i < tensors; i++) aoti_torch_delete_tensor_object((tensor)stack[i]);
+    memcpy(stack, results, num * sizeof *results);
+}
+
+static void call_before(uint64_t *stack, uint64_t inputs, uint64_t outputs) {
+    tensor *in = (tensor *)stack, hidden = in[0], norm = in[1], weight = in[2];
+    int64_t head_dim = stack[5], queries = stack[6], keys = (size(weight, 0) / head_dim - queries) / 2;
+    int64_t width = size(norm, 0), tokens = numel(hidden) / width;
     int64_t query_sizes[3] = {tokens, queries, head_dim}, sizes[3] = {tokens, keys, head_dim};
-    make(hidden, 3, query_sizes, query), make(hidden, 3, sizes, key), make(hidden, 3, sizes, value);
-    struct before s = {data(hidden), {data(norm), epsilon}, data(weight), data(cos), data(sin), data(*query),
-                       data(*key), data(*value), tokens, width, head_dim, queries, keys};
+    tensor made[3] = {make(hidden, 3, query_sizes), make(hidden, 3, sizes), make(hidden, 3, sizes)};
+    struct before s = {data(hidden), {data(norm), number(stack[7])}, data(weight), data(in[3]), data(in[4]),
+                       data(made[0]), data(made[1]), data(made[2]), tokens, width, head_dim, queries, keys};
     before(&s);
-    return 0;
+    put_back(stack, 5, made, 3);
 }
 
-int32_t NAMED(aoti_torch_cpu_llama_behind_)(tensor hidden, tensor attended, tensor out, tensor norm, tensor gate,
-                                            tensor up, tensor down, double epsilon, tensor *result) {
+static void call_behind(uint64_t *stack, uint64_t inputs, uint64_t outputs) {
+    tensor *in = (tensor *)stack, hidden = in[0], out = in[2], norm = in[3], gate = in[4];
     int64_t width = size(norm, 0);
-    make_wide(hidden, width, result);
-    struct behind s = {data(hidden), data(attended), data(out), data(gate), data(up), data(down),
-                       {data(norm), epsilon}, data(*result), numel(hidden) / width, width, size(out, 1), size(gate, 0)};
+    tensor made = make_wide(hidden, width);
+    struct behind s = {data(hidden), data(in[1]), data(out), data(gate), data(in[5]), data(in[6]),
+                       {data(norm), number(stack[7])}, data(made), numel(hidden) / width, width, size(out, 1),
+                       size(gate, 0)};
     behind(&s);
-    return 0;
+    put_back(stack, 7, &made, 1);
 }
 
-int32_t NAMED(aoti_torch_cpu_rows_product_)(tensor tokens, tensor weight, tensor bias, tensor *result) {
-    int64_t rows = size(weight, 0), inner = size(weight, 1), all = numel(tokens) / inner;
-    make_wide(tokens, rows, result);
-    const cell *x = data(tokens);
-    cell *out = data(*result);
+static void call_product(uint64_t *stack, uint64_t inputs, uint64_t outputs) {
+    tensor *in = (tensor *)stack, weight = in[1], bias = in[2];
+    int64_t rows = size(weight, 0), inner = size(weight, 1), all = numel(in[0]) / inner;
+    tensor made = make_wide(in[0], rows);
+    const cell *x = data(in[0]);
+    cell *out = data(made);
 #pragma omp parallel if (rows * inner > SMALL)
     for (int64_t t = 0; t < all; t += BLOCK) {
         struct job job = {x + t * inner, data(weight), NULL, all - t < BLOCK ? all - t : BLOCK, inner, rows, 0,
                           out + t * rows, rows, numel(bias) ? data(bias) : NULL};
         plain(&job, omp_get_thread_num(), omp_get_num_threads());
     }
-    return 0;
-}
-
-static double number(uint64_t bits) { double n; memcpy(&n, &bits, sizeof n); return n; }
-
-static void put_back(uint64_t *stack, int64_t tensors, uint64_t *results, int64_t num) {
-    for (int64_t i = 0; i < tensors; i++) aoti_torch_delete_tensor_object((tensor)stack[i]);
-    memcpy(stack, results, num * sizeof *results);
-}
-
-static void call_before(uint64_t *stack, uint64_t inputs, uint64_t outputs) {
-    tensor *in = (tensor *)stack, made[3] = {0};
-    NAMED(aoti_torch_cpu_llama_before_)(in[0], in[1], in[2], in[3], in[4], stack[5], stack[6], number(stack[7]),
-                                        &made[0], &made[1], &made[2]);
-    put_back(stack, 5, (uint64_t *)made, 3);
-}
-
-static void call_behind(uint64_t *stack, uint64_t inputs, uint64_t outputs) {
-    tensor *in = (tensor *)stack, made = NULL;
-    NAMED(aoti_torch_cpu_llama_behind_)(in[0], in[1], in[2], in[3], in[4], in[5], in[6], number(stack[7]), &made);
-    put_back(stack, 7, (uint64_t *)&made, 1);
-}
-
-static void call_product(uint64_t *stack, uint64_t inputs, uint64_t outputs) {
-    tensor *in = (tensor *)stack, made = NULL;
-    NAMED(aoti_torch_cpu_rows_product_)(in[0], in[1], in[2], &made);
-    put_back(stack, 3, (uint64_t *)&made, 1);
+    put_back(stack, 3, &made, 1);
 }
 
 #define TEXT2(name) #name

@@ -15,9 +15,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from itertools import count
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -39,8 +37,6 @@ _linear = torch.ops.mkldnn._linear_pointwise.default
 _linear_with = torch.ops.mkldnn._linear_pointwise.binary
 _mkl_linear: Any = torch.ops.mkl._mkl_linear.default if torch.backends.mkl.is_available() else None
 CHECKED = (1, 2, 3, 5, 16, 17, 100)  # numbers of tokens that `is_right` tries
-_numbers = count()
-_layers: WeakValueDictionary[int, MklLinear] = WeakValueDictionary()  # by number
 
 
 class PackedLinear(torch.nn.Module):
@@ -78,7 +74,7 @@ def padded_size(num_tokens: int) -> int:
 def _in_few_sizes(product: Callable[..., torch.Tensor], tokens: torch.Tensor, *other: torch.Tensor) -> torch.Tensor:
     """A product over `padded_size` tokens [..., features], of which only those given are returned."""
     num_tokens = tokens.numel() // tokens.shape[-1]
-    if torch.compiler.is_compiling() or padded_size(num_tokens) == num_tokens:
+    if padded_size(num_tokens) == num_tokens:
         return product(tokens, *other)
     below = (0, 0, 0, padded_size(num_tokens) - num_tokens)
     rows = product(*(F.pad(each.reshape(num_tokens, -1), below) for each in (tokens, *other)))[:num_tokens]
@@ -230,28 +226,15 @@ def packable(weight: torch.Tensor) -> bool:
 
 
 class MklLinear(torch.nn.Module):
-    """`torch.nn.Linear` for float32 inference, over a reordered copy of its weight (MKL's own format).
-
-    For a graph a product is one operator, `attn_backends::product`, which has the number of its layer: no compiler can
-    look into that format.
-    """
+    """`torch.nn.Linear` for float32 inference, over a reordered copy of its weight (MKL's own format)."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
         self.packed: torch.Tensor = torch.ops.mkl._mkl_reorder_linear_weight(weight.detach().contiguous(), BATCH_HINT)
         self.bias = bias
         self.shape = torch.empty(1).expand(weight.shape)  # read for its shape alone
-        self.width = weight.shape[0]
-        self.number = next(_numbers)
-        _layers[self.number] = self
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # [..., in_features] -> [..., out_features]
-        if torch.compiler.is_compiling():
-            out: torch.Tensor = torch.ops.attn_backends.product(tokens, self.number, self.width)
-            return out
-        return self.product(tokens)
-
-    def product(self, tokens: torch.Tensor) -> torch.Tensor:
         # It gets the number of tokens: given any other, it would read the weight as it was.
         num_tokens = tokens.numel() // tokens.shape[-1]
         out: torch.Tensor = _mkl_linear(tokens, self.packed, self.shape, self.bias, num_tokens)
@@ -268,19 +251,4 @@ def is_right() -> bool:
     weight = torch.randn(96, 130, generator=generator)
     layer = MklLinear(weight)
     inputs = [torch.randn(num_tokens, 130, generator=generator) for num_tokens in CHECKED]
-    return all(torch.allclose(layer.product(tokens), tokens @ weight.T, atol=1e-4) for tokens in inputs)
-
-
-def _product(tokens: torch.Tensor, layer: int, width: int) -> torch.Tensor:
-    return _layers[layer].product(tokens)
-
-
-def _product_shape(tokens: torch.Tensor, layer: int, width: int) -> torch.Tensor:
-    return tokens.new_empty(*tokens.shape[:-1], width)
-
-
-# By hand, as `torch.library.custom_op` checks every call for aliases.
-_library = torch.library.Library("attn_backends", "FRAGMENT")
-_library.define("product(Tensor tokens, int layer, int width) -> Tensor")
-_library.impl("product", _product, "CompositeExplicitAutograd")
-torch.library.register_fake("attn_backends::product", _product_shape, lib=_library)
+    return all(torch.allclose(layer(tokens), tokens @ weight.T, atol=1e-4) for tokens in inputs)

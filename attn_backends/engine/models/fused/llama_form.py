@@ -29,6 +29,8 @@ def has_llama_form(layer: Any, is_fast: Callable[[torch.Tensor], bool]) -> bool:
         and all(hasattr(norm, "variance_epsilon") for norm in (layer.input_layernorm, layer.post_attention_layernorm))
         and hasattr(attention, "head_dim")
         and hasattr(attention, "scaling")
+        and attention.k_proj.out_features == attention.v_proj.out_features
+        and attention.q_proj.out_features == attention.o_proj.in_features
     )
 
 
@@ -48,14 +50,21 @@ class LlamaLayer(torch.nn.Module):
         self,
         hidden_states: torch.Tensor,  # [1, num_tokens, hidden]
         *,
-        position_embeddings: Angles,
+        position_embeddings: Angles | None,
         attention_context: Any,
         **unused: Any,
     ) -> torch.Tensor:
         hidden = hidden_states[0]
-        heads = self.heads(hidden, position_embeddings)
+        heads = self.heads(hidden, self.angles(hidden_states, position_embeddings))
         attended = attention_context.attend(self.place, heads, {"scaling": self.place.scaling})
         return self.behind(hidden, attended.flatten(1))[None]
+
+    def angles(self, hidden_states: torch.Tensor, angles: Angles | None) -> Angles:
+        """Those that a model gives its layer; of angle 0 where it gives none, for a layer that is to rotate nothing."""
+        if angles is None:
+            none = hidden_states.new_zeros(*hidden_states.shape[:2], self.head_dim)
+            return none + 1, none
+        return angles
 
     def heads(self, hidden: torch.Tensor, angles: Angles) -> NewTokens:
         """Queries, keys and values [num_tokens, heads, head_dim] of `hidden` [num_tokens, hidden], rotated."""
@@ -107,10 +116,14 @@ def replace_layers(
 
 
 class _Trial:
-    """A stand-in for attention: mixes queries, keys and values of each token, so that an error in any of them shows."""
+    """A stand-in for attention: keeps queries, keys and values, and mixes each token's, so that a result needs all."""
+
+    def __init__(self) -> None:
+        self.new: tuple[torch.Tensor, ...] = ()
 
     def attend(self, module: Any, new: NewTokens, constants: Mapping[str, Any]) -> torch.Tensor:
         query, key, value = new
+        self.new = tuple(each.flatten(1).clone() for each in new)
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         mixed: torch.Tensor = (query * key).sum(-1, keepdim=True).tanh() * constants["scaling"] + value
@@ -119,6 +132,9 @@ class _Trial:
 
 def agree(layer: Any, fused: Any, rotary: Any, tolerance: float, sizes: Sequence[int] = (7,)) -> bool:
     """Whether two layers give the same, within rounding, for some numbers of tokens of random input.
+
+    Queries, keys and values are compared by themselves: a layer may rotate neighbours or nothing, and a token's own
+    query and key have the same product then.
 
     Args:
         rotary: the model's rotary embedding: (hidden, position_ids) to cos and sin.
@@ -129,10 +145,30 @@ def agree(layer: Any, fused: Any, rotary: Any, tolerance: float, sizes: Sequence
     for num_tokens in sizes:
         hidden = torch.randn(1, num_tokens, weight.shape[0], generator=generator).to(weight)
         positions = torch.arange(3, 3 + num_tokens, device=weight.device)[None]
-        arguments = {"position_embeddings": rotary(hidden, positions), "attention_context": _Trial()}
         with torch.inference_mode():
-            expected, got = layer(hidden, **arguments), fused(hidden.clone(), **arguments)
-        errors = (got - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)  # [1, num_tokens]
-        if not (errors.median() < tolerance and errors.max() < OUTLIER * tolerance):  # NaN is no agreement
+            try:
+                angles, theirs = rotary(hidden, positions), _Trial()
+                expected = layer(hidden, position_embeddings=angles, attention_context=theirs)
+            except TypeError:  # a rotation or a layer that wants more than a Llama's
+                return False
+            if not rotates_whole_heads(angles, hidden, fused.head_dim):
+                return False
+            ours = _Trial()
+            got = fused(hidden.clone(), position_embeddings=angles, attention_context=ours)
+        pairs = ((got[0], expected[0]), *zip(ours.new, theirs.new, strict=True))
+        if not all(_is_close(a, b, tolerance) for a, b in pairs):
             return False
     return True
+
+
+def rotates_whole_heads(angles: Angles, hidden: torch.Tensor, head_dim: int) -> bool:
+    """Whether angles are of all of a head, and of its dtype: what a fused layer reads them as."""
+    return all(each.shape[-1] == head_dim and each.dtype is hidden.dtype for each in angles)
+
+
+def _is_close(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:  # [num_tokens, features]
+    if got.shape != expected.shape:
+        return False
+    size = expected.float().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)  # zeros agree with zeros
+    errors = (got - expected).float().norm(dim=-1) / size
+    return bool(errors.median() < tolerance and errors.max() < OUTLIER * tolerance)  # NaN is no agreement

@@ -2,14 +2,13 @@
 
 Before attention: norm, the product for queries, keys and values, rotation. Behind it: the output's product, residual,
 norm, the gated MLP, residual. Weights keep their form, are shared with the original layer, and lie in the order in
-which a step reads them. The operators are torch's own (C calls C), so whatever records or traces torch sees them.
+which a step reads them. The operators are torch's own (C calls C), so whatever records torch sees them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from attn_backends.engine.models.fused.huge_pages import settle
-from attn_backends.engine.models.fused.llama_form import LlamaLayer
+from attn_backends.engine.models.fused.llama_form import Angles, LlamaLayer
 from attn_backends.kernels.c_compiler import CompileError, load
-from attn_backends.kernels.c_shims import declarations
 
 logger = logging.getLogger(__name__)
 
@@ -43,30 +41,7 @@ _SCHEMAS = {
     "float epsilon) -> Tensor",
     "rows_product": "(Tensor tokens, Tensor weight, Tensor bias) -> Tensor",
 }
-_C_ARGUMENTS = {
-    "llama_before": "AtenTensorHandle, " * 5 + "int64_t, int64_t, double" + ", AtenTensorHandle *" * 3,
-    "llama_behind": "AtenTensorHandle, " * 7 + "double, AtenTensorHandle *",
-    "rows_product": "AtenTensorHandle, " * 3 + "AtenTensorHandle *",
-}
 _library = torch.library.Library("attn_backends", "FRAGMENT")
-
-
-def _before(hidden: Any, norm: Any, weight: Any, cos: Any, sin: Any, head_dim: int, queries: int, _: float) -> Any:
-    tokens, keys = hidden.numel() // norm.shape[0], (weight.shape[0] // head_dim - queries) // 2
-    return tuple(hidden.new_empty(tokens, heads, head_dim) for heads in (queries, keys, keys))
-
-
-def _behind(hidden: torch.Tensor, *others: Any) -> torch.Tensor:
-    return torch.empty_like(hidden)
-
-
-def _product(tokens: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return tokens.new_empty(*tokens.shape[:-1], weight.shape[0])
-
-
-_SHAPES: dict[str, Callable[..., Any]] = {
-    "llama_before": _before, "llama_behind": _behind, "rows_product": _product,
-}  # fmt: skip
 
 
 @cache
@@ -88,13 +63,9 @@ def _defined(name: str, library: ctypes.CDLL) -> list[Any]:
     if not hasattr(torch.ops.attn_backends, f"llama_before_{name}"):
         for each, schema in _SCHEMAS.items():
             _library.define(f"{each}_{name}{schema}")
-            torch.library.register_fake(f"attn_backends::{each}_{name}", _SHAPES[each], lib=_library)
         if library.implement():
             raise RuntimeError(f"torch {torch.__version__} does not take operators from C: set accelerate: off")
-    found = {each: getattr(torch.ops.attn_backends, f"{each}_{name}").default for each in _SCHEMAS}
-    for each, operator in found.items():
-        declarations[operator] = [f"AOTITorchError aoti_torch_cpu_{each}_{name}({_C_ARGUMENTS[each]})"]
-    return list(found.values())
+    return [getattr(torch.ops.attn_backends, f"{each}_{name}").default for each in _SCHEMAS]
 
 
 def has_instructions(dtype: torch.dtype) -> bool:
@@ -156,11 +127,12 @@ class NativeLayer(LlamaLayer):
         self,
         hidden_states: torch.Tensor,  # [1, num_tokens, hidden]
         *,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: Angles | None,
         attention_context: Any,
         **unused: Any,
     ) -> torch.Tensor:
-        hidden, cos, sin = (each.contiguous() for each in (hidden_states, *position_embeddings))
+        angles = self.angles(hidden_states, position_embeddings)
+        hidden, cos, sin = (each.contiguous() for each in (hidden_states, *angles))
         heads = self.operators.before(hidden, *self.first, cos, sin, self.head_dim, self.num_queries, self.epsilons[0])
         attended = attention_context.attend(self.place, heads, {"scaling": self.place.scaling})
         out: torch.Tensor = self.operators.behind(hidden, attended.contiguous(), *self.second, self.epsilons[1])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from attn_backends.engine.models.fused import cpu as fused_layer, linears
 from attn_backends.engine.models.fused.cpu import FusedLayer, fuse_layers
@@ -19,9 +20,10 @@ from attn_backends.engine.models.fused.linears import (
     packable,
     padded_size,
 )
+from attn_backends.engine.models.fused.llama_form import has_llama_form
 from attn_backends.engine.models.fused.native import NativeLayer, NativeLinear, operators
 from attn_backends.engine.models.hf import ATTENTION_NAME
-from tests.helpers.tiny_models import tiny_model
+from tests.helpers.tiny_models import COMMON, tiny_model
 
 needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch has no MKL")
 needs_packing = pytest.mark.skipif(not packable(torch.ones(2, 2)), reason="this CPU's torch has no oneDNN")
@@ -82,14 +84,12 @@ def test_float16_is_not_packed() -> None:
 @needs_mkl
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_by_mkl(bias: bool) -> None:
-    """For any number of tokens, whatever it was reordered for; in a graph as an operator."""
+    """For any number of tokens, whatever it was reordered for."""
     linear = torch.nn.Linear(24, 40, bias=bias).requires_grad_(False)
     layer = MklLinear(linear.weight, linear.bias)
-    graph = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
     for shape in ((1, 24), (7, 24), (2, 30, 24)):
         tokens = torch.randn(*shape)
         torch.testing.assert_close(layer(tokens), linear(tokens), atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(graph(tokens), linear(tokens), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(layer.plus(tokens, layer(tokens)), 2 * linear(tokens), atol=1e-5, rtol=1e-5)
     assert is_right()
 
@@ -127,6 +127,50 @@ def test_other_layers_are_not_fused(family: str, changes: dict[str, Any]) -> Non
     assert fuse_layers(model.model.layers, model.model.rotary_emb) == 0
     assert not any(isinstance(layer, FusedLayer | NativeLayer) for layer in model.model.layers)
     torch.testing.assert_close(logits(model), expected)
+
+
+MOE = {"head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
+       "topk_group": 1}  # fmt: skip
+SCALED = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 4,
+          "llama_4_scaling_beta": 0.5}  # fmt: skip
+
+
+@needs_packing
+@pytest.mark.parametrize("kind", ["in C", "of a library"])
+@pytest.mark.parametrize(("name", "changes", "num_fused"), [
+    ("HeliumConfig", {"head_dim": 16}, 0),  # turns neighbours
+    ("Ernie4_5Config", {"head_dim": 16}, 0),  # the same, with angles in float32
+    ("SmolLM3Config", {"no_rope_layers": [1, 0, 1, 1]}, 3),  # turns nothing in a layer
+    ("GraniteSWAConfig", {"attention_multiplier": 0.1, "layer_rope_theta": [0, 1e4, 0, 1e5]}, 4),  # gets no angles
+    ("Ministral3Config", {"head_dim": 16, "rope_parameters": SCALED}, 0),  # scales queries by their positions
+    ("Glm4MoeConfig", MOE, 0),  # turns half a head
+    ("MiMoV2FlashConfig", MOE | {"v_head_dim": 16}, 0),  # has angles by kinds of layers
+])  # fmt: skip
+def test_layers_that_rotate_in_another_way(
+    name: str, changes: dict[str, Any], num_fused: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have all of a Llama's parts."""
+    if kind == "in C" and operators(torch.float32) is None:
+        pytest.skip("needs a C compiler and a CPU with AVX-512")
+    config = getattr(transformers, name, None)
+    if config is None:
+        pytest.skip(f"this transformers has no {name}")
+    monkeypatch.setattr(fused_layer, "prefers_native", lambda dtype: kind == "in C")
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config(**COMMON | changes), dtype=torch.float32)
+    for weight in model.requires_grad_(False).parameters():
+        weight.normal_(0, 0.15)
+    model.eval().set_attn_implementation(ATTENTION_NAME)
+    expected = logits(model)
+    assert fuse_layers(model.model.layers, model.model.rotary_emb) == num_fused
+    torch.testing.assert_close(logits(model), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_values_narrower_than_keys_are_no_llamas() -> None:
+    layer = ours("llama").model.layers[0]
+    assert has_llama_form(layer, lambda weight: True)
+    layer.self_attn.v_proj = torch.nn.Linear(64, 24, bias=False)
+    assert not has_llama_form(layer, lambda weight: True)
 
 
 def check_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
