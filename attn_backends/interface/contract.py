@@ -36,8 +36,8 @@ RELEASES = (
             "`attend`; `get_*` methods and `forward` are the base's.",
             "A builder may set a lower `decode_threshold` on itself than its class has, for the layers that it serves: "
             "an engine reads it off the builder.",
-            "An impl is called by `forward` alone. `trace` and `trace_inputs`, of before there were versions, are asked "
-            "for no more: leave them out.",
+            "An impl is called by `forward` alone. `trace` and `trace_inputs`, of before there were versions, are "
+            "asked for no more: leave them out.",
         ),
     ),
 )
