@@ -33,7 +33,7 @@ FIVE = (AttentionBackend, AttentionMetadataBuilder, AttentionMetadata, Attention
 CONTRACT_VERBS = {  # verbs of DESIGN.md's contract that an engine calls, whether or not ours does
     "get_metadata_cls", "decode_metadata", "prefill_metadata", "build_for_cudagraph_capture", "reorder_batch",
     "graph_capture_get_metadata_for_batch", "move_to_current_stream", "preferred_page_sizes", "graph_sizes",
-    "asdict_zerocopy", "from_dict", "prepare", "get_supported_head_sizes",
+    "asdict_zerocopy", "from_dict", "prepare", "get_supported_head_sizes", "build_from_groups",
 }  # fmt: skip
 TOLD_TO_PEOPLE = {
     "lse",

@@ -142,8 +142,7 @@ def generate(
     ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32, float16, bfloat16 or auto.")] = None,
     accelerate: Annotated[
-        str | None,
-        typer.Option("--accelerate", help="off: the model as it is; on; or, on a GPU, compile: minutes to start."),
+        str | None, typer.Option("--accelerate", help="off: the model as it is; on; or compile, for GPUs: starts late.")
     ] = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be given again.")] = None,
     prompts_file: Annotated[Path | None, typer.Option("--prompts-file", help="A text file, one prompt a line.")] = None,
