@@ -60,7 +60,7 @@ class LlamaLayer(torch.nn.Module):
         return self.behind(hidden, attended.flatten(1))[None]
 
     def angles(self, hidden_states: torch.Tensor, angles: Angles | None) -> Angles:
-        """Those that a model gives its layer; of angle 0 where it gives none, for a layer that is to rotate nothing."""
+        """Angles as a model gives them, or of 0 where it gives none: to a layer that is to rotate nothing."""
         if angles is None:
             none = hidden_states.new_zeros(*hidden_states.shape[:2], self.head_dim)
             return none + 1, none
