@@ -4,6 +4,7 @@
 
 #include "products.h"
 #include <math.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -35,15 +36,20 @@ static void no_memory(void) {
     abort();
 }
 
-// Memory for what lies between two products; kept, as fresh memory costs more than what is done in it.
+static pthread_key_t rooms;
+static void make_rooms(void) { pthread_key_create(&rooms, free); }
+
+// Memory for what lies between two products; kept, as fresh memory costs more than what is done in it, until the thread
+// ends.
 static cell *room(int64_t cells) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
     static _Thread_local cell *kept;
     static _Thread_local int64_t size;
     if (cells > size) {
         free(kept);
         kept = aligned_alloc(ALIGNED, (cells * sizeof(cell) + ALIGNED - 1) / ALIGNED * ALIGNED);
         size = cells;
-        if (!kept) no_memory();
+        if (!kept || pthread_once(&once, make_rooms) || pthread_setspecific(rooms, kept)) no_memory();
     }
     return kept;
 }
@@ -183,8 +189,9 @@ static void call_behind(uint64_t *stack, uint64_t inputs, uint64_t outputs) {
 
 static void call_product(uint64_t *stack, uint64_t inputs, uint64_t outputs) {
     tensor *in = (tensor *)stack, weight = in[1], bias = in[2];
-    int64_t rows = size(weight, 0), inner = size(weight, 1), all = numel(in[0]) / inner;
+    int64_t rows = size(weight, 0), inner = size(weight, 1);
     tensor made = make_wide(in[0], rows);
+    int64_t all = numel(made) / rows;
     const cell *x = data(in[0]);
     cell *out = data(made);
 #pragma omp parallel if (rows * inner > SMALL)

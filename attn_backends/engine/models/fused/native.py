@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("layer.c")
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 LEAST_ROWS = 6  # of a product: a tile's
+OTHER_TOKENS = "tokens {} in {} for weights in {}: give [..., {}] of that dtype"
+OTHER_ANGLES = "angles {} in {} for heads of {} in {}: give one of that dtype for each of a head's numbers"
+CONVERTED = "weights in {} were made {} after they were loaded: load the model in that dtype"
 
 
 class Operators(NamedTuple):
@@ -90,18 +93,19 @@ class NativeLinear(torch.nn.Module):
         super().__init__()
         self.weight = weight if isinstance(weight, torch.nn.Parameter) else torch.nn.Parameter(weight, False)
         settle([self.weight])
-        self.bias = weight.new_empty(0) if bias is None else bias.detach().contiguous()
+        self.bias = weight.new_empty(0) if bias is None else bias.detach().to(weight.dtype).contiguous()
+        self.dtype = weight.dtype  # of the operator, whatever a weight is made later
         found = operators(weight.dtype)
         assert found is not None
         self.product = found.product
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # [..., in_features] -> [..., out_features]
-        if tokens.dtype is not self.weight.dtype or tokens.shape[-1] != self.weight.shape[1]:
-            raise ValueError(
-                f"tokens {list(tokens.shape)} in {tokens.dtype} for a weight {list(self.weight.shape)} in "
-                f"{self.weight.dtype}: give [..., {self.weight.shape[1]}] of that dtype"
-            )
-        out: torch.Tensor = self.product(tokens.contiguous(), self.weight, self.bias)
+        weight = self.weight
+        if weight.dtype is not self.dtype:
+            raise ValueError(CONVERTED.format(self.dtype, weight.dtype))
+        if tokens.dtype is not self.dtype or tokens.shape[-1] != weight.shape[1]:
+            raise ValueError(OTHER_TOKENS.format(list(tokens.shape), tokens.dtype, self.dtype, weight.shape[1]))
+        out: torch.Tensor = self.product(tokens.contiguous(), weight, self.bias)
         return out
 
 
@@ -122,6 +126,7 @@ class NativeLayer(LlamaLayer):
         found = operators(merged.dtype)
         assert found is not None
         self.operators = found
+        self.dtype, self.width = merged.dtype, first.shape[0]
 
     def forward(
         self,
@@ -132,6 +137,13 @@ class NativeLayer(LlamaLayer):
         **unused: Any,
     ) -> torch.Tensor:
         angles = self.angles(hidden_states, position_embeddings)
+        if hidden_states.dtype is not self.dtype or hidden_states.shape[-1] != self.width:
+            raise ValueError(
+                OTHER_TOKENS.format(list(hidden_states.shape), hidden_states.dtype, self.dtype, self.width)
+            )
+        for each in angles:
+            if each.dtype is not self.dtype or each.shape[-1] != self.head_dim:
+                raise ValueError(OTHER_ANGLES.format(list(each.shape), each.dtype, self.head_dim, self.dtype))
         hidden, cos, sin = (each.contiguous() for each in (hidden_states, *angles))
         heads = self.operators.before(hidden, *self.first, cos, sin, self.head_dim, self.num_queries, self.epsilons[0])
         attended = attention_context.attend(self.place, heads, {"scaling": self.place.scaling})

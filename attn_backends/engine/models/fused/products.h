@@ -113,8 +113,9 @@ INLINE void write_rows(cell *at, int64_t row, int tokens, vec v) {
     for (int t = 0; t < tokens; t++) write3(at + t * row, quads[t]);
 }
 
-// e^x, of Cephes' polynomial.
+// e^x for x <= 0, of Cephes' polynomial; 0 far below.
 INLINE vec exp_of(vec x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-200.f), x); // not a number stays one
     vec n = _mm512_roundscale_ps(x * 1.44269504f, 0), r = x - n * 0.693359375f + n * 2.12194440e-4f;
     vec p = 1.9875691500e-4f * r + 1.3981999507e-3f;
     p = ((p * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r + 1.6666665459e-1f;

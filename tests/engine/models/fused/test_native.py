@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import mmap
+from pathlib import Path
 from random import Random
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -114,6 +117,64 @@ def test_tokens_of_another_kind_are_refused() -> None:
     for tokens in (torch.ones(2, 5), torch.ones(2, 4, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match=r"give \[\.\.\., 4\] of that dtype"):
             linear(tokens)
+    with pytest.raises(ValueError, match="load the model in that dtype"):
+        linear.bfloat16()(torch.ones(2, 4, dtype=torch.bfloat16))
+
+
+def test_layers_refuse_tokens_and_angles_of_another_kind() -> None:
+    """They would be read as what they are not, and beyond their ends."""
+    needs_operators(torch.bfloat16)
+    layer, rotary = layer_and_angles(Random(2), torch.bfloat16)
+    fused, hidden = NativeLayer(layer), torch.ones(1, 3, layer.hidden_size, dtype=torch.bfloat16)
+    angles = rotary(hidden, torch.arange(3)[None])
+    for tokens in (hidden.float(), hidden[..., 1:]):
+        with pytest.raises(ValueError, match="of that dtype"):
+            fused(tokens, position_embeddings=angles, attention_context=Mix())
+    for other in (angles[1].float(), angles[1][..., :2]):
+        with pytest.raises(ValueError, match="each of a head's numbers"):
+            fused(hidden, position_embeddings=(angles[0], other), attention_context=Mix())
+
+
+def test_a_product_of_nothing_is_its_bias() -> None:
+    needs_operators(torch.float32)
+    linear = NativeLinear(torch.ones(6, 0), torch.arange(6.0))
+    assert torch.equal(linear(torch.ones(3, 0)), torch.arange(6.0).expand(3, 6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [1e14, 1e18, 1e30])
+def test_gates_of_any_size(dtype: torch.dtype, scale: float) -> None:
+    needs_operators(dtype)
+    layer, rotary = layer_and_angles(Random(5), dtype)
+    layer.mlp.gate_proj.weight.mul_(scale)
+    layer.mlp.up_proj.weight.div_(scale)
+    wide, fused = copy.deepcopy(layer).double(), NativeLayer(layer)
+    hidden = drawn(Random(6), 1, 5, layer.hidden_size).to(dtype)
+    cos, sin = rotary(hidden, torch.arange(5)[None])
+    got = fused(hidden, position_embeddings=(cos, sin), attention_context=Mix())
+    expected = wide(hidden.double(), position_embeddings=(cos.double(), sin.double()), attention_context=Mix())
+    assert far(got, expected) < DTYPES[dtype]
+
+
+def test_threads_that_end_keep_nothing() -> None:
+    needs_operators(torch.float32)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=8192, num_attention_heads=8, attn_implementation=ATTENTION_NAME
+    )
+    fused = NativeLayer(LlamaDecoderLayer(config, 0).requires_grad_(False))
+    hidden = torch.zeros(1, 64, 512)
+    own = {"position_embeddings": (torch.zeros(1, 64, 64),) * 2, "attention_context": Mix()}
+
+    def grown() -> int:
+        """Bytes."""
+        for _ in range(30):
+            thread = Thread(target=fused, args=(hidden,), kwargs=own)
+            thread.start()
+            thread.join()
+        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * mmap.PAGESIZE
+
+    before = grown()
+    assert grown() - before < 30 << 20  # 2.6 MB each
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
