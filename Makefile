@@ -14,7 +14,7 @@ override PROMPT := $(value PROMPT)
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help generate test long test-engines engine-signatures verify lint wheel pages docs docs-serve changelog clean
+.PHONY: help generate test test-kernels long test-engines engine-signatures verify lint wheel pages docs docs-serve changelog clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
@@ -24,6 +24,9 @@ generate: $(READY) ## answer a few prompts, or yours: PROMPT="..."; more options
 
 test: $(READY) ## run the tests; a part of them: ARGS="tests/engine/test_config.py -x"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(ARGS)
+
+test-kernels: $(READY) ## run the kits and random layers over interpreted kernels that `make test` leaves out
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --long -m "first and long" -k interpreted $(ARGS)
 
 long: $(READY) ## run all tests, with those that `make test` leaves out as they are more of the same
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --long $(ARGS)

@@ -37,7 +37,14 @@ HOSTS = (
 
 @in_own_process
 def test_interpreted() -> None:
-    run_interpreted(__file__, f"not (TestOfTriton and not MLA or MLA and ({SHARED} or {HOSTS}))")
+    """Of the kits small batches alone."""
+    run_interpreted(__file__, "not TestOf or matches and small")
+
+
+@pytest.mark.long
+@in_own_process
+def test_the_latent_kit_interpreted() -> None:
+    run_interpreted(__file__, f"MLA and not ({SHARED} or {HOSTS})")
 
 
 @pytest.mark.long
@@ -46,6 +53,7 @@ def test_hosts_interpreted() -> None:
     run_interpreted(__file__, f"MLA and ({HOSTS}) and not ({SHARED})")
 
 
+@pytest.mark.long
 @in_own_process
 def test_the_kit_interpreted() -> None:
     """Of the kit what prefills by the kernel: rows decode by one that is not for Hopper, in graphs too."""

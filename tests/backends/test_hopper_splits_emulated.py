@@ -24,7 +24,7 @@ launch = pytest.importorskip("attn_backends.kernels.prefill.launch", reason="nee
 most_tile_splits = pytest.importorskip("attn_backends.kernels.prefill.splits").most_tile_splits
 
 SHOWN, UNSEEN = range(8), range(1000, 1010)
-LATER = (1, 2, 6, *UNSEEN[4:])  # `make long` runs them
+LATER = (1, 2, 6, *UNSEEN[4:])  # `make test-kernels` runs them
 LEFT_OUT = f"random_layers and ({' or '.join(f'[{seed}]' for seed in LATER)})"
 GUARD = 77.0
 
