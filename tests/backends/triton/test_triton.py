@@ -51,24 +51,25 @@ LEFT_OUT = (
     "behind_a_row and not (plain or window_15])",  # the page table is read alike for all
     "engines_tensors and not plain",
 )
-MORE = (  # of the same, which `make long` runs
+MORE = (  # of the same, which `make test-kernels` runs
     "test_features and (window_0 or non_causal_chunks or alibi_and_window_300 or standard_alibi])",
     "scales_over and (alibi] or soft_cap])",
     "logits_far and window_15",
     "page_sizes and 256",
 )
 SMALL = f"not ({' or '.join(f'({cases})' for cases in LEFT_OUT)})"
+CORE = f"(matches or features or replays or nan or verify) and not ({' or '.join(f'({cases})' for cases in MORE)})"
 
 
 @in_own_process
 def test_interpreted() -> None:
-    run_interpreted(__file__, f"{SMALL} and not ({' or '.join(f'({cases})' for cases in MORE)})")
+    run_interpreted(__file__, f"{SMALL} and ({CORE} or not TestTriton)")
 
 
 @pytest.mark.long
 @in_own_process
 def test_more_interpreted() -> None:
-    run_interpreted(__file__, f"{SMALL} and ({' or '.join(f'({cases})' for cases in MORE)})")
+    run_interpreted(__file__, f"{SMALL} and TestTriton and not ({CORE})")
 
 
 @only_interpreted
