@@ -259,13 +259,14 @@ def combine_splits(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,  # queries of a slot
     BLOCK_DIM_VO: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,  # splits that are loaded at a time: so many loads are under way
+    COLUMNS: tl.constexpr,  # of BLOCK_DIM_VO, from where `partial_acc` points to on
 ):
     """Combine all splits of a row, each weighing exp2 of its highest logit; returns acc, m_i, l_i."""
     offs_m = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_DIM_VO)
+    dims = tl.arange(0, COLUMNS)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DIM_VO], tl.float32)
+    acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
     for start in range(0, num_splits, BLOCK_SPLITS):
         split = start + tl.arange(0, BLOCK_SPLITS)
         at = (first + split.to(tl.int64) * step)[:, None] * BLOCK_M + offs_m[None]  # [BLOCK_SPLITS, BLOCK_M]

@@ -173,7 +173,7 @@ def write_rows(  # type: ignore[no-untyped-def]
     has_sinks,  # 0 or 1
     want_lse,  # 0 or 1
     GROUP: tl.constexpr,
-    DIM_VO: tl.constexpr,
+    DIM_VO,  # columns from there on, a constant or not
 ):
     """Write outputs and natural LSEs of a KV head's queries; zeros and -inf for one that saw no key.
 

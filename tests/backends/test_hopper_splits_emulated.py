@@ -168,9 +168,14 @@ def test_keys_made_16_bits(launches: list[int], monkeypatch: pytest.MonkeyPatch)
 
 @only_interpreted
 @pytest.mark.parametrize("query_lens", [[14, 14, 9], [1, 3, 14], [10, 14, 40]], ids=str)
-def test_verified_tokens_of_many_queries(query_lens: list[int], launches: list[int]) -> None:
-    """More queries for a KV head than small tiles of the decode kernel take: of 5 heads those of 10 tokens or more, and
-    what comes behind them."""
+def test_verified_tokens_of_many_queries(
+    query_lens: list[int], launches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More queries for a KV head than a small tile of the decode kernel takes: of 5 heads those of 4 tokens or more,
+    and what comes behind them."""
+    from attn_backends.backends.triton import metadata
+
+    monkeypatch.setattr(metadata, "are_faster_together", lambda *_: False)
     batch = a_batch(AttentionSpec(10, 2, 64, dtype=torch.float16), [400, 90, 230], query_lens)
     with splitting(7):
         step = check(batch, launches)
@@ -178,6 +183,23 @@ def test_verified_tokens_of_many_queries(query_lens: list[int], launches: list[i
     assert step.metadata.max_decode_len == (3 if query_lens[0] == 1 else 0)
     views = step.metadata.decode_metadata, step.metadata.prefill_metadata
     assert sum(view.num_rows for view in views if view is not None) == 3
+
+
+@only_interpreted
+@pytest.mark.parametrize("along", [True, False])
+def test_decodes_beside_prefills_that_are_split(
+    along: bool, launches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken along by the same launch, or behind it."""
+    from attn_backends.backends.triton import metadata
+
+    monkeypatch.setattr(metadata, "are_faster_together", lambda *_: along)
+    batch = a_batch(AttentionSpec(4, 2, 64, dtype=torch.float16), [70, 200, 650, 300], [1, 2, 20, 33])
+    with splitting(7):
+        step = check(batch, launches)
+    assert step.splits.work_items[0, 5] > 1
+    assert step.metadata.num_decodes == 2
+    assert step.metadata.num_decode_rows == (0 if along else 2)
 
 
 @only_interpreted
@@ -215,19 +237,18 @@ FAULTS = {
     "rows that are not there": (KERNEL, "    row = gl.maximum(row, 0)", "    row = row + 0"),
     "a split that is not joined": (
         JOIN,
-        "KV_HEADS * BLOCK_M, num_splits, 1, 1",
-        "KV_HEADS * BLOCK_M, num_splits - 1, 1, 1",
+        "num_splits, used - query,",
+        "num_splits - 1, used - query,",
     ),
     "a split that is joined twice": (
         JOIN,
-        "slot + query, KV_HEADS * BLOCK_M, num_splits,",
-        "slot + query, KV_HEADS * BLOCK_M * (num_splits > 2), num_splits,",
+        "at, KV_HEADS * (BLOCK_M // QUERIES), num_splits,",
+        "at, KV_HEADS * (BLOCK_M // QUERIES) * (num_splits > 2), num_splits,",
     ),
-    "queries that nobody joins": (JOIN, "program % SPREAD, used, num_splits", "program % SPREAD, used - 1, num_splits"),
+    "queries that nobody joins": (JOIN, "QUERIES, used, num_parts", "QUERIES, used - QUERIES, num_parts"),
     "joins of whole tiles": (JOIN, "(row >= 0) & (num_splits > 1)", "(row >= 0) & (num_splits > 0)"),
-    "values times the splits": (JOIN, "value_scale, out_token,\n", "value_scale * num_splits, out_token,\n"),
+    "values times the splits": (JOIN, "query_len, value_scale,", "query_len, value_scale * num_splits,"),
     "whole tiles among the splits": (LIST, "before, whole_before = 0, num_split_items", "before, whole_before = 0, 0"),
-    "as many splits for each head": (LIST, "* num_kv_heads + target - 1) // target", "+ target - 1) // target"),
     "counters that stay": (LIST, "    clear_counters(counters, num_counters)\n", ""),
 }  # fmt: skip
 
@@ -258,14 +279,14 @@ def changed(module: Any, fault: tuple[str, str, str] | None, folder: Path) -> An
 
 
 def check_all_splits() -> None:
-    """Rows in three splits, in two and whole, behind a launch that was cut short; no more splits than have slots."""
+    """Rows in four splits, in two and whole, behind a launch that was cut short; no more splits than have slots."""
     batch = a_batch(AttentionSpec(6, 2, 64, dtype=torch.float16), [1300, 300, 700], [50, 33, 20])
     layer = make_layer(get_backend("TRITON"), batch)
     guarded(layer)
     layer.state.workspace.tiles.copy_(torch.tensor([4, 1000]))
     step = layer.begin(batch)
     work_items = step.splits.work_items
-    assert work_items[:, 5].unique().tolist() == [1, 2, 3]
+    assert work_items[:, 5].unique().tolist() == [1, 2, 4]
     split_items = work_items[work_items[:, 5] > 1]
     assert len(split_items) * batch.spec.num_kv_heads <= most_tile_splits(11)
     assert_matches(layer.forward(batch, step, want_lse=True), batch)

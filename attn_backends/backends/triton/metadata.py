@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from attn_backends.backends.triton.rules import (
+    are_faster_together,
     can_upcast,
     decode_tokens,
     is_faster_upcast,
@@ -26,9 +27,10 @@ from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
 from attn_backends.batch.page_table import IntArray
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
-from attn_backends.kernels.prefill.launch import suits_hopper_kernel
+from attn_backends.kernels.prefill.launch import hopper_tile, suits_hopper_kernel
 from attn_backends.kernels.prefill.splits import PrefillSplits
 from attn_backends.kernels.prefill.tiles import PrefillTile
+from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import AttentionType, KVCacheSpec, Limits, PlanGroup
 
 _MANY_TOKENS = 4  # of decodes in the mean, from which on they are as prompts are
@@ -82,6 +84,15 @@ class TritonMetadata(AttentionMetadata):
         }
 
 
+class _Launches(NamedTuple):
+    """Which rows the decode kernel serves, and how prefill's serves the others."""
+
+    num_decodes: int  # rows that count as such, whatever serves them
+    num_decode_rows: int
+    max_decode_len: int
+    prefill: dict[str, Any]  # fields of TritonMetadata
+
+
 class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     """Names tensors that the batch has already, and makes none. Lengths on the host may be upper bounds."""
 
@@ -103,26 +114,15 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         key_start_loc = common.query_start_loc
         if not use_cache and attention_type is AttentionType.CROSS:  # only there keys are not the queries' own
             key_start_loc = common.new_kv_start_loc_cpu.to(self.device, non_blocking=True)
-        num_decodes, num_decode_rows, max_decode_len = self._decodes(common) if use_cache else (0, 0, 0)
-        num_upcast_keys = self._keys_to_upcast(common, num_decode_rows) if use_cache else 0
-        tile = None if num_upcast_keys else self._short_tile(common, num_decode_rows)
-        if tile is not None:
-            num_decode_rows = max_decode_len = 0
-        are_prompts = use_cache and not common.for_graph and self._are_prompts(common, num_decode_rows)
-        is_paged = use_cache and not are_prompts
-        is_whole = tile is not None or num_decode_rows >= common.num_actual_reqs
-        splits = None if is_whole else self._prefill_splits(common, num_decode_rows, is_paged, num_upcast_keys > 0)
+        launches = self._launches(common, use_cache)
+        num_decodes, num_decode_rows, prefill = launches.num_decodes, launches.num_decode_rows, launches.prefill
         own: dict[str, Any] = {
             "num_rows": common.num_reqs,
             "num_decode_rows": num_decode_rows,
             "num_decode_row_tokens": int(common.query_start_loc_cpu[num_decode_rows]),
-            "max_decode_len": max_decode_len,
+            "max_decode_len": launches.max_decode_len,
             "max_seq_len": common.max_seq_len,
-            "num_upcast_keys": num_upcast_keys,
-            "prefill_share": None if splits or tile else self._prefill_share(common, num_decode_rows),
-            "prefill_splits": splits,
-            "short_tile": tile,
-            "prefills_are_prompts": are_prompts,
+            **prefill,
             "query_start_loc": common.query_start_loc,
             "seq_lens": common.seq_lens,
             "page_table": common.page_table if use_cache else None,
@@ -139,6 +139,29 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         all_decode = num_decodes == common.num_actual_reqs
         tokens = common.num_actual_tokens if all_decode else int(common.query_start_loc_cpu[num_decodes])
         return TritonMetadata.of_batch(common, self.group.index, num_decodes, num_decode_tokens=tokens, **own)
+
+    def _launches(self, common: CommonAttentionMetadata, use_cache: bool) -> _Launches:
+        num_decodes, num_decode_rows, max_decode_len = self._decodes(common) if use_cache else (0, 0, 0)
+        num_upcast_keys = self._keys_to_upcast(common, num_decode_rows) if use_cache else 0
+        tile = None if num_upcast_keys else self._short_tile(common, num_decode_rows)
+        if tile is not None:
+            num_decode_rows = max_decode_len = 0
+        are_prompts = use_cache and not common.for_graph and self._are_prompts(common, num_decode_rows)
+        is_paged = use_cache and not are_prompts
+        is_whole = tile is not None or num_decode_rows >= common.num_actual_reqs
+        splits = None if is_whole else self._prefill_splits(common, num_decode_rows, is_paged, num_upcast_keys > 0)
+        if splits is not None and self._takes_decodes_along(common, num_decode_rows, splits):
+            num_decode_rows = max_decode_len = 0
+            are_prompts = False
+            splits = self._prefill_splits(common, 0, True, False)
+        prefill = {
+            "num_upcast_keys": num_upcast_keys,
+            "prefill_share": None if splits or tile else self._prefill_share(common, num_decode_rows),
+            "prefill_splits": splits,
+            "short_tile": tile,
+            "prefills_are_prompts": are_prompts,
+        }
+        return _Launches(num_decodes, num_decode_rows, max_decode_len, prefill)
 
     def reorder_batch(self, batch: SwappableRows, query_lens: Sequence[int]) -> bool:
         """Decodes first: their keys are split."""
@@ -170,6 +193,14 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         """Whether decodes can run beside prefills: those by the kernel for Hopper let them."""
         return suits_hopper_kernel(self.group.spec, self.device)
 
+    def _takes_decodes_along(self, common: CommonAttentionMetadata, num_decodes: int, splits: PrefillSplits) -> bool:
+        """Whether the kernel for Hopper serves decodes too, with the prefills whose keys it splits."""
+        spec, reads_pages = self.group.spec, self.cache.page_size % HOPPER_PAGE == 0
+        if common.for_graph or not (num_decodes and reads_pages and self._can_run_beside):
+            return False
+        has_its_tile = splits.tile == hopper_tile(spec)
+        return has_its_tile and are_faster_together(spec, splits, *_lens(common), num_decodes, self.device)
+
     def _prefill_share(self, common: CommonAttentionMetadata, num_decodes: int) -> float | None:
         if not (0 < num_decodes < common.num_actual_reqs and self._can_run_beside):
             return None
@@ -188,13 +219,11 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         return short_tiles(self.group.spec, self.cache, self.options, self.device)
 
     def _short_tile(self, common: CommonAttentionMetadata, num_decodes: int) -> PrefillTile | None:
-        """The portable kernel's tile where it serves all rows. It does not with decodes of few tokens: those run beside
-        the kernel for Hopper."""
+        """The portable kernel's tile where it serves all rows."""
         if num_decodes >= common.num_actual_reqs or not self._short_tiles:
             return None
-        if int(common.query_start_loc_cpu[num_decodes]) < _MANY_TOKENS * num_decodes:
-            return None
-        return short_tile(self.group.spec, self._short_tiles, *self._bounds(common), self.device)
+        has_decodes = int(common.query_start_loc_cpu[num_decodes]) < _MANY_TOKENS * num_decodes
+        return short_tile(self.group.spec, self._short_tiles, *self._bounds(common), self.device, has_decodes)
 
     def _bounds(self, common: CommonAttentionMetadata) -> tuple[IntArray, IntArray]:
         """Query lengths and lengths; in a graph, whose launches do not depend on them, the longest that can be."""

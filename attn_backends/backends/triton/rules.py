@@ -23,7 +23,7 @@ from attn_backends.kernels.prefill.launch import (
     portable_tile,
     suits_hopper_kernel,
 )
-from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, split_target
+from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, split_target, time_of
 from attn_backends.kernels.prefill.tiles import PrefillTile
 from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import AttentionSpec, KVCacheSpec
@@ -73,6 +73,7 @@ _KEYS_BESIDE = 128  # what a tile takes beside its keys, in keys
 # As measured (benchmarks/rules/sharing.py). With half of the GPU prefills are so fast that decodes lose nothing by it,
 # as they have all of it afterwards. Where prefills take most of the time decodes get what those leave at their end.
 _LEAST, _MOST = 0.5, 0.75
+_DECODE_LAUNCH = 6.0  # what a launch of decodes takes at least, in blocks that a program of prefill reads
 
 
 def prefill_share(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, num_decodes: int) -> float:
@@ -95,7 +96,7 @@ _NARROW, _MIDDLE = 64, 128  # head dims up to which tiles of long blocks are the
 # Keys that tiles may see, by the widest head dim: the longest where all begin at once, and the mean of more tiles;
 # twice as many in the mean where no row has more queries than one of these, which is half of one for Hopper. As
 # measured at tuning seeds 24 to 26, and 35 to 38.
-_FEW_KEYS = {64: (512, 512), 128: (256, 160), 256: (64, 64)}
+_FEW_KEYS = {64: (512, 512), 128: (256, 160), 256: (128, 128)}
 
 
 def short_tiles(
@@ -111,7 +112,8 @@ def short_tiles(
 
 
 def short_tile(
-    spec: AttentionSpec, tiles: tuple[PrefillTile, ...], query_lens: IntArray, seq_lens: IntArray, device: torch.device
+    spec: AttentionSpec, tiles: tuple[PrefillTile, ...], query_lens: IntArray, seq_lens: IntArray, device: torch.device,
+    has_decodes: bool = False,
 ) -> PrefillTile | None:  # fmt: skip
     """The one of `short_tiles` for rows that see so few keys that it is faster than the kernel for Hopper, of which a
     multiprocessor works on one tile at a time, and waits for its first keys; None: it is not, as where one row would
@@ -119,6 +121,8 @@ def short_tile(
 
     Args:
         query_lens, seq_lens: [rows], or upper bounds of the latter.
+        has_decodes: some rows are of few tokens, and would else run beside the kernel for Hopper: only where all begin
+            at once are they as fast in this one.
     """
     if not tiles:
         return None
@@ -127,6 +131,8 @@ def short_tile(
     most = int(num_visible_keys(spec, seq_lens).max(initial=0))
     if int(num_tiles.sum()) * spec.num_kv_heads <= num_multiprocessors(device):
         return tiles[0] if most <= longest else None
+    if has_decodes:
+        return None
     later = np.maximum(query_lens - HOPPER_ROWS // spec.group_size, 0) // 2 if spec.causal else 0
     keys = int(num_tiles @ num_visible_keys(spec, seq_lens - later))
     even = keys * spec.num_kv_heads // (_TOGETHER * num_multiprocessors(device))  # of a program
@@ -173,13 +179,39 @@ def prefill_splits(
         query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
     """
     num_programs = tile.num_programs(num_multiprocessors(device))
-    read = int(num_visible_keys(spec, seq_lens[:num_decodes]).sum(dtype=np.int64)) * spec.cache_dtype.itemsize
-    decodes = _PRODUCTS_A_BYTE * read / (tile.rows * tile.keys) * spec.num_kv_heads / num_programs
+    decodes = _decode_time(spec, tile, seq_lens[:num_decodes], num_programs)
     load = TileLoad.of(spec, tile, query_lens[num_decodes:], seq_lens[num_decodes:])
     target = split_target(load, spec.num_kv_heads, num_programs, tile.min_blocks, decodes)
     if not target and for_graph and len(query_lens) > 1 and num_programs >= 2 * spec.num_kv_heads:
         target = num_programs
     return PrefillSplits(target, tile) if target else None
+
+
+def are_faster_together(
+    spec: AttentionSpec, splits: PrefillSplits, query_lens: IntArray, seq_lens: IntArray, num_decodes: int,
+    device: torch.device,
+) -> bool:  # fmt: skip
+    """Whether prefills whose keys are split take the decodes along in less time than both, one behind the other.
+
+    Args:
+        splits: of the prefills alone.
+        query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
+    """
+    tile, num_programs = splits.tile, splits.tile.num_programs(num_multiprocessors(device))
+    together = prefill_splits(spec, tile, query_lens, seq_lens, 0, device)
+
+    def taken(first: int, target: int) -> float:
+        load = TileLoad.of(spec, tile, query_lens[first:], seq_lens[first:])
+        return time_of(load, spec.num_kv_heads, num_programs, target, tile.min_blocks)
+
+    decodes = max(_decode_time(spec, tile, seq_lens[:num_decodes], num_programs), _DECODE_LAUNCH)
+    return taken(0, together.target if together else 0) < taken(num_decodes, splits.target) + decodes
+
+
+def _decode_time(spec: AttentionSpec, tile: SplitTile, seq_lens: IntArray, num_programs: int) -> float:
+    """What reading the decodes' keys takes, in blocks that a program of prefill reads."""
+    read = int(num_visible_keys(spec, seq_lens).sum(dtype=np.int64)) * spec.cache_dtype.itemsize
+    return _PRODUCTS_A_BYTE * read / (tile.rows * tile.keys) * spec.num_kv_heads / num_programs
 
 
 def decode_tokens(

@@ -19,14 +19,15 @@ from attn_backends.kernels.tiles import block_dims
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits
 
 DECODE_TOKENS = 16  # most query tokens of a row that the decode kernel can serve, and a graph
-
-
-_SMALL_TILE_QUERIES = 48  # of a row and a KV head, up to which decode's small tiles are the faster way
+# Of a row and a KV head, up to which decode is the faster way where prefill's kernels can serve: a small tile, or over
+# 8 bits several, as keys that are made 16 bits are not soon read.
+_DECODE_QUERIES, _DECODE_QUERIES_OF_8_BITS = 16, 48
 
 
 def least_decode_tokens(spec: AttentionSpec) -> int:
     """Most query tokens of a row that the decode kernel serves wherever another one can."""
-    return max(1, min(DECODE_TOKENS, _SMALL_TILE_QUERIES // spec.group_size))
+    queries = _DECODE_QUERIES_OF_8_BITS if spec.cache_dtype.itemsize == 1 else _DECODE_QUERIES
+    return max(1, min(DECODE_TOKENS, queries // spec.group_size))
 
 
 class LaunchNeed(NamedTuple):

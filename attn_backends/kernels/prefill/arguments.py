@@ -239,6 +239,10 @@ class JoinTensors(NamedTuple):
     partial_ml: torch.Tensor
 
 
+class JoinSpread(NamedTuple):
+    spread: int
+
+
 class JoinScale(NamedTuple):
     value_scale: float
 
@@ -256,6 +260,7 @@ class JoinConstants(NamedTuple):
     BLOCK_M: int
     DIM_VO: int
     BLOCK_DIM_VO: int
-    SPREAD: int
+    QUERIES: int
     BLOCK_SPLITS: int
+    COLUMNS: int
     PDL: int

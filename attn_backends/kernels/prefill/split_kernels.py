@@ -9,6 +9,7 @@ from attn_backends.kernels.launch import grid_wait
 from attn_backends.kernels.split_kv import clear_counters, combine_splits, load_rows, of_row
 from attn_backends.kernels.tile_kernels import write_rows
 
+FEW_SPLITS = tl.constexpr(8)  # of a tile
 _NOT_CONSTANT = ["first_row", "num_rows", "max_items", "target", "num_kv_heads", "window_right", "window_left", "chunk",
                  "num_counters", "tile_tokens", "block_keys", "min_blocks"]  # fmt: skip
 
@@ -51,15 +52,19 @@ def list_kernel(  # type: ignore[no-untyped-def]
             block_keys, BLOCK_ROWS,
         )  # fmt: skip
         num_blocks += tiles.to(tl.int64) * blocks
-    size = tl.maximum((tl.sum(num_blocks, 0) * num_kv_heads + target - 1) // target, min_blocks)
-    num_split_items = 0
-    for begin in range(0, num_rows, BLOCK_ROWS):
-        tiles, blocks, _lens, _starts, _query_lens = _load_of(
-            seq_lens, query_start_loc, first_row, begin, num_rows, window_right, window_left, chunk, tile_tokens,
-            block_keys, BLOCK_ROWS,
+    even = tl.maximum((tl.sum(num_blocks, 0) * num_kv_heads + target - 1) // target, min_blocks)
+    nth, size = 0, even
+    num_split_items = _count_splits(
+        seq_lens, query_start_loc, first_row, num_rows, window_right, window_left, chunk, tile_tokens, block_keys,
+        min_blocks, size, BLOCK_ROWS,
+    )  # fmt: skip
+    while num_split_items * num_kv_heads > target:
+        nth += 1
+        size = (even * (8 + (1 << nth) // 2) + 7) // 8  # as `splits.SIZES` has them
+        num_split_items = _count_splits(
+            seq_lens, query_start_loc, first_row, num_rows, window_right, window_left, chunk, tile_tokens, block_keys,
+            min_blocks, size, BLOCK_ROWS,
         )  # fmt: skip
-        splits = (blocks // size).to(tl.int32)
-        num_split_items += tl.sum(tl.where(splits > 1, tiles * splits, 0), 0)
 
     work_item = tl.program_id(0) * BLOCK_ITEMS + tl.arange(0, BLOCK_ITEMS)
     row, first_token, query_len, seq_len = work_item * 0 - 1, work_item * 0, work_item * 0, work_item * 0
@@ -70,7 +75,7 @@ def list_kernel(  # type: ignore[no-untyped-def]
             seq_lens, query_start_loc, first_row, begin, num_rows, window_right, window_left, chunk, tile_tokens,
             block_keys, BLOCK_ROWS,
         )  # fmt: skip
-        splits = tl.maximum((blocks // size).to(tl.int32), 1)
+        splits = _num_splits(blocks, size, min_blocks)
         split_counts = tl.where(splits > 1, tiles * splits, 0)
         counts = tl.where(splits > 1, 0, tiles)
         ends = tl.where(splits > 1, before + tl.cumsum(split_counts, 0), whole_before + tl.cumsum(counts, 0))
@@ -101,6 +106,40 @@ def list_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _count_splits(  # type: ignore[no-untyped-def]
+    seq_lens,
+    query_start_loc,
+    first_row,
+    num_rows,
+    window_right,
+    window_left,
+    chunk,
+    tile_tokens,
+    block_keys,
+    min_blocks,
+    size,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """Number of splits of all tiles that have several, of one KV head."""
+    count = 0
+    for begin in range(0, num_rows, BLOCK_ROWS):
+        tiles, blocks, _lens, _starts, _query_lens = _load_of(
+            seq_lens, query_start_loc, first_row, begin, num_rows, window_right, window_left, chunk, tile_tokens,
+            block_keys, BLOCK_ROWS,
+        )  # fmt: skip
+        splits = _num_splits(blocks, size, min_blocks)
+        count += tl.sum(tl.where(splits > 1, tiles * splits, 0), 0)
+    return count
+
+
+@triton.jit
+def _num_splits(blocks, size, min_blocks):  # type: ignore[no-untyped-def]
+    """[BLOCK_ROWS] i32: a row's splits of `size` blocks at most, and of `min_blocks` at least."""
+    splits = ((blocks + size - 1) // size).to(tl.int32)
+    return tl.maximum(tl.minimum(splits, blocks // min_blocks), 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _load_of(  # type: ignore[no-untyped-def]
     seq_lens,
     query_start_loc,
@@ -124,16 +163,17 @@ def _load_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(
-    do_not_specialize=["has_sinks", "want_lse", "lse_token"],
+    do_not_specialize=["spread", "has_sinks", "want_lse", "lse_token"],
     do_not_specialize_on_alignment=["lse", "sinks", "work_items"],
 )  # type: ignore[untyped-decorator]
 def join_kernel(  # type: ignore[no-untyped-def]
     output,  # [num_tokens, KV_HEADS * GROUP, DIM_VO]
     lse,  # [num_tokens, KV_HEADS * GROUP] f32, natural log, if want_lse
     sinks,  # [KV_HEADS * GROUP] f32 logits, if has_sinks
-    work_items,  # [programs / KV_HEADS / SPREAD or more, 8] i32, see `list_kernel`
+    work_items,  # [programs / KV_HEADS / spread or more, 8] i32, see `list_kernel`
     partial_acc,  # [partial slots, KV_HEADS, BLOCK_M, BLOCK_DIM_VO] f32
     partial_ml,  # [partial slots, KV_HEADS, BLOCK_M, 2] f32: m_i in base 2, l_i
+    spread,  # programs for each split
     value_scale,  # f32, of cached values
     has_sinks,  # 0 or 1
     want_lse,  # 0 or 1
@@ -143,16 +183,18 @@ def join_kernel(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
     BLOCK_Q: tl.constexpr,  # query tokens of a tile
-    BLOCK_M: tl.constexpr,  # queries of a slot
+    BLOCK_M: tl.constexpr,  # queries of a slot, a multiple of QUERIES
     DIM_VO: tl.constexpr,
     BLOCK_DIM_VO: tl.constexpr,  # a power of two
-    SPREAD: tl.constexpr,  # programs for each split
-    BLOCK_SPLITS: tl.constexpr,  # that are loaded at a time
+    QUERIES: tl.constexpr,  # that are joined at a time, where they have few splits
+    BLOCK_SPLITS: tl.constexpr,  # of a query's whole columns that are loaded at a time, a multiple of QUERIES
+    COLUMNS: tl.constexpr,  # of a query that are joined at a time, where it has many splits
     PDL: tl.constexpr,  # 0 or 1: the kernel in front lets this one start
 ):
-    """The programs of a tile's splits take its queries in turn, and join all splits of each."""
+    """The programs of a tile's splits take its queries in turn, and join all splits of each: several queries at a time
+    where those are few, and some columns of one where they are many, so that as much is under way."""
     program = tl.program_id(0)
-    head, work_item = program // SPREAD % KV_HEADS, program // SPREAD // KV_HEADS
+    head, work_item = program // spread % KV_HEADS, program // spread // KV_HEADS
     at = work_items + work_item * 8
     row, first_token, query_len, first = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     num_splits, split, first_slot = tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
@@ -160,11 +202,61 @@ def join_kernel(  # type: ignore[no-untyped-def]
         grid_wait()
     if (row >= 0) & (num_splits > 1):
         used = tl.minimum(query_len - first, BLOCK_Q) * GROUP
-        slot = (first_slot.to(tl.int64) * KV_HEADS + head) * BLOCK_M
-        for query in range(split * SPREAD + program % SPREAD, used, num_splits * SPREAD):
-            acc, m_i, l_i = combine_splits(
-                partial_acc, partial_ml, slot + query, KV_HEADS * BLOCK_M, num_splits, 1, 1, BLOCK_DIM_VO, BLOCK_SPLITS
-            )
-            lane = first * GROUP + query + tl.arange(0, 1)
-            write_rows(output, lse, sinks, acc, m_i, l_i, lane, head, first_token, query_len, value_scale, out_token,
-                       out_head, lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
+        slot = first_slot.to(tl.int64) * KV_HEADS + head
+        part, num_parts = split * spread + program % spread, num_splits * spread
+        if num_splits <= FEW_SPLITS:
+            for query in range(part * QUERIES, used, num_parts * QUERIES):
+                _join_queries(partial_acc, partial_ml, slot, query, 0, num_splits, output, lse, sinks, head,
+                              first_token, query_len, first, used, value_scale, out_token, out_head, lse_token,
+                              has_sinks, want_lse, KV_HEADS, GROUP, BLOCK_M, DIM_VO, BLOCK_DIM_VO, QUERIES,
+                              BLOCK_SPLITS // QUERIES, BLOCK_DIM_VO)  # fmt: skip
+        else:
+            PARTS: tl.constexpr = BLOCK_DIM_VO // COLUMNS
+            for nth in range(part, used * PARTS, num_parts):
+                _join_queries(partial_acc, partial_ml, slot, nth // PARTS, nth % PARTS * COLUMNS, num_splits, output,
+                              lse, sinks, head, first_token, query_len, first, used, value_scale, out_token, out_head,
+                              lse_token, has_sinks, want_lse, KV_HEADS, GROUP, BLOCK_M, DIM_VO, BLOCK_DIM_VO, 1,
+                              BLOCK_SPLITS * PARTS, COLUMNS)  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _join_queries(  # type: ignore[no-untyped-def]
+    partial_acc,
+    partial_ml,
+    slot,  # of a tile's first split and the head
+    query,  # of the tile
+    column,  # of the query
+    num_splits,
+    output,
+    lse,
+    sinks,
+    head,
+    first_token,
+    query_len,
+    first,
+    used,  # queries of the tile
+    value_scale,
+    out_token,
+    out_head,
+    lse_token,
+    has_sinks,
+    want_lse,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    DIM_VO: tl.constexpr,
+    BLOCK_DIM_VO: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Join COLUMNS of QUERIES of a tile's queries, from `column` and `query` on, and write what they give."""
+    at = slot * (BLOCK_M // QUERIES) + query // QUERIES  # in blocks of so many queries
+    acc, m_i, l_i = combine_splits(
+        partial_acc + column, partial_ml, at, KV_HEADS * (BLOCK_M // QUERIES), num_splits, used - query, QUERIES,
+        BLOCK_DIM_VO, BLOCK_SPLITS, COLUMNS,
+    )  # fmt: skip
+    lane = query + tl.arange(0, QUERIES)
+    lane = tl.where(lane < used, first * GROUP + lane, query_len * GROUP)  # behind the row's last: not written
+    write_rows(output + column, lse, sinks, acc, m_i, l_i, lane, head, first_token, query_len, value_scale, out_token,
+               out_head, lse_token, has_sinks, want_lse, GROUP, DIM_VO - column)  # fmt: skip

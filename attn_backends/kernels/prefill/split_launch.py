@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from attn_backends.kernels.launch import launch, operator
+from attn_backends.kernels.launch import launch, num_multiprocessors, operator
 from attn_backends.kernels.prefill.arguments import (
     Flags,
     JoinConstants,
     JoinScale,
+    JoinSpread,
     JoinStrides,
     JoinTensors,
     ListConstants,
@@ -20,9 +21,11 @@ from attn_backends.kernels.prefill.split_kernels import join_kernel, list_kernel
 from attn_backends.kernels.prefill.splits import SplitTile
 
 LIST_ROWS, LIST_ITEMS, LIST_WARPS = 128, 64, 4  # that a program of the list looks at at a time, and makes
-JOIN_WARPS = 2
-_SPREAD = 16  # programs for each split that join
-_JOIN_NUMBERS = 64  # of a thread, for the splits that it loads at a time
+JOIN_WARPS = 1
+JOIN_QUERIES, JOIN_COLUMNS = 4, 64  # of a program at a time, where a tile has few splits, and where it has many
+_JOIN_NUMBERS = 2048  # of splits that a program loads at a time
+_JOINING = 16  # programs of a multiprocessor, at a time
+_MOST_SPREAD = 16  # programs for each split
 
 
 class TileList:
@@ -70,7 +73,7 @@ def _list_tiles(
 
 def splits_at_a_time(block_dim_vo: int) -> int:
     """Number of splits, a power of two, whose numbers of one query a program holds."""
-    return max(1, _JOIN_NUMBERS * 32 * JOIN_WARPS // block_dim_vo)
+    return max(JOIN_QUERIES, _JOIN_NUMBERS // block_dim_vo)
 
 
 def join_splits(
@@ -80,20 +83,22 @@ def join_splits(
     """Join what the prefill in front of it has left. Args: dims: of values, and padded."""
     constants = JoinConstants(
         KV_HEADS=num_kv_heads, GROUP=group_size, BLOCK_Q=splits.tile.tokens, BLOCK_M=splits.tile.rows, DIM_VO=dims[0],
-        BLOCK_DIM_VO=dims[1], SPREAD=_SPREAD, BLOCK_SPLITS=splits_at_a_time(dims[1]), PDL=int(use_pdl),
+        BLOCK_DIM_VO=dims[1], QUERIES=JOIN_QUERIES, BLOCK_SPLITS=splits_at_a_time(dims[1]),
+        COLUMNS=min(JOIN_COLUMNS, dims[1]), PDL=int(use_pdl),
     )  # fmt: skip
-    count = min(splits.max_split_items, len(splits.work_items))
+    count = min(splits.max_split_items, len(splits.work_items)) * num_kv_heads
+    spread = max(1, min(_MOST_SPREAD, _JOINING * num_multiprocessors(output.device) // count))
     _join(output, lse, sinks, splits.work_items, splits.partial_acc, splits.partial_ml, value_scale, has_sinks,
-          constants, count * num_kv_heads * _SPREAD)  # fmt: skip
+          constants, count * spread, spread)  # fmt: skip
 
 
 @operator(("output", "lse"))
 def _join(
     output: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor, work_items: torch.Tensor,
     partial_acc: torch.Tensor, partial_ml: torch.Tensor, value_scale: float, has_sinks: int, constants: JoinConstants,
-    grid: int,
+    grid: int, spread: int,
 ) -> None:  # fmt: skip
     tensors = JoinTensors(output, partial_ml if lse is None else lse, sinks, work_items, partial_acc, partial_ml)
     strides = JoinStrides._make((*output.stride()[:2], 0 if lse is None else lse.stride(0)))
     groups = (JoinScale(value_scale), Flags(has_sinks, int(lse is not None)), strides, constants)
-    launch(join_kernel, grid, tensors, (), groups, JOIN_WARPS, use_pdl=constants.PDL > 0)
+    launch(join_kernel, grid, tensors, JoinSpread(spread), groups, JOIN_WARPS, use_pdl=constants.PDL > 0)

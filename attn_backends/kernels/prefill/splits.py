@@ -17,7 +17,8 @@ from attn_backends.batch.page_table import IntArray
 from attn_backends.spec import AttentionSpec
 
 SLOT_QUERIES = 128  # of the largest tile
-LEAST_KEYS = 512  # of a split: fewer are not worth joining
+LEAST_KEYS = 128  # of a split: fewer are not worth joining
+SIZES = (8, 9, 10, 12, 16)  # of a split at most, in eighths of an even share
 _WAVES = 2  # splits for each multiprocessor at most
 # In blocks of keys.
 _OF_A_TILE = 1.0  # what a tile, or a split of one, takes beside its blocks
@@ -78,13 +79,18 @@ def most_queries(num_sms: int) -> int:
 
 
 def num_splits(load: TileLoad, num_kv_heads: int, target: int, min_blocks: int) -> NDArray[np.int64]:
-    """Number of splits of each row's tiles, [rows]: all of about one size.
+    """Number of splits of each row's tiles, [rows], over all rows, tiles and KV heads no more than the target.
 
-    A row that is split has at least as many blocks as splits of that size: so they are no more than the target, over
-    all rows, tiles and KV heads.
+    They are of one size at most, the first of these with which that holds: what the target gives if every tile could be
+    cut anywhere, up to twice as much. With twice as much it does: a row that is longer has no more splits of that size,
+    begun ones included, than of half of it.
     """
-    size = max(min_blocks, -(-int(load.tiles @ load.blocks) * num_kv_heads // target))
-    return np.maximum(load.blocks // size, 1)
+    even = max(min_blocks, -(-int(load.tiles @ load.blocks) * num_kv_heads // target))
+    for eighths in SIZES:
+        splits = np.clip(-(-load.blocks // -(-even * eighths // 8)), 1, np.maximum(load.blocks // min_blocks, 1))
+        if int(load.tiles @ np.where(splits > 1, splits, 0)) * num_kv_heads <= target:
+            break
+    return splits
 
 
 def split_target(load: TileLoad, num_kv_heads: int, num_programs: int, min_blocks: int, decodes: float = 0.0) -> int:
@@ -105,6 +111,14 @@ def split_target(load: TileLoad, num_kv_heads: int, num_programs: int, min_block
         if taken < least and (splits > 1).any():
             best, least = target, taken
     return best
+
+
+def time_of(load: TileLoad, num_kv_heads: int, num_programs: int, target: int, min_blocks: int) -> float:
+    """What rows take with a target, in blocks that a program reads; 0 is that of whole rows."""
+    if not target:
+        return _time(load, num_kv_heads, num_programs, np.ones_like(load.blocks))
+    splits = num_splits(load, num_kv_heads, target, min_blocks)
+    return _time(load, num_kv_heads, num_programs, splits) + _OF_THE_JOIN
 
 
 def _time(load: TileLoad, num_kv_heads: int, num_programs: int, splits: NDArray[np.int64]) -> float:

@@ -547,8 +547,9 @@ def test_joins_of_splits_stay_in_registers(dim_vo: int) -> None:
     from attn_backends.kernels.prefill import split_kernels, split_launch
 
     splits = split_launch.JoinConstants(
-        KV_HEADS=3, GROUP=5, BLOCK_Q=25, BLOCK_M=128, DIM_VO=dim_vo, BLOCK_DIM_VO=dim_vo, SPREAD=16,
-        BLOCK_SPLITS=split_launch.splits_at_a_time(dim_vo), PDL=1,
+        KV_HEADS=3, GROUP=5, BLOCK_Q=25, BLOCK_M=128, DIM_VO=dim_vo, BLOCK_DIM_VO=dim_vo,
+        QUERIES=split_launch.JOIN_QUERIES, BLOCK_SPLITS=split_launch.splits_at_a_time(dim_vo),
+        COLUMNS=split_launch.JOIN_COLUMNS, PDL=1,
     )  # fmt: skip
     types, warps = {"output": "*bf16"}, split_launch.JOIN_WARPS
     made = _compiled(ASTSource, split_kernels.join_kernel, types, splits._asdict(), warps, 90)

@@ -45,3 +45,20 @@ def test_the_share_of_prefills() -> None:
     assert of(3072, 64) < of(3072, 64, cache_dtype=torch.float8_e4m3fn)
     assert of(3072, 64) < of(3072, 64, window_left=511)
     assert of(3072, 64) == of(3072, 64, window_left=8000)
+
+
+def test_decodes_that_split_prefills_take_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few, and of few keys: many keys are sooner read by the decode kernel, in shorter parts."""
+    monkeypatch.setattr(sharing, "num_multiprocessors", lambda device: 132)
+    spec, device = AttentionSpec(16, 2, 128, dtype=torch.bfloat16), torch.device("cpu")
+    tile = sharing.hopper_tile(spec)
+
+    def together(decodes: int, keys: int) -> bool:
+        lens = np.array([1] * decodes + [64], np.int32), np.array([keys] * decodes + [8192], np.int32)
+        splits = sharing.prefill_splits(spec, tile, *lens, decodes, device)
+        assert splits is not None
+        return bool(sharing.are_faster_together(spec, splits, *lens, decodes, device))
+
+    assert together(1, 100)
+    assert together(8, 1000)
+    assert not together(64, 6000)

@@ -168,8 +168,14 @@ FAULTS = {
     "keys in front of a window twice": (KERNEL, "            local = begin\n", "            local = start\n"),
     "one slot for all splits": (KERNEL, "(first_slot + split) * KV_HEADS + head", "first_slot * KV_HEADS + head"),
     "queries that are not stored": (KERNEL, "(last - first) * GROUP, BLOCK_M", "(last - first) * GROUP - 1, BLOCK_M"),
-    "a split that is not joined": (SPLITS, "BLOCK_M, num_splits, 1, 1", "BLOCK_M, num_splits - 1, 1, 1"),
-    "a join of what has not come": (SPLITS, "BLOCK_M, num_splits, 1, 1", "BLOCK_M, num_splits + 1, 1, 1"),
+    "a split that is not joined": (SPLITS, "num_splits, used - query", "num_splits - 1, used - query"),
+    "a join of what has not come": (SPLITS, "num_splits, used - query", "num_splits + 1, used - query"),
+}
+JOIN_FAULTS = {  # by which of the two ways
+    "queries that nobody joins, of few splits": ("part * QUERIES, used,", "part * QUERIES, used - QUERIES,"),
+    "queries of the next tile, of few splits": ("lane < used, first", "lane < used + 2, first"),
+    "queries that nobody joins, of many splits": ("range(part, used * PARTS,", "range(part, used * PARTS - 1,"),
+    "splits of another head": ("slot = first_slot.to(tl.int64) * KV_HEADS + head", "slot = first_slot.to(tl.int64)"),
 }
 
 
@@ -191,6 +197,23 @@ def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.Monkey
             step = check(batch)
             assert 1 in step.splits.work_items[:, 5]
             assert int(step.splits.work_items[0, 5]) > 1
+
+
+@only_interpreted
+@pytest.mark.parametrize("fault", ["none", *JOIN_FAULTS])
+def test_faults_in_joins_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few splits and of many, of tiles whose queries are no multiple of those that are joined at a time."""
+    from attn_backends.kernels.prefill import split_kernels, split_launch
+
+    wrong = copied_module(split_kernels, tmp_path, *([JOIN_FAULTS[fault]] if fault in JOIN_FAULTS else []))
+    monkeypatch.setattr(split_launch, "join_kernel", wrong.join_kernel)
+    found = nullcontext() if fault == "none" else pytest.raises((AssertionError, RuntimeError, IndexError))
+    batch = random_batch(get_backend("TRITON"), AttentionSpec(6, 2, 32), [670], [25], page_size=16)
+    with found:
+        for least_keys, fewest, most in ((128, 2, 8), (32, 9, 99)):
+            with splitting(40, least_keys=least_keys):
+                step = check(batch)
+            assert fewest <= int(step.splits.work_items[0, 5]) <= most
 
 
 def changed(module: Any, fault: tuple[str, str, str] | None, folder: Path) -> Any:

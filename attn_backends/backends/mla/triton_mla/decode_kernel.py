@@ -136,7 +136,7 @@ def mla_combine_kernel(  # type: ignore[no-untyped-def]
         for query in range(split * QUERIES // programs, (split + 1) * QUERIES // programs):
             acc, m_i, l_i = combine_splits(
                 partial_acc, partial_ml, first_slot * SLOT_QUERIES + query, SLOT_QUERIES, num_splits, 1, 1, BLOCK_RANK,
-                BLOCK_SPLITS,
+                BLOCK_SPLITS, BLOCK_RANK,
             )  # fmt: skip
             _write(output, lse, acc, m_i, l_i, row, query + tl.arange(0, 1), value_scale, WANT_LSE, QUERIES, RANK)
 

@@ -165,7 +165,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
                     partial_slot = (slot * KV_HEADS + head) * TILES + tile
                     row_acc, row_m, row_l = combine_splits(
                         partial_acc, partial_ml, partial_slot, step * KV_HEADS * TILES, count, used, USED_M,
-                        BLOCK_DIM_VO, BLOCK_SPLITS,
+                        BLOCK_DIM_VO, BLOCK_SPLITS, BLOCK_DIM_VO,
                     )  # fmt: skip
                     if num_splits > JOINED:
                         tl.debug_barrier()  # all have read what is written over
