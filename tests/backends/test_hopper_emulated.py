@@ -26,15 +26,6 @@ KERNELS = {"triton": "prefill_hopper_kernel", "mla": "mla_hopper_kernel"}  # by 
 MODULES = {"triton": "kernels.prefill.hopper_kernel", "mla": "backends.mla.triton_mla.decode_hopper_kernel"}
 
 
-# Of the kit over TRITON_MLA, what is about plans, states and calls: the portable kernel shows it beside this one.
-HOSTS = (
-    "replays and not replays_equal or eager_steps or share_a_state or share_one_state or engines_tensors or builder"
-    " or merges or follow_each_other or over_a_batch or same_shape or in_any_cache or padded_rows or writes_its"
-    " or random_layers or tokens_of_padding or cache_dtypes or behind_a_row or goes_to_workers or inputs_are"
-    " or lookahead or placeholders or logits_far or future_keys or their_own_cache"
-)
-
-
 @in_own_process
 def test_interpreted() -> None:
     """Of the kits small batches alone."""
@@ -44,13 +35,7 @@ def test_interpreted() -> None:
 @pytest.mark.long
 @in_own_process
 def test_the_latent_kit_interpreted() -> None:
-    run_interpreted(__file__, f"MLA and not ({SHARED} or {HOSTS})")
-
-
-@pytest.mark.long
-@in_own_process
-def test_hosts_interpreted() -> None:
-    run_interpreted(__file__, f"MLA and ({HOSTS}) and not ({SHARED})")
+    run_interpreted(__file__, f"MLA and not ({SHARED})")
 
 
 @pytest.mark.long

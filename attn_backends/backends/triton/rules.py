@@ -58,7 +58,7 @@ def is_faster_upcast(
     if not at_once:
         return False
 
-    tile = portable_tile(spec, prefill_tile(spec, cache, None, shared_memory(device)))
+    tile = split_tile(spec, cache, None, device, is_paged=True, is_upcast=False)
     portable, hopper = -(-query_lens // tile.tokens), num_hopper_tiles(spec, query_lens)
     keys, rounds = num_visible_keys(spec, seq_lens).astype(np.int64), spec.num_kv_heads // at_once
     read = float(hopper @ keys) * at_once / num_sms  # in a round

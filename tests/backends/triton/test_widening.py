@@ -27,6 +27,7 @@ E4M3 = torch.float8_e4m3fn
 def _on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(widening, "num_multiprocessors", lambda device: 132)
     monkeypatch.setattr(widening, "shared_memory", lambda device: 227 << 10)
+    monkeypatch.setattr(widening, "suits_hopper_kernel", lambda spec, device: spec.cache_dtype is spec.dtype)
 
 
 def is_faster(spec: AttentionSpec, query_lens: list[int], seq_lens: list[int], num_bytes: int = ROOM) -> bool:
