@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +14,7 @@ from attn_backends.cli.errors import EXIT_FAILED, Commands, clear_errors
 from attn_backends.cli.lint import lint
 from attn_backends.cli.tables import print_doctor, print_explanation, print_json, print_list, print_support
 from attn_backends.cli.verify import verify
+from attn_backends.registry.table import installed_version
 
 if TYPE_CHECKING:
     from attn_backends.engine.config import EngineConfig
@@ -39,10 +39,7 @@ DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda, c
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        try:
-            typer.echo(importlib.metadata.version("attn-backends"))
-        except importlib.metadata.PackageNotFoundError:
-            typer.echo("not installed (a checkout): pip install -e .")
+        typer.echo(installed_version("attn-backends") or "not installed (a checkout): pip install -e .")
         raise typer.Exit
 
 

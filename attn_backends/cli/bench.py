@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attn_backends.cli.errors import EXIT_FAILED, clear_errors
-from attn_backends.cli.tables import print_json, print_rows
+from attn_backends.cli.tables import bar, print_json, print_rows
 
 if TYPE_CHECKING:
     import torch
@@ -150,7 +149,7 @@ def _measure(asked: ToMeasure, minutes: float) -> list[Measurement]:
 def _shown(found: Iterator[Measurement], total: int, minutes: float) -> Iterator[Measurement]:
     """Each measurement, with a bar on a terminal and else a line."""
     console, started = Console(stderr=True), time.monotonic()
-    with _bar(console) as progress:
+    with bar(console) if console.is_terminal else nullcontext() as progress:
         task = progress.add_task("the first load", total=1.0) if progress else None
         for number, each in enumerate(found):
             best = f"{next(iter(each.us))} {next(iter(each.us.values())):,.1f} us" if each.us else "nothing ran"
@@ -160,15 +159,6 @@ def _shown(found: Iterator[Measurement], total: int, minutes: float) -> Iterator
             else:
                 console.print(f"{each.case}: {escape(best)}, {each.rounds} rounds", highlight=False)
             yield each
-
-
-@contextmanager
-def _bar(console: Console) -> Iterator[Progress | None]:
-    if not console.is_terminal:
-        yield None
-        return
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
-        yield progress
 
 
 def _table(asked: ToMeasure, found: Sequence[Measurement]) -> UserTable:
