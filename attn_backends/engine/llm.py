@@ -30,7 +30,7 @@ from attn_backends.engine.resolve import (
 from attn_backends.engine.runner import ModelRunner
 from attn_backends.engine.sampler import PendingTokens, Sampler
 from attn_backends.engine.scheduler import Scheduler
-from attn_backends.engine.warm_up import compile_kernels, run_products, run_steps
+from attn_backends.engine.warm_up import run_products, run_steps
 from attn_backends.graphs.recorder import GraphRecorder
 from attn_backends.registry import AUTO, get_entry, select_backend, validate_options
 from attn_backends.spec import Limits
@@ -94,7 +94,7 @@ class LLM:
         """Compile kernels, capture graphs and run steps, as far as the config asks for it."""
         config, runner, num_pages = self.config, self.runner, self.allocator.num_pages
         if config.warm_up:
-            compile_kernels(runner.state, report)
+            runner.state.warm_up(lambda done, total, name: report(f"compiling kernels: {name}", done, total))
         most_requests = config.scheduler.max_num_requests
         runner.capture_graphs(self.selection.backend, config.graphs, most_requests, report, recorder)
         if config.warm_up and runner.device.type != "cpu":
