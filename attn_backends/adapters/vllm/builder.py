@@ -49,7 +49,8 @@ class ServedBuilder(AttentionMetadataBuilder[ServedMetadata]):  # type: ignore[m
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.exact = not has_upper_bounds(vllm_config)
+        # The host's lengths may be longer than the device's where it does not wait to hear which drafts were taken.
+        self.exact = not (vllm_config.scheduler_config.async_scheduling and vllm_config.speculative_config is not None)
         self._set_up()
         if self.plans.needs_exact_lengths and not self.exact and device.type != "cpu":
             logger.warning(
@@ -151,8 +152,3 @@ def limits_of(vllm_config: Any) -> Limits:
         scheduler.max_num_seqs, max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
         vllm_config.model_config.max_model_len,
     )  # fmt: skip
-
-
-def has_upper_bounds(vllm_config: Any) -> bool:
-    """Whether the host's lengths may be longer than the device's: it does not wait to hear which drafts were taken."""
-    return bool(vllm_config.scheduler_config.async_scheduling and vllm_config.speculative_config is not None)
