@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from attn_backends.adapters.req_to_token.batch import ForwardBatchLike, ForwardMode
-from attn_backends.adapters.req_to_token.kv_pool import KVPool, page_size_of
+from attn_backends.adapters.req_to_token.kv_pool import KVPool
 from attn_backends.adapters.req_to_token.layers import AttentionLayer, LayerKinds
 from attn_backends.adapters.req_to_token.planner import StepPlanner
 from attn_backends.adapters.req_to_token.plans import TokenPlans, share_workspace
@@ -76,7 +76,8 @@ class ReqToTokenAttention(StepPlanner):
         declared = None if layers is None else list(layers)
         heads = (num_heads, num_kv_heads, head_dim)
         kinds = LayerKinds(heads, q_dtype, kv_cache_dtype, declared, sliding_window_size)
-        table = TokenTable(req_to_token, max_context_len, torch.device(device), page_size_of(kv_pool))
+        page_size = int(getattr(kv_pool, "page_size", 1))  # 1 where a pool says nothing of pages
+        table = TokenTable(req_to_token, max_context_len, torch.device(device), page_size)
         num_slots = max_req_pool_size * max_context_len + 1
         if kv_pool is not None:
             num_slots = len(kv_pool.get_kv_buffer(declared[0].layer_id if declared else 0)[0])
