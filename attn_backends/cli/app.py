@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,10 +15,6 @@ from attn_backends.cli.lint import lint
 from attn_backends.cli.tables import print_doctor, print_explanation, print_json, print_list, print_support
 from attn_backends.cli.verify import verify
 from attn_backends.registry.table import installed_version
-
-if TYPE_CHECKING:
-    from attn_backends.engine.config import EngineConfig
-    from attn_backends.registry.verdicts import Explanation
 
 app = typer.Typer(
     cls=Commands,
@@ -114,13 +110,20 @@ def explain(
     """Show each backend's verdict on the config's model and device, with reasons, and the one chosen."""
     with clear_errors():
         from attn_backends.engine.config_sources import load_config
+        from attn_backends.registry import AUTO, Load, auto_order, explain as explained, get_entry, validate_options
 
         settings = load_config(config, {"backend": backend, "device": device})
-        explanation = _explanation(settings)
-        from attn_backends.engine.resolve import resolve_device
-        from attn_backends.registry import auto_order
+        if settings.backend.upper() != AUTO:
+            get_entry(settings.backend)  # an unknown name is said at once, before transformers and a model are read
+        from attn_backends.engine.resolve import attention_specs, possible_caches, resolve_device
 
-        order = auto_order(resolve_device(settings.device))
+        where, options, scheduler = resolve_device(settings.device), settings.backend_options, settings.scheduler
+        specs, caches = attention_specs(settings, where), possible_caches(settings)
+        load = Load(scheduler.max_num_requests, scheduler.max_model_len or Load().num_keys)
+        explanation = explained(settings.backend, specs, caches, where, load, options)
+        if explanation.chosen:
+            validate_options(explanation.chosen, options)
+        order = auto_order(where)
     if as_json:
         print_json(explanation.to_dict() | {"auto_order": order})
     else:
@@ -184,23 +187,6 @@ def generate(
 app.command()(verify)
 app.command()(bench)
 app.command()(lint)
-
-
-def _explanation(config: EngineConfig) -> Explanation:
-    from attn_backends.registry import AUTO, Load, explain, get_entry, validate_options
-
-    if config.backend.upper() != AUTO:
-        get_entry(config.backend)  # an unknown name is said at once, before transformers and a model are read
-    from attn_backends.engine.resolve import attention_specs, possible_caches, resolve_device
-
-    device = resolve_device(config.device)
-    specs = attention_specs(config, device)
-    load = Load(config.scheduler.max_num_requests, config.scheduler.max_model_len or Load().num_keys)
-    caches = possible_caches(config)
-    explanation = explain(config.backend, specs, caches, device, load, config.backend_options)
-    if explanation.chosen:
-        validate_options(explanation.chosen, config.backend_options)
-    return explanation
 
 
 def support_table(as_json: JsonOption = False) -> None:
