@@ -95,8 +95,7 @@ class LLM:
         config, runner, num_pages = self.config, self.runner, self.allocator.num_pages
         if config.warm_up:
             runner.state.warm_up(lambda done, total, name: report(f"compiling kernels: {name}", done, total))
-        most_requests = config.scheduler.max_num_requests
-        runner.capture_graphs(self.selection.backend, config.graphs, most_requests, report, recorder)
+        runner.capture_graphs(config.graphs, report, recorder)
         if config.warm_up and runner.device.type != "cpu":
             most_steps = config.scheduler.decode_steps_per_launch
             run_steps(runner, self.sampler, limits, num_pages, most_steps, report)

@@ -89,9 +89,7 @@ class ModelRunner:
 
     def capture_graphs(
         self,
-        backend: type[AttentionBackend],
         config: GraphsConfig,
-        max_num_requests: int,
         report: Report = silent,
         recorder: GraphRecorder | None = None,
     ) -> None:
@@ -104,10 +102,10 @@ class ModelRunner:
             ValueError: graphs are asked for and the device has none, or a size is above the limits.
             Unsupported: the backend cannot run in the graphs that are asked for.
         """
-        mode = graph_mode(config, backend, self.device, recorder is not None)
+        mode = graph_mode(config, self.layers.plans.backend, self.device, recorder is not None)
         if mode == "none":
             return
-        sizes = config.sizes or default_sizes(min(max_num_requests, self.limits.max_num_tokens))
+        sizes = config.sizes or default_sizes(min(self.limits.max_num_requests - 1, self.limits.max_num_tokens))
         parts = (self.layers, self.state, self.table, recorder or CudaRecorder(), SizeLadder(sizes))
         query_lens = frozenset(config.query_lens)
         graphs = FullGraphs(*parts, query_lens=query_lens) if mode == "full" else PiecewiseGraphs(*parts)
