@@ -115,7 +115,10 @@ def _asked(
         specs, limit = {i: with_cache_dtype(spec, settings) for i, spec in enumerate(each)}, file.max_model_len
     scheduler = settings.scheduler
     limit = min(limit, scheduler.max_model_len or limit)
-    most_keys = _pool_bytes(where) // max(map(bytes_per_key, specs.values()))
+    pool_bytes = CPU_POOL_BYTES
+    if where.type == "cuda":
+        pool_bytes = int(GPU_POOL_SHARE * torch.cuda.mem_get_info(where)[0])
+    most_keys = pool_bytes // max(map(bytes_per_key, specs.values()))
     most_requests = max(256, scheduler.max_num_requests)
     caches = possible_caches(settings)
     asked = ToMeasure(
@@ -125,14 +128,6 @@ def _asked(
     if not asked.names:
         raise ValueError(f"no backend that AUTO may choose serves these layers on {where}: {asked.verdicts.reason}")
     return asked
-
-
-def _pool_bytes(device: torch.device) -> int:
-    import torch
-
-    if device.type != "cuda":
-        return CPU_POOL_BYTES
-    return int(GPU_POOL_SHARE * torch.cuda.mem_get_info(device)[0])
 
 
 def _measure(asked: ToMeasure, minutes: float) -> list[Measurement]:
