@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -190,7 +190,7 @@ class LLM:
         before = self._counters()
         self.allocator.reset_peak()
         try:
-            self._admit(prompts, sampling, salts, in_pieces)
+            self._admit(zip(prompts, sampling, salts, strict=True), in_pieces)
             yield from self._live.take_finished()
             launch: _Launch | None = None
             while self._live:  # at the end, what still runs ahead is for nobody
@@ -225,14 +225,8 @@ class LLM:
             if item.index == index:
                 self.scheduler.abort(item.request.request_id)
 
-    def _admit(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sequence[SamplingParams],
-        salts: Sequence[str | None],
-        in_pieces: bool,
-    ) -> None:
-        for index, (prompt, params, salt) in enumerate(zip(prompts, sampling, salts, strict=True)):
+    def _admit(self, given: Iterable[tuple[Prompt, SamplingParams, str | None]], in_pieces: bool) -> None:
+        for index, (prompt, params, salt) in enumerate(given):
             error = why_not_text(prompt) if isinstance(prompt, str) else None
             token_ids: list[int] = []
             if not error:

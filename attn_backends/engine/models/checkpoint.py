@@ -70,9 +70,7 @@ def find_model(model: str, convert: Convert, report: Report = silent) -> Path:
         raise ModelError(f"{path} has no config.json: give the folder that holds it")
     for file in weight_files(path):
         if not file.is_file():
-            others = sorted(p.name for p in file.parent.glob("*.bin")) + sorted(
-                p.name for p in file.parent.glob("*.pt")
-            )
+            others = [found.name for kind in ("*.bin", "*.pt") for found in sorted(file.parent.glob(kind))]
             hint = f" ({others[0]} is a pickle, which can run code: convert it to safetensors)" if others else ""
             raise ModelError(f"weights are missing: {file} does not exist{hint}")
         try:
