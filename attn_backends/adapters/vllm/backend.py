@@ -12,8 +12,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleO
 from attn_backends.adapters.vllm import versions
 from attn_backends.adapters.vllm.layers import ServedImpl
 from attn_backends.adapters.vllm.mla import MLAServedImpl
-from attn_backends.adapters.vllm.reasons import CACHE_DTYPES, reasons_against
-from attn_backends.adapters.vllm.settings import options_from
+from attn_backends.adapters.vllm.reasons import CACHE_DTYPES, options_from, reasons_against
 from attn_backends.interface import Capabilities
 from attn_backends.registry import get_backend
 
