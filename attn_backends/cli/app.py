@@ -45,16 +45,10 @@ def _main(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    _let_threads_sleep()
-
-
-def _let_threads_sleep() -> None:
-    """Have torch's threads spin for less long while they wait for one another, unless the environment says how long.
-
-    GNU's OpenMP, which torch has on Linux, lets them spin 300,000 times before they sleep. Where other work takes some
-    cores too, they then hold the core that the one needs for which all wait, and a text takes many times as long. It
-    reads the variable once, when torch is loaded.
-    """
+    # Have torch's threads spin for less long while they wait for one another, unless the environment says how long.
+    # GNU's OpenMP, which torch has on Linux, lets them spin 300,000 times before they sleep. Where other work takes
+    # some cores too, they then hold the core that the one needs for which all wait, and a text takes many times as
+    # long. It reads the variable once, when torch is loaded.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
