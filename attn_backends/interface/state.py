@@ -80,7 +80,8 @@ class AttentionState(ABC, Generic[MetadataT]):
     def hold_graph_buffers(self, max_batch_size: int, inputs: GraphTensors | None = None) -> None:
         """What `graph_capture` does, for an engine whose captures no `with` surrounds: sizes get their clones whenever
         they are first asked for, from now on."""
-        self._graph_cls()
+        if self.graph_cls is None:
+            self._no_graphs()
         check_capture_size(max_batch_size, 1, self.limits)
         self.hold_inputs(max_batch_size, inputs)
         self._max_batch_size, self._clones = max_batch_size, {}
@@ -113,7 +114,7 @@ class AttentionState(ABC, Generic[MetadataT]):
 
     def graph_clone(self, batch_size: int, query_len: int = 1) -> AttentionState[MetadataT]:
         """The state that one captured size keeps: `batch_size` rows of `query_len` tokens each."""
-        graph_cls = self._graph_cls()
+        graph_cls = self.graph_cls or self._no_graphs()
         check_capture_size(batch_size, query_len, self.limits, self._max_batch_size)
         clone = self._clones[batch_size, query_len] = graph_cls(self, batch_size, query_len)
         return clone
@@ -142,9 +143,6 @@ class AttentionState(ABC, Generic[MetadataT]):
     def make_inputs(self, max_batch_size: int, shared: GraphTensors | None) -> GraphInputs:
         """The tensors of `hold_inputs`. A backend whose kernels read more of a batch overrides it."""
         return GraphInputs(self.cache, self.limits, self.device, max_batch_size, shared)
-
-    def _graph_cls(self) -> type[GraphState[MetadataT, Any]]:
-        return self.graph_cls or self._no_graphs()
 
     def _no_graphs(self) -> NoReturn:
         raise Unsupported(
