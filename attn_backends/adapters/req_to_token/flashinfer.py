@@ -109,12 +109,11 @@ class FlashInferAttnBackend(ReqToTokenAttention):
 
     def _note(self, batch: ForwardBatchLike | None) -> None:
         """The planned step's wrappers, in pymllm's words."""
-        planned = self.planned
-        if planned is not None:
-            decodes, prefills = wrappers_of(planned)
+        if self.planned is not None:
+            decodes, prefills = wrappers_of(self.planned)
             self.decode_wrappers = decodes or self.decode_wrappers
             self.prefill_wrappers_paged = prefills or self.prefill_wrappers_paged
-            self.forward_metadata = metadata_of(planned.mode, decodes, prefills, batch)
+            self.forward_metadata = metadata_of(self.planned.mode, decodes, prefills, batch)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer,

@@ -60,9 +60,8 @@ class Group:
         self.layers.show(call.spec, call.query.device)
         if self._write_index is not given["write_index"] or self._common is None:
             self._write_index = given["write_index"]
-            self._common = self._batch(place, call.query.shape[2], given)
-            longest, common = self._common.max_seq_len, self._common
-            self.layers.expect(common.num_reqs, common.num_tokens, longest)
+            common = self._common = self._batch(place, call.query.shape[2], given)
+            self.layers.expect(common.num_reqs, common.num_tokens, common.max_seq_len)
         impl, step = self.layers.serve(call, self._common)
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (call.query, call.key, call.value))
         if place.pages is not None:
