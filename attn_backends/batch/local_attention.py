@@ -65,8 +65,8 @@ def make_local_attention_virtual_batches(common: CommonAttentionMetadata, chunk_
 
 
 def _cut(common: CommonAttentionMetadata, chunk_size: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Of V virtual rows, padding included, [V] i32 each: the row that it is cut from, the column of its page list where
-    the chunk begins, its keys, and its queries."""
+    """V virtual rows, padding included, in four arrays [V] i32: the row that each is cut from, the column of its page
+    list where the chunk begins, its keys, and its queries."""
     actual = common.num_actual_reqs
     query_lens: IntArray = common.query_lens_cpu.numpy()
     seq_lens: IntArray = common.seq_lens_cpu[:actual].numpy()
