@@ -282,14 +282,11 @@ def _pack(
         compiled.paged_kv_last_page_len,
         compiled.slot_mapping.view(np.int32),
     ]
-    starts = np.cumsum([0] + [len(a) + -len(a) % 4 for a in arrays])
-    packed = np.empty(int(starts[-1]), np.int32)
-    for array, start in zip(arrays, starts[:-1], strict=True):
-        packed[start : start + len(array)] = array
+    *starts, end = np.cumsum([0] + [len(a) + -len(a) % 4 for a in arrays]).tolist()
+    spans = [slice(start, start + len(array)) for array, start in zip(arrays, starts, strict=True)]
+    packed = np.empty(end, np.int32)
+    for array, span in zip(arrays, spans, strict=True):
+        packed[span] = array
     host = torch.from_numpy(packed)
     on_device = host.to(device, non_blocking=True)
-    spans = [(int(start), len(array)) for array, start in zip(arrays, starts[:-1], strict=True)]
-    return (
-        [host[start : start + length] for start, length in spans],
-        [on_device[start : start + length] for start, length in spans],
-    )
+    return [host[span] for span in spans], [on_device[span] for span in spans]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TypeVar
 
-from attn_backends.spec import AttentionSpec, AttentionType, PosEncoding
-
-LayerT = TypeVar("LayerT", bound=Hashable)
+from attn_backends.spec import AttentionSpec, AttentionType, LayerT, PosEncoding
 
 _MOST_NAMED = 8  # layers that an error names for each value
 

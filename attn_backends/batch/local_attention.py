@@ -10,23 +10,13 @@ query sees its own chunk and no other. Tokens and slots stay those of the batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.page_table import IntArray, starts_of, token_positions
-
-
-@dataclass(frozen=True)
-class _VirtualRows:
-    """V virtual rows, padding included."""
-
-    rows: IntArray  # [V] i32, the row that each is cut from
-    first_pages: IntArray  # [V] i32, the column of its page list where the chunk begins
-    seq_lens: IntArray  # [V] i32
-    query_lens: IntArray  # [V] i32
 
 
 def make_local_attention_virtual_batches(common: CommonAttentionMetadata, chunk_size: int) -> CommonAttentionMetadata:
@@ -48,20 +38,20 @@ def make_local_attention_virtual_batches(common: CommonAttentionMetadata, chunk_
             cross attention.
     """
     _check(common, chunk_size)
-    virtual = _cut(common, chunk_size)
-    arrays = (starts_of(virtual.query_lens), virtual.seq_lens, virtual.rows, virtual.first_pages)
+    rows, first_pages, seq_lens, query_lens = _cut(common, chunk_size)
+    arrays = (starts_of(query_lens), seq_lens, rows, first_pages)
     host = torch.from_numpy(np.concatenate(arrays))
     sizes = [len(array) for array in arrays]
     on_device = host.to(common.seq_lens.device, non_blocking=True).split(sizes)
     query_start_loc_cpu, seq_lens_cpu, *_ = host.split(sizes)
     num_padded = common.num_reqs - common.num_actual_reqs
-    max_seq_len = int(virtual.seq_lens.max())
-    context_lens = np.where(virtual.seq_lens > 0, virtual.seq_lens - virtual.query_lens, 0)
+    max_seq_len = int(seq_lens.max())
+    context_lens = np.where(seq_lens > 0, seq_lens - query_lens, 0)
     return replace(
         common,
-        num_reqs=len(virtual.rows),
-        num_actual_reqs=len(virtual.rows) - num_padded,
-        max_query_len=int(virtual.query_lens.max()),
+        num_reqs=len(rows),
+        num_actual_reqs=len(rows) - num_padded,
+        max_query_len=int(query_lens.max()),
         max_seq_len=max_seq_len,
         query_start_loc=on_device[0],
         query_start_loc_cpu=query_start_loc_cpu,
@@ -74,7 +64,9 @@ def make_local_attention_virtual_batches(common: CommonAttentionMetadata, chunk_
     )
 
 
-def _cut(common: CommonAttentionMetadata, chunk_size: int) -> _VirtualRows:
+def _cut(common: CommonAttentionMetadata, chunk_size: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """V virtual rows, padding included, in four arrays [V] i32: the row that each is cut from, the column of its page
+    list where the chunk begins, its keys, and its queries."""
     actual = common.num_actual_reqs
     query_lens: IntArray = common.query_lens_cpu.numpy()
     seq_lens: IntArray = common.seq_lens_cpu[:actual].numpy()
@@ -86,11 +78,11 @@ def _cut(common: CommonAttentionMetadata, chunk_size: int) -> _VirtualRows:
     first_queries = np.maximum(begins, context_lens[rows])
     padded = np.arange(actual, common.num_reqs)
     none = np.zeros_like(padded)
-    return _VirtualRows(
-        rows=np.concatenate([rows, padded], dtype=np.int32),
-        first_pages=np.concatenate([begins // common.page_size, none], dtype=np.int32, casting="same_kind"),
-        seq_lens=np.concatenate([ends - begins, none], dtype=np.int32, casting="same_kind"),
-        query_lens=np.concatenate([ends - first_queries, query_lens[actual:]], dtype=np.int32, casting="same_kind"),
+    return (
+        np.concatenate([rows, padded], dtype=np.int32),
+        np.concatenate([begins // common.page_size, none], dtype=np.int32, casting="same_kind"),
+        np.concatenate([ends - begins, none], dtype=np.int32, casting="same_kind"),
+        np.concatenate([ends - first_queries, query_lens[actual:]], dtype=np.int32, casting="same_kind"),
     )
 
 

@@ -89,9 +89,9 @@ class BatchTensors:
         starts: IntArray = self.query_start_loc_cpu.numpy().astype(np.int32)
         seq_lens: IntArray = self.seq_lens_cpu.numpy().astype(np.int32)
         query_lens: IntArray = starts[1:] - starts[:-1]
-        if self.context_lens_cpu is not None:
-            return LensOnHost(starts, seq_lens, query_lens, self.context_lens_cpu.numpy().astype(np.int32))
-        return LensOnHost(starts, seq_lens, query_lens, seq_lens - query_lens)
+        given = self.context_lens_cpu
+        contexts = seq_lens - query_lens if given is None else given.numpy().astype(np.int32)
+        return LensOnHost(starts, seq_lens, query_lens, contexts)
 
     def _live(self, lens: LensOnHost, live: IntArray | None, last: int) -> dict[str, Any]:
         """The rows that have tokens: all (`live` is None), or these, up to row `last`."""

@@ -7,16 +7,14 @@ Values are stored divided by their scale, and rounded: real value = stored value
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol
 
 import torch
 
 from attn_backends.machine import HAS_TRITON
-from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec, Layout
-
-LayerT = TypeVar("LayerT", bound=Hashable)
+from attn_backends.spec import FP8_DTYPES, AttentionSpec, KVCacheSpec, LayerT, Layout
 
 
 class CacheGeometry(Protocol):

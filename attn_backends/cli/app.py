@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,10 +14,7 @@ from attn_backends.cli.errors import EXIT_FAILED, Commands, clear_errors
 from attn_backends.cli.lint import lint
 from attn_backends.cli.tables import print_doctor, print_explanation, print_json, print_list, print_support
 from attn_backends.cli.verify import verify
-
-if TYPE_CHECKING:
-    from attn_backends.engine.config import EngineConfig
-    from attn_backends.registry.verdicts import Explanation
+from attn_backends.registry.table import installed_version
 
 app = typer.Typer(
     cls=Commands,
@@ -39,10 +35,7 @@ DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda, c
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        try:
-            typer.echo(importlib.metadata.version("attn-backends"))
-        except importlib.metadata.PackageNotFoundError:
-            typer.echo("not installed (a checkout): pip install -e .")
+        typer.echo(installed_version("attn-backends") or "not installed (a checkout): pip install -e .")
         raise typer.Exit
 
 
@@ -52,16 +45,10 @@ def _main(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    _let_threads_sleep()
-
-
-def _let_threads_sleep() -> None:
-    """Have torch's threads spin for less long while they wait for one another, unless the environment says how long.
-
-    GNU's OpenMP, which torch has on Linux, lets them spin 300,000 times before they sleep. Where other work takes some
-    cores too, they then hold the core that the one needs for which all wait, and a text takes many times as long. It
-    reads the variable once, when torch is loaded.
-    """
+    # Have torch's threads spin for less long while they wait for one another, unless the environment says how long.
+    # GNU's OpenMP, which torch has on Linux, lets them spin 300,000 times before they sleep. Where other work takes
+    # some cores too, they then hold the core that the one needs for which all wait, and a text takes many times as
+    # long. It reads the variable once, when torch is loaded.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
@@ -117,13 +104,20 @@ def explain(
     """Show each backend's verdict on the config's model and device, with reasons, and the one chosen."""
     with clear_errors():
         from attn_backends.engine.config_sources import load_config
+        from attn_backends.registry import AUTO, Load, auto_order, explain as explained, get_entry, validate_options
 
         settings = load_config(config, {"backend": backend, "device": device})
-        explanation = _explanation(settings)
-        from attn_backends.engine.resolve import resolve_device
-        from attn_backends.registry import auto_order
+        if settings.backend.upper() != AUTO:
+            get_entry(settings.backend)  # an unknown name is said at once, before transformers and a model are read
+        from attn_backends.engine.resolve import attention_specs, possible_caches, resolve_device
 
-        order = auto_order(resolve_device(settings.device))
+        where, options, scheduler = resolve_device(settings.device), settings.backend_options, settings.scheduler
+        specs, caches = attention_specs(settings, where), possible_caches(settings)
+        load = Load(scheduler.max_num_requests, scheduler.max_model_len or Load().num_keys)
+        explanation = explained(settings.backend, specs, caches, where, load, options)
+        if explanation.chosen:
+            validate_options(explanation.chosen, options)
+        order = auto_order(where)
     if as_json:
         print_json(explanation.to_dict() | {"auto_order": order})
     else:
@@ -187,23 +181,6 @@ def generate(
 app.command()(verify)
 app.command()(bench)
 app.command()(lint)
-
-
-def _explanation(config: EngineConfig) -> Explanation:
-    from attn_backends.registry import AUTO, Load, explain, get_entry, validate_options
-
-    if config.backend.upper() != AUTO:
-        get_entry(config.backend)  # an unknown name is said at once, before transformers and a model are read
-    from attn_backends.engine.resolve import attention_specs, possible_caches, resolve_device
-
-    device = resolve_device(config.device)
-    specs = attention_specs(config, device)
-    load = Load(config.scheduler.max_num_requests, config.scheduler.max_model_len or Load().num_keys)
-    caches = possible_caches(config)
-    explanation = explain(config.backend, specs, caches, device, load, config.backend_options)
-    if explanation.chosen:
-        validate_options(explanation.chosen, config.backend_options)
-    return explanation
 
 
 def support_table(as_json: JsonOption = False) -> None:

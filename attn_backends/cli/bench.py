@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attn_backends.cli.errors import EXIT_FAILED, clear_errors
-from attn_backends.cli.tables import print_json, print_rows
+from attn_backends.cli.tables import bar, print_json, print_rows
 
 if TYPE_CHECKING:
     import torch
@@ -116,7 +115,10 @@ def _asked(
         specs, limit = {i: with_cache_dtype(spec, settings) for i, spec in enumerate(each)}, file.max_model_len
     scheduler = settings.scheduler
     limit = min(limit, scheduler.max_model_len or limit)
-    most_keys = _pool_bytes(where) // max(map(bytes_per_key, specs.values()))
+    pool_bytes = CPU_POOL_BYTES
+    if where.type == "cuda":
+        pool_bytes = int(GPU_POOL_SHARE * torch.cuda.mem_get_info(where)[0])
+    most_keys = pool_bytes // max(map(bytes_per_key, specs.values()))
     most_requests = max(256, scheduler.max_num_requests)
     caches = possible_caches(settings)
     asked = ToMeasure(
@@ -126,14 +128,6 @@ def _asked(
     if not asked.names:
         raise ValueError(f"no backend that AUTO may choose serves these layers on {where}: {asked.verdicts.reason}")
     return asked
-
-
-def _pool_bytes(device: torch.device) -> int:
-    import torch
-
-    if device.type != "cuda":
-        return CPU_POOL_BYTES
-    return int(GPU_POOL_SHARE * torch.cuda.mem_get_info(device)[0])
 
 
 def _measure(asked: ToMeasure, minutes: float) -> list[Measurement]:
@@ -150,7 +144,7 @@ def _measure(asked: ToMeasure, minutes: float) -> list[Measurement]:
 def _shown(found: Iterator[Measurement], total: int, minutes: float) -> Iterator[Measurement]:
     """Each measurement, with a bar on a terminal and else a line."""
     console, started = Console(stderr=True), time.monotonic()
-    with _bar(console) as progress:
+    with bar(console) if console.is_terminal else nullcontext() as progress:
         task = progress.add_task("the first load", total=1.0) if progress else None
         for number, each in enumerate(found):
             best = f"{next(iter(each.us))} {next(iter(each.us.values())):,.1f} us" if each.us else "nothing ran"
@@ -160,15 +154,6 @@ def _shown(found: Iterator[Measurement], total: int, minutes: float) -> Iterator
             else:
                 console.print(f"{each.case}: {escape(best)}, {each.rounds} rounds", highlight=False)
             yield each
-
-
-@contextmanager
-def _bar(console: Console) -> Iterator[Progress | None]:
-    if not console.is_terminal:
-        yield None
-        return
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
-        yield progress
 
 
 def _table(asked: ToMeasure, found: Sequence[Measurement]) -> UserTable:

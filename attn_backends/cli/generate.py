@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
 from attn_backends.cli.errors import EXIT_INTERRUPTED, Screen
+from attn_backends.cli.tables import bar
 from attn_backends.engine.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -70,8 +71,7 @@ def _as_utf8(argument: str) -> str:
 @contextmanager
 def loading_bar(console: Console) -> Iterator[Report]:
     """A bar that moves while things load, and says which."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with bar(console, transient=True) as progress:
         task = progress.add_task("starting", total=None)
 
         def report(message: str, done: int = 0, total: int | None = None) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from attn_backends.cli.errors import Screen
@@ -91,6 +92,12 @@ def _table(*titles: str, rows: Sequence[Sequence[str]], style: box.Box = box.ROU
     for row in rows:
         table.add_row(*map(escape, row))
     return table
+
+
+def bar(console: Console, *, transient: bool = False) -> Progress:
+    """A bar of work that takes long: what is being done, how much is done, and for how long."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=transient)
 
 
 def _console() -> Console:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from attn_backends.cli.errors import clear_errors
+from attn_backends.cli.tables import bar
 
 if TYPE_CHECKING:
     from attn_backends.testing.verify.campaign import Tally
@@ -204,16 +204,15 @@ def _progress(asked: Asked, cases: int | None, minutes: float) -> Iterator[Calla
     if not console.is_terminal:
         yield line
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with bar(console) as progress:
         task = progress.add_task(f"{asked.name} on {asked.device}", total=1.0)
 
-        def bar(tally: Tally) -> None:
+        def move(tally: Tally) -> None:
             share = (time.monotonic() - started) / max(1e-9, 60 * minutes)
             done = min(1.0, max(share, tally.num_cases / cases if cases else 0.0))
             progress.update(task, completed=done, description=f"{asked.name} on {asked.device}: {summary(tally)}")
 
-        yield bar
+        yield move
 
 
 def _print_report(report: dict[str, Any]) -> None:

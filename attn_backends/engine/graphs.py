@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -127,23 +128,16 @@ def idle_step(
     return step
 
 
+@dataclass(eq=False)
 class _StepGraphs(Generic[KeptT]):
     """Graphs by size over one engine's layers, state and table; with each what its replays are filled through."""
 
-    def __init__(
-        self,
-        layers: Layers,
-        state: AttentionState[Any],
-        table: StepTable,
-        recorder: GraphRecorder,
-        sizes: Sequence[int],
-    ) -> None:
-        self.layers = layers
-        self.state = state
-        self.table = table
-        self.recorder = recorder
-        self.ladder = SizeLadder(sizes)
-        self._captured: dict[GraphKey, tuple[KeptT, Graph]] = {}
+    layers: Layers
+    state: AttentionState[Any]
+    table: StepTable
+    recorder: GraphRecorder
+    ladder: SizeLadder
+    _captured: dict[GraphKey, tuple[KeptT, Graph]] = field(default_factory=dict, init=False)
 
     def _capture_all(self, keys: Sequence[GraphKey], report: Report) -> None:
         for done, key in enumerate(keys):
@@ -155,18 +149,12 @@ class _StepGraphs(Generic[KeptT]):
         raise NotImplementedError
 
 
+@dataclass(eq=False)
 class FullGraphs(_StepGraphs[AttentionState[Any]]):
-    """Decode steps of one query length, each as one graph. Other batches are eager.
+    """Decode steps of one query length, each as one graph. Other batches are eager."""
 
-    Args:
-        query_lens: tokens a row that sizes are captured for.
-    """
-
+    query_lens: frozenset[int] = field(kw_only=True)  # tokens a row that sizes are captured for
     for_graph = True  # metadata takes the static form
-
-    def __init__(self, *engine: Any, query_lens: Sequence[int]) -> None:
-        super().__init__(*engine)
-        self.query_lens = frozenset(query_lens)
 
     def capture(self, report: Report) -> None:
         """Capture every size, largest first.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from attn_backends.engine.resolve import (
 from attn_backends.engine.runner import ModelRunner
 from attn_backends.engine.sampler import PendingTokens, Sampler
 from attn_backends.engine.scheduler import Scheduler
-from attn_backends.engine.warm_up import compile_kernels, run_products, run_steps
+from attn_backends.engine.warm_up import run_products, run_steps
 from attn_backends.graphs.recorder import GraphRecorder
 from attn_backends.registry import AUTO, get_entry, select_backend, validate_options
 from attn_backends.spec import Limits
@@ -94,9 +94,8 @@ class LLM:
         """Compile kernels, capture graphs and run steps, as far as the config asks for it."""
         config, runner, num_pages = self.config, self.runner, self.allocator.num_pages
         if config.warm_up:
-            compile_kernels(runner.state, report)
-        most_requests = config.scheduler.max_num_requests
-        runner.capture_graphs(self.selection.backend, config.graphs, most_requests, report, recorder)
+            runner.state.warm_up(lambda done, total, name: report(f"compiling kernels: {name}", done, total))
+        runner.capture_graphs(config.graphs, report, recorder)
         if config.warm_up and runner.device.type != "cpu":
             most_steps = config.scheduler.decode_steps_per_launch
             run_steps(runner, self.sampler, limits, num_pages, most_steps, report)
@@ -191,7 +190,7 @@ class LLM:
         before = self._counters()
         self.allocator.reset_peak()
         try:
-            self._admit(prompts, sampling, salts, in_pieces)
+            self._admit(zip(prompts, sampling, salts, strict=True), in_pieces)
             yield from self._live.take_finished()
             launch: _Launch | None = None
             while self._live:  # at the end, what still runs ahead is for nobody
@@ -226,14 +225,8 @@ class LLM:
             if item.index == index:
                 self.scheduler.abort(item.request.request_id)
 
-    def _admit(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sequence[SamplingParams],
-        salts: Sequence[str | None],
-        in_pieces: bool,
-    ) -> None:
-        for index, (prompt, params, salt) in enumerate(zip(prompts, sampling, salts, strict=True)):
+    def _admit(self, given: Iterable[tuple[Prompt, SamplingParams, str | None]], in_pieces: bool) -> None:
+        for index, (prompt, params, salt) in enumerate(given):
             error = why_not_text(prompt) if isinstance(prompt, str) else None
             token_ids: list[int] = []
             if not error:

@@ -44,7 +44,7 @@ class PageAllocator:
         self._refcounts = [0] * num_pages
         self._page_of: dict[bytes, int] = {}  # published pages, used or cached
         self._digest_of: dict[int, bytes] = {}  # the same, the other way
-        self._peak_used = 0
+        self.peak_used = 0  # the largest `num_used` since the start, or since `reset_peak`
 
     @property
     def num_available(self) -> int:
@@ -56,14 +56,9 @@ class PageAllocator:
         """Pages that someone refers to."""
         return self.num_pages - self.num_available
 
-    @property
-    def peak_used(self) -> int:
-        """The largest `num_used` since the start, or since `reset_peak`."""
-        return self._peak_used
-
     def reset_peak(self) -> None:
         """Measure `peak_used` anew from here."""
-        self._peak_used = self.num_used
+        self.peak_used = self.num_used
 
     def pages_for(self, num_tokens: int) -> int:
         """How many pages hold that many tokens."""
@@ -89,7 +84,7 @@ class PageAllocator:
         pages += [self._evict() for _ in range(count - len(pages))]
         for page in pages:
             self._refcounts[page] = 1
-        self._peak_used = max(self._peak_used, self.num_used)
+        self.peak_used = max(self.peak_used, self.num_used)
         return np.array(pages, np.int32)
 
     def take(self, pages: Sequence[int]) -> None:
@@ -102,7 +97,7 @@ class PageAllocator:
                     )
                 del self._cached[page]
             self._refcounts[page] += 1
-        self._peak_used = max(self._peak_used, self.num_used)
+        self.peak_used = max(self.peak_used, self.num_used)
 
     def free(self, pages: Sequence[int] | IntArray) -> None:
         """One reference less to each page of a sequence, given in order.

@@ -124,8 +124,6 @@ def _prompt(index: int, prompt: Any) -> Prompt:
 
 
 def _token_id(name: str, value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
     try:
         if not isinstance(value, bool):
             return operator.index(value)

@@ -16,7 +16,7 @@ import torch
 from attn_backends.batch.common import CommonAttentionMetadata, SequenceData, SequenceGroup
 from attn_backends.cache.kv_cache import allocate_kv_cache
 from attn_backends.engine.config import GraphsConfig
-from attn_backends.engine.graphs import FullGraphs, GraphKey, PiecewiseGraphs, default_sizes, graph_mode
+from attn_backends.engine.graphs import FullGraphs, GraphKey, PiecewiseGraphs, SizeLadder, default_sizes, graph_mode
 from attn_backends.engine.layers import Layers
 from attn_backends.engine.models.context import NewTokens, Steps
 from attn_backends.engine.models.kv_scales import KVScales
@@ -89,9 +89,7 @@ class ModelRunner:
 
     def capture_graphs(
         self,
-        backend: type[AttentionBackend],
         config: GraphsConfig,
-        max_num_requests: int,
         report: Report = silent,
         recorder: GraphRecorder | None = None,
     ) -> None:
@@ -104,12 +102,13 @@ class ModelRunner:
             ValueError: graphs are asked for and the device has none, or a size is above the limits.
             Unsupported: the backend cannot run in the graphs that are asked for.
         """
-        mode = graph_mode(config, backend, self.device, recorder is not None)
+        mode = graph_mode(config, self.layers.plans.backend, self.device, recorder is not None)
         if mode == "none":
             return
-        sizes = config.sizes or default_sizes(min(max_num_requests, self.limits.max_num_tokens))
-        parts = (self.layers, self.state, self.table, recorder or CudaRecorder(), sizes)
-        graphs = FullGraphs(*parts, query_lens=config.query_lens) if mode == "full" else PiecewiseGraphs(*parts)
+        sizes = config.sizes or default_sizes(min(self.limits.max_num_requests - 1, self.limits.max_num_tokens))
+        parts = (self.layers, self.state, self.table, recorder or CudaRecorder(), SizeLadder(sizes))
+        query_lens = frozenset(config.query_lens)
+        graphs = FullGraphs(*parts, query_lens=query_lens) if mode == "full" else PiecewiseGraphs(*parts)
         try:
             with torch.inference_mode():
                 graphs.capture(report)

@@ -21,7 +21,6 @@ from attn_backends.engine.outputs import Report
 from attn_backends.engine.request import Request, ScheduledBatch
 from attn_backends.engine.runner import ModelRunner
 from attn_backends.engine.sampler import PendingTokens, Sampler
-from attn_backends.interface import AttentionState
 from attn_backends.spec import Limits
 
 NAME = "warm up"  # of such requests, and a number
@@ -30,11 +29,6 @@ PENDING_LAUNCHES = 3  # one is waited for, one runs, and one begins
 
 Row = tuple[int, int]  # tokens in the cache, and new ones
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "linear", "matmul")  # aten's names
-
-
-def compile_kernels(state: AttentionState[Any], report: Report) -> None:
-    """Compile what steps within the limits launch, side by side."""
-    state.warm_up(lambda done, total, name: report(f"compiling kernels: {name}", done, total))
 
 
 def run_steps(

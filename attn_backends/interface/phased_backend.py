@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cache as cached
 from math import lcm
@@ -61,15 +60,17 @@ class PhasedBackend(AttentionBackend):
             by = f"{phase} by {backend.get_name()}"
             found += [replace(each, supported=f"{each.supported} ({by})")
                       for each in backend.reject_set_up(spec, cache, device, own)]  # fmt: skip
-        return found or cls._unshared(spec, cache)
-
-    @classmethod
-    def _unshared(cls, spec: AttentionSpec, cache: KVCacheSpec) -> list[Rejection]:
+        if found:
+            return found
         pool = replace(cache, num_pages=cache.num_pages or 1)
         shapes = [backend.get_kv_cache_shapes(spec, pool) for backend in cls.phases]
         orders = [backend.get_kv_cache_stride_order(cache.layout) for backend in cls.phases]
-        return [_unequal(cls.phases, f"kv_cache_{what}", each)
-                for what, each in (("shapes", shapes), ("strides", orders)) if each[0] != each[1]]  # fmt: skip
+        prefill, decode = (backend.get_name() for backend in cls.phases)
+        return [
+            Rejection(code, f"{one} of {prefill} (prefill)", f"{other} of {decode} (decode), which it shares",
+                      f"Choose {prefill} or {decode} for both phases, or another pair.")
+            for code, (one, other) in (("kv_cache_shapes", shapes), ("kv_cache_strides", orders)) if one != other
+        ]  # fmt: skip
 
     @classmethod
     def preferred_page_sizes(cls, device: torch.device | str) -> tuple[int, ...]:
@@ -123,9 +124,3 @@ def _joined(name: str, one: Any, other: Any) -> Any:
     if isinstance(one, frozenset):
         return one & other
     return lcm(one, other) if isinstance(one, int) else max(one, other)
-
-
-def _unequal(phases: Phases[Backend], code: str, values: Sequence[object]) -> Rejection:
-    prefill, decode = (backend.get_name() for backend in phases)
-    return Rejection(code, f"{values[0]} of {prefill} (prefill)", f"{values[1]} of {decode} (decode), which it shares",
-                     f"Choose {prefill} or {decode} for both phases, or another pair.")  # fmt: skip

@@ -82,9 +82,7 @@ class PhasedMetadataBuilder(AttentionMetadataBuilder[PhasedMetadata]):
     ) -> PhasedMetadata:
         common, index = common_attn_metadata, self.group.index
         if common.for_graph:
-            decode = self.decode.build(common_prefix_len, common, fast_build)
-            size = common.num_reqs, common.num_tokens
-            return PhasedMetadata.of_graph(index, decode.slot_mapping, *size, prefill=None, decode=decode)
+            return _of_decodes(self.decode.build(common_prefix_len, common, fast_build))
         self.check_lengths(common)
         actual, num_decodes = common.num_actual_reqs, leading_decodes(common, self.decode_threshold)
         prefill = decode = None
@@ -115,6 +113,12 @@ class PhasedMetadataBuilder(AttentionMetadataBuilder[PhasedMetadata]):
         return reorder_batch_to_split_decodes_and_prefills(batch, query_lens, self.decode_threshold)
 
 
+def _of_decodes(decode: AttentionMetadata) -> PhasedMetadata:
+    """The metadata of a graph, all of whose rows are decodes."""
+    size = decode.num_decodes, decode.num_tokens
+    return PhasedMetadata.of_graph(decode.group_index, decode.slot_mapping, *size, prefill=None, decode=decode)
+
+
 def _rows(common: CommonAttentionMetadata, start: int, stop: int) -> CommonAttentionMetadata:
     """These rows as a batch of their own; the batch itself, with what it has worked out, where they are all of it."""
     is_whole = stop - start == common.num_reqs and common.num_tokens == common.num_actual_tokens
@@ -134,15 +138,11 @@ class PhasedGraphState(GraphState[PhasedMetadata, PhasedStep]):
         step = self.decode.begin_forward(metadata.decode)
         known = self.steps.get(metadata.group_index)
         if known is None or known.decode is not step:
-            known = self.steps[metadata.group_index] = PhasedStep(self._around(step.metadata), None, step)
+            known = self.steps[metadata.group_index] = PhasedStep(_of_decodes(step.metadata), None, step)
         return known
 
     def idle_metadata(self, group_index: int) -> PhasedMetadata:
-        return self._around(self.decode.idle_metadata(group_index))
-
-    def _around(self, decode: AttentionMetadata) -> PhasedMetadata:
-        size = self.num_rows, self.num_tokens
-        return PhasedMetadata.of_graph(decode.group_index, decode.slot_mapping, *size, prefill=None, decode=decode)
+        return _of_decodes(self.decode.idle_metadata(group_index))
 
     def move_to_current_stream(self) -> None:
         self.decode.move_to_current_stream()

@@ -80,7 +80,8 @@ class AttentionState(ABC, Generic[MetadataT]):
     def hold_graph_buffers(self, max_batch_size: int, inputs: GraphTensors | None = None) -> None:
         """What `graph_capture` does, for an engine whose captures no `with` surrounds: sizes get their clones whenever
         they are first asked for, from now on."""
-        self._graph_cls()
+        if self.graph_cls is None:
+            self._no_graphs()
         check_capture_size(max_batch_size, 1, self.limits)
         self.hold_inputs(max_batch_size, inputs)
         self._max_batch_size, self._clones = max_batch_size, {}
@@ -100,7 +101,7 @@ class AttentionState(ABC, Generic[MetadataT]):
         if not metadata.for_graph:
             return self.begin_forward(metadata)
         size = metadata.num_decodes, metadata.num_tokens // metadata.num_decodes
-        clone: AttentionState[MetadataT] = self._clones.get(size) or self._clone(*size)
+        clone = self._clones.get(size) or self.graph_clone(*size)
         return clone.begin_forward(metadata)
 
     def replanned(self, num_rows: int, query_len: int) -> Mapping[int, AttentionStep[MetadataT]] | None:
@@ -113,14 +114,18 @@ class AttentionState(ABC, Generic[MetadataT]):
 
     def graph_clone(self, batch_size: int, query_len: int = 1) -> AttentionState[MetadataT]:
         """The state that one captured size keeps: `batch_size` rows of `query_len` tokens each."""
-        return self._clone(batch_size, query_len)
+        graph_cls = self.graph_cls or self._no_graphs()
+        check_capture_size(batch_size, query_len, self.limits, self._max_batch_size)
+        clone = self._clones[batch_size, query_len] = graph_cls(self, batch_size, query_len)
+        return clone
 
     def graph_capture_get_metadata_for_batch(
         self, batch_size: int, query_len: int = 1, group_index: int = 0
     ) -> MetadataT:
         """Metadata of one plan group to capture with, over the persistent buffers, without a builder or a batch."""
-        clone = self._clones.get((batch_size, query_len)) or self._clone(batch_size, query_len)
-        return clone.idle_metadata(group_index)
+        if (batch_size, query_len) not in self._clones:
+            self.graph_clone(batch_size, query_len)
+        return self._clones[batch_size, query_len].idle_metadata(group_index)
 
     def get_graph_input_buffers(self, metadata: MetadataT) -> dict[str, torch.Tensor]:
         """The persistent tensors that a captured graph reads, by the name of what fills them."""
@@ -138,15 +143,6 @@ class AttentionState(ABC, Generic[MetadataT]):
     def make_inputs(self, max_batch_size: int, shared: GraphTensors | None) -> GraphInputs:
         """The tensors of `hold_inputs`. A backend whose kernels read more of a batch overrides it."""
         return GraphInputs(self.cache, self.limits, self.device, max_batch_size, shared)
-
-    def _clone(self, batch_size: int, query_len: int) -> GraphState[MetadataT, Any]:
-        graph_cls = self._graph_cls()
-        check_capture_size(batch_size, query_len, self.limits, self._max_batch_size)
-        clone = self._clones[batch_size, query_len] = graph_cls(self, batch_size, query_len)
-        return clone
-
-    def _graph_cls(self) -> type[GraphState[MetadataT, Any]]:
-        return self.graph_cls or self._no_graphs()
 
     def _no_graphs(self) -> NoReturn:
         raise Unsupported(

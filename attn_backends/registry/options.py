@@ -24,10 +24,8 @@ def validate_options(name: str, options: Mapping[str, Any]) -> BaseModel | Phase
         ConfigError: an option is unknown or out of range, or the backend takes none.
     """
     phases = phases_of(name)
-    if phases is None:
+    if phases is None or phases[0] == phases[1]:
         return _validated(name, options, ("backend_options",))
-    if phases[0] == phases[1]:
-        return _validated(phases[0], options, ("backend_options",))
     if not options:
         return None
     from attn_backends.interface.phases import Phases  # it loads torch

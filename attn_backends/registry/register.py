@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from attn_backends.registry.check_class import check_class
-from attn_backends.registry.table import AUTO, ENTRY_POINT, BackendEntry, backends, put
+from attn_backends.registry.table import AUTO, ENTRY_POINT, BackendEntry, backends, check_class, put
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

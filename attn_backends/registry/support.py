@@ -51,9 +51,14 @@ def support(entry: BackendEntry) -> Support:
     except BackendImportError as error:
         known = plain(get_class(entry).capabilities()) if entry.module or entry.probe else None
         return Support(entry.name, package, version, False, None, error.reason, error.fix, known, ran(entry.name))
+    import torch
+
+    from attn_backends.interface.capabilities import gpu_mismatches
+
     device = next((device for device in devices_here() if device in can.devices), None)
-    needs = f"needs a device of type {' or '.join(sorted(can.devices))}; here: {', '.join(devices_here())}"
-    reason = _lacks(can, device) if device else needs
+    reason: str | None = f"needs a device of type {' or '.join(sorted(can.devices))}; here: {', '.join(devices_here())}"
+    if device:
+        reason = next((str(found) for found in gpu_mismatches(can, torch.device(device))), None)
     return Support(entry.name, package, version, reason is None, device, reason, None, plain(can), ran(entry.name))
 
 
@@ -129,12 +134,3 @@ def choose_device(row: Support, asked: str) -> str:
     if kind not in runs_on:
         raise ValueError(f"{row.name} does not run on {kind}; it runs on: {', '.join(runs_on)}")
     return asked
-
-
-def _lacks(can: Capabilities, device: str) -> str | None:
-    """Why this machine's GPU cannot run it, or None."""
-    import torch
-
-    from attn_backends.interface.capabilities import gpu_mismatches
-
-    return next((str(found) for found in gpu_mismatches(can, torch.device(device))), None)

@@ -92,18 +92,15 @@ class PageRows:
                 f"request {request_id!r} would be number {self.num_rows + 1}, and max_num_requests is "
                 f"{self.limits.max_num_requests}: let one leave first"
             )
-        row, added = self.num_rows, as_int32(pages, lambda _: f"request {request_id!r}: page id")
-        self._check_pages(request_id, row, added)
+        row = self.num_rows
+        self._add(request_id, row, pages)
         self.request_ids.append(request_id)
         self._row_of[request_id] = row
-        self._add(row, added)
         return row
 
     def extend(self, request_id: str, pages: IntArray | Sequence[int]) -> None:
         """Append pages to a request."""
-        row, added = self.row_of(request_id), as_int32(pages, lambda _: f"request {request_id!r}: page id")
-        self._check_pages(request_id, row, added)
-        self._add(row, added)
+        self._add(request_id, self.row_of(request_id), pages)
 
     def append(self, rows: RowArray | Sequence[int], pages: IntArray | Sequence[int]) -> None:
         """Append one page each to different rows: what decoding needs. Costs the number of rows."""
@@ -220,11 +217,13 @@ class PageRows:
         self.row_on_device[:] = np.arange(len(self.row_on_device))
         return self.row_on_device
 
-    def _add(self, row: int, pages: IntArray) -> None:
+    def _add(self, request_id: str, row: int, pages: IntArray | Sequence[int]) -> None:
+        added = as_int32(pages, lambda _: f"request {request_id!r}: page id")
+        self._check_pages(request_id, row, added)
         count = int(self.num_pages[row])
-        self.page_table[row, count : count + len(pages)] = pages
-        self.num_pages[row] = count + len(pages)
-        self._sets.add_all(row, pages)
+        self.page_table[row, count : count + len(added)] = added
+        self.num_pages[row] = count + len(added)
+        self._sets.add_all(row, added)
         self.has_unsent = True
 
     def _check_rows(self, rows: RowArray) -> None:

@@ -190,16 +190,11 @@ class StepTable(PageRows):
         return self._shaped(shape, torch.arange(num_reqs + 1, dtype=torch.int32), 1)
 
     def _shaped(self, shape: StepShape, starts: torch.Tensor, max_query_len: int) -> _Shaped:
-        increments = np.zeros(shape.num_reqs, np.int32)
-        increments[: shape.num_actual_reqs] = 1
-        fields = self._fields(shape, starts, max_query_len)
-        return _Shaped(shape, fields, self.side.buffers.tokens(shape.num_tokens), increments)
-
-    def _fields(self, shape: StepShape, starts: torch.Tensor, max_query_len: int) -> dict[str, Any]:
-        """What a batch holds beside its lengths."""
         num_reqs, actual_reqs, num_tokens, actual_tokens = shape
         rows, tokens = self.side.buffers.rows(num_reqs), self.side.buffers.tokens(num_tokens)
-        return {
+        increments = np.zeros(num_reqs, np.int32)
+        increments[:actual_reqs] = 1
+        fields = {
             "page_size": self.cache.page_size,
             "num_reqs": num_reqs,
             "num_actual_reqs": actual_reqs,
@@ -215,6 +210,7 @@ class StepTable(PageRows):
             "new_kv_start_loc_cpu": starts if num_tokens == actual_tokens else starts.clamp(max=actual_tokens),
             "is_profile_run": False,
         }
+        return _Shaped(shape, fields, tokens, increments)
 
 
 def _padded(

@@ -208,8 +208,8 @@ def test_nothing_changes_when_arguments_do(name: str, seed: int) -> None:
 
 def test_decode_rows_keep_no_lengths_of_the_engine() -> None:
     given = torch.tensor([5, 9], dtype=torch.int32)
-    rows = token_batch.decode_rows(
-        token_batch.ForwardMode.DECODE, torch.tensor([0, 1]), given, given.clone(), np.array([1, 1], np.int32), 20
+    rows = token_batch.GivenRows(torch.tensor([0, 1]), given, given.clone(), None, None).with_queries(
+        token_batch.ForwardMode.DECODE, np.array([1, 1], np.int32), 20
     )
     given.fill_(1)
     assert rows.seq_lens.tolist() == [5, 9]

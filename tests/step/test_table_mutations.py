@@ -102,7 +102,7 @@ MUTATIONS: dict[str, Mutation] = {
         BatchTensors, "_on_host", "self.seq_lens_cpu.numpy().astype(np.int32)", "self.seq_lens_cpu.numpy()",
         arguments("TokenTable.self_attention")),
     "the engine's lengths on the device are kept": Mutation(
-        token_batch, "decode_rows", "torch.int32, copy=True", "torch.int32", check_decode_rows),
+        token_batch.GivenRows, "with_queries", "torch.int32, copy=True", "torch.int32", check_decode_rows),
     "an encoder's lengths on the device are kept": Mutation(
         TokenTable, "cross_attention", "rows.encoder_lens.clone()", "rows.encoder_lens",
         arguments("TokenTable.cross_attention")),

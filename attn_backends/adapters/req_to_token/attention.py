@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from attn_backends.adapters.req_to_token.batch import ForwardBatchLike, ForwardMode
-from attn_backends.adapters.req_to_token.kv_pool import KVPool, page_size_of
+from attn_backends.adapters.req_to_token.kv_pool import KVPool
 from attn_backends.adapters.req_to_token.layers import AttentionLayer, LayerKinds
 from attn_backends.adapters.req_to_token.planner import StepPlanner
 from attn_backends.adapters.req_to_token.plans import TokenPlans, share_workspace
@@ -73,23 +73,24 @@ class ReqToTokenAttention(StepPlanner):
         init_new_workspace: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.kv_pool = kv_pool
         declared = None if layers is None else list(layers)
         heads = (num_heads, num_kv_heads, head_dim)
-        self.kinds = LayerKinds(heads, q_dtype, kv_cache_dtype, declared, sliding_window_size)
-        table = TokenTable(req_to_token, max_context_len, torch.device(device), page_size_of(kv_pool))
+        kinds = LayerKinds(heads, q_dtype, kv_cache_dtype, declared, sliding_window_size)
+        page_size = int(getattr(kv_pool, "page_size", 1))  # 1 where a pool says nothing of pages
+        table = TokenTable(req_to_token, max_context_len, torch.device(device), page_size)
         num_slots = max_req_pool_size * max_context_len + 1
         if kv_pool is not None:
             num_slots = len(kv_pool.get_kv_buffer(declared[0].layer_id if declared else 0)[0])
         usual = max_req_pool_size if skip_prefill else max(num_slots, max_req_pool_size)
         limits = Limits(max_req_pool_size, max_num_tokens or usual, max_context_len)
-        plans = TokenPlans(name, self.kinds.specs, num_slots, limits, table, options or {})
-        super().__init__(plans, SharedBuffers(kv_indptr_buf, kv_last_page_len_buf), skip_prefill)
+        plans = TokenPlans(name, kinds.specs, num_slots, limits, table, options or {})
         if not init_new_workspace:
             share_workspace(plans.plans.state)
         if kv_pool is not None:
             for layer in declared or []:
-                plans.check_buffers(*kv_pool.get_kv_buffer(layer.layer_id), self.kinds.group(layer))
+                plans.check_buffers(*kv_pool.get_kv_buffer(layer.layer_id), kinds.group(layer))
+        super().__init__(plans, SharedBuffers(kv_indptr_buf, kv_last_page_len_buf), skip_prefill)
+        self.kv_pool, self.kinds = kv_pool, kinds
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer,
@@ -131,21 +132,15 @@ class ReqToTokenAttention(StepPlanner):
             self.plans.check_buffers(key, value, group)
         return self.plans.attend(query, key, value, group, planned).flatten(1)
 
-    def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer,
-        forward_batch: ForwardBatchLike, save_kv_cache: bool = True,
-    ) -> torch.Tensor:  # fmt: skip
-        """`forward` of an EXTEND, MIXED or TARGET_VERIFY step."""
+    def forward_extend(self, *call: Any, **named: Any) -> torch.Tensor:
+        """`forward`, whose arguments it takes, of an EXTEND, MIXED or TARGET_VERIFY step."""
         self._expect({ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.TARGET_VERIFY})
-        return self.forward(q, k, v, layer, forward_batch, save_kv_cache)
+        return self.forward(*call, **named)
 
-    def forward_decode(
-        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer,
-        forward_batch: ForwardBatchLike, save_kv_cache: bool = True,
-    ) -> torch.Tensor:  # fmt: skip
-        """`forward` of a DECODE step."""
+    def forward_decode(self, *call: Any, **named: Any) -> torch.Tensor:
+        """`forward`, whose arguments it takes, of a DECODE step."""
         self._expect({ForwardMode.DECODE})
-        return self.forward(q, k, v, layer, forward_batch, save_kv_cache)
+        return self.forward(*call, **named)
 
     def _expect(self, modes: set[ForwardMode]) -> None:
         if self.planned is not None and self.planned.mode not in modes | {ForwardMode.IDLE}:

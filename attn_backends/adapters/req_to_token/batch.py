@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -36,10 +36,6 @@ class ForwardMode(enum.Enum):
         if name not in ForwardMode.__members__:
             raise ValueError(f"forward_mode is {mode!r}; served: {', '.join(ForwardMode.__members__)}")
         return ForwardMode[name]
-
-    @property
-    def is_extend(self) -> bool:
-        return self in (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 
 class ForwardBatchLike(Protocol):
@@ -104,7 +100,7 @@ def step_rows(batch: ForwardBatchLike, max_context_len: int) -> StepRows:
     mode, num_rows, slots = ForwardMode.of(batch.forward_mode), len(batch.req_pool_indices), batch.out_cache_loc
     prefix_lens = getattr(batch, "extend_prefix_lens_cpu", None)
     encoder_lens = getattr(batch, "encoder_lens", None)
-    if mode.is_extend:
+    if mode in (ForwardMode.EXTEND, ForwardMode.MIXED):
         seq_lens_cpu = host_lens("seq_lens_cpu", batch.seq_lens_cpu, num_rows)
         prefixes = np.zeros_like(seq_lens_cpu)
         if prefix_lens is not None:
@@ -113,42 +109,45 @@ def step_rows(batch: ForwardBatchLike, max_context_len: int) -> StepRows:
         check_extend(query_lens, prefixes, len(slots), prefix_lens is not None)
     else:
         query_lens = uniform_query_lens(mode, num_rows, len(slots))
-    rows = decode_rows(mode, batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu, query_lens, max_context_len)
-    rows = replace(rows, req_pool_indices_cpu=getattr(batch, "req_pool_indices_cpu", None))
-    return with_encoder(rows, encoder_lens, getattr(batch, "encoder_lens_cpu", None))
+    encoder_lens_cpu = getattr(batch, "encoder_lens_cpu", None)
+    given = GivenRows(batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu, encoder_lens, encoder_lens_cpu)
+    rows = given.with_queries(mode, query_lens, max_context_len)
+    return replace(rows, req_pool_indices_cpu=getattr(batch, "req_pool_indices_cpu", None))
 
 
-def decode_rows(
-    mode: ForwardMode,
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    seq_lens_cpu: HostLens | None,
-    query_lens: IntArray,
-    max_context_len: int,
-) -> StepRows:
-    """Rows of known query lengths. In a verify `seq_lens` come without the drafts, as engines count them."""
-    drafts = int(query_lens[0]) if mode is ForwardMode.TARGET_VERIFY else 0
-    if seq_lens_cpu is None:
-        lens_cpu = np.full(len(query_lens), max_context_len, np.int32)
-    else:
-        lens_cpu = host_lens("seq_lens_cpu", seq_lens_cpu, len(query_lens)) + np.int32(drafts)
-    lens = seq_lens.to(torch.int32, copy=True)  # an engine writes its next step's into the same tensor
-    return StepRows(
-        req_pool_indices, lens + drafts if drafts else lens, lens_cpu, query_lens, int(query_lens.sum()),
-        are_upper_bounds=seq_lens_cpu is None,
-    )  # fmt: skip
+class GivenRows(NamedTuple):
+    """Rows as an engine gives them. A graph's tensors may be longer; the first rows count."""
 
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_lens_cpu: HostLens | None
+    encoder_lens: torch.Tensor | None
+    encoder_lens_cpu: HostLens | None
 
-def with_encoder(rows: StepRows, encoder_lens: torch.Tensor | None, encoder_lens_cpu: HostLens | None) -> StepRows:
-    """The rows with an encoder's tokens in front.
+    def first(self, num_rows: int) -> GivenRows:
+        return GivenRows(*(None if each is None else each[:num_rows] for each in self))  # type: ignore[arg-type]
 
-    Raises:
-        ValueError: its lengths are on the device alone.
-    """
-    if encoder_lens is None:
-        return rows
-    lens_cpu = host_lens("encoder_lens_cpu", encoder_lens_cpu, len(rows.query_lens))
-    return replace(rows, encoder_lens=encoder_lens.to(torch.int32), encoder_lens_cpu=lens_cpu)
+    def with_queries(self, mode: ForwardMode, query_lens: IntArray, max_context_len: int) -> StepRows:
+        """Rows of known query lengths, an encoder's tokens in front. In a verify `seq_lens` come without the drafts, as
+        engines count them.
+
+        Raises:
+            ValueError: the encoder's lengths are on the device alone.
+        """
+        num_rows, drafts = len(query_lens), int(query_lens[0]) if mode is ForwardMode.TARGET_VERIFY else 0
+        if self.seq_lens_cpu is None:
+            lens_cpu = np.full(num_rows, max_context_len, np.int32)
+        else:
+            lens_cpu = host_lens("seq_lens_cpu", self.seq_lens_cpu, num_rows) + np.int32(drafts)
+        lens = self.seq_lens.to(torch.int32, copy=True)  # an engine writes its next step's into the same tensor
+        rows = StepRows(
+            self.req_pool_indices, lens + drafts if drafts else lens, lens_cpu, query_lens, int(query_lens.sum()),
+            are_upper_bounds=self.seq_lens_cpu is None,
+        )  # fmt: skip
+        if self.encoder_lens is None:
+            return rows
+        encoder_lens_cpu = host_lens("encoder_lens_cpu", self.encoder_lens_cpu, num_rows)
+        return replace(rows, encoder_lens=self.encoder_lens.to(torch.int32), encoder_lens_cpu=encoder_lens_cpu)
 
 
 def host_lens(name: str, lens: HostLens | None, num_rows: int) -> IntArray:

@@ -12,7 +12,6 @@ import torch
 
 from attn_backends.adapters.req_to_token.attention import ReqToTokenAttention
 from attn_backends.adapters.req_to_token.batch import ForwardBatchLike, HostLens
-from attn_backends.adapters.req_to_token.graphs import SEQ_LEN_FILL_VALUE
 from attn_backends.adapters.req_to_token.layers import AttentionLayer, LayerKind, usual_layers
 from attn_backends.adapters.req_to_token.wrappers import (
     DecodeMetadata,
@@ -35,7 +34,7 @@ __all__ = [
 ]
 
 
-class FlashInferAttnBackend:
+class FlashInferAttnBackend(ReqToTokenAttention):
     """FLASHINFER in pymllm's convention. Arguments and attributes are those of pymllm's documentation.
 
     Args:
@@ -76,9 +75,12 @@ class FlashInferAttnBackend:
         self.forward_metadata: DecodeMetadata | PrefillMetadata | None = None
         self.decode_cuda_graph_metadata: dict[int, list[Any]] = {}  # wrappers by rows
         self.prefill_cuda_graph_metadata: dict[int, list[Any]] = {}
-        self._rest: dict[str, Any] = {
-            "max_req_pool_size": max_req_pool_size, "kv_indptr_buf": kv_indptr_buf,
-            "kv_last_page_len_buf": kv_last_page_len_buf, "init_new_workspace": init_new_workspace,
+        self._given: dict[str, Any] = {
+            "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "q_dtype": q_dtype,
+            "kv_cache_dtype": kv_cache_dtype, "max_context_len": max_context_len, "req_to_token": req_to_token,
+            "device": device, "max_req_pool_size": max_req_pool_size, "sliding_window_size": sliding_window_size,
+            "skip_prefill": skip_prefill, "kv_indptr_buf": kv_indptr_buf, "kv_last_page_len_buf": kv_last_page_len_buf,
+            "init_new_workspace": init_new_workspace, "kv_pool": None,
         }  # fmt: skip
         self._kinds: dict[LayerKind, AttentionLayer] = {}
         self._batch: ForwardBatchLike | None = None
@@ -86,14 +88,10 @@ class FlashInferAttnBackend:
         self._learn(*usual_layers((num_heads, num_kv_heads, head_dim), sliding_window_size))
 
     def _learn(self, *layers: AttentionLayer) -> None:
-        """Plan for these kinds of layers too, by an adapter made anew."""
+        """Plan for these kinds of layers too, all of them anew."""
         self._kinds |= {LayerKind.of(layer): layer for layer in layers}
-        self.attention = ReqToTokenAttention(
-            self.backend_name, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
-            kv_cache_dtype=self.kv_cache_dtype, q_dtype=self.q_dtype, max_context_len=self.max_context_len,
-            req_to_token=self.req_to_token, device=self.device, kv_pool=None, layers=list(self._kinds.values()),
-            sliding_window_size=self.sliding_window_size, max_num_tokens=self._most_tokens,
-            skip_prefill=self.skip_prefill, **self._rest,
+        super().__init__(
+            self.backend_name, layers=list(self._kinds.values()), max_num_tokens=self._most_tokens, **self._given,
             options={"tensor_cores": "on" if self.decode_use_tensor_cores else "off"},
         )  # fmt: skip
 
@@ -106,43 +104,22 @@ class FlashInferAttnBackend:
             self._check_growth(f"a step of {len(forward_batch.out_cache_loc)} tokens, and so far {self._most_tokens}")
             self._most_tokens = 2 * len(forward_batch.out_cache_loc)
             self._learn()
-        self.attention.init_forward_metadata(forward_batch)
+        super().init_forward_metadata(forward_batch)
         self._note(forward_batch)
 
     def _note(self, batch: ForwardBatchLike | None) -> None:
         """The planned step's wrappers, in pymllm's words."""
-        planned = self.attention.planned
-        if planned is not None:
-            decodes, prefills = wrappers_of(planned)
+        if self.planned is not None:
+            decodes, prefills = wrappers_of(self.planned)
             self.decode_wrappers = decodes or self.decode_wrappers
             self.prefill_wrappers_paged = prefills or self.prefill_wrappers_paged
-            self.forward_metadata = metadata_of(planned.mode, decodes, prefills, batch)
+            self.forward_metadata = metadata_of(self.planned.mode, decodes, prefills, batch)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer,
         forward_batch: ForwardBatchLike, save_kv_cache: bool = True, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
         """One layer of the planned step, whatever its mode: [T, num_heads * v_head_dim]."""
-        self._prepare(layer, kwargs)
-        return self.attention.forward(q, k, v, layer, forward_batch, save_kv_cache)
-
-    def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer,
-        forward_batch: ForwardBatchLike, save_kv_cache: bool = True, **kwargs: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        """`forward` of a prefill."""
-        self._prepare(layer, kwargs)
-        return self.attention.forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
-
-    def forward_decode(
-        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer,
-        forward_batch: ForwardBatchLike, save_kv_cache: bool = True, **kwargs: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        """`forward` of one token a row."""
-        self._prepare(layer, kwargs)
-        return self.attention.forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
-
-    def _prepare(self, layer: AttentionLayer, kwargs: dict[str, Any]) -> None:
         if unknown := sorted(name for name, value in kwargs.items() if value is not None):
             reasons = [Rejection(name, "given", "left out", "pymllm's own backend reads none.") for name in unknown]
             raise Unsupported(self.backend_name, reasons)
@@ -151,43 +128,32 @@ class FlashInferAttnBackend:
             self._learn(layer)
             if self._batch is not None:
                 self.init_forward_metadata(self._batch)
+        return super().forward(q, k, v, layer, forward_batch, save_kv_cache)
 
     def _check_growth(self, why: str) -> None:
-        if self.attention.graphs is not None and self.attention.graphs.captured:
+        if self.graphs is not None and self.graphs.captured:
             raise RuntimeError(f"{why}; graphs were captured, whose buffers never grow: run such a step eager before")
 
-    # CUDA graphs.
+    # CUDA graphs, which are set up once eager steps have shown every kind of layer. pymllm has none with an encoder.
 
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """What pads `seq_lens` of graphs."""
-        return SEQ_LEN_FILL_VALUE
-
-    def init_cuda_graph_state(
-        self, max_bs: int, max_num_tokens: int, kv_indices_buf: torch.Tensor | None = None
-    ) -> None:
-        """Say how large graphs will be, once eager steps have shown every kind of layer."""
-        self.attention.init_cuda_graph_state(max_bs, max_num_tokens, kv_indices_buf)
-
-    def init_forward_metadata_capture_cuda_graph(
+    def init_forward_metadata_capture_cuda_graph(  # type: ignore[override]
         self, bs: int, num_tokens: int, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, forward_mode: object
     ) -> None:
         """Plan the step that is captured next: decode, or verification of drafts."""
         self._batch = None
-        self.attention.init_forward_metadata_capture_cuda_graph(
-            bs, num_tokens, req_pool_indices, seq_lens, forward_mode
-        )
+        super().init_forward_metadata_capture_cuda_graph(bs, num_tokens, req_pool_indices, seq_lens, forward_mode)
         self._note(None)
         if isinstance(self.forward_metadata, PrefillMetadata):
             self.prefill_cuda_graph_metadata[bs] = self.forward_metadata.prefill_wrappers
         elif self.forward_metadata is not None:
             self.decode_cuda_graph_metadata[bs] = self.forward_metadata.decode_wrappers
 
-    def init_forward_metadata_replay_cuda_graph(
+    def init_forward_metadata_replay_cuda_graph(  # type: ignore[override]
         self, bs: int, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, seq_lens_sum: int, forward_mode: object,
         seq_lens_cpu: HostLens | None,
     ) -> None:  # fmt: skip
         """Plan the step that is replayed next."""
-        self.attention.init_forward_metadata_replay_cuda_graph(
+        super().init_forward_metadata_replay_cuda_graph(
             bs, req_pool_indices, seq_lens, seq_lens_sum, forward_mode, seq_lens_cpu
         )
         self._note(None)

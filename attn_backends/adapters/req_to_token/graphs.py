@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
-from attn_backends.adapters.req_to_token.batch import (
-    ForwardMode,
-    HostLens,
-    decode_rows,
-    uniform_query_lens,
-    with_encoder,
-)
+from attn_backends.adapters.req_to_token.batch import ForwardMode, GivenRows, uniform_query_lens
 from attn_backends.adapters.req_to_token.plans import PlannedStep, TokenPlans
 from attn_backends.adapters.req_to_token.table import SharedBuffers
 from attn_backends.interface.capabilities import CudaGraphSupport, Rejection, Unsupported
 
 SEQ_LEN_FILL_VALUE = 1  # of padded rows: with one key nothing is divided by zero
-
-
-class GraphRows(NamedTuple):
-    """Rows of a graph, padding included. Tensors may be longer; the first rows count."""
-
-    req_pool_indices: torch.Tensor
-    seq_lens: torch.Tensor
-    seq_lens_cpu: HostLens | None
-    encoder_lens: torch.Tensor | None
-    encoder_lens_cpu: HostLens | None
-
-    def first(self, num_rows: int) -> GraphRows:
-        return GraphRows(*(None if each is None else each[:num_rows] for each in self))  # type: ignore[arg-type]
 
 
 class TokenGraphs:
@@ -51,7 +31,7 @@ class TokenGraphs:
         self.token_plans, self.max_bs, self.max_num_tokens, self.buffers = plans, max_bs, max_num_tokens, buffers
         self.captured: dict[tuple[ForwardMode, int], int] = {}  # tokens of each row, by mode and rows
 
-    def capture(self, bs: int, num_tokens: int, mode: ForwardMode, rows: GraphRows) -> PlannedStep:
+    def capture(self, bs: int, num_tokens: int, mode: ForwardMode, rows: GivenRows) -> PlannedStep:
         """Plan the step that is captured next, with the fill value as every length."""
         if not 1 <= bs <= self.max_bs or num_tokens > self.max_num_tokens:
             raise ValueError(
@@ -71,11 +51,11 @@ class TokenGraphs:
         lens = torch.full_like(rows.seq_lens, SEQ_LEN_FILL_VALUE)
         lens_cpu = [SEQ_LEN_FILL_VALUE] * len(lens)
         encoder = None if rows.encoder_lens is None else torch.full_like(rows.encoder_lens, SEQ_LEN_FILL_VALUE)
-        planned = self._plan(query_len, mode, GraphRows(rows.req_pool_indices, lens, lens_cpu, encoder, lens_cpu))
+        planned = self._plan(query_len, mode, GivenRows(rows.req_pool_indices, lens, lens_cpu, encoder, lens_cpu))
         self.captured[mode, bs] = query_len
         return planned
 
-    def replay(self, bs: int, mode: ForwardMode, rows: GraphRows) -> PlannedStep:
+    def replay(self, bs: int, mode: ForwardMode, rows: GivenRows) -> PlannedStep:
         """Plan the step that is replayed next."""
         query_len = self.captured.get((mode, bs))
         if query_len is None:
@@ -86,10 +66,9 @@ class TokenGraphs:
             )
         return self._plan(query_len, mode, rows.first(bs))
 
-    def _plan(self, query_len: int, mode: ForwardMode, rows: GraphRows) -> PlannedStep:
+    def _plan(self, query_len: int, mode: ForwardMode, rows: GivenRows) -> PlannedStep:
         """Plan a step of a captured size: the one way for capture and replay."""
         bs, longest = len(rows.req_pool_indices), self.token_plans.table.max_context_len
         lens = uniform_query_lens(mode, bs, bs * query_len)
-        step = decode_rows(mode, rows.req_pool_indices, rows.seq_lens, rows.seq_lens_cpu, lens, longest)
-        step = replace(with_encoder(step, rows.encoder_lens, rows.encoder_lens_cpu), for_graph=True)
+        step = replace(rows.with_queries(mode, lens, longest), for_graph=True)
         return self.token_plans.plan(mode, step, self.buffers)

@@ -23,11 +23,6 @@ class KVPool(Protocol):
         """Write k [num_tokens, num_kv_heads, head_dim] and v to slots `indices` [num_tokens]."""
 
 
-def page_size_of(pool: KVPool | None) -> int:
-    """Slots of a pool's page; 1 where it says nothing of pages."""
-    return int(getattr(pool, "page_size", 1))
-
-
 class TokenKVPool:
     """Every layer's keys and values, from one allocation, zeroed.
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from attn_backends.adapters.req_to_token.batch import ForwardBatchLike, ForwardMode, HostLens, step_rows
-from attn_backends.adapters.req_to_token.graphs import SEQ_LEN_FILL_VALUE, GraphRows, TokenGraphs
+from attn_backends.adapters.req_to_token.batch import ForwardBatchLike, ForwardMode, GivenRows, HostLens, step_rows
+from attn_backends.adapters.req_to_token.graphs import SEQ_LEN_FILL_VALUE, TokenGraphs
 from attn_backends.adapters.req_to_token.plans import PlannedStep, TokenPlans
 from attn_backends.adapters.req_to_token.table import SharedBuffers
 from attn_backends.machine import Progress
@@ -93,7 +93,7 @@ class StepPlanner:
             Unsupported: the backend cannot run in such a graph.
         """
         self.planned = None
-        rows = GraphRows(req_pool_indices, seq_lens, None, encoder_lens, None)
+        rows = GivenRows(req_pool_indices, seq_lens, None, encoder_lens, None)
         self.planned = self._graphs().capture(bs, num_tokens, self._graph_mode(forward_mode), rows)
 
     def init_forward_metadata_replay_cuda_graph(
@@ -114,7 +114,7 @@ class StepPlanner:
             ValueError: no such graph was captured, or the backend plans with lengths and `seq_lens_cpu` is missing.
         """
         self.planned = None
-        rows = GraphRows(req_pool_indices, seq_lens, seq_lens_cpu, encoder_lens, encoder_lens_cpu)
+        rows = GivenRows(req_pool_indices, seq_lens, seq_lens_cpu, encoder_lens, encoder_lens_cpu)
         self.planned = self._graphs().replay(bs, self._graph_mode(forward_mode), rows)
 
     def _graphs(self) -> TokenGraphs:

@@ -52,17 +52,13 @@ def _uniform(batch: Any, name: str, max_context_len: int, topk: int, for_graph: 
     mode, num_rows = batch.forward_mode.name, len(batch.seq_lens)
     query_len = 1 if mode in ("DECODE", "IDLE") else len(batch.input_ids) // num_rows
     drafts = query_len if mode == "TARGET_VERIFY" else 0
-    if drafts and topk_of(batch, topk) > 1:
+    topk = getattr(batch.spec_info, "topk", None) or topk  # drafts that follow each token of a draft
+    if drafts and topk > 1:  # 1 is a chain, whatever mask comes with it
         hint = "Draft a chain: --speculative-eagle-topk 1, or --speculative-ngram-max-bfs-breadth 1."
-        raise _refusal(name, "topk", f"a tree of drafts, topk {topk_of(batch, topk)}", "a chain, topk 1", hint)
+        raise _refusal(name, "topk", f"a tree of drafts, topk {topk}", "a chain, topk 1", hint)
     lens_cpu = None if batch.seq_lens_cpu is None else host_lens("seq_lens_cpu", batch.seq_lens_cpu, num_rows) + drafts
     query_lens = np.full(num_rows, query_len, np.int32)
     return _rows(batch, query_lens, lens_cpu, drafts, max_context_len, for_graph)
-
-
-def topk_of(batch: Any, default: int) -> int:
-    """Drafts that follow each token of a draft; 1 is a chain, whatever mask comes with it."""
-    return getattr(batch.spec_info, "topk", None) or default
 
 
 def _rows(

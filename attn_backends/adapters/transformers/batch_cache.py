@@ -63,7 +63,8 @@ def gathered(given: Mapping[str, Any], call: LayerCall) -> tuple[torch.Tensor, t
         Keys and values: [num_keys or more, num_kv_heads, dim] each.
     """
     cache, index = given["cache"], call.module.layer_idx
-    if _takes_indices(cache):
+    code = type(cache).update.__code__
+    if "read_index" in code.co_varnames[: code.co_argcount]:  # up to 5.18; then all keyword arguments
         keys, values = cache.update(call.key, call.value, index, given["read_index"], given["write_index"])
     else:
         keys, values = cache.update(call.key, call.value, index, dict(given))
@@ -73,9 +74,3 @@ def gathered(given: Mapping[str, Any], call: LayerCall) -> tuple[torch.Tensor, t
 def _rows(packed: torch.Tensor) -> torch.Tensor:
     """[1, heads, tokens, dim], as `update` returns them from 5.19 on, as [tokens, heads, dim]."""
     return packed[0].transpose(0, 1) if packed.dim() == 4 else packed
-
-
-def _takes_indices(cache: Any) -> bool:
-    """Whether `update` takes the two indices, as up to 5.18, and not all keyword arguments."""
-    code = type(cache).update.__code__
-    return "read_index" in code.co_varnames[: code.co_argcount]

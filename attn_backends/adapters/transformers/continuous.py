@@ -20,8 +20,7 @@ from attn_backends.adapters.transformers.batch_cache import KeysPlace, gathered,
 from attn_backends.adapters.transformers.layers import CalledLayers, LayerCall
 from attn_backends.adapters.transformers.refuse import decline
 from attn_backends.batch.common import CommonAttentionMetadata
-from attn_backends.cache.kv_cache import KVCache, allocate_kv_cache, write_kv
-from attn_backends.interface import AttentionStep, Plans
+from attn_backends.cache.kv_cache import KVCache, write_kv
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
 _groups: WeakKeyDictionary[Any, dict[int, Group]] = WeakKeyDictionary()  # of a cache
@@ -54,22 +53,16 @@ class Group:
         self._write_index: Any = None
         self._common: CommonAttentionMetadata | None = None
         self._slots = torch.empty(0, dtype=torch.int64)  # of what was gathered, in our pages
-        self._plans: Plans[AttentionSpec] | None = None
-        self._steps: Mapping[AttentionSpec, AttentionStep[Any]] = {}
         self._gathered: dict[AttentionSpec, KVCache] = {}
 
     def attend(self, call: LayerCall, place: KeysPlace, given: Mapping[str, Any]) -> torch.Tensor:
         """[1, num_tokens, num_qo_heads, head_dim_vo]"""
         self.layers.show(call.spec, call.query.device)
         if self._write_index is not given["write_index"] or self._common is None:
-            self._write_index, self._plans = given["write_index"], None
-            self._common = self._batch(place, call.query.shape[2], given)
-            longest, common = self._common.max_seq_len, self._common
-            self.layers.expect(common.num_reqs, common.num_tokens, longest)
-        impl, plans = self.layers.impl(call.module, call.spec, call.sinks), self.layers.plans
-        if self._plans is not plans:
-            self._plans, self._steps = plans, plans.plan(self._common)
-        step = self._steps[call.spec]
+            self._write_index = given["write_index"]
+            common = self._common = self._batch(place, call.query.shape[2], given)
+            self.layers.expect(common.num_reqs, common.num_tokens, common.max_seq_len)
+        impl, step = self.layers.serve(call, self._common)
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (call.query, call.key, call.value))
         if place.pages is not None:
             return impl.forward(query, key, value, place.pages, step)[None]
@@ -109,10 +102,8 @@ class Group:
 
     def _own_pages(self, spec: AttentionSpec, device: torch.device) -> KVCache:
         """Pages for what one layer gathers; the next layer with its spec writes them over."""
-        held, layout = self._gathered.get(spec), self.layers.cache
-        needed = len(self._slots) // layout.page_size + (self._common.num_reqs if self._common else 0)
+        held, page_size = self._gathered.get(spec), self.layers.cache.page_size
+        needed = len(self._slots) // page_size + (self._common.num_reqs if self._common else 0)
         if held is None or held.key.shape[0] < needed:
-            cache = KVCacheSpec(1 << needed.bit_length(), layout.page_size, layout.layout)
-            held = allocate_kv_cache(self.layers.backend, {0: spec}, cache, device).layers[0]
-            self._gathered[spec] = held
+            held = self._gathered[spec] = self.layers.allocate(spec, 1 << needed.bit_length(), device)
         return held

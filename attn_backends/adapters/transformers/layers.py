@@ -7,6 +7,7 @@ makes the plans anew, over all specs known by then. From the second step on they
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -14,7 +15,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from attn_backends.adapters.transformers.refuse import decline
-from attn_backends.interface import AttentionImpl, Plans
+from attn_backends.batch.common import CommonAttentionMetadata
+from attn_backends.cache.kv_cache import KVCache, allocate_kv_cache
+from attn_backends.interface import AttentionImpl, AttentionStep, Plans
 from attn_backends.registry import select_backend, validate_options
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
 
@@ -56,6 +59,8 @@ class CalledLayers:
         self._specs: dict[AttentionSpec, torch.device] = {}  # in order of first appearance
         self._plans: Plans[AttentionSpec] | None = None
         self._impls: WeakKeyDictionary[torch.nn.Module, _Bound] = WeakKeyDictionary()
+        self._planned: tuple[CommonAttentionMetadata | None, Plans[AttentionSpec] | None] = (None, None)
+        self._steps: Mapping[AttentionSpec, AttentionStep[Any]] = {}  # of what is planned
 
     def show(self, spec: AttentionSpec, device: torch.device) -> None:
         """Take a layer in.
@@ -97,12 +102,21 @@ class CalledLayers:
             self._impls.clear()
         return self._plans
 
-    def impl(self, module: torch.nn.Module, spec: AttentionSpec, sinks: torch.Tensor | None) -> AttentionImpl[Any]:
-        """A layer's impl, bound when the layer first runs, and again if its constants are others."""
-        plans, bound = self.plans, self._impls.get(module)
-        if bound is None or bound.spec != spec or bound.sinks is not sinks:
-            bound = self._impls[module] = _Bound(spec, sinks, plans.bind(spec, sinks=sinks))
-        return bound.impl
+    def serve(self, call: LayerCall, common: CommonAttentionMetadata) -> tuple[AttentionImpl[Any], AttentionStep[Any]]:
+        """A layer's impl, bound when the layer first runs, and again if its constants are others; and its step of a
+        batch, planned when the batch's first layer runs, and again if a layer asks for what was not known."""
+        plans, bound = self.plans, self._impls.get(call.module)
+        if bound is None or bound.spec != call.spec or bound.sinks is not call.sinks:
+            made = plans.bind(call.spec, sinks=call.sinks)
+            bound = self._impls[call.module] = _Bound(call.spec, call.sinks, made)
+        if self._planned[0] is not common or self._planned[1] is not plans:
+            self._planned, self._steps = (common, plans), plans.plan(common)
+        return bound.impl, self._steps[call.spec]
+
+    def allocate(self, spec: AttentionSpec, num_pages: int, device: torch.device) -> KVCache:
+        """So many pages for one layer."""
+        cache = replace(self.cache, num_pages=num_pages)
+        return allocate_kv_cache(self.backend, {0: spec}, cache, device).layers[0]
 
 
 class _Bound(NamedTuple):

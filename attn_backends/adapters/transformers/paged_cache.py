@@ -128,21 +128,19 @@ class PagedCache(Cache):
             layer.seen = 0
         self._pool = None
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Put rows in the place of others: beam search."""
-        self._select_rows(beam_idx)
-
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._select_rows(indices)
+        """Put rows in the place of others."""
+        self._in_step.clear()
+        if self._pool is not None:
+            self._pool.select_rows(indices)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """The same for beam search."""
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         rows = 0 if self._pool is None or self._pool.rows is None else len(self._pool.rows.lens)
-        self._select_rows(torch.arange(rows).repeat_interleave(repeats))
-
-    def _select_rows(self, rows: torch.Tensor) -> None:
-        self._in_step.clear()
-        if self._pool is not None:
-            self._pool.select_rows(rows)
+        self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Its own pages with the same keys, as a prompt that several answers begin with needs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,7 @@ from attn_backends.adapters.transformers.layers import CalledLayers, LayerCall
 from attn_backends.adapters.transformers.refuse import decline
 from attn_backends.adapters.transformers.rows import Rows, RowTokens
 from attn_backends.batch.common import CommonAttentionMetadata
-from attn_backends.cache.kv_cache import KVCache, allocate_kv_cache
-from attn_backends.interface import AttentionStep, Plans
+from attn_backends.cache.kv_cache import KVCache
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
 PAGE_SIZES = (16, 32, 64, 128, 256, 1)  # where the caller leaves it open, after the backend's own wishes
@@ -24,13 +23,11 @@ SPARE_TOKENS = 256  # room beside the first forward's; from then on rows double
 
 @dataclass
 class PoolStep:
-    """One forward: planned when its first layer runs, and again if a layer asks for what was not known."""
+    """One forward."""
 
     num_tokens: int  # of each row, padding included
     new: RowTokens
     common: CommonAttentionMetadata | None  # None: padding alone
-    plans: Plans[AttentionSpec] | None = None
-    steps: Mapping[AttentionSpec, AttentionStep[Any]] = field(default_factory=dict)
 
 
 class Pool:
@@ -68,10 +65,8 @@ class Pool:
         query, key, value = (_flat(tensor, live) for tensor in (call.query, call.key, call.value))
         if step.common is None:
             return query.new_zeros(batch, step.num_tokens, spec.num_qo_heads, spec.head_dim_vo)
-        impl, plans = self.layers.impl(call.module, spec, call.sinks), self.layers.plans
-        if step.plans is not plans:
-            step.plans, step.steps = plans, plans.plan(step.common)
-        out: torch.Tensor = impl.forward(query, key, value, self._cache(slot, spec, device), step.steps[spec])
+        impl, planned = self.layers.serve(call, step.common)
+        out: torch.Tensor = impl.forward(query, key, value, self._cache(slot, spec, device), planned)
         if live is None:
             return out.view(batch, step.num_tokens, *out.shape[1:])
         full = out.new_zeros(batch, step.num_tokens, *out.shape[1:])
@@ -141,8 +136,7 @@ class Pool:
         num_pages = batch * self._width
         if held is not None and held.key.shape[0] == num_pages:
             return held
-        cache = KVCacheSpec(num_pages, self.layers.cache.page_size, self.layers.cache.layout)
-        made = allocate_kv_cache(self.layers.backend, {0: spec}, cache, device).layers[0]
+        made = self.layers.allocate(spec, num_pages, device)
         for old, new in () if held is None else zip(held, made, strict=True):
             rows = old.unflatten(0, (batch, -1))
             new.unflatten(0, (batch, -1))[:, : rows.shape[1]] = rows

@@ -47,61 +47,49 @@ def is_ours(config: Any) -> bool:
     return str(config.get_text_config(decoder=True)._attn_implementation).startswith(PREFIX)
 
 
-def _wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Have `wrapper` called in the place of a method, with that before its arguments."""
     theirs = getattr(owner, name)
     if not hasattr(theirs, HOOKED):
-        ours = wraps(theirs)(wrapper(theirs))
+        ours = wraps(theirs)(lambda *given, **named: wrapper(theirs, *given, **named))
         setattr(ours, HOOKED, True)
         setattr(owner, name, ours)
 
 
-def _with_paged_cache(theirs: Callable[..., Any]) -> Callable[..., Any]:
+def _with_paged_cache(
+    theirs: Callable[..., Any], model: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any,
+    batch_size: int, max_cache_length: int,
+) -> Any:  # fmt: skip
     """`generate()` makes a `PagedCache` where it would make a `DynamicCache`."""
-
-    def prepare(
-        self: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int,
-        max_cache_length: int,
-    ) -> Any:  # fmt: skip
-        cache = model_kwargs.get("past_key_values")
-        if not is_ours(self.config) or (cache is None and generation_config.use_cache is False):
-            return theirs(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-        asked = generation_config.cache_implementation if cache is None else type(cache).__name__
-        if asked not in (None, "dynamic", PagedCache.__name__):
-            decline("past_key_values", str(asked), "PagedCache, which generate() makes by itself",
-                    "Leave out cache_implementation, or pass past_key_values=PagedCache(model.config).")  # fmt: skip
-        if cache is None:
-            model_kwargs["past_key_values"] = PagedCache(self.config, max_length=max_cache_length)
-            return None
-        return theirs(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-
-    return prepare
+    cache = model_kwargs.get("past_key_values")
+    if not is_ours(model.config) or (cache is None and generation_config.use_cache is False):
+        return theirs(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+    asked = generation_config.cache_implementation if cache is None else type(cache).__name__
+    if asked not in (None, "dynamic", PagedCache.__name__):
+        decline("past_key_values", str(asked), "PagedCache, which generate() makes by itself",
+                "Leave out cache_implementation, or pass past_key_values=PagedCache(model.config).")  # fmt: skip
+    if cache is None:
+        model_kwargs["past_key_values"] = PagedCache(model.config, max_length=max_cache_length)
+        return None
+    return theirs(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
 
 
-def _without_switch(theirs: Callable[..., Any]) -> Callable[..., Any]:
+def _without_switch(theirs: Callable[..., Any], manager: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     """Continuous batching keeps our name: it would take FlashAttention instead, or refuse what it does not know."""
-
-    def switch(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        if not is_ours(model.config):
-            theirs(self, model, *args, **kwargs)
-
-    return switch
+    if not is_ours(model.config):
+        theirs(manager, model, *args, **kwargs)
 
 
-def _refuse_early(theirs: Callable[..., Any]) -> Callable[..., Any]:
+def _refuse_early(theirs: Callable[..., Any], manager: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     """Continuous batching says before it starts what is not served: its thread would only log it."""
-
-    def init(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        theirs(self, model, *args, **kwargs)
-        if not is_ours(model.config):
-            return
-        config, own = self.continuous_batching_config, model.config.get_text_config(decoder=True)
-        compiled = [name for name in ("varlen_compile_config", "decode_compile_config") if getattr(config, name, None)]
-        if any(config.cuda_graph_booleans) or compiled:
-            decline("cuda_graph", f"use_cuda_graph={config.use_cuda_graph}, {', '.join(compiled) or 'not compiled'}",
-                    "eager steps", "Pass use_cuda_graph=False and no compile config.")  # fmt: skip
-        check_model(own)
-        AttentionInterface()[own._attn_implementation].try_out(
-            model, config.page_size if hasattr(config, "page_size") else config.block_size
-        )
-
-    return init
+    theirs(manager, model, *args, **kwargs)
+    if not is_ours(model.config):
+        return
+    config, own = manager.continuous_batching_config, model.config.get_text_config(decoder=True)
+    compiled = [name for name in ("varlen_compile_config", "decode_compile_config") if getattr(config, name, None)]
+    if any(config.cuda_graph_booleans) or compiled:
+        decline("cuda_graph", f"use_cuda_graph={config.use_cuda_graph}, {', '.join(compiled) or 'not compiled'}",
+                "eager steps", "Pass use_cuda_graph=False and no compile config.")  # fmt: skip
+    check_model(own)
+    page_size = config.page_size if hasattr(config, "page_size") else config.block_size
+    AttentionInterface()[own._attn_implementation].try_out(model, page_size)

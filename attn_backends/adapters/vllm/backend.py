@@ -12,8 +12,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleO
 from attn_backends.adapters.vllm import versions
 from attn_backends.adapters.vllm.layers import ServedImpl
 from attn_backends.adapters.vllm.mla import MLAServedImpl
-from attn_backends.adapters.vllm.reasons import CACHE_DTYPES, reasons_against
-from attn_backends.adapters.vllm.settings import options_from
+from attn_backends.adapters.vllm.reasons import CACHE_DTYPES, options_from, reasons_against
 from attn_backends.interface import Capabilities
 from attn_backends.registry import get_backend
 
@@ -111,7 +110,10 @@ class ServedBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        return versions.stride_order(versions.current_layout(), include_num_layers_dimension)
+        """The dimensions of [blocks, heads, block_size, dims] in the order they lie, or of [layers, …]."""
+        if include_num_layers_dimension:
+            return (1, 0, 3, 2, 4) if versions.current_layout() == "NHD" else (1, 2, 0, 3, 4)
+        return (0, 2, 1, 3) if versions.current_layout() == "NHD" else (0, 1, 2, 3)
 
     # and this one from 0.29 on.
 

@@ -11,8 +11,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 
 from attn_backends.adapters.vllm.batch import batch_of, check_batch
 from attn_backends.adapters.vllm.graphs import CapturedGraphs
-from attn_backends.adapters.vllm.reasons import unserved
-from attn_backends.adapters.vllm.settings import options_from
+from attn_backends.adapters.vllm.reasons import options_from, unserved
 from attn_backends.adapters.vllm.versions import layout_of
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.interface import (
@@ -49,7 +48,8 @@ class ServedBuilder(AttentionMetadataBuilder[ServedMetadata]):  # type: ignore[m
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.exact = not has_upper_bounds(vllm_config)
+        # The host's lengths may be longer than the device's where it does not wait to hear which drafts were taken.
+        self.exact = not (vllm_config.scheduler_config.async_scheduling and vllm_config.speculative_config is not None)
         self._set_up()
         if self.plans.needs_exact_lengths and not self.exact and device.type != "cpu":
             logger.warning(
@@ -64,7 +64,9 @@ class ServedBuilder(AttentionMetadataBuilder[ServedMetadata]):  # type: ignore[m
         layers = {name: context[name] for name in self.layer_names}
         specs = {name: layer.impl.spec_of(layer) for name, layer in layers.items()}
         cache = KVCacheSpec(None, self.kv_cache_spec.block_size, layout_of(self.vllm_config))
-        limits, options = limits_of(self.vllm_config), options_from(self.vllm_config)
+        scheduler, options = self.vllm_config.scheduler_config, options_from(self.vllm_config)
+        num_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        limits = Limits(scheduler.max_num_seqs, num_tokens, self.vllm_config.model_config.max_model_len)
         self._check(specs, cache, self.device, options)
         backend = get_backend(self.ours)
         self.plans = Plans(backend, specs, cache, limits, self.device, validate_options(self.ours, options))
@@ -142,17 +144,3 @@ def decode_threshold_of(plans: Plans[str]) -> int | None:
     costs the host time at each step."""
     wanting = [each for each in plans.builders if type(each).reorder_batch is not OurBuilder.reorder_batch]
     return min((each.decode_threshold for each in wanting), default=None)
-
-
-def limits_of(vllm_config: Any) -> Limits:
-    """The most that one step of vLLM's scheduler holds."""
-    scheduler = vllm_config.scheduler_config
-    return Limits(
-        scheduler.max_num_seqs, max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
-        vllm_config.model_config.max_model_len,
-    )  # fmt: skip
-
-
-def has_upper_bounds(vllm_config: Any) -> bool:
-    """Whether the host's lengths may be longer than the device's: it does not wait to hear which drafts were taken."""
-    return bool(vllm_config.scheduler_config.async_scheduling and vllm_config.speculative_config is not None)

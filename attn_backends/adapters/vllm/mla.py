@@ -32,11 +32,10 @@ class MLAServedImpl(MLAAttentionImpl[ServedMetadata]):  # type: ignore[misc]
         kv_sharing_target_layer_name: str | None, *, q_lora_rank: int | None, kv_lora_rank: int, qk_nope_head_dim: int,
         qk_rope_head_dim: int, qk_head_dim: int, v_head_dim: int, kv_b_proj: Any, **extra: Any,
     ) -> None:  # fmt: skip
-        others = {
+        refuse_arguments(self.ours, attn_type or AttentionType.DECODER, {
             "alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap,
-            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
-        }  # fmt: skip
-        refuse_arguments(self.ours, attn_type or AttentionType.DECODER, {**others, **extra})
+            "kv_sharing_target_layer_name": kv_sharing_target_layer_name, **extra,
+        })  # fmt: skip
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
         self.kv_lora_rank, self.v_head_dim, self.kv_b_proj = kv_lora_rank, v_head_dim, kv_b_proj

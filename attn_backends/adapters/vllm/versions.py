@@ -36,10 +36,3 @@ def vllm_layouts(layouts: Collection[Layout]) -> tuple[Any, ...]:
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
     return tuple(KVCacheLayout[_NAMES[layout]] for layout in sorted(layouts, reverse=True))
-
-
-def stride_order(layout: Layout, with_layers: bool) -> tuple[int, ...]:
-    """Up to 0.28: the dimensions of [blocks, heads, block_size, dims] in the order they lie, or of [layers, …]."""
-    if with_layers:
-        return (1, 0, 3, 2, 4) if layout == "NHD" else (1, 2, 0, 3, 4)
-    return (0, 2, 1, 3) if layout == "NHD" else (0, 1, 2, 3)

@@ -70,9 +70,7 @@ def find_model(model: str, convert: Convert, report: Report = silent) -> Path:
         raise ModelError(f"{path} has no config.json: give the folder that holds it")
     for file in weight_files(path):
         if not file.is_file():
-            others = sorted(p.name for p in file.parent.glob("*.bin")) + sorted(
-                p.name for p in file.parent.glob("*.pt")
-            )
+            others = [found.name for kind in ("*.bin", "*.pt") for found in sorted(file.parent.glob(kind))]
             hint = f" ({others[0]} is a pickle, which can run code: convert it to safetensors)" if others else ""
             raise ModelError(f"weights are missing: {file} does not exist{hint}")
         try:
@@ -86,7 +84,13 @@ def find_model(model: str, convert: Convert, report: Report = silent) -> Path:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a Hugging Face folder, whether or not they exist."""
     index = folder / "model.safetensors.index.json"
-    return [folder / name for name in (_shards(index) if index.is_file() else ["model.safetensors"])]
+    if not index.is_file():
+        return [folder / "model.safetensors"]
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return [folder / name for name in names]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is not an index of weights: {error}. Fetch it again") from error
 
 
 def count_tensors(folder: Path) -> int:
@@ -111,14 +115,6 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ModelError(f"{file} holds {found!r:.40}, and no JSON object: fetch it again")
     return found
-
-
-def _shards(index: Path) -> list[str]:
-    """File names of a checkpoint in several files."""
-    try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is not an index of weights: {error}. Fetch it again") from error
 
 
 def _converted(name: str, source: Callable[[Path, Report], Path], convert: Convert, report: Report) -> Path:

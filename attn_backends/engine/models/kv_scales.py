@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from safetensors import safe_open
 
@@ -67,7 +67,7 @@ def is_kv_scale(name: str) -> bool:
 
 
 def _of_checkpoint(folder: Path, specs: Mapping[int, AttentionSpec]) -> dict[int, KVScales]:
-    names = list(_names(folder, specs))
+    names = [name for name, *_ in _ours(folder, specs)]
     dtypes = {spec.cache_dtype for spec in specs.values()}
     if dtypes.isdisjoint(FP8_DTYPES):
         if names:
@@ -101,45 +101,33 @@ def _of_checkpoint(folder: Path, specs: Mapping[int, AttentionSpec]) -> dict[int
 def _read(folder: Path, layers: Collection[int]) -> dict[int, dict[str, float]]:
     """What the checkpoint's files hold: by layer, "k" and "v"."""
     found: dict[int, dict[str, float]] = {}
-    for file in weight_files(folder):
-        with safe_open(file, framework="pt") as tensors:
-            for name in _ours(tensors.keys(), layers):
-                layer, last = _parts(name)
-                tensor = tensors.get_tensor(name)
-                if name.endswith("zero_point"):
-                    raise ModelError(f"{name}: a KV cache with zero points (asymmetric) is not served: {OR_ELSE}")
-                if tensor.numel() != 1:
-                    raise ModelError(
-                        f"{name} has shape {list(tensor.shape)}: scales by head, channel or token are not served, one "
-                        f"number a layer is: {OR_ELSE}"
-                    )
-                scale = float(tensor.float())
-                if not (math.isfinite(scale) and scale > 0):
-                    raise ModelError(f"{name} is {scale}; a scale is a positive number: {OR_ELSE}")
-                for part in last.partition("_")[0]:  # "k", "v", or both
-                    if found.setdefault(layer, {}).setdefault(part, scale) != scale:
-                        raise ModelError(f"{name} is another {part}_scale of layer {layer} than before it: {OR_ELSE}")
+    for name, layer, last, tensors in _ours(folder, layers):
+        tensor = tensors.get_tensor(name)
+        if name.endswith("zero_point"):
+            raise ModelError(f"{name}: a KV cache with zero points (asymmetric) is not served: {OR_ELSE}")
+        if tensor.numel() != 1:
+            raise ModelError(
+                f"{name} has shape {list(tensor.shape)}: scales by head, channel or token are not served, one number a "
+                f"layer is: {OR_ELSE}"
+            )
+        scale = float(tensor.float())
+        if not (math.isfinite(scale) and scale > 0):
+            raise ModelError(f"{name} is {scale}; a scale is a positive number: {OR_ELSE}")
+        for part in last.partition("_")[0]:  # "k", "v", or both
+            if found.setdefault(layer, {}).setdefault(part, scale) != scale:
+                raise ModelError(f"{name} is another {part}_scale of layer {layer} than before it: {OR_ELSE}")
     return found
 
 
-def _names(folder: Path, layers: Collection[int]) -> Iterator[str]:
+def _ours(folder: Path, layers: Collection[int]) -> Iterator[tuple[str, int, str, Any]]:
+    """The names that say something of these layers' caches, each with its layer's number, its end, which says what it
+    is, and the open file. A checkpoint may hold other towers and more layers."""
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
-            yield from _ours(tensors.keys(), layers)
-
-
-def _ours(names: Iterable[str], layers: Collection[int]) -> Iterator[str]:
-    """The names that say something of these layers' caches; a checkpoint may hold other towers and more layers."""
-    for name in names:
-        if is_kv_scale(name) and not _OTHER_TOWERS.search(name) and _parts(name)[0] in layers:
-            yield name
-
-
-def _parts(name: str) -> tuple[int, str]:
-    """The layer's number and the end of a name that says what it is."""
-    match = _NAME.search(name)
-    assert match is not None
-    return int(match["layer"]), match["last"]
+            for match in filter(None, map(_NAME.search, tensors.keys())):
+                name, layer = match.string, int(match["layer"])
+                if layer in layers and not _OTHER_TOWERS.search(name):
+                    yield name, layer, match["last"], tensors
 
 
 def _of_layer(layer: int, is_mla: bool, found: Mapping[str, float]) -> KVScales:

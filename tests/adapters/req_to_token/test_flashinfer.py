@@ -170,7 +170,7 @@ def test_shared_buffers_and_no_prefill() -> None:
 def test_workspaces() -> None:
     """One for all of a device, but for those who ask for their own; a larger one takes the place of a smaller."""
     one, two, alone = filled(7), filled(7), filled(7, init_new_workspace=True)
-    spaces = [each.adapter.attention.plans.plans.state.float_workspace for each in (one, two, alone)]
+    spaces = [each.adapter.plans.plans.state.float_workspace for each in (one, two, alone)]
     assert spaces[0] is spaces[1] is plans._SHARED[torch.device("cpu")]
     assert spaces[2].data_ptr() != spaces[0].data_ptr()
     for step in range(2):

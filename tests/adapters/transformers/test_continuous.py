@@ -88,8 +88,8 @@ def test_full_layers_are_planned_once_a_step(case: Case, monkeypatch: pytest.Mon
     batch = Group._batch
     monkeypatch.setattr(Group, "_batch", lambda self, *args: made.append(id(self)) or batch(self, *args))
     steps: list[int] = []
-    impl = CalledLayers.impl
-    monkeypatch.setattr(CalledLayers, "impl", lambda self, *args: steps.append(id(self)) or impl(self, *args))
+    serve = CalledLayers.serve
+    monkeypatch.setattr(CalledLayers, "serve", lambda self, *args: steps.append(id(self)) or serve(self, *args))
     generate_batch(case.under(NAME), [[3, 4, 5]], 4, page_size=8, num_blocks=64, max_batch_tokens=32)
     layers = case.eager.config.num_hidden_layers
     assert len(made) == 4 * len(set(made)), "each group once in each of four steps"

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from attn_backends import MLASpec
-from attn_backends.adapters.vllm.reasons import cache_dtype_of, reasons_against, spec_of
-from attn_backends.adapters.vllm.settings import options_from
+from attn_backends.adapters.vllm.reasons import cache_dtype_of, options_from, reasons_against, spec_of
 
 ASKED: dict[str, Any] = {
     "head_size": 64, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": None, "use_mla": False,

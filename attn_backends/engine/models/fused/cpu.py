@@ -89,16 +89,13 @@ class _Rotation:
         """`heads` [num_tokens, num_heads, head_dim] rotated by `angles`, cos and sin [1, num_tokens, head_dim]."""
         half = heads.shape[-1] // 2
         if self.prepared is None or angles is not self.angles:
-            self.prepared, self.angles = _signed(angles, half), angles
+            cos, sin = angles[0][0, :, None], angles[1][0, :, None]
+            # The first half of a rotated head takes minus the second half.
+            self.prepared = cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
+            self.angles = angles
         cos, signed_sin = self.prepared
         swapped = heads.unflatten(-1, (2, half)).flip(-2).flatten(-2)
         return torch.addcmul(heads * cos, swapped, signed_sin)
-
-
-def _signed(angles: tuple[torch.Tensor, torch.Tensor], half: int) -> tuple[torch.Tensor, torch.Tensor]:
-    cos, sin = angles[0][0, :, None], angles[1][0, :, None]
-    # The first half of a rotated head takes minus the second half.
-    return cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
 
 
 class _Norm:

@@ -151,7 +151,8 @@ def agree(layer: Any, fused: Any, rotary: Any, tolerance: float, sizes: Sequence
                 expected = layer(hidden, position_embeddings=angles, attention_context=theirs)
             except TypeError:  # a rotation or a layer that wants more than a Llama's
                 return False
-            if not rotates_whole_heads(angles, hidden, fused.head_dim):
+            # A fused layer reads angles as of all of a head, and of its dtype.
+            if any(each.shape[-1] != fused.head_dim or each.dtype is not hidden.dtype for each in angles):
                 return False
             ours = _Trial()
             got = fused(hidden.clone(), position_embeddings=angles, attention_context=ours)
@@ -159,11 +160,6 @@ def agree(layer: Any, fused: Any, rotary: Any, tolerance: float, sizes: Sequence
         if not all(_is_close(a, b, tolerance) for a, b in pairs):
             return False
     return True
-
-
-def rotates_whole_heads(angles: Angles, hidden: torch.Tensor, head_dim: int) -> bool:
-    """Whether angles are of all of a head, and of its dtype: what a fused layer reads them as."""
-    return all(each.shape[-1] == head_dim and each.dtype is hidden.dtype for each in angles)
 
 
 def _is_close(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:  # [num_tokens, features]

@@ -50,7 +50,10 @@ _library = torch.library.Library("attn_backends", "FRAGMENT")
 @cache
 def operators(dtype: torch.dtype) -> Operators | None:
     """Compiled at the first question; None where there are none, which is logged if a compiler is to blame."""
-    if dtype not in DTYPES or not has_instructions(dtype):
+    # The vectors that the C is written with; for bfloat16, products of it.
+    if dtype not in DTYPES or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return None
+    if dtype is not torch.float32 and not torch.cpu._is_avx512_bf16_supported():
         return None
     name = DTYPES[dtype]
     try:
@@ -69,13 +72,6 @@ def _defined(name: str, library: ctypes.CDLL) -> list[Any]:
         if library.implement():
             raise RuntimeError(f"torch {torch.__version__} does not take operators from C: set accelerate: off")
     return [getattr(torch.ops.attn_backends, f"{each}_{name}").default for each in _SCHEMAS]
-
-
-def has_instructions(dtype: torch.dtype) -> bool:
-    """Whether the CPU has the vectors that the C is written with; for bfloat16, products of it."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return False
-    return dtype is torch.float32 or torch.cpu._is_avx512_bf16_supported()
 
 
 def serves(layer: Any) -> bool:
