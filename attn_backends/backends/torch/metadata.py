@@ -93,8 +93,9 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._is_native = is_native(self.options) and PagedDecode.serves(self.group.spec, self.device)
-        self._has_prefill = prefills_natively(self.options) and PagedPrefill.serves(self.group.spec, self.device)
+        self.options = self.options or TorchOptions()
+        self._is_native = self.options.native_decode and PagedDecode.serves(self.group.spec, self.device)
+        self._has_prefill = self.options.native_prefill and PagedPrefill.serves(self.group.spec, self.device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -208,7 +209,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             return None
         padded = num_rows * int(counts.max())
         bytes_per_key = spec.num_kv_heads * (spec.head_dim + spec.head_dim_vo) * spec.dtype.itemsize
-        options = self.options or TorchOptions()
+        options = self.options
         together = padded * bytes_per_key <= options.gather_together_bytes and padded <= 2 * int(counts.sum())
         if not together:
             if not gives_lse(self.device, spec):
@@ -284,19 +285,11 @@ def _slots(common: CommonAttentionMetadata, rows: torch.Tensor, positions: torch
     return pages * common.page_size + positions % common.page_size
 
 
-def is_native(options: TorchOptions | None) -> bool:
-    return (options or TorchOptions()).native_decode
+def _graph_max_seq_len(options: TorchOptions, limits: Limits) -> int:
+    return min(options.graph_max_seq_len, limits.max_model_len)
 
 
-def prefills_natively(options: TorchOptions | None) -> bool:
-    return (options or TorchOptions()).native_prefill
-
-
-def _graph_max_seq_len(options: TorchOptions | None, limits: Limits) -> int:
-    return min((options or TorchOptions()).graph_max_seq_len, limits.max_model_len)
-
-
-def graph_num_keys(spec: AttentionSpec, query_len: int, options: TorchOptions | None, limits: Limits) -> int:
+def graph_num_keys(spec: AttentionSpec, query_len: int, options: TorchOptions, limits: Limits) -> int:
     """Keys that `query_len` neighbouring queries can see together, of a row that graphs serve."""
     longest = _graph_max_seq_len(options, limits)
     if spec.window_left >= 0:

@@ -90,6 +90,7 @@ class TorchState(AttentionState[TorchMetadata]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.options = options = self.options or TorchOptions()
         self.scratch: tuple[torch.Tensor, torch.Tensor] | None = None
         if self.device.type == "cpu":
             page_size = self.cache.page_size
@@ -97,7 +98,6 @@ class TorchState(AttentionState[TorchMetadata]):
             specs = [group.spec for group in self.groups]
             per_key = max(s.num_kv_heads * s.head_dim * s.cache_dtype.itemsize for s in specs)
             per_value = max(s.num_kv_heads * s.head_dim_vo * s.cache_dtype.itemsize for s in specs)
-            options = self.options or TorchOptions()
             at_once = max(options.gather_together_bytes, torch.get_num_threads() * options.piece_bytes)
             self.scratch = (
                 torch.empty(max(tokens * per_key, at_once), dtype=torch.uint8),
