@@ -49,6 +49,16 @@ class RaggedRows:
     causal: bool
 
 
+class ExpandedTensors(NamedTuple):
+    """What ragged rows read, and where they write."""
+
+    query: torch.Tensor  # [num_queries, num_qo_heads, head_dim]
+    key: torch.Tensor  # [num_keys, num_qo_heads, head_dim]
+    value: torch.Tensor  # [num_keys, num_qo_heads, head_dim_vo], strided
+    output: torch.Tensor  # [num_queries, num_qo_heads, head_dim_vo] of spec.dtype, written in place
+    lse: torch.Tensor | None  # [num_queries, num_qo_heads] f32 (f64 for f64 queries), written in place
+
+
 @dataclass(frozen=True)
 class ContextChunk:
     """A bounded part of what some neighbouring prefill rows have cached; all their new tokens see all of it."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.mla.metadata import RaggedRows
+from attn_backends.backends.mla.metadata import ExpandedTensors, RaggedRows
 from attn_backends.spec import KVCacheSpec, MLASpec
 
 
@@ -70,10 +70,7 @@ class Kernels(ABC):
         """Returns the LSE, natural, [num_qo_heads, num_tokens] f32."""
 
     @abstractmethod
-    def prefill(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, output: torch.Tensor,
-        rows: RaggedRows,
-    ) -> torch.Tensor:  # fmt: skip
+    def prefill(self, given: ExpandedTensors, scale: float, rows: RaggedRows) -> torch.Tensor:
         """Expanded keys and values of ragged rows. Returns the LSE as `decode`."""
 
 
@@ -85,14 +82,11 @@ class PrefillCall:
     scale: float
     rows: RaggedRows
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        """Attend for a layer; tensors and results as those of `ExpandedTensors`."""
-        kernel_lse = self.kernels.prefill(query, key, value, self.scale, output, self.rows)
-        if lse is not None:
-            lse.copy_(kernel_lse.t())
+    def attend(self, given: ExpandedTensors) -> None:
+        """Attend for a layer."""
+        lse = self.kernels.prefill(given, self.scale, self.rows)
+        if given.lse is not None:
+            given.lse.copy_(lse.t())
 
 
 class VllmKernels(Kernels):
@@ -107,19 +101,14 @@ class VllmKernels(Kernels):
             seqused_k=call.seq_lens, block_table=call.page_table, softmax_scale=scale, causal=True, out=output,
             return_softmax_lse=True, scheduler_metadata=call.schedule, num_splits=call.num_splits, fa_version=3,
         )  # fmt: skip
-        lse_by_head: torch.Tensor = lse
-        return lse_by_head
+        return lse  # type: ignore[no-any-return]
 
-    def prefill(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, output: torch.Tensor,
-        rows: RaggedRows,
-    ) -> torch.Tensor:  # fmt: skip
+    def prefill(self, given: ExpandedTensors, scale: float, rows: RaggedRows) -> torch.Tensor:
         _, lse = self.module.flash_attn_varlen_func(
-            query, key, value, rows.max_query_len, rows.query_starts, rows.max_key_len, cu_seqlens_k=rows.key_starts,
-            softmax_scale=scale, causal=rows.causal, out=output, return_softmax_lse=True, fa_version=3,
+            *given[:3], rows.max_query_len, rows.query_starts, rows.max_key_len, cu_seqlens_k=rows.key_starts,
+            softmax_scale=scale, causal=rows.causal, out=given.output, return_softmax_lse=True, fa_version=3,
         )  # fmt: skip
-        lse_by_head: torch.Tensor = lse
-        return lse_by_head
+        return lse  # type: ignore[no-any-return]
 
 
 class InterfaceKernels(Kernels):
@@ -139,20 +128,15 @@ class InterfaceKernels(Kernels):
             scheduler_metadata=call.schedule, num_splits=call.num_splits, return_softmax_lse=True,
         )  # fmt: skip
         output.copy_(out)
-        lse_by_head: torch.Tensor = lse
-        return lse_by_head
+        return lse  # type: ignore[no-any-return]
 
-    def prefill(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, output: torch.Tensor,
-        rows: RaggedRows,
-    ) -> torch.Tensor:  # fmt: skip
+    def prefill(self, given: ExpandedTensors, scale: float, rows: RaggedRows) -> torch.Tensor:
         out, lse, *_ = self.module.flash_attn_varlen_func(
-            query, key, value, rows.query_starts, rows.key_starts, rows.max_query_len, rows.max_key_len,
+            *given[:3], rows.query_starts, rows.key_starts, rows.max_query_len, rows.max_key_len,
             softmax_scale=scale, causal=rows.causal, return_attn_probs=True,
         )  # fmt: skip
-        output.copy_(out)
-        lse_by_head: torch.Tensor = lse
-        return lse_by_head
+        given.output.copy_(out)
+        return lse  # type: ignore[no-any-return]
 
 
 BUILDS: dict[str, type[Kernels]] = {
