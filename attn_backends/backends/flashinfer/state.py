@@ -290,17 +290,16 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
         spec, library, cache = self._specs[group], self.library, self.cache
         workspaces = Workspaces(self.float_workspace, self._ints(group, kind, need, graph is not None))
         kernels = "fa3" if kind.endswith("fa3") else "fa2"
-        how: dict[str, Any] = {"split_size": self.options.fixed_split_size, "in_graph": graph is not None}
+        split = self.options.fixed_split_size
+        how = (spec, cache.page_size, self._ring, split, graph is not None)
         if kind == "decode":
             wrapper = library.decode_wrapper(workspaces, cache, self._tensor_cores(spec), graph)
-            return DecodePlan(library, wrapper, spec, cache.page_size, self._ring, **how)
+            return DecodePlan(library, wrapper, *how)
         if kind.startswith("ragged"):
-            if self.options.fixed_split_size is not None:  # its pages are keys
-                how["split_size"] = self.options.fixed_split_size * cache.page_size
-            return RaggedPlan(library, library.ragged_wrapper(workspaces, kernels), spec, 1, self._ring, **how)
+            split = None if split is None else split * cache.page_size  # its pages are keys
+            return RaggedPlan(library, library.ragged_wrapper(workspaces, kernels), spec, 1, self._ring, split, False)
         wrapper = library.prefill_wrapper(workspaces, cache, kernels, graph)
-        causal = spec.causal and kind != "prefix"
-        return PrefillPlan(library, wrapper, spec, cache.page_size, self._ring, causal=causal, **how)
+        return PrefillPlan(library, wrapper, *how, causal=spec.causal and kind != "prefix")
 
     def _prefill_kind(self, spec: AttentionSpec, rows: Rows) -> Kind:
         wanted = self.options.prefill_kernels
