@@ -238,7 +238,7 @@ class FlashInferGraphInputs(GraphInputs):
     def of_group(self, group: PlanGroup[Any], num_rows: int, starts: torch.Tensor) -> WrapperTensors:
         """What graphs of one size read, which has query starts of its own: they never change."""
         csr = self._csrs[_csr_of(group.spec)]
-        return WrapperTensors(starts, csr.indptr[: num_rows + 1], csr.indices, csr.last_page_len[:num_rows])
+        return WrapperTensors(starts, PagedCsr(csr.indptr[: num_rows + 1], csr.indices, csr.last_page_len[:num_rows]))
 
 
 def _csr_of(spec: AttentionSpec) -> int | AttentionType:
