@@ -100,6 +100,8 @@ def _rows(common: CommonAttentionMetadata, cached: bool, attention_type: Attenti
     table = common.page_table if cached else None
     if is_cross and table is not None:  # a row without keys may be lent one, and its table holds anything
         table = table.masked_fill((common.seq_lens == 0)[:, None], 0)
+    are_exact = not common.seq_lens_are_upper_bounds
+    on_host = None if common.for_graph else HostLens(common.query_start_loc_cpu, common.seq_lens_cpu, are_exact)
     return Rows(
         common.num_reqs,
         common.num_tokens,
@@ -109,9 +111,5 @@ def _rows(common: CommonAttentionMetadata, cached: bool, attention_type: Attenti
         common.seq_lens,
         table,
         common.for_graph or is_cross,
-        None if common.for_graph else _on_host(common),
+        on_host,
     )
-
-
-def _on_host(common: CommonAttentionMetadata) -> HostLens:
-    return HostLens(common.query_start_loc_cpu, common.seq_lens_cpu, not common.seq_lens_are_upper_bounds)
