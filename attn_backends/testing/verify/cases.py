@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from operator import add
 from random import Random
 
 from attn_backends.interface.capabilities import CudaGraphSupport
@@ -32,12 +33,13 @@ class Episode:
     num_padded_reqs: int
     gain: float  # of the queries: more makes a few keys heavy, and what latent rows are rounded to shows
 
+    def done(self, num_steps: int) -> list[int]:
+        """Query tokens of each request in so many steps together."""
+        return [sum(lens[row] for lens in self.steps[:num_steps]) for row in range(len(self.contexts))]
+
     def seq_lens(self, step: int, is_cross: bool) -> tuple[int, ...]:
         """The length of each request, once the step is done."""
-        if is_cross:
-            return self.contexts
-        done = (sum(lens) for lens in zip(*self.steps[: step + 1], strict=True))
-        return tuple(context + new for context, new in zip(self.contexts, done, strict=True))
+        return self.contexts if is_cross else tuple(map(add, self.contexts, self.done(step + 1)))
 
 
 @dataclass(frozen=True)

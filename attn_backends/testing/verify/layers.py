@@ -161,11 +161,10 @@ def _page_size(can: Capabilities, numbers: Random) -> int:
 
 def _features(can: Capabilities, numbers: Random, kind: AttentionType) -> list[str]:
     """Up to three of the declared ones, in the order in which they are given up."""
-    if kind is not AttentionType.DECODER:
-        declared = [name for name in ("scale", "soft_cap", "sinks") if name == "scale" or getattr(can, name)]
-    else:
-        declared = [name for name in _FEATURES if name == "scale" or getattr(can, name)]
-        declared += ["alibi"] if can.standard_alibi and not can.alibi else []
+    names = _FEATURES if kind is AttentionType.DECODER else ("scale", "soft_cap", "sinks")
+    declared = [name for name in names if name == "scale" or getattr(can, name)]
+    if kind is AttentionType.DECODER and can.standard_alibi and not can.alibi:
+        declared.append("alibi")
     picked = numbers.sample(declared, k=min(len(declared), numbers.choice((0, 1, 1, 2, 2, 3))))
     excluded = {"chunks"} & set(picked) if "window" in picked else set()
     excluded |= {"alibi"} & set(picked) if "rope" in picked else set()
