@@ -259,24 +259,19 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         first_query = num_keys - query_len if spec.attention_type is not AttentionType.CROSS else 0
         first_key = max(first_key, self._first_visible(first_query))
         bias, is_causal = None, spec.causal and query_len > 1
-        square = first_key == first_query and spec.window_left < 0 and spec.chunk_size is None
-        if spec.alibi_slopes is not None or (query_len > 1 and not self._all_visible() and not square):
+        unlimited = spec.window_left < 0 and spec.chunk_size is None
+        needs_none = query_len <= 1 or (unlimited and (not spec.causal or first_key == first_query))
+        if spec.alibi_slopes is not None or not needs_none:
             positions = torch.arange(first_query, first_query + query_len, device=self.device)
             keys = torch.arange(first_key, num_keys, device=self.device)
-            bias, is_causal = (
-                _bias(spec, positions[None, :, None], keys[None, None], _visible(spec, positions, keys)),
-                False,
-            )
+            visible, is_causal = _visible(spec, positions, keys), False
+            bias = _bias(spec, positions[None, :, None], keys[None, None], visible)
         if page_row is None:
             return Row(queries, new_keys, None, slice(first_key, num_keys), bias, is_causal)
         first_page = first_key // self.cache.page_size
         pages = page_row[first_page : -(-num_keys // self.cache.page_size)]
         skipped = first_page * self.cache.page_size
         return Row(queries, new_keys, pages, slice(first_key - skipped, num_keys - skipped), bias, is_causal)
-
-    def _all_visible(self) -> bool:
-        spec = self.group.spec
-        return not spec.causal and spec.window_left < 0 and spec.chunk_size is None
 
 
 def _slots(common: CommonAttentionMetadata, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
