@@ -14,7 +14,7 @@ from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.features import FLOATS, plain_cache, plain_spec
 from attn_backends.testing.cases.random_batch import random_batch
-from attn_backends.testing.harness import Backend, Result, make_layer, run_backend
+from attn_backends.testing.harness import Backend, Result, run_backend
 from attn_backends.testing.lint.judge import Drawn
 from attn_backends.testing.verify.sizes import interprets_triton
 
@@ -120,9 +120,3 @@ class Subject:
     def honours(self, drawn: Drawn, num_padded_reqs: int = 0) -> bool:
         """Whether a step that nobody may ask for is right, and not refused in some way of its own."""
         return drawn.failure(lambda: self.run(drawn.batch, num_padded_reqs=num_padded_reqs)) is None
-
-    def forward_into(self, batch: Batch, output: torch.Tensor) -> torch.Tensor:
-        """One step that is given its output; returns what comes back."""
-        layer = make_layer(self.backend, batch, options=self.options)
-        step = layer.begin(batch)
-        return layer.impl.forward(batch.query, batch.key, batch.value, batch.fresh_pool(), step, output)
