@@ -10,7 +10,7 @@ from random import Random
 from attn_backends.interface.capabilities import CudaGraphSupport
 from attn_backends.spec import AttentionType, MLASpec
 from attn_backends.testing.harness import Backend
-from attn_backends.testing.verify.layers import Form, draw_form, fits_all, without_value_scale
+from attn_backends.testing.verify.layers import Form, draw_form, fits_all
 from attn_backends.testing.verify.sizes import Size
 
 MULTIPROCESSORS = {2: 12, 6: 4, 46: 1, 108: 1, 132: 1, 192: 1}  # that an interpreter stands for, and how often
@@ -64,8 +64,6 @@ class Case:
 def draw_case(backend: Backend, seed: int, size: Size, device: str, multiprocessors: int | None = None) -> Case:
     """The case of a seed."""
     form = draw_form(backend, Random(f"form {seed // size.siblings}"), size, device)
-    if backend.capabilities().mla:
-        form = without_value_scale(form)
     numbers = Random(f"case {seed}")
     size = size.scaled(2.0 ** -numbers.uniform(0, size.spread))
     level = backend.capabilities().cuda_graph
