@@ -53,17 +53,17 @@ class DecodeBatch:
     live: torch.Tensor | None = None  # in a graph, [num_rows * query_len] bool: False is padding, whose output is zero
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TorchMetadata(AttentionMetadata):
     """Work items of one step. Rows come decodes first; queries and keys are the view's own (they start at 0)."""
 
-    has_idle_tokens: bool  # padding, or rows without keys: their output is zero
-    prefix_pages: torch.Tensor | None  # [common_prefix_len / page_size] i32: attended once for all decode rows
-    paged_rows: PagedRows | None  # all decode rows, for the kernel in C; then there are no other decode items
-    paged_prefills: PagedRows | None  # all other rows, for theirs; then there are no other prefill items
-    decode_batch: DecodeBatch | None
-    decode_rows: tuple[Row, ...]
-    prefill_rows: tuple[Row, ...]
+    has_idle_tokens: bool = False  # padding, or rows without keys: their output is zero
+    prefix_pages: torch.Tensor | None = None  # [common_prefix_len / page_size] i32: attended once for all decode rows
+    paged_rows: PagedRows | None = None  # all decode rows, for the kernel in C; then there are no other decode items
+    paged_prefills: PagedRows | None = None  # all other rows, for theirs; then there are no other prefill items
+    decode_batch: DecodeBatch | None = None  # of a graph's step all that there is
+    decode_rows: tuple[Row, ...] = ()
+    prefill_rows: tuple[Row, ...] = ()
 
     def decode_fields(self) -> dict[str, Any]:
         paged = None if self.paged_rows is None else self.paged_rows.first(self.num_decodes)
@@ -170,9 +170,9 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         visible = _visible(spec, queries, keys) & (keys < common.seq_lens[:, None])[:, None]
         bias = _bias(spec, queries[:, :, None], keys[:, None], visible)
         live = (common.seq_lens > 0).repeat_interleave(query_len)
-        return static_metadata(
-            self.group.index, common.slot_mapping, DecodeBatch(num_rows, slots.view(-1), bias, None, query_len, live)
-        )
+        batch = DecodeBatch(num_rows, slots.view(-1), bias, None, query_len, live)
+        size = num_rows, common.num_tokens
+        return TorchMetadata.of_graph(self.group.index, common.slot_mapping, *size, decode_batch=batch)
 
     def _first_visible(self, position: int) -> int:
         """Position of the oldest key that a query at `position` sees."""
@@ -290,23 +290,6 @@ def graph_num_keys(spec: AttentionSpec, query_len: int, options: TorchOptions, l
     if spec.window_left >= 0:
         return min(longest, spec.window_left + query_len)
     return min(longest, spec.chunk_size - 1 + query_len) if spec.chunk_size else longest
-
-
-def static_metadata(group_index: int, slot_mapping: torch.Tensor, batch: DecodeBatch) -> TorchMetadata:
-    """One `DecodeBatch` and nothing else."""
-    return TorchMetadata.of_graph(
-        group_index,
-        slot_mapping,
-        batch.num_rows,
-        batch.num_rows * batch.query_len,
-        has_idle_tokens=False,
-        prefix_pages=None,
-        paged_rows=None,
-        paged_prefills=None,
-        decode_batch=batch,
-        decode_rows=(),
-        prefill_rows=(),
-    )
 
 
 def _visible(spec: AttentionSpec, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
