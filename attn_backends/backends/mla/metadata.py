@@ -247,13 +247,11 @@ def _slots(
     pieces: Sequence[Piece], table: torch.Tensor, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Where the pieces' keys are cached, [num_keys] i64, and where each piece starts among them: device and host."""
-    starts_cpu = torch.from_numpy(np.cumsum([0, *(piece.stop - piece.first for piece in pieces)], dtype=np.int32))
-    host = torch.stack([
-        torch.from_numpy(np.array([*(piece.row for piece in pieces), 0], np.int32)),
-        torch.from_numpy(np.array([*(piece.first for piece in pieces), 0], np.int32)),
-        starts_cpu,
-    ])  # fmt: skip
+    columns = [[*(piece.row for piece in pieces), 0], [*(piece.first for piece in pieces), 0],
+               np.cumsum([0, *(piece.stop - piece.first for piece in pieces)])]  # fmt: skip
+    host = torch.from_numpy(np.array(columns, np.int32))
     rows, firsts, starts = host.to(table.device, non_blocking=True).unbind()
+    starts_cpu = host[2]
     num_keys = int(starts_cpu[-1])
     piece_of = torch.arange(len(pieces), device=table.device).repeat_interleave(starts.diff(), output_size=num_keys)
     positions = torch.arange(num_keys, device=table.device) + (firsts - starts)[piece_of]
