@@ -33,15 +33,14 @@ def check_lse(subject: Subject) -> Iterator[Finding]:
         except Unsupported:
             continue
         except Exception as error:  # whatever it raises, it is not what a caller waits for
-            yield Finding("argument-ignored", f"lse, {kind.name}", f"{type(error).__name__}: {error}",
-                          "Raise Unsupported where an LSE is asked for.")  # fmt: skip
-            continue
-        if found is None:
-            yield Finding("capability-undeclared", f"lse, {kind.name}", "the LSE is right",
-                          "Declare lse, or raise Unsupported.")  # fmt: skip
+            what = f"{type(error).__name__}: {error}"
         else:
-            yield Finding("argument-ignored", f"lse, {kind.name}", f"it is not declared, and accepted: {found}",
-                          "Raise Unsupported where an LSE is asked for.")  # fmt: skip
+            what = f"it is not declared, and accepted: {found}"
+            if found is None:
+                yield Finding("capability-undeclared", f"lse, {kind.name}", "the LSE is right",
+                              "Declare lse, or raise Unsupported.")  # fmt: skip
+                continue
+        yield Finding("argument-ignored", f"lse, {kind.name}", what, "Raise Unsupported where an LSE is asked for.")
 
 
 def check_output(subject: Subject) -> Iterator[Finding]:
