@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,16 @@ class DecodeCall:
     max_seq_len: int  # an upper bound
     num_splits: int  # that keys of a row may be cut into
     schedule: torch.Tensor  # i32, of the library
+
+
+class DecodeTensors(NamedTuple):
+    """What the functions read of a layer's decode rows, and where they write."""
+
+    q_pe: torch.Tensor  # [num_tokens, num_qo_heads, qk_rope_head_dim]
+    q_nope: torch.Tensor  # [num_tokens, num_qo_heads, kv_lora_rank]
+    rope: torch.Tensor  # [num_pages, page_size, 1, qk_rope_head_dim]
+    latent: torch.Tensor  # [num_pages, page_size, 1, kv_lora_rank]
+    output: torch.Tensor  # like q_nope, written in place
 
 
 class Kernels(ABC):
@@ -57,16 +67,7 @@ class Kernels(ABC):
         return made
 
     @abstractmethod
-    def decode(
-        self,
-        q_pe: torch.Tensor,  # [num_tokens, num_qo_heads, qk_rope_head_dim]
-        q_nope: torch.Tensor,  # [num_tokens, num_qo_heads, kv_lora_rank]
-        rope: torch.Tensor,  # [num_pages, page_size, 1, qk_rope_head_dim]
-        latent: torch.Tensor,  # [num_pages, page_size, 1, kv_lora_rank]
-        scale: float,
-        output: torch.Tensor,  # like q_nope, written in place
-        call: DecodeCall,
-    ) -> torch.Tensor:
+    def decode(self, given: DecodeTensors, scale: float, call: DecodeCall) -> torch.Tensor:
         """Returns the LSE, natural, [num_qo_heads, num_tokens] f32."""
 
     @abstractmethod
@@ -92,10 +93,8 @@ class PrefillCall:
 class VllmKernels(Kernels):
     """vLLM's build, which writes where it is told."""
 
-    def decode(
-        self, q_pe: torch.Tensor, q_nope: torch.Tensor, rope: torch.Tensor, latent: torch.Tensor, scale: float,
-        output: torch.Tensor, call: DecodeCall,
-    ) -> torch.Tensor:  # fmt: skip
+    def decode(self, given: DecodeTensors, scale: float, call: DecodeCall) -> torch.Tensor:
+        q_pe, q_nope, rope, latent, output = given
         _, lse = self.module.flash_attn_varlen_func(
             q_pe, rope, latent, call.query_len, call.query_starts, call.max_seq_len, q_v=q_nope,
             seqused_k=call.seq_lens, block_table=call.page_table, softmax_scale=scale, causal=True, out=output,
@@ -118,10 +117,8 @@ class InterfaceKernels(Kernels):
         """All that the page table can hold: its function is told nothing else."""
         return call.page_table.shape[1] * page_size
 
-    def decode(
-        self, q_pe: torch.Tensor, q_nope: torch.Tensor, rope: torch.Tensor, latent: torch.Tensor, scale: float,
-        output: torch.Tensor, call: DecodeCall,
-    ) -> torch.Tensor:  # fmt: skip
+    def decode(self, given: DecodeTensors, scale: float, call: DecodeCall) -> torch.Tensor:
+        q_pe, q_nope, rope, latent, output = given
         out, lse, *_ = self.module.flash_attn_with_kvcache(
             q_pe, rope, latent, qv=q_nope, cache_seqlens=call.seq_lens, page_table=call.page_table,
             cu_seqlens_q=call.query_starts, max_seqlen_q=call.query_len, softmax_scale=scale, causal=True,
