@@ -209,13 +209,13 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             return None
         padded = num_rows * int(counts.max())
         bytes_per_key = spec.num_kv_heads * (spec.head_dim + spec.head_dim_vo) * spec.dtype.itemsize
-        options = self.options
-        together = padded * bytes_per_key <= options.gather_together_bytes and padded <= 2 * int(counts.sum())
+        fits = padded * bytes_per_key <= self.options.gather_together_bytes
+        together = fits and padded <= 2 * int(counts.sum())
         if not together:
             if not gives_lse(self.device, spec):
                 return None
             # Every row in pieces of nearly equal lengths, the longest of which all are padded to.
-            pieces = -(-counts * bytes_per_key // options.piece_bytes)  # [num_rows]
+            pieces = -(-counts * bytes_per_key // self.options.piece_bytes)  # [num_rows]
             owners = owners.repeat(pieces)
             nth, of = np.arange(len(owners)) - (pieces.cumsum() - pieces)[owners], pieces[owners]
             start, stop = (counts[owners] * n // of for n in (nth, nth + 1))
