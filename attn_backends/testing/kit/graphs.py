@@ -20,7 +20,7 @@ from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.cases.features import CROSS, FEATURES, feature
 from attn_backends.testing.graphs.harness import CapturedStep, capture, graph_batch, make_recorder, step_table
 from attn_backends.testing.graphs.host_reads import forbid_host_reads
-from attn_backends.testing.harness import assert_matches, assert_step, make_layer, make_layers
+from attn_backends.testing.harness import Layer, assert_matches, assert_step, make_layer, make_layers
 from attn_backends.testing.kit.base import KitBase
 
 ROWS = 4
@@ -51,6 +51,9 @@ class Graphs(KitBase):
         ]
         return [replace(batch, sinks=batches[0].sinks) for batch in batches]  # they are the layer's, not the batch's
 
+    def capture(self, layers: Sequence[Layer], examples: Sequence[Batch], query_len: int = 1) -> CapturedStep:
+        return capture(layers, examples, ROWS, query_len)
+
     def check_replays(self, captured: CapturedStep, batches: Sequence[Sequence[Batch]], what: str) -> None:
         for each in batches:
             for i, (result, batch) in enumerate(zip(captured.run(each), each, strict=True)):
@@ -60,7 +63,7 @@ class Graphs(KitBase):
     def check_graph(self, batches: Sequence[Batch], query_len: int, what: str) -> None:
         """One layer's graph, captured with the first batch, serves them all."""
         layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
-        captured = capture([layer], batches[:1], ROWS, query_len)
+        captured = self.capture([layer], batches[:1], query_len)
         self.check_replays(captured, [[batch] for batch in batches], what)
 
     @property
@@ -118,7 +121,7 @@ class Graphs(KitBase):
         for _ in self.query_lens[:1]:
             each = list(zip(*(self.graph_batches(spec, 1) for spec in specs), strict=True))
             layers = make_layers(self.backend, each[0], *(batch for more in each for batch in more))
-            self.check_replays(capture(layers, each[0], ROWS, 1), each, "plan groups")
+            self.check_replays(self.capture(layers, each[0]), each, "plan groups")
 
     def test_replays_of_cross_attention(self) -> None:
         """Beside self-attention in one graph: both kinds of layers have lengths and pages of their own."""
@@ -137,7 +140,7 @@ class Graphs(KitBase):
                     layers[1].builder.build(0, batch)
                 continue
             each = list(zip(plain, cross, strict=True))
-            captured = capture(layers, each[0], ROWS, query_len)
+            captured = self.capture(layers, each[0], query_len)
             self.check_replays(captured, each, f"self-attention and cross attention, query_len={query_len}")
 
     def test_a_first_step_of_cross_attention_is_no_graphs(self) -> None:
@@ -177,7 +180,7 @@ class Graphs(KitBase):
             layer = make_layer(self.backend, *batches, *eager, num_padded_reqs=ROWS)
             for batch in eager:
                 assert_matches(layer.forward(batch, layer.begin(batch)), batch, "before the capture")
-            captured = capture([layer], batches[:1], ROWS, 1)
+            captured = self.capture([layer], batches[:1])
             for batch in batches:
                 for other in eager:
                     assert_matches(layer.forward(other, layer.begin(other)), other, "between replays")

@@ -18,10 +18,9 @@ from attn_backends.testing.cases.batches import Batch, MLABatch, Row
 from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.cases.features import CROSS, Feature, feature
 from attn_backends.testing.cases.random_batch import with_pool
-from attn_backends.testing.graphs.harness import capture
 from attn_backends.testing.harness import Result, lse_error, make_layer, output_error, run_backend
 from attn_backends.testing.kit.base import WHOLE_PROMPTS
-from attn_backends.testing.kit.graphs import ROWS, Graphs
+from attn_backends.testing.kit.graphs import Graphs
 
 LEVELS = (-(2.0**16), -(2.0**14), 2.0**14, 2.0**16)  # of the logits, in natural units; others are twice as far from 0
 SCALES = (8.0, 0.125)  # of the layer: q·k before it is nearer to 0 than the logit, or further away
@@ -120,7 +119,7 @@ class Logits(Graphs):
                 changed = [replace(levelled(each, level, every_second), sinks=sinks) for each in given]
                 batches = [with_pool(each, self.backend) for each in changed]
                 layer = make_layer(self.backend, *batches, num_padded_reqs=len(batches[0].rows) * query_len)
-                captured = capture([layer], batches[:1], ROWS, query_len)
+                captured = self.capture([layer], batches[:1], query_len)
                 for each in batches:
                     for result in captured.run([each]):
                         live = replace(result, output=result.output[: len(each.query)], lse=None)
