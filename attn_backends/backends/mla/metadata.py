@@ -92,13 +92,6 @@ class MLAMetadata(AttentionMetadata):
         return {"decode": None}
 
 
-def graph_metadata(
-    group_index: int, slot_mapping: torch.Tensor, rows: DecodeRows, metadata_cls: type[MLAMetadata] = MLAMetadata
-) -> MLAMetadata:
-    """Metadata whose rows all count as decodes."""
-    return metadata_cls.of_graph(group_index, slot_mapping, rows.num_rows, rows.num_tokens, decode=rows, prefill=None)
-
-
 class Piece(NamedTuple):
     """Keys `first` to `stop` of a row's context."""
 
@@ -183,9 +176,9 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             )
         query_len = common.num_tokens // common.num_reqs
         idle = (common.seq_lens == 0).repeat_interleave(query_len)
-        return graph_metadata(
-            self.group.index, common.slot_mapping, _decode_rows(common, common.num_reqs, idle), self.metadata_cls
-        )
+        rows = _decode_rows(common, common.num_reqs, idle)
+        size = rows.num_rows, rows.num_tokens
+        return self.metadata_cls.of_graph(self.group.index, common.slot_mapping, *size, decode=rows, prefill=None)
 
     def _num_decodes(self, common: CommonAttentionMetadata) -> int:
         query_lens: IntArray = common.query_lens_cpu[: common.num_actual_reqs].numpy()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata, RaggedRows, graph_metadata
+from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata, RaggedRows
 from attn_backends.backends.mla.options import workspace_tokens
 from attn_backends.cache.warm_up import list_cache_writes
 from attn_backends.graphs.inputs import GraphInputs
@@ -51,7 +51,8 @@ class MLAGraphState(GraphState[MLAMetadata, MLAStep]):
         self._plans: dict[int, Any] = {}
 
     def idle_metadata(self, group_index: int) -> MLAMetadata:
-        return graph_metadata(group_index, self._tensors["slot_mapping"], self._rows, self.parent.metadata_cls)
+        slots, size = self._tensors["slot_mapping"], (self.num_rows, self.num_tokens)
+        return self.parent.metadata_cls.of_graph(group_index, slots, *size, decode=self._rows, prefill=None)
 
     def begin_forward(self, metadata: MLAMetadata) -> MLAStep:
         self.parent.stream.check()
