@@ -24,13 +24,13 @@ from attn_backends.spec import AttentionType
 CASCADE_MIN_BYTES = 192 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FlashAttnMetadata(AttentionMetadata):
     """Rows of one step, decodes (one query token) first."""
 
+    fast_build: bool  # no schedule is made for it
     rows: Rows  # all rows with tokens of their own; padding only in a graph
-    fast_build: bool = False  # no schedule is made for it
-    prefix: Rows | None = None  # the shared prefix as one row, its queries the tokens of all decode rows
+    prefix: Rows | None  # the shared prefix as one row, its queries the tokens of all decode rows
 
     def decode_fields(self) -> dict[str, Any]:
         tokens, longest = slice(0, self.num_decode_tokens), self.rows.max_query_len if self.for_graph else 1
@@ -54,8 +54,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             if not self.can_run_in_cudagraph(common):
                 raise ValueError("graphs of FLASH_ATTN serve attention over cached keys: run this batch eager")
             rows = _rows(common, True, self.group.spec.attention_type)
-            size = rows.num_rows, rows.num_tokens
-            return FlashAttnMetadata.of_graph(self.group.index, common.slot_mapping, *size, rows=rows)
+            return graph_metadata(self.group.index, common.slot_mapping, rows)
         spec, actual, prefix_len, prefix = self.group.spec, common.num_actual_reqs, 0, None
         cached = not common.is_profile_run and spec.attention_type is not AttentionType.ENCODER
         num_decodes = leading_decodes(common) if cached else 0
@@ -85,6 +84,13 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
         """Attention over cached keys."""
         return self.reads_cached_keys(common_attn_metadata)
+
+
+def graph_metadata(group_index: int, slot_mapping: torch.Tensor, rows: Rows) -> FlashAttnMetadata:
+    """Metadata whose rows all count as decodes, of one query token or of several."""
+    return FlashAttnMetadata.of_graph(
+        group_index, slot_mapping, rows.num_rows, rows.num_tokens, fast_build=False, rows=rows, prefix=None
+    )
 
 
 def _rows(common: CommonAttentionMetadata, cached: bool, attention_type: AttentionType) -> Rows:

@@ -13,7 +13,7 @@ from attn_backends.backends.flash_attn.call import Call, LayerConstants, Rows, T
 from attn_backends.backends.flash_attn.fa2 import FlashAttn2, VllmFa2
 from attn_backends.backends.flash_attn.fa3 import FlashAttnInterface, VllmFa3
 from attn_backends.backends.flash_attn.fa4 import FlashAttn4
-from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata, FlashAttnMetadataBuilder
+from attn_backends.backends.flash_attn.metadata import FlashAttnMetadata, FlashAttnMetadataBuilder, graph_metadata
 from attn_backends.backends.flash_attn.options import FlashAttnOptions
 from attn_backends.backends.flash_attn.provider import Provider, choose
 from attn_backends.cache.warm_up import list_cache_writes, list_quantised_queries
@@ -126,7 +126,7 @@ class FlashAttnGraphState(GraphState[FlashAttnMetadata, FlashAttnStep]):
     def _static_step(self, group: PlanGroup[Any]) -> FlashAttnStep:
         """The step that every batch is filled into: what layers read is where it stays."""
         rows, slots = self._rows[group.index], self._tensors[group.index]["slot_mapping"]
-        metadata = FlashAttnMetadata.of_graph(group.index, slots, rows.num_rows, rows.num_tokens, rows=rows)
+        metadata = graph_metadata(group.index, slots, rows)
         lens, parent = self.parent.tot_seq_lens(group.index, rows), self.parent
         call = Call(rows, slice(0, self.num_tokens), self._schedules[group.index], self.options.split_keys, lens)
         return FlashAttnStep(metadata, group.spec, parent.choices[group.index].provider, (call,), None)

@@ -53,17 +53,17 @@ class DecodeBatch:
     live: torch.Tensor | None = None  # in a graph, [num_rows * query_len] bool: False is padding, whose output is zero
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TorchMetadata(AttentionMetadata):
     """Work items of one step. Rows come decodes first; queries and keys are the view's own (they start at 0)."""
 
-    has_idle_tokens: bool = False  # padding, or rows without keys: their output is zero
-    prefix_pages: torch.Tensor | None = None  # [common_prefix_len / page_size] i32: attended once for all decode rows
-    paged_rows: PagedRows | None = None  # all decode rows, for the kernel in C; then there are no other decode items
-    paged_prefills: PagedRows | None = None  # all other rows, for theirs; then there are no other prefill items
-    decode_batch: DecodeBatch | None = None  # of a graph's step all that there is
-    decode_rows: tuple[Row, ...] = ()
-    prefill_rows: tuple[Row, ...] = ()
+    has_idle_tokens: bool  # padding, or rows without keys: their output is zero
+    prefix_pages: torch.Tensor | None  # [common_prefix_len / page_size] i32: attended once for all decode rows
+    paged_rows: PagedRows | None  # all decode rows, for the kernel in C; then there are no other decode items
+    paged_prefills: PagedRows | None  # all other rows, for theirs; then there are no other prefill items
+    decode_batch: DecodeBatch | None
+    decode_rows: tuple[Row, ...]
+    prefill_rows: tuple[Row, ...]
 
     def decode_fields(self) -> dict[str, Any]:
         paged = None if self.paged_rows is None else self.paged_rows.first(self.num_decodes)
@@ -80,6 +80,11 @@ class TorchMetadata(AttentionMetadata):
             paged = replace(paged, query_starts=paged.query_starts - self.num_decode_tokens)
         alone = {"prefix_pages": None, "paged_rows": None, "decode_batch": None, "decode_rows": ()}
         return {**alone, "paged_prefills": paged, "prefill_rows": rows}
+
+
+# What a graph's step has beside its one `DecodeBatch`.
+NOTHING_ELSE = {"has_idle_tokens": False, "prefix_pages": None, "paged_rows": None, "paged_prefills": None,
+                "decode_rows": (), "prefill_rows": ()}  # fmt: skip
 
 
 def _moved(tokens: slice, by: int) -> slice:
@@ -171,8 +176,8 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         bias = _bias(spec, queries[:, :, None], keys[:, None], visible)
         live = (common.seq_lens > 0).repeat_interleave(query_len)
         batch = DecodeBatch(num_rows, slots.view(-1), bias, None, query_len, live)
-        size = num_rows, common.num_tokens
-        return TorchMetadata.of_graph(self.group.index, common.slot_mapping, *size, decode_batch=batch)
+        of_step = self.group.index, common.slot_mapping, num_rows, common.num_tokens
+        return TorchMetadata.of_graph(*of_step, decode_batch=batch, **NOTHING_ELSE)
 
     def _first_visible(self, position: int) -> int:
         """Position of the oldest key that a query at `position` sees."""

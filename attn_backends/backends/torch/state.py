@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.torch.metadata import DecodeBatch, TorchMetadata, bias_dtype, graph_num_keys
+from attn_backends.backends.torch.metadata import NOTHING_ELSE, DecodeBatch, TorchMetadata, bias_dtype, graph_num_keys
 from attn_backends.backends.torch.options import TorchOptions
 from attn_backends.batch.page_table import PAD_SLOT
 from attn_backends.cache.kv_cache import KVCache
@@ -62,7 +62,8 @@ class TorchGraphState(GraphState[TorchMetadata, TorchStep]):
             torch.zeros(num_rows * query_len, dtype=torch.bool, device=device),
         )
         slot_mapping = torch.full((self.num_tokens,), PAD_SLOT, dtype=torch.int64, device=device)
-        return TorchMetadata.of_graph(group.index, slot_mapping, num_rows, self.num_tokens, decode_batch=batch)
+        of_step = group.index, slot_mapping, num_rows, self.num_tokens
+        return TorchMetadata.of_graph(*of_step, decode_batch=batch, **NOTHING_ELSE)
 
     def get_graph_input_buffers(self, metadata: TorchMetadata) -> dict[str, torch.Tensor]:
         return _inputs(self.steps[metadata.group_index].metadata)
