@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.cache.kv_cache import KVCache
 from attn_backends.interface import AttentionBackend, AttentionState, AttentionStep
 from attn_backends.spec import Limits, PlanGroup, plan_groups
@@ -56,9 +57,13 @@ class Layer:
 
     def begin(self, batch: Batch, common_prefix_len: int = 0, num_padded_reqs: int = 0) -> AttentionStep[Any]:
         """Build and plan a step."""
-        common = self.guards.place_batch(batch.common(num_padded_reqs))
+        return self.plan(batch.common(num_padded_reqs), common_prefix_len)
+
+    def plan(self, common: CommonAttentionMetadata, common_prefix_len: int = 0) -> AttentionStep[Any]:
+        """Build and plan a step of a batch that was compiled already, by the clone of a graph's."""
+        placed = self.guards.place_batch(common)
         with self.guards.watching():
-            return self.state.begin_forward(self.builder.build(common_prefix_len, common))
+            return self.state.step_for(self.builder.build(common_prefix_len, placed))
 
     def forward(
         self,
@@ -87,6 +92,11 @@ class Layer:
             output = self.impl.forward(query, key, value, kv_cache, step, lse=lse)
         self.guards.check("after forward()")
         return Result(output, lse, kv_cache)
+
+    def run(self, batch: Batch, common_prefix_len: int = 0, num_padded_reqs: int = 0, **how: Any) -> Result:
+        """Build, plan and run a step; `how` is `forward`'s."""
+        step = self.begin(batch, common_prefix_len, num_padded_reqs)
+        return self.forward(batch, step, num_padded_reqs=num_padded_reqs, **how)
 
 
 def make_layers(
@@ -120,12 +130,12 @@ def run_backend(
     *,
     common_prefix_len: int = 0,
     num_padded_reqs: int = 0,
+    options: Any = None,
     **how: Any,
 ) -> Result:
     """One step, from a new builder to the output; `how` is `Layer.forward`'s."""
-    layer = make_layer(backend, batch, num_padded_reqs=num_padded_reqs)
-    step = layer.begin(batch, common_prefix_len, num_padded_reqs)
-    return layer.forward(batch, step, num_padded_reqs=num_padded_reqs, **how)
+    layer = make_layer(backend, batch, num_padded_reqs=num_padded_reqs, options=options)
+    return layer.run(batch, common_prefix_len, num_padded_reqs, **how)
 
 
 def unowned_page(batches: Sequence[Batch]) -> int:

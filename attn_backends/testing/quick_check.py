@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from attn_backends.spec import FP8_DTYPES, AttentionSpec
 from attn_backends.testing.cases.cases import BatchShape, load_cases
 from attn_backends.testing.cases.features import CROSS, ENCODER, feature, plain_cache, plain_spec, undeclared
@@ -82,20 +80,16 @@ def _run(check: _Check, backend: Backend, device: str) -> CheckResult:
 
 def _compare(check: _Check, backend: Backend, spec: AttentionSpec, device: str) -> str:
     """The error and what is allowed, as text. Raises `AssertionError` if it is too large."""
-    cache = plain_cache(backend.capabilities())
+    can, cache = backend.capabilities(), plain_cache(backend.capabilities())
     prefix = check.prefix_pages * cache.page_size
     seq_lens = [prefix + seq_len for seq_len in check.shape.seq_lens]
-    how = {"page_size": cache.page_size, "layout": cache.layout, "device": torch.device(device), **check.how}
-    how["fp8_queries"] = backend.capabilities().fp8_queries
-    batch = random_batch(backend, spec, seq_lens, check.shape.query_lens, shared_prefix_len=prefix, **how)
+    batch = random_batch(
+        backend, spec, seq_lens, check.shape.query_lens, page_size=cache.page_size, layout=cache.layout, device=device,
+        shared_prefix_len=prefix, fp8_queries=can.fp8_queries, **check.how,
+    )  # fmt: skip
     expected = batch.expected()
-    result = run_backend(
-        backend,
-        batch,
-        common_prefix_len=prefix,
-        num_padded_reqs=check.num_padded_reqs,
-        want_lse=backend.capabilities().lse,
-    )
+    told = {"common_prefix_len": prefix, "num_padded_reqs": check.num_padded_reqs, "want_lse": can.lse}
+    result = run_backend(backend, batch, **told)
     assert_matches(result, batch, expected=expected)
     assert_pool(result.kv_cache, batch.pool_after())
     error = output_error(result.output[: len(expected[0])], expected[0])

@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 
 from attn_backends import KVCacheSpec, MLASpec, get_backend
-from attn_backends.backends.mla.impl import ExpandedTensors, MLAImpl
+from attn_backends.backends.mla.impl import MLAImpl
+from attn_backends.backends.mla.metadata import ExpandedTensors
 from attn_backends.batch.views import without_new_keys
 from attn_backends.cache.kv_cache import gather_pages
 from attn_backends.registry import validate_options

@@ -22,6 +22,9 @@ class HostLens(NamedTuple):
     seq_lens: torch.Tensor  # [R] i32
     are_exact: bool  # else `seq_lens` are upper bounds
 
+    def part(self, first: int, stop: int) -> HostLens:
+        return HostLens(self.query_start_loc[first : stop + 1], self.seq_lens[first:stop], self.are_exact)
+
 
 class Rows(NamedTuple):  # made in every step: quicker than a dataclass
     """Rows that one call attends. Lengths and pages are on the device; what is on the host follows from shapes alone,
@@ -54,7 +57,7 @@ class Rows(NamedTuple):  # made in every step: quicker than a dataclass
             query_start_loc=starts - tokens.start if tokens.start else starts,
             seq_lens=self.seq_lens[first:stop],
             page_table=None if self.page_table is None else self.page_table[first:stop],
-            on_host=None if self.on_host is None else _part_on_host(self.on_host, first, stop),
+            on_host=None if self.on_host is None else self.on_host.part(first, stop),
         )
 
     def after_prefix(self, num_keys: int, page_size: int) -> Rows:
@@ -73,10 +76,6 @@ class Rows(NamedTuple):  # made in every step: quicker than a dataclass
         if self.page_table is None:
             return self
         return self._replace(page_table=self.page_table[:, : max(1, -(-self.max_seq_len // page_size))])
-
-
-def _part_on_host(lens: HostLens, first: int, stop: int) -> HostLens:
-    return HostLens(lens.query_start_loc[first : stop + 1], lens.seq_lens[first:stop], lens.are_exact)
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,8 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
             # All rows are decodes, padding included: a padded row has no keys.
             if not self.can_run_in_cudagraph(common):
                 raise ValueError("graphs of FLASH_ATTN serve attention over cached keys: run this batch eager")
-            return graph_metadata(
-                self.group.index, common.slot_mapping, _rows(common, True, self.group.spec.attention_type)
-            )
+            rows = _rows(common, True, self.group.spec.attention_type)
+            return graph_metadata(self.group.index, common.slot_mapping, rows)
         spec, actual, prefix_len, prefix = self.group.spec, common.num_actual_reqs, 0, None
         cached = not common.is_profile_run and spec.attention_type is not AttentionType.ENCODER
         num_decodes = leading_decodes(common) if cached else 0
@@ -100,6 +99,8 @@ def _rows(common: CommonAttentionMetadata, cached: bool, attention_type: Attenti
     table = common.page_table if cached else None
     if is_cross and table is not None:  # a row without keys may be lent one, and its table holds anything
         table = table.masked_fill((common.seq_lens == 0)[:, None], 0)
+    are_exact = not common.seq_lens_are_upper_bounds
+    on_host = None if common.for_graph else HostLens(common.query_start_loc_cpu, common.seq_lens_cpu, are_exact)
     return Rows(
         common.num_reqs,
         common.num_tokens,
@@ -109,9 +110,5 @@ def _rows(common: CommonAttentionMetadata, cached: bool, attention_type: Attenti
         common.seq_lens,
         table,
         common.for_graph or is_cross,
-        None if common.for_graph else _on_host(common),
+        on_host,
     )
-
-
-def _on_host(common: CommonAttentionMetadata) -> HostLens:
-    return HostLens(common.query_start_loc_cpu, common.seq_lens_cpu, not common.seq_lens_are_upper_bounds)

@@ -206,14 +206,8 @@ def choose(
             if not rejections:
                 return Choice(provider, tuple(passed))
             passed.append((provider.name, rejections))
-    raise Unsupported(
-        "FLASH_ATTN",
-        [
-            replace(found, supported=f"{found.supported} ({name})")
-            for name, rejections in passed
-            for found in rejections
-        ],
-    )
+    found = [replace(each, supported=f"{each.supported} ({name})") for name, reasons in passed for each in reasons]
+    raise Unsupported("FLASH_ATTN", found)
 
 
 def together(each: Sequence[Capabilities]) -> Capabilities:

@@ -16,27 +16,6 @@ from attn_backends.interface import AttentionImpl
 from attn_backends.kernels.merge_state import add_sinks
 
 
-class _Source:
-    """Where rows read their keys and values: the cache, or what the step brings."""
-
-    def __init__(
-        self, impl: FlashInferImpl, step: FlashInferStep, key: torch.Tensor | None, value: torch.Tensor | None,
-        kv_cache: KVCache | None,
-    ) -> None:  # fmt: skip
-        self.cached = None if kv_cache is None else paged(kv_cache, impl.cache)
-        self.brought = None if key is None or value is None else (key, value)
-        self.first = step.metadata.num_decode_new_kv  # of those that prefill rows bring
-
-    def of(self, rows: Rows) -> KeysAndValues:
-        if rows.csr is not None and self.cached is not None:
-            return self.cached
-        if rows.csr is None and self.brought is not None:
-            key, value = self.brought
-            tokens = slice(self.first, self.first + rows.num_tokens)
-            return key[tokens], value[tokens]
-        raise ValueError("this step reads a cache or fresh keys, and neither was given: pass kv_cache or key")
-
-
 class FlashInferImpl(AttentionImpl[FlashInferStep]):
     """Sinks take their share behind the kernels, from the LSE: FlashInfer's own sink kernels are compiled on first
     use, know no soft cap, and are prefill kernels for decode."""
@@ -66,19 +45,21 @@ class FlashInferImpl(AttentionImpl[FlashInferStep]):
         log2_lse = lse
         if lse is None and (self.sinks is not None or step.prefix is not None):
             log2_lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        source = _Source(self, step, key, value, kv_cache)
+        cached = None if kv_cache is None else paged(kv_cache, self.cache)
+        brought = None if key is None or value is None else (key, value)
+        sources = cached, brought, metadata.num_decode_new_kv
         scales = {name: scale for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)) if scale != 1.0}
         done = 0
         for plan, rows in ((step.decode, metadata.decode), (step.prefill, metadata.prefill)):
             if plan is not None and rows is not None:
                 tokens = slice(done, done + rows.num_tokens)
                 part = None if log2_lse is None else log2_lse[tokens]
-                plan.run(query[tokens], source.of(rows), written[tokens], part, scales)
+                plan.run(query[tokens], _keys_of(rows, *sources), written[tokens], part, scales)
                 done = tokens.stop
         if step.prefix is not None and metadata.prefix is not None and log2_lse is not None:
             tokens = slice(0, metadata.prefix.num_tokens)
             shared, shared_lse = torch.empty_like(written[tokens]), torch.empty_like(log2_lse[tokens])
-            step.prefix.run(query[tokens], source.of(metadata.prefix), shared, shared_lse, scales)
+            step.prefix.run(query[tokens], _keys_of(metadata.prefix, *sources), shared, shared_lse, scales)
             # Not `merge_state`: the library takes LSEs of base 2 as its kernels write them, ours two more launches.
             step.prefix.library.merge(written[tokens], log2_lse[tokens], shared, shared_lse)
         if log2_lse is not None:
@@ -115,6 +96,16 @@ class FlashInferImpl(AttentionImpl[FlashInferStep]):
         else:
             of_tokens = idle.repeat_interleave(rows.qo_indptr.diff(), output_size=rows.num_tokens)
             lse.masked_fill_(of_tokens[:, None], -math.inf)
+
+
+def _keys_of(rows: Rows, cached: KeysAndValues | None, brought: KeysAndValues | None, first: int) -> KeysAndValues:
+    """What rows attend: the cache, or what the step brings, of which prefill rows have what stands from `first` on."""
+    if rows.csr is not None and cached is not None:
+        return cached
+    if rows.csr is None and brought is not None:
+        tokens = slice(first, first + rows.num_tokens)
+        return brought[0][tokens], brought[1][tokens]
+    raise ValueError("this step reads a cache or fresh keys, and neither was given: pass kv_cache or key")
 
 
 def _count_from_position(lse: torch.Tensor, rows: Rows, is_uniform: bool, page_size: int, slopes: torch.Tensor) -> None:

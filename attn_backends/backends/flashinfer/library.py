@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from attn_backends.batch.csr import PagedCsr
 from attn_backends.cache.kv_cache import KVCache
 from attn_backends.kernels.flashinfer_package import load_flashinfer, missing_kernels
 from attn_backends.spec import AttentionSpec, KVCacheSpec
@@ -27,9 +28,7 @@ class WrapperTensors:
     """Persistent tensors that a captured kernel reads, of one padded size."""
 
     qo_indptr: torch.Tensor  # [R + 1] i32
-    indptr: torch.Tensor  # [R + 1] i32
-    indices: torch.Tensor  # [as many as any batch has] i32
-    last_page_len: torch.Tensor  # [R] i32
+    csr: PagedCsr  # of R rows, with room for the indices of any batch
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,9 @@ class Library:
     ) -> Any:
         """A `BatchDecodeWithPagedKVCacheWrapper`; one for a graph has the tensors that it reads."""
         buffers = {} if graph is None else {
-            "paged_kv_indptr_buffer": graph.indptr,
-            "paged_kv_indices_buffer": graph.indices,
-            "paged_kv_last_page_len_buffer": graph.last_page_len,
+            "paged_kv_indptr_buffer": graph.csr.indptr,
+            "paged_kv_indices_buffer": graph.csr.indices,
+            "paged_kv_last_page_len_buffer": graph.csr.last_page_len,
         }  # fmt: skip
         wrapper = self.module.BatchDecodeWithPagedKVCacheWrapper(
             workspaces.floats, cache.layout, use_cuda_graph=graph is not None, use_tensor_cores=tensor_cores,
@@ -84,9 +83,9 @@ class Library:
         """A `BatchPrefillWithPagedKVCacheWrapper` of fa2 or fa3."""
         buffers = {} if graph is None else {
             "qo_indptr_buf": graph.qo_indptr,
-            "paged_kv_indptr_buf": graph.indptr,
-            "paged_kv_indices_buf": graph.indices,
-            "paged_kv_last_page_len_buf": graph.last_page_len,
+            "paged_kv_indptr_buf": graph.csr.indptr,
+            "paged_kv_indices_buf": graph.csr.indices,
+            "paged_kv_last_page_len_buf": graph.csr.last_page_len,
         }  # fmt: skip
         wrapper = self.module.BatchPrefillWithPagedKVCacheWrapper(
             workspaces.floats, cache.layout, use_cuda_graph=graph is not None, backend=kernels, **buffers

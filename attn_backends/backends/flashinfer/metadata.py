@@ -92,7 +92,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         num_decodes = leading_decodes(common) if use_cache else 0
         pages = _Pages(common, self.group.spec.window_left) if use_cache else None
         prefix_len = prefix_to_share(common, common_prefix_len, self.group.spec, num_decodes, CASCADE_MIN_BYTES)
-        decode = prefill = prefix = None
+        decode = prefill = None
         lacking = self.group.spec.attention_type is AttentionType.CROSS
         if pages is not None and num_decodes:
             own = pages if not prefix_len else pages.without(prefix_len // common.page_size)
@@ -100,17 +100,9 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         if num_decodes < actual:
             fresh = pages is None or self._is_fresh(common, num_decodes)
             prefill = _rows(common, None if fresh else pages, num_decodes, actual, lacking)
-        if prefix_len:
-            prefix = _prefix_row(common, prefix_len, num_decodes)
-        return FlashInferMetadata.of_batch(
-            common,
-            self.group.index,
-            num_decodes,
-            common_prefix_len=prefix_len,
-            decode=decode,
-            prefill=prefill,
-            prefix=prefix,
-        )
+        prefix = _prefix_row(common, prefix_len, num_decodes) if prefix_len else None
+        kinds: dict[str, Any] = {"decode": decode, "prefill": prefill, "prefix": prefix}
+        return FlashInferMetadata.of_batch(common, self.group.index, num_decodes, common_prefix_len=prefix_len, **kinds)
 
     def reorder_batch(self, batch: SwappableRows, query_lens: Sequence[int]) -> bool:
         """Decodes first: decode kernels read keys once for one query token, and split them."""
@@ -238,7 +230,7 @@ class FlashInferGraphInputs(GraphInputs):
     def of_group(self, group: PlanGroup[Any], num_rows: int, starts: torch.Tensor) -> WrapperTensors:
         """What graphs of one size read, which has query starts of its own: they never change."""
         csr = self._csrs[_csr_of(group.spec)]
-        return WrapperTensors(starts, csr.indptr[: num_rows + 1], csr.indices, csr.last_page_len[:num_rows])
+        return WrapperTensors(starts, PagedCsr(csr.indptr[: num_rows + 1], csr.indices, csr.last_page_len[:num_rows]))
 
 
 def _csr_of(spec: AttentionSpec) -> int | AttentionType:

@@ -8,6 +8,8 @@ come from a ring, as nothing in FlashInfer waits for the copy that reads them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,31 +27,22 @@ UNEVEN = 2  # the longest row is this many times the mean
 MIN_SPLIT = 128  # keys of a part
 
 
+@dataclass(eq=False)
 class Plan:
-    """What FlashInfer has planned for the layers of one plan group.
+    """What FlashInfer has planned for the layers of one plan group."""
 
-    Args:
-        wrapper: FlashInfer's, made for this plan alone.
-        spec: of those layers. All of it is in the plan but the lengths.
-        page_size: of the cache; 1 for keys that lie together.
-        ring: pinned buffers as large as the wrapper's int workspace.
-        split_size: see `FlashInferOptions.fixed_split_size`; in pages of this `page_size`.
-        in_graph: the wrapper is for a graph: its tensors stay where they are.
-    """
+    library: Library
+    wrapper: Any  # FlashInfer's, made for this plan alone
+    spec: AttentionSpec  # of those layers. All of it is in the plan but the lengths
+    page_size: int  # of the cache; 1 for keys that lie together
+    ring: HostRing  # pinned buffers as large as the wrapper's int workspace
+    split_size: int | None  # see `FlashInferOptions.fixed_split_size`; in pages of this `page_size`
+    in_graph: bool  # the wrapper is for a graph: its tensors stay where they are
+    is_planned: bool = field(default=False, init=False)
 
-    def __init__(
-        self, library: Library, wrapper: Any, spec: AttentionSpec, page_size: int, ring: HostRing, *,
-        split_size: int | None = None, in_graph: bool = False,
-    ) -> None:  # fmt: skip
-        self.library = library
-        self.wrapper = wrapper
-        self.spec = spec
-        self.page_size = page_size
-        self.ring = ring
-        self.split_size = split_size
-        self.in_graph = in_graph
-        self.is_planned = False
-        self._shape = (spec.num_qo_heads, spec.num_kv_heads, page_size, in_graph)
+    @cached_property
+    def _shape(self) -> tuple[int, int, int, bool]:
+        return self.spec.num_qo_heads, self.spec.num_kv_heads, self.page_size, self.in_graph
 
     def __call__(self, rows: Rows) -> None:
         """Plan these rows, reading nothing of the device.
@@ -207,12 +200,11 @@ class DecodePlan(Plan):
         return low if low < longest else None
 
 
+@dataclass(eq=False)
 class PrefillPlan(Plan):
-    """Rows of any number of query tokens over pages. Not `causal` for a shared prefix, which all tokens see."""
+    """Rows of any number of query tokens over pages."""
 
-    def __init__(self, *args: Any, causal: bool, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.causal = causal
+    causal: bool  # not for a shared prefix, which all tokens see
 
     def _plan_all(self, rows: Rows) -> None:
         spec = self.spec

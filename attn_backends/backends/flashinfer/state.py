@@ -27,7 +27,6 @@ from attn_backends.backends.flashinfer.metadata import (
 from attn_backends.backends.flashinfer.options import FlashInferOptions
 from attn_backends.backends.flashinfer.plans import DecodePlan, Plan, PrefillPlan, RaggedPlan
 from attn_backends.backends.flashinfer.workspace import ALIGNMENT, Need, check_workspace, eager_need, graph_need
-from attn_backends.batch.csr import PagedCsr
 from attn_backends.cache.warm_up import list_cache_writes
 from attn_backends.graphs.inputs import GraphTensors, fill_together
 from attn_backends.interface import AttentionState, GraphState, PlannedStep
@@ -82,10 +81,10 @@ class FlashInferGraphState(GraphState[FlashInferMetadata, FlashInferStep]):
         return self.steps[metadata.group_index]
 
     def get_graph_input_buffers(self, metadata: FlashInferMetadata) -> dict[str, torch.Tensor]:
-        tensors = self._tensors[metadata.group_index]
+        csr = self._tensors[metadata.group_index].csr
         return {
-            "slot_mapping": self._slots(metadata.group_index), "paged_kv_indptr": tensors.indptr,
-            "paged_kv_last_page_len": tensors.last_page_len, "paged_kv_indices": tensors.indices,
+            "slot_mapping": self._slots(metadata.group_index), "paged_kv_indptr": csr.indptr,
+            "paged_kv_last_page_len": csr.last_page_len, "paged_kv_indices": csr.indices,
         }  # fmt: skip
 
     def prepare_graph_input_buffers(self, buffers: dict[str, torch.Tensor], metadata: FlashInferMetadata) -> None:
@@ -107,10 +106,10 @@ class FlashInferGraphState(GraphState[FlashInferMetadata, FlashInferStep]):
 
     def idle_metadata(self, group_index: int) -> FlashInferMetadata:
         """Full pages, as many a row as its tokens need, to capture with."""
-        tensors, num_pages = self._tensors[group_index], self._idle_pages
-        tensors.indptr.copy_(torch.arange(self.num_rows + 1, dtype=torch.int32) * num_pages)
-        tensors.indices[: self.num_rows * num_pages].zero_()
-        tensors.last_page_len.fill_(self.cache.page_size)
+        csr, num_pages = self._tensors[group_index].csr, self._idle_pages
+        csr.indptr.copy_(torch.arange(self.num_rows + 1, dtype=torch.int32) * num_pages)
+        csr.indices[: self.num_rows * num_pages].zero_()
+        csr.last_page_len.fill_(self.cache.page_size)
         return self._idle_metadata(group_index)
 
     @property
@@ -122,10 +121,9 @@ class FlashInferGraphState(GraphState[FlashInferMetadata, FlashInferStep]):
         """Over tensors that may hold a batch already, which is left as it is."""
         tensors, num_rows, longest = self._tensors[group_index], self.num_rows, self._idle_pages * self.cache.page_size
         indptr_cpu = torch.arange(num_rows + 1, dtype=torch.int32) * self._idle_pages
-        csr = PagedCsr(tensors.indptr, tensors.indices, tensors.last_page_len)
         lens = torch.full((num_rows,), longest, dtype=torch.int32)
-        starts = (tensors.qo_indptr, self._starts_cpu)
-        rows = Rows(self.num_tokens, *starts, csr, tensors.indptr, indptr_cpu, lens, longest, num_rows, True)
+        starts, csr = (tensors.qo_indptr, self._starts_cpu), tensors.csr
+        rows = Rows(self.num_tokens, *starts, csr, csr.indptr, indptr_cpu, lens, longest, num_rows, True)
         return graph_metadata(group_index, self._slots(group_index), rows, self.is_decode)
 
     def _slots(self, group: int) -> torch.Tensor:
@@ -290,17 +288,16 @@ class FlashInferState(AttentionState[FlashInferMetadata]):
         spec, library, cache = self._specs[group], self.library, self.cache
         workspaces = Workspaces(self.float_workspace, self._ints(group, kind, need, graph is not None))
         kernels = "fa3" if kind.endswith("fa3") else "fa2"
-        how: dict[str, Any] = {"split_size": self.options.fixed_split_size, "in_graph": graph is not None}
+        split = self.options.fixed_split_size
+        how = (spec, cache.page_size, self._ring, split, graph is not None)
         if kind == "decode":
             wrapper = library.decode_wrapper(workspaces, cache, self._tensor_cores(spec), graph)
-            return DecodePlan(library, wrapper, spec, cache.page_size, self._ring, **how)
+            return DecodePlan(library, wrapper, *how)
         if kind.startswith("ragged"):
-            if self.options.fixed_split_size is not None:  # its pages are keys
-                how["split_size"] = self.options.fixed_split_size * cache.page_size
-            return RaggedPlan(library, library.ragged_wrapper(workspaces, kernels), spec, 1, self._ring, **how)
+            split = None if split is None else split * cache.page_size  # its pages are keys
+            return RaggedPlan(library, library.ragged_wrapper(workspaces, kernels), spec, 1, self._ring, split, False)
         wrapper = library.prefill_wrapper(workspaces, cache, kernels, graph)
-        causal = spec.causal and kind != "prefix"
-        return PrefillPlan(library, wrapper, spec, cache.page_size, self._ring, causal=causal, **how)
+        return PrefillPlan(library, wrapper, *how, causal=spec.causal and kind != "prefix")
 
     def _prefill_kind(self, spec: AttentionSpec, rows: Rows) -> Kind:
         wanted = self.options.prefill_kernels

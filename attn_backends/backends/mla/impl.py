@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from attn_backends.backends.mla.attend import attend as attend_in_torch
-from attn_backends.backends.mla.metadata import DecodeRows, PrefillRows, RaggedRows
+from attn_backends.backends.mla.metadata import DecodeRows, ExpandedTensors, PrefillRows, RaggedRows
 from attn_backends.backends.mla.state import MLAStep
 from attn_backends.cache.kv_cache import KVCache, dequantise, gather_slots, write_latent
 from attn_backends.interface import AttentionImpl
@@ -34,16 +35,6 @@ class LatentTensors(NamedTuple):
     latent_cache: torch.Tensor  # [num_pages, page_size, latent_dim] of spec.cache_dtype
     output: torch.Tensor  # [num_rows, query_len, num_qo_heads, kv_lora_rank], written in place
     lse: torch.Tensor | None  # [num_rows, query_len, num_qo_heads] f32, written in place
-
-
-class ExpandedTensors(NamedTuple):
-    """What ragged rows read, and where they write."""
-
-    query: torch.Tensor  # [num_queries, num_qo_heads, head_dim]
-    key: torch.Tensor  # [num_keys, num_qo_heads, head_dim]
-    value: torch.Tensor  # [num_keys, num_qo_heads, head_dim_vo], strided
-    output: torch.Tensor  # [num_queries, num_qo_heads, head_dim_vo] of spec.dtype, written in place
-    lse: torch.Tensor | None  # [num_queries, num_qo_heads] f32 (f64 for f64 queries), written in place
 
 
 class MLAImpl(AttentionImpl[MLAStep]):
@@ -103,21 +94,18 @@ class MLAImpl(AttentionImpl[MLAStep]):
         """Attention of ragged rows over expanded keys and values, by `attend` of what the state's `plan_prefill` made
         for them; row by row where that is None."""
         if plan is not None:
-            plan.attend(*given)
+            plan.attend(given)
             return
         query, key, value, output, lse = given
         edges = zip(rows.query_starts_cpu.tolist(), rows.key_starts_cpu.tolist(), strict=True)
-        (query_start, key_start), *ends = edges
-        for query_end, key_end in ends:
+        for (query_start, key_start), (query_end, key_end) in pairwise(edges):
             queries, keys = slice(query_start, query_end), slice(key_start, key_end)
             q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query[queries], key[keys], value[keys]))
-            out, part_lse = attend_in_torch(
-                q, k, v, self.spec.scale, is_causal=rows.causal and query_end - query_start > 1
-            )
+            is_causal = rows.causal and query_end - query_start > 1
+            out, part_lse = attend_in_torch(q, k, v, self.spec.scale, is_causal=is_causal)
             output[queries] = out[0].transpose(0, 1)
             if lse is not None:
                 lse[queries] = part_lse[0].T
-            query_start, key_start = query_end, key_end
 
     # What all share.
 

@@ -49,6 +49,16 @@ class RaggedRows:
     causal: bool
 
 
+class ExpandedTensors(NamedTuple):
+    """What ragged rows read, and where they write."""
+
+    query: torch.Tensor  # [num_queries, num_qo_heads, head_dim]
+    key: torch.Tensor  # [num_keys, num_qo_heads, head_dim]
+    value: torch.Tensor  # [num_keys, num_qo_heads, head_dim_vo], strided
+    output: torch.Tensor  # [num_queries, num_qo_heads, head_dim_vo] of spec.dtype, written in place
+    lse: torch.Tensor | None  # [num_queries, num_qo_heads] f32 (f64 for f64 queries), written in place
+
+
 @dataclass(frozen=True)
 class ContextChunk:
     """A bounded part of what some neighbouring prefill rows have cached; all their new tokens see all of it."""
@@ -80,13 +90,6 @@ class MLAMetadata(AttentionMetadata):
 
     def prefill_fields(self) -> dict[str, Any]:
         return {"decode": None}
-
-
-def graph_metadata(
-    group_index: int, slot_mapping: torch.Tensor, rows: DecodeRows, metadata_cls: type[MLAMetadata] = MLAMetadata
-) -> MLAMetadata:
-    """Metadata whose rows all count as decodes."""
-    return metadata_cls.of_graph(group_index, slot_mapping, rows.num_rows, rows.num_tokens, decode=rows, prefill=None)
 
 
 class Piece(NamedTuple):
@@ -173,9 +176,9 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             )
         query_len = common.num_tokens // common.num_reqs
         idle = (common.seq_lens == 0).repeat_interleave(query_len)
-        return graph_metadata(
-            self.group.index, common.slot_mapping, _decode_rows(common, common.num_reqs, idle), self.metadata_cls
-        )
+        rows = _decode_rows(common, common.num_reqs, idle)
+        size = rows.num_rows, rows.num_tokens
+        return self.metadata_cls.of_graph(self.group.index, common.slot_mapping, *size, decode=rows, prefill=None)
 
     def _num_decodes(self, common: CommonAttentionMetadata) -> int:
         query_lens: IntArray = common.query_lens_cpu[: common.num_actual_reqs].numpy()
@@ -237,13 +240,11 @@ def _slots(
     pieces: Sequence[Piece], table: torch.Tensor, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Where the pieces' keys are cached, [num_keys] i64, and where each piece starts among them: device and host."""
-    starts_cpu = torch.from_numpy(np.cumsum([0, *(piece.stop - piece.first for piece in pieces)], dtype=np.int32))
-    host = torch.stack([
-        torch.from_numpy(np.array([*(piece.row for piece in pieces), 0], np.int32)),
-        torch.from_numpy(np.array([*(piece.first for piece in pieces), 0], np.int32)),
-        starts_cpu,
-    ])  # fmt: skip
+    columns = [[*(piece.row for piece in pieces), 0], [*(piece.first for piece in pieces), 0],
+               np.cumsum([0, *(piece.stop - piece.first for piece in pieces)])]  # fmt: skip
+    host = torch.from_numpy(np.array(columns, np.int32))
     rows, firsts, starts = host.to(table.device, non_blocking=True).unbind()
+    starts_cpu = host[2]
     num_keys = int(starts_cpu[-1])
     piece_of = torch.arange(len(pieces), device=table.device).repeat_interleave(starts.diff(), output_size=num_keys)
     positions = torch.arange(num_keys, device=table.device) + (firsts - starts)[piece_of]

@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 
-from attn_backends.backends.mla.metadata import RaggedRows
+from attn_backends.backends.mla.metadata import ExpandedTensors, RaggedRows
 from attn_backends.kernels.examples import distinct, empty, new_tokens
 from attn_backends.kernels.launch import runs_kernels, shared_memory
 from attn_backends.kernels.prefill.arguments import BlockDims
@@ -33,12 +33,9 @@ class VarlenPlan:
     rows: Rows
     tiles: torch.Tensor  # [2] i32, zeros between launches
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        """Attend for a layer; tensors and results as those of `ExpandedTensors`."""
-        self.kernels.attend(query, key, value, output, lse, self.rows, self.tiles, 0, False, None)
+    def attend(self, given: ExpandedTensors) -> None:
+        """Attend for a layer."""
+        self.kernels.attend(*given, self.rows, self.tiles, 0, False, None)
 
 
 class VarlenPrefill:
@@ -77,7 +74,7 @@ class VarlenPrefill:
         queries = [part for new in new_tokens(spec) for part in (new.query, new.query[-1:])]
         for (query,), first, kernels in product(distinct((q,) for q in queries), (0, 1), self._kernels.values()):
             plan = VarlenPlan(kernels, rows, empty(2, **ints))
-            plan.attend(query, key, expanded[..., spec.qk_nope_head_dim :], output[first:], None)
+            plan.attend(ExpandedTensors(query, key, expanded[..., spec.qk_nope_head_dim :], output[first:], None))
 
 
 def _kernels(spec: MLASpec, causal: bool, device: torch.device) -> PrefillKernels:

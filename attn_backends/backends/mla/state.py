@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata, RaggedRows, graph_metadata
+from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata, RaggedRows
 from attn_backends.backends.mla.options import workspace_tokens
 from attn_backends.cache.warm_up import list_cache_writes
-from attn_backends.graphs.inputs import GraphInputs, GraphTensors
+from attn_backends.graphs.inputs import GraphInputs
 from attn_backends.interface import AttentionState, AttentionStep, GraphState
 from attn_backends.kernels.streams import OneStream
 from attn_backends.kernels.warm_up import compile_listed, list_merges
 from attn_backends.machine import HAS_TRITON, Progress
-from attn_backends.spec import KVCacheSpec, Limits, MLASpec, PlanGroup
+from attn_backends.spec import MLASpec, PlanGroup
 
 if TYPE_CHECKING:
     from attn_backends.backends.mla.prefill import VarlenPlan, VarlenPrefill
@@ -30,35 +30,29 @@ class MLAStep(AttentionStep[MLAMetadata]):
     workspace: torch.Tensor  # [tokens, latent_dim] of the cache's dtype
 
 
-class _GraphInputs(GraphInputs):
-    """What captured kernels read of a batch. The groups of a model have one page table, and so share it too."""
-
-    def __init__(self, cache: KVCacheSpec, limits: Limits, device: torch.device, *given: Any) -> None:
-        super().__init__(cache, limits, device, *given)
-        self.idle = torch.ones(limits.max_num_tokens, dtype=torch.bool, device=device)
-
-
 class MLAGraphState(GraphState[MLAMetadata, MLAStep]):
     """The state of one captured size: views of shared buffers, and a plan a group, made when its graph is captured."""
 
-    inputs: _GraphInputs
+    inputs: GraphInputs
 
     def __init__(self, parent: MLAState, num_rows: int, query_len: int) -> None:
         super().__init__(parent, num_rows, query_len)
         self.parent = parent
-        self._tensors = self.inputs.of(num_rows, self.num_tokens) | {"idle": self.inputs.idle[: self.num_tokens]}
+        idle = torch.ones(self.num_tokens, dtype=torch.bool, device=self.device)
+        self._tensors = self.inputs.of(num_rows, self.num_tokens) | {"idle": idle}
         self._rows = DecodeRows(
             num_rows=num_rows,
             query_len=query_len,
             page_table=self._tensors["page_table"],
             seq_lens=self._tensors["seq_lens"],
             seq_lens_cpu=torch.zeros(num_rows, dtype=torch.int32),
-            idle=self._tensors["idle"],
+            idle=idle,
         )
         self._plans: dict[int, Any] = {}
 
     def idle_metadata(self, group_index: int) -> MLAMetadata:
-        return graph_metadata(group_index, self._tensors["slot_mapping"], self._rows, self.parent.metadata_cls)
+        slots, size = self._tensors["slot_mapping"], (self.num_rows, self.num_tokens)
+        return self.parent.metadata_cls.of_graph(group_index, slots, *size, decode=self._rows, prefill=None)
 
     def begin_forward(self, metadata: MLAMetadata) -> MLAStep:
         self.parent.stream.check()
@@ -122,7 +116,7 @@ class MLAState(AttentionState[MLAMetadata]):
         return VarlenPrefill(spec, self.device) if suits_varlen_kernel(spec, self.device) else None
 
     def plan_prefill(self, spec: MLASpec, rows: RaggedRows) -> VarlenPlan | Any:
-        """What attends these rows in `MLAImpl._prefill`, by its `attend(*ExpandedTensors)`; None: row by row. Plans of
+        """What attends these rows in `MLAImpl._prefill`, by its `attend(ExpandedTensors)`; None: row by row. Plans of
         one step live side by side."""
         prefill = self.prefills[spec]
         return None if prefill is None else prefill.plan(rows)
@@ -156,9 +150,6 @@ class MLAState(AttentionState[MLAMetadata]):
 
     def warm_up(self, progress: Progress | None = None) -> None:
         compile_listed(self.device, self.list_launches, progress)
-
-    def make_inputs(self, max_batch_size: int, shared: GraphTensors | None) -> _GraphInputs:
-        return _GraphInputs(self.cache, self.limits, self.device, max_batch_size, shared)
 
 
 def mla_spec(group: PlanGroup[Any]) -> MLASpec:

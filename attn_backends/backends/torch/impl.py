@@ -30,10 +30,10 @@ from attn_backends.backends.torch.attend import (
     sink,
     unfolded,
 )
-from attn_backends.backends.torch.metadata import DecodeBatch, TorchMetadata, is_native, prefills_natively
+from attn_backends.backends.torch.metadata import DecodeBatch, TorchMetadata
 from attn_backends.backends.torch.native.paged_decode import PagedDecode
 from attn_backends.backends.torch.native.paged_prefill import PagedPrefill
-from attn_backends.backends.torch.native.paged_rows import PagedRows
+from attn_backends.backends.torch.options import TorchOptions
 from attn_backends.backends.torch.state import TorchStep, room_in
 from attn_backends.cache.kv_cache import KVCache, dequantise, gather_pages, gather_slots, has_padding, write_slots
 from attn_backends.interface import AttentionImpl
@@ -54,9 +54,10 @@ class TorchImpl(AttentionImpl[TorchStep]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        options = self.options or TorchOptions()
         constants = (self.spec, self.device, self.sinks, self.k_scale, self.v_scale)
-        self.kernel = PagedDecode.of(*constants) if is_native(self.options) else None
-        self.prefill_kernel = PagedPrefill.of(*constants) if prefills_natively(self.options) else None
+        self.kernel = PagedDecode.of(*constants) if options.native_decode else None
+        self.prefill_kernel = PagedPrefill.of(*constants) if options.native_prefill else None
 
     def attend(
         self,
@@ -73,16 +74,23 @@ class TorchImpl(AttentionImpl[TorchStep]):
             output.zero_()
             if lse is not None:
                 lse.fill_(float("-inf"))
-        if kv_cache is None and (metadata.paged_rows is not None or metadata.paged_prefills is not None):
-            raise ValueError(NO_KEYS)
-        if kv_cache is not None and metadata.paged_rows is not None:
-            self._decode(query, key, value, kv_cache, step, metadata.paged_rows, output, lse)
-        if kv_cache is not None and metadata.paged_prefills is not None:  # all rows but decodes, by the other kernel
-            if self.prefill_kernel is None:
-                raise ValueError(OTHER_OPTIONS.format("native_prefill"))
-            new = (key, value) if metadata.paged_rows is None else (None, None)  # else decodes have written them
-            slots = slots_of(metadata)
-            self.prefill_kernel.attend(query, *new, kv_cache, slots, metadata.paged_prefills, output, lse)
+        joins_prefix = metadata.paged_rows is not None and metadata.prefix_pages is not None
+        kernel_lse = torch.empty(query.shape[:2]) if joins_prefix and lse is None else lse
+        for kernel, rows, option in (
+            (self.kernel, metadata.paged_rows, "native_decode"),
+            (self.prefill_kernel, metadata.paged_prefills, "native_prefill"),
+        ):
+            if rows is None:
+                continue
+            if kv_cache is None:
+                raise ValueError(NO_KEYS)
+            if kernel is None:
+                raise ValueError(OTHER_OPTIONS.format(option))
+            kernel.attend(query, key, value, kv_cache, slots_of(metadata), rows, output, kernel_lse)
+            key = value = None  # the first kernel writes all new keys of the step
+        if joins_prefix and kernel_lse is not None:
+            tokens = slice(0, metadata.num_decode_tokens)
+            join(Attended(output[tokens], kernel_lse[tokens]), self._attend_prefix(query, kv_cache, step), tokens)
         if metadata.decode_batch is None and not metadata.decode_rows and not metadata.prefill_rows:
             return
         for tokens, attended in self._attend_items(query, key, value, kv_cache, step, lse is not None):
@@ -100,33 +108,6 @@ class TorchImpl(AttentionImpl[TorchStep]):
             super().write(key, value, kv_cache, step)
         elif num_new:
             write_slots(key[:num_new], value[:num_new], kv_cache, slots, self.k_scale, self.v_scale)
-
-    def _decode(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: KVCache,
-        step: TorchStep,
-        rows: PagedRows,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        """Decode by the kernel, which writes all new keys of the step first, into `output` itself where possible."""
-        if self.kernel is None:
-            raise ValueError(OTHER_OPTIONS.format("native_decode"))
-        slots = slots_of(step.metadata)
-        if step.metadata.prefix_pages is None and output.is_contiguous() and (lse is None or lse.is_contiguous()):
-            self.kernel.attend(query, key, value, kv_cache, slots, rows, output, lse)
-            return
-        tokens = slice(0, len(rows.seq_lens))
-        out = output.new_empty(tokens.stop, *output.shape[1:])
-        own_lse = torch.empty(out.shape[:2])
-        self.kernel.attend(query, key, value, kv_cache, slots, rows, out, own_lse)
-        attended = join(Attended(out, own_lse), self._attend_prefix(query, kv_cache, step), tokens)
-        output[tokens] = attended.output
-        if lse is not None and attended.lse is not None:
-            lse[tokens] = attended.lse
 
     def _attend_prefix(self, query: torch.Tensor, kv_cache: KVCache | None, step: TorchStep) -> Attended | None:
         """All decode rows over the prefix that they share, without sinks; None if they share none."""

@@ -82,6 +82,11 @@ class TorchMetadata(AttentionMetadata):
         return {**alone, "paged_prefills": paged, "prefill_rows": rows}
 
 
+# What a graph's step has beside its one `DecodeBatch`.
+NOTHING_ELSE = {"has_idle_tokens": False, "prefix_pages": None, "paged_rows": None, "paged_prefills": None,
+                "decode_rows": (), "prefill_rows": ()}  # fmt: skip
+
+
 def _moved(tokens: slice, by: int) -> slice:
     return slice(tokens.start - by, tokens.stop - by)
 
@@ -93,8 +98,9 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._is_native = is_native(self.options) and PagedDecode.serves(self.group.spec, self.device)
-        self._has_prefill = prefills_natively(self.options) and PagedPrefill.serves(self.group.spec, self.device)
+        self.options = self.options or TorchOptions()
+        self._is_native = self.options.native_decode and PagedDecode.serves(self.group.spec, self.device)
+        self._has_prefill = self.options.native_prefill and PagedPrefill.serves(self.group.spec, self.device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -169,9 +175,9 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         visible = _visible(spec, queries, keys) & (keys < common.seq_lens[:, None])[:, None]
         bias = _bias(spec, queries[:, :, None], keys[:, None], visible)
         live = (common.seq_lens > 0).repeat_interleave(query_len)
-        return static_metadata(
-            self.group.index, common.slot_mapping, DecodeBatch(num_rows, slots.view(-1), bias, None, query_len, live)
-        )
+        batch = DecodeBatch(num_rows, slots.view(-1), bias, None, query_len, live)
+        of_step = self.group.index, common.slot_mapping, num_rows, common.num_tokens
+        return TorchMetadata.of_graph(*of_step, decode_batch=batch, **NOTHING_ELSE)
 
     def _first_visible(self, position: int) -> int:
         """Position of the oldest key that a query at `position` sees."""
@@ -208,13 +214,13 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             return None
         padded = num_rows * int(counts.max())
         bytes_per_key = spec.num_kv_heads * (spec.head_dim + spec.head_dim_vo) * spec.dtype.itemsize
-        options = self.options or TorchOptions()
-        together = padded * bytes_per_key <= options.gather_together_bytes and padded <= 2 * int(counts.sum())
+        fits = padded * bytes_per_key <= self.options.gather_together_bytes
+        together = fits and padded <= 2 * int(counts.sum())
         if not together:
             if not gives_lse(self.device, spec):
                 return None
             # Every row in pieces of nearly equal lengths, the longest of which all are padded to.
-            pieces = -(-counts * bytes_per_key // options.piece_bytes)  # [num_rows]
+            pieces = -(-counts * bytes_per_key // self.options.piece_bytes)  # [num_rows]
             owners = owners.repeat(pieces)
             nth, of = np.arange(len(owners)) - (pieces.cumsum() - pieces)[owners], pieces[owners]
             start, stop = (counts[owners] * n // of for n in (nth, nth + 1))
@@ -258,24 +264,19 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         first_query = num_keys - query_len if spec.attention_type is not AttentionType.CROSS else 0
         first_key = max(first_key, self._first_visible(first_query))
         bias, is_causal = None, spec.causal and query_len > 1
-        square = first_key == first_query and spec.window_left < 0 and spec.chunk_size is None
-        if spec.alibi_slopes is not None or (query_len > 1 and not self._all_visible() and not square):
+        unlimited = spec.window_left < 0 and spec.chunk_size is None
+        needs_none = query_len <= 1 or (unlimited and (not spec.causal or first_key == first_query))
+        if spec.alibi_slopes is not None or not needs_none:
             positions = torch.arange(first_query, first_query + query_len, device=self.device)
             keys = torch.arange(first_key, num_keys, device=self.device)
-            bias, is_causal = (
-                _bias(spec, positions[None, :, None], keys[None, None], _visible(spec, positions, keys)),
-                False,
-            )
+            visible, is_causal = _visible(spec, positions, keys), False
+            bias = _bias(spec, positions[None, :, None], keys[None, None], visible)
         if page_row is None:
             return Row(queries, new_keys, None, slice(first_key, num_keys), bias, is_causal)
         first_page = first_key // self.cache.page_size
         pages = page_row[first_page : -(-num_keys // self.cache.page_size)]
         skipped = first_page * self.cache.page_size
         return Row(queries, new_keys, pages, slice(first_key - skipped, num_keys - skipped), bias, is_causal)
-
-    def _all_visible(self) -> bool:
-        spec = self.group.spec
-        return not spec.causal and spec.window_left < 0 and spec.chunk_size is None
 
 
 def _slots(common: CommonAttentionMetadata, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -284,41 +285,16 @@ def _slots(common: CommonAttentionMetadata, rows: torch.Tensor, positions: torch
     return pages * common.page_size + positions % common.page_size
 
 
-def is_native(options: TorchOptions | None) -> bool:
-    return (options or TorchOptions()).native_decode
+def _graph_max_seq_len(options: TorchOptions, limits: Limits) -> int:
+    return min(options.graph_max_seq_len, limits.max_model_len)
 
 
-def prefills_natively(options: TorchOptions | None) -> bool:
-    return (options or TorchOptions()).native_prefill
-
-
-def _graph_max_seq_len(options: TorchOptions | None, limits: Limits) -> int:
-    return min((options or TorchOptions()).graph_max_seq_len, limits.max_model_len)
-
-
-def graph_num_keys(spec: AttentionSpec, query_len: int, options: TorchOptions | None, limits: Limits) -> int:
+def graph_num_keys(spec: AttentionSpec, query_len: int, options: TorchOptions, limits: Limits) -> int:
     """Keys that `query_len` neighbouring queries can see together, of a row that graphs serve."""
     longest = _graph_max_seq_len(options, limits)
     if spec.window_left >= 0:
         return min(longest, spec.window_left + query_len)
     return min(longest, spec.chunk_size - 1 + query_len) if spec.chunk_size else longest
-
-
-def static_metadata(group_index: int, slot_mapping: torch.Tensor, batch: DecodeBatch) -> TorchMetadata:
-    """One `DecodeBatch` and nothing else."""
-    return TorchMetadata.of_graph(
-        group_index,
-        slot_mapping,
-        batch.num_rows,
-        batch.num_rows * batch.query_len,
-        has_idle_tokens=False,
-        prefix_pages=None,
-        paged_rows=None,
-        paged_prefills=None,
-        decode_batch=batch,
-        decode_rows=(),
-        prefill_rows=(),
-    )
 
 
 def _visible(spec: AttentionSpec, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -8,13 +8,7 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.torch.metadata import (
-    DecodeBatch,
-    TorchMetadata,
-    bias_dtype,
-    graph_num_keys,
-    static_metadata,
-)
+from attn_backends.backends.torch.metadata import NOTHING_ELSE, DecodeBatch, TorchMetadata, bias_dtype, graph_num_keys
 from attn_backends.backends.torch.options import TorchOptions
 from attn_backends.batch.page_table import PAD_SLOT
 from attn_backends.cache.kv_cache import KVCache
@@ -67,8 +61,9 @@ class TorchGraphState(GraphState[TorchMetadata, TorchStep]):
             query_len,
             torch.zeros(num_rows * query_len, dtype=torch.bool, device=device),
         )
-        slot_mapping = torch.full((num_rows * query_len,), PAD_SLOT, dtype=torch.int64, device=device)
-        return static_metadata(group.index, slot_mapping, batch)
+        slot_mapping = torch.full((self.num_tokens,), PAD_SLOT, dtype=torch.int64, device=device)
+        of_step = group.index, slot_mapping, num_rows, self.num_tokens
+        return TorchMetadata.of_graph(*of_step, decode_batch=batch, **NOTHING_ELSE)
 
     def get_graph_input_buffers(self, metadata: TorchMetadata) -> dict[str, torch.Tensor]:
         return _inputs(self.steps[metadata.group_index].metadata)
@@ -90,6 +85,7 @@ class TorchState(AttentionState[TorchMetadata]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.options = options = self.options or TorchOptions()
         self.scratch: tuple[torch.Tensor, torch.Tensor] | None = None
         if self.device.type == "cpu":
             page_size = self.cache.page_size
@@ -97,7 +93,6 @@ class TorchState(AttentionState[TorchMetadata]):
             specs = [group.spec for group in self.groups]
             per_key = max(s.num_kv_heads * s.head_dim * s.cache_dtype.itemsize for s in specs)
             per_value = max(s.num_kv_heads * s.head_dim_vo * s.cache_dtype.itemsize for s in specs)
-            options = self.options or TorchOptions()
             at_once = max(options.gather_together_bytes, torch.get_num_threads() * options.piece_bytes)
             self.scratch = (
                 torch.empty(max(tokens * per_key, at_once), dtype=torch.uint8),

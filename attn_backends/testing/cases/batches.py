@@ -182,9 +182,8 @@ class MLABatch(Batch):
     """`Row.key` holds latent rows [seq_len, kv_lora_rank], `Row.value` shared keys [seq_len, qk_rope_head_dim]."""
 
     spec: MLASpec
-    kv_b_proj: torch.Tensor = field(
-        kw_only=True
-    )  # [num_qo_heads * (qk_nope_head_dim + head_dim_vo), kv_lora_rank] of spec.dtype
+    # [num_qo_heads * (qk_nope_head_dim + head_dim_vo), kv_lora_rank] of spec.dtype
+    kv_b_proj: torch.Tensor = field(kw_only=True)
 
     @property
     def weights(self) -> dict[str, Any]:

@@ -35,10 +35,6 @@ class Feature:
         return {**self.changes, **({"alibi_slopes": slopes} if self.alibi else {})}
 
 
-def _encoder_or_cross(kind: AttentionType) -> dict[str, Any]:
-    return {"attention_type": kind, "causal": False}
-
-
 FEATURES = (
     Feature("plain"),
     Feature("scale", changes={"scale": 0.3}),
@@ -70,9 +66,9 @@ FEATURES = (
     Feature("rope_soft_cap_and_sinks", ("rope", "soft_cap", "sinks"), {**_ROPE, "logits_soft_cap": 1.5, "sinks": True}),
     Feature("rope_non_causal", ("rope", "non_causal"), {**_ROPE, "causal": False}),
 )
-ENCODER = Feature("encoder", ("attention_type",), _encoder_or_cross(AttentionType.ENCODER))
+ENCODER = Feature("encoder", ("attention_type",), {"attention_type": AttentionType.ENCODER, "causal": False})
 NON_CAUSAL_ALIBI = Feature("non_causal_alibi", ("alibi", "non_causal"), {"causal": False}, alibi=True)
-CROSS = Feature("cross", ("attention_type",), _encoder_or_cross(AttentionType.CROSS))
+CROSS = Feature("cross", ("attention_type",), {"attention_type": AttentionType.CROSS, "causal": False})
 
 
 def feature(name: str) -> Feature:

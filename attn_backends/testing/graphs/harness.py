@@ -141,6 +141,11 @@ class CapturedStep:
             for layer, batch in zip(self.layers, batches, strict=True):
                 self.clone.begin_forward(layer.builder.build(0, self._common(batch)))
 
+    def run(self, batches: Sequence[Batch]) -> list[Result]:
+        """`fill`, and what `replay` makes of it."""
+        self.fill(batches)
+        return self.replay()
+
     def replay(self) -> list[Result]:
         """What the graph made of it, a result a layer; the outputs of padded rows behind the others.
 

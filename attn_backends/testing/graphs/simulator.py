@@ -49,8 +49,8 @@ class GraphSimulator:
             self._recorder = None
             recorder.undo()
         held = tensors_of(persistent, (SimulatedGraph, GraphSimulator))
-        self._known.update({address(tensor): tensor for tensor in (output, *held.values())})
-        alive = {address(tensor) for tensor in (output, *held.values())}
+        alive = {address(tensor): tensor for tensor in (output, *held.values())}
+        self._known.update(alive)
         unreachable = {start: used for start, used in recorder.inputs.items() if start not in alive}
         refused = {s: used for s, used in unreachable.items() if used.is_written or self.refuse_unreachable}
         if refused:

@@ -30,12 +30,10 @@ class Band:
         slack: bytes behind the tensor that may be written.
     """
 
-    def __init__(
-        self, flat: torch.Tensor, start: int, stop: int, where: str, word: int, width: int, slack: int
-    ) -> None:
+    def __init__(self, flat: torch.Tensor, stop: int, where: str, word: int, width: int, slack: int) -> None:
         self.where = where
         self.device = flat.device
-        self._start, self._stop, self._size = start, stop, flat.numel()
+        self._stop, self._size = stop, flat.numel()
         self._flat: torch.Tensor | None = flat
         self._weak: Any = flat.untyped_storage()._weak_ref()
         self._slack = slack
@@ -76,7 +74,7 @@ class Band:
             words[: 2 * most // width].fill_(word)
             words[-2 * most // width :].fill_(word)
         allowed = -num_bytes % _ALIGNMENT if slack else 0
-        band = Band(flat, _LEAST, _LEAST + num_bytes, where, word, width, allowed)
+        band = Band(flat, _LEAST + num_bytes, where, word, width, allowed)
         inner = flat[_LEAST : _LEAST + num_bytes].view(tensor.dtype).as_strided(
             tensor.shape, tensor.stride(), _LEAST // tensor.itemsize
         )  # fmt: skip
@@ -110,7 +108,7 @@ class Band:
         stop = self._stop + self._slack
         behind = stop % 8
         return [
-            (flat[: self._start], self._pattern[: self._start]),
+            (flat[:_LEAST], self._pattern[:_LEAST]),
             (flat[stop:], self._pattern[behind : behind + self._size - stop]),
         ]
 
@@ -123,13 +121,13 @@ class Band:
         if expected is None:
             expected = flat.clone()
             for (_, wanted), part in zip(
-                self.pairs(), (slice(0, self._start), slice(self._stop + self._slack, None)), strict=True
+                self.pairs(), (slice(0, _LEAST), slice(self._stop + self._slack, None)), strict=True
             ):  # fmt: skip
                 expected[part] = wanted
         changed = (flat != expected).nonzero().flatten()
-        before, behind = changed[changed < self._start], changed[changed >= self._stop]
+        before, behind = changed[changed < _LEAST], changed[changed >= self._stop]
         if len(before):
-            found.append(f"{len(before)} bytes up to {self._start - int(before[0])} bytes before it were written")
+            found.append(f"{len(before)} bytes up to {_LEAST - int(before[0])} bytes before it were written")
         if len(behind):
             first, last = (int(behind[i]) - self._stop for i in (0, -1))
             found.append(f"{len(behind)} bytes behind it were written, {first} to {last} bytes from its end")

@@ -39,8 +39,8 @@ class GuardBands:
         self.beyond = beyond
         self._bands: list[Band] = []
         self._watching = False
-        self._making = False  # a guarded tensor is being made: what is allocated for it is left alone
-        self._from_python = False
+        self.is_making = False  # a guarded tensor: what is allocated for it is left alone
+        self.from_python = False  # whether what is allocated was asked for in Python, by a function of torch's
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -54,20 +54,6 @@ class GuardBands:
                 yield
         finally:
             self._watching = False
-
-    @property
-    def is_making(self) -> bool:
-        """Whether what is allocated now is part of a guarded tensor."""
-        return self._making
-
-    @contextmanager
-    def from_python(self) -> Iterator[None]:
-        """Within it what is allocated was asked for in Python, by a function of torch's."""
-        before, self._from_python = self._from_python, True
-        try:
-            yield
-        finally:
-            self._from_python = before
 
     def place(self, tensor: torch.Tensor, *, beyond: int | None = None, read_only: bool = False) -> torch.Tensor:
         """A guarded copy with the same strides.
@@ -99,7 +85,7 @@ class GuardBands:
         """
         what = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
         where = f"a tensor {what}, allocated in {where_in_code()}"
-        slack = tensor.is_cuda and not self._from_python
+        slack = tensor.is_cuda and not self.from_python
         return self._guarded(tensor, where, self.beyond, keep, False, pinned, slack, zero)
 
     def check(self, what: str) -> None:
@@ -123,7 +109,7 @@ class GuardBands:
     ) -> torch.Tensor:  # fmt: skip
         if tensor.layout is not torch.strided or tensor.device.type == "meta" or not tensor.numel():
             return tensor
-        self._making = True
+        self.is_making = True
         try:
             band, inner = Band.around(tensor, where, beyond, pinned, slack, zero)
             if keep:
@@ -131,7 +117,7 @@ class GuardBands:
             if read_only:
                 band.freeze()
         finally:
-            self._making = False
+            self.is_making = False
         self._bands.append(band)
         return inner
 
@@ -146,8 +132,11 @@ class _Factories(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") not in _MAKES:
             return func(*args, **(kwargs or {}))
-        with self._guards.from_python():
+        before, self._guards.from_python = self._guards.from_python, True
+        try:
             return func(*args, **(kwargs or {}))
+        finally:
+            self._guards.from_python = before
 
 
 class _Allocations(TorchDispatchMode):

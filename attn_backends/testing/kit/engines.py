@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ import torch
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.page_table import PAD_SLOT
 from attn_backends.graphs.inputs import HeldTensors
-from attn_backends.interface import AttentionStep
 from attn_backends.spec import FP8_DTYPES
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.cases import BatchShape
@@ -67,15 +66,10 @@ def _put_pages(table: torch.Tensor, places: Sequence[int], own: CommonAttentionM
 class Engines(Graphs):
     """Cases of batches that come from another engine's tensors."""
 
-    def begin_common(self, layer: Layer, common: CommonAttentionMetadata) -> AttentionStep[Any]:
-        placed = layer.guards.place_batch(common)
-        with layer.guards.watching():
-            return layer.state.step_for(layer.builder.build(0, placed))
-
     def check_engine_batch(self, layer: Layer, batch: Batch, common: CommonAttentionMetadata, what: str) -> None:
         tail = common.num_tokens - common.num_actual_tokens
         for want_lse in self.lse_modes:
-            step = self.begin_common(layer, common)
+            step = layer.plan(common)
             assert_step(layer.forward(batch, step, num_padded_reqs=tail, want_lse=want_lse), batch, what)
 
     @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", "small_prefill"])
@@ -102,7 +96,7 @@ class Engines(Graphs):
         """Without slots the step brings nothing: what queries see is in the cache already."""
         batch = self.make_batch(self.make_spec(), shape)
         layer, pool = make_layer(self.backend, batch), batch.pool_after()
-        step = self.begin_common(layer, engine_batch(batch, Random(shape), writes=False))
+        step = layer.plan(engine_batch(batch, Random(shape), writes=False))
         assert pool is not None
         with layer.guards.watching():
             output = layer.impl.forward(batch.query, None, None, pool, step)
@@ -134,18 +128,17 @@ class Engines(Graphs):
         for every in (2, 1):
             common = batch.common()
             common.slot_mapping[::every] = PAD_SLOT
-            result = layer.forward(batch, self.begin_common(layer, common), kv_cache=batch.pool_after())
+            result = layer.forward(batch, layer.plan(common), kv_cache=batch.pool_after())
             assert_step(result, batch, f"{shape}, every {every}. token has no slot")
 
     @pytest.mark.parametrize("name", ["plain", "window_15", "sinks"])
     def test_graphs_over_an_engines_tensors(self, name: str) -> None:
         """Graphs read an engine's persistent tensors, or copies; rows of padding have no tokens and pages of junk. No
         context manager surrounds what is captured, and a clone's step serves an eager pass too."""
-        for query_len in self.query_lens:
-            for _, spec in self.served([feature(name)]):
-                batches = self.graph_batches(spec, query_len)
-                for shared in (True, False):
-                    self.check_engine_graphs(batches, query_len, shared)
+        for query_len, (_, spec) in product(self.query_lens, self.served([feature(name)])):
+            batches = self.graph_batches(spec, query_len)
+            for shared in (True, False):
+                self.check_engine_graphs(batches, query_len, shared)
 
     @pytest.mark.parametrize("cache_dtype", FP8_DTYPES, ids=str)
     def test_graphs_over_an_engines_tensors_and_8_bits(self, cache_dtype: torch.dtype) -> None:
@@ -170,11 +163,8 @@ class Engines(Graphs):
         same = all(map(torch.equal, vars(held).values(), before))
         assert same, "metadata to capture with has changed an engine's own tensors"
         captured = CapturedStep([layer], clone, batches[:1], ROWS, query_len, make_recorder(self.device), filler)
-        for batch in batches:
-            captured.fill([batch])
-            (result,) = captured.replay()
-            what = f"an engine's graph, tensors {'shared' if shared else 'copied'}, {query_len} tokens a row"
-            assert_step(result, batch, what)
+        what = f"an engine's graph, tensors {'shared' if shared else 'copied'}, {query_len} tokens a row"
+        self.check_replays(captured, [[batch] for batch in batches], what)
         self.check_replanned(layer, captured, batches, filler)
         captured.fill(batches[-1:])
         step = layer.state.step_for(layer.builder.build(0, filler(batches[-1], ROWS, query_len)))
@@ -202,18 +192,17 @@ class Engines(Graphs):
     def test_a_size_is_made_over_a_batch_that_is_there(self, name: str) -> None:
         """A clone that the first batch of its size makes leaves that batch as it is, where graphs read an engine's
         tensors or a step table's."""
-        for query_len in self.query_lens:
-            for _, spec in self.served([feature(name)]):
-                batches = self.graph_batches(spec, query_len)
-                layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
-                table = step_table(layer.state.limits, batches[0].cache, self.device)
-                held = engine_tensors(layer, batches[0].device)
-                for inputs, fill in ((held, _Filler(held)), (table.side.buffers, partial(batch_of_table, table))):
-                    layer.state.hold_graph_buffers(ROWS, inputs)
-                    for batch in batches[:3]:  # of three sizes
-                        rows = len(batch.rows)
-                        step = layer.state.step_for(layer.builder.build(0, fill(batch, rows, query_len)))
-                        assert_matches(layer.forward(batch, step), batch, f"the first of {rows} rows, {query_len} each")
+        for query_len, (_, spec) in product(self.query_lens, self.served([feature(name)])):
+            batches = self.graph_batches(spec, query_len)
+            layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
+            table = step_table(layer.state.limits, batches[0].cache, self.device)
+            held = engine_tensors(layer, batches[0].device)
+            for inputs, fill in ((held, _Filler(held)), (table.side.buffers, partial(batch_of_table, table))):
+                layer.state.hold_graph_buffers(ROWS, inputs)
+                for batch in batches[:3]:  # of three sizes
+                    rows = len(batch.rows)
+                    step = layer.state.step_for(layer.builder.build(0, fill(batch, rows, query_len)))
+                    assert_matches(layer.forward(batch, step), batch, f"the first of {rows} rows, {query_len} each")
 
 
 def engine_tensors(layer: Layer, device: torch.device) -> HeldTensors:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -55,8 +56,7 @@ class Graphs(KitBase):
 
     def check_replays(self, captured: CapturedStep, batches: Sequence[Sequence[Batch]], what: str) -> None:
         for each in batches:
-            captured.fill(each)
-            for i, (result, batch) in enumerate(zip(captured.replay(), each, strict=True)):
+            for i, (result, batch) in enumerate(zip(captured.run(each), each, strict=True)):
                 name = f"{what}, layer {i}, replay of {[row.data.seq_len for row in batch.rows]}"
                 assert_step(result, batch, name)
 
@@ -74,17 +74,15 @@ class Graphs(KitBase):
 
     @pytest.mark.parametrize("name", [f.name for f in FEATURES])
     def test_replays_equal_the_reference(self, name: str) -> None:
-        for query_len in self.query_lens:
-            for _, spec in self.served([feature(name)]):
-                self.check_graph(self.graph_batches(spec, query_len), query_len, f"{name} query_len={query_len}")
+        for query_len, (_, spec) in product(self.query_lens, self.served([feature(name)])):
+            self.check_graph(self.graph_batches(spec, query_len), query_len, f"{name} query_len={query_len}")
 
     @pytest.mark.parametrize("name", ["plain", "soft_cap", "sinks", "alibi", "window_15", "chunks_24"])
     def test_replays_with_scales(self, name: str) -> None:
         """A graph reads a float cache with the layer's scales, of keys and of values."""
-        for query_len in self.query_lens:
-            for _, spec in self.served([feature(name)]):
-                batches = self.graph_batches(spec, query_len, k_scale=0.3, v_scale=2.5)
-                self.check_graph(batches[:3], query_len, f"{name} with scales")
+        for query_len, (_, spec) in product(self.query_lens, self.served([feature(name)])):
+            batches = self.graph_batches(spec, query_len, k_scale=0.3, v_scale=2.5)
+            self.check_graph(batches[:3], query_len, f"{name} with scales")
 
     def test_replays_in_every_dtype(self, dtype: Any) -> None:
         for query_len in self.query_lens:
@@ -102,18 +100,17 @@ class Graphs(KitBase):
     @pytest.mark.parametrize("name", ["plain", "window_15"])
     def test_replays_over_a_step_table(self, name: str) -> None:
         """Graphs that are given a table's tensors may read them in place, and then serve its batches alone."""
-        for query_len in self.query_lens:
-            for _, spec in self.served([feature(name)]):
-                batches = self.graph_batches(spec, query_len)
-                layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
-                table = step_table(layer.state.limits, batches[0].cache, self.device)
-                captured = capture([layer], batches[:1], ROWS, query_len, table)
-                self.check_replays(captured, [[batch] for batch in batches], f"of a table, query_len={query_len}")
-                other = layer.builder.build(0, graph_batch(batches[0], ROWS, query_len))
-                read = captured.clone.get_graph_input_buffers(other)["slot_mapping"]
-                if read.data_ptr() == table.side.buffers.slot_mapping.data_ptr():
-                    with pytest.raises(ValueError, match="not of that table"):
-                        captured.clone.begin_forward(other)
+        for query_len, (_, spec) in product(self.query_lens, self.served([feature(name)])):
+            batches = self.graph_batches(spec, query_len)
+            layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
+            table = step_table(layer.state.limits, batches[0].cache, self.device)
+            captured = capture([layer], batches[:1], ROWS, query_len, table)
+            self.check_replays(captured, [[batch] for batch in batches], f"of a table, query_len={query_len}")
+            other = layer.builder.build(0, graph_batch(batches[0], ROWS, query_len))
+            read = captured.clone.get_graph_input_buffers(other)["slot_mapping"]
+            if read.data_ptr() == table.side.buffers.slot_mapping.data_ptr():
+                with pytest.raises(ValueError, match="not of that table"):
+                    captured.clone.begin_forward(other)
 
     def test_plan_groups_share_a_state(self) -> None:
         """Layers of different shapes and features in one graph: the state holds the largest need of all groups."""
@@ -128,26 +125,23 @@ class Graphs(KitBase):
 
     def test_replays_of_cross_attention(self) -> None:
         """Beside self-attention in one graph: both kinds of layers have lengths and pages of their own."""
-        for query_len in self.query_lens:
-            for _, spec in self.served([CROSS]):
-                plain = self.graph_batches(self.make_spec(), query_len)
-                cross = []  # encoders of lengths of their own, one of them empty; no row writes keys
-                for i, other in enumerate(plain):
-                    lens = [self.longer * (7 * n % 61) for n in range(i, i + len(other.rows))]
-                    shape = BatchShape(seq_lens=tuple(lens), query_lens=(query_len,) * len(lens))
-                    how: dict[str, Any] = {"new_kv_lens": (0,) * len(lens), "num_pages": PAGES, "poison": float("nan")}
-                    cross.append(self.make_batch(spec, shape, seed=20 + i, **how))
-                layers = make_layers(
-                    self.backend, [plain[0], cross[0]], *plain, *cross, num_padded_reqs=ROWS * query_len
-                )
-                batch = graph_batch(cross[0], ROWS, query_len)
-                if not layers[1].builder.can_run_in_cudagraph(batch):
-                    with pytest.raises(ValueError, match="graph"):
-                        layers[1].builder.build(0, batch)
-                    continue
-                each = list(zip(plain, cross, strict=True))
-                captured = self.capture(layers, each[0], query_len)
-                self.check_replays(captured, each, f"self-attention and cross attention, query_len={query_len}")
+        for query_len, (_, spec) in product(self.query_lens, self.served([CROSS])):
+            plain = self.graph_batches(self.make_spec(), query_len)
+            cross = []  # encoders of lengths of their own, one of them empty; no row writes keys
+            for i, other in enumerate(plain):
+                lens = [self.longer * (7 * n % 61) for n in range(i, i + len(other.rows))]
+                shape = BatchShape(seq_lens=tuple(lens), query_lens=(query_len,) * len(lens))
+                how: dict[str, Any] = {"new_kv_lens": (0,) * len(lens), "num_pages": PAGES, "poison": float("nan")}
+                cross.append(self.make_batch(spec, shape, seed=20 + i, **how))
+            layers = make_layers(self.backend, [plain[0], cross[0]], *plain, *cross, num_padded_reqs=ROWS * query_len)
+            batch = graph_batch(cross[0], ROWS, query_len)
+            if not layers[1].builder.can_run_in_cudagraph(batch):
+                with pytest.raises(ValueError, match="graph"):
+                    layers[1].builder.build(0, batch)
+                continue
+            each = list(zip(plain, cross, strict=True))
+            captured = self.capture(layers, each[0], query_len)
+            self.check_replays(captured, each, f"self-attention and cross attention, query_len={query_len}")
 
     def test_a_first_step_of_cross_attention_is_no_graphs(self) -> None:
         """It writes an encoder's keys, as many as there are: that is for eager steps."""

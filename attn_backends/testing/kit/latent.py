@@ -115,12 +115,7 @@ class Latent(KitBase):
         options = self.workspace_options(tokens)
         for shape in (CONTEXTS, LONG) if tokens > 1 else (CONTEXTS,):
             batch = self.make_batch(self.make_spec(dtype=dtype), shape, poison=float("nan"))
-            expected = batch.expected()
-            for want_lse in self.lse_modes:
-                layer = make_layer(self.backend, batch, num_padded_reqs=2, options=options)
-                step = layer.begin(batch, num_padded_reqs=2)
-                result = layer.forward(batch, step, num_padded_reqs=2, want_lse=want_lse)
-                assert_step(result, batch, f"context in chunks of {tokens}", expected)
+            self.check_batch(batch, f"context in chunks of {tokens}", num_padded_reqs=2, options=options)
 
     def test_chunks_do_not_grow_with_the_context(self) -> None:
         options = self.workspace_options(32)

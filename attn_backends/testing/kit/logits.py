@@ -19,7 +19,8 @@ from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.cases.features import CROSS, Feature, feature
 from attn_backends.testing.cases.random_batch import with_pool
 from attn_backends.testing.harness import Result, lse_error, make_layer, output_error, run_backend
-from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
+from attn_backends.testing.kit.base import WHOLE_PROMPTS
+from attn_backends.testing.kit.graphs import Graphs
 
 LEVELS = (-(2.0**16), -(2.0**14), 2.0**14, 2.0**16)  # of the logits, in natural units; others are twice as far from 0
 SCALES = (8.0, 0.125)  # of the layer: q·k before it is nearer to 0 than the logit, or further away
@@ -53,7 +54,7 @@ def levelled(batch: Batch, level: float, doubled: Doubled) -> Batch:
     return replace(batch, rows=tuple(map(row_of, batch.rows)))
 
 
-class Logits(KitBase):
+class Logits(Graphs):
     def levels(self, spec: AttentionSpec) -> list[float]:
         """The logits that the backend does not declare to be too low for it."""
         lowest = self.can.lowest_logit
@@ -110,19 +111,16 @@ class Logits(KitBase):
 
     def test_replays_of_logits_far_from_zero(self) -> None:
         """In a graph with padded rows; sinks weigh nothing beside the keys, unless these are taken for none."""
-        for query_len in self.query_lens:  # type: ignore[attr-defined]
-            for _, spec in self.served([feature("sinks")], scale=SCALES[0]):
-                for level in self.levels(spec):
-                    given = self.graph_batches(spec, query_len)[:2]  # type: ignore[attr-defined]
-                    sinks = given[0].sinks + min(level, 2 * level) - 100
-                    batches = [
-                        with_pool(replace(levelled(each, level, every_second), sinks=sinks), self.backend)
-                        for each in given
-                    ]
-                    layer = make_layer(self.backend, *batches, num_padded_reqs=len(batches[0].rows) * query_len)
-                    captured = self.capture([layer], batches[:1], query_len)  # type: ignore[attr-defined]
-                    for each in batches:
-                        captured.fill([each])
-                        for result in captured.replay():
-                            live = replace(result, output=result.output[: len(each.query)], lse=None)
-                            self.check_level(each, live, level, f"a replay of logits of {level}")
+        for query_len, (_, spec) in product(self.query_lens, self.served([feature("sinks")], scale=SCALES[0])):
+            for level in self.levels(spec):
+                given = self.graph_batches(spec, query_len)[:2]
+                assert given[0].sinks is not None
+                sinks = given[0].sinks + min(level, 2 * level) - 100
+                changed = [replace(levelled(each, level, every_second), sinks=sinks) for each in given]
+                batches = [with_pool(each, self.backend) for each in changed]
+                layer = make_layer(self.backend, *batches, num_padded_reqs=len(batches[0].rows) * query_len)
+                captured = self.capture([layer], batches[:1], query_len)
+                for each in batches:
+                    for result in captured.run([each]):
+                        live = replace(result, output=result.output[: len(each.query)], lse=None)
+                        self.check_level(each, live, level, f"a replay of logits of {level}")

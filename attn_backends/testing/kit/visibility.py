@@ -13,26 +13,21 @@ import pytest
 import torch
 
 from attn_backends.spec import AttentionSpec
-from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.cases import BatchShape, WindowCase, load_cases
 from attn_backends.testing.cases.features import ENCODER, feature
 from attn_backends.testing.cases.random_batch import with_pool
-from attn_backends.testing.harness import Backend, make_layer
+from attn_backends.testing.harness import make_layer
 from attn_backends.testing.kit.base import WHOLE_PROMPTS, KitBase
 from attn_backends.testing.reference import sees
-
-
-def one_hot(batch: Batch, backend: Backend, first_key: int) -> Batch:
-    """`Batch.one_hot` over a pool of its own."""
-    changed = batch.one_hot(first_key)
-    return changed if batch.pool is None else with_pool(changed, backend)
 
 
 class Visibility(KitBase):
     def key_weights(self, spec: AttentionSpec, shape: BatchShape, first_keys: Sequence[int]) -> torch.Tensor:
         """Weights [num_tokens, num_qo_heads, len(first_keys) * head_dim_vo] of the keys in blocks from `first_keys`."""
         batch = self.make_batch(spec, shape)
-        blocks = [one_hot(batch, self.backend, first_key) for first_key in first_keys]
+        blocks = [batch.one_hot(first_key) for first_key in first_keys]
+        if batch.pool is not None:  # each has one of its own
+            blocks = [with_pool(block, self.backend) for block in blocks]
         layer = make_layer(self.backend, blocks[0])
         weights = [layer.forward(block, layer.begin(block)).output.float().cpu() for block in blocks]
         return torch.cat(weights, dim=-1)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from attn_backends.interface import CudaGraphSupport, Unsupported
 from attn_backends.spec import AttentionSpec
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.graphs.harness import CapturedStep, capture, graph_batch
-from attn_backends.testing.harness import Layer, make_layer
+from attn_backends.testing.harness import Layer, Result, make_layer
 from attn_backends.testing.lint.finding import Finding
 from attn_backends.testing.lint.judge import Drawn
 from attn_backends.testing.lint.subject import BatchKind, Subject
@@ -50,7 +51,7 @@ def _replayed(subject: Subject, spec: AttentionSpec, query_len: int) -> Iterator
         return
     yield from _moved(captured, layer, batches, query_len, where)
     for nth, batch in enumerate(batches):
-        found = _replay(captured, batch)
+        found = Drawn(batch).failure(partial(_replay, captured, batch))
         if found is not None:
             lengths = [[row.data.seq_len for row in each.rows] for each in batches[: nth + 1]]
             yield Finding("graph-stale", where, f"replay {nth} of batches with lengths {lengths}: {found}",
@@ -72,13 +73,8 @@ def _batches(subject: Subject, spec: AttentionSpec, query_len: int) -> list[Batc
     return [replace(batch, sinks=batches[0].sinks) for batch in batches]
 
 
-def _replay(captured: CapturedStep, batch: Batch) -> str | None:
-    try:
-        captured.fill([batch])
-        found = Drawn(batch).wrong(captured.replay()[0])
-    except Exception as error:  # whatever a kernel library raises is the finding
-        return f"{type(error).__name__}: {error}"
-    return None if found is None else str(found)
+def _replay(captured: CapturedStep, batch: Batch) -> Result:
+    return captured.run([batch])[0]
 
 
 def _moved(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -54,6 +54,14 @@ class Drawn:
             return None
         fitting = (each for each in self.suppositions if not _mismatch(result, each.expected, self.batch))
         return next(fitting, found)
+
+    def failure(self, run: Callable[[], Result]) -> str | None:
+        """In words what is wrong with the result of a run, or what it raises; None: nothing."""
+        try:
+            found = self.wrong(run())
+        except Exception as error:  # whatever a kernel library raises is the finding
+            return f"{type(error).__name__}: {error}"
+        return None if found is None else str(found)
 
 
 def _mismatch(result: Result, expected: Expected, batch: Batch) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 from attn_backends.batch.common import CommonAttentionMetadata
@@ -13,11 +14,11 @@ from attn_backends.spec import AttentionSpec, Limits
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.graphs.harness import graph_batch
 from attn_backends.testing.guards.snapshot import differences, snapshot
-from attn_backends.testing.harness import Layer, limits_for, make_layer
+from attn_backends.testing.harness import limits_for, make_layer
 from attn_backends.testing.lint.calls import prefixed
 from attn_backends.testing.lint.finding import Finding
 from attn_backends.testing.lint.judge import Drawn
-from attn_backends.testing.lint.subject import KINDS, BatchKind, Subject
+from attn_backends.testing.lint.subject import KINDS, Subject
 
 _PAGES = 96  # one pool size for all batches of a builder
 _PAIRS = 40  # of batches that are built one after the other
@@ -135,21 +136,13 @@ def check_states(subject: Subject) -> Iterator[Finding]:
     layer = make_layer(subject.backend, *batches, num_padded_reqs=2, options=subject.options)
     before = "the first step"
     for kind, batch in zip(kinds, batches, strict=True):
-        batch = replace(batch, sinks=batches[0].sinks)
-        found = _step(layer, batch, kind)
-        alone = make_layer(subject.backend, batch, num_padded_reqs=2, options=subject.options)
-        if found is not None and _step(alone, batch, kind) is None:
+        drawn = Drawn(replace(batch, sinks=batches[0].sinks))
+        alone = make_layer(subject.backend, drawn.batch, num_padded_reqs=2, options=subject.options)
+        step = (drawn.batch, 0, kind.num_padded_reqs)
+        found = drawn.failure(partial(layer.run, *step))
+        if found is not None and drawn.failure(partial(alone.run, *step)) is None:
             yield Finding("state-stale", f"{kind.name}, behind {before}", found,
                           "Plan every step anew: a state keeps no values of the last one.")  # fmt: skip
         elif found is not None:
             yield Finding("run-failed", kind.name, found, "It is wrong by itself: run the conformance kit.")
         before = kind.name
-
-
-def _step(layer: Layer, batch: Batch, kind: BatchKind) -> str | None:
-    try:
-        step = layer.begin(batch, 0, kind.num_padded_reqs)
-        found = Drawn(batch).wrong(layer.forward(batch, step, num_padded_reqs=kind.num_padded_reqs))
-    except Exception as error:  # whatever a kernel library raises is the finding
-        return f"{type(error).__name__}: {error}"
-    return None if found is None else str(found)

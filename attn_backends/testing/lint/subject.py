@@ -14,7 +14,7 @@ from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.features import FLOATS, plain_cache, plain_spec
 from attn_backends.testing.cases.random_batch import random_batch
-from attn_backends.testing.harness import Backend, Result, make_layer
+from attn_backends.testing.harness import Backend, Result, run_backend
 from attn_backends.testing.lint.judge import Drawn
 from attn_backends.testing.verify.sizes import interprets_triton
 
@@ -109,9 +109,8 @@ class Subject:
 
     def run(self, batch: Batch, want_lse: bool = False, num_padded_reqs: int = 0, prefix_len: int = 0) -> Result:
         """One step, from new objects."""
-        layer = make_layer(self.backend, batch, num_padded_reqs=num_padded_reqs, options=self.options)
-        step = layer.begin(batch, prefix_len, num_padded_reqs)
-        return layer.forward(batch, step, num_padded_reqs=num_padded_reqs, want_lse=want_lse)
+        how = {"num_padded_reqs": num_padded_reqs, "options": self.options, "want_lse": want_lse}
+        return run_backend(self.backend, batch, common_prefix_len=prefix_len, **how)
 
     def builder(self, batch: Batch, limits: Limits) -> AttentionMetadataBuilder[Any]:
         """A new one, of the batch's layer."""
@@ -119,14 +118,5 @@ class Subject:
         return builder_cls(group, batch.cache, limits, batch.device, options=self.options)
 
     def honours(self, drawn: Drawn, num_padded_reqs: int = 0) -> bool:
-        """Whether a step that nobody may ask for is right."""
-        try:
-            return drawn.wrong(self.run(drawn.batch, num_padded_reqs=num_padded_reqs)) is None
-        except Exception:  # it refuses in its own way
-            return False
-
-    def forward_into(self, batch: Batch, output: torch.Tensor) -> torch.Tensor:
-        """One step that is given its output; returns what comes back."""
-        layer = make_layer(self.backend, batch, options=self.options)
-        step = layer.begin(batch)
-        return layer.impl.forward(batch.query, batch.key, batch.value, batch.fresh_pool(), step, output)
+        """Whether a step that nobody may ask for is right, and not refused in some way of its own."""
+        return drawn.failure(lambda: self.run(drawn.batch, num_padded_reqs=num_padded_reqs)) is None

@@ -16,9 +16,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from attn_backends.testing.verify.declared import Row
 from attn_backends.testing.verify.factors import factors
-from attn_backends.testing.verify.pairs import Pairs
+from attn_backends.testing.verify.pairs import Pairs, Row
 from attn_backends.testing.verify.run import Outcome
 from attn_backends.testing.verify.worker import Asked, may_lack_memory, prepare
 
@@ -53,16 +52,11 @@ class Tally:
         self.cases[outcome.kind] += 1
         self.steps.update(outcome.kinds)
         self.refused.update(outcome.refused)
-        self._add_values(outcome)
         for name, error in outcome.worst.items():
             if error > self.worst.get(name, -1.0):
                 self.worst[name], self.worst_seeds[name] = error, outcome.seed
-        if outcome.finding is not None:
+        if outcome.finding is not None:  # then the case has not shown that its values work
             self.findings.append({"seed": outcome.seed, "kind": outcome.kind, "what": outcome.finding})
-
-    def _add_values(self, outcome: Outcome) -> None:
-        """What ran; a case in which anything was found has not shown that its values work."""
-        if outcome.finding is not None:
             return
         for row in outcome.values:
             self.pairs.add(row)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from operator import add
 from random import Random
 
 from attn_backends.interface.capabilities import CudaGraphSupport
 from attn_backends.spec import AttentionType, MLASpec
 from attn_backends.testing.harness import Backend
-from attn_backends.testing.verify.layers import Form, draw_form, fits_all, without_value_scale
+from attn_backends.testing.verify.layers import Form, draw_form, fits_all
 from attn_backends.testing.verify.sizes import Size
 
 MULTIPROCESSORS = {2: 12, 6: 4, 46: 1, 108: 1, 132: 1, 192: 1}  # that an interpreter stands for, and how often
@@ -32,12 +33,13 @@ class Episode:
     num_padded_reqs: int
     gain: float  # of the queries: more makes a few keys heavy, and what latent rows are rounded to shows
 
+    def done(self, num_steps: int) -> list[int]:
+        """Query tokens of each request in so many steps together."""
+        return [sum(lens[row] for lens in self.steps[:num_steps]) for row in range(len(self.contexts))]
+
     def seq_lens(self, step: int, is_cross: bool) -> tuple[int, ...]:
         """The length of each request, once the step is done."""
-        if is_cross:
-            return self.contexts
-        done = (sum(lens) for lens in zip(*self.steps[: step + 1], strict=True))
-        return tuple(context + new for context, new in zip(self.contexts, done, strict=True))
+        return self.contexts if is_cross else tuple(map(add, self.contexts, self.done(step + 1)))
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,6 @@ class Case:
 def draw_case(backend: Backend, seed: int, size: Size, device: str, multiprocessors: int | None = None) -> Case:
     """The case of a seed."""
     form = draw_form(backend, Random(f"form {seed // size.siblings}"), size, device)
-    if backend.capabilities().mla:
-        form = without_value_scale(form)
     numbers = Random(f"case {seed}")
     size = size.scaled(2.0 ** -numbers.uniform(0, size.spread))
     level = backend.capabilities().cuda_graph

@@ -73,7 +73,7 @@ class LayerData:
 
     def _rows(self, episode: Episode, pages: Sequence[list[int]] | None) -> tuple[Row, ...]:
         spec, is_cross = self.spec, self.spec.attention_type is AttentionType.CROSS
-        query_lens = [sum(lens) for lens in zip(*episode.steps, strict=True)]
+        query_lens = episode.done(len(episode.steps))
         seq_lens = episode.seq_lens(len(episode.steps) - 1, is_cross)
         key_shape, value_shape = new_kv_shapes(spec)
         queries = (self._random(sum(query_lens), spec.num_qo_heads, spec.head_dim) * episode.gain).to(spec.dtype)

@@ -15,10 +15,9 @@ from attn_backends.testing.harness import Backend
 from attn_backends.testing.verify.cases import GRAPH_TOKENS, Case, Episode, case_of, draw_episode
 from attn_backends.testing.verify.factors import EAGER, GRAPH, LARGEST_HEAD_DIM, MIXED_GRAPH, WIDE_GRAPH
 from attn_backends.testing.verify.layers import Form
+from attn_backends.testing.verify.pairs import Row
 from attn_backends.testing.verify.sizes import Size, interprets_triton
 from attn_backends.testing.verify.values import kind_of
-
-Row = Mapping[str, Any]  # a value of each factor; no entry where none fits the others
 
 MEANINGLESS = "no such case"  # values that exclude each other in what they mean
 NOT_HERE = "not run here"  # what this machine cannot run, whatever the backend declares

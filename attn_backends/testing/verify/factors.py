@@ -73,6 +73,8 @@ def factors(backend: Backend) -> Factors:
         raise ValueError(f"no factor stands for {', '.join(unknown)} of Capabilities; name it in FIELDS of factors.py")
     found: Factors = {"dtype": _names(can.dtypes), "cache_dtype": _names(can.cache_dtypes)}
     found |= _latent_heads(can, backend) if can.mla else _heads(can, backend)
+    if can.unequal_head_dims:
+        found["head_dim_vo"] = ("same", "smaller", "larger")
     found["page_size"] = _page_sizes(can, backend)
     found["layout"] = tuple(sorted(can.layouts, reverse=True))
     found["attention_type"] = tuple(sorted(each.value for each in can.attention_types))
@@ -126,8 +128,6 @@ def _heads(can: Capabilities, backend: Backend) -> Factors:
     }
     if can.head_counts is not None:
         found["num_qo_heads"] = _declared(can.head_counts)
-    if can.unequal_head_dims:
-        found["head_dim_vo"] = ("same", "smaller", "larger")
     return found
 
 
@@ -143,8 +143,6 @@ def _latent_heads(can: Capabilities, backend: Backend) -> Factors:
         found["qk_nope_head_dim"] = _open(backend, "qk_nope_head_dim", 1, LARGEST_NOPE_DIM, (64, 128, 192))
     else:
         found["head_dim"] = _declared(can.head_dims)
-    if can.unequal_head_dims:
-        found["head_dim_vo"] = ("same", "smaller", "larger")
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -55,6 +55,8 @@ def draw_form(backend: Backend, numbers: Random, size: Size, device: str) -> For
         specs[spec] = model.name
     exact = numbers.random() < 0.5
     scales = tuple(_scales(spec, numbers, exact) for spec in specs)
+    if can.mla:
+        scales = tuple((k_scale, 1.0) for k_scale, _ in scales)  # a latent row has one
     joined = not can.mla and all(spec.head_dim == spec.head_dim_vo for spec in specs) and numbers.random() < 0.25
     return Form(tuple(specs.values()), tuple(specs), scales, page_size, layout, joined, refused)
 
@@ -161,11 +163,10 @@ def _page_size(can: Capabilities, numbers: Random) -> int:
 
 def _features(can: Capabilities, numbers: Random, kind: AttentionType) -> list[str]:
     """Up to three of the declared ones, in the order in which they are given up."""
-    if kind is not AttentionType.DECODER:
-        declared = [name for name in ("scale", "soft_cap", "sinks") if name == "scale" or getattr(can, name)]
-    else:
-        declared = [name for name in _FEATURES if name == "scale" or getattr(can, name)]
-        declared += ["alibi"] if can.standard_alibi and not can.alibi else []
+    names = _FEATURES if kind is AttentionType.DECODER else ("scale", "soft_cap", "sinks")
+    declared = [name for name in names if name == "scale" or getattr(can, name)]
+    if kind is AttentionType.DECODER and can.standard_alibi and not can.alibi:
+        declared.append("alibi")
     picked = numbers.sample(declared, k=min(len(declared), numbers.choice((0, 1, 1, 2, 2, 3))))
     excluded = {"chunks"} & set(picked) if "window" in picked else set()
     excluded |= {"alibi"} & set(picked) if "rope" in picked else set()
@@ -207,8 +208,3 @@ def _scales(spec: AttentionSpec, numbers: Random, exact: bool) -> tuple[float, f
 
 def fits_all(size: Size, form: Form, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> bool:
     return all(fits(size, spec, query_lens, seq_lens) for spec in form.specs)
-
-
-def without_value_scale(form: Form) -> Form:
-    """Latent rows of MLA have one scale."""
-    return replace(form, scales=tuple((k_scale, 1.0) for k_scale, _ in form.scales))

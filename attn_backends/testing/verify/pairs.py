@@ -7,7 +7,7 @@ from copy import copy
 from itertools import combinations
 from typing import Any
 
-Row = Mapping[str, Any]  # a value of each factor; None, or no entry: none of those declared
+Row = Mapping[str, Any]  # a value of each factor; None, or no entry: none declared, or none that fits the others
 
 
 class Pairs:

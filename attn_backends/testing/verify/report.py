@@ -63,9 +63,8 @@ def _without_folder(word: str) -> str:
 
 def repeat_command(asked: Asked, seed: int) -> str:
     """What to type to run one case again."""
-    words = [*_environment(), "attn-backends", "verify", asked.name, "--case", str(seed), "--device", asked.device]
-    if asked.declared:
-        words.insert(len(_environment()) + 3, "--declared")
+    words = [*_environment(), "attn-backends", "verify", asked.name, *(["--declared"] if asked.declared else [])]
+    words += ["--case", str(seed), "--device", asked.device]
     for words_of_a_factor in asked.where:
         words += ["--where", words_of_a_factor]
     if asked.size != default_size(asked.device):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from operator import add
 from typing import Any
 
 import torch
@@ -151,24 +151,18 @@ class _Run:
 
 def _step_of(whole: Batch, episode: Episode, step: int) -> Batch:
     """The batch of one step of an episode."""
-    done = [sum(lens) for lens in zip(*episode.steps[:step], strict=True)] or [0] * len(whole.rows)
     if len(episode.steps) == 1:
         return whole
-    return whole.cut(
-        [(i, start, start + new) for i, (start, new) in enumerate(zip(done, episode.steps[step], strict=True))]
-    )
+    news = enumerate(zip(episode.done(step), episode.steps[step], strict=True))
+    return whole.cut([(i, start, start + new) for i, (start, new) in news])
 
 
 def _answers_of(expected: Expected, episode: Episode, step: int) -> Expected:
     """The reference's rows of one step, of those of all steps."""
-    totals = [sum(lens) for lens in zip(*episode.steps, strict=True)]
-    done = [sum(lens) for lens in zip(*episode.steps[:step], strict=True)] or [0] * len(totals)
-    return tuple(torch.cat(list(_parts(each, totals, done, episode.steps[step]))) for each in expected)  # type: ignore[return-value]
-
-
-def _parts(rows: torch.Tensor, totals: list[int], done: list[int], new: tuple[int, ...]) -> Iterator[torch.Tensor]:
-    for (start, _), first, count in zip(pairwise(accumulate(totals, initial=0)), done, new, strict=True):
-        yield rows[start + first : start + first + count]
+    firsts = map(add, accumulate(episode.done(len(episode.steps)), initial=0), episode.done(step))
+    rows = [first + i for first, new in zip(firsts, episode.steps[step], strict=True) for i in range(new)]
+    out, lse = expected
+    return out[rows], lse[rows]
 
 
 class Mismatch(AssertionError):

@@ -27,8 +27,9 @@ from pydantic import TypeAdapter
 from attn_backends.interface import AttentionBackend
 from attn_backends.registry.table import get_backend
 from attn_backends.testing.verify.cases import Case, draw_case
-from attn_backends.testing.verify.declared import Row, draw_declared
+from attn_backends.testing.verify.declared import draw_declared
 from attn_backends.testing.verify.factors import EAGER
+from attn_backends.testing.verify.pairs import Row
 from attn_backends.testing.verify.run import Outcome, run_case
 from attn_backends.testing.verify.sizes import SIZES
 

@@ -15,7 +15,6 @@ from attn_backends.backends.mla.flashinfer_mla.metadata import FlashInferMLAMeta
 from attn_backends.backends.mla.flashinfer_mla.options import FlashInferMLAOptions
 from attn_backends.backends.mla.flashinfer_mla.plan import (
     MLALibrary,
-    MLAPlan,
     PlannedRows,
     flat_pages,
     float_bytes,
@@ -50,7 +49,7 @@ def test_kernels_are_chosen_before_traffic() -> None:
     """A first plan loads or compiles kernels."""
     given = state(LIMITS, 16, 8)
     given.warm_up()
-    assert [plan._is_planned for plan in given._eager.values()] == [True, True]
+    assert [plan.is_planned for plan in given._eager.values()] == [True, True]
 
 
 def batch(*seq_lens: int, query_len: int = 1, **changes: Any) -> Batch:
@@ -69,7 +68,7 @@ def test_no_plan_overflows(heads: int, query_len: int) -> None:
     spec = owner.specs[0]
     assert owner.float_workspace.numel() == float_bytes(spec, 132)
     given = batch(*(64 * n for n in range(1, 9)), query_len=query_len, num_qo_heads=heads)
-    plan = MLAPlan(owner.library, spec, 16, "auto", owner.float_workspace, owner._ring, None)
+    plan = owner._eager[spec]
     builder = FlashInferMLAMetadataBuilder(owner.groups[0], CACHE, Limits(8, 64, 512), "cpu")
     rows = builder.build(0, given.common()).decode
     assert rows is not None

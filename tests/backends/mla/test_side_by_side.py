@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attn_backends import KVCacheSpec, MLASpec
-from attn_backends.backends.mla.flash_attn_mla.library import DecodeCall, VllmKernels
+from attn_backends.backends.mla.flash_attn_mla.library import DecodeCall, DecodeTensors, VllmKernels
 from attn_backends.backends.mla.flashmla.library import FilledSchedule, Kernels, MadeSchedule, load_kernels
 from attn_backends.backends.mla.metadata import DecodeRows
 from attn_backends.testing.harness import output_error
@@ -189,7 +189,7 @@ def test_flash_attention_3(lens: str, heads: int, query_len: int, num_splits: in
         q_nope, q_pe = query.flatten(0, 1).split([512, 64], dim=-1)
         latent, rope = cache.unsqueeze(2).split([512, 64], dim=-1)
         out = torch.full_like(q_nope, math.nan)
-        sums = kernels.decode(q_pe, q_nope, rope, latent, SCALE, out, call)
+        sums = kernels.decode(DecodeTensors(q_pe, q_nope, rope, latent, out), SCALE, call)
         return out, sums.t()
 
     case.compare(run, -math.inf)

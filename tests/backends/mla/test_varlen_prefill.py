@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attn_backends import MLASpec, get_backend
-from attn_backends.backends.mla.metadata import RaggedRows
+from attn_backends.backends.mla.metadata import ExpandedTensors, RaggedRows
 from attn_backends.registry import validate_options
 from attn_backends.spec import KVCacheSpec, Limits, plan_groups
 from attn_backends.testing.cases.random_batch import random_batch
@@ -76,7 +76,7 @@ def check_rows(
         lse = torch.full((before + tokens + 2, heads), 7.0, **how)
         plan = launches.plan(rows)
         part = slice(before, before + tokens)
-        plan.attend(query[part], key, value, output[part], lse[part])
+        plan.attend(ExpandedTensors(query[part], key, value, output[part], lse[part]))
         for outside in (slice(0, before), slice(before + tokens, None)):
             assert bool((output[outside] == 7).all())
             assert bool((lse[outside] == 7).all())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attn_backends.backends.torch.native.paged_rows import PagedKernel
 from attn_backends.testing.conformance import BackendConformance
 
 
@@ -26,9 +27,7 @@ class WithoutKernel(BackendConformance):
 
     @pytest.fixture(autouse=True)
     def _without_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in ("impl", "metadata"):
-            for name in ("is_native", "prefills_natively"):
-                monkeypatch.setattr(f"attn_backends.backends.torch.{module}.{name}", lambda options: False)
+        monkeypatch.setattr(PagedKernel, "serves", lambda spec, device: False)
 
 
 class TestTorchWithoutKernel(WithoutKernel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_backends.backends.mla.flash_attn_mla.library import DecodeCall
+from attn_backends.backends.mla.flash_attn_mla.library import DecodeCall, DecodeTensors
 from attn_backends.backends.mla.impl import LatentTensors, MLAImpl
 from attn_backends.backends.mla.state import MLAStep
 
@@ -17,7 +17,8 @@ class FlashAttnMLAImpl(MLAImpl):
         latent, rope = latent_cache.unsqueeze(2).split([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
         call: DecodeCall = step.plan
         scale = spec.scale * self.k_scale
-        kernel_lse = call.kernels.decode(q_pe, q_nope, rope, latent, scale, output.flatten(0, 1), call)
+        tensors = DecodeTensors(q_pe, q_nope, rope, latent, output.flatten(0, 1))
+        kernel_lse = call.kernels.decode(tensors, scale, call)
         if self.k_scale != 1.0:
             output.mul_(self.k_scale)
         if lse is not None:

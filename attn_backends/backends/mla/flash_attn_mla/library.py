@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from attn_backends.backends.mla.metadata import RaggedRows
+from attn_backends.backends.mla.metadata import ExpandedTensors, RaggedRows
 from attn_backends.spec import KVCacheSpec, MLASpec
 
 
@@ -25,6 +25,16 @@ class DecodeCall:
     max_seq_len: int  # an upper bound
     num_splits: int  # that keys of a row may be cut into
     schedule: torch.Tensor  # i32, of the library
+
+
+class DecodeTensors(NamedTuple):
+    """What the functions read of a layer's decode rows, and where they write."""
+
+    q_pe: torch.Tensor  # [num_tokens, num_qo_heads, qk_rope_head_dim]
+    q_nope: torch.Tensor  # [num_tokens, num_qo_heads, kv_lora_rank]
+    rope: torch.Tensor  # [num_pages, page_size, 1, qk_rope_head_dim]
+    latent: torch.Tensor  # [num_pages, page_size, 1, kv_lora_rank]
+    output: torch.Tensor  # like q_nope, written in place
 
 
 class Kernels(ABC):
@@ -57,23 +67,11 @@ class Kernels(ABC):
         return made
 
     @abstractmethod
-    def decode(
-        self,
-        q_pe: torch.Tensor,  # [num_tokens, num_qo_heads, qk_rope_head_dim]
-        q_nope: torch.Tensor,  # [num_tokens, num_qo_heads, kv_lora_rank]
-        rope: torch.Tensor,  # [num_pages, page_size, 1, qk_rope_head_dim]
-        latent: torch.Tensor,  # [num_pages, page_size, 1, kv_lora_rank]
-        scale: float,
-        output: torch.Tensor,  # like q_nope, written in place
-        call: DecodeCall,
-    ) -> torch.Tensor:
+    def decode(self, given: DecodeTensors, scale: float, call: DecodeCall) -> torch.Tensor:
         """Returns the LSE, natural, [num_qo_heads, num_tokens] f32."""
 
     @abstractmethod
-    def prefill(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, output: torch.Tensor,
-        rows: RaggedRows,
-    ) -> torch.Tensor:  # fmt: skip
+    def prefill(self, given: ExpandedTensors, scale: float, rows: RaggedRows) -> torch.Tensor:
         """Expanded keys and values of ragged rows. Returns the LSE as `decode`."""
 
 
@@ -85,41 +83,31 @@ class PrefillCall:
     scale: float
     rows: RaggedRows
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        """Attend for a layer; tensors and results as those of `ExpandedTensors`."""
-        kernel_lse = self.kernels.prefill(query, key, value, self.scale, output, self.rows)
-        if lse is not None:
-            lse.copy_(kernel_lse.t())
+    def attend(self, given: ExpandedTensors) -> None:
+        """Attend for a layer."""
+        lse = self.kernels.prefill(given, self.scale, self.rows)
+        if given.lse is not None:
+            given.lse.copy_(lse.t())
 
 
 class VllmKernels(Kernels):
     """vLLM's build, which writes where it is told."""
 
-    def decode(
-        self, q_pe: torch.Tensor, q_nope: torch.Tensor, rope: torch.Tensor, latent: torch.Tensor, scale: float,
-        output: torch.Tensor, call: DecodeCall,
-    ) -> torch.Tensor:  # fmt: skip
+    def decode(self, given: DecodeTensors, scale: float, call: DecodeCall) -> torch.Tensor:
+        q_pe, q_nope, rope, latent, output = given
         _, lse = self.module.flash_attn_varlen_func(
             q_pe, rope, latent, call.query_len, call.query_starts, call.max_seq_len, q_v=q_nope,
             seqused_k=call.seq_lens, block_table=call.page_table, softmax_scale=scale, causal=True, out=output,
             return_softmax_lse=True, scheduler_metadata=call.schedule, num_splits=call.num_splits, fa_version=3,
         )  # fmt: skip
-        lse_by_head: torch.Tensor = lse
-        return lse_by_head
+        return lse  # type: ignore[no-any-return]
 
-    def prefill(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, output: torch.Tensor,
-        rows: RaggedRows,
-    ) -> torch.Tensor:  # fmt: skip
+    def prefill(self, given: ExpandedTensors, scale: float, rows: RaggedRows) -> torch.Tensor:
         _, lse = self.module.flash_attn_varlen_func(
-            query, key, value, rows.max_query_len, rows.query_starts, rows.max_key_len, cu_seqlens_k=rows.key_starts,
-            softmax_scale=scale, causal=rows.causal, out=output, return_softmax_lse=True, fa_version=3,
+            *given[:3], rows.max_query_len, rows.query_starts, rows.max_key_len, cu_seqlens_k=rows.key_starts,
+            softmax_scale=scale, causal=rows.causal, out=given.output, return_softmax_lse=True, fa_version=3,
         )  # fmt: skip
-        lse_by_head: torch.Tensor = lse
-        return lse_by_head
+        return lse  # type: ignore[no-any-return]
 
 
 class InterfaceKernels(Kernels):
@@ -129,30 +117,23 @@ class InterfaceKernels(Kernels):
         """All that the page table can hold: its function is told nothing else."""
         return call.page_table.shape[1] * page_size
 
-    def decode(
-        self, q_pe: torch.Tensor, q_nope: torch.Tensor, rope: torch.Tensor, latent: torch.Tensor, scale: float,
-        output: torch.Tensor, call: DecodeCall,
-    ) -> torch.Tensor:  # fmt: skip
+    def decode(self, given: DecodeTensors, scale: float, call: DecodeCall) -> torch.Tensor:
+        q_pe, q_nope, rope, latent, output = given
         out, lse, *_ = self.module.flash_attn_with_kvcache(
             q_pe, rope, latent, qv=q_nope, cache_seqlens=call.seq_lens, page_table=call.page_table,
             cu_seqlens_q=call.query_starts, max_seqlen_q=call.query_len, softmax_scale=scale, causal=True,
             scheduler_metadata=call.schedule, num_splits=call.num_splits, return_softmax_lse=True,
         )  # fmt: skip
         output.copy_(out)
-        lse_by_head: torch.Tensor = lse
-        return lse_by_head
+        return lse  # type: ignore[no-any-return]
 
-    def prefill(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, output: torch.Tensor,
-        rows: RaggedRows,
-    ) -> torch.Tensor:  # fmt: skip
+    def prefill(self, given: ExpandedTensors, scale: float, rows: RaggedRows) -> torch.Tensor:
         out, lse, *_ = self.module.flash_attn_varlen_func(
-            query, key, value, rows.query_starts, rows.key_starts, rows.max_query_len, rows.max_key_len,
+            *given[:3], rows.query_starts, rows.key_starts, rows.max_query_len, rows.max_key_len,
             softmax_scale=scale, causal=rows.causal, return_attn_probs=True,
         )  # fmt: skip
-        output.copy_(out)
-        lse_by_head: torch.Tensor = lse
-        return lse_by_head
+        given.output.copy_(out)
+        return lse  # type: ignore[no-any-return]
 
 
 BUILDS: dict[str, type[Kernels]] = {

@@ -12,6 +12,7 @@ What the workspaces must hold is from `MLAPlan` of FlashInfer's attention/schedu
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -74,11 +75,17 @@ class MLALibrary:
         self.module, _ = load_flashinfer(module, *KNOWN)
 
     def wrapper(
-        self, floats: torch.Tensor, ints: torch.Tensor, kernels: str, graph: tuple[torch.Tensor, ...] | None
+        self, spec: MLASpec, floats: torch.Tensor, ints: torch.Tensor, kernels: str, graph: DecodeRows | None
     ) -> Any:
-        """A wrapper with these workspaces; one for a graph has its qo_indptr, kv_indptr, kv_indices, kv_len_arr."""
-        names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
-        buffers = {} if graph is None else dict(zip(names, graph, strict=True))
+        """A wrapper for a plan.
+
+        Args:
+            floats: [bytes] u8 on the device; shared by plans that run one after the other.
+            ints: [`int_bytes`] u8 on the device, the wrapper's own.
+            kernels: auto, fa2 or fa3.
+            graph: rows whose tensors a graph reads; None for eager steps.
+        """
+        buffers = {} if graph is None else _buffers(graph, spec.num_qo_heads)
         made = self.module.mla.BatchMLAPagedAttentionWrapper(
             floats, use_cuda_graph=graph is not None, backend=kernels, **buffers
         )
@@ -86,28 +93,16 @@ class MLALibrary:
         return made
 
 
+@dataclass(eq=False)
 class MLAPlan:
-    """What FlashInfer has planned for the decode rows of one plan group.
+    """What FlashInfer has planned for the decode rows of one plan group."""
 
-    Args:
-        floats: [bytes] u8 on the device; shared by plans that run one after the other.
-        kernels: auto, fa2 or fa3.
-        ring: pinned buffers of `int_bytes`: nothing in FlashInfer waits for the copy that reads one.
-        graph: rows whose tensors a graph reads; None for eager steps.
-    """
-
-    def __init__(
-        self, library: MLALibrary, spec: MLASpec, page_size: int, kernels: str, floats: torch.Tensor, ring: HostRing,
-        graph: DecodeRows | None,
-    ) -> None:  # fmt: skip
-        self.spec = spec
-        self.page_size = page_size
-        self.ring = ring
-        self._in_graph = graph is not None
-        self._is_planned = False
-        ints = torch.empty(ring.hosts_cpu[0].numel() * 4, dtype=torch.uint8, device=floats.device)
-        buffers = None if graph is None else _buffers(graph, spec.num_qo_heads)
-        self.wrapper = library.wrapper(floats, ints, kernels, buffers)
+    wrapper: Any  # FlashInfer's, made for this plan alone
+    spec: MLASpec
+    page_size: int
+    ring: HostRing  # pinned buffers of `int_bytes`: nothing in FlashInfer waits for the copy that reads one
+    in_graph: bool  # the wrapper has the tensors that a graph reads
+    is_planned: bool = field(default=False, init=False)
 
     def __call__(self, rows: DecodeRows) -> None:
         """Plan these rows, reading nothing of the device.
@@ -119,7 +114,7 @@ class MLAPlan:
         tokens = tokens_of_a_row(rows.query_len, self.spec.num_qo_heads)
         planned = PlannedRows.of(rows, width, tokens)
         pinned = self.ring.next_host().view(torch.uint8)
-        if self._is_planned:
+        if self.is_planned:
             self._plan_lengths(planned, pinned, pages)
         else:
             spec, wrapper = self.spec, self.wrapper
@@ -130,7 +125,7 @@ class MLAPlan:
                     planned.query_starts, planned.page_starts, pages, planned.kv_lens, spec.num_qo_heads, rank, rope,
                     self.page_size, planned.causal, spec.scale, spec.dtype, spec.cache_dtype,
                 )  # fmt: skip
-            self._is_planned = True
+            self.is_planned = True
         self.ring.sent()
 
     def run(
@@ -156,7 +151,7 @@ class MLAPlan:
 
     def _plan_lengths(self, planned: PlannedRows, pinned: torch.Tensor, pages: torch.Tensor) -> None:
         spec, wrapper = self.spec, self.wrapper
-        if not self._in_graph:  # a graph's pages are where they were
+        if not self.in_graph:  # a graph's pages are where they were
             wrapper._kv_indices_buf = pages
         wrapper._causal = planned.causal
         wrapper._plan_info = wrapper._cached_module.plan(
@@ -198,8 +193,9 @@ def flat_pages(page_table: torch.Tensor) -> tuple[torch.Tensor, int]:
     return table.as_strided(((num_rows - 1) * table.stride(0) + width,), (1,)), table.stride(0)
 
 
-def _buffers(rows: DecodeRows, num_qo_heads: int) -> tuple[torch.Tensor, ...]:
+def _buffers(rows: DecodeRows, num_qo_heads: int) -> dict[str, torch.Tensor]:
     """What a wrapper for graphs must be given. Kernels read the pages alone; the first plan fills the others."""
     num_parts = rows.num_rows * -(-rows.query_len // tokens_of_a_row(rows.query_len, num_qo_heads))
     starts = rows.seq_lens.new_empty(3, num_parts + 1)
-    return starts[0], starts[1], flat_pages(rows.page_table)[0], starts[2, :-1]
+    pages, _ = flat_pages(rows.page_table)
+    return {"qo_indptr": starts[0], "kv_indptr": starts[1], "kv_indices": pages, "kv_len_arr": starts[2, :-1]}

@@ -78,8 +78,9 @@ class FlashInferMLAState(MLAState):
         plan_all_kinds(self, FlashInferMLAMetadataBuilder, (1,), plan, progress)
 
     def _new_plan(self, spec: MLASpec, graph: DecodeRows | None) -> MLAPlan:
-        workspaces = (self.float_workspace, self._ring)
-        return MLAPlan(self.library, spec, self.cache.page_size, self._kernels, *workspaces, graph)
+        ints = torch.empty(self._ring.hosts_cpu[0].numel() * 4, dtype=torch.uint8, device=self.device)
+        wrapper = self.library.wrapper(spec, self.float_workspace, ints, self._kernels, graph)
+        return MLAPlan(wrapper, spec, self.cache.page_size, self._ring, graph is not None)
 
     def _check_slots(self) -> None:
         """Kernels number the slots of a whole page table, in 32 bits, and its pages in 31."""

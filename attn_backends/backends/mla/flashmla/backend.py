@@ -36,45 +36,31 @@ class FlashMLABackend(MLABackend):
 
     @classmethod
     def reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
-        """Its one kind of GPU, the dtype of the cache and the number of heads too."""
-        return cls._reject(spec, cache, device) + cls._reject_fp8(spec, "auto")
-
-    @classmethod
-    def _reject(cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str) -> list[Rejection]:
-        found = super().reject(spec, cache, device)
-        if isinstance(spec, MLASpec):
-            found += reject_other_half(spec, ", as the queries")
-            if spec.num_qo_heads > MAX_HEADS:
-                hint = "Choose a backend that takes so many heads, or split the heads over GPUs."
-                found.append(Rejection("num_qo_heads", str(spec.num_qo_heads), f"1 to {MAX_HEADS}", hint))
-        return found + reject_newer_gpu(device, 9, "9.0 (Hopper)", "Use a Hopper GPU or another backend.")
-
-    @classmethod
-    def _reject_fp8(cls, spec: AttentionSpec, provider: str) -> list[Rejection]:
-        """Latents of fp8 where the provider has no kernel for them; one that does not import is told elsewhere."""
-        if not isinstance(spec, MLASpec) or spec.cache_dtype is not FP8:
-            return []
-        try:
-            kernels = cls.state_cls.load_kernels(provider)
-        except ImportError:
-            return []
-        if kernels.fp8 is not None:
-            return []
-        hint = "Leave cache.dtype out, or set backend_options.provider to one that has it: vllm."
-        return [Rejection("cache_dtype", f"float8_e4m3fn of {kernels.name}", "bfloat16, float16", hint)]
+        return cls.reject_set_up(spec, cache, device, None)
 
     @classmethod
     def reject_set_up(
         cls, spec: AttentionSpec, cache: KVCacheSpec, device: torch.device | str, options: FlashMLAOptions | None
     ) -> list[Rejection]:
-        """The provider that is named, where it does not import or lacks what the cache's dtype needs."""
-        if options is None:
-            return cls.reject(spec, cache, device)
-        found = cls._reject(spec, cache, device) + cls._reject_fp8(spec, options.provider)
-        if not found:
-            try:
-                cls.state_cls.load_kernels(options.provider)
-            except ImportError as error:
+        """Its one kind of GPU, the dtype of the cache and the number of heads too; the provider where it lacks what the
+        cache's dtype needs, and one that is named where it does not import: `auto`'s absence is told elsewhere."""
+        found, is_fp8 = super().reject(spec, cache, device), isinstance(spec, MLASpec) and spec.cache_dtype is FP8
+        if isinstance(spec, MLASpec):
+            found += reject_other_half(spec, ", as the queries")
+            if spec.num_qo_heads > MAX_HEADS:
+                hint = "Choose a backend that takes so many heads, or split the heads over GPUs."
+                found.append(Rejection("num_qo_heads", str(spec.num_qo_heads), f"1 to {MAX_HEADS}", hint))
+        found += reject_newer_gpu(device, 9, "9.0 (Hopper)", "Use a Hopper GPU or another backend.")
+        if not is_fp8 and (options is None or found):
+            return found
+        try:
+            kernels = cls.state_cls.load_kernels((options or FlashMLAOptions()).provider)
+        except ImportError as error:
+            if options is not None and not found:
                 hint = "Install it, or set backend_options.provider to auto."
                 found.append(Rejection("provider", f"{options.provider} ({error})", "one that imports", hint))
+            return found
+        if is_fp8 and kernels.fp8 is None:
+            hint = "Leave cache.dtype out, or set backend_options.provider to one that has it: vllm."
+            found.append(Rejection("cache_dtype", f"float8_e4m3fn of {kernels.name}", "bfloat16, float16", hint))
         return found

@@ -28,17 +28,13 @@ class FlashMLAImpl(MLAImpl):
         rows, schedule = step.metadata.decode, step.plan
         assert rows is not None  # there is something to decode
         kernels: Kernels = schedule.kernels
-        paged = rows.page_table, schedule.seq_lens(rows)
+        scale, descales = self.spec.scale * self.k_scale, None
         if latent_cache.dtype is FP8:
-            rounded, scales = quantise(query, FP8, 1.0), self._descales
-            kernel_lse = kernels.run_fp8(
-                rounded, latent_cache, *paged, schedule.of(self), self.spec.scale, scales, output
-            )
-        else:
-            scale = self.spec.scale * self.k_scale
-            kernel_lse = kernels.run(query, latent_cache, *paged, schedule.of(self), scale, output)
-            if self.k_scale != 1.0:
-                output.mul_(self.k_scale)
+            query, scale, descales = quantise(query, FP8, 1.0), self.spec.scale, self._descales
+        planned = rows.page_table, schedule.seq_lens(rows), schedule.of(self)
+        kernel_lse = kernels.run(query, latent_cache, *planned, scale, output, descales)
+        if descales is None and self.k_scale != 1.0:
+            output.mul_(self.k_scale)
         if lse is not None:
             lse.copy_(kernel_lse.transpose(1, 2))
             lse.masked_fill_(lse == math.inf, -math.inf)

@@ -87,35 +87,25 @@ class Kernels:
         schedule: tuple[Any, Any],
         scale: float,
         output: torch.Tensor,  # [num_rows, query_len, num_qo_heads, 512], written in place
+        descales: tuple[torch.Tensor, torch.Tensor] | None = None,  # of queries and latents of fp8, [1] f32 each
     ) -> torch.Tensor:
-        """Returns the LSE [num_rows, num_qo_heads, query_len] f32, natural log, +inf for a row without keys."""
-        # The kernel takes all of a row's queries as those of its one KV head, whatever its docstring says of `out`.
-        given = {"out": output.view(len(output), 1, -1, output.shape[-1])} if self._writes_out else {}
-        made, lse = self.flash_mla_with_kvcache(
+        """Returns the LSE [num_rows, num_qo_heads, query_len] f32, natural log, +inf for a row without keys.
+
+        Over fp8 the kernel's own output is bfloat16, whatever the layer's dtype.
+        """
+        functions: Kernels | Fp8Functions = self
+        given: dict[str, torch.Tensor] = {}
+        if descales is not None:
+            functions, given = self.of_fp8(), {"descale_q": descales[0], "descale_k": descales[1]}
+        elif self._writes_out:
+            # The kernel takes all of a row's queries as those of its one KV head, whatever its docstring says of `out`.
+            given["out"] = output.view(len(output), 1, -1, output.shape[-1])
+        made, lse = functions.flash_mla_with_kvcache(
             query, latent_cache.unsqueeze(2), page_table, seq_lens, output.shape[-1], *schedule,
             softmax_scale=scale, causal=True, **given,
         )  # fmt: skip
-        if not self._writes_out:
+        if "out" not in given:
             output.copy_(made)
-        return lse  # type: ignore[no-any-return]
-
-    def run_fp8(
-        self,
-        query: torch.Tensor,  # [num_rows, query_len, num_qo_heads, 576] fp8
-        latent_cache: torch.Tensor,  # [num_pages, 64, 576] fp8
-        page_table: torch.Tensor,  # [num_rows, max_pages] i32
-        seq_lens: torch.Tensor,  # [num_rows] i32
-        schedule: tuple[Any, Any],
-        scale: float,
-        descales: tuple[torch.Tensor, torch.Tensor],  # of queries and of latents, [1] f32 each
-        output: torch.Tensor,  # [num_rows, query_len, num_qo_heads, 512], written in place
-    ) -> torch.Tensor:
-        """What `run` does, over fp8. The kernel's own output is bfloat16, whatever the layer's dtype."""
-        made, lse = self.of_fp8().flash_mla_with_kvcache(
-            query, latent_cache.unsqueeze(2), page_table, seq_lens, output.shape[-1], *schedule,
-            softmax_scale=scale, causal=True, descale_q=descales[0], descale_k=descales[1],
-        )  # fmt: skip
-        output.copy_(made)
         return lse  # type: ignore[no-any-return]
 
 
@@ -227,30 +217,34 @@ class _HeldSchedule(Schedule):
     """An object of the newer generation, which a call of the kernel fills."""
 
     _held: Any = None
+    _first: object = None  # the layer that filled it: where it comes again, a pass over the layers begins
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         return getattr(self._held, "tile_scheduler_metadata", None), getattr(self._held, "num_splits", None)
+
+    def fill_by(self, layer: object) -> None:
+        """A layer's call fills an empty one."""
+        self._held, self._first = self.kernels.new_schedule(), layer
 
 
 class FilledSchedule(_HeldSchedule):
     """The newer generation's: the first layer's call fills it, the others find it filled.
 
     A graph must fill it at every replay, so the launch that does must be captured: `in_graph`, every pass over the
-    layers begins with an empty one. A pass has begun where the layer that filled it comes again.
+    layers begins with an empty one.
     """
 
     def __init__(self, kernels: Kernels, in_graph: bool) -> None:
         super().__init__(kernels)
         self.in_graph = in_graph
-        self._first: object = None  # the layer that filled it
 
     def plan(self, rows: DecodeRows, num_qo_heads: int) -> None:
         self._held = self._first = None
 
     def of(self, layer: object) -> tuple[Any, Any]:
         if self._held is None or (self.in_graph and layer is self._first):
-            self._held, self._first = self.kernels.new_schedule(), layer
+            self.fill_by(layer)
         return self._held, None
 
 
@@ -258,10 +252,7 @@ class RefilledSchedule(_HeldSchedule):
     """The newer generation's in a graph: the first call fills it, and every later pass over the layers begins with a
     launch of ours that fills it again. The first pass warms up, so that the graph has the launch of ours."""
 
-    def __init__(self, kernels: Kernels) -> None:
-        super().__init__(kernels)
-        self._first: object = None  # layer of a pass
-        self._seq_lens: torch.Tensor | None = None
+    _seq_lens: torch.Tensor | None = None
 
     def plan(self, rows: DecodeRows, num_qo_heads: int) -> None:
         self._seq_lens = rows.seq_lens
@@ -270,7 +261,7 @@ class RefilledSchedule(_HeldSchedule):
         from attn_backends.backends.mla.flashmla.schedule import fill
 
         if self._held is None:
-            self._held, self._first = self.kernels.new_schedule(), layer
+            self.fill_by(layer)
         elif layer is self._first:
             assert self._seq_lens is not None  # the state plans first
             fill(self._seq_lens, self._held.tile_scheduler_metadata, self._held.num_splits)

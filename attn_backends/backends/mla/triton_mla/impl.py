@@ -11,8 +11,5 @@ class TritonMLAImpl(MLAImpl):
     zeroes_idle_rows = True
 
     def _decode(self, given: LatentTensors, step: MLAStep) -> None:
-        query, latent_cache, output, lse = given
-        split, rows = step.plan, step.metadata.decode
-        assert rows is not None  # as there are rows to decode
-        launch_decode(self.spec, self.k_scale, query, latent_cache, output, lse, rows.page_table, split,
-                      rows.query_len)  # fmt: skip
+        assert step.metadata.decode is not None  # as there are rows to decode
+        launch_decode(self.spec, self.k_scale, given, step.metadata.decode.page_table, step.plan)

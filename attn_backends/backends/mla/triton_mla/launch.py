@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attn_backends.backends.mla.impl import LatentTensors
 from attn_backends.backends.mla.triton_mla.arguments import (
     CombineConstants,
     CombineTensors,
@@ -77,16 +78,14 @@ class Split:
     workspace: Workspace
 
 
-def launch_decode(
-    spec: MLASpec, k_scale: float, query: torch.Tensor, latent_cache: torch.Tensor, output: torch.Tensor,
-    lse: torch.Tensor | None, page_table: torch.Tensor, split: Split, query_len: int,
-) -> None:  # fmt: skip
+def launch_decode(spec: MLASpec, k_scale: float, given: LatentTensors, page_table: torch.Tensor, split: Split) -> None:
     """Launch a layer's decode over rows that are split, and what combines the splits."""
+    query, latent_cache, output, lse = given
     plan, tile = split.plan, split.plan.tile
     block_rank, block_rope = block_dims(spec)
     constants = DecodeConstants(
-        WANT_LSE=int(lse is not None), PAGE_SIZE=latent_cache.shape[1], QUERY_LEN=query_len, HEADS=spec.num_qo_heads,
-        TILES=plan.tiles, BLOCK_M=plan.tile_rows, BLOCK_N=tile.keys, RANK=spec.kv_lora_rank,
+        WANT_LSE=int(lse is not None), PAGE_SIZE=latent_cache.shape[1], QUERY_LEN=query.shape[1],
+        HEADS=spec.num_qo_heads, TILES=plan.tiles, BLOCK_M=plan.tile_rows, BLOCK_N=tile.keys, RANK=spec.kv_lora_rank,
         ROPE=spec.qk_rope_head_dim, BLOCK_RANK=block_rank, BLOCK_ROPE=block_rope, STAGES=tile.stages,
         EXACT=int(query.dtype is torch.float32), LAUNCH_DEPENDENTS=supports_pdl(query.device),
     )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from attn_backends.backends.mla.impl import LatentTensors
 from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadataBuilder
 from attn_backends.backends.mla.state import MLAState
 from attn_backends.backends.mla.triton_mla.launch import Split, Workspace, launch_decode, suits_hopper_kernel
@@ -90,7 +91,7 @@ class TritonMLAState(MLAState):
         split.work_list.fill(empty(plan.num_rows, dtype=torch.int32), split.query_starts)
         lse = empty(plan.num_rows, query_len, spec.num_qo_heads, dtype=torch.float32) if want_lse else None
         table = empty(plan.num_rows, _WIDTH, dtype=torch.int32)
-        launch_decode(spec, 1.0, query, latents, query[..., : spec.kv_lora_rank], lse, table, split, query_len)
+        launch_decode(spec, 1.0, LatentTensors(query, latents, query[..., : spec.kv_lora_rank], lse), table, split)
 
     def _make_plan(self, spec: MLASpec, num_rows: int, query_len: int) -> SplitPlan:
         asked = self._asked(spec, num_rows, query_len)

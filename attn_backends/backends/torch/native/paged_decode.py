@@ -12,16 +12,7 @@ from pathlib import Path
 
 import torch
 
-from attn_backends.backends.torch.native.paged_rows import (
-    DTYPES,
-    Compiled,
-    PagedKernel,
-    PagedRows,
-    checked,
-    compile_kernel,
-    readable,
-)
-from attn_backends.cache.kv_cache import KVCache
+from attn_backends.backends.torch.native.paged_rows import DTYPES, Compiled, PagedKernel, compile_kernel
 from attn_backends.spec import AttentionSpec
 
 SOURCE = Path(__file__).with_name("paged_decode.c")
@@ -37,25 +28,6 @@ class PagedDecode(PagedKernel):
         if spec.group_size * (spec.head_dim + spec.head_dim_vo) > MOST_FLOATS:
             return None
         return _compiled(spec.head_dim, spec.head_dim_vo, spec.group_size, DTYPES[spec.dtype])
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: KVCache,
-        slots: torch.Tensor,
-        rows: PagedRows,
-        output: torch.Tensor,
-        lse: torch.Tensor | None = None,
-    ) -> int:
-        whole = lse is None and not rows.first_key and self.causal and output.is_contiguous()
-        if not whole or key is None or value is None:
-            return super().attend(query, key, value, kv_cache, slots, rows, output, lse)
-        query, key, value = readable(query, key, value)
-        of_rows = (rows.pages, rows.first_pages, rows.seq_lens)
-        num_threads: int = self.into(query, key, value, *kv_cache, slots, *of_rows, *self.constants, output)
-        return checked(num_threads)
 
 
 _numbers = count()

@@ -80,7 +80,7 @@ class PagedKernel(ABC):
         slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes)
         tensors = (torch.empty(0) if each is None else each.float() for each in (sinks, slopes))
         numbers = (spec.window_left, spec.chunk_size or 0, spec.scale, spec.logits_soft_cap or 0.0, k_scale, v_scale)
-        self.constants: tuple[Any, ...] = (*tensors, *numbers)  # in the order of `call`
+        self.constants: tuple[Any, ...] = (*tensors, *numbers)  # in the order in which `into` takes them
 
     @staticmethod
     @abstractmethod
@@ -114,12 +114,23 @@ class PagedKernel(ABC):
         lse: torch.Tensor | None = None,  # [num_tokens, num_qo_heads] f32, contiguous; natural log, sinks included
     ) -> int:
         """Write the new tokens of a step and attend its rows; returns the number of threads that did."""
+        whole = lse is None and not rows.first_key and self.causal and output.is_contiguous()
         if key is None or value is None:
-            key, value, slots = query, query, slots[:0]
+            whole, key, value, slots = False, query, query, slots[:0]
         query, key, value = readable(query, key, value)
+        if whole and self.into is not None:
+            of_rows = (rows.pages, rows.first_pages, rows.seq_lens)
+            return _checked(self.into(query, key, value, *kv_cache, slots, *of_rows, *self.constants, output))
         out = output.contiguous()
-        tensors = (query, key, value, *kv_cache, slots)
-        num_threads = call(self.run, *tensors, rows, out, lse, *self.constants, causal=self.causal)
+        sinks, slopes, window_left, chunk_size, *floats = self.constants
+        packed = _step.pack(
+            *_view(query), *_view(key), *_view(value), *_view(kv_cache.key), *_view(kv_cache.value), out.data_ptr(),
+            0 if lse is None else lse.data_ptr(), slots.data_ptr(), rows.pages.data_ptr(), rows.first_pages.data_ptr(),
+            rows.seq_lens.data_ptr(), 0 if rows.query_starts is None else rows.query_starts.data_ptr(),
+            sinks.data_ptr(), slopes.data_ptr(), len(slots), len(rows.seq_lens), kv_cache.key.shape[2],
+            kv_cache.key.shape[1], rows.first_key, window_left, chunk_size, self.causal, *floats,
+        )  # fmt: skip
+        num_threads = _checked(self.run(packed))
         if out is not output:
             output.copy_(out)
         return num_threads
@@ -142,25 +153,7 @@ def readable(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
     return (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
 
 
-def call(
-    run: Callable[[Any], int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor,
-    value_cache: torch.Tensor, slots: torch.Tensor, rows: PagedRows, output: torch.Tensor, lse: torch.Tensor | None,
-    sinks: torch.Tensor, slopes: torch.Tensor, window_left: int, chunk_size: int, *floats: float, causal: bool = True,
-) -> int:  # fmt: skip
-    """Run a kernel; returns the number of its threads."""
-    num_threads = run(
-        _step.pack(
-            *_view(query), *_view(key), *_view(value), *_view(key_cache), *_view(value_cache), output.data_ptr(),
-            0 if lse is None else lse.data_ptr(), slots.data_ptr(), rows.pages.data_ptr(), rows.first_pages.data_ptr(),
-            rows.seq_lens.data_ptr(), 0 if rows.query_starts is None else rows.query_starts.data_ptr(),
-            sinks.data_ptr(), slopes.data_ptr(), len(slots), len(rows.seq_lens), key_cache.shape[2],
-            key_cache.shape[1], rows.first_key, window_left, chunk_size, causal, *floats,
-        )
-    )  # fmt: skip
-    return checked(num_threads)
-
-
-def checked(num_threads: int) -> int:
+def _checked(num_threads: int) -> int:
     if not num_threads:
         raise MemoryError("no memory for the pieces of long rows")
     return num_threads
