@@ -262,6 +262,7 @@ ELSEWHERE = {
     "verify_h100",
     "verify_alone",
     "verify_mended",
+    "verify_splits",
     "decode_trials_7",
     "decode_trials_8",
 }

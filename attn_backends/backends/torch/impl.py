@@ -132,6 +132,8 @@ class TorchImpl(AttentionImpl[TorchStep]):
         metadata = step.metadata
         shared = None if metadata.paged_rows is not None else self._attend_prefix(query, kv_cache, step)
         batch = metadata.decode_batch
+        if batch is not None and kv_cache is None:
+            raise ValueError(NO_KEYS)
         if batch is not None and batch.owners is not None and kv_cache is not None:
             tokens = slice(0, batch.num_rows)
             attended = self._attend_pieces(query[tokens], kv_cache, batch, batch.owners, step)

@@ -79,3 +79,17 @@ def test_pieces_after_a_shared_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_gives_no_lse_goes_row_by_row() -> None:
     assert not attended((13, 31, 9), cut(1), logits_soft_cap=2.0)[2]
+
+
+@pytest.mark.parametrize("options", [TOGETHER, cut(9)], ids=["together", "pieces"])
+def test_decodes_without_their_cache_are_refused(options: TorchOptions) -> None:
+    """And not left without an output."""
+    spec, cache, limits = AttentionSpec(HEADS, KV_HEADS, DIM), KVCacheSpec(PAGES, PAGE_SIZE), Limits(8, 32, 96)
+    group = plan_groups({0: spec})[0]
+    metadata = TorchMetadataBuilder(group, cache, limits, "cpu", options=options).build_from_groups(
+        rows_of((40, 7)), 0, 0
+    )
+    step = TorchState([group], cache, limits, "cpu", options=options).begin_forward(metadata)
+    query, key = torch.randn(2, HEADS, DIM), torch.randn(2, KV_HEADS, DIM)
+    with pytest.raises(ValueError, match="pass kv_cache"):
+        TorchImpl(spec, cache, "cpu", options=options).forward(query, key, key, None, step)

@@ -107,7 +107,7 @@ def test_short_chunks_behind_long_prefixes(dims: tuple[int, int], changes: dict[
     layer, expected = make_layer(get_backend("TRITON"), batch), batch.expected()
     for _ in range(3):
         step = layer.begin(batch)
-        assert int(step.splits.work_items[0, 5]) > 2
+        assert int(step.splits.work_items[:, 5].max()) > 2
         assert_matches(layer.forward(batch, step, want_lse=True), batch, "splits", expected)
     assert served == [True] * 3
 
@@ -155,8 +155,9 @@ def test_queries_that_do_not_come_in_lines(served: list[bool]) -> None:
 
 
 @pytest.mark.parametrize("dims", launch.HOPPER_DIMS, ids=str)
-def test_prompts(dims: tuple[int, int], served: list[bool]) -> None:
-    """Behind a decode; NaN lies behind the step's last key."""
+def test_prompts(dims: tuple[int, int], served: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a decode, which they do not take along; NaN lies behind the step's last key."""
+    monkeypatch.setattr(metadata, "are_faster_together", lambda *_: False)
     check(a_batch(spec_of(dims), [70, 90, 333, 128], [1, 90, 333, 128]))
     assert served == [False]
 
