@@ -406,9 +406,9 @@ def test_parts_of_latent_rows_are_read_behind_the_wait() -> None:
 
     from attn_backends.backends.mla.triton_mla.decode_kernel import mla_combine_kernel
 
-    constants = {"WANT_LSE": 0, "QUERIES": 128, "SLOT_QUERIES": 128, "RANK": 512, "BLOCK_RANK": 512, "BLOCK_SPLITS": 8,
-                 "USE_PDL": 1}  # fmt: skip
-    code = listing(_compiled(ASTSource, mla_combine_kernel, {"output": "*bf16"}, constants, 4, 90))
+    constants = {"WANT_LSE": 0, "QUERIES": 128, "SLOT_QUERIES": 128, "RANK": 512, "BLOCK_RANK": 512, "COLUMNS": 128,
+                 "BLOCK_SPLITS": 16, "USE_PDL": 1}  # fmt: skip
+    code = listing(_compiled(ASTSource, mla_combine_kernel, {"output": "*bf16"}, constants, 1, 90))
     before, waits, _ = code.partition("ACQBULK")
     assert waits
     assert before.count("LDG") <= 3

@@ -115,5 +115,6 @@ class CombineConstants(NamedTuple):
     SLOT_QUERIES: int
     RANK: int
     BLOCK_RANK: int
+    COLUMNS: int
     BLOCK_SPLITS: int
     USE_PDL: bool

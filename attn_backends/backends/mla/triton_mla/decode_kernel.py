@@ -96,7 +96,7 @@ def mla_decode_kernel(  # type: ignore[no-untyped-def]
                                    EXACT)  # fmt: skip
         acc = interleave_columns(acc)
         if num_splits == 1:
-            _write(output, lse, acc, m_i, l_i, row, lane, value_scale, WANT_LSE, QUERY_LEN * HEADS, RANK)
+            _write(output, lse, acc, m_i, l_i, row, lane, value_scale, WANT_LSE, QUERY_LEN * HEADS, RANK, RANK)
         else:
             slot = (first_slot + split).to(tl.int64) * (TILES * BLOCK_M) + lane
             tl.store(partial_acc + slot[:, None] * BLOCK_RANK + ranks[None], acc, mask=live[:, None])
@@ -118,10 +118,11 @@ def mla_combine_kernel(  # type: ignore[no-untyped-def]
     SLOT_QUERIES: tl.constexpr,  # queries that a partial slot holds
     RANK: tl.constexpr,  # latent columns
     BLOCK_RANK: tl.constexpr,  # RANK, padded
+    COLUMNS: tl.constexpr,  # of a query that are combined at a time
     BLOCK_SPLITS: tl.constexpr,  # splits that are combined at a time
     USE_PDL: tl.constexpr,  # 0 or 1: it starts before the decode has ended, whose work items were there before
 ):
-    """Combine the splits of rows: `spread` programs a work item take the row's queries in turn.
+    """Combine the splits of rows: `spread` programs a work item take the row's queries in turn, COLUMNS at a time.
 
     So a row has `spread` times as many programs as splits. The launch is one of its own: with 128 heads a row's partial
     results are megabytes, which the last work item of the row to end would combine alone.
@@ -133,12 +134,15 @@ def mla_combine_kernel(  # type: ignore[no-untyped-def]
         grid_wait()
     if row >= 0 and num_splits > 1:
         split, programs = split_info % MAX_SPLITS * spread + tl.program_id(0) % spread, num_splits * spread
-        for query in range(split * QUERIES // programs, (split + 1) * QUERIES // programs):
+        PARTS: tl.constexpr = BLOCK_RANK // COLUMNS
+        for nth in range(split * QUERIES * PARTS // programs, (split + 1) * QUERIES * PARTS // programs):
+            query, column = nth // PARTS, nth % PARTS * COLUMNS
             acc, m_i, l_i = combine_splits(
-                partial_acc, partial_ml, first_slot * SLOT_QUERIES + query, SLOT_QUERIES, num_splits, 1, 1, BLOCK_RANK,
-                BLOCK_SPLITS, BLOCK_RANK,
+                partial_acc + column, partial_ml, first_slot * SLOT_QUERIES + query, SLOT_QUERIES, num_splits, 1, 1,
+                BLOCK_RANK, BLOCK_SPLITS, COLUMNS,
             )  # fmt: skip
-            _write(output, lse, acc, m_i, l_i, row, query + tl.arange(0, 1), value_scale, WANT_LSE, QUERIES, RANK)
+            _write(output + column, lse, acc, m_i, l_i, row, query + tl.arange(0, 1), value_scale, WANT_LSE, QUERIES,
+                   RANK, RANK - column)  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -248,9 +252,10 @@ def _attend(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _write(  # type: ignore[no-untyped-def]
     output, lse, acc, m_i, l_i, row, lane, value_scale,
-    WANT_LSE: tl.constexpr, QUERIES: tl.constexpr, RANK: tl.constexpr,
+    WANT_LSE: tl.constexpr, QUERIES: tl.constexpr, RANK: tl.constexpr, num_columns,
 ):  # fmt: skip
-    """Outputs and natural LSEs of a row's queries `lane`; zeros and -inf for one that saw no key."""
+    """Outputs and natural LSEs of a row's queries `lane`, of columns from where `output` points to on; zeros and -inf
+    for one that saw no key."""
     live = lane < QUERIES
     at = row.to(tl.int64) * QUERIES + lane
     ranks = tl.arange(0, acc.shape[1])
@@ -258,6 +263,6 @@ def _write(  # type: ignore[no-untyped-def]
     divisor = tl.where(saw, l_i, 1.0)
     out = tl.where(saw[:, None], acc * (value_scale / divisor)[:, None], 0.0)
     to = output + at[:, None] * RANK + ranks[None]
-    tl.store(to, out.to(output.dtype.element_ty), mask=live[:, None] & (ranks[None] < RANK))
+    tl.store(to, out.to(output.dtype.element_ty), mask=live[:, None] & (ranks[None] < num_columns))
     if WANT_LSE:
         tl.store(lse + at, tl.where(saw, (m_i + tl.log2(divisor)) * LN_2, float("-inf")), mask=live)

@@ -32,7 +32,7 @@ from attn_backends.kernels.split_kv import HOPPER_PAGE, WorkList
 from attn_backends.spec import KVCacheSpec, MLASpec
 
 _COMBINE_REGISTERS = 64  # of a thread, for the parts that it joins at a time
-_COMBINE_WARPS = 4
+_COMBINE_WARPS, _COMBINE_COLUMNS = 1, 64  # of a query, at a time
 
 
 def suits_hopper_kernel(spec: MLASpec, cache: KVCacheSpec, device: torch.device) -> bool:
@@ -113,7 +113,8 @@ def mla_decode(
     combine = CombineConstants(
         value_scale=scales.value_scale, WANT_LSE=form.WANT_LSE, QUERIES=form.QUERY_LEN * form.HEADS,
         SLOT_QUERIES=form.TILES * form.BLOCK_M, RANK=form.RANK, BLOCK_RANK=form.BLOCK_RANK,
-        BLOCK_SPLITS=max(1, _COMBINE_REGISTERS * 32 * _COMBINE_WARPS // form.BLOCK_RANK),  # a power of two, as all are
+        COLUMNS=(columns := min(_COMBINE_COLUMNS, form.BLOCK_RANK)),
+        BLOCK_SPLITS=_COMBINE_REGISTERS * 32 * _COMBINE_WARPS // columns,  # a power of two, as all are
         USE_PDL=use_pdl,
     )  # fmt: skip
     launch(mla_combine_kernel, len(work_items) * spread,

@@ -149,13 +149,13 @@ class SplitPlan:
 
     @property
     def combine_spread(self) -> int:
-        """Number of programs of a work item that combine its row's queries.
+        """Number of programs of a work item that combine its row's queries, of one warp each.
 
-        Each takes about two where rows of one length are split. There is one for 32 queries at least: a long row among
+        Two take a query where rows of one length are split. There are four for 32 queries at least: a long row among
         short ones is split where rows of one length are not.
         """
         num_splits = self.target // self.num_rows
-        return max(1, self.queries // 32, self.queries // (2 * num_splits) if num_splits > 1 else 0)
+        return 4 * max(1, self.queries // 32, self.queries // (2 * num_splits) if num_splits > 1 else 0)
 
     @property
     def num_work_items(self) -> int:
