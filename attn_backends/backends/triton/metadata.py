@@ -247,10 +247,11 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     def _decodes(self, common: CommonAttentionMetadata) -> tuple[int, int, int]:
         """Rows that count as decodes, those that the decode kernel serves and what padding goes with them, and their
         longest query."""
-        lens, longest = common.query_lens_cpu.numpy()[: common.num_actual_reqs], common.max_query_len
-        if longest <= self.decode_threshold:
-            return common.num_actual_reqs, common.num_reqs, longest
-        count = int((lens > self.decode_threshold).argmax())
+        if common.max_query_len <= self.decode_threshold:
+            return common.num_actual_reqs, common.num_reqs, common.max_query_len
+        lens = common.query_lens_cpu.numpy()[: common.num_actual_reqs]
+        is_longer = lens > self.decode_threshold
+        count = int(is_longer.argmax()) if is_longer.any() else common.num_actual_reqs
         return count, count, int(lens[:count].max(initial=0))
 
 
