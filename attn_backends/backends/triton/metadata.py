@@ -17,6 +17,7 @@ from attn_backends.backends.triton.rules import (
     is_faster_upcast,
     prefill_share,
     prefill_splits,
+    reads_pages_on_hopper,
     short_tile,
     short_tiles,
     split_tile,
@@ -30,7 +31,6 @@ from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.kernels.prefill.launch import hopper_tile, suits_hopper_kernel
 from attn_backends.kernels.prefill.splits import PrefillSplits
 from attn_backends.kernels.prefill.tiles import PrefillTile
-from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import AttentionType, KVCacheSpec, Limits, PlanGroup
 
 _MANY_TOKENS = 4  # of decodes in the mean, from which on they are as prompts are
@@ -150,10 +150,13 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         is_paged = use_cache and not are_prompts
         is_whole = tile is not None or num_decode_rows >= common.num_actual_reqs
         splits = None if is_whole else self._prefill_splits(common, num_decode_rows, is_paged, num_upcast_keys > 0)
-        if splits is not None and self._takes_decodes_along(common, num_decode_rows, splits):
-            num_decode_rows = max_decode_len = 0
-            are_prompts = False
-            splits = self._prefill_splits(common, 0, True, False)
+        if splits is not None and self._can_take_decodes_along(common, num_decode_rows, splits):
+            together = self._prefill_splits(common, 0, is_paged=True, is_upcast=False)
+            rows = *_lens(common), num_decode_rows
+            if are_faster_together(self.group.spec, splits, together, *rows, self.device):
+                num_decode_rows = max_decode_len = 0
+                are_prompts = False
+                splits = together
         prefill = {
             "num_upcast_keys": num_upcast_keys,
             "prefill_share": None if splits or tile else self._prefill_share(common, num_decode_rows),
@@ -193,13 +196,15 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         """Whether decodes can run beside prefills: those by the kernel for Hopper let them."""
         return suits_hopper_kernel(self.group.spec, self.device)
 
-    def _takes_decodes_along(self, common: CommonAttentionMetadata, num_decodes: int, splits: PrefillSplits) -> bool:
-        """Whether the kernel for Hopper serves decodes too, with the prefills whose keys it splits."""
-        spec, reads_pages = self.group.spec, self.cache.page_size % HOPPER_PAGE == 0
-        if common.for_graph or not (num_decodes and reads_pages and self._can_run_beside):
+    @cached_property
+    def _reads_pages_on_hopper(self) -> bool:
+        return reads_pages_on_hopper(self.group.spec, self.cache, self.options, self.device)
+
+    def _can_take_decodes_along(self, common: CommonAttentionMetadata, num_decodes: int, splits: PrefillSplits) -> bool:
+        """Whether the kernel for Hopper can serve decodes too, with the prefills whose keys it splits."""
+        if common.for_graph or not (num_decodes and self._reads_pages_on_hopper):
             return False
-        has_its_tile = splits.tile == hopper_tile(spec)
-        return has_its_tile and are_faster_together(spec, splits, *_lens(common), num_decodes, self.device)
+        return splits.tile == hopper_tile(self.group.spec)
 
     def _prefill_share(self, common: CommonAttentionMetadata, num_decodes: int) -> float | None:
         if not (0 < num_decodes < common.num_actual_reqs and self._can_run_beside):
@@ -242,10 +247,11 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     def _decodes(self, common: CommonAttentionMetadata) -> tuple[int, int, int]:
         """Rows that count as decodes, those that the decode kernel serves and what padding goes with them, and their
         longest query."""
-        lens, longest = common.query_lens_cpu.numpy()[: common.num_actual_reqs], common.max_query_len
-        if longest <= self.decode_threshold:
-            return common.num_actual_reqs, common.num_reqs, longest
-        count = int((lens > self.decode_threshold).argmax())
+        if common.max_query_len <= self.decode_threshold:
+            return common.num_actual_reqs, common.num_reqs, common.max_query_len
+        lens = common.query_lens_cpu.numpy()[: common.num_actual_reqs]
+        is_longer = lens > self.decode_threshold
+        count = int(is_longer.argmax()) if is_longer.any() else common.num_actual_reqs
         return count, count, int(lens[:count].max(initial=0))
 
 

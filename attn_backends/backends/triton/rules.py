@@ -106,7 +106,7 @@ def short_tiles(
     it serves all prefills anyway, and where a token has more queries of wide heads than four warps can hold."""
     has_tile = options is not None and options.prompt_tile is not None
     is_held = spec.group_size <= SHORT_TILES[0].rows or spec.head_dim <= _MIDDLE
-    if has_tile or not is_held or not _reads_pages_on_hopper(spec, cache, options, device):
+    if has_tile or not is_held or not reads_pages_on_hopper(spec, cache, options, device):
         return ()
     return SHORT_TILES[spec.head_dim > _MIDDLE], SHORT_TILES[spec.head_dim > _NARROW]
 
@@ -140,7 +140,7 @@ def short_tile(
     return tiles[1] if most <= max(2 * longest, even) and keys <= mean * int(num_tiles.sum()) else None
 
 
-def _reads_pages_on_hopper(
+def reads_pages_on_hopper(
     spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None, device: torch.device
 ) -> bool:
     """Whether the kernel for Hopper serves prefills over the cache as it is."""
@@ -188,17 +188,16 @@ def prefill_splits(
 
 
 def are_faster_together(
-    spec: AttentionSpec, splits: PrefillSplits, query_lens: IntArray, seq_lens: IntArray, num_decodes: int,
-    device: torch.device,
+    spec: AttentionSpec, splits: PrefillSplits, together: PrefillSplits | None, query_lens: IntArray,
+    seq_lens: IntArray, num_decodes: int, device: torch.device,
 ) -> bool:  # fmt: skip
     """Whether prefills whose keys are split take the decodes along in less time than both, one behind the other.
 
     Args:
-        splits: of the prefills alone.
+        splits, together: of the prefills alone, and of all rows by the same tile.
         query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
     """
     tile, num_programs = splits.tile, splits.tile.num_programs(num_multiprocessors(device))
-    together = prefill_splits(spec, tile, query_lens, seq_lens, 0, device)
 
     def taken(first: int, target: int) -> float:
         load = TileLoad.of(spec, tile, query_lens[first:], seq_lens[first:])
@@ -220,6 +219,6 @@ def decode_tokens(
     """Most query tokens of a row that the decode kernel serves. With more queries for each KV head than its small tiles
     take, prefill's kernels read keys faster on Hopper: the one that is written for it, or over 8 bits the portable
     one."""
-    reads = _reads_pages_on_hopper(spec, cache, options, device)
+    reads = reads_pages_on_hopper(spec, cache, options, device)
     by_prefill = reads or can_upcast(spec, options or TritonOptions(), device)
     return least_decode_tokens(spec) if by_prefill else DECODE_TOKENS

@@ -86,9 +86,10 @@ def num_splits(load: TileLoad, num_kv_heads: int, target: int, min_blocks: int) 
     begun ones included, than of half of it.
     """
     even = max(min_blocks, -(-int(load.tiles @ load.blocks) * num_kv_heads // target))
+    most = np.maximum(load.blocks // min_blocks, 1)
     for eighths in SIZES:
-        splits = np.clip(-(-load.blocks // -(-even * eighths // 8)), 1, np.maximum(load.blocks // min_blocks, 1))
-        if int(load.tiles @ np.where(splits > 1, splits, 0)) * num_kv_heads <= target:
+        splits = np.maximum(np.minimum(-(-load.blocks // -(-even * eighths // 8)), most), 1)
+        if int(load.tiles @ (splits * (splits > 1))) * num_kv_heads <= target:
             break
     return splits
 

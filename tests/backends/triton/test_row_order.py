@@ -76,6 +76,16 @@ def test_all_rows_that_can_be_decoded_are(hopper: bool, group_size: int) -> None
     check()
 
 
+def test_rows_beside_longer_padding_are_decoded(hopper: bool) -> None:
+    """The longest row is then one of padding, and none of the others is prefilled for it."""
+    rows = [SequenceGroup(f"r{i}", (SequenceData(9, length, range(16)),)) for i, length in enumerate((1, 2))]
+    common = CommonAttentionMetadata.from_sequence_groups(rows, 16, "cpu", 2, padded_query_len=17)
+    metadata = builder_of(8).build(0, common)
+    assert metadata.num_decodes == metadata.num_decode_rows == metadata.max_decode_len == 2
+    assert metadata.num_decode_tokens == metadata.num_decode_row_tokens == 3
+    assert metadata.num_rows == 4
+
+
 def test_a_tile_that_is_asked_for_serves_rows_of_16_tokens(hopper: bool) -> None:
     """The portable kernel then prefills, which is no faster."""
     from attn_backends.backends.triton.tuning import TritonOptions

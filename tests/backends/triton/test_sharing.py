@@ -11,8 +11,15 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec
+from attn_backends.batch.common import CommonAttentionMetadata, SequenceData, SequenceGroup
+from attn_backends.kernels.prefill.tiles import PrefillTile
+from attn_backends.spec import KVCacheSpec, Limits, plan_groups
 
 sharing = pytest.importorskip("attn_backends.backends.triton.rules", reason="needs triton")
+metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
+tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
+launching = pytest.importorskip("attn_backends.kernels.launch")
+listing = pytest.importorskip("attn_backends.kernels.variants").listing
 
 # By benchmarks/rules/sharing.py.
 MEASURED = json.loads(Path(__file__).parents[3].joinpath("benchmarks/results/sharing.json").read_text())["rows"]
@@ -57,8 +64,27 @@ def test_decodes_that_split_prefills_take_along(monkeypatch: pytest.MonkeyPatch)
         lens = np.array([1] * decodes + [64], np.int32), np.array([keys] * decodes + [8192], np.int32)
         splits = sharing.prefill_splits(spec, tile, *lens, decodes, device)
         assert splits is not None
-        return bool(sharing.are_faster_together(spec, splits, *lens, decodes, device))
+        of_all = sharing.prefill_splits(spec, tile, *lens, 0, device)
+        return bool(sharing.are_faster_together(spec, splits, of_all, *lens, decodes, device))
 
     assert together(1, 100)
     assert together(8, 1000)
     assert not together(64, 6000)
+
+
+@pytest.mark.parametrize("kind", ["prefill_tile", "prompt_tile", None])
+def test_no_decodes_go_along_where_a_given_tile_reads_pages(kind: str | None) -> None:
+    """Prompts that the kernel for Hopper splits as they came: what is read from pages then takes another kernel."""
+    tile = PrefillTile(64, 32, 4, 2)
+    options = tuning.TritonOptions(**{kind: tile} if kind else {})
+    spec, cache, device = AttentionSpec(4, 1, 128, dtype=torch.bfloat16), KVCacheSpec(512, 16), torch.device("cpu")
+    rows = [SequenceData(300, 1, range(20)), SequenceData(300, 1, range(20)), SequenceData(0, 2000, range(125))]
+    groups = [SequenceGroup(str(i), (row,)) for i, row in enumerate(rows)]
+    with listing(launching.Machine(132, 227 << 10, True, True, True)):
+        builder = metadata.TritonMetadataBuilder(
+            plan_groups({0: spec})[0], cache, Limits(8, 4096, 4096), device, options=options
+        )
+        built = builder.build(0, CommonAttentionMetadata.from_sequence_groups(groups, 16, device))
+    assert built.prefill_splits is not None
+    assert built.num_decode_rows == (2 if kind else 0)
+    assert (built.prefill_splits.tile == sharing.hopper_tile(spec)) == (kind != "prompt_tile")
