@@ -12,9 +12,8 @@ from benchmarks.attention.random_report import report_of
 
 # By the name of the file, the page and the chart; the first is of all kinds of batches.
 TITLES = {
-    "random_h100": "Shapes that nobody chose, H100",
-    "random_h100_verify": "Verified tokens and chunks that nobody chose, H100",
     "random": "Shapes that nobody chose, H200",
+    "random_h100": "Shapes that nobody chose, H100",
 }
 NEWEST = next(iter(TITLES))
 TOPICS = "the distribution of TRITON's time over that of the best of all others, at shapes drawn at random"

@@ -133,15 +133,15 @@ def test_rows_are_brought_to_the_front_for_builders_that_want_it(adapter: Any) -
 
 
 def test_rows_in_front_are_those_that_all_layers_decode(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRITON on Hopper: of 8 queries for a KV head rows of 6 tokens, of 4 such rows of 12."""
+    """TRITON on Hopper: of 8 queries for a KV head rows of 2 tokens, of 4 such rows of 4."""
     rules = pytest.importorskip("attn_backends.backends.triton.rules", reason="needs triton")
     monkeypatch.setattr(rules, "suits_hopper_kernel", lambda *given: True)
     layers = {heads: AttentionSpec(heads, 2, 64, dtype=torch.bfloat16) for heads in (16, 8)}
     builder_cls = get_backend("TRITON").get_builder_cls()
     builders = [builder_cls(group, KVCacheSpec(64, 16), Limits(8, 64, 256), "cpu") for group in plan_groups(layers)]
-    assert [each.decode_threshold for each in builders] == [6, 12]
+    assert [each.decode_threshold for each in builders] == [2, 4]
     for given in (builders, builders[::-1]):
-        assert adapter.builder.decode_threshold_of(SimpleNamespace(builders=given)) == 6
+        assert adapter.builder.decode_threshold_of(SimpleNamespace(builders=given)) == 2
 
 
 @pytest.mark.parametrize(("device", "level"), [("cpu", "NEVER"), ("cuda", "UNIFORM_BATCH")])
