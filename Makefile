@@ -25,8 +25,8 @@ generate: $(READY) ## answer a few prompts, or yours: PROMPT="..."; more options
 test: $(READY) ## run the tests; a part of them: ARGS="tests/engine/test_config.py -x"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(ARGS)
 
-test-kernels: $(READY) ## run the kits and random layers over interpreted kernels that `make test` leaves out
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --long -m "first and long" -k interpreted $(ARGS)
+test-kernels: $(READY) ## run the tests of interpreted and emulated kernels that `make test` leaves out
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --long -m "first and long" -k "interpreted or Emulated" $(ARGS)
 
 long: $(READY) ## run all tests, with those that `make test` leaves out as they are more of the same
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --long $(ARGS)

@@ -29,6 +29,7 @@ LEFT_OUT = f"random_layers and ({' or '.join(f'[{seed}]' for seed in LATER)})"
 GUARD = 77.0
 
 
+@pytest.mark.long
 @in_own_process
 def test_interpreted() -> None:
     run_interpreted(__file__, f"not ({LEFT_OUT})")

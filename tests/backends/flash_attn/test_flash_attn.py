@@ -27,6 +27,8 @@ class TestFlashAttn2EmulatedInBfloat16(BackendConformance):
     dtypes = (torch.bfloat16,)
 
 
+@pytest.mark.first  # `make test-kernels` runs it
+@pytest.mark.long
 class TestFlashAttnInterfaceEmulated(BackendConformance):
     """The only test of this provider: there is no build of it to run."""
 
@@ -40,6 +42,8 @@ class TestFlashAttnInterfaceEmulatedInFloat16(BackendConformance):
     dtypes = (torch.float16,)
 
 
+@pytest.mark.first  # `make test-kernels` runs it
+@pytest.mark.long
 class TestVllmFa2Emulated(BackendConformance):
     """The only test of this provider: there is no build of it to run."""
 
@@ -79,6 +83,8 @@ class TestFlashAttn4Emulated(BackendConformance):
     dtypes = (torch.float16,)  # the other one below
 
 
+@pytest.mark.first  # `make test-kernels` runs it
+@pytest.mark.long
 class TestFlashAttn4EmulatedBf16(InBf16):
     backend_name = "FLASH_ATTN_FLASH_ATTN_4_EMULATED"
 

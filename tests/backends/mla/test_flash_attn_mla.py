@@ -47,6 +47,8 @@ class TestEmulatedModelShape(ModelShape):
 INTERFACE = "FLASH_ATTN_MLA_EMULATED_INTERFACE"
 
 
+@pytest.mark.first  # `make test-kernels` runs it
+@pytest.mark.long
 class TestEmulatedInterface(Small):
     backend_name = INTERFACE
     dtypes = (torch.bfloat16,)

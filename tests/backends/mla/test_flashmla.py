@@ -13,6 +13,8 @@ class TestFlashMLAEmulated(MLAConformance):
     backend_name = "FLASHMLA_EMULATED"
 
 
+@pytest.mark.first  # `make test-kernels` runs it
+@pytest.mark.long
 class TestFlashMLAEmulatedOlder(MLAConformance):
     backend_name = "FLASHMLA_EMULATED_OLDER"
     dtypes = (torch.float16,)

@@ -36,6 +36,7 @@ SHAPES = (
 )
 
 
+@pytest.mark.long
 @in_own_process
 def test_interpreted() -> None:
     run_interpreted(__file__, f"not ({SHARED} or {LIKE_OTHERS}) and ({CORE})")
