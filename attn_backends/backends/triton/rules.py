@@ -216,9 +216,9 @@ def _decode_time(spec: AttentionSpec, tile: SplitTile, seq_lens: IntArray, num_p
 def decode_tokens(
     spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None, device: torch.device
 ) -> int:  # fmt: skip
-    """Most query tokens of a row that the decode kernel serves. With more queries for each KV head than one of its small
-    tiles takes, prefill's kernel for Hopper reads keys faster; with more than three take, over 8 bits, the portable
-    one."""
+    """Most query tokens of a row that the decode kernel serves. With more queries for each KV head than one of its
+    small tiles takes, prefill's kernel for Hopper reads keys faster; with more than three take, over 8 bits, the
+    portable one."""
     reads = reads_pages_on_hopper(spec, cache, options, device)
     by_prefill = reads or can_upcast(spec, options or TritonOptions(), device)
     return least_decode_tokens(spec) if by_prefill else DECODE_TOKENS
