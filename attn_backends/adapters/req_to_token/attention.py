@@ -132,15 +132,21 @@ class ReqToTokenAttention(StepPlanner):
             self.plans.check_buffers(key, value, group)
         return self.plans.attend(query, key, value, group, planned).flatten(1)
 
-    def forward_extend(self, *call: Any, **named: Any) -> torch.Tensor:
-        """`forward`, whose arguments it takes, of an EXTEND, MIXED or TARGET_VERIFY step."""
+    def forward_extend(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer,
+        forward_batch: ForwardBatchLike, save_kv_cache: bool = True, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """`forward` of an EXTEND, MIXED or TARGET_VERIFY step."""
         self._expect({ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.TARGET_VERIFY})
-        return self.forward(*call, **named)
+        return self.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
-    def forward_decode(self, *call: Any, **named: Any) -> torch.Tensor:
-        """`forward`, whose arguments it takes, of a DECODE step."""
+    def forward_decode(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer,
+        forward_batch: ForwardBatchLike, save_kv_cache: bool = True, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """`forward` of a DECODE step."""
         self._expect({ForwardMode.DECODE})
-        return self.forward(*call, **named)
+        return self.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
     def _expect(self, modes: set[ForwardMode]) -> None:
         if self.planned is not None and self.planned.mode not in modes | {ForwardMode.IDLE}:
