@@ -20,7 +20,7 @@ from attn_backends.backends.triton.kernels.arguments import (
     UpcastTensors,
     UpcastVarying,
 )
-from attn_backends.backends.triton.kernels.decode import decode_kernel
+from attn_backends.backends.triton.kernels.decode import JOIN_WORDS, decode_kernel
 from attn_backends.backends.triton.kernels.upcast import upcast_kernel
 from attn_backends.backends.triton.tuning import DecodeTile, upcast_heads
 from attn_backends.kernels.equal_cuts import CutList, Filling, max_split_items
@@ -42,6 +42,8 @@ _REGISTERS = 65536  # of a multiprocessor
 _COMBINE_REGISTERS = (
     128  # of a thread, for the splits that it combines at a time; no more than half of what it can have
 )
+_COMBINED_ROWS = 64  # queries of all splits that one program combines: with more it takes them one after the other
+_JOIN_REGISTERS = 64  # of a thread, for the splits of one query that it combines at a time
 _UPCAST_BLOCK = 64  # of a program
 
 
@@ -74,6 +76,10 @@ class SplitPlan(NamedTuple):
         """Number of work items that can be splits of rows."""
         return max_split_items(self.num_programs(spec, tile, num_sms))
 
+    def num_counters(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
+        """What programs count in, where the splits of a row meet."""
+        return self.num_partial_slots(spec, tile, num_sms) * spec.num_kv_heads * self.tiles * int(JOIN_WORDS.value)
+
     def _filling(self, spec: AttentionSpec, programs: int, num_sms: int) -> int:
         """Number of cuts with which each multiprocessor has so many programs."""
         return min(max(1, num_sms * programs // (spec.num_kv_heads * self.tiles)), int(MAX_SPLITS.value) // 2)
@@ -91,7 +97,7 @@ class Schedule:
         num_rows: of the batch, padding included.
         query_len: most query tokens of a row.
         num_sms: multiprocessors, which work items are to fill.
-        counters: [partial slots * num_kv_heads * tiles] i32 or more, of the workspace that its launches use.
+        counters: [num_counters] i32 or more, of the workspace that its launches use.
     """
 
     def __init__(
@@ -104,7 +110,7 @@ class Schedule:
         min_blocks = max(1, tile.min_keys // tile.keys)
         _, window_left, chunk = visible_range(spec)
         sizes = SplitSizes(num_rows, max_cuts, window_left, chunk, tile.keys, min_blocks)
-        counted = counters[: self.plan.num_partial_slots(spec, tile, num_sms) * spec.num_kv_heads * self.plan.tiles]
+        counted = counters[: self.plan.num_counters(spec, tile, num_sms)]
         self.work_list = CutList(sizes, self.plan.filling(spec, tile, num_sms), counted)
         self.num_programs, self.more_items = self.work_list.num_programs, self.work_list.more_items
 
@@ -202,13 +208,15 @@ def _decode_constants(
     threads = 32 * tile.warps
     registers = min(_COMBINE_REGISTERS, _REGISTERS // (tile.programs * threads) // 2) * threads
     block_splits = 1 << max(1, registers // (plan.used_m * dims[-1])).bit_length() - 1  # a power of two
+    joined = min(tile.joined, max(2, _COMBINED_ROWS // plan.used_m))
     masked_stages = tile.stages if is_local else min(tile.stages, 3 if tile.keys <= _SHORT_BLOCK else 2)
     return DecodeConstants(
         *logits, alike, pairs, PAGE_SIZE=page_size, KV_HEADS=num_kv_heads, GROUP=group_size,
         TILES=plan.tiles, BLOCK_M=plan.block_m, BLOCK_N=tile.keys, DIM=dims.DIM, DIM_VO=dims.DIM_VO,
         BLOCK_DIM=dims.BLOCK_DIM, BLOCK_DIM_VO=dims.BLOCK_DIM_VO, STAGES=tile.stages,
         MASKED_STAGES=masked_stages, EXACT=int(exact),
-        USED_M=plan.used_m, JOINED=tile.joined, BLOCK_SPLITS=min(block_splits, tile.joined), PDL=int(pdl),
+        USED_M=plan.used_m, JOINED=joined, BLOCK_SPLITS=min(block_splits, joined),
+        JOIN_SIZE=_JOIN_REGISTERS * threads, THREADS=threads, PDL=int(pdl),
     )  # fmt: skip
 
 

@@ -41,11 +41,13 @@ class DecodeTile:
     stages: int  # blocks under way
     programs: int  # a multiprocessor, which the split aims at
     min_keys: int  # of an item: fewer are not worth joining
-    joined: int = 8  # splits that a program combines, a power of two of at least 2
+    joined: int = 8  # splits up to which one program combines all, a power of two of at least 2
 
     def __post_init__(self) -> None:
         if self.joined < 2 or self.joined & (self.joined - 1):
-            raise ValueError(f"joined is {self.joined}, how many splits meet at a time; give a power of two, as 8")
+            raise ValueError(
+                f"joined is {self.joined}, up to how many splits one program combines; give a power of two, as 8"
+            )
 
 
 class TritonOptions(BaseModel):
@@ -103,9 +105,8 @@ def _rule(key_bytes: int, itemsize: int, num_pairs: int) -> DecodeTile:
 
     A block of 16 keys is one page's, whose id is one number, and a program of one warp waits for no other: four to
     eight of them keep loads of 64 KiB and more under way. Wide keys are too much for one warp, and where there are few
-    pairs of a row and a KV head, longer blocks of more warps are sooner read. Few pairs are also cut into shorter
-    parts, as nobody else has work; but not those of wide keys, whose parts take longer to join than to read. From
-    trials at random shapes on an H200 (`benchmarks/tune/decode_trials.py`), of wide keys on an H100 too;
+    pairs of a row and a KV head, longer blocks of more warps are sooner read; so they are over 8 bits. From trials at
+    random shapes on an H200 (`benchmarks/tune/decode_trials.py`), of wide keys on an H100 too;
     `benchmarks/attention/random_shapes.py` judges it at others.
 
     Args:
@@ -114,15 +115,14 @@ def _rule(key_bytes: int, itemsize: int, num_pairs: int) -> DecodeTile:
     """
     is_few, is_wide = num_pairs <= _FEW_PAIRS, key_bytes >= _WIDE_KEY_BYTES * itemsize // 2
     if is_few and is_wide:
-        return DecodeTile(keys=32, warps=4, stages=6, programs=2, min_keys=256, joined=4)
+        return DecodeTile(keys=32, warps=4, stages=6, programs=1, min_keys=128)
     if is_wide and itemsize > 1:
-        return DecodeTile(keys=16, warps=2, stages=6, programs=4, min_keys=128, joined=8)
+        return DecodeTile(keys=16, warps=2, stages=6, programs=4, min_keys=128)
     if itemsize == 1:
         if is_few:
-            return DecodeTile(keys=64, warps=2, stages=6, programs=2, min_keys=64, joined=16)
+            return DecodeTile(keys=32, warps=2, stages=6, programs=2, min_keys=64)
         return DecodeTile(keys=32, warps=1, stages=6, programs=4, min_keys=128)
-    programs = max(4, min(8, 2048 // key_bytes))
-    return DecodeTile(keys=16, warps=1, stages=6, programs=programs, min_keys=64 if is_few else 128)
+    return DecodeTile(keys=16, warps=1, stages=6, programs=max(4, min(8, 2048 // key_bytes)), min_keys=128)
 
 
 def _fitted_decode_tile(tile: DecodeTile, spec: AttentionSpec, query_rows: int, smem_bytes: int) -> DecodeTile:

@@ -48,14 +48,13 @@ NOTHING = LaunchNeed(0, 0, 0)
 def decode_need(spec: AttentionSpec, tile: DecodeTile, query_len: int, num_sms: int) -> LaunchNeed:
     """What a decode launch over rows of up to `query_len` tokens writes, whatever their number and lengths.
 
-    A partial result has [num_kv_heads, tiles, lanes] queries of the padded head_dim_vo, and 2 numbers a query. So has
-    it a counter (see `decode_kernel`).
+    A partial result has [num_kv_heads, tiles, lanes] queries of the padded head_dim_vo, and 2 numbers a query.
     """
     plan = SplitPlan.of(spec, query_len)
     heads = spec.num_kv_heads * plan.tiles
     slots = plan.num_partial_slots(spec, tile, num_sms)
     queries = slots * heads * plan.used_m
-    return LaunchNeed(queries * block_dims(spec)[1], queries * 2, slots * heads)
+    return LaunchNeed(queries * block_dims(spec)[1], queries * 2, plan.num_counters(spec, tile, num_sms))
 
 
 def prefill_need(spec: AttentionSpec, num_sms: int) -> LaunchNeed:
@@ -92,7 +91,7 @@ class Workspace:
 
     partial_acc: torch.Tensor  # [partial slots * heads * lanes * head_dim_vo] f32
     partial_ml: torch.Tensor  # [partial slots * heads * lanes * 2] f32: highest logit in base 2, sum of weights
-    counters: torch.Tensor  # [partial slots * heads * tiles] i32, zeros between launches; a step's schedule clears them
+    counters: torch.Tensor  # i32, see `kernels.decode`; a step's schedule sets them to 0
     tiles: torch.Tensor  # [2] i32, of prefill, zeros between launches; a step with prefills clears them
     upcast_kv: torch.Tensor  # u8, keys and values of a cache of 8 bits, made 16 bits for prefills
 

@@ -170,7 +170,8 @@ def prefill_of(spec: AttentionSpec, page_size: int, room: int) -> tuple[Any, dic
 def decode_of(spec: AttentionSpec, num_rows: int, query_rows: int, room: int) -> tuple[Any, dict[str, Any]]:
     """The tile, and the kernel's constants, for one tile of queries."""
     tile = tuning.decode_tile(spec, KVCacheSpec(16, 16), num_rows, query_rows, None, room)
-    sizes = {"TILES": 1, "BLOCK_M": query_rows, "USED_M": query_rows, "BLOCK_SPLITS": 1, "BLOCK_N": tile.keys,
+    sizes = {"TILES": 1, "BLOCK_M": query_rows, "USED_M": query_rows, "BLOCK_SPLITS": 1, "JOIN_SIZE": 2048 * tile.warps,
+             "THREADS": 32 * tile.warps, "BLOCK_N": tile.keys,
              "STAGES": tile.stages, "MASKED_STAGES": 1,
              "PAIRS": int(spec.cache_dtype.itemsize == 1), "PDL": 0}  # fmt: skip
     return tile, constants_of(spec, 16, **sizes)
@@ -310,7 +311,19 @@ def test_an_fp8_cache_costs_no_slow_instructions(cached: torch.dtype) -> None:
 
     spec, latent = spec_of(128, 128, torch.bfloat16, cached), MLASpec(16, dtype=torch.bfloat16, cache_dtype=cached)
     decode = constants_of(
-        spec, 16, TILES=1, BLOCK_M=16, USED_M=16, BLOCK_SPLITS=1, BLOCK_N=64, STAGES=3, MASKED_STAGES=1, PAIRS=1, PDL=1
+        spec,
+        16,
+        TILES=1,
+        BLOCK_M=16,
+        USED_M=16,
+        BLOCK_SPLITS=1,
+        JOIN_SIZE=2048,
+        THREADS=32,
+        BLOCK_N=64,
+        STAGES=3,
+        MASKED_STAGES=1,
+        PAIRS=1,
+        PDL=1,
     )
     mla = {"WANT_LSE": 0, "PAGE_SIZE": 16, "QUERY_LEN": 1, "HEADS": 16, "TILES": 1, "BLOCK_M": 16, "BLOCK_N": 32,
            "RANK": 512, "ROPE": 64, "BLOCK_RANK": 512, "BLOCK_ROPE": 64, "EXACT": 0, "STAGES": 3, "latent_rows": None,
@@ -430,7 +443,7 @@ def test_decode_stays_in_registers(dims: tuple[int, int], query_rows: int, cache
     made = _compiled(ASTSource, decode_kernel, tensors_of(spec), constants, tile.warps, 90)
     code = listing(made)
     assert ("HGMMA" in code) == (query_rows == 64 and tile.warps >= 4)
-    assert code.count("LDL") < (128 if query_rows * dims[0] > 128 * 64 else 48)
+    assert code.count("LDL") < (160 if query_rows * dims[0] > 128 * 64 else 64)
 
 
 @pytest.mark.parametrize("heads", [16, 128])

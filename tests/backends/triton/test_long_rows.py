@@ -1,4 +1,4 @@
-"""On a GPU: rows in hundreds of splits, whose parts meet in several steps, and kernels that start early."""
+"""On a GPU: rows in hundreds of splits, which many programs combine, and kernels that start early."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from attn_backends.testing.harness import assert_matches, make_layer
 
 pytest.importorskip("triton", reason="needs triton")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
+joins = pytest.importorskip("tests.helpers.joins")
 
 pytestmark = pytest.mark.gpu
 
@@ -26,8 +27,8 @@ REPLAYS = 30
 @pytest.mark.parametrize("joined", [None, 2, 4, 8])
 @pytest.mark.parametrize("seq_lens", [(70_001,), (128_000, 17)], ids=str)
 def test_rows_in_hundreds_of_splits(seq_lens: tuple[int, ...], joined: int | None, query_len: int) -> None:
-    """More than 256 with parts of 64 keys, and those that the shipped tile gives; and a launch leaves its counters as
-    it found them."""
+    """More than 256 with parts of 64 keys, and those that the shipped tile gives; and a launch leaves its counters so
+    that the next one can count."""
     backend, query_lens = get_backend("TRITON"), (query_len,) * len(seq_lens)
     batch = random_batch(backend, WIDE, seq_lens, query_lens, device="cuda")
     tile = joined and tuning.DecodeTile(keys=32, warps=4, stages=6, programs=2, min_keys=64, joined=joined)
@@ -35,7 +36,7 @@ def test_rows_in_hundreds_of_splits(seq_lens: tuple[int, ...], joined: int | Non
     expected, step = batch.expected(), layer.begin(batch)
     for turn in range(3):
         assert_matches(layer.forward(batch, step), batch, f"turn {turn}", expected)
-        assert not step.workspace.counters.any()
+        assert joins.are_at_rest(step.workspace.counters)
 
 
 def clear_and_fill(query: torch.Tensor, source: torch.Tensor, cache: KVCache, values: torch.Tensor) -> None:

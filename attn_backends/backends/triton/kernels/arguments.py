@@ -52,6 +52,8 @@ class DecodeConstants(NamedTuple):
     USED_M: int
     JOINED: int
     BLOCK_SPLITS: int
+    JOIN_SIZE: int
+    THREADS: int
     PDL: int
 
 

@@ -1,8 +1,9 @@
 """Paged attention of rows with few query tokens: all rows' keys cut into parts of one size, one a program.
 
 The device itself cuts (see `equal_cuts`), so that a program may attend for one row after the other. There is no second
-launch: of the programs that have splits of a row, the last of each few to end combines what these have, and goes on as
-one of them. So a row of many splits is joined in about as many steps as their number has digits.
+launch: the last of the programs that have a row's few splits combines them. Of many splits that would be most of the
+time, as one program reads little at once: all those stay that need not wait for one that has not begun, and each
+combines some of the columns.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ from attn_backends.kernels.launch import WAIT_AT_ONCE, WAIT_FIRST, WAIT_LAST, ac
 from attn_backends.kernels.split_kv import FAR, MAX_SPLITS, combine_splits, store_partial
 from attn_backends.kernels.tile_kernels import attend_keys, logit_scale, write_rows
 
+JOIN_WORDS = tl.constexpr(4)  # of a row's splits, a KV head and a tile: the next two, and ARRIVED of two launches
+HAVE_BEGUN, LAUNCHES, ARRIVED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_STAYING = tl.constexpr(1 << 16)  # times as many as stay, above as many as have arrived
+_FEW_ROUNDS = tl.constexpr(2)  # in which a program combines few splits
+_WIDE, _NARROW = tl.constexpr(128), tl.constexpr(32)  # columns of a part, of few splits and of many
 _NOT_CONSTANT = ["table_row", "window_right", "window_left", "chunk", "has_sinks", "want_lse", "lse_token"]
 _ANYWHERE = ["lse", "page_table", "sinks"]  # no code depends on whether these are aligned
 
@@ -34,7 +40,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     more_items,  # [programs of a head, 2] i32, see `cut_kernel`; zeros where each has one work item
     partial_acc,  # [partial slots, KV_HEADS, TILES, USED_M, BLOCK_DIM_VO] f32
     partial_ml,  # [partial slots, KV_HEADS, TILES, USED_M, 2] f32: m_i in base 2, l_i
-    counters,  # [partial slots, KV_HEADS, TILES] i32, zeros between launches
+    counters,  # [partial slots, KV_HEADS, TILES, JOIN_WORDS] i32, see `_arrive`; of the splits' first slot
     slopes,  # [KV_HEADS * GROUP] f32, if ALIBI
     sinks,  # [KV_HEADS * GROUP] f32 logits, if has_sinks
     table_row,  # elements from row to row of the page table
@@ -76,8 +82,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     MASKED_STAGES: tl.constexpr,  # blocks under way in the loop with masks
     EXACT: tl.constexpr,  # 0 or 1, see `attend_keys`
     USED_M: tl.constexpr,  # queries of a tile that exist at most, a power of two
-    JOINED: tl.constexpr,  # splits that a program combines, a power of two
-    BLOCK_SPLITS: tl.constexpr,  # splits that are combined at a time
+    JOINED: tl.constexpr,  # splits up to which one program combines all
+    BLOCK_SPLITS: tl.constexpr,  # of these, that are combined at a time
+    JOIN_SIZE: tl.constexpr,  # numbers of more splits that a program combines at a time, a power of two
+    THREADS: tl.constexpr,  # of a program
     PDL: tl.constexpr,  # when this kernel starts, see `kernels.launch.Pdl`
 ):
     """One program attends for a cut of all rows' keys, a KV head and a tile of BLOCK_M of a row's queries.
@@ -103,6 +111,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         value, value_page, value_slot = as_pairs(value), value_page // 2, value_slot // 2
     while row >= 0:
         num_splits, split = split_info // MAX_SPLITS, split_info % MAX_SPLITS
+        words = counters + ((first_slot * KV_HEADS + head) * TILES + tile) * JOIN_WORDS
+        if num_splits > JOINED:
+            tl.atomic_add(words + HAVE_BEGUN, 1, sem="relaxed")
         lane = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         token = lane // GROUP
         q_head = head * GROUP + lane % GROUP
@@ -142,40 +153,43 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         else:
             # Partial results are [partial slots, KV_HEADS, TILES, USED_M, ...]
             used = query_len * GROUP - tile * BLOCK_M  # unused queries would take registers where splits are combined
-            partial_slot = ((first_slot + split) * KV_HEADS + head) * TILES + tile
-            store_partial(partial_acc, partial_ml, partial_slot, acc, m_i, l_i, used, USED_M)
-            step = 1
-            while num_splits > 0:
-                split = split // JOINED
-                count = tl.minimum(num_splits - split * JOINED, JOINED)
-                slot = first_slot + split * JOINED * step
-                # Where the second of those that meet begins: no others, of whatever step, count there, as a slot is
-                # 1 more than a multiple of JOINED for one step alone, once it is divided by that.
-                counter = counters + ((slot + step) * KV_HEADS + head) * TILES + tile
-                tl.debug_barrier()  # all of the program's stores come before its count
-                arrived = count - 1
-                if count > 1:
-                    arrived = tl.atomic_add(counter, 1, sem="acq_rel")
-                if arrived < count - 1:  # another is the last
-                    num_splits = 0
-                else:
+            first = (first_slot * KV_HEADS + head) * TILES + tile
+            step = KV_HEADS * TILES
+            have_begun, launches = 0, 0
+            if num_splits > JOINED:  # before the store, which takes longer than to find out
+                have_begun = _same_for_all(words + HAVE_BEGUN, THREADS)
+                launches = tl.load(words + LAUNCHES, volatile=True)
+            store_partial(partial_acc, partial_ml, first + split * step, acc, m_i, l_i, used, USED_M)
+            tl.debug_barrier()  # all of the program's stores come before its count
+            if num_splits > JOINED:
+                stays = (have_begun == num_splits) & (next_item >= end_item)
+                part, num_parts = _arrive(words, num_splits, launches, stays.to(tl.int32))
+                if num_parts > 0:
                     tl.debug_barrier()
-                    if count > 1:
-                        tl.store(counter, 0)  # for the next launch
-                    partial_slot = (slot * KV_HEADS + head) * TILES + tile
-                    row_acc, row_m, row_l = combine_splits(
-                        partial_acc, partial_ml, partial_slot, step * KV_HEADS * TILES, count, used, USED_M,
-                        BLOCK_DIM_VO, BLOCK_SPLITS, BLOCK_DIM_VO,
-                    )  # fmt: skip
-                    if num_splits > JOINED:
-                        tl.debug_barrier()  # all have read what is written over
-                        store_partial(partial_acc, partial_ml, partial_slot, row_acc, row_m, row_l, used, USED_M)
-                        num_splits, step = (num_splits + JOINED - 1) // JOINED, step * JOINED
-                    else:
-                        write_rows(output, lse, sinks, row_acc, row_m, row_l, tile * BLOCK_M + tl.arange(0, USED_M),
-                                   head, first_token, query_len, value_scale, out_token, out_head, lse_token,
-                                   has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
-                        num_splits = 0
+                    WIDE: tl.constexpr = BLOCK_DIM_VO if BLOCK_DIM_VO < _WIDE else _WIDE
+                    NARROW: tl.constexpr = BLOCK_DIM_VO if BLOCK_DIM_VO < _NARROW else _NARROW
+                    if num_splits <= _FEW_ROUNDS * (JOIN_SIZE // WIDE):  # of few splits whole rows are sooner read
+                        _combine_part(
+                            partial_acc, partial_ml, first, step, num_splits, part, num_parts, used, output, lse,
+                            sinks, tile, head, first_token, query_len, value_scale, out_token, out_head, lse_token,
+                            has_sinks, want_lse, GROUP, BLOCK_M, USED_M, DIM_VO, BLOCK_DIM_VO, JOIN_SIZE, WIDE,
+                        )  # fmt: skip
+                    else:  # of many splits more programs share a query's columns
+                        _combine_part(
+                            partial_acc, partial_ml, first, step, num_splits, part, num_parts, used, output, lse,
+                            sinks, tile, head, first_token, query_len, value_scale, out_token, out_head, lse_token,
+                            has_sinks, want_lse, GROUP, BLOCK_M, USED_M, DIM_VO, BLOCK_DIM_VO, JOIN_SIZE, NARROW,
+                        )  # fmt: skip
+            elif tl.atomic_add(words, 1, sem="acq_rel") == num_splits - 1:
+                tl.debug_barrier()
+                tl.store(words, 0)  # for the next launch
+                row_acc, row_m, row_l = combine_splits(
+                    partial_acc, partial_ml, first, step, num_splits, used, USED_M, BLOCK_DIM_VO, BLOCK_SPLITS,
+                    BLOCK_DIM_VO,
+                )  # fmt: skip
+                write_rows(output, lse, sinks, row_acc, row_m, row_l, tile * BLOCK_M + tl.arange(0, USED_M), head,
+                           first_token, query_len, value_scale, out_token, out_head, lse_token, has_sinks, want_lse,
+                           GROUP, DIM_VO)  # fmt: skip
         row, start, stop, first_slot, split_info, seq_len, first_token, query_len = _load_item(
             work_items, next_item, next_item < end_item
         )
@@ -194,3 +208,83 @@ def _load_item(work_items, work_item, exists):  # type: ignore[no-untyped-def]
     first_slot, split_info = tl.load(at + 3, mask=exists, other=0), tl.load(at + 4, mask=exists, other=0)
     seq_len, first_token = tl.load(at + 5, mask=exists, other=0), tl.load(at + 6, mask=exists, other=0)
     return row, start, stop, first_slot, split_info, seq_len, first_token, tl.load(at + 7, mask=exists, other=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _same_for_all(word, THREADS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A number that changes while it is read: all warps of a program go by what any of them has read, as they would
+    never meet again where they went apart."""
+    return tl.max(tl.load(word + tl.arange(0, THREADS) * 0, volatile=True), 0)
+
+
+@triton.jit
+def _arrive(words, num_splits, launches, stays):  # type: ignore[no-untyped-def]
+    """Count the program among those that have their partial result of a row stored, and let it wait for the others if
+    it stays.
+
+    It may only stay if all others have begun: these end whether or not any other program runs, as none of them waits
+    before it has arrived. The last one goes on for all of them if nobody stays.
+
+    `words` are HAVE_BEGUN, 0 between launches; LAUNCHES, which only has to change; and two of ARRIVED, of this launch
+    and of the one before, as those who stay may read theirs until the launch ends. The one that LAUNCHES points to is 0
+    between launches.
+
+    Returns:
+        which part of the columns this program combines, and of how many; 0 parts: it combines none.
+    """
+    arrived = words + ARRIVED + launches % 2
+    now = tl.atomic_add(arrived, 1 + stays * _STAYING, sem="acq_rel")
+    part = now // _STAYING
+    now += 1 + stays * _STAYING
+    is_last = now % _STAYING == num_splits
+    if is_last:
+        tl.store(words + HAVE_BEGUN, 0)
+        tl.store(words + ARRIVED + (launches + 1) % 2, 0)
+        tl.store(words + LAUNCHES, launches + 1)
+    while (stays > 0) & (now % _STAYING < num_splits):
+        now = tl.atomic_add(arrived, 0, sem="acquire")
+    num_parts = tl.where(stays > 0, now // _STAYING, 0)
+    return part, tl.where(is_last & (now < _STAYING), 1, num_parts)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _combine_part(  # type: ignore[no-untyped-def]
+    partial_acc,
+    partial_ml,
+    first,  # of the row's partial results
+    step,  # from one split's to the next one's
+    num_splits,
+    part,
+    num_parts,  # that the row's columns are combined in
+    used,  # queries of the tile that exist
+    output,
+    lse,
+    sinks,
+    tile,
+    head,
+    first_token,
+    query_len,
+    value_scale,
+    out_token,
+    out_head,
+    lse_token,
+    has_sinks,
+    want_lse,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    USED_M: tl.constexpr,
+    DIM_VO: tl.constexpr,
+    BLOCK_DIM_VO: tl.constexpr,
+    JOIN_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Combine and write every `num_parts`-th run of COLUMNS of a query from `part` on."""
+    RUNS: tl.constexpr = BLOCK_DIM_VO // COLUMNS
+    for run in range(part, tl.minimum(used, USED_M) * RUNS, num_parts):
+        query, column = run // RUNS, run % RUNS * COLUMNS
+        at = first.to(tl.int64) * USED_M + query
+        acc, m_i, l_i = combine_splits(partial_acc + column, partial_ml, at, step * USED_M, num_splits, 1, 1,
+                                       BLOCK_DIM_VO, JOIN_SIZE // COLUMNS, COLUMNS)  # fmt: skip
+        write_rows(output + column, lse, sinks, acc, m_i, l_i, tile * BLOCK_M + query + tl.arange(0, 1), head,
+                   first_token, query_len, value_scale, out_token, out_head, lse_token, has_sinks, want_lse, GROUP,
+                   DIM_VO - column)  # fmt: skip
