@@ -207,7 +207,7 @@ PAGES = (
          "Log-probabilities are the largest difference from FLASH_ATTN's among first tokens.", (
         Section("vllm_backends_cuda", "Llama-8B's shape", IN_VLLM, full=True),
         Section("vllm_backends_cuda_smollm2", "SmolLM2-135M's shape", IN_VLLM, full=True),
-        Section("vllm_backends_cuda_smollm2_prompts", "Its prompts again, TRITON first", IN_VLLM, full=True),
+        Section("vllm_backends_cuda_mix", "Llama-8B's mixed load again, two days later", IN_VLLM, full=True),
     )),
     Page("cpu", "On a CPU",
          "tokens a second beside transformers and vLLM; TORCH beside SDPA; linear layers; other work on the machine",
@@ -251,6 +251,8 @@ PAGES = (
                 "eager", "graphs", "steps", "new", "explained", "mismatches", "cut off")),
         Section("sanitizers_new_kernels", "The same since decode is cut and prefill split", ("backend", "tool", "eager",
                 "graphs", "steps", "new", "explained", "mismatches", "cut off")),
+        Section("sanitizers_joins", "The same since joins are of one warp", ("backend", "tool", "eager", "graphs",
+                "steps", "new", "explained", "mismatches", "cut off")),
         Section("sanitizers_triton", "TRITON before these", ("tool", "cases", "num_cases", "num_steps", "errors",
                 "mismatches", "ended")),
     )),
@@ -263,6 +265,7 @@ ELSEWHERE = {
     "verify_alone",
     "verify_mended",
     "verify_splits",
+    "verify_joins",
     "decode_trials_7",
     "decode_trials_8",
 }
