@@ -44,6 +44,7 @@ _COMBINE_REGISTERS = (
 )
 _COMBINED_ROWS = 64  # queries of all splits that one program combines: with more it takes them one after the other
 _JOIN_REGISTERS = 64  # of a thread, for the splits of one query that it combines at a time
+_WIDE, _NARROW = 128, 32  # columns of a query that a program combines at a time, of few splits and of many
 _UPCAST_BLOCK = 64  # of a program
 
 
@@ -216,7 +217,8 @@ def _decode_constants(
         BLOCK_DIM=dims.BLOCK_DIM, BLOCK_DIM_VO=dims.BLOCK_DIM_VO, STAGES=tile.stages,
         MASKED_STAGES=masked_stages, EXACT=int(exact),
         USED_M=plan.used_m, JOINED=joined, BLOCK_SPLITS=min(block_splits, joined),
-        JOIN_SIZE=_JOIN_REGISTERS * threads, THREADS=threads, PDL=int(pdl),
+        JOIN_SIZE=_JOIN_REGISTERS * threads, WIDE=min(dims[-1], _WIDE), NARROW=min(dims[-1], _NARROW), THREADS=threads,
+        PDL=int(pdl),
     )  # fmt: skip
 
 

@@ -171,8 +171,8 @@ def decode_of(spec: AttentionSpec, num_rows: int, query_rows: int, room: int) ->
     """The tile, and the kernel's constants, for one tile of queries."""
     tile = tuning.decode_tile(spec, KVCacheSpec(16, 16), num_rows, query_rows, None, room)
     sizes = {"TILES": 1, "BLOCK_M": query_rows, "USED_M": query_rows, "BLOCK_SPLITS": 1, "JOIN_SIZE": 2048 * tile.warps,
-             "THREADS": 32 * tile.warps, "BLOCK_N": tile.keys,
-             "STAGES": tile.stages, "MASKED_STAGES": 1,
+             "THREADS": 32 * tile.warps, "WIDE": min(128, tuning.block_dims(spec)[1]), "NARROW": 16,
+             "BLOCK_N": tile.keys, "STAGES": tile.stages, "MASKED_STAGES": 1,
              "PAIRS": int(spec.cache_dtype.itemsize == 1), "PDL": 0}  # fmt: skip
     return tile, constants_of(spec, 16, **sizes)
 
@@ -319,6 +319,8 @@ def test_an_fp8_cache_costs_no_slow_instructions(cached: torch.dtype) -> None:
         BLOCK_SPLITS=1,
         JOIN_SIZE=2048,
         THREADS=32,
+        WIDE=16,
+        NARROW=16,
         BLOCK_N=64,
         STAGES=3,
         MASKED_STAGES=1,

@@ -1,27 +1,39 @@
-"""How the programs that have splits of a row meet: `_arrive` as it is, interpreted by processes at the same time."""
+"""How programs that have splits of a row combine them, interpreted by processes at the same time, and faults.
+
+The interpreter alone runs one program after the other, so that only the last one ever finds all others begun.
+"""
 
 from __future__ import annotations
 
-import os
 import sys
 import time
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 
+from attn_backends import AttentionSpec, get_backend
+from attn_backends.testing.cases.random_batch import random_batch
+from attn_backends.testing.harness import assert_matches, make_layer
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
 from tests.helpers.mutate import copied_module
 
 triton = pytest.importorskip("triton", reason="needs triton")
 tl = pytest.importorskip("triton.language")
 decode = pytest.importorskip("attn_backends.backends.triton.kernels.decode")
+launch = pytest.importorskip("attn_backends.backends.triton.launch")
+state = pytest.importorskip("attn_backends.backends.triton.state")
+tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 joins = pytest.importorskip("tests.helpers.joins")
+side_by_side = pytest.importorskip("tests.helpers.side_by_side")
 
 LAUNCHES = 5  # one behind the other, over the same words
-PATIENCE_S = 20.0  # after which programs wait for ever
-FAULTS = {
+SLOTS = 6  # programs that run at a time
+WAITING_FAULTS = {
     "one of the words is not cleared": (
         "tl.store(words + ARRIVED + (launches + 1) % 2, 0)",
         "tl.store(words + ARRIVED + (launches + 1) % 2, 0, mask=launches % 2 == 0)"),
@@ -32,11 +44,27 @@ FAULTS = {
     "the last one always combines": ("is_last & (now < _STAYING)", "is_last"),
     "who stays does not wait": ("while (stays > 0) & (now % _STAYING < num_splits)", "while now < 0"),
 }  # fmt: skip
+COMBINING_FAULTS = {
+    "a part is not combined": ("for run in range(part, ", "for run in range(part + 1, "),
+    "the first part alone is combined": ("* RUNS, num_parts):", "* RUNS, num_parts * 64):"),
+    "columns of a query's first run": ("run % RUNS * COLUMNS", "0"),
+    "queries of runs": ("run // RUNS, run % RUNS", "run % RUNS, run % RUNS"),
+    "a split is left out": ("step * USED_M, num_splits, 1, 1,", "step * USED_M, num_splits - 1, 1, 1,"),
+    "splits of another head": ("at = first.to(tl.int64) * USED_M + query", "at = first.to(tl.int64) + query"),
+    "the LSE is not written": ("lse_token, has_sinks, want_lse, GROUP,\n                   DIM_VO - column)",
+                               "lse_token, has_sinks, 0, GROUP,\n                   DIM_VO - column)"),
+}  # fmt: skip
 
 
 @in_own_process
 def test_interpreted() -> None:
-    run_interpreted(__file__)
+    run_interpreted(__file__, "not faults")
+
+
+@pytest.mark.long
+@in_own_process
+def test_faults_interpreted() -> None:
+    run_interpreted(__file__, "faults")
 
 
 @triton.jit
@@ -55,7 +83,7 @@ def arrive_kernel(words, parts, num_splits, may_stay):  # type: ignore[no-untype
     tl.store(parts + 2, stays)
 
 
-def run(may_stay: list[bool], begin_s: list[float], attend_s: list[float]) -> torch.Tensor:
+def meet(may_stay: list[bool], begin_s: list[float], attend_s: list[float], patience_s: float = 20.0) -> torch.Tensor:
     """[launches, programs, 3]: each program's part, their number, and whether it stayed.
 
     Args:
@@ -64,72 +92,122 @@ def run(may_stay: list[bool], begin_s: list[float], attend_s: list[float]) -> to
     num_splits = len(may_stay)
     words = torch.zeros(int(decode.JOIN_WORDS.value), dtype=torch.int32).share_memory_()
     parts = torch.full((LAUNCHES, num_splits, 3), -1, dtype=torch.int32).share_memory_()
-    for launch in range(LAUNCHES):
-        children = []
-        for split in range(num_splits):
-            child = os.fork()
-            if not child:
-                time.sleep(begin_s[split])
-                begin_kernel[(1,)](words)
-                time.sleep(attend_s[split])
-                arrive_kernel[(1,)](words, parts[launch, split], num_splits, int(may_stay[split]))
-                os._exit(0)
-            children.append(child)
-        ends = time.monotonic() + PATIENCE_S
-        while children and time.monotonic() < ends:
-            children = [child for child in children if not os.waitpid(child, os.WNOHANG)[0]]
-            time.sleep(0.001)
-        for child in children:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-        assert not children, f"launch {launch}: {len(children)} of {num_splits} programs wait for ever"
-        assert joins.are_at_rest(words), f"launch {launch} leaves {words.tolist()}"
+
+    def program(launch: int, split: int) -> None:
+        time.sleep(begin_s[split])
+        begin_kernel[(1,)](words)
+        time.sleep(attend_s[split])
+        arrive_kernel[(1,)](words, parts[launch, split], num_splits, int(may_stay[split]))
+
+    for nth in range(LAUNCHES):
+        side_by_side.run_side_by_side([partial(program, nth, split) for split in range(num_splits)], patience_s)
+        assert joins.are_at_rest(words), f"launch {nth} leaves {words.tolist()}"
     return parts
 
 
-def check(parts: torch.Tensor) -> None:
+def check_parts(parts: torch.Tensor) -> None:
     """Who stays has a part, every part is one program's, and one has all where nobody stays."""
-    for launch in parts.tolist():
-        having = [(part, count) for part, count, _ in launch if count > 0]
-        assert sorted(having) == [(part, len(having)) for part in range(len(having))], launch
-        assert len(having) == max(1, sum(stays for *_, stays in launch)), launch
+    for of_launch in parts.tolist():
+        having = [(part, count) for part, count, _ in of_launch if count > 0]
+        assert sorted(having) == [(part, len(having)) for part in range(len(having))], of_launch
+        assert len(having) == max(1, sum(stays for *_, stays in of_launch)), of_launch
 
 
 @only_interpreted
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_every_part_is_one_programs(seed: int) -> None:
     dice = Random(f"joins {seed}")
     num_splits, share = dice.randint(2, 7), dice.choice((0.0, 0.5, 1.0, 1.0))
     begin_s, attend_s = ([dice.uniform(0, most) for _ in range(num_splits)] for most in (0.03, 0.06))
-    check(run([dice.random() < share for _ in range(num_splits)], begin_s, attend_s))
+    check_parts(meet([dice.random() < share for _ in range(num_splits)], begin_s, attend_s))
 
 
 @only_interpreted
 def test_all_stay_where_all_have_begun() -> None:
-    parts = run([True] * 5, [0.0] * 5, [0.2, 0.25, 0.2, 0.22, 0.3])
-    check(parts)
+    parts = meet([True] * 5, [0.0] * 5, [0.2, 0.25, 0.2, 0.22, 0.3])
+    check_parts(parts)
     assert parts[..., 2].all()
 
 
 @only_interpreted
 def test_nobody_waits_for_one_that_has_not_begun() -> None:
     """As where the GPU has no room for it before others have ended."""
-    parts = run([True] * 4, [0.0, 0.0, 0.0, 0.5], [0.0, 0.05, 0.1, 0.0])
-    check(parts)
+    parts = meet([True] * 4, [0.0, 0.0, 0.0, 0.5], [0.0, 0.05, 0.1, 0.0])
+    check_parts(parts)
     assert parts[:, 3, 2].all()
     assert not parts[:, :3, 2].any()
 
 
 @only_interpreted
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = sys.modules[__name__]
-    monkeypatch.setattr(here, "decode", copied_module(decode, tmp_path, FAULTS[fault]))
-    monkeypatch.setattr(here, "PATIENCE_S", 3.0)
+@pytest.mark.parametrize("fault", WAITING_FAULTS)
+def test_faults_in_waiting_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = copied_module(decode, tmp_path, WAITING_FAULTS[fault])
+    monkeypatch.setattr(sys.modules[__name__], "decode", wrong)
     with pytest.raises(AssertionError):
-        _check_who_may_stay()
+        _meet_and_check()
 
 
-def _check_who_may_stay() -> None:
+def _meet_and_check() -> None:
     for may_stay in ([True] * 4, [False] * 4, [True, False, False, False]):
-        check(run(may_stay, [0.0] * 4, [0.2, 0.15, 0.1, 0.25]))
+        check_parts(meet(may_stay, [0.0] * 4, [0.2, 0.15, 0.1, 0.25], 3.0))
+
+
+def attend(
+    spec: AttentionSpec, seq_lens: list[int], num_sms: int, seed: int, kernel: Any = None, wide: int = 128,
+    registers: int = 64,
+) -> tuple[int, int]:  # fmt: skip
+    """Three launches over one plan, compared with the reference. Returns the most splits of a row, and the most
+    programs that combined one.
+
+    Args:
+        wide, registers: columns and numbers of a thread that a program combines at a time.
+    """
+    batch = random_batch(get_backend("TRITON"), spec, seq_lens, [1] * len(seq_lens), seed=seed, poison=float("nan"))
+    options = tuning.TritonOptions(decode_tile=tuning.DecodeTile(16, 1, 2, 2, 16, 2))
+    launch._decode_constants.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "num_multiprocessors", lambda _: num_sms)
+        patch.setattr(launch, "decode_kernel", side_by_side.SideBySide(kernel or decode.decode_kernel, SLOTS, seed))
+        patch.setattr(launch, "_WIDE", wide)
+        patch.setattr(launch, "_NARROW", 16)
+        patch.setattr(launch, "_JOIN_REGISTERS", registers)
+        layer = make_layer(get_backend("TRITON"), batch, options=options)
+        step, expected = layer.begin(batch), batch.expected()
+        step.workspace.partial_acc.fill_(float("nan"))
+        for want_lse in (False, True, True):
+            assert_matches(layer.forward(batch, step, want_lse=want_lse), batch, f"seed {seed}", expected)
+            assert joins.are_at_rest(step.workspace.counters)
+    launch._decode_constants.cache_clear()
+    words = step.workspace.counters.view(-1, int(decode.JOIN_WORDS.value))
+    num_parts = int((words[:, decode.ARRIVED.value :] // decode._STAYING.value).max())
+    return int((step.schedule.work_list.work_items[:, 4] >> 15).max()), num_parts
+
+
+@only_interpreted
+def test_programs_at_the_same_time() -> None:
+    """Random rows of few splits, of which a GPU of six slots has all at once or not; parts are of all columns of a
+    query or of some, and splits are loaded at once or some at a time."""
+    found = []
+    for seed in range(5):
+        dice = Random(f"side by side {seed}")
+        group, num_kv_heads = dice.choice((1, 2, 3, 5)), dice.choice((1, 1, 2))
+        seen: dict[str, Any] = dice.choice([{}, {"window_left": 300}, {"sinks": True}])
+        spec = AttentionSpec(group * num_kv_heads, num_kv_heads, dice.choice((32, 48)),
+                             head_dim_vo=dice.choice((32, 64)), dtype=torch.float16, **seen)  # fmt: skip
+        seq_lens = [dice.randint(200, 700) for _ in range(dice.randint(1, 2))]
+        sizes = {"wide": dice.choice((32, 128)), "registers": dice.choice((1, 2, 64))}
+        found.append(attend(spec, seq_lens, dice.choice((4, 6, 9)), seed, **sizes))
+    assert sum(num_parts > 2 for _, num_parts in found) >= 3, found
+    assert all(num_parts <= num_splits for num_splits, num_parts in found)
+
+
+@only_interpreted
+@pytest.mark.parametrize("registers", [1, 64], ids=["many", "few"])
+@pytest.mark.parametrize("fault", ["none", *COMBINING_FAULTS])
+def test_faults_in_combining_are_found(fault: str, registers: int, tmp_path: Path) -> None:
+    """Two heads with three queries each, whose columns are two runs or four."""
+    edits = [COMBINING_FAULTS[fault]] if fault in COMBINING_FAULTS else []
+    kernel = copied_module(decode, tmp_path, *edits).decode_kernel
+    spec = AttentionSpec(6, 2, 32, head_dim_vo=64, dtype=torch.float16)
+    with nullcontext() if fault == "none" else pytest.raises(AssertionError, match="seed"):
+        attend(spec, [490], 8, 0, kernel, wide=32, registers=registers)

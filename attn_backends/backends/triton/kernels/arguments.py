@@ -53,6 +53,8 @@ class DecodeConstants(NamedTuple):
     JOINED: int
     BLOCK_SPLITS: int
     JOIN_SIZE: int
+    WIDE: int
+    NARROW: int
     THREADS: int
     PDL: int
 

@@ -20,7 +20,6 @@ JOIN_WORDS = tl.constexpr(4)  # of a row's splits, a KV head and a tile: the nex
 HAVE_BEGUN, LAUNCHES, ARRIVED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _STAYING = tl.constexpr(1 << 16)  # times as many as stay, above as many as have arrived
 _FEW_ROUNDS = tl.constexpr(2)  # in which a program combines few splits
-_WIDE, _NARROW = tl.constexpr(128), tl.constexpr(32)  # columns of a part, of few splits and of many
 _NOT_CONSTANT = ["table_row", "window_right", "window_left", "chunk", "has_sinks", "want_lse", "lse_token"]
 _ANYWHERE = ["lse", "page_table", "sinks"]  # no code depends on whether these are aligned
 
@@ -85,6 +84,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     JOINED: tl.constexpr,  # splits up to which one program combines all
     BLOCK_SPLITS: tl.constexpr,  # of these, that are combined at a time
     JOIN_SIZE: tl.constexpr,  # numbers of more splits that a program combines at a time, a power of two
+    WIDE: tl.constexpr,  # of a query's columns that it combines at a time where these are still few
+    NARROW: tl.constexpr,  # the same where they are many
     THREADS: tl.constexpr,  # of a program
     PDL: tl.constexpr,  # when this kernel starts, see `kernels.launch.Pdl`
 ):
@@ -166,8 +167,6 @@ def decode_kernel(  # type: ignore[no-untyped-def]
                 part, num_parts = _arrive(words, num_splits, launches, stays.to(tl.int32))
                 if num_parts > 0:
                     tl.debug_barrier()
-                    WIDE: tl.constexpr = BLOCK_DIM_VO if BLOCK_DIM_VO < _WIDE else _WIDE
-                    NARROW: tl.constexpr = BLOCK_DIM_VO if BLOCK_DIM_VO < _NARROW else _NARROW
                     if num_splits <= _FEW_ROUNDS * (JOIN_SIZE // WIDE):  # of few splits whole rows are sooner read
                         _combine_part(
                             partial_acc, partial_ml, first, step, num_splits, part, num_parts, used, output, lse,
