@@ -58,8 +58,8 @@ def _run(work: Callable[[], object]) -> int:
 class SideBySide:
     """In a kernel's place. Programs are taken in their order, as on a GPU, by so many processes."""
 
-    def __init__(self, kernel: Any, slots: int, seed: int = 0) -> None:
-        self._kernel, self._slots, self._dice = kernel, slots, Random(seed)
+    def __init__(self, kernel: Any, slots: int, seed: int = 0, patience_s: float = PATIENCE_S) -> None:
+        self._kernel, self._slots, self._dice, self._patience_s = kernel, slots, Random(seed), patience_s
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid[0])
@@ -83,4 +83,5 @@ class SideBySide:
                 time.sleep(dice.choice((0.0, 0.0, 0.005)))
                 self._kernel[(1,)](*given, **options)
 
-        run_side_by_side([partial(work, self._dice.getrandbits(30)) for _ in range(self._slots)])
+        seeds = [self._dice.getrandbits(30) for _ in range(self._slots)]
+        run_side_by_side([partial(work, seed) for seed in seeds], self._patience_s)

@@ -42,7 +42,7 @@ _REGISTERS = 65536  # of a multiprocessor
 _COMBINE_REGISTERS = (
     128  # of a thread, for the splits that it combines at a time; no more than half of what it can have
 )
-_COMBINED_ROWS = 64  # queries of all splits that one program combines: with more it takes them one after the other
+_COMBINED_ROWS = 64  # queries of all splits that one program combines; more are for all that have a split
 _JOIN_REGISTERS = 64  # of a thread, for the splits of one query that it combines at a time
 _WIDE, _NARROW = 128, 32  # columns of a query that a program combines at a time, of few splits and of many
 _UPCAST_BLOCK = 64  # of a program

@@ -1,4 +1,4 @@
-"""What outlives a step: how decode's work is cut, what its parts leave for the last of them, and graphs' tensors."""
+"""What outlives a step: how decode's work is cut, where the parts of a row meet, and graphs' tensors."""
 
 from __future__ import annotations
 

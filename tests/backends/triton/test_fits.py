@@ -167,14 +167,18 @@ def prefill_of(spec: AttentionSpec, page_size: int, room: int) -> tuple[Any, dic
     return tile, constants_of(spec, page_size, **sizes)
 
 
-def decode_of(spec: AttentionSpec, num_rows: int, query_rows: int, room: int) -> tuple[Any, dict[str, Any]]:
-    """The tile, and the kernel's constants, for one tile of queries."""
-    tile = tuning.decode_tile(spec, KVCacheSpec(16, 16), num_rows, query_rows, None, room)
-    sizes = {"TILES": 1, "BLOCK_M": query_rows, "USED_M": query_rows, "BLOCK_SPLITS": 1, "JOIN_SIZE": 2048 * tile.warps,
-             "THREADS": 32 * tile.warps, "WIDE": min(128, tuning.block_dims(spec)[1]), "NARROW": 16,
-             "BLOCK_N": tile.keys, "STAGES": tile.stages, "MASKED_STAGES": 1,
-             "PAIRS": int(spec.cache_dtype.itemsize == 1), "PDL": 0}  # fmt: skip
-    return tile, constants_of(spec, 16, **sizes)
+def decode_of(
+    spec: AttentionSpec, num_rows: int, query_rows: int, room: int, given: Any = None
+) -> tuple[Any, dict[str, Any]]:
+    """The tile, `given` or the one that is chosen, and the kernel's constants, for one tile of queries."""
+    launch = pytest.importorskip("attn_backends.backends.triton.launch")
+    tile = given or tuning.decode_tile(spec, KVCacheSpec(16, 16), num_rows, query_rows, None, room)
+    dims = launch.BlockDims(spec.head_dim, spec.head_dim_vo, *tuning.block_dims(spec))
+    plan, is_exact = launch.SplitPlan(1, query_rows, query_rows), spec.dtype is torch.float32
+    has_pairs = int(spec.cache_dtype.itemsize == 1)
+    constants = launch._decode_constants((0, 0, 0), 0, has_pairs, 16, spec.num_kv_heads, spec.group_size, plan, tile,
+                                         dims, False, is_exact, launch.Pdl.OFF)  # fmt: skip
+    return tile, constants._asdict()
 
 
 def tensors_of(spec: AttentionSpec) -> dict[str, str]:
@@ -310,23 +314,7 @@ def test_an_fp8_cache_costs_no_slow_instructions(cached: torch.dtype) -> None:
     from attn_backends.backends.triton.kernels.decode import decode_kernel
 
     spec, latent = spec_of(128, 128, torch.bfloat16, cached), MLASpec(16, dtype=torch.bfloat16, cache_dtype=cached)
-    decode = constants_of(
-        spec,
-        16,
-        TILES=1,
-        BLOCK_M=16,
-        USED_M=16,
-        BLOCK_SPLITS=1,
-        JOIN_SIZE=2048,
-        THREADS=32,
-        WIDE=16,
-        NARROW=16,
-        BLOCK_N=64,
-        STAGES=3,
-        MASKED_STAGES=1,
-        PAIRS=1,
-        PDL=1,
-    )
+    decode = decode_of(spec, 64, 16, HOPPER, tuning.DecodeTile(64, 1, 3, 4, 128))[1]
     mla = {"WANT_LSE": 0, "PAGE_SIZE": 16, "QUERY_LEN": 1, "HEADS": 16, "TILES": 1, "BLOCK_M": 16, "BLOCK_N": 32,
            "RANK": 512, "ROPE": 64, "BLOCK_RANK": 512, "BLOCK_ROPE": 64, "EXACT": 0, "STAGES": 3, "latent_rows": None,
            "rope_rows": None, "LAUNCH_DEPENDENTS": 1}  # fmt: skip
@@ -435,7 +423,8 @@ def test_parts_of_latent_rows_are_read_behind_the_wait() -> None:
 @pytest.mark.parametrize("dims", [(64, 64), pytest.param((80, 80), marks=pytest.mark.long), (128, 128),
                                   pytest.param((192, 128), marks=pytest.mark.long), (256, 256)], ids=str)  # fmt: skip
 def test_decode_stays_in_registers(dims: tuple[int, int], query_rows: int, cached: torch.dtype) -> None:
-    """But for a few numbers; and products of 64 rows are of Hopper's matrix units where four warps have them."""
+    """But for a few numbers, most of them behind the products; and products of 64 rows are of Hopper's matrix units
+    where four warps have them."""
     from triton.compiler import ASTSource
 
     from attn_backends.backends.triton.kernels.decode import decode_kernel
@@ -445,7 +434,25 @@ def test_decode_stays_in_registers(dims: tuple[int, int], query_rows: int, cache
     made = _compiled(ASTSource, decode_kernel, tensors_of(spec), constants, tile.warps, 90)
     code = listing(made)
     assert ("HGMMA" in code) == (query_rows == 64 and tile.warps >= 4)
-    assert code.count("LDL") < (160 if query_rows * dims[0] > 128 * 64 else 64)
+    lines = code.splitlines()
+    products, kept = ([at for at, line in enumerate(lines) if name in line] for name in ("MMA", "LDL"))
+    assert len(kept) < 160
+    among = sum(products[0] < at < products[-1] for at in kept)
+    assert among < (64 if query_rows * dims[0] > 128 * 64 else 40)
+
+
+@pytest.mark.parametrize("warps", [1, 4])
+def test_warps_agree_on_who_has_begun(warps: int) -> None:
+    """One load for each thread of a program, of which all take the highest: warps that went apart would never meet."""
+    from triton.compiler import ASTSource
+
+    from attn_backends.backends.triton.kernels.decode import decode_kernel
+
+    spec = spec_of(128, 128, torch.bfloat16)
+    tile, constants = decode_of(spec, 1, 16, HOPPER, tuning.DecodeTile(32, warps, 6, 1, 128))
+    made = _compiled(ASTSource, decode_kernel, tensors_of(spec), constants, tile.warps, 90)
+    loads = [line for line in made.asm["ttgir"].splitlines() if "tt.load" in line and "isVolatile = true" in line]
+    assert [f"tensor<{32 * warps}x!tt.ptr<i32>" in line for line in loads] == [True, False], loads
 
 
 @pytest.mark.parametrize("heads", [16, 128])

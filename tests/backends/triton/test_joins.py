@@ -54,6 +54,15 @@ COMBINING_FAULTS = {
     "the LSE is not written": ("lse_token, has_sinks, want_lse, GROUP,\n                   DIM_VO - column)",
                                "lse_token, has_sinks, 0, GROUP,\n                   DIM_VO - column)"),
 }  # fmt: skip
+KERNEL_FAULTS = {
+    "tiles share words": ("* KV_HEADS + head) * TILES + tile) * JOIN_WORDS",
+                          "* KV_HEADS + head) * TILES) * JOIN_WORDS"),
+    "heads share words": ("((first_slot * KV_HEADS + head) * TILES + tile) * JOIN_WORDS",
+                          "(first_slot * KV_HEADS * TILES + tile) * JOIN_WORDS"),
+    "a launch arrives where the last one did": ("launches = tl.load(words + LAUNCHES, volatile=True)", "launches = 0"),
+    "who has not begun is waited for": ("(have_begun == num_splits)", "(have_begun > 0)"),
+    "few splits are counted for good": ("                tl.store(words, 0)  # for the next launch\n", ""),
+}  # fmt: skip
 
 
 @in_own_process
@@ -154,7 +163,7 @@ def _meet_and_check() -> None:
 
 def attend(
     spec: AttentionSpec, seq_lens: list[int], num_sms: int, seed: int, kernel: Any = None, wide: int = 128,
-    registers: int = 64,
+    registers: int = 64, query_len: int = 1, patience_s: float = side_by_side.PATIENCE_S,
 ) -> tuple[int, int]:  # fmt: skip
     """Three launches over one plan, compared with the reference. Returns the most splits of a row, and the most
     programs that combined one.
@@ -162,12 +171,13 @@ def attend(
     Args:
         wide, registers: columns and numbers of a thread that a program combines at a time.
     """
-    batch = random_batch(get_backend("TRITON"), spec, seq_lens, [1] * len(seq_lens), seed=seed, poison=float("nan"))
+    query_lens, placed = [query_len] * len(seq_lens), side_by_side.SideBySide
+    batch = random_batch(get_backend("TRITON"), spec, seq_lens, query_lens, seed=seed, poison=float("nan"))
     options = tuning.TritonOptions(decode_tile=tuning.DecodeTile(16, 1, 2, 2, 16, 2))
     launch._decode_constants.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state, "num_multiprocessors", lambda _: num_sms)
-        patch.setattr(launch, "decode_kernel", side_by_side.SideBySide(kernel or decode.decode_kernel, SLOTS, seed))
+        patch.setattr(launch, "decode_kernel", placed(kernel or decode.decode_kernel, SLOTS, seed, patience_s))
         patch.setattr(launch, "_WIDE", wide)
         patch.setattr(launch, "_NARROW", 16)
         patch.setattr(launch, "_JOIN_REGISTERS", registers)
@@ -176,7 +186,7 @@ def attend(
         step.workspace.partial_acc.fill_(float("nan"))
         for want_lse in (False, True, True):
             assert_matches(layer.forward(batch, step, want_lse=want_lse), batch, f"seed {seed}", expected)
-            assert joins.are_at_rest(step.workspace.counters)
+            assert joins.are_at_rest(step.workspace.counters), "words are not at rest"
     launch._decode_constants.cache_clear()
     words = step.workspace.counters.view(-1, int(decode.JOIN_WORDS.value))
     num_parts = int((words[:, decode.ARRIVED.value :] // decode._STAYING.value).max())
@@ -195,7 +205,7 @@ def test_programs_at_the_same_time() -> None:
         spec = AttentionSpec(group * num_kv_heads, num_kv_heads, dice.choice((32, 48)),
                              head_dim_vo=dice.choice((32, 64)), dtype=torch.float16, **seen)  # fmt: skip
         seq_lens = [dice.randint(200, 700) for _ in range(dice.randint(1, 2))]
-        sizes = {"wide": dice.choice((32, 128)), "registers": dice.choice((1, 2, 64))}
+        sizes = {"wide": dice.choice((32, 128)), "registers": dice.choice((1, 2, 64)), "query_len": dice.choice((1, 4))}
         found.append(attend(spec, seq_lens, dice.choice((4, 6, 9)), seed, **sizes))
     assert sum(num_parts > 2 for _, num_parts in found) >= 3, found
     assert all(num_parts <= num_splits for num_splits, num_parts in found)
@@ -211,3 +221,17 @@ def test_faults_in_combining_are_found(fault: str, registers: int, tmp_path: Pat
     spec = AttentionSpec(6, 2, 32, head_dim_vo=64, dtype=torch.float16)
     with nullcontext() if fault == "none" else pytest.raises(AssertionError, match="seed"):
         attend(spec, [490], 8, 0, kernel, wide=32, registers=registers)
+
+
+@only_interpreted
+@pytest.mark.parametrize("fault", ["none", *KERNEL_FAULTS])
+def test_faults_in_meeting_are_found(fault: str, tmp_path: Path) -> None:
+    """Two heads with 20 queries each, which lie in two tiles: of a row with more splits than run at a time, and of one
+    with few."""
+    edits = [KERNEL_FAULTS[fault]] if fault in KERNEL_FAULTS else []
+    kernel = copied_module(decode, tmp_path, *edits).decode_kernel
+    spec = AttentionSpec(10, 2, 32, dtype=torch.float16)
+    with nullcontext() if fault == "none" else pytest.raises(AssertionError, match=r"seed|rest|wait for ever"):
+        for seq_lens, num_sms in (([900], 14), ([200], 8)):
+            num_splits, _ = attend(spec, seq_lens, num_sms, 0, kernel, query_len=4, patience_s=12.0)
+            assert num_splits > SLOTS if num_sms > 8 else num_splits == 2
