@@ -41,7 +41,7 @@ class DecodeTile:
     stages: int  # blocks under way
     programs: int  # a multiprocessor, which the split aims at
     min_keys: int  # of an item: fewer are not worth joining
-    joined: int = 8  # splits up to which one program combines all, a power of two of at least 2
+    joined: int = 8  # splits up to which one program combines all, of 64 queries at most; a power of two from 2 on
 
     def __post_init__(self) -> None:
         if self.joined < 2 or self.joined & (self.joined - 1):
