@@ -135,9 +135,16 @@ def clear_rows(block, num_live):  # type: ignore[no-untyped-def]
     """Zeros for rows from `num_live` on of a block [rows, columns] in shared memory. What lies behind the last key may
     be NaN, which no weight of zero undoes."""
     COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    live = gl.arange(0, block.shape[0], gl.SliceLayout(1, COALESCED)) < num_live
-    held = block.load(COALESCED)
-    block.store(gl.where(live[:, None], held, gl.zeros_like(held)))
+    STEP: gl.constexpr = 16
+    WIDTH: gl.constexpr = block.shape[1]
+    for i in gl.static_range(block.shape[0] // STEP):
+        part = block.slice(i * STEP, STEP)
+        if num_live <= i * STEP:
+            part.store(gl.zeros([STEP, WIDTH], block.dtype, COALESCED))
+        elif num_live < (i + 1) * STEP:
+            live = i * STEP + gl.arange(0, STEP, gl.SliceLayout(1, COALESCED)) < num_live
+            held = part.load(COALESCED)
+            part.store(gl.where(live[:, None], held, gl.zeros_like(held)))
 
 
 @gluon.jit

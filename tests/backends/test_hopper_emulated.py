@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, AttentionType, MLASpec, get_backend
+from attn_backends.kernels.prefill.tiles import hopper_tiles
 from attn_backends.spec import FP8_DTYPES
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.random_batch import random_batch
@@ -134,6 +135,45 @@ def test_prefill_of_many_rows(heads: tuple[int, int], launches: list[int]) -> No
     query_lens = [1, *(17, longest, 30, 18, longest - 1, 33, 32, 17, 40) * 4]
     seq_lens = [length + 3 * (row % 5) for row, length in enumerate(query_lens)]
     check("TRITON", prefill(spec_of(heads=heads), 16, (seq_lens, query_lens)), launches)
+
+
+@pytest.fixture
+def by_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole prefills by the other tile that such heads have."""
+    from attn_backends.backends.triton import metadata
+
+    monkeypatch.setattr(metadata, "faster_hopper_tile", lambda spec, *_: hopper_tiles(spec.head_dim)[1])
+    monkeypatch.setattr(metadata, "prefill_splits", lambda *_: None)
+
+
+@only_interpreted
+@pytest.mark.usefixtures("by_the_other")
+@pytest.mark.parametrize("page_size", [16, 48])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 64), (128, 128)], ids=str)
+def test_prefill_by_the_other_tile(dims: tuple[int, int], page_size: int, launches: list[int]) -> None:
+    check("TRITON", prefill(spec_of(dims), page_size, LENS), launches)
+
+
+@only_interpreted
+@pytest.mark.usefixtures("by_the_other")
+@pytest.mark.parametrize(
+    "changes",
+    [{"window_left": 30}, {"window_left": 90}, {"window_left": 250}, {"chunk_size": 50}, {"chunk_size": 100},
+     {"causal": False, "window_left": 130}, {"sinks": True}, {"heads": (9, 3)}, {"heads": (48, 2)}, {"heads": (9, 9)}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_what_a_query_sees_by_the_other_tile(
+    dims: tuple[int, int], changes: dict[str, Any], launches: list[int]
+) -> None:
+    check("TRITON", prefill(spec_of(dims, **changes), 16, ([860, 131, 70], [60, 131, 3])), launches)
+
+
+@only_interpreted
+@pytest.mark.usefixtures("by_the_other")
+def test_prompts_by_the_other_tile(launches: list[int]) -> None:
+    """Behind a decode."""
+    check("TRITON", prefill(spec_of((64, 64)), 16, ([70, 90, 133], [1, 90, 133])), launches)
 
 
 @only_interpreted

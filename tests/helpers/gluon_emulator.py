@@ -104,6 +104,12 @@ class Tensor:
     def __getitem__(self, index: Any) -> Tensor:
         return Tensor(self.data[index])
 
+    def reshape(self, shape: Sequence[int]) -> Tensor:
+        return Tensor(self.data.reshape(tuple(shape)))
+
+    def expand_dims(self, axis: int) -> Tensor:
+        return Tensor(self.data.unsqueeze(axis))
+
     def __bool__(self) -> bool:
         return bool(self.data)
 
@@ -311,6 +317,11 @@ class SharedArray:
     def dtype(self) -> Dtype:
         return self.data.dtype
 
+    @property
+    def shape(self) -> list[int]:
+        count, rows, width = self.data.shape
+        return [count // self.together, rows, width * self.together]
+
     def index(self, i: Any) -> Shared:
         start = int(i) * self.together
         assert 0 <= start < len(self.data)
@@ -354,6 +365,10 @@ class Barrier:
 class Barriers:
     def __init__(self, count: int) -> None:
         self.barriers = [Barrier() for _ in range(count)]
+
+    @property
+    def shape(self) -> list[int]:
+        return [len(self.barriers), 1]
 
     def index(self, i: Any) -> Barrier:
         return self.barriers[int(i)]
@@ -529,6 +544,10 @@ def _choose(
     return call
 
 
+def _require(holds: bool) -> None:
+    assert holds
+
+
 def _load(pointer: Pointer, mask: Any = None, other: Any = None, **how: Any) -> Tensor:
     worst = math.nan if pointer.storage.is_floating_point() else -(1 << 20)
     return _scalar(pointer.loaded(mask, worst if other is None else other))
@@ -630,6 +649,7 @@ LANGUAGE = SimpleNamespace(
     num_programs=lambda axis: _program().count,
     num_warps=lambda: 4,
     static_range=range,
+    static_assert=_require,
     arange=lambda start, stop, layout=None: Tensor(torch.arange(start, stop, dtype=torch.int32)),
     full=lambda shape, value, dtype, layout=None: Tensor(torch.full(tuple(shape), value, dtype=dtype)),
     zeros=lambda shape, dtype, layout=None: Tensor(torch.zeros(tuple(shape), dtype=dtype)),

@@ -14,6 +14,7 @@ from attn_backends.backends.triton.rules import (
     are_faster_together,
     can_upcast,
     decode_tokens,
+    faster_hopper_tile,
     is_faster_upcast,
     prefill_share,
     prefill_splits,
@@ -30,7 +31,7 @@ from attn_backends.batch.page_table import IntArray
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.kernels.prefill.launch import hopper_tile, suits_hopper_kernel
 from attn_backends.kernels.prefill.splits import PrefillSplits
-from attn_backends.kernels.prefill.tiles import PrefillTile
+from attn_backends.kernels.prefill.tiles import HopperTile, PrefillTile
 from attn_backends.spec import AttentionType, KVCacheSpec, Limits, PlanGroup
 
 _MANY_TOKENS = 4  # of decodes in the mean, from which on they are as prompts are
@@ -49,6 +50,7 @@ class TritonMetadata(AttentionMetadata):
     prefill_share: float | None  # of the GPU, for rows behind decodes that run beside them; None: none do
     prefill_splits: PrefillSplits | None  # of the keys of rows behind the decodes; None: they are whole
     short_tile: PrefillTile | None  # of the portable kernel, where it serves rows that see few keys, and no decodes
+    hopper_tile: HopperTile | None  # of the kernel for Hopper, where it serves with another than the usual one
     prefills_are_prompts: bool  # the step brings all keys that rows behind the decodes see: they are read as they come
     query_start_loc: torch.Tensor  # [R + 1] i32
     seq_lens: torch.Tensor  # [R] i32; 0 for padding
@@ -157,11 +159,13 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
                 num_decode_rows = max_decode_len = 0
                 are_prompts = False
                 splits = together
+        given = splits is None and tile is None and not num_upcast_keys
         prefill = {
             "num_upcast_keys": num_upcast_keys,
             "prefill_share": None if splits or tile else self._prefill_share(common, num_decode_rows),
             "prefill_splits": splits,
             "short_tile": tile,
+            "hopper_tile": self._hopper_tile(common, num_decode_rows) if given else None,
             "prefills_are_prompts": are_prompts,
         }
         return _Launches(num_decodes, num_decode_rows, max_decode_len, prefill)
@@ -229,6 +233,12 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             return None
         has_decodes = int(common.query_start_loc_cpu[num_decodes]) < _MANY_TOKENS * num_decodes
         return short_tile(self.group.spec, self._short_tiles, *self._bounds(common), self.device, has_decodes)
+
+    def _hopper_tile(self, common: CommonAttentionMetadata, num_decodes: int) -> HopperTile | None:
+        """The tile of whole prefills by the kernel for Hopper, where it is not the usual one."""
+        if common.for_graph or num_decodes >= common.num_actual_reqs or not self._can_run_beside:
+            return None
+        return faster_hopper_tile(self.group.spec, *_lens(common, num_decodes), self.device)
 
     def _bounds(self, common: CommonAttentionMetadata) -> tuple[IntArray, IntArray]:
         """Query lengths and lengths; in a graph, whose launches do not depend on them, the longest that can be."""

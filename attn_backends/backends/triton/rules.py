@@ -23,8 +23,8 @@ from attn_backends.kernels.prefill.launch import (
     portable_tile,
     suits_hopper_kernel,
 )
-from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, split_target, time_of
-from attn_backends.kernels.prefill.tiles import PrefillTile
+from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, split_target, time_of, whole_time
+from attn_backends.kernels.prefill.tiles import HopperTile, PrefillTile, hopper_tiles
 from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
@@ -95,8 +95,8 @@ _TOGETHER = 3  # programs of such a tile that a multiprocessor holds, about
 _NARROW, _MIDDLE = 64, 128  # head dims up to which tiles of long blocks are the faster ones: of many tiles, and of few
 # Keys that tiles may see, by the widest head dim: the longest where all begin at once, and the mean of more tiles;
 # twice as many in the mean where no row has more queries than one of these, which is half of one for Hopper. As
-# measured at tuning seeds 24 to 26, and 35 to 38.
-_FEW_KEYS = {64: (512, 512), 128: (256, 160), 256: (128, 128)}
+# measured at tuning seeds 24 to 26, 35 to 38, and 100 to 102.
+_FEW_KEYS = {64: (512, 400), 128: (256, 72), 256: (128, 128)}
 
 
 def short_tiles(
@@ -138,6 +138,47 @@ def short_tile(
     even = keys * spec.num_kv_heads // (_TOGETHER * num_multiprocessors(device))  # of a program
     mean *= 2 if int(query_lens.max()) * spec.group_size <= tiles[1].rows else 1
     return tiles[1] if most <= max(2 * longest, even) and keys <= mean * int(num_tiles.sum()) else None
+
+
+# Blocks that tiles read in the mean, up to which those of half the size are faster: of more tiles than there are
+# multiprocessors, and of fewer, whose longest one counts. As measured at tuning seeds 100 to 102.
+_MOST_BLOCKS = (8, 3)
+# What a block takes with three groups of warps, to one with two; and what a tile takes beside its blocks, in blocks.
+_THREE_GROUPS, _BESIDE = 0.65, {2: 3.0, 3: 8.0}
+_LEAST_GAIN = 0.01
+
+
+def faster_hopper_tile(
+    spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, device: torch.device
+) -> HopperTile | None:
+    """The other one of `hopper_tiles`, where rows whose keys are not split take less time with it; else None.
+
+    Args:
+        query_lens, seq_lens: [rows], or upper bounds of the latter.
+    """
+    num_sms = num_multiprocessors(device)
+    usual, other = hopper_tiles(spec.head_dim)
+    if other is None:
+        return None
+    load = _mean_load(spec, usual, query_lens, seq_lens)
+    if other.groups == usual.groups:
+        num_tiles = int(load.tiles.sum())
+        most = _MOST_BLOCKS[num_tiles * spec.num_kv_heads <= num_sms]
+        return other if int(load.tiles @ load.blocks) <= most * num_tiles else None
+    if spec.window_left >= 0 or spec.chunk_size is not None:  # each tile has as many blocks at its ends
+        return None
+    by_two = whole_time(load, spec.num_kv_heads, num_sms, _BESIDE[2])
+    load = _mean_load(spec, other, query_lens, seq_lens)
+    by_three = _THREE_GROUPS * whole_time(load, spec.num_kv_heads, num_sms, _BESIDE[3])
+    return other if by_three < (1 - _LEAST_GAIN) * by_two else None
+
+
+def _mean_load(spec: AttentionSpec, tile: HopperTile, query_lens: IntArray, seq_lens: IntArray) -> TileLoad:
+    """Tiles, and the blocks that one of a row's reads in the mean."""
+    tokens = tile.tokens(spec.group_size)
+    later = np.maximum(query_lens - tokens, 0) // 2 if spec.causal else 0
+    seen = num_visible_keys(spec, seq_lens - later).astype(np.int64)
+    return TileLoad(-(-query_lens.astype(np.int64) // tokens), -(-seen // tile.keys))
 
 
 def reads_pages_on_hopper(

@@ -123,6 +123,7 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
             prefill_share=None,
             prefill_splits=splits,
             short_tile=short,
+            hopper_tile=None,
             prefills_are_prompts=False,
             max_seq_len=self.limits.max_model_len,
             query_start_loc=starts,

@@ -22,6 +22,7 @@ from attn_backends.kernels.launch import Machine, Pdl, num_multiprocessors, powe
 from attn_backends.kernels.prefill.launch import Rows, visible_range
 from attn_backends.kernels.prefill.split_launch import TileList
 from attn_backends.kernels.prefill.splits import most_tile_splits
+from attn_backends.kernels.prefill.tiles import hopper_tiles
 from attn_backends.kernels.tiles import block_dims
 from attn_backends.kernels.variants import Variant, listing
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits
@@ -90,6 +91,11 @@ class _Layer:
         for tile in self._short_tiles if not rows.num_upcast else ():
             short = rows._replace(short_tile=tile)
             yield self.kernels.prefill(query, key, value, output, None, short, tiles, upcast_kv, None)
+        _usual, other = hopper_tiles(self.spec.head_dim)
+        if other is not None and not rows.num_upcast:
+            for share in (None, 1.0):
+                of_other = rows._replace(hopper_tile=other)
+                yield self.kernels.prefill(query, key, value, output, None, of_other, tiles, upcast_kv, share)
         rows = rows._replace(splits=splits)
         yield self.kernels.prefill(query, key, value, output, None, rows, tiles, upcast_kv, None)
 

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attn_backends.kernels.prefill.tiles import HopperTile
+
 
 class VisibleRange(NamedTuple):
     """Which keys a query sees, by position."""
@@ -165,6 +167,7 @@ class HopperStrides(NamedTuple):
 class HopperShape(NamedTuple):
     """What the launch of the kernel for Hopper is told of a layer and its tiles."""
 
+    tile: HopperTile
     page_size: int  # 0: keys lie as they came
     num_kv_heads: int
     group_size: int
@@ -186,6 +189,8 @@ class HopperConstants(NamedTuple):
     BLOCK_N: int
     DIM: int
     DIM_VO: int
+    GROUPS: int
+    STAGES: int
     Q_STAGES: int
     USE_PDL: int
     LAUNCH_DEPENDENTS: int

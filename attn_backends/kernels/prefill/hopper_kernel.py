@@ -1,10 +1,11 @@
 """Prefill on Hopper: loads, products and softmax where they are to be, by Triton's Gluon.
 
-Two groups of warps have 64 queries each and share the keys. A group asks for the next block's logits, then for the
-values that the last block's weights give, and works out its weights while the latter are under way, as FlashAttention-3
-does (Shah et al., 2024). A warp that does nothing else loads keys and values by the tensor memory accelerator, out of
-pages of any multiple of 16 slots. A program for each multiprocessor goes from tile to tile until none is left: one more
-warp takes them, and publishes to the others a tile ahead what they need, so that nobody waits for what is in memory.
+Two groups of warps, or three, have 64 queries each and share the keys. A group asks for the next block's logits, then
+for the values that the last block's weights give, and works out its weights while the latter are under way, as
+FlashAttention-3 does (Shah et al., 2024). A warp that does nothing else loads keys and values by the tensor memory
+accelerator, out of pages of any multiple of 16 slots. A program for each multiprocessor goes from tile to tile until
+none is left: one more warp takes them, and publishes to the others a tile ahead what they need, so that nobody waits
+for what is in memory.
 """
 
 from __future__ import annotations
@@ -48,16 +49,11 @@ from attn_backends.kernels.split_kv import FAR, LN_2, LOG2_E, first_key, seen_by
 from attn_backends.kernels.tile_kernels import tile_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a group of warps
-STAGES = gl.constexpr(2)  # blocks of keys, and of values, in shared memory
 NUM_FIELDS = gl.constexpr(10)  # numbers of a tile_info
 SHORT_TILE = gl.constexpr(2)  # blocks
+BEHIND, BEFORE = gl.constexpr(1), gl.constexpr(2)  # keys that a block's mask hides
 BATCH = gl.constexpr(4)  # loads of keys or values that code is written out for
 GROUP_WARPS = 4
-
-
-def block_n(head_dim: int) -> int:
-    """Number of keys in a block."""
-    return 128 if head_dim <= 128 else 64
 
 
 def q_stages(head_dim: int) -> int:
@@ -110,7 +106,8 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     out_head,
     lse_token,
     CHUNK: gl.constexpr,  # positions in a chunk, FAR where there are none: a known one needs no divisions
-    LOCAL: gl.constexpr,  # 0 or 1: of windows and chunks some blocks may need no mask, which else all have
+    LOCAL: gl.constexpr,  # 0: no windows or chunks; 1: with which all blocks have masks; 2: some need none, and of a
+    # window no block hides keys on both sides
     PAGE_SIZE: gl.constexpr,  # slots; 0: keys lie as they came
     TMA_ROWS: gl.constexpr,  # rows of a TMA tile
     KV_HEADS: gl.constexpr,
@@ -119,12 +116,14 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: gl.constexpr,  # keys of a block
     DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
+    GROUPS: gl.constexpr,  # of warps that attend, 2 or 3
+    STAGES: gl.constexpr,  # blocks of keys, and of values, in shared memory
     Q_STAGES: gl.constexpr,  # tiles of queries in shared memory, 1 or 2
     USE_PDL: gl.constexpr,  # 0 or 1: it starts before the kernel in front of it has ended, and waits for it
     LAUNCH_DEPENDENTS: gl.constexpr,  # 0 or 1: the next kernel runs beside this one, see below
-    SPLIT: gl.constexpr,  # 0 or 1: tiles are listed, and keys of some are split
+    SPLIT: gl.constexpr,  # 0 or 1: tiles, of two groups, are listed, and keys of some are split
 ):
-    """Persistent programs attend for tiles of 2 * BLOCK_M queries: the first by number, then whichever is next.
+    """Persistent programs attend for tiles of GROUPS * BLOCK_M queries: the first by number, then whichever is next.
 
     `num_batches` is not a constant: a compiler that writes all of them out has too few registers left, for the other
     warps too.
@@ -138,16 +137,19 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
         grid_wait()
     if LAUNCH_DEPENDENTS:
         launch_dependents()
+    gl.static_assert(GROUPS == 2 or SPLIT == 0)
     of_dtype: gl.constexpr = query.dtype.element_ty
     q_0 = gl.allocate_shared_memory(of_dtype, [Q_STAGES * column_tiles(DIM), BLOCK_M, TMA_COLS], BLOCK_LAYOUT)
     q_1 = gl.allocate_shared_memory(of_dtype, [Q_STAGES * column_tiles(DIM), BLOCK_M, TMA_COLS], BLOCK_LAYOUT)
+    if GROUPS == 3:
+        q_2 = gl.allocate_shared_memory(of_dtype, [Q_STAGES * column_tiles(DIM), BLOCK_M, TMA_COLS], BLOCK_LAYOUT)
     keys = gl.allocate_shared_memory(of_dtype, [STAGES * column_tiles(DIM), BLOCK_N, TMA_COLS], BLOCK_LAYOUT)
     values = gl.allocate_shared_memory(of_dtype, [STAGES * column_tiles(DIM_VO), BLOCK_N, TMA_COLS], BLOCK_LAYOUT)
     info_smem = gl.allocate_shared_memory(gl.int32, [NUM_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ids_smem = gl.allocate_shared_memory(gl.int32, [1, WARP_SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = (barriers(STAGES, 1), barriers(STAGES, 1))  # of keys, of values
-    empty = (barriers(STAGES, 2), barriers(STAGES, 2))  # by both groups
-    info_full, info_empty = barriers(1, 1), barriers(1, 3)
+    empty = (barriers(STAGES, GROUPS), barriers(STAGES, GROUPS))  # by all groups
+    info_full, info_empty = barriers(1, 1), barriers(1, GROUPS + 1)
     fence_async_shared()
 
     kv_pipeline = (keys, values, full, empty)
@@ -159,20 +161,39 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     rows = (seq_lens, query_start_loc, key_start_loc, page_table, table_row)
     spans, listed = (first_row, num_rows, section), (work_items, max_items)
     steps = (page_rows, head_rows, key_head, value_head, num_batches)
-    gl.warp_specialize(
-        [
-            (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, CHUNK, LOCAL, GROUP,
-                       BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, KV_HEADS if SPLIT else 0)),
-            (_attend, (tensors, strides, scales, window, flags, q_1, kv_pipeline, tile_channel, 1, CHUNK, LOCAL, GROUP,
-                       BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, KV_HEADS if SPLIT else 0)),
-            (_load, (key_desc, value_desc, rows, steps, kv_pipeline, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM,
-                     DIM_VO, KV_HEADS if SPLIT else 0)),
-            (_take_tiles, (rows, spans, listed, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS,
-                           KV_HEADS, BLOCK_Q, BLOCK_N, SPLIT)),
-        ],
-        [4, 1, 1],
-        [240, 24, 24],
-    )  # fmt: skip
+    SPLIT_HEADS: gl.constexpr = KV_HEADS if SPLIT else 0
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, CHUNK, LOCAL,
+                           GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_attend, (tensors, strides, scales, window, flags, q_1, kv_pipeline, tile_channel, 1, CHUNK, LOCAL,
+                           GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_load, (key_desc, value_desc, rows, steps, kv_pipeline, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N,
+                         DIM, DIM_VO, SPLIT_HEADS)),
+                (_take_tiles, (rows, spans, listed, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS,
+                               KV_HEADS, BLOCK_Q, BLOCK_N, SPLIT)),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, CHUNK, LOCAL,
+                           GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_attend, (tensors, strides, scales, window, flags, q_1, kv_pipeline, tile_channel, 1, CHUNK, LOCAL,
+                           GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_attend, (tensors, strides, scales, window, flags, q_2, kv_pipeline, tile_channel, 2, CHUNK, LOCAL,
+                           GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_load, (key_desc, value_desc, rows, steps, kv_pipeline, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N,
+                         DIM, DIM_VO, SPLIT_HEADS)),
+                (_take_tiles, (rows, spans, listed, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS,
+                               KV_HEADS, BLOCK_Q, BLOCK_N, SPLIT)),
+            ],
+            [4, 4, 1, 1],
+            [160, 160, 24, 24],
+        )  # fmt: skip
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -198,12 +219,12 @@ def _span(  # type: ignore[no-untyped-def]
         stop = start
     num_blocks = gl.maximum(stop - start + BLOCK_N - 1, 0) // BLOCK_N
     upper, lower = num_blocks, num_blocks
-    if LOCAL:
+    if LOCAL == 2:
         newest = gl.minimum(oldest + BLOCK_Q, seq_len) - 1
         seen_from, seen_to = seen_by_all(oldest, newest, seq_len, window_right, window_left, CHUNK)
         upper -= gl.maximum(seen_to - start, 0) // BLOCK_N
         lower = gl.maximum(upper, num_blocks - (gl.maximum(seen_from - start, 0) + BLOCK_N - 1) // BLOCK_N)
-    elif gl.minimum(window_left, CHUNK) >= FAR:
+    elif LOCAL == 0:
         upper -= gl.maximum(gl.minimum(seq_len, oldest + 1 + window_right) - start, 0) // BLOCK_N
     return start, num_blocks, upper, lower
 
@@ -421,6 +442,7 @@ def _load_blocks(  # type: ignore[no-untyped-def]
 ):
     """Load a tile's blocks, the last one first, whose pages are `ids`; `done` blocks of other tiles came before."""
     keys, values, full, empty = kv_pipeline
+    STAGES: gl.constexpr = full[0].shape[0]
     head, row, start, num_blocks, seq_len = tile_info[:5]
     head = _head_of(head, SPLIT_HEADS)
     page_rows, head_rows, key_head, value_head, num_batches = steps
@@ -483,7 +505,8 @@ def _load_block(  # type: ignore[no-untyped-def]
     mbarrier.expect(full_barrier, TMA_TILES * column_tiles(WIDTH) * desc.block_type.nbytes)
     COLUMN_TILES: gl.constexpr = column_tiles(WIDTH)
     TOGETHER: gl.constexpr = COLUMN_TILES - APART
-    ALL: gl.constexpr = STAGES * COLUMN_TILES * TMA_TILES
+    STAGES: gl.constexpr = to.shape[0] // COLUMN_TILES
+    ALL: gl.constexpr = to.shape[0] * TMA_TILES
     if WIDTH % TMA_COLS == 0:
         tiles = to._reinterpret(to.dtype, [ALL, TMA_ROWS, TMA_COLS], BLOCK_LAYOUT)
     else:
@@ -538,8 +561,11 @@ def _attend(  # type: ignore[no-untyped-def]
         if Q_STAGES > 1:
             _prefetch_queries(q, next_q_stage, next_tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM,
                               SPLIT_HEADS)  # fmt: skip
-        _attend_tile(tile_info, q_stage, done, tensors, strides, scales, window, flags, q, kv_pipeline, warp_group,
-                     CHUNK, LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)  # fmt: skip
+        if tile_info[9] + warp_group * BLOCK_M // GROUP < tile_info[8]:
+            _attend_tile(tile_info, q_stage, done, tensors, strides, scales, window, flags, q, kv_pipeline, warp_group,
+                         CHUNK, LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)  # fmt: skip
+        else:
+            _let_pass(kv_pipeline, done, tile_info[3])
         if Q_STAGES == 1:
             barrier()
             _prefetch_queries(q, next_q_stage, next_tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM,
@@ -547,6 +573,18 @@ def _attend(  # type: ignore[no-untyped-def]
         num_tiles += 1
         done += tile_info[3]
         tile_info = next_tile_info
+
+
+@gluon.jit
+def _let_pass(kv_pipeline, done, num_blocks):  # type: ignore[no-untyped-def]
+    """Give back a tile's blocks, which a warp group without queries has no use for, as soon as each has come."""
+    _keys, _values, full, empty = kv_pipeline
+    STAGES: gl.constexpr = full[0].shape[0]
+    for block in range(done, done + num_blocks):
+        for i in gl.static_range(2):
+            mbarrier.wait(full[i].index(block % STAGES), block // STAGES & 1)
+            barrier()
+            mbarrier.arrive(empty[i].index(block % STAGES))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -588,6 +626,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     last = start + (num_blocks - 1) * BLOCK_N
 
     keys, values, full, empty = kv_pipeline
+    STAGES: gl.constexpr = full[0].shape[0]
     acc = _zero_acc(DIM_VO)
     m_i = gl.full([BLOCK_M], float("-inf"), gl.float32, ROW)
     l_i = gl.zeros([BLOCK_M], gl.float32, ROW)
@@ -598,18 +637,22 @@ def _attend_tile(  # type: ignore[no-untyped-def]
                 clear_rows(_values_of(values, done % STAGES, i, BLOCK_N, DIM_VO), seq_len - last)
             fence_async_shared()
             barrier()
+        BOTH: gl.constexpr = BEHIND + BEFORE
+        FIRST: gl.constexpr = BOTH if LOCAL else BEHIND  # of a split it may be any
+        NEWEST: gl.constexpr = BOTH if LOCAL == 1 or CHUNK < FAR else BEHIND
+        OLDEST: gl.constexpr = BOTH if CHUNK < FAR else BEFORE
         logits = _logits(q, q_stage, keys, full[0], done, LOGITS, BLOCK_N, DIM)
         logits = warpgroup_mma_wait(0, deps=(logits,))
         barrier()
         mbarrier.arrive(empty[0].index(done % STAGES))
-        p, m_i, l_i, _alpha = online_softmax(_masked(logits, last, low, high), m_i, l_i, scale)
+        p, m_i, l_i, _alpha = online_softmax(_masked(logits, last, low, high, FIRST, DIM_VO), m_i, l_i, scale)
         state = (p, acc, m_i, l_i)
         at = (q, q_stage, kv_pipeline, values, done)
         upper, lower = gl.maximum(upper, 1), gl.maximum(lower, 1)
-        state = _blocks(state, at, 1, upper, last, low, high, scale, True, BLOCK_N, DIM, DIM_VO)
-        state = _blocks(state, at, upper, lower, last, low, high, scale, False, BLOCK_N, DIM, DIM_VO)
-        if LOCAL:
-            state = _blocks(state, at, lower, num_blocks, last, low, high, scale, True, BLOCK_N, DIM, DIM_VO)
+        state = _blocks(state, at, 1, upper, last, low, high, scale, NEWEST, BLOCK_N, DIM, DIM_VO)
+        state = _blocks(state, at, upper, lower, last, low, high, scale, 0, BLOCK_N, DIM, DIM_VO)
+        if LOCAL == 2:
+            state = _blocks(state, at, lower, num_blocks, last, low, high, scale, OLDEST, BLOCK_N, DIM, DIM_VO)
         p, acc, m_i, l_i = state
         stage, phase = (done + num_blocks - 1) % STAGES, (done + num_blocks - 1) // STAGES & 1
         mbarrier.wait(full[1].index(stage), phase)
@@ -736,7 +779,7 @@ def _blocks(  # type: ignore[no-untyped-def]
     low,
     high,
     scale,
-    MASKED: gl.constexpr,
+    MASK: gl.constexpr,
     BLOCK_N: gl.constexpr,
     DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
@@ -746,6 +789,7 @@ def _blocks(  # type: ignore[no-untyped-def]
     q, q_stage, kv_pipeline, values, done = at
     LOGITS: gl.constexpr = m_i.type.layout.parent
     keys, _, full, empty = kv_pipeline
+    STAGES: gl.constexpr = full[0].shape[0]
     for block in range(begin, end):
         before = done + block - 1
         operands = _operands(p, values.dtype, acc, DIM_VO)  # values of 16 bits that a loop hands on are taken apart
@@ -755,8 +799,8 @@ def _blocks(  # type: ignore[no-untyped-def]
         logits = warpgroup_mma_wait(num_accs(DIM_VO), deps=(pending,))
         barrier()
         mbarrier.arrive(empty[0].index((before + 1) % STAGES))
-        if MASKED:
-            logits = _masked(logits, last - block * BLOCK_N, low, high)
+        if MASK:
+            logits = _masked(logits, last - block * BLOCK_N, low, high, MASK, DIM_VO)
         p, m_i, l_i, alpha = online_softmax(logits, m_i, l_i, scale)
         acc = _wait_for_values(acc_pending, DIM_VO)
         barrier()
@@ -787,6 +831,7 @@ def _values_of(  # type: ignore[no-untyped-def]
 ):
     """A part of a block's values, [BLOCK_N, columns]: the second, of all stages, lies behind the first."""
     WIDE: gl.constexpr = acc_width(DIM_VO, 0)
+    STAGES: gl.constexpr = values.shape[0] // column_tiles(DIM_VO)
     if i == 0:
         part = values._reinterpret(values.dtype, [STAGES, BLOCK_N, WIDE], BLOCK_LAYOUT).index(stage)
     else:
@@ -839,6 +884,7 @@ def _logits(  # type: ignore[no-untyped-def]
     q, q_stage, keys, full, block, LOGITS: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr
 ):
     """Logits [BLOCK_M, BLOCK_N] of a block, under way."""
+    STAGES: gl.constexpr = full.shape[0]
     stage = block % STAGES
     logits = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LOGITS)
     mbarrier.wait(full.index(stage), block // STAGES & 1)
@@ -857,11 +903,42 @@ def _piece_of(tiles, stage, i: gl.constexpr, DIM: gl.constexpr):  # type: ignore
     return piece
 
 
-@gluon.jit
-def _masked(logits, first, low, high):  # type: ignore[no-untyped-def]
-    """Logits of keys from `first` on, where a query sees them."""
-    key = first + gl.arange(0, logits.shape[1], gl.SliceLayout(0, logits.type.layout))
-    return gl.where((key[None] >= low[:, None]) & (key[None] <= high[:, None]), logits, float("-inf"))
+@gluon.jit  # type: ignore[untyped-decorator]
+def _masked(  # type: ignore[no-untyped-def]
+    logits, first, low, high, MASK: gl.constexpr, DIM_VO: gl.constexpr
+):
+    """Logits of keys from `first` on, where a query sees them: MASK & BEHIND of those up to `high`, MASK & BEFORE of
+    those from `low` on.
+
+    A thread has two columns of every eight: with what it compares less those, all comparisons are with constants. Wide
+    sums leave no registers for it.
+    """
+    if DIM_VO > 128:
+        key = gl.arange(0, logits.shape[1], gl.SliceLayout(0, logits.type.layout))
+        if MASK & BEHIND:
+            logits = gl.where(key[None] <= (high - first)[:, None], logits, float("-inf"))
+        if MASK & BEFORE:
+            logits = gl.where(key[None] >= (low - first)[:, None], logits, float("-inf"))
+        return logits
+    else:
+        apart = logits.reshape([logits.shape[0], logits.shape[1] // 8, 8])
+        OF: gl.constexpr = apart.type.layout
+        eighth = gl.arange(0, apart.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, OF))) * 8
+        eighth = eighth.expand_dims(0).expand_dims(2)
+        if MASK & BEHIND:
+            apart = gl.where(eighth <= _apart(high - first, OF), apart, float("-inf"))
+        if MASK & BEFORE:
+            apart = gl.where(eighth >= _apart(low - first, OF), apart, float("-inf"))
+        kept = apart.reshape([logits.shape[0], logits.shape[1]])
+        return gl.convert_layout(kept, logits.type.layout, assert_trivial=True)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _apart(key, OF: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A key of each query less each of eight columns, [queries, 1, 8]."""
+    key = gl.convert_layout(key, gl.SliceLayout(1, gl.SliceLayout(2, OF)), assert_trivial=True)
+    column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, OF)))
+    return key.expand_dims(1).expand_dims(2) - column.expand_dims(0).expand_dims(1)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

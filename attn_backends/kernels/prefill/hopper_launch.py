@@ -36,11 +36,6 @@ def _for_hopper() -> tuple[Any, Any]:
     return hopper, hopper_kernel
 
 
-def hopper_block_n(head_dim: int) -> int:
-    """Number of keys in a block."""
-    return int(_for_hopper()[1].block_n(head_dim))
-
-
 def prefill_on_hopper(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor | None, seq_lens: torch.Tensor, query_start_loc: torch.Tensor,
@@ -76,9 +71,10 @@ def _numbers(
     """What follows from shapes and strides: the numbers of a launch, how keys and values lie in TMA tiles, and a tile's
     rows."""
     hopper, hopper_kernel = _for_hopper()
-    keys = hopper_kernel.block_n(shape.head_dim)
+    keys = shape.tile.keys
     window_right, window_left, chunk = visible
-    has_whole_blocks = keys <= min(window_left, chunk) < FAR.value  # within a window, or a chunk
+    has_whole_blocks = min(window_left - shape.tile_tokens, chunk - 1) >= keys - 1  # all see some, wherever it is
+    local = 0 if min(window_left, chunk) >= FAR.value else 2 if has_whole_blocks else 1
     rows = hopper.tma_rows(shape.page_size, keys)
     in_tiles = [layout.in_tiles(dim, hopper.TMA_COLS.value) for layout, dim in zip(layouts, dims, strict=True)]
     *page_rows, head_rows = layouts[0].steps
@@ -91,10 +87,11 @@ def _numbers(
         HopperSteps._make((*(page_rows or [0]), head_rows, num_batches, *(tiles.head for tiles in in_tiles))),
         HopperStrides._make((*strides, lse_stride or 0)),
         HopperConstants(
-            CHUNK=chunk, LOCAL=int(has_whole_blocks), PAGE_SIZE=shape.page_size, TMA_ROWS=rows,
-            KV_HEADS=shape.num_kv_heads, GROUP=shape.group_size, BLOCK_Q=shape.tile_tokens, BLOCK_N=keys,
-            DIM=shape.head_dim, DIM_VO=shape.head_dim_vo, Q_STAGES=hopper_kernel.q_stages(shape.head_dim),
-            USE_PDL=shape.use_pdl, LAUNCH_DEPENDENTS=shape.launch_dependents, SPLIT=int(is_split),
+            CHUNK=chunk, LOCAL=local, PAGE_SIZE=shape.page_size, TMA_ROWS=rows, KV_HEADS=shape.num_kv_heads,
+            GROUP=shape.group_size, BLOCK_Q=shape.tile_tokens, BLOCK_N=keys, DIM=shape.head_dim,
+            DIM_VO=shape.head_dim_vo, GROUPS=shape.tile.groups, STAGES=shape.tile.stages,
+            Q_STAGES=hopper_kernel.q_stages(shape.head_dim), USE_PDL=shape.use_pdl,
+            LAUNCH_DEPENDENTS=shape.launch_dependents, SPLIT=int(is_split),
         ),
     )  # fmt: skip
     return numbers, in_tiles, rows

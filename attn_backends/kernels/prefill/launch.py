@@ -35,16 +35,17 @@ from attn_backends.kernels.prefill.arguments import (
     Strides,
     VisibleRange,
 )
-from attn_backends.kernels.prefill.hopper_launch import hopper_block_n, prefill_on_hopper
+from attn_backends.kernels.prefill.hopper_launch import prefill_on_hopper
 from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
 from attn_backends.kernels.prefill.row_layout import RowLayout, has_aligned_rows, kv_descriptors, row_layouts
 from attn_backends.kernels.prefill.split_launch import TileList, join_splits
 from attn_backends.kernels.prefill.splits import SplitTile
+from attn_backends.kernels.prefill.tiles import HopperTile, hopper_tiles
 from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE
 from attn_backends.kernels.tiles import padded
 from attn_backends.spec import AttentionSpec
 
-HOPPER_ROWS = 128  # queries of a program of the kernel for Hopper
+HOPPER_ROWS = 128  # queries of a tile of the kernel for Hopper, but for narrow heads with many of them
 _WIDE_BLOCK = 128  # keys of its blocks up to head dim 128; wider heads have as many products in a block
 HOPPER_DIMS = (
     (64, 64), (80, 80), (96, 64), (96, 96), (112, 112), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256),
@@ -101,7 +102,7 @@ def suits_hopper_kernel(spec: AttentionSpec, device: torch.device) -> bool:
 def hopper_tile(spec: AttentionSpec) -> SplitTile:
     """What the prefill kernel for Hopper reads at a time."""
     tokens = max(1, HOPPER_ROWS // spec.group_size)
-    return SplitTile(tokens, HOPPER_ROWS, hopper_block_n(spec.head_dim), keys_alike=_WIDE_BLOCK)
+    return SplitTile(tokens, HOPPER_ROWS, hopper_tiles(spec.head_dim)[0].keys, keys_alike=_WIDE_BLOCK)
 
 
 def portable_tile(spec: AttentionSpec, tile: TileSizes) -> SplitTile:
@@ -128,6 +129,7 @@ class Rows(NamedTuple):
     max_seq_len: int  # or an upper bound of it
     splits: TileList | None = None  # the tiles of rows from `first_row` on; None: no keys are split
     short_tile: TileSizes | None = None  # of the portable kernel, which serves in place of the one for Hopper
+    hopper_tile: HopperTile | None = None  # of the one for Hopper, where it serves; None: the usual one
 
 
 class PrefillKernels:
@@ -170,15 +172,15 @@ class PrefillKernels:
         are split they take all of it.
         """
         spec, is_paged, num_kv_heads = self.spec, rows.page_table is not None, key.shape[-2]
-        tile, may_be_hopper = self._served_by(is_paged, rows.short_tile)
+        tile, of_hopper = self._served_by(is_paged, rows)
         page_size = key.shape[1] if is_paged else 0
-        on_hopper = may_be_hopper and page_size % HOPPER_PAGE == 0 and has_aligned_rows(query)
+        on_hopper = of_hopper is not None and page_size % HOPPER_PAGE == 0 and has_aligned_rows(query)
         in_blocks = self._dims[:2] == self._dims[2:] and page_size % tile.keys == 0
         layouts = None
         if (on_hopper or in_blocks) and query.dtype is key.dtype and self._has_tensor_engine:
             layouts = row_layouts(key, value)
         on_hopper, in_blocks = on_hopper and layouts is not None, in_blocks and layouts is not None
-        tile_tokens = max(1, (HOPPER_ROWS if on_hopper else tile.rows) // spec.group_size)
+        tile_tokens = max(1, (of_hopper if on_hopper and of_hopper else tile).rows // spec.group_size)
         head_bytes = max(1, rows.max_seq_len) * (spec.head_dim + spec.head_dim_vo) * key.itemsize
         section = min(max(1, _L2_BYTES // head_bytes), num_kv_heads)
         num_rows = rows.seq_lens.shape[0] - rows.first_row
@@ -188,9 +190,9 @@ class PrefillKernels:
         sinks = sinks[first_head * spec.group_size :] if spec.sinks else sinks
         tensors = (query, key, value, output, lse, *rows[:4])
         scales, visible, has_sinks = self._scales_of(is_cached), self._visible, self._has_sinks
-        if on_hopper and layouts is not None:
+        if on_hopper and of_hopper and layouts is not None:
             shape = HopperShape(
-                page_size, num_kv_heads, spec.group_size, tile_tokens, spec.head_dim, spec.head_dim_vo,
+                of_hopper, page_size, num_kv_heads, spec.group_size, tile_tokens, spec.head_dim, spec.head_dim_vo,
                 use_pdl=int(self._supports_pdl), launch_dependents=0,
             )  # fmt: skip
             return self._attend_on_hopper((*tensors, sinks, tiles), layouts, scales, tiled, shape, rows.splits, share)
@@ -203,11 +205,15 @@ class PrefillKernels:
             self._join((*tensors, sinks, tiles), scales, num_kv_heads, splits, use_pdl=self._supports_pdl)
         return Pdl.OFF
 
-    def _served_by(self, is_paged: bool, short_tile: TileSizes | None) -> tuple[TileSizes, bool]:
-        """The portable kernel's tile, and whether the kernel for Hopper may serve."""
-        if short_tile is not None and self._by_hopper[is_paged]:
-            return short_tile, False
-        return self._tiles[is_paged], self._by_hopper[is_paged]
+    def _served_by(self, is_paged: bool, rows: Rows) -> tuple[TileSizes, HopperTile | None]:
+        """The portable kernel's tile, and that of the kernel for Hopper, which splits keys of its usual tiles, if it
+        may serve."""
+        if not self._by_hopper[is_paged]:
+            return self._tiles[is_paged], None
+        if rows.short_tile is not None:
+            return rows.short_tile, None
+        usual, _other = hopper_tiles(self.spec.head_dim)
+        return self._tiles[is_paged], rows.hopper_tile if rows.hopper_tile and rows.splits is None else usual
 
     def _attend_on_hopper(
         self, tensors: _Tensors, layouts: tuple[RowLayout, RowLayout], scales: Scales, tiled: PrefillRows,

@@ -122,9 +122,16 @@ def time_of(load: TileLoad, num_kv_heads: int, num_programs: int, target: int, m
     return _time(load, num_kv_heads, num_programs, splits) + _OF_THE_JOIN
 
 
-def _time(load: TileLoad, num_kv_heads: int, num_programs: int, splits: NDArray[np.int64]) -> float:
+def whole_time(load: TileLoad, num_kv_heads: int, num_programs: int, of_a_tile: float) -> float:
+    """What rows take whose keys are not split, in blocks that a program reads, with what a tile takes beside them."""
+    return _time(load, num_kv_heads, num_programs, np.ones_like(load.blocks), of_a_tile)
+
+
+def _time(
+    load: TileLoad, num_kv_heads: int, num_programs: int, splits: NDArray[np.int64], of_a_tile: float = _OF_A_TILE
+) -> float:
     """What the program takes that takes longest, in blocks, where the longest splits are taken first."""
-    size = -(-load.blocks // splits) + _OF_A_TILE
+    size = -(-load.blocks // splits) + of_a_tile
     count = load.tiles * splits * num_kv_heads
     order = np.argsort(-size)
     size, count = size[order], count[order]

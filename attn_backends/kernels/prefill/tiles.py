@@ -1,8 +1,10 @@
-"""Tiles of the portable prefill kernel for keys one behind the other, where no table has one that was measured."""
+"""Tiles of the prefill kernels: of the portable one for keys one behind the other, where no table has one that was
+measured, and of the one for Hopper."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +23,36 @@ class PrefillTile:
     keys: int
     warps: int
     stages: int
+
+
+GROUP_QUERIES = 64  # of a group of warps of the kernel for Hopper
+
+
+class HopperTile(NamedTuple):
+    """How prefill is tiled by the kernel for Hopper."""
+
+    groups: int  # of warps that attend, 2 or 3
+    keys: int  # of a block
+    stages: int  # blocks of keys, and of values, in shared memory
+
+    @property
+    def rows(self) -> int:
+        """Query tokens times the query heads of a KV head."""
+        return self.groups * GROUP_QUERIES
+
+    def tokens(self, group_size: int) -> int:
+        """Query tokens."""
+        return max(1, self.rows // group_size)
+
+
+def hopper_tiles(head_dim: int) -> tuple[HopperTile, HopperTile | None]:
+    """The one that serves wherever there are few tiles, and whose keys may be split; and what is faster for many of
+    narrow heads: a third group of warps, and of those that see few keys: blocks of half the size."""
+    if head_dim <= 64:
+        return HopperTile(2, 128, 4), HopperTile(3, 64, 4)
+    if head_dim <= 128:
+        return HopperTile(2, 128, 2), HopperTile(2, 64, 3)
+    return HopperTile(2, 64, 2), None
 
 
 def varlen_tile(spec: AttentionSpec, smem_bytes: int) -> PrefillTile:

@@ -534,7 +534,9 @@ def test_prefill_of_latent_layers_as_compiled(
 
 def hopper_cases() -> Iterator[Any]:
     """Of a window the code has all loops that it has without one, so of most dims that is enough; a split list of tiles
-    differs by what is read and written, not by dims. Dims of 96 lie between those of 80 and 112, in as many tiles."""
+    differs by what is read and written, not by dims. Dims of 96 lie between those of 80 and 112, in as many tiles. The
+    other tile is smaller, or of narrow heads."""
+    others = {((64, 64), 16), ((112, 112), 16), ((128, 128), 0)}
     pages, prompts = [(dims, 16) for dims in launch.HOPPER_DIMS], [((128, 128), 0), ((192, 128), 0)]
     more = {(((dim, dim), 16), how) for dim in (128, 256) for how in ("all_keys", "split")}
     more |= {(prompts[1], "window"), (prompts[1], "split")}
@@ -542,19 +544,24 @@ def hopper_cases() -> Iterator[Any]:
         usual = how == ("all_keys" if case in prompts else "window") and case not in (((96, 96), 16), prompts[1])
         long = not usual and (case, how) not in more
         name = f"{'-'.join(map(str, case))}-{how}"
-        yield pytest.param(*case, how, id=name, marks=[pytest.mark.long] * long)
+        yield pytest.param(*case, how, 0, id=name, marks=[pytest.mark.long] * long)
+        if how != "split" and case[0][0] <= 128:
+            yield pytest.param(*case, how, 1, id=f"{name}-other", marks=[pytest.mark.long] * (case not in others))
 
 
-@pytest.mark.parametrize(("dims", "page_size", "how"), hopper_cases())
-def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_size: int, how: str) -> None:
+@pytest.mark.parametrize(("dims", "page_size", "how", "which"), hopper_cases())
+def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_size: int, how: str, which: int) -> None:
     from attn_backends.kernels import hopper
     from attn_backends.kernels.prefill import hopper_kernel
+    from attn_backends.kernels.prefill.tiles import hopper_tiles
     from attn_backends.kernels.split_kv import FAR
 
-    keys = hopper_kernel.block_n(dims[0])
-    rows = hopper.tma_rows(page_size, keys)
-    constants = {"CHUNK": FAR.value, "LOCAL": int(how == "window"), "PAGE_SIZE": page_size, "TMA_ROWS": rows,
-                 "KV_HEADS": 2, "GROUP": 4, "BLOCK_Q": 32, "BLOCK_N": keys, "DIM": dims[0], "DIM_VO": dims[1],
+    tile = hopper_tiles(dims[0])[which]
+    assert tile is not None
+    rows = hopper.tma_rows(page_size, tile.keys)
+    constants = {"CHUNK": FAR.value, "LOCAL": 2 * (how == "window"), "PAGE_SIZE": page_size, "TMA_ROWS": rows,
+                 "KV_HEADS": 2, "GROUP": 4, "BLOCK_Q": tile.tokens(4), "BLOCK_N": tile.keys, "DIM": dims[0],
+                 "DIM_VO": dims[1], "GROUPS": tile.groups, "STAGES": tile.stages,
                  "Q_STAGES": hopper_kernel.q_stages(dims[0]), "USE_PDL": 1, "LAUNCH_DEPENDENTS": 1,
                  "SPLIT": int(how == "split")}  # fmt: skip
     types = dict.fromkeys(("query", "output"), "*bf16")

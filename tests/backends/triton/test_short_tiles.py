@@ -53,7 +53,8 @@ def test_the_longest_counts_of_few_rows_and_the_mean_of_many() -> None:
     spec = layer(128)
     assert tile(spec, [100], [100]) == rules.SHORT_TILES[0]
     assert tile(spec, [100, 20], [100, 300]) is None
-    assert tile(spec, [100] * 100, [100] * 99 + [300]) == rules.SHORT_TILES[1]
+    assert tile(spec, [60] * 100, [60] * 99 + [300]) == rules.SHORT_TILES[1]
+    assert tile(spec, [100] * 100, [100] * 99 + [300]) is None
     assert tile(layer(64), [100] * 100, [100] * 99 + [300]) == rules.SHORT_TILES[0]
     assert tile(layer(256), [40], [40]) == rules.SHORT_TILES[1]
 
@@ -67,8 +68,8 @@ def test_decodes_go_along_where_all_begin_at_once() -> None:
 
 def test_rows_that_half_fill_a_tile_for_hopper_may_see_twice_as_many_keys() -> None:
     spec = layer(128)
-    assert tile(spec, [32] * 100, [300] * 100) == rules.SHORT_TILES[1]
-    assert tile(spec, [33] * 100, [300] * 100) is None
+    assert tile(spec, [32] * 100, [140] * 100) == rules.SHORT_TILES[1]
+    assert tile(spec, [33] * 100, [140] * 100) is None
 
 
 def test_no_token_has_more_queries_than_four_warps_hold() -> None:
@@ -82,7 +83,7 @@ def test_no_tile_takes_much_longer_than_all_together() -> None:
     """A long row among many short ones is split, or decoded, by other kernels."""
     for head_dim, long in ((64, 100_000), (128, 100_000), (128, 3000)):
         assert tile(layer(head_dim), [100] * 400 + [5], [100] * 400 + [long]) is None
-    assert tile(layer(128), [100] * 400 + [5], [100] * 400 + [400]) is not None
+    assert tile(layer(128), [60] * 400 + [5], [60] * 400 + [400]) is not None
 
 
 def test_only_where_the_kernel_for_hopper_would_serve() -> None:
@@ -103,3 +104,43 @@ def test_a_graph_splits_a_long_row_among_short_ones() -> None:
     assert rules.prefill_splits(many, *given[1:], for_graph=True) is None
     one = query_lens[:1], np.full(1, 300, np.int32)
     assert rules.prefill_splits(*given[:2], *one, 0, DEVICE, for_graph=True) is None
+
+
+def other(spec: AttentionSpec, query_lens: list[int], seq_lens: list[int]) -> Any:
+    lens = np.array(query_lens, np.int32), np.array(seq_lens, np.int32)
+    return rules.faster_hopper_tile(spec, *lens, DEVICE)
+
+
+def test_blocks_of_half_the_size_for_rows_that_see_few_keys() -> None:
+    """In the mean of their tiles: of a prompt that is half of its keys. Fewer tiles than multiprocessors read the more
+    at a time."""
+    spec, half = layer(128), rules.HopperTile(2, 64, 3)
+    assert other(spec, [1900] * 4, [1900] * 4) == half
+    assert other(spec, [2100] * 4, [2100] * 4) is None
+    assert other(spec, [64] * 40, [900] * 40) == half
+    assert other(spec, [64] * 30, [900] * 30) is None
+    assert other(spec, [64] * 30, [300] * 30) == half
+    assert other(layer(128, window_left=127), [1] * 40 + [9000], [9000] * 41) == half
+    assert other(layer(192), [64] * 40, [300] * 40) is None
+
+
+def test_a_third_group_of_warps_where_tiles_are_full() -> None:
+    """Of 192 queries, and where they leave fewer of them empty than tiles of 128 do."""
+    group_of_8, three = AttentionSpec(64, 8, 64, dtype=torch.bfloat16), rules.HopperTile(3, 64, 4)
+    assert other(group_of_8, [24] * 40, [9000] * 40) == three
+    assert other(group_of_8, [16] * 40, [9000] * 40) is None
+    assert other(group_of_8, [2000] * 40, [2000] * 40) == three
+    assert other(layer(64), [40] * 40, [9000] * 40) is None
+    for changes in ({"window_left": 1000}, {"chunk_size": 1000}):
+        assert other(layer(64, **changes), [2000] * 40, [2000] * 40) is None
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_order_of_rows_is_nothing_to_a_tile(seed: int) -> None:
+    numbers = Random(seed)
+    spec = AttentionSpec(numbers.choice([1, 3, 8, 16]) * 2, 2, numbers.choice([64, 96, 128]), dtype=torch.bfloat16)
+    new_tokens = [int(2 ** numbers.uniform(0, 11)) for _ in range(40)]
+    rows = [(new, new + int(2 ** numbers.uniform(0, 13))) for new in new_tokens]
+    first = other(spec, *map(list, zip(*rows, strict=True)))
+    numbers.shuffle(rows)
+    assert other(spec, *map(list, zip(*rows, strict=True))) == first
