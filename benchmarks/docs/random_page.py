@@ -14,6 +14,7 @@ from benchmarks.attention.random_report import report_of
 TITLES = {
     "random": "Shapes that nobody chose, H200",
     "random_h100": "Shapes that nobody chose, H100",
+    "random_prefills": "Prefills that nobody chose, H100",
 }
 NEWEST = next(iter(TITLES))
 TOPICS = "the distribution of TRITON's time over that of the best of all others, at shapes drawn at random"

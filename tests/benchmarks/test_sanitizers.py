@@ -97,7 +97,7 @@ def test_the_same_place_is_one_report_whatever_the_thread(tmp_path: Path) -> Non
 
 def test_what_is_explained_is_told_from_what_is_new(tmp_path: Path) -> None:
     """By the function that a line is in, for one tool and one kernel; each place of a report."""
-    here, elsewhere = (log_text("hopper.py", line_of(code)) for code in ("block.store(", "m_new = gl.maximum("))
+    here, elsewhere = (log_text("hopper.py", line_of(code)) for code in ("part.store(", "m_new = gl.maximum("))
     invalid, race = read(tmp_path, here)
     assert "zeros" in race.explanation("racecheck")
     assert race.explanation("memcheck") is None
@@ -220,7 +220,7 @@ def test_every_backend_under_every_tool(sanitize: Any) -> None:
 
 
 def test_only_what_is_not_explained_fails(sanitize: Any) -> None:
-    text = log_text("hopper.py", line_of("block.store("))
+    text = log_text("hopper.py", line_of("part.store("))
     race = text[text.index("========= Error") :]
     status, result = sanitize("--tool", "racecheck", said=race)
     assert (status, result["rows"][1]["explained"], result["rows"][1]["new"]) == (0, 1, 0)
