@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from random import Random
 from types import ModuleType
 from typing import Any
 
@@ -167,6 +168,25 @@ def test_what_a_query_sees_by_the_other_tile(
     dims: tuple[int, int], changes: dict[str, Any], launches: list[int]
 ) -> None:
     check("TRITON", prefill(spec_of(dims, **changes), 16, ([860, 131, 70], [60, 131, 3])), launches)
+
+
+@only_interpreted
+@pytest.mark.parametrize("seed", range(16))
+def test_windows_and_chunks_around_a_block(seed: int, launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of random widths: where a tile's queries all see some block whole, and where they just do not."""
+    from attn_backends.backends.triton import metadata
+
+    numbers = Random(seed)
+    dims, group_size = numbers.choice([(64, 64), (128, 128)]), numbers.choice([1, 2, 4, 8])
+    tile = hopper_tiles(dims[0])[seed % 2]
+    assert tile is not None
+    width = tile.keys + numbers.choice([0, tile.tokens(group_size)]) + numbers.randint(-tile.keys // 2, 9)
+    spec = spec_of(dims, (2 * group_size, 2), causal=numbers.random() < 0.8,
+                   **{numbers.choice(["window_left", "window_left", "chunk_size"]): width})  # fmt: skip
+    monkeypatch.setattr(metadata, "faster_hopper_tile", lambda *_: tile)
+    monkeypatch.setattr(metadata, "prefill_splits", lambda *_: None)
+    query_lens = [numbers.randint(1, 150) for _ in range(3)]
+    check("TRITON", prefill(spec, 16, ([new + numbers.randint(0, 500) for new in query_lens], query_lens)), launches)
 
 
 @only_interpreted

@@ -640,7 +640,6 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         BOTH: gl.constexpr = BEHIND + BEFORE
         FIRST: gl.constexpr = BOTH if LOCAL else BEHIND  # of a split it may be any
         NEWEST: gl.constexpr = BOTH if LOCAL == 1 or CHUNK < FAR else BEHIND
-        OLDEST: gl.constexpr = BOTH if CHUNK < FAR else BEFORE
         logits = _logits(q, q_stage, keys, full[0], done, LOGITS, BLOCK_N, DIM)
         logits = warpgroup_mma_wait(0, deps=(logits,))
         barrier()
@@ -652,7 +651,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         state = _blocks(state, at, 1, upper, last, low, high, scale, NEWEST, BLOCK_N, DIM, DIM_VO)
         state = _blocks(state, at, upper, lower, last, low, high, scale, 0, BLOCK_N, DIM, DIM_VO)
         if LOCAL == 2:
-            state = _blocks(state, at, lower, num_blocks, last, low, high, scale, OLDEST, BLOCK_N, DIM, DIM_VO)
+            state = _blocks(state, at, lower, num_blocks, last, low, high, scale, BEFORE, BLOCK_N, DIM, DIM_VO)
         p, acc, m_i, l_i = state
         stage, phase = (done + num_blocks - 1) % STAGES, (done + num_blocks - 1) // STAGES & 1
         mbarrier.wait(full[1].index(stage), phase)
