@@ -177,7 +177,8 @@ def _mean_load(spec: AttentionSpec, tile: HopperTile, query_lens: IntArray, seq_
     """Tiles, and the blocks that one of a row's reads in the mean."""
     tokens = tile.tokens(spec.group_size)
     later = np.maximum(query_lens - tokens, 0) // 2 if spec.causal else 0
-    seen = num_visible_keys(spec, seq_lens - later).astype(np.int64)
+    is_one_sided = spec.causal or spec.chunk_size is not None  # else a window hides what is before alone
+    seen = (num_visible_keys(spec, seq_lens - later) if is_one_sided else seq_lens).astype(np.int64)
     return TileLoad(-(-query_lens.astype(np.int64) // tokens), -(-seen // tile.keys))
 
 

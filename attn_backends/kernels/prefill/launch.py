@@ -129,7 +129,7 @@ class Rows(NamedTuple):
     max_seq_len: int  # or an upper bound of it
     splits: TileList | None = None  # the tiles of rows from `first_row` on; None: no keys are split
     short_tile: TileSizes | None = None  # of the portable kernel, which serves in place of the one for Hopper
-    hopper_tile: HopperTile | None = None  # of the one for Hopper, where it serves; None: the usual one
+    hopper_tile: HopperTile | None = None  # of the one for Hopper, without splits; None: the usual one, whose lists are
 
 
 class PrefillKernels:
@@ -206,14 +206,12 @@ class PrefillKernels:
         return Pdl.OFF
 
     def _served_by(self, is_paged: bool, rows: Rows) -> tuple[TileSizes, HopperTile | None]:
-        """The portable kernel's tile, and that of the kernel for Hopper, which splits keys of its usual tiles, if it
-        may serve."""
+        """The portable kernel's tile, and that of the kernel for Hopper, if it may serve."""
         if not self._by_hopper[is_paged]:
             return self._tiles[is_paged], None
         if rows.short_tile is not None:
             return rows.short_tile, None
-        usual, _other = hopper_tiles(self.spec.head_dim)
-        return self._tiles[is_paged], rows.hopper_tile if rows.hopper_tile and rows.splits is None else usual
+        return self._tiles[is_paged], rows.hopper_tile or hopper_tiles(self.spec.head_dim)[0]
 
     def _attend_on_hopper(
         self, tensors: _Tensors, layouts: tuple[RowLayout, RowLayout], scales: Scales, tiled: PrefillRows,

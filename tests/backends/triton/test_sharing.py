@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -88,3 +89,29 @@ def test_no_decodes_go_along_where_a_given_tile_reads_pages(kind: str | None) ->
     assert built.prefill_splits is not None
     assert built.num_decode_rows == (2 if kind else 0)
     assert (built.prefill_splits.tile == sharing.hopper_tile(spec)) == (kind != "prompt_tile")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whole_prefills_alone_have_another_tile(seed: int) -> None:
+    """Of random batches: where no keys are split or made 16 bits, and the portable kernel serves none, the kernel for
+    Hopper takes the tile that is the faster one for the rows behind the decodes."""
+    numbers, device = Random(seed), torch.device("cpu")
+    heads = numbers.choice([(8, 8), (16, 2), (32, 8)])
+    cached = numbers.choice([torch.bfloat16, torch.bfloat16, torch.float8_e4m3fn])
+    spec = AttentionSpec(*heads, numbers.choice([64, 128]), dtype=torch.bfloat16, cache_dtype=cached)
+    decodes = [SequenceData(n, 1, range(-(-(n + 1) // 16))) for n in numbers.choices(range(1, 4000), k=seed % 7)]
+    new = [int(2 ** numbers.uniform(5, 11)) for _ in range(numbers.choice([1, 4, 60]))]
+    rows = decodes + [SequenceData(old, n, range(-(-(old + n) // 16)))
+                      for n in new for old in [numbers.choice([0, int(2 ** numbers.uniform(0, 11))])]]  # fmt: skip
+    groups = [SequenceGroup(str(i), (row,)) for i, row in enumerate(rows)]
+    with listing(launching.Machine(132, 227 << 10, True, True, True)):
+        builder = metadata.TritonMetadataBuilder(
+            plan_groups({0: spec})[0], KVCacheSpec(512, 16), Limits(100, 8192, 1 << 17), device
+        )
+        built = builder.build(0, CommonAttentionMetadata.from_sequence_groups(groups, 16, device))
+        behind = rows[built.num_decode_rows :]
+        query_lens, seq_lens = (np.array([getattr(row, name) for row in behind], np.int32)
+                                for name in ("query_len", "seq_len"))  # fmt: skip
+        faster = sharing.faster_hopper_tile(spec, query_lens, seq_lens, device)
+    others = built.prefill_splits, built.short_tile, built.num_upcast_keys or None
+    assert built.hopper_tile == (faster if others == (None, None, None) else None)

@@ -122,6 +122,7 @@ def test_blocks_of_half_the_size_for_rows_that_see_few_keys() -> None:
     assert other(spec, [64] * 30, [300] * 30) == half
     assert other(layer(128, window_left=127), [1] * 40 + [9000], [9000] * 41) == half
     assert other(layer(192), [64] * 40, [300] * 40) is None
+    assert other(layer(128, window_left=127, causal=False), [64] * 40, [9000] * 40) is None
 
 
 def test_a_third_group_of_warps_where_tiles_are_full() -> None:
