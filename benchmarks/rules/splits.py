@@ -3,7 +3,8 @@
     python -m benchmarks rules splits --seed S --count N [--kinds chunks mixed …] [--rounds 5] [--minutes M]
 
 Shapes are drawn as those of `attention random_shapes` are: seeds below 1000 are to tune by. "whole" is the time with no
-key split, "split N" that with N splits at most, "decoded" that by the decode kernel where rows have few tokens, and
+key split, "other tile" the same by the other tile of the kernel for Hopper, "portable N" by the portable kernel's tiles
+for few keys, "split N" that with N splits at most, "decoded" that by the decode kernel where rows have few tokens, and
 "rule" the one that TRITON takes; "ratio" is the rule's time over the whole one's, and "vs other" over that of the best
 other kernel. Every way is checked against float64. Kernels are compiled first, by several processes at once.
 """
@@ -24,11 +25,13 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.triton.rules import prefill_share, split_tile
+from attn_backends.backends.triton.rules import prefill_share, short_tiles, split_tile
 from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.batch.views import without_new_keys
 from attn_backends.kernels.launch import num_multiprocessors
+from attn_backends.kernels.prefill.launch import suits_hopper_kernel
 from attn_backends.kernels.prefill.splits import PrefillSplits, most_tile_splits
+from attn_backends.kernels.prefill.tiles import hopper_tiles
 from benchmarks.attention.attention import all_made
 from benchmarks.attention.contest import CACHE_DTYPES, Made, checked, our_call, parts_of
 from benchmarks.attention.paged_problem import Problem, make_contender
@@ -40,7 +43,8 @@ from benchmarks.lib.harness import write
 
 TITLE = "prefills of random shapes by TRITON, with whole tiles and with keys split, in us"
 TURN_US = 2_500  # of a contender in a round
-WHOLE, DECODED, RULE = "whole", "decoded", "rule"
+OURS = WHOLE, OTHER, DECODED, RULE = "whole", "other tile", "decoded", "rule"
+TRIED = ("split ", "portable ")
 
 
 def ways_of(problem: Problem, parts: Any) -> dict[str, Any]:
@@ -53,18 +57,30 @@ def ways_of(problem: Problem, parts: Any) -> dict[str, Any]:
         if built.prefill_share is not None or (built.prefill_splits and first)
         else None
     )
-    ways = {WHOLE: replace(built, prefill_splits=None, prefill_share=share)}
+    whole = replace(built, prefill_splits=None, prefill_share=share, short_tile=None, hopper_tile=None)
+    ways = {WHOLE: whole} | _by_other_tiles(problem, whole)
     is_paged = built.page_table is not None and not built.prefills_are_prompts
     tile = split_tile(spec, problem.cache, None, problem.device, is_paged=is_paged, is_upcast=built.num_upcast_keys > 0)
     programs = tile.num_programs(num_multiprocessors(problem.device))
     if first < built.num_rows:
         for target in range(programs, most_tile_splits(programs) + 1, programs):
-            ways[f"split {target}"] = replace(built, prefill_splits=PrefillSplits(target, tile), prefill_share=None)
+            ways[f"split {target}"] = replace(whole, prefill_splits=PrefillSplits(target, tile), prefill_share=None)
     if first == 0 and problem.common.max_query_len <= DECODE_TOKENS:
         of_decode = {"num_decode_rows": built.num_rows, "num_decode_row_tokens": built.num_row_tokens}
         of_decode["max_decode_len"] = problem.common.max_query_len
-        ways[DECODED] = replace(built, prefill_splits=None, prefill_share=None, **of_decode)
+        ways[DECODED] = replace(whole, prefill_share=None, **of_decode)
     return ways | {RULE: built}
+
+
+def _by_other_tiles(problem: Problem, whole: Any) -> dict[str, Any]:
+    """The other ways to serve rows whose keys are not split; the portable kernel's, where no rows are decoded."""
+    spec = problem.spec
+    if whole.num_upcast_keys or not suits_hopper_kernel(spec, problem.device):
+        return {}
+    _usual, other = hopper_tiles(spec.head_dim)
+    ways = {} if other is None else {OTHER: replace(whole, hopper_tile=other)}
+    tiles = () if whole.num_decode_rows else short_tiles(spec, problem.cache, None, problem.device)
+    return ways | {f"portable {tile.keys}": replace(whole, short_tile=tile) for tile in tiles}
 
 
 def made_of(problem: Problem) -> tuple[Made, Any]:
@@ -118,7 +134,9 @@ def measure(each: Drawn, pool: Pool, rounds: int) -> dict[str, Any]:
 
 def line_of(row: dict[str, Any]) -> str:
     us, target = row["us"], row["target"]
-    ours = ", ".join(f"{name} {us[name]:.1f}" for name in us if name in (WHOLE, RULE, DECODED) or "split " in name)
+    ours = ", ".join(
+        f"{name} {us[name]:.1f}" for name in us if name in (WHOLE, OTHER, RULE, DECODED) or "split " in name
+    )
     ratio = f"{row['ratio']:.3f}" if row["ratio"] else "-"
     other = f"{row['vs other']:.3f} of {row['best other']} {us[row['best other']]:.1f}" if row["vs other"] else "-"
     wrong = f" WRONG: {'; '.join(row['wrong'])}" if row["wrong"] else ""

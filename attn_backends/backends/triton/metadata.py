@@ -159,13 +159,13 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
                 num_decode_rows = max_decode_len = 0
                 are_prompts = False
                 splits = together
-        given = splits is None and tile is None and not num_upcast_keys
+        is_plain = splits is None and tile is None and not num_upcast_keys
         prefill = {
             "num_upcast_keys": num_upcast_keys,
             "prefill_share": None if splits or tile else self._prefill_share(common, num_decode_rows),
             "prefill_splits": splits,
             "short_tile": tile,
-            "hopper_tile": self._hopper_tile(common, num_decode_rows) if given else None,
+            "hopper_tile": self._hopper_tile(common, num_decode_rows) if is_plain else None,
             "prefills_are_prompts": are_prompts,
         }
         return _Launches(num_decodes, num_decode_rows, max_decode_len, prefill)
