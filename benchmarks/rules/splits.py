@@ -62,7 +62,7 @@ def ways_of(problem: Problem, parts: Any) -> dict[str, Any]:
     is_paged = built.page_table is not None and not built.prefills_are_prompts
     tile = split_tile(spec, problem.cache, None, problem.device, is_paged=is_paged, is_upcast=built.num_upcast_keys > 0)
     programs = tile.num_programs(num_multiprocessors(problem.device))
-    if first < built.num_rows:
+    if first < built.num_rows and not built.upcast_rows:
         for target in range(programs, most_tile_splits(programs) + 1, programs):
             ways[f"split {target}"] = replace(whole, prefill_splits=PrefillSplits(target, tile), prefill_share=None)
     if first == 0 and problem.common.max_query_len <= DECODE_TOKENS:

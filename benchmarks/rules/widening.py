@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.triton.rules import can_upcast, prefill_splits, split_tile
+from attn_backends.backends.triton.rules import can_upcast, prefill_splits, rows_in_turn, split_tile
 from attn_backends.backends.triton.tuning import TritonOptions
 from attn_backends.spec import KVCacheSpec
 from benchmarks.attention.paged_problem import Shape, spec_of
@@ -94,9 +94,10 @@ def way(spec: Any, cached: KVCacheSpec, lens: tuple[Any, Any], num_keys: int) ->
     """What differs in the metadata."""
     device = torch.device("cuda")
     tile = split_tile(spec, cached, None, device, is_paged=True, is_upcast=num_keys > 0)
-    splits = prefill_splits(spec, tile, *lens, 0, device)
-    return {"num_upcast_keys": num_keys, "prefill_splits": splits, "num_decode_rows": 0, "num_decode_row_tokens": 0,
-            "max_decode_len": 0}  # fmt: skip
+    in_turn = rows_in_turn(spec, *lens, TritonOptions().upcast_bytes, 0) if num_keys else ()
+    splits = None if in_turn else prefill_splits(spec, tile, *lens, 0, device)
+    return {"num_upcast_keys": num_keys, "upcast_rows": in_turn, "prefill_splits": splits, "num_decode_rows": 0,
+            "num_decode_row_tokens": 0, "max_decode_len": 0}  # fmt: skip
 
 
 if __name__ == "__main__":

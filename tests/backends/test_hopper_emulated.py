@@ -234,6 +234,27 @@ def test_prefill_of_widened_keys(
 
 
 @only_interpreted
+@pytest.mark.parametrize(("num_keys", "parts", "num_launches"), [(100, 5, 9), (140, 5, 5), (260, 4, 4), (270, 3, 3)])
+def test_rows_widened_in_turn(num_keys: int, parts: int, num_launches: int, launches: list[int]) -> None:
+    """As many as there is room for at a time, behind a decode, with padding behind the last; of a row that is too long
+    for that one head at a time."""
+    from attn_backends.backends.triton.tuning import TritonOptions
+
+    spec = spec_of(cache_dtype=torch.float8_e4m3fn)
+    lens = [70, 130, 131, 70, 131, 135], [1, 60, 131, 33, 20, 70]
+    batch = random_batch(get_backend("TRITON"), spec, *lens, page_size=5, poison=float("nan"), k_scale=0.5)
+    room = TritonOptions(upcast_bytes=num_keys * 2 * 2 * 64 * 2)
+    layer = make_layer(get_backend("TRITON"), batch, num_padded_reqs=2, options=room)
+    step = layer.begin(batch, num_padded_reqs=2)
+    assert_matches(layer.forward(batch, step, num_padded_reqs=2, want_lse=True), batch)
+    assert len(step.metadata.upcast_rows) == parts
+    prefills = step.metadata.prefill_metadata
+    assert prefills is not None
+    assert (prefills.num_upcast_keys, prefills.upcast_rows) == (0, ())
+    assert len(launches) == num_launches
+
+
+@only_interpreted
 def test_an_encoder(launches: list[int]) -> None:
     spec = spec_of(attention_type=AttentionType.ENCODER, causal=False)
     check("TRITON", prefill(spec, 16, ([130, 17], [130, 17])), launches)

@@ -76,7 +76,7 @@ class TritonImpl(AttentionImpl[TritonStep]):
         num_tokens = metadata.num_row_tokens - metadata.num_decode_row_tokens
         rows = Rows(table, metadata.seq_lens, metadata.query_start_loc, metadata.key_start_loc,
                     metadata.num_decode_rows, num_tokens, metadata.num_upcast_keys, metadata.max_seq_len,
-                    step.splits, metadata.short_tile, metadata.hopper_tile)  # fmt: skip
+                    step.splits, metadata.short_tile, metadata.hopper_tile, metadata.upcast_rows)  # fmt: skip
         return self._kernels.prefill(query, keys, values, output, lse, rows, step.workspace.tiles,
                                      step.workspace.upcast_kv, metadata.prefill_share)  # fmt: skip
 

@@ -19,6 +19,7 @@ from attn_backends.backends.triton.rules import (
     prefill_share,
     prefill_splits,
     reads_pages_on_hopper,
+    rows_in_turn,
     short_tile,
     short_tiles,
     split_tile,
@@ -29,7 +30,7 @@ from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
 from attn_backends.batch.page_table import IntArray
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
-from attn_backends.kernels.prefill.launch import hopper_tile, suits_hopper_kernel
+from attn_backends.kernels.prefill.launch import UpcastRows, hopper_tile, suits_hopper_kernel
 from attn_backends.kernels.prefill.splits import PrefillSplits
 from attn_backends.kernels.prefill.tiles import HopperTile, PrefillTile
 from attn_backends.spec import AttentionType, KVCacheSpec, Limits, PlanGroup
@@ -47,6 +48,7 @@ class TritonMetadata(AttentionMetadata):
     max_decode_len: int  # most query tokens of a decode row
     max_seq_len: int  # or an upper bound of it
     num_upcast_keys: int  # to make 16 bits for rows behind the decodes, or an upper bound; 0: none, which is faster
+    upcast_rows: tuple[UpcastRows, ...]  # those rows in turn, where there is no room for all of their keys
     prefill_share: float | None  # of the GPU, for rows behind decodes that run beside them; None: none do
     prefill_splits: PrefillSplits | None  # of the keys of rows behind the decodes; None: they are whole
     short_tile: PrefillTile | None  # of the portable kernel, where it serves rows that see few keys, and no decodes
@@ -64,6 +66,7 @@ class TritonMetadata(AttentionMetadata):
             "num_decode_rows": min(rows, self.num_decode_rows),
             "num_decode_row_tokens": min(self.num_decode_tokens, self.num_decode_row_tokens),
             "num_upcast_keys": 0,
+            "upcast_rows": (),
             "prefill_share": None,
             "prefill_splits": None,
             "query_start_loc": self.query_start_loc[: rows + 1],
@@ -78,6 +81,8 @@ class TritonMetadata(AttentionMetadata):
             "num_rows": self.num_prefills,
             "num_decode_rows": 0,
             "num_decode_row_tokens": 0,
+            "num_upcast_keys": 0 if self.upcast_rows else self.num_upcast_keys,  # numbers of rows are this step's
+            "upcast_rows": (),
             "prefill_share": None,
             "query_start_loc": self.query_start_loc[first : last + 1] - self.num_decode_tokens,
             "key_start_loc": self.key_start_loc[first : last + 1] - self.num_decode_new_kv,
@@ -144,13 +149,13 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
     def _launches(self, common: CommonAttentionMetadata, use_cache: bool) -> _Launches:
         num_decodes, num_decode_rows, max_decode_len = self._decodes(common) if use_cache else (0, 0, 0)
-        num_upcast_keys = self._keys_to_upcast(common, num_decode_rows) if use_cache else 0
+        num_upcast_keys, upcast_rows = self._keys_to_upcast(common, num_decode_rows) if use_cache else (0, ())
         tile = None if num_upcast_keys else self._short_tile(common, num_decode_rows)
         if tile is not None:
             num_decode_rows = max_decode_len = 0
         are_prompts = use_cache and not common.for_graph and self._are_prompts(common, num_decode_rows)
         is_paged = use_cache and not are_prompts
-        is_whole = tile is not None or num_decode_rows >= common.num_actual_reqs
+        is_whole = tile is not None or len(upcast_rows) > 0 or num_decode_rows >= common.num_actual_reqs
         splits = None if is_whole else self._prefill_splits(common, num_decode_rows, is_paged, num_upcast_keys > 0)
         if splits is not None and self._can_take_decodes_along(common, num_decode_rows, splits):
             together = self._prefill_splits(common, 0, is_paged=True, is_upcast=False)
@@ -162,6 +167,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         is_plain = splits is None and tile is None and not num_upcast_keys
         prefill = {
             "num_upcast_keys": num_upcast_keys,
+            "upcast_rows": upcast_rows,
             "prefill_share": None if splits or tile else self._prefill_share(common, num_decode_rows),
             "prefill_splits": splits,
             "short_tile": tile,
@@ -185,15 +191,17 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         options = self.options or TritonOptions()
         return options.upcast_bytes if can_upcast(self.group.spec, options, self.device) else 0
 
-    def _keys_to_upcast(self, common: CommonAttentionMetadata, first: int) -> int:
-        """All keys of rows from `first` on, if that saves time; else 0, as in graphs, which have no room for them."""
+    def _keys_to_upcast(self, common: CommonAttentionMetadata, first: int) -> tuple[int, tuple[UpcastRows, ...]]:
+        """All keys of rows from `first` on, if that saves time, and rows in turn where they do not fit; else 0, as in
+        graphs, which have no room for them."""
         last = common.num_actual_reqs
         if first >= last or common.for_graph or not self._upcast_bytes:
-            return 0
+            return 0, ()
         query_lens, seq_lens = _lens(common, first)
         spec, room = self.group.spec, self._upcast_bytes
-        is_faster = is_faster_upcast(spec, self.cache, query_lens, seq_lens, room, self.device)
-        return int(seq_lens.sum()) if is_faster else 0
+        if not is_faster_upcast(spec, self.cache, query_lens, seq_lens, room, self.device):
+            return 0, ()
+        return int(seq_lens.sum()), rows_in_turn(spec, query_lens, seq_lens, room, first)
 
     @cached_property
     def _can_run_beside(self) -> bool:

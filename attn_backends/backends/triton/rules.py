@@ -7,6 +7,7 @@ The kernel for Hopper reads 16 bits alone. Side by side prefills make products w
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors, shared_memory
 from attn_backends.kernels.prefill.launch import (
     HOPPER_ROWS,
+    UpcastRows,
     hopper_tile,
     num_hopper_tiles,
     num_visible_keys,
@@ -47,25 +49,62 @@ def is_faster_upcast(
     spec: AttentionSpec, cache: KVCacheSpec, query_lens: IntArray, seq_lens: IntArray, num_bytes: int,
     device: torch.device,
 ) -> bool:  # fmt: skip
-    """Whether these rows take less time so: by all that tiles read, as splits leave no multiprocessor idle.
+    """Whether these rows take less time so, all of them or some at a time (see `upcast_parts`): by all that tiles read,
+    as splits leave no multiprocessor idle.
 
     Args:
         query_lens, seq_lens: of the rows, or upper bounds of the latter.
         num_bytes: room for keys and values of 16 bits.
     """
-    num_keys, num_sms = int(seq_lens.sum(dtype=np.int64)), num_multiprocessors(device)
-    at_once = upcast_heads(spec, num_keys, num_bytes)
-    if not at_once:
-        return False
-
+    num_sms, taken = num_multiprocessors(device), 0.0
+    for part in upcast_parts(spec, seq_lens, num_bytes):
+        taken += _upcast_time(spec, query_lens[part], seq_lens[part], num_bytes, num_sms)
     tile = split_tile(spec, cache, None, device, is_paged=True, is_upcast=False)
-    portable, hopper = -(-query_lens // tile.tokens), num_hopper_tiles(spec, query_lens)
+    keys = num_visible_keys(spec, seq_lens).astype(np.int64)
+    portable = float(-(-query_lens // tile.tokens) @ keys) * spec.num_kv_heads / num_sms
+    return 0.0 < taken < _PORTABLE_READ * portable
+
+
+def _upcast_time(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, num_bytes: int, num_sms: int) -> float:
+    """What rows take of which some KV heads at least fit."""
+    num_keys = int(seq_lens.sum(dtype=np.int64))
+    at_once, hopper = upcast_heads(spec, num_keys, num_bytes), num_hopper_tiles(spec, query_lens)
     keys, rounds = num_visible_keys(spec, seq_lens).astype(np.int64), spec.num_kv_heads // at_once
     read = float(hopper @ keys) * at_once / num_sms  # in a round
     if rounds > 1:  # each is split as all heads together would be: in halves at most, as they have many tiles
         read = max(read, float(keys.max()) / 2)
-    taken = _STARTING + rounds * read + _UPCASTING * num_keys * spec.num_kv_heads / num_sms
-    return taken < _PORTABLE_READ * float(portable @ keys) * spec.num_kv_heads / num_sms
+    return _STARTING + rounds * read + _UPCASTING * num_keys * spec.num_kv_heads / num_sms
+
+
+def upcast_parts(spec: AttentionSpec, seq_lens: IntArray, num_bytes: int) -> list[slice]:
+    """Rows whose keys are made 16 bits together: all, if one KV head's have room; else as many in a row as all KV heads
+    have room for, or one. None where one row's do not fit.
+
+    Args:
+        seq_lens: [rows], or upper bounds.
+        num_bytes: room for keys and values of 16 bits.
+    """
+    if upcast_heads(spec, int(seq_lens.sum(dtype=np.int64)), num_bytes):
+        return [slice(0, len(seq_lens))]
+    if not upcast_heads(spec, int(seq_lens.max(initial=0)), num_bytes):
+        return []
+    starts, num_keys = [0], 0
+    for row, seq_len in enumerate(seq_lens.tolist()):
+        num_keys += seq_len
+        if row > starts[-1] and upcast_heads(spec, num_keys, num_bytes) < spec.num_kv_heads:
+            starts.append(row)
+            num_keys = seq_len
+    return [slice(*bounds) for bounds in pairwise([*starts, len(seq_lens)])]
+
+
+def rows_in_turn(
+    spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, num_bytes: int, first_row: int
+) -> tuple[UpcastRows, ...]:
+    """The parts, if they are several, of rows from `first_row` on."""
+    parts = upcast_parts(spec, seq_lens, num_bytes)
+    rows = [UpcastRows(first_row + part.start, int(query_lens[part].sum()), int(seq_lens[part].sum()))
+            for part in parts]  # fmt: skip
+    return tuple(rows) if len(parts) > 1 else ()
 
 
 _PRODUCTS_A_BYTE = 30.0  # of numbers of a head: as many as are made for prefill while a byte is read for decode

@@ -120,6 +120,7 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
             num_decode_row_tokens=num_decode_rows * self.query_len,
             max_decode_len=self.query_len if num_decode_rows else 0,
             num_upcast_keys=0,
+            upcast_rows=(),
             prefill_share=None,
             prefill_splits=splits,
             short_tile=short,

@@ -63,7 +63,8 @@ class TritonOptions(BaseModel):
     prompt_tile: PrefillTile | None = None
     upcast_bytes: Annotated[int, Field(ge=0)] = 128 << 20
     """Room in the state for keys and values that are made 16 bits, for prefills over a cache of 8 bits on Hopper: of as
-    many KV heads at a time as fit in. Where not one fits in, the portable kernel serves."""
+    many KV heads at a time as fit in, or of some rows where those of all rows do not fit in for one head. Where not one
+    row's do, the portable kernel serves."""
 
 
 def decode_tile(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,33 @@ def test_keys_without_room_stay_as_they_are() -> None:
     needed = 8192 * 2 * 128 * 2  # of one head
     assert is_faster(layer((1, 1)), [8192], [8192], needed)
     assert not is_faster(layer((1, 1)), [8192], [8192], needed - 1)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_rows_in_turn_have_room(seed: int) -> None:
+    """Random rows: all are there once, those of a part together for all heads, unless it is one row; and no part could
+    take the next row too."""
+    numbers = Random(seed)
+    spec = layer((8, numbers.choice([1, 2, 4, 8])))
+    seq_lens = np.array([int(2 ** numbers.uniform(4, 17)) for _ in range(numbers.randint(1, 100))], np.int32)
+    num_bytes = int(2 ** numbers.uniform(20, 28))
+    row_bytes = spec.num_kv_heads * 2 * 128 * 2
+    parts = widening.upcast_parts(spec, seq_lens, num_bytes)
+    if not parts:
+        assert int(seq_lens.max()) * 2 * 128 * 2 > num_bytes
+        return
+    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(len(seq_lens)))
+    for part in parts if len(parts) > 1 else ():
+        num_keys = int(seq_lens[part].sum())
+        assert num_keys * row_bytes <= num_bytes or part.stop == part.start + 1
+        assert part.stop == len(seq_lens) or (num_keys + int(seq_lens[part.stop])) * row_bytes > num_bytes
+
+
+def test_rows_in_turn_where_not_one_head_has_room() -> None:
+    rows = [59] * 47, [6257] * 47
+    assert len(widening.upcast_parts(layer((96, 8)), np.array(rows[1], np.int32), ROOM)) == 10
+    assert is_faster(layer((96, 8)), *rows)
+    assert not is_faster(layer((8, 8)), *rows)
 
 
 def test_room_that_cannot_be() -> None:
