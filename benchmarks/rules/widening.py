@@ -3,7 +3,7 @@
     python -m benchmarks rules widening [--rounds 9]
 
 Both are timed as ways.py says, each with its own splits: shapes that were chosen, and others that shape_draws.py draws.
-"chosen" is what `rules.is_faster_upcast` says, and "lost" what it takes longer than the faster one.
+"chosen" is what `upcasting.is_faster_upcast` says, and "lost" what it takes longer than the faster one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.triton.rules import can_upcast, prefill_splits, rows_in_turn, split_tile
+from attn_backends.backends.triton.rules import can_upcast, prefill_splits, split_tile
 from attn_backends.backends.triton.tuning import TritonOptions
+from attn_backends.backends.triton.upcasting import rows_in_turn
 from attn_backends.spec import KVCacheSpec
 from benchmarks.attention.paged_problem import Shape, spec_of
 from benchmarks.attention.sampled_problem import Pool, sampled_problem

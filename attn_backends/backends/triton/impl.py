@@ -9,6 +9,7 @@ import torch
 from attn_backends.backends.triton.layer import make_kernels
 from attn_backends.backends.triton.metadata import TritonMetadata
 from attn_backends.backends.triton.state import TritonStep
+from attn_backends.backends.triton.upcasting import in_turn
 from attn_backends.cache.kv_cache import KVCache, write_kv
 from attn_backends.interface import AttentionImpl
 from attn_backends.kernels.launch import Pdl
@@ -76,9 +77,12 @@ class TritonImpl(AttentionImpl[TritonStep]):
         num_tokens = metadata.num_row_tokens - metadata.num_decode_row_tokens
         rows = Rows(table, metadata.seq_lens, metadata.query_start_loc, metadata.key_start_loc,
                     metadata.num_decode_rows, num_tokens, metadata.num_upcast_keys, metadata.max_seq_len,
-                    step.splits, metadata.short_tile, metadata.hopper_tile, metadata.upcast_rows)  # fmt: skip
-        return self._kernels.prefill(query, keys, values, output, lse, rows, step.workspace.tiles,
-                                     step.workspace.upcast_kv, metadata.prefill_share)  # fmt: skip
+                    step.splits, metadata.short_tile, metadata.hopper_tile)  # fmt: skip
+        pdl = Pdl.OFF
+        for some in in_turn(rows, metadata.upcast_rows):
+            pdl = self._kernels.prefill(query, keys, values, output, lse, some, step.workspace.tiles,
+                                        step.workspace.upcast_kv, metadata.prefill_share)  # fmt: skip
+        return pdl
 
     def _source(
         self, metadata: TritonMetadata, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache | None

@@ -5,7 +5,6 @@ Those of prefill alone, which other backends have too, are in `attn_backends.ker
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -178,15 +177,11 @@ class Kernels(PrefillKernels):
         """Launch the prefill of rows that are not split.
 
         `tiles` is where programs count what they take. Keys that are to be made 16 bits are so in `upcast_kv`
-        [num_bytes] u8, of as many KV heads at a time as it has room for, or of some rows at a time.
+        [num_bytes] u8, of as many KV heads at a time as it has room for.
 
         Returns when the next launch can start, if that is `decode` of other rows: `share` is the part of the GPU that
         is enough beside it. None: it is not.
         """
-        if rows.upcast_rows:
-            for some in _in_turn(rows):
-                self.prefill(query, key, value, output, lse, some, tiles, upcast_kv, None)
-            return Pdl.OFF
         spec, group = self.spec, self.spec.group_size
         count = upcast_heads(spec, rows.num_upcast, len(upcast_kv))
         if not count:
@@ -204,21 +199,6 @@ class Kernels(PrefillKernels):
             head_lse = None if lse is None else lse[:, part]
             self.attend(query[:, part], keys, values, output[:, part], head_lse, dense, tiles, first, True, None)
         return Pdl.OFF
-
-
-def _in_turn(rows: Rows) -> Iterator[Rows]:
-    """The rows of each part of `upcast_rows`; the last has what comes behind it too, padding and its tokens."""
-    parts, table = rows.upcast_rows, rows.page_table
-    stops = [*(part.first_row for part in parts[1:]), len(rows.seq_lens)]
-    left = rows.num_tokens
-    for part, stop in zip(parts, stops, strict=True):
-        num_tokens = left if part is parts[-1] else part.num_tokens
-        left -= num_tokens
-        yield rows._replace(
-            page_table=None if table is None else table[:stop], seq_lens=rows.seq_lens[:stop],
-            query_start_loc=rows.query_start_loc[: stop + 1], first_row=part.first_row, num_tokens=num_tokens,
-            num_upcast=part.num_keys, upcast_rows=(),
-        )  # fmt: skip
 
 
 @lru_cache(maxsize=256)  # layers and steps are alike

@@ -15,22 +15,21 @@ from attn_backends.backends.triton.rules import (
     can_upcast,
     decode_tokens,
     faster_hopper_tile,
-    is_faster_upcast,
     prefill_share,
     prefill_splits,
     reads_pages_on_hopper,
-    rows_in_turn,
     short_tile,
     short_tiles,
     split_tile,
 )
 from attn_backends.backends.triton.tuning import TritonOptions
+from attn_backends.backends.triton.upcasting import UpcastRows, is_faster_upcast, rows_in_turn
 from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
 from attn_backends.batch.page_table import IntArray
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
-from attn_backends.kernels.prefill.launch import UpcastRows, hopper_tile, suits_hopper_kernel
+from attn_backends.kernels.prefill.launch import hopper_tile, suits_hopper_kernel
 from attn_backends.kernels.prefill.splits import PrefillSplits
 from attn_backends.kernels.prefill.tiles import HopperTile, PrefillTile
 from attn_backends.spec import AttentionType, KVCacheSpec, Limits, PlanGroup

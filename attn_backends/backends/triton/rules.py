@@ -1,5 +1,5 @@
-"""TRITON's rules: when keys of 8 bits are made 16 bits first, how prefills and decodes share a GPU, when prefills split
-keys, and which rows decode.
+"""TRITON's rules: how prefills and decodes share a GPU, when prefills split keys, which tiles they have, and which rows
+decode; `upcasting` has those for keys of 8 bits.
 
 The kernel for Hopper reads 16 bits alone. Side by side prefills make products while decodes read.
 """
@@ -7,18 +7,16 @@ The kernel for Hopper reads 16 bits alone. Side by side prefills make products w
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import torch
 
-from attn_backends.backends.triton.tuning import TritonOptions, prefill_tile, upcast_heads
+from attn_backends.backends.triton.tuning import TritonOptions, prefill_tile
 from attn_backends.backends.triton.workspace import DECODE_TOKENS, least_decode_tokens
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors, shared_memory
 from attn_backends.kernels.prefill.launch import (
     HOPPER_ROWS,
-    UpcastRows,
     hopper_tile,
     num_hopper_tiles,
     num_visible_keys,
@@ -30,12 +28,6 @@ from attn_backends.kernels.prefill.tiles import HopperTile, PrefillTile, hopper_
 from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
-# In times in which a multiprocessor's tile reads a key by the kernel for Hopper: from what benchmarks/rules/widening.py
-# has measured.
-_PORTABLE_READ = 1.3  # by the portable kernel from 8 bits, of fewer queries
-_UPCASTING = 3.5  # a key of one head is made 16 bits, by one multiprocessor
-_STARTING = 60.0  # to make any 16 bits
-
 
 def can_upcast(spec: AttentionSpec, options: TritonOptions, device: torch.device) -> bool:
     """Whether prefills over the cache may have its keys made 16 bits, for the kernel for Hopper."""
@@ -43,68 +35,6 @@ def can_upcast(spec: AttentionSpec, options: TritonOptions, device: torch.device
     if spec.cache_dtype.itemsize > 1 or has_tile:
         return False
     return suits_hopper_kernel(replace(spec, cache_dtype=spec.dtype), device)
-
-
-def is_faster_upcast(
-    spec: AttentionSpec, cache: KVCacheSpec, query_lens: IntArray, seq_lens: IntArray, num_bytes: int,
-    device: torch.device,
-) -> bool:  # fmt: skip
-    """Whether these rows take less time so, all of them or some at a time (see `upcast_parts`): by all that tiles read,
-    as splits leave no multiprocessor idle.
-
-    Args:
-        query_lens, seq_lens: of the rows, or upper bounds of the latter.
-        num_bytes: room for keys and values of 16 bits.
-    """
-    num_sms, taken = num_multiprocessors(device), 0.0
-    for part in upcast_parts(spec, seq_lens, num_bytes):
-        taken += _upcast_time(spec, query_lens[part], seq_lens[part], num_bytes, num_sms)
-    tile = split_tile(spec, cache, None, device, is_paged=True, is_upcast=False)
-    keys = num_visible_keys(spec, seq_lens).astype(np.int64)
-    portable = float(-(-query_lens // tile.tokens) @ keys) * spec.num_kv_heads / num_sms
-    return 0.0 < taken < _PORTABLE_READ * portable
-
-
-def _upcast_time(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, num_bytes: int, num_sms: int) -> float:
-    """What rows take of which some KV heads at least fit."""
-    num_keys = int(seq_lens.sum(dtype=np.int64))
-    at_once, hopper = upcast_heads(spec, num_keys, num_bytes), num_hopper_tiles(spec, query_lens)
-    keys, rounds = num_visible_keys(spec, seq_lens).astype(np.int64), spec.num_kv_heads // at_once
-    read = float(hopper @ keys) * at_once / num_sms  # in a round
-    if rounds > 1:  # each is split as all heads together would be: in halves at most, as they have many tiles
-        read = max(read, float(keys.max()) / 2)
-    return _STARTING + rounds * read + _UPCASTING * num_keys * spec.num_kv_heads / num_sms
-
-
-def upcast_parts(spec: AttentionSpec, seq_lens: IntArray, num_bytes: int) -> list[slice]:
-    """Rows whose keys are made 16 bits together: all, if one KV head's have room; else as many in a row as all KV heads
-    have room for, or one. None where one row's do not fit.
-
-    Args:
-        seq_lens: [rows], or upper bounds.
-        num_bytes: room for keys and values of 16 bits.
-    """
-    if upcast_heads(spec, int(seq_lens.sum(dtype=np.int64)), num_bytes):
-        return [slice(0, len(seq_lens))]
-    if not upcast_heads(spec, int(seq_lens.max(initial=0)), num_bytes):
-        return []
-    starts, num_keys = [0], 0
-    for row, seq_len in enumerate(seq_lens.tolist()):
-        num_keys += seq_len
-        if row > starts[-1] and upcast_heads(spec, num_keys, num_bytes) < spec.num_kv_heads:
-            starts.append(row)
-            num_keys = seq_len
-    return [slice(*bounds) for bounds in pairwise([*starts, len(seq_lens)])]
-
-
-def rows_in_turn(
-    spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, num_bytes: int, first_row: int
-) -> tuple[UpcastRows, ...]:
-    """The parts, if they are several, of rows from `first_row` on."""
-    parts = upcast_parts(spec, seq_lens, num_bytes)
-    rows = [UpcastRows(first_row + part.start, int(query_lens[part].sum()), int(seq_lens[part].sum()))
-            for part in parts]  # fmt: skip
-    return tuple(rows) if len(parts) > 1 else ()
 
 
 _PRODUCTS_A_BYTE = 30.0  # of numbers of a head: as many as are made for prefill while a byte is read for decode

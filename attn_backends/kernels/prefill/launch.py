@@ -116,14 +116,6 @@ def num_prefill_tiles(num_tokens: int, num_rows: int, tile_tokens: int) -> int:
     return (num_tokens + num_rows * (tile_tokens - 1)) // tile_tokens
 
 
-class UpcastRows(NamedTuple):
-    """Rows whose keys are made 16 bits together, up to the first of the next ones."""
-
-    first_row: int
-    num_tokens: int
-    num_keys: int  # that they see, or an upper bound of it
-
-
 class Rows(NamedTuple):
     """Rows of a prefill. All tensors are on the device."""
 
@@ -138,7 +130,6 @@ class Rows(NamedTuple):
     splits: TileList | None = None  # the tiles of rows from `first_row` on; None: no keys are split
     short_tile: TileSizes | None = None  # of the portable kernel, which serves in place of the one for Hopper
     hopper_tile: HopperTile | None = None  # of the one for Hopper, without splits; None: the usual one, whose lists are
-    upcast_rows: tuple[UpcastRows, ...] = ()  # whose keys are made 16 bits in turn, where there is no room for all
 
 
 class PrefillKernels:

@@ -15,7 +15,8 @@ from attn_backends import AttentionSpec, KVCacheSpec
 from attn_backends.registry import validate_options
 from attn_backends.validation import ConfigError
 
-widening = pytest.importorskip("attn_backends.backends.triton.rules", reason="needs triton")
+rules = pytest.importorskip("attn_backends.backends.triton.rules", reason="needs triton")
+upcasting = pytest.importorskip("attn_backends.backends.triton.upcasting")
 TritonOptions = pytest.importorskip("attn_backends.backends.triton.tuning").TritonOptions
 
 # By benchmarks/rules/widening.py.
@@ -26,14 +27,14 @@ E4M3 = torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def _on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(widening, "num_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(widening, "shared_memory", lambda device: 227 << 10)
-    monkeypatch.setattr(widening, "suits_hopper_kernel", lambda spec, device: spec.cache_dtype is spec.dtype)
+    monkeypatch.setattr(upcasting, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(rules, "shared_memory", lambda device: 227 << 10)
+    monkeypatch.setattr(rules, "suits_hopper_kernel", lambda spec, device: spec.cache_dtype is spec.dtype)
 
 
 def is_faster(spec: AttentionSpec, query_lens: list[int], seq_lens: list[int], num_bytes: int = ROOM) -> bool:
     lens = (np.array(lens, np.int32) for lens in (query_lens, seq_lens))
-    return bool(widening.is_faster_upcast(spec, KVCacheSpec(1, 16), *lens, num_bytes, torch.device("cuda")))
+    return bool(upcasting.is_faster_upcast(spec, KVCacheSpec(1, 16), *lens, num_bytes, torch.device("cuda")))
 
 
 def layer(heads: tuple[int, int], head_dim: int = 128, **more: Any) -> AttentionSpec:
@@ -76,27 +77,27 @@ def test_keys_without_room_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("seed", range(50))
 def test_rows_in_turn_have_room(seed: int) -> None:
-    """Random rows: all are there once, those of a part together for all heads, unless it is one row; and no part could
-    take the next row too."""
+    """Random rows: all are there once, those of a section together for all heads, unless it is one row; and no section
+    could take the next row too."""
     numbers = Random(seed)
     spec = layer((8, numbers.choice([1, 2, 4, 8])))
     seq_lens = np.array([int(2 ** numbers.uniform(4, 17)) for _ in range(numbers.randint(1, 100))], np.int32)
     num_bytes = int(2 ** numbers.uniform(20, 28))
     row_bytes = spec.num_kv_heads * 2 * 128 * 2
-    parts = widening.upcast_parts(spec, seq_lens, num_bytes)
-    if not parts:
+    sections = upcasting.upcast_sections(spec, seq_lens, num_bytes)
+    if not sections:
         assert int(seq_lens.max()) * 2 * 128 * 2 > num_bytes
         return
-    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(len(seq_lens)))
-    for part in parts if len(parts) > 1 else ():
-        num_keys = int(seq_lens[part].sum())
-        assert num_keys * row_bytes <= num_bytes or part.stop == part.start + 1
-        assert part.stop == len(seq_lens) or (num_keys + int(seq_lens[part.stop])) * row_bytes > num_bytes
+    assert [row for section in sections for row in range(section.start, section.stop)] == list(range(len(seq_lens)))
+    for section in sections if len(sections) > 1 else ():
+        num_keys = int(seq_lens[section].sum())
+        assert num_keys * row_bytes <= num_bytes or section.stop == section.start + 1
+        assert section.stop == len(seq_lens) or (num_keys + int(seq_lens[section.stop])) * row_bytes > num_bytes
 
 
 def test_rows_in_turn_where_not_one_head_has_room() -> None:
     rows = [59] * 47, [6257] * 47
-    assert len(widening.upcast_parts(layer((96, 8)), np.array(rows[1], np.int32), ROOM)) == 10
+    assert len(upcasting.upcast_sections(layer((96, 8)), np.array(rows[1], np.int32), ROOM)) == 10
     assert is_faster(layer((96, 8)), *rows)
     assert not is_faster(layer((8, 8)), *rows)
 

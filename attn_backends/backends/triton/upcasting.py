@@ -1,0 +1,115 @@
+"""When TRITON's prefills have a cache's keys of 8 bits made 16 bits first, and of which rows together.
+
+The kernel for Hopper reads 16 bits alone. Where it does not pay, the portable kernel makes 16 bits of each key again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from attn_backends.backends.triton.rules import split_tile
+from attn_backends.backends.triton.tuning import upcast_heads
+from attn_backends.batch.page_table import IntArray
+from attn_backends.kernels.launch import num_multiprocessors
+from attn_backends.kernels.prefill.launch import Rows, num_hopper_tiles, num_visible_keys
+from attn_backends.spec import AttentionSpec, KVCacheSpec
+
+# In times in which a multiprocessor's tile reads a key by the kernel for Hopper: from what benchmarks/rules/widening.py
+# has measured.
+_PORTABLE_READ = 1.3  # by the portable kernel from 8 bits, of fewer queries
+_UPCASTING = 3.5  # a key of one head is made 16 bits, by one multiprocessor
+_STARTING = 60.0  # to make any 16 bits
+
+
+class UpcastRows(NamedTuple):
+    """A section: rows whose keys are made 16 bits together, up to the first of the next section's."""
+
+    first_row: int
+    num_tokens: int
+    num_keys: int  # that they see, or an upper bound of it
+
+
+def is_faster_upcast(
+    spec: AttentionSpec, cache: KVCacheSpec, query_lens: IntArray, seq_lens: IntArray, num_bytes: int,
+    device: torch.device,
+) -> bool:  # fmt: skip
+    """Whether these rows take less time so, all of them or some at a time (see `upcast_sections`): by all that tiles
+    read, as splits leave no multiprocessor idle.
+
+    Args:
+        query_lens, seq_lens: of the rows, or upper bounds of the latter.
+        num_bytes: room for keys and values of 16 bits.
+    """
+    num_sms, taken = num_multiprocessors(device), 0.0
+    for section in upcast_sections(spec, seq_lens, num_bytes):
+        taken += _upcast_time(spec, query_lens[section], seq_lens[section], num_bytes, num_sms)
+    tile = split_tile(spec, cache, None, device, is_paged=True, is_upcast=False)
+    keys = num_visible_keys(spec, seq_lens).astype(np.int64)
+    portable = float(-(-query_lens // tile.tokens) @ keys) * spec.num_kv_heads / num_sms
+    return 0.0 < taken < _PORTABLE_READ * portable
+
+
+def _upcast_time(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, num_bytes: int, num_sms: int) -> float:
+    """What rows take of which some KV heads at least fit."""
+    num_keys = int(seq_lens.sum(dtype=np.int64))
+    at_once, hopper = upcast_heads(spec, num_keys, num_bytes), num_hopper_tiles(spec, query_lens)
+    keys, rounds = num_visible_keys(spec, seq_lens).astype(np.int64), spec.num_kv_heads // at_once
+    read = float(hopper @ keys) * at_once / num_sms  # in a round
+    if rounds > 1:  # each is split as all heads together would be: in halves at most, as they have many tiles
+        read = max(read, float(keys.max()) / 2)
+    return _STARTING + rounds * read + _UPCASTING * num_keys * spec.num_kv_heads / num_sms
+
+
+def upcast_sections(spec: AttentionSpec, seq_lens: IntArray, num_bytes: int) -> list[slice]:
+    """Rows whose keys are made 16 bits together: all, if one KV head's have room; else as many in a row as all KV heads
+    have room for, or one. None where one row's do not fit.
+
+    Args:
+        seq_lens: [rows], or upper bounds.
+        num_bytes: room for keys and values of 16 bits.
+    """
+    if upcast_heads(spec, int(seq_lens.sum(dtype=np.int64)), num_bytes):
+        return [slice(0, len(seq_lens))]
+    if not upcast_heads(spec, int(seq_lens.max(initial=0)), num_bytes):
+        return []
+    starts, num_keys = [0], 0
+    for row, seq_len in enumerate(seq_lens.tolist()):
+        num_keys += seq_len
+        if row > starts[-1] and upcast_heads(spec, num_keys, num_bytes) < spec.num_kv_heads:
+            starts.append(row)
+            num_keys = seq_len
+    return [slice(*bounds) for bounds in pairwise([*starts, len(seq_lens)])]
+
+
+def rows_in_turn(
+    spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, num_bytes: int, first_row: int
+) -> tuple[UpcastRows, ...]:
+    """The sections, if they are several, of rows from `first_row` on."""
+    sections = upcast_sections(spec, seq_lens, num_bytes)
+    rows = [UpcastRows(first_row + section.start, int(query_lens[section].sum()), int(seq_lens[section].sum()))
+            for section in sections]  # fmt: skip
+    return tuple(rows) if len(sections) > 1 else ()
+
+
+def in_turn(rows: Rows, sections: tuple[UpcastRows, ...]) -> Iterator[Rows]:
+    """The rows of each section, or all rows if there are none; the last one has what comes behind it too, padding and
+    its tokens."""
+    if not sections:
+        yield rows
+        return
+    table = rows.page_table
+    stops = [*(section.first_row for section in sections[1:]), len(rows.seq_lens)]
+    left = rows.num_tokens
+    for section, stop in zip(sections, stops, strict=True):
+        num_tokens = left if section is sections[-1] else section.num_tokens
+        left -= num_tokens
+        yield rows._replace(
+            page_table=None if table is None else table[:stop], seq_lens=rows.seq_lens[:stop],
+            query_start_loc=rows.query_start_loc[: stop + 1], first_row=section.first_row, num_tokens=num_tokens,
+            num_upcast=section.num_keys,
+        )  # fmt: skip
