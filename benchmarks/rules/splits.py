@@ -134,9 +134,7 @@ def measure(each: Drawn, pool: Pool, rounds: int) -> dict[str, Any]:
 
 def line_of(row: dict[str, Any]) -> str:
     us, target = row["us"], row["target"]
-    ours = ", ".join(
-        f"{name} {us[name]:.1f}" for name in us if name in (WHOLE, OTHER, RULE, DECODED) or "split " in name
-    )
+    ours = ", ".join(f"{name} {time:.1f}" for name, time in us.items() if name in OURS or name.startswith(TRIED))
     ratio = f"{row['ratio']:.3f}" if row["ratio"] else "-"
     other = f"{row['vs other']:.3f} of {row['best other']} {us[row['best other']]:.1f}" if row["vs other"] else "-"
     wrong = f" WRONG: {'; '.join(row['wrong'])}" if row["wrong"] else ""

@@ -16,7 +16,7 @@ import torch
 
 from attn_backends.backends.triton.rules import can_upcast, prefill_splits, split_tile
 from attn_backends.backends.triton.tuning import TritonOptions
-from attn_backends.backends.triton.upcasting import rows_in_turn
+from attn_backends.backends.triton.upcasting import rows_in_turn, upcast_sections
 from attn_backends.spec import KVCacheSpec
 from benchmarks.attention.paged_problem import Shape, spec_of
 from benchmarks.attention.sampled_problem import Pool, sampled_problem
@@ -95,7 +95,8 @@ def way(spec: Any, cached: KVCacheSpec, lens: tuple[Any, Any], num_keys: int) ->
     """What differs in the metadata."""
     device = torch.device("cuda")
     tile = split_tile(spec, cached, None, device, is_paged=True, is_upcast=num_keys > 0)
-    in_turn = rows_in_turn(spec, *lens, TritonOptions().upcast_bytes, 0) if num_keys else ()
+    sections = upcast_sections(spec, lens[1], TritonOptions().upcast_bytes) if num_keys else []
+    in_turn = rows_in_turn(*lens, sections, 0)
     splits = None if in_turn else prefill_splits(spec, tile, *lens, 0, device)
     return {"num_upcast_keys": num_keys, "upcast_rows": in_turn, "prefill_splits": splits, "num_decode_rows": 0,
             "num_decode_row_tokens": 0, "max_decode_len": 0}  # fmt: skip

@@ -23,7 +23,7 @@ from attn_backends.backends.triton.rules import (
     split_tile,
 )
 from attn_backends.backends.triton.tuning import TritonOptions
-from attn_backends.backends.triton.upcasting import UpcastRows, is_faster_upcast, rows_in_turn
+from attn_backends.backends.triton.upcasting import UpcastRows, is_faster_upcast, rows_in_turn, upcast_sections
 from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
@@ -198,9 +198,10 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             return 0, ()
         query_lens, seq_lens = _lens(common, first)
         spec, room = self.group.spec, self._upcast_bytes
-        if not is_faster_upcast(spec, self.cache, query_lens, seq_lens, room, self.device):
+        sections = upcast_sections(spec, seq_lens, room)
+        if not is_faster_upcast(spec, self.cache, query_lens, seq_lens, sections, room, self.device):
             return 0, ()
-        return int(seq_lens.sum()), rows_in_turn(spec, query_lens, seq_lens, room, first)
+        return int(seq_lens.sum()), rows_in_turn(query_lens, seq_lens, sections, first)
 
     @cached_property
     def _can_run_beside(self) -> bool:

@@ -1,7 +1,7 @@
 """TRITON's rules: how prefills and decodes share a GPU, when prefills split keys, which tiles they have, and which rows
 decode; `upcasting` has those for keys of 8 bits.
 
-The kernel for Hopper reads 16 bits alone. Side by side prefills make products while decodes read.
+Side by side prefills make products while decodes read.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ The kernel for Hopper reads 16 bits alone. Where it does not pay, the portable k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -35,18 +35,18 @@ class UpcastRows(NamedTuple):
 
 
 def is_faster_upcast(
-    spec: AttentionSpec, cache: KVCacheSpec, query_lens: IntArray, seq_lens: IntArray, num_bytes: int,
-    device: torch.device,
+    spec: AttentionSpec, cache: KVCacheSpec, query_lens: IntArray, seq_lens: IntArray, sections: Sequence[slice],
+    num_bytes: int, device: torch.device,
 ) -> bool:  # fmt: skip
-    """Whether these rows take less time so, all of them or some at a time (see `upcast_sections`): by all that tiles
-    read, as splits leave no multiprocessor idle.
+    """Whether these rows take less time so: by all that tiles read, as splits leave no multiprocessor idle.
 
     Args:
         query_lens, seq_lens: of the rows, or upper bounds of the latter.
+        sections: which rows together, as `upcast_sections` has them.
         num_bytes: room for keys and values of 16 bits.
     """
     num_sms, taken = num_multiprocessors(device), 0.0
-    for section in upcast_sections(spec, seq_lens, num_bytes):
+    for section in sections:
         taken += _upcast_time(spec, query_lens[section], seq_lens[section], num_bytes, num_sms)
     tile = split_tile(spec, cache, None, device, is_paged=True, is_upcast=False)
     keys = num_visible_keys(spec, seq_lens).astype(np.int64)
@@ -87,10 +87,9 @@ def upcast_sections(spec: AttentionSpec, seq_lens: IntArray, num_bytes: int) -> 
 
 
 def rows_in_turn(
-    spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, num_bytes: int, first_row: int
+    query_lens: IntArray, seq_lens: IntArray, sections: Sequence[slice], first_row: int
 ) -> tuple[UpcastRows, ...]:
     """The sections, if they are several, of rows from `first_row` on."""
-    sections = upcast_sections(spec, seq_lens, num_bytes)
     rows = [UpcastRows(first_row + section.start, int(query_lens[section].sum()), int(seq_lens[section].sum()))
             for section in sections]  # fmt: skip
     return tuple(rows) if len(sections) > 1 else ()

@@ -86,16 +86,13 @@ class _Layer:
         splits: TileList,
     ) -> Iterator[Pdl]:  # fmt: skip
         tiles, output = empty(2, dtype=torch.int32), self._output(query)
-        for share in (None, 1.0):  # of the GPU, beside decodes
-            yield self.kernels.prefill(query, key, value, output, None, rows, tiles, upcast_kv, share)
+        of_hopper = {None} if rows.num_upcast else {None, hopper_tiles(self.spec.head_dim)[1]}
+        for share, hopper_tile in product((None, 1.0), of_hopper):  # of the GPU, beside decodes
+            whole = rows._replace(hopper_tile=hopper_tile)
+            yield self.kernels.prefill(query, key, value, output, None, whole, tiles, upcast_kv, share)
         for tile in self._short_tiles if not rows.num_upcast else ():
             short = rows._replace(short_tile=tile)
             yield self.kernels.prefill(query, key, value, output, None, short, tiles, upcast_kv, None)
-        _usual, other = hopper_tiles(self.spec.head_dim)
-        if other is not None and not rows.num_upcast:
-            for share in (None, 1.0):
-                of_other = rows._replace(hopper_tile=other)
-                yield self.kernels.prefill(query, key, value, output, None, of_other, tiles, upcast_kv, share)
         rows = rows._replace(splits=splits)
         yield self.kernels.prefill(query, key, value, output, None, rows, tiles, upcast_kv, None)
 

@@ -101,8 +101,8 @@ def suits_hopper_kernel(spec: AttentionSpec, device: torch.device) -> bool:
 
 def hopper_tile(spec: AttentionSpec) -> SplitTile:
     """What the prefill kernel for Hopper reads at a time."""
-    tokens = max(1, HOPPER_ROWS // spec.group_size)
-    return SplitTile(tokens, HOPPER_ROWS, hopper_tiles(spec.head_dim)[0].keys, keys_alike=_WIDE_BLOCK)
+    usual, _other = hopper_tiles(spec.head_dim)
+    return SplitTile(usual.tokens(spec.group_size), usual.rows, usual.keys, keys_alike=_WIDE_BLOCK)
 
 
 def portable_tile(spec: AttentionSpec, tile: TileSizes) -> SplitTile:

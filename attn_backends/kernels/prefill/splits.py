@@ -101,7 +101,7 @@ def split_target(load: TileLoad, num_kv_heads: int, num_programs: int, min_block
         decodes: what the step's decodes take, in blocks that a program reads. They run beside a prefill whose
             tiles are whole, and behind one whose keys are split.
     """
-    whole = _time(load, num_kv_heads, num_programs, np.ones_like(load.blocks))
+    whole = whole_time(load, num_kv_heads, num_programs)
     all_busy = int(load.tiles @ load.blocks) * num_kv_heads / num_programs + decodes
     best, least = 0, (1 - _LEAST_SAVED) * max(whole, all_busy)
     if all_busy + _OF_THE_JOIN >= least:
@@ -117,12 +117,12 @@ def split_target(load: TileLoad, num_kv_heads: int, num_programs: int, min_block
 def time_of(load: TileLoad, num_kv_heads: int, num_programs: int, target: int, min_blocks: int) -> float:
     """What rows take with a target, in blocks that a program reads; 0 is that of whole rows."""
     if not target:
-        return _time(load, num_kv_heads, num_programs, np.ones_like(load.blocks))
+        return whole_time(load, num_kv_heads, num_programs)
     splits = num_splits(load, num_kv_heads, target, min_blocks)
     return _time(load, num_kv_heads, num_programs, splits) + _OF_THE_JOIN
 
 
-def whole_time(load: TileLoad, num_kv_heads: int, num_programs: int, of_a_tile: float) -> float:
+def whole_time(load: TileLoad, num_kv_heads: int, num_programs: int, of_a_tile: float = _OF_A_TILE) -> float:
     """What rows take whose keys are not split, in blocks that a program reads, with what a tile takes beside them."""
     return _time(load, num_kv_heads, num_programs, np.ones_like(load.blocks), of_a_tile)
 

@@ -33,8 +33,9 @@ def _on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_faster(spec: AttentionSpec, query_lens: list[int], seq_lens: list[int], num_bytes: int = ROOM) -> bool:
-    lens = (np.array(lens, np.int32) for lens in (query_lens, seq_lens))
-    return bool(upcasting.is_faster_upcast(spec, KVCacheSpec(1, 16), *lens, num_bytes, torch.device("cuda")))
+    lens = [np.array(lens, np.int32) for lens in (query_lens, seq_lens)]
+    sections = upcasting.upcast_sections(spec, lens[1], num_bytes)
+    return bool(upcasting.is_faster_upcast(spec, KVCacheSpec(1, 16), *lens, sections, num_bytes, torch.device("cuda")))
 
 
 def layer(heads: tuple[int, int], head_dim: int = 128, **more: Any) -> AttentionSpec:
