@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from attn_backends.backends.triton.tuning import TritonOptions, prefill_tile
 from attn_backends.backends.triton.workspace import DECODE_TOKENS, least_decode_tokens
@@ -97,13 +98,12 @@ def short_tile(
         return None
     num_tiles = num_hopper_tiles(spec, query_lens).astype(np.int64)
     longest, mean = next((few for head_dim, few in _FEW_KEYS.items() if spec.head_dim <= head_dim), (0, 0))
-    most = int(num_visible_keys(spec, seq_lens).max(initial=0))
+    most = int(_seen_by_tiles(spec, seq_lens).max(initial=0))
     if int(num_tiles.sum()) * spec.num_kv_heads <= num_multiprocessors(device):
         return tiles[0] if most <= longest else None
     if has_decodes:
         return None
-    later = np.maximum(query_lens - HOPPER_ROWS // spec.group_size, 0) // 2 if spec.causal else 0
-    keys = int(num_tiles @ num_visible_keys(spec, seq_lens - later))
+    keys = int(num_tiles @ _mean_keys(spec, HOPPER_ROWS // spec.group_size, query_lens, seq_lens))
     even = keys * spec.num_kv_heads // (_TOGETHER * num_multiprocessors(device))  # of a program
     mean *= 2 if int(query_lens.max()) * spec.group_size <= tiles[1].rows else 1
     return tiles[1] if most <= max(2 * longest, even) and keys <= mean * int(num_tiles.sum()) else None
@@ -145,10 +145,20 @@ def faster_hopper_tile(
 def _mean_load(spec: AttentionSpec, tile: HopperTile, query_lens: IntArray, seq_lens: IntArray) -> TileLoad:
     """Tiles, and the blocks that one of a row's reads in the mean."""
     tokens = tile.tokens(spec.group_size)
-    later = np.maximum(query_lens - tokens, 0) // 2 if spec.causal else 0
-    is_one_sided = spec.causal or spec.chunk_size is not None  # else a window hides what is before alone
-    seen = (num_visible_keys(spec, seq_lens - later) if is_one_sided else seq_lens).astype(np.int64)
+    seen = _mean_keys(spec, tokens, query_lens, seq_lens)
     return TileLoad(-(-query_lens.astype(np.int64) // tokens), -(-seen // tile.keys))
+
+
+def _mean_keys(spec: AttentionSpec, tokens: int, query_lens: IntArray, seq_lens: IntArray) -> NDArray[np.int64]:
+    """Keys that a tile of so many query tokens sees in the mean of a row's tiles, [rows]."""
+    later = np.maximum(query_lens - tokens, 0) // 2 if spec.causal else 0
+    return _seen_by_tiles(spec, seq_lens - later).astype(np.int64)
+
+
+def _seen_by_tiles(spec: AttentionSpec, keys: IntArray) -> IntArray:
+    """How many of so many keys some query sees: all where a window hides only those before it."""
+    hides_both = spec.causal or spec.chunk_size is not None
+    return num_visible_keys(spec, keys) if hides_both else keys
 
 
 def reads_pages_on_hopper(

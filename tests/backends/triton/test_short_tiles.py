@@ -47,6 +47,7 @@ def test_fewer_keys_are_as_short(seed: int) -> None:
     assert tile(spec, query_lens, more) is None
     window = layer(spec.head_dim, window_left=31)
     assert tile(window, query_lens, more) is not None
+    assert tile(layer(spec.head_dim, window_left=31, causal=False), query_lens, more) is None
 
 
 def test_the_longest_counts_of_few_rows_and_the_mean_of_many() -> None:
