@@ -231,10 +231,19 @@ def test_widened_keys_by_some_heads(
 
 
 @pytest.mark.usefixtures("widening")
+def test_widened_keys_by_some_rows(served: list[bool]) -> None:
+    """Of 1995 keys, which have no room for one head: 878 fit in for both."""
+    batch = a_batch(spec_of(**CACHED), **SCALES)
+    layer = make_layer(get_backend("TRITON"), batch, options=tuning.TritonOptions(upcast_bytes=900_000))
+    assert_matches(layer.forward(batch, layer.begin(batch), want_lse=True), batch)
+    assert served == [False] * 3
+
+
+@pytest.mark.usefixtures("widening")
 @pytest.mark.parametrize("why", ["no room", "slower", "tile"])
 def test_keys_that_are_not_widened(why: str, served: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     tile = {"rows": 64, "keys": 32, "warps": 4, "stages": 2}
-    options = {"no room": {"upcast_bytes": 900_000}, "slower": {}, "tile": {"prompt_tile": tile}}[why]
+    options = {"no room": {"upcast_bytes": 200_000}, "slower": {}, "tile": {"prompt_tile": tile}}[why]
     if why == "slower":
         monkeypatch.setattr(metadata, "is_faster_upcast", lambda *_: False)
     batch = a_batch(spec_of(**CACHED), **SCALES)
