@@ -77,8 +77,8 @@ def attend_keys(  # type: ignore[no-untyped-def]
         inside = lane
     elif BLOCK_N % PAGE_SIZE == 0:
         inside = lane % PAGE_SIZE
-    key_rows = key + inside[:, None] * key_slot + dims[None]
-    value_rows = value + inside[:, None] * value_slot + dims_vo[None]
+    key_offsets = inside[:, None] * key_slot + dims[None]
+    value_offsets = inside[:, None] * value_slot + dims_vo[None]
     if MASKED:  # of the keys that each query sees
         low = first_key(positions, window_left, chunk)
         chunk_end = tl.maximum(positions, 0) // chunk * chunk + (chunk - 1)
@@ -112,7 +112,9 @@ def attend_keys(  # type: ignore[no-untyped-def]
         if kv_tma is not None:
             k = kv_tma[0].load([at_row, kv_tma[3]])
         else:
-            k = load_block(key_rows + key_move, live[:, None], dims[None] < DIM, MASKED, queries.shape[1] == DIM)
+            k = load_block(
+                key + key_move + key_offsets, live[:, None], dims[None] < DIM, MASKED, queries.shape[1] == DIM
+            )
         k = k.to(queries.dtype)
         logits = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
         if q_scale is not None:
@@ -138,12 +140,63 @@ def attend_keys(  # type: ignore[no-untyped-def]
         else:
             width: tl.constexpr = DIM_VO // len(acc)
             v = load_block(
-                value_rows + value_move, live[:, None], dims_vo[None] < width, MASKED, acc[0].shape[1] == width
-            )
+                value + value_move + value_offsets, live[:, None], dims_vo[None] < width, MASKED,
+                acc[0].shape[1] == width,
+            )  # fmt: skip
         v = unpack_columns(v, key.dtype.element_ty, queries.dtype, len(acc) == 2)
         acc = accumulate(acc, p.to(queries.dtype), alpha, v, PRECISION)
         m_i = m_new
     return acc, m_i, l_i
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def prefetch_keys(  # type: ignore[no-untyped-def]
+    key,  # pointer to the KV head's first element
+    value,  # the same
+    pages,  # pointer to the row's page ids
+    start,  # the first key
+    stop,  # the end of the keys
+    key_page,  # elements from page to page, as all strides
+    key_slot,
+    value_page,
+    value_slot,
+    PAGE_SIZE: tl.constexpr,  # slots
+    NUM_KEYS: tl.constexpr,  # a power of two
+    DIM: tl.constexpr,
+    DIM_VO: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,  # DIM, padded
+    BLOCK_DIM_VO: tl.constexpr,  # DIM_VO, padded
+):
+    """Let the L2 fetch the first keys and values, while a program waits for its queries."""
+    page, slot = first_slots(pages, start, stop, PAGE_SIZE, NUM_KEYS)
+    _prefetch(lines_of(key, page, slot, key_page, key_slot, DIM, BLOCK_DIM))
+    _prefetch(lines_of(value, page, slot, value_page, value_slot, DIM_VO, BLOCK_DIM_VO))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def first_slots(pages, start, stop, PAGE_SIZE: tl.constexpr, NUM_KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[NUM_KEYS]: pages and slots of keys from `start` on; 0 from `stop` on."""
+    at = start + tl.arange(0, NUM_KEYS)
+    there = at < stop
+    page = tl.load(pages + at // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+    return page, tl.where(there, at % PAGE_SIZE, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def lines_of(  # type: ignore[no-untyped-def]
+    cached, page, slot, page_stride, slot_stride, NUM_COLS: tl.constexpr, BLOCK_COLS: tl.constexpr
+):
+    """[NUM_KEYS, lines]: pointers into each line of the L2 that holds columns of keys or of values."""
+    LINE: tl.constexpr = 1024 // cached.dtype.element_ty.primitive_bitwidth
+    NUM_LINES: tl.constexpr = BLOCK_COLS // LINE if BLOCK_COLS > LINE else 1
+    columns = tl.minimum(tl.arange(0, NUM_LINES) * LINE, NUM_COLS - 1)
+    return cached + (page * page_stride + slot * slot_stride)[:, None] + columns[None]
+
+
+@triton.jit
+def _prefetch(at):  # type: ignore[no-untyped-def]
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [at.to(tl.int64)], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -176,8 +176,9 @@ def decode_of(
     dims = launch.BlockDims(spec.head_dim, spec.head_dim_vo, *tuning.block_dims(spec))
     plan, is_exact = launch.SplitPlan(1, query_rows, query_rows), spec.dtype is torch.float32
     has_pairs = int(spec.cache_dtype.itemsize == 1)
+    pdl = launch.Pdl.WAIT_AT_ONCE if room == HOPPER else launch.Pdl.OFF
     constants = launch._decode_constants((0, 0, 0), 0, has_pairs, 16, spec.num_kv_heads, spec.group_size, plan, tile,
-                                         dims, False, is_exact, launch.Pdl.OFF)  # fmt: skip
+                                         dims, False, is_exact, pdl)  # fmt: skip
     return tile, constants._asdict()
 
 
@@ -419,7 +420,7 @@ def test_parts_of_latent_rows_are_read_behind_the_wait() -> None:
 
 
 @pytest.mark.parametrize("cached", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("query_rows", [16, 32, 64])
+@pytest.mark.parametrize("query_rows", [16, 64])
 @pytest.mark.parametrize("dims", [(64, 64), pytest.param((80, 80), marks=pytest.mark.long), (128, 128),
                                   pytest.param((192, 128), marks=pytest.mark.long), (256, 256)], ids=str)  # fmt: skip
 def test_decode_stays_in_registers(dims: tuple[int, int], query_rows: int, cached: torch.dtype) -> None:

@@ -197,8 +197,10 @@ def attend(
 def test_programs_at_the_same_time() -> None:
     """Random rows of few splits, of which a GPU of six slots has all at once or not; parts are of all columns of a
     query or of some, and splits are loaded at once or some at a time."""
-    found = []
-    for seed in range(5):
+    found: list[tuple[int, int]] = []
+    for seed in range(20):  # five, or more on a machine whose cores are busy: there fewer run side by side
+        if seed >= 5 and sum(num_parts > 2 for _, num_parts in found) >= 3:
+            break
         dice = Random(f"side by side {seed}")
         group, num_kv_heads = dice.choice((1, 2, 3, 5)), dice.choice((1, 1, 2))
         seen: dict[str, Any] = dice.choice([{}, {"window_left": 300}, {"sinks": True}])

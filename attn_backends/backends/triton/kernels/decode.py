@@ -14,11 +14,12 @@ import triton.language as tl
 from attn_backends.kernels.fp8 import as_pairs, interleave_columns, row_amax, scale_to_fp16, zero_acc
 from attn_backends.kernels.launch import WAIT_AT_ONCE, WAIT_FIRST, WAIT_LAST, acquire_fence, grid_wait
 from attn_backends.kernels.split_kv import FAR, MAX_SPLITS, combine_splits, store_partial
-from attn_backends.kernels.tile_kernels import attend_keys, logit_scale, write_rows
+from attn_backends.kernels.tile_kernels import attend_keys, logit_scale, prefetch_keys, write_rows
 
 JOIN_WORDS = tl.constexpr(4)  # of a row's splits, a KV head and a tile: the next two, and ARRIVED of two launches
 HAVE_BEGUN, LAUNCHES, ARRIVED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _STAYING = tl.constexpr(1 << 16)  # times as many as stay, above as many as have arrived
+_PREFETCHED_KEYS = tl.constexpr(16)
 _FEW_ROUNDS = tl.constexpr(2)  # in which a program combines few splits
 _NOT_CONSTANT = ["table_row", "window_right", "window_left", "chunk", "has_sinks", "want_lse", "lse_token"]
 _ANYWHERE = ["lse", "page_table", "sinks"]  # no code depends on whether these are aligned
@@ -120,10 +121,15 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         q_head = head * GROUP + lane % GROUP
         live = token < query_len
         positions = seq_len - query_len + token
-        at = (first_token + token).to(tl.int64)
         dims = tl.arange(0, BLOCK_DIM)
-        queries = tl.load(query + at[:, None] * query_token + q_head[:, None] * query_head + dims[None],
-                          mask=live[:, None] & (dims[None] < DIM), other=0.0)  # fmt: skip
+        first_query = query + (first_token.to(tl.int64) * query_token + head * GROUP * query_head)
+        offsets = token.to(tl.int64)[:, None] * query_token + (lane % GROUP)[:, None] * query_head + dims[None]
+        queries = tl.load(first_query + offsets, mask=live[:, None] & (dims[None] < DIM), other=0.0)
+        pages = page_table + row.to(tl.int64) * table_row
+        if PDL:  # a GPU on which it is faster; the loop below asks for keys once it has the queries
+            prefetch_keys(key, value, pages, start, stop, key_page, key_slot, value_page, value_slot, PAGE_SIZE,
+                          _PREFETCHED_KEYS, DIM, DIM_VO // (1 + PAIRS), BLOCK_DIM,
+                          BLOCK_DIM_VO // (1 + PAIRS))  # fmt: skip
         q_scale = None
         if key_cache.dtype.element_ty.primitive_bitwidth == 8 and query.dtype.element_ty == tl.bfloat16:
             q_scale = row_amax(queries)
@@ -134,7 +140,6 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         if tl.minimum(window_left, chunk) < FAR:
             whole = start
         whole = tl.maximum(whole, start)
-        pages = page_table + row.to(tl.int64) * table_row
         acc, m_i, l_i = attend_keys(
             queries, q_scale, zero_acc(BLOCK_M, BLOCK_DIM_VO, PAIRS), tl.full([BLOCK_M], float("-inf"), tl.float32),
             tl.zeros([BLOCK_M], tl.float32), start, whole, seq_len, positions, slope, key, value, pages, None, scale,
