@@ -269,9 +269,8 @@ def _are_faster_apart(  # type: ignore[no-untyped-def]
     resident,
     BLOCK_N: tl.constexpr,
 ):
-    """Whether parts of rows take less time than equal cuts: where each row is one part, as then nothing is joined;
-    where all run side by side and no multiprocessor has much more than others, by the longer ones of them; and where
-    they are short in the mean and not too many."""
+    """Whether parts of rows take less time than equal cuts: where none is joined; where all run side by side and no
+    multiprocessor has much more than others, by the longer ones; and where they are short in the mean and not many."""
     num_parts, all_blocks = tl.sum(apart, 0), tl.sum(blocks, 0)
     is_big = 2 * blocks > longest * apart
     big_parts, big_blocks = tl.sum(tl.where(is_big, apart, 0), 0), tl.sum(tl.where(is_big, blocks, 0), 0)
@@ -280,8 +279,7 @@ def _are_faster_apart(  # type: ignore[no-untyped-def]
     rounds_of_all = num_parts * heads / (num_sms * resident)
     are_even = load <= num_blocks.to(tl.float32) * heads / num_sms + MUCH_ALIKE
     are_short = all_blocks <= num_parts * (SHORT_KEYS // BLOCK_N)
-    are_whole = tl.max(apart, 0) <= 1
-    return are_whole | (are_even & (rounds_of_all <= 1)) | (are_short & (rounds_of_all <= 2))
+    return (tl.max(apart, 0) <= 1) | (are_even & (rounds_of_all <= 1)) | (are_short & (rounds_of_all <= 2))
 
 
 @triton.jit

@@ -133,14 +133,15 @@ def test_declared_values_run() -> None:
 @only_interpreted
 @pytest.mark.parametrize("sized", ["at the ends", "whole"])
 def test_a_need_that_peaks_between_the_ends(sized: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 heads of one KV head and 3 multiprocessors: rows of 2 tokens need more than those of 1 and of 16."""
+    """8 heads of one KV head and 3 multiprocessors: rows of 2 tokens need more than those of 1 and of 16.
+    Of rows of one length each would have a program, and nothing to join."""
     from attn_backends.backends.triton import state, workspace
 
     if sized == "at the ends":
         monkeypatch.setattr(state, "largest_need", sized_at_the_ends)
         monkeypatch.setattr(workspace.Workspace, "check", lambda *_: None)
     spec = AttentionSpec(8, 1, 64, dtype=torch.float16)
-    batch = random_batch(backend(), spec, [180] * 30, [2] * 30, poison=float("nan"))
+    batch = random_batch(backend(), spec, [60, 300] * 15, [2] * 30, poison=float("nan"))
     with pretend_multiprocessors(3):
         (layer,) = make_layers(backend(), [batch], roomy=4)
         step = layer.begin(batch)
