@@ -88,7 +88,7 @@ def cut_work(
 
 
 def _launch_cut(tensors: CutTensors, sizes: SplitSizes, filling: Filling) -> tuple[Any, tuple[int, ...]]:
-    """Returns the compiled kernel on its grid, and its arguments behind the first two tensors."""
+    """Returns the compiled kernel and its grid, and its arguments behind the first two tensors."""
     numbers = CutNumbers(
         num_rows=sizes.num_rows, max_cuts=sizes.target, **filling._asdict(),
         num_programs=num_programs(sizes.num_rows, sizes.target), window_left=sizes.window_left, chunk=sizes.chunk,
@@ -97,7 +97,7 @@ def _launch_cut(tensors: CutTensors, sizes: SplitSizes, filling: Filling) -> tup
     )  # fmt: skip
     grid = (-(-(sizes.num_rows + sizes.target) // ITEMS_PER_PROGRAM), 1, 1)
     compiled = start_kernel(cut_kernel, grid, *tensors, *numbers, num_warps=4)
-    return None if compiled is None else compiled[grid], (*(each.data_ptr() for each in tensors[2:]), *numbers)
+    return None if compiled is None else (compiled, grid), (*(each.data_ptr() for each in tensors[2:]), *numbers)
 
 
 class CutList(WorkList):

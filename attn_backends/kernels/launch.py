@@ -24,6 +24,7 @@ ALIGNED = 16  # of which kernels are told that addresses, in bytes, and other nu
 _SERVED_SINCE = (8, 0)  # compute capability
 _TENSOR_ENGINE_SINCE = (9, 0)
 _GLUON_TRIED = {(3, 6), (3, 7)}  # Triton's versions that compile our kernels for Hopper: Gluon may change with others
+_RUN_TRIED = {(3, 6), (3, 7), (3, 9)}  # whose compiled kernels take what `start_compiled` gives their `run`
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
@@ -228,6 +229,28 @@ def start_kernel(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any
     return kernel[grid](*given, **options)
 
 
+def start_compiled(compiled: Any, grid: tuple[int, ...], *given: Any) -> None:
+    """Launch what Triton compiled. Its own `compiled[grid]` describes each launch for hooks first, which takes the host
+    nearly as long: so only where some profiler has hooks."""
+    hooks = triton.knobs.runtime
+    if _TRITON not in _RUN_TRIED or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        compiled[grid](*given)
+        return
+    compiled.run(*grid, current_stream(), compiled.function, compiled.packed_metadata, None, None, None, *given)
+
+
+def current_stream() -> int:
+    """The current device's stream, as a driver knows it."""
+    device_of, stream_of = _driver_calls()
+    return int(stream_of(device_of()))
+
+
+@cache
+def _driver_calls() -> tuple[Callable[[], int], Callable[[int], int]]:
+    active = triton.runtime.driver.active
+    return active.get_current_device, active.get_current_stream
+
+
 def launch(
     kernel: Any, grid: int | tuple[int, ...], tensors: Sequence[torch.Tensor], varying: tuple[float, ...],
     groups: tuple[tuple[Any, ...], ...] | Fixed, warps: int, *, descriptors: tuple[Any, ...] = (),
@@ -259,7 +282,7 @@ def launch(
     form = (id(kernel), tensors[0].get_device(), warps, use_pdl, aligned, *map(_dtype_of, tensors), *same)
     found = _compiled.get(form)
     if found is not None:
-        found[0][(*grid, 1, 1)[:3]](*descriptors, *addresses, *varying, *numbers)
+        start_compiled(found[0], (*grid, 1, 1)[:3], *descriptors, *addresses, *varying, *numbers)
         return
     if len(_compiled) >= _MOST_COMPILED:
         _compiled.clear()

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_backends.kernels.launch import ALIGNED, INTERPRETED, operator, start_kernel
+from attn_backends.kernels.launch import ALIGNED, INTERPRETED, operator, start_compiled, start_kernel
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -65,7 +65,7 @@ def list_work(
 
 
 def _launch_schedule(tensors: ScheduleTensors, sizes: SplitSizes) -> tuple[Any, tuple[int, ...]]:
-    """Returns the compiled kernel on its grid, and its arguments behind the first two tensors."""
+    """Returns the compiled kernel and its grid, and its arguments behind the first two tensors."""
     work_items, counters = tensors.work_items, tensors.counters
     grid = (-(-len(work_items) // ITEMS_PER_PROGRAM), 1, 1)
     numbers = ScheduleNumbers(
@@ -74,7 +74,7 @@ def _launch_schedule(tensors: ScheduleTensors, sizes: SplitSizes) -> tuple[Any, 
         MAX_ROWS=triton.next_power_of_2(sizes.num_rows), BLOCK_ITEMS=ITEMS_PER_PROGRAM,
     )  # fmt: skip
     compiled = start_kernel(schedule_kernel, grid, *tensors, *numbers, num_warps=4)
-    return None if compiled is None else compiled[grid], (work_items.data_ptr(), counters.data_ptr(), *numbers)
+    return None if compiled is None else (compiled, grid), (work_items.data_ptr(), counters.data_ptr(), *numbers)
 
 
 class WorkList:
@@ -97,7 +97,7 @@ class WorkList:
         """List the work items for lengths [num_rows] and query starts [num_rows + 1], i32, in one launch."""
         at = (seq_lens.data_ptr(), query_start_loc.data_ptr())
         if self._kernel is not None and not (at[0] | at[1]) % ALIGNED:
-            self._kernel(*at, *self._arguments)
+            start_compiled(*self._kernel, *at, *self._arguments)
         elif INTERPRETED or (at[0] | at[1]) % ALIGNED:
             self._list(seq_lens, query_start_loc)
         else:

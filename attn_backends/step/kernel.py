@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attn_backends.kernels.launch import start_compiled
 from attn_backends.step.buffers import StepBuffers, StepShape
 from attn_backends.step.device import AheadShape, PackedShape
 from attn_backends.step.staging import StagingRing, no_garbage_collection
@@ -151,7 +152,7 @@ class TritonDerive:
             derive_step_kernel[grid](*self._tensors, *sizes, *self._constants, False)
         else:
             # All arguments but the sizes are the same for ever, so what triton does to find the kernel is done once.
-            self._compiled[grid](*self._addresses, *sizes, *self._constants, False)
+            start_compiled(self._compiled, grid, *self._addresses, *sizes, *self._constants, False)
 
     def advance(self, packed: AheadShape, shape: StepShape, num_pages: int) -> None:
         if self._graphs:

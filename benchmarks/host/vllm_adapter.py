@@ -47,12 +47,9 @@ class Base(Generic[MetadataT]):
 class Launched:
     """A kernel that was compiled: its launch is counted, and does nothing."""
 
-    count = 0
+    count, function, packed_metadata = 0, 0, ()
 
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return self._launch
-
-    def _launch(self, *given: Any) -> None:
+    def run(self, *given: Any) -> None:
         Launched.count += 1
 
 
@@ -95,6 +92,8 @@ def without_a_gpu() -> Iterator[None]:
         held.enter_context(patch.dict(sys.modules, modules))
         held.enter_context(patch.object(plugin, "vllm_version", lambda: (0, 32)))
         held.enter_context(patch.object(launch, "_compiled", Compiled()))
+        held.enter_context(patch.object(launch, "current_stream", int))
+        held.enter_context(patch.object(launch, "_RUN_TRIED", {launch._TRITON}))
         for module in (decoding, equal_cuts, split_kv):
             held.enter_context(patch.object(module, "start_kernel", lambda *given, **options: Launched()))
         held.enter_context(patch.object(kv_cache, "_has_kernel", lambda *tensors: True))

@@ -12,6 +12,8 @@ launching = pytest.importorskip("attn_backends.kernels.launch", reason="needs tr
 
 pytestmark = pytest.mark.skipif(launching.INTERPRETED, reason="interpreted kernels are not compiled")
 
+STREAM = 7
+
 
 class Kernel:
     """Notes what Triton is asked to launch, and what the kernels that it gave back are."""
@@ -19,6 +21,7 @@ class Kernel:
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
         self.again: list[tuple[Any, ...]] = []
+        self.described: list[tuple[Any, ...]] = []  # launches by way of Triton, which tells hooks about them
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         def run(*given: Any, **options: Any) -> Compiled:
@@ -29,11 +32,23 @@ class Kernel:
 
 
 class Compiled:
+    function, packed_metadata = 11, (12, 13)
+
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *given: self.kernel.again.append((grid, given))
+        return lambda *given: self.kernel.described.append((grid, given))
+
+    def run(self, x: int, y: int, z: int, *given: Any) -> None:
+        assert given[:6] == (STREAM, self.function, self.packed_metadata, None, None, None)
+        self.kernel.again.append(((x, y, z), given[6:]))
+
+
+@pytest.fixture(autouse=True)
+def stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "current_stream", lambda: STREAM)
+    monkeypatch.setattr(launching, "_RUN_TRIED", {launching._TRITON})
 
 
 def tensor(dtype: torch.dtype = torch.int32, offset: int = 0) -> torch.Tensor:
@@ -46,6 +61,33 @@ def test_the_first_launch_asks_and_others_do_not() -> None:
     launching.launch(kernel, 5, (second,), (8,), ((1, 2.5),), 4, descriptors=("another",))
     assert kernel.asked == [((3,), ("descriptor", first, 7, 1, 2.5), {"num_warps": 4})]
     assert kernel.again == [((5, 1, 1), ("another", second.data_ptr(), 8, 1, 2.5))]
+
+
+def launch_twice(kernel: Kernel) -> None:
+    for grid in (3, 5):
+        launching.launch(kernel, grid, (tensor(),), (), (), 4)
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_are_told_of_launches(name: str) -> None:
+    """By Triton, as long as there are any."""
+    kernel, hooks = Kernel(), getattr(launching.triton.knobs.runtime, name)
+    hooks.add(print)
+    try:
+        launch_twice(kernel)
+    finally:
+        hooks.remove(print)
+    assert [grid for grid, _ in kernel.described] == [(5, 1, 1)]
+    launch_twice(kernel)
+    assert [grid for grid, _ in kernel.again] == [(3, 1, 1), (5, 1, 1)]
+
+
+def test_a_triton_that_was_not_tried_launches_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_RUN_TRIED", set())
+    kernel = Kernel()
+    launch_twice(kernel)
+    assert [grid for grid, _ in kernel.described] == [(5, 1, 1)]
+    assert not kernel.again
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ once suits all lengths that come.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,15 +124,17 @@ def time_of(load: TileLoad, num_kv_heads: int, num_programs: int, target: int, m
 
 def whole_time(load: TileLoad, num_kv_heads: int, num_programs: int, of_a_tile: float = _OF_A_TILE) -> float:
     """What rows take whose keys are not split, in blocks that a program reads, with what a tile takes beside them."""
-    return _time(load, num_kv_heads, num_programs, np.ones_like(load.blocks), of_a_tile)
+    return _longest(load.blocks + of_a_tile, load.tiles * num_kv_heads, num_programs)
 
 
-def _time(
-    load: TileLoad, num_kv_heads: int, num_programs: int, splits: NDArray[np.int64], of_a_tile: float = _OF_A_TILE
-) -> float:
-    """What the program takes that takes longest, in blocks, where the longest splits are taken first."""
-    size = -(-load.blocks // splits) + of_a_tile
-    count = load.tiles * splits * num_kv_heads
+def _time(load: TileLoad, num_kv_heads: int, num_programs: int, splits: NDArray[np.int64]) -> float:
+    """What rows take in so many splits each, in blocks."""
+    size = -(-load.blocks // splits) + _OF_A_TILE
+    return _longest(size, load.tiles * splits * num_kv_heads, num_programs)
+
+
+def _longest(size: NDArray[np.floating[Any]], count: NDArray[np.int64], num_programs: int) -> float:
+    """What the program takes that takes longest, where the longest of so many of each size are taken first."""
     order = np.argsort(-size)
     size, count = size[order], count[order]
     waves = -(-count.cumsum() // num_programs)  # one has so many of those that are as long as this
