@@ -17,6 +17,7 @@ from attn_backends.backends.triton.tuning import upcast_heads
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.kernels.prefill.launch import Rows, num_hopper_tiles, num_visible_keys
+from attn_backends.kernels.prefill.splits import TileLoad, whole_time
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
 # In times in which a multiprocessor's tile reads a key by the kernel for Hopper: from what benchmarks/rules/widening.py
@@ -38,7 +39,8 @@ def is_faster_upcast(
     spec: AttentionSpec, cache: KVCacheSpec, query_lens: IntArray, seq_lens: IntArray, sections: Sequence[slice],
     num_bytes: int, device: torch.device,
 ) -> bool:  # fmt: skip
-    """Whether these rows take less time so: by all that tiles read, as splits leave no multiprocessor idle.
+    """Whether these rows take less time so: by all that tiles read, as splits leave no multiprocessor idle. In several
+    sections nothing is split: there it is by what one multiprocessor reads.
 
     Args:
         query_lens, seq_lens: of the rows, or upper bounds of the latter.
@@ -47,20 +49,24 @@ def is_faster_upcast(
     """
     num_sms, taken = num_multiprocessors(device), 0.0
     for section in sections:
-        taken += _upcast_time(spec, query_lens[section], seq_lens[section], num_bytes, num_sms)
+        taken += _upcast_time(spec, query_lens[section], seq_lens[section], num_bytes, num_sms, len(sections) == 1)
     tile = split_tile(spec, cache, None, device, is_paged=True, is_upcast=False)
     keys = num_visible_keys(spec, seq_lens).astype(np.int64)
     portable = float(-(-query_lens // tile.tokens) @ keys) * spec.num_kv_heads / num_sms
     return 0.0 < taken < _PORTABLE_READ * portable
 
 
-def _upcast_time(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, num_bytes: int, num_sms: int) -> float:
+def _upcast_time(
+    spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, num_bytes: int, num_sms: int, is_split: bool
+) -> float:
     """What rows take of which some KV heads at least fit."""
     num_keys = int(seq_lens.sum(dtype=np.int64))
     at_once, hopper = upcast_heads(spec, num_keys, num_bytes), num_hopper_tiles(spec, query_lens)
     keys, rounds = num_visible_keys(spec, seq_lens).astype(np.int64), spec.num_kv_heads // at_once
     read = float(hopper @ keys) * at_once / num_sms  # in a round
-    if rounds > 1:  # each is split as all heads together would be: in halves at most, as they have many tiles
+    if not is_split:
+        read = whole_time(TileLoad(hopper.astype(np.int64), keys), at_once, num_sms, 0.0)
+    elif rounds > 1:  # each is split as all heads together would be: in halves at most, as they have many tiles
         read = max(read, float(keys.max()) / 2)
     return _STARTING + rounds * read + _UPCASTING * num_keys * spec.num_kv_heads / num_sms
 

@@ -103,6 +103,16 @@ def test_rows_in_turn_where_not_one_head_has_room() -> None:
     assert not is_faster(layer((8, 8)), *rows)
 
 
+def test_few_long_rows_that_do_not_fit_together_are_split_instead() -> None:
+    """One behind the other, 16 tiles of each keep 16 multiprocessors busy: such chunks took 4.2 times as long as
+    FlashAttention 3's on an H100."""
+    rows = [113] * 4, [77297, 83116, 86999, 99268]
+    assert len(upcasting.upcast_sections(layer((18, 2)), np.array(rows[1], np.int32), ROOM)) == 4
+    assert not is_faster(layer((18, 2)), *rows)
+    assert is_faster(layer((18, 2)), *([lens[0]] for lens in rows))  # which is split
+    assert is_faster(layer((18, 2)), [8192] * 4, rows[1])
+
+
 def test_room_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match=r"upcast_bytes .*: got -1; allowed: greater than or equal to 0"):
         validate_options("TRITON", {"upcast_bytes": -1})
