@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
+from typing import Any
 
 import torch
 from triton import constexpr_function
@@ -36,12 +38,23 @@ def tma_rows(page_size: int, keys: int) -> int:
 def tma_descriptor(shape: list[int], strides: list[int], tensor: torch.Tensor, rows: int) -> TensorDescriptor:
     """The descriptor of a tensor in TMA tiles of `rows` rows and TMA_COLS columns, swizzled as products want them.
 
+    Triton checks what each is made of, which takes the host as long as a launch: here once for all that lie alike.
+
     Args:
         shape, strides: of rows and columns, or of rows, heads and columns: then a tile is of one head.
+        tensor: whose address is a multiple of 16 bytes.
     """
-    if len(shape) == 2:
-        return TensorDescriptor(tensor, shape, strides, [rows, TMA_COLS.value], BLOCK_LAYOUT)
-    return TensorDescriptor(tensor, shape, strides, [rows, 1, TMA_COLS.value], HEAD_LAYOUT)
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(_described(tuple(shape), tuple(strides), tensor.dtype, rows), base=tensor)
+    return made
+
+
+@lru_cache(maxsize=256)
+def _described(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int) -> dict[str, Any]:
+    """All that a descriptor has but its tensor."""
+    tile, layout = ([rows], BLOCK_LAYOUT) if len(shape) == 2 else ([rows, 1], HEAD_LAYOUT)
+    nowhere = torch.empty(0, dtype=dtype)
+    return dict(vars(TensorDescriptor(nowhere, list(shape), list(strides), [*tile, TMA_COLS.value], layout)))
 
 
 @constexpr_function  # type: ignore[untyped-decorator]

@@ -167,7 +167,7 @@ class Kernels(PrefillKernels):
         )  # fmt: skip
         grid, items = schedule.num_programs * self.spec.num_kv_heads * plan.tiles, schedule.work_list.work_items
         _decode(query, key, value, output, lse, page_table, items, schedule.more_items, *workspace,
-                *self._extras, self._scales_of(True), self._visible, self._has_sinks, constants, grid,
+                *self._extras, self._scales[True], self._visible, self._has_sinks, constants, grid,
                 tile.warps)  # fmt: skip
 
     def prefill(
@@ -183,7 +183,7 @@ class Kernels(PrefillKernels):
         is enough beside it. None: it is not.
         """
         spec, group = self.spec, self.spec.group_size
-        count = upcast_heads(spec, rows.num_upcast, len(upcast_kv))
+        count = upcast_heads(spec, rows.num_upcast, len(upcast_kv)) if rows.num_upcast else 0
         if not count:
             return self.attend(query, key, value, output, lse, rows, tiles, 0, rows.page_table is not None, share)
         starts = torch.empty_like(rows.seq_lens)

@@ -152,7 +152,7 @@ class PrefillKernels:
         nothing = torch.zeros(1, dtype=torch.float32, device=device)
         self._num_sms = num_multiprocessors(device)
         self._extras = (nothing if slopes is None else slopes, nothing if sinks is None else sinks)
-        self._scales = {True: (k_scale, v_scale), False: (1.0, 1.0)}  # of the cache; of keys as they came
+        self._scales = {True: _scales_of(spec, k_scale, v_scale), False: _scales_of(spec, 1.0, 1.0)}  # by is_cached
         self._visible, self._has_sinks = visible_range(spec), int(spec.sinks)
         self._supports_pdl, self._has_tensor_engine = supports_pdl(device), has_tensor_engine(device)
         self._is_local = spec.window_left >= 0 or spec.chunk_size is not None
@@ -189,14 +189,14 @@ class PrefillKernels:
         slopes, sinks = self._extras
         sinks = sinks[first_head * spec.group_size :] if spec.sinks else sinks
         tensors = (query, key, value, output, lse, *rows[:4])
-        scales, visible, has_sinks = self._scales_of(is_cached), self._visible, self._has_sinks
+        scales, visible, has_sinks = self._scales[is_cached], self._visible, self._has_sinks
         if on_hopper and of_hopper and layouts is not None:
             shape = HopperShape(
                 of_hopper, page_size, num_kv_heads, spec.group_size, tile_tokens, spec.head_dim, spec.head_dim_vo,
                 use_pdl=int(self._supports_pdl), launch_dependents=0,
             )  # fmt: skip
             return self._attend_on_hopper((*tensors, sinks, tiles), layouts, scales, tiled, shape, rows.splits, share)
-        splits = _listed_for(portable_tile(spec, tile), rows.splits)
+        splits = None if rows.splits is None else _listed_for(portable_tile(spec, tile), rows.splits)
         lists = (None, None, None) if splits is None else (splits.work_items, splits.partial_acc, splits.partial_ml)
         constants = self._constants(key, value, page_size, tile, tile_tokens, splits)
         _prefill(*tensors, slopes, sinks, *lists, scales, visible, has_sinks, tiled, constants,
@@ -218,11 +218,12 @@ class PrefillKernels:
         shape: HopperShape, splits: TileList | None, share: float | None,
     ) -> Pdl:  # fmt: skip
         """Launch, and join what was split; `tensors` are as `prefill_on_hopper` takes them."""
-        next_pdl, num_programs, splits = Pdl.OFF, self._num_sms, _listed_for(hopper_tile(self.spec), splits)
+        next_pdl, num_programs = Pdl.OFF, self._num_sms
+        splits = None if splits is None else _listed_for(hopper_tile(self.spec), splits)
         if splits is None and share is not None and self._supports_pdl:
             next_pdl, num_programs = Pdl.WAIT_LAST, math.ceil(share * num_programs)
         lets_next = next_pdl is Pdl.WAIT_LAST or (splits is not None and self._supports_pdl)
-        shape = shape._replace(launch_dependents=int(lets_next))
+        shape = shape._replace(launch_dependents=1) if lets_next else shape
         prefill_on_hopper(*tensors, layouts, scales, self._visible, self._has_sinks, tiled, splits, shape, num_programs)
         if splits is not None:
             self._join(tensors, scales, shape.num_kv_heads, splits, lets_next)
@@ -247,15 +248,15 @@ class PrefillKernels:
             SPLIT=int(splits is not None), USE_PDL=int(self._supports_pdl),
         )  # fmt: skip
 
-    def _scales_of(self, cached: bool) -> Scales:
-        k_scale, v_scale = self._scales[cached]
-        cap = self.spec.logits_soft_cap
-        return Scales(self.spec.scale * k_scale * (math.log2(math.e) if cap is None else 1.0), v_scale, cap or 0.0)
+
+def _scales_of(spec: AttentionSpec, k_scale: float, v_scale: float) -> Scales:
+    cap = spec.logits_soft_cap
+    return Scales(spec.scale * k_scale * (math.log2(math.e) if cap is None else 1.0), v_scale, cap or 0.0)
 
 
-def _listed_for(tile: SplitTile, splits: TileList | None) -> TileList | None:
+def _listed_for(tile: SplitTile, splits: TileList) -> TileList | None:
     """A list of such tiles; one that was made for another kernel's is none."""
-    return splits if splits is not None and splits.tile == tile else None
+    return splits if splits.tile == tile else None
 
 
 def is_alike(key: torch.Tensor, value: torch.Tensor) -> int:
