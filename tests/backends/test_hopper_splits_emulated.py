@@ -167,6 +167,50 @@ def test_keys_made_16_bits(launches: list[int], monkeypatch: pytest.MonkeyPatch)
         assert len(launches) == 2 // heads
 
 
+def draw_in_turn(seed: int) -> tuple[Batch, Any, int]:
+    """A layer over 8 bits, chunks behind a decode or not, room for some rows at a time, and multiprocessors."""
+    from attn_backends.backends.triton.tuning import TritonOptions
+
+    dice = Random(f"in turn {seed}")
+    group, num_kv_heads = dice.choice((1, 2, 3, 5)), dice.choice((1, 2, 3))
+    seen: dict[str, Any] = dice.choice([{}, {}, {"window_left": dice.randrange(50, 700)}, {"sinks": True}])
+    spec = AttentionSpec(
+        group * num_kv_heads, num_kv_heads, 64, dtype=torch.float16, cache_dtype=torch.float8_e4m3fn, **seen
+    )
+    query_lens = [1] * dice.randrange(2) + [dice.randint(17, 50) for _ in range(dice.randint(2, 4))]
+    seq_lens = [length + int(2 ** dice.uniform(7, 9.6)) for length in query_lens]
+    longest, most = max(seq_lens), sum(seq_lens[query_lens[0] == 1 :])
+    room = TritonOptions(upcast_bytes=dice.randint(longest, most - 1) * 2 * 64 * 2)
+    more = {"page_size": dice.choice((5, 16)), "k_scale": 0.5, "v_scale": 2.0, "seed": seed}
+    return a_batch(spec, seq_lens, query_lens, **more), room, dice.choice((4, 9, 24))
+
+
+@only_interpreted
+@pytest.mark.parametrize("part", range(3))
+def test_rows_in_turn_are_split(part: int, launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random layers, each of whose sections has a list of tiles of its own; two layers of a step, with padding."""
+    from attn_backends.backends.triton import metadata
+
+    monkeypatch.setattr(metadata, "is_faster_upcast", lambda *_: True)
+    counts = []
+    for seed in range(4 * part, 4 * part + 4):
+        batch, room, num_sms = draw_in_turn(seed)
+        with splitting(num_sms):
+            layer = make_layer(get_backend("TRITON"), batch, num_padded_reqs=2, options=room)
+            bands, expected = guarded(layer), batch.expected()
+            step = layer.begin(batch, num_padded_reqs=2)
+            for want_lse in (False, True):
+                result = layer.forward(batch, step, num_padded_reqs=2, want_lse=want_lse)
+                assert_matches(result, batch, f"seed {seed}", expected)
+        assert all((band == GUARD).all() for band in bands)
+        assert not step.workspace.tiles.any()
+        assert len(step.section_splits) == len(step.metadata.upcast_rows) > 1
+        assert len(launches) >= 2 * len(step.section_splits)
+        launches.clear()
+        counts += [int(each.work_items[0, 5]) for each in step.section_splits if each is not None]
+    assert sum(count > 1 for count in counts) >= 4
+
+
 @only_interpreted
 @pytest.mark.parametrize("query_lens", [[14, 14, 9], [1, 3, 14], [10, 14, 40]], ids=str)
 def test_verified_tokens_of_many_queries(

@@ -79,7 +79,7 @@ class TritonImpl(AttentionImpl[TritonStep]):
                     metadata.num_decode_rows, num_tokens, metadata.num_upcast_keys, metadata.max_seq_len,
                     step.splits, metadata.short_tile, metadata.hopper_tile)  # fmt: skip
         pdl = Pdl.OFF
-        for some in in_turn(rows, metadata.upcast_rows):
+        for some in in_turn(rows, metadata.upcast_rows, step.section_splits):
             pdl = self._kernels.prefill(query, keys, values, output, lse, some, step.workspace.tiles,
                                         step.workspace.upcast_kv, metadata.prefill_share)  # fmt: skip
         return pdl

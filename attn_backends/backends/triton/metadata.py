@@ -201,7 +201,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         sections = upcast_sections(spec, seq_lens, room)
         if not is_faster_upcast(spec, self.cache, query_lens, seq_lens, sections, room, self.device):
             return 0, ()
-        return int(seq_lens.sum()), rows_in_turn(query_lens, seq_lens, sections, first)
+        tile = split_tile(spec, self.cache, self.options, self.device, is_paged=True, is_upcast=True)
+        return int(seq_lens.sum()), rows_in_turn(spec, tile, query_lens, seq_lens, sections, first, self.device)
 
     @cached_property
     def _can_run_beside(self) -> bool:

@@ -21,6 +21,7 @@ from attn_backends.backends.triton.rules import (
     split_tile,
 )
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile
+from attn_backends.backends.triton.upcasting import Span, spans
 from attn_backends.backends.triton.variants import variants
 from attn_backends.backends.triton.workspace import DECODE_TOKENS, Workspace, decode_need, largest_need
 from attn_backends.graphs.inputs import GraphTensors
@@ -47,6 +48,7 @@ class TritonStep(AttentionStep[TritonMetadata]):
     schedule: Schedule | None  # of decodes; None: nothing is decoded
     workspace: Workspace
     splits: TileList | None = None  # of all other rows; None: their keys are not split
+    section_splits: tuple[TileList | None, ...] = ()  # the same of each section of rows whose keys are made 16 bits
 
 
 class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
@@ -176,27 +178,40 @@ class TritonState(AttentionState[TritonMetadata]):
     def begin_forward(self, metadata: TritonMetadata) -> TritonStep:
         workspace = self._workspaces.of_current(self.workspace)
         splits, schedule = self.make_tile_list(metadata, workspace), None
-        if splits is not None:
-            splits.fill(metadata.seq_lens, metadata.query_start_loc)
-        elif metadata.num_decode_rows < metadata.num_rows:
+        sections = self._make_section_lists(metadata, workspace)
+        lists = [each for each in (splits, *sections) if each is not None]
+        for each in lists:
+            each.fill(metadata.seq_lens, metadata.query_start_loc)
+        if not lists and metadata.num_decode_rows < metadata.num_rows:
             workspace.tiles.zero_()
         if metadata.num_decode_rows:
             of_step = metadata.group_index, metadata.num_decode_rows, metadata.max_decode_len
             schedule = self._schedule(*of_step, workspace)
             schedule.work_list.fill(metadata.seq_lens, metadata.query_start_loc)
-        return TritonStep(metadata, schedule, workspace, splits)
+        return TritonStep(metadata, schedule, workspace, splits, sections)
 
     def make_tile_list(self, metadata: TritonMetadata, workspace: Workspace) -> TileList | None:
         """A list for the tiles of rows behind the decodes, if the keys of some are split."""
-        if metadata.prefill_splits is None:
-            return None
-        spec, (target, tile) = self._specs[metadata.group_index], metadata.prefill_splits
-        num_rows = metadata.num_rows - metadata.num_decode_rows
         num_tokens = metadata.num_row_tokens - metadata.num_decode_row_tokens
-        num_tiles = num_prefill_tiles(num_tokens, num_rows, tile.tokens)
+        span = Span(metadata.num_decode_rows, metadata.num_rows, num_tokens)
+        return self._tile_list(metadata.group_index, metadata.prefill_splits, span, workspace)
+
+    def _make_section_lists(self, metadata: TritonMetadata, workspace: Workspace) -> tuple[TileList | None, ...]:
+        sections, num_tokens = metadata.upcast_rows, metadata.num_row_tokens - metadata.num_decode_row_tokens
+        of_sections = spans(sections, metadata.num_rows, num_tokens) if sections else []
+        return tuple(self._tile_list(metadata.group_index, section.splits, span, workspace)
+                     for section, span in zip(sections, of_sections, strict=True))  # fmt: skip
+
+    def _tile_list(
+        self, group: int, splits: PrefillSplits | None, span: Span, workspace: Workspace
+    ) -> TileList | None:  # fmt: skip
+        if splits is None:
+            return None
+        spec, (target, tile), num_rows = self._specs[group], splits, span.stop - span.first_row
+        num_tiles = num_prefill_tiles(span.num_tokens, num_rows, tile.tokens)
         where = workspace.partial_acc, workspace.partial_ml, workspace.tiles
-        return TileList(tile, target, spec.num_kv_heads, visible_range(spec), metadata.num_decode_rows, num_rows,
-                        num_tiles, block_dims(spec)[1], where)  # fmt: skip
+        return TileList(tile, target, spec.num_kv_heads, visible_range(spec), span.first_row, num_rows, num_tiles,
+                        block_dims(spec)[1], where)  # fmt: skip
 
     def make_schedule(self, group: int, num_rows: int, query_len: int, workspace: Workspace) -> Schedule:
         spec = self._specs[group]

@@ -12,12 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from attn_backends.backends.triton.rules import split_tile
+from attn_backends.backends.triton.rules import prefill_splits, split_tile
 from attn_backends.backends.triton.tuning import upcast_heads
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.kernels.prefill.launch import Rows, num_hopper_tiles, num_visible_keys
-from attn_backends.kernels.prefill.splits import TileLoad, whole_time
+from attn_backends.kernels.prefill.split_launch import TileList
+from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
 # In times in which a multiprocessor's tile reads a key by the kernel for Hopper: from what benchmarks/rules/widening.py
@@ -33,14 +34,14 @@ class UpcastRows(NamedTuple):
     first_row: int
     num_tokens: int
     num_keys: int  # that they see, or an upper bound of it
+    splits: PrefillSplits | None  # of these; None: their tiles are whole
 
 
 def is_faster_upcast(
     spec: AttentionSpec, cache: KVCacheSpec, query_lens: IntArray, seq_lens: IntArray, sections: Sequence[slice],
     num_bytes: int, device: torch.device,
 ) -> bool:  # fmt: skip
-    """Whether these rows take less time so: by all that tiles read, as splits leave no multiprocessor idle. In several
-    sections nothing is split: there it is by what one multiprocessor reads.
+    """Whether these rows take less time so: by all that tiles read, as splits leave no multiprocessor idle.
 
     Args:
         query_lens, seq_lens: of the rows, or upper bounds of the latter.
@@ -49,24 +50,20 @@ def is_faster_upcast(
     """
     num_sms, taken = num_multiprocessors(device), 0.0
     for section in sections:
-        taken += _upcast_time(spec, query_lens[section], seq_lens[section], num_bytes, num_sms, len(sections) == 1)
+        taken += _upcast_time(spec, query_lens[section], seq_lens[section], num_bytes, num_sms)
     tile = split_tile(spec, cache, None, device, is_paged=True, is_upcast=False)
     keys = num_visible_keys(spec, seq_lens).astype(np.int64)
     portable = float(-(-query_lens // tile.tokens) @ keys) * spec.num_kv_heads / num_sms
     return 0.0 < taken < _PORTABLE_READ * portable
 
 
-def _upcast_time(
-    spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, num_bytes: int, num_sms: int, is_split: bool
-) -> float:
+def _upcast_time(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, num_bytes: int, num_sms: int) -> float:
     """What rows take of which some KV heads at least fit."""
     num_keys = int(seq_lens.sum(dtype=np.int64))
     at_once, hopper = upcast_heads(spec, num_keys, num_bytes), num_hopper_tiles(spec, query_lens)
     keys, rounds = num_visible_keys(spec, seq_lens).astype(np.int64), spec.num_kv_heads // at_once
     read = float(hopper @ keys) * at_once / num_sms  # in a round
-    if not is_split:
-        read = whole_time(TileLoad(hopper.astype(np.int64), keys), at_once, num_sms, 0.0)
-    elif rounds > 1:  # each is split as all heads together would be: in halves at most, as they have many tiles
+    if rounds > 1:  # each is split as all heads together would be: in halves at most, as they have many tiles
         read = max(read, float(keys.max()) / 2)
     return _STARTING + rounds * read + _UPCASTING * num_keys * spec.num_kv_heads / num_sms
 
@@ -93,28 +90,54 @@ def upcast_sections(spec: AttentionSpec, seq_lens: IntArray, num_bytes: int) -> 
 
 
 def rows_in_turn(
-    query_lens: IntArray, seq_lens: IntArray, sections: Sequence[slice], first_row: int
-) -> tuple[UpcastRows, ...]:
-    """The sections, if they are several, of rows from `first_row` on."""
-    rows = [UpcastRows(first_row + section.start, int(query_lens[section].sum()), int(seq_lens[section].sum()))
-            for section in sections]  # fmt: skip
-    return tuple(rows) if len(sections) > 1 else ()
+    spec: AttentionSpec, tile: SplitTile, query_lens: IntArray, seq_lens: IntArray, sections: Sequence[slice],
+    first_row: int, device: torch.device,
+) -> tuple[UpcastRows, ...]:  # fmt: skip
+    """The sections, if they are several, of rows from `first_row` on.
+
+    Args:
+        tile: of the kernel that reads keys of 16 bits.
+    """
+    if len(sections) < 2:
+        return ()
+    lens = [(query_lens[section], seq_lens[section]) for section in sections]
+    return tuple(
+        UpcastRows(first_row + section.start, int(queries.sum()), int(keys.sum()),
+                   prefill_splits(spec, tile, queries, keys, 0, device))
+        for section, (queries, keys) in zip(sections, lens, strict=True)
+    )  # fmt: skip
 
 
-def in_turn(rows: Rows, sections: tuple[UpcastRows, ...]) -> Iterator[Rows]:
-    """The rows of each section, or all rows if there are none; the last one has what comes behind it too, padding and
-    its tokens."""
+class Span(NamedTuple):
+    """What a launch has of a step's rows."""
+
+    first_row: int
+    stop: int
+    num_tokens: int  # query tokens
+
+
+def spans(sections: Sequence[UpcastRows], num_rows: int, num_tokens: int) -> list[Span]:
+    """The sections' rows; the last one has what comes behind it too, padding and its tokens.
+
+    Args:
+        num_rows: of the step.
+        num_tokens: of all rows from the first section's on.
+    """
+    stops = [*(section.first_row for section in sections[1:]), num_rows]
+    tokens = [section.num_tokens for section in sections[:-1]]
+    tokens.append(num_tokens - sum(tokens))
+    return [Span(section.first_row, *rest) for section, *rest in zip(sections, stops, tokens, strict=True)]
+
+
+def in_turn(rows: Rows, sections: Sequence[UpcastRows], lists: Sequence[TileList | None]) -> Iterator[Rows]:
+    """The rows of each section, with its list of tiles; or all rows, if there are none."""
     if not sections:
         yield rows
         return
-    table = rows.page_table
-    stops = [*(section.first_row for section in sections[1:]), len(rows.seq_lens)]
-    left = rows.num_tokens
-    for section, stop in zip(sections, stops, strict=True):
-        num_tokens = left if section is sections[-1] else section.num_tokens
-        left -= num_tokens
+    of_sections = spans(sections, len(rows.seq_lens), rows.num_tokens)
+    for section, (first_row, stop, num_tokens), splits in zip(sections, of_sections, lists, strict=True):
         yield rows._replace(
-            page_table=None if table is None else table[:stop], seq_lens=rows.seq_lens[:stop],
-            query_start_loc=rows.query_start_loc[: stop + 1], first_row=section.first_row, num_tokens=num_tokens,
-            num_upcast=section.num_keys,
+            page_table=None if rows.page_table is None else rows.page_table[:stop], seq_lens=rows.seq_lens[:stop],
+            query_start_loc=rows.query_start_loc[: stop + 1], first_row=first_row, num_tokens=num_tokens,
+            num_upcast=section.num_keys, splits=splits,
         )  # fmt: skip

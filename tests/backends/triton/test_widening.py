@@ -28,6 +28,7 @@ E4M3 = torch.float8_e4m3fn
 @pytest.fixture(autouse=True)
 def _on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upcasting, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(rules, "num_multiprocessors", lambda device: 132)
     monkeypatch.setattr(rules, "shared_memory", lambda device: 227 << 10)
     monkeypatch.setattr(rules, "suits_hopper_kernel", lambda spec, device: spec.cache_dtype is spec.dtype)
 
@@ -103,14 +104,20 @@ def test_rows_in_turn_where_not_one_head_has_room() -> None:
     assert not is_faster(layer((8, 8)), *rows)
 
 
-def test_few_long_rows_that_do_not_fit_together_are_split_instead() -> None:
-    """One behind the other, 16 tiles of each keep 16 multiprocessors busy: such chunks took 4.2 times as long as
-    FlashAttention 3's on an H100."""
-    rows = [113] * 4, [77297, 83116, 86999, 99268]
-    assert len(upcasting.upcast_sections(layer((18, 2)), np.array(rows[1], np.int32), ROOM)) == 4
-    assert not is_faster(layer((18, 2)), *rows)
-    assert is_faster(layer((18, 2)), *([lens[0]] for lens in rows))  # which is split
-    assert is_faster(layer((18, 2)), [8192] * 4, rows[1])
+def test_few_long_rows_that_do_not_fit_together_are_split_each() -> None:
+    """Whole, 16 tiles of each would keep 16 multiprocessors busy: such chunks took 4.2 times as long as FlashAttention
+    3's on an H100."""
+    rows = [np.array(lens, np.int32) for lens in ([113] * 4, [77297, 83116, 86999, 99268])]
+    spec, device = layer((18, 2)), torch.device("cuda")
+    sections = upcasting.upcast_sections(spec, rows[1], ROOM)
+    tile = rules.split_tile(spec, KVCacheSpec(1, 16), None, device, is_paged=True, is_upcast=True)
+    found = upcasting.rows_in_turn(spec, tile, *rows, sections, 3, device)
+    assert [(each.first_row, each.num_tokens, each.num_keys) for each in found] == [
+        (3, 113, 77297), (4, 113, 83116), (5, 113, 86999), (6, 113, 99268)
+    ]  # fmt: skip
+    assert all(each.splits is not None and each.splits.target >= 132 for each in found)
+    assert upcasting.spans(found, 9, 460) == [(3, 4, 113), (4, 5, 113), (5, 6, 113), (6, 9, 121)]  # and what is behind
+    assert is_faster(spec, *(lens.tolist() for lens in rows))
 
 
 def test_room_that_cannot_be() -> None:
