@@ -208,7 +208,7 @@ PAGES = (
          "Log-probabilities are the largest difference from FLASH_ATTN's among first tokens.", (
         Section("vllm_backends_cuda", "Llama-8B's shape", IN_VLLM, full=True),
         Section("vllm_backends_cuda_smollm2", "SmolLM2-135M's shape", IN_VLLM, full=True),
-        Section("vllm_backends_cuda_smollm2_turns", "SmolLM2-135M's shape in two turns, on an H100", IN_VLLM, full=True),
+        Section("vllm_backends_cuda_smollm2_turns", "SmolLM2-135M's shape in two turns, an H100", IN_VLLM, full=True),
         Section("vllm_backends_cuda_mix", "Llama-8B's mixed load again, two days later", IN_VLLM, full=True),
     )),
     Page("cpu", "On a CPU",
