@@ -90,6 +90,26 @@ class TritonMetadata(AttentionMetadata):
         }
 
 
+class _Lens(NamedTuple):
+    """A step's rows without padding, as the host knows them."""
+
+    query_lens: IntArray
+    seq_lens: IntArray  # or upper bounds
+
+    @staticmethod
+    def of(common: CommonAttentionMetadata) -> _Lens:
+        count = common.num_actual_reqs
+        return _Lens(common.query_lens_cpu.numpy()[:count], common.seq_lens_cpu.numpy()[:count])
+
+    def behind(self, first: int) -> _Lens:
+        """Rows from `first` on."""
+        return _Lens(self.query_lens[first:], self.seq_lens[first:])
+
+    def longest(self, max_model_len: int) -> _Lens:
+        """The longest that can be, for a graph, whose launches do not depend on lengths."""
+        return self._replace(seq_lens=np.full_like(self.seq_lens, max_model_len))
+
+
 class _Launches(NamedTuple):
     """Which rows the decode kernel serves, and how prefill's serves the others."""
 
@@ -97,6 +117,12 @@ class _Launches(NamedTuple):
     num_decode_rows: int
     max_decode_len: int
     prefill: dict[str, Any]  # fields of TritonMetadata
+
+
+_NO_PREFILL: dict[str, Any] = {
+    "num_upcast_keys": 0, "upcast_rows": (), "prefill_share": None, "prefill_splits": None, "short_tile": None,
+    "hopper_tile": None, "prefills_are_prompts": False,
+}  # fmt: skip
 
 
 class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
@@ -148,18 +174,22 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
     def _launches(self, common: CommonAttentionMetadata, use_cache: bool) -> _Launches:
         num_decodes, num_decode_rows, max_decode_len = self._decodes(common) if use_cache else (0, 0, 0)
-        num_upcast_keys, upcast_rows = self._keys_to_upcast(common, num_decode_rows) if use_cache else (0, ())
-        tile = None if num_upcast_keys else self._short_tile(common, num_decode_rows)
+        if num_decode_rows >= common.num_actual_reqs:
+            return _Launches(num_decodes, num_decode_rows, max_decode_len, _NO_PREFILL)
+        lens = _Lens.of(common)
+        bounds = lens.longest(self.limits.max_model_len) if common.for_graph else lens
+        num_upcast_keys, upcast_rows = self._keys_to_upcast(common, lens, num_decode_rows) if use_cache else (0, ())
+        tile = None if num_upcast_keys else self._short_tile(common, bounds, num_decode_rows)
         if tile is not None:
             num_decode_rows = max_decode_len = 0
         are_prompts = use_cache and not common.for_graph and self._are_prompts(common, num_decode_rows)
         is_paged = use_cache and not are_prompts
         is_whole = tile is not None or len(upcast_rows) > 0 or num_decode_rows >= common.num_actual_reqs
-        splits = None if is_whole else self._prefill_splits(common, num_decode_rows, is_paged, num_upcast_keys > 0)
+        to_split = common.for_graph, bounds
+        splits = None if is_whole else self._prefill_splits(*to_split, num_decode_rows, is_paged, num_upcast_keys > 0)
         if splits is not None and self._can_take_decodes_along(common, num_decode_rows, splits):
-            together = self._prefill_splits(common, 0, is_paged=True, is_upcast=False)
-            rows = *_lens(common), num_decode_rows
-            if are_faster_together(self.group.spec, splits, together, *rows, self.device):
+            together = self._prefill_splits(*to_split, 0, is_paged=True, is_upcast=False)
+            if are_faster_together(self.group.spec, splits, together, *lens, num_decode_rows, self.device):
                 num_decode_rows = max_decode_len = 0
                 are_prompts = False
                 splits = together
@@ -167,10 +197,10 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         prefill = {
             "num_upcast_keys": num_upcast_keys,
             "upcast_rows": upcast_rows,
-            "prefill_share": None if splits or tile else self._prefill_share(common, num_decode_rows),
+            "prefill_share": None if splits or tile else self._prefill_share(common, lens, num_decode_rows),
             "prefill_splits": splits,
             "short_tile": tile,
-            "hopper_tile": self._hopper_tile(common, num_decode_rows) if is_plain else None,
+            "hopper_tile": self._hopper_tile(common, lens, num_decode_rows) if is_plain else None,
             "prefills_are_prompts": are_prompts,
         }
         return _Launches(num_decodes, num_decode_rows, max_decode_len, prefill)
@@ -190,13 +220,15 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         options = self.options or TritonOptions()
         return options.upcast_bytes if can_upcast(self.group.spec, options, self.device) else 0
 
-    def _keys_to_upcast(self, common: CommonAttentionMetadata, first: int) -> tuple[int, tuple[UpcastRows, ...]]:
+    def _keys_to_upcast(
+        self, common: CommonAttentionMetadata, lens: _Lens, first: int
+    ) -> tuple[int, tuple[UpcastRows, ...]]:
         """All keys of rows from `first` on, if that saves time, and rows in turn where they do not fit; else 0, as in
         graphs, which have no room for them."""
         last = common.num_actual_reqs
         if first >= last or common.for_graph or not self._upcast_bytes:
             return 0, ()
-        query_lens, seq_lens = _lens(common, first)
+        query_lens, seq_lens = lens.behind(first)
         spec, room = self.group.spec, self._upcast_bytes
         sections = upcast_sections(spec, seq_lens, room)
         if not is_faster_upcast(spec, self.cache, query_lens, seq_lens, sections, room, self.device):
@@ -219,40 +251,34 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             return False
         return splits.tile == hopper_tile(self.group.spec)
 
-    def _prefill_share(self, common: CommonAttentionMetadata, num_decodes: int) -> float | None:
+    def _prefill_share(self, common: CommonAttentionMetadata, lens: _Lens, num_decodes: int) -> float | None:
         if not (0 < num_decodes < common.num_actual_reqs and self._can_run_beside):
             return None
-        return prefill_share(self.group.spec, *_lens(common), num_decodes)
+        return prefill_share(self.group.spec, *lens, num_decodes)
 
     def _prefill_splits(
-        self, common: CommonAttentionMetadata, num_decodes: int, is_paged: bool, is_upcast: bool
+        self, for_graph: bool, bounds: _Lens, num_decodes: int, is_paged: bool, is_upcast: bool
     ) -> PrefillSplits | None:
-        query_lens, seq_lens = self._bounds(common)
         spec = self.group.spec
         tile = split_tile(spec, self.cache, self.options, self.device, is_paged=is_paged, is_upcast=is_upcast)
-        return prefill_splits(spec, tile, query_lens, seq_lens, num_decodes, self.device, common.for_graph)
+        return prefill_splits(spec, tile, *bounds, num_decodes, self.device, for_graph)
 
     @cached_property
     def _short_tiles(self) -> tuple[PrefillTile, ...]:
         return short_tiles(self.group.spec, self.cache, self.options, self.device)
 
-    def _short_tile(self, common: CommonAttentionMetadata, num_decodes: int) -> PrefillTile | None:
+    def _short_tile(self, common: CommonAttentionMetadata, bounds: _Lens, num_decodes: int) -> PrefillTile | None:
         """The portable kernel's tile where it serves all rows."""
         if num_decodes >= common.num_actual_reqs or not self._short_tiles:
             return None
         has_decodes = int(common.query_start_loc_cpu[num_decodes]) < _MANY_TOKENS * num_decodes
-        return short_tile(self.group.spec, self._short_tiles, *self._bounds(common), self.device, has_decodes)
+        return short_tile(self.group.spec, self._short_tiles, *bounds, self.device, has_decodes)
 
-    def _hopper_tile(self, common: CommonAttentionMetadata, num_decodes: int) -> HopperTile | None:
+    def _hopper_tile(self, common: CommonAttentionMetadata, lens: _Lens, num_decodes: int) -> HopperTile | None:
         """The tile of whole prefills by the kernel for Hopper, where it is not the usual one."""
         if common.for_graph or num_decodes >= common.num_actual_reqs or not self._can_run_beside:
             return None
-        return faster_hopper_tile(self.group.spec, *_lens(common, num_decodes), self.device)
-
-    def _bounds(self, common: CommonAttentionMetadata) -> tuple[IntArray, IntArray]:
-        """Query lengths and lengths; in a graph, whose launches do not depend on them, the longest that can be."""
-        query_lens, seq_lens = _lens(common)
-        return query_lens, np.full_like(seq_lens, self.limits.max_model_len) if common.for_graph else seq_lens
+        return faster_hopper_tile(self.group.spec, *lens.behind(num_decodes), self.device)
 
     def _are_prompts(self, common: CommonAttentionMetadata, first: int) -> bool:
         """Whether rows from `first` on bring all of their keys, in the cache's dtype: pages have nothing to add."""
@@ -268,13 +294,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         longest query."""
         if common.max_query_len <= self.decode_threshold:
             return common.num_actual_reqs, common.num_reqs, common.max_query_len
-        lens = common.query_lens_cpu.numpy()[: common.num_actual_reqs]
-        is_longer = lens > self.decode_threshold
+        query_lens = common.query_lens_cpu.numpy()[: common.num_actual_reqs]
+        is_longer = query_lens > self.decode_threshold
         count = int(is_longer.argmax()) if is_longer.any() else common.num_actual_reqs
-        return count, count, int(lens[:count].max(initial=0))
-
-
-def _lens(common: CommonAttentionMetadata, first: int = 0) -> tuple[IntArray, IntArray]:
-    """Query lengths and lengths of the rows from `first` on, without padding, as the host knows them."""
-    rows = slice(first, common.num_actual_reqs)
-    return common.query_lens_cpu.numpy()[rows], common.seq_lens_cpu.numpy()[rows]
+        return count, count, int(query_lens[:count].max(initial=0))

@@ -134,8 +134,15 @@ def _time(load: TileLoad, num_kv_heads: int, num_programs: int, splits: NDArray[
 
 
 def _longest(size: NDArray[np.floating[Any]], count: NDArray[np.int64], num_programs: int) -> float:
-    """What the program takes that takes longest, where the longest of so many of each size are taken first."""
-    order = np.argsort(-size)
-    size, count = size[order], count[order]
-    waves = -(-count.cumsum() // num_programs)  # one has so many of those that are as long as this
-    return max(float((waves * size).max(initial=0)), float(size @ count) / num_programs)
+    """What the program takes that takes longest, where the longest of so many of each size are taken first. Of the few
+    sizes that there are Python's own numbers are sooner worked out than arrays."""
+    counts: dict[float, int] = {}
+    for each, number in zip(size.tolist(), count.tolist(), strict=True):
+        counts[each] = counts.get(each, 0) + number
+    longest = all_taken = 0.0
+    taken = 0
+    for each in sorted(counts, reverse=True):
+        taken += counts[each]
+        longest = max(longest, -(-taken // num_programs) * each)  # one has so many of those that are as long as this
+        all_taken += each * counts[each]
+    return max(longest, all_taken / num_programs)
