@@ -101,7 +101,7 @@ class _Lens(NamedTuple):
         count = common.num_actual_reqs
         return _Lens(common.query_lens_cpu.numpy()[:count], common.seq_lens_cpu.numpy()[:count])
 
-    def behind(self, first: int) -> _Lens:
+    def rows_from(self, first: int) -> _Lens:
         """Rows from `first` on."""
         return _Lens(self.query_lens[first:], self.seq_lens[first:])
 
@@ -228,7 +228,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         last = common.num_actual_reqs
         if first >= last or common.for_graph or not self._upcast_bytes:
             return 0, ()
-        query_lens, seq_lens = lens.behind(first)
+        query_lens, seq_lens = lens.rows_from(first)
         spec, room = self.group.spec, self._upcast_bytes
         sections = upcast_sections(spec, seq_lens, room)
         if not is_faster_upcast(spec, self.cache, query_lens, seq_lens, sections, room, self.device):
@@ -278,7 +278,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         """The tile of whole prefills by the kernel for Hopper, where it is not the usual one."""
         if common.for_graph or num_decodes >= common.num_actual_reqs or not self._can_run_beside:
             return None
-        return faster_hopper_tile(self.group.spec, *lens.behind(num_decodes), self.device)
+        return faster_hopper_tile(self.group.spec, *lens.rows_from(num_decodes), self.device)
 
     def _are_prompts(self, common: CommonAttentionMetadata, first: int) -> bool:
         """Whether rows from `first` on bring all of their keys, in the cache's dtype: pages have nothing to add."""

@@ -21,7 +21,7 @@ from attn_backends.backends.triton.rules import (
     split_tile,
 )
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile
-from attn_backends.backends.triton.upcasting import Span, spans
+from attn_backends.backends.triton.upcasting import Span, section_spans
 from attn_backends.backends.triton.variants import variants
 from attn_backends.backends.triton.workspace import DECODE_TOKENS, Workspace, decode_need, largest_need
 from attn_backends.graphs.inputs import GraphTensors
@@ -198,7 +198,7 @@ class TritonState(AttentionState[TritonMetadata]):
 
     def _make_section_lists(self, metadata: TritonMetadata, workspace: Workspace) -> tuple[TileList | None, ...]:
         sections, num_tokens = metadata.upcast_rows, metadata.num_row_tokens - metadata.num_decode_row_tokens
-        of_sections = spans(sections, metadata.num_rows, num_tokens) if sections else []
+        of_sections = section_spans(sections, metadata.num_rows, num_tokens) if sections else []
         return tuple(self._tile_list(metadata.group_index, section.splits, span, workspace)
                      for section, span in zip(sections, of_sections, strict=True))  # fmt: skip
 

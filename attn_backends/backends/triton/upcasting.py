@@ -116,7 +116,7 @@ class Span(NamedTuple):
     num_tokens: int  # query tokens
 
 
-def spans(sections: Sequence[UpcastRows], num_rows: int, num_tokens: int) -> list[Span]:
+def section_spans(sections: Sequence[UpcastRows], num_rows: int, num_tokens: int) -> list[Span]:
     """The sections' rows; the last one has what comes behind it too, padding and its tokens.
 
     Args:
@@ -134,7 +134,7 @@ def in_turn(rows: Rows, sections: Sequence[UpcastRows], lists: Sequence[TileList
     if not sections:
         yield rows
         return
-    of_sections = spans(sections, len(rows.seq_lens), rows.num_tokens)
+    of_sections = section_spans(sections, len(rows.seq_lens), rows.num_tokens)
     for section, (first_row, stop, num_tokens), splits in zip(sections, of_sections, lists, strict=True):
         yield rows._replace(
             page_table=None if rows.page_table is None else rows.page_table[:stop], seq_lens=rows.seq_lens[:stop],

@@ -116,7 +116,12 @@ def test_few_long_rows_that_do_not_fit_together_are_split_each() -> None:
         (3, 113, 77297), (4, 113, 83116), (5, 113, 86999), (6, 113, 99268)
     ]  # fmt: skip
     assert all(each.splits is not None and each.splits.target >= 132 for each in found)
-    assert upcasting.spans(found, 9, 460) == [(3, 4, 113), (4, 5, 113), (5, 6, 113), (6, 9, 121)]  # and what is behind
+    assert upcasting.section_spans(found, 9, 460) == [
+        (3, 4, 113),
+        (4, 5, 113),
+        (5, 6, 113),
+        (6, 9, 121),
+    ]  # and what is behind
     assert is_faster(spec, *(lens.tolist() for lens in rows))
 
 
