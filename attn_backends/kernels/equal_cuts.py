@@ -28,6 +28,7 @@ from attn_backends.kernels.split_kv import (
 ROW_KEYS = tl.constexpr(32)  # that are read in the time that a row takes beside its own, as measured
 SHORT_KEYS = tl.constexpr(128)  # of a row in the mean, up to which no program walks on to another row
 LEAST_KEYS = tl.constexpr(128)  # of a part of a row of few: fewer are sooner read than joined
+MUCH_IDLE = tl.constexpr(2)  # blocks of a row, times the part of a GPU beyond half that its last round leaves idle
 MUCH_ALIKE = tl.constexpr(32)  # blocks, by which a multiprocessor may have more than others where rows are apart
 
 
@@ -200,11 +201,8 @@ def _part_of(  # type: ignore[no-untyped-def]
 def _list_programs(  # type: ignore[no-untyped-def]
     work_items, more_items, program, num_programs, first_cut, num_splits
 ):
-    """List which items but the first are each program's; one that has nothing gets an item that says so.
-
-    Args:
-        program: [BLOCK_ITEMS], numbers of programs: as many as items are listed beside.
-    """
+    """List which items but the first are those of each of some programs [BLOCK_ITEMS]; one that has nothing gets an
+    item that says so."""
     is_there = program < num_programs
     before, until = _items_before(program, first_cut, num_splits), _items_before(program + 1, first_cut, num_splits)
     tl.store(more_items + program * 2, num_programs + before + 1, mask=is_there)
@@ -269,17 +267,18 @@ def _are_faster_apart(  # type: ignore[no-untyped-def]
     resident,
     BLOCK_N: tl.constexpr,
 ):
-    """Whether parts of rows take less time than equal cuts: where none is joined; where all run side by side and no
-    multiprocessor has much more than others, by the longer ones; and where they are short in the mean and not many."""
-    num_parts, all_blocks = tl.sum(apart, 0), tl.sum(blocks, 0)
+    """Whether parts of rows take less time than equal cuts: where none is joined, and half of the last round is there
+    or rows are short; where all run side by side and no multiprocessor has much more than others, by the longer ones;
+    and where they are short in the mean and not many."""
+    num_parts, slots = tl.sum(apart, 0), num_sms * resident
     is_big = 2 * blocks > longest * apart
     big_parts, big_blocks = tl.sum(tl.where(is_big, apart, 0), 0), tl.sum(tl.where(is_big, blocks, 0), 0)
-    rounds = (big_parts * heads + num_sms - 1) // num_sms
-    load = rounds * big_blocks.to(tl.float32) / tl.maximum(big_parts, 1)
-    rounds_of_all = num_parts * heads / (num_sms * resident)
+    load = (big_parts * heads + num_sms - 1) // num_sms * big_blocks.to(tl.float32) / tl.maximum(big_parts, 1)
+    rounds, idle = num_parts * heads / slots, (slots - 1 - (num_parts * heads + slots - 1) % slots) / slots
     are_even = load <= num_blocks.to(tl.float32) * heads / num_sms + MUCH_ALIKE
-    are_short = all_blocks <= num_parts * (SHORT_KEYS // BLOCK_N)
-    return (tl.max(apart, 0) <= 1) | (are_even & (rounds_of_all <= 1)) | (are_short & (rounds_of_all <= 2))
+    are_short = tl.sum(blocks, 0) <= num_parts * (SHORT_KEYS // BLOCK_N)
+    are_whole = (tl.max(apart, 0) <= 1) & ((idle - 0.5) * tl.max(blocks, 0) <= MUCH_IDLE)
+    return are_whole | (are_even & (rounds <= 1)) | (are_short & (rounds <= 2))
 
 
 @triton.jit

@@ -14,6 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from attn_backends.kernels.launch import ALIGNED
+
 TMA_COLS = gl.constexpr(64)  # columns of a TMA tile: what a swizzle of 128 bytes is wide
 BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 # The same of one head among others: columns behind its last one are zeros, whatever lies there.
@@ -43,7 +45,15 @@ def tma_descriptor(shape: list[int], strides: list[int], tensor: torch.Tensor, r
     Args:
         shape, strides: of rows and columns, or of rows, heads and columns: then a tile is of one head.
         tensor: whose address is a multiple of 16 bytes.
+
+    Raises:
+        ValueError: it is not.
     """
+    if tensor.data_ptr() % ALIGNED:
+        raise ValueError(
+            f"a tensor begins {tensor.data_ptr() % ALIGNED} bytes behind a multiple of {ALIGNED}, from which on the "
+            "tensor memory accelerator loads: allocate it by itself, or begin a view at such an address"
+        )
     made = object.__new__(TensorDescriptor)
     made.__dict__.update(_described(tuple(shape), tuple(strides), tensor.dtype, rows), base=tensor)
     return made

@@ -233,7 +233,8 @@ def start_compiled(compiled: Any, grid: tuple[int, ...], *given: Any) -> None:
     """Launch what Triton compiled. Its own `compiled[grid]` describes each launch for hooks first, which takes the host
     nearly as long: so only where some profiler has hooks."""
     hooks = triton.knobs.runtime
-    if _TRITON not in _RUN_TRIED or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook  # chains of calls, or what was put in their place
+    if _TRITON not in _RUN_TRIED or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
         compiled[grid](*given)
         return
     compiled.run(*grid, current_stream(), compiled.function, compiled.packed_metadata, None, None, None, *given)

@@ -186,7 +186,8 @@ def first_slots(pages, start, stop, PAGE_SIZE: tl.constexpr, NUM_KEYS: tl.conste
 def lines_of(  # type: ignore[no-untyped-def]
     cached, page, slot, page_stride, slot_stride, NUM_COLS: tl.constexpr, BLOCK_COLS: tl.constexpr
 ):
-    """[NUM_KEYS, lines]: pointers into each line of the L2 that holds columns of keys or of values."""
+    """[NUM_KEYS, lines]: pointers into the lines of the L2 that hold columns of keys or of values; where these begin
+    within a line, the last one may be missing."""
     LINE: tl.constexpr = 1024 // cached.dtype.element_ty.primitive_bitwidth
     NUM_LINES: tl.constexpr = BLOCK_COLS // LINE if BLOCK_COLS > LINE else 1
     columns = tl.minimum(tl.arange(0, NUM_LINES) * LINE, NUM_COLS - 1)

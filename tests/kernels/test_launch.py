@@ -82,6 +82,14 @@ def test_hooks_are_told_of_launches(name: str) -> None:
     assert [grid for grid, _ in kernel.again] == [(3, 1, 1), (5, 1, 1)]
 
 
+@pytest.mark.parametrize("hook", [None, print], ids=str)
+def test_a_hook_in_place_of_the_chain(hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching.triton.knobs.runtime, "launch_enter_hook", hook)
+    kernel = Kernel()
+    launch_twice(kernel)
+    assert bool(kernel.described) == (hook is not None)
+
+
 def test_a_triton_that_was_not_tried_launches_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_RUN_TRIED", set())
     kernel = Kernel()

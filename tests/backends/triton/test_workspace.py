@@ -159,8 +159,9 @@ def test_kernel_cuts_have_every_key_once(seed: int) -> None:
     assert all((each[-3:] == -7).all() for each in held)
     assert not cuts.counters.any()
     busy = sum(map(bool, items_of(cuts)))
-    are_whole = busy <= num_rows  # none is joined, and programs take turns
-    assert are_whole or busy <= max_cuts or busy * heads <= 2 * filling.num_sms * resident  # or most have to wait
+    joined = [item for cut in items_of(cuts) for item in cut if item[4] // triton_split.MAX_SPLITS.value > 1]
+    few_wait = busy <= max_cuts or busy * heads <= 2 * filling.num_sms * resident
+    assert few_wait or not joined
     items: dict[int, list[list[int]]] = {row: [] for row in range(num_rows)}
     slots: list[int] = []
     for row, start, stop, first_slot, info, *of_row in (item for cut in items_of(cuts) for item in cut):
@@ -206,19 +207,24 @@ def test_kernel_no_program_has_two_rows_where_there_are_enough(seed: int) -> Non
 
 
 @only_interpreted
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(24))
 def test_kernel_rows_that_are_no_longer_than_a_cut_are_whole(seed: int) -> None:
-    """Random rows, some of nothing, that are nearly alike and more than a GPU holds at once: a program each."""
+    """Random rows, some of nothing, that are nearly alike and more than a GPU holds at once: a program each, if the
+    last round has half of the programs that there is room for, or rows are short. Else cuts are even."""
     drawn = np.random.default_rng(700 + seed)
-    max_cuts, block_n = int(drawn.integers(2, 20)), int(2 ** drawn.integers(4, 8))
-    num_rows = max_cuts * int(drawn.integers(1, 5)) + int(drawn.integers(1, max_cuts))
-    mean = int(drawn.integers(40, 200)) * block_n
-    lens = np.where(drawn.random(num_rows) < drawn.choice([0, 0.1]), 0, mean + drawn.integers(0, 30, num_rows))
+    max_cuts, block_n = int(drawn.integers(4, 20)), int(2 ** drawn.integers(4, 8))
+    in_last = int(drawn.integers(1, max_cuts + 1))
+    num_rows, mean = max_cuts * int(drawn.integers(1, 5)) + in_last, int(drawn.choice([2, *drawn.integers(60, 200, 2)]))
+    has_nothing = drawn.random(num_rows) < drawn.choice([0, 0.1])
+    lens = np.where(has_nothing, 0, mean * block_n - drawn.integers(0, block_n // 2, num_rows))
     sizes = triton_split.SplitSizes(num_rows, max_cuts, triton_split.FAR.value, triton_split.FAR.value, block_n, 1)
     filling = equal_cuts.Filling(max_cuts, 1, 8, max_cuts, 8)
     cuts = equal_cuts.CutList(sizes, filling, torch.zeros(num_rows, dtype=torch.int32))
     cuts.fill(torch.from_numpy(lens.astype(np.int32)), torch.arange(num_rows + 1, dtype=torch.int32))
     found = [cut for cut in items_of(cuts) if cut]
+    if mean > 2 and 1 - in_last / max_cuts - 0.5 > 2 / mean:
+        assert len(found) == max_cuts
+        return
     assert [[item[0] for item in cut] for cut in found] == [[row] for row in range(num_rows)]
     assert [item[2] for cut in found for item in cut] == lens.tolist()
 
