@@ -40,14 +40,13 @@ def tma_rows(page_size: int, keys: int) -> int:
 def tma_descriptor(shape: list[int], strides: list[int], tensor: torch.Tensor, rows: int) -> TensorDescriptor:
     """The descriptor of a tensor in TMA tiles of `rows` rows and TMA_COLS columns, swizzled as products want them.
 
-    Triton checks what each is made of, which takes the host as long as a launch: here once for all that lie alike.
+    Triton checks what it makes a descriptor of at each launch; here that is done once for all tensors that lie alike.
 
     Args:
         shape, strides: of rows and columns, or of rows, heads and columns: then a tile is of one head.
-        tensor: whose address is a multiple of 16 bytes.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the tensor's address is no multiple of 16 bytes.
     """
     if tensor.data_ptr() % ALIGNED:
         raise ValueError(

@@ -96,7 +96,7 @@ def way(spec: Any, cached: KVCacheSpec, lens: tuple[Any, Any], num_keys: int) ->
     device = torch.device("cuda")
     tile = split_tile(spec, cached, None, device, is_paged=True, is_upcast=num_keys > 0)
     sections = upcast_sections(spec, lens[1], TritonOptions().upcast_bytes) if num_keys else []
-    in_turn = rows_in_turn(*lens, sections, 0)
+    in_turn = rows_in_turn(spec, tile, *lens, sections, 0, device)
     splits = None if in_turn else prefill_splits(spec, tile, *lens, 0, device)
     return {"num_upcast_keys": num_keys, "upcast_rows": in_turn, "prefill_splits": splits, "num_decode_rows": 0,
             "num_decode_row_tokens": 0, "max_decode_len": 0}  # fmt: skip

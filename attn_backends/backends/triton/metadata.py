@@ -184,20 +184,20 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             num_decode_rows = max_decode_len = 0
         are_prompts = use_cache and not common.for_graph and self._are_prompts(common, num_decode_rows)
         is_paged = use_cache and not are_prompts
-        is_whole = tile is not None or len(upcast_rows) > 0 or num_decode_rows >= common.num_actual_reqs
-        to_split = common.for_graph, bounds
-        splits = None if is_whole else self._prefill_splits(*to_split, num_decode_rows, is_paged, num_upcast_keys > 0)
+        is_upcast, splits = num_upcast_keys > 0, None
+        if tile is None and not upcast_rows:
+            splits = self._prefill_splits(common, bounds, num_decode_rows, is_paged, is_upcast)
         if splits is not None and self._can_take_decodes_along(common, num_decode_rows, splits):
-            together = self._prefill_splits(*to_split, 0, is_paged=True, is_upcast=False)
+            together = self._prefill_splits(common, bounds, 0, is_paged=True, is_upcast=False)
             if are_faster_together(self.group.spec, splits, together, *lens, num_decode_rows, self.device):
                 num_decode_rows = max_decode_len = 0
                 are_prompts = False
                 splits = together
-        is_plain = splits is None and tile is None and not num_upcast_keys
+        is_plain = splits is None and tile is None and not is_upcast
         prefill = {
             "num_upcast_keys": num_upcast_keys,
             "upcast_rows": upcast_rows,
-            "prefill_share": None if splits or tile else self._prefill_share(common, lens, num_decode_rows),
+            "prefill_share": None if splits or tile else self._prefill_share(lens, num_decode_rows),
             "prefill_splits": splits,
             "short_tile": tile,
             "hopper_tile": self._hopper_tile(common, lens, num_decode_rows) if is_plain else None,
@@ -225,8 +225,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     ) -> tuple[int, tuple[UpcastRows, ...]]:
         """All keys of rows from `first` on, if that saves time, and rows in turn where they do not fit; else 0, as in
         graphs, which have no room for them."""
-        last = common.num_actual_reqs
-        if first >= last or common.for_graph or not self._upcast_bytes:
+        if common.for_graph or not self._upcast_bytes:
             return 0, ()
         query_lens, seq_lens = lens.rows_from(first)
         spec, room = self.group.spec, self._upcast_bytes
@@ -251,17 +250,17 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             return False
         return splits.tile == hopper_tile(self.group.spec)
 
-    def _prefill_share(self, common: CommonAttentionMetadata, lens: _Lens, num_decodes: int) -> float | None:
-        if not (0 < num_decodes < common.num_actual_reqs and self._can_run_beside):
+    def _prefill_share(self, lens: _Lens, num_decodes: int) -> float | None:
+        if not (num_decodes and self._can_run_beside):
             return None
         return prefill_share(self.group.spec, *lens, num_decodes)
 
     def _prefill_splits(
-        self, for_graph: bool, bounds: _Lens, num_decodes: int, is_paged: bool, is_upcast: bool
+        self, common: CommonAttentionMetadata, bounds: _Lens, num_decodes: int, is_paged: bool, is_upcast: bool
     ) -> PrefillSplits | None:
         spec = self.group.spec
         tile = split_tile(spec, self.cache, self.options, self.device, is_paged=is_paged, is_upcast=is_upcast)
-        return prefill_splits(spec, tile, *bounds, num_decodes, self.device, for_graph)
+        return prefill_splits(spec, tile, *bounds, num_decodes, self.device, common.for_graph)
 
     @cached_property
     def _short_tiles(self) -> tuple[PrefillTile, ...]:
@@ -269,21 +268,21 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
     def _short_tile(self, common: CommonAttentionMetadata, bounds: _Lens, num_decodes: int) -> PrefillTile | None:
         """The portable kernel's tile where it serves all rows."""
-        if num_decodes >= common.num_actual_reqs or not self._short_tiles:
+        if not self._short_tiles:
             return None
         has_decodes = int(common.query_start_loc_cpu[num_decodes]) < _MANY_TOKENS * num_decodes
         return short_tile(self.group.spec, self._short_tiles, *bounds, self.device, has_decodes)
 
     def _hopper_tile(self, common: CommonAttentionMetadata, lens: _Lens, num_decodes: int) -> HopperTile | None:
         """The tile of whole prefills by the kernel for Hopper, where it is not the usual one."""
-        if common.for_graph or num_decodes >= common.num_actual_reqs or not self._can_run_beside:
+        if common.for_graph or not self._can_run_beside:
             return None
         return faster_hopper_tile(self.group.spec, *lens.rows_from(num_decodes), self.device)
 
     def _are_prompts(self, common: CommonAttentionMetadata, first: int) -> bool:
         """Whether rows from `first` on bring all of their keys, in the cache's dtype: pages have nothing to add."""
         spec, last = self.group.spec, common.num_actual_reqs
-        if first >= last or spec.attention_type is not AttentionType.DECODER or spec.cache_dtype is not spec.dtype:
+        if spec.attention_type is not AttentionType.DECODER or spec.cache_dtype is not spec.dtype:
             return False
         # Lengths on the host are never below those on the device.
         contexts = common.context_lens_cpu.numpy()[first:last]

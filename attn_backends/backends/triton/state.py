@@ -202,9 +202,7 @@ class TritonState(AttentionState[TritonMetadata]):
         return tuple(self._tile_list(metadata.group_index, section.splits, span, workspace)
                      for section, span in zip(sections, of_sections, strict=True))  # fmt: skip
 
-    def _tile_list(
-        self, group: int, splits: PrefillSplits | None, span: Span, workspace: Workspace
-    ) -> TileList | None:  # fmt: skip
+    def _tile_list(self, group: int, splits: PrefillSplits | None, span: Span, workspace: Workspace) -> TileList | None:
         if splits is None:
             return None
         spec, (target, tile), num_rows = self._specs[group], splits, span.stop - span.first_row

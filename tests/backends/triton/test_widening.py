@@ -125,6 +125,19 @@ def test_few_long_rows_that_do_not_fit_together_are_split_each() -> None:
     assert is_faster(spec, *(lens.tolist() for lens in rows))
 
 
+def test_the_benchmark_makes_what_the_builder_does() -> None:
+    """Of rows that fit together, and of rows in turn."""
+    from benchmarks.rules.widening import way
+
+    spec, cache = layer((18, 2)), KVCacheSpec(1, 16)
+    for seq_lens, num_sections in (([30000] * 2, 0), ([77297, 83116, 86999, 99268], 4)):
+        lens = np.full(len(seq_lens), 113, np.int32), np.array(seq_lens, np.int32)
+        made = way(spec, cache, lens, sum(seq_lens))
+        assert [each.num_keys for each in made["upcast_rows"]] == seq_lens[:num_sections]
+        assert (made["prefill_splits"] is None) == (num_sections > 0)
+        assert way(spec, cache, lens, 0)["upcast_rows"] == ()
+
+
 def test_room_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match=r"upcast_bytes .*: got -1; allowed: greater than or equal to 0"):
         validate_options("TRITON", {"upcast_bytes": -1})

@@ -19,7 +19,7 @@ from attn_backends.kernels.tile_kernels import attend_keys, logit_scale, prefetc
 JOIN_WORDS = tl.constexpr(4)  # of a row's splits, a KV head and a tile: the next two, and ARRIVED of two launches
 HAVE_BEGUN, LAUNCHES, ARRIVED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _STAYING = tl.constexpr(1 << 16)  # times as many as stay, above as many as have arrived
-_PREFETCHED_KEYS = tl.constexpr(16)
+_PREFETCHED_KEYS = tl.constexpr(16)  # the first of a work item: a block of the smallest tile
 _FEW_ROUNDS = tl.constexpr(2)  # in which a program combines few splits
 _NOT_CONSTANT = ["table_row", "window_right", "window_left", "chunk", "has_sinks", "want_lse", "lse_token"]
 _ANYWHERE = ["lse", "page_table", "sinks"]  # no code depends on whether these are aligned
