@@ -24,6 +24,7 @@ launch = pytest.importorskip("attn_backends.kernels.prefill.launch", reason="nee
 most_tile_splits = pytest.importorskip("attn_backends.kernels.prefill.splits").most_tile_splits
 
 SHOWN, UNSEEN = range(8), range(1000, 1010)
+WHOLE, UNSEEN_WHOLE = range(30, 33), range(1030, 1034)
 LATER = (1, 2, 6, *UNSEEN[4:])  # `make test-kernels` runs them
 LEFT_OUT = f"random_layers and ({' or '.join(f'[{seed}]' for seed in LATER)})"
 GUARD = 77.0
@@ -119,6 +120,19 @@ def test_random_layers(seed: int, launches: list[int]) -> None:
     with splitting(num_sms):
         step = check(batch, launches)
     assert step.splits is not None
+
+
+@only_interpreted
+@pytest.mark.parametrize("seed", [*WHOLE, *UNSEEN_WHOLE])
+def test_random_layers_with_whole_tiles(seed: int, launches: list[int]) -> None:
+    """The longest rows' are, or all: none is split, and nothing joined."""
+    batch, num_sms = draw(seed)
+    part = Random(f"whole {seed}").choice((1.0, 0.3, 0.5, 0.7))
+    with splitting(num_sms, whole=part):
+        step = check(batch, launches)
+    several = (step.splits.work_items[:, 5] > 1) & (step.splits.work_items[:, 0] >= 0)
+    assert not several[: step.splits.num_whole].any()
+    assert part < 1 or not several.any()
 
 
 @only_interpreted
@@ -293,7 +307,9 @@ FAULTS = {
     "queries that nobody joins": (JOIN, "QUERIES, used, num_parts", "QUERIES, used - QUERIES, num_parts"),
     "joins of whole tiles": (JOIN, "(row >= 0) & (num_splits > 1)", "(row >= 0) & (num_splits > 0)"),
     "values times the splits": (JOIN, "query_len, value_scale,", "query_len, value_scale * num_splits,"),
-    "whole tiles among the splits": (LIST, "before, whole_before = 0, num_split_items", "before, whole_before = 0, 0"),
+    "whole tiles among the splits": (LIST, "tl.where(whole > 0, 0, num_split_items - num_split_tiles)", "0"),
+    "splits among whole tiles": (LIST, "split_before = num_whole ", "split_before = 0 "),
+    "tiles that are whole and split": (LIST, "whole[None] + nth_split // splits[None]", "nth_split // splits[None]"),
     "counters that stay": (LIST, "    clear_counters(counters, num_counters)\n", ""),
 }  # fmt: skip
 
@@ -313,8 +329,11 @@ def test_faults_are_found(fault: str, launches: list[int], tmp_path: Path, monke
             monkeypatch.setattr(split_launch, "list_kernel", wrong.list_kernel)
             monkeypatch.setattr(split_launch, "join_kernel", wrong.join_kernel)
     found = nullcontext() if fault == "none" else pytest.raises((AssertionError, RuntimeError, IndexError))
-    with splitting(11), found:
-        check_all_splits()
+    with found:
+        with splitting(11):
+            check_all_splits()
+        with splitting(11, whole=0.3):
+            check_whole_tiles()
 
 
 def changed(module: Any, fault: tuple[str, str, str] | None, folder: Path) -> Any:
@@ -334,4 +353,16 @@ def check_all_splits() -> None:
     assert work_items[:, 5].unique().tolist() == [1, 2, 4]
     split_items = work_items[work_items[:, 5] > 1]
     assert len(split_items) * batch.spec.num_kv_heads <= most_tile_splits(11)
+    assert_matches(layer.forward(batch, step, want_lse=True), batch)
+
+
+def check_whole_tiles() -> None:
+    """One of the longest row's tiles is whole, and the other, as those of another row, in splits."""
+    batch = a_batch(AttentionSpec(6, 2, 64, dtype=torch.float16), [1300, 300, 700], [50, 33, 20])
+    layer = make_layer(get_backend("TRITON"), batch)
+    guarded(layer)
+    step = layer.begin(batch)
+    work_items = step.splits.work_items
+    assert (work_items[: step.splits.num_whole, 5] == 1).all()
+    assert (work_items[step.splits.num_whole :, 5] > 1).any()
     assert_matches(layer.forward(batch, step, want_lse=True), batch)

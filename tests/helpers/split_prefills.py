@@ -6,25 +6,39 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from attn_backends.backends.triton import rules
+from attn_backends.backends.triton import metadata, rules
 from attn_backends.kernels.prefill import splits
 from attn_backends.machine import pretend_multiprocessors
 
 
 @contextmanager
-def splitting(num_sms: int, least_keys: int = 64, target: int | None = None) -> Iterator[None]:
+def splitting(
+    num_sms: int, least_keys: int = 64, target: int | None = None, whole: float | None = None
+) -> Iterator[None]:
     """All prefills that can be are split for so many multiprocessors, of splits of `least_keys` keys or more.
 
     Args:
         target: None: as many splits as there can be.
+        whole: the part of the tiles that come first and are whole: all of them, with 1. None: any may be split.
     """
 
     def wanted(load: object, heads: int, num_programs: int, *_: object) -> int:
         return splits.most_tile_splits(num_programs) if target is None else target
 
+    def behind(load: splits.TileLoad, heads: int, num_programs: int, *_: object) -> tuple[int, int]:
+        assert whole is not None
+        return int(whole * int(load.tiles.sum())), wanted(load, heads, num_programs) if whole < 1 else 0
+
+    changes: dict[str, object] = {"split_target": wanted}
+    if whole is not None:
+        changes = {
+            "split_target": lambda *_: 0, "last_wave": behind, "is_faster_in_order": lambda *_: True,
+            "_reads_alike": lambda *_: True,
+        }  # fmt: skip
     with (
         pretend_multiprocessors(num_sms),
         mock.patch.object(splits, "LEAST_KEYS", least_keys),
-        mock.patch.object(rules, "split_target", wanted),
+        mock.patch.multiple(rules, **changes),
+        mock.patch.object(metadata, "faster_hopper_tile", lambda *_: None),
     ):
         yield

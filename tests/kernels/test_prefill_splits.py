@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as some
+from numpy.typing import NDArray
 
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
@@ -101,17 +102,18 @@ def test_a_list_fits_into_the_workspace(num_sms: int) -> None:
             torch.empty(2, dtype=torch.int32, device="meta"),
         )
         tile, dim = splits.SplitTile(max(1, 128 // group), 128, 128), tiles.block_dims(spec)[1]
-        made = split_launch.TileList(
-            tile, splits.most_tile_splits(num_sms), heads, launch.visible_range(spec), 0, 4, 9, dim, where
-        )
+        of_most = splits.PrefillSplits(splits.most_tile_splits(num_sms), tile)
+        made = split_launch.TileList(of_most, heads, launch.visible_range(spec), 0, 4, 9, dim, where)
         assert made.max_split_items * heads * 128 * dim <= need.partial_acc
         beyond = need.partial_ml // (2 * 128) + 1
         with pytest.raises(AssertionError, match="prefill_need"):
-            split_launch.TileList(tile, beyond, heads, launch.visible_range(spec), 0, 4, 9, dim, where)
+            split_launch.TileList(
+                of_most._replace(target=beyond), heads, launch.visible_range(spec), 0, 4, 9, dim, where
+            )
 
 
 def draw(seed: int) -> tuple[Any, ...]:
-    """A layer, rows, where the prefill begins, and a target."""
+    """A layer, rows, where the prefill begins, a target, and a part of the tiles that are whole."""
     dice = Random(f"list {seed}")
     num_rows = dice.choice((1, 2, 5, 8, 40, 129, 300))
     heads, group = dice.choice((1, 2, 3, 8)), dice.choice((1, 4, 9, 16))
@@ -124,23 +126,35 @@ def draw(seed: int) -> tuple[Any, ...]:
     longest = dice.choice((20, 5000, 60000))
     seq_lens = [length + dice.randrange(longest) for length in query_lens]
     tile = splits.SplitTile(max(1, 128 // group), 128, dice.choice((64, 128)))
-    return spec, tile, query_lens, seq_lens, dice.randrange(num_rows), dice.choice((heads, 5 * heads, 132, 264))
+    target, part = dice.choice((0, heads, 5 * heads, 132, 264)), dice.choice((0.0, 0.0, dice.random(), 1.0))
+    return spec, tile, query_lens, seq_lens, dice.randrange(num_rows), target, part
+
+
+def rest_of(load: Any, num_whole: int) -> NDArray[np.int64]:
+    """[rows]: tiles behind the first ones of the longest rows, of rows as long the first's."""
+    order = np.argsort(-load.blocks, kind="stable")
+    whole = np.zeros_like(load.tiles)
+    for row in order:
+        whole[row] = min(load.tiles[row], num_whole - whole.sum())
+    return load.tiles - whole
 
 
 @only_interpreted
-@pytest.mark.parametrize("seed", [*range(30), *range(1000, 1030)])
+@pytest.mark.parametrize("seed", [*range(40), *range(1000, 1040)])
 def test_kernel_lists_every_split_once(seed: int) -> None:
-    """As the rule says: splits first, those of a tile side by side in slots of their own, and whole tiles; nothing is
-    written behind the list, and counters begin at 0."""
-    spec, tile, query_lens, seq_lens, first_row, target = draw(seed)
+    """As the rule says: whole tiles of the longest rows first, then splits, those of a tile side by side in slots of
+    their own, then other whole tiles; no whole tile is in front of one of a longer row, or of a later one of its row.
+    Nothing is written behind the list, and counters begin at 0."""
+    spec, tile, query_lens, seq_lens, first_row, target, part = draw(seed)
     heads, (lens, starts) = spec.num_kv_heads, (np.array(seq_lens), np.cumsum([0, *query_lens]))
     load = splits.TileLoad.of(spec, tile, np.array(query_lens[first_row:]), lens[first_row:])
-    counts, num_tiles = splits.num_splits(load, heads, target, tile.min_blocks), int(load.tiles.sum())
+    num_tiles = int(load.tiles.sum())
+    num_whole = int(part * num_tiles)
+    rest = rest_of(load, num_whole)
+    counts = splits.num_splits(splits.TileLoad(rest, load.blocks), heads, max(1, target), tile.min_blocks)
     where = torch.empty(target * 128 * 64), torch.empty(2 * target * 128), torch.ones(2, dtype=torch.int32)
-    num_rows = len(query_lens) - first_row
-    made = split_launch.TileList(
-        tile, target, heads, launch.visible_range(spec), first_row, num_rows, num_tiles, 64, where
-    )
+    num_rows, given = len(query_lens) - first_row, splits.PrefillSplits(target, tile, num_whole)
+    made = split_launch.TileList(given, heads, launch.visible_range(spec), first_row, num_rows, num_tiles, 64, where)
     held = torch.full((len(made.work_items) + 3, 8), -7, dtype=torch.int32)
     made.work_items = held[:-3]
     made.fill(*(torch.from_numpy(each.astype(np.int32)) for each in (lens, starts)))
@@ -150,20 +164,25 @@ def test_kernel_lists_every_split_once(seed: int) -> None:
     work_items = [each for each in listed if each[0] >= 0]
     assert [each[0] >= 0 for each in listed] == [True] * len(work_items) + [False] * (len(listed) - len(work_items))
     wanted = {
-        (row, starts[row], query_lens[row], nth * tile.tokens, seq_lens[row], counts[row - first_row], split)
+        (row, starts[row], query_lens[row], nth * tile.tokens, seq_lens[row], number, split)
         for row in range(first_row, len(query_lens))
         for nth in range(load.tiles[row - first_row])
-        for split in range(counts[row - first_row])
+        for number in [counts[row - first_row] if nth < rest[row - first_row] else 1]
+        for split in range(number)
     }
     assert len(work_items) == len(wanted)
     assert {tuple(each[:7]) for each in work_items} == wanted
     num_split = sum(each[5] > 1 for each in work_items)
     assert num_split * heads <= target
     assert num_split <= made.max_split_items
-    for number, (*_, num_splits, split, slot) in enumerate(work_items):
-        assert (num_splits > 1) == (number < num_split)
-        assert slot == number - split
-        assert 0 <= split < num_splits
+    for number, (*_, several, split, slot) in enumerate(work_items):
+        assert (several > 1) == (num_whole <= number < num_whole + num_split)
+        assert slot == number - num_whole - split
+        assert 0 <= split < several
+    whole = [
+        (-load.blocks[row - first_row], row, -first) for row, _, _, first, _, several, *_ in work_items if several < 2
+    ]
+    assert whole == sorted(whole)
 
 
 def test_blocks_of_a_load_are_no_fewer_than_a_tile_has() -> None:

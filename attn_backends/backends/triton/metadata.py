@@ -49,7 +49,7 @@ class TritonMetadata(AttentionMetadata):
     num_upcast_keys: int  # to make 16 bits for rows behind the decodes, or an upper bound; 0: none, which is faster
     upcast_rows: tuple[UpcastRows, ...]  # those rows in turn, where there is no room for all of their keys
     prefill_share: float | None  # of the GPU, for rows behind decodes that run beside them; None: none do
-    prefill_splits: PrefillSplits | None  # of the keys of rows behind the decodes; None: they are whole
+    prefill_splits: PrefillSplits | None  # of the keys of rows behind the decodes; None: they are whole, rows as given
     short_tile: PrefillTile | None  # of the portable kernel, where it serves rows that see few keys, and no decodes
     hopper_tile: HopperTile | None  # of the kernel for Hopper, where it serves with another than the usual one
     prefills_are_prompts: bool  # the step brings all keys that rows behind the decodes see: they are read as they come
@@ -184,23 +184,25 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             num_decode_rows = max_decode_len = 0
         are_prompts = use_cache and not common.for_graph and self._are_prompts(common, num_decode_rows)
         is_paged = use_cache and not are_prompts
-        is_upcast, splits = num_upcast_keys > 0, None
+        is_upcast, splits, other_tile = num_upcast_keys > 0, None, None
         if tile is None and not upcast_rows:
             splits = self._prefill_splits(common, bounds, num_decode_rows, is_paged, is_upcast)
+            if not is_upcast and (splits is None or not splits.is_of_all):
+                other_tile = self._hopper_tile(common, lens, num_decode_rows)
+                splits = None if other_tile else splits
         if splits is not None and self._can_take_decodes_along(common, num_decode_rows, splits):
             together = self._prefill_splits(common, bounds, 0, is_paged=True, is_upcast=False)
             if are_faster_together(self.group.spec, splits, together, *lens, num_decode_rows, self.device):
                 num_decode_rows = max_decode_len = 0
                 are_prompts = False
                 splits = together
-        is_plain = splits is None and tile is None and not is_upcast
         prefill = {
             "num_upcast_keys": num_upcast_keys,
             "upcast_rows": upcast_rows,
-            "prefill_share": None if splits or tile else self._prefill_share(lens, num_decode_rows),
+            "prefill_share": None if tile or (splits and splits.target) else self._prefill_share(lens, num_decode_rows),
             "prefill_splits": splits,
             "short_tile": tile,
-            "hopper_tile": self._hopper_tile(common, lens, num_decode_rows) if is_plain else None,
+            "hopper_tile": other_tile,
             "prefills_are_prompts": are_prompts,
         }
         return _Launches(num_decodes, num_decode_rows, max_decode_len, prefill)
@@ -248,7 +250,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         """Whether the kernel for Hopper can serve decodes too, with the prefills whose keys it splits."""
         if common.for_graph or not (num_decodes and self._reads_pages_on_hopper):
             return False
-        return splits.tile == hopper_tile(self.group.spec)
+        return splits.is_of_all and splits.tile == hopper_tile(self.group.spec)
 
     def _prefill_share(self, lens: _Lens, num_decodes: int) -> float | None:
         if not (num_decodes and self._can_run_beside):
@@ -275,9 +277,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
     def _hopper_tile(self, common: CommonAttentionMetadata, lens: _Lens, num_decodes: int) -> HopperTile | None:
         """The tile of whole prefills by the kernel for Hopper, where it is not the usual one."""
-        if common.for_graph or not self._can_run_beside:
-            return None
-        return faster_hopper_tile(self.group.spec, *lens.rows_from(num_decodes), self.device)
+        given = self.group.spec, *lens.rows_from(num_decodes), self.device
+        return faster_hopper_tile(*given) if self._can_run_beside and not common.for_graph else None
 
     def _are_prompts(self, common: CommonAttentionMetadata, first: int) -> bool:
         """Whether rows from `first` on bring all of their keys, in the cache's dtype: pages have nothing to add."""

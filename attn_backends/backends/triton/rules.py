@@ -18,13 +18,23 @@ from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors, shared_memory
 from attn_backends.kernels.prefill.launch import (
     HOPPER_ROWS,
+    heads_in_l2,
     hopper_tile,
     num_hopper_tiles,
     num_visible_keys,
     portable_tile,
     suits_hopper_kernel,
 )
-from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, split_target, time_of, whole_time
+from attn_backends.kernels.prefill.splits import (
+    PrefillSplits,
+    SplitTile,
+    TileLoad,
+    is_faster_in_order,
+    last_wave,
+    split_target,
+    time_of,
+    whole_time,
+)
 from attn_backends.kernels.prefill.tiles import HopperTile, PrefillTile, hopper_tiles
 from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import AttentionSpec, KVCacheSpec
@@ -193,8 +203,9 @@ def prefill_splits(
     spec: AttentionSpec, tile: SplitTile, query_lens: IntArray, seq_lens: IntArray, num_decodes: int,
     device: torch.device, for_graph: bool = False,
 ) -> PrefillSplits | None:  # fmt: skip
-    """How the rows behind the decodes are split; None: not at all. A graph serves rows of unequal lengths too: where
-    the longest ones fill the GPU, one of them among short ones is split all the same.
+    """How the rows behind the decodes are split, and that the longest are first; None: they are not split, and come as
+    they are. A graph serves rows of unequal lengths too: where the longest ones fill the GPU, one of them among short
+    ones is split all the same.
 
     Args:
         query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
@@ -202,10 +213,34 @@ def prefill_splits(
     num_programs = tile.num_programs(num_multiprocessors(device))
     decodes = _decode_time(spec, tile, seq_lens[:num_decodes], num_programs)
     load = TileLoad.of(spec, tile, query_lens[num_decodes:], seq_lens[num_decodes:])
-    target = split_target(load, spec.num_kv_heads, num_programs, tile.min_blocks, decodes)
-    if not target and for_graph and len(query_lens) > 1 and num_programs >= 2 * spec.num_kv_heads:
-        target = num_programs
-    return PrefillSplits(target, tile) if target else None
+    of_split = spec.num_kv_heads, num_programs, tile.min_blocks
+    target, num_whole = split_target(load, *of_split, decodes), 0
+    if for_graph:
+        if not target and len(query_lens) > 1 and num_programs >= 2 * spec.num_kv_heads:
+            target = num_programs
+        return PrefillSplits(target, tile) if target else None
+    if target:
+        return PrefillSplits(target, tile)
+    if not _reads_alike(spec, load, int(seq_lens.max(initial=0)), num_programs):
+        return None
+    is_local = spec.window_left >= 0 or spec.chunk_size is not None
+    step = tile.tokens / tile.keys if spec.causal and not is_local else 0.0
+    if not is_local:
+        num_whole, target = last_wave(load, *of_split, step, decodes)
+    if target or is_faster_in_order(load, *of_split[:2], step):
+        return PrefillSplits(target, tile, num_whole)
+    return None
+
+
+_TILES_BESIDE = 12  # that read a head's keys at a time, so that the L2 need not hold them
+
+
+def _reads_alike(spec: AttentionSpec, load: TileLoad, max_seq_len: int, num_programs: int) -> bool:
+    """Whether tiles of all KV heads in turn, as a list has them, read keys no more often from memory than those of one
+    section of heads after the other."""
+    beside = num_programs // spec.num_kv_heads
+    has_few = beside >= min(_TILES_BESIDE, int(load.tiles.max(initial=0)))
+    return has_few or heads_in_l2(spec, max_seq_len, spec.dtype.itemsize) >= spec.num_kv_heads
 
 
 def are_faster_together(

@@ -205,10 +205,10 @@ class TritonState(AttentionState[TritonMetadata]):
     def _tile_list(self, group: int, splits: PrefillSplits | None, span: Span, workspace: Workspace) -> TileList | None:
         if splits is None:
             return None
-        spec, (target, tile), num_rows = self._specs[group], splits, span.stop - span.first_row
-        num_tiles = num_prefill_tiles(span.num_tokens, num_rows, tile.tokens)
+        spec, num_rows = self._specs[group], span.stop - span.first_row
+        num_tiles = num_prefill_tiles(span.num_tokens, num_rows, splits.tile.tokens)
         where = workspace.partial_acc, workspace.partial_ml, workspace.tiles
-        return TileList(tile, target, spec.num_kv_heads, visible_range(spec), span.first_row, num_rows, num_tiles,
+        return TileList(splits, spec.num_kv_heads, visible_range(spec), span.first_row, num_rows, num_tiles,
                         block_dims(spec)[1], where)  # fmt: skip
 
     def make_schedule(self, group: int, num_rows: int, query_len: int, workspace: Workspace) -> Schedule:

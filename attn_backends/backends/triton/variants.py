@@ -21,7 +21,7 @@ from attn_backends.kernels.examples import caches, distinct, empty, new_tokens, 
 from attn_backends.kernels.launch import Machine, Pdl, num_multiprocessors, power_of_two, shared_memory
 from attn_backends.kernels.prefill.launch import Rows, visible_range
 from attn_backends.kernels.prefill.split_launch import TileList
-from attn_backends.kernels.prefill.splits import most_tile_splits
+from attn_backends.kernels.prefill.splits import PrefillSplits, most_tile_splits
 from attn_backends.kernels.prefill.tiles import hopper_tiles
 from attn_backends.kernels.tiles import block_dims
 from attn_backends.kernels.variants import Variant, listing
@@ -106,7 +106,8 @@ class _Layer:
             empty(2 * target * tile.rows, **floats),
             empty(2, **ints),
         )
-        made = TileList(tile, target, spec.num_kv_heads, visible_range(spec), 0, 1, 1, block_dims(spec)[1], workspace)
+        splits = PrefillSplits(target, tile)
+        made = TileList(splits, spec.num_kv_heads, visible_range(spec), 0, 1, 1, block_dims(spec)[1], workspace)
         made.fill(empty(1, **ints), empty(2, **ints))
         return made
 

@@ -219,7 +219,8 @@ class ListNumbers(NamedTuple):
     first_row: int  # rows before it are left alone
     num_rows: int  # rows from there on
     max_items: int
-    target: int  # splits of all tiles and KV heads at most
+    num_whole: int  # tiles of the longest rows that are whole, of one KV head
+    target: int  # splits of all other tiles and KV heads at most; at least 1
     num_kv_heads: int
     window_right: int
     window_left: int

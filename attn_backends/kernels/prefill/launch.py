@@ -105,6 +105,11 @@ def hopper_tile(spec: AttentionSpec) -> SplitTile:
     return SplitTile(usual.tokens(spec.group_size), usual.rows, usual.keys, keys_alike=_WIDE_BLOCK)
 
 
+def heads_in_l2(spec: AttentionSpec, max_seq_len: int, itemsize: int) -> int:
+    """Number of KV heads of a row whose keys and values fit the L2 cache, or one."""
+    return max(1, _L2_BYTES // (max(1, max_seq_len) * (spec.head_dim + spec.head_dim_vo) * itemsize))
+
+
 def portable_tile(spec: AttentionSpec, tile: TileSizes) -> SplitTile:
     """What the portable prefill kernel reads at a time, by its tile."""
     tokens = max(1, tile.rows // spec.group_size)
@@ -127,7 +132,7 @@ class Rows(NamedTuple):
     num_tokens: int  # of all rows from there on
     num_upcast: int  # keys that they see and that are to be made 16 bits, or an upper bound of it
     max_seq_len: int  # or an upper bound of it
-    splits: TileList | None = None  # the tiles of rows from `first_row` on; None: no keys are split
+    splits: TileList | None = None  # the tiles of rows from `first_row` on; None: they are whole, and rows as given
     short_tile: TileSizes | None = None  # of the portable kernel, which serves in place of the one for Hopper
     hopper_tile: HopperTile | None = None  # of the one for Hopper, without splits; None: the usual one, whose lists are
 
@@ -181,8 +186,7 @@ class PrefillKernels:
             layouts = row_layouts(key, value)
         on_hopper, in_blocks = on_hopper and layouts is not None, in_blocks and layouts is not None
         tile_tokens = max(1, (of_hopper if on_hopper and of_hopper else tile).rows // spec.group_size)
-        head_bytes = max(1, rows.max_seq_len) * (spec.head_dim + spec.head_dim_vo) * key.itemsize
-        section = min(max(1, _L2_BYTES // head_bytes), num_kv_heads)
+        section = min(heads_in_l2(spec, rows.max_seq_len, key.itemsize), num_kv_heads)
         num_rows = rows.seq_lens.shape[0] - rows.first_row
         num_tiles = num_prefill_tiles(rows.num_tokens, num_rows, tile_tokens)
         tiled = PrefillRows(rows.first_row, num_rows, num_tiles, section)
@@ -220,7 +224,8 @@ class PrefillKernels:
         """Launch, and join what was split; `tensors` are as `prefill_on_hopper` takes them."""
         next_pdl, num_programs = Pdl.OFF, self._num_sms
         splits = None if splits is None else _listed_for(hopper_tile(self.spec), splits)
-        if splits is None and share is not None and self._supports_pdl:
+        is_whole = splits is None or not splits.max_split_items
+        if is_whole and share is not None and self._supports_pdl:
             next_pdl, num_programs = Pdl.WAIT_LAST, math.ceil(share * num_programs)
         lets_next = next_pdl is Pdl.WAIT_LAST or (splits is not None and self._supports_pdl)
         shape = shape._replace(launch_dependents=1) if lets_next else shape

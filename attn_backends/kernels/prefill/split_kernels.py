@@ -10,8 +10,8 @@ from attn_backends.kernels.split_kv import clear_counters, combine_splits, load_
 from attn_backends.kernels.tile_kernels import write_rows
 
 FEW_SPLITS = tl.constexpr(8)  # of a tile
-_NOT_CONSTANT = ["first_row", "num_rows", "max_items", "target", "num_kv_heads", "window_right", "window_left", "chunk",
-                 "num_counters", "tile_tokens", "block_keys", "min_blocks"]  # fmt: skip
+_NOT_CONSTANT = ["first_row", "num_rows", "max_items", "num_whole", "target", "num_kv_heads", "window_right",
+                 "window_left", "chunk", "num_counters", "tile_tokens", "block_keys", "min_blocks"]  # fmt: skip
 
 
 @triton.jit(
@@ -26,7 +26,8 @@ def list_kernel(  # type: ignore[no-untyped-def]
     first_row,  # rows before it are left alone
     num_rows,  # rows from there on
     max_items,
-    target,  # splits of all tiles and KV heads at most
+    num_whole,  # tiles of the longest rows that are whole, of one KV head
+    target,  # splits of all other tiles and KV heads at most; at least 1
     num_kv_heads,
     window_right,  # positions after its own that a query sees
     window_left,  # positions before its own that a query sees
@@ -41,95 +42,77 @@ def list_kernel(  # type: ignore[no-untyped-def]
     """List a step's tiles, and the splits of those that have several, as `splits.num_splits` says.
 
     A work item is a row (-1: none), its first query token and their number, which of them is the tile's first, the
-    row's length, the number of the tile's splits, which of them this is, and the first one's partial slot. That is the
-    item's own number: splits come first, those of a tile side by side; then tiles that are whole.
+    row's length, the number of the tile's splits, which of them this is, and the first one's partial slot.
+
+    First come `num_whole` tiles of the longest rows, then splits, those of a tile side by side, whose slots are their
+    numbers behind those; then tiles that are whole as they are short. Of whole tiles the longest rows' are in front,
+    and of a row the last ones, which see the most keys where attention is causal: so what is left for the end is short.
     """
     clear_counters(counters, num_counters)
+    rows = (seq_lens, query_start_loc, first_row, num_rows, num_whole, window_right, window_left, chunk, tile_tokens,
+            block_keys)  # fmt: skip
     num_blocks = tl.zeros([BLOCK_ROWS], tl.int64)
     for begin in range(0, num_rows, BLOCK_ROWS):
-        tiles, blocks, _lens, _starts, _query_lens = _load_of(
-            seq_lens, query_start_loc, first_row, begin, num_rows, window_right, window_left, chunk, tile_tokens,
-            block_keys, BLOCK_ROWS,
-        )  # fmt: skip
-        num_blocks += tiles.to(tl.int64) * blocks
+        tiles, blocks, _lens, _starts, _query_lens = _load_of(rows, begin, BLOCK_ROWS)
+        _before, whole = _before_of(rows, begin, tiles, blocks, BLOCK_ROWS)
+        num_blocks += (tiles - whole).to(tl.int64) * blocks
     even = tl.maximum((tl.sum(num_blocks, 0) * num_kv_heads + target - 1) // target, min_blocks)
     nth, size = 0, even
-    num_split_items = _count_splits(
-        seq_lens, query_start_loc, first_row, num_rows, window_right, window_left, chunk, tile_tokens, block_keys,
-        min_blocks, size, BLOCK_ROWS,
-    )  # fmt: skip
+    num_split_items, num_split_tiles = _count_splits(rows, min_blocks, size, BLOCK_ROWS)
     while num_split_items * num_kv_heads > target:
         nth += 1
         size = (even * (8 + (1 << nth) // 2) + 7) // 8  # as `splits.SIZES` has them
-        num_split_items = _count_splits(
-            seq_lens, query_start_loc, first_row, num_rows, window_right, window_left, chunk, tile_tokens, block_keys,
-            min_blocks, size, BLOCK_ROWS,
-        )  # fmt: skip
+        num_split_items, num_split_tiles = _count_splits(rows, min_blocks, size, BLOCK_ROWS)
 
     work_item = tl.program_id(0) * BLOCK_ITEMS + tl.arange(0, BLOCK_ITEMS)
     row, first_token, query_len, seq_len = work_item * 0 - 1, work_item * 0, work_item * 0, work_item * 0
-    first, num_splits, split = work_item * 0, work_item * 0, work_item * 0
-    before, whole_before = 0, num_split_items  # items of the rows before: splits, and tiles that are whole
+    first, num_splits, split = work_item * 0, work_item * 0 + 1, work_item * 0
+    split_before = num_whole  # items before a row's splits
     for begin in range(0, num_rows, BLOCK_ROWS):
-        tiles, blocks, lens, starts, query_lens = _load_of(
-            seq_lens, query_start_loc, first_row, begin, num_rows, window_right, window_left, chunk, tile_tokens,
-            block_keys, BLOCK_ROWS,
-        )  # fmt: skip
+        tiles, blocks, lens, starts, query_lens = _load_of(rows, begin, BLOCK_ROWS)
+        before, whole = _before_of(rows, begin, tiles, blocks, BLOCK_ROWS)
         splits = _num_splits(blocks, size, min_blocks)
-        split_counts = tl.where(splits > 1, tiles * splits, 0)
-        counts = tl.where(splits > 1, 0, tiles)
-        ends = tl.where(splits > 1, before + tl.cumsum(split_counts, 0), whole_before + tl.cumsum(counts, 0))
-        begins = ends - split_counts - counts
-        mine = (begins[None] <= work_item[:, None]) & (work_item[:, None] < ends[None])
+        split_counts = tl.where(splits > 1, (tiles - whole) * splits, 0)
+        split_begins = split_before + tl.cumsum(split_counts, 0) - split_counts
+        # All tiles that are split are of longer rows, and have as many items in front of a short row's as splits.
+        whole_counts = tl.where(splits > 1, whole, tiles)
+        whole_begins = before + tl.where(whole > 0, 0, num_split_items - num_split_tiles)
+        nth_whole, nth_split = work_item[:, None] - whole_begins[None], work_item[:, None] - split_begins[None]
+        is_whole = (nth_whole >= 0) & (nth_whole < whole_counts[None])
+        is_split = (nth_split >= 0) & (nth_split < split_counts[None])
+        mine = is_whole | is_split
+        from_last = tl.where(is_whole, nth_whole, whole[None] + nth_split // splits[None])  # tiles of the row behind it
         row += of_row(mine, 1 + first_row + begin + tl.arange(0, BLOCK_ROWS))
         first_token += of_row(mine, starts)
         query_len += of_row(mine, query_lens)
         seq_len += of_row(mine, lens)
-        num_splits += of_row(mine, splits)
-        # The last tiles, which see the most keys where attention is causal, come first.
-        of_tile = tl.maximum(of_row(mine, splits), 1)
-        local = work_item - of_row(mine, begins)
-        is_mine = tl.sum(mine.to(tl.int32), 1) > 0
-        first += tl.where(is_mine, (of_row(mine, tiles) - 1 - local // of_tile) * tile_tokens, 0)
-        split += tl.where(is_mine, local % of_tile, 0)
-        before += tl.sum(split_counts, 0)
-        whole_before += tl.sum(counts, 0)
+        num_splits += of_row(is_split, splits - 1)
+        first += tl.sum(tl.where(mine, tiles[None] - 1 - from_last, 0), 1) * tile_tokens
+        split += tl.sum(tl.where(is_split, nth_split % splits[None], 0), 1)
+        split_before += tl.sum(split_counts, 0)
     to, inside = work_items + work_item * 8, work_item < max_items
     tl.store(to, row, mask=inside)
     tl.store(to + 1, first_token, mask=inside)
     tl.store(to + 2, query_len, mask=inside)
     tl.store(to + 3, first, mask=inside)
     tl.store(to + 4, seq_len, mask=inside)
-    tl.store(to + 5, tl.maximum(num_splits, 1), mask=inside)  # 1 where there is none
+    tl.store(to + 5, num_splits, mask=inside)
     tl.store(to + 6, split, mask=inside)
-    tl.store(to + 7, work_item - split, mask=inside)
+    tl.store(to + 7, work_item - num_whole - split, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _count_splits(  # type: ignore[no-untyped-def]
-    seq_lens,
-    query_start_loc,
-    first_row,
-    num_rows,
-    window_right,
-    window_left,
-    chunk,
-    tile_tokens,
-    block_keys,
-    min_blocks,
-    size,
-    BLOCK_ROWS: tl.constexpr,
-):
-    """Number of splits of all tiles that have several, of one KV head."""
-    count = 0
-    for begin in range(0, num_rows, BLOCK_ROWS):
-        tiles, blocks, _lens, _starts, _query_lens = _load_of(
-            seq_lens, query_start_loc, first_row, begin, num_rows, window_right, window_left, chunk, tile_tokens,
-            block_keys, BLOCK_ROWS,
-        )  # fmt: skip
+def _count_splits(rows, min_blocks, size, BLOCK_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Number of splits of all tiles that have several, and of those tiles, of one KV head."""
+    num_items, num_tiles = 0, 0
+    for begin in range(0, rows[3], BLOCK_ROWS):
+        tiles, blocks, _lens, _starts, _query_lens = _load_of(rows, begin, BLOCK_ROWS)
+        _before, whole = _before_of(rows, begin, tiles, blocks, BLOCK_ROWS)
         splits = _num_splits(blocks, size, min_blocks)
-        count += tl.sum(tl.where(splits > 1, tiles * splits, 0), 0)
-    return count
+        split_tiles = tl.where(splits > 1, tiles - whole, 0)
+        num_items += tl.sum(split_tiles * splits, 0)
+        num_tiles += tl.sum(split_tiles, 0)
+    return num_items, num_tiles
 
 
 @triton.jit
@@ -140,26 +123,29 @@ def _num_splits(blocks, size, min_blocks):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _load_of(  # type: ignore[no-untyped-def]
-    seq_lens,
-    query_start_loc,
-    first_row,
-    begin,
-    num_rows,
-    window_right,
-    window_left,
-    chunk,
-    tile_tokens,
-    block_keys,
-    BLOCK_ROWS: tl.constexpr,
-):
+def _load_of(rows, begin, BLOCK_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """[BLOCK_ROWS]: each row's tiles and the blocks of its widest, see `splits.TileLoad`; its length, its first query
     token and their number."""
+    seq_lens, query_start_loc, first_row, num_rows, _, window_right, window_left, chunk, tile_tokens, block_keys = rows
     nth = begin + tl.arange(0, BLOCK_ROWS)
     lens, starts, query_lens = load_rows(seq_lens, query_start_loc, first_row + nth, nth < num_rows)
     reach = tl.minimum(lens, tl.minimum(window_left, chunk)) + tile_tokens + tl.minimum(query_lens, window_right)
     blocks = (tl.minimum(lens, reach) + block_keys - 1) // block_keys
     return (query_lens + tile_tokens - 1) // tile_tokens, blocks, lens, starts, query_lens
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _before_of(rows, begin, tiles, blocks, BLOCK_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[BLOCK_ROWS]: how many tiles rows have that are longer, or as long and in front; and how many of a row's own, as
+    `_load_of` has them, are among the first that are whole."""
+    nth = begin + tl.arange(0, BLOCK_ROWS)
+    before = tl.zeros([BLOCK_ROWS], tl.int32)
+    for other in range(0, rows[3], BLOCK_ROWS):
+        other_tiles, other_blocks, _lens, _starts, _query_lens = _load_of(rows, other, BLOCK_ROWS)
+        other_nth = other + tl.arange(0, BLOCK_ROWS)
+        is_first = (other_blocks[None] == blocks[:, None]) & (other_nth[None] < nth[:, None])
+        before += of_row((other_blocks[None] > blocks[:, None]) | is_first, other_tiles)
+    return before, tl.minimum(tl.maximum(rows[4] - before, 0), tiles)
 
 
 @triton.jit(
@@ -170,7 +156,7 @@ def join_kernel(  # type: ignore[no-untyped-def]
     output,  # [num_tokens, KV_HEADS * GROUP, DIM_VO]
     lse,  # [num_tokens, KV_HEADS * GROUP] f32, natural log, if want_lse
     sinks,  # [KV_HEADS * GROUP] f32 logits, if has_sinks
-    work_items,  # [programs / KV_HEADS / spread or more, 8] i32, see `list_kernel`
+    work_items,  # [programs / KV_HEADS / spread or more, 8] i32, from the first split on, see `list_kernel`
     partial_acc,  # [partial slots, KV_HEADS, BLOCK_M, BLOCK_DIM_VO] f32
     partial_ml,  # [partial slots, KV_HEADS, BLOCK_M, 2] f32: m_i in base 2, l_i
     spread,  # programs for each split

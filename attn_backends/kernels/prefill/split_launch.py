@@ -18,9 +18,9 @@ from attn_backends.kernels.prefill.arguments import (
     VisibleRange,
 )
 from attn_backends.kernels.prefill.split_kernels import join_kernel, list_kernel
-from attn_backends.kernels.prefill.splits import SplitTile
+from attn_backends.kernels.prefill.splits import PrefillSplits
 
-LIST_ROWS, LIST_ITEMS, LIST_WARPS = 128, 64, 4  # that a program of the list looks at at a time, and makes
+LIST_ROWS, LIST_ITEMS, LIST_WARPS = 64, 64, 4  # that a program of the list looks at at a time, and makes
 JOIN_WARPS = 1
 JOIN_QUERIES, JOIN_COLUMNS = 4, 64  # of a program at a time, where a tile has few splits, and where it has many
 _JOIN_NUMBERS = 2048  # of splits that a program loads at a time
@@ -29,10 +29,11 @@ _MOST_SPREAD = 16  # programs for each split
 
 
 class TileList:
-    """The tiles of a step's prefill, with the splits of some, on the device; and where those of a tile meet.
+    """The tiles of a step's prefill, the longest rows' first, with the splits of some, on the device; and where those
+    of a tile meet.
 
     Args:
-        target: of splits, more than 0, as `splits.split_target` gives it.
+        splits: of how many tiles there are how many, as `splits.faster_splits` gives it.
         first_row, num_rows: rows from `first_row` on, of whose tensors others may be in front.
         num_tiles: of these rows for one KV head, or an upper bound.
         partial_acc, partial_ml: f32, of the workspace that its launches use.
@@ -40,10 +41,11 @@ class TileList:
     """
 
     def __init__(
-        self, tile: SplitTile, target: int, num_kv_heads: int, visible: VisibleRange, first_row: int, num_rows: int,
+        self, splits: PrefillSplits, num_kv_heads: int, visible: VisibleRange, first_row: int, num_rows: int,
         num_tiles: int, block_dim_vo: int, workspace: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:  # fmt: skip
-        self.tile = tile
+        target, self.tile, self.num_whole = splits
+        tile = self.tile
         self.partial_acc, self.partial_ml, self._counters = workspace
         queries = target * tile.rows
         assert queries * block_dim_vo <= self.partial_acc.numel(), "see `workspace.prefill_need`"
@@ -52,8 +54,8 @@ class TileList:
         max_items = max(1, num_tiles + self.max_split_items)
         self.work_items = self._counters.new_empty(max_items, 8)
         self._numbers = ListNumbers(
-            first_row, num_rows, max_items, target, num_kv_heads, *visible, len(self._counters), tile.tokens, tile.keys,
-            tile.min_blocks,
+            first_row, num_rows, max_items, self.num_whole, max(1, target), num_kv_heads, *visible, len(self._counters),
+            tile.tokens, tile.keys, tile.min_blocks,
         )  # fmt: skip
 
     def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
@@ -80,15 +82,18 @@ def join_splits(
     output: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor, splits: TileList, num_kv_heads: int,
     group_size: int, dims: tuple[int, int], value_scale: float, has_sinks: int, use_pdl: bool,
 ) -> None:  # fmt: skip
-    """Join what the prefill in front of it has left. Args: dims: of values, and padded."""
+    """Join what the prefill in front of it has left, if anything is split. Args: dims: of values, and padded."""
+    items = splits.work_items[splits.num_whole :]
+    count = min(splits.max_split_items, len(items)) * num_kv_heads
+    if not count:
+        return
     constants = JoinConstants(
         KV_HEADS=num_kv_heads, GROUP=group_size, BLOCK_Q=splits.tile.tokens, BLOCK_M=splits.tile.rows, DIM_VO=dims[0],
         BLOCK_DIM_VO=dims[1], QUERIES=JOIN_QUERIES, BLOCK_SPLITS=splits_at_a_time(dims[1]),
         COLUMNS=min(JOIN_COLUMNS, dims[1]), PDL=int(use_pdl),
     )  # fmt: skip
-    count = min(splits.max_split_items, len(splits.work_items)) * num_kv_heads
     spread = max(1, min(_MOST_SPREAD, _JOINING * num_multiprocessors(output.device) // count))
-    _join(output, lse, sinks, splits.work_items, splits.partial_acc, splits.partial_ml, value_scale, has_sinks,
+    _join(output, lse, sinks, items, splits.partial_acc, splits.partial_ml, value_scale, has_sinks,
           constants, count * spread, spread)  # fmt: skip
 
 

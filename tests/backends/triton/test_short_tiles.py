@@ -99,7 +99,7 @@ def test_a_graph_splits_a_long_row_among_short_ones() -> None:
     """As many rows of the longest length as there are would fill the GPU by themselves."""
     spec, query_lens, longest = layer(128), np.full(40, 40, np.int32), np.full(40, 4096, np.int32)
     given = spec, rules.hopper_tile(spec), query_lens, longest, 0, DEVICE
-    assert rules.prefill_splits(*given) is None
+    assert not rules.prefill_splits(*given).is_of_all
     assert rules.prefill_splits(*given, for_graph=True) == rules.PrefillSplits(132, given[1])
     many = AttentionSpec(67, 67, 128, dtype=torch.bfloat16)  # heads, of which not each can have two splits
     assert rules.prefill_splits(many, *given[1:], for_graph=True) is None

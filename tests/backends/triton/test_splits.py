@@ -26,6 +26,7 @@ launch = pytest.importorskip("attn_backends.kernels.prefill.launch", reason="nee
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 
 SHOWN, UNSEEN = range(10), range(1000, 1012)
+WHOLE, UNSEEN_WHOLE = range(30, 33), range(1030, 1034)
 LATER = (*SHOWN[4:], *UNSEEN[4:])  # `make test-kernels` runs them
 LEFT_OUT = f"random_layers and ({' or '.join(f'[{seed}]' for seed in LATER)})"
 GUARD = 77.0
@@ -106,6 +107,19 @@ def test_random_layers(seed: int) -> None:
     with splitting(num_sms):
         step = check(batch)
     assert step.splits is not None
+
+
+@only_interpreted
+@pytest.mark.parametrize("seed", [*WHOLE, *UNSEEN_WHOLE])
+def test_random_layers_with_whole_tiles(seed: int) -> None:
+    """The longest rows' are, or all: none is split, and nothing joined."""
+    batch, num_sms = draw(seed)
+    part = Random(f"whole {seed}").choice((1.0, 0.3, 0.5, 0.7))
+    with splitting(num_sms, whole=part):
+        step = check(batch)
+    several = (step.splits.work_items[:, 5] > 1) & (step.splits.work_items[:, 0] >= 0)
+    assert not several[: step.splits.num_whole].any()
+    assert part < 1 or not several.any()
 
 
 @only_interpreted
