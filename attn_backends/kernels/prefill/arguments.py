@@ -224,6 +224,8 @@ class ListNumbers(NamedTuple):
     window_right: int
     window_left: int
     chunk: int
+    others_tokens: int  # of rows of no more query tokens, which another launch serves
+    num_tokens: int
     num_counters: int
     tile_tokens: int
     block_keys: int
@@ -233,6 +235,7 @@ class ListNumbers(NamedTuple):
 class ListConstants(NamedTuple):
     BLOCK_ROWS: int
     BLOCK_ITEMS: int
+    MIXED: int
 
 
 class JoinTensors(NamedTuple):

@@ -11,7 +11,7 @@ from attn_backends.kernels.tile_kernels import write_rows
 
 FEW_SPLITS = tl.constexpr(8)  # of a tile
 _NOT_CONSTANT = ["first_row", "num_rows", "max_items", "target", "num_kv_heads", "window_right", "window_left", "chunk",
-                 "num_counters", "tile_tokens", "block_keys", "min_blocks"]  # fmt: skip
+                 "others_tokens", "num_tokens", "num_counters", "tile_tokens", "block_keys", "min_blocks"]  # fmt: skip
 
 
 @triton.jit(
@@ -31,12 +31,15 @@ def list_kernel(  # type: ignore[no-untyped-def]
     window_right,  # positions after its own that a query sees
     window_left,  # positions before its own that a query sees
     chunk,  # positions in a chunk; a query sees its own chunk alone
+    others_tokens,  # rows of no more query tokens are left alone, if MIXED
+    num_tokens,  # tokens behind all rows up to there are one more row, without keys, if MIXED
     num_counters,
     tile_tokens,  # query tokens of a tile
     block_keys,
     min_blocks,  # blocks of a split at least
     BLOCK_ROWS: tl.constexpr,  # rows that are looked at at a time
     BLOCK_ITEMS: tl.constexpr,  # work items of a program
+    MIXED: tl.constexpr,  # 0 or 1: of a graph of mixed batches
 ):
     """List a step's tiles, and the splits of those that have several, as `splits.num_splits` says.
 
@@ -46,34 +49,34 @@ def list_kernel(  # type: ignore[no-untyped-def]
     """
     clear_counters(counters, num_counters)
     num_blocks = tl.zeros([BLOCK_ROWS], tl.int64)
-    for begin in range(0, num_rows, BLOCK_ROWS):
+    for begin in range(0, num_rows + MIXED, BLOCK_ROWS):
         tiles, blocks, _lens, _starts, _query_lens = _load_of(
-            seq_lens, query_start_loc, first_row, begin, num_rows, window_right, window_left, chunk, tile_tokens,
-            block_keys, BLOCK_ROWS,
+            seq_lens, query_start_loc, first_row, begin, num_rows, window_right, window_left, chunk, others_tokens,
+            num_tokens, tile_tokens, block_keys, BLOCK_ROWS, MIXED,
         )  # fmt: skip
         num_blocks += tiles.to(tl.int64) * blocks
     even = tl.maximum((tl.sum(num_blocks, 0) * num_kv_heads + target - 1) // target, min_blocks)
     nth, size = 0, even
     num_split_items = _count_splits(
-        seq_lens, query_start_loc, first_row, num_rows, window_right, window_left, chunk, tile_tokens, block_keys,
-        min_blocks, size, BLOCK_ROWS,
+        seq_lens, query_start_loc, first_row, num_rows, window_right, window_left, chunk, others_tokens, num_tokens,
+        tile_tokens, block_keys, min_blocks, size, BLOCK_ROWS, MIXED,
     )  # fmt: skip
     while num_split_items * num_kv_heads > target:
         nth += 1
         size = (even * (8 + (1 << nth) // 2) + 7) // 8  # as `splits.SIZES` has them
         num_split_items = _count_splits(
-            seq_lens, query_start_loc, first_row, num_rows, window_right, window_left, chunk, tile_tokens, block_keys,
-            min_blocks, size, BLOCK_ROWS,
+            seq_lens, query_start_loc, first_row, num_rows, window_right, window_left, chunk, others_tokens,
+            num_tokens, tile_tokens, block_keys, min_blocks, size, BLOCK_ROWS, MIXED,
         )  # fmt: skip
 
     work_item = tl.program_id(0) * BLOCK_ITEMS + tl.arange(0, BLOCK_ITEMS)
     row, first_token, query_len, seq_len = work_item * 0 - 1, work_item * 0, work_item * 0, work_item * 0
     first, num_splits, split = work_item * 0, work_item * 0, work_item * 0
     before, whole_before = 0, num_split_items  # items of the rows before: splits, and tiles that are whole
-    for begin in range(0, num_rows, BLOCK_ROWS):
+    for begin in range(0, num_rows + MIXED, BLOCK_ROWS):
         tiles, blocks, lens, starts, query_lens = _load_of(
-            seq_lens, query_start_loc, first_row, begin, num_rows, window_right, window_left, chunk, tile_tokens,
-            block_keys, BLOCK_ROWS,
+            seq_lens, query_start_loc, first_row, begin, num_rows, window_right, window_left, chunk, others_tokens,
+            num_tokens, tile_tokens, block_keys, BLOCK_ROWS, MIXED,
         )  # fmt: skip
         splits = _num_splits(blocks, size, min_blocks)
         split_counts = tl.where(splits > 1, tiles * splits, 0)
@@ -81,7 +84,8 @@ def list_kernel(  # type: ignore[no-untyped-def]
         ends = tl.where(splits > 1, before + tl.cumsum(split_counts, 0), whole_before + tl.cumsum(counts, 0))
         begins = ends - split_counts - counts
         mine = (begins[None] <= work_item[:, None]) & (work_item[:, None] < ends[None])
-        row += of_row(mine, 1 + first_row + begin + tl.arange(0, BLOCK_ROWS))
+        # Of tokens behind all rows the last one's pages are looked up.
+        row += of_row(mine, 1 + first_row + tl.minimum(begin + tl.arange(0, BLOCK_ROWS), num_rows - 1))
         first_token += of_row(mine, starts)
         query_len += of_row(mine, query_lens)
         seq_len += of_row(mine, lens)
@@ -114,18 +118,21 @@ def _count_splits(  # type: ignore[no-untyped-def]
     window_right,
     window_left,
     chunk,
+    others_tokens,
+    num_tokens,
     tile_tokens,
     block_keys,
     min_blocks,
     size,
     BLOCK_ROWS: tl.constexpr,
+    MIXED: tl.constexpr,
 ):
     """Number of splits of all tiles that have several, of one KV head."""
     count = 0
-    for begin in range(0, num_rows, BLOCK_ROWS):
+    for begin in range(0, num_rows + MIXED, BLOCK_ROWS):
         tiles, blocks, _lens, _starts, _query_lens = _load_of(
-            seq_lens, query_start_loc, first_row, begin, num_rows, window_right, window_left, chunk, tile_tokens,
-            block_keys, BLOCK_ROWS,
+            seq_lens, query_start_loc, first_row, begin, num_rows, window_right, window_left, chunk, others_tokens,
+            num_tokens, tile_tokens, block_keys, BLOCK_ROWS, MIXED,
         )  # fmt: skip
         splits = _num_splits(blocks, size, min_blocks)
         count += tl.sum(tl.where(splits > 1, tiles * splits, 0), 0)
@@ -149,14 +156,22 @@ def _load_of(  # type: ignore[no-untyped-def]
     window_right,
     window_left,
     chunk,
+    others_tokens,
+    num_tokens,
     tile_tokens,
     block_keys,
     BLOCK_ROWS: tl.constexpr,
+    MIXED: tl.constexpr,
 ):
     """[BLOCK_ROWS]: each row's tiles and the blocks of its widest, see `splits.TileLoad`; its length, its first query
     token and their number."""
     nth = begin + tl.arange(0, BLOCK_ROWS)
     lens, starts, query_lens = load_rows(seq_lens, query_start_loc, first_row + nth, nth < num_rows)
+    if MIXED:
+        is_rest = nth == num_rows
+        starts += tl.load(query_start_loc + first_row + nth, mask=is_rest, other=0)
+        query_lens = tl.where(is_rest, tl.maximum(num_tokens - starts, 0), query_lens)
+        query_lens = tl.where(is_rest | (query_lens > others_tokens), query_lens, 0)
     reach = tl.minimum(lens, tl.minimum(window_left, chunk)) + tile_tokens + tl.minimum(query_lens, window_right)
     blocks = (tl.minimum(lens, reach) + block_keys - 1) // block_keys
     return (query_lens + tile_tokens - 1) // tile_tokens, blocks, lens, starts, query_lens

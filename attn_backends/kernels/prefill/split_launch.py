@@ -20,7 +20,8 @@ from attn_backends.kernels.prefill.arguments import (
 from attn_backends.kernels.prefill.split_kernels import join_kernel, list_kernel
 from attn_backends.kernels.prefill.splits import SplitTile
 
-LIST_ROWS, LIST_ITEMS, LIST_WARPS = 128, 64, 4  # that a program of the list looks at at a time, and makes
+LIST_ROWS, LIST_ITEMS, LIST_WARPS = 128, (64, 32), 4  # that a program of the list looks at at a time, and makes: of
+# mixed batches fewer, as there registers hold more of each
 JOIN_WARPS = 1
 JOIN_QUERIES, JOIN_COLUMNS = 4, 64  # of a program at a time, where a tile has few splits, and where it has many
 _JOIN_NUMBERS = 2048  # of splits that a program loads at a time
@@ -37,23 +38,27 @@ class TileList:
         num_tiles: of these rows for one KV head, or an upper bound.
         partial_acc, partial_ml: f32, of the workspace that its launches use.
         counters: [2] i32, where the prefill's programs count; each listing sets them to 0.
+        others_tokens, num_tokens: for graphs of mixed batches: rows of up to so many query tokens are another launch's,
+            and what is behind all rows, up to so many tokens, sees no keys.
     """
 
     def __init__(
         self, tile: SplitTile, target: int, num_kv_heads: int, visible: VisibleRange, first_row: int, num_rows: int,
         num_tiles: int, block_dim_vo: int, workspace: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        others_tokens: int = 0, num_tokens: int = 0,
     ) -> None:  # fmt: skip
         self.tile = tile
         self.partial_acc, self.partial_ml, self._counters = workspace
         queries = target * tile.rows
         assert queries * block_dim_vo <= self.partial_acc.numel(), "see `workspace.prefill_need`"
         assert 2 * queries <= self.partial_ml.numel(), "see `workspace.prefill_need`"
+        self.is_mixed = num_tokens > 0
         self.max_split_items = target // num_kv_heads
         max_items = max(1, num_tiles + self.max_split_items)
         self.work_items = self._counters.new_empty(max_items, 8)
         self._numbers = ListNumbers(
-            first_row, num_rows, max_items, target, num_kv_heads, *visible, len(self._counters), tile.tokens, tile.keys,
-            tile.min_blocks,
+            first_row, num_rows, max_items, target, num_kv_heads, *visible, others_tokens, num_tokens,
+            len(self._counters), tile.tokens, tile.keys, tile.min_blocks,
         )  # fmt: skip
 
     def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
@@ -66,9 +71,10 @@ def _list_tiles(
     seq_lens: torch.Tensor, query_start_loc: torch.Tensor, work_items: torch.Tensor, counters: torch.Tensor,
     numbers: ListNumbers,
 ) -> None:  # fmt: skip
-    grid = -(-numbers.max_items // LIST_ITEMS)
+    is_mixed = int(numbers.num_tokens > 0)
+    grid = -(-numbers.max_items // LIST_ITEMS[is_mixed])
     tensors = ListTensors(seq_lens, query_start_loc, work_items, counters)
-    launch(list_kernel, grid, tensors, numbers, (ListConstants(LIST_ROWS, LIST_ITEMS),), LIST_WARPS)
+    launch(list_kernel, grid, tensors, numbers, (ListConstants(LIST_ROWS, LIST_ITEMS[is_mixed], is_mixed),), LIST_WARPS)
 
 
 def splits_at_a_time(block_dim_vo: int) -> int:
@@ -80,13 +86,15 @@ def join_splits(
     output: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor, splits: TileList, num_kv_heads: int,
     group_size: int, dims: tuple[int, int], value_scale: float, has_sinks: int, use_pdl: bool,
 ) -> None:  # fmt: skip
-    """Join what the prefill in front of it has left. Args: dims: of values, and padded."""
+    """Join what the prefill in front of it has left, if there can be splits. Args: dims: of values, and padded."""
+    count = min(splits.max_split_items, len(splits.work_items)) * num_kv_heads
+    if not count:  # a graph of mixed batches, of more heads than a GPU works on at a time
+        return
     constants = JoinConstants(
         KV_HEADS=num_kv_heads, GROUP=group_size, BLOCK_Q=splits.tile.tokens, BLOCK_M=splits.tile.rows, DIM_VO=dims[0],
         BLOCK_DIM_VO=dims[1], QUERIES=JOIN_QUERIES, BLOCK_SPLITS=splits_at_a_time(dims[1]),
         COLUMNS=min(JOIN_COLUMNS, dims[1]), PDL=int(use_pdl),
     )  # fmt: skip
-    count = min(splits.max_split_items, len(splits.work_items)) * num_kv_heads
     spread = max(1, min(_MOST_SPREAD, _JOINING * num_multiprocessors(output.device) // count))
     _join(output, lse, sinks, splits.work_items, splits.partial_acc, splits.partial_ml, value_scale, has_sinks,
           constants, count * spread, spread)  # fmt: skip
