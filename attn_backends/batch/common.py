@@ -86,6 +86,7 @@ class CommonAttentionMetadata:
     is_profile_run: bool
     seq_lens_are_upper_bounds: bool = False  # host lengths (`_cpu`, `max_seq_len`) may exceed those on the device
     for_graph: bool = False  # padded to a captured shape: metadata must not depend on host lengths
+    is_mixed: bool = False  # of a graph's batch: its rows have any query lengths, those of padding none
     csr: PagedCsr | None = None  # None: worked out from the table at first use
     multi_modal_placeholder_index_maps: PlaceholderMaps = NO_PLACEHOLDERS  # of the batch's tokens
 
@@ -216,12 +217,14 @@ class CommonAttentionMetadata:
         csr: PagedCsr | None = None,
         exact: bool = True,
         for_graph: bool = False,
+        is_mixed: bool = False,
     ) -> CommonAttentionMetadata:
         """A batch of tensors that an engine has already. Those on the device are read where they are, not copied; those
         on the host are copied, so they may be buffers that the next step overwrites.
 
         Rows of zero tokens are left out, and the outputs of tokens that belong to no row are zeros. With `for_graph`
-        the padding stays: R rows, each of T // R tokens, and `seq_lens` of 0 for those that are padding.
+        the padding stays: R rows, each of T // R tokens, and `seq_lens` of 0 for those that are padding. With
+        `is_mixed` too rows keep their own lengths: R of them, of which some may have no tokens, and T tokens.
 
         Args:
             query_start_loc, query_start_loc_cpu: [R + 1] i32; equal neighbours are a row of zero tokens.
@@ -240,9 +243,8 @@ class CommonAttentionMetadata:
         lens_cpu = seq_lens if seq_lens_cpu is None else seq_lens_cpu
         given = BatchTensors(page_size, query_start_loc, query_start_loc_cpu, seq_lens, lens_cpu, page_table,
                              slot_mapping, context_lens_cpu)  # fmt: skip
-        fields = given.fields(num_tokens, max_query_len, max_seq_len, num_actual_reqs, exact, for_graph)
-        same_rows = fields["num_reqs"] == len(seq_lens)
-        return CommonAttentionMetadata(**fields, csr=csr if same_rows else None)
+        fields = given.fields(num_tokens, max_query_len, max_seq_len, num_actual_reqs, exact, for_graph, is_mixed)
+        return CommonAttentionMetadata(**fields, csr=csr if fields["num_reqs"] == len(seq_lens) else None)
 
 
 def _check_pages(

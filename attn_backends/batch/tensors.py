@@ -44,7 +44,7 @@ class BatchTensors:
 
     def fields(
         self, num_tokens: int | None, max_query_len: int | None, max_seq_len: int | None, num_actual_reqs: int | None,
-        exact: bool, for_graph: bool,
+        exact: bool, for_graph: bool, is_mixed: bool,
     ) -> dict[str, Any]:  # fmt: skip
         """What `CommonAttentionMetadata` is made of.
 
@@ -62,8 +62,8 @@ class BatchTensors:
         num_new = int(lens.starts[-1])
         tokens = num_new if num_tokens is None else num_tokens
         actual = last if num_actual_reqs is None else num_actual_reqs
-        lens_of_live = lens.seq_lens if live is None or not len(live) else lens.seq_lens[live]
-        most_keys, table_keys = int(lens_of_live.max()), self.page_table.shape[1] * self.page_size
+        most_keys = int((lens.seq_lens if live is None or not len(live) else lens.seq_lens[live]).max())
+        table_keys = self.page_table.shape[1] * self.page_size
         if (
             shortest < 0 or longest < 1 or lens.starts[0] or int(lens.context_lens.min()) < 0 or most_keys > table_keys
             or not num_new <= tokens or not last <= actual <= num_rows
@@ -79,9 +79,11 @@ class BatchTensors:
             "is_profile_run": False,
             "seq_lens_are_upper_bounds": not exact,
             "for_graph": for_graph,
+            "is_mixed": for_graph and is_mixed,
         }
         if for_graph:
-            return {**shared, **self._padded(lens, tokens, actual)}
+            padded = {**shared, "max_query_len": longest, **self._all_rows(lens, tokens, actual)}
+            return padded if is_mixed else {**padded, **self._equal_rows(lens, tokens, actual)}
         longest = longest if max_query_len is None else max_query_len
         return {**shared, "max_query_len": longest, **self._live(lens, live, last)}
 
@@ -118,8 +120,23 @@ class BatchTensors:
             **self._new_kv(starts_cpu, int(starts[-1]), int(starts[-1]), 0),
         }
 
-    def _padded(self, lens: LensOnHost, tokens: int, actual: int) -> dict[str, Any]:
-        """All rows, each of T // R tokens, those of padding too."""
+    def _all_rows(self, lens: LensOnHost, tokens: int, actual: int) -> dict[str, Any]:
+        """All rows as they are, those without tokens too."""
+        starts_cpu = torch.from_numpy(lens.starts)
+        return {
+            "num_reqs": len(lens.seq_lens),
+            "num_actual_reqs": actual,
+            "query_start_loc": self.query_start_loc,
+            "query_start_loc_cpu": starts_cpu,
+            "seq_lens": self.seq_lens,
+            "seq_lens_cpu": torch.from_numpy(lens.seq_lens),
+            "context_lens_cpu": torch.from_numpy(lens.context_lens),
+            "page_table": self.page_table,
+            **self._new_kv(starts_cpu, int(lens.starts[-1]), tokens, tokens),
+        }
+
+    def _equal_rows(self, lens: LensOnHost, tokens: int, actual: int) -> dict[str, Any]:
+        """Where rows begin if all have T // R tokens, those of padding too."""
         num_rows = len(lens.seq_lens)
         query_len = tokens // num_rows
         own, own_cpu = _equal_starts(num_rows, query_len, self.seq_lens.device)
@@ -130,19 +147,7 @@ class BatchTensors:
                 f"a graph's batch has rows of equal lengths, and this one has {tokens} tokens for {num_rows} rows of "
                 f"{lens.query_lens[:8].tolist()}…: pad it to the captured size, or leave for_graph out"
             )
-        starts_cpu = torch.from_numpy(lens.starts)
-        return {
-            "num_reqs": num_rows,
-            "num_actual_reqs": actual,
-            "max_query_len": query_len,
-            "query_start_loc": own,
-            "query_start_loc_cpu": own_cpu,
-            "seq_lens": self.seq_lens,
-            "seq_lens_cpu": torch.from_numpy(lens.seq_lens),
-            "context_lens_cpu": torch.from_numpy(lens.context_lens),
-            "page_table": self.page_table,
-            **self._new_kv(starts_cpu, num_new, tokens, tokens),
-        }
+        return {"max_query_len": query_len, "query_start_loc": own, "query_start_loc_cpu": own_cpu}
 
     def _new_kv(self, starts: torch.Tensor, num_new: int, num_slots: int, padding: int) -> dict[str, Any]:
         """What the step brings to the cache: nothing where the engine writes. Slots of no row's tokens are left out,

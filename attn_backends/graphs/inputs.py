@@ -16,7 +16,8 @@ from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits
 class GraphTensors(Protocol):
     """A batch's tensors that stay where they are: a step table's, or those of an engine that fills them by itself.
 
-    Query starts are not among them, as all rows of a graph have the same number of tokens.
+    Query starts are not among them, as all rows of a graph have the same number of tokens. Graphs of mixed batches read
+    them where they are too if there is a `query_start_loc` [rows + 1] i32, which never falls; else they have copies.
     """
 
     @property
@@ -36,6 +37,7 @@ class HeldTensors:
     page_table: torch.Tensor  # [rows, max_pages] i32
     seq_lens: torch.Tensor  # [rows] i32
     slot_mapping: torch.Tensor  # [tokens] i64
+    query_start_loc: torch.Tensor  # [rows + 1] i32, for graphs of mixed batches
 
     @staticmethod
     def make(rows: int, tokens: int, max_pages: int, device: torch.device) -> HeldTensors:
@@ -44,6 +46,7 @@ class HeldTensors:
             torch.zeros(rows, max_pages, dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.int32, device=device),
             torch.full((tokens,), PAD_SLOT, dtype=torch.int64, device=device),
+            torch.zeros(rows + 1, dtype=torch.int32, device=device),
         )
 
 
@@ -91,6 +94,27 @@ class GraphInputs:
             return self.shared.page_table
         return torch.zeros(self.num_rows, self._num_pages, dtype=torch.int32, device=self.slot_mapping.device)
 
+    @cached_property
+    def query_start_loc(self) -> torch.Tensor:  # [num_rows + 1 or more] i32
+        """Query starts, which graphs of mixed batches alone read.
+
+        Raises:
+            ValueError: the tensor that was given has fewer.
+        """
+        if self.shared_starts is not None:
+            if len(self.shared_starts) <= self.num_rows:
+                raise ValueError(
+                    f"the query_start_loc that graphs are to read has {len(self.shared_starts)} numbers, and graphs of "
+                    f"{self.num_rows} rows need one more than these: pass a longer one"
+                )
+            return self.shared_starts
+        return torch.zeros(self.num_rows + 1, dtype=torch.int32, device=self.slot_mapping.device)
+
+    @property
+    def shared_starts(self) -> torch.Tensor | None:
+        """The query starts among the tensors that were given."""
+        return getattr(self.shared, "query_start_loc", None)
+
     def of_layers(self, spec: AttentionSpec) -> GraphInputs:
         """What graphs read for such layers. Cross attention has lengths and pages of an encoder, in tensors of its own:
         a step of a model fills both."""
@@ -113,12 +137,13 @@ class GraphInputs:
             )
         return self.slot_mapping[:num_tokens]
 
-    def of(self, num_rows: int, num_tokens: int) -> dict[str, torch.Tensor]:
-        """What graphs of one size read of these, by name."""
+    def of(self, num_rows: int, num_tokens: int, *, is_mixed: bool = False) -> dict[str, torch.Tensor]:
+        """What graphs of one size read of these, by name; those of mixed batches query starts too."""
         return {
             "slot_mapping": self.slots(num_tokens),
             "seq_lens": self.seq_lens[:num_rows],
             "page_table": self.page_table[:num_rows],
+            **({"query_start_loc": self.query_start_loc[: num_rows + 1]} if is_mixed else {}),
         }
 
     def fill(
@@ -136,6 +161,13 @@ class GraphInputs:
             held = held[:, : table.shape[1]]
             table = table[:, : held.shape[1]]
         fill_together([buffers["slot_mapping"], buffers["seq_lens"], held], [slots, lens, table])
+
+    def fill_starts(self, held: torch.Tensor, starts: torch.Tensor) -> None:
+        """Copy query starts [num_rows + 1] to those of `query_start_loc`, if they are not there already."""
+        if self.shared_starts is not None:
+            _check_same(("query_start_loc", starts, held))
+        else:
+            held.copy_(starts)
 
     def lend_pages(self, buffers: dict[str, torch.Tensor]) -> None:
         """Give rows without keys page 0, for kernels that read a page all the same: what a table of our own has there

@@ -22,10 +22,20 @@ class ContractRelease:
     removed: tuple[str, ...] = ()  # in a new major alone; word for word what an earlier version deprecated
 
 
-CONTRACT: Version = (1, 0)
+CONTRACT: Version = (1, 1)
 
 # Newest first. docs/contract.md has the same text, and a test compares them.
 RELEASES = (
+    ContractRelease(
+        (1, 1),
+        "2026-11-26",
+        added=(
+            "Graphs of mixed batches, of backends that declare `CudaGraphSupport.ALWAYS`: their state has "
+            "`has_mixed_graphs`, and its `graph_cls` takes a fourth argument, `num_tokens`, with a `query_len` of 0. "
+            "An engine calls `mixed_graph_clone` and `replanned_mixed`, and makes batches by `from_tensors` with "
+            "`for_graph` and `is_mixed`. Others are asked for none of it.",
+        ),
+    ),
     ContractRelease(
         (1, 0),
         "2026-11-25",

@@ -39,6 +39,7 @@ class AttentionMetadata:
     is_profile_run: bool
     for_graph: bool  # all rows count as decodes, padding included: which it is, is known on the device alone
     multi_modal_placeholder_index_maps: PlaceholderMaps = field(default=NO_PLACEHOLDERS, kw_only=True)  # for the model
+    is_mixed: bool = field(default=False, kw_only=True)  # of a graph's: rows have any query lengths
 
     @classmethod
     def of_batch(
@@ -75,8 +76,9 @@ class AttentionMetadata:
     def of_graph(
         cls, group_index: int, slot_mapping: torch.Tensor, num_rows: int, num_tokens: int, /, **own: Any
     ) -> Self:
-        """A step that a graph runs, padding included: rows of equal query lengths, which all count as decodes. Without
-        slots for all tokens, as cross attention has none for keys that it wrote before, the others are -1."""
+        """A step that a graph runs, padding included: rows of equal query lengths, or with `is_mixed` of any, which all
+        count as decodes. Without slots for all tokens, as cross attention has none for keys that it wrote before, the
+        others are -1."""
         if len(slot_mapping) < num_tokens:
             slot_mapping = F.pad(slot_mapping, (0, num_tokens - len(slot_mapping)), value=PAD_SLOT)
         return cls(

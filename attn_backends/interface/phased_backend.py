@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from attn_backends.interface.backend import AttentionBackend
-from attn_backends.interface.capabilities import Capabilities, Rejection
+from attn_backends.interface.capabilities import Capabilities, CudaGraphSupport, Rejection
 from attn_backends.interface.contract import CONTRACT
 from attn_backends.interface.phases import (
     PhasedGraphState,
@@ -112,6 +112,7 @@ def joined_capabilities(prefill: Capabilities, decode: Capabilities) -> Capabili
     for name in (field.name for field in fields(Capabilities)):
         one, other = getattr(prefill, name), getattr(decode, name)
         made[name] = other if name in OF_DECODE else _joined(name, one, other)
+    made["cuda_graph"] = min(made["cuda_graph"], CudaGraphSupport.UNIFORM_BATCH)  # no graph of both phases
     made["standard_alibi"] = all(can.alibi or can.standard_alibi for can in (prefill, decode))
     return Capabilities(**made)
 

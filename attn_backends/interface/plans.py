@@ -100,7 +100,13 @@ class Plans(Generic[LayerT]):
         """`plan` for a batch of a captured size that lies in the tensors which graphs share with an engine, without the
         batch: each layer's step. None where `plan` is needed; see `AttentionState.replanned`. Of the batch nothing is
         checked."""
-        found = self.state.replanned(num_rows, query_len)
+        return self._by_layer(self.state.replanned(num_rows, query_len))
+
+    def replanned_mixed(self, num_rows: int, num_tokens: int) -> dict[LayerT, AttentionStep[Any]] | None:
+        """The same of a graph of mixed batches."""
+        return self._by_layer(self.state.replanned_mixed(num_rows, num_tokens))
+
+    def _by_layer(self, found: Mapping[int, AttentionStep[Any]] | None) -> dict[LayerT, AttentionStep[Any]] | None:
         if found is None:
             return None
         steps: dict[LayerT, AttentionStep[Any]] = {}
@@ -109,11 +115,12 @@ class Plans(Generic[LayerT]):
         return steps
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata | BatchOf) -> bool:
-        """Whether every group's builder takes the batch into a graph."""
-        return all(
-            builder.can_run_in_cudagraph(common(group.spec) if callable(common) else common)
-            for group, builder in zip(self.groups, self.builders, strict=True)
-        )
+        """Whether every group's builder takes the batch into a graph, and the state has graphs of its kind."""
+        batches = [common(group.spec) if callable(common) else common for group in self.groups]
+        if not self.state.has_mixed_graphs and any(batch.is_mixed for batch in batches):
+            return False
+        pairs = zip(self.builders, batches, strict=True)
+        return all(builder.can_run_in_cudagraph(batch) for builder, batch in pairs)
 
     def forward(
         self,

@@ -24,6 +24,7 @@ class AttentionState(ABC, Generic[MetadataT]):
 
     backend_name: str  # set on the class
     graph_cls: ClassVar[type[GraphState[Any, Any]] | None] = None  # state of one captured size; None: it has no graphs
+    has_mixed_graphs: ClassVar[bool] = False  # `graph_cls` also serves a number of tokens, of rows of any query lengths
 
     def __init__(
         self, groups: Sequence[PlanGroup[Any]], cache: KVCacheSpec, limits: Limits, device: torch.device | str, *,
@@ -37,6 +38,7 @@ class AttentionState(ABC, Generic[MetadataT]):
         self.inputs: GraphInputs | None = None  # kept for good once graphs were captured
         self._max_batch_size = 0  # while capturing
         self._clones: dict[tuple[int, int], GraphState[MetadataT, Any]] = {}
+        self._mixed_clones: dict[tuple[int, int], GraphState[MetadataT, Any]] = {}
 
     def begin_forward(self, metadata: MetadataT) -> AttentionStep[MetadataT]:
         """Plan one group's step. Called once a step and group, before its layers run; the only place that plans.
@@ -75,7 +77,7 @@ class AttentionState(ABC, Generic[MetadataT]):
         try:
             yield
         finally:
-            self._max_batch_size, self._clones = 0, {}
+            self._max_batch_size, self._clones, self._mixed_clones = 0, {}, {}
 
     def hold_graph_buffers(self, max_batch_size: int, inputs: GraphTensors | None = None) -> None:
         """What `graph_capture` does, for an engine whose captures no `with` surrounds: sizes get their clones whenever
@@ -84,7 +86,7 @@ class AttentionState(ABC, Generic[MetadataT]):
             self._no_graphs()
         check_capture_size(max_batch_size, 1, self.limits)
         self.hold_inputs(max_batch_size, inputs)
-        self._max_batch_size, self._clones = max_batch_size, {}
+        self._max_batch_size, self._clones, self._mixed_clones = max_batch_size, {}, {}
 
     @property
     def graph_sizes(self) -> frozenset[tuple[int, int]]:
@@ -100,6 +102,9 @@ class AttentionState(ABC, Generic[MetadataT]):
         """
         if not metadata.for_graph:
             return self.begin_forward(metadata)
+        if metadata.is_mixed:
+            size = metadata.num_decodes, metadata.num_tokens
+            return (self._mixed_clones.get(size) or self.mixed_graph_clone(*size)).begin_forward(metadata)
         size = metadata.num_decodes, metadata.num_tokens // metadata.num_decodes
         clone = self._clones.get(size) or self.graph_clone(*size)
         return clone.begin_forward(metadata)
@@ -112,11 +117,30 @@ class AttentionState(ABC, Generic[MetadataT]):
         clone = self._clones.get((num_rows, query_len))
         return None if clone is None else clone.replan_in_place()
 
+    def replanned_mixed(self, num_rows: int, num_tokens: int) -> Mapping[int, AttentionStep[MetadataT]] | None:
+        """The same of a graph of mixed batches."""
+        clone = self._mixed_clones.get((num_rows, num_tokens))
+        return None if clone is None else clone.replan_in_place()
+
     def graph_clone(self, batch_size: int, query_len: int = 1) -> AttentionState[MetadataT]:
         """The state that one captured size keeps: `batch_size` rows of `query_len` tokens each."""
         graph_cls = self.graph_cls or self._no_graphs()
         check_capture_size(batch_size, query_len, self.limits, self._max_batch_size)
         clone = self._clones[batch_size, query_len] = graph_cls(self, batch_size, query_len)
+        return clone
+
+    def mixed_graph_clone(self, num_rows: int, num_tokens: int) -> AttentionState[MetadataT]:
+        """The state that a graph of mixed batches keeps, which serves any query lengths: decodes, verified tokens,
+        chunks and prompts in any order, rows without tokens, and tokens behind all rows.
+
+        Raises:
+            Unsupported: the backend has no such graphs, as it declares less than `CudaGraphSupport.ALWAYS`.
+        """
+        if self.graph_cls is None or not self.has_mixed_graphs:
+            self._no_graphs("of mixed batches", "graphs of rows of equal query lengths, or none")
+        check_capture_size(num_rows, 1, self.limits, self._max_batch_size)
+        check_capture_size(1, num_tokens, self.limits)
+        clone = self._mixed_clones[num_rows, num_tokens] = self.graph_cls(self, num_rows, 0, num_tokens)
         return clone
 
     def graph_capture_get_metadata_for_batch(
@@ -144,10 +168,10 @@ class AttentionState(ABC, Generic[MetadataT]):
         """The tensors of `hold_inputs`. A backend whose kernels read more of a batch overrides it."""
         return GraphInputs(self.cache, self.limits, self.device, max_batch_size, shared)
 
-    def _no_graphs(self) -> NoReturn:
+    def _no_graphs(self, of: str = "", supported: str = "eager only") -> NoReturn:
+        asked = f"graph capture {of}".rstrip()
         raise Unsupported(
-            self.backend_name,
-            [Rejection("cuda_graph", "graph capture", "eager only", "Run eager: set graphs to none.")],
+            self.backend_name, [Rejection("cuda_graph", asked, supported, "Run eager: set graphs to none.")]
         )
 
 
@@ -160,15 +184,18 @@ class GraphState(AttentionState[MetadataT], Generic[MetadataT, StepT]):
     Args:
         parent: the state of eager steps.
         num_rows, query_len: the size, padding included.
+        num_tokens: of a graph of mixed batches, whose `query_len` is 0; rows have as many in all, or fewer.
     """
 
-    def __init__(self, parent: AttentionState[MetadataT], num_rows: int, query_len: int) -> None:
+    def __init__(
+        self, parent: AttentionState[MetadataT], num_rows: int, query_len: int, num_tokens: int = 0
+    ) -> None:  # fmt: skip
         super().__init__(parent.groups, parent.cache, parent.limits, parent.device, options=parent.options)
         self.backend_name = parent.backend_name
         self.inputs = parent.inputs
         self.num_rows = num_rows
         self.query_len = query_len
-        self.num_tokens = num_rows * query_len
+        self.num_tokens = num_tokens or num_rows * query_len
         self.steps: dict[int, StepT] = {}  # by group index
 
     def begin_forward(self, metadata: MetadataT) -> StepT:
@@ -177,12 +204,13 @@ class GraphState(AttentionState[MetadataT], Generic[MetadataT, StepT]):
         Raises:
             ValueError: the metadata is of another size, or not of a graph's form.
         """
-        given = (metadata.num_decodes, metadata.num_tokens)
-        if not metadata.for_graph or given != (self.num_rows, self.num_tokens):
+        given = (metadata.num_decodes, metadata.num_tokens, metadata.is_mixed)
+        if not metadata.for_graph or given != (self.num_rows, self.num_tokens, not self.query_len):
+            of_rows = f"rows of {self.query_len}" if self.query_len else f"mixed rows of {self.num_tokens}"
             raise ValueError(
-                f"this graph was captured for {self.num_rows} rows of {self.query_len} tokens, and the metadata has "
+                f"this graph was captured for {self.num_rows} {of_rows} tokens, and the metadata has "
                 f"{metadata.num_tokens} tokens of {metadata.num_decodes + metadata.num_prefills} rows: pad the batch "
-                "to the captured size, and build it with for_graph=True"
+                f"to the captured size, and build it with for_graph=True{'' if self.query_len else ', is_mixed=True'}"
             )
         self.prepare_graph_input_buffers(self.get_graph_input_buffers(metadata), metadata)
         return self.replan(metadata)

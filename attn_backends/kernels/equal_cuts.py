@@ -51,6 +51,7 @@ class CutNumbers(NamedTuple):
     num_programs: int
     window_left: int
     chunk: int
+    most_tokens: int
     num_counters: int
     BLOCK_N: int
     MIN_BLOCKS: int
@@ -82,18 +83,18 @@ def num_programs(num_rows: int, max_cuts: int) -> int:
 @operator(("work_items", "more_items", "counters"))
 def cut_work(
     seq_lens: torch.Tensor, query_start_loc: torch.Tensor, work_items: torch.Tensor, more_items: torch.Tensor,
-    counters: torch.Tensor, sizes: SplitSizes, filling: Filling,
+    counters: torch.Tensor, sizes: SplitSizes, filling: Filling, most_tokens: int,
 ) -> None:  # fmt: skip
     """List the work items for lengths [num_rows] and query starts [num_rows + 1], i32, in one launch."""
-    _launch_cut(CutTensors(seq_lens, query_start_loc, work_items, more_items, counters), sizes, filling)
+    _launch_cut(CutTensors(seq_lens, query_start_loc, work_items, more_items, counters), sizes, filling, most_tokens)
 
 
-def _launch_cut(tensors: CutTensors, sizes: SplitSizes, filling: Filling) -> tuple[Any, tuple[int, ...]]:
+def _launch_cut(tensors: CutTensors, sizes: SplitSizes, filling: Filling, most: int) -> tuple[Any, tuple[int, ...]]:
     """Returns the compiled kernel and its grid, and its arguments behind the first two tensors."""
     numbers = CutNumbers(
         num_rows=sizes.num_rows, max_cuts=sizes.target, **filling._asdict(),
         num_programs=num_programs(sizes.num_rows, sizes.target), window_left=sizes.window_left, chunk=sizes.chunk,
-        num_counters=len(tensors.counters), BLOCK_N=sizes.block_n, MIN_BLOCKS=sizes.min_blocks,
+        most_tokens=most, num_counters=len(tensors.counters), BLOCK_N=sizes.block_n, MIN_BLOCKS=sizes.min_blocks,
         MAX_ROWS=triton.next_power_of_2(sizes.num_rows), BLOCK_ITEMS=ITEMS_PER_PROGRAM,
     )  # fmt: skip
     grid = (-(-(sizes.num_rows + sizes.target) // ITEMS_PER_PROGRAM), 1, 1)
@@ -107,21 +108,22 @@ class CutList(WorkList):
     Args:
         sizes: `target` is how many cuts there are at most, and `min_blocks` what one has at least.
         counters: as `WorkList` has them.
+        most_tokens: as `cut_kernel` has them.
     """
 
-    def __init__(self, sizes: SplitSizes, filling: Filling, counters: torch.Tensor) -> None:
-        self._filling = filling
+    def __init__(self, sizes: SplitSizes, filling: Filling, counters: torch.Tensor, most_tokens: int) -> None:
+        self._filling, self._most_tokens = filling, most_tokens
         self.num_programs = num_programs(sizes.num_rows, sizes.target)
         super().__init__(counters.new_empty(self.num_programs + sizes.num_rows + sizes.target, 8), sizes, counters)
         self.more_items = counters.new_empty(self.num_programs, 2)
 
     def _list(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
         tensors = CutTensors(seq_lens, query_start_loc, self.work_items, self.more_items, self.counters)
-        cut_work(*tensors, self._sizes, self._filling)
+        cut_work(*tensors, self._sizes, self._filling, self._most_tokens)
 
     def _launch(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
         tensors = CutTensors(seq_lens, query_start_loc, self.work_items, self.more_items, self.counters)
-        return _launch_cut(tensors, self._sizes, self._filling)
+        return _launch_cut(tensors, self._sizes, self._filling, self._most_tokens)
 
 
 _VARY = [name for name in CutNumbers._fields if name.islower()]
@@ -144,21 +146,21 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     num_programs,  # of the launch, see the function `num_programs`
     window_left,  # positions before its own that a query sees
     chunk,  # positions in a chunk; a query sees its own chunk alone
+    most_tokens,  # rows of more query tokens are left alone, and those without any
     num_counters,
     BLOCK_N: tl.constexpr,  # keys of a block
     MIN_BLOCKS: tl.constexpr,  # blocks of a cut at least
     MAX_ROWS: tl.constexpr,  # a power of two, at least num_rows
     BLOCK_ITEMS: tl.constexpr,  # work items, and cuts, of a program
 ):
-    """List what each cut has of each row.
-
-    A program's first item lies at its own number, so that it finds it without looking; its row is -1 where there is
-    none. All others lie behind these. There are `num_rows + max_cuts` at most, of which `max_split_items` are splits.
-    """
+    """List what each cut has of each row. A program's first item lies at its own number, so that it finds it without
+    looking; its row is -1 where there is none. All others lie behind these. There are `num_rows + max_cuts` at most, of
+    which `max_split_items` are splits."""
     clear_counters(counters, num_counters)
     rows = tl.arange(0, MAX_ROWS)
     exists = rows < num_rows
     lens, starts, query_lens = load_rows(seq_lens, query_start_loc, rows, exists)
+    exists &= (query_lens > 0) & (query_lens <= most_tokens)
     first = first_key(lens - query_lens, window_left, chunk) // BLOCK_N
     blocks = tl.where(exists, tl.maximum((lens + BLOCK_N - 1) // BLOCK_N - first, 0), 0)
     ends, num_blocks, num_cuts, first_cut, num_splits, is_apart = _cut(
@@ -233,16 +235,14 @@ def _cut(  # type: ignore[no-untyped-def]
     (see `_are_faster_apart`); where there is little to do, and programs to spare, parts may be up to twice as long as
     the shortest, unless those all run side by side.
 
-    Returns:
-        each row's end, all blocks, the number of cuts, each row's first cut, how many it is in, and whether rows are
-        apart.
-    """
+    Returns each row's end, all blocks, the number of cuts, each row's first cut, how many it is in, and whether rows
+    are apart."""
     widths = tl.where(exists, tl.maximum(blocks + ROW_KEYS // BLOCK_N, 1), 0)
     ends, num_blocks = tl.cumsum(widths, 0), tl.sum(widths, 0)
     are_few = (num_blocks < max_cuts * long_cut) & (tl.sum((blocks > 0).to(tl.int32), 0) < max_cuts)
     most = tl.where(are_few, few_cuts, max_cuts)
     num_cuts = tl.maximum(tl.minimum(most, num_blocks // MIN_BLOCKS), 1)
-    size = num_blocks // num_cuts
+    size = tl.maximum(num_blocks // num_cuts, 1)  # where no row exists
     least: tl.constexpr = LEAST_KEYS // BLOCK_N if LEAST_KEYS > MIN_BLOCKS * BLOCK_N else MIN_BLOCKS
     shortest = tl.where(exists, (tl.maximum(blocks, 1) + least - 1) // least, 0)
     of_few = tl.where(tl.sum(shortest, 0) * heads <= num_sms * resident, least, tl.maximum(2 * MIN_BLOCKS - 1, least))

@@ -120,7 +120,7 @@ class Adapter:
         named = {layer.layer_name: layer for layer in self.layers}
         layout = SimpleNamespace(name="LBNHC")
         config = SimpleNamespace(
-            compilation_config=SimpleNamespace(static_forward_context=named),
+            compilation_config=SimpleNamespace(static_forward_context=named, cudagraph_mode=None),
             cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: layout),
             scheduler_config=SimpleNamespace(
                 max_num_seqs=most_rows, max_num_batched_tokens=8192, async_scheduling=True

@@ -97,6 +97,21 @@ def test_a_graphs_batch_keeps_its_padding(query_len: int) -> None:
     assert without.num_new_kv == 0
 
 
+def test_a_mixed_graphs_batch_keeps_its_rows() -> None:
+    """Those without tokens too, wherever they stand, and the slots of tokens behind all rows."""
+    starts = torch.tensor([0, 0, 7, 7, 8], dtype=torch.int32)
+    lens = torch.tensor([3, 9, 0, 5], dtype=torch.int32)
+    table, slots = torch.zeros(4, 3, dtype=torch.int32), torch.full((20,), -1)
+    given = (PAGE_SIZE, starts, starts, lens, None, table, slots)
+    made = CommonAttentionMetadata.from_tensors(*given, num_tokens=12, for_graph=True, is_mixed=True)
+    assert (made.num_reqs, made.num_tokens, made.num_actual_tokens, made.num_new_kv) == (4, 12, 8, 8)
+    assert made.query_start_loc is starts
+    assert made.query_lens_cpu.tolist() == [0, 7, 0, 1]
+    assert (made.max_query_len, len(made.slot_mapping)) == (7, 12)
+    eager = CommonAttentionMetadata.from_tensors(*given, num_tokens=12, is_mixed=True)
+    assert (eager.num_reqs, eager.is_mixed) == (2, False)
+
+
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("page_table has shape", {"page_table": torch.zeros(9, 3, dtype=torch.int32)}),
     ("in torch.int64", {"seq_lens": torch.zeros(2, dtype=torch.int64)}),

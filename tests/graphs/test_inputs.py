@@ -60,6 +60,25 @@ def test_a_size_of_more_tokens_than_were_given_is_refused() -> None:
         inputs.of(4, 8)
 
 
+def test_query_starts_are_read_where_they_are() -> None:
+    """For graphs of mixed batches; where an engine gives none they are copied."""
+    table = step_table(LIMITS, CACHE, CPU).side.buffers
+    inputs, own = (GraphInputs(CACHE, LIMITS, CPU, 3, shared) for shared in (table, None))
+    assert "query_start_loc" not in inputs.of(3, 8)
+    read, held = (each.of(2, 8, is_mixed=True)["query_start_loc"] for each in (inputs, own))
+    assert read.data_ptr() == table.query_start_loc.data_ptr()
+    inputs.fill_starts(read, table.query_start_loc[:3])
+    starts = torch.tensor([0, 3, 5], dtype=torch.int32)
+    own.fill_starts(held, starts)
+    assert own.query_start_loc.tolist() == [0, 3, 5, 0]
+    with pytest.raises(ValueError, match="its query_start_loc is another tensor"):
+        inputs.fill_starts(read, starts)
+    table.query_start_loc = table.query_start_loc[:3]
+    with pytest.raises(ValueError, match="has 3 numbers, and graphs of 3 rows need one more"):
+        GraphInputs(CACHE, LIMITS, CPU, 3, table).of(2, 8, is_mixed=True)
+    assert table.query_start_loc.tolist() == [0, 0, 0]
+
+
 def test_tensors_of_32_and_64_bits_are_filled_together() -> None:
     slots, lens = torch.zeros(3, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int32)
     fill_together([slots, lens[:, :1]], [torch.tensor([-1, 1 << 40, 7]), torch.tensor([[5], [6]], dtype=torch.int32)])

@@ -13,7 +13,7 @@ from attn_backends.batch.common import CommonAttentionMetadata, SequenceData, Se
 EXACT = {  # by value; tensors by dtype and shape too
     "page_size", "num_reqs", "num_actual_reqs", "num_tokens", "num_actual_tokens", "max_query_len", "max_seq_len",
     "query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu", "context_lens_cpu", "slot_mapping",
-    "num_new_kv", "new_kv_start_loc_cpu", "is_profile_run", "seq_lens_are_upper_bounds", "for_graph",
+    "num_new_kv", "new_kv_start_loc_cpu", "is_profile_run", "seq_lens_are_upper_bounds", "for_graph", "is_mixed",
     "multi_modal_placeholder_index_maps",  # empty here: tests/batch/test_placeholders.py has more
 }  # fmt: skip
 OTHERWISE = {

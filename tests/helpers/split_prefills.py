@@ -39,6 +39,6 @@ def splitting(
         pretend_multiprocessors(num_sms),
         mock.patch.object(splits, "LEAST_KEYS", least_keys),
         mock.patch.multiple(rules, **changes),
-        mock.patch.object(metadata, "faster_hopper_tile", lambda *_: None),
+        mock.patch.object(metadata, "faster_hopper_tile", return_value=None),
     ):
         yield

@@ -174,7 +174,7 @@ def test_others_are_refused_by_name_with_what_changed(later: None, written_for: 
 
 @pytest.mark.parametrize("nonsense", ["1.0", 1.0, (1,), (1, "0"), (True, 0), [1, 0]])
 def test_what_is_no_version_is_said(nonsense: Any) -> None:
-    with pytest.raises(TypeError, match=r"MINE: contract is .*; it must be a pair of numbers, such as \(1, 0\)"):
+    with pytest.raises(TypeError, match=r"MINE: contract is .*; it must be a pair of numbers, such as \(1, 1\)"):
         check_contract("MINE", nonsense)
 
 
@@ -184,10 +184,10 @@ def test_built_in_backends_are_up_to_date(entry: table.BackendEntry) -> None:
 
 
 MISMATCHES = [
-    ("Fake.contract = (2, 0)", "was written for contract 2.0, and this attn_backends has 1.0", "--upgrade"),
-    ("Fake.contract = (1, 7)", "was written for contract 1.7, and this attn_backends has 1.0", "--upgrade"),
+    ("Fake.contract = (2, 0)", "was written for contract 2.0, and this attn_backends has 1.1", "--upgrade"),
+    ("Fake.contract = (1, 7)", "was written for contract 1.7, and this attn_backends has 1.1", "--upgrade"),
     ("Fake.contract = (0, 4)", "What changed: 1.0: A backend's class declares `contract`", "a release of it"),
-    ("del Fake.contract", "does not say which version of attn_backends' contract", "contract = (1, 0)"),
+    ("del Fake.contract", "does not say which version of attn_backends' contract", "contract = (1, 1)"),
 ]
 
 

@@ -137,7 +137,7 @@ def test_which_of_several_tensors_is_not_aligned_matters() -> None:
          ["first_row", "num_rows", "section", "table_row", "max_items"]),
         ("kernels.prefill.split_kernels", "list_kernel",
          ["first_row", "num_rows", "max_items", "num_whole", "target", "num_kv_heads", "window_right", "window_left",
-          "chunk", "num_counters", "tile_tokens", "block_keys", "min_blocks"]),
+          "chunk", "others_tokens", "num_tokens", "num_counters", "tile_tokens", "block_keys", "min_blocks"]),
         ("backends.mla.triton_mla.decode_kernel", "mla_decode_kernel", ["table_row"]),
         ("backends.mla.triton_mla.decode_hopper_kernel", "mla_hopper_kernel", ["table_row"]),
         ("cache.kernels", "write_kv_kernel", ["k_scale", "v_scale"]),

@@ -12,13 +12,15 @@ from attn_backends.interface.capabilities import Rejection, Unsupported
 
 
 def batch_of(
-    theirs: Any, page_size: int, *, exact: bool = True, for_graph: bool = False, lens: torch.Tensor | None = None
-) -> CommonAttentionMetadata:
+    theirs: Any, page_size: int, *, exact: bool = True, for_graph: bool = False, is_mixed: bool = False,
+    lens: torch.Tensor | None = None,
+) -> CommonAttentionMetadata:  # fmt: skip
     """Our batch of vLLM's `CommonAttentionMetadata`.
 
     Args:
         exact: the lengths that vLLM has on the host are those on the device, and no upper bounds.
         for_graph: the batch has the padded shape of a graph.
+        is_mixed: of a graph of mixed batches.
         lens: [num_reqs] i32 on the host, exact: in the place of vLLM's.
     """
     rows, on_host = theirs.num_reqs, theirs.seq_lens.device.type == "cpu"
@@ -37,6 +39,7 @@ def batch_of(
         num_tokens=theirs.num_actual_tokens,  # padding included, where vLLM runs a full graph
         exact=has_exact,
         for_graph=for_graph,
+        is_mixed=is_mixed,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
 from attn_backends.adapters.vllm.batch import batch_of, check_batch
-from attn_backends.adapters.vllm.graphs import CapturedGraphs
+from attn_backends.adapters.vllm.graphs import CapturedGraphs, are_mixed
 from attn_backends.adapters.vllm.reasons import options_from, unserved
 from attn_backends.adapters.vllm.versions import layout_of
 from attn_backends.batch.common import CommonAttentionMetadata
@@ -104,8 +104,9 @@ class ServedBuilder(AttentionMetadataBuilder[ServedMetadata]):  # type: ignore[m
         return self._serve(common_attn_metadata, True, False)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> ServedMetadata:
-        self._check_graph(batch_of(common_attn_metadata, self.plans.cache.page_size, for_graph=True))
-        self.graphs.capture(common_attn_metadata)
+        is_mixed = are_mixed(self.vllm_config.compilation_config)
+        self._check_graph(batch_of(common_attn_metadata, self.plans.cache.page_size, for_graph=True, is_mixed=is_mixed))
+        self.graphs.capture(common_attn_metadata, is_mixed)
         return self._plan(common_attn_metadata, True, False, self.exact)
 
     def _check_graph(self, common: CommonAttentionMetadata) -> None:
@@ -123,16 +124,19 @@ class ServedBuilder(AttentionMetadataBuilder[ServedMetadata]):  # type: ignore[m
         size = self.graphs.size_of(theirs)
         if size is not None:
             self.plans.state.move_to_current_stream()  # captures have a stream of their own
-            steps = self.plans.replanned(*size)
+            replanned = self.plans.replanned_mixed if self.graphs.are_mixed else self.plans.replanned
+            steps = replanned(*size)
             if steps is not None:
                 return ServedMetadata(theirs.num_actual_tokens, steps, num_prefills=theirs.num_reqs)
         return self._plan(theirs, size is not None, fast_build, exact)
 
     def _plan(self, theirs: Any, for_graph: bool, fast_build: bool, exact: bool) -> ServedMetadata:
         plans, page_size = self.plans, self.plans.cache.page_size
-        common = batch_of(theirs, page_size, exact=exact, for_graph=for_graph)
+        is_mixed = for_graph and self.graphs.are_mixed
+        common = batch_of(theirs, page_size, exact=exact, for_graph=for_graph, is_mixed=is_mixed)
         if common.seq_lens_are_upper_bounds and plans.needs_lengths_of(common):  # waits for the device
-            common = batch_of(theirs, page_size, for_graph=for_graph, lens=theirs.seq_lens[: theirs.num_reqs].cpu())
+            lens = theirs.seq_lens[: theirs.num_reqs].cpu()
+            common = batch_of(theirs, page_size, for_graph=for_graph, is_mixed=is_mixed, lens=lens)
         plans.state.move_to_current_stream()
         steps = plans.plan(common, fast_build=fast_build)
         return ServedMetadata(common.num_tokens, steps, num_prefills=theirs.num_reqs)

@@ -13,7 +13,7 @@ from attn_backends.adapters.vllm.plugin import PREFIX, is_mla
 from attn_backends.interface.contract import check_contract
 from attn_backends.registry import get_entry
 
-check_contract("the vLLM adapter", (1, 0))
+check_contract("the vLLM adapter", (1, 1))
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,7 @@ from attn_backends.spec import AttentionSpec, KVCacheSpec
 class FlashAttnBackend(AttentionBackend):
     """Decode, prefill and mixed batches by FlashAttention, whose lengths and page tables are on the device."""
 
-    contract = (1, 0)
+    contract = (1, 1)
     name = "FLASH_ATTN"
     impl_cls = FlashAttnImpl
     metadata_cls = FlashAttnMetadata

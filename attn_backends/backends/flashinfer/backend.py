@@ -19,7 +19,7 @@ FP8_NAMES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e
 class FlashInferBackend(AttentionBackend):
     """Decode, paged and ragged prefill by FlashInfer's wrappers."""
 
-    contract = (1, 0)
+    contract = (1, 1)
     name = "FLASHINFER"
     impl_cls = FlashInferImpl
     metadata_cls = FlashInferMetadata

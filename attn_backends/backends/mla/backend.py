@@ -32,7 +32,7 @@ OF_512_AND_64 = latent_capabilities(
 class MLABackend(AttentionBackend):
     """A subclass gives its name, impl, state and `latent_capabilities(…)`."""
 
-    contract = (1, 0)
+    contract = (1, 1)
     metadata_cls = MLAMetadata
     builder_cls = MLAMetadataBuilder
 

@@ -17,7 +17,7 @@ _FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16
 class TorchBackend(AttentionBackend):
     """Attention by `scaled_dot_product_attention`, or by hand where that cannot say it (soft cap, sinks, LSE)."""
 
-    contract = (1, 0)
+    contract = (1, 1)
     name = "TORCH"
     impl_cls = TorchImpl
     metadata_cls = TorchMetadata

@@ -19,7 +19,7 @@ _WIDEST_FLOAT32 = 128
 class TritonBackend(AttentionBackend):
     """Kernels of our own: split-KV decode, paged prefill. With TRITON_INTERPRET=1 they run on a CPU too, slowly."""
 
-    contract = (1, 0)
+    contract = (1, 1)
     name = "TRITON"
     impl_cls = TritonImpl
     metadata_cls = TritonMetadata
@@ -43,7 +43,7 @@ class TritonBackend(AttentionBackend):
             non_causal=True,
             unequal_head_dims=True,
             lse=True,
-            cuda_graph=CudaGraphSupport.UNIFORM_BATCH,
+            cuda_graph=CudaGraphSupport.ALWAYS,
             min_compute_capability=(8, 0),
         )
 

@@ -45,7 +45,7 @@ class TritonImpl(AttentionImpl[TritonStep]):
         lse: torch.Tensor | None,
     ) -> None:
         metadata = step.metadata
-        decoded_pages = metadata.page_table if metadata.num_decode_rows else None
+        decoded_pages = None if step.schedule is None else metadata.page_table
         has_prefills = metadata.num_decode_rows < metadata.num_rows
         pdl = self._kernels.pdl  # of decode
         if kv_cache is not None and key is not None and value is not None:
@@ -58,7 +58,7 @@ class TritonImpl(AttentionImpl[TritonStep]):
         if has_prefills:
             pdl = max(pdl, self._prefill(query, (keys, values), (key, value), output, lse, step))
         if decoded_pages is not None:
-            assert step.schedule is not None  # as there are rows to decode
+            assert step.schedule is not None  # or there were no pages
             workspace = (step.workspace.partial_acc, step.workspace.partial_ml, step.workspace.counters)
             self._kernels.decode(query, keys, values, output, lse, decoded_pages, step.schedule, workspace, pdl)
 

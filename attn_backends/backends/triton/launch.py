@@ -96,7 +96,7 @@ class Schedule:
 
     Args:
         num_rows: of the batch, padding included.
-        query_len: most query tokens of a row.
+        query_len: most query tokens of a row; longer ones are served by another launch.
         num_sms: multiprocessors, which work items are to fill.
         counters: [num_counters] i32 or more, of the workspace that its launches use.
     """
@@ -112,7 +112,7 @@ class Schedule:
         _, window_left, chunk = visible_range(spec)
         sizes = SplitSizes(num_rows, max_cuts, window_left, chunk, tile.keys, min_blocks)
         counted = counters[: self.plan.num_counters(spec, tile, num_sms)]
-        self.work_list = CutList(sizes, self.plan.filling(spec, tile, num_sms), counted)
+        self.work_list = CutList(sizes, self.plan.filling(spec, tile, num_sms), counted, query_len)
         self.num_programs, self.more_items = self.work_list.num_programs, self.work_list.more_items
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
+from attn_backends.backends.triton.launches import NO_PREFILL, Launches, Lens, mixed_launches
 from attn_backends.backends.triton.rules import (
     are_faster_together,
     can_upcast,
@@ -27,7 +27,6 @@ from attn_backends.backends.triton.upcasting import UpcastRows, is_faster_upcast
 from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
-from attn_backends.batch.page_table import IntArray
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
 from attn_backends.kernels.prefill.launch import hopper_tile, suits_hopper_kernel
 from attn_backends.kernels.prefill.splits import PrefillSplits
@@ -42,9 +41,9 @@ class TritonMetadata(AttentionMetadata):
     """One step's tensors, all on the device, and what launches need to know of them."""
 
     num_rows: int  # R, padding included
-    num_decode_rows: int  # those that the decode kernel serves: if it serves all, padding too
+    num_decode_rows: int  # those in front that the decode kernel serves: if it serves all, padding too
     num_decode_row_tokens: int  # their query tokens
-    max_decode_len: int  # most query tokens of a decode row
+    max_decode_len: int  # most query tokens of a decode row; if `is_mixed` of any row that the decode kernel serves
     max_seq_len: int  # or an upper bound of it
     num_upcast_keys: int  # to make 16 bits for rows behind the decodes, or an upper bound; 0: none, which is faster
     upcast_rows: tuple[UpcastRows, ...]  # those rows in turn, where there is no room for all of their keys
@@ -90,41 +89,6 @@ class TritonMetadata(AttentionMetadata):
         }
 
 
-class _Lens(NamedTuple):
-    """A step's rows without padding, as the host knows them."""
-
-    query_lens: IntArray
-    seq_lens: IntArray  # or upper bounds
-
-    @staticmethod
-    def of(common: CommonAttentionMetadata) -> _Lens:
-        count = common.num_actual_reqs
-        return _Lens(common.query_lens_cpu.numpy()[:count], common.seq_lens_cpu.numpy()[:count])
-
-    def rows_from(self, first: int) -> _Lens:
-        """Rows from `first` on."""
-        return _Lens(self.query_lens[first:], self.seq_lens[first:])
-
-    def longest(self, max_model_len: int) -> _Lens:
-        """The longest that can be, for a graph, whose launches do not depend on lengths."""
-        return self._replace(seq_lens=np.full_like(self.seq_lens, max_model_len))
-
-
-class _Launches(NamedTuple):
-    """Which rows the decode kernel serves, and how prefill's serves the others."""
-
-    num_decodes: int  # rows that count as such, whatever serves them
-    num_decode_rows: int
-    max_decode_len: int
-    prefill: dict[str, Any]  # fields of TritonMetadata
-
-
-_NO_PREFILL: dict[str, Any] = {
-    "num_upcast_keys": 0, "upcast_rows": (), "prefill_share": None, "prefill_splits": None, "short_tile": None,
-    "hopper_tile": None, "prefills_are_prompts": False,
-}  # fmt: skip
-
-
 class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     """Names tensors that the batch has already, and makes none. Lengths on the host may be upper bounds."""
 
@@ -163,20 +127,22 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         if common.for_graph:
             if not self.can_run_in_cudagraph(common):
                 raise ValueError(
-                    f"graphs of TRITON serve attention over cached keys, of up to {DECODE_TOKENS} query tokens a row: "
-                    "run this batch eager"
+                    f"graphs of TRITON serve attention over cached keys, of up to {DECODE_TOKENS} query tokens a row "
+                    "but in those of mixed batches: run this batch eager"
                 )
-            slots = common.slot_mapping
-            return TritonMetadata.of_graph(self.group.index, slots, common.num_reqs, common.num_tokens, **own)
+            given = self.group.index, common.slot_mapping, common.num_reqs, common.num_tokens
+            return TritonMetadata.of_graph(*given, is_mixed=common.is_mixed, **own)
         all_decode = num_decodes == common.num_actual_reqs
         tokens = common.num_actual_tokens if all_decode else int(common.query_start_loc_cpu[num_decodes])
         return TritonMetadata.of_batch(common, self.group.index, num_decodes, num_decode_tokens=tokens, **own)
 
-    def _launches(self, common: CommonAttentionMetadata, use_cache: bool) -> _Launches:
+    def _launches(self, common: CommonAttentionMetadata, use_cache: bool) -> Launches:
+        if common.is_mixed:
+            return mixed_launches(self.group.spec, self.cache, self.options, self.device, common.num_tokens)
         num_decodes, num_decode_rows, max_decode_len = self._decodes(common) if use_cache else (0, 0, 0)
         if num_decode_rows >= common.num_actual_reqs:
-            return _Launches(num_decodes, num_decode_rows, max_decode_len, _NO_PREFILL)
-        lens = _Lens.of(common)
+            return Launches(num_decodes, num_decode_rows, max_decode_len, NO_PREFILL)
+        lens = Lens.of(common)
         bounds = lens.longest(self.limits.max_model_len) if common.for_graph else lens
         num_upcast_keys, upcast_rows = self._keys_to_upcast(common, lens, num_decode_rows) if use_cache else (0, ())
         tile = None if num_upcast_keys else self._short_tile(common, bounds, num_decode_rows)
@@ -205,16 +171,16 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             "hopper_tile": other_tile,
             "prefills_are_prompts": are_prompts,
         }
-        return _Launches(num_decodes, num_decode_rows, max_decode_len, prefill)
+        return Launches(num_decodes, num_decode_rows, max_decode_len, prefill)
 
     def reorder_batch(self, batch: SwappableRows, query_lens: Sequence[int]) -> bool:
         """Decodes first: their keys are split."""
         return reorder_batch_to_split_decodes_and_prefills(batch, query_lens, self.decode_threshold)
 
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Attention over cached keys, of rows whose keys can be split."""
+        """Attention over cached keys, of rows of any lengths or of equal ones whose keys can be split."""
         common = common_attn_metadata
-        return self.reads_cached_keys(common) and common.max_query_len <= DECODE_TOKENS
+        return self.reads_cached_keys(common) and (common.is_mixed or common.max_query_len <= DECODE_TOKENS)
 
     @cached_property
     def _upcast_bytes(self) -> int:
@@ -223,7 +189,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         return options.upcast_bytes if can_upcast(self.group.spec, options, self.device) else 0
 
     def _keys_to_upcast(
-        self, common: CommonAttentionMetadata, lens: _Lens, first: int
+        self, common: CommonAttentionMetadata, lens: Lens, first: int
     ) -> tuple[int, tuple[UpcastRows, ...]]:
         """All keys of rows from `first` on, if that saves time, and rows in turn where they do not fit; else 0, as in
         graphs, which have no room for them."""
@@ -252,13 +218,13 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             return False
         return splits.is_of_all and splits.tile == hopper_tile(self.group.spec)
 
-    def _prefill_share(self, lens: _Lens, num_decodes: int) -> float | None:
+    def _prefill_share(self, lens: Lens, num_decodes: int) -> float | None:
         if not (num_decodes and self._can_run_beside):
             return None
         return prefill_share(self.group.spec, *lens, num_decodes)
 
     def _prefill_splits(
-        self, common: CommonAttentionMetadata, bounds: _Lens, num_decodes: int, is_paged: bool, is_upcast: bool
+        self, common: CommonAttentionMetadata, bounds: Lens, num_decodes: int, is_paged: bool, is_upcast: bool
     ) -> PrefillSplits | None:
         spec = self.group.spec
         tile = split_tile(spec, self.cache, self.options, self.device, is_paged=is_paged, is_upcast=is_upcast)
@@ -268,14 +234,14 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     def _short_tiles(self) -> tuple[PrefillTile, ...]:
         return short_tiles(self.group.spec, self.cache, self.options, self.device)
 
-    def _short_tile(self, common: CommonAttentionMetadata, bounds: _Lens, num_decodes: int) -> PrefillTile | None:
+    def _short_tile(self, common: CommonAttentionMetadata, bounds: Lens, num_decodes: int) -> PrefillTile | None:
         """The portable kernel's tile where it serves all rows."""
         if not self._short_tiles:
             return None
         has_decodes = int(common.query_start_loc_cpu[num_decodes]) < _MANY_TOKENS * num_decodes
         return short_tile(self.group.spec, self._short_tiles, *bounds, self.device, has_decodes)
 
-    def _hopper_tile(self, common: CommonAttentionMetadata, lens: _Lens, num_decodes: int) -> HopperTile | None:
+    def _hopper_tile(self, common: CommonAttentionMetadata, lens: Lens, num_decodes: int) -> HopperTile | None:
         """The tile of whole prefills by the kernel for Hopper, where it is not the usual one."""
         given = self.group.spec, *lens.rows_from(num_decodes), self.device
         return faster_hopper_tile(*given) if self._can_run_beside and not common.for_graph else None

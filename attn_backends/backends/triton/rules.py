@@ -243,6 +243,14 @@ def _reads_alike(spec: AttentionSpec, load: TileLoad, max_seq_len: int, num_prog
     return has_few or heads_in_l2(spec, max_seq_len, spec.dtype.itemsize) >= spec.num_kv_heads
 
 
+def mixed_splits(
+    spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None, device: torch.device
+) -> PrefillSplits:  # fmt: skip
+    """How a graph of mixed batches splits rows that are not decoded: for as many programs as a GPU works on."""
+    tile = split_tile(spec, cache, options, device, is_paged=True, is_upcast=False)
+    return PrefillSplits(tile.num_programs(num_multiprocessors(device)), tile)
+
+
 def are_faster_together(
     spec: AttentionSpec, splits: PrefillSplits, together: PrefillSplits | None, query_lens: IntArray,
     seq_lens: IntArray, num_decodes: int, device: torch.device,

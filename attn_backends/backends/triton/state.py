@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
 import torch
 
 from attn_backends.backends.triton.launch import Schedule, SplitPlan
+from attn_backends.backends.triton.launches import NO_PREFILL, Launches, mixed_launches
 from attn_backends.backends.triton.metadata import TritonMetadata
 from attn_backends.backends.triton.rules import (
     can_upcast,
@@ -23,7 +24,14 @@ from attn_backends.backends.triton.rules import (
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile
 from attn_backends.backends.triton.upcasting import Span, section_spans
 from attn_backends.backends.triton.variants import variants
-from attn_backends.backends.triton.workspace import DECODE_TOKENS, Workspace, decode_need, largest_need
+from attn_backends.backends.triton.workspace import (
+    DECODE_TOKENS,
+    LaunchNeed,
+    Workspace,
+    decode_need,
+    largest_need,
+    prefill_need,
+)
 from attn_backends.graphs.inputs import GraphTensors
 from attn_backends.graphs.recorder import CudaRecorder, without_python
 from attn_backends.interface import AttentionState, AttentionStep, GraphState
@@ -31,7 +39,6 @@ from attn_backends.kernels.launch import machine_of, num_multiprocessors, shared
 from attn_backends.kernels.prefill.launch import num_prefill_tiles, visible_range
 from attn_backends.kernels.prefill.split_launch import TileList
 from attn_backends.kernels.prefill.splits import PrefillSplits
-from attn_backends.kernels.prefill.tiles import PrefillTile
 from attn_backends.kernels.streams import PerStream
 from attn_backends.kernels.tiles import block_dims
 from attn_backends.kernels.variants import Variant, compile_variants
@@ -52,10 +59,11 @@ class TritonStep(AttentionStep[TritonMetadata]):
 
 
 class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
-    """The state of one captured size: the tensors that all sizes share, and a schedule a group."""
+    """The state of one captured size: the tensors that all sizes share, and a schedule a group; of mixed batches a list
+    of tiles too."""
 
-    def __init__(self, parent: TritonState, num_rows: int, query_len: int) -> None:
-        super().__init__(parent, num_rows, query_len)
+    def __init__(self, parent: TritonState, num_rows: int, query_len: int, num_tokens: int = 0) -> None:
+        super().__init__(parent, num_rows, query_len, num_tokens)
         workspace = parent.graph_workspace
         assert self.inputs is not None  # both are held while graphs are captured
         assert workspace is not None
@@ -65,7 +73,10 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
                 "run longer rows eager"
             )
         self._inputs_of = {group.index: self.inputs.of_layers(group.spec) for group in self.groups}
-        self._tensors = {group: inputs.of(num_rows, self.num_tokens) for group, inputs in self._inputs_of.items()}
+        self._tensors = {
+            group: inputs.of(num_rows, self.num_tokens, is_mixed=not query_len)
+            for group, inputs in self._inputs_of.items()
+        }
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device) * query_len
         self.steps = {group.index: self._step(parent, group, starts, workspace) for group in self.groups}
         self._relist = {index: _relister(step, parent.recorder) for index, step in self.steps.items()}
@@ -75,8 +86,9 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
         return self.steps[metadata.group_index]
 
     def replan_in_place(self) -> dict[int, TritonStep] | None:
-        if any(inputs.shared is None for inputs in self._inputs_of.values()):
-            return None
+        for inputs in self._inputs_of.values():
+            if inputs.shared is None or (not self.query_len and inputs.shared_starts is None):
+                return None
         for again in self._relist.values():
             again()
         return self.steps
@@ -89,45 +101,46 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
             raise ValueError("this metadata reads no cache: run it eager, and build graphs' with for_graph=True")
         inputs = self._inputs_of[metadata.group_index]
         inputs.fill(buffers, metadata.slot_mapping, metadata.seq_lens, metadata.page_table)
+        if not self.query_len:
+            inputs.fill_starts(buffers["query_start_loc"], metadata.query_start_loc)
 
     def _step(
         self, parent: TritonState, group: PlanGroup[AttentionSpec], starts: torch.Tensor, workspace: Workspace
     ) -> TritonStep:
-        """All rows are decoded, or prefilled where that is faster for so many queries each."""
-        if self.query_len <= decode_tokens(group.spec, self.cache, self.options, self.device):
-            metadata = self._metadata(group.index, starts, self.num_rows)
+        """All rows are decoded, or prefilled where that is faster for so many queries each; or of any lengths."""
+        given = self.cache, self.options, self.device
+        if not self.query_len:
+            starts = self._tensors[group.index]["query_start_loc"]
+            metadata = self._metadata(group.index, starts, mixed_launches(group.spec, *given, self.num_tokens))
+            schedule = parent.make_schedule(group.index, self.num_rows, metadata.max_decode_len, workspace)
+            return TritonStep(metadata, schedule, workspace, parent.make_tile_list(metadata, workspace))
+        if self.query_len <= decode_tokens(group.spec, *given):
+            decodes = Launches(self.num_rows, self.num_rows, self.query_len, NO_PREFILL)
             schedule = parent.make_schedule(group.index, self.num_rows, self.query_len, workspace)
-            return TritonStep(metadata, schedule, workspace)
-        given, query_lens = (self.cache, self.options, self.device), np.full(self.num_rows, self.query_len, np.int32)
+            return TritonStep(self._metadata(group.index, starts, decodes), schedule, workspace)
+        query_lens = np.full(self.num_rows, self.query_len, np.int32)
         lens = query_lens, np.full_like(query_lens, self.limits.max_model_len)
         short, splits = short_tile(group.spec, short_tiles(group.spec, *given), *lens, self.device), None
         if short is None:
             tile = split_tile(group.spec, *given, is_paged=True, is_upcast=False)
             splits = prefill_splits(group.spec, tile, *lens, 0, self.device, for_graph=True)
-        metadata = self._metadata(group.index, starts, 0, splits, short)
+        prefill = {**NO_PREFILL, "prefill_splits": splits, "short_tile": short}
+        metadata = self._metadata(group.index, starts, Launches(0, 0, 0, prefill))
         return TritonStep(metadata, None, workspace, parent.make_tile_list(metadata, workspace))
 
-    def _metadata(
-        self, group_index: int, starts: torch.Tensor, num_decode_rows: int, splits: PrefillSplits | None = None,
-        short: PrefillTile | None = None,
-    ) -> TritonMetadata:  # fmt: skip
+    def _metadata(self, group_index: int, starts: torch.Tensor, launches: Launches) -> TritonMetadata:
         tensors = self._tensors[group_index]
         return TritonMetadata.of_graph(
             group_index,
             tensors["slot_mapping"],
             self.num_rows,
             self.num_tokens,
+            is_mixed=not self.query_len,
             num_rows=self.num_rows,
-            num_decode_rows=num_decode_rows,
-            num_decode_row_tokens=num_decode_rows * self.query_len,
-            max_decode_len=self.query_len if num_decode_rows else 0,
-            num_upcast_keys=0,
-            upcast_rows=(),
-            prefill_share=None,
-            prefill_splits=splits,
-            short_tile=short,
-            hopper_tile=None,
-            prefills_are_prompts=False,
+            num_decode_rows=launches.num_decode_rows,
+            num_decode_row_tokens=launches.num_decode_rows * self.query_len,
+            max_decode_len=launches.max_decode_len,
+            **launches.prefill,
             max_seq_len=self.limits.max_model_len,
             query_start_loc=starts,
             key_start_loc=starts,
@@ -139,15 +152,17 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
 def _relister(step: TritonStep, recorder: CudaRecorder | None) -> Callable[[], object]:
     """What lists a group's work anew, in place. Triton's launch of a kernel takes the host longer than a graph."""
     lens, starts, tiles = step.metadata.seq_lens, step.metadata.query_start_loc, step.workspace.tiles
-    listed = step.splits if step.schedule is None else step.schedule.work_list
+    lists = [None if step.schedule is None else step.schedule.work_list, step.splits]
 
     def again() -> torch.Tensor:
-        if listed is None:  # whole tiles of a prefill
+        if lists == [None, None]:  # whole tiles of a prefill
             return tiles.zero_()
-        listed.fill(lens, starts)
-        return listed.work_items
+        for each in lists:
+            if each is not None:
+                each.fill(lens, starts)
+        return lens
 
-    return without_python(again, [listed, lens, starts, tiles], recorder)
+    return without_python(again, [*lists, lens, starts, tiles], recorder)
 
 
 class TritonState(AttentionState[TritonMetadata]):
@@ -163,6 +178,7 @@ class TritonState(AttentionState[TritonMetadata]):
 
     backend_name = "TRITON"
     graph_cls = TritonGraphState
+    has_mixed_graphs = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -191,10 +207,12 @@ class TritonState(AttentionState[TritonMetadata]):
         return TritonStep(metadata, schedule, workspace, splits, sections)
 
     def make_tile_list(self, metadata: TritonMetadata, workspace: Workspace) -> TileList | None:
-        """A list for the tiles of rows behind the decodes, if the keys of some are split."""
+        """A list for the tiles of rows behind the decodes, if the keys of some are split; in a graph of mixed batches
+        for those of rows that are too long to be decoded."""
         num_tokens = metadata.num_row_tokens - metadata.num_decode_row_tokens
         span = Span(metadata.num_decode_rows, metadata.num_rows, num_tokens)
-        return self._tile_list(metadata.group_index, metadata.prefill_splits, span, workspace)
+        mixed = (metadata.max_decode_len, metadata.num_tokens) if metadata.is_mixed else ()
+        return self._tile_list(metadata.group_index, metadata.prefill_splits, span, workspace, *mixed)
 
     def _make_section_lists(self, metadata: TritonMetadata, workspace: Workspace) -> tuple[TileList | None, ...]:
         sections, num_tokens = metadata.upcast_rows, metadata.num_row_tokens - metadata.num_decode_row_tokens
@@ -202,14 +220,18 @@ class TritonState(AttentionState[TritonMetadata]):
         return tuple(self._tile_list(metadata.group_index, section.splits, span, workspace)
                      for section, span in zip(sections, of_sections, strict=True))  # fmt: skip
 
-    def _tile_list(self, group: int, splits: PrefillSplits | None, span: Span, workspace: Workspace) -> TileList | None:
+    def _tile_list(
+        self, group: int, splits: PrefillSplits | None, span: Span, workspace: Workspace, others_tokens: int = 0,
+        num_tokens: int = 0,
+    ) -> TileList | None:  # fmt: skip
         if splits is None:
             return None
-        spec, num_rows = self._specs[group], span.stop - span.first_row
-        num_tiles = num_prefill_tiles(span.num_tokens, num_rows, splits.tile.tokens)
+        spec, tile, num_rows = self._specs[group], splits.tile, span.stop - span.first_row
+        most_rows = min(num_rows, num_tokens // (others_tokens + 1)) + 1 if num_tokens else num_rows
+        num_tiles = num_prefill_tiles(span.num_tokens, most_rows, tile.tokens)
         where = workspace.partial_acc, workspace.partial_ml, workspace.tiles
         return TileList(splits, spec.num_kv_heads, visible_range(spec), span.first_row, num_rows, num_tiles,
-                        block_dims(spec)[1], where)  # fmt: skip
+                        block_dims(spec)[1], where, others_tokens, num_tokens)  # fmt: skip
 
     def make_schedule(self, group: int, num_rows: int, query_len: int, workspace: Workspace) -> Schedule:
         spec = self._specs[group]
@@ -234,11 +256,14 @@ class TritonState(AttentionState[TritonMetadata]):
 
     def hold_inputs(self, max_batch_size: int, shared: GraphTensors | None) -> None:
         super().hold_inputs(max_batch_size, shared)
-        self.graph_workspace = self.graph_workspace or self._make_workspace(upcast_bytes=0)
+        if self.graph_workspace is None:  # graphs of mixed batches have prefills, of however few tokens
+            least = [prefill_need(spec, self._num_sms) for spec in self._specs.values()]
+            self.graph_workspace = self._make_workspace(0, *least)
 
-    def _make_workspace(self, upcast_bytes: int) -> Workspace:
+    def _make_workspace(self, upcast_bytes: int, *needs: LaunchNeed) -> Workspace:
         specs = self._specs.values()
         need = largest_need(specs, self.cache, self.limits, self.options, self._num_sms, self._shared_memory)
+        need = reduce(LaunchNeed.or_more, needs, need)
         return Workspace.of(need, upcast_bytes, self.device)
 
     def _upcast_bytes(self) -> int:

@@ -30,6 +30,12 @@ def least_decode_tokens(spec: AttentionSpec) -> int:
     return max(1, min(DECODE_TOKENS, queries // spec.group_size))
 
 
+def mixed_decode_tokens(spec: AttentionSpec) -> int:
+    """Most query tokens of a row that the decode kernel serves in a graph of mixed batches: as many as one small tile
+    takes, since a row of one token there reads its keys as often as there are tiles."""
+    return max(1, min(DECODE_TOKENS, _DECODE_QUERIES // spec.group_size))
+
+
 class LaunchNeed(NamedTuple):
     """What one launch writes of a workspace, in elements."""
 

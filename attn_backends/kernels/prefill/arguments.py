@@ -225,6 +225,8 @@ class ListNumbers(NamedTuple):
     window_right: int
     window_left: int
     chunk: int
+    others_tokens: int  # of rows of no more query tokens, which another launch serves
+    num_tokens: int
     num_counters: int
     tile_tokens: int
     block_keys: int
@@ -234,6 +236,7 @@ class ListNumbers(NamedTuple):
 class ListConstants(NamedTuple):
     BLOCK_ROWS: int
     BLOCK_ITEMS: int
+    MIXED: int
 
 
 class JoinTensors(NamedTuple):

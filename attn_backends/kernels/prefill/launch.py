@@ -260,7 +260,11 @@ def _scales_of(spec: AttentionSpec, k_scale: float, v_scale: float) -> Scales:
 
 
 def _listed_for(tile: SplitTile, splits: TileList) -> TileList | None:
-    """A list of such tiles; one that was made for another kernel's is none."""
+    """A list of such tiles; one that was made for another kernel's is none, unless a launch without it has other rows
+    (ValueError)."""
+    if splits.tile != tile and splits.is_mixed:
+        raise ValueError("queries, keys and values do not lie in multiples of 16 bytes, as the kernel for Hopper reads "
+                         "them, for which graphs of mixed batches list tiles: align them, or run eager")  # fmt: skip
     return splits if splits.tile == tile else None
 
 

@@ -98,7 +98,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         head, tile = tile_of(tl.program_id(0), num_tiles, section, KV_HEADS)
         row, first_token, query_len, first = rows_of(tile, query_start_loc, first_row, num_rows, BLOCK_Q)
     if first < query_len:
-        seq_len = tl.load(seq_lens + row)
+        seq_len = tl.load(at_item + 4) if SPLIT else tl.load(seq_lens + row)  # a list has tokens behind all rows too
         lane = tl.arange(0, BLOCK_M)
         token = first + lane // GROUP
         q_head = head * GROUP + lane % GROUP

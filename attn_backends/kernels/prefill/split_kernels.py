@@ -11,7 +11,8 @@ from attn_backends.kernels.tile_kernels import write_rows
 
 FEW_SPLITS = tl.constexpr(8)  # of a tile
 _NOT_CONSTANT = ["first_row", "num_rows", "max_items", "num_whole", "target", "num_kv_heads", "window_right",
-                 "window_left", "chunk", "num_counters", "tile_tokens", "block_keys", "min_blocks"]  # fmt: skip
+                 "window_left", "chunk", "others_tokens", "num_tokens", "num_counters", "tile_tokens", "block_keys",
+                 "min_blocks"]  # fmt: skip
 
 
 @triton.jit(
@@ -32,12 +33,15 @@ def list_kernel(  # type: ignore[no-untyped-def]
     window_right,  # positions after its own that a query sees
     window_left,  # positions before its own that a query sees
     chunk,  # positions in a chunk; a query sees its own chunk alone
+    others_tokens,  # rows of no more query tokens are left alone, if MIXED
+    num_tokens,  # tokens behind all rows up to there are one more row, without keys, if MIXED
     num_counters,
     tile_tokens,  # query tokens of a tile
     block_keys,
     min_blocks,  # blocks of a split at least
     BLOCK_ROWS: tl.constexpr,  # rows that are looked at at a time
     BLOCK_ITEMS: tl.constexpr,  # work items of a program
+    MIXED: tl.constexpr,  # 0 or 1: of a graph of mixed batches
 ):
     """List a step's tiles, and the splits of those that have several, as `splits.num_splits` says.
 
@@ -49,28 +53,28 @@ def list_kernel(  # type: ignore[no-untyped-def]
     and of a row the last ones, which see the most keys where attention is causal: so what is left for the end is short.
     """
     clear_counters(counters, num_counters)
-    rows = (seq_lens, query_start_loc, first_row, num_rows, num_whole, window_right, window_left, chunk, tile_tokens,
-            block_keys)  # fmt: skip
+    window, mixed, tile = (window_right, window_left, chunk), (others_tokens, num_tokens), (tile_tokens, block_keys)
+    rows = (seq_lens, query_start_loc, first_row, num_rows, num_whole, window, mixed, tile)
     num_blocks = tl.zeros([BLOCK_ROWS], tl.int64)
-    for begin in range(0, num_rows, BLOCK_ROWS):
-        tiles, blocks, _lens, _starts, _query_lens = _load_of(rows, begin, BLOCK_ROWS)
-        _before, whole = _before_of(rows, begin, tiles, blocks, BLOCK_ROWS)
+    for begin in range(0, num_rows + MIXED, BLOCK_ROWS):
+        tiles, blocks, _lens, _starts, _query_lens = _load_of(rows, begin, BLOCK_ROWS, MIXED)
+        _before, whole = _before_of(rows, begin, tiles, blocks, BLOCK_ROWS, MIXED)
         num_blocks += (tiles - whole).to(tl.int64) * blocks
     even = tl.maximum((tl.sum(num_blocks, 0) * num_kv_heads + target - 1) // target, min_blocks)
     nth, size = 0, even
-    num_split_items, num_split_tiles = _count_splits(rows, min_blocks, size, BLOCK_ROWS)
+    num_split_items, num_split_tiles = _count_splits(rows, min_blocks, size, BLOCK_ROWS, MIXED)
     while num_split_items * num_kv_heads > target:
         nth += 1
         size = (even * (8 + (1 << nth) // 2) + 7) // 8  # as `splits.SIZES` has them
-        num_split_items, num_split_tiles = _count_splits(rows, min_blocks, size, BLOCK_ROWS)
+        num_split_items, num_split_tiles = _count_splits(rows, min_blocks, size, BLOCK_ROWS, MIXED)
 
     work_item = tl.program_id(0) * BLOCK_ITEMS + tl.arange(0, BLOCK_ITEMS)
     row, first_token, query_len, seq_len = work_item * 0 - 1, work_item * 0, work_item * 0, work_item * 0
     first, num_splits, split = work_item * 0, work_item * 0 + 1, work_item * 0
     split_before = num_whole  # items before a row's splits
-    for begin in range(0, num_rows, BLOCK_ROWS):
-        tiles, blocks, lens, starts, query_lens = _load_of(rows, begin, BLOCK_ROWS)
-        before, whole = _before_of(rows, begin, tiles, blocks, BLOCK_ROWS)
+    for begin in range(0, num_rows + MIXED, BLOCK_ROWS):
+        tiles, blocks, lens, starts, query_lens = _load_of(rows, begin, BLOCK_ROWS, MIXED)
+        before, whole = _before_of(rows, begin, tiles, blocks, BLOCK_ROWS, MIXED)
         splits = _num_splits(blocks, size, min_blocks)
         split_counts = tl.where(splits > 1, (tiles - whole) * splits, 0)
         split_begins = split_before + tl.cumsum(split_counts, 0) - split_counts
@@ -82,7 +86,8 @@ def list_kernel(  # type: ignore[no-untyped-def]
         is_split = (nth_split >= 0) & (nth_split < split_counts[None])
         mine = is_whole | is_split
         from_last = tl.where(is_whole, nth_whole, whole[None] + nth_split // splits[None])  # tiles of the row behind it
-        row += of_row(mine, 1 + first_row + begin + tl.arange(0, BLOCK_ROWS))
+        # Of tokens behind all rows the last one's pages are looked up.
+        row += of_row(mine, 1 + first_row + tl.minimum(begin + tl.arange(0, BLOCK_ROWS), num_rows - 1))
         first_token += of_row(mine, starts)
         query_len += of_row(mine, query_lens)
         seq_len += of_row(mine, lens)
@@ -102,12 +107,12 @@ def list_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _count_splits(rows, min_blocks, size, BLOCK_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _count_splits(rows, min_blocks, size, BLOCK_ROWS: tl.constexpr, MIXED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Number of splits of all tiles that have several, and of those tiles, of one KV head."""
     num_items, num_tiles = 0, 0
-    for begin in range(0, rows[3], BLOCK_ROWS):
-        tiles, blocks, _lens, _starts, _query_lens = _load_of(rows, begin, BLOCK_ROWS)
-        _before, whole = _before_of(rows, begin, tiles, blocks, BLOCK_ROWS)
+    for begin in range(0, rows[3] + MIXED, BLOCK_ROWS):
+        tiles, blocks, _lens, _starts, _query_lens = _load_of(rows, begin, BLOCK_ROWS, MIXED)
+        _before, whole = _before_of(rows, begin, tiles, blocks, BLOCK_ROWS, MIXED)
         splits = _num_splits(blocks, size, min_blocks)
         split_tiles = tl.where(splits > 1, tiles - whole, 0)
         num_items += tl.sum(split_tiles * splits, 0)
@@ -123,25 +128,35 @@ def _num_splits(blocks, size, min_blocks):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _load_of(rows, begin, BLOCK_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_of(rows, begin, BLOCK_ROWS: tl.constexpr, MIXED: tl.constexpr):  # type: ignore[no-untyped-def]
     """[BLOCK_ROWS]: each row's tiles and the blocks of its widest, see `splits.TileLoad`; its length, its first query
     token and their number."""
-    seq_lens, query_start_loc, first_row, num_rows, _, window_right, window_left, chunk, tile_tokens, block_keys = rows
+    seq_lens, query_start_loc, first_row, num_rows, _num_whole, window, mixed, tile = rows
+    window_right, window_left, chunk = window
+    others_tokens, num_tokens = mixed
+    tile_tokens, block_keys = tile
     nth = begin + tl.arange(0, BLOCK_ROWS)
     lens, starts, query_lens = load_rows(seq_lens, query_start_loc, first_row + nth, nth < num_rows)
+    if MIXED:
+        is_rest = nth == num_rows
+        starts += tl.load(query_start_loc + first_row + nth, mask=is_rest, other=0)
+        query_lens = tl.where(is_rest, tl.maximum(num_tokens - starts, 0), query_lens)
+        query_lens = tl.where(is_rest | (query_lens > others_tokens), query_lens, 0)
     reach = tl.minimum(lens, tl.minimum(window_left, chunk)) + tile_tokens + tl.minimum(query_lens, window_right)
     blocks = (tl.minimum(lens, reach) + block_keys - 1) // block_keys
     return (query_lens + tile_tokens - 1) // tile_tokens, blocks, lens, starts, query_lens
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _before_of(rows, begin, tiles, blocks, BLOCK_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _before_of(  # type: ignore[no-untyped-def]
+    rows, begin, tiles, blocks, BLOCK_ROWS: tl.constexpr, MIXED: tl.constexpr
+):
     """[BLOCK_ROWS]: how many tiles rows have that are longer, or as long and in front; and how many of a row's own, as
     `_load_of` has them, are among the first that are whole."""
     nth = begin + tl.arange(0, BLOCK_ROWS)
     before = tl.zeros([BLOCK_ROWS], tl.int32)
-    for other in range(0, rows[3], BLOCK_ROWS):
-        other_tiles, other_blocks, _lens, _starts, _query_lens = _load_of(rows, other, BLOCK_ROWS)
+    for other in range(0, rows[3] + MIXED, BLOCK_ROWS):
+        other_tiles, other_blocks, _lens, _starts, _query_lens = _load_of(rows, other, BLOCK_ROWS, MIXED)
         other_nth = other + tl.arange(0, BLOCK_ROWS)
         is_first = (other_blocks[None] == blocks[:, None]) & (other_nth[None] < nth[:, None])
         before += of_row((other_blocks[None] > blocks[:, None]) | is_first, other_tiles)

@@ -38,11 +38,14 @@ class TileList:
         num_tiles: of these rows for one KV head, or an upper bound.
         partial_acc, partial_ml: f32, of the workspace that its launches use.
         counters: [2] i32, where the prefill's programs count; each listing sets them to 0.
+        others_tokens, num_tokens: for graphs of mixed batches: rows of up to so many query tokens are another launch's,
+            and what is behind all rows, up to so many tokens, sees no keys.
     """
 
     def __init__(
         self, splits: PrefillSplits, num_kv_heads: int, visible: VisibleRange, first_row: int, num_rows: int,
         num_tiles: int, block_dim_vo: int, workspace: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        others_tokens: int = 0, num_tokens: int = 0,
     ) -> None:  # fmt: skip
         target, self.tile, self.num_whole = splits
         tile = self.tile
@@ -50,12 +53,13 @@ class TileList:
         queries = target * tile.rows
         assert queries * block_dim_vo <= self.partial_acc.numel(), "see `workspace.prefill_need`"
         assert 2 * queries <= self.partial_ml.numel(), "see `workspace.prefill_need`"
+        self.is_mixed = num_tokens > 0
         self.max_split_items = target // num_kv_heads
         max_items = max(1, num_tiles + self.max_split_items)
         self.work_items = self._counters.new_empty(max_items, 8)
         self._numbers = ListNumbers(
-            first_row, num_rows, max_items, self.num_whole, max(1, target), num_kv_heads, *visible, len(self._counters),
-            tile.tokens, tile.keys, tile.min_blocks,
+            first_row, num_rows, max_items, self.num_whole, max(1, target), num_kv_heads, *visible, others_tokens,
+            num_tokens, len(self._counters), tile.tokens, tile.keys, tile.min_blocks,
         )  # fmt: skip
 
     def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
@@ -68,9 +72,10 @@ def _list_tiles(
     seq_lens: torch.Tensor, query_start_loc: torch.Tensor, work_items: torch.Tensor, counters: torch.Tensor,
     numbers: ListNumbers,
 ) -> None:  # fmt: skip
+    is_mixed = int(numbers.num_tokens > 0)
     grid = -(-numbers.max_items // LIST_ITEMS)
     tensors = ListTensors(seq_lens, query_start_loc, work_items, counters)
-    launch(list_kernel, grid, tensors, numbers, (ListConstants(LIST_ROWS, LIST_ITEMS),), LIST_WARPS)
+    launch(list_kernel, grid, tensors, numbers, (ListConstants(LIST_ROWS, LIST_ITEMS, is_mixed),), LIST_WARPS)
 
 
 def splits_at_a_time(block_dim_vo: int) -> int:

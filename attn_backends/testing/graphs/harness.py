@@ -70,7 +70,7 @@ class CapturedStep:
 
     Args:
         layers: as `make_layers` makes them.
-        clone: of their state, for `num_rows` rows of `query_len` tokens.
+        clone: of their state, for `num_rows` rows of `query_len` tokens; of mixed batches for `num_tokens` in all.
         examples: one batch a layer, to capture with.
         make_common: what pads a batch of so many rows, of so many tokens each.
     """
@@ -84,16 +84,18 @@ class CapturedStep:
         query_len: int,
         recorder: GraphRecorder,
         make_common: Callable[[Batch, int, int], CommonAttentionMetadata] = graph_batch,
+        num_tokens: int = 0,
     ) -> None:
         self.layers = layers
         self.make_common = make_common
         self.clone = clone
         self.num_rows = num_rows
         self.query_len = query_len
+        self.num_tokens = num_tokens or num_rows * query_len
         self.guards = layers[0].guards
         place = self.guards.place
         self.inputs = [self._empty_inputs(batch) for batch in examples]
-        shapes = [(num_rows * query_len, each.spec.num_qo_heads, each.spec.head_dim_vo) for each in examples]
+        shapes = [(self.num_tokens, each.spec.num_qo_heads, each.spec.head_dim_vo) for each in examples]
         self.outputs = [place(batch.query.new_zeros(shape)) for batch, shape in zip(examples, shapes, strict=True)]
         self.caches = [KVCache(*map(place, pool)) for batch in examples if (pool := batch.fresh_pool()) is not None]
         self.put_in(examples)
@@ -111,8 +113,8 @@ class CapturedStep:
 
     def _empty_inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Query, key and value; a layer whose batches bring no keys is given none."""
-        num_tokens, empty = self.num_rows * self.query_len, (batch.query, batch.key, batch.value)
-        query, key, value = (self.guards.place(t.new_zeros(num_tokens, *t.shape[1:])) for t in empty)
+        empty = batch.query, batch.key, batch.value
+        query, key, value = (self.guards.place(t.new_zeros(self.num_tokens, *t.shape[1:])) for t in empty)
         return (query, key, value) if len(batch.key) else (query, None, None)
 
     def _run(self, steps: Sequence[AttentionStep[Any]]) -> torch.Tensor:

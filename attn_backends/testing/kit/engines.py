@@ -44,7 +44,7 @@ def engine_batch(
     query_lens[places], seq_lens[places] = own.query_lens_cpu, own.seq_lens_cpu
     starts = torch.nn.functional.pad(query_lens.cumsum(0, dtype=torch.int32), (1, 0))
     table = torch.full((num_rows, own.page_table.shape[1] + 5), numbers.choice(JUNK_PAGES), dtype=torch.int32)
-    _put_pages(table[:, 1:-2], places, own)
+    put_pages(table[:, 1:-2], places, own)
     slots = torch.cat([own.slot_mapping, own.slot_mapping.new_full((tail,), PAD_SLOT)])
     common = CommonAttentionMetadata.from_tensors(
         own.page_size, starts.to(device, copy=True), starts, seq_lens.to(device, copy=True), seq_lens,
@@ -56,7 +56,7 @@ def engine_batch(
     return common
 
 
-def _put_pages(table: torch.Tensor, places: Sequence[int], own: CommonAttentionMetadata) -> None:
+def put_pages(table: torch.Tensor, places: Sequence[int], own: CommonAttentionMetadata) -> None:
     """The rows' own pages, and no more of them than their lengths need."""
     for place, row, length in zip(places, own.page_table.cpu(), own.seq_lens_cpu.tolist(), strict=True):
         used = -(-length // own.page_size)
@@ -152,7 +152,7 @@ class Engines(Graphs):
 
     def check_engine_graphs(self, batches: Sequence[Batch], query_len: int, shared: bool) -> None:
         layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
-        held = engine_tensors(layer, batches[0].device)
+        held = engine_tensors(ROWS, layer.state.limits.max_num_tokens, PAGES, self.device)
         layer.state.hold_graph_buffers(ROWS, held if shared else None)
         filler = _Filler(held)
         clone = layer.state.graph_clone(ROWS, query_len)
@@ -196,7 +196,7 @@ class Engines(Graphs):
             batches = self.graph_batches(spec, query_len)
             layer = make_layer(self.backend, *batches, num_padded_reqs=ROWS * query_len)
             table = step_table(layer.state.limits, batches[0].cache, self.device)
-            held = engine_tensors(layer, batches[0].device)
+            held = engine_tensors(ROWS, layer.state.limits.max_num_tokens, PAGES, self.device)
             for inputs, fill in ((held, _Filler(held)), (table.side.buffers, partial(batch_of_table, table))):
                 layer.state.hold_graph_buffers(ROWS, inputs)
                 for batch in batches[:3]:  # of three sizes
@@ -205,9 +205,9 @@ class Engines(Graphs):
                     assert_matches(layer.forward(batch, step), batch, f"the first of {rows} rows, {query_len} each")
 
 
-def engine_tensors(layer: Layer, device: torch.device) -> HeldTensors:
-    """With room for ROWS rows of PAGES pages; the page table is a part of a wider one."""
-    held = HeldTensors.make(ROWS, layer.state.limits.max_num_tokens, PAGES + 4, device)
+def engine_tensors(rows: int, tokens: int, pages: int, device: torch.device | str) -> HeldTensors:
+    """With room for so many rows of so many pages; the page table is a part of a wider one."""
+    held = HeldTensors.make(rows, tokens, pages + 4, torch.device(device))
     return replace(held, page_table=held.page_table[:, 2:-1])
 
 
@@ -220,7 +220,7 @@ class _Filler:
     def __call__(self, batch: Batch, num_rows: int, query_len: int) -> CommonAttentionMetadata:
         own, held, rows = batch.common(), self.held, len(batch.rows)
         table = torch.full(held.page_table.shape, Random(own.num_tokens).choice(JUNK_PAGES), dtype=torch.int32)
-        _put_pages(table, range(rows), own)
+        put_pages(table, range(rows), own)
         held.page_table.copy_(table)
         held.seq_lens.zero_()
         held.seq_lens[:rows] = own.seq_lens

@@ -11,7 +11,7 @@ import torch
 
 from attn_backends import AttentionSpec, KVCacheSpec, Limits, Plans, Unsupported, get_backend
 from attn_backends.adapters.vllm.batch import batch_of, check_batch, uniform_query_len
-from attn_backends.adapters.vllm.graphs import CapturedGraphs
+from attn_backends.adapters.vllm.graphs import CapturedGraphs, are_mixed
 from attn_backends.cache.kv_cache import KVCache
 from attn_backends.testing.reference import reference_attention
 
@@ -142,8 +142,8 @@ def test_graphs_serve_batches_that_lie_in_their_tensors() -> None:
     graphs = CapturedGraphs(state)
     first = batch([1, 1, 1, 1], [5, 6, 7, 8])
     assert graphs.size_of(first) is None
-    graphs.capture(first)
-    graphs.capture(first)
+    graphs.capture(first, False)
+    graphs.capture(first, False)
     assert held == [4]
     assert graphs.size_of(first) == (4, 1)
     padded = SimpleNamespace(**vars(first))
@@ -154,6 +154,33 @@ def test_graphs_serve_batches_that_lie_in_their_tensors() -> None:
     ragged.query_start_loc_cpu = torch.tensor([0, 2, 3, 4, 4], dtype=torch.int32)
     ragged.max_query_len = 2
     assert graphs.size_of(ragged) is None
+
+
+def test_graphs_of_mixed_batches_go_by_tokens() -> None:
+    graphs = CapturedGraphs(SimpleNamespace(hold_graph_buffers=lambda rows, inputs: None))  # type: ignore[arg-type]
+    first = batch([1, 1, 1, 5], [5, 6, 7, 8])
+    graphs.capture(first, True)
+    assert graphs.are_mixed
+    ragged = SimpleNamespace(**vars(first) | {"query_start_loc_cpu": None})
+    assert graphs.size_of(ragged) == (4, 8)
+    assert graphs.size_of(SimpleNamespace(**vars(first) | {"num_reqs": 3})) == (4, 8)
+    for other in ({"num_actual_tokens": 7}, {"num_reqs": 5}, {"query_start_loc": first.query_start_loc.clone()}):
+        assert graphs.size_of(SimpleNamespace(**vars(first) | other)) is None
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY", None])
+def test_full_graphs_are_mixed_where_there_is_no_other_mode(mode: str | None) -> None:
+    of_mixed = SimpleNamespace(name="NONE" if mode == "FULL_DECODE_ONLY" else mode)
+    given = None if mode is None else SimpleNamespace(mixed_mode=lambda: of_mixed)
+    assert are_mixed(SimpleNamespace(cudagraph_mode=given)) is (mode == "FULL")
+
+
+def test_a_mixed_graphs_rows_keep_their_lengths() -> None:
+    theirs = batch([3, 0, 2], [9, 0, 4], tokens=8)
+    ours = batch_of(theirs, PAGE, for_graph=True, is_mixed=True)
+    assert (ours.num_reqs, ours.num_tokens, ours.num_actual_tokens) == (3, 8, 5)
+    assert ours.query_start_loc.data_ptr() == theirs.query_start_loc.data_ptr()
+    assert (len(ours.slot_mapping), ours.query_lens_cpu.tolist()) == (8, [3, 0, 2])
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -50,9 +50,11 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(f"attn_backends.adapters.vllm.{name}", None)
 
 
-def built(adapter: Any, *, speculates: bool = False, device: str = "cpu", **options: Any) -> Any:
-    """A builder of one layer, of TORCH, which asks nothing of its device."""
-    ours = "TORCH"
+def built(
+    adapter: Any, *, ours: str = "TORCH", speculates: bool = False, device: str = "cpu", mixed: str = "NONE",
+    **options: Any,
+) -> Any:  # fmt: skip
+    """A builder of one layer, of TORCH, which asks nothing of its device. `mixed`: how vLLM runs mixed batches."""
     impl = type("Impl", (adapter.layers.ServedImpl,), {"ours": ours})
     layers = {
         name: SimpleNamespace(
@@ -62,7 +64,10 @@ def built(adapter: Any, *, speculates: bool = False, device: str = "cpu", **opti
     }
     layout = SimpleNamespace(name="LBNHC")
     config = SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context=layers),
+        compilation_config=SimpleNamespace(
+            static_forward_context=layers,
+            cudagraph_mode=SimpleNamespace(mixed_mode=lambda: SimpleNamespace(name=mixed)),
+        ),
         cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: layout),
         scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64, async_scheduling=speculates),
         model_config=SimpleNamespace(max_model_len=256),
@@ -144,10 +149,14 @@ def test_rows_in_front_are_those_that_all_layers_decode(adapter: Any, monkeypatc
         assert adapter.builder.decode_threshold_of(SimpleNamespace(builders=given)) == 2
 
 
-@pytest.mark.parametrize(("device", "level"), [("cpu", "NEVER"), ("cuda", "UNIFORM_BATCH")])
-def test_graphs_are_of_the_backends_level(adapter: Any, device: str, level: str) -> None:
+@pytest.mark.parametrize(
+    ("ours", "device", "level"),
+    [("TORCH", "cpu", "NEVER"), ("TORCH", "cuda", "UNIFORM_BATCH"), ("TRITON", "cuda", "ALWAYS")],
+)
+def test_graphs_are_of_the_backends_level(adapter: Any, ours: str, device: str, level: str) -> None:
+    pytest.importorskip("triton", reason="TRITON needs triton")
     config = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
-    assert type(built(adapter)).get_cudagraph_support(config, None).name == level
+    assert type(built(adapter, ours=ours)).get_cudagraph_support(config, None).name == level
 
 
 def test_a_graph_serves_the_longest_rows(adapter: Any) -> None:
@@ -158,3 +167,9 @@ def test_a_graph_serves_the_longest_rows(adapter: Any) -> None:
     captured = builder.build_for_cudagraph_capture(first)
     assert builder.build(0, first).steps["layer"] is captured.steps["layer"]
     assert builder.build(0, batch([1, 1], [3, 3])).steps["layer"] is not captured.steps["layer"]
+
+
+def test_mixed_graphs_are_refused_for_backends_without(adapter: Any) -> None:
+    """vLLM lowers its mode by the level that is declared: here it has not."""
+    with pytest.raises(Unsupported, match=r"cuda_graph: got rows of 3 tokens.*PIECEWISE"):
+        built(adapter, mixed="FULL").build_for_cudagraph_capture(batch([3, 3], [3, 3]))

@@ -585,9 +585,11 @@ def test_joins_of_splits_stay_in_registers(dim_vo: int) -> None:
     made = _compiled(ASTSource, split_kernels.join_kernel, types, splits._asdict(), warps, 90)
     assert made.metadata.shared <= 4 << 10
     assert "LDL" not in listing(made)
-    numbers = split_launch.ListConstants(split_launch.LIST_ROWS, split_launch.LIST_ITEMS)._asdict()
-    made = _compiled(ASTSource, split_kernels.list_kernel, {}, numbers, split_launch.LIST_WARPS, 90)
-    assert "LDL" not in listing(made)
+    for is_mixed in (0, 1):
+        num_items = split_launch.LIST_ITEMS
+        numbers = split_launch.ListConstants(split_launch.LIST_ROWS, num_items, is_mixed)._asdict()
+        made = _compiled(ASTSource, split_kernels.list_kernel, {}, numbers, split_launch.LIST_WARPS, 90)
+        assert "LDL" not in listing(made), is_mixed
 
 
 def tiles_of(dim: int, rows: int) -> str:

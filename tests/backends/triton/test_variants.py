@@ -177,8 +177,12 @@ def run_graph(numbers: Random, engine: Engine) -> None:
         clone = engine.state.graph_clone(num_rows, query_len)
         groups = [SequenceGroup(str(i), (SequenceData(9, query_len, range(64)),)) for i in range(num_rows)]
         common = CommonAttentionMetadata.from_sequence_groups(groups, engine.cache.page_size, CPU)
+        num_tokens = numbers.randint(num_rows, engine.limits.max_num_tokens)
+        mixed = engine.state.mixed_graph_clone(num_rows, num_tokens)
         for group in engine.groups:
             run_step(numbers, engine, group, clone, replace(common, for_graph=True))
+            tokens = {"num_tokens": num_tokens, "slot_mapping": torch.full((num_tokens,), -1)}
+            run_step(numbers, engine, group, mixed, replace(common, for_graph=True, is_mixed=True, **tokens))
 
 
 @pytest.fixture(autouse=True)
@@ -255,8 +259,14 @@ def test_builders_say_what_graphs_do(group_size: int, cached: torch.dtype) -> No
                 of_rows = [SequenceGroup(str(i), (row,)) for i, row in enumerate(rows)]
                 common = CommonAttentionMetadata.from_sequence_groups(of_rows, 256, CPU)
                 said = builder.build(0, replace(common, for_graph=True))
+                both = (
+                    state.mixed_graph_clone(num_rows, 99).steps[0].metadata,
+                    builder.build(0, replace(common, for_graph=True, is_mixed=True, num_tokens=99)),
+                )
                 for name in ("num_decode_rows", "num_upcast_keys", "prefill_splits", "short_tile", "prefill_share"):
                     assert getattr(said, name) == getattr(done, name), (name, spec, num_rows, query_len, context)
+                    assert len({getattr(each, name) for each in both}) == 1, name
+                assert both[0].max_decode_len == both[1].max_decode_len
 
 
 def test_the_list_is_short() -> None:

@@ -135,12 +135,15 @@ def items_of(listed: Any) -> list[list[list[int]]]:
 @pytest.mark.parametrize("seed", range(40))
 def test_kernel_cuts_have_every_key_once(seed: int) -> None:
     """Random lengths, windows and numbers of cuts: each row's items follow one another without a gap, whatever cut has
-    them, have slots of their own, and nothing is written beyond the lists."""
+    them, have slots of their own, and nothing is written beyond the lists. Rows of more tokens than the list's, and of
+    none, have no items: all of them may be so."""
     drawn = np.random.default_rng(seed)
     num_rows, max_cuts, block_n = int(drawn.integers(1, 40)), int(drawn.integers(1, 70)), int(2 ** drawn.integers(4, 8))
     lens = (2 ** drawn.uniform(0, drawn.choice([3, 8, 14]), num_rows)).astype(np.int32)
     lens = np.where(drawn.random(num_rows) < drawn.choice([0, 0, 0.4]), 0, lens[0] if drawn.random() < 0.3 else lens)
-    tokens = np.minimum(drawn.integers(1, 5, num_rows), lens)
+    most = int(drawn.choice([2, 4]))
+    tokens = np.where(drawn.random(num_rows) < drawn.choice([0, 0.3, 1]), 0, drawn.integers(1, 5, num_rows))
+    is_listed = (tokens > 0) & (tokens <= most)
     window = int(drawn.integers(0, 3000)) if drawn.random() < 0.3 else triton_split.FAR.value
     starts = np.concatenate([[0], tokens.cumsum()])
     sizes = triton_split.SplitSizes(
@@ -150,7 +153,7 @@ def test_kernel_cuts_have_every_key_once(seed: int) -> None:
     filling = equal_cuts.Filling(
         few_cuts, int(drawn.integers(1, 99)), heads, max(1, max_cuts * heads // resident), resident
     )
-    cuts = equal_cuts.CutList(sizes, filling, torch.ones(num_rows * 3, dtype=torch.int32))
+    cuts = equal_cuts.CutList(sizes, filling, torch.ones(num_rows * 3, dtype=torch.int32), most)
     held = [
         torch.full((len(each) + 3, each.shape[1]), -7, dtype=torch.int32) for each in (cuts.work_items, cuts.more_items)
     ]
@@ -171,7 +174,8 @@ def test_kernel_cuts_have_every_key_once(seed: int) -> None:
         assert of_row == [lens[row], starts[row], tokens[row]]
     assert len(set(slots)) == len(slots)
     assert max(slots, default=-1) < equal_cuts.max_split_items(max_cuts)
-    for row, found in items.items():
+    assert not any(found for row, found in items.items() if not is_listed[row])
+    for row, found in ((row, found) for row, found in items.items() if is_listed[row]):
         at = first = max(0, lens[row] - tokens[row] - window) // block_n * block_n
         assert [split for split, *_ in found] == list(range(found[0][1]))
         for _, count, start, stop in found:
@@ -196,7 +200,7 @@ def test_kernel_no_program_has_two_rows_where_there_are_enough(seed: int) -> Non
         num_rows, max_cuts, triton_split.FAR.value, triton_split.FAR.value, block_n, min_blocks
     )
     filling = equal_cuts.Filling(max_cuts, 96, 1, max_cuts, int(drawn.integers(1, 5)))
-    cuts = equal_cuts.CutList(sizes, filling, torch.zeros(num_rows, dtype=torch.int32))
+    cuts = equal_cuts.CutList(sizes, filling, torch.zeros(num_rows, dtype=torch.int32), 1)
     cuts.fill(torch.from_numpy(lens.astype(np.int32)), torch.arange(num_rows + 1, dtype=torch.int32))
     spare = (blocks + 32 // block_n).sum() // min_blocks < max_cuts
     found = [cut for cut in items_of(cuts) if cut]
@@ -219,7 +223,7 @@ def test_kernel_rows_that_are_no_longer_than_a_cut_are_whole(seed: int) -> None:
     lens = np.where(has_nothing, 0, mean * block_n - drawn.integers(0, block_n // 2, num_rows))
     sizes = triton_split.SplitSizes(num_rows, max_cuts, triton_split.FAR.value, triton_split.FAR.value, block_n, 1)
     filling = equal_cuts.Filling(max_cuts, 1, 8, max_cuts, 8)
-    cuts = equal_cuts.CutList(sizes, filling, torch.zeros(num_rows, dtype=torch.int32))
+    cuts = equal_cuts.CutList(sizes, filling, torch.zeros(num_rows, dtype=torch.int32), 1)
     cuts.fill(torch.from_numpy(lens.astype(np.int32)), torch.arange(num_rows + 1, dtype=torch.int32))
     found = [cut for cut in items_of(cuts) if cut]
     if mean > 2 and 1 - in_last / max_cuts - 0.5 > 2 / mean:
