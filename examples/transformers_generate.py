@@ -7,6 +7,7 @@ import sys
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import attn_backends.adapters.transformers as ab
 from attn_backends.engine.models.checkpoint import DEFAULT_MODEL, find_model
@@ -39,9 +40,9 @@ def main() -> None:
         turns += [{"role": "assistant", "content": text}, {"role": "user", "content": question}]
 
     config = GenerationConfig(**greedy, eos_token_id=tokenizer.eos_token_id)
-    for output in model.generate_batch(
-        [tokenizer(p)["input_ids"] for p in PROMPTS], config, progress_bar=False
-    ).values():
+    room = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=256)  # without, most of the memory there is
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    for output in model.generate_batch(prompts, config, room, progress_bar=False).values():
         print(f"{tokenizer.decode(output.generated_tokens)!r}")
 
 

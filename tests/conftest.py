@@ -40,15 +40,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not torch.cuda.is_available():
-        terminalreporter.write_line("no CUDA device here: classes of tests that want one were left out")
+        terminalreporter.write_line("no CUDA device here: tests that want one were left out")
 
 
-def pytest_pycollect_makeitem(obj: object) -> list[pytest.Item] | None:
-    """Not classes whose tests would all be skipped, for want of a GPU or as another process runs them: they have four
-    of ten tests, and it takes a tenth of the time to list and skip them."""
-    marks = getattr(obj, "pytestmark", []) if inspect.isclass(obj) else []
-    without_gpu = not torch.cuda.is_available()
-    skips = any(without_gpu if mark.name == "gpu" else mark.name == "skipif" and mark.args[0] for mark in marks)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """Not tests that would all be left out, for want of a GPU or of `--long`, or as another process runs them: they are
+    six of ten, and it takes a tenth of the time to list and skip them. Functions of the long run are deselected."""
+    is_class = inspect.isclass(obj)
+    marks = getattr(obj, "pytestmark", []) if is_class or inspect.isfunction(obj) else []
+    left_out = {"gpu": not torch.cuda.is_available(), "long": is_class and not collector.config.getoption("--long")}
+    skips = any(left_out.get(mark.name, mark.name == "skipif" and mark.args[0]) for mark in marks)
     return [] if skips else None
 
 

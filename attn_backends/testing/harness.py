@@ -248,10 +248,16 @@ def assert_pool(
             assert not slots, f"{what}: {len(slots)} slots of the {name} cache are not as they should be: {slots[:8]}"
 
 
-def assert_step(result: Result, batch: Batch, what: str = "the batch", expected: Expected | None = None) -> None:
-    """`assert_matches`, and the pool holds what the step writes."""
+def assert_step(
+    result: Result,
+    batch: Batch,
+    what: str = "the batch",
+    expected: Expected | None = None,
+    pool: KVCache | None = None,
+) -> None:
+    """`assert_matches`, and the pool holds what the step writes: `pool` if it was worked out before."""
     assert_matches(result, batch, what, expected)
-    assert_pool(result.kv_cache, batch.pool_after(), what, batch.has_exact_scales)
+    assert_pool(result.kv_cache, batch.pool_after() if pool is None else pool, what, batch.has_exact_scales)
 
 
 def _wrong_slots(got: torch.Tensor, want: torch.Tensor, exact: bool) -> torch.Tensor:  # [num_slots] bool

@@ -21,6 +21,7 @@ from tests.helpers.tiny_models import save_tiny
 
 ASCII = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "LANG": "C", "PYTHONIOENCODING": "ascii"}
 UTF8 = {"PYTHONUTF8": "1"}
+QUICK = {"ATTN_BACKENDS_ACCELERATE": "off", "ATTN_BACKENDS_CACHE__NUM_PAGES": "64"}  # nothing is measured or filled
 FORBIDDEN = ("Traceback", "pydantic.dev", "Exception ignored", "UnicodeEncodeError", "Errno")
 
 
@@ -31,7 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(*arguments: str, given: bytes = b"", **environ: str) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of the real command."""
-    done = run_python("-m", "attn_backends.cli.app", *arguments, given=given, environ=os.environ | UTF8 | environ)
+    variables = os.environ | UTF8 | QUICK | environ
+    done = run_python("-m", "attn_backends.cli.app", *arguments, given=given, environ=variables)
     assert not [word for word in FORBIDDEN if word in done.stderr], done.stderr
     return done.returncode, done.stdout, done.stderr
 
@@ -105,7 +107,7 @@ def test_a_cache_folder_that_cannot_be_written(model: Path, tmp_path: Path) -> N
     assert f"the cache folder {tmp_path}/file/cache/attn_backends cannot be written (Not a directory)" in err
     assert "set XDG_CACHE_HOME to a folder that can be written" in err
     words = ("-m", "attn_backends.cli.app", *answer(model, "--prompt", "a"))
-    done = run_python(*words, environ=os.environ | UTF8 | nowhere)
+    done = run_python(*words, environ=os.environ | UTF8 | QUICK | nowhere)
     assert done.returncode == 0, "a model that needs no conversion needs no cache folder"
     assert "Traceback" not in done.stderr
 

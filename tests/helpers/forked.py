@@ -2,7 +2,7 @@
 
 A fork is otherwise what a new process is: it has its own arguments, environment, folder, module path and standard
 streams, imports this package anew, and ends as an interpreter ends. It is forked from a process that was started with
-its own variables for Python, the locale and Triton.
+its own variables for Python, the locale and Triton; in UTF-8 if they do not say, so that one such process serves most.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Forked:
     def __init__(
         self, arguments: Sequence[str], streams: Sequence[int], environ: Mapping[str, str], folder: Path = ROOT
     ) -> None:
-        own = {name: value for name, value in environ.items() if name.startswith(READ_AT_START)}
+        own = {"PYTHONUTF8": "1"} | {name: value for name, value in environ.items() if name.startswith(READ_AT_START)}
         own.pop("PYTHONPATH", None)
         self._server = _server(tuple(sorted(own.items())))
         connection, _ = self._server

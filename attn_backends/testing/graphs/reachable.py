@@ -7,11 +7,13 @@ import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 Number = bool | int | float
+_NUMBERS: tuple[type, ...] = (bool, int, float)
 # Not looked into: code, and values that have fields but no state.
 _CLOSED = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, enum.Enum, str)
 _HOST = re.compile(r"_cpu(?!\w)")
@@ -71,23 +73,50 @@ def walk(roots: Sequence[object], closed: tuple[type, ...] = ()) -> Iterator[tup
     Yields:
         (path, value), such as ("persistent[0].buffers['seq_lens']", a tensor).
     """
-    closed, seen = (*_CLOSED, *closed), set[int]()
-    waiting: list[tuple[str, Any]] = [(f"persistent[{i}]", root) for i, root in enumerate(roots)][::-1]
-    while waiting:
-        path, value = waiting.pop()
-        if isinstance(value, Number):
-            yield path, value
-        elif id(value) not in seen and not isinstance(value, closed):
-            seen.add(id(value))
-            if isinstance(value, torch.Tensor):
-                yield path, value
-            elif value is not None:
-                waiting += [(path + step, child) for step, child in _children(value)][::-1]
+    return _walk(roots, closed, _NUMBERS)
 
 
 def tensors_of(roots: Sequence[object], closed: tuple[type, ...] = ()) -> dict[str, torch.Tensor]:
     """The tensors that `walk` finds, by path."""
-    return {path: value for path, value in walk(roots, closed) if isinstance(value, torch.Tensor)}
+    return dict(_walk(roots, (*closed, *_NUMBERS), ()))
+
+
+def _walk(roots: Sequence[object], closed: tuple[type, ...], numbers: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
+    """`walk`, with numbers of these classes. It runs at every replay: a class is looked at once, and nothing is named
+    that is not looked into."""
+    closed, kinds, seen = (*_CLOSED, *closed), dict[type, _Kind](), set[int]()
+
+    def kind_of(value: object) -> _Kind:
+        cls = type(value)
+        if cls not in kinds:
+            kinds[cls] = _Kind.of(cls, closed, numbers)
+        return kinds[cls]
+
+    waiting: list[tuple[str, Any, _Kind]] = []
+
+    def open_up(path: str, named: Iterable[tuple[Any, Any]], is_field: bool = False) -> None:
+        found = [
+            (f"{path}.{name}" if is_field else f"{path}[{name!r}]", child, kind)
+            for name, child in named
+            if (kind := kind_of(child)) is not _Kind.CLOSED
+        ]
+        waiting.extend(reversed(found))
+
+    open_up("persistent", enumerate(roots))
+    while waiting:
+        path, value, kind = waiting.pop()
+        if kind is _Kind.NUMBER:
+            yield path, value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            if kind is _Kind.TENSOR:
+                yield path, value
+            elif kind is _Kind.MAPPING:
+                open_up(path, value.items())
+            elif kind is _Kind.LIST:
+                open_up(path, enumerate(value))
+            else:
+                open_up(path, _fields(value, kind), is_field=True)
 
 
 def flat(values: Any) -> Iterator[Any]:
@@ -99,21 +128,39 @@ def flat(values: Any) -> Iterator[Any]:
         yield values
 
 
-def _children(value: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        return [(f"[{key!r}]", child) for key, child in value.items()]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return [(f".{name}", child) for name, child in zip(value._fields, value, strict=True)]
-    if isinstance(value, (list, tuple)):
-        return [(f"[{i}]", child) for i, child in enumerate(value)]
+class _Kind(enum.Enum):
+    """How objects of a class are looked into."""
+
+    NUMBER, CLOSED, TENSOR, MAPPING, NAMED_TUPLE, LIST, MODULE, OTHER = range(8)
+
+    @staticmethod
+    def of(cls: type, closed: tuple[type, ...], numbers: tuple[type, ...]) -> _Kind:
+        if issubclass(cls, numbers):
+            return _Kind.NUMBER
+        if issubclass(cls, (*closed, types.NoneType)):
+            return _Kind.CLOSED
+        if issubclass(cls, tuple) and hasattr(cls, "_fields"):
+            return _Kind.NAMED_TUPLE
+        kinds: list[tuple[type, _Kind]] = [
+            (torch.Tensor, _Kind.TENSOR), (Mapping, _Kind.MAPPING), (list, _Kind.LIST), (tuple, _Kind.LIST),
+            (torch.nn.Module, _Kind.MODULE),
+        ]  # fmt: skip
+        return next((kind for base, kind in kinds if issubclass(cls, base)), _Kind.OTHER)
+
+
+def _fields(value: Any, kind: _Kind) -> Iterable[tuple[str, Any]]:
+    if kind is _Kind.NAMED_TUPLE:
+        return zip(value._fields, value, strict=True)
     held = dict(getattr(value, "__dict__", {}))
-    if isinstance(value, torch.nn.Module):  # its tensors and children under the names by which code reads them
+    if kind is _Kind.MODULE:  # its tensors and children under the names by which code reads them
         for table in ("_parameters", "_buffers", "_modules"):
             held.update(held.pop(table))
-    slots = (name for cls in type(value).__mro__ for name in _names(getattr(cls, "__slots__", ())))
-    held.update({name: getattr(value, name) for name in slots if hasattr(value, name)})
-    return [(f".{name}", child) for name, child in held.items()]
+    cls: Any = type(value)
+    held.update({name: getattr(value, name) for name in _slots(cls) if hasattr(value, name)})
+    return held.items()
 
 
-def _names(slots: str | Iterable[str]) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots
+@lru_cache(maxsize=512)
+def _slots(cls: Any) -> tuple[str, ...]:
+    declared = (getattr(base, "__slots__", ()) for base in cls.__mro__)
+    return tuple(name for names in declared for name in ((names,) if isinstance(names, str) else names))

@@ -7,9 +7,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 _NAN = 0x7FFF  # in two bytes: NaN in float16, bfloat16, float32 and float64, and byte by byte in both fp8 types
+_LINE = 64  # bytes, as torch aligns tensors of a CPU
 _ALIGNMENT = 512  # bytes, as the CUDA allocator aligns tensors: kernels are chosen by it
 _LEAST, _MOST = 1024, 1 << 20  # bytes of a border
 _MOST_ON_CPU = 1 << 17  # of one that a CPU fills and compares, and of what it fills at either end of fresh memory
@@ -57,12 +59,15 @@ class Band:
         most = _MOST if tensor.is_cuda else _MOST_ON_CPU
         border = min(max(-(-num_bytes // _ALIGNMENT) * _ALIGNMENT, _LEAST), most)
         size = _LEAST + -(-num_bytes // 8) * 8 + border
-        make = torch.zeros if zero else torch.empty
-        flat = make(size, dtype=torch.uint8, device=tensor.device, pin_memory=pinned)
+        if zero and not pinned and tensor.device.type == "cpu" and size > most:
+            flat = _zeros(size)
+        else:
+            make = torch.zeros if zero else torch.empty
+            flat = make(size, dtype=torch.uint8, device=tensor.device, pin_memory=pinned)
         is_integer = tensor.itemsize > 1 and not tensor.is_floating_point() and not tensor.is_complex()
         word, width = (beyond, tensor.itemsize) if is_integer else (_NAN, 2)
         words = flat.view(_INTEGERS[width])
-        if zero:  # memory that is zero as it comes costs nothing until it is used
+        if zero:
             stop = _LEAST + num_bytes
             whole = -(-stop // 8) * 8
             words[: _LEAST // width].fill_(word)
@@ -140,6 +145,13 @@ class Band:
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _zeros(size: int) -> torch.Tensor:
+    """Memory that is zero as it comes, and costs nothing until it is used: torch writes zeros to a CPU's."""
+    memory = np.zeros(size + _LINE, np.uint8)
+    start = -memory.ctypes.data % _LINE
+    return torch.from_numpy(memory[start : start + size])
 
 
 @lru_cache(maxsize=64)

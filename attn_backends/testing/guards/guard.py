@@ -21,6 +21,11 @@ from attn_backends.testing.guards.band import EMPTY, Band, is_capturing, where_i
 _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 _FILLED = frozenset({"ones", "ones_like", "new_ones", "full", "full_like", "new_full", "clone"})
 _MAKES = EMPTY | _ZEROS | _FILLED
+_UNFILLED = {  # what makes the same tensor without its zeros, which the guarded one has in its place
+    torch.ops.aten.zeros.default: torch.ops.aten.empty.memory_format,
+    torch.ops.aten.zeros_like.default: torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_zeros.default: torch.ops.aten.new_empty.default,
+}
 _DEVICE_TENSORS = ("query_start_loc", "seq_lens", "page_table", "slot_mapping")
 
 
@@ -153,13 +158,12 @@ class _Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        is_guarded = name in _MAKES and not (self._guards.is_making or is_capturing())
+        result = (_UNFILLED.get(func, func) if is_guarded else func)(*args, **kwargs)
         if isinstance(result, list):  # a library's operator may return tensors that are not defined: no mode takes them
             return [torch.empty(0) if part is None else part for part in result]
-        name = func.overloadpacket.__name__
-        if name not in _MAKES or self._guards.is_making or is_capturing():
-            return result
-        if "out" not in kwargs and isinstance(result, torch.Tensor):
+        if is_guarded and "out" not in kwargs and isinstance(result, torch.Tensor):
             return self._guards.fresh(
                 result, keep=name in _FILLED, zero=name in _ZEROS, pinned=bool(kwargs.get("pin_memory"))
             )

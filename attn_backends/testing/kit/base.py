@@ -120,10 +120,10 @@ class KitBase:
 
     def check_batch(self, batch: Batch, what: str, **how: Any) -> None:
         """The same of one batch, run so (see `run_backend`)."""
-        expected = batch.expected()
+        expected, pool = batch.expected(), batch.pool_after()
         for want_lse in self.lse_modes:
             result = run_backend(self.backend, batch, want_lse=want_lse, **how)
-            assert_step(result, batch, f"{what}{' with lse' if want_lse else ''}", expected)
+            assert_step(result, batch, f"{what}{' with lse' if want_lse else ''}", expected, pool)
 
     def check_cached_keys(self, shape: BatchShape | str) -> None:
         """A step without new keys reads all that it attends to from the cache, and writes nothing."""

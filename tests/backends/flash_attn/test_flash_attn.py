@@ -16,6 +16,8 @@ from tests.helpers import flash_attn_backends  # noqa: F401 (registers)
 from tests.helpers.large_cache import check_large_cache
 
 
+@pytest.mark.first  # `make test-kernels` runs it
+@pytest.mark.long
 class TestFlashAttn2Emulated(BackendConformance):
     backend_name = "FLASH_ATTN_FLASH_ATTN_EMULATED"
     dtypes = (torch.float16,)

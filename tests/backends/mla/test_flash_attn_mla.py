@@ -40,6 +40,8 @@ class TestEmulated(Small):
     backend_name = "FLASH_ATTN_MLA_EMULATED"
 
 
+@pytest.mark.first  # `make test-kernels` runs it
+@pytest.mark.long
 class TestEmulatedModelShape(ModelShape):
     backend_name = "FLASH_ATTN_MLA_EMULATED"
 

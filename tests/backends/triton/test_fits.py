@@ -6,6 +6,7 @@ import functools
 import importlib
 import json
 import re
+import struct
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -82,12 +83,28 @@ def check_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, An
 
 
 def listing(made: Any) -> str:
-    """A kernel's instructions. Of long code Triton's own listing lacks the end."""
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
+    """A kernel's instructions, by the disassembler itself: of long code Triton's own listing lacks the end, and
+    `cuobjdump` takes twice as long."""
+    with NamedTemporaryFile(suffix=".bin") as file:
+        file.write(code_of(made.asm["cubin"]))
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        architecture = f"SM{made.metadata.target.arch}{'a' * (made.metadata.target.arch == 90)}"
+        command = [triton.knobs.nvidia.nvdisasm.path, "--binary", architecture, file.name]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def code_of(cubin: bytes) -> bytes:
+    """What the one section for instructions holds, of an ELF file of 64 bits."""
+    (headers,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, of_names = struct.unpack_from("<3H", cubin, 0x3A)
+    sections = [struct.unpack_from("<2I4Q", cubin, headers + i * size) for i in range(count)]
+    names = sections[of_names][4]
+    (code,) = [
+        cubin[start : start + length]
+        for name, _, _, _, start, length in sections
+        if cubin.startswith(b".text.", names + name)
+    ]
+    return code
 
 
 def _compiled(
