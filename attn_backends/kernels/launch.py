@@ -249,7 +249,9 @@ def current_stream() -> int:
 @cache
 def _driver_calls() -> tuple[Callable[[], int], Callable[[int], int]]:
     active = triton.runtime.driver.active
-    return active.get_current_device, active.get_current_stream
+    device_of = active.get_current_device
+    # A kernel was launched, so the device is there: torch need not look first.
+    return torch._C._cuda_getDevice if device_of is torch.cuda.current_device else device_of, active.get_current_stream
 
 
 def launch(
