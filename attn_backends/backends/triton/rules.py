@@ -18,24 +18,15 @@ from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors, shared_memory
 from attn_backends.kernels.prefill.launch import (
     HOPPER_ROWS,
-    heads_in_l2,
     hopper_tile,
     num_hopper_tiles,
     num_visible_keys,
     portable_tile,
     suits_hopper_kernel,
 )
-from attn_backends.kernels.prefill.splits import (
-    PrefillSplits,
-    SplitTile,
-    TileLoad,
-    is_faster_in_order,
-    last_wave,
-    split_target,
-    time_of,
-    whole_time,
-)
-from attn_backends.kernels.prefill.tiles import HopperTile, PrefillTile, hopper_tiles
+from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, split_target, time_of, whole_time
+from attn_backends.kernels.prefill.tiles import HopperTile, PrefillTile, heads_in_l2, hopper_tiles
+from attn_backends.kernels.prefill.waves import is_faster_in_order, last_wave
 from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 

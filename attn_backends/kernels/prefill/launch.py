@@ -40,7 +40,7 @@ from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
 from attn_backends.kernels.prefill.row_layout import RowLayout, has_aligned_rows, kv_descriptors, row_layouts
 from attn_backends.kernels.prefill.split_launch import TileList, join_splits
 from attn_backends.kernels.prefill.splits import SplitTile
-from attn_backends.kernels.prefill.tiles import HopperTile, hopper_tiles
+from attn_backends.kernels.prefill.tiles import HopperTile, heads_in_l2, hopper_tiles
 from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE
 from attn_backends.kernels.tiles import padded
 from attn_backends.spec import AttentionSpec
@@ -54,7 +54,6 @@ _Tensors = tuple[  # query, key, value, output, lse, page_table, seq_lens, query
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor,
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
 ]  # fmt: skip
-_L2_BYTES = 32 << 20  # that the keys and values of a section of heads may take
 
 
 class TileSizes(Protocol):
@@ -103,11 +102,6 @@ def hopper_tile(spec: AttentionSpec) -> SplitTile:
     """What the prefill kernel for Hopper reads at a time."""
     usual, _other = hopper_tiles(spec.head_dim)
     return SplitTile(usual.tokens(spec.group_size), usual.rows, usual.keys, keys_alike=_WIDE_BLOCK)
-
-
-def heads_in_l2(spec: AttentionSpec, max_seq_len: int, itemsize: int) -> int:
-    """Number of KV heads of a row whose keys and values fit the L2 cache, or one."""
-    return max(1, _L2_BYTES // (max(1, max_seq_len) * (spec.head_dim + spec.head_dim_vo) * itemsize))
 
 
 def portable_tile(spec: AttentionSpec, tile: TileSizes) -> SplitTile:

@@ -1,5 +1,5 @@
 """Tiles of the prefill kernels: of the portable one for keys one behind the other, where no table has one that was
-measured, and of the one for Hopper."""
+measured, and of the one for Hopper; and which KV heads they read at a time."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from attn_backends.kernels.tiles import block_bytes, block_dims, fitted
 from attn_backends.spec import AttentionSpec
 
 MARGIN = 3 << 10  # bytes of a program, beside its queries and blocks
+_L2_BYTES = 32 << 20  # that the keys and values of a section of heads may take
 _WIDE = 256  # columns of values from which on four warps cannot hold their sums
 
 
@@ -66,3 +67,8 @@ def varlen_tile(spec: AttentionSpec, smem_bytes: int) -> PrefillTile:
 
     warps = 8 if dim_vo >= _WIDE else 4
     return fitted(PrefillTile(64, 32, warps, 2) if is_exact else PrefillTile(64, 64, warps, 3), need, smem_bytes)
+
+
+def heads_in_l2(spec: AttentionSpec, max_seq_len: int, itemsize: int) -> int:
+    """Number of KV heads of a row whose keys and values fit the L2 cache, or one."""
+    return max(1, _L2_BYTES // (max(1, max_seq_len) * (spec.head_dim + spec.head_dim_vo) * itemsize))

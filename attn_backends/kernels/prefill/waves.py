@@ -1,0 +1,123 @@
+"""Prefill's tiles in waves, as many as a GPU works on at a time: when a last one that leaves programs idle has its keys
+split, and when the longest rows are to come first.
+
+Both are by the list of tiles that `split_kernels.list_kernel` makes. As measured at tuning seeds 123 to 132.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attn_backends.kernels.prefill.splits import (
+    OF_A_TILE,
+    OF_THE_JOIN,
+    TileLoad,
+    most_tile_splits,
+    num_splits,
+    split_time,
+)
+
+_LEAST_OF_A_WAVE = 0.045  # part of the time, below which a last wave is not split, and rows come as they are
+_MOST_WAVES = 8  # of whole tiles, behind which a last one that leaves multiprocessors idle costs little
+_SHORT = 8  # blocks of a tile in the mean, up to which one is sooner counted than looked up in a list
+
+
+class _Waves:
+    """Tiles in the order in which they are listed: those that fill all programs some times over, and the rest.
+
+    Args:
+        step: blocks that a row's tile has less than the next one's.
+    """
+
+    def __init__(self, load: TileLoad, num_kv_heads: int, num_programs: int, step: float) -> None:
+        order = np.argsort(-load.blocks, kind="stable")
+        tiles, blocks = load.tiles[order], load.blocks[order]
+        self._of_each, self._step = num_kv_heads / num_programs, step
+        self._before, self._blocks = np.cumsum(tiles) - tiles, blocks
+        count = int(tiles.sum())
+        self.count = count * self._of_each
+        self.num_whole = int(int(self.count) / self._of_each)  # tiles of a KV head
+        whole = np.clip(self.num_whole - self._before, 0, tiles)
+        self.rest = TileLoad(tiles - whole, blocks)
+        self.whole_taken = self._taken(whole, blocks - step * np.maximum(whole - 1, 0) / 2)
+        self.rest_taken = self._taken(self.rest.tiles, blocks - step * (whole + np.maximum(tiles - whole - 1, 0) / 2))
+        self._num_rest = count - self.num_whole
+
+    def _taken(self, tiles: NDArray[np.int64], blocks: NDArray[np.floating[Any]]) -> float:
+        """What all programs take that work as long as each other."""
+        return float(tiles @ (np.maximum(blocks, 1) + OF_A_TILE)) * self._of_each
+
+    def tile(self, nth: int) -> float:
+        """What the nth tile of a KV head takes."""
+        row = int(np.searchsorted(self._before, nth, side="right")) - 1
+        return max(float(self._blocks[row]) - self._step * (nth - int(self._before[row])), 1.0) + OF_A_TILE
+
+    def whole_time(self) -> float:
+        """What all take where none is split: each of the rest behind one of the shortest of those before."""
+        longest, even = self.tile(0), self.whole_taken + self.rest_taken
+        if not self._num_rest:
+            return max(longest, even)
+        if self.count < 2:
+            last, end = self.num_whole - 1, self.num_whole + self._num_rest - 1
+            pairs = self.tile(last) + self.tile(last + 1), self.tile(last + 1 - self._num_rest) + self.tile(end)
+            return max(longest, even, *pairs)
+        idle = -self.count % 1.0
+        return max(longest, even + idle * self.rest_taken / (self._num_rest * self._of_each))
+
+
+def last_wave(
+    load: TileLoad, num_kv_heads: int, num_programs: int, min_blocks: int, step: float, decodes: float = 0.0
+) -> tuple[int, int]:
+    """How many tiles of a KV head are whole, and the target for the splits of those behind them, which would leave
+    programs idle; two 0 where it takes no less time.
+
+    Args:
+        step: blocks that a row's tile has less than the next one's.
+        decodes: as of `split_target`.
+    """
+    if not num_programs <= int(load.tiles.sum()) * num_kv_heads < _MOST_WAVES * num_programs:
+        return 0, 0
+    waves = _Waves(load, num_kv_heads, num_programs, step)
+    all_busy = waves.whole_taken + waves.rest_taken + decodes
+    best, least = (0, 0), (1 - _LEAST_OF_A_WAVE) * max(waves.whole_time(), all_busy)
+    if not waves.rest.tiles.any() or all_busy + OF_THE_JOIN >= least:
+        return best
+    for target in range(num_programs, most_tile_splits(num_programs) + 1, num_programs):
+        splits = num_splits(waves.rest, num_kv_heads, target, min_blocks)
+        taken = max(waves.tile(0), waves.whole_taken + split_time(waves.rest, num_kv_heads, num_programs, splits))
+        taken += OF_THE_JOIN + decodes
+        if taken < least and (splits[waves.rest.tiles > 0] > 1).any():
+            best, least = (waves.num_whole, target), taken
+    return best
+
+
+def is_faster_in_order(load: TileLoad, num_kv_heads: int, num_programs: int, step: float) -> bool:
+    """Whether tiles that are whole take less time with the longest rows first than with the last rows first, as they
+    come else: whether the last programs are busy with long tiles then. A list of one KV head's tiles is itself slower:
+    there they have to be longer than the last ones of the list.
+
+    Args:
+        step: as of `last_wave`.
+    """
+    has_tiles = load.tiles > 0
+    load = TileLoad(load.tiles[has_tiles], load.blocks[has_tiles])
+    num_tiles, wave = int(load.tiles.sum()), num_programs / num_kv_heads
+    if len(load.blocks) < 2 or not wave <= num_tiles < 4 * _MOST_WAVES * wave:
+        return False
+    shortest = np.maximum(load.blocks - step * load.tiles, 0)
+    mean, least = float(load.tiles @ (load.blocks + shortest)) / 2 / num_tiles, float(shortest.min())
+    if num_kv_heads == 1:
+        order = np.argsort(load.blocks, kind="stable")
+        least = _longest_of(TileLoad(load.tiles[order], load.blocks[order]), wave, step)
+    saved = (_longest_of(load, wave, step) - least) / 2
+    return mean > _SHORT and saved > _LEAST_OF_A_WAVE * (mean + OF_A_TILE) * num_tiles / wave
+
+
+def _longest_of(load: TileLoad, count: float, step: float) -> float:
+    """Blocks of the longest of the first so many tiles; of a row the first ones are the shortest."""
+    before = np.cumsum(load.tiles) - load.tiles
+    longest = load.blocks - step * np.maximum(load.tiles - (count - before), 0)
+    return float(longest[before < count].max())
