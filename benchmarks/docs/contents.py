@@ -270,6 +270,7 @@ ELSEWHERE = {
     "verify_mended",
     "verify_splits",
     "verify_joins",
+    "verify_order",
     "decode_trials_7",
     "decode_trials_8",
 }

@@ -3,7 +3,7 @@
     python -m benchmarks rules splits --seed S --count N [--kinds chunks mixed …] [--rounds 5] [--minutes M]
 
 Shapes are drawn as those of `attention random_shapes` are: seeds below 1000 are to tune by. "whole" is the time with no
-key split, "other tile" the same by the other tile of the kernel for Hopper, "portable N" by the portable kernel's tiles
+key split, "in order" the same with the longest rows first, "other tile" whole ones by the other tile of the kernel for Hopper, "portable N" by the portable kernel's tiles
 for few keys, "split N" that with N splits at most, "decoded" that by the decode kernel where rows have few tokens, and
 "rule" the one that TRITON takes; "ratio" is the rule's time over the whole one's, and "vs other" over that of the best
 other kernel. Every way is checked against float64. Kernels are compiled first, by several processes at once.
@@ -43,7 +43,7 @@ from benchmarks.lib.harness import write
 
 TITLE = "prefills of random shapes by TRITON, with whole tiles and with keys split, in us"
 TURN_US = 2_500  # of a contender in a round
-OURS = WHOLE, OTHER, DECODED, RULE = "whole", "other tile", "decoded", "rule"
+OURS = WHOLE, IN_ORDER, OTHER, DECODED, RULE = "whole", "in order", "other tile", "decoded", "rule"
 TRIED = ("split ", "portable ")
 
 
@@ -63,6 +63,7 @@ def ways_of(problem: Problem, parts: Any) -> dict[str, Any]:
     tile = split_tile(spec, problem.cache, None, problem.device, is_paged=is_paged, is_upcast=built.num_upcast_keys > 0)
     programs = tile.num_programs(num_multiprocessors(problem.device))
     if first < built.num_rows and not built.upcast_rows:
+        ways[IN_ORDER] = replace(whole, prefill_splits=PrefillSplits(0, tile))
         for target in range(programs, most_tile_splits(programs) + 1, programs):
             ways[f"split {target}"] = replace(whole, prefill_splits=PrefillSplits(target, tile), prefill_share=None)
     if first == 0 and problem.common.max_query_len <= DECODE_TOKENS:
@@ -121,7 +122,8 @@ def measure(each: Drawn, pool: Pool, rounds: int) -> dict[str, Any]:
     best = min((name for name in us if name in others), key=us.__getitem__, default=None)
     splits = metadata.prefill_splits
     row = {"id": each.id, "kind": each.kind, "shape": each.shape.name, "dtype": each.dtype, "page": each.page_size}
-    row |= {"target": splits.target if splits else 0, "us": {name: round(time, 2) for name, time in us.items()}}
+    row |= {"target": splits.target if splits else 0, "num_whole": splits.num_whole if splits else 0}
+    row |= {"us": {name: round(time, 2) for name, time in us.items()}}
     ruled, whole = us.get(RULE), us.get(WHOLE)
     return row | {
         "ratio": ruled / whole if ruled and whole else None,
@@ -163,7 +165,8 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
     """A row as results have it: times in columns."""
     us, best = row["us"], row["best other"]
     split = min((time for name, time in us.items() if name.startswith("split ")), default=None)
-    ways = {"whole us": us.get(WHOLE), "split us": split, "rule us": us.get(RULE), "splits of the rule": row["target"]}
+    ways = {"whole us": us.get(WHOLE), "split us": split, "rule us": us.get(RULE), "splits of the rule": row["target"],
+            "behind whole tiles": row["num_whole"]}  # fmt: skip
     return {
         "id": row["id"], "shape": row["shape"], "cache": row["dtype"], "page": row["page"], **ways,
         "rule/whole": row["ratio"], "best other": best, "other us": us.get(best), "rule/other": row["vs other"],
