@@ -5,6 +5,7 @@ The interpreter alone runs one program after the other, so that only the last on
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import time
 from contextlib import nullcontext
@@ -93,21 +94,33 @@ def arrive_kernel(words, parts, num_splits, may_stay):  # type: ignore[no-untype
     tl.store(parts + 2, stays)
 
 
-def meet(may_stay: list[bool], begin_s: list[float], attend_s: list[float], patience_s: float = 20.0) -> torch.Tensor:
+def meet(
+    may_stay: list[bool], begin_s: list[float], attend_s: list[float], patience_s: float = 20.0, *,
+    together: bool = False, last_behind: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """[launches, programs, 3]: each program's part, their number, and whether it stayed.
 
     Args:
         begin_s, attend_s: of each program, from a launch's beginning to its own, and from there to its arrival.
+        together: none arrives before all have begun, however busy the machine is.
+        last_behind: the last one begins when the others have ended.
     """
-    num_splits = len(may_stay)
+    num_splits, forked = len(may_stay), multiprocessing.get_context("fork")
+    all_begun, ended = forked.Barrier(num_splits), forked.Semaphore(0)
     words = torch.zeros(int(decode.JOIN_WORDS.value), dtype=torch.int32).share_memory_()
     parts = torch.full((LAUNCHES, num_splits, 3), -1, dtype=torch.int32).share_memory_()
 
     def program(launch: int, split: int) -> None:
+        if last_behind and split == num_splits - 1:
+            assert all(ended.acquire(timeout=patience_s) for _ in range(split))
         time.sleep(begin_s[split])
         begin_kernel[(1,)](words)
+        if together:
+            all_begun.wait(patience_s)
         time.sleep(attend_s[split])
         arrive_kernel[(1,)](words, parts[launch, split], num_splits, int(may_stay[split]))
+        if split < num_splits - 1:
+            ended.release()
 
     for nth in range(LAUNCHES):
         side_by_side.run_side_by_side([partial(program, nth, split) for split in range(num_splits)], patience_s)
@@ -134,7 +147,7 @@ def test_every_part_is_one_programs(seed: int) -> None:
 
 @only_interpreted
 def test_all_stay_where_all_have_begun() -> None:
-    parts = meet([True] * 5, [0.0] * 5, [0.2, 0.25, 0.2, 0.22, 0.3])
+    parts = meet([True] * 5, [0.0] * 5, [0.0, 0.03, 0.0, 0.01, 0.05], together=True)
     check_parts(parts)
     assert parts[..., 2].all()
 
@@ -142,7 +155,7 @@ def test_all_stay_where_all_have_begun() -> None:
 @only_interpreted
 def test_nobody_waits_for_one_that_has_not_begun() -> None:
     """As where the GPU has no room for it before others have ended."""
-    parts = meet([True] * 4, [0.0, 0.0, 0.0, 0.5], [0.0, 0.05, 0.1, 0.0])
+    parts = meet([True] * 4, [0.0] * 4, [0.0, 0.02, 0.05, 0.0], last_behind=True)
     check_parts(parts)
     assert parts[:, 3, 2].all()
     assert not parts[:, :3, 2].any()
@@ -159,7 +172,7 @@ def test_faults_in_waiting_are_found(fault: str, tmp_path: Path, monkeypatch: py
 
 def _meet_and_check() -> None:
     for may_stay in ([True] * 4, [False] * 4, [True, False, False, False]):
-        check_parts(meet(may_stay, [0.0] * 4, [0.2, 0.15, 0.1, 0.25], 3.0))
+        check_parts(meet(may_stay, [0.0] * 4, [0.08, 0.05, 0.02, 0.1], 3.0, together=True))
 
 
 def attend(
