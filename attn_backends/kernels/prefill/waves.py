@@ -38,8 +38,8 @@ class _Waves:
         self._of_each, self._step = num_kv_heads / num_programs, step
         self._before, self._blocks = np.cumsum(tiles) - tiles, blocks
         count = int(tiles.sum())
-        self.count = count * self._of_each
-        self.num_whole = int(int(self.count) / self._of_each)  # tiles of a KV head
+        self.count = count * self._of_each  # of waves
+        self.num_whole = count * num_kv_heads // num_programs * num_programs // num_kv_heads  # tiles of a KV head
         whole = np.clip(self.num_whole - self._before, 0, tiles)
         self.rest = TileLoad(tiles - whole, blocks)
         self.whole_taken = self._taken(whole, blocks - step * np.maximum(whole - 1, 0) / 2)
@@ -62,7 +62,7 @@ class _Waves:
             return max(longest, even)
         if self.count < 2:
             last, end = self.num_whole - 1, self.num_whole + self._num_rest - 1
-            pairs = self.tile(last) + self.tile(last + 1), self.tile(last + 1 - self._num_rest) + self.tile(end)
+            pairs = self.tile(last) + self.tile(last + 1), self.tile(max(last + 1 - self._num_rest, 0)) + self.tile(end)
             return max(longest, even, *pairs)
         idle = -self.count % 1.0
         return max(longest, even + idle * self.rest_taken / (self._num_rest * self._of_each))
