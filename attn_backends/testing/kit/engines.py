@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from random import Random
@@ -20,6 +20,7 @@ from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.cases.features import FEATURES, feature
 from attn_backends.testing.graphs.harness import CapturedStep, batch_of_table, make_recorder, step_table
 from attn_backends.testing.graphs.host_reads import forbid_host_reads
+from attn_backends.testing.graphs.mixed import engine_tensors, put_pages
 from attn_backends.testing.harness import Layer, Result, assert_matches, assert_step, make_layer
 from attn_backends.testing.kit.graphs import PAGES, ROWS, Graphs
 
@@ -54,13 +55,6 @@ def engine_batch(
     starts.fill_(-7)  # an engine's next step
     seq_lens.fill_(-7)
     return common
-
-
-def put_pages(table: torch.Tensor, places: Sequence[int], own: CommonAttentionMetadata) -> None:
-    """The rows' own pages, and no more of them than their lengths need."""
-    for place, row, length in zip(places, own.page_table.cpu(), own.seq_lens_cpu.tolist(), strict=True):
-        used = -(-length // own.page_size)
-        table[place, :used] = row[:used]
 
 
 class Engines(Graphs):
@@ -203,12 +197,6 @@ class Engines(Graphs):
                     rows = len(batch.rows)
                     step = layer.state.step_for(layer.builder.build(0, fill(batch, rows, query_len)))
                     assert_matches(layer.forward(batch, step), batch, f"the first of {rows} rows, {query_len} each")
-
-
-def engine_tensors(rows: int, tokens: int, pages: int, device: torch.device | str) -> HeldTensors:
-    """With room for so many rows of so many pages; the page table is a part of a wider one."""
-    held = HeldTensors.make(rows, tokens, pages + 4, torch.device(device))
-    return replace(held, page_table=held.page_table[:, 2:-1])
 
 
 @dataclass

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 from attn_backends.batch.common import CommonAttentionMetadata
-from attn_backends.batch.page_table import PAD_SLOT
 from attn_backends.graphs.inputs import HeldTensors
 from attn_backends.interface.capabilities import CudaGraphSupport, Unsupported
 from attn_backends.spec import FP8_DTYPES, AttentionSpec
@@ -21,12 +19,12 @@ from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.cases.features import CROSS, FEATURES, feature
 from attn_backends.testing.graphs.harness import CapturedStep, make_recorder
 from attn_backends.testing.graphs.host_reads import forbid_host_reads
+from attn_backends.testing.graphs.mixed import MixedFiller, capture_mixed, engine_tensors
 from attn_backends.testing.harness import Layer, assert_matches, assert_step, make_layer, make_layers
-from attn_backends.testing.kit.engines import Engines, engine_tensors, put_pages
+from attn_backends.testing.kit.engines import Engines
 from attn_backends.testing.kit.graphs import PAGES
 
 MIXED_ROWS, MIXED_TOKENS = 6, 24
-JUNK_PAGE = -1  # behind a row's own pages
 MIXED_BATCHES = (  # keys in the cache, and query tokens, of each row
     ((39, 1), (0, 17), (27, 3), (32, 1)),  # decodes, a prompt, and tokens to verify
     ((49, 1), (8, 1)),  # decodes alone
@@ -36,36 +34,6 @@ MIXED_BATCHES = (  # keys in the cache, and query tokens, of each row
     ((0, 12), (0, 11)),
     ((5, 4),) * 6,  # all rows
 )
-
-
-@dataclass
-class MixedFiller:
-    """Writes each batch into an engine's tensors, and makes it of views of these: rows without tokens stand among its
-    own and behind them, tokens of no row behind all."""
-
-    held: HeldTensors
-    num_tokens: int  # of the graph
-
-    def __call__(self, batch: Batch, num_rows: int, _query_len: int) -> CommonAttentionMetadata:
-        own, held = batch.common(), self.held
-        places = sorted(Random(own.num_tokens).sample(range(num_rows), len(batch.rows)))
-        query_lens, seq_lens = (torch.zeros(num_rows, dtype=torch.int32) for _ in range(2))
-        query_lens[places], seq_lens[places] = own.query_lens_cpu, own.seq_lens_cpu
-        starts = torch.nn.functional.pad(query_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        table = torch.full(held.page_table.shape, JUNK_PAGE, dtype=torch.int32)
-        put_pages(table, places, own)
-        held.page_table.copy_(table)
-        held.seq_lens[:num_rows] = seq_lens.to(batch.device)
-        held.query_start_loc[: num_rows + 1] = starts.to(batch.device)
-        held.slot_mapping.fill_(PAD_SLOT)
-        held.slot_mapping[: len(own.slot_mapping)] = own.slot_mapping
-        contexts = torch.zeros(num_rows, dtype=torch.int32)
-        contexts[places] = own.context_lens_cpu
-        return CommonAttentionMetadata.from_tensors(
-            own.page_size, held.query_start_loc[: num_rows + 1], starts, held.seq_lens[:num_rows], seq_lens,
-            held.page_table[:num_rows], held.slot_mapping[: self.num_tokens] if own.num_new_kv else None,
-            num_tokens=self.num_tokens, context_lens_cpu=contexts, for_graph=True, is_mixed=True,
-        )  # fmt: skip
 
 
 class Mixed(Engines):
@@ -92,9 +60,7 @@ class Mixed(Engines):
     ) -> CapturedStep:
         """Capture with the first batch, over the engine's tensors or over copies of them."""
         held = engine_tensors(MIXED_ROWS, MIXED_TOKENS, PAGES, self.device)
-        layer.state.hold_graph_buffers(MIXED_ROWS, held if shared else None)
-        clone, recorder = layer.state.mixed_graph_clone(*size), make_recorder(self.device)
-        return CapturedStep([layer], clone, batches[:1], size[0], 0, recorder, MixedFiller(held, size[1]), size[1])
+        return capture_mixed([layer], batches[:1], held, size, shared)
 
     def check_mixed(self, batches: Sequence[Batch], what: str, shared: bool = True) -> None:
         """One graph serves them all, one after the other, and again the first."""

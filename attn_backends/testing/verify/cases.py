@@ -16,6 +16,7 @@ from attn_backends.testing.verify.sizes import Size
 MULTIPROCESSORS = {2: 12, 6: 4, 46: 1, 108: 1, 132: 1, 192: 1}  # that an interpreter stands for, and how often
 _KINDS = ("decode", "decode", "verify", "chunk", "mixed", "mixed", "skewed", "prefix", "prompts", "profile")
 _GRAPH_KINDS = ("decode", "decode", "verify", "skewed", "prefix")
+_MIXED_GRAPH_KINDS = tuple(kind for kind in _KINDS if kind != "profile")
 GRAPH_TOKENS = 8  # most query tokens of a row that every backend with graphs of several tokens serves
 
 
@@ -50,7 +51,8 @@ class Case:
     form: Form
     episodes: tuple[Episode, ...]
     graph_rows: int  # 0: eager
-    over_table: bool  # graphs read a step table's tensors where they are
+    mixed_tokens: int  # of a graph of mixed batches; 0: of equal rows
+    over_table: bool  # graphs read a step table's tensors where they are, or an engine's
     want_lse: bool
     fused: bool  # queries, keys and values are slices of one tensor
     roomy: int  # how many times as much the limits allow as the batches need
@@ -58,7 +60,8 @@ class Case:
 
     @property
     def kind(self) -> str:
-        return f"{self.episodes[0].kind}{' in a graph' if self.graph_rows else ''}"
+        graph = " in a mixed graph" if self.mixed_tokens else " in a graph" if self.graph_rows else ""
+        return self.episodes[0].kind + graph
 
 
 def draw_case(backend: Backend, seed: int, size: Size, device: str, multiprocessors: int | None = None) -> Case:
@@ -72,21 +75,26 @@ def draw_case(backend: Backend, seed: int, size: Size, device: str, multiprocess
     if in_graph and level >= CudaGraphSupport.UNIFORM_BATCH and numbers.random() < 0.5:
         graph_tokens = numbers.randint(2, GRAPH_TOKENS)
     count = numbers.randint(1, size.num_episodes)
-    episodes = tuple(draw_episode(form, size, numbers, graph_tokens if in_graph else 0) for _ in range(count))
-    return case_of(backend, seed, form, episodes, in_graph, numbers, multiprocessors)
+    is_mixed = in_graph and level >= CudaGraphSupport.ALWAYS and numbers.random() < 0.5
+    tokens = graph_tokens if in_graph and not is_mixed else 0
+    kinds = [numbers.choice(_MIXED_GRAPH_KINDS) if is_mixed else None for _ in range(count)]
+    episodes = tuple(draw_episode(form, size, numbers, tokens, kind) for kind in kinds)
+    return case_of(backend, seed, form, episodes, in_graph, numbers, multiprocessors, is_mixed)
 
 
 def case_of(
     backend: Backend, seed: int, form: Form, episodes: tuple[Episode, ...], in_graph: bool, numbers: Random,
-    multiprocessors: int | None,
+    multiprocessors: int | None, is_mixed: bool = False,
 ) -> Case:  # fmt: skip
-    """The case of a form and its episodes, with all else drawn."""
+    """The case of a form and its episodes, with all else drawn; `is_mixed`: its graph is of mixed batches."""
     rows = max(len(episode.contexts) for episode in episodes) + numbers.choice((0, 0, 1, 3))
+    tokens = max(sum(lens) for episode in episodes for lens in episode.steps)
     return Case(
         seed=seed,
         form=form,
         episodes=episodes,
         graph_rows=rows if in_graph else 0,
+        mixed_tokens=tokens + Random(seed).choice((0, 0, 1, 9)) if is_mixed else 0,
         over_table=in_graph and numbers.random() < 0.3,
         want_lse=backend.capabilities().lse and numbers.random() < 0.5,
         fused=not backend.capabilities().mla and numbers.random() < 0.3,

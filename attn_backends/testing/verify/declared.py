@@ -57,12 +57,12 @@ def refusal(backend: Backend, row: Row, device: str) -> str | None:
 
 
 def _not_in_a_graph(row: Row) -> str | None:
-    """Graphs hold uniform steps of decoders over a cache; mixed batches in them are drawn by no case."""
+    """Graphs hold steps of decoders over a cache, and but for those of any batch rows of equal tokens."""
     run, kind = row["run"], row.get("kind")
     if run == EAGER:
         return None
     if run == MIXED_GRAPH:
-        return NOT_HERE
+        return None if kind not in (None, "profile") else "cuda_graph"
     if kind not in _KINDS_OF_GRAPHS:
         return "cuda_graph"
     return None if run in _RUNS_OF_KIND.get(kind, _RUNS_OF_OTHERS) else MEANINGLESS
@@ -79,10 +79,11 @@ def draw_declared(
         ("declared",), (spec,), ((scales[0], 1.0) if can.mla else scales,), row["page_size"], row["layout"],
         row.get("interleaved") == "on", Counter(),
     )  # fmt: skip
-    tokens = {EAGER: 0, GRAPH: 1}.get(row["run"], numbers.randint(2, GRAPH_TOKENS))
+    tokens = {EAGER: 0, MIXED_GRAPH: 0, GRAPH: 1}.get(row["run"], numbers.randint(2, GRAPH_TOKENS))
     size = size.scaled(2.0 ** -numbers.uniform(0, size.spread))
     episodes = tuple(_episode(form, row, size, numbers, tokens) for _ in range(numbers.randint(1, size.num_episodes)))
-    case = case_of(backend, seed, form, episodes, tokens > 0, numbers, multiprocessors)
+    is_mixed = row["run"] == MIXED_GRAPH
+    case = case_of(backend, seed, form, episodes, tokens > 0 or is_mixed, numbers, multiprocessors, is_mixed)
     return replace(case, want_lse=row.get("lse") == "on")
 
 

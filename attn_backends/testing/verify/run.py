@@ -17,6 +17,7 @@ from attn_backends.machine import pretend_multiprocessors
 from attn_backends.spec import dtype_name
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.graphs.harness import CapturedStep, capture, graph_batch, step_table
+from attn_backends.testing.graphs.mixed import capture_mixed, engine_tensors
 from attn_backends.testing.harness import (
     Backend,
     Expected,
@@ -63,7 +64,8 @@ class _Run:
         self.data = [LayerData(backend, case, i, device) for i in range(len(case.form.specs))]
         wholes = [data.batch(number) for number in range(len(case.episodes)) for data in self.data[:1]]
         firsts = [data.batch(0) for data in self.data]
-        more = max([case.graph_rows * max(case.episodes[0].steps[0]), *(e.num_padded_reqs for e in case.episodes)])
+        of_graph = case.mixed_tokens or case.graph_rows * max(case.episodes[0].steps[0])
+        more = max([of_graph, *(episode.num_padded_reqs for episode in case.episodes)])
         self.layers = make_layers(backend, firsts, *wholes, num_padded_reqs=more, roomy=case.roomy)
         self.guards = self.layers[0].guards
         self.pools = [KVCache(*map(self.guards.place, data.template)) for data in self.data]
@@ -72,6 +74,8 @@ class _Run:
 
     def _graph_serves(self, wholes: list[Batch]) -> bool:
         """Whether the backend can run every step in a graph; if not, all of them run eager."""
+        if self.case.mixed_tokens:  # what declares such graphs has to
+            return True
         for whole, episode in zip(wholes, self.case.episodes, strict=True):
             for step, lens in enumerate(episode.steps):
                 common = graph_batch(_step_of(whole, episode, step), self.case.graph_rows, lens[0])
@@ -144,6 +148,11 @@ class _Run:
 
     def _capture(self, batches: list[Batch]) -> CapturedStep:
         case, state = self.case, self.layers[0].state
+        if case.mixed_tokens:
+            shared, pages = case.over_table and len(self.layers) == 1, state.limits.max_model_len // case.form.page_size
+            held = engine_tensors(case.graph_rows, case.mixed_tokens, pages + 1, self.device)
+            with self.guards.watching():
+                return capture_mixed(self.layers, batches, held, (case.graph_rows, case.mixed_tokens), shared)
         table = step_table(state.limits, batches[0].cache, self.device) if case.over_table else None
         with self.guards.watching():
             return capture(self.layers, batches, case.graph_rows, case.episodes[0].steps[0][0], table)

@@ -7,7 +7,7 @@ from typing import Any
 from attn_backends.spec import AttentionSpec, AttentionType, MLASpec, dtype_name
 from attn_backends.testing.cases.batches import is_power_of_two
 from attn_backends.testing.verify.cases import Case, Episode
-from attn_backends.testing.verify.factors import EAGER, GRAPH, WIDE_GRAPH, Factors
+from attn_backends.testing.verify.factors import EAGER, GRAPH, MIXED_GRAPH, WIDE_GRAPH, Factors
 
 
 def values_of(case: Case, factors: Factors, in_graph: bool) -> list[dict[str, Any]]:
@@ -60,8 +60,15 @@ def _of_case(case: Case, episode: Episode, scales: tuple[float, float], in_graph
         "kv_scales": _scales(scales),
         "lse": _switch(case.want_lse),
         "kind": kind_of(episode),
-        "run": (GRAPH if longest == 1 else WIDE_GRAPH) if in_graph else EAGER,
+        "run": _run_of(case, longest) if in_graph else EAGER,
     }
+
+
+def _run_of(case: Case, longest: int) -> str:
+    """The graph of a case, of whose rows one has so many query tokens at most."""
+    if case.mixed_tokens:
+        return MIXED_GRAPH
+    return GRAPH if longest == 1 else WIDE_GRAPH
 
 
 def kind_of(episode: Episode) -> str | None:

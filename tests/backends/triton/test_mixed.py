@@ -18,8 +18,8 @@ from attn_backends.spec import KVCacheSpec, Limits, plan_groups
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.conformance import BackendConformance
 from attn_backends.testing.graphs.harness import CapturedStep, make_recorder
+from attn_backends.testing.graphs.mixed import engine_tensors
 from attn_backends.testing.harness import assert_step, make_layer
-from attn_backends.testing.kit.engines import engine_tensors
 from attn_backends.testing.kit.mixed import MixedFiller
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
 from tests.helpers.mutate import copied_module
