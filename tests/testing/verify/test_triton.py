@@ -165,3 +165,35 @@ def sized_at_the_ends(specs: Any, cache: Any, limits: Any, options: Any, num_sms
             tile = decode_tile(spec, cache, rows, SplitPlan.of(spec, query_len).block_m, options, shared_memory)
             needs.append(decode_need(spec, tile, query_len, num_sms))
     return LaunchNeed(*map(max, zip(*needs, strict=True)))
+
+
+def mixed_cases() -> Iterator[Case]:
+    """Graphs of mixed batches with rows of several tokens, and a step of fewer behind it: what that one left stands
+    where the next has tokens of no row."""
+    for seed in range(4000):
+        case = draw_case(backend(), seed, SIZES["small"], "cpu", multiprocessors=2)
+        first, *later = case.episodes[0].steps
+        if case.mixed_tokens and len(case.form.specs) == 1 and max(first) > 16 and later and sum(later[0]) < sum(first):
+            yield case
+
+
+@only_interpreted
+@pytest.mark.parametrize("num_tokens", [None, 0], ids=["right", "wrong"])
+def test_what_a_mixed_graph_leaves_unwritten_is_found(num_tokens: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of no row, if nobody lists them."""
+    from attn_backends.kernels.prefill import split_launch
+
+    real = split_launch.ListNumbers
+    if num_tokens is not None:
+
+        def without(*given: Any) -> Any:
+            return real(*given)._replace(num_tokens=1)  # a mixed list all the same
+
+        monkeypatch.setattr(split_launch, "ListNumbers", without)
+    found = []
+    for _, case in zip(range(3), mixed_cases(), strict=False):
+        try:
+            run_case(backend(), case, "cpu")
+        except AssertionError as error:
+            found.append(str(error))
+    assert bool(found) == (num_tokens is not None), found
