@@ -152,10 +152,10 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         is_paged = use_cache and not are_prompts
         is_upcast, splits, other_tile = num_upcast_keys > 0, None, None
         if tile is None and not upcast_rows:
-            splits = self._prefill_splits(common, bounds, num_decode_rows, is_paged, is_upcast)
-            if not is_upcast and (splits is None or not splits.is_of_all):
-                other_tile = self._hopper_tile(common, lens, num_decode_rows)
-                splits = None if other_tile else splits
+            other_tile = None if is_upcast else self._hopper_tile(common, lens, num_decode_rows)
+            has_other = other_tile is not None
+            splits = self._prefill_splits(common, bounds, num_decode_rows, is_paged, is_upcast, has_other)
+            other_tile = None if splits else other_tile
         if splits is not None and self._can_take_decodes_along(common, num_decode_rows, splits):
             together = self._prefill_splits(common, bounds, 0, is_paged=True, is_upcast=False)
             if are_faster_together(self.group.spec, splits, together, *lens, num_decode_rows, self.device):
@@ -224,11 +224,12 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         return prefill_share(self.group.spec, *lens, num_decodes)
 
     def _prefill_splits(
-        self, common: CommonAttentionMetadata, bounds: Lens, num_decodes: int, is_paged: bool, is_upcast: bool
-    ) -> PrefillSplits | None:
+        self, common: CommonAttentionMetadata, bounds: Lens, num_decodes: int, is_paged: bool, is_upcast: bool,
+        has_other: bool = False,
+    ) -> PrefillSplits | None:  # fmt: skip
         spec = self.group.spec
         tile = split_tile(spec, self.cache, self.options, self.device, is_paged=is_paged, is_upcast=is_upcast)
-        return prefill_splits(spec, tile, *bounds, num_decodes, self.device, common.for_graph)
+        return prefill_splits(spec, tile, *bounds, num_decodes, self.device, common.for_graph, has_other)
 
     @cached_property
     def _short_tiles(self) -> tuple[PrefillTile, ...]:

@@ -192,7 +192,7 @@ def split_tile(
 
 def prefill_splits(
     spec: AttentionSpec, tile: SplitTile, query_lens: IntArray, seq_lens: IntArray, num_decodes: int,
-    device: torch.device, for_graph: bool = False,
+    device: torch.device, for_graph: bool = False, has_other_tile: bool = False,
 ) -> PrefillSplits | None:  # fmt: skip
     """How the rows behind the decodes are split, and that the longest are first; None: they are not split, and come as
     they are. A graph serves rows of unequal lengths too: where the longest ones fill the GPU, one of them among short
@@ -200,6 +200,7 @@ def prefill_splits(
 
     Args:
         query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
+        has_other_tile: whole rows have another tile than this one, of which no list is made.
     """
     num_programs = tile.num_programs(num_multiprocessors(device))
     decodes = _decode_time(spec, tile, seq_lens[:num_decodes], num_programs)
@@ -212,7 +213,7 @@ def prefill_splits(
         return PrefillSplits(target, tile) if target else None
     if target:
         return PrefillSplits(target, tile)
-    if not _reads_alike(spec, load, int(seq_lens.max(initial=0)), num_programs):
+    if has_other_tile or not _reads_alike(spec, load, int(seq_lens.max(initial=0)), num_programs):
         return None
     is_local = spec.window_left >= 0 or spec.chunk_size is not None
     step = tile.tokens / tile.keys if spec.causal and not is_local else 0.0
