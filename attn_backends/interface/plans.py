@@ -88,11 +88,16 @@ class Plans(Generic[LayerT]):
             common: the batch; or a function from a spec to its batch, where layers differ in what they attend to.
             common_prefix_len: as `AttentionMetadataBuilder.build` takes it.
             state: who plans; None: the clone of a graph's batch, or this state (`AttentionState.step_for`).
+
+        Raises:
+            Unsupported: the batch is of a graph of mixed batches, and the backend has none.
         """
         begin = self.state.step_for if state is None else state.begin_forward
         steps: dict[LayerT, AttentionStep[Any]] = {}
         for group, builder in zip(self.groups, self.builders, strict=True):
             batch = common(group.spec) if callable(common) else common
+            if batch.is_mixed and not self.state.has_mixed_graphs:
+                self.state.mixed_graph_clone(batch.num_reqs, batch.num_tokens)  # says why there is none
             steps.update(dict.fromkeys(group.layers, begin(builder.build(common_prefix_len, batch, fast_build))))
         return steps
 

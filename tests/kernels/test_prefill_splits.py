@@ -18,6 +18,7 @@ from tests.helpers.interpreted import in_own_process, only_interpreted, run_inte
 
 splits = pytest.importorskip("attn_backends.kernels.prefill.splits", reason="needs triton")
 waves = pytest.importorskip("attn_backends.kernels.prefill.waves")
+split_kernels = pytest.importorskip("attn_backends.kernels.prefill.split_kernels")
 split_launch = pytest.importorskip("attn_backends.kernels.prefill.split_launch")
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
 workspace = pytest.importorskip("attn_backends.backends.triton.workspace")
@@ -185,6 +186,24 @@ def test_kernel_lists_every_split_once(seed: int) -> None:
         (-load.blocks[row - first_row], row, -first) for row, _, _, first, _, several, *_ in work_items if several < 2
     ]
     assert whole == sorted(whole)
+
+
+@only_interpreted
+@pytest.mark.parametrize(("num_whole", "mixed", "again"), [(0, (16, 300), 0), (0, (0, 0), 1), (3, (0, 0), 3)], ids=str)
+def test_kernel_looks_at_all_rows_for_each_no_more_than_it_must(
+    num_whole: int, mixed: tuple[int, int], again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In five blocks of 64 rows, each looked at three times: besides not at all in a graph whose rows are all decodes,
+    and once, to order them, where no tiles come first that are whole."""
+    looked, load_of = [], split_kernels._load_of
+    monkeypatch.setattr(split_kernels, "_load_of", lambda *given: looked.append(1) or load_of(*given))
+    monkeypatch.setattr(split_launch, "LIST_ITEMS", 512)
+    spec, tile = AttentionSpec(4, 1, 64, dtype=BF16), splits.SplitTile(32, 128, 128)
+    where = torch.empty(132 * 128 * 64), torch.empty(2 * 132 * 128), torch.ones(2, dtype=torch.int32)
+    given, seen = splits.PrefillSplits(132, tile, num_whole), launch.visible_range(spec)
+    made = split_launch.TileList(given, 1, seen, 0, 300, 300, 64, where, *mixed)
+    made.fill(torch.full((300,), 99, dtype=torch.int32), torch.arange(301, dtype=torch.int32))
+    assert len(looked) == 3 * 5 + again * 5 * 5
 
 
 def test_blocks_of_a_load_are_no_fewer_than_a_tile_has() -> None:

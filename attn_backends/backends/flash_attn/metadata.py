@@ -52,7 +52,8 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         if common.for_graph:
             # All rows are decodes, padding included: a padded row has no keys.
             if not self.can_run_in_cudagraph(common):
-                raise ValueError("graphs of FLASH_ATTN serve attention over cached keys: run this batch eager")
+                raise ValueError("graphs of FLASH_ATTN serve attention over cached keys, of rows of equal query "
+                                 "lengths: run this batch eager")  # fmt: skip
             rows = _rows(common, True, self.group.spec.attention_type)
             return graph_metadata(self.group.index, common.slot_mapping, rows)
         spec, actual, prefix_len, prefix = self.group.spec, common.num_actual_reqs, 0, None
@@ -82,8 +83,8 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         return reorder_batch_to_split_decodes_and_prefills(batch, query_lens)
 
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Attention over cached keys."""
-        return self.reads_cached_keys(common_attn_metadata)
+        """Attention over cached keys, of rows of equal query lengths."""
+        return self.reads_cached_keys(common_attn_metadata) and not common_attn_metadata.is_mixed
 
 
 def graph_metadata(group_index: int, slot_mapping: torch.Tensor, rows: Rows) -> FlashAttnMetadata:

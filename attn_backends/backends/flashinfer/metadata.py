@@ -82,8 +82,8 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         if common.for_graph:
             # All rows are decodes, padding included: a padded row has no keys.
             if not self.can_run_in_cudagraph(common):
-                raise ValueError("graphs of FLASHINFER serve attention over cached keys without fixed_split_size: run "
-                                 "this batch eager")  # fmt: skip
+                raise ValueError("graphs of FLASHINFER serve attention over cached keys, of rows of equal query "
+                                 "lengths, without fixed_split_size: run this batch eager")  # fmt: skip
             rows = _rows(common, _Pages(common, self.group.spec.window_left), 0, common.num_reqs, True)
             is_decode = common.num_tokens == common.num_reqs
             return graph_metadata(self.group.index, common.slot_mapping, rows, is_decode)
@@ -109,8 +109,9 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         return reorder_batch_to_split_decodes_and_prefills(batch, query_lens)
 
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Attention over cached keys, with splits that FlashInfer may balance."""
-        return self.reads_cached_keys(common_attn_metadata) and self.options.fixed_split_size is None
+        """Attention over cached keys, of rows of equal query lengths, with splits that FlashInfer may balance."""
+        common = common_attn_metadata
+        return self.reads_cached_keys(common) and not common.is_mixed and self.options.fixed_split_size is None
 
     def _is_fresh(self, common: CommonAttentionMetadata, num_decodes: int) -> bool:
         """Whether prefill rows see nothing but what this step brings: read as it came, it need not be gathered."""

@@ -163,15 +163,16 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
         return reorder_batch_to_split_decodes_and_prefills(batch, kinds.astype(np.int32))
 
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Decodes alone."""
+        """Decodes alone, of equal query lengths."""
         common = common_attn_metadata
-        return not common.is_profile_run and common.max_query_len <= self.decode_threshold
+        return not (common.is_profile_run or common.is_mixed) and common.max_query_len <= self.decode_threshold
 
     def _build_for_graph(self, common: CommonAttentionMetadata) -> MLAMetadata:
         if not self.can_run_in_cudagraph(common):
             raise ValueError(
-                f"MLA graphs serve decode rows of up to {self.decode_threshold} tokens and of lengths that the backend "
-                f"gathers, and this batch has {common.max_query_len} tokens a row and {common.max_seq_len} keys: "
+                f"MLA graphs serve decode rows of up to {self.decode_threshold} tokens, as many each, and of lengths "
+                f"that the backend gathers, and this batch has {common.max_query_len} tokens a row and "
+                f"{common.max_seq_len} keys{' in rows of any lengths' if common.is_mixed else ''}: "
                 "run it eager"
             )
         query_len = common.num_tokens // common.num_reqs

@@ -146,18 +146,19 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         return reorder_batch_to_split_decodes_and_prefills(batch, query_lens)
 
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Attention over cached keys, with no row longer than graphs gather."""
+        """Attention over cached keys, of rows of equal query lengths, with none longer than graphs gather."""
         common = common_attn_metadata
         longest = _graph_max_seq_len(self.options, self.limits)
-        return self.reads_cached_keys(common) and common.max_seq_len <= longest
+        return self.reads_cached_keys(common) and not common.is_mixed and common.max_seq_len <= longest
 
     def _build_static(self, common: CommonAttentionMetadata) -> TorchMetadata:
         """Every row in one `DecodeBatch` whose shape depends on nothing but the graph's; lengths stay on the device."""
         spec, num_rows = self.group.spec, common.num_reqs
         if not self.can_run_in_cudagraph(common):
             raise ValueError(
-                f"graphs of TORCH serve rows of up to {_graph_max_seq_len(self.options, self.limits)} cached keys, and "
-                f"this batch has {common.max_seq_len}: run it eager, or raise graph_max_seq_len"
+                f"graphs of TORCH serve rows of equal query lengths of up to "
+                f"{_graph_max_seq_len(self.options, self.limits)} cached keys, and this batch has {common.max_seq_len}"
+                f"{' in rows of any' if common.is_mixed else ''}: run it eager, or raise graph_max_seq_len"
             )
         query_len = common.num_tokens // num_rows
         first_query = common.seq_lens.long()[:, None] - query_len  # [num_rows, 1]

@@ -66,7 +66,7 @@ class TritonMetadata(AttentionMetadata):
             "num_upcast_keys": 0,
             "upcast_rows": (),
             "prefill_share": None,
-            "prefill_splits": None,
+            "prefill_splits": self.prefill_splits if self.is_mixed else None,  # where all rows count as decodes
             "query_start_loc": self.query_start_loc[: rows + 1],
             "key_start_loc": self.key_start_loc[: rows + 1],
             "seq_lens": self.seq_lens[:rows],

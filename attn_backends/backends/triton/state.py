@@ -200,9 +200,9 @@ class TritonState(AttentionState[TritonMetadata]):
             each.fill(metadata.seq_lens, metadata.query_start_loc)
         if not lists and metadata.num_decode_rows < metadata.num_rows:
             workspace.tiles.zero_()
-        if metadata.num_decode_rows:
-            of_step = metadata.group_index, metadata.num_decode_rows, metadata.max_decode_len
-            schedule = self._schedule(*of_step, workspace)
+        num_decoded = metadata.num_rows if metadata.is_mixed else metadata.num_decode_rows
+        if num_decoded:
+            schedule = self._schedule(metadata.group_index, num_decoded, metadata.max_decode_len, workspace)
             schedule.work_list.fill(metadata.seq_lens, metadata.query_start_loc)
         return TritonStep(metadata, schedule, workspace, splits, sections)
 

@@ -27,7 +27,7 @@ def list_kernel(  # type: ignore[no-untyped-def]
     first_row,  # rows before it are left alone
     num_rows,  # rows from there on
     max_items,
-    num_whole,  # tiles of the longest rows that are whole, of one KV head
+    num_whole,  # tiles of the longest rows that are whole, of one KV head; none if MIXED
     target,  # splits of all other tiles and KV heads at most; at least 1
     num_kv_heads,
     window_right,  # positions after its own that a query sees
@@ -58,7 +58,7 @@ def list_kernel(  # type: ignore[no-untyped-def]
     num_blocks = tl.zeros([BLOCK_ROWS], tl.int64)
     for begin in range(0, num_rows + MIXED, BLOCK_ROWS):
         tiles, blocks, _lens, _starts, _query_lens = _load_of(rows, begin, BLOCK_ROWS, MIXED)
-        _before, whole = _before_of(rows, begin, tiles, blocks, BLOCK_ROWS, MIXED)
+        whole = _whole_of(rows, begin, tiles, blocks, BLOCK_ROWS, MIXED)
         num_blocks += (tiles - whole).to(tl.int64) * blocks
     even = tl.maximum((tl.sum(num_blocks, 0) * num_kv_heads + target - 1) // target, min_blocks)
     nth, size = 0, even
@@ -74,7 +74,8 @@ def list_kernel(  # type: ignore[no-untyped-def]
     split_before = num_whole  # items before a row's splits
     for begin in range(0, num_rows + MIXED, BLOCK_ROWS):
         tiles, blocks, lens, starts, query_lens = _load_of(rows, begin, BLOCK_ROWS, MIXED)
-        before, whole = _before_of(rows, begin, tiles, blocks, BLOCK_ROWS, MIXED)
+        before = _before_of(rows, begin, tiles, blocks, BLOCK_ROWS, MIXED)
+        whole = tl.minimum(tl.maximum(num_whole - before, 0), tiles)
         splits = _num_splits(blocks, size, min_blocks)
         split_counts = tl.where(splits > 1, (tiles - whole) * splits, 0)
         split_begins = split_before + tl.cumsum(split_counts, 0) - split_counts
@@ -112,7 +113,7 @@ def _count_splits(rows, min_blocks, size, BLOCK_ROWS: tl.constexpr, MIXED: tl.co
     num_items, num_tiles = 0, 0
     for begin in range(0, rows[3] + MIXED, BLOCK_ROWS):
         tiles, blocks, _lens, _starts, _query_lens = _load_of(rows, begin, BLOCK_ROWS, MIXED)
-        _before, whole = _before_of(rows, begin, tiles, blocks, BLOCK_ROWS, MIXED)
+        whole = _whole_of(rows, begin, tiles, blocks, BLOCK_ROWS, MIXED)
         splits = _num_splits(blocks, size, min_blocks)
         split_tiles = tl.where(splits > 1, tiles - whole, 0)
         num_items += tl.sum(split_tiles * splits, 0)
@@ -148,19 +149,32 @@ def _load_of(rows, begin, BLOCK_ROWS: tl.constexpr, MIXED: tl.constexpr):  # typ
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _whole_of(  # type: ignore[no-untyped-def]
+    rows, begin, tiles, blocks, BLOCK_ROWS: tl.constexpr, MIXED: tl.constexpr
+):
+    """[BLOCK_ROWS]: how many of a row's tiles, as `_load_of` has them, are among the first that are whole."""
+    whole = tiles * 0
+    if MIXED == 0:  # noqa: SIM102 (a constant on its own leaves out what is not there)
+        if rows[4] > 0:  # to look at all rows for each takes long where they are many
+            before = _before_of(rows, begin, tiles, blocks, BLOCK_ROWS, MIXED)
+            whole = tl.minimum(tl.maximum(rows[4] - before, 0), tiles)
+    return whole
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _before_of(  # type: ignore[no-untyped-def]
     rows, begin, tiles, blocks, BLOCK_ROWS: tl.constexpr, MIXED: tl.constexpr
 ):
-    """[BLOCK_ROWS]: how many tiles rows have that are longer, or as long and in front; and how many of a row's own, as
-    `_load_of` has them, are among the first that are whole."""
+    """[BLOCK_ROWS]: how many tiles rows have that are longer, or as long and in front; 0 if none of these has any."""
     nth = begin + tl.arange(0, BLOCK_ROWS)
     before = tl.zeros([BLOCK_ROWS], tl.int32)
-    for other in range(0, rows[3] + MIXED, BLOCK_ROWS):
-        other_tiles, other_blocks, _lens, _starts, _query_lens = _load_of(rows, other, BLOCK_ROWS, MIXED)
-        other_nth = other + tl.arange(0, BLOCK_ROWS)
-        is_first = (other_blocks[None] == blocks[:, None]) & (other_nth[None] < nth[:, None])
-        before += of_row((other_blocks[None] > blocks[:, None]) | is_first, other_tiles)
-    return before, tl.minimum(tl.maximum(rows[4] - before, 0), tiles)
+    if tl.max(tiles, 0) > 0:  # not where all are another launch's
+        for other in range(0, rows[3] + MIXED, BLOCK_ROWS):
+            other_tiles, other_blocks, _lens, _starts, _query_lens = _load_of(rows, other, BLOCK_ROWS, MIXED)
+            other_nth = other + tl.arange(0, BLOCK_ROWS)
+            is_first = (other_blocks[None] == blocks[:, None]) & (other_nth[None] < nth[:, None])
+            before += of_row((other_blocks[None] > blocks[:, None]) | is_first, other_tiles)
+    return before
 
 
 @triton.jit(

@@ -33,7 +33,7 @@ class TileList:
     of a tile meet.
 
     Args:
-        splits: of how many tiles there are how many, as `splits.faster_splits` gives it.
+        splits: the most that there are, and tiles in front that are whole; `splits.num_splits` has those of each row.
         first_row, num_rows: rows from `first_row` on, of whose tensors others may be in front.
         num_tiles: of these rows for one KV head, or an upper bound.
         partial_acc, partial_ml: f32, of the workspace that its launches use.

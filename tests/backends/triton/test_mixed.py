@@ -18,9 +18,9 @@ from attn_backends.spec import KVCacheSpec, Limits, plan_groups
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.conformance import BackendConformance
 from attn_backends.testing.graphs.harness import CapturedStep, make_recorder
-from attn_backends.testing.graphs.mixed import engine_tensors
+from attn_backends.testing.graphs.mixed import MixedFiller, engine_tensors
 from attn_backends.testing.harness import assert_step, make_layer
-from attn_backends.testing.kit.mixed import MixedFiller
+from attn_backends.testing.kit.mixed import MIXED_ROWS, MIXED_TOKENS
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
 from tests.helpers.mutate import copied_module
 
@@ -144,6 +144,21 @@ def test_a_launch_that_another_kernel_listed_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(launch, "portable_tile", lambda *_: None)
     with pytest.raises(ValueError, match="align them, or run eager"):
         layer.forward(batch, step)
+
+
+@only_interpreted
+def test_a_state_of_eager_steps_serves_all_rows() -> None:
+    """Metadata of a graph of mixed batches, and its view of decodes, which all its rows are."""
+    case = kit()
+    spec = case.make_spec()
+    (batch,) = case.mixed_batches(spec, 1)
+    layer = make_layer(get_backend("TRITON"), batch, num_padded_reqs=MIXED_TOKENS)
+    held = engine_tensors(MIXED_ROWS, MIXED_TOKENS, batch.cache.pages, batch.device)
+    metadata = layer.builder.build(0, MixedFiller(held, MIXED_TOKENS)(batch, MIXED_ROWS, 0))
+    for each in (metadata, metadata.decode_metadata):
+        step = layer.state.begin_forward(each)
+        padding = MIXED_TOKENS - len(batch.query)
+        assert_step(layer.forward(batch, step, num_padded_reqs=padding, want_lse=True), batch, "mixed rows, eager")
 
 
 MIXED_ON_HOPPER = (  # keys in the cache, and query tokens
