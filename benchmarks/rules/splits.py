@@ -4,7 +4,7 @@
 
 Shapes are drawn as those of `attention random_shapes` are: seeds below 1000 are to tune by. "whole" is the time with no
 key split, "in order" the same with the longest rows first, "other tile" whole ones by the other tile of the kernel for
-Hopper, "portable N" by the portable kernel's tiles for few keys, "split N" that with N splits at most, "decoded" that by
+Hopper, "portable N" by the portable kernel's tiles for few keys, "split N" that with N splits at most, "decoded" by
 the decode kernel where rows have few tokens, and "rule" the one that TRITON takes; "ratio" is the rule's time over the
 whole one's, and "vs other" over that of the best other kernel. Every way is checked against float64. Kernels are
 compiled first, by several processes at once.
