@@ -206,19 +206,16 @@ def prefill_splits(
     decodes = _decode_time(spec, tile, seq_lens[:num_decodes], num_programs)
     load = TileLoad.of(spec, tile, query_lens[num_decodes:], seq_lens[num_decodes:])
     of_split = spec.num_kv_heads, num_programs, tile.min_blocks
-    target, num_whole = split_target(load, *of_split, decodes), 0
-    if for_graph:
-        if not target and len(query_lens) > 1 and num_programs >= 2 * spec.num_kv_heads:
-            target = num_programs
-        return PrefillSplits(target, tile) if target else None
+    target = split_target(load, *of_split, decodes)
+    if not target and for_graph and len(query_lens) > 1 and num_programs >= 2 * spec.num_kv_heads:
+        target = num_programs
     if target:
         return PrefillSplits(target, tile)
-    if has_other_tile or not _reads_alike(spec, load, int(seq_lens.max(initial=0)), num_programs):
+    if for_graph or has_other_tile or not _reads_alike(spec, load, int(seq_lens.max(initial=0)), num_programs):
         return None
     is_local = spec.window_left >= 0 or spec.chunk_size is not None
     step = tile.tokens / tile.keys if spec.causal and not is_local else 0.0
-    if not is_local:
-        num_whole, target = last_wave(load, *of_split, step, decodes)
+    num_whole, target = (0, 0) if is_local else last_wave(load, *of_split, step, decodes)
     if target or is_faster_in_order(load, *of_split[:2], step):
         return PrefillSplits(target, tile, num_whole)
     return None

@@ -94,7 +94,7 @@ def case_of(
         form=form,
         episodes=episodes,
         graph_rows=rows if in_graph else 0,
-        mixed_tokens=tokens + Random(seed).choice((0, 0, 1, 9)) if is_mixed else 0,
+        mixed_tokens=tokens + numbers.choice((0, 0, 1, 9)) if is_mixed else 0,
         over_table=in_graph and numbers.random() < 0.3,
         want_lse=backend.capabilities().lse and numbers.random() < 0.5,
         fused=not backend.capabilities().mla and numbers.random() < 0.3,
