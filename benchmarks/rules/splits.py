@@ -79,7 +79,7 @@ def _by_other_tiles(problem: Problem, whole: Any) -> dict[str, Any]:
     spec = problem.spec
     if whole.num_upcast_keys or not suits_hopper_kernel(spec, problem.device):
         return {}
-    _usual, other = hopper_tiles(spec.head_dim)
+    _usual, other = hopper_tiles(spec.head_dim, spec.head_dim_vo)
     ways = {} if other is None else {OTHER: replace(whole, hopper_tile=other)}
     tiles = () if whole.num_decode_rows else short_tiles(spec, problem.cache, None, problem.device)
     return ways | {f"portable {tile.keys}": replace(whole, short_tile=tile) for tile in tiles}

@@ -157,14 +157,16 @@ def by_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole prefills by the other tile that such heads have."""
     from attn_backends.backends.triton import metadata
 
-    monkeypatch.setattr(metadata, "faster_hopper_tile", lambda spec, *_: hopper_tiles(spec.head_dim)[1])
+    monkeypatch.setattr(
+        metadata, "faster_hopper_tile", lambda spec, *_: hopper_tiles(spec.head_dim, spec.head_dim_vo)[1]
+    )
     monkeypatch.setattr(metadata, "prefill_splits", lambda *_: None)
 
 
 @only_interpreted
 @pytest.mark.usefixtures("by_the_other")
 @pytest.mark.parametrize("page_size", [16, 48])
-@pytest.mark.parametrize("dims", [(64, 64), (96, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (96, 64), (128, 128), (192, 128)], ids=str)
 def test_prefill_by_the_other_tile(dims: tuple[int, int], page_size: int, launches: list[int]) -> None:
     check("TRITON", prefill(spec_of(dims), page_size, LENS), launches)
 
@@ -192,7 +194,7 @@ def test_windows_and_chunks_around_a_block(seed: int, launches: list[int], monke
 
     numbers = Random(seed)
     dims, group_size = numbers.choice([(64, 64), (128, 128)]), numbers.choice([1, 2, 4, 8])
-    tile = hopper_tiles(dims[0])[seed % 2]
+    tile = hopper_tiles(*dims)[seed % 2]
     assert tile is not None
     width = tile.keys + numbers.choice([0, tile.tokens(group_size)]) + numbers.randint(-tile.keys // 2, 9)
     spec = spec_of(dims, (2 * group_size, 2), causal=numbers.random() < 0.8,

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import product
 
+import numpy as np
 import torch
 
 from attn_backends.backends.mla.metadata import ExpandedTensors, RaggedRows
 from attn_backends.kernels.examples import distinct, empty, new_tokens
 from attn_backends.kernels.launch import runs_kernels, shared_memory
 from attn_backends.kernels.prefill.arguments import BlockDims
+from attn_backends.kernels.prefill.faster_tile import faster_hopper_tile
 from attn_backends.kernels.prefill.launch import PrefillKernels, Rows, suits_hopper_kernel
-from attn_backends.kernels.prefill.tiles import varlen_tile
+from attn_backends.kernels.prefill.tiles import hopper_tiles, varlen_tile
 from attn_backends.kernels.tiles import block_dims
 from attn_backends.spec import MLASpec
 
@@ -52,6 +54,8 @@ class VarlenPrefill:
 
     def plan(self, rows: RaggedRows) -> VarlenPlan:
         """Nothing is read back from the device: lengths of keys are made there."""
+        kernels = self._kernels[rows.causal]
+        lens = (np.diff(starts.numpy()) for starts in (rows.query_starts_cpu, rows.key_starts_cpu))
         given = Rows(
             page_table=None,
             seq_lens=rows.key_starts.diff(),
@@ -61,8 +65,9 @@ class VarlenPrefill:
             num_tokens=int(rows.query_starts_cpu[-1]),
             num_upcast=0,
             max_seq_len=rows.max_key_len,
+            hopper_tile=faster_hopper_tile(kernels.spec, *lens, rows.query_starts.device),
         )
-        return VarlenPlan(self._kernels[rows.causal], given, self._tiles)
+        return VarlenPlan(kernels, given, self._tiles)
 
     def list_launches(self) -> None:
         """Launch, in a listing, what steps can: queries and outputs begin at any token of a step's."""
@@ -70,10 +75,13 @@ class VarlenPrefill:
         key = empty(2, spec.num_qo_heads, spec.head_dim, dtype=spec.dtype)
         expanded = empty(2, spec.num_qo_heads, spec.qk_nope_head_dim + spec.head_dim_vo, dtype=spec.dtype)
         output = empty(2, spec.num_qo_heads, spec.head_dim_vo, dtype=spec.dtype)
-        rows = Rows(None, empty(1, **ints), empty(2, **ints), empty(2, **ints), 0, 1, 0, 1)
+        tiles = {None, hopper_tiles(spec.head_dim, spec.head_dim_vo)[1]}
+        rows = [Rows(None, empty(1, **ints), empty(2, **ints), empty(2, **ints), 0, 1, 0, 1, hopper_tile=tile)
+                for tile in tiles]  # fmt: skip
         queries = [part for new in new_tokens(spec) for part in (new.query, new.query[-1:])]
-        for (query,), first, kernels in product(distinct((q,) for q in queries), (0, 1), self._kernels.values()):
-            plan = VarlenPlan(kernels, rows, empty(2, **ints))
+        alike = distinct((query,) for query in queries)
+        for (query,), first, kernels, each in product(alike, (0, 1), self._kernels.values(), rows):
+            plan = VarlenPlan(kernels, each, empty(2, **ints))
             plan.attend(ExpandedTensors(query, key, expanded[..., spec.qk_nope_head_dim :], output[first:], None))
 
 

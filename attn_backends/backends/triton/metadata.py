@@ -14,7 +14,6 @@ from attn_backends.backends.triton.rules import (
     are_faster_together,
     can_upcast,
     decode_tokens,
-    faster_hopper_tile,
     prefill_share,
     prefill_splits,
     reads_pages_on_hopper,
@@ -28,6 +27,7 @@ from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
+from attn_backends.kernels.prefill.faster_tile import faster_hopper_tile
 from attn_backends.kernels.prefill.launch import hopper_tile, suits_hopper_kernel
 from attn_backends.kernels.prefill.splits import PrefillSplits
 from attn_backends.kernels.prefill.tiles import HopperTile, PrefillTile

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from attn_backends.backends.triton.tuning import TritonOptions, prefill_tile
 from attn_backends.backends.triton.workspace import DECODE_TOKENS, least_decode_tokens
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors, shared_memory
+from attn_backends.kernels.prefill.faster_tile import mean_keys, seen_by_tiles
 from attn_backends.kernels.prefill.launch import (
     HOPPER_ROWS,
     hopper_tile,
@@ -24,8 +24,8 @@ from attn_backends.kernels.prefill.launch import (
     portable_tile,
     suits_hopper_kernel,
 )
-from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, split_target, time_of, whole_time
-from attn_backends.kernels.prefill.tiles import HopperTile, PrefillTile, heads_in_l2, hopper_tiles
+from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, split_target, time_of
+from attn_backends.kernels.prefill.tiles import PrefillTile, heads_in_l2
 from attn_backends.kernels.prefill.waves import is_faster_in_order, last_wave
 from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import AttentionSpec, KVCacheSpec
@@ -99,67 +99,15 @@ def short_tile(
         return None
     num_tiles = num_hopper_tiles(spec, query_lens).astype(np.int64)
     longest, mean = next((few for head_dim, few in _FEW_KEYS.items() if spec.head_dim <= head_dim), (0, 0))
-    most = int(_seen_by_tiles(spec, seq_lens).max(initial=0))
+    most = int(seen_by_tiles(spec, seq_lens).max(initial=0))
     if int(num_tiles.sum()) * spec.num_kv_heads <= num_multiprocessors(device):
         return tiles[0] if most <= longest else None
     if has_decodes:
         return None
-    keys = int(num_tiles @ _mean_keys(spec, HOPPER_ROWS // spec.group_size, query_lens, seq_lens))
+    keys = int(num_tiles @ mean_keys(spec, HOPPER_ROWS // spec.group_size, query_lens, seq_lens))
     even = keys * spec.num_kv_heads // (_TOGETHER * num_multiprocessors(device))  # of a program
     mean *= 2 if int(query_lens.max()) * spec.group_size <= tiles[1].rows else 1
     return tiles[1] if most <= max(2 * longest, even) and keys <= mean * int(num_tiles.sum()) else None
-
-
-# Blocks that tiles read in the mean, up to which those of half the size are faster: of more tiles than there are
-# multiprocessors, and of fewer, whose longest one counts. As measured at tuning seeds 100 to 102.
-_MOST_BLOCKS = (8, 3)
-# What a block takes with three groups of warps, to one with two; and what a tile takes beside its blocks, in blocks.
-_THREE_GROUPS, _BESIDE = 0.65, {2: 3.0, 3: 8.0}
-_LEAST_GAIN = 0.01
-
-
-def faster_hopper_tile(
-    spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, device: torch.device
-) -> HopperTile | None:
-    """The other one of `hopper_tiles`, where rows whose keys are not split take less time with it; else None.
-
-    Args:
-        query_lens, seq_lens: [rows], or upper bounds of the latter.
-    """
-    num_sms = num_multiprocessors(device)
-    usual, other = hopper_tiles(spec.head_dim)
-    if other is None:
-        return None
-    load = _mean_load(spec, usual, query_lens, seq_lens)
-    if other.groups == usual.groups:
-        num_tiles = int(load.tiles.sum())
-        most = _MOST_BLOCKS[num_tiles * spec.num_kv_heads <= num_sms]
-        return other if int(load.tiles @ load.blocks) <= most * num_tiles else None
-    if spec.window_left >= 0 or spec.chunk_size is not None:  # each tile has as many blocks at its ends
-        return None
-    by_two = whole_time(load, spec.num_kv_heads, num_sms, _BESIDE[2])
-    load = _mean_load(spec, other, query_lens, seq_lens)
-    by_three = _THREE_GROUPS * whole_time(load, spec.num_kv_heads, num_sms, _BESIDE[3])
-    return other if by_three < (1 - _LEAST_GAIN) * by_two else None
-
-
-def _mean_load(spec: AttentionSpec, tile: HopperTile, query_lens: IntArray, seq_lens: IntArray) -> TileLoad:
-    """Tiles, and the blocks that one of a row's reads in the mean."""
-    tokens = tile.tokens(spec.group_size)
-    seen = _mean_keys(spec, tokens, query_lens, seq_lens)
-    return TileLoad(-(-query_lens.astype(np.int64) // tokens), -(-seen // tile.keys))
-
-
-def _mean_keys(spec: AttentionSpec, tokens: int, query_lens: IntArray, seq_lens: IntArray) -> NDArray[np.int64]:
-    """Keys that a tile of so many query tokens sees in the mean of a row's tiles, [rows]."""
-    later = np.maximum(query_lens - tokens, 0) // 2 if spec.causal else 0
-    return _seen_by_tiles(spec, seq_lens - later).astype(np.int64)
-
-
-def _seen_by_tiles(spec: AttentionSpec, keys: IntArray) -> IntArray:
-    """How many of so many keys some query sees: all where a window hides only those before it."""
-    hides_both = spec.causal or spec.chunk_size is not None
-    return num_visible_keys(spec, keys) if hides_both else keys
 
 
 def reads_pages_on_hopper(

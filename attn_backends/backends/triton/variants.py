@@ -86,7 +86,7 @@ class _Layer:
         splits: TileList,
     ) -> Iterator[Pdl]:  # fmt: skip
         tiles, output = empty(2, dtype=torch.int32), self._output(query)
-        of_hopper = {None} if rows.num_upcast else {None, hopper_tiles(self.spec.head_dim)[1]}
+        of_hopper = {None} if rows.num_upcast else {None, hopper_tiles(self.spec.head_dim, self.spec.head_dim_vo)[1]}
         for share, hopper_tile in product((None, 1.0), of_hopper):  # of the GPU, beside decodes
             whole = rows._replace(hopper_tile=hopper_tile)
             yield self.kernels.prefill(query, key, value, output, None, whole, tiles, upcast_kv, share)

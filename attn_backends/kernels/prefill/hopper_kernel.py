@@ -55,12 +55,6 @@ BEHIND, BEFORE = gl.constexpr(1), gl.constexpr(2)  # keys that a block's mask hi
 BATCH = gl.constexpr(4)  # loads of keys or values that code is written out for
 GROUP_WARPS = 4
 
-
-def q_stages(head_dim: int) -> int:
-    """Number of tiles of queries in shared memory: this one and the next, where both fit."""
-    return 1 if head_dim > 192 else 2
-
-
 _NOT_CONSTANT = ["first_row", "num_rows", "section", "table_row", "window_right", "window_left", "has_sinks",
                  "want_lse", "lse_token", "page_rows", "head_rows", "num_batches", "max_items"]  # fmt: skip
 # No code depends on whether these are aligned.

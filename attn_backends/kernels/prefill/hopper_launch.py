@@ -90,7 +90,7 @@ def _numbers(
             CHUNK=chunk, LOCAL=local, PAGE_SIZE=shape.page_size, TMA_ROWS=rows, KV_HEADS=shape.num_kv_heads,
             GROUP=shape.group_size, BLOCK_Q=shape.tile_tokens, BLOCK_N=keys, DIM=shape.head_dim,
             DIM_VO=shape.head_dim_vo, GROUPS=shape.tile.groups, STAGES=shape.tile.stages,
-            Q_STAGES=hopper_kernel.q_stages(shape.head_dim), USE_PDL=shape.use_pdl,
+            Q_STAGES=shape.tile.q_stages, USE_PDL=shape.use_pdl,
             LAUNCH_DEPENDENTS=shape.launch_dependents, SPLIT=int(is_split),
         ),
     )  # fmt: skip

@@ -100,7 +100,7 @@ def suits_hopper_kernel(spec: AttentionSpec, device: torch.device) -> bool:
 
 def hopper_tile(spec: AttentionSpec) -> SplitTile:
     """What the prefill kernel for Hopper reads at a time."""
-    usual, _other = hopper_tiles(spec.head_dim)
+    usual, _other = hopper_tiles(spec.head_dim, spec.head_dim_vo)
     return SplitTile(usual.tokens(spec.group_size), usual.rows, usual.keys, keys_alike=_WIDE_BLOCK)
 
 
@@ -209,7 +209,7 @@ class PrefillKernels:
             return self._tiles[is_paged], None
         if rows.short_tile is not None:
             return rows.short_tile, None
-        return self._tiles[is_paged], rows.hopper_tile or hopper_tiles(self.spec.head_dim)[0]
+        return self._tiles[is_paged], rows.hopper_tile or hopper_tiles(self.spec.head_dim, self.spec.head_dim_vo)[0]
 
     def _attend_on_hopper(
         self, tensors: _Tensors, layouts: tuple[RowLayout, RowLayout], scales: Scales, tiled: PrefillRows,

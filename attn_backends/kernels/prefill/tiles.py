@@ -35,6 +35,7 @@ class HopperTile(NamedTuple):
     groups: int  # of warps that attend, 2 or 3
     keys: int  # of a block
     stages: int  # blocks of keys, and of values, in shared memory
+    q_stages: int = 2  # tiles of queries there: this one and the next, where both fit
 
     @property
     def rows(self) -> int:
@@ -46,14 +47,16 @@ class HopperTile(NamedTuple):
         return max(1, self.rows // group_size)
 
 
-def hopper_tiles(head_dim: int) -> tuple[HopperTile, HopperTile | None]:
+def hopper_tiles(head_dim: int, head_dim_vo: int) -> tuple[HopperTile, HopperTile | None]:
     """The one that serves wherever there are few tiles, and whose keys may be split; and what is faster for many of
     narrow heads: a third group of warps, and of those that see few keys: blocks of half the size."""
     if head_dim <= 64:
         return HopperTile(2, 128, 4), HopperTile(3, 64, 4)
     if head_dim <= 128:
         return HopperTile(2, 128, 2), HopperTile(2, 64, 3)
-    return HopperTile(2, 64, 2), None
+    if head_dim <= 192 and head_dim_vo <= 128:
+        return HopperTile(2, 128, 2, q_stages=1), HopperTile(2, 64, 2)
+    return HopperTile(2, 64, 2, q_stages=2 if head_dim <= 192 else 1), None
 
 
 def varlen_tile(spec: AttentionSpec, smem_bytes: int) -> PrefillTile:

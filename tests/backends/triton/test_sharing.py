@@ -21,6 +21,7 @@ metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 launching = pytest.importorskip("attn_backends.kernels.launch")
 listing = pytest.importorskip("attn_backends.kernels.variants").listing
+faster_hopper_tile = pytest.importorskip("attn_backends.kernels.prefill.faster_tile").faster_hopper_tile
 
 # By benchmarks/rules/sharing.py.
 MEASURED = json.loads(Path(__file__).parents[3].joinpath("benchmarks/results/sharing.json").read_text())["rows"]
@@ -112,6 +113,6 @@ def test_whole_prefills_alone_have_another_tile(seed: int) -> None:
         behind = rows[built.num_decode_rows :]
         query_lens, seq_lens = (np.array([getattr(row, name) for row in behind], np.int32)
                                 for name in ("query_len", "seq_len"))  # fmt: skip
-        faster = sharing.faster_hopper_tile(spec, query_lens, seq_lens, device)
+        faster = faster_hopper_tile(spec, query_lens, seq_lens, device)
     others = built.prefill_splits, built.short_tile, built.num_upcast_keys or None
     assert built.hopper_tile == (faster if others == (None, None, None) else None)

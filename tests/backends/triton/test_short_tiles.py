@@ -10,15 +10,18 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, KVCacheSpec
+from attn_backends.kernels.prefill.tiles import HopperTile
 
 rules = pytest.importorskip("attn_backends.backends.triton.rules", reason="needs triton")
+faster_tile = pytest.importorskip("attn_backends.kernels.prefill.faster_tile")
 DEVICE = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "suits_hopper_kernel", lambda spec, device: spec.logits_soft_cap is None)
-    monkeypatch.setattr(rules, "num_multiprocessors", lambda device: 132)
+    for module in (rules, faster_tile):
+        monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
 
 
 def tile(
@@ -109,13 +112,13 @@ def test_a_graph_splits_a_long_row_among_short_ones() -> None:
 
 def other(spec: AttentionSpec, query_lens: list[int], seq_lens: list[int]) -> Any:
     lens = np.array(query_lens, np.int32), np.array(seq_lens, np.int32)
-    return rules.faster_hopper_tile(spec, *lens, DEVICE)
+    return faster_tile.faster_hopper_tile(spec, *lens, DEVICE)
 
 
 def test_blocks_of_half_the_size_for_rows_that_see_few_keys() -> None:
     """In the mean of their tiles: of a prompt that is half of its keys. Fewer tiles than multiprocessors read the more
     at a time."""
-    spec, half = layer(128), rules.HopperTile(2, 64, 3)
+    spec, half = layer(128), HopperTile(2, 64, 3)
     assert other(spec, [1900] * 4, [1900] * 4) == half
     assert other(spec, [2100] * 4, [2100] * 4) is None
     assert other(spec, [64] * 40, [900] * 40) == half
@@ -123,12 +126,16 @@ def test_blocks_of_half_the_size_for_rows_that_see_few_keys() -> None:
     assert other(spec, [64] * 30, [300] * 30) == half
     assert other(layer(128, window_left=127), [1] * 40 + [9000], [9000] * 41) == half
     assert other(layer(192), [64] * 40, [300] * 40) is None
+    latent = AttentionSpec(16, 16, 192, 128, dtype=torch.bfloat16)  # of which a block of half the size is as wide
+    assert other(latent, [1000] * 16, [1000] * 16) == HopperTile(2, 64, 2)
+    assert other(latent, [1024], [1024]) == HopperTile(2, 64, 2)
+    assert other(latent, [2000] * 3, [2000] * 3) is None
     assert other(layer(128, window_left=127, causal=False), [64] * 40, [9000] * 40) is None
 
 
 def test_a_third_group_of_warps_where_tiles_are_full() -> None:
     """Of 192 queries, and where they leave fewer of them empty than tiles of 128 do."""
-    group_of_8, three = AttentionSpec(64, 8, 64, dtype=torch.bfloat16), rules.HopperTile(3, 64, 4)
+    group_of_8, three = AttentionSpec(64, 8, 64, dtype=torch.bfloat16), HopperTile(3, 64, 4)
     assert other(group_of_8, [24] * 40, [9000] * 40) == three
     assert other(group_of_8, [16] * 40, [9000] * 40) is None
     assert other(group_of_8, [2000] * 40, [2000] * 40) == three

@@ -1,0 +1,67 @@
+"""Which tile of the prefill kernel for Hopper takes less time for some rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from attn_backends.batch.page_table import IntArray
+from attn_backends.kernels.launch import num_multiprocessors
+from attn_backends.kernels.prefill.launch import num_visible_keys
+from attn_backends.kernels.prefill.splits import TileLoad, whole_time
+from attn_backends.kernels.prefill.tiles import HopperTile, hopper_tiles
+from attn_backends.spec import AttentionSpec
+
+# Blocks that tiles read in the mean, up to which those of half the size are faster: of more tiles than there are
+# multiprocessors, and of fewer, whose longest one counts. By the widest head dim, as measured at tuning seeds 100 to
+# 102, and of 192 with benchmarks/attention/mla_prefill.py, where only half the size leaves room for the next queries.
+_MOST_BLOCKS = {128: (8, 3), 192: (6, 6)}
+# What a block takes with three groups of warps, to one with two; and what a tile takes beside its blocks, in blocks.
+_THREE_GROUPS, _BESIDE = 0.65, {2: 3.0, 3: 8.0}
+_LEAST_GAIN = 0.01
+
+
+def faster_hopper_tile(
+    spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, device: torch.device
+) -> HopperTile | None:
+    """The other one of `hopper_tiles`, where rows whose keys are not split take less time with it; else None.
+
+    Args:
+        query_lens, seq_lens: [rows], or upper bounds of the latter.
+    """
+    num_sms = num_multiprocessors(device)
+    usual, other = hopper_tiles(spec.head_dim, spec.head_dim_vo)
+    if other is None:
+        return None
+    load = _mean_load(spec, usual, query_lens, seq_lens)
+    if other.groups == usual.groups:
+        num_tiles = int(load.tiles.sum())
+        most_of = next(most for head_dim, most in _MOST_BLOCKS.items() if spec.head_dim <= head_dim)
+        most = most_of[num_tiles * spec.num_kv_heads <= num_sms]
+        return other if int(load.tiles @ load.blocks) <= most * num_tiles else None
+    if spec.window_left >= 0 or spec.chunk_size is not None:  # each tile has as many blocks at its ends
+        return None
+    by_two = whole_time(load, spec.num_kv_heads, num_sms, _BESIDE[2])
+    load = _mean_load(spec, other, query_lens, seq_lens)
+    by_three = _THREE_GROUPS * whole_time(load, spec.num_kv_heads, num_sms, _BESIDE[3])
+    return other if by_three < (1 - _LEAST_GAIN) * by_two else None
+
+
+def _mean_load(spec: AttentionSpec, tile: HopperTile, query_lens: IntArray, seq_lens: IntArray) -> TileLoad:
+    """Tiles, and the blocks that one of a row's reads in the mean."""
+    tokens = tile.tokens(spec.group_size)
+    seen = mean_keys(spec, tokens, query_lens, seq_lens)
+    return TileLoad(-(-query_lens.astype(np.int64) // tokens), -(-seen // tile.keys))
+
+
+def mean_keys(spec: AttentionSpec, tokens: int, query_lens: IntArray, seq_lens: IntArray) -> NDArray[np.int64]:
+    """Keys that a tile of so many query tokens sees in the mean of a row's tiles, [rows]."""
+    later = np.maximum(query_lens - tokens, 0) // 2 if spec.causal else 0
+    return seen_by_tiles(spec, seq_lens - later).astype(np.int64)
+
+
+def seen_by_tiles(spec: AttentionSpec, keys: IntArray) -> IntArray:
+    """How many of so many keys some query sees: all where a window hides only those before it."""
+    hides_both = spec.causal or spec.chunk_size is not None
+    return num_visible_keys(spec, keys) if hides_both else keys
