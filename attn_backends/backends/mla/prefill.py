@@ -55,7 +55,7 @@ class VarlenPrefill:
     def plan(self, rows: RaggedRows) -> VarlenPlan:
         """Nothing is read back from the device: lengths of keys are made there."""
         kernels = self._kernels[rows.causal]
-        lens = (np.diff(starts.numpy()) for starts in (rows.query_starts_cpu, rows.key_starts_cpu))
+        query_lens, key_lens = np.diff(rows.query_starts_cpu.numpy()), np.diff(rows.key_starts_cpu.numpy())
         given = Rows(
             page_table=None,
             seq_lens=rows.key_starts.diff(),
@@ -65,7 +65,7 @@ class VarlenPrefill:
             num_tokens=int(rows.query_starts_cpu[-1]),
             num_upcast=0,
             max_seq_len=rows.max_key_len,
-            hopper_tile=faster_hopper_tile(kernels.spec, *lens, rows.query_starts.device),
+            hopper_tile=faster_hopper_tile(kernels.spec, query_lens, key_lens, rows.query_starts.device),
         )
         return VarlenPlan(kernels, given, self._tiles)
 
