@@ -2,7 +2,8 @@
 
 An item of the list is one tile of a row's packed queries (a token's query heads of one KV head lie together) over one
 chunk of its keys. It leaves partial results, each in a slot of the float workspace, which are merged for every token.
-`PrefillSplitQOKVIndptr` of FlashInfer's scheduler.cuh writes such lists, kernels of prefill.cuh and cascade.cuh read them.
+`PrefillSplitQOKVIndptr` of FlashInfer's scheduler.cuh writes such lists; kernels of prefill.cuh and cascade.cuh read
+them.
 """
 
 from __future__ import annotations
