@@ -19,13 +19,13 @@ from attn_backends.backends.flashinfer.workspace import fa2_tile, graph_tile, ti
 from attn_backends.batch.page_table import IntArray
 from attn_backends.spec import AttentionSpec
 
-MIN_CHUNK = 128  # keys of a part, as in `PrefillSplitQOKVIndptr`
+MIN_CHUNK = 128  # keys, as in `PrefillSplitQOKVIndptr`
 
 
 class Layout(NamedTuple):
     """The numbers of FlashInfer's `PrefillPlanInfo`, in its order. Offsets are bytes in the int workspace."""
 
-    padded_batch_size: int  # parts that the arrays have room for, and blocks of a launch a KV head
+    padded_batch_size: int  # work items that the arrays have room for, and blocks of a launch a KV head
     total_num_rows: int  # query tokens at most
     total_num_rows_offset: int
     cta_tile_q: int
@@ -48,10 +48,10 @@ class Layout(NamedTuple):
 
     def is_known(self, num_rows: int) -> bool:
         """Whether it is of a graph, and its arrays lie one behind the other as in FlashInfer's known versions."""
-        parts = 4 * self.padded_batch_size
+        of_items = 4 * self.padded_batch_size
         arrays = (
-            (self.request_indices_offset, parts), (self.qo_tile_indices_offset, parts),
-            (self.kv_tile_indices_offset, parts), (self.o_indptr_offset, 4 * (num_rows + 1)),
+            (self.request_indices_offset, of_items), (self.qo_tile_indices_offset, of_items),
+            (self.kv_tile_indices_offset, of_items), (self.o_indptr_offset, 4 * (num_rows + 1)),
             (self.kv_chunk_size_ptr_offset, 4), (self.total_num_rows_offset, 4),
             (self.merge_indptr_offset, 4 * (self.total_num_rows + 1)), (self.block_valid_mask_offset, 0),
         )  # fmt: skip
@@ -67,7 +67,7 @@ class GraphSchedule:
     layout: Layout  # with the tile of these rows
     group_size: int
     page_size: int
-    most_parts: int  # to split rows into, a KV head
+    most_items: int  # to split rows into, a KV head
     most_pages: int | None  # of a row that its tile sees, with a window
 
     @classmethod
@@ -103,43 +103,43 @@ class GraphSchedule:
         tokens, pages = starts[1:] - starts[:-1], page_starts[1:] - page_starts[:-1]
         if int(tokens.max()) * self.group_size > layout.cta_tile_q or starts[-1] > layout.total_num_rows:
             raise RuntimeError(
-                f"a graph of {layout.total_num_rows} tokens, in tiles of {layout.cta_tile_q} packed queries, got rows of "
-                f"up to {tokens.max()} tokens, {starts[-1]} in all: capture one for rows as long"
+                f"a graph of {layout.total_num_rows} tokens, in tiles of {layout.cta_tile_q} packed queries, got rows "
+                f"of up to {tokens.max()} tokens, {starts[-1]} in all: capture one for rows as long"
             )
         if self.most_pages is not None:
             pages = np.minimum(pages, self.most_pages)
         pages, has_tokens = np.maximum(pages, 1), tokens > 0
         chunk = self._chunk_pages(pages, has_tokens)
-        parts = (pages + (chunk - 1)) // chunk * has_tokens
-        ends = parts.cumsum()
+        num_splits = (pages + (chunk - 1)) // chunk * has_tokens
+        ends = num_splits.cumsum()
         count, num_tokens = int(ends[-1]), int(starts[-1])
 
         def array(offset: int, size: int) -> IntArray:
             return ints[offset // 4 : offset // 4 + size]
 
-        array(layout.request_indices_offset, count)[:] = np.arange(len(parts)).repeat(parts)
+        array(layout.request_indices_offset, count)[:] = np.arange(len(num_splits)).repeat(num_splits)
         array(layout.qo_tile_indices_offset, count)[:] = 0
-        array(layout.kv_tile_indices_offset, count)[:] = np.arange(count) - (ends - parts).repeat(parts)
+        array(layout.kv_tile_indices_offset, count)[:] = np.arange(count) - (ends - num_splits).repeat(num_splits)
         array(layout.kv_chunk_size_ptr_offset, 1)[:] = chunk * self.page_size
         array(layout.total_num_rows_offset, 1)[:] = num_tokens
-        merge_indptr = array(layout.merge_indptr_offset, num_tokens + 1)  # the parts of each token
-        merge_indptr[0], merge_indptr[1:] = 0, parts.repeat(tokens).cumsum()
+        merge_indptr = array(layout.merge_indptr_offset, num_tokens + 1)  # a token's partial results
+        merge_indptr[0], merge_indptr[1:] = 0, num_splits.repeat(tokens).cumsum()
         array(layout.o_indptr_offset, len(starts))[:] = merge_indptr[starts]
         is_valid = ints.view(np.uint8)[layout.block_valid_mask_offset :][: layout.padded_batch_size]
         is_valid[:count], is_valid[count:] = 1, 0
 
     def _chunk_pages(self, pages: IntArray, has_tokens: IntArray) -> int:
-        """Pages of a part: as few as leave no more parts than are attended at once, and where rows alone are more, all.
+        """Pages of a chunk: as few as leave no more work items than run at once, and where rows alone are more, all.
 
         It is what `PrefillBinarySearchKVChunkSize` finds, between bounds that are nearer to it.
         """
         low, high = max(MIN_CHUNK // self.page_size, 1), int(pages.max())
-        behind = pages[has_tokens] - 1  # the first page: a row of so many more has behind // chunk more parts
-        more, total = self.most_parts - len(behind), int(behind.sum())
+        later = pages[has_tokens] - 1  # those after a row's first page: it has later // chunk splits more than one
+        more, num_later = self.most_items - len(later), int(later.sum())
         if more < 0:
             return max(low, high)
-        low, high = max(low, total // self.most_parts + 1), min(high, -(-total // more)) if more else high
+        low, high = max(low, num_later // self.most_items + 1), min(high, -(-num_later // more)) if more else high
         while low < high:
             middle = (low + high) // 2
-            low, high = (middle + 1, high) if int((behind // middle).sum()) > more else (low, middle)
+            low, high = (middle + 1, high) if int((later // middle).sum()) > more else (low, middle)
         return low

@@ -139,6 +139,22 @@ def test_lists_are_those_of_flashinfer(seed: int, monkeypatch: pytest.MonkeyPatc
     assert sum(as_flashinfer(100 * seed + nth, monkeypatch) for nth in range(10)) > 1
 
 
+def test_parts_of_few_pages_are_as_small_as_may_be() -> None:
+    """Pages of as many keys as the smallest part: few of them, so that bounds of the search lie next to each other."""
+    numbers = Random(0)
+    layout = Layout(*range(len(Layout._fields)))
+    for _ in range(3000):
+        lens = [numbers.randint(0, 12) for _ in range(numbers.randint(1, 6))]
+        q_tiles, most = [numbers.choice((0, 1, 1, 1)) for _ in lens], numbers.randint(1, 20)
+        expected, _ = schedule._prefill_chunk(q_tiles, lens, most, 128, True, -1, False)
+        pages, has_tokens = np.maximum(lens, 1), np.array(q_tiles) > 0
+        assert GraphSchedule(layout, 1, 128, most, None)._chunk_pages(pages, has_tokens) == expected, (
+            lens,
+            q_tiles,
+            most,
+        )
+
+
 # What falls back to FlashInfer's own.
 
 
