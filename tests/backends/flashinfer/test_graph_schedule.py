@@ -12,7 +12,7 @@ import torch
 
 from attn_backends import AttentionSpec, KVCacheSpec, Limits, plan_groups
 from attn_backends.backends.flashinfer.graph_schedule import GraphSchedule, Layout
-from attn_backends.backends.flashinfer.metadata import FlashInferMetadataBuilder, Rows
+from attn_backends.backends.flashinfer.metadata import Rows
 from attn_backends.backends.flashinfer.options import FlashInferOptions
 from attn_backends.backends.flashinfer.plans import PrefillPlan
 from attn_backends.testing.cases.cases import BatchShape
@@ -22,7 +22,7 @@ from attn_backends.testing.kit.base import KitBase
 from tests.emulated import flashinfer_schedule as schedule
 from tests.emulated.flashinfer_schedule import WorkspaceAllocator, fa2_schedule, fa2_tiles
 from tests.emulated.flashinfer_work import PlanInfo, WorkList, work_list
-from tests.helpers.flashinfer_emulated import EmulatedFlashInfer, EmulatedState
+from tests.helpers.flashinfer_emulated import EmulatedFlashInfer
 
 ROOM, STALE = 1 << 50, -77
 SHAPES = [(32, 8, 128), (8, 8, 64), (8, 4, 256), (64, 8, 64), (16, 1, 128), (9, 3, 64), (40, 8, 128)]
@@ -203,29 +203,44 @@ def test_rows_that_a_graph_has_no_tiles_for_are_refused() -> None:
 
 
 class Kit(KitBase):
-    backend_name = "FLASHINFER_EMULATED"
+    backend_name = EmulatedFlashInfer.name
+
+
+class GpuKit(KitBase):
+    backend_name, device = "FLASHINFER", "cuda"
+
+
+ON_GPU = pytest.param(GpuKit, marks=pytest.mark.gpu, id="gpu")
+KITS = [pytest.param(Kit, id="emulated"), ON_GPU]
 
 
 class Verified:
     """A graph of rows of some verified tokens each, and its layer."""
 
-    def __init__(self, query_len: int, num_rows: int, spec: AttentionSpec = SPEC) -> None:
-        self.spec, self.query_len, self.num_rows = spec, query_len, num_rows
-        self.cache, self.limits = KVCacheSpec(256, 16), Limits(num_rows, num_rows * query_len, 2048)
-        groups = plan_groups({0: spec})
-        self.owner = EmulatedState(groups, self.cache, self.limits, "cpu", options=FlashInferOptions())
-        self.builder = FlashInferMetadataBuilder(groups[0], self.cache, self.limits, "cpu")
-        self.impl = EmulatedFlashInfer.get_impl_cls()(spec, self.cache, "cpu")
+    def __init__(
+        self, query_len: int, num_rows: int, spec: AttentionSpec = SPEC, kit: type[KitBase] = Kit, num_pages: int = 256
+    ) -> None:
+        if kit.device == "cuda":
+            if not torch.cuda.is_available():
+                pytest.skip("no CUDA device here")
+            pytest.importorskip("flashinfer")
+        self.spec, self.query_len, self.num_rows, self.kit = spec, query_len, num_rows, kit()
+        backend, groups, self.cache = self.kit.backend, plan_groups({0: spec}), KVCacheSpec(num_pages, 16)
+        given = self.cache, Limits(num_rows, num_rows * query_len, 2048), torch.device(kit.device)
+        self.owner = backend.get_state_cls()(groups, *given, options=FlashInferOptions())
+        self.builder = backend.get_builder_cls()(groups[0], *given)
+        self.impl = backend.get_impl_cls()(spec, self.cache, torch.device(kit.device))
         with self.owner.graph_capture(num_rows):
             self.graph = self.owner.graph_clone(num_rows, query_len)
 
     def error(self, *seq_lens: int) -> float:
         """How far the outputs of rows with so many keys are from the reference; missing rows are padded."""
         shape = BatchShape(seq_lens=seq_lens, query_lens=(self.query_len,) * len(seq_lens))
-        given = Kit().make_batch(self.spec, shape, num_pages=self.cache.num_pages)
+        given = self.kit.make_batch(self.spec, shape, num_pages=self.cache.num_pages)
         missing = self.num_rows - len(seq_lens)
         common = graph_batch(given, self.num_rows, self.query_len)
-        self.step = self.graph.begin_forward(self.builder.build(0, common))
+        metadata = self.builder.build(0, common)
+        self.step, self.rows = self.graph.begin_forward(metadata), metadata.prefill
         brought = [padded(tensor, missing * self.query_len) for tensor in (given.query, given.key, given.value)]
         out = self.impl.forward(*brought, given.fresh_pool(), self.step)  # type: ignore[arg-type]
         return float(output_error(out[: len(given.query)], given.expected()[0]))
@@ -250,7 +265,42 @@ def test_verified_tokens_take_small_tiles(query_len: int, tile: int, theirs: int
     assert int(ints[info.valid_at : info.stop].sum()) > (10 if window < 0 else 0)  # some are split
 
 
-def test_a_decode_and_long_rows_are_flashinfers() -> None:
+@pytest.mark.parametrize("kit", KITS)
+@pytest.mark.parametrize("window", [-1, 40])
+@pytest.mark.parametrize("shape", [(8, 2, 64), (16, 4, 128), (4, 2, 256)], ids=str)
+def test_kernels_follow_the_lists(shape: tuple[int, int, int], window: int, kit: type[KitBase]) -> None:
+    """Those of FlashInfer on a GPU, over more rows than it attends at once there, and over few."""
+    spec = AttentionSpec(*shape, dtype=torch.float16, window_left=window)
+    num_rows = 150 if kit.device == "cuda" else 6
+    for query_len, tile in ((2, 16), (3, 16), (15, 64)):
+        verified = Verified(query_len, num_rows, spec, kit, num_pages=20 * num_rows)
+        for lens in ((290, 20), (16,) * num_rows, (100, 17, 300, 64, 200), (*[250] * (num_rows - 1), 40)):
+            assert verified.error(*lens) < 1e-2
+            assert PlanInfo(*verified.plan.wrapper._plan_info).tile_q == tile
+
+
+@pytest.mark.parametrize("kit", KITS)
+@pytest.mark.parametrize("window", [-1, 40])
+def test_flashinfers_own_lists_are_as_transcribed(
+    window: int, kit: type[KitBase], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its arrays lie and what they say, without a schedule of ours."""
+    monkeypatch.setattr(GraphSchedule, "replacing", lambda *given: None)
+    spec = replace(SPEC, window_left=window)
+    verified = Verified(2, 12, spec, kit)
+    monkeypatch.setattr(schedule, "NUM_SMS", verified.owner.library.num_sms)
+    for lens in ((290, 20), (17,) * 12, (900, 600, 30)):
+        assert verified.error(*lens) < 1e-2
+        wrapper, rows = verified.plan.wrapper, verified.rows
+        info, ints = PlanInfo(*map(int, wrapper._plan_info)), wrapper._int_workspace_buffer.cpu()
+        ints = ints[: ints.numel() // 4 * 4].view(torch.int32).numpy()
+        work, num_tokens = written(ints, info, 12)
+        tiles = fa2_tiles(*arguments_of(rows, spec, 16, 24))
+        assert work == work_list(rows.qo_indptr_cpu.tolist(), tiles)._replace(chunk=tiles.chunk * 16)
+        assert (num_tokens, info.tile_q, len(wrapper._plan_info)) == (24, 64, 15)
+
+
+def test_long_rows_are_flashinfers() -> None:
     verified = Verified(40, 3)
     assert verified.error(900, 60) < 1e-2
     assert verified.plan.graph_schedule is None
