@@ -9,10 +9,11 @@ is first checked against float64. Ours goes builder → state → impl: for deco
 prefill planned eagerly, with the impls' launches captured. A mixed batch has decodes in front of prompts; TRITON, which
 has a launch for each, side by side, is also timed with one behind the other, and with all in its prefill kernel. "us"
 writes no new keys, as bare kernels do not; "with KV write" does. A backend's ratio is against the fastest bare kernel
-of its shape, and FLASH_ATTN's also against that of the same provider, which follows the backend's name (without one,
-the best that is here): the two have their turns next to one another, and the median of all rounds' ratios counts. "of
-copy" is the bandwidth (keys and values once a request, queries, outputs) as a share of what a copy within the device
-reads and writes; "read us" is what a kernel takes for a decode's keys and values that does nothing else.
+of its shape. FLASHINFER's and FLASH_ATTN's is also against their own: the fastest of FlashInfer's (of decodes, those
+planned for graphs), and that of the same provider, which follows the backend's name (without one, the best that is
+here). Those have their turns next to one another, and the median of all rounds' ratios counts. "of copy" is the
+bandwidth (keys and values once a request, queries, outputs) as a share of what a copy within the device reads and
+writes; "read us" is what a kernel takes for a decode's keys and values that does nothing else.
 """
 
 from __future__ import annotations
@@ -117,8 +118,13 @@ OTHERWISE = {  # that TRITON can serve a mixed batch, beside side by side
     },
     IN_TURN: {"prefill_share": None, "prefill_splits": None},
 }
-BARE = bare_kernels.DECODE.keys() | bare_kernels.PREFILL.keys()
-OWN = {"vllm_fa3": "FA3", "flash_attn": "FA2, page 256", "flash_attn_4": "FA4"}  # FLASH_ATTN's providers' bare ones
+BARE = bare_kernels.DECODE | bare_kernels.PREFILL
+OWN = {  # bare kernels that are FLASHINFER's, and those of FLASH_ATTN's providers
+    "FLASHINFER": [name for name in BARE if name.startswith("FlashInfer") and not name.endswith("fixed lengths")],
+    "vllm_fa3": ["FA3"],
+    "flash_attn": ["FA2, page 256"],
+    "flash_attn_4": ["FA4"],
+}
 
 
 PROVIDER_CAN = {provider.name: provider.capabilities() for provider in PROVIDERS}
@@ -169,10 +175,10 @@ def select_provider(problem: Problem) -> str:
     return choose(PROVIDERS, problem.spec, problem.cache, problem.device).provider.name
 
 
-def own_bare(name: str) -> str:
-    """The bare kernel that a contender of ours uses; the contender itself if none is known, or it is one."""
-    provider = name.partition(":")[2].partition(",")[0]
-    return name if name.endswith(WITH_WRITE) else OWN.get(provider, name)
+def own_bare(name: str) -> list[str]:
+    """The bare kernels that a contender of ours may use; none if none is known, or it is one."""
+    backend, _, provider = name.partition(",")[0].partition(":")
+    return [] if name.endswith(WITH_WRITE) else OWN.get(provider or backend, [])
 
 
 def all_made(
@@ -202,7 +208,8 @@ def measure(shape: Shape, copy: Copy, arguments: argparse.Namespace) -> tuple[li
     problem = make_problem(shape, CACHE_DTYPES[arguments.dtype], arguments.page_size, device)
     made, dropped = all_made(problem, arguments.backend, arguments.options, arguments.bare)
     errors, wrong = checked(made)
-    right, twins = {name: made[name] for name in errors}, {name: own_bare(name) for name in errors}
+    right = {name: made[name] for name in errors}
+    twins = {each: bare[0] for name in errors if (bare := own_bare(name)) for each in (name, *bare)}
     reads = {}
     if not shape.is_prefill and shape.window_left < 0:
         reads[READ] = Contender(problem, make_read(problem), [], None)
@@ -215,10 +222,10 @@ def measure(shape: Shape, copy: Copy, arguments: argparse.Namespace) -> tuple[li
         if not name.endswith(WITH_WRITE):
             figures = {"us": time, "with KV write us": us.get(name + WITH_WRITE)} | speeds(problem, time, copied)
             figures["read us"] = read_us
-            own = own_bare(name)
+            own = min((bare for bare in own_bare(name) if bare in us), key=us.__getitem__, default=None)
             against = {
                 "vs best bare": best and time / best,
-                "vs own bare": ratio(each[name], each[own]) if own in each and own != name else None,
+                "vs own bare": None if own is None else ratio(each[name], each[own]),
                 "error": errors[name],
             }
             rows.append({"shape": shape.name, "contender": name, **figures, **against})

@@ -20,6 +20,7 @@ from attn_backends.backends.flash_attn.fa4 import FlashAttn4
 from attn_backends.testing.reference import reference_attention
 from tests.emulated import flash_attn, flash_attn_4, vllm_flash_attn
 from tests.helpers.flash_attn_backends import emulated
+from tests.helpers.flashinfer_emulated import EmulatedFlashInfer
 
 
 class Script(Protocol):
@@ -62,6 +63,29 @@ def test_every_contender_of_every_shape_is_right(script: Script, monkeypatch: py
                     "FlashInfer fa2, ragged", "FlashInfer fa3, ragged"}  # fmt: skip
     assert all(row["vs best bare"] > 0 and row["error"] < 1e-2 for row in rows)
     assert all((row["read us"] is None) == ("prefill" in row["shape"] or "window" in row["shape"]) for row in rows)
+
+
+@pytest.mark.usefixtures("_flashinfer")
+def test_flashinfer_is_beside_the_fastest_of_its_bare_kernels(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the mode, those that are measured; for decodes not those planned for fixed lengths, though they be faster."""
+    attention, name = load("benchmarks.attention.attention"), EmulatedFlashInfer.name
+    monkeypatch.setitem(attention.OWN, name, attention.OWN["FLASHINFER"])
+    us = {name: 6.0, "FlashInfer CUDA-core": 3.0, "FlashInfer fa2": 4.0, "FlashInfer fa3, ragged": 2.0}
+    twins: list[dict[str, str]] = []
+
+    def calls_us(right: dict[str, Any], *further: Any) -> Any:
+        twins.append(further[-1])
+        return {each: [us.get(each, 1.0 if each.endswith("fixed lengths") else 9.0)] for each in right}, 1.0
+
+    monkeypatch.setattr(attention, "calls_us", calls_us)
+    rows = script("attention.attention", "--shapes", "tiny", "--rounds", "1", "--backend", name)
+    ratios = [row["vs own bare"] for row in rows if row["contender"] == name]
+    assert ratios == [2.0, 2.0, 3.0, 1.5, 2.0, 3.0, 1.5]
+    assert all(row["vs own bare"] is None for row in rows if row["contender"] != name)
+    for given in twins:  # which are in turns side by side
+        assert len(set(given.values())) == 1
+        assert set(given) >= {name, "FlashInfer fa2", "FlashInfer tensor-core"}
+        assert not any("fixed lengths" in each for each in given)
 
 
 def test_a_result_says_what_made_it(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ def attend(
     value: torch.Tensor,  # [num_slots, num_kv_heads, head_dim_vo] f32
     rows: Rows,
     rules: Rules,
+    reached: torch.Tensor | None = None,  # [num_tokens, num_slots] bool: what a work list has tiles for; None: all
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of every row, over its first min(length now, length planned) keys.
 
@@ -63,6 +64,8 @@ def attend(
         knows of.
     """
     seen, covered = _seen(len(query), len(key), rows, rules)
+    if reached is not None:
+        seen = seen & reached
     if rules.rope is not None:
         query, key = _rotate_all(query, key, rows, rules.rope)
     num_tokens, num_kv_heads, group_size = len(query), key.shape[1], query.shape[1] // key.shape[1]

@@ -14,6 +14,7 @@ import torch
 
 from tests.emulated.flashinfer_kernel import Rows, Rules, attend, gather_pages
 from tests.emulated.flashinfer_plan import plan_decode, plan_fa2, plan_fa3, planned_rows
+from tests.emulated.flashinfer_work import PlanInfo, Planned, Reach, follow
 
 DECODE, FA2, FA3 = "decode", "fa2", "fa3"
 NUM_PLAN_ARGUMENTS = {DECODE: 15, FA2: 19, FA3: 16}
@@ -85,9 +86,9 @@ class AttentionModule:
         num_pages = starts[1:] - starts[:-1]
         kv_lens = ((num_pages - 1) * page_size + last_page_len).masked_fill(num_pages == 0, 0)
         queries = torch.arange(len(indptr), device=indptr.device) if qo_indptr is None else qo_indptr.long()
-        rows = self._rows(int_workspace, queries, starts * page_size, kv_lens)
+        rows = self._rows(int_workspace, plan_info, queries, starts * page_size, kv_lens)
         key, value = gather_pages(key_cache, indices, starts), gather_pages(value_cache, indices, starts)
-        self._run(float_workspace, plan_info, query, key, value, rows, out, lse, rules)
+        self._run(float_workspace, int_workspace, plan_info, query, key, value, rows, out, lse, rules)
 
     def ragged_run(
         self,
@@ -105,12 +106,19 @@ class AttentionModule:
     ) -> None:
         """As `paged_run`, over keys that lie one after the other."""
         starts = kv_indptr.long()
-        rows = self._rows(int_workspace, qo_indptr.long(), starts, starts[1:] - starts[:-1])
-        self._run(float_workspace, plan_info, query, key.float(), value.float(), rows, out, lse, rules)
+        rows = self._rows(int_workspace, plan_info, qo_indptr.long(), starts, starts[1:] - starts[:-1])
+        self._run(float_workspace, int_workspace, plan_info, query, key.float(), value.float(), rows, out, lse, rules)
 
     def _rows(
-        self, int_workspace: torch.Tensor, qo_indptr: torch.Tensor, key_indptr: torch.Tensor, kv_lens: torch.Tensor
+        self,
+        int_workspace: torch.Tensor,
+        plan_info: list[int],
+        qo_indptr: torch.Tensor,
+        key_indptr: torch.Tensor,
+        kv_lens: torch.Tensor,
     ) -> Rows:
+        if self.kind == FA2 and not isinstance(plan_info, Planned):  # of a work list alone, which others wrote
+            return Rows(qo_indptr, key_indptr, kv_lens, kv_lens, qo_indptr[1:] - qo_indptr[:-1])
         planned_lens, planned_indptr = planned_rows(int_workspace, len(kv_lens))
         planned = planned_lens.long(), (planned_indptr[1:] - planned_indptr[:-1]).long()
         return Rows(qo_indptr, key_indptr, kv_lens, *planned)
@@ -118,6 +126,7 @@ class AttentionModule:
     def _run(
         self,
         float_workspace: torch.Tensor,
+        int_workspace: torch.Tensor,
         plan_info: list[int],
         query: torch.Tensor,
         key: torch.Tensor,
@@ -141,7 +150,16 @@ class AttentionModule:
             rules.rope if self.pos_encoding_mode == "ROPE_LLAMA" else None,
             rules.alibi if self.pos_encoding_mode == "ALIBI" else None,
         )
-        made, made_lse, covered = attend(query, key, value, rows, baked)
+        reach: Reach | None = None
+        if self.kind == FA2 and PlanInfo(*plan_info).graph:
+            reach = follow(
+                int_workspace, PlanInfo(*plan_info), rows, query, key.shape, self.head_dim_vo, baked.window_left
+            )
+        made, made_lse, covered = attend(query, key, value, rows, baked, None if reach is None else reach.keys)
+        if reach is not None:  # what lies in the workspace where no tile has written may be anything
+            covered = covered & reach.merged
+            made = made.masked_fill(reach.broken[:, None, None], torch.nan)
+            made_lse = made_lse.masked_fill(reach.broken[:, None], torch.nan)
         split, v_offset, s_offset = (plan_info[i] for i in _SPLIT[self.kind]) if self.kind in _SPLIT else (0, 0, 0)
         if split:  # partial results pass through the workspace
             made = _through(float_workspace, v_offset, made)

@@ -2,7 +2,7 @@
 
 A plan leaves what `run` needs at the start of the pinned buffer, and copies that to the int workspace: as int32,
 `kv_lens [batch_size]` and `qo_indptr [batch_size + 1]`, the keys and queries that it knows of. Real plans leave work
-lists.
+lists; so does fa2 in graphs here.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from tests.emulated.flashinfer_schedule import (
     WorkspaceAllocator,
     decode_schedule,
     fa2_schedule,
+    fa2_tiles,
     fa3_schedule,
     planned_rows_size,
 )
+from tests.emulated.flashinfer_work import PlanInfo, Planned, work_list, write_work
 
 # `DISPATCH_GQA_GROUP_SIZE` of the real `utils.cuh`, which tensor-core kernels do not go through.
 GROUP_SIZES = (1, 2, 3, 4, 8)
@@ -88,7 +90,7 @@ def plan_fa2(
     """fa2. The real one covers whole pages and chunks of them; this one no key beyond `kv_lens`."""
     _check_heads(num_qo_heads, num_kv_heads)
     queries = _host_ints(qo_indptr, "qo_indptr", batch_size + 1)
-    info = fa2_schedule(
+    rows = (
         queries.tolist(),
         _host_ints(kv_indptr, "kv_indptr", batch_size + 1).tolist(),
         total_num_rows,
@@ -100,10 +102,15 @@ def plan_fa2(
         window_left,
         fixed_split_size,
         disable_split_kv,
-        _allocator(float_workspace),
-        _allocator(int_workspace),
     )
-    _leave(int_workspace, pinned, _host_ints(kv_lens, "kv_len_arr", batch_size), queries)
+    info = Planned(fa2_schedule(*rows, _allocator(float_workspace), _allocator(int_workspace)))
+    lens = _host_ints(kv_lens, "kv_len_arr", batch_size)
+    if graph:
+        where = PlanInfo(*info)
+        write_work(pinned, where, work_list(rows[0], fa2_tiles(*rows)), page_size)
+        copied = slice(where.requests_at, where.stop)
+        int_workspace.view(torch.uint8)[copied].copy_(pinned.view(torch.uint8)[copied], non_blocking=True)
+    _leave(int_workspace, pinned, lens, queries)
     return info
 
 

@@ -1,13 +1,15 @@
 """What the emulated FlashInfer's plans decide: splits, and the bytes of each workspace that they need.
 
 The formulas are those of FlashInfer 0.6.12, `include/flashinfer/attention/scheduler.cuh`. Sizes of scratch depend on
-the GPU; this is an H100, with 132 multiprocessors. At the start of the int workspace lies what `run` reads of a plan:
-`kv_lens [batch_size] i32, qo_indptr [batch_size + 1] i32`; the real work lists are allocated behind, and left empty.
+the GPU; this is an H100, with 132 multiprocessors. At the start of the int workspace lies what the emulation knows of a
+plan: `kv_lens [batch_size] i32, qo_indptr [batch_size + 1] i32`. The real work lists are allocated behind; those of fa2
+in graphs are filled (see flashinfer_work.py), and the others left empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 NUM_SMS = 132
@@ -107,23 +109,12 @@ def fa2_schedule(
     Raises:
         RuntimeError: a workspace is too small; an indptr decreases; a fixed split makes more tiles than a graph holds.
     """
-    group_size = num_qo_heads // num_kv_heads
-    packed_lens = [n * group_size for n in _lens(qo_indptr, "qo_indptr")]
-    kv_lens = _lens(kv_indptr, "kv_indptr")
-    batch_size = len(kv_lens)
+    sizes = (total_num_rows, num_qo_heads, num_kv_heads, page_size, head_dim_vo)
+    tiles = fa2_tiles(qo_indptr, kv_indptr, *sizes, graph, window_left, fixed_split_size, disable_split_kv)
+    batch_size, tile_q, split = len(tiles.q_tiles), tiles.tile_q, tiles.split
     max_tiles = PREFILL_CTAS_PER_SM * NUM_SMS // num_kv_heads
-    if graph:  # the tokens of one row could be all but one for each other row; the real number is unsigned
-        tile_q = cta_tile_q(((total_num_rows - batch_size + 1) % 2**32) * group_size, head_dim_vo)
-        num_q_tiles = -(-total_num_rows * group_size // tile_q) + batch_size - 1
-    else:
-        tile_q = cta_tile_q(sum(packed_lens) // batch_size, head_dim_vo)
-        num_q_tiles = sum(-(-n // tile_q) for n in packed_lens)
-    if window_left >= 0:
-        kv_lens = [min(-(-(window_left + tile_q) // page_size), n) for n in kv_lens]
-    q_tiles = [-(-n // tile_q) for n in packed_lens]
-    chunk, split = _prefill_chunk(q_tiles, kv_lens, max_tiles, page_size, graph, fixed_split_size, disable_split_kv)
-    num_tiles = sum(t * -(-max(n, 1) // chunk) for t, n in zip(q_tiles, kv_lens, strict=True))
-    padded = max(max_tiles, num_q_tiles) if graph else num_tiles
+    num_tiles = sum(t * n for t, n in zip(tiles.q_tiles, tiles.num_chunks, strict=True))
+    padded = max(max_tiles, tiles.most_q_tiles) if graph else num_tiles
     if num_tiles > padded:
         raise RuntimeError(
             "new batch size should not exceed padded batch size. If you are using fixed split size, please consider "
@@ -144,6 +135,56 @@ def fa2_schedule(
         valid = ints.take(_BOOL * padded, "batch_prefill_block_valid_mask")
     return [padded, total_num_rows, rows, tile_q, requests, qo_tiles, kv_tiles, merge, o_indptr, chunk_size, v_offset,
             s_offset, valid, int(graph), int(split)]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fa2Tiles:
+    """How `PrefillSplitQOKVIndptr` cuts rows: queries into tiles, keys into chunks."""
+
+    tile_q: int  # query tokens times group size
+    q_tiles: list[int]  # of each row
+    num_chunks: list[int]  # of each row
+    chunk: int  # pages
+    split: bool  # partial results are merged
+    most_q_tiles: int  # of all rows, in a graph of any rows of as many tokens
+
+
+def fa2_tiles(
+    qo_indptr: Sequence[int],  # [batch_size + 1]
+    kv_indptr: Sequence[int],  # [batch_size + 1], in pages
+    total_num_rows: int,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    page_size: int,
+    head_dim_vo: int,
+    graph: bool,
+    window_left: int,
+    fixed_split_size: int,
+    disable_split_kv: bool,
+    tile_q: int | None = None,
+) -> Fa2Tiles:
+    """What one plan cuts; `tile_q`: a tile that is not the library's choice.
+
+    Raises:
+        RuntimeError: an indptr decreases.
+    """
+    group_size = num_qo_heads // num_kv_heads
+    packed_lens = [n * group_size for n in _lens(qo_indptr, "qo_indptr")]
+    kv_lens = _lens(kv_indptr, "kv_indptr")
+    batch_size = len(kv_lens)
+    max_tiles = PREFILL_CTAS_PER_SM * NUM_SMS // num_kv_heads
+    if graph:  # the tokens of one row could be all but one for each other row; the real number is unsigned
+        tile_q = tile_q or cta_tile_q(((total_num_rows - batch_size + 1) % 2**32) * group_size, head_dim_vo)
+        most_q_tiles = -(-total_num_rows * group_size // tile_q) + batch_size - 1
+    else:
+        tile_q = tile_q or cta_tile_q(sum(packed_lens) // batch_size, head_dim_vo)
+        most_q_tiles = sum(-(-n // tile_q) for n in packed_lens)
+    if window_left >= 0:
+        kv_lens = [min(-(-(window_left + tile_q) // page_size), n) for n in kv_lens]
+    q_tiles = [-(-n // tile_q) for n in packed_lens]
+    chunk, split = _prefill_chunk(q_tiles, kv_lens, max_tiles, page_size, graph, fixed_split_size, disable_split_kv)
+    num_chunks = [-(-max(n, 1) // chunk) for n in kv_lens]
+    return Fa2Tiles(tile_q, q_tiles, num_chunks, chunk, split, most_q_tiles)
 
 
 def fa3_schedule(

@@ -3,7 +3,8 @@
 A wrapper's public `plan` chooses and loads the kernels, and sets what never changes: scale, soft cap, window, dtypes.
 It is called once. From then on lengths alone change, and the C++ scheduler behind it is called with them directly:
 what else the public method does in Python takes up to ten times as long as the scheduler itself. Its pinned buffers
-come from a ring, as nothing in FlashInfer waits for the copy that reads them.
+come from a ring, as nothing in FlashInfer waits for the copy that reads them. In a CUDA graph of short rows the
+schedule is our own (graph_schedule.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from attn_backends.backends.flashinfer.graph_schedule import GraphSchedule
 from attn_backends.backends.flashinfer.library import Library, missing_module
 from attn_backends.backends.flashinfer.metadata import Rows
 from attn_backends.backends.flashinfer.workspace import Kernels, Need, most_parts, plan_need, tiles_at_once
@@ -205,6 +207,7 @@ class PrefillPlan(Plan):
     """Rows of any number of query tokens over pages."""
 
     causal: bool  # not for a shared prefix, which all tokens see
+    graph_schedule: GraphSchedule | None = field(default=None, init=False)  # of smaller tiles than FlashInfer's
 
     def _plan_all(self, rows: Rows) -> None:
         spec = self.spec
@@ -213,11 +216,29 @@ class PrefillPlan(Plan):
             self.page_size, head_dim_vo=spec.head_dim_vo, causal=self.causal, **self._constants(),
         )  # fmt: skip
         self._point_at(rows)
+        if self.in_graph:
+            replacing = (self.wrapper._plan_info, rows, spec, self.page_size, self.library.num_sms)
+            self.graph_schedule = GraphSchedule.replacing(*replacing)
+        if self.graph_schedule is not None:
+            self.wrapper._plan_info = list(self.graph_schedule.layout)
+            self.ring.sent()  # what FlashInfer has planned; the copy of the next buffer comes behind it
+            self._plan_lengths(rows, self.ring.next_host())
 
     def _plan_lengths(self, rows: Rows, pinned: torch.Tensor) -> None:
         self._point_at(rows)
         self.wrapper._qo_indptr_last, self.wrapper._batch_size = rows.num_tokens, rows.num_rows
-        self._schedule_tiles(rows, pinned, self.causal)
+        if self.graph_schedule is None:
+            self._schedule_tiles(rows, pinned, self.causal)
+        else:
+            self.graph_schedule.fill(pinned.numpy(), rows)
+            self._arrays.copy_(pinned.view(torch.uint8)[self.graph_schedule.layout.arrays], non_blocking=True)
+
+    @cached_property
+    def _arrays(self) -> torch.Tensor:
+        """The schedule's own part of the int workspace, of which a graph has one for good. [bytes] u8"""
+        assert self.graph_schedule is not None
+        ints: torch.Tensor = self.wrapper._int_workspace_buffer
+        return ints.view(torch.uint8)[self.graph_schedule.layout.arrays]
 
 
 class RaggedPlan(Plan):

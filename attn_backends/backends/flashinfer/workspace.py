@@ -58,7 +58,7 @@ def plan_need(
         return _decode_need(spec, num_rows, num_sms)
     if kernels == "fa3":
         return _fa3_need(spec, num_rows, num_tokens)
-    tile = _graph_tile(spec, num_rows, num_tokens) if in_graph else _mean_tile(spec, num_rows, num_tokens)
+    tile = graph_tile(spec, num_rows, num_tokens) if in_graph else _mean_tile(spec, num_rows, num_tokens)
     query_tiles = _num_tiles(spec, num_tokens, num_rows, tile)
     split = tiles_at_once(spec, num_sms)
     if num_splits is not None:
@@ -97,7 +97,7 @@ def most_parts(spec: AttentionSpec, num_rows: int, num_sms: int, float_bytes: in
 def graph_tiles(spec: AttentionSpec, num_rows: int, query_len: int, num_sms: int) -> int:
     """Query tiles, each over a part of a row's keys, that a graph of this size has room for, a KV head."""
     num_tokens = num_rows * query_len
-    tile = _graph_tile(spec, num_rows, num_tokens)
+    tile = graph_tile(spec, num_rows, num_tokens)
     return max(tiles_at_once(spec, num_sms), _num_tiles(spec, num_tokens, num_rows, tile))
 
 
@@ -106,7 +106,7 @@ def tiles_at_once(spec: AttentionSpec, num_sms: int) -> int:
     return CTAS_PER_SM * num_sms // spec.num_kv_heads
 
 
-def _tile(packed_len: int, head_dim: int) -> int:
+def fa2_tile(packed_len: int, head_dim: int) -> int:
     """Query tokens times query heads of a KV head that one fa2 block takes (`FA2DetermineCtaTileQ`)."""
     if packed_len > 64 and head_dim < 256:
         return 128
@@ -117,13 +117,13 @@ def _num_tiles(spec: AttentionSpec, num_tokens: int, num_rows: int, tile: int) -
     return -(-num_tokens * spec.group_size // tile) + num_rows - 1
 
 
-def _graph_tile(spec: AttentionSpec, num_rows: int, num_tokens: int) -> int:
+def graph_tile(spec: AttentionSpec, num_rows: int, num_tokens: int) -> int:
     """The tile of a graph: one row may have all tokens but one for each other row."""
-    return _tile((num_tokens - num_rows + 1) * spec.group_size, spec.head_dim)
+    return fa2_tile((num_tokens - num_rows + 1) * spec.group_size, spec.head_dim)
 
 
 def _mean_tile(spec: AttentionSpec, num_rows: int, num_tokens: int) -> int:
-    return _tile(num_tokens * spec.group_size // num_rows, spec.head_dim)
+    return fa2_tile(num_tokens * spec.group_size // num_rows, spec.head_dim)
 
 
 def _partial_bytes(spec: AttentionSpec, tile: int) -> int:

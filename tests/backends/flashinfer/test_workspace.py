@@ -206,7 +206,7 @@ def one_schedule_for_all_heads(made: Any, spec: AttentionSpec, num_rows: int, nu
 BY_CHANCE = lambda patch: [test_plans_take_what_is_said(seed, patch) for seed in range(4)]  # noqa: E731
 FAULTS: dict[str, tuple[Any, Any]] = {
     "tiles of a mean row in graphs": (
-        narrower("_graph_tile", lambda made, *given: workspace._mean_tile(*given)), BY_CHANCE
+        narrower("graph_tile", lambda made, *given: workspace._mean_tile(*given)), BY_CHANCE
     ),
     "a tile less a row": (
         narrower("_num_tiles", lambda made, spec, tokens, rows, tile: -(-tokens * spec.group_size // tile)), BY_CHANCE
