@@ -6,144 +6,35 @@ whatever the rows' lengths and however few or many they are. What a part has of 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
-from attn_backends.kernels.launch import operator, start_kernel
-from attn_backends.kernels.split_kv import (
-    ITEMS_PER_PROGRAM,
-    MAX_SPLITS,
-    SplitSizes,
-    WorkList,
-    clear_counters,
-    first_key,
-    load_rows,
-    of_row,
-    store_item,
-)
+from attn_backends.kernels.split_kv import MAX_SPLITS, clear_counters, first_key, load_rows, of_row, store_item
 
-ROW_KEYS = tl.constexpr(32)  # that are read in the time that a row takes beside its own, as measured
 SHORT_KEYS = tl.constexpr(128)  # of a row in the mean, up to which no program walks on to another row
 LEAST_KEYS = tl.constexpr(128)  # of a part of a row of few: fewer are sooner read than joined
 MUCH_IDLE = tl.constexpr(2)  # blocks of a row, times the part of a GPU beyond half that its last round leaves idle
-MUCH_ALIKE = tl.constexpr(32)  # blocks, by which a multiprocessor may have more than others where rows are apart
-
-
-class CutTensors(NamedTuple):
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
-    work_items: torch.Tensor
-    more_items: torch.Tensor
-    counters: torch.Tensor
-
-
-class CutNumbers(NamedTuple):
-    num_rows: int
-    max_cuts: int
-    few_cuts: int
-    long_cut: int
-    heads: int
-    num_sms: int
-    resident: int
-    num_programs: int
-    window_left: int
-    chunk: int
-    most_tokens: int
-    num_counters: int
-    BLOCK_N: int
-    MIN_BLOCKS: int
-    MAX_ROWS: int
-    BLOCK_ITEMS: int
-
-
-class Filling(NamedTuple):
-    """How a launch fills a GPU."""
-
-    few_cuts: int  # at most, where they are short and rows fewer than there can be cuts
-    long_cut: int  # blocks from which on a cut is long
-    heads: int  # programs for each cut: KV heads times tiles of queries
-    num_sms: int  # multiprocessors
-    resident: int  # programs that a multiprocessor holds at a time
-
-
-def max_split_items(max_cuts: int) -> int:
-    """Number of work items that can be splits of rows: a cut shares its first row and its last one at most."""
-    return 2 * max_cuts - 2
-
-
-def num_programs(num_rows: int, max_cuts: int) -> int:
-    """Number of programs that a launch has: for each cut, or for each short row and some splits of others. Where most
-    have nothing, the GPU gives some multiprocessors more of the rest than others."""
-    return max(max_cuts, num_rows + max_cuts // 4)
-
-
-@operator(("work_items", "more_items", "counters"))
-def cut_work(
-    seq_lens: torch.Tensor, query_start_loc: torch.Tensor, work_items: torch.Tensor, more_items: torch.Tensor,
-    counters: torch.Tensor, sizes: SplitSizes, filling: Filling, most_tokens: int,
-) -> None:  # fmt: skip
-    """List the work items for lengths [num_rows] and query starts [num_rows + 1], i32, in one launch."""
-    _launch_cut(CutTensors(seq_lens, query_start_loc, work_items, more_items, counters), sizes, filling, most_tokens)
-
-
-def _launch_cut(tensors: CutTensors, sizes: SplitSizes, filling: Filling, most: int) -> tuple[Any, tuple[int, ...]]:
-    """Returns the compiled kernel and its grid, and its arguments behind the first two tensors."""
-    numbers = CutNumbers(
-        num_rows=sizes.num_rows, max_cuts=sizes.target, **filling._asdict(),
-        num_programs=num_programs(sizes.num_rows, sizes.target), window_left=sizes.window_left, chunk=sizes.chunk,
-        most_tokens=most, num_counters=len(tensors.counters), BLOCK_N=sizes.block_n, MIN_BLOCKS=sizes.min_blocks,
-        MAX_ROWS=triton.next_power_of_2(sizes.num_rows), BLOCK_ITEMS=ITEMS_PER_PROGRAM,
-    )  # fmt: skip
-    grid = (-(-(sizes.num_rows + sizes.target) // ITEMS_PER_PROGRAM), 1, 1)
-    compiled = start_kernel(cut_kernel, grid, *tensors, *numbers, num_warps=4)
-    return None if compiled is None else (compiled, grid), (*(each.data_ptr() for each in tensors[2:]), *numbers)
-
-
-class CutList(WorkList):
-    """The work items of batches of one shape, by cuts.
-
-    Args:
-        sizes: `target` is how many cuts there are at most, and `min_blocks` what one has at least.
-        counters: as `WorkList` has them.
-        most_tokens: as `cut_kernel` has them.
-    """
-
-    def __init__(self, sizes: SplitSizes, filling: Filling, counters: torch.Tensor, most_tokens: int) -> None:
-        self._filling, self._most_tokens = filling, most_tokens
-        self.num_programs = num_programs(sizes.num_rows, sizes.target)
-        super().__init__(counters.new_empty(self.num_programs + sizes.num_rows + sizes.target, 8), sizes, counters)
-        self.more_items = counters.new_empty(self.num_programs, 2)
-
-    def _list(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
-        tensors = CutTensors(seq_lens, query_start_loc, self.work_items, self.more_items, self.counters)
-        cut_work(*tensors, self._sizes, self._filling, self._most_tokens)
-
-    def _launch(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
-        tensors = CutTensors(seq_lens, query_start_loc, self.work_items, self.more_items, self.counters)
-        return _launch_cut(tensors, self._sizes, self._filling, self._most_tokens)
-
-
-_VARY = [name for name in CutNumbers._fields if name.islower()]
+_VARY = ["num_rows", "max_cuts", "few_cuts", "long_cut", "heads", "num_sms", "resident", "row_keys", "much_alike",
+         "num_programs", "window_left", "chunk", "most_tokens", "num_counters"]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_VARY)  # type: ignore[untyped-decorator]
 def cut_kernel(  # type: ignore[no-untyped-def]
     seq_lens,  # [num_rows] i32
     query_start_loc,  # [num_rows + 1] i32
-    work_items,  # [num_programs + num_rows + max_cuts, 8] i32, see `split_kv.schedule_kernel`
+    work_items,  # [num_programs + num_rows + max_cuts, 8] i32, see below
     more_items,  # [num_programs, 2] i32: begin and end of each program's items but the first
     counters,  # [num_counters] i32, become 0
     num_rows,
     max_cuts,
-    few_cuts,  # for this and the next four see `Filling`
+    few_cuts,  # for this and the next six see `cut_list.Filling`
     long_cut,
     heads,
     num_sms,
     resident,
-    num_programs,  # of the launch, see the function `num_programs`
+    row_keys,
+    much_alike,
+    num_programs,  # of the launch, see `cut_list.num_programs`
     window_left,  # positions before its own that a query sees
     chunk,  # positions in a chunk; a query sees its own chunk alone
     most_tokens,  # rows of more query tokens are left alone, and those without any
@@ -155,7 +46,11 @@ def cut_kernel(  # type: ignore[no-untyped-def]
 ):
     """List what each cut has of each row. A program's first item lies at its own number, so that it finds it without
     looking; its row is -1 where there is none. All others lie behind these. There are `num_rows + max_cuts` at most, of
-    which `max_split_items` are splits."""
+    which `cut_list.max_split_items` are splits.
+
+    A work item is all that a program has to know: the row, its first key, the end of its keys, the row's first partial
+    slot, the row's number of splits times MAX_SPLITS plus the number of this one, the row's length, its first query
+    token, and its number of query tokens."""
     clear_counters(counters, num_counters)
     rows = tl.arange(0, MAX_ROWS)
     exists = rows < num_rows
@@ -164,8 +59,9 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     first = first_key(lens - query_lens, window_left, chunk) // BLOCK_N
     blocks = tl.where(exists, tl.maximum((lens + BLOCK_N - 1) // BLOCK_N - first, 0), 0)
     ends, num_blocks, num_cuts, first_cut, num_splits, is_apart = _cut(
-        exists, blocks, max_cuts, few_cuts, long_cut, heads, num_sms, resident, num_programs, BLOCK_N, MIN_BLOCKS
-    )
+        exists, blocks, max_cuts, few_cuts, long_cut, heads, num_sms, resident, row_keys, much_alike, num_programs,
+        BLOCK_N, MIN_BLOCKS,
+    )  # fmt: skip
     item_ends = tl.cumsum(num_splits, 0)
     num_partials = tl.where(num_splits > 1, num_splits, 0)
     slots_before = tl.cumsum(num_partials, 0) - num_partials
@@ -218,11 +114,13 @@ def _cut(  # type: ignore[no-untyped-def]
     exists,  # [MAX_ROWS]: there is such a row
     blocks,  # [MAX_ROWS] i32, of keys that are seen
     max_cuts,
-    few_cuts,  # for this and the next four see `Filling`
+    few_cuts,  # for this and the next six see `cut_list.Filling`
     long_cut,
     heads,
     num_sms,
     resident,
+    row_keys,
+    much_alike,
     num_programs,  # of the launch
     BLOCK_N: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
@@ -237,7 +135,7 @@ def _cut(  # type: ignore[no-untyped-def]
 
     Returns each row's end, all blocks, the number of cuts, each row's first cut, how many it is in, and whether rows
     are apart."""
-    widths = tl.where(exists, tl.maximum(blocks + ROW_KEYS // BLOCK_N, 1), 0)
+    widths = tl.where(exists, tl.maximum(blocks + row_keys // BLOCK_N, 1), 0)
     ends, num_blocks = tl.cumsum(widths, 0), tl.sum(widths, 0)
     are_few = (num_blocks < max_cuts * long_cut) & (tl.sum((blocks > 0).to(tl.int32), 0) < max_cuts)
     most = tl.where(are_few, few_cuts, max_cuts)
@@ -249,7 +147,7 @@ def _cut(  # type: ignore[no-untyped-def]
     longest = tl.where(num_cuts < most, of_few, size + size // 16)
     apart = tl.where(exists, (tl.maximum(blocks, 1) + longest - 1) // longest, 0)
     is_apart = (tl.sum(apart, 0) <= num_programs) & (tl.sum(tl.where(apart > 1, apart, 0), 0) <= 2 * max_cuts - 2)
-    is_apart &= _are_faster_apart(blocks, apart, longest, num_blocks, heads, num_sms, resident, BLOCK_N)
+    is_apart &= _are_faster_apart(blocks, apart, longest, num_blocks, heads, num_sms, resident, much_alike, BLOCK_N)
     first_cut = _cut_of(tl.minimum(ends - blocks, ends - 1), num_blocks, num_cuts)
     num_splits = tl.where(exists, _cut_of(ends - 1, num_blocks, num_cuts) - first_cut + 1, 0)
     first_cut = tl.where(is_apart, tl.cumsum(apart, 0) - apart, first_cut)
@@ -265,6 +163,7 @@ def _are_faster_apart(  # type: ignore[no-untyped-def]
     heads,
     num_sms,
     resident,
+    much_alike,
     BLOCK_N: tl.constexpr,
 ):
     """Whether parts of rows take less time than equal cuts: where none is joined, and half of the last round is there
@@ -275,7 +174,7 @@ def _are_faster_apart(  # type: ignore[no-untyped-def]
     big_parts, big_blocks = tl.sum(tl.where(is_big, apart, 0), 0), tl.sum(tl.where(is_big, blocks, 0), 0)
     load = (big_parts * heads + num_sms - 1) // num_sms * big_blocks.to(tl.float32) / tl.maximum(big_parts, 1)
     rounds, idle = num_parts * heads / slots, (slots - 1 - (num_parts * heads + slots - 1) % slots) / slots
-    are_even = load <= num_blocks.to(tl.float32) * heads / num_sms + MUCH_ALIKE
+    are_even = load <= num_blocks.to(tl.float32) * heads / num_sms + much_alike
     are_short = tl.sum(blocks, 0) <= num_parts * (SHORT_KEYS // BLOCK_N)
     are_whole = (tl.max(apart, 0) <= 1) & ((idle - 0.5) * tl.max(blocks, 0) <= MUCH_IDLE)
     return are_whole | (are_even & (rounds <= 1)) | (are_short & (rounds <= 2))

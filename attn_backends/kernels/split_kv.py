@@ -1,19 +1,9 @@
-"""Splitting the keys of decode rows over a GPU and combining the splits: what kernels of ours share.
-
-The device itself splits the work: one small launch a step reads the lengths and lists work items, runs of keys of one
-row that take about equally long. How many there may be follows from the number of rows and of multiprocessors alone, so
-the grid is the same for every batch of a graph, and one long row among short ones is as fast as the same keys in even
-rows."""
+"""Splits of rows' keys: what kernels of ours that list, make and combine them share."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-
-from attn_backends.kernels.launch import ALIGNED, INTERPRETED, operator, start_compiled, start_kernel
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -21,151 +11,6 @@ FAR = tl.constexpr(1 << 30)  # beyond any position
 MAX_SPLITS = tl.constexpr(1 << 15)  # of a row, which a work item has as one number with its own
 HOPPER_PAGE = 16  # slots, of which the pages of kernels for Hopper are multiples, as those of a load are
 COUNTERS = tl.constexpr(1024)  # that a scheduling program clears at a time
-ITEMS_PER_PROGRAM = 64  # of a scheduling program
-
-
-class SplitSizes(NamedTuple):
-    """What follows from the shape of a batch of decode rows, whatever their lengths."""
-
-    num_rows: int
-    target: int  # work items that fill the GPU
-    window_left: int  # positions before its own that a query sees
-    chunk: int  # positions in a chunk; a query sees its own chunk alone
-    block_n: int  # keys of a block
-    min_blocks: int  # blocks of a work item at least
-
-
-class ScheduleTensors(NamedTuple):
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
-    work_items: torch.Tensor
-    counters: torch.Tensor
-
-
-class ScheduleNumbers(NamedTuple):
-    num_rows: int
-    target: int
-    max_work_items: int
-    window_left: int
-    chunk: int
-    num_counters: int
-    BLOCK_N: int
-    MIN_BLOCKS: int
-    MAX_ROWS: int
-    BLOCK_ITEMS: int
-
-
-@operator(("work_items", "counters"))
-def list_work(
-    seq_lens: torch.Tensor, query_start_loc: torch.Tensor, work_items: torch.Tensor, counters: torch.Tensor,
-    sizes: SplitSizes,
-) -> None:  # fmt: skip
-    """List the work items for lengths [num_rows] and query starts [num_rows + 1], i32, in one launch."""
-    _launch_schedule(ScheduleTensors(seq_lens, query_start_loc, work_items, counters), sizes)
-
-
-def _launch_schedule(tensors: ScheduleTensors, sizes: SplitSizes) -> tuple[Any, tuple[int, ...]]:
-    """Returns the compiled kernel and its grid, and its arguments behind the first two tensors."""
-    work_items, counters = tensors.work_items, tensors.counters
-    grid = (-(-len(work_items) // ITEMS_PER_PROGRAM), 1, 1)
-    numbers = ScheduleNumbers(
-        num_rows=sizes.num_rows, target=sizes.target, max_work_items=len(work_items), window_left=sizes.window_left,
-        chunk=sizes.chunk, num_counters=len(counters), BLOCK_N=sizes.block_n, MIN_BLOCKS=sizes.min_blocks,
-        MAX_ROWS=triton.next_power_of_2(sizes.num_rows), BLOCK_ITEMS=ITEMS_PER_PROGRAM,
-    )  # fmt: skip
-    compiled = start_kernel(schedule_kernel, grid, *tensors, *numbers, num_warps=4)
-    return None if compiled is None else (compiled, grid), (work_items.data_ptr(), counters.data_ptr(), *numbers)
-
-
-class WorkList:
-    """The work items of batches of one shape. Triton finds the kernel slower than it launches it: that is done once.
-
-    Args:
-        work_items: [max_work_items, 8] i32, which every batch is listed into.
-        counters: [num_counters] i32, which every listing sets to 0: what a launch that was cut short left there must
-            not be found by the next step. None: there are none.
-    """
-
-    def __init__(self, work_items: torch.Tensor, sizes: SplitSizes, counters: torch.Tensor | None = None) -> None:
-        self.work_items = work_items
-        self.counters = work_items.new_empty(0) if counters is None else counters
-        self._sizes = sizes
-        self._kernel: Any = None
-        self._arguments: tuple[int, ...] = ()
-
-    def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
-        """List the work items for lengths [num_rows] and query starts [num_rows + 1], i32, in one launch."""
-        at = (seq_lens.data_ptr(), query_start_loc.data_ptr())
-        if self._kernel is not None and not (at[0] | at[1]) % ALIGNED:
-            start_compiled(*self._kernel, *at, *self._arguments)
-        elif INTERPRETED or (at[0] | at[1]) % ALIGNED:
-            self._list(seq_lens, query_start_loc)
-        else:
-            self._kernel, self._arguments = self._launch(seq_lens, query_start_loc)
-
-    def _list(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
-        list_work(seq_lens, query_start_loc, self.work_items, self.counters, self._sizes)
-
-    def _launch(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
-        tensors = ScheduleTensors(seq_lens, query_start_loc, self.work_items, self.counters)
-        return _launch_schedule(tensors, self._sizes)
-
-
-_VARY = ["num_rows", "target", "max_work_items", "window_left", "chunk", "num_counters"]
-
-
-@triton.jit(do_not_specialize=_VARY)  # type: ignore[untyped-decorator]
-def schedule_kernel(  # type: ignore[no-untyped-def]
-    seq_lens,  # [num_rows] i32
-    query_start_loc,  # [num_rows + 1] i32
-    work_items,  # [max_work_items, 8] i32, see below
-    counters,  # [num_counters] i32, become 0
-    num_rows,
-    target,  # work items that fill the GPU
-    max_work_items,
-    window_left,  # positions before its own that a query sees
-    chunk,  # positions in a chunk; a query sees its own chunk alone
-    num_counters,
-    BLOCK_N: tl.constexpr,  # keys of a block
-    MIN_BLOCKS: tl.constexpr,  # blocks of a work item at least
-    MAX_ROWS: tl.constexpr,  # a power of two, at least num_rows
-    BLOCK_ITEMS: tl.constexpr,  # work items of a program
-):
-    """List a step's work items: about `target` in all, or one a row.
-
-    A work item is all that a program has to know: the row (-1: none), its first key, the end of its keys, the row's
-    first partial slot, the row's number of splits times MAX_SPLITS plus the number of this one, the row's length, its
-    first query token, and its number of query tokens.
-
-    A row with less than half as many blocks again as a work item has is not split: at most 4 / 3 of `target` items are
-    splits of rows.
-    """
-    clear_counters(counters, num_counters)
-    rows = tl.arange(0, MAX_ROWS)
-    exists = rows < num_rows
-    lens, starts, query_lens = load_rows(seq_lens, query_start_loc, rows, exists)
-    first = first_key(lens - query_lens, window_left, chunk) // BLOCK_N
-    blocks = tl.maximum((lens + BLOCK_N - 1) // BLOCK_N - first, 0)
-    size = tl.maximum((tl.sum(blocks, 0) + target - 1) // target, MIN_BLOCKS)
-    num_splits = tl.where(exists, tl.maximum((blocks + size // 2) // size, 1), 0)
-    ends = tl.cumsum(num_splits, 0)
-    num_partials = tl.where(num_splits > 1, num_splits, 0)
-    slots_before = tl.cumsum(num_partials, 0) - num_partials
-
-    work_item = tl.program_id(0) * BLOCK_ITEMS + tl.arange(0, BLOCK_ITEMS)
-    row = tl.sum((ends[None] <= work_item[:, None]).to(tl.int32), 1)
-    mine = rows[None] == row[:, None]
-    row_splits = tl.maximum(of_row(mine, num_splits), 1)
-    split = work_item - of_row(mine, ends - num_splits)
-    row_first, row_num_blocks = of_row(mine, first), of_row(mine, blocks)
-    row_len = of_row(mine, lens)
-    start = (row_first + split * row_num_blocks // row_splits) * BLOCK_N
-    stop = tl.minimum((row_first + (split + 1) * row_num_blocks // row_splits) * BLOCK_N, row_len)
-    store_item(
-        work_items + work_item * 8, work_item < max_work_items, tl.where(row < num_rows, row, -1), start, stop,
-        of_row(mine, slots_before), row_splits * MAX_SPLITS + split, row_len, of_row(mine, starts),
-        of_row(mine, query_lens),
-    )  # fmt: skip
 
 
 @triton.jit
@@ -192,7 +37,7 @@ def of_row(mine, values):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_item(  # type: ignore[no-untyped-def]
-    to,  # [BLOCK_ITEMS] pointers to 8 i32, see `schedule_kernel`
+    to,  # [BLOCK_ITEMS] pointers to 8 i32, see `equal_cuts.cut_kernel`
     inside,  # [BLOCK_ITEMS]: there is such an item
     row,  # [BLOCK_ITEMS] i32, as what follows
     start,

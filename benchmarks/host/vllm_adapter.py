@@ -79,7 +79,7 @@ def without_a_gpu() -> Iterator[None]:
     from attn_backends.adapters.vllm import plugin
     from attn_backends.backends.triton import launch as decoding
     from attn_backends.cache import kernels, kv_cache
-    from attn_backends.kernels import equal_cuts, launch, split_kv
+    from attn_backends.kernels import cut_list, launch
     from attn_backends.kernels.prefill import launch as prefilling
 
     names = ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backend")
@@ -94,7 +94,7 @@ def without_a_gpu() -> Iterator[None]:
         held.enter_context(patch.object(launch, "_compiled", Compiled()))
         held.enter_context(patch.object(launch, "current_stream", int))
         held.enter_context(patch.object(launch, "_RUN_TRIED", {launch._TRITON}))
-        for module in (decoding, equal_cuts, split_kv):
+        for module in (decoding, cut_list):
             held.enter_context(patch.object(module, "start_kernel", lambda *given, **options: Launched()))
         held.enter_context(patch.object(kv_cache, "_has_kernel", lambda *tensors: True))
         held.enter_context(patch.object(prefilling, "has_hopper_kernels", lambda device: True))

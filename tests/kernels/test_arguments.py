@@ -21,8 +21,7 @@ triton_mla = pytest.importorskip("attn_backends.backends.mla.triton_mla.launch")
 TritonMLAState = pytest.importorskip("attn_backends.backends.mla.triton_mla.state").TritonMLAState
 cache_kernels = pytest.importorskip("attn_backends.cache.kernels")
 fused = pytest.importorskip("attn_backends.engine.models.fused.kernels")
-split_kv = pytest.importorskip("attn_backends.kernels.split_kv")
-equal_cuts = pytest.importorskip("attn_backends.kernels.equal_cuts")
+cut_list = pytest.importorskip("attn_backends.kernels.cut_list")
 
 pytestmark = pytest.mark.skipif(launching.INTERPRETED, reason="lists launches, which interpreted kernels make")
 
@@ -36,8 +35,7 @@ LAUNCHED = {  # by `launch`, which takes named tuples
 STARTED = {  # by `start_kernel`, with these
     triton_launch.upcast_kernel: (arguments.UpcastTensors, arguments.UpcastVarying, arguments.CacheStrides,
                                   arguments.UpcastConstants),
-    split_kv.schedule_kernel: (split_kv.ScheduleTensors, split_kv.ScheduleNumbers),
-    equal_cuts.cut_kernel: (equal_cuts.CutTensors, equal_cuts.CutNumbers),
+    cut_list.cut_kernel: (cut_list.CutTensors, cut_list.CutNumbers),
 }  # fmt: skip
 
 

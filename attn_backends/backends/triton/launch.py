@@ -23,12 +23,12 @@ from attn_backends.backends.triton.kernels.arguments import (
 from attn_backends.backends.triton.kernels.decode import JOIN_WORDS, decode_kernel
 from attn_backends.backends.triton.kernels.upcast import upcast_kernel
 from attn_backends.backends.triton.tuning import DecodeTile, upcast_heads
-from attn_backends.kernels.equal_cuts import CutList, Filling, max_split_items
+from attn_backends.kernels.cut_list import CutList, Filling, SplitSizes, max_split_items
 from attn_backends.kernels.launch import Pdl, launch, operator, power_of_two, start_kernel
 from attn_backends.kernels.prefill.arguments import BlockDims, Flags, Scales, VisibleRange
 from attn_backends.kernels.prefill.launch import PrefillKernels, Rows, TileSizes, is_alike, strides_of, visible_range
 from attn_backends.kernels.prefill.tiles import PrefillTile
-from attn_backends.kernels.split_kv import MAX_SPLITS, SplitSizes
+from attn_backends.kernels.split_kv import MAX_SPLITS
 from attn_backends.kernels.tiles import block_dims
 from attn_backends.spec import AttentionSpec
 
@@ -38,6 +38,7 @@ _SHORT_BLOCK = 16  # keys: one page's, so that three such blocks are under way w
 _RESIDENT_WARPS = 8  # of a multiprocessor, whatever the tile: a thread of these kernels takes nearly 256 registers
 # Blocks from which on a cut is long, by bytes of a cached number: of 8 bits programs compute more than they wait.
 _LONG_CUTS = {1: 16, 2: 96, 4: 96}
+_ROW_KEYS, _MUCH_ALIKE = 32, 32  # see `Filling`, as measured
 _REGISTERS = 65536  # of a multiprocessor
 _COMBINE_REGISTERS = (
     128  # of a thread, for the splits that it combines at a time; no more than half of what it can have
@@ -70,7 +71,8 @@ class SplitPlan(NamedTuple):
         programs = tile.programs if self.tiles == 1 else _resident(tile)
         return Filling(
             few_cuts=self._filling(spec, programs, num_sms), long_cut=_LONG_CUTS[spec.cache_dtype.itemsize],
-            heads=spec.num_kv_heads * self.tiles, num_sms=num_sms, resident=_resident(tile),
+            heads=spec.num_kv_heads * self.tiles, num_sms=num_sms, resident=_resident(tile), row_keys=_ROW_KEYS,
+            much_alike=_MUCH_ALIKE,
         )  # fmt: skip
 
     def num_partial_slots(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:

@@ -103,7 +103,7 @@ def test_traffic_asks_for_what_was_listed(seed: int, machine: Any) -> None:
             run_step(numbers, group, limits, cache, clone, replace(common, for_graph=True))
     names = {variant.name for variant in asked.variants.values()}
     assert names & {"mla_hopper_kernel", "mla_decode_kernel"}
-    assert names > {"mla_combine_kernel", "schedule_kernel", "write_kv_kernel"}
+    assert names > {"mla_combine_kernel", "cut_kernel", "write_kv_kernel"}
     if limits.max_num_tokens > 8:  # more than decodes
         assert bool(names & {"prefill_hopper_kernel", "prefill_kernel"}) == any(state.prefills.values())
     missing = [key for key in asked.variants if key not in listed]

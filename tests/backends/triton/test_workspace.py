@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -23,6 +22,7 @@ from attn_backends.testing.harness import assert_matches, make_layer
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
 
 triton_split = pytest.importorskip("attn_backends.kernels.split_kv", reason="needs triton")
+cut_list = pytest.importorskip("attn_backends.kernels.cut_list")
 equal_cuts = pytest.importorskip("attn_backends.kernels.equal_cuts")
 launch = pytest.importorskip("attn_backends.backends.triton.launch")
 state = pytest.importorskip("attn_backends.backends.triton.state")
@@ -85,8 +85,8 @@ def parts_of(
     for least in (max(min_blocks, equal_cuts.LEAST_KEYS.value // block_n), 2 * min_blocks - 1):
         apart = -(-np.maximum(lens, 1) // np.where(num_cuts < most, least, size + size // 16))
         num_apart, num_split = apart.sum(1), np.where(apart > 1, apart, 0).sum(1)
-        has_room = num_apart <= equal_cuts.num_programs(lens.shape[1], max_cuts)
-        has_room &= num_split <= equal_cuts.max_split_items(max_cuts)
+        has_room = num_apart <= cut_list.num_programs(lens.shape[1], max_cuts)
+        has_room &= num_split <= cut_list.max_split_items(max_cuts)
         found = np.maximum(found, np.where(has_room, num_split, 0))
     return found
 
@@ -146,14 +146,13 @@ def test_kernel_cuts_have_every_key_once(seed: int) -> None:
     is_listed = (tokens > 0) & (tokens <= most)
     window = int(drawn.integers(0, 3000)) if drawn.random() < 0.3 else triton_split.FAR.value
     starts = np.concatenate([[0], tokens.cumsum()])
-    sizes = triton_split.SplitSizes(
-        num_rows, max_cuts, window, triton_split.FAR.value, block_n, int(drawn.integers(1, 5))
-    )
+    sizes = cut_list.SplitSizes(num_rows, max_cuts, window, triton_split.FAR.value, block_n, int(drawn.integers(1, 5)))
     few_cuts, heads, resident = int(drawn.integers(1, max_cuts + 1)), *map(int, drawn.integers(1, 9, 2))
-    filling = equal_cuts.Filling(
-        few_cuts, int(drawn.integers(1, 99)), heads, max(1, max_cuts * heads // resident), resident
-    )
-    cuts = equal_cuts.CutList(sizes, filling, torch.ones(num_rows * 3, dtype=torch.int32), most)
+    filling = cut_list.Filling(
+        few_cuts, int(drawn.integers(1, 99)), heads, max(1, max_cuts * heads // resident), resident,
+        int(drawn.choice([0, 32, 256])), int(drawn.choice([1, 32])),
+    )  # fmt: skip
+    cuts = cut_list.CutList(sizes, filling, torch.ones(num_rows * 3, dtype=torch.int32), most)
     held = [
         torch.full((len(each) + 3, each.shape[1]), -7, dtype=torch.int32) for each in (cuts.work_items, cuts.more_items)
     ]
@@ -173,7 +172,7 @@ def test_kernel_cuts_have_every_key_once(seed: int) -> None:
         slots += [first_slot + split] * (count > 1)
         assert of_row == [lens[row], starts[row], tokens[row]]
     assert len(set(slots)) == len(slots)
-    assert max(slots, default=-1) < equal_cuts.max_split_items(max_cuts)
+    assert max(slots, default=-1) < cut_list.max_split_items(max_cuts)
     assert not any(found for row, found in items.items() if not is_listed[row])
     for row, found in ((row, found) for row, found in items.items() if is_listed[row]):
         at = first = max(0, lens[row] - tokens[row] - window) // block_n * block_n
@@ -196,11 +195,9 @@ def test_kernel_no_program_has_two_rows_where_there_are_enough(seed: int) -> Non
     lens = np.exp(drawn.uniform(0, np.log(longest), num_rows)).astype(np.int64)
     blocks = -(-lens // block_n)
     max_cuts = int(np.ceil(blocks / (2 * min_blocks - 1)).sum()) + int(drawn.integers(0, 20))
-    sizes = triton_split.SplitSizes(
-        num_rows, max_cuts, triton_split.FAR.value, triton_split.FAR.value, block_n, min_blocks
-    )
-    filling = equal_cuts.Filling(max_cuts, 96, 1, max_cuts, int(drawn.integers(1, 5)))
-    cuts = equal_cuts.CutList(sizes, filling, torch.zeros(num_rows, dtype=torch.int32), 1)
+    sizes = cut_list.SplitSizes(num_rows, max_cuts, triton_split.FAR.value, triton_split.FAR.value, block_n, min_blocks)
+    filling = cut_list.Filling(max_cuts, 96, 1, max_cuts, int(drawn.integers(1, 5)), 32, 32)
+    cuts = cut_list.CutList(sizes, filling, torch.zeros(num_rows, dtype=torch.int32), 1)
     cuts.fill(torch.from_numpy(lens.astype(np.int32)), torch.arange(num_rows + 1, dtype=torch.int32))
     spare = (blocks + 32 // block_n).sum() // min_blocks < max_cuts
     found = [cut for cut in items_of(cuts) if cut]
@@ -221,9 +218,9 @@ def test_kernel_rows_that_are_no_longer_than_a_cut_are_whole(seed: int) -> None:
     num_rows, mean = max_cuts * int(drawn.integers(1, 5)) + in_last, int(drawn.choice([2, *drawn.integers(60, 200, 2)]))
     has_nothing = drawn.random(num_rows) < drawn.choice([0, 0.1])
     lens = np.where(has_nothing, 0, mean * block_n - drawn.integers(0, block_n // 2, num_rows))
-    sizes = triton_split.SplitSizes(num_rows, max_cuts, triton_split.FAR.value, triton_split.FAR.value, block_n, 1)
-    filling = equal_cuts.Filling(max_cuts, 1, 8, max_cuts, 8)
-    cuts = equal_cuts.CutList(sizes, filling, torch.zeros(num_rows, dtype=torch.int32), 1)
+    sizes = cut_list.SplitSizes(num_rows, max_cuts, triton_split.FAR.value, triton_split.FAR.value, block_n, 1)
+    filling = cut_list.Filling(max_cuts, 1, 8, max_cuts, 8, 32, 32)
+    cuts = cut_list.CutList(sizes, filling, torch.zeros(num_rows, dtype=torch.int32), 1)
     cuts.fill(torch.from_numpy(lens.astype(np.int32)), torch.arange(num_rows + 1, dtype=torch.int32))
     found = [cut for cut in items_of(cuts) if cut]
     if mean > 2 and 1 - in_last / max_cuts - 0.5 > 2 / mean:
@@ -339,7 +336,7 @@ def test_the_latent_workspace_holds_every_launch(monkeypatch: pytest.MonkeyPatch
             has = tuple(map(torch.Tensor.numel, made.split_workspace))
             for (query_len, tile), rows in taken.items():
                 plan = triton_tiles.SplitPlan(tile, rows, query_len * spec.num_qo_heads, sms)
-                queries = math.floor(4 * plan.target / 3) * plan.tiles * plan.tile_rows  # of all slots
+                queries = cut_list.max_split_items(plan.target) * plan.tiles * plan.tile_rows  # of all slots
                 needs = (queries * triton_tiles.block_dims(spec)[0], queries * 2)
                 assert all(need <= size for need, size in zip(needs, has, strict=True)), (spec, tile, rows, sms)
 
@@ -354,7 +351,7 @@ def test_one_latent_workspace_holds_layers_of_every_kind(monkeypatch: pytest.Mon
         has = tuple(map(torch.Tensor.numel, made.split_workspace))
         for spec, rows, query_len in product(specs, range(1, 9), range(1, MLAMetadataBuilder.decode_threshold + 1)):
             plan = made._make_plan(spec, rows, query_len)
-            queries = math.floor(4 * plan.target / 3) * plan.tiles * plan.tile_rows
+            queries = cut_list.max_split_items(plan.target) * plan.tiles * plan.tile_rows
             needs = (queries * triton_tiles.block_dims(spec)[0], queries * 2)
             assert all(need <= size for need, size in zip(needs, has, strict=True)), (spec, rows, query_len)
 
@@ -397,14 +394,15 @@ def test_room_for_keys_made_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_batch_above_the_limits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of more tokens a row than the state was sized for; more rows take no more room."""
-    monkeypatch.setattr(state, "num_multiprocessors", lambda _: 132)
+    for of_backend in (state, triton_mla):
+        monkeypatch.setattr(of_backend, "num_multiprocessors", lambda _: 132)
     spec = AttentionSpec(8, 8, 128, dtype=BF16)
     made = make_state(spec, Limits(4, 4, 4096))
     for rows in (4, 5, 500):
         made.make_schedule(0, rows, 1, made.workspace)
     with pytest.raises(ValueError, match=r"a step of 4 rows of up to 16 tokens needs .* Limits"):
         made.make_schedule(0, 4, 16, made.workspace)
-    mla = triton_mla.TritonMLAState(plan_groups({0: MLASpec(16, dtype=BF16)}), CACHE, Limits(4, 4, 4096), "cpu")
+    mla = triton_mla.TritonMLAState(plan_groups({0: MLASpec(16, dtype=BF16)}), CACHE, Limits(4, 1, 4096), "cpu")
     with pytest.raises(ValueError, match=r"needs .* Limits"):
         mla.split_workspace.check(mla._make_plan(mla.specs[0], 4, 8), mla.specs[0])
 

@@ -25,6 +25,7 @@ class DecodeTensors(NamedTuple):
     lse: torch.Tensor
     page_table: torch.Tensor
     work_items: torch.Tensor
+    more_items: torch.Tensor
     partial_acc: torch.Tensor
     partial_ml: torch.Tensor
 
@@ -63,6 +64,7 @@ class HopperTensors(NamedTuple):
     lse: torch.Tensor
     page_table: torch.Tensor
     work_items: torch.Tensor
+    more_items: torch.Tensor
     partial_acc: torch.Tensor
     partial_ml: torch.Tensor
 
@@ -76,6 +78,7 @@ class HopperUpcastTensors(NamedTuple):
     lse: torch.Tensor
     page_table: torch.Tensor
     work_items: torch.Tensor
+    more_items: torch.Tensor
     partial_acc: torch.Tensor
     partial_ml: torch.Tensor
 
@@ -100,12 +103,13 @@ class CombineTensors(NamedTuple):
     output: torch.Tensor
     lse: torch.Tensor
     work_items: torch.Tensor
+    more_items: torch.Tensor
     partial_acc: torch.Tensor
     partial_ml: torch.Tensor
 
 
 class Spread(NamedTuple):
-    spread: int  # programs of a work item
+    spread: int  # programs of a cut
 
 
 class CombineConstants(NamedTuple):

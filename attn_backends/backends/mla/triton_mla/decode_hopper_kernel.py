@@ -28,7 +28,6 @@ from attn_backends.kernels.hopper import (
     as_operand,
     barrier,
     barriers,
-    clear_rows,
     load_tma_tiles,
     nth_of,
     online_softmax,
@@ -54,7 +53,8 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     output,  # [num_rows, QUERY_LEN * HEADS, RANK]
     lse,  # [num_rows, QUERY_LEN * HEADS] f32, natural log, if WANT_LSE
     page_table,  # [num_rows, max_pages] i32
-    work_items,  # [max_work_items, 8] i32, see `split_kv.schedule_kernel`, split at multiples of a pair's keys
+    work_items,  # [max_work_items, 8] i32, see `equal_cuts.cut_kernel`, split at multiples of a pair's keys
+    more_items,  # [programs of a tile, 2] i32, the same
     partial_acc,  # [partial slots, TILES * BLOCK_M, RANK] f32
     partial_ml,  # [partial slots, TILES * BLOCK_M, 2] f32: m_i in base 2, l_i
     table_row,  # elements from row to row of the page table
@@ -71,25 +71,22 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     E5M2: gl.constexpr,  # its dtype is e5m2, not e4m3
     LAUNCH_DEPENDENTS: gl.constexpr,  # `mla_combine_kernel` starts early, see `kernels.launch.Pdl`
 ):
-    """One program attends for a work item and a tile of 64 of the row's queries, as `mla_decode_kernel` does."""
+    """One program attends for a cut of all rows' keys and a tile of 64 of a row's queries, as `mla_decode_kernel`
+    does."""
     if LAUNCH_DEPENDENTS:
         launch_dependents()
     of_dtype: gl.constexpr = gl.float16 if UPCAST else query.dtype.element_ty
-    tile = gl.program_id(0) % TILES
-    work_item = work_items + gl.program_id(0) // TILES * 8
-    row = gl.load(work_item)
-    start, stop = gl.load(work_item + 1), gl.load(work_item + 2)
-    if row < 0:
-        start = stop
-    pages = page_table + gl.maximum(row, 0).to(gl.int64) * table_row
-    num_pairs = (stop - start + 2 * BLOCK_N - 1) // (2 * BLOCK_N)
+    tile, program = gl.program_id(0) % TILES, gl.program_id(0) // TILES
+    next_item = gl.load(more_items + program * 2)
+    num_items = 1 + gl.maximum(gl.load(more_items + program * 2 + 1) - next_item, 0)
+    items = (work_items, program, next_item, num_items)
 
     q = gl.allocate_shared_memory(of_dtype, [PIECES, BLOCK_M, WIDTH], BLOCK_LAYOUT)
     q_rope = gl.allocate_shared_memory(of_dtype, [BLOCK_M, ROPE], BLOCK_LAYOUT)
     kv_tiles = gl.allocate_shared_memory(of_dtype, [2 * (RANK // TMA_COLS), BLOCK_N, TMA_COLS], BLOCK_LAYOUT)
     rope = gl.allocate_shared_memory(of_dtype, [2, BLOCK_N, ROPE], BLOCK_LAYOUT)
     p = gl.allocate_shared_memory(of_dtype, [BLOCK_M, BLOCK_N], BLOCK_LAYOUT)  # from group to group
-    stats = gl.allocate_shared_memory(gl.float32, [4, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    stats = gl.allocate_shared_memory(gl.float32, [6, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = (barriers(2, 1), barriers(2, 1), barriers(2, 1), barriers(2, 1), barriers(2, 1))  # pieces, rope keys
     empty = (barriers(2, 1), barriers(2, 1), barriers(2, 1))  # halves, rope keys
     p_full, met = barriers(2, 1), barriers(1, 2)
@@ -97,13 +94,14 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     kv_pipeline = (kv_tiles, rope, full, empty)
     exchange = (p, stats, p_full, met)
     results = (output, lse, partial_acc, partial_ml)
-    of_tile = (query, results, work_item, scale, value_scale, tile, num_pairs, q, q_rope, kv_pipeline, exchange)
+    pages = (page_table, table_row)
+    of_tile = (query, results, scale, value_scale, tile, q, q_rope, kv_pipeline, exchange)
     if UPCAST:
         gl.warp_specialize(
             [
-                (_attend, (of_tile, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
-                (_attend, (of_tile, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
-                (_load_as_fp16, (cached, slot_step, pages, start, stop, num_pairs, kv_pipeline, PAGE_SIZE, E5M2)),
+                (_attend, (of_tile, items, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
+                (_attend, (of_tile, items, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
+                (_load_as_fp16, (cached, slot_step, pages, items, kv_pipeline, PAGE_SIZE, E5M2)),
             ],
             [4, 4],
             [208, 88],
@@ -111,24 +109,57 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     else:
         gl.warp_specialize(
             [
-                (_attend, (of_tile, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
-                (_attend, (of_tile, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
-                (_load, (cached, pages, start, stop, num_pairs, kv_pipeline, PAGE_SIZE, TMA_ROWS)),
+                (_attend, (of_tile, items, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
+                (_attend, (of_tile, items, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
+                (_load, (cached, pages, items, kv_pipeline, PAGE_SIZE, TMA_ROWS)),
             ],
             [4, 1],
             [240, 24],
         )
 
 
+@gluon.jit
+def _item_of(items, nth):  # type: ignore[no-untyped-def]
+    """The nth of a program's work items: a pointer to its row (-1: none), its first key, the end of its keys."""
+    work_items, program, next_item, _num_items = items
+    at = program
+    if nth > 0:
+        at = next_item + nth - 1
+    return work_items + at * 8
+
+
+@gluon.jit
+def _keys_of(item, pages):  # type: ignore[no-untyped-def]
+    """Where the page ids of a work item's row are, its first key, the end of its keys, and pairs of blocks."""
+    page_table, table_row = pages
+    row, start, stop = gl.load(item), gl.load(item + 1), gl.load(item + 2)
+    if row < 0:
+        start = stop
+    num_pairs = (stop - start + 2 * BLOCK_N - 1) // (2 * BLOCK_N)
+    return page_table + gl.maximum(row, 0).to(gl.int64) * table_row, start, stop, num_pairs
+
+
 @gluon.jit  # type: ignore[untyped-decorator]
 def _load(  # type: ignore[no-untyped-def]
-    cached, pages, start, stop, num_pairs, kv_pipeline, PAGE_SIZE: gl.constexpr, TMA_ROWS: gl.constexpr
+    cached, pages, items, kv_pipeline, PAGE_SIZE: gl.constexpr, TMA_ROWS: gl.constexpr
 ):
-    """One warp asks for the rope keys and every piece of every block once their place is empty."""
+    """One warp loads what all work items of a program read."""
+    done = 0
+    for nth in range(items[3]):
+        of_row, start, stop, num_pairs = _keys_of(_item_of(items, nth), pages)
+        _load_pairs(cached, of_row, start, stop, done, num_pairs, kv_pipeline, PAGE_SIZE, TMA_ROWS)
+        done += num_pairs
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _load_pairs(  # type: ignore[no-untyped-def]
+    cached, pages, start, stop, done, num_pairs, kv_pipeline, PAGE_SIZE: gl.constexpr, TMA_ROWS: gl.constexpr
+):
+    """Ask for the rope keys and every piece of every block once their place is empty; `done` pairs came before."""
     kv_tiles, rope, full, empty = kv_pipeline
     ids = page_ids(pages, start, stop, PAGE_SIZE, TMA_ROWS)
     for pair in range(num_pairs):
-        phase = pair & 1
+        phase = (done + pair) & 1
         next_ids = page_ids(pages, start + (2 * pair + 2) * BLOCK_N, stop, PAGE_SIZE, TMA_ROWS)
         for block in gl.static_range(2):
             rows = ()
@@ -154,9 +185,23 @@ def _load(  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _load_as_fp16(  # type: ignore[no-untyped-def]
-    cached, slot_step, pages, start, stop, num_pairs, kv_pipeline, PAGE_SIZE: gl.constexpr, E5M2: gl.constexpr
+    cached, slot_step, pages, items, kv_pipeline, PAGE_SIZE: gl.constexpr, E5M2: gl.constexpr
 ):
-    """Four warps write the rope keys and every piece of every block as float16, while they load the next ones."""
+    """Four warps load what all work items of a program read, of 8 bits."""
+    done = 0
+    for nth in range(items[3]):
+        of_row, start, stop, num_pairs = _keys_of(_item_of(items, nth), pages)
+        if num_pairs > 0:
+            _load_pairs_as_fp16(cached, slot_step, of_row, start, stop, done, num_pairs, kv_pipeline, PAGE_SIZE, E5M2)
+        done += num_pairs
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _load_pairs_as_fp16(  # type: ignore[no-untyped-def]
+    cached, slot_step, pages, start, stop, done, num_pairs, kv_pipeline, PAGE_SIZE: gl.constexpr, E5M2: gl.constexpr
+):
+    """Write the rope keys and every piece of every block as float16, while the next ones are loaded; `done` pairs came
+    before."""
     COALESCED: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
     COALESCED_ROPE: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
     kv_tiles, rope_at, full, empty = kv_pipeline
@@ -167,7 +212,7 @@ def _load_as_fp16(  # type: ignore[no-untyped-def]
     rope = _columns(rope_rows, RANK, ROPE, COALESCED_ROPE)
     first, second = _columns(rows, 0, WIDTH, COALESCED), _columns(rows, WIDTH, WIDTH, COALESCED)
     for nth in range(2 * num_pairs):
-        block, phase = nth % 2, nth // 2 & 1
+        block, phase = nth % 2, (done + nth // 2) & 1
         next_start = start + (nth + 1) * BLOCK_N
         next_rope_rows = _rows(cached, slot_step, pages, next_start, stop, PAGE_SIZE, COALESCED_ROPE)
         next_rows = _rows(cached, slot_step, pages, next_start, stop, PAGE_SIZE, COALESCED)
@@ -214,100 +259,113 @@ def _put(words, to, full_barrier, E5M2: gl.constexpr):  # type: ignore[no-untype
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    of_tile, warp_group: gl.constexpr,
+    of_tile, items, warp_group: gl.constexpr,
     WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr, UPCAST: gl.constexpr,
 ):  # fmt: skip
-    """A warp group works out the weights of one block of each pair, and half of the columns of the result."""
+    """A warp group attends for all work items of a program."""
+    done = 0
+    for nth in range(items[3]):
+        item = _item_of(items, nth)
+        row, start, stop = gl.load(item), gl.load(item + 1), gl.load(item + 2)
+        if row >= 0:
+            num_pairs = (stop - start + 2 * BLOCK_N - 1) // (2 * BLOCK_N)
+            _attend_item(of_tile, item, row, start, stop, done, num_pairs, warp_group, WANT_LSE, QUERY_LEN, HEADS,
+                         TILES, UPCAST)  # fmt: skip
+            done += num_pairs
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _attend_item(  # type: ignore[no-untyped-def]
+    of_tile, item, row, start, stop, done, num_pairs, warp_group: gl.constexpr,
+    WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr, UPCAST: gl.constexpr,
+):  # fmt: skip
+    """Work out the weights of one block of each pair, and half of the columns of the result."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    query, results, work_item, scale, value_scale, tile, num_pairs, q, q_rope, kv_pipeline, exchange = of_tile
+    query, results, scale, value_scale, tile, q, q_rope, kv_pipeline, exchange = of_tile
     output, lse, partial_acc, partial_ml = results
     kv_tiles, _rope, _full, empty = kv_pipeline
     p_smem, stats, _p_full, met = exchange
-    row = gl.load(work_item)
-    start, stop = gl.load(work_item + 1), gl.load(work_item + 2)
-    first_slot, split_info = gl.load(work_item + 3), gl.load(work_item + 4)
-    seq_len = gl.load(work_item + 5)
-    if row >= 0:
-        num_splits, split = split_info // MAX_SPLITS, split_info % MAX_SPLITS
-        if UPCAST:
-            _store_scaled_queries(query, q, q_rope, stats.index(2 + warp_group), row, tile, warp_group,
-                                  QUERY_LEN * HEADS)  # fmt: skip
-        else:
-            _store_queries(query, q, q_rope, row, tile, warp_group, QUERY_LEN * HEADS)
-        _meet(met, 0)
-        q_scale, exp_scale = scale, scale
-        if UPCAST:  # logits are scaled before they are compared: each row by another number
-            q_scale, exp_scale = stats.index(2 + warp_group).load(ROW) * scale, 1.0
+    first_slot, split_info, seq_len = gl.load(item + 3), gl.load(item + 4), gl.load(item + 5)
+    num_splits, split = split_info // MAX_SPLITS, split_info % MAX_SPLITS
+    if UPCAST:
+        _store_scaled_queries(query, q, q_rope, stats.index(4 + warp_group), row, tile, warp_group,
+                              QUERY_LEN * HEADS)  # fmt: skip
+    else:
+        _store_queries(query, q, q_rope, row, tile, warp_group, QUERY_LEN * HEADS)
+    _meet(met, 0)
+    q_scale, exp_scale = scale, scale
+    if UPCAST:  # logits are scaled before they are compared: each row by another number
+        q_scale, exp_scale = stats.index(4 + warp_group).load(ROW) * scale, 1.0
 
-        values = kv_tiles._reinterpret(kv_tiles.dtype, [4, BLOCK_N, HALF], BLOCK_LAYOUT)  # halves of both blocks
-        acc = gl.zeros([BLOCK_M, HALF], gl.float32, ACC)
-        m_i = gl.full([BLOCK_M], float("-inf"), gl.float32, ROW)
-        l_i = gl.zeros([BLOCK_M], gl.float32, ROW)
-        lane = tile * BLOCK_M + gl.arange(0, BLOCK_M, ROW)
-        last_seen = gl.minimum(seq_len - QUERY_LEN + lane // HEADS, seq_len - 1)
-        all_see = gl.minimum(seq_len - QUERY_LEN + 1, stop)  # keys before it need no mask
-        for pair in range(num_pairs):
-            phase = pair & 1
-            first = start + 2 * pair * BLOCK_N
-            own = first + warp_group * BLOCK_N
-            logits = _logits(q, q_rope, kv_pipeline, warp_group, phase, LOGITS)
-            barrier()
-            mbarrier.arrive(empty[2].index(warp_group))
-            if UPCAST:
-                logits *= q_scale[:, None]
-            if own + BLOCK_N > all_see:
-                seen = own + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LOGITS))[None] <= last_seen[:, None]
-                logits = gl.where(seen, logits, float("-inf"))
-            if warp_group == 0:
-                p, m_i, l_i, alpha = online_softmax(logits, m_i, l_i, exp_scale)
-                _publish_p(p, m_i, exchange, 0)
-                _clear(kv_tiles, 0, warp_group, seq_len - first)
-                p = as_operand(p, kv_tiles.dtype, acc)
-                acc = warpgroup_mma(p, values.index(warp_group), times_rows(acc, alpha), is_async=True)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                barrier()
-                mbarrier.arrive(empty[warp_group].index(0))
-                m_i, l_i, alpha = _consume_p(m_i, l_i, exchange, 1, phase, exp_scale)
-                _clear(kv_tiles, 1, warp_group, seq_len - first - BLOCK_N)
-                acc = warpgroup_mma(p_smem, values.index(2 + warp_group), times_rows(acc, alpha), is_async=True)
-            else:
-                m_i, l_i, alpha = _consume_p(m_i, l_i, exchange, 0, phase, exp_scale)
-                _clear(kv_tiles, 0, warp_group, seq_len - first)
-                acc = warpgroup_mma(p_smem, values.index(warp_group), times_rows(acc, alpha), is_async=True)
-                p, m_i, l_i, alpha = online_softmax(logits, m_i, l_i, exp_scale)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                barrier()
-                mbarrier.arrive(empty[warp_group].index(0))
-                _publish_p(p, m_i, exchange, 1)
-                _clear(kv_tiles, 1, warp_group, seq_len - first - BLOCK_N)
-                p = as_operand(p, kv_tiles.dtype, acc)
-                acc = warpgroup_mma(p, values.index(2 + warp_group), times_rows(acc, alpha), is_async=True)
+    values = kv_tiles._reinterpret(kv_tiles.dtype, [4, BLOCK_N, HALF], BLOCK_LAYOUT)  # halves of both blocks
+    acc = gl.zeros([BLOCK_M, HALF], gl.float32, ACC)
+    m_i = gl.full([BLOCK_M], float("-inf"), gl.float32, ROW)
+    l_i = gl.zeros([BLOCK_M], gl.float32, ROW)
+    lane = tile * BLOCK_M + gl.arange(0, BLOCK_M, ROW)
+    last_seen = gl.minimum(seq_len - QUERY_LEN + lane // HEADS, seq_len - 1)
+    all_see = gl.minimum(seq_len - QUERY_LEN + 1, stop)  # keys before it need no mask
+    for pair in range(num_pairs):
+        phase = (done + pair) & 1
+        first = start + 2 * pair * BLOCK_N
+        own = first + warp_group * BLOCK_N
+        logits = _logits(q, q_rope, kv_pipeline, warp_group, phase, LOGITS)
+        barrier()
+        mbarrier.arrive(empty[2].index(warp_group))
+        if UPCAST:
+            logits *= q_scale[:, None]
+        if own + BLOCK_N > all_see:
+            seen = own + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LOGITS))[None] <= last_seen[:, None]
+            logits = gl.where(seen, logits, float("-inf"))
+        if warp_group == 0:
+            p, m_i, l_i, alpha = online_softmax(logits, m_i, l_i, exp_scale)
+            _publish_p(p, m_i, exchange, 0)
+            _clear(kv_tiles, 0, warp_group, seq_len - first)
+            p = as_operand(p, kv_tiles.dtype, acc)
+            acc = warpgroup_mma(p, values.index(warp_group), times_rows(acc, alpha), is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             barrier()
-            mbarrier.arrive(empty[warp_group].index(1))
-
-        stats.index(2 + warp_group).store(l_i)  # of the weights that this group worked out
-        _meet(met, 1)
-        l_i += stats.index(3 - warp_group).load(ROW)
-        live = lane < QUERY_LEN * HEADS
-        m_i *= exp_scale
-        saw = l_i > 0
-        if num_splits == 1:
-            at = row.to(gl.int64) * (QUERY_LEN * HEADS) + lane
-            divisor = gl.where(saw, l_i, 1.0)
-            share = gl.where(saw, value_scale / divisor, 0.0)
-            write_rows(output + at * RANK + warp_group * HALF, acc, share, live)
-            if WANT_LSE and warp_group == 0:
-                gl.store(lse + at, gl.where(saw, (m_i + gl.log2(divisor)) * LN_2, float("-inf")), mask=live)
+            mbarrier.arrive(empty[warp_group].index(0))
+            m_i, l_i, alpha = _consume_p(m_i, l_i, exchange, 1, phase, exp_scale)
+            _clear(kv_tiles, 1, warp_group, seq_len - first - BLOCK_N)
+            acc = warpgroup_mma(p_smem, values.index(2 + warp_group), times_rows(acc, alpha), is_async=True)
         else:
-            at = (first_slot + split).to(gl.int64) * (TILES * BLOCK_M) + lane
-            share = gl.full([BLOCK_M], 1.0, gl.float32, ROW)
-            write_rows(partial_acc + at * RANK + warp_group * HALF, acc, share, live)
-            if warp_group == 0:
-                gl.store(partial_ml + at * 2, m_i, mask=live)
-                gl.store(partial_ml + at * 2 + 1, l_i, mask=live)
+            m_i, l_i, alpha = _consume_p(m_i, l_i, exchange, 0, phase, exp_scale)
+            _clear(kv_tiles, 0, warp_group, seq_len - first)
+            acc = warpgroup_mma(p_smem, values.index(warp_group), times_rows(acc, alpha), is_async=True)
+            p, m_i, l_i, alpha = online_softmax(logits, m_i, l_i, exp_scale)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            barrier()
+            mbarrier.arrive(empty[warp_group].index(0))
+            _publish_p(p, m_i, exchange, 1)
+            _clear(kv_tiles, 1, warp_group, seq_len - first - BLOCK_N)
+            p = as_operand(p, kv_tiles.dtype, acc)
+            acc = warpgroup_mma(p, values.index(2 + warp_group), times_rows(acc, alpha), is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        barrier()
+        mbarrier.arrive(empty[warp_group].index(1))
+
+    stats.index(2 + warp_group).store(l_i)  # of the weights that this group worked out
+    _meet(met, 1)
+    l_i += stats.index(3 - warp_group).load(ROW)
+    live = lane < QUERY_LEN * HEADS
+    m_i *= exp_scale
+    saw = l_i > 0
+    if num_splits == 1:
+        at = row.to(gl.int64) * (QUERY_LEN * HEADS) + lane
+        divisor = gl.where(saw, l_i, 1.0)
+        share = gl.where(saw, value_scale / divisor, 0.0)
+        write_rows(output + at * RANK + warp_group * HALF, acc, share, live)
+        if WANT_LSE and warp_group == 0:
+            gl.store(lse + at, gl.where(saw, (m_i + gl.log2(divisor)) * LN_2, float("-inf")), mask=live)
+    else:
+        at = (first_slot + split).to(gl.int64) * (TILES * BLOCK_M) + lane
+        share = gl.full([BLOCK_M], 1.0, gl.float32, ROW)
+        write_rows(partial_acc + at * RANK + warp_group * HALF, acc, share, live)
+        if warp_group == 0:
+            gl.store(partial_ml + at * 2, m_i, mask=live)
+            gl.store(partial_ml + at * 2 + 1, l_i, mask=live)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -363,10 +421,16 @@ def _consume_p(m_i, l_i, exchange, block: gl.constexpr, phase, scale):  # type: 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _clear(kv_tiles, block: gl.constexpr, warp_group: gl.constexpr, num_live):  # type: ignore[no-untyped-def]
-    """Zero a block's rows from `num_live` on, in a group's columns. Its logits are worked out by then."""
+    """Zero a block's rows from `num_live` on, in a group's columns. Its logits are worked out by then.
+
+    Not by `clear_rows`, whose branches take registers of a loop that has none to spare."""
+    COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     if num_live < BLOCK_N:
+        live = (gl.arange(0, BLOCK_N, gl.SliceLayout(1, COALESCED)) < num_live)[:, None]
         for part in gl.static_range(HALF // TMA_COLS):
-            clear_rows(kv_tiles.index((2 * block + warp_group) * (HALF // TMA_COLS) + part), num_live)
+            tile = kv_tiles.index((2 * block + warp_group) * (HALF // TMA_COLS) + part)
+            held = tile.load(COALESCED)
+            tile.store(gl.where(live, held, gl.zeros_like(held)))
         fence_async_shared()
         barrier()
 

@@ -31,7 +31,8 @@ def mla_decode_kernel(  # type: ignore[no-untyped-def]
     output,  # [num_rows, QUERY_LEN * HEADS, RANK]
     lse,  # [num_rows, QUERY_LEN * HEADS] f32, natural log, if WANT_LSE
     page_table,  # [num_rows, max_pages] i32
-    work_items,  # [max_work_items, 8] i32, see `split_kv.schedule_kernel`
+    work_items,  # [max_work_items, 8] i32, see `equal_cuts.cut_kernel`
+    more_items,  # [programs of a tile, 2] i32, the same
     partial_acc,  # [partial slots, TILES * BLOCK_M, BLOCK_RANK] f32
     partial_ml,  # [partial slots, TILES * BLOCK_M, 2] f32: m_i in base 2, l_i
     table_row,  # elements from row to row of the page table
@@ -52,16 +53,13 @@ def mla_decode_kernel(  # type: ignore[no-untyped-def]
     EXACT: tl.constexpr,  # 0 or 1: a product of float32 is three of tf32
     LAUNCH_DEPENDENTS: tl.constexpr,  # 0 or 1: `mla_combine_kernel` starts early, see `kernels.launch.Pdl`
 ):
-    """One program attends for a work item and a tile of BLOCK_M of the row's queries."""
+    """One program attends for a cut of all rows' keys and a tile of BLOCK_M of a row's queries."""
     if LAUNCH_DEPENDENTS:
         launch_dependents()
-    tile = tl.program_id(0) % TILES
-    work_item = work_items + tl.program_id(0) // TILES * 8
-    row = tl.load(work_item)
-    start, stop = tl.load(work_item + 1), tl.load(work_item + 2)
-    first_slot, split_info = tl.load(work_item + 3), tl.load(work_item + 4)
-    seq_len = tl.load(work_item + 5)
-    if row >= 0:
+    tile, program = tl.program_id(0) % TILES, tl.program_id(0) // TILES
+    next_item, end_item = tl.load(more_items + program * 2), tl.load(more_items + program * 2 + 1)
+    row, start, stop, first_slot, split_info, seq_len = _load_item(work_items, program, True)
+    while row >= 0:
         num_splits, split = split_info // MAX_SPLITS, split_info % MAX_SPLITS
         lane = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         live = lane < QUERY_LEN * HEADS
@@ -102,16 +100,28 @@ def mla_decode_kernel(  # type: ignore[no-untyped-def]
             tl.store(partial_acc + slot[:, None] * BLOCK_RANK + ranks[None], acc, mask=live[:, None])
             tl.store(partial_ml + slot * 2, m_i, mask=live)
             tl.store(partial_ml + slot * 2 + 1, l_i, mask=live)
+        row, start, stop, first_slot, split_info, seq_len = _load_item(work_items, next_item, next_item < end_item)
+        next_item += 1
+
+
+@triton.jit
+def _load_item(work_items, work_item, exists):  # type: ignore[no-untyped-def]
+    """A work item's numbers, see `equal_cuts.cut_kernel`; a row of -1 where there is none."""
+    at = work_items + work_item * 8
+    row, seq_len = tl.load(at, mask=exists, other=-1), tl.load(at + 5, mask=exists, other=0)
+    start, stop = tl.load(at + 1, mask=exists, other=0), tl.load(at + 2, mask=exists, other=0)
+    return row, start, stop, tl.load(at + 3, mask=exists, other=0), tl.load(at + 4, mask=exists, other=0), seq_len
 
 
 @triton.jit(do_not_specialize=["spread"])  # type: ignore[untyped-decorator]
 def mla_combine_kernel(  # type: ignore[no-untyped-def]
     output,  # [num_rows, QUERIES, RANK]
     lse,  # [num_rows, QUERIES] f32, natural log, if WANT_LSE
-    work_items,  # [max_work_items, 8] i32, see `split_kv.schedule_kernel`
+    work_items,  # [max_work_items, 8] i32, see `equal_cuts.cut_kernel`
+    more_items,  # [programs of a tile, 2] i32, the same
     partial_acc,  # [partial slots, SLOT_QUERIES, BLOCK_RANK] f32
     partial_ml,  # [partial slots, SLOT_QUERIES, 2] f32: m_i in base 2, l_i
-    spread,  # programs of a work item; it differs from batch to batch, so it is no constant
+    spread,  # programs of a cut; it differs from batch to batch, so it is no constant
     value_scale,  # f32, of cached values
     WANT_LSE: tl.constexpr,  # 0 or 1
     QUERIES: tl.constexpr,  # of a row: token times head
@@ -122,27 +132,32 @@ def mla_combine_kernel(  # type: ignore[no-untyped-def]
     BLOCK_SPLITS: tl.constexpr,  # splits that are combined at a time
     USE_PDL: tl.constexpr,  # 0 or 1: it starts before the decode has ended, whose work items were there before
 ):
-    """Combine the splits of rows: `spread` programs a work item take the row's queries in turn, COLUMNS at a time.
+    """Combine the splits of rows: `spread` programs a split take the row's queries in turn, COLUMNS at a time.
 
     So a row has `spread` times as many programs as splits. The launch is one of its own: with 128 heads a row's partial
-    results are megabytes, which the last work item of the row to end would combine alone.
+    results are megabytes, which the last program of the row to end would combine alone. Of a cut's items the first and
+    the last one are splits, or none.
     """
-    work_item = work_items + tl.program_id(0) // spread * 8
-    row, first_slot, split_info = tl.load(work_item), tl.load(work_item + 3), tl.load(work_item + 4)
-    num_splits = split_info // MAX_SPLITS
+    program, part = tl.program_id(0) // spread, tl.program_id(0) % spread
+    next_item, end_item = tl.load(more_items + program * 2), tl.load(more_items + program * 2 + 1)
     if USE_PDL:
         grid_wait()
-    if row >= 0 and num_splits > 1:
-        split, programs = split_info % MAX_SPLITS * spread + tl.program_id(0) % spread, num_splits * spread
-        PARTS: tl.constexpr = BLOCK_RANK // COLUMNS
-        for nth in range(split * QUERIES * PARTS // programs, (split + 1) * QUERIES * PARTS // programs):
-            query, column = nth // PARTS, nth % PARTS * COLUMNS
-            acc, m_i, l_i = combine_splits(
-                partial_acc + column, partial_ml, first_slot * SLOT_QUERIES + query, SLOT_QUERIES, num_splits, 1, 1,
-                BLOCK_RANK, BLOCK_SPLITS, COLUMNS,
-            )  # fmt: skip
-            _write(output + column, lse, acc, m_i, l_i, row, query + tl.arange(0, 1), value_scale, WANT_LSE, QUERIES,
-                   RANK, RANK - column)  # fmt: skip
+    for nth in range(1 + (next_item < end_item).to(tl.int32)):
+        row, _start, _stop, first_slot, split_info, _seq_len = _load_item(
+            work_items, tl.where(nth == 0, program, end_item - 1), True
+        )
+        num_splits = split_info // MAX_SPLITS
+        if (row >= 0) & (num_splits > 1):
+            split, programs = split_info % MAX_SPLITS * spread + part, num_splits * spread
+            PARTS: tl.constexpr = BLOCK_RANK // COLUMNS
+            for each in range(split * QUERIES * PARTS // programs, (split + 1) * QUERIES * PARTS // programs):
+                query, column = each // PARTS, each % PARTS * COLUMNS
+                acc, m_i, l_i = combine_splits(
+                    partial_acc + column, partial_ml, first_slot * SLOT_QUERIES + query, SLOT_QUERIES, num_splits, 1, 1,
+                    BLOCK_RANK, BLOCK_SPLITS, COLUMNS,
+                )  # fmt: skip
+                _write(output + column, lse, acc, m_i, l_i, row, query + tl.arange(0, 1), value_scale, WANT_LSE,
+                       QUERIES, RANK, RANK - column)  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]

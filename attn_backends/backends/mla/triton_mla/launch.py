@@ -27,8 +27,9 @@ from attn_backends.backends.mla.triton_mla.arguments import (
 )
 from attn_backends.backends.mla.triton_mla.decode_kernel import mla_combine_kernel, mla_decode_kernel
 from attn_backends.backends.mla.triton_mla.tuning import SplitPlan, block_dims
+from attn_backends.kernels.cut_list import CutList
 from attn_backends.kernels.launch import has_hopper_kernels, has_tensor_engine, launch, operator, supports_pdl
-from attn_backends.kernels.split_kv import HOPPER_PAGE, WorkList
+from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import KVCacheSpec, MLASpec
 
 _COMBINE_REGISTERS = 64  # of a thread, for the parts that it joins at a time
@@ -74,7 +75,7 @@ class Split:
 
     plan: SplitPlan
     query_starts: torch.Tensor  # [num_rows + 1] i32
-    work_list: WorkList  # of [plan.num_work_items, 8]
+    work_list: CutList
     workspace: Workspace
 
 
@@ -89,25 +90,25 @@ def launch_decode(spec: MLASpec, k_scale: float, given: LatentTensors, page_tabl
         ROPE=spec.qk_rope_head_dim, BLOCK_RANK=block_rank, BLOCK_ROPE=block_rope, STAGES=tile.stages,
         EXACT=int(query.dtype is torch.float32), LAUNCH_DEPENDENTS=supports_pdl(query.device),
     )  # fmt: skip
-    scales = Scales(spec.scale * k_scale * math.log2(math.e), k_scale)
-    mla_decode(query, latent_cache, output, lse, page_table, split.work_list.work_items, *split.workspace, scales,
-               constants, tile.warps, tile.hopper, plan.combine_spread)  # fmt: skip
+    scales, listed = Scales(spec.scale * k_scale * math.log2(math.e), k_scale), split.work_list
+    mla_decode(query, latent_cache, output, lse, page_table, listed.work_items, listed.more_items, *split.workspace,
+               scales, constants, tile.warps, tile.hopper, plan.combine_spread)  # fmt: skip
 
 
 @operator(("output", "lse", "partial_acc", "partial_ml"))
 def mla_decode(
     query: torch.Tensor, latent_cache: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
-    page_table: torch.Tensor, work_items: torch.Tensor, partial_acc: torch.Tensor, partial_ml: torch.Tensor,
-    scales: Scales, constants: DecodeConstants, warps: int, for_hopper: bool, spread: int,
+    page_table: torch.Tensor, work_items: torch.Tensor, more_items: torch.Tensor, partial_acc: torch.Tensor,
+    partial_ml: torch.Tensor, scales: Scales, constants: DecodeConstants, warps: int, for_hopper: bool, spread: int,
 ) -> None:  # fmt: skip
     form, lse_or_dummy = constants, partial_ml if lse is None else lse
     use_pdl, table_row = bool(form.LAUNCH_DEPENDENTS), TableRow(page_table.stride(0))
-    grid = len(work_items) * form.TILES
+    lists, grid = (work_items, more_items), len(more_items) * form.TILES
     if for_hopper:
-        tensors = HopperTensors(query, output, lse_or_dummy, page_table, work_items, partial_acc, partial_ml)
+        tensors = HopperTensors(query, output, lse_or_dummy, page_table, *lists, partial_acc, partial_ml)
         _on_hopper(grid, tensors, latent_cache, table_row, scales, form)
     else:
-        launch(mla_decode_kernel, grid, DecodeTensors(query, latent_cache, output, lse_or_dummy, page_table, work_items,
+        launch(mla_decode_kernel, grid, DecodeTensors(query, latent_cache, output, lse_or_dummy, page_table, *lists,
                partial_acc, partial_ml), table_row, (scales, form), warps,
                descriptors=_descriptors(query, latent_cache, form))  # fmt: skip
     combine = CombineConstants(
@@ -117,8 +118,8 @@ def mla_decode(
         BLOCK_SPLITS=_COMBINE_REGISTERS * 32 * _COMBINE_WARPS // columns,  # a power of two, as all are
         USE_PDL=use_pdl,
     )  # fmt: skip
-    launch(mla_combine_kernel, len(work_items) * spread,
-           CombineTensors(output, lse_or_dummy, work_items, partial_acc, partial_ml), Spread(spread), (combine,),
+    launch(mla_combine_kernel, len(more_items) * spread,
+           CombineTensors(output, lse_or_dummy, *lists, partial_acc, partial_ml), Spread(spread), (combine,),
            _COMBINE_WARPS, use_pdl=use_pdl)  # fmt: skip
 
 

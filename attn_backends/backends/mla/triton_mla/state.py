@@ -13,9 +13,10 @@ from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadataBuilder
 from attn_backends.backends.mla.state import MLAState
 from attn_backends.backends.mla.triton_mla.launch import Split, Workspace, launch_decode, suits_hopper_kernel
 from attn_backends.backends.mla.triton_mla.tuning import SplitPlan, decode_tile, decode_tiles
+from attn_backends.kernels.cut_list import CutList, SplitSizes
 from attn_backends.kernels.examples import empty
 from attn_backends.kernels.launch import machine_of, num_multiprocessors, power_of_two, shared_memory
-from attn_backends.kernels.split_kv import FAR, SplitSizes, WorkList
+from attn_backends.kernels.split_kv import FAR
 from attn_backends.kernels.variants import Variant, listing
 from attn_backends.spec import MLASpec
 
@@ -55,8 +56,8 @@ class TritonMLAState(MLAState):
             self.split_workspace.check(plan, spec)
             ints = {"dtype": torch.int32, "device": self.device}
             starts = torch.arange(rows.num_rows + 1, **ints) * rows.query_len  # type: ignore[call-overload]
-            work_items = torch.empty(plan.num_work_items, 8, **ints)  # type: ignore[call-overload]
-            held = Split(plan, starts, _work_list(plan, work_items), self.split_workspace)
+            counters = torch.empty(0, **ints)  # type: ignore[call-overload]
+            held = Split(plan, starts, _work_list(plan, rows.query_len, counters), self.split_workspace)
         held.work_list.fill(rows.seq_lens, held.query_starts)
         return held
 
@@ -86,8 +87,8 @@ class TritonMLAState(MLAState):
         query = empty(plan.num_rows, query_len, spec.num_qo_heads, spec.latent_dim, dtype=spec.dtype)
         latents = empty(2, self.cache.page_size, spec.latent_dim, dtype=spec.cache_dtype)
         floats, starts = empty(0, dtype=torch.float32), empty(plan.num_rows + 1, dtype=torch.int32)
-        work_items = empty(plan.num_work_items, 8, dtype=torch.int32)
-        split = Split(plan, starts, _work_list(plan, work_items), Workspace(floats, floats))
+        counters = empty(0, dtype=torch.int32)
+        split = Split(plan, starts, _work_list(plan, query_len, counters), Workspace(floats, floats))
         split.work_list.fill(empty(plan.num_rows, dtype=torch.int32), split.query_starts)
         lse = empty(plan.num_rows, query_len, spec.num_qo_heads, dtype=torch.float32) if want_lse else None
         table = empty(plan.num_rows, _WIDTH, dtype=torch.int32)
@@ -104,9 +105,8 @@ class TritonMLAState(MLAState):
         return spec, self.cache, num_rows, queries, self.options, self._shared_memory, hopper
 
 
-def _work_list(plan: SplitPlan, work_items: torch.Tensor) -> WorkList:
-    """The list of a batch's work, in `work_items` [plan.num_work_items, 8] i32."""
+def _work_list(plan: SplitPlan, query_len: int, counters: torch.Tensor) -> CutList:
+    """The list of a batch's work; `counters` [0] i32: nothing is counted."""
     min_blocks = max(1, plan.tile.min_keys // plan.tile.keys)
-    return WorkList(
-        work_items, SplitSizes(plan.num_rows, plan.target, FAR.value, FAR.value, plan.tile.keys, min_blocks)
-    )
+    sizes = SplitSizes(plan.num_rows, plan.target, FAR.value, FAR.value, plan.tile.keys, min_blocks)
+    return CutList(sizes, plan.filling, counters, query_len)

@@ -13,10 +13,12 @@ from importlib import resources
 from typing import Any
 
 from attn_backends.backends.mla.options import MLAOptions
+from attn_backends.kernels.cut_list import Filling, max_split_items
 from attn_backends.kernels.split_kv import MAX_SPLITS
 from attn_backends.kernels.tiles import block_bytes, fitted, padded
 from attn_backends.spec import KVCacheSpec, MLASpec
 
+_ROW_KEYS, _MUCH_ALIKE = 256, 1  # see `Filling`
 HOPPER_TILE = (64, 128, 8, 1)  # rows, keys, warps and stages of hopper_kernel.py, which has no other
 
 
@@ -144,12 +146,19 @@ class SplitPlan:
 
     @property
     def target(self) -> int:
-        """Number of work items that fill the GPU: each is a program for every tile."""
+        """Number of cuts that fill the GPU: each is a program for every tile."""
         return min(max(1, self.num_sms * self.tile.programs // self.tiles), int(MAX_SPLITS.value) // 2)
 
     @property
+    def filling(self) -> Filling:
+        return Filling(
+            few_cuts=self.target, long_cut=0, heads=self.tiles, num_sms=self.num_sms, resident=self.tile.programs,
+            row_keys=_ROW_KEYS, much_alike=_MUCH_ALIKE,
+        )  # fmt: skip
+
+    @property
     def combine_spread(self) -> int:
-        """Number of programs of a work item that combine its row's queries, of one warp each.
+        """Number of programs of a split that combine its row's queries, of one warp each.
 
         Two take a query where rows of one length are split. There are four for 32 queries at least: a long row among
         short ones is split where rows of one length are not.
@@ -158,14 +167,9 @@ class SplitPlan:
         return 4 * max(1, self.queries // 32, self.queries // (2 * num_splits) if num_splits > 1 else 0)
 
     @property
-    def num_work_items(self) -> int:
-        return self.num_rows + self.target
-
-    @property
     def num_partial_slots(self) -> int:
-        """Number of partial slots that rows can be split into, times the queries of each
-        (`split_kv.schedule_kernel`)."""
-        return -(-4 * self.target // 3) * self.tiles * self.tile_rows
+        """Number of partial slots that rows can be split into, times the queries of each."""
+        return max_split_items(self.target) * self.tiles * self.tile_rows
 
     def need(self, spec: MLASpec) -> tuple[int, int]:
         """Floats of accumulators, and of maxima and sums, that a launch writes at most, whatever the lengths."""

@@ -36,7 +36,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     output,  # [num_tokens, KV_HEADS * GROUP, DIM_VO]
     lse,  # [num_tokens, KV_HEADS * GROUP] f32, natural log, written if want_lse
     page_table,  # [num_rows, max_pages] i32
-    work_items,  # [max_work_items, 8] i32, see `schedule_kernel`
+    work_items,  # [max_work_items, 8] i32, see `equal_cuts.cut_kernel`
     more_items,  # [programs of a head, 2] i32, see `cut_kernel`; zeros where each has one work item
     partial_acc,  # [partial slots, KV_HEADS, TILES, USED_M, BLOCK_DIM_VO] f32
     partial_ml,  # [partial slots, KV_HEADS, TILES, USED_M, 2] f32: m_i in base 2, l_i
@@ -205,7 +205,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_item(work_items, work_item, exists):  # type: ignore[no-untyped-def]
-    """A work item's numbers, see `schedule_kernel`; a row of -1 where there is none."""
+    """A work item's numbers, see `equal_cuts.cut_kernel`; a row of -1 where there is none."""
     at = work_items + work_item * 8
     row = tl.load(at, mask=exists, other=-1)
     start, stop = tl.load(at + 1, mask=exists, other=0), tl.load(at + 2, mask=exists, other=0)

@@ -1,0 +1,131 @@
+"""Launches of `equal_cuts.cut_kernel`: the list of a step's work items, which the device makes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from attn_backends.kernels.equal_cuts import cut_kernel
+from attn_backends.kernels.launch import ALIGNED, INTERPRETED, operator, start_compiled, start_kernel
+
+_ITEMS = 64  # of a program
+
+
+class SplitSizes(NamedTuple):
+    """What follows from the shape of a batch of decode rows, whatever their lengths."""
+
+    num_rows: int
+    target: int  # cuts that fill the GPU
+    window_left: int  # positions before its own that a query sees
+    chunk: int  # positions in a chunk; a query sees its own chunk alone
+    block_n: int  # keys of a block
+    min_blocks: int  # blocks of a cut at least
+
+
+class CutTensors(NamedTuple):
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    work_items: torch.Tensor
+    more_items: torch.Tensor
+    counters: torch.Tensor
+
+
+class CutNumbers(NamedTuple):
+    num_rows: int
+    max_cuts: int
+    few_cuts: int
+    long_cut: int
+    heads: int
+    num_sms: int
+    resident: int
+    row_keys: int
+    much_alike: int
+    num_programs: int
+    window_left: int
+    chunk: int
+    most_tokens: int
+    num_counters: int
+    BLOCK_N: int
+    MIN_BLOCKS: int
+    MAX_ROWS: int
+    BLOCK_ITEMS: int
+
+
+class Filling(NamedTuple):
+    """How a launch fills a GPU."""
+
+    few_cuts: int  # at most, where they are short and rows fewer than there can be cuts
+    long_cut: int  # blocks from which on a cut is long
+    heads: int  # programs for each cut: KV heads times tiles of queries
+    num_sms: int  # multiprocessors
+    resident: int  # programs that a multiprocessor holds at a time
+    row_keys: int  # that are read in the time that a row takes beside its own
+    much_alike: int  # blocks, by which a multiprocessor may have more than others where rows are apart
+
+
+def max_split_items(max_cuts: int) -> int:
+    """Number of work items that can be splits of rows: a cut shares its first row and its last one at most."""
+    return 2 * max_cuts - 2
+
+
+def num_programs(num_rows: int, max_cuts: int) -> int:
+    """Number of programs that a launch has: for each cut, or for each short row and some splits of others. Where most
+    have nothing, the GPU gives some multiprocessors more of the rest than others."""
+    return max(max_cuts, num_rows + max_cuts // 4)
+
+
+@operator(("work_items", "more_items", "counters"))
+def cut_work(
+    seq_lens: torch.Tensor, query_start_loc: torch.Tensor, work_items: torch.Tensor, more_items: torch.Tensor,
+    counters: torch.Tensor, sizes: SplitSizes, filling: Filling, most_tokens: int,
+) -> None:  # fmt: skip
+    """List the work items for lengths [num_rows] and query starts [num_rows + 1], i32, in one launch."""
+    _launch_cut(CutTensors(seq_lens, query_start_loc, work_items, more_items, counters), sizes, filling, most_tokens)
+
+
+def _launch_cut(tensors: CutTensors, sizes: SplitSizes, filling: Filling, most: int) -> tuple[Any, tuple[int, ...]]:
+    """Returns the compiled kernel and its grid, and its arguments behind the first two tensors."""
+    numbers = CutNumbers(
+        num_rows=sizes.num_rows, max_cuts=sizes.target, **filling._asdict(),
+        num_programs=num_programs(sizes.num_rows, sizes.target), window_left=sizes.window_left, chunk=sizes.chunk,
+        most_tokens=most, num_counters=len(tensors.counters), BLOCK_N=sizes.block_n, MIN_BLOCKS=sizes.min_blocks,
+        MAX_ROWS=triton.next_power_of_2(sizes.num_rows), BLOCK_ITEMS=_ITEMS,
+    )  # fmt: skip
+    grid = (-(-(sizes.num_rows + sizes.target) // _ITEMS), 1, 1)
+    compiled = start_kernel(cut_kernel, grid, *tensors, *numbers, num_warps=4)
+    return None if compiled is None else (compiled, grid), (*(each.data_ptr() for each in tensors[2:]), *numbers)
+
+
+class CutList:
+    """The work items of batches of one shape, by cuts. Triton finds the kernel slower than it launches it: that is done
+    once.
+
+    Args:
+        sizes: `target` is how many cuts there are at most, and `min_blocks` what one has at least.
+        counters: [num_counters] i32, which every listing sets to 0: what a launch that was cut short left there must
+            not be found by the next step.
+        most_tokens: as `cut_kernel` has them.
+    """
+
+    def __init__(self, sizes: SplitSizes, filling: Filling, counters: torch.Tensor, most_tokens: int) -> None:
+        self._sizes, self._filling, self._most_tokens = sizes, filling, most_tokens
+        self.num_programs = num_programs(sizes.num_rows, sizes.target)
+        self.counters = counters
+        self.work_items = counters.new_empty(self.num_programs + sizes.num_rows + sizes.target, 8)
+        self.more_items = counters.new_empty(self.num_programs, 2)
+        self._kernel: Any = None
+        self._arguments: tuple[int, ...] = ()
+
+    def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
+        """List the work items for lengths [num_rows] and query starts [num_rows + 1], i32, in one launch."""
+        at = (seq_lens.data_ptr(), query_start_loc.data_ptr())
+        if self._kernel is not None and not (at[0] | at[1]) % ALIGNED:
+            start_compiled(*self._kernel, *at, *self._arguments)
+            return
+        tensors = CutTensors(seq_lens, query_start_loc, self.work_items, self.more_items, self.counters)
+        if INTERPRETED or (at[0] | at[1]) % ALIGNED:
+            cut_work(*tensors, self._sizes, self._filling, self._most_tokens)
+        else:
+            self._kernel, self._arguments = _launch_cut(tensors, self._sizes, self._filling, self._most_tokens)
