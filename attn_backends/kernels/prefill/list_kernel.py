@@ -7,7 +7,7 @@ import triton.language as tl
 
 from attn_backends.kernels.split_kv import FAR, load_rows, of_row
 
-DIGITS = tl.constexpr(16)  # that are tried at a time
+DIGITS = tl.constexpr(16)  # that a digit can be, all of which are tried at a time
 _NOT_CONSTANT = ["first_row", "num_rows", "max_items", "num_whole", "target", "num_kv_heads", "window_right",
                  "window_left", "chunk", "others_tokens", "num_tokens", "num_counters", "tile_tokens", "block_keys",
                  "min_blocks"]  # fmt: skip
@@ -72,11 +72,11 @@ def list_kernel(  # type: ignore[no-untyped-def]
     for begin in range(tl.program_id(1) * BLOCK_ITEMS, tl.max(num_items, 0), tl.num_programs(1) * BLOCK_ITEMS):
         nth = (begin + tl.arange(0, BLOCK_ITEMS))[None]
         is_whole, nth_split = nth < whole_counts[:, None], nth - whole_counts[:, None]
-        item = nth + tl.where(is_whole, whole_begins[:, None], split_begins[:, None])
+        work_item = nth + tl.where(is_whole, whole_begins[:, None], split_begins[:, None])
         split_tile = nth_split // splits[:, None]
         from_last = tl.where(is_whole, nth, whole[:, None] + split_tile)  # tiles of the row behind it
         _store_items(
-            work_items, item, (nth < num_items[:, None]) & (item < max_items), num_whole, row[:, None],
+            work_items, work_item, (nth < num_items[:, None]) & (work_item < max_items), num_whole, row[:, None],
             starts[:, None], query_lens[:, None], (tiles[:, None] - 1 - from_last) * tile_tokens, lens[:, None],
             tl.where(is_whole, 1, splits[:, None]), tl.where(is_whole, 0, nth_split - split_tile * splits[:, None]),
         )  # fmt: skip
@@ -85,9 +85,9 @@ def list_kernel(  # type: ignore[no-untyped-def]
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     program, num_programs = program + tl.program_id(1) * num_programs, num_programs * tl.num_programs(1)
     for begin in range(num_tiles + num_more + program * NUMBERS, max_items, num_programs * NUMBERS):
-        item = begin + tl.arange(0, NUMBERS)
-        none = item * 0
-        _store_items(work_items, item, item < max_items, num_whole, none - 1, none, none, none, none, none + 1, none)
+        work_item = begin + tl.arange(0, NUMBERS)
+        none, inside = work_item * 0, work_item < max_items
+        _store_items(work_items, work_item, inside, num_whole, none - 1, none, none, none, none, none + 1, none)
     for begin in range(program * NUMBERS, num_counters, num_programs * NUMBERS):
         counter = begin + tl.arange(0, NUMBERS)
         tl.store(counters + counter, counter * 0, mask=counter < num_counters)
@@ -96,7 +96,7 @@ def list_kernel(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_items(  # type: ignore[no-untyped-def]
     work_items,
-    item,  # the number of each, a tensor
+    work_item,  # the number of each, a tensor
     inside,  # there is such an item
     num_whole,  # items in front of splits
     row,
@@ -108,7 +108,7 @@ def _store_items(  # type: ignore[no-untyped-def]
     split,
 ):
     """Store work items, see `list_kernel`."""
-    to = work_items + item * 8
+    to = work_items + work_item * 8
     tl.store(to, row, mask=inside)
     tl.store(to + 1, first_token, mask=inside)
     tl.store(to + 2, query_len, mask=inside)
@@ -116,7 +116,7 @@ def _store_items(  # type: ignore[no-untyped-def]
     tl.store(to + 4, seq_len, mask=inside)
     tl.store(to + 5, num_splits, mask=inside)
     tl.store(to + 6, split, mask=inside)
-    tl.store(to + 7, item - num_whole - split, mask=inside)
+    tl.store(to + 7, work_item - num_whole - split, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -170,7 +170,7 @@ def _split_size(  # type: ignore[no-untyped-def]
     even = tl.minimum((all_blocks * num_kv_heads + target - 1) // target, FAR // 16).to(tl.int32)
     even = tl.maximum(even, min_blocks)
 
-    nth = tl.arange(0, 4)  # of the last one there are never more
+    nth = tl.arange(0, 4)  # of the last size there are never more
     sizes = _nth_size(even, nth)
     counts = tl.zeros([BLOCK_ROWS, 4], tl.int32)
     for begin in range(0, rows[3] + MIXED, BLOCK_ROWS):
@@ -184,7 +184,7 @@ def _split_size(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _nth_size(even, nth):  # type: ignore[no-untyped-def]
-    """As `splits.SIZES` has them."""
+    """Number of blocks of the nth of `splits.SIZES`."""
     return (even * (8 + (1 << nth) // 2) + 7) // 8
 
 
