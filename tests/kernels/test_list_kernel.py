@@ -145,6 +145,27 @@ def test_kernel_lists_rows_that_are_alike(part: int, monkeypatch: pytest.MonkeyP
     assert num_split > 20
 
 
+def of_blocks(blocks: list[int], target: int, num_whole: int) -> Listed:
+    """Rows of one tile each."""
+    spec, tile = AttentionSpec(4, 1, 64, dtype=BF16), splits.SplitTile(32, 128, 128)
+    made = Listed(spec, tile, [1] * len(blocks), [each * tile.keys for each in blocks], 0, target, num_whole)
+    assert made.load().blocks.tolist() == blocks
+    return made
+
+
+@only_interpreted
+@pytest.mark.parametrize("num_whole", [0, 3, 6, 70, 75])
+def test_kernel_lists_rows_of_few_digits_and_of_many(num_whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many blocks as begin with another digit; longer rows in a block of rows behind the first; all tiles whole,
+    and more than there are; and rows whose splits are of a size that was rounded up."""
+    monkeypatch.setattr(split_launch, "MANY_ROWS", 64)
+    monkeypatch.setattr(split_launch, "LIST_PROGRAMS", 1)
+    for blocks in (1, 15, 16, 17, 255, 256, 257):
+        check_list(of_blocks([blocks] * 6, 50, min(num_whole, 6)))
+    check_list(of_blocks([2] * 66 + [600, 5, 700, 600], 132, num_whole))
+    assert check_list(of_blocks([23, 15, 44], 9, 0)) == 8
+
+
 def test_rows_that_are_alike_are_of_all_kinds() -> None:
     cases = [draw_alike(seed) for seed in range(60)]
     many = [case for case in cases if len(case.query_lens) - case.first_row > 128]

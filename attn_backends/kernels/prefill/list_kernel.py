@@ -152,7 +152,7 @@ def _edge_of(rows, held, BLOCK_ROWS: tl.constexpr, MIXED: tl.constexpr):  # type
                 counts += tl.where(blocks > edge, tiles << 32, tl.where(blocks == edge, tiles, 0))
             both = tl.sum(counts, 0)
             edge_whole = num_whole - (both >> 32).to(tl.int32)
-            edge_rest = tl.maximum(both.to(tl.int32) - edge_whole, 0)
+            edge_rest = both.to(tl.int32) - edge_whole
     return edge, edge_whole, edge_rest
 
 
@@ -210,10 +210,9 @@ def _counts_of(  # type: ignore[no-untyped-def]
         if MIXED == 0:  # noqa: SIM102 (a constant on its own leaves out what is not there)
             if rows[4] > 0:
                 edge_before += of_row(in_front, tl.where(blocks == edge_blocks, tiles, 0))
-    of_edge = _num_splits(edge_blocks, size, min_blocks)
-    of_edge = tl.where(of_edge > 1, of_edge, 0)
+    of_edge = _num_splits(edge_blocks, size, min_blocks)  # if it is 1, shorter rows have no splits either
     splits_before += tl.maximum(edge_before - edge_whole, 0) * of_edge
-    return before, splits_before, tl.sum(num_tiles, 0), tl.sum(num_more, 0) + edge_rest * tl.maximum(of_edge - 1, 0)
+    return before, splits_before, tl.sum(num_tiles, 0), tl.sum(num_more, 0) + edge_rest * (of_edge - 1)
 
 
 @triton.jit
