@@ -93,7 +93,7 @@ def list_kernel(  # type: ignore[no-untyped-def]
         tl.store(counters + counter, counter * 0, mask=counter < num_counters)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _store_items(  # type: ignore[no-untyped-def]
     work_items,
     work_item,  # the number of each, a tensor
