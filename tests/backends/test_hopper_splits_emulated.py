@@ -276,8 +276,7 @@ def test_queries_that_the_kernel_cannot_take(launches: list[int]) -> None:
     assert not launches
 
 
-LIST, JOIN, KERNEL = "split_kernels", "split_kernels", "hopper_kernel"
-LIST, JOIN, KERNEL = "split_kernels", "split_kernels", "hopper_kernel"
+LIST, JOIN, KERNEL = "list_kernel", "split_kernels", "hopper_kernel"
 FAULTS = {
     "a block that is lost": (
         KERNEL,
@@ -307,27 +306,26 @@ FAULTS = {
     "queries that nobody joins": (JOIN, "QUERIES, used, num_parts", "QUERIES, used - QUERIES, num_parts"),
     "joins of whole tiles": (JOIN, "(row >= 0) & (num_splits > 1)", "(row >= 0) & (num_splits > 0)"),
     "values times the splits": (JOIN, "query_len, value_scale,", "query_len, value_scale * num_splits,"),
-    "whole tiles among the splits": (LIST, "tl.where(whole > 0, 0, num_split_items - num_split_tiles)", "0"),
-    "splits among whole tiles": (LIST, "split_before = num_whole ", "split_before = 0 "),
-    "tiles that are whole and split": (LIST, "whole[None] + nth_split // splits[None]", "nth_split // splits[None]"),
-    "counters that stay": (LIST, "    clear_counters(counters, num_counters)\n", ""),
+    "whole tiles among the splits": (LIST, "tl.where(whole > 0, 0, num_more)", "0"),
+    "splits among whole tiles": (LIST, "split_begins = num_whole + ", "split_begins = "),
+    "tiles that are whole and split": (LIST, "whole[:, None] + split_tile", "split_tile"),
+    "counters that stay": (LIST, "mask=counter < num_counters", "mask=counter < 0"),
 }  # fmt: skip
 
 
 @only_interpreted
 @pytest.mark.parametrize("fault", ["none", *FAULTS])
 def test_faults_are_found(fault: str, launches: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_backends.kernels.prefill import hopper_kernel, split_kernels, split_launch
+    from attn_backends.kernels.prefill import hopper_kernel, list_kernel, split_kernels, split_launch
     from tests.helpers.gluon_emulator import Emulated
 
-    for module in (hopper_kernel, split_kernels):
-        wrong = changed(module, FAULTS.get(fault), tmp_path)
-        if module is hopper_kernel:
-            emulated = Emulated(wrong.prefill_hopper_kernel, launches.append)
-            monkeypatch.setattr(hopper_kernel, "prefill_hopper_kernel", emulated)
-        else:
-            monkeypatch.setattr(split_launch, "list_kernel", wrong.list_kernel)
-            monkeypatch.setattr(split_launch, "join_kernel", wrong.join_kernel)
+    wrong = {
+        module: changed(module, FAULTS.get(fault), tmp_path) for module in (hopper_kernel, list_kernel, split_kernels)
+    }
+    emulated = Emulated(wrong[hopper_kernel].prefill_hopper_kernel, launches.append)
+    monkeypatch.setattr(hopper_kernel, "prefill_hopper_kernel", emulated)
+    monkeypatch.setattr(split_launch, "list_kernel", wrong[list_kernel].list_kernel)
+    monkeypatch.setattr(split_launch, "join_kernel", wrong[split_kernels].join_kernel)
     found = nullcontext() if fault == "none" else pytest.raises((AssertionError, RuntimeError, IndexError))
     with found:
         with splitting(11):

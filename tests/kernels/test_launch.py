@@ -135,7 +135,7 @@ def test_which_of_several_tensors_is_not_aligned_matters() -> None:
          ["first_row", "num_rows", "num_tiles", "section", "table_row"]),
         ("kernels.prefill.hopper_kernel", "prefill_hopper_kernel",
          ["first_row", "num_rows", "section", "table_row", "max_items"]),
-        ("kernels.prefill.split_kernels", "list_kernel",
+        ("kernels.prefill.list_kernel", "list_kernel",
          ["first_row", "num_rows", "max_items", "num_whole", "target", "num_kv_heads", "window_right", "window_left",
           "chunk", "others_tokens", "num_tokens", "num_counters", "tile_tokens", "block_keys", "min_blocks"]),
         ("backends.mla.triton_mla.decode_kernel", "mla_decode_kernel", ["table_row"]),

@@ -1,4 +1,4 @@
-"""How prefills are split: the rule over random rows, published heads and GPUs, and the list that the device makes."""
+"""How prefills are split: the rule over random rows, published heads and GPUs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as some
-from numpy.typing import NDArray
 
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
-from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
+from tests.helpers.tile_lists import draw, rest_of
 
 splits = pytest.importorskip("attn_backends.kernels.prefill.splits", reason="needs triton")
 waves = pytest.importorskip("attn_backends.kernels.prefill.waves")
-split_kernels = pytest.importorskip("attn_backends.kernels.prefill.split_kernels")
 split_launch = pytest.importorskip("attn_backends.kernels.prefill.split_launch")
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
 workspace = pytest.importorskip("attn_backends.backends.triton.workspace")
@@ -28,11 +26,6 @@ tiles = pytest.importorskip("attn_backends.kernels.tiles")
 MULTIPROCESSORS = (1, 2, 16, 46, 78, 108, 114, 132, 142, 148, 160, 192)
 HEADS = (1, 2, 3, 5, 8, 32, 71)
 BF16 = torch.bfloat16
-
-
-@in_own_process
-def test_interpreted() -> None:
-    run_interpreted(__file__, "kernel_")
 
 
 @some.composite
@@ -113,97 +106,6 @@ def test_a_list_fits_into_the_workspace(num_sms: int) -> None:
             split_launch.TileList(
                 of_most._replace(target=beyond), heads, launch.visible_range(spec), 0, 4, 9, dim, where
             )
-
-
-def draw(seed: int) -> tuple[Any, ...]:
-    """A layer, rows, where the prefill begins, a target, and a part of the tiles that are whole."""
-    dice = Random(f"list {seed}")
-    num_rows = dice.choice((1, 2, 5, 8, 40, 129, 300))
-    heads, group = dice.choice((1, 2, 3, 8)), dice.choice((1, 4, 9, 16))
-    seen: dict[str, Any] = dice.choice(
-        ({}, {"window_left": dice.randrange(3000)}, {"chunk_size": dice.randint(1, 4000)}, {"causal": False},
-         {"causal": False, "window_left": dice.randrange(3000)})
-    )  # fmt: skip
-    spec = AttentionSpec(heads * group, heads, 64, dtype=BF16, **seen)
-    query_lens = [dice.randrange(dice.choice((2, 40, 300))) for _ in range(num_rows)]
-    longest = dice.choice((20, 5000, 60000))
-    seq_lens = [length + dice.randrange(longest) for length in query_lens]
-    tile = splits.SplitTile(max(1, 128 // group), 128, dice.choice((64, 128)))
-    target, part = dice.choice((0, heads, 5 * heads, 132, 264)), dice.choice((0.0, 0.0, dice.random(), 1.0))
-    return spec, tile, query_lens, seq_lens, dice.randrange(num_rows), target, part
-
-
-def rest_of(load: Any, num_whole: int) -> NDArray[np.int64]:
-    """[rows]: tiles behind the first ones of the longest rows, of rows as long the first's."""
-    order = np.argsort(-load.blocks, kind="stable")
-    whole = np.zeros_like(load.tiles)
-    for row in order:
-        whole[row] = min(load.tiles[row], num_whole - whole.sum())
-    return load.tiles - whole
-
-
-@only_interpreted
-@pytest.mark.parametrize("seed", [*range(40), *range(1000, 1040)])
-def test_kernel_lists_every_split_once(seed: int) -> None:
-    """As the rule says: whole tiles of the longest rows first, then splits, those of a tile side by side in slots of
-    their own, then other whole tiles; no whole tile is in front of one of a longer row, or of a later one of its row.
-    Nothing is written behind the list, and counters begin at 0."""
-    spec, tile, query_lens, seq_lens, first_row, target, part = draw(seed)
-    heads, (lens, starts) = spec.num_kv_heads, (np.array(seq_lens), np.cumsum([0, *query_lens]))
-    load = splits.TileLoad.of(spec, tile, np.array(query_lens[first_row:]), lens[first_row:])
-    num_tiles = int(load.tiles.sum())
-    num_whole = int(part * num_tiles)
-    rest = rest_of(load, num_whole)
-    counts = splits.num_splits(splits.TileLoad(rest, load.blocks), heads, max(1, target), tile.min_blocks)
-    where = torch.empty(target * 128 * 64), torch.empty(2 * target * 128), torch.ones(2, dtype=torch.int32)
-    num_rows, given = len(query_lens) - first_row, splits.PrefillSplits(target, tile, num_whole)
-    made = split_launch.TileList(given, heads, launch.visible_range(spec), first_row, num_rows, num_tiles, 64, where)
-    held = torch.full((len(made.work_items) + 3, 8), -7, dtype=torch.int32)
-    made.work_items = held[:-3]
-    made.fill(*(torch.from_numpy(each.astype(np.int32)) for each in (lens, starts)))
-    assert (held[-3:] == -7).all()
-    assert not where[2].any()
-    listed = made.work_items.tolist()
-    work_items = [each for each in listed if each[0] >= 0]
-    assert [each[0] >= 0 for each in listed] == [True] * len(work_items) + [False] * (len(listed) - len(work_items))
-    wanted = {
-        (row, starts[row], query_lens[row], nth * tile.tokens, seq_lens[row], number, split)
-        for row in range(first_row, len(query_lens))
-        for nth in range(load.tiles[row - first_row])
-        for number in [counts[row - first_row] if nth < rest[row - first_row] else 1]
-        for split in range(number)
-    }
-    assert len(work_items) == len(wanted)
-    assert {tuple(each[:7]) for each in work_items} == wanted
-    num_split = sum(each[5] > 1 for each in work_items)
-    assert num_split * heads <= target
-    assert num_split <= made.max_split_items
-    for number, (*_, several, split, slot) in enumerate(work_items):
-        assert (several > 1) == (num_whole <= number < num_whole + num_split)
-        assert slot == number - num_whole - split
-        assert 0 <= split < several
-    whole = [
-        (-load.blocks[row - first_row], row, -first) for row, _, _, first, _, several, *_ in work_items if several < 2
-    ]
-    assert whole == sorted(whole)
-
-
-@only_interpreted
-@pytest.mark.parametrize(("num_whole", "mixed", "again"), [(0, (16, 300), 0), (0, (0, 0), 1), (3, (0, 0), 3)], ids=str)
-def test_kernel_looks_at_all_rows_for_each_no_more_than_it_must(
-    num_whole: int, mixed: tuple[int, int], again: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In five blocks of 64 rows, each looked at three times: besides not at all in a graph whose rows are all decodes,
-    and once, to order them, where no tiles come first that are whole."""
-    looked, load_of = [], split_kernels._load_of
-    monkeypatch.setattr(split_kernels, "_load_of", lambda *given: looked.append(1) or load_of(*given))
-    monkeypatch.setattr(split_launch, "LIST_ITEMS", 512)
-    spec, tile = AttentionSpec(4, 1, 64, dtype=BF16), splits.SplitTile(32, 128, 128)
-    where = torch.empty(132 * 128 * 64), torch.empty(2 * 132 * 128), torch.ones(2, dtype=torch.int32)
-    given, seen = splits.PrefillSplits(132, tile, num_whole), launch.visible_range(spec)
-    made = split_launch.TileList(given, 1, seen, 0, 300, 300, 64, where, *mixed)
-    made.fill(torch.full((300,), 99, dtype=torch.int32), torch.arange(301, dtype=torch.int32))
-    assert len(looked) == 3 * 5 + again * 5 * 5
 
 
 def test_blocks_of_a_load_are_no_fewer_than_a_tile_has() -> None:

@@ -201,3 +201,20 @@ def test_each_kernel_of_a_layer_compiles_for_hopper(compiled: list[tuple[str, bo
     for_all |= {"copy_pages_kernel"}
     assert names == for_all | for_hopper
     assert {name for name, _ in compiled} == names
+
+
+@pytest.mark.parametrize(("num_requests", "forms"), [(1, 2), (63, 2), (64, 3), (65, 4), (500, 4)])
+def test_lists_of_tiles_are_of_few_rows_and_of_many_if_there_can_be_as_many(num_requests: int, forms: int) -> None:
+    """Each of whole batches and of mixed ones, which have tokens behind all rows as one more."""
+    from attn_backends.spec import plan_groups
+
+    state = pytest.importorskip("attn_backends.backends.triton.state")
+    split_launch = pytest.importorskip("attn_backends.kernels.prefill.split_launch")
+    spec, limits = AttentionSpec(8, 2, 128, dtype=torch.bfloat16), Limits(num_requests, 2048, 4096)
+    with variants.listing(H200):
+        listed = state.TritonState(plan_groups({0: spec}), KVCacheSpec(64), limits, CPU).variants()
+    found = [variant for variant in listed if variant.name == "list_kernel"]
+    assert len(found) == forms
+    wanted = {split_launch.list_form(num_rows, is_mixed=bool(mixed))
+              for num_rows in range(1, num_requests + 1) for mixed in (0, 1)}  # fmt: skip
+    assert {(variant.given[-4:], variant.options["num_warps"]) for variant in found} == wanted

@@ -106,10 +106,11 @@ class _Layer:
             empty(2 * target * tile.rows, **floats),
             empty(2, **ints),
         )
-        for num_tokens in (1, 0) if is_paged and not is_upcast else (0,):  # of mixed batches too
-            made = TileList(PrefillSplits(target, tile), spec.num_kv_heads, visible_range(spec), 0, 1, 1,
+        of_mixed = (1, 0) if is_paged and not is_upcast else (0,)  # of graphs of mixed batches too
+        for num_tokens, num_rows in product(of_mixed, sorted({1, self.limits.max_num_requests})):  # few and many
+            made = TileList(PrefillSplits(target, tile), spec.num_kv_heads, visible_range(spec), 0, num_rows, 1,
                             block_dims(spec)[1], workspace, num_tokens=num_tokens)  # fmt: skip
-            made.fill(empty(1, **ints), empty(2, **ints))
+            made.fill(empty(num_rows, **ints), empty(num_rows + 1, **ints))
         return made
 
     def _rows(self, table: torch.Tensor | None, num_keys: int = 0) -> Rows:

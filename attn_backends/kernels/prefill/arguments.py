@@ -235,6 +235,7 @@ class ListNumbers(NamedTuple):
 
 class ListConstants(NamedTuple):
     BLOCK_ROWS: int
+    OWN_ROWS: int
     BLOCK_ITEMS: int
     MIXED: int
 

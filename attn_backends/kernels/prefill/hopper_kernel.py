@@ -75,7 +75,7 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     key_start_loc,  # [rows] i32, if PAGE_SIZE is 0
     sinks,  # [KV_HEADS * GROUP] f32 logits, if has_sinks
     counters,  # [2] i32, zeros between launches: tiles that were taken, and programs that are done
-    work_items,  # [max_items, 8] i32, if SPLIT, see `split_kernels.list_kernel`
+    work_items,  # [max_items, 8] i32, if SPLIT, see `list_kernel.list_kernel`
     partial_acc,  # [partial slots, 2 * BLOCK_M, columns] f32, if SPLIT, see `_store_partial`
     partial_ml,  # [partial slots, 2 * BLOCK_M, 2] f32, if SPLIT: m_i in base 2, l_i
     first_row,  # rows before it are left alone

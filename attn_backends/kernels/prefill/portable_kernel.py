@@ -35,7 +35,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     key_start_loc,  # [rows] i32, if PAGE_SIZE is 0
     slopes,  # [KV_HEADS * GROUP] f32, if ALIBI
     sinks,  # [KV_HEADS * GROUP] f32 logits, if has_sinks
-    work_items,  # [programs / KV_HEADS, 8] i32, if SPLIT, see `split_kernels.list_kernel`
+    work_items,  # [programs / KV_HEADS, 8] i32, if SPLIT, see `list_kernel.list_kernel`
     partial_acc,  # [partial slots, KV_HEADS, BLOCK_M, BLOCK_DIM_VO] f32, if SPLIT
     partial_ml,  # [partial slots, KV_HEADS, BLOCK_M, 2] f32, if SPLIT: m_i in base 2, l_i
     first_row,  # rows before it are left alone

@@ -17,10 +17,12 @@ from attn_backends.kernels.prefill.arguments import (
     ListTensors,
     VisibleRange,
 )
-from attn_backends.kernels.prefill.split_kernels import join_kernel, list_kernel
+from attn_backends.kernels.prefill.list_kernel import list_kernel
+from attn_backends.kernels.prefill.split_kernels import join_kernel
 from attn_backends.kernels.prefill.splits import PrefillSplits
 
-LIST_ROWS, LIST_ITEMS, LIST_WARPS = 64, 64, 4  # that a program of the list looks at at a time, and makes
+FEW_ROWS, MANY_ROWS = 64, 512  # that a program of the list looks at at a time, of few rows and of more
+LIST_PROGRAMS = 256  # of a list, if it has no more rows
 JOIN_WARPS = 1
 JOIN_QUERIES, JOIN_COLUMNS = 4, 64  # of a program at a time, where a tile has few splits, and where it has many
 _JOIN_NUMBERS = 2048  # of splits that a program loads at a time
@@ -72,10 +74,21 @@ def _list_tiles(
     seq_lens: torch.Tensor, query_start_loc: torch.Tensor, work_items: torch.Tensor, counters: torch.Tensor,
     numbers: ListNumbers,
 ) -> None:  # fmt: skip
-    is_mixed = int(numbers.num_tokens > 0)
-    grid = -(-numbers.max_items // LIST_ITEMS)
-    tensors = ListTensors(seq_lens, query_start_loc, work_items, counters)
-    launch(list_kernel, grid, tensors, numbers, (ListConstants(LIST_ROWS, LIST_ITEMS, is_mixed),), LIST_WARPS)
+    constants, warps = list_form(numbers.num_rows, is_mixed=numbers.num_tokens > 0)
+    columns = -(-(numbers.num_rows + constants.MIXED) // constants.OWN_ROWS)
+    turns = -(-numbers.max_items // constants.BLOCK_ITEMS)  # of a column, if all items are one row's
+    grid = max(1, columns), max(1, min(LIST_PROGRAMS // max(1, columns), turns))
+    launch(
+        list_kernel, grid, ListTensors(seq_lens, query_start_loc, work_items, counters), numbers, (constants,), warps
+    )
+
+
+def list_form(num_rows: int, *, is_mixed: bool) -> tuple[ListConstants, int]:
+    """How so many rows are listed, and by how many warps a program: few of them by one, without what several of them
+    would wait for, and a program for each."""
+    if num_rows + is_mixed <= FEW_ROWS:
+        return ListConstants(BLOCK_ROWS=FEW_ROWS, OWN_ROWS=1, BLOCK_ITEMS=32, MIXED=int(is_mixed)), 1
+    return ListConstants(BLOCK_ROWS=MANY_ROWS, OWN_ROWS=8, BLOCK_ITEMS=32, MIXED=int(is_mixed)), 4
 
 
 def splits_at_a_time(block_dim_vo: int) -> int:

@@ -1,7 +1,7 @@
 """When prefill splits keys: where its tiles leave multiprocessors idle, and what the splits need of a workspace.
 
 A launch is told a target, how many splits there may be of all tiles and KV heads, and of how many tiles none are. How
-long a split is follows on the device from the rows' lengths there (see `split_kernels.list_kernel`), and so it does
+long a split is follows on the device from the rows' lengths there (see `list_kernel.list_kernel`), and so it does
 here: `num_splits` is the one rule. Whatever the lengths are, no more tiles' splits than the target need a slot, and a
 launch that is captured once suits all lengths that come.
 """

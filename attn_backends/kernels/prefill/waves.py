@@ -1,7 +1,7 @@
 """Prefill's tiles in waves, as many as a GPU works on at a time: when a last one that leaves programs idle has its keys
 split, and when the longest rows are to come first.
 
-Both are by the list of tiles that `split_kernels.list_kernel` makes. As measured at tuning seeds 123 to 132.
+Both are by the list of tiles that `list_kernel.list_kernel` makes. As measured at tuning seeds 123 to 132.
 """
 
 from __future__ import annotations

@@ -606,11 +606,18 @@ def test_joins_of_splits_stay_in_registers(dim_vo: int) -> None:
     made = _compiled(ASTSource, split_kernels.join_kernel, types, splits._asdict(), warps, 90)
     assert made.metadata.shared <= 4 << 10
     assert "LDL" not in listing(made)
-    for is_mixed in (0, 1):
-        num_items = split_launch.LIST_ITEMS
-        numbers = split_launch.ListConstants(split_launch.LIST_ROWS, num_items, is_mixed)._asdict()
-        made = _compiled(ASTSource, split_kernels.list_kernel, {}, numbers, split_launch.LIST_WARPS, 90)
-        assert "LDL" not in listing(made), is_mixed
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 100])
+def test_lists_of_tiles_stay_in_registers(num_rows: int, is_mixed: bool) -> None:
+    from triton.compiler import ASTSource
+
+    from attn_backends.kernels.prefill import list_kernel, split_launch
+
+    constants, warps = split_launch.list_form(num_rows, is_mixed=is_mixed)
+    made = _compiled(ASTSource, list_kernel.list_kernel, {}, constants._asdict(), warps, 90)
+    assert "LDL" not in listing(made)
 
 
 def tiles_of(dim: int, rows: int) -> str:

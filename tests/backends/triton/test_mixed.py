@@ -27,7 +27,7 @@ from tests.helpers.mutate import copied_module
 state = pytest.importorskip("attn_backends.backends.triton.state", reason="needs triton")
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
 triton_launch = pytest.importorskip("attn_backends.backends.triton.launch")
-split_kernels = pytest.importorskip("attn_backends.kernels.prefill.split_kernels")
+list_kernel = pytest.importorskip("attn_backends.kernels.prefill.list_kernel")
 split_launch = pytest.importorskip("attn_backends.kernels.prefill.split_launch")
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -51,7 +51,7 @@ def kit() -> BackendConformance:
 @only_interpreted
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_kit_finds_lists_that_leave_tokens_out(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_launch, "list_kernel", copied_module(split_kernels, tmp_path, FAULTS[fault]).list_kernel)
+    monkeypatch.setattr(split_launch, "list_kernel", copied_module(list_kernel, tmp_path, FAULTS[fault]).list_kernel)
     with pytest.raises(AssertionError):
         kit().test_mixed_replays_equal_the_reference("plain")
 

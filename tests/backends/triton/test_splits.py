@@ -201,7 +201,6 @@ def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
     wrong = {module: changed(module, FAULTS.get(fault), tmp_path) for module in (portable_kernel, split_kernels)}
     monkeypatch.setattr(launch, "prefill_kernel", wrong[portable_kernel].prefill_kernel)
-    monkeypatch.setattr(split_launch, "list_kernel", wrong[split_kernels].list_kernel)
     monkeypatch.setattr(split_launch, "join_kernel", wrong[split_kernels].join_kernel)
     found = nullcontext() if fault == "none" else pytest.raises((AssertionError, RuntimeError, IndexError))
     with splitting(6), found:
