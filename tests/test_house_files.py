@@ -26,7 +26,6 @@ LONG_FUNCTIONS = {
     "cli/app.py:generate": 49,  # a command's signature is the table of its options
     "cli/verify.py:verify": 56,  # likewise
     "kernels/equal_cuts.py:cut_kernel": 55,  # device code
-    "kernels/split_kv.py:schedule_kernel": 51,  # device code
     "testing/cases/random_batch.py:random_batch": 56,
     "testing/reference.py:reference_attention": 47,
 }

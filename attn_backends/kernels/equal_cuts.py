@@ -44,28 +44,21 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     MAX_ROWS: tl.constexpr,  # a power of two, at least num_rows
     BLOCK_ITEMS: tl.constexpr,  # work items, and cuts, of a program
 ):
-    """List what each cut has of each row. A program's first item lies at its own number, so that it finds it without
-    looking; its row is -1 where there is none. All others lie behind these. There are `num_rows + max_cuts` at most, of
-    which `cut_list.max_split_items` are splits.
-
-    A work item is all that a program has to know: the row, its first key, the end of its keys, the row's first partial
-    slot, the row's number of splits times MAX_SPLITS plus the number of this one, the row's length, its first query
-    token, and its number of query tokens."""
+    """List what each cut has of each row: a program's first item, or a row of -1, where it finds it without looking, at
+    its own number, and all others behind these. `cut_list.max_split_items` are splits at most."""
     clear_counters(counters, num_counters)
     rows = tl.arange(0, MAX_ROWS)
-    exists = rows < num_rows
-    lens, starts, query_lens = load_rows(seq_lens, query_start_loc, rows, exists)
-    exists &= (query_lens > 0) & (query_lens <= most_tokens)
+    lens, starts, query_lens = load_rows(seq_lens, query_start_loc, rows, rows < num_rows)
+    exists = (query_lens > 0) & (query_lens <= most_tokens)  # others have none
     first = first_key(lens - query_lens, window_left, chunk) // BLOCK_N
     blocks = tl.where(exists, tl.maximum((lens + BLOCK_N - 1) // BLOCK_N - first, 0), 0)
     ends, num_blocks, num_cuts, first_cut, num_splits, is_apart = _cut(
-        exists, blocks, max_cuts, few_cuts, long_cut, heads, num_sms, resident, row_keys, much_alike, num_programs,
+        exists, blocks, max_cuts, (few_cuts, long_cut, heads, num_sms, resident, row_keys, much_alike), num_programs,
         BLOCK_N, MIN_BLOCKS,
     )  # fmt: skip
     item_ends = tl.cumsum(num_splits, 0)
     num_partials = tl.where(num_splits > 1, num_splits, 0)
     slots_before = tl.cumsum(num_partials, 0) - num_partials
-
     work_item = tl.program_id(0) * BLOCK_ITEMS + tl.arange(0, BLOCK_ITEMS)
     row = tl.sum((item_ends[None] <= work_item[:, None]).to(tl.int32), 1)
     mine = rows[None] == row[:, None]
@@ -114,13 +107,7 @@ def _cut(  # type: ignore[no-untyped-def]
     exists,  # [MAX_ROWS]: there is such a row
     blocks,  # [MAX_ROWS] i32, of keys that are seen
     max_cuts,
-    few_cuts,  # for this and the next six see `cut_list.Filling`
-    long_cut,
-    heads,
-    num_sms,
-    resident,
-    row_keys,
-    much_alike,
+    filling,  # see `cut_list.Filling`
     num_programs,  # of the launch
     BLOCK_N: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
@@ -135,6 +122,7 @@ def _cut(  # type: ignore[no-untyped-def]
 
     Returns each row's end, all blocks, the number of cuts, each row's first cut, how many it is in, and whether rows
     are apart."""
+    few_cuts, long_cut, heads, num_sms, resident, row_keys, _much_alike = filling
     widths = tl.where(exists, tl.maximum(blocks + row_keys // BLOCK_N, 1), 0)
     ends, num_blocks = tl.cumsum(widths, 0), tl.sum(widths, 0)
     are_few = (num_blocks < max_cuts * long_cut) & (tl.sum((blocks > 0).to(tl.int32), 0) < max_cuts)
@@ -147,7 +135,7 @@ def _cut(  # type: ignore[no-untyped-def]
     longest = tl.where(num_cuts < most, of_few, size + size // 16)
     apart = tl.where(exists, (tl.maximum(blocks, 1) + longest - 1) // longest, 0)
     is_apart = (tl.sum(apart, 0) <= num_programs) & (tl.sum(tl.where(apart > 1, apart, 0), 0) <= 2 * max_cuts - 2)
-    is_apart &= _are_faster_apart(blocks, apart, longest, num_blocks, heads, num_sms, resident, much_alike, BLOCK_N)
+    is_apart &= _are_faster_apart(blocks, apart, longest, num_blocks, filling, BLOCK_N)
     first_cut = _cut_of(tl.minimum(ends - blocks, ends - 1), num_blocks, num_cuts)
     num_splits = tl.where(exists, _cut_of(ends - 1, num_blocks, num_cuts) - first_cut + 1, 0)
     first_cut = tl.where(is_apart, tl.cumsum(apart, 0) - apart, first_cut)
@@ -160,15 +148,13 @@ def _are_faster_apart(  # type: ignore[no-untyped-def]
     apart,  # [MAX_ROWS] i32, parts of each
     longest,  # blocks that a part has at most
     num_blocks,  # of cuts
-    heads,
-    num_sms,
-    resident,
-    much_alike,
+    filling,  # see `cut_list.Filling`
     BLOCK_N: tl.constexpr,
 ):
     """Whether parts of rows take less time than equal cuts: where none is joined, and half of the last round is there
     or rows are short; where all run side by side and no multiprocessor has much more than others, by the longer ones;
     and where they are short in the mean and not many."""
+    _few_cuts, _long_cut, heads, num_sms, resident, _row_keys, much_alike = filling
     num_parts, slots = tl.sum(apart, 0), num_sms * resident
     is_big = 2 * blocks > longest * apart
     big_parts, big_blocks = tl.sum(tl.where(is_big, apart, 0), 0), tl.sum(tl.where(is_big, blocks, 0), 0)

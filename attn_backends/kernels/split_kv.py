@@ -37,7 +37,7 @@ def of_row(mine, values):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_item(  # type: ignore[no-untyped-def]
-    to,  # [BLOCK_ITEMS] pointers to 8 i32, see `equal_cuts.cut_kernel`
+    to,  # [BLOCK_ITEMS] pointers to 8 i32
     inside,  # [BLOCK_ITEMS]: there is such an item
     row,  # [BLOCK_ITEMS] i32, as what follows
     start,
@@ -48,7 +48,11 @@ def store_item(  # type: ignore[no-untyped-def]
     first_token,
     query_len,
 ):
-    """Store work items."""
+    """Store work items.
+
+    One is all that a program has to know: the row (-1: none), its first key, the end of its keys, the row's first
+    partial slot, the row's number of splits times MAX_SPLITS plus the number of this one, the row's length, its first
+    query token, and its number of query tokens."""
     tl.store(to, row, mask=inside)
     tl.store(to + 1, start, mask=inside)
     tl.store(to + 2, stop, mask=inside)

@@ -77,9 +77,7 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
         launch_dependents()
     of_dtype: gl.constexpr = gl.float16 if UPCAST else query.dtype.element_ty
     tile, program = gl.program_id(0) % TILES, gl.program_id(0) // TILES
-    next_item = gl.load(more_items + program * 2)
-    num_items = 1 + gl.maximum(gl.load(more_items + program * 2 + 1) - next_item, 0)
-    items = (work_items, program, next_item, num_items)
+    items = (work_items, more_items, program)
 
     q = gl.allocate_shared_memory(of_dtype, [PIECES, BLOCK_M, WIDTH], BLOCK_LAYOUT)
     q_rope = gl.allocate_shared_memory(of_dtype, [BLOCK_M, ROPE], BLOCK_LAYOUT)
@@ -119,24 +117,28 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _item_of(items, nth):  # type: ignore[no-untyped-def]
-    """The nth of a program's work items: a pointer to its row (-1: none), its first key, the end of its keys."""
-    work_items, program, next_item, _num_items = items
-    at = program
-    if nth > 0:
-        at = next_item + nth - 1
-    return work_items + at * 8
+def _first_item(items):  # type: ignore[no-untyped-def]
+    """Where a program's first work item is, and its row; the numbers of the next one and of the last one's next."""
+    work_items, more_items, program = items
+    work_item = work_items + program * 8
+    return work_item, gl.load(work_item), gl.load(more_items + program * 2), gl.load(more_items + program * 2 + 1)
 
 
 @gluon.jit
-def _keys_of(item, pages):  # type: ignore[no-untyped-def]
-    """Where the page ids of a work item's row are, its first key, the end of its keys, and pairs of blocks."""
-    page_table, table_row = pages
-    row, start, stop = gl.load(item), gl.load(item + 1), gl.load(item + 2)
-    if row < 0:
-        start = stop
-    num_pairs = (stop - start + 2 * BLOCK_N - 1) // (2 * BLOCK_N)
-    return page_table + gl.maximum(row, 0).to(gl.int64) * table_row, start, stop, num_pairs
+def _next_item(items, next_item, end_item):  # type: ignore[no-untyped-def]
+    """Where another work item is, and its row; -1: there is none."""
+    work_item = items[0] + next_item * 8
+    row = next_item * 0 - 1
+    if next_item < end_item:
+        row = gl.load(work_item)
+    return work_item, row
+
+
+@gluon.jit
+def _keys_of(work_item):  # type: ignore[no-untyped-def]
+    """A work item's first key, the end of its keys, and pairs of blocks."""
+    start, stop = gl.load(work_item + 1), gl.load(work_item + 2)
+    return start, stop, (stop - start + 2 * BLOCK_N - 1) // (2 * BLOCK_N)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -144,11 +146,16 @@ def _load(  # type: ignore[no-untyped-def]
     cached, pages, items, kv_pipeline, PAGE_SIZE: gl.constexpr, TMA_ROWS: gl.constexpr
 ):
     """One warp loads what all work items of a program read."""
+    page_table, table_row = pages
+    work_item, row, next_item, end_item = _first_item(items)
     done = 0
-    for nth in range(items[3]):
-        of_row, start, stop, num_pairs = _keys_of(_item_of(items, nth), pages)
+    while row >= 0:
+        start, stop, num_pairs = _keys_of(work_item)
+        of_row = page_table + row.to(gl.int64) * table_row
         _load_pairs(cached, of_row, start, stop, done, num_pairs, kv_pipeline, PAGE_SIZE, TMA_ROWS)
         done += num_pairs
+        work_item, row = _next_item(items, next_item, end_item)
+        next_item += 1
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -188,12 +195,17 @@ def _load_as_fp16(  # type: ignore[no-untyped-def]
     cached, slot_step, pages, items, kv_pipeline, PAGE_SIZE: gl.constexpr, E5M2: gl.constexpr
 ):
     """Four warps load what all work items of a program read, of 8 bits."""
+    page_table, table_row = pages
+    work_item, row, next_item, end_item = _first_item(items)
     done = 0
-    for nth in range(items[3]):
-        of_row, start, stop, num_pairs = _keys_of(_item_of(items, nth), pages)
+    while row >= 0:
+        start, stop, num_pairs = _keys_of(work_item)
+        of_row = page_table + row.to(gl.int64) * table_row
         if num_pairs > 0:
             _load_pairs_as_fp16(cached, slot_step, of_row, start, stop, done, num_pairs, kv_pipeline, PAGE_SIZE, E5M2)
         done += num_pairs
+        work_item, row = _next_item(items, next_item, end_item)
+        next_item += 1
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -263,20 +275,20 @@ def _attend(  # type: ignore[no-untyped-def]
     WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr, UPCAST: gl.constexpr,
 ):  # fmt: skip
     """A warp group attends for all work items of a program."""
+    work_item, row, next_item, end_item = _first_item(items)
     done = 0
-    for nth in range(items[3]):
-        item = _item_of(items, nth)
-        row, start, stop = gl.load(item), gl.load(item + 1), gl.load(item + 2)
-        if row >= 0:
-            num_pairs = (stop - start + 2 * BLOCK_N - 1) // (2 * BLOCK_N)
-            _attend_item(of_tile, item, row, start, stop, done, num_pairs, warp_group, WANT_LSE, QUERY_LEN, HEADS,
-                         TILES, UPCAST)  # fmt: skip
-            done += num_pairs
+    while row >= 0:
+        start, stop, num_pairs = _keys_of(work_item)
+        _attend_item(of_tile, work_item, row, start, stop, done, num_pairs, warp_group, WANT_LSE, QUERY_LEN, HEADS,
+                     TILES, UPCAST)  # fmt: skip
+        done += num_pairs
+        work_item, row = _next_item(items, next_item, end_item)
+        next_item += 1
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend_item(  # type: ignore[no-untyped-def]
-    of_tile, item, row, start, stop, done, num_pairs, warp_group: gl.constexpr,
+    of_tile, work_item, row, start, stop, done, num_pairs, warp_group: gl.constexpr,
     WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr, UPCAST: gl.constexpr,
 ):  # fmt: skip
     """Work out the weights of one block of each pair, and half of the columns of the result."""
@@ -287,7 +299,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
     output, lse, partial_acc, partial_ml = results
     kv_tiles, _rope, _full, empty = kv_pipeline
     p_smem, stats, _p_full, met = exchange
-    first_slot, split_info, seq_len = gl.load(item + 3), gl.load(item + 4), gl.load(item + 5)
+    first_slot, split_info, seq_len = gl.load(work_item + 3), gl.load(work_item + 4), gl.load(work_item + 5)
     num_splits, split = split_info // MAX_SPLITS, split_info % MAX_SPLITS
     if UPCAST:
         _store_scaled_queries(query, q, q_rope, stats.index(4 + warp_group), row, tile, warp_group,
