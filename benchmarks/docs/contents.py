@@ -210,6 +210,8 @@ PAGES = (
         Section("vllm_backends_cuda_smollm2", "SmolLM2-135M's shape", IN_VLLM, full=True),
         Section("vllm_backends_cuda_smollm2_turns", "SmolLM2-135M's shape in two turns, an H100", IN_VLLM, full=True),
         Section("vllm_backends_cuda_mix", "Llama-8B's mixed load again, two days later", IN_VLLM, full=True),
+        Section("vllm_backends_cuda_full", "SmolLM2-135M's shape with all steps in full graphs, an H100", IN_VLLM,
+                full=True),
     )),
     Page("cpu", "On a CPU",
          "tokens a second beside transformers and vLLM; TORCH beside SDPA; linear layers; other work on the machine",
