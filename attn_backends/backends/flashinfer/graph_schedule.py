@@ -4,6 +4,11 @@ FlashInfer's fa2 scheduler (`PrefillPlan` of its attention/scheduler.cuh) is not
 takes tiles for one row of nearly all tokens: 128 packed queries, where rows of 2 tokens and 4 query heads a KV head
 have 8. Its first plan lays out the arrays that kernels read; smaller tiles need no more room there. From then on this
 fills them, by the same rules but with the tile of such rows, of which each is one tile.
+
+A graph of at least as many rows as the GPU runs tiles at once splits no row. Its blocks are as many as its rows, and
+write outputs themselves; FlashInfer's would leave partial results even so, and merge those. The kernel then reads
+neither mask nor merge_indptr (`BatchPrefillWithPagedKVCacheDevice` of its attention/prefill.cuh, without partition_kv):
+every block takes the item that it finds. That of a row without keys writes zeros, that of one without tokens nothing.
 """
 
 from __future__ import annotations
@@ -41,6 +46,10 @@ class Layout(NamedTuple):
     enable_cuda_graph: int
     split_kv: int
 
+    def of_whole_rows(self, num_rows: int) -> Layout:
+        """The same arrays for a launch of a block a row, which leaves no partial results."""
+        return self._replace(padded_batch_size=num_rows, split_kv=0)
+
     @property
     def arrays(self) -> slice:
         """The bytes from the first array to the end of the last."""
@@ -67,7 +76,7 @@ class GraphSchedule:
     layout: Layout  # with the tile of these rows
     group_size: int
     page_size: int
-    most_items: int  # to split rows into, a KV head
+    most_items: int  # to split rows into, a KV head; where rows are as many, none is split
     most_pages: int | None  # of a row that its tile sees, with a window
 
     @classmethod
@@ -88,7 +97,14 @@ class GraphSchedule:
         if layout.cta_tile_q != theirs or not has_room or not layout.is_known(rows.num_rows):
             return None
         most_pages = None if spec.window_left < 0 else -(-(spec.window_left + tile) // page_size)
+        if rows.num_rows >= at_once:
+            layout = layout.of_whole_rows(rows.num_rows)
         return cls(layout._replace(cta_tile_q=tile), spec.group_size, page_size, at_once, most_pages)
+
+    @property
+    def splits(self) -> bool:
+        """Whether rows are split, as their lengths say. If not, the schedule of rows of other lengths is the same."""
+        return self.layout.split_kv == 1
 
     def fill(self, ints: IntArray, rows: Rows) -> None:
         """Write the schedule of these rows.
@@ -106,11 +122,7 @@ class GraphSchedule:
                 f"a graph of {layout.total_num_rows} tokens, in tiles of {layout.cta_tile_q} packed queries, got rows "
                 f"of up to {tokens.max()} tokens, {starts[-1]} in all: capture one for rows as long"
             )
-        if self.most_pages is not None:
-            pages = np.minimum(pages, self.most_pages)
-        pages, has_tokens = np.maximum(pages, 1), tokens > 0
-        chunk = self._chunk_pages(pages, has_tokens)
-        num_splits = (pages + (chunk - 1)) // chunk * has_tokens
+        chunk, num_splits = self._split(pages, tokens > 0)
         ends = num_splits.cumsum()
         count, num_tokens = int(ends[-1]), int(starts[-1])
 
@@ -127,6 +139,16 @@ class GraphSchedule:
         array(layout.o_indptr_offset, len(starts))[:] = merge_indptr[starts]
         is_valid = ints.view(np.uint8)[layout.block_valid_mask_offset :][: layout.padded_batch_size]
         is_valid[:count], is_valid[count:] = 1, 0
+
+    def _split(self, pages: IntArray, has_tokens: IntArray) -> tuple[int, IntArray]:
+        """Pages of a chunk, and each row's number of chunks. Kernels divide by the one even where no row is split."""
+        if not self.splits:
+            return 1, np.ones_like(pages)
+        if self.most_pages is not None:
+            pages = np.minimum(pages, self.most_pages)
+        pages = np.maximum(pages, 1)
+        chunk = self._chunk_pages(pages, has_tokens)
+        return chunk, (pages + (chunk - 1)) // chunk * has_tokens
 
     def _chunk_pages(self, pages: IntArray, has_tokens: IntArray) -> int:
         """Pages of a chunk: as few as leave no more work items than run at once, and where rows alone are more, all.

@@ -4,7 +4,7 @@ A wrapper's public `plan` chooses and loads the kernels, and sets what never cha
 It is called once. From then on lengths alone change, and the C++ scheduler behind it is called with them directly:
 what else the public method does in Python takes up to ten times as long as the scheduler itself. Its pinned buffers
 come from a ring, as nothing in FlashInfer waits for the copy that reads them. In a CUDA graph of short rows the
-schedule is our own (graph_schedule.py).
+schedule is our own (graph_schedule.py), and where it splits no row it is written once.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from attn_backends.backends.flashinfer.graph_schedule import GraphSchedule
 from attn_backends.backends.flashinfer.library import Library, missing_module
 from attn_backends.backends.flashinfer.metadata import Rows
 from attn_backends.backends.flashinfer.workspace import Kernels, Need, most_parts, plan_need, tiles_at_once
+from attn_backends.batch.page_table import IntArray
 from attn_backends.spec import AttentionSpec
 from attn_backends.step.staging import HostRing
 
@@ -47,12 +48,14 @@ class Plan:
         return self.spec.num_qo_heads, self.spec.num_kv_heads, self.page_size, self.in_graph
 
     def __call__(self, rows: Rows) -> None:
-        """Plan these rows, reading nothing of the device.
+        """Plan these rows, reading nothing of the device, unless the last plan serves them too.
 
         Raises:
             RuntimeError: the kernels are to be compiled and cannot be, which says what is missing; or the step is
                 larger than the limits that the workspaces were sized from.
         """
+        if self._serves(rows):
+            return
         num_splits = None
         if self.split_size is not None:
             num_splits = -(-max(1, rows.max_kv_len) // (self.split_size * self.page_size))
@@ -75,6 +78,10 @@ class Plan:
                 self._plan_all(rows)
             self.is_planned = True
         self.ring.sent()
+
+    def _serves(self, rows: Rows) -> bool:
+        """Whether what is planned is what these rows would be planned as."""
+        return False
 
     def _held(self) -> Need:
         """Bytes of the workspaces, of which that for integers is there on the host as well."""
@@ -208,6 +215,10 @@ class PrefillPlan(Plan):
 
     causal: bool  # not for a shared prefix, which all tokens see
     graph_schedule: GraphSchedule | None = field(default=None, init=False)  # of smaller tiles than FlashInfer's
+    _planned_starts: IntArray | None = field(default=None, init=False)  # [R + 1] of queries; None: lengths matter too
+
+    def _serves(self, rows: Rows) -> bool:
+        return self._planned_starts is not None and np.array_equal(self._planned_starts, rows.qo_indptr_cpu.numpy())
 
     def _plan_all(self, rows: Rows) -> None:
         spec = self.spec
@@ -232,6 +243,8 @@ class PrefillPlan(Plan):
         else:
             self.graph_schedule.fill(pinned.numpy(), rows)
             self._arrays.copy_(pinned.view(torch.uint8)[self.graph_schedule.layout.arrays], non_blocking=True)
+            if not self.graph_schedule.splits:
+                self._planned_starts = rows.qo_indptr_cpu.numpy().copy()
 
     @cached_property
     def _arrays(self) -> torch.Tensor:
