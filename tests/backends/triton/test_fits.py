@@ -424,7 +424,8 @@ def test_kernels_that_start_early_wait_first(module: str, name: str, constants: 
 
 
 def test_parts_of_latent_rows_are_read_behind_the_wait() -> None:
-    """All programs wait, those with nothing to join too: else what comes next may not find the decode done."""
+    """And its list before. All programs wait, those with nothing to join too: else what comes next may not find the
+    decode done."""
     from triton.compiler import ASTSource
 
     from attn_backends.backends.mla.triton_mla.decode_kernel import mla_combine_kernel
@@ -434,7 +435,7 @@ def test_parts_of_latent_rows_are_read_behind_the_wait() -> None:
     code = listing(_compiled(ASTSource, mla_combine_kernel, {"output": "*bf16"}, constants, 1, 90))
     before, waits, _ = code.partition("ACQBULK")
     assert waits
-    assert before.count("LDG") <= 3
+    assert before.count("LDG") <= 2 + 2 * 3  # where the other items are, and of two items what is wanted
     assert "EXIT" not in before
 
 

@@ -140,12 +140,13 @@ def mla_combine_kernel(  # type: ignore[no-untyped-def]
     """
     program, part = tl.program_id(0) // spread, tl.program_id(0) % spread
     next_item, end_item = tl.load(more_items + program * 2), tl.load(more_items + program * 2 + 1)
+    first = _load_item(work_items, program, True)
+    last = _load_item(work_items, end_item - 1, next_item < end_item)
     if USE_PDL:
         grid_wait()
-    for nth in range(1 + (next_item < end_item).to(tl.int32)):
-        row, _start, _stop, first_slot, split_info, _seq_len = _load_item(
-            work_items, tl.where(nth == 0, program, end_item - 1), True
-        )
+    for nth in range(2):
+        row = tl.where(nth == 0, first[0], last[0])
+        first_slot, split_info = tl.where(nth == 0, first[3], last[3]), tl.where(nth == 0, first[4], last[4])
         num_splits = split_info // MAX_SPLITS
         if (row >= 0) & (num_splits > 1):
             split, programs = split_info % MAX_SPLITS * spread + part, num_splits * spread

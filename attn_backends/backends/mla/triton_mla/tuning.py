@@ -18,7 +18,8 @@ from attn_backends.kernels.split_kv import MAX_SPLITS
 from attn_backends.kernels.tiles import block_bytes, fitted, padded
 from attn_backends.spec import KVCacheSpec, MLASpec
 
-_ROW_KEYS, _MUCH_ALIKE = 512, 1  # see `Filling`, as measured on an H100
+# See `cut_list.Filling`: of the kernel for Hopper as measured on an H100; the other loads few queries at a time.
+_ROW_KEYS, _MUCH_ALIKE = {True: 512, False: 64}, 1
 HOPPER_TILE = (64, 128, 8, 1)  # rows, keys, warps and stages of hopper_kernel.py, which has no other
 
 
@@ -153,7 +154,7 @@ class SplitPlan:
     def filling(self) -> Filling:
         return Filling(
             few_cuts=self.target, long_cut=0, heads=self.tiles, num_sms=self.num_sms, resident=self.tile.programs,
-            row_keys=_ROW_KEYS, much_alike=_MUCH_ALIKE,
+            row_keys=_ROW_KEYS[self.tile.hopper], much_alike=_MUCH_ALIKE,
         )  # fmt: skip
 
     @property
