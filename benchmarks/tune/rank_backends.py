@@ -29,7 +29,8 @@ from benchmarks.lib.harness import RESULTS, print_table
 
 TABLE = measured_file.replace(".py", ".json")
 PLAIN = {"TRITON", "FLASHINFER", "FLASH_ATTN"}
-MEASURED = (("attention_all", "mla_attention"), ("attention_h100",))  # results of each GPU, of MLA too where there are
+# Results of each GPU, of MLA too where there are.
+MEASURED = (("attention_all", "mla_attention"), ("attention_h100", "mla_attention_h100"))
 LATENT = {"TRITON_MLA", "FLASHINFER_MLA", "FLASH_ATTN_MLA", "FLASHMLA"}
 
 

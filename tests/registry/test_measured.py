@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, KVCacheSpec, MLASpec, explain, plan_groups, select_backend
+from attn_backends.registry import measured as measured_module
 from attn_backends.registry.measured import Load, fastest_first, nearest, unmeasured
 from attn_backends.registry.select import _auto_entries, _choice, _measured, auto_order
 from attn_backends.registry.table import BackendEntry, backends
@@ -120,7 +121,11 @@ def test_each_measured_gpu_has_times_of_its_own() -> None:
     assert other.us["TRITON"] > 1.2 * one.us["TRITON"]  # its memory is slower
 
 
-def test_layers_of_a_kind_that_was_not_measured_there_go_by_priority_and_the_reason_says_so() -> None:
+def test_layers_of_a_kind_that_was_not_measured_there_go_by_priority_and_the_reason_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_keys = {gpu: tuple(row for row in rows if not row.is_mla) for gpu, rows in measured_module._tables().items()}
+    monkeypatch.setattr(measured_module, "_tables", lambda: of_keys)
     assert nearest(MANY, Load(), H100) is None
     assert unmeasured(H100, GQA) is None
     told = unmeasured(H100, MANY)
