@@ -99,7 +99,7 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
             [
                 (_attend, (of_tile, items, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
                 (_attend, (of_tile, items, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
-                (_load_as_fp16, (cached, slot_step, pages, items, kv_pipeline, PAGE_SIZE, E5M2)),
+                (_load, (cached, slot_step, pages, items, kv_pipeline, PAGE_SIZE, TMA_ROWS, UPCAST, E5M2)),
             ],
             [4, 4],
             [208, 88],
@@ -109,7 +109,7 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
             [
                 (_attend, (of_tile, items, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
                 (_attend, (of_tile, items, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
-                (_load, (cached, pages, items, kv_pipeline, PAGE_SIZE, TMA_ROWS)),
+                (_load, (cached, slot_step, pages, items, kv_pipeline, PAGE_SIZE, TMA_ROWS, UPCAST, E5M2)),
             ],
             [4, 1],
             [240, 24],
@@ -143,16 +143,20 @@ def _keys_of(work_item):  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _load(  # type: ignore[no-untyped-def]
-    cached, pages, items, kv_pipeline, PAGE_SIZE: gl.constexpr, TMA_ROWS: gl.constexpr
-):
-    """One warp loads what all work items of a program read."""
+    cached, slot_step, pages, items, kv_pipeline,
+    PAGE_SIZE: gl.constexpr, TMA_ROWS: gl.constexpr, UPCAST: gl.constexpr, E5M2: gl.constexpr,
+):  # fmt: skip
+    """One warp loads what all work items of a program read; of 8 bits four warps do."""
     page_table, table_row = pages
     work_item, row, next_item, end_item = _first_item(items)
     done = 0
     while row >= 0:
         start, stop, num_pairs = _keys_of(work_item)
         of_row = page_table + row.to(gl.int64) * table_row
-        _load_pairs(cached, of_row, start, stop, done, num_pairs, kv_pipeline, PAGE_SIZE, TMA_ROWS)
+        if UPCAST == 0:
+            _load_pairs(cached, of_row, start, stop, done, num_pairs, kv_pipeline, PAGE_SIZE, TMA_ROWS)
+        elif num_pairs > 0:
+            _load_pairs_as_fp16(cached, slot_step, of_row, start, stop, done, num_pairs, kv_pipeline, PAGE_SIZE, E5M2)
         done += num_pairs
         work_item, row = _next_item(items, next_item, end_item)
         next_item += 1
@@ -188,24 +192,6 @@ def _load_pairs(  # type: ignore[no-untyped-def]
                     to = kv_tiles.index(block * (RANK // TMA_COLS) + column_tile)
                     load_tma_tiles(cached, rows, column_tile * TMA_COLS, full_barrier, to, TMA_ROWS)
         ids = next_ids
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _load_as_fp16(  # type: ignore[no-untyped-def]
-    cached, slot_step, pages, items, kv_pipeline, PAGE_SIZE: gl.constexpr, E5M2: gl.constexpr
-):
-    """Four warps load what all work items of a program read, of 8 bits."""
-    page_table, table_row = pages
-    work_item, row, next_item, end_item = _first_item(items)
-    done = 0
-    while row >= 0:
-        start, stop, num_pairs = _keys_of(work_item)
-        of_row = page_table + row.to(gl.int64) * table_row
-        if num_pairs > 0:
-            _load_pairs_as_fp16(cached, slot_step, of_row, start, stop, done, num_pairs, kv_pipeline, PAGE_SIZE, E5M2)
-        done += num_pairs
-        work_item, row = _next_item(items, next_item, end_item)
-        next_item += 1
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
