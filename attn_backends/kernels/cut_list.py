@@ -102,6 +102,10 @@ class CutList:
     """The work items of batches of one shape, by cuts. Triton finds the kernel slower than it launches it: that is done
     once.
 
+    A work item is all that a program has to know: the row (-1: none), its first key, the end of its keys, the row's
+    first partial slot, the row's number of splits times MAX_SPLITS plus the number of this one, the row's length, its
+    first query token, and its number of query tokens.
+
     Args:
         sizes: `target` is how many cuts there are at most, and `min_blocks` what one has at least.
         counters: [num_counters] i32, which every listing sets to 0: what a launch that was cut short left there must

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.kernels.split_kv import MAX_SPLITS, clear_counters, first_key, load_rows, of_row, store_item
+from attn_backends.kernels.split_kv import MAX_SPLITS, clear_counters, first_key, load_rows, of_row, store_items
 
 SHORT_KEYS = tl.constexpr(128)  # of a row in the mean, up to which no program walks on to another row
 LEAST_KEYS = tl.constexpr(128)  # of a part of a row of few: fewer are sooner read than joined
@@ -68,10 +68,10 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     cut = of_row(mine, first_cut) + split
     start, stop = _part_of(split, row_splits, row_num_blocks, cut, row_begin, num_blocks, num_cuts, is_apart)
     at = tl.where(_items_before(cut, first_cut, num_splits) == work_item, cut, num_programs + work_item)
-    store_item(
-        work_items + at * 8, row < num_rows, row, (row_first + start) * BLOCK_N,
+    store_items(
+        work_items + at * 8, row < num_rows, (row, (row_first + start) * BLOCK_N,
         tl.minimum((row_first + stop) * BLOCK_N, row_len), of_row(mine, slots_before),
-        row_splits * MAX_SPLITS + split, row_len, of_row(mine, starts), of_row(mine, query_lens),
+        row_splits * MAX_SPLITS + split, row_len, of_row(mine, starts), of_row(mine, query_lens)),
     )  # fmt: skip
     _list_programs(work_items, more_items, work_item, num_programs, first_cut, num_splits)
 

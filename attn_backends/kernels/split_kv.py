@@ -36,31 +36,10 @@ def of_row(mine, values):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def store_item(  # type: ignore[no-untyped-def]
-    to,  # [BLOCK_ITEMS] pointers to 8 i32
-    inside,  # [BLOCK_ITEMS]: there is such an item
-    row,  # [BLOCK_ITEMS] i32, as what follows
-    start,
-    stop,
-    first_slot,
-    split_info,
-    seq_len,
-    first_token,
-    query_len,
-):
-    """Store work items.
-
-    One is all that a program has to know: the row (-1: none), its first key, the end of its keys, the row's first
-    partial slot, the row's number of splits times MAX_SPLITS plus the number of this one, the row's length, its first
-    query token, and its number of query tokens."""
-    tl.store(to, row, mask=inside)
-    tl.store(to + 1, start, mask=inside)
-    tl.store(to + 2, stop, mask=inside)
-    tl.store(to + 3, first_slot, mask=inside)
-    tl.store(to + 4, split_info, mask=inside)
-    tl.store(to + 5, seq_len, mask=inside)
-    tl.store(to + 6, first_token, mask=inside)
-    tl.store(to + 7, query_len, mask=inside)
+def store_items(to, inside, numbers):  # type: ignore[no-untyped-def]
+    """Store work items of eight numbers each, a tuple of i32, where `to` points, if they are `inside` of their list."""
+    for i in tl.static_range(8):
+        tl.store(to + i, numbers[i], mask=inside)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.kernels.split_kv import FAR, load_rows, of_row
+from attn_backends.kernels.split_kv import FAR, load_rows, of_row, store_items
 
 DIGITS = tl.constexpr(16)  # that a digit can be, all of which are tried at a time
 _NOT_CONSTANT = ["first_row", "num_rows", "max_items", "num_whole", "target", "num_kv_heads", "window_right",
@@ -75,10 +75,11 @@ def list_kernel(  # type: ignore[no-untyped-def]
         work_item = nth + tl.where(is_whole, whole_begins[:, None], split_begins[:, None])
         split_tile = nth_split // splits[:, None]
         from_last = tl.where(is_whole, nth, whole[:, None] + split_tile)  # tiles of the row behind it
-        _store_items(
-            work_items, work_item, (nth < num_items[:, None]) & (work_item < max_items), num_whole, row[:, None],
+        split = tl.where(is_whole, 0, nth_split - split_tile * splits[:, None])
+        store_items(
+            work_items + work_item * 8, (nth < num_items[:, None]) & (work_item < max_items), (row[:, None],
             starts[:, None], query_lens[:, None], (tiles[:, None] - 1 - from_last) * tile_tokens, lens[:, None],
-            tl.where(is_whole, 1, splits[:, None]), tl.where(is_whole, 0, nth_split - split_tile * splits[:, None]),
+            tl.where(is_whole, 1, splits[:, None]), split, work_item - num_whole - split),
         )  # fmt: skip
 
     NUMBERS: tl.constexpr = OWN_ROWS * BLOCK_ITEMS
@@ -86,37 +87,13 @@ def list_kernel(  # type: ignore[no-untyped-def]
     program, num_programs = program + tl.program_id(1) * num_programs, num_programs * tl.num_programs(1)
     for begin in range(num_tiles + num_more + program * NUMBERS, max_items, num_programs * NUMBERS):
         work_item = begin + tl.arange(0, NUMBERS)
-        none, inside = work_item * 0, work_item < max_items
-        _store_items(work_items, work_item, inside, num_whole, none - 1, none, none, none, none, none + 1, none)
+        none, to = work_item * 0, work_items + work_item * 8
+        store_items(
+            to, work_item < max_items, (none - 1, none, none, none, none, none + 1, none, work_item - num_whole)
+        )
     for begin in range(program * NUMBERS, num_counters, num_programs * NUMBERS):
         counter = begin + tl.arange(0, NUMBERS)
         tl.store(counters + counter, counter * 0, mask=counter < num_counters)
-
-
-@triton.jit
-def _store_items(  # type: ignore[no-untyped-def]
-    work_items,
-    work_item,  # the number of each, a tensor
-    inside,  # there is such an item
-    num_whole,  # items in front of splits
-    row,
-    first_token,
-    query_len,
-    first,
-    seq_len,
-    num_splits,
-    split,
-):
-    """Store work items, see `list_kernel`."""
-    to = work_items + work_item * 8
-    tl.store(to, row, mask=inside)
-    tl.store(to + 1, first_token, mask=inside)
-    tl.store(to + 2, query_len, mask=inside)
-    tl.store(to + 3, first, mask=inside)
-    tl.store(to + 4, seq_len, mask=inside)
-    tl.store(to + 5, num_splits, mask=inside)
-    tl.store(to + 6, split, mask=inside)
-    tl.store(to + 7, work_item - num_whole - split, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -205,7 +205,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_item(work_items, work_item, exists):  # type: ignore[no-untyped-def]
-    """A work item's numbers, see `store_item`; a row of -1 where there is none."""
+    """A work item's numbers, see `CutList`; a row of -1 where there is none."""
     at = work_items + work_item * 8
     row = tl.load(at, mask=exists, other=-1)
     start, stop = tl.load(at + 1, mask=exists, other=0), tl.load(at + 2, mask=exists, other=0)
