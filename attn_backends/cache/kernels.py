@@ -10,16 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_backends.kernels.launch import (
-    Fixed,
-    fixed_numbers,
-    grid_wait,
-    launch,
-    launch_dependents,
-    power_of_two,
-    start_kernel,
-    supports_pdl,
-)
+from attn_backends.kernels.launch import Fixed, fixed_numbers, launch, power_of_two, start_kernel, supports_pdl
+from attn_backends.kernels.pdl import grid_wait, launch_dependents
 from attn_backends.spec import FP8_DTYPES
 
 _WARPS = 4

@@ -8,7 +8,8 @@ import torch
 import triton
 
 from attn_backends.kernels.equal_cuts import cut_kernel
-from attn_backends.kernels.launch import ALIGNED, INTERPRETED, operator, start_compiled, start_kernel
+from attn_backends.kernels.launch import ALIGNED, INTERPRETED, start_compiled, start_kernel
+from attn_backends.kernels.operators import operator
 
 _ITEMS = 64  # of a program
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from enum import IntEnum
 from functools import cache, lru_cache, reduce
-from inspect import Parameter, Signature
 from itertools import chain
 from operator import attrgetter, or_
-from typing import Any, NamedTuple, Protocol, get_type_hints
+from threading import local
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
-import triton.language as tl
 from triton.language.extra import cuda
 
 from attn_backends import machine
+from attn_backends.kernels.driver import PreparedLaunch, prepare
 from attn_backends.machine import is_hip, is_hopper
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -56,28 +55,65 @@ def machine_of(device: torch.device) -> Machine:
     )  # fmt: skip
 
 
+# Torch takes longer to say what a GPU has than a step has for it: it is asked once.
+
+
+@cache
+def _capability(gpu: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(gpu)
+
+
+@cache
+def _multiprocessors(gpu: torch.device) -> int:
+    return machine.num_multiprocessors(gpu)
+
+
+@cache
+def _shared_memory(index: int) -> int:
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def _gpu(device: torch.device) -> torch.device:
+    """A GPU by its number."""
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
 def num_multiprocessors(device: torch.device) -> int:
     """Number of multiprocessors of a GPU; on a CPU a few, so that little work is split there too."""
     if (listing := LISTING.get()) is not None:
         return listing.machine.num_multiprocessors
-    return machine.num_multiprocessors(device, interpreted=2)
+    if device.type != "cuda":
+        return machine.num_multiprocessors(device, interpreted=2)
+    return _multiprocessors(_gpu(device))
 
 
 def shared_memory(device: torch.device) -> int:
     """Bytes that one program can have; where kernels are interpreted, a Hopper GPU's."""
     if (listing := LISTING.get()) is not None:
         return listing.machine.shared_memory
-    if device.type != "cuda":
-        return 227 << 10
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+    return _shared_memory(_gpu(device).index) if device.type == "cuda" else 227 << 10
 
 
 def has_tensor_engine(device: torch.device) -> bool:
     """Whether a GPU has a tensor memory accelerator, as Hopper and newer do. Interpreted kernels have."""
     if (listing := LISTING.get()) is not None:
         return listing.machine.has_tensor_engine
-    return device.type != "cuda" or (not is_hip() and torch.cuda.get_device_capability(device) >= _TENSOR_ENGINE_SINCE)
+    return device.type != "cuda" or (not is_hip() and _capability(_gpu(device)) >= _TENSOR_ENGINE_SINCE)
+
+
+def has_hopper_kernels(device: torch.device) -> bool:
+    """Whether kernels that are written for Hopper, in Gluon, run on a device. None is interpreted."""
+    if (listing := LISTING.get()) is not None:
+        return listing.machine.has_hopper_kernels
+    is_gpu = device.type == "cuda" and not is_hip() and _TRITON in _GLUON_TRIED
+    return is_gpu and _capability(_gpu(device))[0] == _TENSOR_ENGINE_SINCE[0]
+
+
+def supports_pdl(device: torch.device) -> bool:
+    """Whether a kernel can start before the one in front of it has ended: by programmatic dependent launch."""
+    if (listing := LISTING.get()) is not None:
+        return listing.machine.supports_pdl
+    return device.type == "cuda" and has_tensor_engine(device) and hasattr(cuda, "gdc_wait")
 
 
 def runs_kernels(device: torch.device) -> bool:
@@ -98,105 +134,37 @@ def untried_triton(device: torch.device) -> str:
     )
 
 
-def has_hopper_kernels(device: torch.device) -> bool:
-    """Whether kernels that are written for Hopper, in Gluon, run on a device. None is interpreted."""
-    if (listing := LISTING.get()) is not None:
-        return listing.machine.has_hopper_kernels
-    return device.type == "cuda" and is_hopper(device) and _TRITON in _GLUON_TRIED
-
-
-def supports_pdl(device: torch.device) -> bool:
-    """Whether a kernel can start before the one in front of it has ended: by programmatic dependent launch."""
-    listing = LISTING.get()
-    return _supports_pdl(device) if listing is None else listing.machine.supports_pdl
-
-
-@cache
-def _supports_pdl(device: torch.device) -> bool:
-    return device.type == "cuda" and has_tensor_engine(device) and hasattr(cuda, "gdc_wait")
-
-
-class Pdl(IntEnum):
-    """When a kernel starts, by programmatic dependent launch, relative to the one in front of it."""
-
-    OFF = 0  # once that has ended
-    WAIT_AT_ONCE = 1  # before it has ended, to wait for it before it reads anything
-    WAIT_FIRST = 2  # the same, but reads what was there before the one in front was launched
-    WAIT_LAST = 3  # the same, and does not need what it writes: one program waits for it last, so that both have ended
-
-
-WAIT_AT_ONCE, WAIT_FIRST, WAIT_LAST = (tl.constexpr(int(pdl)) for pdl in [*Pdl][1:])  # as kernels know them
-
-
-@triton.jit
-def launch_dependents():  # type: ignore[no-untyped-def]
-    """Let the next kernel start once all programs came here, if it is launched so (Triton's `launch_pdl`)."""
-    cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def grid_wait_and_launch_dependents():  # type: ignore[no-untyped-def]
-    """Wait for the kernel in front, then let the next one start, in every program of a kernel that starts early.
-
-    It waits first: so what the next one finds, before it waits itself, is all but what this one writes.
-    """
-    grid_wait()
-    launch_dependents()
-
-
-@triton.jit
-def acquire_fence():  # type: ignore[no-untyped-def]
-    """Read anew, from here on, what kernels in front of the one beside which this one runs have written."""
-    tl.inline_asm_elementwise("fence.acq_rel.gpu; // dummy $0", "=r", [], tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def grid_wait():  # type: ignore[no-untyped-def]
-    """Wait until all that the kernel in front writes is there, in every program of a kernel that starts early."""
-    cuda.gdc_wait()
-
-
 def power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def operator(mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a launch a torch operator where kernels are interpreted.
+class Compiled(NamedTuple):
+    """What Triton compiled, and a launch of it by the driver itself, where that can be."""
 
-    Where they are compiled it stays as it is: an operator takes longer to call than a kernel to launch.
-    """
-
-    def wrap(launch: Callable[..., None]) -> Callable[..., None]:
-        if not INTERPRETED:
-            return launch
-        name = f"attn_backends::triton_{launch.__name__.strip('_')}"
-        by_lists = _taking_lists(launch)
-        made: Callable[..., None] = torch.library.custom_op(name, by_lists, mutates_args=mutates, device_types="cpu")
-        return made
-
-    return wrap
+    kernel: Any  # of which; it is kept, as forms have its identity
+    compiled: Any
+    prepared: PreparedLaunch | None
 
 
-def _taking_lists(launch: Callable[..., None]) -> Callable[..., None]:
-    """A launch whose named tuples of numbers are lists: an operator's schema has no others."""
-    hints = get_type_hints(launch)
-    groups = {name: hint for name, hint in hints.items() if hasattr(hint, "_fields")}
-    names = [name for name in hints if name != "return"]
+class _Forms(local):
+    """A thread's kernels, by all that Triton compiles them for."""
 
-    def by_lists(*given: Any) -> None:
-        launch(*(groups[name](*value) if name in groups else value for name, value in zip(names, given, strict=True)))
-
-    def annotation(name: str) -> Any:
-        if name not in groups:
-            return hints[name]
-        return list[float] if float in get_type_hints(groups[name]).values() else list[int]
-
-    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation(name)) for name in names]
-    by_lists.__signature__ = Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
-    return by_lists
+    def __init__(self) -> None:
+        self.found: dict[tuple[Any, ...], Compiled] = {}
 
 
-_compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # kernels, by all that Triton compiles them for; and of which
+class Recording(Protocol):
+    """Takes note of launches beside what they start (see `repeats`)."""
+
+    def add(
+        self, found: Compiled | None, grid: tuple[int, ...], tensors: Sequence[torch.Tensor],
+        addresses: list[int], varying: tuple[float, ...], descriptors: tuple[Any, ...],
+    ) -> None: ...  # fmt: skip
+    def refuse(self) -> None: ...
+
+
+RECORDING: ContextVar[Recording | None] = ContextVar("recording", default=None)
+_forms = _Forms()
 _MOST_COMPILED = 1024
 _dtype_of = attrgetter("dtype")
 
@@ -226,18 +194,25 @@ def start_kernel(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any
     if (listing := LISTING.get()) is not None:
         listing.add(kernel, given, options)
         return None
+    if (recording := RECORDING.get()) is not None:
+        recording.refuse()
     return kernel[grid](*given, **options)
 
 
 def start_compiled(compiled: Any, grid: tuple[int, ...], *given: Any) -> None:
     """Launch what Triton compiled. Its own `compiled[grid]` describes each launch for hooks first, a third of what it
     takes the host: so only where some profiler has hooks."""
-    hooks = triton.knobs.runtime
-    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook  # chains of calls, or what was put in their place
-    if _TRITON not in _RUN_TRIED or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+    if describes_launches():
         compiled[grid](*given)
         return
     compiled.run(*grid, current_stream(), compiled.function, compiled.packed_metadata, None, None, None, *given)
+
+
+def describes_launches() -> bool:
+    """Whether launches are Triton's alone: some profiler has hooks, or no other way was tried with its version."""
+    hooks = triton.knobs.runtime
+    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook  # chains of calls, or what was put in their place
+    return _TRITON not in _RUN_TRIED or bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def current_stream() -> int:
@@ -283,10 +258,21 @@ def launch(
     aligned: Any = not reduce(or_, addresses) % ALIGNED or tuple(address % ALIGNED == 0 for address in addresses)
     same = (groups,) if isinstance(groups, Fixed) else numbers
     form = (id(kernel), tensors[0].get_device(), warps, use_pdl, aligned, *map(_dtype_of, tensors), *same)
-    found = _compiled.get(form)
-    if found is not None:
-        start_compiled(found[0], (*grid, 1, 1)[:3], *descriptors, *addresses, *varying, *numbers)
-        return
-    if len(_compiled) >= _MOST_COMPILED:
-        _compiled.clear()
-    _compiled[form] = kernel[grid](*descriptors, *tensors, *varying, *numbers, **options), kernel
+    found = _forms.found.get(form)
+    if found is None:
+        if len(_forms.found) >= _MOST_COMPILED:
+            _forms.found.clear()
+        compiled = kernel[grid](*descriptors, *tensors, *varying, *numbers, **options)
+        prepared = prepare(compiled, descriptors, tensors, varying, numbers) if _TRITON in _RUN_TRIED else None
+        _forms.found[form] = Compiled(kernel, compiled, prepared)
+    else:
+        grid = (*grid, 1, 1)[:3]
+        if found.prepared is None or describes_launches():
+            start_compiled(found.compiled, grid, *descriptors, *addresses, *varying, *numbers)
+        else:
+            bases = [0 if each is None else each.base.data_ptr() for each in descriptors]
+            words = found.prepared.as_words(varying)
+            found.prepared.start(grid, current_stream(), addresses, words, descriptors, bases)
+    recording = RECORDING.get()
+    if recording is not None:
+        recording.add(found, grid, tensors, addresses, varying, descriptors)

@@ -4,16 +4,18 @@
 
 A step that vLLM replays as a full graph costs the host `build`; any other costs a `forward` a layer besides. Neither a
 GPU nor vLLM is needed: what the adapter imports of vLLM are stand-ins, tensors of the device are shapes without memory
-(torch's "meta"), and kernels are found as those that are compiled already, but a launch does nothing. So times are
-those of Python and of torch's own calls. "launches" counts what a driver's time would come on top for: operators that
-run or copy on the device, and kernels of ours. The batches are vLLM's: rows of zero tokens behind the others, lengths
-on the host as upper bounds.
+(torch's "meta") but for a layer's own, which have addresses, and kernels are found as those that are compiled already,
+but a launch does nothing. So times are those of Python and of torch's own calls. "first" is a step's first layer, whose
+launches those behind it repeat. "launches" counts what a driver's time would come on top for: operators that run or
+copy on the device, and kernels of ours. The batches are vLLM's: rows of zero tokens behind the others, lengths on the
+host as upper bounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import enum
+import itertools
 import statistics
 import sys
 import time
@@ -27,6 +29,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.lib.harness import report
+from benchmarks.lib.without_gpu import StandIn, kernels_without_a_gpu
 
 DEVICE = torch.device("meta")
 PAGE_SIZE, CONTEXT, MAX_LEN = 16, 384, 8192
@@ -44,23 +47,6 @@ class Base(Generic[MetadataT]):
             self.kv_cache_spec, self.layer_names, self.vllm_config, self.device = given
 
 
-class Launched:
-    """A kernel that was compiled: its launch is counted, and does nothing."""
-
-    count, function, packed_metadata = 0, 0, ()
-
-    def run(self, *given: Any) -> None:
-        Launched.count += 1
-
-
-class Compiled(dict[Any, Any]):
-    """Every form of every kernel is compiled already."""
-
-    def get(self, form: Any, default: Any = None) -> Any:
-        hash(form)
-        return Launched(), None
-
-
 class OnDevice(TorchDispatchMode):
     """Counts operators that run on the device: all but views."""
 
@@ -74,13 +60,9 @@ class OnDevice(TorchDispatchMode):
 
 
 @contextmanager
-def without_a_gpu() -> Iterator[None]:
-    """vLLM's modules are stand-ins, and kernels of ours are compiled for a Hopper GPU, whose launches do nothing."""
+def without_a_gpu() -> Iterator[StandIn]:
+    """vLLM's modules are stand-ins, and so is CUDA's driver."""
     from attn_backends.adapters.vllm import plugin
-    from attn_backends.backends.triton import launch as decoding
-    from attn_backends.cache import kernels, kv_cache
-    from attn_backends.kernels import cut_list, launch
-    from attn_backends.kernels.prefill import launch as prefilling
 
     names = ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backend")
     modules = {name: ModuleType(name) for name in names}
@@ -91,16 +73,7 @@ def without_a_gpu() -> Iterator[None]:
     with ExitStack() as held:
         held.enter_context(patch.dict(sys.modules, modules))
         held.enter_context(patch.object(plugin, "vllm_version", lambda: (0, 32)))
-        held.enter_context(patch.object(launch, "_compiled", Compiled()))
-        held.enter_context(patch.object(launch, "current_stream", int))
-        held.enter_context(patch.object(launch, "_RUN_TRIED", {launch._TRITON}))
-        for module in (decoding, cut_list):
-            held.enter_context(patch.object(module, "start_kernel", lambda *given, **options: Launched()))
-        held.enter_context(patch.object(kv_cache, "_has_kernel", lambda *tensors: True))
-        held.enter_context(patch.object(prefilling, "has_hopper_kernels", lambda device: True))
-        for module in (prefilling, kernels):
-            held.enter_context(patch.object(module, "supports_pdl", lambda device: True))
-        yield
+        yield held.enter_context(kernels_without_a_gpu(keeps=False))
 
 
 class Adapter:
@@ -129,8 +102,8 @@ class Adapter:
             speculative_config=None, additional_config={},
         )  # fmt: skip
         self.builder = builder(SimpleNamespace(block_size=PAGE_SIZE), list(named), config, DEVICE)
-        pages = torch.empty(1024, PAGE_SIZE, KV_HEADS, 2 * HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
-        self.kv_cache = pages.transpose(1, 2)  # vLLM's [blocks, heads, block_size, 2D]
+        pages = torch.empty(LAYERS, 64, PAGE_SIZE, KV_HEADS, 2 * HEAD_DIM, dtype=torch.bfloat16)
+        self.kv_caches = [*pages.transpose(2, 3)]  # of each layer vLLM's [blocks, heads, block_size, 2D]
 
 
 class Inputs:
@@ -187,36 +160,40 @@ def timed(call: Callable[[], object], count: int) -> tuple[float, float]:
     return statistics.median(taken[WARMUP:]), statistics.quantiles(taken[WARMUP:], n=10)[-1]
 
 
-def launches(call: Callable[[], object]) -> int:
+def launches(stand_in: StandIn, call: Callable[[], object]) -> int:
     """What one call starts on the device."""
-    before = Launched.count
+    before = stand_in.count
     with OnDevice() as counted:
         call()
-    return counted.count + Launched.count - before
+    return counted.count + stand_in.count - before
 
 
 @torch.inference_mode()
-def measure(case: Case, count: int) -> dict[str, Any]:
+def measure(case: Case, count: int, stand_in: StandIn) -> dict[str, Any]:
     adapter, inputs = Adapter(256), Inputs(256)
     if case.in_graph:
         adapter.builder.build_for_cudagraph_capture(inputs.batch([1] * case.rows, case.rows))
     batch = inputs.batch(case.query_lens, case.rows)
     build = lambda: adapter.builder.build(0, batch)  # noqa: E731
-    layer, metadata, tokens = adapter.layers[0], build(), batch.num_actual_tokens
     row: dict[str, Any] = {"batch": case.name, "requests": case.rows}
     row["build us"], row["build p90 us"] = timed(build, count)
-    row["build launches"] = launches(build)
+    row["build launches"] = launches(stand_in, build)
     if case.in_graph:
-        return row | {"forward us": "", "forward launches": "", "step us": row["build us"]}
-    query, output = (torch.empty(tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-    key, value = (torch.empty(tokens, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+        return row | {"first us": "", "forward us": "", "forward launches": "", "step us": row["build us"]}
+    tokens = batch.num_actual_tokens
+    query, output = (torch.empty(tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2))
+    key, value = (torch.empty(tokens, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2))
 
-    def forward() -> object:
-        return layer.impl.forward(layer, query, key, value, adapter.kv_cache, metadata, output)
+    def forward(index: int, metadata: Any) -> object:
+        layer = adapter.layers[index]
+        return layer.impl.forward(layer, query, key, value, adapter.kv_caches[index], metadata, output)
 
-    row["forward us"], _ = timed(forward, count)
-    row["forward launches"] = launches(forward)
-    return row | {"step us": row["build us"] + LAYERS * row["forward us"]}
+    steps = iter([build() for _ in range(WARMUP + count // 10)])
+    row["first us"], _ = timed(lambda: forward(0, next(steps)), count // 10)
+    metadata, layers = build(), itertools.cycle(range(LAYERS))
+    row["forward us"], _ = timed(lambda: forward(next(layers), metadata), count)
+    row["forward launches"] = launches(stand_in, lambda: forward(1, metadata))
+    return row | {"step us": row["build us"] + row["first us"] + (LAYERS - 1) * row["forward us"]}
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -224,8 +201,8 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--calls", type=int, default=2000)
     arguments = parser.parse_args(given)
-    with without_a_gpu():
-        rows = [measure(case, arguments.calls) for requests in arguments.requests for case in cases(requests)]
+    with without_a_gpu() as stand_in:
+        rows = [measure(case, arguments.calls, stand_in) for requests in arguments.requests for case in cases(requests)]
     title = f"host time of the vLLM adapter over TRITON, SmolLM2's shape, {LAYERS} layers, no GPU"
     report("vllm_adapter", title, rows, ("torch", "triton", "numpy"))
 

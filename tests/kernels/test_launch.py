@@ -49,6 +49,7 @@ class Compiled:
 def stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "current_stream", lambda: STREAM)
     monkeypatch.setattr(launching, "_RUN_TRIED", {launching._TRITON})
+    monkeypatch.setattr("attn_backends.kernels.driver.cuda_driver", lambda: None)
 
 
 def tensor(dtype: torch.dtype = torch.int32, offset: int = 0) -> torch.Tensor:
@@ -159,10 +160,10 @@ def test_kernels_have_their_own() -> None:
 
 
 def test_what_is_kept_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "_compiled", {})
+    monkeypatch.setattr(launching, "_forms", launching._Forms())
     monkeypatch.setattr(launching, "_MOST_COMPILED", 3)
     kernel = Kernel()
     for number in range(10):
         launching.launch(kernel, 1, (tensor(),), (), ((number,),), 4)
     assert len(kernel.asked) == 10
-    assert len(launching._compiled) <= 3
+    assert len(launching._forms.found) <= 3

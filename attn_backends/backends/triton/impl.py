@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,13 +13,20 @@ from attn_backends.backends.triton.state import TritonStep
 from attn_backends.backends.triton.upcasting import in_turn
 from attn_backends.cache.kv_cache import KVCache, write_kv
 from attn_backends.interface import AttentionImpl
-from attn_backends.kernels.launch import Pdl
+from attn_backends.kernels.pdl import Pdl
 from attn_backends.kernels.prefill.launch import Rows
+from attn_backends.spec import AttentionSpec
 
 
 def _together(tensor: torch.Tensor) -> torch.Tensor:
     """With a last dimension that lies in one piece."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+@lru_cache(maxsize=256)  # layers are alike
+def _alike(spec: AttentionSpec, *numbers: Any) -> object:
+    """The same object for layers whose launches differ in tensors alone."""
+    return object()
 
 
 class TritonImpl(AttentionImpl[TritonStep]):
@@ -30,6 +38,23 @@ class TritonImpl(AttentionImpl[TritonStep]):
         self._kernels = make_kernels(
             self.spec, self.cache, self.device, self.options, self.sinks, self.k_scale, self.v_scale
         )
+        self._alike = _alike(self.spec, self.cache, self.options, self.k_scale, self.v_scale)
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache | None,
+        step: TritonStep, output: torch.Tensor | None = None, *, lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """As every backend's. A layer that lies as another one of the same step, which has been checked then, starts
+        the same kernels at once."""
+        has_padding = not isinstance(step, TritonStep) or step.metadata.num_row_tokens < step.metadata.num_tokens
+        if output is None or has_padding:
+            return super().forward(query, key, value, kv_cache, step, output, lse=lse)
+        tensors = (query, key, value, *(kv_cache or (None, None)), output, lse, *self._kernels.of_layer)
+        step.repeats.run(
+            self._alike, tensors, step.tensors,
+            lambda: super(TritonImpl, self).forward(query, key, value, kv_cache, step, output, lse=lse),
+        )  # fmt: skip
+        return output
 
     def write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, step: TritonStep) -> None:
         """Nothing: `attend` writes, as it knows whether the launch behind may pdl before the write has ended."""

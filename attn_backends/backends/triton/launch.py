@@ -24,7 +24,9 @@ from attn_backends.backends.triton.kernels.decode import JOIN_WORDS, decode_kern
 from attn_backends.backends.triton.kernels.upcast import upcast_kernel
 from attn_backends.backends.triton.tuning import DecodeTile, upcast_heads
 from attn_backends.kernels.cut_list import CutList, Filling, SplitSizes, max_split_items
-from attn_backends.kernels.launch import Pdl, launch, operator, power_of_two, start_kernel
+from attn_backends.kernels.launch import launch, power_of_two, start_kernel
+from attn_backends.kernels.operators import operator
+from attn_backends.kernels.pdl import Pdl
 from attn_backends.kernels.prefill.arguments import BlockDims, Flags, Scales, VisibleRange
 from attn_backends.kernels.prefill.launch import PrefillKernels, Rows, TileSizes, is_alike, strides_of, visible_range
 from attn_backends.kernels.prefill.tiles import PrefillTile

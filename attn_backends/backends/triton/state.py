@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from typing import Any
 
@@ -39,6 +39,7 @@ from attn_backends.kernels.launch import machine_of, num_multiprocessors, shared
 from attn_backends.kernels.prefill.launch import num_prefill_tiles, visible_range
 from attn_backends.kernels.prefill.split_launch import TileList
 from attn_backends.kernels.prefill.splits import PrefillSplits
+from attn_backends.kernels.repeats import Repeats
 from attn_backends.kernels.streams import PerStream
 from attn_backends.kernels.tiles import block_dims
 from attn_backends.kernels.variants import Variant, compile_variants
@@ -56,6 +57,16 @@ class TritonStep(AttentionStep[TritonMetadata]):
     workspace: Workspace
     splits: TileList | None = None  # of all other rows; None: their keys are not split
     section_splits: tuple[TileList | None, ...] = ()  # the same of each section of rows whose keys are made 16 bits
+    repeats: Repeats = field(default_factory=Repeats, init=False, compare=False)  # what its layers have launched
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that launches of its layers read and write beside the layers' own."""
+        yield from (each for part in (self.metadata, self.workspace) for each in vars(part).values()
+                    if isinstance(each, torch.Tensor))  # fmt: skip
+        if self.schedule is not None:
+            yield from (self.schedule.work_list.work_items, self.schedule.more_items)
+        if self.splits is not None:
+            yield self.splits.work_items
 
 
 class TritonGraphState(GraphState[TritonMetadata, TritonStep]):

@@ -18,7 +18,8 @@ from attn_backends.backends.triton.rules import can_upcast, decode_tokens, short
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile, upcast_heads
 from attn_backends.cache.warm_up import list_writes
 from attn_backends.kernels.examples import caches, distinct, empty, new_tokens, powers_of_two
-from attn_backends.kernels.launch import Machine, Pdl, num_multiprocessors, power_of_two, shared_memory
+from attn_backends.kernels.launch import Machine, num_multiprocessors, power_of_two, shared_memory
+from attn_backends.kernels.pdl import Pdl
 from attn_backends.kernels.prefill.launch import Rows, visible_range
 from attn_backends.kernels.prefill.split_launch import TileList
 from attn_backends.kernels.prefill.splits import PrefillSplits, most_tile_splits

@@ -44,7 +44,7 @@ from attn_backends.kernels.hopper import (
     write_rows,
     write_rows_by_smem,
 )
-from attn_backends.kernels.launch import grid_wait, launch_dependents
+from attn_backends.kernels.pdl import grid_wait, launch_dependents
 from attn_backends.kernels.split_kv import FAR, LN_2, LOG2_E, first_key, seen_by_all
 from attn_backends.kernels.tile_kernels import tile_of
 

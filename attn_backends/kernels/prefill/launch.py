@@ -14,14 +14,14 @@ import torch
 
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import (
-    Pdl,
     has_hopper_kernels,
     has_tensor_engine,
     launch,
     num_multiprocessors,
-    operator,
     supports_pdl,
 )
+from attn_backends.kernels.operators import operator
+from attn_backends.kernels.pdl import Pdl
 from attn_backends.kernels.prefill.arguments import (
     BlockDims,
     Descriptors,
@@ -148,7 +148,8 @@ class PrefillKernels:
     ) -> None:  # fmt: skip
         self.spec = spec
         self._tiles, self._by_hopper = tiles, by_hopper
-        nothing = torch.zeros(1, dtype=torch.float32, device=device)
+        nothing = torch.zeros(1, dtype=torch.float32, device=device)  # in the place of what the layer has not
+        self.of_layer = slopes, sinks, nothing
         self._num_sms = num_multiprocessors(device)
         self._extras = (nothing if slopes is None else slopes, nothing if sinks is None else sinks)
         self._scales = {True: _scales_of(spec, k_scale, v_scale), False: _scales_of(spec, 1.0, 1.0)}  # by is_cached

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from attn_backends.kernels.fp8 import interleave_columns, row_amax, scale_to_fp16, zero_acc
-from attn_backends.kernels.launch import grid_wait
+from attn_backends.kernels.pdl import grid_wait
 from attn_backends.kernels.split_kv import first_key, seen_by_all, store_partial
 from attn_backends.kernels.tile_kernels import attend_keys, logit_scale, rows_of, tile_of, write_rows
 

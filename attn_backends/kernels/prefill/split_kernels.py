@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_backends.kernels.launch import grid_wait
+from attn_backends.kernels.pdl import grid_wait
 from attn_backends.kernels.split_kv import combine_splits
 from attn_backends.kernels.tile_kernels import write_rows
 

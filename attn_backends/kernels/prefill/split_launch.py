@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from attn_backends.kernels.launch import launch, num_multiprocessors, operator
+from attn_backends.kernels.launch import launch, num_multiprocessors
+from attn_backends.kernels.operators import operator
 from attn_backends.kernels.prefill.arguments import (
     Flags,
     JoinConstants,

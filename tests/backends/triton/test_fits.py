@@ -28,6 +28,7 @@ tiles = pytest.importorskip("attn_backends.backends.mla.triton_mla.tuning")
 fitting = pytest.importorskip("attn_backends.kernels.tiles")
 launching = pytest.importorskip("attn_backends.kernels.launch")
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
+Pdl = pytest.importorskip("attn_backends.kernels.pdl").Pdl
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 
@@ -195,7 +196,7 @@ def decode_of(
     dims = launch.BlockDims(spec.head_dim, spec.head_dim_vo, *tuning.block_dims(spec))
     plan, is_exact = launch.SplitPlan(1, query_rows, query_rows), spec.dtype is torch.float32
     has_pairs = int(spec.cache_dtype.itemsize == 1)
-    pdl = launch.Pdl.WAIT_AT_ONCE if room == HOPPER else launch.Pdl.OFF
+    pdl = Pdl.WAIT_AT_ONCE if room == HOPPER else Pdl.OFF
     constants = launch._decode_constants((0, 0, 0), 0, has_pairs, 16, spec.num_kv_heads, spec.group_size, plan, tile,
                                          dims, False, is_exact, pdl)  # fmt: skip
     return tile, constants._asdict()
@@ -349,7 +350,7 @@ def test_an_fp8_cache_costs_no_slow_instructions(cached: torch.dtype) -> None:
         assert code.count("LDS.U8") <= 4  # by masks
 
 
-@pytest.mark.parametrize("start", list(launching.Pdl))
+@pytest.mark.parametrize("start", list(Pdl))
 def test_decode_waits_as_it_starts(start: Any) -> None:
     """Early: before all loads but those of its item. Beside another kernel: last of all, and reads anew at first."""
     from triton.compiler import ASTSource
@@ -361,12 +362,12 @@ def test_decode_waits_as_it_starts(start: Any) -> None:
     constants["PDL"] = int(start)
     code = listing(_compiled(ASTSource, decode_kernel, tensors_of(spec), constants, tile.warps, 90))
     before, waits, behind = code.partition("ACQBULK")
-    if start is launching.Pdl.OFF:
+    if start is Pdl.OFF:
         assert not waits
-    elif start is launching.Pdl.WAIT_AT_ONCE:
+    elif start is Pdl.WAIT_AT_ONCE:
         assert waits
         assert "LDG" not in before
-    elif start is launching.Pdl.WAIT_FIRST:
+    elif start is Pdl.WAIT_FIRST:
         assert waits
         assert before.count("LDG") <= 10  # an item, and where more are
         assert "LDGSTS" not in before
@@ -659,7 +660,8 @@ def on_machine(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict
     """A Hopper GPU and its Triton, unless `changed` has others; what it has of a layer, in 16 bits unless it says."""
     asked = {"capability": (9, 0), "triton": (3, 6), "dtype": torch.bfloat16, **changed}
     capability = asked.pop("capability")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(launching, "_capability", lambda gpu: capability)
+    monkeypatch.setattr(launching, "_gpu", lambda device: device)
     monkeypatch.setattr(launching, "_TRITON", asked.pop("triton"))
     return asked
 

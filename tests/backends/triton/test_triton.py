@@ -26,7 +26,7 @@ impl = pytest.importorskip("attn_backends.backends.triton.impl")
 rows_of = pytest.importorskip("attn_backends.kernels.tile_kernels").rows_of
 metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
 widening = pytest.importorskip("attn_backends.backends.triton.rules")
-Pdl = pytest.importorskip("attn_backends.kernels.launch").Pdl
+Pdl = pytest.importorskip("attn_backends.kernels.pdl").Pdl
 
 # The interpreter takes milliseconds a program. These are left to the GPU; the others take every road of the kernels.
 LEFT_OUT = (

@@ -17,6 +17,7 @@ from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits
 
 launching = pytest.importorskip("attn_backends.kernels.launch", reason="needs triton")
 examples = pytest.importorskip("attn_backends.kernels.examples")
+Pdl = pytest.importorskip("attn_backends.kernels.pdl").Pdl
 variants = pytest.importorskip("attn_backends.kernels.variants")
 triton_state = pytest.importorskip("attn_backends.backends.triton.state")
 triton_impl = pytest.importorskip("attn_backends.backends.triton.impl")
@@ -232,7 +233,7 @@ def test_traffic_for_the_kernel_for_hopper(cached: torch.dtype, monkeypatch: pyt
     last = {(variant.name, variant.given[-1]) for variant in asked.values()}  # how it starts, or lets the next one
     assert ("prefill_hopper_kernel", 0) in last
     if cached is torch.bfloat16:
-        assert {("prefill_hopper_kernel", 1), ("decode_kernel", int(launching.Pdl.WAIT_LAST))} <= last
+        assert {("prefill_hopper_kernel", 1), ("decode_kernel", int(Pdl.WAIT_LAST))} <= last
     else:
         assert len({variant.given[-7] for variant in asked.values() if variant.name == "upcast_kernel"}) > 1  # heads
 

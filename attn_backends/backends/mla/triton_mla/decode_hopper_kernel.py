@@ -36,7 +36,7 @@ from attn_backends.kernels.hopper import (
     to_fp16_pairs,
     write_rows,
 )
-from attn_backends.kernels.launch import launch_dependents
+from attn_backends.kernels.pdl import launch_dependents
 from attn_backends.kernels.split_kv import LN_2, MAX_SPLITS
 
 BLOCK_M, RANK, ROPE = gl.constexpr(64), gl.constexpr(512), gl.constexpr(64)
@@ -69,7 +69,7 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     TILES: gl.constexpr,  # tiles of a row's queries
     UPCAST: gl.constexpr,  # the cache has 8 bits
     E5M2: gl.constexpr,  # its dtype is e5m2, not e4m3
-    LAUNCH_DEPENDENTS: gl.constexpr,  # `mla_combine_kernel` starts early, see `kernels.launch.Pdl`
+    LAUNCH_DEPENDENTS: gl.constexpr,  # `mla_combine_kernel` starts early, see `kernels.pdl.Pdl`
 ):
     """One program attends for a cut of all rows' keys and a tile of 64 of a row's queries, as `mla_decode_kernel`
     does."""

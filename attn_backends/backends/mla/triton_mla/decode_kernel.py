@@ -18,7 +18,7 @@ from attn_backends.kernels.fp8 import (
     unpack_columns,
     zero_acc,
 )
-from attn_backends.kernels.launch import grid_wait, launch_dependents
+from attn_backends.kernels.pdl import grid_wait, launch_dependents
 from attn_backends.kernels.split_kv import LN_2, MAX_SPLITS, combine_splits, load_block
 
 
@@ -51,7 +51,7 @@ def mla_decode_kernel(  # type: ignore[no-untyped-def]
     BLOCK_ROPE: tl.constexpr,  # ROPE, padded
     STAGES: tl.constexpr,  # blocks under way
     EXACT: tl.constexpr,  # 0 or 1: a product of float32 is three of tf32
-    LAUNCH_DEPENDENTS: tl.constexpr,  # 0 or 1: `mla_combine_kernel` starts early, see `kernels.launch.Pdl`
+    LAUNCH_DEPENDENTS: tl.constexpr,  # 0 or 1: `mla_combine_kernel` starts early, see `kernels.pdl.Pdl`
 ):
     """One program attends for a cut of all rows' keys and a tile of BLOCK_M of a row's queries."""
     if LAUNCH_DEPENDENTS:

@@ -28,7 +28,8 @@ from attn_backends.backends.mla.triton_mla.arguments import (
 from attn_backends.backends.mla.triton_mla.decode_kernel import mla_combine_kernel, mla_decode_kernel
 from attn_backends.backends.mla.triton_mla.tuning import SplitPlan, block_dims
 from attn_backends.kernels.cut_list import CutList
-from attn_backends.kernels.launch import has_hopper_kernels, has_tensor_engine, launch, operator, supports_pdl
+from attn_backends.kernels.launch import has_hopper_kernels, has_tensor_engine, launch, supports_pdl
+from attn_backends.kernels.operators import operator
 from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import KVCacheSpec, MLASpec
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from attn_backends.kernels.fp8 import as_pairs, interleave_columns, row_amax, scale_to_fp16, zero_acc
-from attn_backends.kernels.launch import WAIT_AT_ONCE, WAIT_FIRST, WAIT_LAST, acquire_fence, grid_wait
+from attn_backends.kernels.pdl import WAIT_AT_ONCE, WAIT_FIRST, WAIT_LAST, acquire_fence, grid_wait
 from attn_backends.kernels.split_kv import FAR, MAX_SPLITS, combine_splits, store_partial
 from attn_backends.kernels.tile_kernels import attend_keys, logit_scale, prefetch_keys, write_rows
 
@@ -88,7 +88,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr,  # of a query's columns that it combines at a time where these are still few
     NARROW: tl.constexpr,  # the same where they are many
     THREADS: tl.constexpr,  # of a program
-    PDL: tl.constexpr,  # when this kernel starts, see `kernels.launch.Pdl`
+    PDL: tl.constexpr,  # when this kernel starts, see `kernels.pdl.Pdl`
 ):
     """One program attends for a cut of all rows' keys, a KV head and a tile of BLOCK_M of a row's queries.
 

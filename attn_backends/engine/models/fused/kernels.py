@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_backends.kernels.launch import grid_wait_and_launch_dependents, launch, power_of_two, supports_pdl
+from attn_backends.kernels.launch import launch, power_of_two, supports_pdl
+from attn_backends.kernels.pdl import grid_wait_and_launch_dependents
 
 _GATE_WARPS = 4
 

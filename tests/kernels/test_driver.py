@@ -1,0 +1,159 @@
+"""Launches by CUDA's driver itself: each argument is where the driver reads it, and what cannot be so is Triton's."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+launching = pytest.importorskip("attn_backends.kernels.launch", reason="needs triton")
+driving = pytest.importorskip("attn_backends.kernels.driver")
+without_gpu = pytest.importorskip("benchmarks.lib.without_gpu")
+
+pytestmark = pytest.mark.skipif(launching.INTERPRETED, reason="interpreted kernels are not compiled")
+
+
+class Kernel:
+    """What `launch` asks of one of Triton's: its parameters are two descriptors, tensors and numbers."""
+
+    def __init__(self, stand_in: Any, *parameters: str) -> None:
+        self.stand_in, self.__name__ = stand_in, "kernel"
+        self.params = [
+            SimpleNamespace(name=name, is_constexpr=name.isupper(), do_not_specialize=name.startswith("varying"))
+            for name in parameters
+        ]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *given, **options: self.stand_in.compile(self, given, options)
+
+
+@pytest.fixture
+def driver() -> Iterator[Any]:
+    with without_gpu.kernels_without_a_gpu(keeps=True) as stand_in:
+        yield stand_in
+
+
+def tensor() -> torch.Tensor:
+    return torch.zeros(64, 64, dtype=torch.bfloat16)
+
+
+def described(of: torch.Tensor, rows: int = 64) -> Any:
+    return SimpleNamespace(base=of, shape=[rows, 64], strides=[64, 1], block_shape=[16, 64])
+
+
+def pointer(of: torch.Tensor) -> bytes:
+    return of.data_ptr().to_bytes(8, "little")
+
+
+def number(value: int) -> bytes:
+    return value.to_bytes(4, "little", signed=True)
+
+
+NONE = bytes(8), bytes(8)  # the scratch memory that no kernel of ours has
+PARAMETERS = ("first", "second", "varying_count", "varying_scale", "stride", "one", "half", "BLOCK")
+
+
+def launch(kernel: Any, tensors: tuple[torch.Tensor, ...], varying: tuple[float, ...], grid: Any = 3) -> None:
+    launching.launch(kernel, grid, tensors, varying, ((70, 1, 0.5, 16),), 4, use_pdl=True)
+
+
+def test_arguments_are_those_of_this_launch(driver: Any) -> None:
+    """Numbers that are 1, and constants, are none: Triton compiles for them."""
+    kernel, tensors = Kernel(driver, *PARAMETERS), (tensor(), tensor())
+    launch(kernel, (tensor(), tensor()), (5, 1.0))
+    launch(kernel, tensors, (-7, 0.25), (2, 3))
+    (started,) = driver.launches
+    assert started[:5] == ("kernel", (2, 3, 1), 4, True, without_gpu.STREAM)
+    half, quarter = struct.pack("<f", 0.5), struct.pack("<f", 0.25)
+    assert started.arguments == (*map(pointer, tensors), number(-7), quarter, number(70), half, *NONE)
+
+
+def test_descriptors_are_of_this_launchs_tensors(driver: Any) -> None:
+    kernel = Kernel(driver, "key_desc", "value_desc", "query", "BLOCK")
+    tensors = [tensor() for _ in range(4)]
+    for of, rows in ((tensors[0], 64), (tensors[1], 64), (tensors[2], 32), (tensors[3], 32)):
+        launching.launch(kernel, 1, (tensors[0],), (), ((16,),), 4, descriptors=(described(of, rows), None))
+    by_address = []
+    for of, started in zip(tensors[1:], driver.launches, strict=True):
+        tensor_map, *sizes = started.arguments
+        assert tensor_map[:8] == pointer(of)
+        rows = 64 if of is tensors[1] else 32
+        assert sizes == [number(rows), number(64), *(each.to_bytes(8, "little") for each in (64, 1)),
+                         pointer(tensors[0]), *NONE]  # fmt: skip
+        by_address.append(tensor_map[8:])
+    assert by_address[0] != by_address[1] == by_address[2]
+
+
+def test_no_programs_are_none(driver: Any) -> None:
+    kernel = Kernel(driver, *PARAMETERS)
+    for grid in (3, (0, 4), (4, 0)):
+        launch(kernel, (tensor(), tensor()), (5, 1.0), grid)
+    assert not driver.launches
+
+
+def test_what_the_driver_refuses_is_told(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tell(result: int, text: Any) -> None:
+        text._obj.value = f"error {result} of the driver".encode()
+
+    kernel = Kernel(driver, *PARAMETERS)
+    monkeypatch.setattr(driver, "cuGetErrorString", tell, raising=False)
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", lambda *given: 719)
+    launch(kernel, (tensor(), tensor()), (5, 1.0))
+    with pytest.raises(RuntimeError, match=r"refused a launch: error 719 of the driver \(719\)"):
+        launch(kernel, (tensor(), tensor()), (5, 1.0))
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["parameter", "size", "scratch", "cluster", "no driver", "no descriptors"],
+)  # fmt: skip
+def test_what_is_not_as_triton_says_is_tritons(change: str, driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, compile_kernel = Kernel(driver, "key_desc", *PARAMETERS), driver.compile
+
+    def changed(*given: Any) -> Any:
+        made = compile_kernel(*given)
+        if change == "parameter":
+            made.sizes = [*made.sizes, 8]
+        elif change == "size":
+            made.sizes = [8 if size == 4 else size for size in made.sizes]
+        elif change == "scratch":
+            made.metadata.global_scratch_size = 16
+        elif change == "cluster":
+            made.metadata.num_ctas = 2
+        elif change == "no descriptors":
+            made.metadata.tensordesc_meta = None
+        return made
+
+    if change == "no driver":
+        monkeypatch.setattr(driving, "cuda_driver", lambda: None)
+    monkeypatch.setattr(driver, "compile", changed)
+    tensors = tensor(), tensor()
+    for _ in range(2):
+        launching.launch(kernel, 3, tensors, (5, 1.0), ((70, 1, 0.5, 16),), 4, descriptors=(described(tensors[0]),))
+    assert not driver.launches
+    assert driver.count == 2  # one by each of Triton's ways
+
+
+def test_a_thread_has_its_own_room(driver: Any) -> None:
+    """Another one's arguments would come between."""
+    kernel = Kernel(driver, *PARAMETERS)
+    launch(kernel, (tensor(), tensor()), (5, 1.0))
+    (first,) = launching._forms.found.values()
+    seen: list[Any] = []
+
+    def run() -> None:
+        for _ in range(2):
+            launch(kernel, (tensor(), tensor()), (5, 1.0))
+        seen.extend(launching._forms.found.values())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    (other,) = seen
+    assert other.prepared is not first.prepared
+    assert len(driver.launches) == 1

@@ -1,0 +1,209 @@
+"""Layers that are alike repeat each other's launches: a driver is asked to start what they ask for by themselves.
+
+On a GPU outputs are compared; elsewhere every argument of every launch, by a stand-in of the driver.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends.batch.common import CommonAttentionMetadata
+from attn_backends.cache.kv_cache import KVCache, allocate_kv_cache
+from attn_backends.interface import Plans
+from attn_backends.registry import get_backend
+from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
+
+launching = pytest.importorskip("attn_backends.kernels.launch", reason="needs triton")
+repeating = pytest.importorskip("attn_backends.kernels.repeats")
+without_gpu = pytest.importorskip("benchmarks.lib.without_gpu")
+
+pytestmark = pytest.mark.skipif(launching.INTERPRETED, reason="interpreted kernels are launched one by one")
+
+PAGES = 512
+
+
+@pytest.fixture
+def driver() -> Iterator[Any]:
+    with without_gpu.kernels_without_a_gpu(keeps=True) as stand_in:
+        yield stand_in
+
+
+@dataclass
+class Layer:
+    """What a call of one layer is given."""
+
+    impl: Any
+    step: Any
+    cache: KVCache
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    output: torch.Tensor
+    lse: torch.Tensor | None
+
+    def addresses(self) -> list[int]:
+        """Of all tensors that do not change from one call to the next."""
+        own = (self.query, self.key, self.value, *self.cache, self.output, self.lse, *self.impl._kernels.of_layer)
+        return [tensor.data_ptr() for tensor in (*own, *self.step.tensors()) if tensor is not None]
+
+    def run(self) -> None:
+        self.impl.forward(self.query, self.key, self.value, self.cache, self.step, self.output, lse=self.lse)
+
+
+def random_spec(rng: random.Random) -> AttentionSpec:
+    num_kv_heads, dim = rng.choice([1, 2, 3, 8]), rng.choice([64, 80, 128, 256])
+    dtype = rng.choice([torch.bfloat16, torch.float16])
+    cache_dtype = torch.float8_e4m3fn if rng.random() < 0.2 else dtype
+    heads = num_kv_heads * rng.choice([1, 3, 4, 8])
+    return AttentionSpec(
+        heads, num_kv_heads, dim, dtype=dtype, cache_dtype=cache_dtype,
+        window_left=rng.choice([-1, -1, 100]), logits_soft_cap=rng.choice([None, None, 30.0]),
+        sinks=rng.random() < 0.3, alibi_slopes=tuple(0.5**i for i in range(heads)) if rng.random() < 0.1 else None,
+    )  # fmt: skip
+
+
+def random_batch(rng: random.Random, device: torch.device) -> CommonAttentionMetadata:
+    """Decodes, verified tokens, chunks and prompts, in the order that builders want."""
+    kinds = rng.choice([("decode",), ("prompt",), ("chunk",), ("decode", "prompt"), ("decode", "verify", "chunk")])
+    rows = []
+    for kind in kinds:
+        for _ in range(rng.choice([1, 2, 7, 20])):
+            queries = {"decode": 1, "verify": rng.randint(2, 8)}.get(kind) or rng.randint(17, 200)
+            rows.append((queries, queries if kind == "prompt" else queries + rng.randint(1, 900)))
+    query_lens, seq_lens = zip(*rows, strict=True)
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    lens = torch.tensor(seq_lens, dtype=torch.int32)
+    generator = torch.Generator().manual_seed(rng.randrange(1000))
+    table = torch.randint(PAGES, (len(rows), 70), dtype=torch.int32, generator=generator).to(device)
+    slots = torch.randperm(PAGES * 16, generator=generator)[: sum(query_lens)].to(device)
+    return CommonAttentionMetadata.from_tensors(
+        16, starts.to(device, copy=True), starts, lens.to(device, copy=True), lens, table, slots
+    )
+
+
+def random_layers(rng: random.Random, device: torch.device) -> list[Layer]:
+    """Layers of one model, of which one differs: it is in another plan group, or scales its cache."""
+    spec = random_spec(rng)
+    names = ("first", "second", "other", "last")
+    specs = dict.fromkeys(names, spec)
+    if rng.random() < 0.3:
+        specs["other"] = AttentionSpec(**{**vars(spec), "window_left": 33})
+    backend, cache = get_backend("TRITON"), KVCacheSpec(PAGES, 16, rng.choice(["NHD", "HND"]))
+    plans = Plans(backend, specs, cache, Limits(64, 16384, 2048), device, None)
+    pool = allocate_kv_cache(backend, specs, cache, device)
+    common = random_batch(rng, device)
+    num_tokens = int(common.query_start_loc_cpu[common.num_actual_reqs])
+    steps, lies, wants_lse = plans.plan(common), rng.choice(["apart", "fused", "odd", "longer"]), rng.random() < 0.3
+    layers = []
+    for name in names:
+        sinks = torch.randn(spec.num_qo_heads, device=device) if spec.sinks else None
+        scales = {"k_scale": 0.5} if name == "other" and rng.random() < 0.5 else {}
+        query, key, value = random_tensors(spec, num_tokens, lies, device)
+        output = torch.empty(num_tokens, spec.num_qo_heads, spec.head_dim_vo, dtype=spec.dtype, device=device)
+        lse = torch.empty(num_tokens, spec.num_qo_heads, device=device) if wants_lse else None
+        impl = plans.bind(name, sinks=sinks, **scales)
+        layers.append(Layer(impl, steps[name], pool.layers[name], query, key, value, output, lse))
+    return layers
+
+
+def random_tensors(spec: AttentionSpec, num_tokens: int, lies: str, device: torch.device) -> list[torch.Tensor]:
+    """Queries, keys and values, in tensors of their own, in one, beside multiples of 16 bytes, or of more tokens."""
+    heads = (spec.num_qo_heads, spec.num_kv_heads, spec.num_kv_heads)
+    if lies == "fused":
+        whole = torch.randn(num_tokens, sum(heads), spec.head_dim, device=device).to(spec.dtype)
+        return [*whole.split(heads, 1)]
+    more = 5 if lies == "longer" else 0
+    made = []
+    for i, count in enumerate(heads):
+        shape = (num_tokens + (more if i else 0), count, spec.head_dim)
+        flat = torch.randn(shape[0] * count * spec.head_dim + 3, device=device).to(spec.dtype)
+        made.append(flat[3 if lies == "odd" else 0 :][: flat.numel() - 3].view(shape))
+    return made
+
+
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeating.Repeats, "run", lambda self, layer, tensors, of_step, call: call())
+
+
+def started(layers: list[Layer], driver: Any) -> list[Any]:
+    """What one step starts, whose layers have not run before. Copies, which lie anywhere, are left out."""
+    for layer in layers:
+        layer.step.repeats._kept.clear()
+    del driver.launches[:]
+    for layer in layers:
+        layer.run()
+    known = {address for layer in layers for address in layer.addresses()}
+    return [
+        launch._replace(arguments=tuple(
+            each for each in launch.arguments if int.from_bytes(each, "little") < 2**40 or len(each) != 8
+            or int.from_bytes(each, "little") in known
+        ))
+        for launch in driver.launches
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(60))
+@torch.inference_mode()
+def test_what_is_started_is_what_a_layer_asks_for(seed: int, driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = random_layers(random.Random(f"repeats {seed}"), torch.device("cpu"))
+    started(layers, driver)  # kernels are compiled
+    repeated = started(layers, driver)
+    one_by_one(monkeypatch)
+    assert repeated == started(layers, driver)
+    assert repeated
+
+
+@torch.inference_mode()
+def test_layers_that_lie_alike_are_repeated(driver: Any) -> None:
+    """So the random ones compare something: three of four layers, if one has scales of its own or none has."""
+    counts = []
+    for seed in range(60):
+        layers = random_layers(random.Random(f"repeats {seed}"), torch.device("cpu"))
+        started(layers, driver)
+        started(layers, driver)
+        steps = {id(layer.step): layer.step for layer in layers}
+        kept = [each for step in steps.values() for each in step.repeats._kept.values()]
+        counts.append(bool(kept) and None not in kept)
+    assert sum(counts) > 30
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(56))
+@torch.inference_mode()
+def test_outputs_on_a_gpu(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache, outputs and LSE are those of layers that are launched one by one, and by Triton."""
+    layers = random_layers(random.Random(f"repeats on a GPU {seed}"), torch.device("cuda"))
+    run_anew(layers)  # kernels are compiled
+    repeated = run_anew(layers)
+    assert all(found.prepared is not None for found in launching._forms.found.values())
+    one_by_one(monkeypatch)
+    alone = run_anew(layers)
+    monkeypatch.setattr(launching, "describes_launches", lambda: True)
+    for name, result, *others in zip(
+        ("outputs", "lse", "keys", "values"), repeated, alone, run_anew(layers), strict=True
+    ):
+        for other in others:
+            torch.testing.assert_close(
+                result, other, rtol=1e-2, atol=1e-2, msg=lambda told, name=name: f"{name}: {told}"
+            )
+
+
+def run_anew(layers: list[Layer]) -> tuple[list[torch.Tensor], ...]:
+    """Outputs, LSE, keys and values of a step whose layers have not run before."""
+    for layer in layers:
+        layer.step.repeats._kept.clear()
+        layer.output.fill_(7)
+        for cached in layer.cache:
+            cached.zero_()
+    for layer in layers:
+        layer.run()
+    torch.cuda.synchronize()
+    lse = [layer.lse.clone() for layer in layers if layer.lse is not None]
+    caches = ([getattr(layer.cache, name).float() for layer in layers] for name in ("key", "value"))
+    return [layer.output.clone() for layer in layers], lse, *caches
