@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from typing import Any, ClassVar, Generic
 
 import torch
@@ -16,7 +17,8 @@ from attn_backends.spec import AttentionSpec, KVCacheSpec, new_kv_shapes
 class AttentionImpl(ABC, Generic[StepT]):
     """One layer's attention. Holds the layer's constants, nothing of a step; never syncs with the device.
 
-    `forward` is the same for all: it checks a call, writes the new keys and values, and calls `attend`.
+    `forward` is the same for all: it checks a call, writes the new keys and values, and calls `attend`; or, where the
+    step repeats calls, starts what a layer that lies alike, which was checked, has started.
 
     Args:
         spec, cache: the layer and the pool.
@@ -29,6 +31,8 @@ class AttentionImpl(ABC, Generic[StepT]):
 
     step_cls: ClassVar[type[AttentionStep[Any]]] = AttentionStep  # what the backend's state returns
     leaves_padding: ClassVar[bool] = True  # `attend` does not touch padded rows: `forward` zeroes their outputs
+    alike: Hashable = None  # equal for layers whose calls differ in tensors alone, where their steps repeat them
+    own_tensors: tuple[torch.Tensor | None, ...] = ()  # the layer's, which calls read beside what they are given
 
     def __init__(
         self,
@@ -76,6 +80,19 @@ class AttentionImpl(ABC, Generic[StepT]):
             ValueError: the step is of other layers, or the tensors are not of this step and layer.
             Unsupported: an argument that the backend does not honour.
         """
+        given = query, key, value, kv_cache, step
+        repeats = step.repeats if isinstance(step, self.step_cls) else None
+        if repeats is None or output is None or step.metadata.num_row_tokens < step.metadata.num_tokens:
+            return self._forward(*given, output, lse)
+        tensors = (query, key, value, *(kv_cache or (None, None)), output, lse, *self.own_tensors)
+        repeats.run(self.alike, tensors, step.tensors, lambda: self._forward(*given, output, lse))
+        return output
+
+    def _forward(
+        self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache | None,
+        step: StepT, output: torch.Tensor | None, lse: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """`forward`, of a call that no other layer's stands for."""
         if not isinstance(step, self.step_cls):
             raise TypeError(
                 f"{type(self).__name__} takes a {self.step_cls.__name__}, and got a {type(step).__name__} of "

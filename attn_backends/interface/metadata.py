@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -154,11 +154,25 @@ class AttentionMetadata:
 MetadataT = TypeVar("MetadataT", bound=AttentionMetadata)
 
 
+class RepeatedCalls(Protocol):
+    """What the layers of one step have started, for layers that lie alike (see `attn_backends.kernels.repeats`)."""
+
+    def run(
+        self, layer: Hashable, tensors: Sequence[torch.Tensor | None],
+        of_step: Callable[[], Iterable[torch.Tensor]], call: Callable[[], object],
+    ) -> None: ...  # fmt: skip
+
+
 @dataclass(frozen=True)
 class AttentionStep(Generic[MetadataT]):
     """What every layer's Impl receives: metadata bound to what the state planned for it (a subclass adds wrappers)."""
 
     metadata: MetadataT
+    repeats: RepeatedCalls | None = field(default=None, init=False, compare=False, repr=False)  # None: nothing is
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """All that calls of the step's layers read and write beside the layers' own, where they are repeated."""
+        return ()
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def cuda_driver() -> Any:
     return library
 
 
-def prepare(
+def prepare_launch(
     compiled: Any, descriptors: Sequence[Any], tensors: Sequence[Any], varying: Sequence[float], numbers: Sequence[Any]
 ) -> PreparedLaunch | None:  # fmt: skip
     """A launch of what Triton compiled for arguments like these. None where that is Triton's to launch: see this
@@ -119,8 +119,8 @@ class PreparedLaunch:
         taken += [(count + i, 8) for i in range(_SCRATCH)]
         maps = [each for each in self._maps if each is not None]
         self.sizes = [*(size for each in maps for size in each.sizes), *(size for _, size in taken)]
-        places = [*(place for each in maps for place in each.places), *(words + 8 * i for i, _ in taken)]
-        self._places = (ctypes.c_void_p * len(places))(*places)
+        addresses = [*(at for each in maps for at in each.addresses), *(words + 8 * i for i, _ in taken)]
+        self._parameters = (ctypes.c_void_p * len(addresses))(*addresses)
         self._attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, 1, b"")
         self._config = _Config(
             1, 1, 1, 32 * metadata.num_warps, 1, 1, metadata.shared, None, ctypes.addressof(self._attribute),
@@ -152,7 +152,7 @@ class PreparedLaunch:
             if tensor_map is not None:
                 tensor_map.describe(descriptor, base)
         if grid[0] and grid[1] and grid[2]:
-            _check(self._driver, self._launch(self._by_reference, self._function, self._places, None))
+            _check(self._driver, self._launch(self._by_reference, self._function, self._parameters, None))
 
     def as_words(self, varying: Sequence[float]) -> list[int]:
         """What varies from batch to batch, as it lies in the kernel's room."""
@@ -172,7 +172,7 @@ class _Map:
         self._at = ctypes.c_void_p(start + -start % _MAP_ALIGNMENT)
         self._words = (ctypes.c_int64 * (2 * num_dims))()
         words = ctypes.addressof(self._words)
-        self.places = [self._at.value or 0, *(words + 8 * i for i in range(2 * num_dims))]
+        self.addresses = [self._at.value or 0, *(words + 8 * i for i in range(2 * num_dims))]
         self.sizes = [_MAP_BYTES, *[4] * num_dims, *[8] * num_dims]
         self._shape: Any = None
         self._strides: Any = None
@@ -186,7 +186,7 @@ class _Map:
         self._base = base
 
     def _encode(self, descriptor: Any, base: int) -> None:
-        """As Triton does: the last dimension is the driver's first, and its stride is that of an element."""
+        """Write the driver's form, in which the last dimension is the first, and has no stride."""
         shape, strides, meta = [*descriptor.shape], [*descriptor.strides], self._meta
         count, size = self._num_dims, meta["elem_size"]
         self._shape = None  # in case the driver refuses

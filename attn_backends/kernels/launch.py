@@ -15,7 +15,7 @@ import triton
 from triton.language.extra import cuda
 
 from attn_backends import machine
-from attn_backends.kernels.driver import PreparedLaunch, prepare
+from attn_backends.kernels.driver import PreparedLaunch, prepare_launch
 from attn_backends.machine import is_hip, is_hopper
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -138,7 +138,7 @@ def power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-class Compiled(NamedTuple):
+class KernelForm(NamedTuple):
     """What Triton compiled, and a launch of it by the driver itself, where that can be."""
 
     kernel: Any  # of which; it is kept, as forms have its identity
@@ -150,14 +150,14 @@ class _Forms(local):
     """A thread's kernels, by all that Triton compiles them for."""
 
     def __init__(self) -> None:
-        self.found: dict[tuple[Any, ...], Compiled] = {}
+        self.found: dict[tuple[Any, ...], KernelForm] = {}
 
 
 class Recording(Protocol):
     """Takes note of launches beside what they start (see `repeats`)."""
 
     def add(
-        self, found: Compiled | None, grid: tuple[int, ...], tensors: Sequence[torch.Tensor],
+        self, found: KernelForm | None, grid: tuple[int, ...], tensors: Sequence[torch.Tensor],
         addresses: list[int], varying: tuple[float, ...], descriptors: tuple[Any, ...],
     ) -> None: ...  # fmt: skip
     def refuse(self) -> None: ...
@@ -260,19 +260,21 @@ def launch(
     form = (id(kernel), tensors[0].get_device(), warps, use_pdl, aligned, *map(_dtype_of, tensors), *same)
     found = _forms.found.get(form)
     if found is None:
-        if len(_forms.found) >= _MOST_COMPILED:
-            _forms.found.clear()
         compiled = kernel[grid](*descriptors, *tensors, *varying, *numbers, **options)
-        prepared = prepare(compiled, descriptors, tensors, varying, numbers) if _TRITON in _RUN_TRIED else None
-        _forms.found[form] = Compiled(kernel, compiled, prepared)
+        _keep(form, kernel, compiled, (descriptors, tensors, varying, numbers))
+    elif found.prepared is None or describes_launches():
+        start_compiled(found.compiled, (*grid, 1, 1)[:3], *descriptors, *addresses, *varying, *numbers)
     else:
-        grid = (*grid, 1, 1)[:3]
-        if found.prepared is None or describes_launches():
-            start_compiled(found.compiled, grid, *descriptors, *addresses, *varying, *numbers)
-        else:
-            bases = [0 if each is None else each.base.data_ptr() for each in descriptors]
-            words = found.prepared.as_words(varying)
-            found.prepared.start(grid, current_stream(), addresses, words, descriptors, bases)
-    recording = RECORDING.get()
-    if recording is not None:
-        recording.add(found, grid, tensors, addresses, varying, descriptors)
+        bases = [0 if each is None else each.base.data_ptr() for each in descriptors]
+        words = found.prepared.as_words(varying)
+        found.prepared.start((*grid, 1, 1)[:3], current_stream(), addresses, words, descriptors, bases)
+    if (recording := RECORDING.get()) is not None:
+        recording.add(found, (*grid, 1, 1)[:3], tensors, addresses, varying, descriptors)
+
+
+def _keep(form: tuple[Any, ...], kernel: Any, compiled: Any, given: tuple[Sequence[Any], ...]) -> None:
+    """Find it by itself from now on."""
+    prepared = prepare_launch(compiled, *given) if _TRITON in _RUN_TRIED else None
+    if len(_forms.found) >= _MOST_COMPILED:
+        _forms.found.clear()
+    _forms.found[form] = KernelForm(kernel, compiled, prepared)

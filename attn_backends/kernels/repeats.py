@@ -21,7 +21,7 @@ from attn_backends.kernels.launch import (
     INTERPRETED,
     LISTING,
     RECORDING,
-    Compiled,
+    KernelForm,
     current_stream,
     describes_launches,
 )
@@ -59,7 +59,7 @@ class LayerRecording:
         self._is_useful = False
 
     def add(
-        self, found: Compiled | None, grid: tuple[int, ...], tensors: Sequence[torch.Tensor], addresses: list[int],
+        self, found: KernelForm | None, grid: tuple[int, ...], tensors: Sequence[torch.Tensor], addresses: list[int],
         varying: tuple[float, ...], descriptors: tuple[Any, ...],
     ) -> None:  # fmt: skip
         own = [(i, self._own[address]) for i, address in enumerate(addresses) if address in self._own]

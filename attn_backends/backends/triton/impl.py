@@ -38,23 +38,8 @@ class TritonImpl(AttentionImpl[TritonStep]):
         self._kernels = make_kernels(
             self.spec, self.cache, self.device, self.options, self.sinks, self.k_scale, self.v_scale
         )
-        self._alike = _alike(self.spec, self.cache, self.options, self.k_scale, self.v_scale)
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache | None,
-        step: TritonStep, output: torch.Tensor | None = None, *, lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """As every backend's. A layer that lies as another one of the same step, which has been checked then, starts
-        the same kernels at once."""
-        has_padding = not isinstance(step, TritonStep) or step.metadata.num_row_tokens < step.metadata.num_tokens
-        if output is None or has_padding:
-            return super().forward(query, key, value, kv_cache, step, output, lse=lse)
-        tensors = (query, key, value, *(kv_cache or (None, None)), output, lse, *self._kernels.of_layer)
-        step.repeats.run(
-            self._alike, tensors, step.tensors,
-            lambda: super(TritonImpl, self).forward(query, key, value, kv_cache, step, output, lse=lse),
-        )  # fmt: skip
-        return output
+        self.alike = _alike(self.spec, self.cache, self.options, self.k_scale, self.v_scale)
+        self.own_tensors = self._kernels.of_layer
 
     def write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, step: TritonStep) -> None:
         """Nothing: `attend` writes, as it knows whether the launch behind may pdl before the write has ended."""

@@ -660,6 +660,7 @@ def on_machine(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict
     """A Hopper GPU and its Triton, unless `changed` has others; what it has of a layer, in 16 bits unless it says."""
     asked = {"capability": (9, 0), "triton": (3, 6), "dtype": torch.bfloat16, **changed}
     capability = asked.pop("capability")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(launching, "_capability", lambda gpu: capability)
     monkeypatch.setattr(launching, "_gpu", lambda device: device)
     monkeypatch.setattr(launching, "_TRITON", asked.pop("triton"))
