@@ -9,14 +9,13 @@ driver is too old to say, Triton launches by itself.
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 _BYTES = {"i1": 1, "i8": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32": 4, "i64": 8, "u64": 8, "fp32": 4, "f32": 4}
 _FLOATS = ("fp32", "f32")
-_MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # CUtensorMap
+_MAP_BYTES = _MAP_ALIGNMENT = 128  # CUtensorMap
 _SCRATCH = 2  # addresses behind a kernel's own parameters, of memory that ours do not ask for
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _L2_PROMOTION_128B, _NO_INTERLEAVE, _ZEROS_OUTSIDE = 2, 0, 0
@@ -27,8 +26,8 @@ _HOST_DTYPES = {8: 10, 9: 8, 10: 9}
 class _Attribute(ctypes.Structure):
     """CUlaunchAttribute."""
 
-    _fields_ = (("id", ctypes.c_uint32), ("pad", ctypes.c_uint32), ("value", ctypes.c_uint32),
-                ("rest", ctypes.c_char * 60))  # fmt: skip
+    _fields_ = (("id", ctypes.c_uint32), ("pad", ctypes.c_uint32), ("value", ctypes.c_uint64),
+                ("rest", ctypes.c_char * 56))  # fmt: skip
 
 
 class _Config(ctypes.Structure):
@@ -201,10 +200,9 @@ class _Map:
         self._shape, self._strides = shape, strides
 
 
-@lru_cache(maxsize=1024)
 def float_bits(value: float) -> int:
-    """A number as float32, by its bits."""
-    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+    """A number as float32, by its bits. One that is too large is infinite."""
+    return ctypes.c_uint32.from_buffer(ctypes.c_float(value)).value
 
 
 def _check(driver: Any, result: int) -> None:

@@ -165,6 +165,13 @@ class Recording(Protocol):
 
 RECORDING: ContextVar[Recording | None] = ContextVar("recording", default=None)
 _forms = _Forms()
+
+
+def forms_of_thread() -> dict[tuple[Any, ...], KernelForm]:
+    """The dict of the thread that asks, by which it is known. No other may start its launches."""
+    return _forms.found
+
+
 _MOST_COMPILED = 1024
 _dtype_of = attrgetter("dtype")
 

@@ -135,7 +135,9 @@ def kernels_without_a_gpu(*, keeps: bool) -> Iterator[StandIn]:
         held.enter_context(patch.object(KernelInterface, "__getitem__", lambda kernel, grid: (
             lambda *given, **options: stand_in.compile(kernel, given, options)
         )))  # fmt: skip
-        held.enter_context(patch.object(kv_cache, "_has_kernel", lambda *tensors: True))
+        held.enter_context(patch.object(kv_cache, "_has_kernel", lambda *tensors: all(
+            tensor.dtype is not torch.float64 for tensor in tensors
+        )))  # fmt: skip
         held.enter_context(patch.object(prefilling, "has_hopper_kernels", lambda device: True))
         for module in (prefilling, kernels):
             held.enter_context(patch.object(module, "supports_pdl", lambda device: True))

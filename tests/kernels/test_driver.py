@@ -157,3 +157,14 @@ def test_a_thread_has_its_own_room(driver: Any) -> None:
     (other,) = seen
     assert other.prepared is not first.prepared
     assert len(driver.launches) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "bits"),
+    [(0.0, 0), (-0.0, 1 << 31), (1.0, 0x3F800000), (-0.25, 0xBE800000), (1e39, 0x7F800000), (float("-inf"), 0xFF800000),
+     (1e-45, 1)],
+)  # fmt: skip
+def test_numbers_are_float32(value: float, bits: int) -> None:
+    for _ in range(2):
+        assert driving.float_bits(0.0) == 0
+        assert driving.float_bits(value) == bits

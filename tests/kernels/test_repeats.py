@@ -5,7 +5,10 @@ On a GPU outputs are compared; elsewhere every argument of every launch, by a st
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +90,7 @@ def random_batch(rng: random.Random, device: torch.device) -> CommonAttentionMet
     )
 
 
-def random_layers(rng: random.Random, device: torch.device) -> list[Layer]:
+def random_layers(rng: random.Random, device: torch.device, lies: str = "") -> list[Layer]:
     """Layers of one model, of which one differs: it is in another plan group, or scales its cache."""
     spec = random_spec(rng)
     names = ("first", "second", "other", "last")
@@ -99,7 +102,8 @@ def random_layers(rng: random.Random, device: torch.device) -> list[Layer]:
     pool = allocate_kv_cache(backend, specs, cache, device)
     common = random_batch(rng, device)
     num_tokens = int(common.query_start_loc_cpu[common.num_actual_reqs])
-    steps, lies, wants_lse = plans.plan(common), rng.choice(["apart", "fused", "odd", "longer"]), rng.random() < 0.3
+    steps, wants_lse = plans.plan(common), rng.random() < 0.3
+    lies = lies or rng.choice(["apart", "fused", "odd", "longer", "double"])
     layers = []
     for name in names:
         sinks = torch.randn(spec.num_qo_heads, device=device) if spec.sinks else None
@@ -113,7 +117,8 @@ def random_layers(rng: random.Random, device: torch.device) -> list[Layer]:
 
 
 def random_tensors(spec: AttentionSpec, num_tokens: int, lies: str, device: torch.device) -> list[torch.Tensor]:
-    """Queries, keys and values, in tensors of their own, in one, beside multiples of 16 bytes, or of more tokens."""
+    """Queries, keys and values, in tensors of their own, in one, beside multiples of 16 bytes, of more tokens, or keys
+    that no kernel writes."""
     heads = (spec.num_qo_heads, spec.num_kv_heads, spec.num_kv_heads)
     if lies == "fused":
         whole = torch.randn(num_tokens, sum(heads), spec.head_dim, device=device).to(spec.dtype)
@@ -123,7 +128,8 @@ def random_tensors(spec: AttentionSpec, num_tokens: int, lies: str, device: torc
     for i, count in enumerate(heads):
         shape = (num_tokens + (more if i else 0), count, spec.head_dim)
         flat = torch.randn(shape[0] * count * spec.head_dim + 3, device=device).to(spec.dtype)
-        made.append(flat[3 if lies == "odd" else 0 :][: flat.numel() - 3].view(shape))
+        tensor = flat[3 if lies == "odd" else 0 :][: flat.numel() - 3].view(shape)
+        made.append(tensor.double() if lies == "double" and i else tensor)
     return made
 
 
@@ -131,21 +137,25 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repeating.Repeats, "run", lambda self, layer, tensors, of_step, call: call())
 
 
-def started(layers: list[Layer], driver: Any) -> list[Any]:
-    """What one step starts, whose layers have not run before. Copies, which lie anywhere, are left out."""
+def started(layers: list[Layer], driver: Any) -> tuple[list[Any], list[torch.Tensor]]:
+    """What one step starts, whose layers have not run before, and what torch has written to their caches. Copies, which
+    lie anywhere, are left out."""
     for layer in layers:
         layer.step.repeats._kept.clear()
+        for cached in layer.cache:
+            cached.zero_()
     del driver.launches[:]
     for layer in layers:
         layer.run()
     known = {address for layer in layers for address in layer.addresses()}
-    return [
+    launches = [
         launch._replace(arguments=tuple(
             each for each in launch.arguments if int.from_bytes(each, "little") < 2**40 or len(each) != 8
             or int.from_bytes(each, "little") in known
         ))
         for launch in driver.launches
     ]  # fmt: skip
+    return launches, [cached.float() for layer in layers for cached in layer.cache]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -153,24 +163,93 @@ def started(layers: list[Layer], driver: Any) -> list[Any]:
 def test_what_is_started_is_what_a_layer_asks_for(seed: int, driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = random_layers(random.Random(f"repeats {seed}"), torch.device("cpu"))
     started(layers, driver)  # kernels are compiled
-    repeated = started(layers, driver)
+    repeated, written = started(layers, driver)
     one_by_one(monkeypatch)
-    assert repeated == started(layers, driver)
+    alone, wanted = started(layers, driver)
+    assert repeated == alone
     assert repeated
+    assert all(map(torch.equal, written, wanted))
 
 
 @torch.inference_mode()
 def test_layers_that_lie_alike_are_repeated(driver: Any) -> None:
-    """So the random ones compare something: three of four layers, if one has scales of its own or none has."""
+    """So the random ones compare something."""
     counts = []
     for seed in range(60):
         layers = random_layers(random.Random(f"repeats {seed}"), torch.device("cpu"))
         started(layers, driver)
         started(layers, driver)
-        steps = {id(layer.step): layer.step for layer in layers}
-        kept = [each for step in steps.values() for each in step.repeats._kept.values()]
+        kept = kept_of(layers)
         counts.append(bool(kept) and None not in kept)
     assert sum(counts) > 30
+
+
+def kept_of(layers: list[Layer]) -> list[Any]:
+    steps = {id(layer.step): layer.step for layer in layers}
+    return [each for step in steps.values() for each in step.repeats._kept.values()]
+
+
+@pytest.fixture
+def alike(driver: Any) -> list[Layer]:
+    """Layers that repeat the first one's launches, after a step in which kernels were compiled."""
+    layers = random_layers(random.Random("alike"), torch.device("cpu"), "apart")
+    with torch.inference_mode():
+        started(layers, driver)
+        started(layers, driver)
+    assert kept_of(layers)
+    assert None not in kept_of(layers)
+    return layers
+
+
+@torch.inference_mode()
+def test_what_is_compiled_is_not_repeated_yet(driver: Any) -> None:
+    """Nor does it hinder the next layer."""
+    layers = random_layers(random.Random("alike"), torch.device("cpu"), "apart")
+    layers[0].run()
+    assert not kept_of(layers)
+    layers[1].run()
+    assert kept_of(layers)
+    assert None not in kept_of(layers)
+
+
+@torch.inference_mode()
+def test_bad_tensors_are_refused_to_layers_that_repeat(alike: list[Layer]) -> None:
+    layer = alike[1]
+    layer.query = layer.query[:, :-1]
+    with pytest.raises(ValueError, match="query has shape"):
+        layer.run()
+    layer.query = alike[0].query.to("meta")  # of another device
+    before = len(kept_of(alike))
+    layer.run()
+    assert len(kept_of(alike)) == before + 1
+
+
+@torch.inference_mode()
+def test_another_thread_goes_its_own_way(alike: list[Layer], driver: Any) -> None:
+    """Once: then it repeats what it has recorded itself. A thread may have a dead one's number."""
+    for _ in range(2):
+        before, compiled = [*map(id, kept_of(alike))], driver.count - len(driver.launches)
+        thread = threading.Thread(target=lambda: [alike[1].run() for _ in range(3)])
+        thread.start()
+        thread.join()
+        assert driver.count - len(driver.launches) > compiled
+        assert [*map(id, kept_of(alike))] != before
+
+
+@torch.inference_mode()
+def test_a_copy_of_a_step_has_started_nothing(alike: list[Layer]) -> None:
+    assert not copy.deepcopy(alike[0].step.repeats)._kept
+    assert not pickle.loads(pickle.dumps(alike[0].step.repeats))._kept
+
+
+@torch.inference_mode()
+def test_forms_of_a_step_have_an_end(alike: list[Layer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeating, "_MOST_FORMS", 3)
+    layer, whole = alike[0], alike[0].key
+    for more in range(8):
+        layer.key = torch.cat([whole, whole[:more]])
+        layer.run()
+        assert len(layer.step.repeats._kept) <= 3
 
 
 @pytest.mark.gpu

@@ -31,7 +31,7 @@ def check_forward(case: Case, model: Any, cache: Any, ids: Tensor, mask: Tensor,
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         wanted = case.eager(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
     difference = out.logits.log_softmax(-1) - wanted[:, -new:].log_softmax(-1)
-    assert difference[mask[:, -new:].bool()].abs().max() < 1e-5
+    assert difference[mask[:, -new:].bool()].abs().max() < 3e-5  # of float32: sums come in another order
 
 
 def test_a_loop_of_ones_own_over_a_cache_that_grows(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
