@@ -140,7 +140,7 @@ class Repeats:
         if INTERPRETED or LISTING.get() is not None or reduce(or_, addresses) % ALIGNED or describes_launches():
             call()
             return
-        form = (layer, *(None if each is None else (each.shape, each.stride(), each.dtype, each.get_device())
+        form = (layer, *(None if each is None else (each.shape, each.stride(), each.dtype, each.device)
                          for each in tensors))  # fmt: skip
         kept = self._kept.get(form)
         if kept is not None and kept.is_of_this_thread:
