@@ -16,6 +16,7 @@ from attn_backends import AttentionSpec, CommonAttentionMetadata
 from attn_backends.backends.flash_attn.call import window_of
 from attn_backends.backends.flash_attn.fa3 import FlashAttention3
 from attn_backends.cache.kv_cache import gather_slots
+from benchmarks.attention.bare_tensorrt import fmha_v2_prefill, xqa_decode
 from benchmarks.attention.paged_problem import Call, Contender, Problem, make_contender
 
 WORKSPACE_BYTES = 512 << 20  # of FlashInfer; its own advice is 128 MB, which graphs of many rows overflow
@@ -228,6 +229,7 @@ DECODE = {
     "FA3, scheduled once": Bare(partial(fa3, scheduled=True), fp8_queries=True, head_dims=FlashAttention3.head_dims),
     "FA2, page 256": Bare(fa2_decode, 256),
     "FA4": Bare(fa4),
+    "XQA": Bare(xqa_decode),
 }
 PREFILL = {
     "FlashInfer fa2": Bare(partial(flashinfer_prefill, kernel="fa2")),
@@ -237,4 +239,5 @@ PREFILL = {
     "FA3": Bare(partial(fa3, scheduled=False), fp8_queries=True, head_dims=FlashAttention3.head_dims),
     "FA2, page 256": Bare(fa2_prefill, 256),
     "FA4": Bare(fa4),
+    "fmha_v2": Bare(fmha_v2_prefill, fp8_queries=True),
 }
