@@ -31,8 +31,8 @@ class AttentionImpl(ABC, Generic[StepT]):
 
     step_cls: ClassVar[type[AttentionStep[Any]]] = AttentionStep  # what the backend's state returns
     leaves_padding: ClassVar[bool] = True  # `attend` does not touch padded rows: `forward` zeroes their outputs
-    alike: Hashable = None  # equal for layers whose calls differ in tensors alone, where their steps repeat them
-    own_tensors: tuple[torch.Tensor | None, ...] = ()  # the layer's, which calls read beside what they are given
+    _alike: Hashable = None  # equal for layers whose calls differ in tensors alone, where their steps repeat them
+    _own_tensors: tuple[torch.Tensor | None, ...] = ()  # the layer's, which calls read beside what they are given
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class AttentionImpl(ABC, Generic[StepT]):
             Unsupported: an argument that the backend does not honour.
         """
         given = query, key, value, kv_cache, step
-        repeats = step.repeats if isinstance(step, self.step_cls) else None
+        repeats = step._repeats if isinstance(step, self.step_cls) else None
         if repeats is None or output is None or step.metadata.num_row_tokens < step.metadata.num_tokens:
             return self._forward(*given, output, lse)
-        tensors = (query, key, value, *(kv_cache or (None, None)), output, lse, *self.own_tensors)
-        repeats.run(self.alike, tensors, step.tensors, lambda: self._forward(*given, output, lse))
+        tensors = (query, key, value, *(kv_cache or (None, None)), output, lse, *self._own_tensors)
+        repeats.run(self._alike, tensors, step._tensors, lambda: self._forward(*given, output, lse))
         return output
 
     def _forward(

@@ -168,9 +168,9 @@ class AttentionStep(Generic[MetadataT]):
     """What every layer's Impl receives: metadata bound to what the state planned for it (a subclass adds wrappers)."""
 
     metadata: MetadataT
-    repeats: RepeatedCalls | None = field(default=None, init=False, compare=False, repr=False)  # None: nothing is
+    _repeats: RepeatedCalls | None = field(default=None, init=False, compare=False, repr=False)  # None: nothing is
 
-    def tensors(self) -> Iterable[torch.Tensor]:
+    def _tensors(self) -> Iterable[torch.Tensor]:
         """All that calls of the step's layers read and write beside the layers' own, where they are repeated."""
         return ()
 

@@ -64,7 +64,8 @@ def _of_class(cls: type[Any]) -> Iterator[tuple[str, str]]:
         yield from ((member.name, repr(member.value)) for member in cls)
         return
     defaults = {each.name: each.default for each in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
-    for name, annotation in vars(cls).get("__annotations__", {}).items():
+    annotated = vars(cls).get("__annotations__", {}).items()
+    for name, annotation in ((name, annotation) for name, annotation in annotated if not name.startswith("_")):
         default = defaults.get(name, dataclasses.MISSING)
         yield name, f"{annotation}{'' if default is dataclasses.MISSING else f' = {default}'}"
     for name, member in sorted(vars(cls).items()):

@@ -53,7 +53,7 @@ class Layer:
     def addresses(self) -> list[int]:
         """Of all tensors that do not change from one call to the next."""
         own = (self.query, self.key, self.value, *self.cache, self.output, self.lse, *self.impl._kernels.of_layer)
-        return [tensor.data_ptr() for tensor in (*own, *self.step.tensors()) if tensor is not None]
+        return [tensor.data_ptr() for tensor in (*own, *self.step._tensors()) if tensor is not None]
 
     def run(self) -> None:
         self.impl.forward(self.query, self.key, self.value, self.cache, self.step, self.output, lse=self.lse)
@@ -141,7 +141,7 @@ def started(layers: list[Layer], driver: Any) -> tuple[list[Any], list[torch.Ten
     """What one step starts, whose layers have not run before, and what torch has written to their caches. Copies, which
     lie anywhere, are left out."""
     for layer in layers:
-        layer.step.repeats._kept.clear()
+        layer.step._repeats._kept.clear()
         for cached in layer.cache:
             cached.zero_()
     del driver.launches[:]
@@ -186,7 +186,7 @@ def test_layers_that_lie_alike_are_repeated(driver: Any) -> None:
 
 def kept_of(layers: list[Layer]) -> list[Any]:
     steps = {id(layer.step): layer.step for layer in layers}
-    return [each for step in steps.values() for each in step.repeats._kept.values()]
+    return [each for step in steps.values() for each in step._repeats._kept.values()]
 
 
 @pytest.fixture
@@ -238,8 +238,8 @@ def test_another_thread_goes_its_own_way(alike: list[Layer], driver: Any) -> Non
 
 @torch.inference_mode()
 def test_a_copy_of_a_step_has_started_nothing(alike: list[Layer]) -> None:
-    assert not copy.deepcopy(alike[0].step.repeats)._kept
-    assert not pickle.loads(pickle.dumps(alike[0].step.repeats))._kept
+    assert not copy.deepcopy(alike[0].step._repeats)._kept
+    assert not pickle.loads(pickle.dumps(alike[0].step._repeats))._kept
 
 
 @torch.inference_mode()
@@ -249,7 +249,7 @@ def test_forms_of_a_step_have_an_end(alike: list[Layer], monkeypatch: pytest.Mon
     for more in range(8):
         layer.key = torch.cat([whole, whole[:more]])
         layer.run()
-        assert len(layer.step.repeats._kept) <= 3
+        assert len(layer.step._repeats._kept) <= 3
 
 
 @pytest.mark.gpu
@@ -276,7 +276,7 @@ def test_outputs_on_a_gpu(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def run_anew(layers: list[Layer]) -> tuple[list[torch.Tensor], ...]:
     """Outputs, LSE, keys and values of a step whose layers have not run before."""
     for layer in layers:
-        layer.step.repeats._kept.clear()
+        layer.step._repeats._kept.clear()
         layer.output.fill_(7)
         for cached in layer.cache:
             cached.zero_()

@@ -38,8 +38,8 @@ class TritonImpl(AttentionImpl[TritonStep]):
         self._kernels = make_kernels(
             self.spec, self.cache, self.device, self.options, self.sinks, self.k_scale, self.v_scale
         )
-        self.alike = _alike(self.spec, self.cache, self.options, self.k_scale, self.v_scale)
-        self.own_tensors = self._kernels.of_layer
+        self._alike = _alike(self.spec, self.cache, self.options, self.k_scale, self.v_scale)
+        self._own_tensors = self._kernels.of_layer
 
     def write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, step: TritonStep) -> None:
         """Nothing: `attend` writes, as it knows whether the launch behind may pdl before the write has ended."""

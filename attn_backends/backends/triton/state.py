@@ -57,9 +57,9 @@ class TritonStep(AttentionStep[TritonMetadata]):
     workspace: Workspace
     splits: TileList | None = None  # of all other rows; None: their keys are not split
     section_splits: tuple[TileList | None, ...] = ()  # the same of each section of rows whose keys are made 16 bits
-    repeats: Repeats = field(default_factory=Repeats, init=False, compare=False, repr=False)
+    _repeats: Repeats = field(default_factory=Repeats, init=False, compare=False, repr=False)
 
-    def tensors(self) -> Iterator[torch.Tensor]:
+    def _tensors(self) -> Iterator[torch.Tensor]:
         yield from (each for part in (self.metadata, self.workspace) for each in vars(part).values()
                     if isinstance(each, torch.Tensor))  # fmt: skip
         if self.schedule is not None:
