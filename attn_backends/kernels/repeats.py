@@ -154,7 +154,7 @@ class Repeats:
         self, form: Hashable, addresses: list[int], tensors: Sequence[torch.Tensor | None],
         of_step: Callable[[], Iterable[torch.Tensor]], call: Callable[[], object],
     ) -> None:  # fmt: skip
-        storages = {_storage(each) for each in tensors if each is not None}
+        storages = {_storage(each) for each in tensors if each is not None and each.data_ptr()}
         recording = LayerRecording(addresses, storages, {*map(_storage, of_step())})
         token = RECORDING.set(recording)
         try:

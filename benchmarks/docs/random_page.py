@@ -13,6 +13,7 @@ from benchmarks.attention.random_report import report_of
 # By the name of the file, the page and the chart; the first is of all kinds of batches.
 TITLES = {
     "random": "Shapes that nobody chose, H200",
+    "random_h200": "Shapes that nobody chose, H200, with newer kernels",
     "random_h100": "Shapes that nobody chose, H100",
     "random_prefills": "Prefills that nobody chose, H100",
 }
