@@ -212,6 +212,8 @@ PAGES = (
          "have their first token, the mixed load in s, \"ready\" in s, the first process with cold caches. "
          "Log-probabilities are the largest difference from FLASH_ATTN's among first tokens.", (
         Section("vllm_backends_cuda", "Llama-8B's shape", IN_VLLM, full=True),
+        Section("vllm_backends_cuda_together", "SmolLM2-135M's shape in one process, in turns",
+                ("backend", "what", "unit", "value", "of first", "all")),
         Section("vllm_backends_cuda_smollm2", "SmolLM2-135M's shape", IN_VLLM, full=True),
         Section("vllm_backends_cuda_smollm2_turns", "SmolLM2-135M's shape in two turns, an H100", IN_VLLM, full=True),
         Section("vllm_backends_cuda_mix", "Llama-8B's mixed load again, two days later", IN_VLLM, full=True),

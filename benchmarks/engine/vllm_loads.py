@@ -40,6 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 OURS = "AB_"  # in front of a backend of ours
+KINDS = ("check", "step", "long", "prefill", "mix")  # of loads, in the order in which they run
 CHECKED = (3, 17, 130, 500, 900, 1500, 40, 257)  # prompt lengths whose log-probabilities are compared
 DECODED = 8  # tokens of each
 
@@ -143,20 +144,23 @@ class Loads:
             for output in outputs
         ]
 
-    def rows(self, wanted: Sequence[str]) -> list[dict[str, Any]]:
-        """A row for each figure."""
-        sizes, made = self.sizes, []
-        if "check" in wanted:
-            made.append({"what": "check", "logprobs": self.logprobs()})
-        if "step" in wanted:
-            made += [_row(f"step, {n} x {sizes.prompt}", "ms", self.step_ms(n, sizes.prompt)) for n in sizes.requests]
-        if "long" in wanted:
+    def figures(self, kind: str) -> list[dict[str, Any]]:
+        """A row for each figure of one kind of load."""
+        sizes = self.sizes
+        if kind == "check":
+            return [{"what": "check", "logprobs": self.logprobs()}]
+        if kind == "step":
+            return [_row(f"step, {n} x {sizes.prompt}", "ms", self.step_ms(n, sizes.prompt)) for n in sizes.requests]
+        if kind == "long":
             count, prompt = sizes.long
-            made.append(_row(f"step, {count} x {prompt}", "ms", self.step_ms(count, prompt)))
-        if "prefill" in wanted:
-            made += [_row(f"prompts, {n} x {long}", "ms", self.prefill_ms(n, long)) for n, long in sizes.prefills]
-        if "mix" in wanted:
-            made.append(_row(f"mixed load, {sizes.mixed} requests", "s", self.mixed_s()))
+            return [_row(f"step, {count} x {prompt}", "ms", self.step_ms(count, prompt))]
+        if kind == "prefill":
+            return [_row(f"prompts, {n} x {long}", "ms", self.prefill_ms(n, long)) for n, long in sizes.prefills]
+        return [_row(f"mixed load, {sizes.mixed} requests", "s", self.mixed_s())]
+
+    def rows(self, wanted: Sequence[str]) -> list[dict[str, Any]]:
+        """A row for each figure, and what the engine says of itself."""
+        made = [row for kind in KINDS if kind in wanted for row in self.figures(kind)]
         made.append({"what": "ready", "unit": "s", "value": self.ready_s})
         messages = self.compilations.messages
         made.append({"what": "compiled while serving", "unit": "", "value": len(messages), "messages": messages})

@@ -1,0 +1,55 @@
+"""vLLM's backends in one process take each load in turns, and the ratio is that of each turn."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+script = importlib.import_module("benchmarks.engine.vllm_backends")
+
+
+class Loads:
+    """An engine whose speed changes from turn to turn; the second backend takes half as long in each."""
+
+    order: ClassVar[list[tuple[str, str]]] = []
+
+    def __init__(self, model: str, backend: str, *given: Any) -> None:
+        self.backend, self.turn = backend, 0
+
+    def figures(self, kind: str) -> list[dict[str, Any]]:
+        self.order.append((kind, self.backend))
+        self.turn += kind == "step"
+        value = [0.0, 8.0, 2.0, 6.0][self.turn] / (2 if self.backend == "AB_TORCH" else 1)
+        return [{"what": f"{kind}, 1 x 2", "unit": "ms", "value": value, "all": []}]
+
+
+@pytest.fixture
+def _together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.import_module("benchmarks.lib.harness"), "RESULTS", tmp_path)
+    monkeypatch.setattr(script, "Loads", Loads)
+    monkeypatch.setattr(script.os, "environ", {})
+    monkeypatch.setattr(Loads, "order", [])
+
+
+@pytest.mark.usefixtures("_together")
+def test_turns_of_one_process(tmp_path: Path) -> None:
+    script.main(["--together", "--model", "toy", "--backend", "CPU_ATTN", "AB_TORCH", "--rows", "check", "step",
+                 "mix", "--repeat", "3"])  # fmt: skip
+    there, back = ["CPU_ATTN", "AB_TORCH"], ["AB_TORCH", "CPU_ATTN"]
+    assert [backend for kind, backend in Loads.order if kind == "step"] == [*there, *back, *there]
+    (path,) = tmp_path.glob("*_together.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["what"], row["backend"], row["value"], row["of first"]) for row in rows] == [
+        (f"{kind}, 1 x 2", backend, value, ratio)
+        for kind in ("step", "mix") for backend, value, ratio in (("CPU_ATTN", 6.0, 1.0), ("AB_TORCH", 3.0, 0.5))
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("_together")
+def test_two_of_ours_are_refused() -> None:
+    with pytest.raises(SystemExit, match="AB_TORCH, AB_TRITON has two of ours"):
+        script.main(["--together", "--model", "toy", "--backend", "AB_TORCH", "AB_TRITON"])
