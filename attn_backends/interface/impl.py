@@ -80,12 +80,14 @@ class AttentionImpl(ABC, Generic[StepT]):
             ValueError: the step is of other layers, or the tensors are not of this step and layer.
             Unsupported: an argument that the backend does not honour.
         """
-        given = query, key, value, kv_cache, step
-        repeats = step._repeats if isinstance(step, self.step_cls) else None
-        if repeats is None or output is None or step.metadata.num_row_tokens < step.metadata.num_tokens:
-            return self._forward(*given, output, lse)
+        repeats = step._repeats if isinstance(step, self.step_cls) and query.dim() == 3 else None
+        if repeats is None or step.metadata.num_row_tokens < step.metadata.num_tokens:
+            return self._forward(query, key, value, kv_cache, step, output, lse)
+        if output is None:
+            output = query.new_empty(query.shape[0], self.spec.num_qo_heads, self.spec.head_dim_vo)
+        given = query, key, value, kv_cache, step, output, lse
         tensors = (query, key, value, *(kv_cache or (None, None)), output, lse, *self._own_tensors)
-        repeats.run(self._alike, tensors, step._tensors, lambda: self._forward(*given, output, lse))
+        repeats.run(self._alike, tensors, step._tensors, lambda: self._forward(*given))
         return output
 
     def _forward(

@@ -213,6 +213,20 @@ def test_what_is_compiled_is_not_repeated_yet(driver: Any) -> None:
 
 
 @torch.inference_mode()
+def test_an_output_that_is_not_given(alike: list[Layer], driver: Any) -> None:
+    """It is allocated, and layers are repeated all the same."""
+    for layer in alike[:2]:
+        before = [*kept_of(alike)]
+        made = layer.impl.forward(layer.query, layer.key, layer.value, layer.cache, layer.step, lse=layer.lse)
+        assert made.shape == layer.output.shape
+        assert made.dtype is layer.output.dtype
+        assert kept_of(alike) == before
+        assert made.data_ptr().to_bytes(8, "little") in driver.launches[-1].arguments
+    with pytest.raises(ValueError, match="query has shape"):
+        alike[0].impl.forward(alike[0].query[0], None, None, alike[0].cache, alike[0].step)
+
+
+@torch.inference_mode()
 def test_bad_tensors_are_refused_to_layers_that_repeat(alike: list[Layer]) -> None:
     layer = alike[1]
     layer.query = layer.query[:, :-1]
