@@ -20,7 +20,7 @@ from attn_backends.kernels.split_kv import FAR
 from attn_backends.kernels.variants import Variant, listing
 from attn_backends.spec import MLASpec
 
-_PLANS = 1024  # that are kept
+_SPLITS = 128  # of eager steps that are kept, of tens of kilobytes each
 _WIDTH = 2  # pages of a row: no kernel is compiled for it
 
 
@@ -35,7 +35,7 @@ class TritonMLAState(MLAState):
         super().__init__(*args, **kwargs)
         self._num_sms = num_multiprocessors(self.device)
         self._shared_memory = shared_memory(self.device)
-        self._plan = lru_cache(maxsize=_PLANS)(self._make_plan)  # eager steps repeat their shapes
+        self._split = lru_cache(maxsize=_SPLITS)(self._make_split)  # eager steps repeat their shapes
         # Room for every launch within the limits: the need peaks between the ends of rows' numbers and query lengths.
         most_rows = self.limits.max_num_requests
         longest = min(MLAMetadataBuilder.decode_threshold, self.limits.max_num_tokens)
@@ -51,13 +51,9 @@ class TritonMLAState(MLAState):
         )
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Split | None) -> Split:
-        if held is None:
-            plan = self._plan(spec, rows.num_rows, rows.query_len)
-            self.split_workspace.check(plan, spec)
-            ints = {"dtype": torch.int32, "device": self.device}
-            starts = torch.arange(rows.num_rows + 1, **ints) * rows.query_len  # type: ignore[call-overload]
-            counters = torch.empty(0, **ints)  # type: ignore[call-overload]
-            held = Split(plan, starts, _work_list(plan, rows.query_len, counters), self.split_workspace)
+        if held is None:  # a graph's tensors are its own
+            split = self._make_split if rows.idle is not None else self._split
+            held = split(spec, rows.num_rows, rows.query_len)
         held.work_list.fill(rows.seq_lens, held.query_starts)
         return held
 
@@ -93,6 +89,12 @@ class TritonMLAState(MLAState):
         lse = empty(plan.num_rows, query_len, spec.num_qo_heads, dtype=torch.float32) if want_lse else None
         table = empty(plan.num_rows, _WIDTH, dtype=torch.int32)
         launch_decode(spec, 1.0, LatentTensors(query, latents, query[..., : spec.kv_lora_rank], lse), table, split)
+
+    def _make_split(self, spec: MLASpec, num_rows: int, query_len: int) -> Split:
+        plan = self._make_plan(spec, num_rows, query_len)
+        self.split_workspace.check(plan, spec)
+        starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device) * query_len
+        return Split(plan, starts, _work_list(plan, query_len, starts.new_empty(0)), self.split_workspace)
 
     def _make_plan(self, spec: MLASpec, num_rows: int, query_len: int) -> SplitPlan:
         asked = self._asked(spec, num_rows, query_len)
