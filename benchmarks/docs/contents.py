@@ -153,6 +153,8 @@ PAGES = (
                 "attention_fp8_prefill", full=True),
         Section("attention_prefill_page_64", "Prefill from pages of 64", Pivot("TFLOP/s", {"TRITON": "TRITON"},
                 bare=False), full=True),
+        Section("attention_fmha_v2", "Eight prompts, with fmha_v2 beside",
+                ("shape", "contender", "us", "TFLOP/s", "vs best bare", "error")),
         Section("attention_rooms", "Before and after the package got its rooms"),
         Section("attention_rooms_h100", "The same later that day, on an H100"),
         Section("sharing", "Decodes beside prompts in one launch"),
