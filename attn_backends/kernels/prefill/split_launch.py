@@ -43,6 +43,9 @@ class TileList:
         counters: [2] i32, where the prefill's programs count; each listing sets them to 0.
         others_tokens, num_tokens: for graphs of mixed batches: rows of up to so many query tokens are another launch's,
             and what is behind all rows, up to so many tokens, sees no keys.
+
+    Raises:
+        ValueError: the batch is above the limits that the workspace was sized from.
     """
 
     def __init__(
@@ -53,9 +56,13 @@ class TileList:
         target, self.tile, self.num_whole = splits
         tile = self.tile
         self.partial_acc, self.partial_ml, self._counters = workspace
-        queries = target * tile.rows
-        assert queries * block_dim_vo <= self.partial_acc.numel(), "see `workspace.prefill_need`"
-        assert 2 * queries <= self.partial_ml.numel(), "see `workspace.prefill_need`"
+        needs = target * tile.rows * block_dim_vo, 2 * target * tile.rows
+        has = self.partial_acc.numel(), self.partial_ml.numel()
+        if needs[0] > has[0] or needs[1] > has[1]:
+            raise ValueError(
+                f"a step of {num_rows} rows whose keys are split needs {needs} floats of the workspace, which has "
+                f"{has}: make the state with Limits that hold the batch"
+            )
         self.is_mixed = num_tokens > 0
         self.max_split_items = target // num_kv_heads
         max_items = max(1, num_tiles + self.max_split_items)
