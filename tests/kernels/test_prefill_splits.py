@@ -102,7 +102,7 @@ def test_a_list_fits_into_the_workspace(num_sms: int) -> None:
         made = split_launch.TileList(of_most, heads, launch.visible_range(spec), 0, 4, 9, dim, where)
         assert made.max_split_items * heads * 128 * dim <= need.partial_acc
         beyond = need.partial_ml // (2 * 128) + 1
-        with pytest.raises(ValueError, match="needs .* floats of the workspace, .* make the state with Limits"):
+        with pytest.raises(ValueError, match=r"needs .* floats of the workspace, .* make the state with Limits"):
             split_launch.TileList(
                 of_most._replace(target=beyond), heads, launch.visible_range(spec), 0, 4, 9, dim, where
             )
