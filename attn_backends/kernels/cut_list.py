@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 
 from attn_backends.kernels.equal_cuts import cut_kernel
-from attn_backends.kernels.launch import ALIGNED, INTERPRETED, start_compiled, start_kernel
+from attn_backends.kernels.launch import launch
 from attn_backends.kernels.operators import operator
 
-_ITEMS = 64  # of a program
+_ITEMS, _WARPS = 64, 4  # of a program
 
 
 class SplitSizes(NamedTuple):
@@ -48,6 +48,9 @@ class CutNumbers(NamedTuple):
     chunk: int
     most_tokens: int
     num_counters: int
+
+
+class CutConstants(NamedTuple):
     BLOCK_N: int
     MIN_BLOCKS: int
     MAX_ROWS: int
@@ -80,28 +83,15 @@ def num_programs(num_rows: int, max_cuts: int) -> int:
 @operator(("work_items", "more_items", "counters"))
 def cut_work(
     seq_lens: torch.Tensor, query_start_loc: torch.Tensor, work_items: torch.Tensor, more_items: torch.Tensor,
-    counters: torch.Tensor, sizes: SplitSizes, filling: Filling, most_tokens: int,
+    counters: torch.Tensor, numbers: CutNumbers, constants: CutConstants,
 ) -> None:  # fmt: skip
     """List the work items for lengths [num_rows] and query starts [num_rows + 1], i32, in one launch."""
-    _launch_cut(CutTensors(seq_lens, query_start_loc, work_items, more_items, counters), sizes, filling, most_tokens)
-
-
-def _launch_cut(tensors: CutTensors, sizes: SplitSizes, filling: Filling, most: int) -> tuple[Any, tuple[int, ...]]:
-    """Returns the compiled kernel and its grid, and its arguments behind the first two tensors."""
-    numbers = CutNumbers(
-        num_rows=sizes.num_rows, max_cuts=sizes.target, **filling._asdict(),
-        num_programs=num_programs(sizes.num_rows, sizes.target), window_left=sizes.window_left, chunk=sizes.chunk,
-        most_tokens=most, num_counters=len(tensors.counters), BLOCK_N=sizes.block_n, MIN_BLOCKS=sizes.min_blocks,
-        MAX_ROWS=triton.next_power_of_2(sizes.num_rows), BLOCK_ITEMS=_ITEMS,
-    )  # fmt: skip
-    grid = (-(-(sizes.num_rows + sizes.target) // _ITEMS), 1, 1)
-    compiled = start_kernel(cut_kernel, grid, *tensors, *numbers, num_warps=4)
-    return None if compiled is None else (compiled, grid), (*(each.data_ptr() for each in tensors[2:]), *numbers)
+    tensors = CutTensors(seq_lens, query_start_loc, work_items, more_items, counters)
+    launch(cut_kernel, -(-(numbers.num_rows + numbers.max_cuts) // _ITEMS), tensors, numbers, (constants,), _WARPS)
 
 
 class CutList:
-    """The work items of batches of one shape, by cuts. Triton finds the kernel slower than it launches it: that is done
-    once.
+    """The work items of batches of one shape, by cuts.
 
     A work item is all that a program has to know: the row (-1: none), its first key, the end of its keys, the row's
     first partial slot, the row's number of splits times MAX_SPLITS plus the number of this one, the row's length, its
@@ -115,22 +105,20 @@ class CutList:
     """
 
     def __init__(self, sizes: SplitSizes, filling: Filling, counters: torch.Tensor, most_tokens: int) -> None:
-        self._sizes, self._filling, self._most_tokens = sizes, filling, most_tokens
         self.num_programs = num_programs(sizes.num_rows, sizes.target)
         self.counters = counters
         self.work_items = counters.new_empty(self.num_programs + sizes.num_rows + sizes.target, 8)
         self.more_items = counters.new_empty(self.num_programs, 2)
-        self._kernel: Any = None
-        self._arguments: tuple[int, ...] = ()
+        self._numbers = CutNumbers(
+            num_rows=sizes.num_rows, max_cuts=sizes.target, **filling._asdict(), num_programs=self.num_programs,
+            window_left=sizes.window_left, chunk=sizes.chunk, most_tokens=most_tokens, num_counters=len(counters),
+        )  # fmt: skip
+        self._constants = CutConstants(
+            BLOCK_N=sizes.block_n, MIN_BLOCKS=sizes.min_blocks, MAX_ROWS=triton.next_power_of_2(sizes.num_rows),
+            BLOCK_ITEMS=_ITEMS,
+        )  # fmt: skip
 
     def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
         """List the work items for lengths [num_rows] and query starts [num_rows + 1], i32, in one launch."""
-        at = (seq_lens.data_ptr(), query_start_loc.data_ptr())
-        if self._kernel is not None and not (at[0] | at[1]) % ALIGNED:
-            start_compiled(*self._kernel, *at, *self._arguments)
-            return
-        tensors = CutTensors(seq_lens, query_start_loc, self.work_items, self.more_items, self.counters)
-        if INTERPRETED or (at[0] | at[1]) % ALIGNED:
-            cut_work(*tensors, self._sizes, self._filling, self._most_tokens)
-        else:
-            self._kernel, self._arguments = _launch_cut(tensors, self._sizes, self._filling, self._most_tokens)
+        cut_work(seq_lens, query_start_loc, self.work_items, self.more_items, self.counters, self._numbers,
+                 self._constants)  # fmt: skip

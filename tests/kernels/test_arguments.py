@@ -30,12 +30,11 @@ CPU, BF16, FP8 = torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn
 LAUNCHED = {  # by `launch`, which takes named tuples
     "decode_kernel", "prefill_kernel", "prefill_hopper_kernel", "mla_decode_kernel", "mla_hopper_kernel",
     "mla_combine_kernel", "write_kv_kernel", "quantise_kernel", "rms_norm_kernel", "rotate_kernel", "gate_kernel",
-    "one_token_kernel", "list_kernel", "join_kernel",
+    "one_token_kernel", "list_kernel", "join_kernel", "cut_kernel",
 }  # fmt: skip
 STARTED = {  # by `start_kernel`, with these
     triton_launch.upcast_kernel: (arguments.UpcastTensors, arguments.UpcastVarying, arguments.CacheStrides,
                                   arguments.UpcastConstants),
-    cut_list.cut_kernel: (cut_list.CutTensors, cut_list.CutNumbers),
 }  # fmt: skip
 
 
@@ -76,7 +75,8 @@ def test_the_fields_of_a_launch_are_its_kernels_parameters(monkeypatch: pytest.M
 
         return note
 
-    for module in (triton_launch, prefill_launch, hopper_launch, split_launch, triton_mla, cache_kernels, fused):
+    for module in (triton_launch, prefill_launch, hopper_launch, split_launch, triton_mla, cache_kernels, fused,
+                   cut_list):  # fmt: skip
         monkeypatch.setattr(module, "launch", noting(module.launch))
     for machine in GPUS:
         with variants.listing(machine):
