@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -117,6 +118,12 @@ class CutList:
             BLOCK_N=sizes.block_n, MIN_BLOCKS=sizes.min_blocks, MAX_ROWS=triton.next_power_of_2(sizes.num_rows),
             BLOCK_ITEMS=_ITEMS,
         )  # fmt: skip
+
+    def anew(self) -> CutList:
+        """The same for another step, with work items of its own."""
+        made = copy(self)
+        made.work_items, made.more_items = torch.empty_like(self.work_items), torch.empty_like(self.more_items)
+        return made
 
     def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
         """List the work items for lengths [num_rows] and query starts [num_rows + 1], i32, in one launch."""

@@ -19,6 +19,9 @@ _MAP_BYTES = _MAP_ALIGNMENT = 128  # CUtensorMap
 _SCRATCH = 2  # addresses behind a kernel's own parameters, of memory that ours do not ask for
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _L2_PROMOTION_128B, _NO_INTERLEAVE, _ZEROS_OUTSIDE = 2, 0, 0
+_MENDED_SINCE = (
+    100  # compute capability times 10: a descriptor of few bytes is mended by Triton, for a driver's fault
+)
 # Triton's numbers of data types, where the driver's are others.
 _HOST_DTYPES = {8: 10, 9: 8, 10: 9}
 
@@ -63,10 +66,12 @@ def prepare_launch(
     is_plain = not (metadata.global_scratch_size or metadata.profile_scratch_size or metadata.launch_cooperative_grid)
     if not is_plain or getattr(metadata, "num_ctas", 1) != 1:
         return None
+    if descriptors and (metadata.target.arch >= _MENDED_SINCE or not all(map(_is_plain, descriptors))):
+        return None
     described, types = types[: len(descriptors)], types[len(descriptors) :]
     pointers, rest = types[: len(tensors)], types[len(tensors) :]
     maps = [kind for kind in described if kind != "constexpr"]
-    if not all(kind.startswith("tensordesc") for kind in maps) or len(maps) != len(metadata.tensordesc_meta or ()):
+    if not all(kind.startswith("tensordesc") for kind in maps) or len(maps) != len(_described(metadata)):
         return None
     if not all(kind.startswith("*") for kind in pointers) or not {*rest} <= {*_BYTES, "constexpr"}:
         return None
@@ -75,6 +80,18 @@ def prepare_launch(
     made = PreparedLaunch(driver, compiled, [*zip(described, descriptors, strict=True)], len(tensors),
                           [*zip(rest, (*varying, *numbers), strict=True)], len(varying))  # fmt: skip
     return made if made.sizes == _param_sizes(driver, compiled.function, len(made.sizes) + 1) else None
+
+
+def _described(metadata: Any) -> Sequence[dict[str, Any]]:
+    """How a kernel's descriptors of the tensor memory accelerator are made."""
+    return getattr(metadata, "tensordesc_meta", None) or ()
+
+
+def _is_plain(descriptor: Any) -> bool:
+    """Whether zeros are outside of what a descriptor is of, and numbers stay as they are."""
+    if descriptor is None:
+        return True
+    return getattr(descriptor, "padding", "zero") == "zero" and not getattr(descriptor, "round_f32_to_tf32", False)
 
 
 def _param_sizes(driver: Any, function: int, most: int) -> list[int]:
@@ -103,7 +120,7 @@ class PreparedLaunch:
         self._num_tensors, self._stop = num_tensors, num_tensors + num_varying
         self._floats = [i for i, (kind, _) in enumerate(numbers[:num_varying]) if kind in _FLOATS]
         metadata = compiled.metadata
-        of_maps = iter(metadata.tensordesc_meta or ())
+        of_maps = iter(_described(metadata))
         self._maps = [None if kind == "constexpr" else _Map(driver, next(of_maps), len(descriptor.shape))
                       for kind, descriptor in described]  # fmt: skip
         # Tensors, numbers, scratch: a word each.

@@ -27,6 +27,11 @@ from attn_backends.kernels.launch import (
     forms_of_thread,
 )
 
+_aten = torch.ops.aten
+_ALLOCATE = {  # and compute nothing
+    _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}  # fmt: skip
 _MOST_FORMS = 64  # of a step, of which graphs' stay
 
 
@@ -65,7 +70,7 @@ class LayerRecording(TorchDispatchMode):
         self._stands_for_others = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and "empty" not in func.name():
+        if not func.is_view and func not in _ALLOCATE:
             self.refuse()
         return func(*args, **(kwargs or {}))
 
@@ -78,6 +83,7 @@ class LayerRecording(TorchDispatchMode):
         kept = [tensor for tensor, address in zip(tensors, addresses, strict=True) if address not in self._own]
         bases = [0 if each is None else each.base.data_ptr() for each in descriptors]
         is_known = all(not base or base in self._own for base in bases) and {*map(_storage, kept)} <= self._of_step
+        is_known = is_known and not any(map(_is_fake, kept))
         if found is None or found.prepared is None or not is_known:
             self.refuse()
             return
@@ -136,12 +142,16 @@ class Repeats:
             of_step: all that is.
             call: starts kernels. What else it does is done for layers that lie as no other does.
         """
+        if (outer := RECORDING.get()) is not None:  # a call within a call
+            outer.refuse()
+            call()
+            return
         addresses = [0 if each is None else each.data_ptr() for each in tensors]
         if INTERPRETED or LISTING.get() is not None or reduce(or_, addresses) % ALIGNED or describes_launches():
             call()
             return
-        form = (layer, *(None if each is None else (each.shape, each.stride(), each.dtype, each.device)
-                         for each in tensors))  # fmt: skip
+        form = (layer, *(None if each is None else (each.shape, each.stride(), each.dtype, each.device, not address)
+                         for each, address in zip(tensors, addresses, strict=True)))  # fmt: skip
         kept = self._kept.get(form)
         if kept is not None and kept.is_of_this_thread:
             kept.start(addresses)
@@ -167,6 +177,11 @@ class Repeats:
         if len(self._kept) == _MOST_FORMS:
             self._kept.clear()
         self._kept[form] = recording.made()
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    """Whether it has elements, and no memory on its device."""
+    return tensor.numel() > 0 and not tensor.data_ptr() and tensor.device.type != "meta"
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -48,7 +48,8 @@ class StandIn:
             src=SimpleNamespace(signature=types), function=len(self._compiled) + 1, packed_metadata=0,
             metadata=SimpleNamespace(
                 num_warps=options["num_warps"], shared=1024, launch_pdl=options.get("launch_pdl", False),
-                global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, tensordesc_meta=meta,
+                target=SimpleNamespace(arch=90), global_scratch_size=0, profile_scratch_size=0,
+                launch_cooperative_grid=False, tensordesc_meta=meta,
             ),
         )  # fmt: skip
         made.sizes = [size for kind, each in zip(types.values(), given, strict=True) for size in _sizes(kind, each)]

@@ -110,7 +110,7 @@ def test_what_the_driver_refuses_is_told(driver: Any, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     "change",
-    ["parameter", "size", "scratch", "cluster", "no driver", "no descriptors"],
+    ["parameter", "size", "scratch", "cluster", "no driver", "no descriptors", "blackwell", "padding", "rounded"],
 )  # fmt: skip
 def test_what_is_not_as_triton_says_is_tritons(change: str, driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, compile_kernel = Kernel(driver, "key_desc", *PARAMETERS), driver.compile
@@ -127,14 +127,20 @@ def test_what_is_not_as_triton_says_is_tritons(change: str, driver: Any, monkeyp
             made.metadata.num_ctas = 2
         elif change == "no descriptors":
             made.metadata.tensordesc_meta = None
+        elif change == "blackwell":  # where Triton mends descriptors of few bytes
+            made.metadata.target.arch = 100
         return made
 
     if change == "no driver":
         monkeypatch.setattr(driving, "cuda_driver", lambda: None)
     monkeypatch.setattr(driver, "compile", changed)
     tensors = tensor(), tensor()
+    descriptor = described(tensors[0])
+    if change == "padding":
+        descriptor.padding = "nan"
+    descriptor.round_f32_to_tf32 = change == "rounded"
     for _ in range(2):
-        launching.launch(kernel, 3, tensors, (5, 1.0), ((70, 1, 0.5, 16),), 4, descriptors=(described(tensors[0]),))
+        launching.launch(kernel, 3, tensors, (5, 1.0), ((70, 1, 0.5, 16),), 4, descriptors=(descriptor,))
     assert not driver.launches
     assert driver.count == 2  # one by each of Triton's ways
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.cache.kv_cache import KVCache, allocate_kv_cache
@@ -236,6 +237,44 @@ def test_bad_tensors_are_refused_to_layers_that_repeat(alike: list[Layer]) -> No
     before = len(kept_of(alike))
     layer.run()
     assert len(kept_of(alike)) == before + 1
+
+
+@torch.inference_mode()
+def test_a_call_within_a_call_is_not_left_out(alike: list[Layer], driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it has been recorded by itself or not."""
+    inner, outer = alike[0], alike[1:]
+    attend = type(outer[0].impl).attend
+
+    def twice(impl: Any, *given: Any) -> None:
+        attend(impl, *given)
+        if impl is not inner.impl:
+            inner.run()
+
+    monkeypatch.setattr(type(outer[0].impl), "attend", twice)
+    counts = []
+    for _ in range(2):
+        for layer in outer:
+            layer.step._repeats._kept.clear()
+        for layer in outer:
+            before = driver.count
+            layer.run()
+            counts.append(driver.count - before)
+        inner.run()
+    assert len({*counts}) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@torch.inference_mode()
+def test_fake_tensors_stand_for_no_others(alike: list[Layer], driver: Any) -> None:
+    """Their addresses are 0, and all else of them is a real one's."""
+    layer = alike[0]
+    layer.step._repeats._kept.clear()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layer.impl.forward(layer.query, layer.key, layer.value, layer.cache, layer.step)
+    for each in alike[:2]:
+        each.lse = None
+        each.run()
+        assert each.output.data_ptr().to_bytes(8, "little") in driver.launches[-1].arguments
 
 
 @torch.inference_mode()

@@ -5,6 +5,7 @@ Those of prefill alone, which other backends have too, are in `attn_backends.ker
 
 from __future__ import annotations
 
+from copy import copy
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -117,7 +118,12 @@ class Schedule:
         sizes = SplitSizes(num_rows, max_cuts, window_left, chunk, tile.keys, min_blocks)
         counted = counters[: self.plan.num_counters(spec, tile, num_sms)]
         self.work_list = CutList(sizes, self.plan.filling(spec, tile, num_sms), counted, query_len)
-        self.num_programs, self.more_items = self.work_list.num_programs, self.work_list.more_items
+
+    def anew(self) -> Schedule:
+        """The same for another step, with a list of its own."""
+        made = copy(self)
+        made.work_list = self.work_list.anew()
+        return made
 
 
 class Kernels(PrefillKernels):
@@ -169,8 +175,9 @@ class Kernels(PrefillKernels):
             self._logits, is_alike(key, value), _can_be_pairs(value), key.shape[1], self.spec.num_kv_heads,
             self.spec.group_size, plan, tile, self._dims, self._is_local, query.dtype is torch.float32, pdl,
         )  # fmt: skip
-        grid, items = schedule.num_programs * self.spec.num_kv_heads * plan.tiles, schedule.work_list.work_items
-        _decode(query, key, value, output, lse, page_table, items, schedule.more_items, *workspace,
+        listed = schedule.work_list
+        grid = listed.num_programs * self.spec.num_kv_heads * plan.tiles
+        _decode(query, key, value, output, lse, page_table, listed.work_items, listed.more_items, *workspace,
                 *self._extras, self._scales[True], self._visible, self._has_sinks, constants, grid,
                 tile.warps)  # fmt: skip
 

@@ -63,7 +63,7 @@ class TritonStep(AttentionStep[TritonMetadata]):
         yield from (each for part in (self.metadata, self.workspace) for each in vars(part).values()
                     if isinstance(each, torch.Tensor))  # fmt: skip
         if self.schedule is not None:
-            yield from (self.schedule.work_list.work_items, self.schedule.more_items)
+            yield from (self.schedule.work_list.work_items, self.schedule.work_list.more_items)
         if self.splits is not None:
             yield self.splits.work_items
 
@@ -212,7 +212,7 @@ class TritonState(AttentionState[TritonMetadata]):
             workspace.tiles.zero_()
         num_decoded = metadata.num_rows if metadata.is_mixed else metadata.num_decode_rows
         if num_decoded:
-            schedule = self._schedule(metadata.group_index, num_decoded, metadata.max_decode_len, workspace)
+            schedule = self._schedule(metadata.group_index, num_decoded, metadata.max_decode_len, workspace).anew()
             schedule.work_list.fill(metadata.seq_lens, metadata.query_start_loc)
         return TritonStep(metadata, schedule, workspace, splits, sections)
 

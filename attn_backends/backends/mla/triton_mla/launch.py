@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +78,10 @@ class Split:
     query_starts: torch.Tensor  # [num_rows + 1] i32
     work_list: CutList
     workspace: Workspace
+
+    def anew(self) -> Split:
+        """The same for another step, with a list of its own."""
+        return replace(self, work_list=self.work_list.anew())
 
 
 def launch_decode(spec: MLASpec, k_scale: float, given: LatentTensors, page_table: torch.Tensor, split: Split) -> None:

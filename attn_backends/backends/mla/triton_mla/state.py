@@ -52,8 +52,8 @@ class TritonMLAState(MLAState):
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Split | None) -> Split:
         if held is None:  # a graph's tensors are its own
-            split = self._make_split if rows.idle is not None else self._split
-            held = split(spec, rows.num_rows, rows.query_len)
+            shape = spec, rows.num_rows, rows.query_len
+            held = self._make_split(*shape) if rows.idle is not None else self._split(*shape).anew()
         held.work_list.fill(rows.seq_lens, held.query_starts)
         return held
 
