@@ -108,8 +108,8 @@ class CutList:
     def __init__(self, sizes: SplitSizes, filling: Filling, counters: torch.Tensor, most_tokens: int) -> None:
         self.num_programs = num_programs(sizes.num_rows, sizes.target)
         self.counters = counters
-        self.work_items = counters.new_empty(self.num_programs + sizes.num_rows + sizes.target, 8)
-        self.more_items = counters.new_empty(self.num_programs, 2)
+        self._sizes = (self.num_programs + sizes.num_rows + sizes.target, 8), (self.num_programs, 2)
+        self.work_items, self.more_items = map(counters.new_empty, self._sizes)
         self._numbers = CutNumbers(
             num_rows=sizes.num_rows, max_cuts=sizes.target, **filling._asdict(), num_programs=self.num_programs,
             window_left=sizes.window_left, chunk=sizes.chunk, most_tokens=most_tokens, num_counters=len(counters),
@@ -122,7 +122,7 @@ class CutList:
     def anew(self) -> CutList:
         """The same for another step, with work items of its own."""
         made = copy(self)
-        made.work_items, made.more_items = torch.empty_like(self.work_items), torch.empty_like(self.more_items)
+        made.work_items, made.more_items = map(self.counters.new_empty, self._sizes)
         return made
 
     def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
