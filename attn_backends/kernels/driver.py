@@ -19,9 +19,7 @@ _MAP_BYTES = _MAP_ALIGNMENT = 128  # CUtensorMap
 _SCRATCH = 2  # addresses behind a kernel's own parameters, of memory that ours do not ask for
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _L2_PROMOTION_128B, _NO_INTERLEAVE, _ZEROS_OUTSIDE = 2, 0, 0
-_MENDED_SINCE = (
-    100  # compute capability times 10: a descriptor of few bytes is mended by Triton, for a driver's fault
-)
+_MENDED_SINCE = 100  # compute capability times 10: a descriptor of few bytes is mended by Triton, for a driver's fault
 # Triton's numbers of data types, where the driver's are others.
 _HOST_DTYPES = {8: 10, 9: 8, 10: 9}
 
