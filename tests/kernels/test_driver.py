@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, MLASpec, plan_groups
 
 launching = pytest.importorskip("attn_backends.kernels.launch", reason="needs triton")
 driving = pytest.importorskip("attn_backends.kernels.driver")
@@ -174,3 +177,78 @@ def test_numbers_are_float32(value: float, bits: int) -> None:
     for _ in range(2):
         assert driving.float_bits(0.0) == 0
         assert driving.float_bits(value) == bits
+
+
+SIZES = {"u64": 8, "b64": 8, "u32": 4, "b32": 4, "f32": 4, "u16": 2, "u8": 1}
+PARAMETER = re.compile(r"\.param (?:\.align \d+ )?\.(\w+)(?: \.ptr[^,]*? \.align \d+)? \w+(?:\[(\d+)\])?")
+
+
+class Ptx:
+    """The driver, as far as a kernel's code says what it takes."""
+
+    cuLaunchKernelEx = None
+
+    def __init__(self, code: str) -> None:
+        entry = code[code.index(".entry") :]
+        found = PARAMETER.findall(entry[: entry.index(")")])
+        self.sizes = [int(count) if count else SIZES[kind] for kind, count in found]
+
+    def cuFuncGetParamInfo(self, function: Any, index: Any, offset: Any, size: Any) -> int:
+        if index.value >= len(self.sizes):
+            return 1
+        size._obj.value = self.sizes[index.value]
+        return 0
+
+
+class Hopper:
+    """Triton's driver of a GPU that is not here: it compiles for one, and loads nothing."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+def test_kernels_take_what_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Triton compiles one variant of each for Hopper: as many parameters as its code has, of the same sizes."""
+    from triton.runtime.driver import driver as of_triton
+
+    from attn_backends.backends.mla.triton_mla.state import TritonMLAState
+    from attn_backends.backends.triton.state import TritonState
+
+    cache, limits, machine = (
+        KVCacheSpec(64, 64),
+        Limits(4, 64, 4096),
+        launching.Machine(132, 227 << 10, True, True, True),
+    )
+    chosen: dict[str, Any] = {}
+    for state_cls, spec in ((TritonState, AttentionSpec(8, 2, 128, dtype=torch.bfloat16)),
+                            (TritonMLAState, MLASpec(16, dtype=torch.bfloat16))):  # fmt: skip
+        monkeypatch.setattr(f"{state_cls.__module__}.machine_of", lambda device: machine)
+        for variant in state_cls(plan_groups({0: spec}), cache, limits, torch.device("cpu")).variants():
+            chosen.setdefault(variant.name, variant)
+    of_hopper = {"prefill_hopper_kernel", "mla_hopper_kernel"}
+    assert {"decode_kernel", "cut_kernel", "list_kernel", *(of_hopper if has_gluon else ())} <= {*chosen}
+    monkeypatch.setattr(of_triton, "_active", Hopper())
+    for name, variant in chosen.items():
+        compiled = variant.kernel.warmup(*variant.given, grid=(1,), **variant.options)
+        ptx = Ptx(compiled.asm["ptx"])
+        monkeypatch.setattr(driving, "cuda_driver", lambda ptx=ptx: ptx)
+        prepared = driving.prepare_launch(compiled, *by_kind(variant))
+        assert prepared is not None, name
+        assert prepared.sizes == ptx.sizes
+
+
+def by_kind(variant: Any) -> list[tuple[Any, ...]]:
+    """A launch's descriptors, tensors, what varies, and all other numbers."""
+    parameters, given = variant.kernel.params, variant.given
+    descriptors = next(i for i, value in enumerate(given) if isinstance(value, torch.Tensor))
+    first = next(i for i, value in enumerate(given) if i > descriptors and not isinstance(value, torch.Tensor))
+    end = next(i for i, parameter in enumerate(parameters) if i >= first and not parameter.do_not_specialize)
+    return [given[:descriptors], given[descriptors:first], given[first:end], given[end:]]
