@@ -222,11 +222,8 @@ def test_kernels_take_what_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     from attn_backends.backends.mla.triton_mla.state import TritonMLAState
     from attn_backends.backends.triton.state import TritonState
 
-    cache, limits, machine = (
-        KVCacheSpec(64, 64),
-        Limits(4, 64, 4096),
-        launching.Machine(132, 227 << 10, True, True, True),
-    )
+    cache, limits, has_gluon = KVCacheSpec(64, 64), Limits(4, 64, 4096), launching._TRITON in launching._GLUON_TRIED
+    machine = launching.Machine(132, 227 << 10, True, has_gluon, True)
     chosen: dict[str, Any] = {}
     for state_cls, spec in ((TritonState, AttentionSpec(8, 2, 128, dtype=torch.bfloat16)),
                             (TritonMLAState, MLASpec(16, dtype=torch.bfloat16))):  # fmt: skip
