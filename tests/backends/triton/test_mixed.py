@@ -121,8 +121,8 @@ def test_lists_have_every_token_once(seed: int) -> None:
 def _cuts(schedule: Any) -> list[list[int]]:
     """The work items of all programs."""
     items = schedule.work_list.work_items.tolist()
-    found = [items[program] for program in range(schedule.num_programs) if items[program][0] >= 0]
-    return found + [item for begin, end in schedule.more_items.tolist() for item in items[begin:end]]
+    found = [items[program] for program in range(schedule.work_list.num_programs) if items[program][0] >= 0]
+    return found + [item for begin, end in schedule.work_list.more_items.tolist() for item in items[begin:end]]
 
 
 @only_interpreted
