@@ -80,20 +80,21 @@ class AttentionImpl(ABC, Generic[StepT]):
             ValueError: the step is of other layers, or the tensors are not of this step and layer.
             Unsupported: an argument that the backend does not honour.
         """
-        repeats = step._repeats if isinstance(step, self.step_cls) and query.dim() == 3 else None
-        if repeats is None or step.metadata.num_row_tokens < step.metadata.num_tokens:
-            return self._forward(query, key, value, kv_cache, step, output, lse)
         if output is None:
-            output = query.new_empty(query.shape[0], self.spec.num_qo_heads, self.spec.head_dim_vo)
+            output = query.new_empty(*query.shape[:1], self.spec.num_qo_heads, self.spec.head_dim_vo)
         given = query, key, value, kv_cache, step, output, lse
-        tensors = (query, key, value, *(kv_cache or (None, None)), output, lse, *self._own_tensors)
-        repeats.run(self._alike, tensors, step._tensors, lambda: self._forward(*given))
+        repeats = step._repeats if isinstance(step, self.step_cls) else None
+        if repeats is None or step.metadata.num_row_tokens < step.metadata.num_tokens:
+            self._forward(*given)
+        else:
+            tensors = (query, key, value, *(kv_cache or (None, None)), output, lse, *self._own_tensors)
+            repeats.run(self._alike, tensors, step._tensors, lambda: self._forward(*given))
         return output
 
     def _forward(
         self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache | None,
-        step: StepT, output: torch.Tensor | None, lse: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
+        step: StepT, output: torch.Tensor, lse: torch.Tensor | None,
+    ) -> None:  # fmt: skip
         """`forward`, of a call that no other layer's stands for."""
         if not isinstance(step, self.step_cls):
             raise TypeError(
@@ -106,8 +107,6 @@ class AttentionImpl(ABC, Generic[StepT]):
             check_planned_for(step.spec, spec)
         check_call(spec, metadata.num_tokens, query, kv_cache, output, lse)
         check_new_kv(spec, metadata.num_new_kv, key, value)
-        if output is None:
-            output = query.new_empty(query.shape[0], spec.num_qo_heads, spec.head_dim_vo)
         if kv_cache is not None and key is not None and value is not None:
             if (num_slots := metadata.slot_mapping.shape[0]) < key.shape[0]:  # the others belong to no row
                 key, value = key[:num_slots], value[:num_slots]
@@ -119,7 +118,6 @@ class AttentionImpl(ABC, Generic[StepT]):
             if lse is not None:
                 lse[live:].fill_(-math.inf)
         self.attend(query, key, value, kv_cache, step, output, lse)
-        return output
 
     @abstractmethod
     def attend(

@@ -265,18 +265,18 @@ def launch(
     aligned: Any = not reduce(or_, addresses) % ALIGNED or tuple(address % ALIGNED == 0 for address in addresses)
     same = (groups,) if isinstance(groups, Fixed) else numbers
     form = (id(kernel), tensors[0].get_device(), warps, use_pdl, aligned, *map(_dtype_of, tensors), *same)
-    found = _forms.found.get(form)
+    found, whole = _forms.found.get(form), (*grid, 1, 1)[:3]
     if found is None:
         compiled = kernel[grid](*descriptors, *tensors, *varying, *numbers, **options)
         _keep(form, kernel, compiled, (descriptors, tensors, varying, numbers))
     elif found.prepared is None or describes_launches():
-        start_compiled(found.compiled, (*grid, 1, 1)[:3], *descriptors, *addresses, *varying, *numbers)
+        start_compiled(found.compiled, whole, *descriptors, *addresses, *varying, *numbers)
     else:
         bases = [0 if each is None else each.base.data_ptr() for each in descriptors]
         words = found.prepared.as_words(varying)
-        found.prepared.start((*grid, 1, 1)[:3], current_stream(), addresses, words, descriptors, bases)
+        found.prepared.start(whole, current_stream(), addresses, words, descriptors, bases)
     if (recording := RECORDING.get()) is not None:
-        recording.add(found, (*grid, 1, 1)[:3], tensors, addresses, varying, descriptors)
+        recording.add(found, whole, tensors, addresses, varying, descriptors)
 
 
 def _keep(form: tuple[Any, ...], kernel: Any, compiled: Any, given: tuple[Sequence[Any], ...]) -> None:

@@ -245,6 +245,7 @@ PAGES = (
         Section("plan_host_time_flashinfer", "A decode step's plan, FLASHINFER", HOST),
         Section("plan_host_time_triton_flash_attn", "A decode step's plan, TRITON and FLASH_ATTN", HOST),
         Section("forward_host_time", "One layer's eager call"),
+        Section("forward_host_time_before", "The same by the version before, in the same minutes"),
         Section("vllm_adapter", "The vLLM adapter over TRITON"),
     )),
     Page("checks", "Tests and sanitizers",

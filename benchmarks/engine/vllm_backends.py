@@ -145,10 +145,11 @@ def main(given: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     title = "vLLM with attention backends of ours and its own"
     name = f"vllm_backends_{'cuda' if on_gpu else 'cpu'}"
-    for model in arguments.model if arguments.together else ():
-        rows += in_turns(model, arguments, options)
-        write(f"{name}_together", f"{title}, in one process", rows, installed("torch", "vllm"))
-    for model in () if arguments.together else arguments.model:
+    for model in arguments.model:
+        if arguments.together:
+            rows += in_turns(model, arguments, options)
+            write(f"{name}_together", f"{title}, in one process", rows, installed("torch", "vllm"))
+            continue
         first: dict[str, Any] = {}
         for turn in range(arguments.repeat):
             for backend in arguments.backend:
