@@ -73,7 +73,8 @@ class AttentionImpl(ABC, Generic[StepT]):
     ) -> torch.Tensor:
         """Write the new keys and values to their slots, attend, and return `output` (allocated if None).
 
-        Padded rows come back as zeros. `lse` is the log of the softmax denominator, sinks included.
+        Padded rows come back as zeros. `lse` is the log of the softmax denominator, sinks included. New keys and values
+        of another dtype are made the layer's first.
 
         Raises:
             TypeError: the step is another backend's, or was not given to the state's `begin_forward`.
@@ -107,6 +108,7 @@ class AttentionImpl(ABC, Generic[StepT]):
             check_planned_for(step.spec, spec)
         check_call(spec, metadata.num_tokens, query, kv_cache, output, lse)
         check_new_kv(spec, metadata.num_new_kv, key, value)
+        key, value = (None if new is None else new.to(spec.dtype) for new in (key, value))
         if kv_cache is not None and key is not None and value is not None:
             if (num_slots := metadata.slot_mapping.shape[0]) < key.shape[0]:  # the others belong to no row
                 key, value = key[:num_slots], value[:num_slots]

@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import truediv
 from typing import Any
 
@@ -61,8 +61,8 @@ def in_a_process(model: str, backend: str, given: argparse.Namespace) -> dict[st
     return figures
 
 
-def in_turns(model: str, given: argparse.Namespace, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of all backends, of one process.
+def in_turns(model: str, given: argparse.Namespace, options: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """The rows of all backends, of one process, after each turn.
 
     Raises:
         SystemExit: two of them are ours, of which vLLM has one at a time.
@@ -79,11 +79,11 @@ def in_turns(model: str, given: argparse.Namespace, options: dict[str, Any]) -> 
                 for row in loads[name].figures(kind) if kind != "check" else ():
                     taken.setdefault((row["what"], row["unit"]), {}).setdefault(name, []).append(row["value"])
                     print(model, name, turn, row["what"], row["value"], row["unit"], flush=True)
-    return [
-        {"model": model, "backend": name, "what": what, "unit": unit, "value": statistics.median(values), "all": values,
-         "of first": statistics.median(map(truediv, values, of_each[given.backend[0]]))}
-        for (what, unit), of_each in taken.items() for name, values in of_each.items()
-    ]  # fmt: skip
+        yield [
+            {"model": model, "backend": name, "what": what, "unit": unit, "value": statistics.median(values),
+             "all": [*values], "of first": statistics.median(map(truediv, values, of_each[given.backend[0]]))}
+            for (what, unit), of_each in taken.items() for name, values in of_each.items()
+        ]  # fmt: skip
 
 
 def compared(first: list[list[dict[str, float]]], other: list[list[dict[str, float]]]) -> dict[str, Any]:
@@ -147,8 +147,10 @@ def main(given: Sequence[str] | None = None) -> None:
     name = f"vllm_backends_{'cuda' if on_gpu else 'cpu'}"
     for model in arguments.model:
         if arguments.together:
-            rows += in_turns(model, arguments, options)
-            write(f"{name}_together", f"{title}, in one process", rows, installed("torch", "vllm"))
+            before = rows
+            for of_model in in_turns(model, arguments, options):
+                rows = before + of_model
+                write(f"{name}_together", f"{title}, in one process", rows, installed("torch", "vllm"))
             continue
         first: dict[str, Any] = {}
         for turn in range(arguments.repeat):

@@ -50,6 +50,22 @@ def test_turns_of_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_together")
+def test_turns_that_were_taken_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def figures(loads: Loads, kind: str) -> list[dict[str, Any]]:
+        if loads.turn == 2:
+            raise KeyboardInterrupt
+        return as_it_is(loads, kind)
+
+    as_it_is = Loads.figures
+    monkeypatch.setattr(Loads, "figures", figures)
+    with pytest.raises(KeyboardInterrupt):
+        script.main(["--together", "--model", "toy", "--backend", "CPU_ATTN", "AB_TORCH", "--rows", "step",
+                     "--repeat", "3"])  # fmt: skip
+    (path,) = tmp_path.glob("*_together.json")
+    assert [row["all"] for row in json.loads(path.read_text())["rows"]] == [[8.0, 2.0], [4.0, 1.0]]
+
+
+@pytest.mark.usefixtures("_together")
 def test_two_of_ours_are_refused() -> None:
     with pytest.raises(SystemExit, match="AB_TORCH, AB_TRITON has two of ours"):
         script.main(["--together", "--model", "toy", "--backend", "AB_TORCH", "AB_TRITON"])

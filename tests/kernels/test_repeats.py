@@ -119,7 +119,7 @@ def random_layers(rng: random.Random, device: torch.device, lies: str = "") -> l
 
 def random_tensors(spec: AttentionSpec, num_tokens: int, lies: str, device: torch.device) -> list[torch.Tensor]:
     """Queries, keys and values, in tensors of their own, in one, beside multiples of 16 bytes, of more tokens, or keys
-    that no kernel writes."""
+    of another dtype."""
     heads = (spec.num_qo_heads, spec.num_kv_heads, spec.num_kv_heads)
     if lies == "fused":
         whole = torch.randn(num_tokens, sum(heads), spec.head_dim, device=device).to(spec.dtype)
@@ -150,13 +150,17 @@ def started(layers: list[Layer], driver: Any) -> tuple[list[Any], list[torch.Ten
         layer.run()
     known = {address for layer in layers for address in layer.addresses()}
     launches = [
-        launch._replace(arguments=tuple(
-            each for each in launch.arguments if int.from_bytes(each, "little") < 2**40 or len(each) != 8
-            or int.from_bytes(each, "little") in known
-        ))
+        launch._replace(arguments=tuple(without_unknown(each, known) for each in launch.arguments))
         for launch in driver.launches
-    ]  # fmt: skip
+    ]
     return launches, [cached.float() for layer in layers for cached in layer.cache]
+
+
+def without_unknown(argument: bytes, known: set[int]) -> bytes:
+    """An argument, or a descriptor, without the address of memory that comes and goes."""
+    address = int.from_bytes(argument[:8], "little")
+    is_address = len(argument) >= 8 and address >= 2**40
+    return argument[8:] if is_address and address not in known else argument
 
 
 @pytest.mark.parametrize("seed", range(40))

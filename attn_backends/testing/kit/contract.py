@@ -73,6 +73,18 @@ class Contract(KitBase):
             assert_matches(Result(output, None, pool), batch, "tensors within wider ones")
             assert bool(wide[:, spec.num_qo_heads :].isnan().all()), "what lies beside the output was written"
 
+    @pytest.mark.parametrize("shape", [WHOLE_PROMPTS, "mixed_small"])
+    @pytest.mark.parametrize("new_dtype", [torch.float32, torch.float64], ids=str)
+    def test_new_keys_of_a_wider_dtype(self, new_dtype: torch.dtype, shape: str) -> None:
+        """They are made the layer's: neither what is attended nor what is cached depends on how they came."""
+        batch = self.make_batch(self.make_spec(), shape)
+        layer, pool = make_layer(self.backend, batch), batch.fresh_pool()
+        output = layer.impl.forward(
+            batch.query, batch.key.to(new_dtype), batch.value.to(new_dtype), pool, layer.begin(batch)
+        )
+        assert_matches(Result(output, None, pool), batch, f"new keys in {new_dtype}")
+        assert_pool(pool, batch.pool_after(), f"new keys in {new_dtype}")
+
     @pytest.mark.parametrize("apart", ["query", "output", "lse", "kv_cache.key", "kv_cache.value"])
     def test_tensors_whose_last_dimension_is_apart(self, apart: str) -> None:
         """Right, or refused by name: never numbers of other elements."""
