@@ -172,12 +172,25 @@ def clear_rows(block, num_live):  # type: ignore[no-untyped-def]
 @gluon.jit
 def online_softmax(logits, m_i, l_i, scale):  # type: ignore[no-untyped-def]
     """The online softmax's next step, base 2: weights of `logits` [rows, keys], the highest logit of each row so far
-    (not scaled), the sum of its weights, and what earlier weights shrink by."""
+    (not scaled), the lanes' sums of its weights, and what earlier weights shrink by."""
     m_new = gl.maximum(m_i, gl.max(logits, 1))
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new * scale)
     p = gl.exp2(logits * scale - m_safe[:, None])
     alpha = gl.exp2(m_i * scale - m_safe)
-    return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
+    return p, m_new, times_rows(l_i, alpha) + lane_sums(p), alpha
+
+
+@gluon.jit
+def lane_sums(p):  # type: ignore[no-untyped-def]
+    """[rows, 4]: the sums of what each of a row's four lanes holds of weights [rows, keys]. Lanes need not exchange
+    theirs before the last block."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 1), 2)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def row_sums(l_i, ROW: gl.constexpr):  # type: ignore[no-untyped-def]
+    """[rows] of `lane_sums`."""
+    return gl.convert_layout(gl.sum(l_i, 1), ROW, assert_trivial=True)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

@@ -105,25 +105,25 @@ def _rule(key_bytes: int, itemsize: int, num_pairs: int) -> DecodeTile:
     """The tile of few queries.
 
     A block of 16 keys is one page's, whose id is one number, and a program of one warp waits for no other: four to
-    eight of them keep loads of 64 KiB and more under way. Wide keys are too much for one warp, and where there are few
-    pairs of a row and a KV head, longer blocks of more warps are sooner read; so they are over 8 bits. From trials at
-    random shapes on an H200 (`benchmarks/tune/decode_trials.py`), of wide keys on an H100 too;
-    `benchmarks/attention/random_shapes.py` judges it at others.
+    eight of them keep loads of 64 KiB and more under way. Wide keys are too much for one warp. Over 8 bits blocks are
+    longer, and where there are few pairs of a row and a KV head, of more warps. From trials at random shapes on an H200
+    (`benchmarks/tune/decode_trials.py`), of wide keys on an H100 too; `benchmarks/attention/random_shapes.py` judges it
+    at others.
 
     Args:
         key_bytes: of a key and its value.
         num_pairs: of a row and a KV head.
     """
     is_few, is_wide = num_pairs <= _FEW_PAIRS, key_bytes >= _WIDE_KEY_BYTES * itemsize // 2
+    if itemsize > 1:
+        if is_wide:
+            return DecodeTile(keys=16, warps=2, stages=6, programs=4, min_keys=128)
+        return DecodeTile(keys=16, warps=1, stages=6, programs=max(4, min(8, 2048 // key_bytes)), min_keys=128)
     if is_few and is_wide:
         return DecodeTile(keys=32, warps=4, stages=6, programs=1, min_keys=128)
-    if is_wide and itemsize > 1:
-        return DecodeTile(keys=16, warps=2, stages=6, programs=4, min_keys=128)
-    if itemsize == 1:
-        if is_few:
-            return DecodeTile(keys=32, warps=2, stages=6, programs=2, min_keys=64)
-        return DecodeTile(keys=32, warps=1, stages=6, programs=4, min_keys=128)
-    return DecodeTile(keys=16, warps=1, stages=6, programs=max(4, min(8, 2048 // key_bytes)), min_keys=128)
+    if is_few:
+        return DecodeTile(keys=32, warps=2, stages=6, programs=2, min_keys=64)
+    return DecodeTile(keys=32, warps=1, stages=6, programs=4, min_keys=128)
 
 
 def _fitted_decode_tile(tile: DecodeTile, spec: AttentionSpec, query_rows: int, smem_bytes: int) -> DecodeTile:

@@ -33,6 +33,7 @@ from attn_backends.kernels.hopper import (
     barriers,
     clear_rows,
     column_tiles,
+    lane_sums,
     nth_of,
     num_accs,
     num_pieces,
@@ -40,6 +41,7 @@ from attn_backends.kernels.hopper import (
     page_ids,
     piece_start,
     piece_width,
+    row_sums,
     times_rows,
     write_rows,
     write_rows_by_smem,
@@ -623,7 +625,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     STAGES: gl.constexpr = full[0].shape[0]
     acc = _zero_acc(DIM_VO)
     m_i = gl.full([BLOCK_M], float("-inf"), gl.float32, ROW)
-    l_i = gl.zeros([BLOCK_M], gl.float32, ROW)
+    l_i = lane_sums(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LOGITS))
     if num_blocks > 0:
         if last + BLOCK_N > seq_len:  # both groups write the same
             mbarrier.wait(full[1].index(done % STAGES), done // STAGES & 1)
@@ -654,6 +656,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         barrier()
         mbarrier.arrive(empty[1].index(stage))
 
+    l_i = row_sums(l_i, ROW)
     if SPLIT_HEADS:
         slot = tile_info[0] - SPLIT_HEADS
         if slot >= 0:
@@ -795,6 +798,8 @@ def _blocks(  # type: ignore[no-untyped-def]
         if MASK:
             logits = _masked(logits, last - block * BLOCK_N, low, high, MASK, DIM_VO)
         p, m_i, l_i, alpha = online_softmax(logits, m_i, l_i, scale)
+        # These have come. But ptxas, which sees no branch without it, waits for their product in front of the weights.
+        mbarrier.wait(full[1].index(before % STAGES), before // STAGES & 1)
         acc = _wait_for_values(acc_pending, DIM_VO)
         barrier()
         mbarrier.arrive(empty[1].index(before % STAGES))

@@ -28,10 +28,12 @@ from attn_backends.kernels.hopper import (
     as_operand,
     barrier,
     barriers,
+    lane_sums,
     load_tma_tiles,
     nth_of,
     online_softmax,
     page_ids,
+    row_sums,
     times_rows,
     to_fp16_pairs,
     write_rows,
@@ -300,7 +302,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
     values = kv_tiles._reinterpret(kv_tiles.dtype, [4, BLOCK_N, HALF], BLOCK_LAYOUT)  # halves of both blocks
     acc = gl.zeros([BLOCK_M, HALF], gl.float32, ACC)
     m_i = gl.full([BLOCK_M], float("-inf"), gl.float32, ROW)
-    l_i = gl.zeros([BLOCK_M], gl.float32, ROW)
+    l_i = lane_sums(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LOGITS))
     lane = tile * BLOCK_M + gl.arange(0, BLOCK_M, ROW)
     last_seen = gl.minimum(seq_len - QUERY_LEN + lane // HEADS, seq_len - 1)
     all_see = gl.minimum(seq_len - QUERY_LEN + 1, stop)  # keys before it need no mask
@@ -344,6 +346,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
         barrier()
         mbarrier.arrive(empty[warp_group].index(1))
 
+    l_i = row_sums(l_i, ROW)
     stats.index(2 + warp_group).store(l_i)  # of the weights that this group worked out
     _meet(met, 1)
     l_i += stats.index(3 - warp_group).load(ROW)
@@ -414,7 +417,7 @@ def _consume_p(m_i, l_i, exchange, block: gl.constexpr, phase, scale):  # type: 
     mbarrier.wait(p_full.index(block), phase)
     m_new = stats.index(block).load(m_i.type.layout)
     alpha = gl.exp2(m_i * scale - gl.where(m_new == float("-inf"), 0.0, m_new * scale))
-    return m_new, l_i * alpha, alpha
+    return m_new, times_rows(l_i, alpha), alpha
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
