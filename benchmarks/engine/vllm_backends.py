@@ -76,7 +76,7 @@ def in_turns(model: str, given: argparse.Namespace, options: dict[str, Any]) -> 
     for turn in range(given.repeat):
         for kind in given.rows:
             for name in given.backend[:: -1 if turn % 2 else 1]:
-                for row in loads[name].figures(kind) if kind != "check" else ():
+                for row in loads[name].figures(kind, once=True) if kind != "check" else ():
                     taken.setdefault((row["what"], row["unit"]), {}).setdefault(name, []).append(row["value"])
                     print(model, name, turn, row["what"], row["value"], row["unit"], flush=True)
         yield [

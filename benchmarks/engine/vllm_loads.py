@@ -89,6 +89,7 @@ class Loads:
         self.llm = make_llm(model, backend, sizes, options)
         self.ready_s = time.perf_counter() - started
         self.compilations = Compilations()
+        self._warm: set[tuple[int, ...]] = set()  # lengths of requests that have run
         self._steps: list[tuple[float, int]] = []  # when a step ended, and how many requests with it
         self._step = self.llm.llm_engine.step
         self.llm.llm_engine.step = self._timed_step
@@ -115,25 +116,33 @@ class Loads:
     def step_ms(self, requests: int, prompt: int) -> list[float]:
         """Milliseconds of a decode step, of three stretches of `sizes.new` steps."""
         new = self.sizes.new
-        self.run([prompt] * requests, [3] * requests, 0)
+        self._warm_up([prompt] * requests, [3] * requests)
         self.run([prompt] * requests, [3 * new + 8] * requests, 1)
         last = max(place for place, (_, count) in enumerate(self._steps) if count)  # all end at once
         times = [when for when, _ in self._steps[last - 3 * new : last + 1]]
         return [(times[i + new] - times[i]) / new * 1e3 for i in range(0, 3 * new, new)]
 
-    def prefill_ms(self, requests: int, prompt: int) -> list[float]:
-        """Milliseconds until the first token of all requests, three times."""
-        taken = [self.run([prompt] * requests, [1] * requests, seed)[0] * 1e3 for seed in range(4)]
-        return taken[1:]
+    def prefill_ms(self, requests: int, prompt: int, times: int) -> list[float]:
+        """Milliseconds until the first token of all requests."""
+        lens, new = [prompt] * requests, [1] * requests
+        self._warm_up(lens, new)
+        return [self.run(lens, new, seed)[0] * 1e3 for seed in range(1, times + 1)]
 
-    def mixed_s(self) -> list[float]:
-        """Seconds of requests of mixed lengths, all there at once, twice."""
+    def mixed_s(self, times: int) -> list[float]:
+        """Seconds of requests of mixed lengths, all there at once."""
         numbers = np.random.default_rng(self.seed)
         lens, new = (
             np.exp(numbers.uniform(math.log(16), math.log(most), self.sizes.mixed)).astype(int).tolist()
             for most in self.sizes.longest
         )
-        return [self.run(lens, new, seed)[0] for seed in range(3)][1:]
+        self._warm_up(lens, new)
+        return [self.run(lens, new, seed)[0] for seed in range(1, times + 1)]
+
+    def _warm_up(self, lens: Sequence[int], new: Sequence[int]) -> None:
+        """Run requests of these lengths, unless such have run."""
+        if (*lens, *new) not in self._warm:
+            self._warm.add((*lens, *new))
+            self.run(lens, new, 0)
 
     def logprobs(self) -> list[list[dict[str, float]]]:
         """The likeliest tokens' log-probabilities, by prompt and generated token."""
@@ -144,8 +153,8 @@ class Loads:
             for output in outputs
         ]
 
-    def figures(self, kind: str) -> list[dict[str, Any]]:
-        """A row for each figure of one kind of load."""
+    def figures(self, kind: str, once: bool = False) -> list[dict[str, Any]]:
+        """A row for each figure of one kind of load, which runs a few times, or once."""
         sizes = self.sizes
         if kind == "check":
             return [{"what": "check", "logprobs": self.logprobs()}]
@@ -155,8 +164,9 @@ class Loads:
             count, prompt = sizes.long
             return [_row(f"step, {count} x {prompt}", "ms", self.step_ms(count, prompt))]
         if kind == "prefill":
-            return [_row(f"prompts, {n} x {long}", "ms", self.prefill_ms(n, long)) for n, long in sizes.prefills]
-        return [_row(f"mixed load, {sizes.mixed} requests", "s", self.mixed_s())]
+            return [_row(f"prompts, {n} x {long}", "ms", self.prefill_ms(n, long, 1 if once else 3))
+                    for n, long in sizes.prefills]  # fmt: skip
+        return [_row(f"mixed load, {sizes.mixed} requests", "s", self.mixed_s(1 if once else 2))]
 
     def rows(self, wanted: Sequence[str]) -> list[dict[str, Any]]:
         """A row for each figure, and what the engine says of itself."""

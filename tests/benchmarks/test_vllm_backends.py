@@ -20,7 +20,7 @@ class Loads:
     def __init__(self, model: str, backend: str, *given: Any) -> None:
         self.backend, self.turn = backend, 0
 
-    def figures(self, kind: str) -> list[dict[str, Any]]:
+    def figures(self, kind: str, once: bool = False) -> list[dict[str, Any]]:
         self.order.append((kind, self.backend))
         self.turn += kind == "step"
         value = [0.0, 8.0, 2.0, 6.0][self.turn] / (2 if self.backend == "AB_TORCH" else 1)
@@ -51,10 +51,10 @@ def test_turns_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_together")
 def test_turns_that_were_taken_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def figures(loads: Loads, kind: str) -> list[dict[str, Any]]:
+    def figures(loads: Loads, kind: str, once: bool = False) -> list[dict[str, Any]]:
         if loads.turn == 2:
             raise KeyboardInterrupt
-        return as_it_is(loads, kind)
+        return as_it_is(loads, kind, once)
 
     as_it_is = Loads.figures
     monkeypatch.setattr(Loads, "figures", figures)
