@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attn_backends.cache.kv_cache import KVCache
+from attn_backends.cache.views import as_kv_cache
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, Layout
 from attn_backends.testing.cases.batches import Batch, Row
 from attn_backends.testing.cases.cases import BatchShape
@@ -84,6 +85,30 @@ class Contract(KitBase):
         )
         assert_matches(Result(output, None, pool), batch, f"new keys in {new_dtype}")
         assert_pool(pool, batch.pool_after(), f"new keys in {new_dtype}")
+
+    @pytest.mark.parametrize("layout", ["NHD", "HND"])
+    @pytest.mark.parametrize("shape", ["mixed_small", "small_decode"])
+    def test_a_cache_as_one_tensor(self, shape: str, layout: Layout) -> None:
+        """[num_pages, 2, …], as FlashInfer's wrappers and vLLM have it: read and written where it lies. Where keys and
+        values differ in width, and in another layout's shape, it is refused by name."""
+        spec = self.make_spec()
+        if not self.serves(spec, may_refuse=True, layout=layout):
+            return
+        batch = self.make_batch(spec, shape, layout=layout)
+        layer, pool = make_layer(self.backend, batch), batch.fresh_pool()
+        assert pool is not None
+        given, step = (batch.query, batch.key, batch.value), layer.begin(batch)
+        if self.can.mla or spec.head_dim != spec.head_dim_vo:
+            with pytest.raises(ValueError, match="kv_cache is one tensor"):
+                layer.impl.forward(*given, torch.stack([pool.key, pool.key], dim=1), step)
+            return
+        one = torch.stack([cached if layout == "NHD" else cached.transpose(1, 2) for cached in pool], dim=1)
+        output = layer.impl.forward(*given, one, step)
+        assert_step(Result(output, None, as_kv_cache(one, layout)), batch, f"{shape}, a cache as one {layout} tensor")
+        turned = () if one.shape[2] == one.shape[3] else (one.transpose(2, 3),)
+        for wrong in (one[:, :1], one[..., :-1], one.to(torch.int8), *turned):
+            with pytest.raises(ValueError, match="kv_cache has shape"):
+                layer.impl.forward(*given, wrong, step)
 
     @pytest.mark.parametrize("apart", ["query", "output", "lse", "kv_cache.key", "kv_cache.value"])
     def test_tensors_whose_last_dimension_is_apart(self, apart: str) -> None:

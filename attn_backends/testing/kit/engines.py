@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from random import Random
@@ -14,6 +14,7 @@ import torch
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.page_table import PAD_SLOT
 from attn_backends.graphs.inputs import HeldTensors
+from attn_backends.interface.plans import Plans
 from attn_backends.spec import FP8_DTYPES
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.cases import BatchShape
@@ -21,7 +22,7 @@ from attn_backends.testing.cases.features import FEATURES, feature
 from attn_backends.testing.graphs.harness import CapturedStep, batch_of_table, make_recorder, step_table
 from attn_backends.testing.graphs.host_reads import forbid_host_reads
 from attn_backends.testing.graphs.mixed import engine_tensors, put_pages
-from attn_backends.testing.harness import Layer, Result, assert_matches, assert_step, make_layer
+from attn_backends.testing.harness import Layer, Result, assert_matches, assert_step, limits_for, make_layer
 from attn_backends.testing.kit.graphs import PAGES, ROWS, Graphs
 
 JUNK_PAGES = (-1, 2**31 - 1, -(2**31), 1 << 30)  # what engines leave behind a row's own pages
@@ -65,6 +66,26 @@ class Engines(Graphs):
         for want_lse in self.lse_modes:
             step = layer.plan(common)
             assert_step(layer.forward(batch, step, num_padded_reqs=tail, want_lse=want_lse), batch, what)
+
+    @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", "small_prefill"])
+    def test_layers_by_plans(self, shape: str) -> None:
+        """As an engine and every adapter have them: layers of two kinds by their names, planned before it is known how
+        many pages there will be."""
+        batches = {"first": self.make_batch(self.make_spec(), shape)}
+        batches["second"] = batches["first"]
+        if self.serves(local := self.feature_spec(feature("window_15"))):
+            batches["local"] = self.make_batch(local, shape)
+        batch = batches["first"]
+        cache = replace(batch.cache, num_pages=None)
+        specs = {name: each.spec for name, each in batches.items()}
+        plans = Plans(self.backend, specs, cache, limits_for(batch), batch.device)
+        for name, each in batches.items():
+            plans.bind(name, **each.weights)
+        steps = plans.plan(batch.common())
+        for name, each in batches.items():
+            pool = each.fresh_pool()
+            output = plans.forward(name, each.query, each.key, each.value, pool, steps)
+            assert_step(Result(output, None, pool), each, f"layer {name}")
 
     @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", "small_prefill"])
     @pytest.mark.parametrize("name", ["plain", "window_15"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from attn_backends.interface import (
     AttentionState,
 )
 from attn_backends.interface.capabilities import CudaGraphSupport, Unsupported
-from attn_backends.registry import get_backend, select_backend
+from attn_backends.registry import explain_for, get_backend, select_backend
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, MLASpec
 from attn_backends.testing.cases.features import CROSS, ENCODER, FEATURES, FLOATS, Feature, plain_cache
 from attn_backends.testing.harness import make_layer
@@ -68,6 +69,14 @@ class Refusals(KitBase):
         """Each feature is served or refused by name: `serves` checks which, and that selection says the same."""
         assert self.can.attention_types <= frozenset(AttentionType)
         list(self.served([feature]))
+
+    @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
+    def test_reasons_are_explained(self, feature: Feature) -> None:
+        """`explain_for` has a reason for what is refused alone, before it is known how many pages there are."""
+        cache = replace(plain_cache(self.can), num_pages=None)
+        spec = self.feature_spec(feature)
+        refused = [str(found) for found in self.backend.reject_set_up(spec, cache, self.device, None)]
+        assert explain_for(self.backend_name, spec, cache, self.device) == refused
 
     def test_layers_of_the_other_kind_are_refused(self) -> None:
         """A layer with a latent cache on a backend for plain attention, and the reverse."""
