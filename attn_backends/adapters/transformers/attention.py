@@ -12,6 +12,7 @@ import torch
 from attn_backends.adapters.transformers.continuous import attend_batch
 from attn_backends.adapters.transformers.handed import Handed, eager_only, take
 from attn_backends.adapters.transformers.layers import LayerCall, layer_spec
+from attn_backends.adapters.transformers.paged_cache import PagedCache
 from attn_backends.adapters.transformers.pool import Pool
 from attn_backends.adapters.transformers.refuse import check_layer, check_model, check_tensors, decline
 
@@ -20,7 +21,8 @@ class Attention:
     """Attention by the backend of one name, as `AttentionInterface.register` takes it.
 
     Keys are in one of three places: transformers' continuous batching brings its own pages; `PagedCache` has handed on
-    this forward's; or the forward has no cache, and they are all there are.
+    this forward's; or the forward has no cache, and they are all there are. The two methods `prepare_…` are hooks: a
+    transformers with the patches of docs/engines/patches calls them, `register` wraps any other.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
@@ -60,12 +62,38 @@ class Attention:
         _check_handed(handed, call)
         return handed.cache.attend(self.name, self.options, handed.layer, call, attention_mask), None
 
-    def try_out(self, model: Any, page_size: int) -> None:
-        """Run two tokens through a model, over pages of this size.
+    def prepare_cache(self, config: Any, generation_config: Any, cache: Any, max_length: int) -> PagedCache | None:
+        """The cache that `generate()` has to make; None: none, or the caller's.
 
         Raises:
-            Unsupported: a layer is refused.
+            Unsupported: a cache of another kind was asked for or passed.
         """
+        if cache is None and generation_config.use_cache is False:
+            return None
+        asked = generation_config.cache_implementation if cache is None else type(cache).__name__
+        if asked not in (None, "dynamic", PagedCache.__name__):
+            decline("past_key_values", str(asked), "PagedCache, which generate() makes by itself",
+                    "Leave out cache_implementation, or pass past_key_values=PagedCache(model.config).")  # fmt: skip
+        return PagedCache(config, max_length=max_length) if cache is None else None
+
+    def prepare_continuous_batching(self, model: Any, config: Any) -> None:
+        """Continuous batching says before it starts what is not served: its thread would only log it.
+
+        Args:
+            config: a `ContinuousBatchingConfig`.
+
+        Raises:
+            Unsupported: the config asks for graphs, or a layer is refused.
+        """
+        compiled = [name for name in ("varlen_compile_config", "decode_compile_config") if getattr(config, name, None)]
+        if any(config.cuda_graph_booleans) or compiled:
+            decline("cuda_graph", f"use_cuda_graph={config.use_cuda_graph}, {', '.join(compiled) or 'not compiled'}",
+                    "eager steps", "Pass use_cuda_graph=False and no compile config.")  # fmt: skip
+        check_model(model.config.get_text_config(decoder=True))
+        self._try_out(model, config.page_size if hasattr(config, "page_size") else config.block_size)
+
+    def _try_out(self, model: Any, page_size: int) -> None:
+        """Run two tokens through a model, over pages of this size: layers that are refused say so."""
         alone, tokens = self._alone, torch.zeros(1, 2, dtype=torch.long, device=model.device)
         try:
             alone.page_size, alone.pool, alone.shape = page_size, None, None

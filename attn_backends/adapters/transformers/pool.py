@@ -7,13 +7,13 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from attn_backends.adapters.transformers.layers import CalledLayers, LayerCall
 from attn_backends.adapters.transformers.refuse import decline
 from attn_backends.adapters.transformers.rows import Rows, RowTokens
 from attn_backends.batch.common import CommonAttentionMetadata
+from attn_backends.batch.page_table import starts_of, token_positions
 from attn_backends.cache.kv_cache import KVCache
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
@@ -32,7 +32,9 @@ class PoolStep:
 
 class Pool:
     """A row's pages lie one behind the other, equally many in each row: pages are found without a free list. Rows grow
-    by doubling, each layer's when it next runs.
+    by doubling, each layer's when it next runs. A `StepTable` is for rows that come and go within limits that stand: it
+    refuses rows without new tokens, which chunks of padded batches have, and would be made anew for each forward
+    without a cache and each doubling.
 
     Args:
         name, options: as `CalledLayers` takes them.
@@ -107,14 +109,13 @@ class Pool:
         return PoolStep(num_tokens, new, self._common(new, call.query.device))
 
     def _common(self, new: RowTokens, device: torch.device) -> CommonAttentionMetadata:
-        page_size, starts = self.layers.cache.page_size, np.concatenate([[0], new.query_lens.cumsum()])
-        bases = np.arange(len(new.query_lens)) * self._width * page_size  # each row's first slot
-        slots = np.arange(starts[-1]) + np.repeat(bases + new.context_lens - starts[:-1], new.query_lens)
-        starts_cpu, lens_cpu = (torch.from_numpy(each.astype(np.int32)) for each in (starts, new.seq_lens))
+        page_size = self.layers.cache.page_size
+        rows, positions = token_positions(new.context_lens, new.query_lens)
+        slots = torch.from_numpy(rows * (self._width * page_size) + positions)  # rows lie one behind the other
+        starts, lens = torch.from_numpy(starts_of(new.query_lens)), torch.from_numpy(new.seq_lens)
         return CommonAttentionMetadata.from_tensors(
-            page_size, starts_cpu.to(device), starts_cpu, lens_cpu.to(device), lens_cpu, self._page_table,
-            torch.from_numpy(slots).to(device),
-        )  # fmt: skip
+            page_size, starts.to(device), starts, lens.to(device), lens, self._page_table, slots.to(device)
+        )
 
     def _grow(self, longest: int, device: torch.device) -> None:
         page_size = self.layers.cache.page_size

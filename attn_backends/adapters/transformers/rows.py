@@ -5,24 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from attn_backends.adapters.transformers.refuse import decline
-
-Lengths = npt.NDArray[np.int64]
+from attn_backends.batch.page_table import IntArray
 
 
 @dataclass(frozen=True)
 class RowTokens:
     """What one forward brings."""
 
-    context_lens: Lengths  # [batch] keys of each row before
-    query_lens: Lengths  # [batch] new tokens of each row that are no padding
+    context_lens: IntArray  # [batch] i32, keys of each row before
+    query_lens: IntArray  # [batch] i32, new tokens of each row that are no padding
     live: torch.Tensor | None  # [batch, num_tokens] bool, on the device of the mask; None: no padding among them
 
     @property
-    def seq_lens(self) -> Lengths:  # [batch]
+    def seq_lens(self) -> IntArray:  # [batch] i32
         return self.context_lens + self.query_lens
 
 
@@ -30,7 +28,7 @@ class Rows:
     """Rows of `seen` tokens each, padding included. Padding has no keys."""
 
     def __init__(self, batch: int) -> None:
-        self.lens: Lengths = np.zeros(batch, np.int64)
+        self.lens: IntArray = np.zeros(batch, np.int32)
         self.seen = 0
         self.live: torch.Tensor | None = None  # [batch, seen] bool, on the host; None: no padding so far
 
@@ -54,9 +52,9 @@ class Rows:
             decline("attention_mask", "cached tokens that are masked now, or padding that is no longer",
                     "the mask that they were cached with", "Begin anew, without past_key_values.")  # fmt: skip
         if host is None or mask is None:
-            query_lens, live = np.full(batch, num_tokens, np.int64), None
+            query_lens, live = np.full(batch, num_tokens, np.int32), None
         else:
-            query_lens = host[:, seen:].sum(1).numpy()
+            query_lens = host[:, seen:].sum(1, dtype=torch.int32).numpy()
             live = None if query_lens.sum() == batch * num_tokens else mask[:, seen:]
             self.live = None if self.live is None and live is None else host
         new = RowTokens(self.lens.copy(), query_lens, live)
@@ -78,7 +76,7 @@ class Rows:
             self.lens = self.lens - num_tokens
         else:
             self.live = self.live[:, : self.seen]
-            self.lens = self.live.sum(1).numpy()
+            self.lens = self.live.sum(1, dtype=torch.int32).numpy()
 
     def select(self, rows: torch.Tensor) -> None:
         """Put rows in the place of others, as `index_select` does."""
