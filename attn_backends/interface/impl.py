@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic
 import torch
 
 from attn_backends.cache.kv_cache import KVCache, write_kv
+from attn_backends.cache.views import layer_cache
 from attn_backends.interface.metadata import AttentionStep, PlannedStep, StepT
 from attn_backends.spec import AttentionSpec, KVCacheSpec, new_kv_shapes
 
@@ -65,13 +66,16 @@ class AttentionImpl(ABC, Generic[StepT]):
         query: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim]
         key: torch.Tensor | None,  # [num_new_kv, num_kv_heads, head_dim]; None: nothing new to write
         value: torch.Tensor | None,  # [num_new_kv, num_kv_heads, head_dim_vo]; both are latent rows in MLA
-        kv_cache: KVCache | None,  # None in a profile run and for encoder attention
+        kv_cache: KVCache | torch.Tensor | None,  # None in a profile run and for encoder attention
         step: StepT,
         output: torch.Tensor | None = None,  # [num_tokens, num_qo_heads, head_dim_vo], written in place
         *,
         lse: torch.Tensor | None = None,  # [num_tokens, num_qo_heads] f32, natural log, written in place
     ) -> torch.Tensor:
         """Write the new keys and values to their slots, attend, and return `output` (allocated if None).
+
+        A cache may be one tensor of keys and values, in the pool's layout: NHD as [num_pages, 2, page_size,
+        num_kv_heads, head_dim], HND as [num_pages, 2, num_kv_heads, page_size, head_dim].
 
         Padded rows come back as zeros. `lse` is the log of the softmax denominator, sinks included. New keys and values
         of another dtype are made the layer's first.
@@ -81,6 +85,8 @@ class AttentionImpl(ABC, Generic[StepT]):
             ValueError: the step is of other layers, or the tensors are not of this step and layer.
             Unsupported: an argument that the backend does not honour.
         """
+        if type(kv_cache) is not KVCache and isinstance(kv_cache, torch.Tensor):  # the first is the quicker to ask
+            kv_cache = layer_cache(kv_cache, self.spec, self.cache)
         if output is None:
             output = query.new_empty(*query.shape[:1], self.spec.num_qo_heads, self.spec.head_dim_vo)
         given = query, key, value, kv_cache, step, output, lse

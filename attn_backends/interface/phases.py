@@ -211,8 +211,9 @@ class PhasedImpl(AttentionImpl[PhasedStep]):
         self.prefill, self.decode = _each(self.impl_classes, options, *layer, **weights)
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache | None,
-        step: PhasedStep, output: torch.Tensor | None = None, *, lse: torch.Tensor | None = None,
+        self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None,
+        kv_cache: KVCache | torch.Tensor | None, step: PhasedStep, output: torch.Tensor | None = None, *,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """A step of one phase, without padding, is its backend's from end to end."""
         if isinstance(step, PhasedStep):

@@ -85,7 +85,7 @@ class Engine:
         page_size: int = 1,
         **how: Any,
     ) -> None:
-        self.layers = layers
+        self.layers, first = layers, layers[0]
         self.device = device
         self.dtype = dtype = dtype or dtype_of(name)
         self.random = torch.Generator().manual_seed(seed)
@@ -98,7 +98,12 @@ class Engine:
         self.free = (1 + torch.randperm(num_slots // page_size, generator=self.random)).tolist()  # pages
         self.req_to_token = torch.zeros(max_reqs, max_context_len + 8, dtype=torch.int32, device=device)
         self.requests: dict[int, Request] = {}
-        how = SCALARS | {"kv_cache_dtype": dtype, "q_dtype": dtype, "layers": layers, "kv_pool": self.pool} | how
+        heads: dict[str, Any] = {
+            "num_heads": first.tp_q_head_num,
+            "num_kv_heads": first.tp_k_head_num,
+            "head_dim": first.qk_head_dim,
+        }
+        how = heads | {"kv_cache_dtype": dtype, "q_dtype": dtype, "layers": layers, "kv_pool": self.pool} | how
         self.adapter = ReqToTokenAttention(
             name, max_context_len=max_context_len, req_to_token=self.req_to_token, device=device,
             max_req_pool_size=max_reqs, **how,
@@ -112,8 +117,8 @@ class Engine:
         self.requests[request] = Request(encoder_len)
         self.req_to_token[request, :encoder_len] = self.take(encoder_len).int()
         for each in self.layers:
-            self.requests[request].keys[each.layer_id] = self.numbers(0, 2, 64)
-            self.requests[request].values[each.layer_id] = self.numbers(0, 2, 64)
+            for cached in (self.requests[request].keys, self.requests[request].values):
+                cached[each.layer_id] = self.numbers(0, each.tp_k_head_num, each.qk_head_dim)
 
     def take(self, count: int) -> torch.Tensor:
         slots, self.free = self.free[:count], self.free[count:]
@@ -162,9 +167,11 @@ class Engine:
         step = Step(list(rows), batch, {}, {}, {})
         for each in self.layers:
             new = len(encoder_slots) if each.is_cross_attention else len(batch.out_cache_loc)
-            step.queries[each.layer_id] = self.numbers(len(batch.out_cache_loc), 4, 64) * 2
-            step.keys[each.layer_id] = self.numbers(new, 2, 64) if new else None
-            step.values[each.layer_id] = self.numbers(new, 2, 64) if new else None
+            step.queries[each.layer_id] = (
+                self.numbers(len(batch.out_cache_loc), each.tp_q_head_num, each.qk_head_dim) * 2
+            )
+            for given in (step.keys, step.values):
+                given[each.layer_id] = self.numbers(new, each.tp_k_head_num, each.qk_head_dim) if new else None
         return step
 
     def run(self, mode: ForwardMode, rows: Rows) -> None:
@@ -185,7 +192,7 @@ class Engine:
         for each, output in zip(self.layers, outputs, strict=True):
             self.remember(step, each)
             expected = self.expected(step, each)
-            error = output_error(output[: len(expected)].unflatten(1, (4, 64)), expected)
+            error = output_error(output[: len(expected)].view(expected.shape), expected)
             allowed = load_cases().tolerance(self.dtype)
             assert error <= allowed, f"{each}, {step.rows}: off by {error:.1e}, allowed {allowed:.0e}"
         for request, new in step.rows:
@@ -220,7 +227,8 @@ class Engine:
     def expected(self, step: Step, each: Layer) -> torch.Tensor:
         i, parts, start = each.layer_id, [], 0
         spec = AttentionSpec(
-            4, 2, 64, scale=each.scaling, window_left=each.sliding_window_size or 0,
+            each.tp_q_head_num, each.tp_k_head_num, each.qk_head_dim, scale=each.scaling,
+            window_left=each.sliding_window_size or 0,
             logits_soft_cap=each.logit_cap or None, causal=not each.is_cross_attention,
             attention_type=AttentionType.CROSS if each.is_cross_attention else AttentionType.DECODER,
         )  # fmt: skip
@@ -265,7 +273,10 @@ class GraphRunner:
         }
         self.seq_lens_cpu = torch.full((bs,), self.fill)
         self.inputs = {
-            each.layer_id: [torch.zeros(tokens, heads, 64, dtype=engine.dtype, device=device) for heads in (4, 2, 2)]
+            each.layer_id: [
+                torch.zeros(tokens, heads, each.qk_head_dim, dtype=engine.dtype, device=device)
+                for heads in (each.tp_q_head_num, each.tp_k_head_num, each.tp_k_head_num)
+            ]
             for each in engine.layers
         }
         self.batch = ForwardBatch(

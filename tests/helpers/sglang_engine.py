@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -114,6 +116,8 @@ class Engine:
         ids = range(len(shape.kinds))
         if shape.swa_pool:
             swa = [i for i in ids if shape.kinds[i].window >= 0]
+            if "enable_kvcache_transpose" in signature(SWAKVPool).parameters:  # in old versions
+                sizes["enable_kvcache_transpose"] = False
             pool = SWAKVPool(
                 size, size, swa_attention_layer_ids=swa, full_attention_layer_ids=[i for i in ids if i not in swa],
                 **sizes,
@@ -125,6 +129,8 @@ class Engine:
         else:
             pool = MHATokenToKVPool(size, layer_num=len(shape.kinds), enable_alt_stream=False, **sizes)
         if shape.hnd:
+            if not hasattr(pool, "use_hnd"):
+                pytest.skip("this version of SGLang has no such pools")
             for buffers in (pool.k_buffer, pool.v_buffer):
                 buffers[:] = [b.unflatten(0, (-1, shape.page_size)).transpose(1, 2).contiguous() for b in buffers]
             pool.use_hnd, pool.num_pages = True, size // shape.page_size + 1

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 
 from attn_backends.adapters.req_to_token.batch import ForwardBatchLike, ForwardMode
-from attn_backends.adapters.req_to_token.kv_pool import KVPool
+from attn_backends.adapters.req_to_token.kv_pool import KVPool, page_size_of
 from attn_backends.adapters.req_to_token.layers import AttentionLayer, LayerKinds
 from attn_backends.adapters.req_to_token.planner import StepPlanner
 from attn_backends.adapters.req_to_token.plans import TokenPlans, share_workspace
 from attn_backends.adapters.req_to_token.table import SharedBuffers, TokenTable
+from attn_backends.interface.contract import check_contract
 from attn_backends.spec import Limits
+
+check_contract("the req_to_token adapter", (1, 0))
 
 
 class ReqToTokenAttention(StepPlanner):
@@ -34,6 +37,7 @@ class ReqToTokenAttention(StepPlanner):
         max_req_pool_size: most rows of a step.
         kv_pool: where keys and values are; its slot 0 is for padding, and slots come in pages of its `page_size`, if it
             has one. None: each batch brings it, as `token_to_kv_pool`, with up to `max_req_pool_size` whole contexts.
+        page_size: slots of a page, where no `kv_pool` says it: that of the pools that batches bring, or a divisor.
         layers: every layer that will call. None: layers of the usual scale without a soft cap, with a window of
             `sliding_window_size` if it is given, and without one; layer 0 is one of them.
         sliding_window_size: keys to the left, self excluded, as one of the layers has it.
@@ -64,6 +68,7 @@ class ReqToTokenAttention(StepPlanner):
         device: torch.device | str,
         max_req_pool_size: int,
         kv_pool: KVPool | None,
+        page_size: int = 1,
         layers: Iterable[AttentionLayer] | None = None,
         sliding_window_size: int | None = None,
         max_num_tokens: int | None = None,
@@ -76,9 +81,9 @@ class ReqToTokenAttention(StepPlanner):
         declared = None if layers is None else list(layers)
         heads = (num_heads, num_kv_heads, head_dim)
         kinds = LayerKinds(heads, q_dtype, kv_cache_dtype, declared, sliding_window_size)
-        page_size = int(getattr(kv_pool, "page_size", 1))  # 1 where a pool says nothing of pages
+        page_size = page_size_of(kv_pool, page_size)
         table = TokenTable(req_to_token, max_context_len, torch.device(device), page_size)
-        num_slots = max_req_pool_size * max_context_len + 1
+        num_slots = (max_req_pool_size * -(-max_context_len // page_size) + 1) * page_size
         if kv_pool is not None:
             num_slots = len(kv_pool.get_kv_buffer(declared[0].layer_id if declared else 0)[0])
         usual = max_req_pool_size if skip_prefill else max(num_slots, max_req_pool_size)
@@ -177,4 +182,10 @@ class ReqToTokenAttention(StepPlanner):
         pool: KVPool | None = self.kv_pool or getattr(forward_batch, "token_to_kv_pool", None)
         if pool is None:
             raise ValueError("the batch has no token_to_kv_pool: pass one, or make the adapter with kv_pool")
+        size, planned = page_size_of(pool), self.plans.table.page_size
+        if self.kv_pool is None and size % planned:
+            raise ValueError(
+                f"the batch's pool has pages of {size} slots, and the step is planned for pages of {planned}: give "
+                "init_forward_metadata the batch that brings this pool, or make the adapter with its page_size"
+            )
         return pool

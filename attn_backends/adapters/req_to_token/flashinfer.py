@@ -1,7 +1,8 @@
 """pymllm's `FlashInferAttnBackend`, by its own names and arguments, over our FLASHINFER.
 
-Every batch brings the pool, as `token_to_kv_pool`. Layers come unannounced: each kind is planned when it first calls.
-Who serves a step, and on which cores, is as pymllm's documentation says of FlashInfer's wrappers.
+Every batch brings the pool, as `token_to_kv_pool`, whose pages are the plan's. Layers come unannounced: each kind is
+planned when it first calls. Who serves a step, and on which cores, is as pymllm's documentation says of FlashInfer's
+wrappers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import torch
 
 from attn_backends.adapters.req_to_token.attention import ReqToTokenAttention
 from attn_backends.adapters.req_to_token.batch import ForwardBatchLike, HostLens
+from attn_backends.adapters.req_to_token.graphs import TokenGraphs
+from attn_backends.adapters.req_to_token.kv_pool import KVPool, page_size_of
 from attn_backends.adapters.req_to_token.layers import AttentionLayer, LayerKind, usual_layers
 from attn_backends.adapters.req_to_token.wrappers import (
     DecodeMetadata,
@@ -84,22 +87,39 @@ class FlashInferAttnBackend(ReqToTokenAttention):
         }  # fmt: skip
         self._kinds: dict[LayerKind, AttentionLayer] = {}
         self._batch: ForwardBatchLike | None = None
-        self._most_tokens = max(max_context_len, max_req_pool_size)
+        self._most_tokens, self._page_size = max(max_context_len, max_req_pool_size), 1
         self._learn(*usual_layers((num_heads, num_kv_heads, head_dim), sliding_window_size))
 
     def _learn(self, *layers: AttentionLayer) -> None:
         """Plan for these kinds of layers too, all of them anew."""
         self._kinds |= {LayerKind.of(layer): layer for layer in layers}
+        sized: TokenGraphs | None = getattr(self, "graphs", None)  # none of them captured
         super().__init__(
-            self.backend_name, layers=list(self._kinds.values()), max_num_tokens=self._most_tokens, **self._given,
+            self.backend_name, layers=list(self._kinds.values()), max_num_tokens=self._most_tokens,
+            page_size=self._page_size, **self._given,
             options={"tensor_cores": "on" if self.decode_use_tensor_cores else "off"},
         )  # fmt: skip
+        if sized is not None:
+            self.init_cuda_graph_state(sized.max_bs, sized.max_num_tokens, sized.buffers.indices)
+
+    def _learn_pages(self, pool: KVPool | None) -> None:
+        """Plan for pages as a batch's pool has them; a batch without one is of the last.
+
+        Graphs keep theirs, and serve every pool whose pages these divide.
+        """
+        size = self._page_size if pool is None else page_size_of(pool)
+        if size == self._page_size or (self._has_graphs and size % self._page_size == 0):
+            return
+        self._check_growth(f"the batch's pool has pages of {size} slots, and so far {self._page_size}")
+        self._page_size = size
+        self._learn()
 
     # Eager steps.
 
     def init_forward_metadata(self, forward_batch: ForwardBatchLike) -> None:
         """Plan a step, once before its layers run."""
         self.forward_metadata, self._batch = None, forward_batch
+        self._learn_pages(getattr(forward_batch, "token_to_kv_pool", None))
         if len(forward_batch.out_cache_loc) > self._most_tokens:
             self._check_growth(f"a step of {len(forward_batch.out_cache_loc)} tokens, and so far {self._most_tokens}")
             self._most_tokens = 2 * len(forward_batch.out_cache_loc)
@@ -130,8 +150,12 @@ class FlashInferAttnBackend(ReqToTokenAttention):
                 self.init_forward_metadata(self._batch)
         return super().forward(q, k, v, layer, forward_batch, save_kv_cache)
 
+    @property
+    def _has_graphs(self) -> bool:
+        return self.graphs is not None and bool(self.graphs.captured)
+
     def _check_growth(self, why: str) -> None:
-        if self.graphs is not None and self.graphs.captured:
+        if self._has_graphs:
             raise RuntimeError(f"{why}; graphs were captured, whose buffers never grow: run such a step eager before")
 
     # CUDA graphs, which are set up once eager steps have shown every kind of layer. pymllm has none with an encoder.

@@ -23,6 +23,11 @@ class KVPool(Protocol):
         """Write k [num_tokens, num_kv_heads, head_dim] and v to slots `indices` [num_tokens]."""
 
 
+def page_size_of(pool: KVPool | None, default: int = 1) -> int:
+    """Slots of a pool's pages; `default` without a pool, and of one that says nothing of pages."""
+    return int(getattr(pool, "page_size", default))
+
+
 class TokenKVPool:
     """Every layer's keys and values, from one allocation, zeroed.
 

@@ -14,6 +14,7 @@ import torch
 
 from attn_backends.adapters.req_to_token.batch import ForwardMode, StepRows
 from attn_backends.adapters.req_to_token.table import SharedBuffers, TokenTable
+from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.cache.kv_cache import KVCache
 from attn_backends.interface import AttentionState, AttentionStep
 from attn_backends.interface.plans import Plans
@@ -81,16 +82,17 @@ class TokenPlans:
         batches = {AttentionType.DECODER: self.table.self_attention(rows, buffers)}
         if any(spec.attention_type is AttentionType.CROSS for spec in self.plans.specs.values()):
             batches[AttentionType.CROSS] = self.table.cross_attention(rows)
-        if rows.for_graph:
-            for group, builder in zip(self.plans.groups, self.plans.builders, strict=True):
-                batch = batches[group.spec.attention_type]
-                if not builder.can_run_in_cudagraph(batch):
-                    raise ValueError(
-                        f"{self.plans.backend.get_name()} cannot run {group.spec.attention_type.value} attention "
-                        f"over {batch.max_seq_len} keys a row in a CUDA graph: run this step eager, or see the "
-                        "backend's options"
-                    )
-        return PlannedStep(mode, rows.num_tokens, self.plans.plan(lambda spec: batches[spec.attention_type]))
+
+        def batch_of(spec: AttentionSpec) -> CommonAttentionMetadata:
+            return batches[spec.attention_type]
+
+        if rows.for_graph and not self.plans.can_run_in_cudagraph(batch_of):
+            longest = ", ".join(f"{kind.value} attention {batch.max_seq_len}" for kind, batch in batches.items())
+            raise ValueError(
+                f"{self.plans.backend.get_name()} cannot run this step in a CUDA graph (most keys of a row: "
+                f"{longest}): run it eager, or see the backend's options"
+            )
+        return PlannedStep(mode, rows.num_tokens, self.plans.plan(batch_of))
 
     def _check(self, rows: StepRows) -> None:
         num_rows, num_tokens, limits = len(rows.query_lens), rows.num_tokens, self.plans.limits

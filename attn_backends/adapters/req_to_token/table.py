@@ -123,8 +123,9 @@ class TokenTable:
     def _pages(self, rows: StepRows, lens_cpu: IntArray, first: torch.Tensor | None) -> torch.Tensor:
         """[R, pages of the longest row] i32: columns of the rows, each from its own first one on.
 
-        Rows that are known to be neighbours are read in place; all others are gathered anew at every step, as an engine
-        may have given any of them other slots (a radix cache does, where it finds a prompt twice) and does not say so.
+        One column is read for each page. Rows that are known to be neighbours are read in place; all others are
+        gathered anew at every step, as an engine may have given any of them other slots (a radix cache does, where it
+        finds a prompt twice) and does not say so.
         """
         longest = int(lens_cpu.max(initial=1))
         before = 0 if rows.encoder_lens_cpu is None or first is None else int(rows.encoder_lens_cpu.max(initial=0))
@@ -140,12 +141,14 @@ class TokenTable:
                 raise Unsupported("req_to_token", [Rejection("encoder_lens", asked, "pages of one token", hint)])
             columns = first[:, None] + torch.arange(longest, dtype=torch.int32, device=first.device)
             return self.req_to_token[rows.req_pool_indices.long()[:, None], columns]
-        slots = self.req_to_token[:, : longest : self.page_size]
-        run = _run(rows)
-        slots = slots.index_select(0, rows.req_pool_indices) if run is None else slots[run]
+        firsts, run = self.req_to_token[:, : longest : self.page_size], _run(rows)  # the first slot of each page
+        slots = firsts.index_select(0, rows.req_pool_indices) if run is None else firsts[run]
         if self.translate is not None:
             slots = self.translate(slots).to(torch.int32)
-        return slots if self.page_size == 1 else slots.div(self.page_size, rounding_mode="floor")
+        if self.page_size == 1:
+            return slots
+        is_gathered = run is None and self.translate is None  # ours to write to
+        return slots.div_(self.page_size, rounding_mode="floor") if is_gathered else slots // self.page_size
 
     def _common(
         self, rows: StepRows, pages: torch.Tensor, lens: torch.Tensor, lens_cpu: IntArray,

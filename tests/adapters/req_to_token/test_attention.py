@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_backends.adapters.req_to_token.attention import ReqToTokenAttention
 from attn_backends.adapters.req_to_token.batch import ForwardBatch, ForwardMode, step_rows
@@ -240,6 +242,60 @@ def test_neighbours_are_read_in_place(name: str, page_size: int) -> None:
         pages = table.self_attention(step_rows(batch, 40)).page_table
         shared = pages.untyped_storage().data_ptr() == engine.req_to_token.untyped_storage().data_ptr()
         assert shared is (in_place and page_size == 1)
+
+
+class Made(TorchDispatchMode):
+    """Keeps the tensors that operations make, in memory of their own."""
+
+    def __init__(self, *known: torch.Tensor) -> None:
+        super().__init__()
+        self.known, self.tensors = {each.untyped_storage().data_ptr() for each in known}, list[torch.Tensor]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, (list, tuple)) else (made,):
+            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in self.known:
+                self.known.add(each.untyped_storage().data_ptr())
+                self.tensors.append(each)
+        return made
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_what_is_copied_of_the_table(name: str, page_size: int) -> None:
+    """A column for each page of the longest row, once: one tensor of that size, and none that is larger."""
+    engine = filled(name, 7, 37, 12, layers=(FULL,), page_size=page_size, num_slots=256)
+    batch = engine.make(DECODE, [(2, 1), (1, 1), (0, 1)]).batch
+    rows, before = step_rows(batch, 40), engine.req_to_token.clone()
+    with Made(engine.req_to_token) as made:
+        pages = engine.adapter.plans.table.self_attention(rows).page_table
+    assert pages.shape == (3, -(-38 // page_size))
+    made_bytes = [each.untyped_storage().nbytes() for each in made.tensors]
+    assert [count for count in made_bytes if count >= pages.numel() * 4] == [pages.numel() * 4]
+    assert pages[1].tolist() == (before[1, :38:page_size] // page_size).tolist()
+    assert torch.equal(engine.req_to_token, before)
+
+
+def test_batches_that_bring_a_pool_of_pages(name: str) -> None:
+    """Without a pool the adapter is told of pages, and refuses a pool whose pages they do not divide."""
+    engine = filled(name, 17, 2, layers=(FULL,), page_size=16, num_slots=256)
+    how = SCALARS | {"kv_cache_dtype": engine.dtype, "q_dtype": engine.dtype, "max_context_len": 40, "device": "cpu"}
+    adapters = [
+        ReqToTokenAttention(name, **how, req_to_token=engine.req_to_token, max_req_pool_size=5, kv_pool=None,
+                            page_size=size)
+        for size in (16, 4, 32)
+    ]  # fmt: skip
+    step = engine.make(DECODE, [(0, 1), (1, 1)])
+    engine.adapter.init_forward_metadata(step.batch)
+    expected, brought = engine.attend(step, FULL), replace(step.batch, token_to_kv_pool=engine.pool)
+    for adapter, size in zip(adapters, (16, 4, 32), strict=True):
+        assert adapter.plans.plans.cache.page_size == size
+        adapter.init_forward_metadata(brought)
+        if size == 32:
+            with pytest.raises(ValueError, match="pool has pages of 16 slots, and the step is planned for pages of 32"):
+                adapter.forward_decode(step.queries[0], None, None, FULL, brought)
+        else:
+            output = adapter.forward_decode(step.queries[0], None, None, FULL, brought)
+            torch.testing.assert_close(output, expected, atol=2e-3, rtol=2e-3)
 
 
 def test_an_encoder_in_front_needs_pages_of_one_token(name: str) -> None:

@@ -22,30 +22,11 @@ from attn_backends.adapters.req_to_token.layers import Layer
 from attn_backends.interface.capabilities import Unsupported
 from attn_backends.testing.graphs.harness import make_recorder
 from tests.emulated import flashinfer
-from tests.helpers import flashinfer_emulated  # noqa: F401 (registers)
-from tests.helpers.req_to_token_engine import DECODE, EXTEND, Engine, GraphRunner, layer
+from tests.helpers.pymllm_engine import Emulated, PymllmEngine, serve
+from tests.helpers.req_to_token_engine import DECODE, EXTEND, GraphRunner, layer
 
 HALF = torch.float16
 FULL, WINDOW = layer(0), layer(1, sliding_window_size=3)
-
-
-class Emulated(FlashInferAttnBackend):
-    backend_name = "FLASHINFER_EMULATED"
-
-
-class PymllmEngine(Engine):
-    """The engine of the other tests, with the documented class, and its pool in every batch."""
-
-    def __init__(self, layers: tuple[Layer, ...], **how: Any) -> None:
-        super().__init__("FLASHINFER_EMULATED", layers)
-        self.adapter: Any = Emulated(
-            num_heads=4, num_kv_heads=2, head_dim=64, kv_cache_dtype=HALF, q_dtype=HALF, max_context_len=40,
-            req_to_token=self.req_to_token, device=torch.device("cpu"), max_req_pool_size=5, **how,
-        )  # fmt: skip
-
-    def make(self, mode: ForwardMode, rows: Any) -> Any:
-        step = super().make(mode, rows)
-        return replace(step, batch=replace(step.batch, token_to_kv_pool=self.pool))
 
 
 def filled(*lens: int, layers: tuple[Layer, ...] = (FULL,), **how: Any) -> PymllmEngine:
@@ -144,6 +125,66 @@ def test_graphs(window: int | None) -> None:
     engine.adapter.init_forward_metadata(step.batch)
     with pytest.raises(RuntimeError, match="layer 7 is of a kind that no step had; graphs were captured"):
         engine.adapter.forward_decode(step.queries[0], None, None, layer(7, logit_cap=9.0), step.batch)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("num_heads", [4, 8])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_as_on_a_gpu(page_size: int, num_heads: int, window: int | None) -> None:
+    """What test_flashinfer_gpu.py runs over FlashInfer itself."""
+    engine = serve(Emulated, "cpu", page_size, num_heads, window)
+    assert engine.adapter.decode_use_tensor_cores is (num_heads == 8)
+
+
+def test_pages_are_the_pools() -> None:
+    """The first batch brings a pool, and the plan has its pages, not a page a token."""
+    engine = filled(17, 2, page_size=16)
+    assert engine.adapter.plans.plans.cache.page_size == 16
+    engine.run(DECODE, [(1, 1), (0, 1)])
+    (wrapper,) = engine.adapter.forward_metadata.decode_wrappers
+    assert wrapper._paged_kv_indptr_buf.tolist() == [0, 1, 3]
+    assert wrapper._paged_kv_last_page_len_buf.tolist() == [3, 2]
+    first_slots = engine.req_to_token[[1, 0, 0], [0, 0, 16]]
+    assert wrapper._paged_kv_indices_buf[:3].tolist() == (first_slots // 16).tolist()
+    lens = torch.tensor([18, 3])
+    engine.adapter.indices_updater_decode.update(torch.tensor([0, 1]), lens, lens, 21)  # its batch has no pool
+    assert engine.adapter.decode_wrappers[0]._paged_kv_indptr_buf.tolist() == [0, 2, 3]
+
+
+def test_another_pool_of_other_pages() -> None:
+    """The plan follows the batch's pool, to smaller pages too. What was said of graphs before any stays said."""
+    paged, plain = filled(17, 2, page_size=16), PymllmEngine((FULL,))
+    plain.req_to_token, plain.adapter = paged.req_to_token, paged.adapter  # rows of their own in one table
+    paged.adapter.init_cuda_graph_state(4, 4)
+    plain.enter(3)
+    for engine, mode, row in ((plain, EXTEND, (3, 7)), (paged, DECODE, (0, 1)), (plain, DECODE, (3, 1)),
+                              (paged, EXTEND, (1, 4))):  # fmt: skip
+        engine.run(mode, [row])
+        assert engine.adapter.plans.plans.cache.page_size == engine.page_size
+    GraphRunner(paged, 4, 1, make_recorder("cpu")).run([(0, 1), (1, 1)])
+    with pytest.raises(RuntimeError, match="batch's pool has pages of 1 slots, and so far 16; graphs were captured"):
+        paged.adapter.init_forward_metadata(plain.make(DECODE, [(3, 1)]).batch)
+
+
+def test_graphs_before_the_first_batch() -> None:
+    """Then no pool was there to say: pages of one token serve any pool, and stay."""
+    engine = filled(17, 2, page_size=16)
+    engine.adapter = Emulated(4, 2, 64, HALF, HALF, 40, engine.req_to_token, torch.device("cpu"), 5)
+    engine.adapter.init_cuda_graph_state(4, 4)
+    GraphRunner(engine, 4, 1, make_recorder("cpu")).run([(1, 1), (0, 1)])
+    engine.run(DECODE, [(1, 1), (0, 1)])
+    assert engine.adapter.plans.plans.cache.page_size == 1
+
+
+def test_a_pool_of_other_pages_than_the_planned_steps() -> None:
+    paged, plain = filled(17, 2, page_size=16), filled(7, 5)
+    step = paged.make(DECODE, [(0, 1)])
+    paged.adapter.init_forward_metadata(step.batch)
+    given, others = (step.queries[0], None, None, FULL), replace(step.batch, token_to_kv_pool=plain.pool)
+    with pytest.raises(
+        ValueError, match="the batch's pool has pages of 1 slots, and the step is planned for pages of 16"
+    ):
+        paged.adapter.forward_decode(*given, others)
 
 
 def test_the_updater_plans_a_decode() -> None:

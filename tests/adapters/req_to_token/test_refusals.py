@@ -75,6 +75,20 @@ def test_a_backend_that_reads_lengths_on_the_device_needs_none(monkeypatch: pyte
     graph.run([(1, 3)], with_host_lens=False)
 
 
+def test_a_step_that_a_graph_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Plans.can_run_in_cudagraph` says so, before anything is planned."""
+    engine = filled("TORCH", 6, 9, layers=(FULL,), options={"graph_max_seq_len": 10})
+    engine.adapter.init_cuda_graph_state(2, 2)
+    graph = GraphRunner(engine, 2)
+    graph.run([(1, 1), (0, 1)])
+    told = r"TORCH cannot run this step in a CUDA graph \(most keys of a row: decoder attention 11\): run it eager"
+    with pytest.raises(ValueError, match=told):
+        graph.run([(1, 1)])
+    monkeypatch.setattr(type(engine.adapter.plans.plans), "can_run_in_cudagraph", lambda plans, common: False)
+    with pytest.raises(ValueError, match="decoder attention 8"):
+        graph.run([(0, 1)])
+
+
 def test_limits(engine: Engine) -> None:
     six = ForwardBatch(DECODE, torch.zeros(6, dtype=torch.int64), torch.ones(6), torch.zeros(6), [1] * 6)
     with pytest.raises(ValueError, match=r"6 rows and 6 tokens.*5 rows \(max_req_pool_size\)"):

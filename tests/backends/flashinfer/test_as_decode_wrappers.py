@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends import AttentionSpec, KVCache, Limits, plan_groups
+from attn_backends import AttentionSpec, KVCache, Limits, MLASpec, plan_groups
 from attn_backends.backends.flashinfer.options import FlashInferOptions
-from attn_backends.cache.views import as_kv_cache
+from attn_backends.cache.views import as_kv_cache, layer_cache
 from attn_backends.spec import KVCacheSpec, Layout
 from attn_backends.testing.cases.random_batch import random_batch
-from attn_backends.testing.harness import Result, assert_matches, make_layers, run_backend
+from attn_backends.testing.harness import Result, assert_matches, make_layer, make_layers, run_backend
 from tests.helpers.flashinfer_emulated import EmulatedFlashInfer, EmulatedState
 
 SPEC = AttentionSpec(8, 2, 64, dtype=torch.float16)
@@ -48,6 +48,40 @@ def test_a_cache_as_one_tensor(layout: Layout, monkeypatch: pytest.MonkeyPatch) 
     assert_matches(Result(result.output, None, None), batch, layout)
     assert set(given) == {kv_cache[:, 0].data_ptr(), kv_cache[:, 1].data_ptr()}
     assert torch.equal(kv_cache.nan_to_num(7.0), in_one_tensor(after, layout).nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_layer_takes_it_as_the_document_does(layout: Layout) -> None:
+    """`wrapper.run(q, kv_cache)`, for each layer of a step: several layers, each with a tensor of its own."""
+    batch = random_batch(EmulatedFlashInfer, SPEC, [40, 17, 1, 60], [1, 1, 1, 1], layout=layout)
+    layer, pool, after = make_layer(EmulatedFlashInfer, batch), batch.fresh_pool(), batch.pool_after()
+    assert pool is not None
+    assert after is not None
+    kv_cache_at_layer = [in_one_tensor(pool, layout) for _ in range(3)]
+    step = layer.begin(batch)
+    for kv_cache in kv_cache_at_layer:
+        output = layer.impl.forward(batch.query, batch.key, batch.value, kv_cache, step)
+        assert_matches(Result(output, None, None), batch, layout)
+        assert torch.equal(kv_cache.nan_to_num(7.0), in_one_tensor(after, layout).nan_to_num(7.0))
+
+
+def test_a_tensor_that_is_not_the_layers_is_refused() -> None:
+    """By its name, with what the layer needs: another layout, another dtype, two in the wrong place, MLA."""
+    nhd, hnd = KVCacheSpec(4, 16), KVCacheSpec(4, 16, "HND")
+    kv_cache = torch.zeros(4, 2, 16, 2, 64, dtype=torch.float16)
+    assert [each.shape for each in layer_cache(kv_cache, SPEC, nhd)] == [(4, 16, 2, 64)] * 2
+    assert [each.shape for each in layer_cache(kv_cache.transpose(2, 3), SPEC, hnd)] == [(4, 16, 2, 64)] * 2
+    needed = (
+        r"kv_cache has shape .* this layer needs \[num_pages, 2, 16, 2, 64\] \(NHD\) in torch.float16, or a KVCache"
+    )
+    for wrong in (kv_cache.transpose(2, 3), kv_cache.float(), kv_cache.transpose(0, 1), kv_cache[:, 0]):
+        with pytest.raises(ValueError, match=needed):
+            layer_cache(wrong, SPEC, nhd)
+    with pytest.raises(ValueError, match=r"this layer needs .*, 2, 2, 16, 64\] \(HND"):
+        layer_cache(kv_cache, SPEC, hnd)
+    for spec, why in ((MLASpec(4), "MLA caches one latent row"), (AttentionSpec(8, 2, 64, 32), "unequal dims")):
+        with pytest.raises(ValueError, match=f"kv_cache is one tensor, and .*{why}"):
+            layer_cache(kv_cache, spec, nhd)
 
 
 @pytest.mark.parametrize("shape", [(4, 16, 2, 64), (4, 3, 16, 2, 64)])

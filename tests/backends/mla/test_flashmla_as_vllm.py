@@ -44,7 +44,7 @@ def test_the_documents_names() -> None:
     assert type(metadata) is FlashMLAMetadata
     assert type(metadata.decode_metadata) is FlashMLAMetadata
     assert isinstance(layer.builder, FlashMLAMetadataBuilder)
-    assert layer.builder.num_q_heads == 4
+    assert layer.builder.num_q_heads == layer.state.num_q_heads == 4  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("queries", [1, 3])

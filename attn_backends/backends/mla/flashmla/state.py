@@ -29,7 +29,10 @@ from attn_backends.step.buffers import own_tensors
 class FlashMLAStep(MLAStep):
     """A step with what FlashMLA's tile scheduler made for its decode rows, under the names that vLLM gives it.
 
-    FlashMLA's newer generation makes both in the first layer's call: before it, and without decode rows, they are None.
+    `begin_forward` makes both with FlashMLA's older generation, and with any over fp8 latents. The newer one has no
+    function for it: its `get_mla_metadata` takes no lengths and returns an empty object, which the kernel's first call
+    fills. There both are None until the step's first layer has run; in a graph that launches our own copy of that
+    work, they are what the last replay made. Without decode rows they are None.
     """
 
     @property
@@ -64,6 +67,11 @@ class FlashMLAState(MLAState):
         options = self.options or FlashMLAOptions()
         self.kernels: Kernels = self.load_kernels(options.provider)
         self._can_refill = False  # not asked before graphs are captured
+
+    @property
+    def num_q_heads(self) -> int:
+        """Query heads of its layers, under vLLM's name; the most, where plan groups differ."""
+        return max(spec.num_qo_heads for spec in self.specs.values())
 
     def hold_inputs(self, max_batch_size: int, inputs: GraphTensors | None) -> None:
         super().hold_inputs(max_batch_size, own_tensors(inputs) if self.lends_keys else inputs)
