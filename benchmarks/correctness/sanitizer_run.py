@@ -59,7 +59,7 @@ def survey(plan: Plan, backend: str, first_seed: int, most: int, waiting: dict[K
     left, seed = {False: most, True: most}, first_seed
     while (answer := child.answer(plan.deadline)) is not None:
         if not answer.get("ready"):
-            case = Case(backend, seed, answer["kind"].endswith("in a graph"))
+            case = Case(backend, seed, answer["kind"].endswith("graph"))
             seed += 1
             if answer["finding"] is not None:
                 record.add("none", case, answer)

@@ -38,9 +38,11 @@ CHILD = """import json, os, sys, time
 print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
     seed = json.loads(line)["seed"]
-    kind = "decode in a graph" if seed % 2 else "chunk"
+    kind = ("decode", "verify in a mixed graph", "chunk", "decode in a graph")[seed % 4]
+    captures = "graph" in kind and "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ
     BEFORE
-    print(json.dumps({"kinds": {"decode": 2}, "kind": kind, "finding": None}), flush=True)
+    found = "captured without torch's cache" if captures else None
+    print(json.dumps({"kinds": {"decode": 2}, "kind": kind, "finding": found}), flush=True)
 """
 
 
