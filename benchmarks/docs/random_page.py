@@ -14,6 +14,7 @@ from benchmarks.attention.random_report import report_of
 TITLES = {
     "random": "Shapes that nobody chose, H200",
     "random_h200": "Shapes that nobody chose, H200, with newer kernels",
+    "random_h100_newest": "Shapes that nobody chose, H100, with the newest kernels",
     "random_h100": "Shapes that nobody chose, H100",
     "random_prefills": "Prefills that nobody chose, H100",
 }

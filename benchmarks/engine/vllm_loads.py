@@ -114,11 +114,20 @@ class Loads:
         return taken, outputs
 
     def step_ms(self, requests: int, prompt: int) -> list[float]:
-        """Milliseconds of a decode step, of three stretches of `sizes.new` steps."""
+        """Milliseconds of a decode step, of three stretches of `sizes.new` steps.
+
+        Raises:
+            RuntimeError: not all requests decode at once.
+        """
         new = self.sizes.new
         self._warm_up([prompt] * requests, [3] * requests)
         self.run([prompt] * requests, [3 * new + 8] * requests, 1)
-        last = max(place for place, (_, count) in enumerate(self._steps) if count)  # all end at once
+        last, ended = max((place, count) for place, (_, count) in enumerate(self._steps) if count)
+        if ended < requests:
+            raise RuntimeError(
+                f"{ended} of {requests} requests ended together, so they did not decode together: the cache holds too "
+                "few tokens. Compare fewer backends --together, or give a smaller --model"
+            )
         times = [when for when, _ in self._steps[last - 3 * new : last + 1]]
         return [(times[i + new] - times[i]) / new * 1e3 for i in range(0, 3 * new, new)]
 

@@ -65,6 +65,21 @@ def test_turns_that_were_taken_are_kept(tmp_path: Path, monkeypatch: pytest.Monk
     assert [row["all"] for row in json.loads(path.read_text())["rows"]] == [[8.0, 2.0], [4.0, 1.0]]
 
 
+@pytest.mark.parametrize("ended", [4, 3])
+def test_a_step_is_of_all_requests(ended: int) -> None:
+    """Where a cache holds too few tokens, some requests wait, and a step's time would be of the others."""
+    loads_of = importlib.import_module("benchmarks.engine.vllm_loads")
+    loads = object.__new__(loads_of.Loads)
+    loads.sizes, loads._warm = loads_of.Sizes((4,), 8, 2, (1, 1), (), 1, (1, 1), (), 64, 64), set()
+    loads._steps = [*((0.5 * i, 0) for i in range(14)), (7.0, 4 - ended), (7.5, ended)]
+    loads.run = lambda *given: None
+    if ended == 4:
+        assert loads.step_ms(4, 8) == [500.0, 500.0, 500.0]
+    else:
+        with pytest.raises(RuntimeError, match="3 of 4 requests ended together"):
+            loads.step_ms(4, 8)
+
+
 @pytest.mark.usefixtures("_together")
 def test_two_of_ours_are_refused() -> None:
     with pytest.raises(SystemExit, match="AB_TORCH, AB_TRITON has two of ours"):

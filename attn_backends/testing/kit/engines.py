@@ -69,7 +69,7 @@ class Engines(Graphs):
 
     @pytest.mark.parametrize("shape", ["mixed_small", "small_decode", "small_prefill"])
     def test_layers_by_plans(self, shape: str) -> None:
-        """As an engine and every adapter have them: layers of two kinds by their names, planned before it is known how
+        """Layers of two kinds by their names, as an engine and every adapter have them, planned before it is known how
         many pages there will be."""
         batches = {"first": self.make_batch(self.make_spec(), shape)}
         batches["second"] = batches["first"]
