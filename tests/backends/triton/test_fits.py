@@ -590,7 +590,24 @@ def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_s
                  "SPLIT": int(how == "split")}  # fmt: skip
     types = dict.fromkeys(("query", "output"), "*bf16")
     types |= {"key_desc": tiles_of(dims[0], rows), "value_desc": tiles_of(dims[1], rows)}
-    check_for_hopper(hopper_kernel.prefill_hopper_kernel, types, constants, hopper_kernel.GROUP_WARPS)
+    code = check_for_hopper(hopper_kernel.prefill_hopper_kernel, types, constants, hopper_kernel.GROUP_WARPS)
+    checked = [body for body in loops(code) if any("HGMMA" in each for each in body)]
+    assert checked
+    for body in checked:  # weights are worked out while products with values are under way
+        waits, weights = ([at for at, each in enumerate(body) if what in each] for what in ("DEPBAR", "MUFU.EX2"))
+        assert len(waits) == 2
+        assert waits[0] < weights[0]
+        assert weights[-1] < waits[1]
+
+
+def loops(code: str) -> Iterator[list[str]]:
+    """Instructions of each loop without another in it, but for those that wait."""
+    lines = [(int(found[1], 16), found[2]) for found in re.finditer(r"/\*([0-9a-f]+)\*/ +([^;]*);", code)]
+    targets = [(re.match(r"@\S+ BRA\S* +(0x[0-9a-f]+)", text), at) for at, text in lines]
+    long = [(begin, at) for target, at in targets if target and (begin := int(target[1], 16)) < at - 0x200]
+    for begin, end in long:
+        if not any((begin, end) != other and begin <= other[0] and other[1] <= end for other in long):
+            yield [text for at, text in lines if begin <= at <= end]
 
 
 @pytest.mark.parametrize("dim_vo", [64, 128, 256])
