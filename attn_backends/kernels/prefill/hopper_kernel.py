@@ -798,7 +798,7 @@ def _blocks(  # type: ignore[no-untyped-def]
         if MASK:
             logits = _masked(logits, last - block * BLOCK_N, low, high, MASK, DIM_VO)
         p, m_i, l_i, alpha = online_softmax(logits, m_i, l_i, scale)
-        # These have come. But ptxas, which sees no branch without it, waits for their product in front of the weights.
+        # These values have come. But where ptxas sees no branch, it waits for their product in front of the weights.
         mbarrier.wait(full[1].index(before % STAGES), before // STAGES & 1)
         acc = _wait_for_values(acc_pending, DIM_VO)
         barrier()
