@@ -1,4 +1,4 @@
-"""Which versions of an engine an adapter was tried with. Any other is refused by name, unless a variable allows it."""
+"""Which versions of an engine an adapter is checked with. Any other is refused by name, unless a variable allows it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ logger = logging.getLogger(__name__)
 
 
 class UntestedEngine(RuntimeError):
-    """An engine is of a version that its adapter was not tried with."""
+    """An engine is of a version that its adapter was not checked with."""
 
 
 def check_engine_version(package: str, oldest: str, newest: str) -> tuple[int, ...]:
-    """The numbers of the installed engine's version, which lies between two that were tried, both included.
+    """The numbers of the installed engine's version, which lies between two that were checked, both included:
+    run, or by their signatures.
 
     Args:
         package: the distribution, as pip names it.
@@ -34,7 +35,7 @@ def check_engine_version(package: str, oldest: str, newest: str) -> tuple[int, .
     if first <= numbers[: len(first)] and numbers[: len(last)] <= last:
         return numbers
     message = (
-        f"{package} is {found}, and attn_backends was tried with {oldest} to {newest}: install one of these, or set "
+        f"{package} is {found}, and attn_backends is checked with {oldest} to {newest}: install one of these, or set "
         f"{ALLOW}=1 to go on untested"
     )
     if os.environ.get(ALLOW, "") in ("", "0"):

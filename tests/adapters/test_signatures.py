@@ -22,6 +22,7 @@ OURS = [  # our class, in which file, and whose place it takes
     ("vllm", "backend.py", "MLAServedBackend", "AttentionBackend"),
     ("vllm", "builder.py", "ServedBuilder", "AttentionMetadataBuilder"),
     ("vllm", "layers.py", "ServedImpl", "AttentionImpl"),
+    ("vllm", "mla.py", "MLAServedImpl", "MLAAttentionImpl"),
 ]
 CALLED = {  # what we call of theirs: how many positional arguments, and which keywords
     "sglang": {
@@ -34,6 +35,16 @@ CALLED = {  # what we call of theirs: how many positional arguments, and which k
         "register_attention_backend": (1, set()),
     },
     "vllm": {"register_backend": (2, set())},
+}  # fmt: skip
+
+
+BATCH = "CommonAttentionMetadata"  # what vLLM tells builders of a batch
+BATCH_NAMES = {"theirs", "common_attn_metadata"}  # it goes by these in the adapter
+NOT_READ = {  # of its fields, and why; a field that a version adds fails here until somebody has looked at it
+    "dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "dcp_local_seq_lens_cpu_upper_bound",  # refused with DCP
+    "encoder_seq_lens", "encoder_seq_lens_cpu",  # cross attention is refused
+    "is_prefilling", "positions", "req_idx", "replayssm_decode_base_cpu",  # other kinds of layers read them
+    "logits_indices_padded", "max_logits_per_req", "num_logits_indices",  # fast prefill: vLLM's own wrapper reads them
 }  # fmt: skip
 
 
@@ -62,6 +73,35 @@ def refused(ours: list[str], theirs: list[str]) -> list[str]:
     found += [word for word in ours if not word.endswith("=") and not word.startswith("*") and word not in plain]
     in_order = [word for word in plain if word in taken]
     return found + [word for at, word in zip(taken, in_order, strict=False) if at != word and not takes_more]
+
+
+def read_of_batches() -> dict[str, bool]:
+    """Attributes of vLLM's batches that the adapter reads: whether it needs them, or has a default in their place."""
+    read: dict[str, bool] = {}
+    for file in sorted((ADAPTERS / "vllm").glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Attribute(value=ast.Name(id=batch), attr=name) if batch in BATCH_NAMES:
+                    read[name] = True
+                case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id=batch), ast.Constant(value=name), _]):
+                    if batch in BATCH_NAMES:
+                        read.setdefault(str(name), False)
+    return read
+
+
+def test_vllms_batches_have_what_is_read_of_them() -> None:
+    read = read_of_batches()
+    assert len(read) > 10  # the adapter still calls a batch by these names
+    missing, had, new = [], set(), []
+    for version in VERSIONS["vllm"]:
+        fields = {word.rstrip("=") for word in signature_at("vllm", BATCH, version) or []}
+        had |= fields
+        missing += [f"{version}: {name}" for name, is_needed in read.items() if is_needed and name not in fields]
+        public = {name for name in fields if not name.startswith("_")}
+        new += [f"{version}: {name}" for name in sorted(public - set(read) - NOT_READ)]
+    assert missing == []
+    assert new == []
+    assert set(read) | NOT_READ <= had  # each is a field of some version
 
 
 @pytest.mark.parametrize(("engine", "file", "ours", "theirs"), OURS, ids=lambda each: str(each))

@@ -43,6 +43,7 @@ class SGLangAttention(AttentionBackend):  # type: ignore[misc]  # SGLang is not 
         self.name = name
         self.topk = getattr(runner.server_args, "speculative_eagle_topk", None) or 1
         self.translate = getattr(runner.token_to_kv_pool, "translate_loc_from_full_to_swa", None)
+        self.req_to_token_pool = runner.req_to_token_pool  # SGLang's models ask a backend for it
         self.pools = self._make_pools(runner, options or {})
         self.pool_of = {layer_id: pool for pool in self.pools for layer_id in pool.plans.specs}
         self.max_context_len = self.pools[0].plans.limits.max_model_len
@@ -63,6 +64,26 @@ class SGLangAttention(AttentionBackend):  # type: ignore[misc]  # SGLang is not 
             layers = {i: spec for i, spec in specs.items() if in_swa[i] is is_swa}
             pools.append(LayerPool(self.name, layers, pool, table, limits, options))
         return pools
+
+    @property
+    def token_to_kv_pool(self) -> Any:
+        """The pool that layers read and write. SGLang's models ask a backend for it, and a draft model that reads what
+        the target has cached (frozen-KV MTP) has the target's put here while it runs.
+
+        Raises:
+            Unsupported: (where it is set) another pool, and one of the two has slots of its own for windowed layers.
+        """
+        return self.pools[0].pool
+
+    @token_to_kv_pool.setter
+    def token_to_kv_pool(self, pool: Any) -> None:
+        if pool is self.token_to_kv_pool:
+            return
+        if self.translate is not None or hasattr(pool, "translate_loc_from_full_to_swa"):
+            hint = "Draft with a backend of SGLang's own: --speculative-draft-attention-backend triton."
+            rejection = Rejection("token_to_kv_pool", "another SWA pool than the model's", "pools of one kind", hint)
+            raise Unsupported(self.name, [rejection])
+        self.pools[0].pool = pool
 
     # Planning.
 

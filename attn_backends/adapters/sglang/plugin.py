@@ -26,10 +26,10 @@ def register() -> None:
     """Add our names to those that SGLang knows, for models and for drafts. Called again, it changes nothing.
 
     Raises:
-        UntestedEngine: SGLang is of a version that this was not tried with.
+        UntestedEngine: SGLang is older or newer than the adapter knows.
     """
     check_contract("the SGLang adapter", (1, 0))
-    check_engine_version("sglang", "0.5.14", "0.5.23")
+    check_engine_version("sglang", "0.5.14", "0.5.23")  # these two were run, the others compared by their signatures
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 

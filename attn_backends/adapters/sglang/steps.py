@@ -49,16 +49,26 @@ def graph_rows(batch: Any, name: str, max_context_len: int, topk: int) -> StepRo
 
 def _uniform(batch: Any, name: str, max_context_len: int, topk: int, for_graph: bool = False) -> StepRows:
     """Rows of equal query lengths: one token, or as many drafts. A verify's `seq_lens` come without its drafts."""
-    mode, num_rows = batch.forward_mode.name, len(batch.seq_lens)
-    query_len = 1 if mode in ("DECODE", "IDLE") else len(batch.input_ids) // num_rows
+    mode, num_rows = batch.forward_mode.name, batch.batch_size
+    query_len = 1 if mode in ("DECODE", "IDLE") else _drafts_of(batch, num_rows)
     drafts = query_len if mode == "TARGET_VERIFY" else 0
     topk = getattr(batch.spec_info, "topk", None) or topk  # drafts that follow each token of a draft
     if drafts and topk > 1:  # 1 is a chain, whatever mask comes with it
         hint = "Draft a chain: --speculative-eagle-topk 1, or --speculative-ngram-max-bfs-breadth 1."
         raise _refusal(name, "topk", f"a tree of drafts, topk {topk}", "a chain, topk 1", hint)
-    lens_cpu = None if batch.seq_lens_cpu is None else host_lens("seq_lens_cpu", batch.seq_lens_cpu, num_rows) + drafts
+    lens_cpu = batch.seq_lens_cpu
+    if lens_cpu is not None:
+        lens_cpu = host_lens("seq_lens_cpu", lens_cpu[:num_rows], num_rows) + drafts
     query_lens = np.full(num_rows, query_len, np.int32)
     return _rows(batch, query_lens, lens_cpu, drafts, max_context_len, for_graph)
+
+
+def _drafts_of(batch: Any, num_rows: int) -> int:
+    """Tokens of each row. A replay of drafts that are extended has padded rows, and tokens without padding."""
+    told = getattr(batch.spec_info, "num_tokens_per_req", None) or 0
+    if batch.forward_mode.name == "DRAFT_EXTEND_V2" and told > 0:
+        return int(told)
+    return len(batch.input_ids) // num_rows
 
 
 def _rows(
@@ -66,7 +76,8 @@ def _rows(
     for_graph: bool = False,
 ) -> StepRows:  # fmt: skip
     """Lengths come in i64 or i32, and those of a graph's padding may lie below its query length."""
-    lens = (batch.seq_lens + drafts).int() if drafts else batch.seq_lens.int()
+    lens = batch.seq_lens[: len(query_lens)]  # a replay's tensors may be those of the largest graph
+    lens = (lens + drafts).int() if drafts else lens.int()
     known = np.full(len(query_lens), max_context_len, np.int32) if lens_cpu is None else lens_cpu.astype(np.int32)
     if for_graph:
         longest = int(query_lens[0])

@@ -16,7 +16,7 @@ from attn_backends.registry.table import installed_version
 
 VARIABLE = "ATTN_BACKENDS_VLLM"
 PREFIX = "AB_"  # of the names that are added: AB_TRITON
-OLDEST, NEWEST = "0.26", "0.33"  # the versions of vLLM that were tried
+OLDEST, NEWEST = "0.26", "0.33"  # of vLLM: 0.26, 0.29 and 0.32 were run, the others compared by their signatures
 NAMES_SINCE = (0, 32)  # vLLM takes new names
 _SERVED = "attn_backends.adapters.vllm.served"
 
@@ -27,7 +27,7 @@ def add_to_vllm() -> None:
     """Tell vLLM of our backends. It imports none of them, and no torch that vLLM has not imported already.
 
     Raises:
-        UntestedEngine: a backend of ours was asked for, and vLLM is of another version than those that were tried.
+        UntestedEngine: a backend of ours was asked for, and vLLM is older or newer than the adapter knows.
         UnknownBackendError: no backend of ours has the name that was asked for.
     """
     asked = os.environ.get(VARIABLE, "").strip()

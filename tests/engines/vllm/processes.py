@@ -18,6 +18,7 @@ ROOT = HERE.parents[2]
 ENVIRONMENT = Path(
     sys.prefix
 )  # `.ci/engines vllm` makes it: the newest version, and an older one in a folder beside it
+COMMAND = "command"  # in the models' folder: what names the CPU build to the command `vllm`
 QUIET = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",

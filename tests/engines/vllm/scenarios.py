@@ -13,11 +13,21 @@ LORA, LORA_RANK = "lora", 8
 FOLDER = "{folder}"  # in a setting: where the models are
 DRAFT = {"method": "draft_model", "model": f"{FOLDER}/{SMOLLM2}", "num_speculative_tokens": 3, "max_model_len": 512}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
 LATENT = {  # vLLM cuts no prompt of these on a CPU
     "random": True, "block_size": 16, "enable_prefix_caching": False, "max_num_batched_tokens": 512,
 }  # fmt: skip
+CHUNKS = {  # unless its platform does not forbid it: where a CPU has AMX it does not
+    "random": True, "block_size": 16, "kept": {
+        "scheduler_config.enable_chunked_prefill": True, "cache_config.enable_prefix_caching": True,
+        "scheduler_config.max_num_batched_tokens": 64,
+    },
+}  # fmt: skip
+ASYNCHRONOUS = {"streams": True, "kept": {"scheduler_config.async_scheduling": True}}
 
-SERVED: dict[str, dict[str, Any]] = {  # `env` belongs to the process: scenarios with one have their own
+# `env` belongs to the process: scenarios with one have their own. `kept` are settings that vLLM's platform of CPUs
+# changes, and with `streams` the runner asks for CUDA's.
+SERVED: dict[str, dict[str, Any]] = {
     "eager": {},  # prompts longer than a step: chunks, mixed steps, and a second round that hits the prefix cache
     "ngram": {"speculative_config": NGRAM},
     "compiled": {"enforce_eager": False},
@@ -30,11 +40,17 @@ SERVED: dict[str, dict[str, Any]] = {  # `env` belongs to the process: scenarios
     "gemma": {"model": "gemma", "random": True},
     "one group": {"model": "gemma", "random": True, "disable_hybrid_kv_cache_manager": True},
     "gpt-oss": {"model": "gpt-oss", "random": True},
+    "shared": {"model": "gemma3n", "random": True},  # its last layers read what earlier ones have cached
     "deepseek": {"model": "deepseek", **LATENT},
+    "deepseek in chunks": {"model": "deepseek", **CHUNKS},
     # Every draft is taken, as SmolLM2 drafts for itself.
     "draft": {"speculative_config": DRAFT},
     # Hardly any draft is taken: the layer that drafts has random weights. Its own attention is of the MLA family too.
-    "mtp": {"model": "deepseek-mtp", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, **LATENT},
+    "mtp": {"model": "deepseek-mtp", "speculative_config": MTP, **LATENT},
+    "mtp in chunks": {"model": "deepseek-mtp", "speculative_config": MTP, **CHUNKS},
+    "asynchronous": {"speculative_config": NGRAM | {"method": "ngram_gpu"}, **ASYNCHRONOUS},
+    "asynchronous drafts": {"speculative_config": DRAFT, **ASYNCHRONOUS},
+    "fp8": {"model": "fp8", "random": True, "kv_cache_dtype": "fp8"},  # each layer has scales of its own
     "lora": {"enable_lora": True, "max_lora_rank": LORA_RANK, "max_loras": 1, "lora": True},
 }  # fmt: skip
 
@@ -54,6 +70,22 @@ TINY: dict[str, dict[str, Any]] = {
         "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 32, "sliding_window": 40,
         "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"] * 2,
         "swiglu_limit": 7.0, "hidden_act": "silu",
+    },
+    "fp8": _PLAIN | {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 32, "hidden_act": "silu",
+        "quantization_config": {
+            "quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": [],
+            "kv_cache_scheme": {
+                "num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True,
+            },
+        },
+    },
+    "gemma3n": _PLAIN | {
+        "architectures": ["Gemma3nForCausalLM"], "model_type": "gemma3n_text", "head_dim": 32, "sliding_window": 40,
+        "num_hidden_layers": 6, "num_kv_shared_layers": 2, "intermediate_size": [128] * 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 1000, "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.0] * 6, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
     },
     "deepseek": _PLAIN | {
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_key_value_heads": 4,
@@ -75,5 +107,15 @@ PROMPTS = [
     _STORY[:150] + " Why?", "Write a long story about a fox and a hound who", "1 2 3 4 5 6 7", "1 2 1 2 1 2 1 2 1",
 ]  # fmt: skip
 AGAIN = [_STORY + "In the year", _STORY + "Another"]
-RANDOM_LENGTHS = (5, 40, 130, 200, 260)  # prompts of the models with random weights
+RANDOM_LENGTHS = (5, 40, 130, 200, 260)
 NEW_TOKENS = 24
+
+
+def random_prompts() -> list[list[int]]:
+    """Prompts of the models with random weights."""
+    return [[(7 * i * (k + 3) + k) % 990 + 5 for i in range(n)] for k, n in enumerate(RANDOM_LENGTHS)]
+
+
+def random_rounds() -> list[list[list[int]]]:
+    """What is served one round after the other: the second finds prefixes in the cache."""
+    return [random_prompts(), random_prompts()[2:4]]

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -17,12 +17,15 @@ from typing import Any
 
 import pytest
 
-from tests.engines.vllm.processes import Serve, environment
+from tests.engines.vllm.processes import COMMAND, ENVIRONMENT, Serve, environment
 from tests.engines.vllm.scenarios import SERVED, SMOLLM2
 
 NEWEST, OLDER = "0.32", "0.29"
-PLAIN = ("eager", "gemma", "one group", "gpt-oss", "ngram")  # vLLM makes no other engine in a process after n-grams
-LATENT = ("deepseek",)
+# vLLM makes no other engine in a process after n-grams.
+PLAIN = ("eager", "gemma", "one group", "gpt-oss", "shared", "ngram")
+LATENT = ("deepseek", "deepseek in chunks")
+DRAFTING = ("mtp", "mtp in chunks")
+ASYNCHRONOUS = ("asynchronous drafts", "asynchronous")
 WITH_MORE_WEIGHTS = ("draft", "lora")
 NOT_IN = {("0.29", "gpt-oss")}  # its own attention takes sinks in bfloat16 alone there
 long = pytest.mark.long
@@ -61,9 +64,11 @@ def test_tokens_are_vllms_own(serve: Serve, version: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_latent_attention_is_vllms_own(serve: Serve, version: str) -> None:
-    ours = serve(version, *LATENT, ATTN_BACKENDS_VLLM="TORCH_MLA")["served"]["deepseek"]
-    theirs = by_itself(serve, version)["served"]["deepseek"]
+@pytest.mark.parametrize("name", LATENT)
+def test_latent_attention_is_vllms_own(serve: Serve, version: str, name: str) -> None:
+    """vLLM serves prompts in chunks, and behind prefixes from the cache, where a CPU has AMX."""
+    ours = serve(version, *LATENT, ATTN_BACKENDS_VLLM="TORCH_MLA")["served"][name]
+    theirs = by_itself(serve, version)["served"][name]
     assert (ours["impls"], theirs["impls"]) == (["CPU_MLA__TORCH_MLA_Impl"], ["CPUMLAImpl"])
     assert ours["tokens"] == theirs["tokens"]
     assert apart(ours, theirs) < 1e-5
@@ -117,10 +122,22 @@ def test_lora_is_vllms_own(serve: Serve) -> None:
 
 
 @long
-def test_latent_attention_drafts_and_verifies(serve: Serve) -> None:
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_steps_are_scheduled_before_drafts_are_known(serve: Serve, name: str) -> None:
+    """vLLM's platform of CPUs turns this off, and its scheduler and runner serve it: with n-grams and a draft model."""
+    ours = serve(NEWEST, *ASYNCHRONOUS, ATTN_BACKENDS_VLLM="TORCH")["served"][name]
+    theirs = by_itself(serve, NEWEST)["served"]["eager"]
+    assert (ours["impls"], ours["scheduler"]) == (["CPU_ATTN__TORCH_Impl"], "AsyncScheduler")
+    assert theirs["scheduler"] == "Scheduler"
+    assert ours["tokens"] == theirs["tokens"]
+
+
+@long
+@pytest.mark.parametrize("name", DRAFTING)
+def test_latent_attention_drafts_and_verifies(serve: Serve, name: str) -> None:
     """A layer of the model predicts the token after the next (MTP), and most of what it predicts is rejected."""
     ours, theirs = (
-        serve(NEWEST, "mtp", **asked)["served"]["mtp"] for asked in ({"ATTN_BACKENDS_VLLM": "TORCH_MLA"}, {})
+        serve(NEWEST, *DRAFTING, **asked)["served"][name] for asked in ({"ATTN_BACKENDS_VLLM": "TORCH_MLA"}, {})
     )
     assert (ours["impls"], theirs["impls"]) == (["CPU_MLA__TORCH_MLA_Impl"], ["CPUMLAImpl"])
     assert ours["tokens"] == theirs["tokens"]
@@ -141,15 +158,19 @@ def test_a_third_partys_backend_serves_what_it_declares(serve: Serve) -> None:
 
 
 @long
-def test_an_openai_request(serve: Serve, folder: Path) -> None:
+def test_an_openai_request(folder: Path) -> None:
+    """The command `vllm serve` answers it, as a user types it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     variables = environment(folder, NEWEST, ATTN_BACKENDS_VLLM="TORCH") | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    # What `vllm serve` starts. The command itself looks for the distribution vllm, which the CPU build is not.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder / SMOLLM2, "--port",
-               str(port), "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "512", "--enforce-eager",
-               "--block-size", "32", "--served-model-name", SMOLLM2]  # fmt: skip
+    # The command looks for the distribution vllm, which the CPU build is not: the docs say how it is named so.
+    variables["PYTHONPATH"] += os.pathsep + str(folder / COMMAND)
+    command = [
+        str(ENVIRONMENT / "bin" / "vllm"), "serve", str(folder / SMOLLM2), "--port", str(port), "--host", "127.0.0.1",
+        "--dtype", "float32", "--max-model-len", "512", "--enforce-eager", "--block-size", "32",
+        "--served-model-name", SMOLLM2,
+    ]  # fmt: skip
     log = folder / "server.log"
     with log.open("w") as out, subprocess.Popen(command, env=variables, stdout=out, stderr=subprocess.STDOUT) as server:
         try:
