@@ -119,17 +119,23 @@ class Loads:
         Raises:
             RuntimeError: not all requests decode at once.
         """
-        new = self.sizes.new
+        new, spread = self.sizes.new, self._steps_to_begin(requests, prompt)
         self._warm_up([prompt] * requests, [3] * requests)
-        self.run([prompt] * requests, [3 * new + 8] * requests, 1)
-        last, ended = max((place, count) for place, (_, count) in enumerate(self._steps) if count)
-        if ended < requests:
+        self.run([prompt] * requests, [3 * new + 8 + spread] * requests, 1)
+        ends = [place for place, (_, count) in enumerate(self._steps) if count]
+        if ends[-1] - ends[0] > spread:
             raise RuntimeError(
-                f"{ended} of {requests} requests ended together, so they did not decode together: the cache holds too "
-                "few tokens. Compare fewer backends --together, or give a smaller --model"
+                f"the last of {requests} requests ended {ends[-1] - ends[0]} steps behind the first, and would begin "
+                f"{spread} behind it at most, so they did not decode together: the cache holds too few tokens. Compare "
+                "fewer backends --together, or give a smaller --model"
             )
+        last = ends[0] - 1  # the last step of all of them
         times = [when for when, _ in self._steps[last - 3 * new : last + 1]]
         return [(times[i + new] - times[i]) / new * 1e3 for i in range(0, 3 * new, new)]
+
+    def _steps_to_begin(self, requests: int, prompt: int) -> int:
+        """Steps in which all prompts are taken in, at most, beside the tokens of those that decode already."""
+        return math.ceil(requests * prompt / (self.sizes.budget - requests))
 
     def prefill_ms(self, requests: int, prompt: int, times: int) -> list[float]:
         """Milliseconds until the first token of all requests."""

@@ -65,19 +65,36 @@ def test_turns_that_were_taken_are_kept(tmp_path: Path, monkeypatch: pytest.Monk
     assert [row["all"] for row in json.loads(path.read_text())["rows"]] == [[8.0, 2.0], [4.0, 1.0]]
 
 
-@pytest.mark.parametrize("ended", [4, 3])
-def test_a_step_is_of_all_requests(ended: int) -> None:
-    """Where a cache holds too few tokens, some requests wait, and a step's time would be of the others."""
+@pytest.mark.parametrize("held", [8, 5])
+def test_a_step_is_of_all_requests(held: int) -> None:
+    """Prompts are taken in by as many tokens a step as the budget has, so requests end as they began, one behind the
+    other. Where the cache holds fewer, some wait for others' ends, and a step's time would be of the rest."""
     loads_of = importlib.import_module("benchmarks.engine.vllm_loads")
     loads = object.__new__(loads_of.Loads)
-    loads.sizes, loads._warm = loads_of.Sizes((4,), 8, 2, (1, 1), (), 1, (1, 1), (), 64, 64), set()
-    loads._steps = [*((0.5 * i, 0) for i in range(14)), (7.0, 4 - ended), (7.5, ended)]
-    loads.run = lambda *given: None
-    if ended == 4:
-        assert loads.step_ms(4, 8) == [500.0, 500.0, 500.0]
+    loads.sizes, loads._warm = loads_of.Sizes((8,), 20, 2, (1, 1), (), 1, (1, 1), (), 99, 64), set()
+
+    def run(lens: list[int], new: list[int], seed: int) -> None:
+        """Steps of as many ms as requests decode in them."""
+        loads._steps, waiting, left, now = [], list(lens), [], 0.0
+        while waiting or left:
+            now += (len(left) or 1) / 1e3
+            budget = loads.sizes.budget - len(left)
+            left = [each - 1 for each in left]
+            while waiting and budget and len(left) < held:
+                taken = min(budget, waiting[0])
+                waiting[0], budget = waiting[0] - taken, budget - taken
+                if not waiting[0]:
+                    waiting.pop(0)
+                    left.append(new[0] - 1)
+            loads._steps.append((now, left.count(0)))
+            left = [each for each in left if each]
+
+    loads.run = run
+    if held == 8:
+        assert loads.step_ms(8, 20) == pytest.approx([8.0, 8.0, 8.0])
     else:
-        with pytest.raises(RuntimeError, match="3 of 4 requests ended together"):
-            loads.step_ms(4, 8)
+        with pytest.raises(RuntimeError, match="they did not decode together"):
+            loads.step_ms(8, 20)
 
 
 @pytest.mark.usefixtures("_together")

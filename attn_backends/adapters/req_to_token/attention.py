@@ -182,7 +182,8 @@ class ReqToTokenAttention(StepPlanner):
         pool: KVPool | None = self.kv_pool or getattr(forward_batch, "token_to_kv_pool", None)
         if pool is None:
             raise ValueError("the batch has no token_to_kv_pool: pass one, or make the adapter with kv_pool")
-        size, planned = page_size_of(pool), self.plans.table.page_size
+        planned = self.plans.table.page_size
+        size = page_size_of(pool, planned)
         if self.kv_pool is None and size % planned:
             raise ValueError(
                 f"the batch's pool has pages of {size} slots, and the step is planned for pages of {planned}: give "

@@ -88,6 +88,7 @@ class FlashInferAttnBackend(ReqToTokenAttention):
         self._kinds: dict[LayerKind, AttentionLayer] = {}
         self._batch: ForwardBatchLike | None = None
         self._most_tokens, self._page_size = max(max_context_len, max_req_pool_size), 1
+        self._has_encoder = False  # whose tokens lie in front of a decoder's, so that pages are of one token
         self._learn(*usual_layers((num_heads, num_kv_heads, head_dim), sliding_window_size))
 
     def _learn(self, *layers: AttentionLayer) -> None:
@@ -102,24 +103,31 @@ class FlashInferAttnBackend(ReqToTokenAttention):
         if sized is not None:
             self.init_cuda_graph_state(sized.max_bs, sized.max_num_tokens, sized.buffers.indices)
 
-    def _learn_pages(self, pool: KVPool | None) -> None:
+    def _learn_pages(self, batch: ForwardBatchLike) -> None:
         """Plan for pages as a batch's pool has them; a batch without one is of the last.
 
         Graphs keep theirs, and serve every pool whose pages these divide.
         """
-        size = self._page_size if pool is None else page_size_of(pool)
-        if size == self._page_size or (self._has_graphs and size % self._page_size == 0):
+        pool: KVPool | None = getattr(batch, "token_to_kv_pool", None)
+        self._has_encoder |= getattr(batch, "encoder_lens", None) is not None
+        before = self._page_size
+        size = 1 if self._has_encoder else before if pool is None else page_size_of(pool)
+        if size == before or (self._has_graphs and size % before == 0):
             return
-        self._check_growth(f"the batch's pool has pages of {size} slots, and so far {self._page_size}")
+        self._check_growth(f"the batch's pool has pages of {size} slots, and so far {before}")
         self._page_size = size
-        self._learn()
+        try:
+            self._learn()
+        except BaseException:  # no memory: the next batch tries again
+            self._page_size = before
+            raise
 
     # Eager steps.
 
     def init_forward_metadata(self, forward_batch: ForwardBatchLike) -> None:
         """Plan a step, once before its layers run."""
         self.forward_metadata, self._batch = None, forward_batch
-        self._learn_pages(getattr(forward_batch, "token_to_kv_pool", None))
+        self._learn_pages(forward_batch)
         if len(forward_batch.out_cache_loc) > self._most_tokens:
             self._check_growth(f"a step of {len(forward_batch.out_cache_loc)} tokens, and so far {self._most_tokens}")
             self._most_tokens = 2 * len(forward_batch.out_cache_loc)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from attn_backends.adapters.req_to_token import plans
+from attn_backends.adapters.req_to_token.attention import ReqToTokenAttention
 from attn_backends.adapters.req_to_token.batch import ForwardMode
 from attn_backends.adapters.req_to_token.flashinfer import (
     DecodeMetadata,
@@ -23,7 +26,7 @@ from attn_backends.interface.capabilities import Unsupported
 from attn_backends.testing.graphs.harness import make_recorder
 from tests.emulated import flashinfer
 from tests.helpers.pymllm_engine import Emulated, PymllmEngine, serve
-from tests.helpers.req_to_token_engine import DECODE, EXTEND, GraphRunner, layer
+from tests.helpers.req_to_token_engine import CROSS, DECODE, EXTEND, GraphRunner, layer
 
 HALF = torch.float16
 FULL, WINDOW = layer(0), layer(1, sliding_window_size=3)
@@ -185,6 +188,37 @@ def test_a_pool_of_other_pages_than_the_planned_steps() -> None:
         ValueError, match="the batch's pool has pages of 1 slots, and the step is planned for pages of 16"
     ):
         paged.adapter.forward_decode(*given, others)
+
+
+def test_an_encoder_has_pages_of_one_token() -> None:
+    """Its tokens lie in front of the decoder's, wherever these begin in a page: whatever the pool has."""
+    engine = PymllmEngine(CROSS)
+    engine.pool.page_size = 16
+    engine.enter(0, 4)
+    engine.enter(1, 3)
+    engine.run(EXTEND, [(0, 5), (1, 2)])
+    engine.run(DECODE, [(0, 1), (1, 1)])
+    assert engine.adapter.plans.plans.cache.page_size == 1
+
+
+def test_a_pool_that_says_nothing_of_pages() -> None:
+    """It has those that the adapter was made with."""
+    engine = filled(17, page_size=16)
+    adapter = engine.adapter
+    silent = SimpleNamespace(get_kv_buffer=engine.pool.get_kv_buffer, set_kv_buffer=engine.pool.set_kv_buffer)
+    assert ReqToTokenAttention._pool(adapter, SimpleNamespace(token_to_kv_pool=silent)) is silent
+
+
+def test_pages_that_could_not_be_planned_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = PymllmEngine((FULL,), page_size=16)
+    engine.enter(0)
+    batch = engine.make(EXTEND, [(0, 5)]).batch
+    with monkeypatch.context() as without_memory:
+        without_memory.setattr(ReqToTokenAttention, "__init__", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            engine.adapter.init_forward_metadata(batch)
+    engine.adapter.init_forward_metadata(batch)
+    assert engine.adapter.plans.plans.cache.page_size == 16
 
 
 def test_the_updater_plans_a_decode() -> None:
