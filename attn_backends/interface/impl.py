@@ -114,7 +114,7 @@ class AttentionImpl(ABC, Generic[StepT]):
             check_planned_for(step.spec, spec)
         check_call(spec, metadata.num_tokens, query, kv_cache, output, lse)
         check_new_kv(spec, metadata.num_new_kv, key, value)
-        key, value = (None if new is None else new.to(spec.dtype) for new in (key, value))
+        key, value = (None if new is None else _as_read(new, spec.dtype) for new in (key, value))
         if kv_cache is not None and key is not None and value is not None:
             if (num_slots := metadata.slot_mapping.shape[0]) < key.shape[0]:  # the others belong to no row
                 key, value = key[:num_slots], value[:num_slots]
@@ -195,6 +195,12 @@ def check_new_kv(spec: AttentionSpec, num_new_kv: int, key: torch.Tensor | None,
                 f"{name} is {got}; this step brings {num_new_kv} tokens of {row} each: pass both key and value, a row "
                 "for every one of them"
             )
+
+
+def _as_read(new: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """New keys or values in the layer's dtype, their last dimension in one piece."""
+    new = new.to(dtype)
+    return new if new.stride(-1) == 1 else new.contiguous()
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

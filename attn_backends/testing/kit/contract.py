@@ -86,6 +86,16 @@ class Contract(KitBase):
         assert_matches(Result(output, None, pool), batch, f"new keys in {new_dtype}")
         assert_pool(pool, batch.pool_after(), f"new keys in {new_dtype}")
 
+    @pytest.mark.parametrize("cached", [True, False])
+    def test_new_keys_whose_last_dimension_is_apart(self, cached: bool) -> None:
+        """With a cache, and in a profile run, which reads them as they are."""
+        batch = self.make_batch(self.make_spec(), WHOLE_PROMPTS, cached=cached)
+        layer = make_layer(self.backend, batch)
+        key, value = (torch.stack([new, new + 9], dim=-1)[..., 0] for new in (batch.key, batch.value))
+        lse = torch.zeros(batch.query.shape[:2], device=batch.device) if self.can.lse else None
+        output = layer.impl.forward(batch.query, key, value, batch.fresh_pool(), layer.begin(batch), lse=lse)
+        assert_matches(Result(output, lse, None), batch, "new keys apart")
+
     @pytest.mark.parametrize("layout", ["NHD", "HND"])
     @pytest.mark.parametrize("shape", ["mixed_small", "small_decode"])
     def test_a_cache_as_one_tensor(self, shape: str, layout: Layout) -> None:
