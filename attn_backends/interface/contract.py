@@ -34,6 +34,8 @@ RELEASES = (
             "`has_mixed_graphs`, and its `graph_cls` takes a fourth argument, `num_tokens`, with a `query_len` of 0. "
             "An engine calls `mixed_graph_clone` and `replanned_mixed`, and makes batches by `from_tensors` with "
             "`for_graph` and `is_mixed`. Others are asked for none of it.",
+            "`AttentionImpl.forward` takes a cache as one tensor of keys and values too, and new keys and values of "
+            "any dtype and last stride: `attend` gets them in the layer's dtype, their last dimension in one piece.",
         ),
     ),
     ContractRelease(

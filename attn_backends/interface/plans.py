@@ -133,7 +133,7 @@ class Plans(Generic[LayerT]):
         query: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim]
         key: torch.Tensor | None,
         value: torch.Tensor | None,
-        kv_cache: KVCache | None,
+        kv_cache: KVCache | torch.Tensor | None,
         steps: Mapping[LayerT, AttentionStep[Any]],
         output: torch.Tensor | None = None,  # [num_tokens, num_qo_heads, head_dim_vo]
         *,

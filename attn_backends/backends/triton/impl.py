@@ -18,11 +18,6 @@ from attn_backends.kernels.prefill.launch import Rows
 from attn_backends.spec import AttentionSpec
 
 
-def _together(tensor: torch.Tensor) -> torch.Tensor:
-    """With a last dimension that lies in one piece."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 @lru_cache(maxsize=256)  # layers are alike
 def _alike(spec: AttentionSpec, *numbers: Any) -> object:
     """The same object for layers whose launches differ in tensors alone."""
@@ -83,7 +78,7 @@ class TritonImpl(AttentionImpl[TritonStep]):
         keys, values = source
         key, value = new
         if metadata.prefills_are_prompts and key is not None and value is not None:
-            keys, values, table = _together(key), _together(value), None
+            keys, values, table = key, value, None
         num_tokens = metadata.num_row_tokens - metadata.num_decode_row_tokens
         rows = Rows(table, metadata.seq_lens, metadata.query_start_loc, metadata.key_start_loc,
                     metadata.num_decode_rows, num_tokens, metadata.num_upcast_keys, metadata.max_seq_len,
@@ -97,9 +92,9 @@ class TritonImpl(AttentionImpl[TritonStep]):
     def _source(
         self, metadata: TritonMetadata, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: KVCache | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cache, or what the step brings; a tensor's last dimension lies together."""
+        """The cache, or what the step brings."""
         if metadata.page_table is not None and kv_cache is not None:
             return kv_cache.key, kv_cache.value
         if metadata.page_table is None and key is not None and value is not None:
-            return _together(key), _together(value)
+            return key, value
         raise ValueError("this step reads a cache or fresh keys, and neither was given: pass kv_cache or key")
