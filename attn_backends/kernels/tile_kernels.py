@@ -243,9 +243,8 @@ def write_rows(  # type: ignore[no-untyped-def]
     sink = tl.load(sinks + q_head, mask=live & (q_head * 0 + has_sinks != 0), other=float("-inf")) * LOG2_E
     higher = tl.maximum(m_i, sink)
     alpha = tl.exp2(m_i - higher)
-    acc *= alpha[:, None]
     l_i = l_i * alpha + tl.exp2(sink - higher)
-    out = tl.where(saw[:, None], acc * (value_scale / tl.where(saw, l_i, 1.0))[:, None], 0.0)
+    out = tl.where(saw[:, None], acc * (alpha * value_scale / tl.where(saw, l_i, 1.0))[:, None], 0.0)
     to = output + at[:, None] * out_token + q_head[:, None] * out_head + dims[None]
     tl.store(to, out.to(output.dtype.element_ty), mask=live[:, None] & (dims[None] < DIM_VO))
     if want_lse != 0:

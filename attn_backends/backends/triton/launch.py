@@ -225,7 +225,7 @@ def _decode_constants(
     return DecodeConstants(
         *logits, alike, pairs, PAGE_SIZE=page_size, KV_HEADS=num_kv_heads, GROUP=group_size,
         TILES=plan.tiles, BLOCK_M=plan.block_m, BLOCK_N=tile.keys, DIM=dims.DIM, DIM_VO=dims.DIM_VO,
-        BLOCK_DIM=dims.BLOCK_DIM, BLOCK_DIM_VO=dims.BLOCK_DIM_VO, STAGES=tile.stages,
+        BLOCK_DIM=dims.BLOCK_DIM, BLOCK_DIM_VO=dims.BLOCK_DIM_VO, LOCAL=int(is_local), STAGES=tile.stages,
         MASKED_STAGES=masked_stages, EXACT=int(exact),
         USED_M=plan.used_m, JOINED=joined, BLOCK_SPLITS=min(block_splits, joined),
         JOIN_SIZE=_JOIN_REGISTERS * threads, WIDE=min(dims[-1], _WIDE), NARROW=min(dims[-1], _NARROW), THREADS=threads,

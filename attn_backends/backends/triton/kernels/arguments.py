@@ -46,6 +46,7 @@ class DecodeConstants(NamedTuple):
     DIM_VO: int
     BLOCK_DIM: int
     BLOCK_DIM_VO: int
+    LOCAL: int
     STAGES: int
     MASKED_STAGES: int
     EXACT: int

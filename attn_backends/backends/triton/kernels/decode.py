@@ -13,7 +13,7 @@ import triton.language as tl
 
 from attn_backends.kernels.fp8 import as_pairs, interleave_columns, row_amax, scale_to_fp16, zero_acc
 from attn_backends.kernels.pdl import WAIT_AT_ONCE, WAIT_FIRST, WAIT_LAST, acquire_fence, grid_wait
-from attn_backends.kernels.split_kv import FAR, MAX_SPLITS, combine_splits, store_partial
+from attn_backends.kernels.split_kv import MAX_SPLITS, combine_splits, store_partial
 from attn_backends.kernels.tile_kernels import attend_keys, logit_scale, prefetch_keys, write_rows
 
 JOIN_WORDS = tl.constexpr(4)  # of a row's splits, a KV head and a tile: the next two, and ARRIVED of two launches
@@ -78,6 +78,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     DIM_VO: tl.constexpr,
     BLOCK_DIM: tl.constexpr,  # DIM, padded
     BLOCK_DIM_VO: tl.constexpr,  # DIM_VO, padded
+    LOCAL: tl.constexpr,  # 0 or 1: there is a window or chunks, and every block may need a mask
     STAGES: tl.constexpr,  # blocks under way in the loop without masks
     MASKED_STAGES: tl.constexpr,  # blocks under way in the loop with masks
     EXACT: tl.constexpr,  # 0 or 1, see `attend_keys`
@@ -135,19 +136,19 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             q_scale = row_amax(queries)
             queries = scale_to_fp16(queries, q_scale)
         slope = tl.load(slopes + q_head, mask=live, other=0.0) if ALIBI else tl.zeros([BLOCK_M], tl.float32)
-        # Blocks that all queries see whole need no mask.
-        whole = tl.minimum(stop, seq_len - query_len + 1 + window_right) // BLOCK_N * BLOCK_N
-        if tl.minimum(window_left, chunk) < FAR:
-            whole = start
-        whole = tl.maximum(whole, start)
+        acc, m_i = zero_acc(BLOCK_M, BLOCK_DIM_VO, PAIRS), tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l_i = tl.zeros([BLOCK_M], tl.float32)
+        masked = start
+        if not LOCAL:  # blocks that all queries see whole need no mask
+            whole = tl.minimum(stop, seq_len - query_len + 1 + window_right)
+            masked = tl.maximum(whole // BLOCK_N * BLOCK_N, start)
+            acc, m_i, l_i = attend_keys(
+                queries, q_scale, acc, m_i, l_i, start, masked, seq_len, positions, slope, key, value, pages, None,
+                scale, soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
+                False, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, STAGES, EXACT,
+            )  # fmt: skip
         acc, m_i, l_i = attend_keys(
-            queries, q_scale, zero_acc(BLOCK_M, BLOCK_DIM_VO, PAIRS), tl.full([BLOCK_M], float("-inf"), tl.float32),
-            tl.zeros([BLOCK_M], tl.float32), start, whole, seq_len, positions, slope, key, value, pages, None, scale,
-            soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
-            False, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, STAGES, EXACT,
-        )  # fmt: skip
-        acc, m_i, l_i = attend_keys(
-            queries, q_scale, acc, m_i, l_i, whole, stop, seq_len, positions, slope, key, value, pages, None, scale,
+            queries, q_scale, acc, m_i, l_i, masked, stop, seq_len, positions, slope, key, value, pages, None, scale,
             soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
             True, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, MASKED_STAGES, EXACT,
         )  # fmt: skip
