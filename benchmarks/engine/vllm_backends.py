@@ -144,13 +144,14 @@ def main(given: Sequence[str] | None = None) -> None:
         return
     rows: list[dict[str, Any]] = []
     title = "vLLM with attention backends of ours and its own"
-    name = f"vllm_backends_{'cuda' if on_gpu else 'cpu'}"
+    name = f"vllm_backends_{'cuda' if on_gpu else 'cpu'}" + "_together" * arguments.together
+    name += "_compiled" * arguments.compile
     for model in arguments.model:
         if arguments.together:
             before = rows
             for of_model in in_turns(model, arguments, options):
                 rows = before + of_model
-                write(f"{name}_together", f"{title}, in one process", rows, installed("torch", "vllm"))
+                write(name, f"{title}, in one process", rows, installed("torch", "vllm"))
             continue
         first: dict[str, Any] = {}
         for turn in range(arguments.repeat):
