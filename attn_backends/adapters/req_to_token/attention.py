@@ -91,11 +91,12 @@ class ReqToTokenAttention(StepPlanner):
         plans = TokenPlans(name, kinds.specs, num_slots, limits, table, options or {})
         if not init_new_workspace:
             share_workspace(plans.plans.state)
-        if kv_pool is not None:
-            for layer in declared or []:
-                plans.check_buffers(*kv_pool.get_kv_buffer(layer.layer_id), kinds.group(layer))
         super().__init__(plans, SharedBuffers(kv_indptr_buf, kv_last_page_len_buf), skip_prefill)
         self.kv_pool, self.kinds = kv_pool, kinds
+        self._checked: set[tuple[int, int]] = set()  # layers of `kv_pool` by their ids, and their kinds
+        if kv_pool is not None:
+            for layer in declared or []:
+                self._check(*kv_pool.get_kv_buffer(layer.layer_id), layer, kinds.group(layer))
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer,
@@ -133,8 +134,7 @@ class ReqToTokenAttention(StepPlanner):
         if save_kv_cache and (k is not None or v is not None):
             self._write(k, v, layer, forward_batch)
         key, value = self._pool(forward_batch).get_kv_buffer(layer.layer_id)
-        if self.kv_pool is None:
-            self.plans.check_buffers(key, value, group)
+        self._check(key, value, layer, group)
         return self.plans.attend(query, key, value, group, planned).flatten(1)
 
     def forward_extend(
@@ -160,6 +160,13 @@ class ReqToTokenAttention(StepPlanner):
                 f"the planned step is {self.planned.mode.name}, and this call is for {names}: call "
                 "init_forward_metadata for this batch, or forward, which serves every mode"
             )
+
+    def _check(self, key: torch.Tensor, value: torch.Tensor, layer: AttentionLayer, group: int) -> None:
+        """Refuse a pool that is not what the backend reads for a layer: where batches bring it, at every call."""
+        known = (layer.layer_id, group)
+        if self.kv_pool is None or known not in self._checked:
+            self.plans.check_buffers(key, value, group)
+            self._checked.add(known)
 
     def _write(
         self, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer, forward_batch: ForwardBatchLike

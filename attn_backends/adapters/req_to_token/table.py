@@ -145,10 +145,10 @@ class TokenTable:
         slots = firsts.index_select(0, rows.req_pool_indices) if run is None else firsts[run]
         if self.translate is not None:
             slots = self.translate(slots).to(torch.int32)
-        if self.page_size == 1:
-            return slots
-        is_gathered = run is None and self.translate is None  # ours to write to
-        return slots.div_(self.page_size, rounding_mode="floor") if is_gathered else slots // self.page_size
+        if self.page_size > 1:
+            is_gathered = run is None and self.translate is None  # ours to write to
+            slots = slots.div_(self.page_size, rounding_mode="floor") if is_gathered else slots // self.page_size
+        return slots if slots.stride(1) == 1 else slots.contiguous()  # of a table that is a view of another
 
     def _common(
         self, rows: StepRows, pages: torch.Tensor, lens: torch.Tensor, lens_cpu: IntArray,

@@ -10,8 +10,9 @@ from weakref import WeakSet
 import torch
 
 from attn_backends.adapters.transformers.continuous import attend_batch
-from attn_backends.adapters.transformers.handed import Handed, eager_only, take
+from attn_backends.adapters.transformers.handed import Handed, eager_only, has_attended, note_attended, take
 from attn_backends.adapters.transformers.layers import LayerCall, layer_spec
+from attn_backends.adapters.transformers.masks import padding_in
 from attn_backends.adapters.transformers.paged_cache import PagedCache
 from attn_backends.adapters.transformers.pool import Pool
 from attn_backends.adapters.transformers.refuse import check_layer, check_model, check_tensors, decline
@@ -50,17 +51,19 @@ class Attention:
             Unsupported: the call asks for what is not served, or the backend refuses the layer; it says what.
         """
         handed, in_batch = take(key), given.get("cache") is not None
-        check_tensors(query, key, dropout)
+        check_tensors(query, key, value, dropout)
         check_layer(module, sliding_window, given, in_batch)
         spec = layer_spec((query.shape[1], key.shape[1]), (query.shape[3], value.shape[3]), scaling, sliding_window,
                           softcap, s_aux is not None, query.dtype)  # fmt: skip
-        call = LayerCall(module, query, key, value, spec, s_aux)
+        call, padding = LayerCall(module, query, key, value, spec, s_aux), padding_in(attention_mask)
         if in_batch:
             return attend_batch(self.name, self.options, call, given), None
         if handed is None:
-            return self._without_cache(call, attention_mask), None
+            _check_once(module)
+            return self._without_cache(call, padding), None
         _check_handed(handed, call)
-        return handed.cache.attend(self.name, self.options, handed.layer, call, attention_mask), None
+        note_attended(module)
+        return handed.cache.attend(self.name, self.options, handed.layer, call, padding), None
 
     def prepare_cache(self, config: Any, generation_config: Any, cache: Any, max_length: int) -> PagedCache | None:
         """The cache that `generate()` has to make; None: none, or the caller's.
@@ -128,6 +131,18 @@ class _Alone(threading.local):
 
     def __init__(self) -> None:
         self.done: WeakSet[torch.nn.Module] = WeakSet()
+
+
+def _check_once(module: torch.nn.Module) -> None:
+    """A layer of a `PagedCache` attends once in a forward.
+
+    Raises:
+        Unsupported: it attends again, with keys that no cache has handed on.
+    """
+    if has_attended(module):
+        index = getattr(module, "layer_idx", None)
+        decline("keys", f"layer {index} attends twice in a forward", "layers that attend once, to what their cache "
+                "hands on", "Load this model with sdpa.")  # fmt: skip
 
 
 def _check_handed(handed: Handed, call: LayerCall) -> None:

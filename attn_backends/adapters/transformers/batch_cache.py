@@ -27,13 +27,19 @@ def place_of(cache: Any, call: LayerCall) -> KeysPlace:
     """Where a layer's keys are.
 
     Raises:
-        Unsupported: the ring is of another length than the layer's window.
+        Unsupported: the ring is of another length than the layer's window, or pages are of other heads than its keys.
     """
     index = call.module.layer_idx
     place, window = _in_5_17(cache, index) if hasattr(cache, "key_cache") else _in_allocator(cache, index)
     if place.kind == SLIDING and window != call.spec.window_left + 1:
         decline("window", f"layer {index} sees {call.spec.window_left + 1} keys, and its cache keeps {window}",
                 "layers that see what is kept", "Load this model with sdpa.")  # fmt: skip
+    if place.pages is not None:
+        brought, kept = (call.key.shape[1], call.key.shape[3]), (*place.pages.key.shape[2:],)
+        if brought != kept:
+            decline("keys", f"{brought[0]} heads of {brought[1]} at layer {index}, whose cache keeps {kept[0]} of "
+                    f"{kept[1]}", "layers that bring what their cache keeps",
+                    "Use generate() in the place of generate_batch().")  # fmt: skip
     return place
 
 

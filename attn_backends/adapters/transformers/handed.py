@@ -7,6 +7,7 @@ forward: each asks for its mask first. What an interrupted forward has left is n
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,6 +31,7 @@ class Handed(NamedTuple):
 
 class _Between(threading.local):
     handed: Handed | None = None
+    attended: tuple[int, weakref.ref[torch.nn.Module]] | None = None  # the forward and layer that got keys last
     forward = 0
 
 
@@ -60,7 +62,7 @@ def left_over(cache: Any) -> int | None:
 
 def forget() -> None:
     """Nothing is on its way."""
-    _between.handed = None
+    _between.handed = _between.attended = None
 
 
 def take(key: torch.Tensor) -> Handed | None:
@@ -69,3 +71,13 @@ def take(key: torch.Tensor) -> Handed | None:
     if handed is None or (handed.keys is not key and handed.forward != _between.forward):
         return None
     return handed
+
+
+def note_attended(module: torch.nn.Module) -> None:
+    """A layer attends to what its cache has handed on."""
+    _between.attended = _between.forward, weakref.ref(module)
+
+
+def has_attended(module: torch.nn.Module) -> bool:
+    """Whether the last layer of this forward that attended so is this one."""
+    return _between.attended is not None and _between.attended == (_between.forward, weakref.ref(module))

@@ -22,6 +22,11 @@ from attn_backends.registry import select_backend, validate_options
 from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits
 
 
+def writable() -> torch.inference_mode:
+    """Tensors that are made within can be written later, whether under `torch.inference_mode()` or not."""
+    return torch.inference_mode(False)
+
+
 class LayerCall(NamedTuple):
     """One layer's call, checked."""
 
@@ -98,7 +103,8 @@ class CalledLayers:
         if self._plans is None:
             device = next(iter(self._specs.values()))
             specs = {spec: spec for spec in self._specs}
-            self._plans = Plans(self.backend, specs, self.cache, self.limits, device, self._valid)
+            with writable():
+                self._plans = Plans(self.backend, specs, self.cache, self.limits, device, self._valid)
             self._impls.clear()
         return self._plans
 
@@ -116,7 +122,8 @@ class CalledLayers:
     def allocate(self, spec: AttentionSpec, num_pages: int, device: torch.device) -> KVCache:
         """So many pages for one layer."""
         cache = replace(self.cache, num_pages=num_pages)
-        return allocate_kv_cache(self.backend, {0: spec}, cache, device).layers[0]
+        with writable():
+            return allocate_kv_cache(self.backend, {0: spec}, cache, device).layers[0]
 
 
 class _Bound(NamedTuple):

@@ -6,8 +6,10 @@ what reaches the attention function is a tensor at most, which has forgotten it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 from transformers import masking_utils
@@ -18,6 +20,40 @@ from attn_backends.adapters.transformers.refuse import decline
 _CODE_OF_WINDOW = masking_utils.sliding_window_overlay(1).__code__
 _CODE_OF_PACKED = masking_utils.packed_sequence_mask_function(torch.zeros(1)).__code__
 _CODE_OF_AND = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what a model's file calls our attention by
+_NO_MODEL = ("transformers.masking_utils", "transformers.utils", "transformers.generation", "torch", "attn_backends")
+
+
+class OwnAttention:
+    """The mask of a model that works attention out itself: None there would let its tokens see all others. Whatever the
+    model does with this raises `Unsupported`."""
+
+    def __init__(self, padding: torch.Tensor | None, config: Any) -> None:
+        self.padding, self.model_type = padding, getattr(config, "model_type", "this model")
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse_own(self.model_type)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse_own(self.model_type)
+
+    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __invert__ = __getitem__ = __bool__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, _: Any, __: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        given = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, cls)]
+        _refuse_own(given[0].model_type if given else "this model")
+
+
+def _refuse_own(model_type: str) -> NoReturn:
+    decline("attention", f"{model_type}, which works attention out itself", "models that call transformers' "
+            "AttentionInterface", "Load this model with eager.")  # fmt: skip
+
+
+def padding_in(mask: Any) -> torch.Tensor | None:
+    """What `padding_mask` said, of what reaches the attention function."""
+    padding: torch.Tensor | None = mask.padding if isinstance(mask, OwnAttention) else mask
+    return padding
 
 
 @eager_only
@@ -28,9 +64,10 @@ def padding_mask(
     *,
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
     attention_mask: torch.Tensor | None = None,  # [batch_size, kv_length] bool
+    config: Any = None,
     **_: Any,
-) -> torch.Tensor | None:
-    """[batch_size, kv_length] bool, or None if there is no padding.
+) -> torch.Tensor | OwnAttention | None:
+    """[batch_size, kv_length] bool, or None if there is no padding; see `padding_in`.
 
     Packed sequences, which continuous batching looks like here, get a mask of no columns: an attention function that
     has no other word of where they begin refuses it.
@@ -48,10 +85,18 @@ def padding_mask(
         decline("mask", f"a mask by {names}", "causal masks, with windows and padding",
                 "Encoders, chunked attention, images that see both ways and masks of your own: load the model with "
                 "sdpa or eager.")  # fmt: skip
-    if attention_mask is None:
-        return None
-    visible = attention_mask[:, -kv_length:]
-    return None if visible.shape[1] == kv_length and bool(visible.all()) else visible
+    visible = None if attention_mask is None else attention_mask[:, -kv_length:]
+    if visible is not None and visible.shape[1] == kv_length and bool(visible.all()):
+        visible = None
+    return visible if _calls_interface() else OwnAttention(visible, config)
+
+
+def _calls_interface() -> bool:
+    """Whether the file of the model that asks for its mask names the attention interface."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_NO_MODEL):
+        frame = frame.f_back
+    return frame is None or _INTERFACE in frame.f_globals
 
 
 def _parts(mask_function: Callable[..., Any]) -> list[Callable[..., Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from attn_backends.adapters.transformers.layers import CalledLayers, LayerCall
+from attn_backends.adapters.transformers.layers import CalledLayers, LayerCall, writable
 from attn_backends.adapters.transformers.refuse import decline
 from attn_backends.adapters.transformers.rows import Rows, RowTokens
 from attn_backends.batch.common import CommonAttentionMetadata
@@ -80,7 +80,8 @@ class Pool:
         (cache, *_) = self.layers.caches
         copied = Pool(self.layers.name, self.layers.options, self.max_length, cache.page_size)
         copied.rows, copied._width, copied._page_table = deepcopy(self.rows), self._width, self._page_table
-        copied.caches = {slot: KVCache(*(each.clone() for each in cache)) for slot, cache in self.caches.items()}
+        with writable():
+            copied.caches = {slot: KVCache(*(each.clone() for each in cache)) for slot, cache in self.caches.items()}
         return copied
 
     def select_rows(self, rows: torch.Tensor) -> None:
@@ -89,9 +90,10 @@ class Pool:
             return
         batch, self.step = len(self.rows.lens), None
         self.rows.select(rows)
-        for slot, cache in self.caches.items():
-            taken = (each.unflatten(0, (batch, -1)).index_select(0, rows.to(each.device)) for each in cache)
-            self.caches[slot] = KVCache(*(each.flatten(0, 1) for each in taken))
+        with writable():
+            for slot, cache in self.caches.items():
+                taken = (each.unflatten(0, (batch, -1)).index_select(0, rows.to(each.device)) for each in cache)
+                self.caches[slot] = KVCache(*(each.flatten(0, 1) for each in taken))
         self._lay_out(len(rows), self._page_table.device)
 
     def _begin(self, call: LayerCall, mask: torch.Tensor | None) -> PoolStep:

@@ -18,13 +18,14 @@ def decline(code: str, got: str, supported: str, hint: str) -> NoReturn:
     raise Unsupported("attn_backends in transformers", [Rejection(code, got, supported, hint)])
 
 
-def check_tensors(query: torch.Tensor, key: torch.Tensor, dropout: float) -> None:
+def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> None:
     """A call is inference, on one device.
 
     Raises:
         Unsupported: it is not.
     """
-    if dropout or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)):
+    wanted = any(tensor.requires_grad for tensor in (query, key, value))
+    if dropout or (torch.is_grad_enabled() and wanted):
         decline("training", f"dropout={dropout}, gradients wanted", "inference: no backend has a backward pass",
                 "Call the model in eval mode under torch.no_grad(), or train with sdpa.")  # fmt: skip
     if query.device != key.device:

@@ -43,6 +43,13 @@ LIMITS = {
 }  # fmt: skip
 
 
+OTHER_MODELS = "use a model that does (llama, qwen, mistral, gemma, phi3, gpt_oss, …)"
+
+
+class NoContext(RuntimeError):
+    """An attention layer was called without the engine's word of where its keys are."""
+
+
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, num_qo_heads, num_tokens, head_dim]
@@ -54,7 +61,7 @@ def _attention(
     **constants: Any,
 ) -> tuple[torch.Tensor, None]:
     if attention_context is None or attention_mask is not None:
-        raise RuntimeError(
+        raise NoContext(
             "this model was loaded for attn_backends' engine and has no attention of its own: "
             "run it with attn_backends.LLM, not with model.generate()"
         )
@@ -185,7 +192,7 @@ def check_config(hf_config: Any) -> None:
     if cls is not None and not cls._supports_attention_backend:
         raise ModelError(
             f"{cls.__name__} does not use transformers' attention interface: it would ignore the paged cache. "
-            "Use a model that does (llama, qwen, mistral, gemma, phi3, gpt_oss, …)"
+            f"{OTHER_MODELS[0].upper()}{OTHER_MODELS[1:]}"
         )
 
 

@@ -14,7 +14,14 @@ from attn_backends.engine.models.context import NewTokens
 from attn_backends.engine.models.fused.cpu import fuse_layers
 from attn_backends.engine.models.fused.linears import merge_projections, min_tokens, pack_linears
 from attn_backends.engine.models.fused.llama_form import LayerList
-from attn_backends.engine.models.hf import convert_gguf, model_without_weights, read_config, read_model
+from attn_backends.engine.models.hf import (
+    OTHER_MODELS,
+    NoContext,
+    convert_gguf,
+    model_without_weights,
+    read_config,
+    read_model,
+)
 from attn_backends.engine.models.latent_layer import LatentAttention, use_latent_attention
 from attn_backends.engine.models.loaded_model import LayerProbe, LoadedModel
 from attn_backends.engine.outputs import Report, silent
@@ -225,18 +232,30 @@ def probe_layers(model: Any) -> dict[int, LayerProbe]:
     probe = _Probe()
     hf_config = model.config.get_text_config()
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
-    with torch.inference_mode():
-        model(input_ids=tokens, position_ids=torch.arange(2, device=model.device)[None], use_cache=False,
-              attention_context=probe)  # fmt: skip
     name = type(model).__name__
+    with torch.inference_mode():
+        try:
+            model(input_ids=tokens, position_ids=torch.arange(2, device=model.device)[None], use_cache=False,
+                  attention_context=probe)  # fmt: skip
+        except NoContext as error:
+            raise ModelError(
+                f"{name} does not hand keyword arguments on to its attention, which would "
+                f"know nothing of the cache: {OTHER_MODELS}"
+            ) from error
     if sorted(probe.layers) != list(range(hf_config.num_hidden_layers)):
         raise ModelError(
             f"{name} has {hf_config.num_hidden_layers} layers, but only {sorted(probe.layers)} came through the "
             "attention interface: the others would keep their own attention and ignore the cache"
         )
-    kinds = getattr(hf_config, "layer_types", None) or ["attention"] * len(probe.layers)
+    usual = "attention" if getattr(hf_config, "sliding_window", None) is None else "sliding_attention"
+    kinds = getattr(hf_config, "layer_types", None) or [usual] * len(probe.layers)
     for layer, kind in enumerate(kinds):
         windowed = probe.layers[layer].spec.window_left >= 0
+        if not probe.layers[layer].spec.causal:
+            raise ModelError(
+                f"layer {layer} of {name} lets tokens see those behind them, as an encoder's: the engine generates by "
+                "causal layers. Where the config has is_decoder, set it to true"
+            )
         if kind not in SERVED_LAYER_TYPES or (kind == "sliding_attention" and not windowed):
             raise ModelError(
                 f"layer {layer} of {name} is {kind!r}, whose mask does not reach the attention function; "

@@ -244,6 +244,21 @@ def test_neighbours_are_read_in_place(name: str, page_size: int) -> None:
         assert shared is (in_place and page_size == 1)
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_table_that_is_a_view_of_another(name: str, page_size: int) -> None:
+    """Its columns lie apart: rows are copied, where they are neighbours too."""
+    engine = filled(name, 7, 2, 12, layers=(FULL,), page_size=page_size, num_slots=256)
+    engine.says_rows = True
+    batch = engine.make(DECODE, [(0, 1), (1, 1)]).batch
+    table = engine.adapter.plans.table
+    wanted = table.self_attention(step_rows(batch, 40)).page_table
+    table.req_to_token = engine.req_to_token.t().contiguous().t()
+    assert table.req_to_token.stride(1) > 1
+    pages = table.self_attention(step_rows(batch, 40)).page_table
+    assert torch.equal(pages, wanted)
+    assert pages.stride(1) == 1
+
+
 class Made(TorchDispatchMode):
     """Keeps the tensors that operations make, in memory of their own."""
 

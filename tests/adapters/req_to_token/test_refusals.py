@@ -199,6 +199,21 @@ def test_backends_are_used_or_refused() -> None:
             adapter(name, **how)
 
 
+@pytest.mark.parametrize(("heads", "dim", "dtype"), [(2, 16, torch.float16), (4, 16, None), (2, 8, None)])
+def test_a_pool_that_is_not_the_layers(heads: int, dim: int, dtype: torch.dtype | None) -> None:
+    """Of layers that were not declared too: their pool is seen when they first run."""
+    engine = filled("TORCH", 6, 9, layers=(FULL,))
+    other = replace(FULL, tp_k_head_num=heads, qk_head_dim=dim, v_head_dim=dim)
+    pool = TokenKVPool(64, [other], dtype or engine.dtype, "cpu")
+    how = SCALARS | {"kv_cache_dtype": engine.dtype, "q_dtype": engine.dtype, "max_context_len": 40, "device": "cpu"}
+    made = ReqToTokenAttention("TORCH", **how, req_to_token=engine.req_to_token, max_req_pool_size=5, kv_pool=pool)
+    step = engine.make(DECODE, [(0, 1), (1, 1)])
+    made.init_forward_metadata(step.batch)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"get_kv_buffer gives .*make the pool with the layers' heads"):
+            made.forward_decode(step.queries[0], None, None, FULL, step.batch)
+
+
 def test_a_buffer_that_is_too_small() -> None:
     with pytest.raises(ValueError, match="kv_indptr_buf has room for 1, and this step needs 3: make it larger"):
         filled("TORCH", 4, 4, layers=(FULL,), kv_indptr_buf=torch.zeros(1, dtype=torch.int32))

@@ -56,6 +56,19 @@ def test_a_session_of_several_generate_calls(case: Case) -> None:
         mask = torch.cat([mask, torch.ones(len(got), 14, dtype=torch.long)], 1)
 
 
+def test_a_session_within_inference_mode_and_without(case: Case) -> None:
+    """Pages, and what plans write to, can be written in either."""
+    model, ids = case.under("attn_backends:TORCH"), torch.randint(3, 97, (1, 5))
+    cache = ab.PagedCache(case.eager.config)
+    with torch.inference_mode():
+        ids = model.generate(ids, past_key_values=cache, max_new_tokens=3, **GREEDY)
+        cache.batch_select_indices(torch.zeros(2, dtype=torch.long))
+        cache = copy.deepcopy(cache)
+    ids = ids.clone().repeat(2, 1)
+    got = model.generate(ids, past_key_values=cache, max_new_tokens=5, **GREEDY)
+    assert torch.equal(got, case.eager.generate(ids, max_new_tokens=5, **GREEDY))
+
+
 def test_generate_calls_of_other_sizes_do_not_meet(case: Case) -> None:
     model = case.under("attn_backends:TORCH")
     for _ in range(3):

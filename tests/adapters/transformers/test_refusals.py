@@ -10,6 +10,7 @@ import torch
 import transformers
 
 import attn_backends.adapters.transformers as ab
+from attn_backends.adapters.transformers.masks import OwnAttention, padding_in
 from attn_backends.interface import Unsupported
 from tests.helpers.hf_cases import batching_config_class, draw_case, generate_batch
 from tests.helpers.tiny_models import COMMON, tiny_model
@@ -45,6 +46,15 @@ def test_training() -> None:
         model(IDS)
     with refused("training", "dropout=0.1"):
         model.train()(IDS)
+
+
+def test_training_of_values_alone() -> None:
+    """As adapters on v_proj do: queries and keys want no gradients."""
+    model = tiny("LlamaConfig")
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("layers.1.self_attn.v_proj" in name)
+    with torch.enable_grad(), refused("training", "gradients wanted"):
+        model(IDS, use_cache=False)
 
 
 @pytest.mark.parametrize("settings", [{"cache_implementation": "static"}, {"cache_implementation": "offloaded"},
@@ -160,8 +170,46 @@ class TestModels:
         config = transformers.GPTJConfig(vocab_size=97, n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=64)
         model = transformers.GPTJForCausalLM(config).eval()
         model.config._attn_implementation_internal = NAME
-        with refused("did not call the attention function"):
+        with refused("gptj, which works attention out itself"):
             model(IDS, past_key_values=ab.PagedCache(model.config))
+
+    def test_layers_that_do_not_call_attention(self) -> None:
+        cache, keys = ab.PagedCache(tiny("LlamaConfig").config), torch.zeros(1, 2, 8, 16)
+        cache.update(keys, keys, 0)
+        with refused("layer 0 did not call the attention function", "Load this model with sdpa"):
+            cache.update(keys, keys, 1)
+
+    @pytest.mark.parametrize("kind", ["Bloom", "GPTNeoXJapanese", "XGLM"])
+    @pytest.mark.parametrize("padding", [0, 3])
+    def test_models_that_ask_for_a_mask_alone(self, kind: str, padding: int) -> None:
+        """No mask would let each of their tokens see all others, and one of padding fits a batch of one row."""
+        config = getattr(transformers, f"{kind}Config")(vocab_size=97, hidden_size=64, num_hidden_layers=2)
+        model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation=NAME).eval()
+        mask = torch.ones_like(IDS)
+        mask[:, :padding] = 0
+        with refused("attention", "works attention out itself", "Load this model with eager"):
+            model(IDS, attention_mask=mask, use_cache=False)
+
+    def test_layers_that_attend_twice(self) -> None:
+        """DiffLlama's second call has no keys of the cache: it would see new ones alone."""
+        model = tiny("DiffLlamaConfig")
+        with refused("layer 0 attends twice in a forward"):
+            model.generate(IDS, max_new_tokens=2)
+        tokens = model(IDS, use_cache=False).logits
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(tokens, model(IDS, use_cache=False).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_mask_of_no_model_is_of_no_use() -> None:
+    """Whatever a model's own code does with it is refused."""
+    scores, mask = torch.zeros(1, 1, 8, 8), OwnAttention(None, None)
+    for use in (lambda: scores + mask, lambda: mask + scores, lambda: torch.add(scores, mask), lambda: mask[:, :, :8],
+                lambda: scores.masked_fill(mask, 0), lambda: torch.where(~mask, scores, scores), lambda: mask.dtype,
+                lambda: 1 - mask, lambda: bool(mask)):  # fmt: skip
+        with refused("attention", "this model, which works attention out itself"):
+            use()
+    assert padding_in(mask) is None
+    assert padding_in(OwnAttention(scores, None)) is padding_in(scores) is scores
 
 
 def test_what_an_interrupted_forward_left_meets_no_other() -> None:
@@ -196,6 +244,12 @@ class TestContinuousBatching:
         )
         with refused("page_size", "got 16"):
             generate_batch(tiny("LlamaConfig"), [[3, 4, 5]], 2, page_size=16, num_blocks=8, max_batch_tokens=16)
+
+    def test_keys_that_are_not_those_of_the_cache(self) -> None:
+        """JetMoE repeats them behind its cache: more heads than a page has would be read as other tokens' keys."""
+        model = tiny("JetMoeConfig", num_local_experts=4, num_experts_per_tok=2, kv_channels=16, num_key_value_heads=2)
+        (output,) = generate_batch(model, [[3, 4, 5]], 2, page_size=16, num_blocks=8, max_batch_tokens=16)
+        assert "keys: got 4 heads of 16 at layer 0, whose cache keeps 2 of 16" in output.error
 
     def test_latents(self) -> None:
         """transformers itself has no pages for what such models cache."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from attn_backends import KVCacheSpec, Limits, SamplingParams, get_backend
 from attn_backends.engine.models.checkpoint import ModelError
@@ -14,7 +17,7 @@ from attn_backends.engine.models.load import probe_layers
 from attn_backends.engine.models.loaded_model import LoadedModel
 from attn_backends.engine.request import Request, ScheduledBatch
 from attn_backends.engine.runner import ModelRunner
-from tests.helpers.tiny_models import FAMILIES, LATENT_FAMILIES, tiny_model
+from tests.helpers.tiny_models import COMMON, FAMILIES, LATENT_FAMILIES, tiny_model
 
 PAGE_SIZE = 4
 PROMPTS = (23, 1, 12)  # tokens
@@ -79,22 +82,16 @@ def test_sinks_reach_the_layer() -> None:
 
 @pytest.mark.parametrize("name", ["BloomConfig", "FalconConfig"])
 def test_refuses_models_that_bypass_the_interface(name: str) -> None:
-    import transformers
-
     with pytest.raises(ModelError, match="attention interface"):
         check_config(getattr(transformers, name)())
 
 
 def test_refuses_a_mask_that_is_hidden() -> None:
-    import transformers
-
     with pytest.raises(ModelError, match="chunked_attention"):
         check_config(transformers.Llama4TextConfig())
 
 
 def test_refuses_encoder_decoder_models() -> None:
-    import transformers
-
     with pytest.raises(ModelError, match="decoder-only"):
         check_config(transformers.T5Config())
 
@@ -104,3 +101,25 @@ def test_the_models_own_generate_is_refused() -> None:
     model.set_attn_implementation(ATTENTION_NAME)
     with pytest.raises(RuntimeError, match=r"attn_backends\.LLM"):
         model(torch.zeros(1, 2, dtype=torch.long))
+
+
+def with_our_attention(config_class: str, model_class: str, **settings: object) -> Any:
+    config = getattr(transformers, config_class)(**COMMON | settings)
+    return getattr(transformers, model_class)._from_config(config, attn_implementation=ATTENTION_NAME).eval()
+
+
+def test_refuses_a_window_that_is_in_the_mask_alone() -> None:
+    moe = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    with pytest.raises(ModelError, match="layer 0 of PhimoeForCausalLM is 'sliding_attention', whose mask does not"):
+        probe_layers(with_our_attention("PhimoeConfig", "PhimoeForCausalLM", sliding_window=5, **moe))
+    probe_layers(with_our_attention("PhimoeConfig", "PhimoeForCausalLM", sliding_window=None, **moe))
+
+
+def test_refuses_layers_that_are_not_causal() -> None:
+    with pytest.raises(ModelError, match=r"layer 0 of BertLMHeadModel lets tokens see those behind them.*is_decoder"):
+        probe_layers(with_our_attention("BertConfig", "BertLMHeadModel"))
+
+
+def test_refuses_models_that_drop_keyword_arguments() -> None:
+    with pytest.raises(ModelError, match="NemotronForCausalLM does not hand keyword arguments on to its attention"):
+        probe_layers(with_our_attention("NemotronConfig", "NemotronForCausalLM"))
