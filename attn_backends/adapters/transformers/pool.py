@@ -58,6 +58,7 @@ class Pool:
         The first call of a forward, with `step` None, takes its tokens in.
         """
         spec, device = call.spec, call.query.device
+        _check_kept(self.caches.get(slot), spec)
         self.layers.show(spec, device)
         step = self.step = self.step or self._begin(call, mask)
         if spec.window_left >= 0 and self.rows is not None and self.rows.has_gaps:
@@ -145,6 +146,22 @@ class Pool:
             new.unflatten(0, (batch, -1))[:, : rows.shape[1]] = rows
         self.caches[slot] = made
         return made
+
+
+def _check_kept(cache: KVCache | None, spec: AttentionSpec) -> None:
+    """A layer's keys are as those that its pages hold.
+
+    Raises:
+        Unsupported: they are of another dtype, or of other heads.
+    """
+    if cache is None:
+        return
+    asked = spec.cache_dtype, (spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim_vo)
+    kept = cache.key.dtype, (*cache.key.shape[2:],), (*cache.value.shape[2:],)
+    if asked != kept:
+        got, supported = ("{}, keys {}, values {}".format(*each) for each in (asked, kept))
+        decline("past_key_values", got, f"{supported}, as cached", "Begin anew, without past_key_values, or reset() the "
+                "cache.")  # fmt: skip
 
 
 def _flat(tensor: torch.Tensor, live: torch.Tensor | None) -> torch.Tensor:

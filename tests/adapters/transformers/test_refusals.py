@@ -91,6 +91,15 @@ def test_a_batch_of_another_size() -> None:
         model(IDS.repeat(2, 1), past_key_values=cache)
 
 
+@pytest.mark.parametrize("other", [{"dtype": torch.bfloat16}, {"num_key_value_heads": 4}, {"head_dim": 32}], ids=str)
+def test_a_model_whose_keys_are_not_as_those_cached(other: dict[str, Any]) -> None:
+    model, cache = tiny("LlamaConfig"), ab.PagedCache(tiny("LlamaConfig").config)
+    model(IDS, past_key_values=cache)
+    changed = tiny("LlamaConfig", **other).to(other.get("dtype", torch.float32))
+    with refused("past_key_values", "as cached", "Begin anew"):
+        changed(IDS, past_key_values=cache)
+
+
 class TestMasks:
     def test_four_dimensions(self) -> None:
         mask = torch.zeros(1, 1, 8, 8)
