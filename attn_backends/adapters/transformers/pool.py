@@ -160,8 +160,7 @@ def _check_kept(cache: KVCache | None, spec: AttentionSpec) -> None:
     kept = cache.key.dtype, (*cache.key.shape[2:],), (*cache.value.shape[2:],)
     if asked != kept:
         got, supported = ("{}, keys {}, values {}".format(*each) for each in (asked, kept))
-        decline("past_key_values", got, f"{supported}, as cached", "Begin anew, without past_key_values, or reset() the "
-                "cache.")  # fmt: skip
+        decline("past_key_values", got, f"{supported}, as cached", "Begin anew without it, or reset() it.")
 
 
 def _flat(tensor: torch.Tensor, live: torch.Tensor | None) -> torch.Tensor:

@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
     member, separator, ours = name.partition("__")
     if name.startswith(PREFIX):
         member, ours = name, name.removeprefix(PREFIX)
-    elif not separator or not ours:
+    elif not (member and separator and ours):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = made = serve(member, get_entry(ours).name, name)
     return made

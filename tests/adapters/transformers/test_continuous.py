@@ -10,6 +10,7 @@ import torch
 import attn_backends.adapters.transformers as ab
 from attn_backends.adapters.transformers.continuous import Group
 from attn_backends.adapters.transformers.layers import CalledLayers
+from attn_backends.spec import KVCacheSpec
 from tests.helpers.hf_cases import Case, draw_case, generate_batch
 
 NAME = "attn_backends:TORCH"
@@ -95,3 +96,16 @@ def test_full_layers_are_planned_once_a_step(case: Case, monkeypatch: pytest.Mon
     assert len(made) == 4 * len(set(made)), "each group once in each of four steps"
     assert len(set(made)) <= layers
     assert len(steps) == (4 + 1) * layers, "the model is tried out once before"
+
+
+@pytest.mark.parametrize("page_size", [1, 8])
+def test_what_is_gathered_takes_no_page_more_than_it_needs(page_size: int) -> None:
+    lens = torch.tensor([7, 8, 9, 0, 1, 15, 16, 17])
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), lens.cumsum(0)])
+    group = Group(CalledLayers("TORCH", {}, [KVCacheSpec(None, page_size)]))
+    first = group._lay_out(starts, lens, int(lens.sum()), page_size).tolist()
+    pages = [-(-n // page_size) for n in lens.tolist()]
+    assert first == [sum(pages[:row]) for row in range(len(pages))]
+    assert group._slots.tolist() == [
+        begin * page_size + i for begin, n in zip(first, lens.tolist(), strict=True) for i in range(n)
+    ]

@@ -52,7 +52,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def built(
     adapter: Any, *, ours: str = "TORCH", speculates: bool = False, device: str = "cpu", mixed: str = "NONE",
-    **options: Any,
+    layout: str = "LBNHC", **options: Any,
 ) -> Any:  # fmt: skip
     """A builder of one layer, of TORCH, which asks nothing of its device. `mixed`: how vLLM runs mixed batches."""
     impl = type("Impl", (adapter.layers.ServedImpl,), {"ours": ours})
@@ -62,13 +62,12 @@ def built(
         )
         for name, window in (("layer", None), ("other", 20))
     }
-    layout = SimpleNamespace(name="LBNHC")
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(
             static_forward_context=layers,
             cudagraph_mode=SimpleNamespace(mixed_mode=lambda: SimpleNamespace(name=mixed)),
         ),
-        cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: layout),
+        cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: SimpleNamespace(name=layout)),
         scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64, async_scheduling=speculates),
         model_config=SimpleNamespace(max_model_len=256),
         additional_config={"attn_backends": {"options": options}},
@@ -115,6 +114,21 @@ def test_layers_may_come_later(adapter: Any) -> None:
     other = builder.vllm_config.compilation_config.static_forward_context["other"].impl
     assert other.impl.spec.window_left == 19
     assert len(builder.plans.builders) == 2
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("LBNHC", "NHD"), ("LBHNC", "HND")])
+def test_a_cache_lies_as_vllm_says(adapter: Any, theirs: str, ours: str) -> None:
+    assert built(adapter, layout=theirs).plans.cache.layout == ours
+
+
+def test_drafts_are_built_fast(adapter: Any) -> None:
+    builder, theirs, seen = built(adapter), batch([1], [3]), []
+    plan = builder.plans.plan
+    builder.plans.plan = lambda common, **given: (seen.append(given["fast_build"]), plan(common, **given))[1]
+    builder.build(0, theirs)
+    builder.build(0, theirs, fast_build=True)
+    builder.build_for_drafting(theirs, 0)
+    assert seen == [False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,13 @@ def test_calls_of_a_mixed_batch() -> None:
         assert all((call.schedule is not None) == (name == FA3) for call in calls)
 
 
+@pytest.mark.parametrize("query_lens", [(1, 1), (5, 5)])
+def test_no_call_is_made_for_no_rows(query_lens: tuple[int, ...]) -> None:
+    """FlashAttention refuses a batch of none."""
+    layer, batch = layer_and_batch(FA2, 32, 40, query_lens=query_lens)
+    assert [call.rows.num_rows for call in layer.begin(batch).calls] == [2]
+
+
 @pytest.mark.parametrize("provider", PROVIDERS, ids=lambda provider: provider.name)
 def test_kernels_that_size_by_the_page_table_get_it_as_wide_as_needed(provider: Any) -> None:
     """In those how many parts keys are split into follows from it. The others get it as it is."""
