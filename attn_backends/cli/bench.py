@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from attn_backends.cli.errors import EXIT_FAILED, clear_errors
+from attn_backends.cli.errors import EXIT_FAILED, Screen, clear_errors
 from attn_backends.cli.tables import bar, print_json, print_rows
 
 if TYPE_CHECKING:
@@ -143,7 +142,7 @@ def _measure(asked: ToMeasure, minutes: float) -> list[Measurement]:
 
 def _shown(found: Iterator[Measurement], total: int, minutes: float) -> Iterator[Measurement]:
     """Each measurement, with a bar on a terminal and else a line."""
-    console, started = Console(stderr=True), time.monotonic()
+    console, started = Screen(stderr=True), time.monotonic()
     with bar(console) if console.is_terminal else nullcontext() as progress:
         task = progress.add_task("the first load", total=1.0) if progress else None
         for number, each in enumerate(found):
@@ -217,7 +216,7 @@ def _print(asked: ToMeasure, found: Sequence[Measurement], lines: Sequence[str])
     ]  # fmt: skip
     print_rows("load", "layer", *(f"{name} us" for name in asked.names), "fastest", rows=rows)
     failed = {f"{name} has no time of {each.case}: {why}" for each in found for name, why in each.failed.items()}
-    console = Console(soft_wrap=True)
+    console = Screen(soft_wrap=True)
     for line in [*sorted(failed), *lines]:
         console.print(escape(line), highlight=False)
 
@@ -238,4 +237,4 @@ def _print_plan(asked: ToMeasure, minutes: float, save: bool, as_json: bool) -> 
     for key, value in plan.items():
         text = "; ".join(f"{k}: {v}" for k, v in value.items()) if isinstance(value, dict) else value
         words = ", ".join(map(str, text)) if isinstance(text, list) else text
-        Console(soft_wrap=True).print(f"{key.replace('_', ' ')}: {escape(str(words))}", highlight=False)
+        Screen(soft_wrap=True).print(f"{key.replace('_', ' ')}: {escape(str(words))}", highlight=False)

@@ -23,7 +23,11 @@ _UsageError: Any = typer.BadParameter.__mro__[1]  # of the click that typer has,
 
 
 class Screen(Console):
-    """A console that leaves a closed pipe to `Commands`; rich's own would end the command with exit code 1."""
+    """A console that leaves a closed pipe to `Commands`, where rich's own would end the command with exit code 1, and
+    colons as they are: rich makes an emoji of `:X:`."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(emoji=False, **how)
 
     def on_broken_pipe(self) -> None:
         raise

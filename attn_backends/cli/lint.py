@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from attn_backends.cli.errors import EXIT_FAILED, Screen, clear_errors
@@ -104,7 +103,7 @@ def _entry(target: str) -> Any:
 @contextmanager
 def _progress(name: str) -> Iterator[Callable[[str], None]]:
     """Shows on a terminal which check runs."""
-    console = Console(stderr=True)
+    console = Screen(stderr=True)
     if not console.is_terminal:
         yield lambda check: None
         return

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attn_backends.cli.errors import clear_errors
+from attn_backends.cli.errors import Screen, clear_errors
 from attn_backends.cli.tables import bar
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _run_one(asked: Asked, seed: int) -> int:
     from attn_backends.testing.verify.covering import row_of
     from attn_backends.testing.verify.worker import cases_of, prepare, run_seed
 
-    console, backend = Console(soft_wrap=True), prepare(asked)
+    console, backend = Screen(soft_wrap=True), prepare(asked)
     row = row_of(asked, seed) if asked.declared else None
     case = next(cases_of(asked, backend, seed, row))
     for name, value in vars(case).items():
@@ -191,7 +191,7 @@ def _run_many(asked: Asked, planned: Planned, minutes: float, workers: int, pack
 @contextmanager
 def _progress(asked: Asked, cases: int | None, minutes: float) -> Iterator[Callable[[Tally], None]]:
     """Shows what there is after each case: a bar on a terminal, else a line now and then."""
-    console, started, last = Console(stderr=True), time.monotonic(), [time.monotonic()]
+    console, started, last = Screen(stderr=True), time.monotonic(), [time.monotonic()]
 
     def summary(tally: Tally) -> str:
         return f"{tally.num_cases} cases, {tally.num_steps} steps, {len(tally.findings)} findings"
@@ -217,8 +217,8 @@ def _progress(asked: Asked, cases: int | None, minutes: float) -> Iterator[Calla
 
 def _print_report(report: dict[str, Any]) -> None:
     """Cases by kind, the worst errors, what was refused, and the findings."""
-    console = Console()
-    console = console if console.is_terminal else Console(width=200)
+    console = Screen()
+    console = console if console.is_terminal else Screen(width=200)
     where = report["machine"]["gpu"] or report["machine"]["cpu"]
     known = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
     console.print(f"{report['backend']} on {report['device']} ({escape(where)}; {known})", highlight=False)

@@ -64,6 +64,7 @@ def test_findings_are_data() -> None:
     ("target", "words"),
     [
         ("TORC", "did you mean TORCH"),
+        ("nowhere:X", "nowhere:X: No module named 'nowhere'"),  # which rich makes an emoji of
         ("nowhere:Backend", "No module named 'nowhere'; give package.module:Class of a backend, installed or below"),
         ("whole_plugin:Nothing", "has no attribute 'Nothing'; give package.module:Class"),
         ("whole_plugin:Row", "no subclass of attn_backends.AttentionBackend"),

@@ -75,13 +75,18 @@ class Rows:
         if self.live is None:
             self.lens = self.lens - num_tokens
         else:
-            self.live = self.live[:, : self.seen]
-            self.lens = self.live.sum(1, dtype=torch.int32).numpy()
+            self.lens = self.live[:, : self.seen].sum(1, dtype=torch.int32).numpy()
+            self._keep(self.live[:, : self.seen])
 
     def select(self, rows: torch.Tensor) -> None:
         """Put rows in the place of others, as `index_select` does."""
         self.lens = self.lens[rows.cpu().numpy()]
-        self.live = None if self.live is None else self.live[rows.cpu()]
+        if self.live is not None:
+            self._keep(self.live[rows.cpu()])
+
+    def _keep(self, live: torch.Tensor) -> None:
+        """Where padding is still; a row that had some may be gone, and its tokens too."""
+        self.live = None if bool(live.all()) else live
 
     def _live(self) -> torch.Tensor:
         return torch.ones(len(self.lens), self.seen, dtype=torch.bool) if self.live is None else self.live

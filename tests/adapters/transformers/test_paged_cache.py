@@ -69,6 +69,19 @@ def test_a_session_within_inference_mode_and_without(case: Case) -> None:
     assert torch.equal(got, case.eager.generate(ids, max_new_tokens=5, **GREEDY))
 
 
+def test_a_padded_row_that_leaves(case: Case) -> None:
+    """The others have no padding then, and a mask of ones is none."""
+    model, ids = case.under("attn_backends:TORCH"), torch.randint(3, 97, (2, 9))
+    cache = ab.PagedCache(case.eager.config)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+    cache.batch_select_indices(torch.zeros(1, dtype=torch.long))
+    ids = torch.cat([ids[:1], torch.randint(3, 97, (1, 2))], 1)
+    check_forward(case, model, cache, ids, torch.ones_like(ids), 2)
+
+
 def test_generate_calls_of_other_sizes_do_not_meet(case: Case) -> None:
     model = case.under("attn_backends:TORCH")
     for _ in range(3):
