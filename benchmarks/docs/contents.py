@@ -211,8 +211,8 @@ PAGES = (
          "TRITON inside vLLM beside vLLM's own backends, a decode step, prompts and a mixed load",
          "vLLM 0.26 with random weights in bfloat16, decode in vLLM's full CUDA graphs, without compiling but where it "
          "says so, a process for each backend, everything else equal. A step is in ms (requests x prompt tokens), "
-         "prompts in ms until all "
-         "have their first token, the mixed load in s, \"ready\" in s, the first process with cold caches. "
+         "prompts in ms until all have their first token, the mixed load in s, \"ready\" in s, the first process with "
+         "cold caches. "
          "Log-probabilities are the largest difference from FLASH_ATTN's among first tokens.", (
         Section("vllm_backends_cuda", "Llama-8B's shape", IN_VLLM, full=True),
         Section("vllm_backends_cuda_together", "SmolLM2-135M's shape in one process, in turns",

@@ -43,7 +43,7 @@ LIMITS = {
 }  # fmt: skip
 
 
-OTHER_MODELS = "use a model that does (llama, qwen, mistral, gemma, phi3, gpt_oss, …)"
+OTHER_MODELS = "Use a model that does (llama, qwen, mistral, gemma, phi3, gpt_oss, …)"
 
 
 class NoContext(RuntimeError):
@@ -192,7 +192,7 @@ def check_config(hf_config: Any) -> None:
     if cls is not None and not cls._supports_attention_backend:
         raise ModelError(
             f"{cls.__name__} does not use transformers' attention interface: it would ignore the paged cache. "
-            f"{OTHER_MODELS[0].upper()}{OTHER_MODELS[1:]}"
+            f"{OTHER_MODELS}"
         )
 
 

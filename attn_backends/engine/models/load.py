@@ -239,8 +239,8 @@ def probe_layers(model: Any) -> dict[int, LayerProbe]:
                   attention_context=probe)  # fmt: skip
         except NoContext as error:
             raise ModelError(
-                f"{name} does not hand keyword arguments on to its attention, which would "
-                f"know nothing of the cache: {OTHER_MODELS}"
+                f"{name} does not hand keyword arguments on to its attention, which would know nothing of the cache. "
+                f"{OTHER_MODELS}"
             ) from error
     if sorted(probe.layers) != list(range(hf_config.num_hidden_layers)):
         raise ModelError(
