@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import RLock
 from typing import Any, NamedTuple
@@ -92,7 +92,7 @@ def compile_variants(variants: Iterable[Variant], device: torch.device, progress
     """
     wanted = list(variants)
     pool = ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0))))
-    with torch.cuda.device(device), _one_parser(), pool, AsyncCompileMode(pool, ignore_errors=True):
+    with torch.cuda.device(device), _one_parser(), pool, AsyncCompileMode(pool, ignore_errors=True) as mode:
         try:
             begun = [variant.kernel.warmup(*variant.given, grid=(1,), **variant.options) for variant in wanted]
             for done, (variant, kernel) in enumerate(zip(wanted, begun, strict=True), start=1):
@@ -101,6 +101,8 @@ def compile_variants(variants: Iterable[Variant], device: torch.device, progress
                     progress(done, len(wanted), variant.name)
         except BaseException:  # Ctrl-C too: what has not begun need not
             pool.shutdown(wait=False, cancel_futures=True)
+            for future in filter(Future.cancelled, mode.raw_futures):  # else the mode waits for them forever
+                future.set_running_or_notify_cancel()
             raise
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from random import Random
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,13 +101,43 @@ def test_what_a_launch_asks_triton_for_is_there(compiled: list[tuple[str, bool]]
 
 
 def test_a_kernel_that_does_not_compile_is_named(compiled: list[tuple[str, bool]]) -> None:
-    good, bad = writes()[:1], writes(torch.float16)[0]
-    broken = bad._replace(given=(*bad.given[:-6], "no block", *bad.given[-5:]))
+    good = writes()[:1]
     with pytest.raises(
         RuntimeError, match=r"write_kv_kernel cannot be compiled for this GPU.*choose another backend \(Comp"
     ):
-        variants.compile_variants([broken, *good], CUDA)
+        variants.compile_variants([broken_write(), *good], CUDA)
     variants.compile_variants(good, CUDA)  # as ever
+
+
+def broken_write() -> Any:
+    bad = writes(torch.float16)[0]
+    return bad._replace(given=(*bad.given[:-6], "no block", *bad.given[-5:]))
+
+
+@pytest.mark.parametrize("stopped", [RuntimeError, KeyboardInterrupt])
+def test_what_has_not_begun_is_not_waited_for(
+    stopped: type[BaseException], compiled: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a kernel that does not compile, and at Ctrl-C, one worker has most of a list before it."""
+
+    def progress(*_: object) -> None:
+        raise stopped
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
+    wanted = writes() if stopped is KeyboardInterrupt else [broken_write(), *writes()]
+    ended: list[type[BaseException]] = []
+
+    def run() -> None:
+        try:
+            variants.compile_variants(wanted, CUDA, progress)
+        except BaseException as error:
+            ended.append(type(error))
+
+    running = Thread(target=run, daemon=True)
+    running.start()
+    running.join(timeout=60)
+    assert ended == [stopped], "it still waits"
+    assert len(compiled) < len(writes())
 
 
 def test_a_list_launches_nothing_and_has_an_end() -> None:
