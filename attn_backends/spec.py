@@ -262,3 +262,8 @@ def new_kv_shapes(spec: AttentionSpec) -> tuple[tuple[int, ...], tuple[int, ...]
     if isinstance(spec, MLASpec):
         return (spec.kv_lora_rank,), (spec.qk_rope_head_dim,)
     return (spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim_vo)
+
+
+def cached_kv_shapes(spec: AttentionSpec) -> tuple[tuple[int, ...], ...]:
+    """What a slot holds: the shapes of a token's rows in `KVCache.key` and `value`; MLA has the one of latent rows."""
+    return ((spec.latent_dim,),) if isinstance(spec, MLASpec) else new_kv_shapes(spec)

@@ -12,7 +12,7 @@ import torch
 from attn_backends.cache.kv_cache import KVCache, write_kv
 from attn_backends.cache.views import layer_cache
 from attn_backends.interface.metadata import AttentionStep, PlannedStep, StepT
-from attn_backends.spec import AttentionSpec, KVCacheSpec, new_kv_shapes
+from attn_backends.spec import AttentionSpec, KVCacheSpec, cached_kv_shapes, new_kv_shapes
 
 
 class AttentionImpl(ABC, Generic[StepT]):
@@ -112,7 +112,9 @@ class AttentionImpl(ABC, Generic[StepT]):
         spec, metadata = self.spec, step.metadata
         if isinstance(step, PlannedStep):
             check_planned_for(step.spec, spec)
-        check_call(spec, metadata.num_tokens, query, kv_cache, output, lse)
+        check_call(spec, metadata.num_tokens, query, output, lse)
+        if kv_cache is not None:
+            check_cache(spec, self.cache.page_size, kv_cache)
         check_new_kv(spec, metadata.num_new_kv, key, value)
         key, value = (None if new is None else _as_read(new, spec.dtype) for new in (key, value))
         if kv_cache is not None and key is not None and value is not None:
@@ -153,7 +155,6 @@ def check_call(
     spec: AttentionSpec,
     num_tokens: int,
     query: torch.Tensor,
-    kv_cache: KVCache | None,
     output: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> None:
@@ -162,7 +163,7 @@ def check_call(
     Raises:
         ValueError: the query's shape is not [num_tokens, num_qo_heads, head_dim], or the output's not [num_tokens,
             num_qo_heads, head_dim_vo], or the LSE's not [num_tokens, num_qo_heads]; another dtype; the last dimension
-            of one, or of the cache, does not lie together, or the LSE is not contiguous.
+            of one does not lie together, or the LSE is not contiguous.
     """
     heads = (num_tokens, spec.num_qo_heads)
     _check_tensor("query", query, (*heads, spec.head_dim), spec.dtype)
@@ -172,8 +173,21 @@ def check_call(
         _check_tensor("lse", lse, heads, torch.float32)
         if not lse.is_contiguous():
             raise ValueError(f"lse has strides {lse.stride()}; it must be contiguous: pass a tensor of its own")
-    for name, cached in () if kv_cache is None else zip(kv_cache._fields, kv_cache, strict=True):
-        if cached.stride(-1) != 1 and cached.shape[-1] > 1:
+
+
+def check_cache(spec: AttentionSpec, page_size: int, kv_cache: KVCache) -> None:
+    """Pages are those of a layer: a kernel that took others would read, and write, beyond their slots.
+
+    Raises:
+        ValueError: they have other slots, heads, dims or another dtype, or a head's numbers do not lie together.
+    """
+    for name, cached, row in zip(kv_cache._fields, kv_cache, cached_kv_shapes(spec), strict=False):  # MLA has no values
+        if cached.shape[1:] != (page_size, *row) or cached.dtype is not spec.cache_dtype:
+            raise ValueError(
+                f"kv_cache.{name} has pages of {tuple(cached.shape[1:])} in {cached.dtype}; this layer has pages of "
+                f"{(page_size, *row)} in {spec.cache_dtype}: pass its own pages, of allocate_kv_cache or alike"
+            )
+        if cached.stride(-1) != 1 and row[-1] > 1:
             raise ValueError(
                 f"kv_cache.{name} has strides {cached.stride()}; a slot's head_dim must lie together (a last stride of "
                 "1): make the pool with allocate_kv_cache"

@@ -20,8 +20,20 @@ from attn_backends.interface.capabilities import CudaGraphSupport, Unsupported
 from attn_backends.registry import explain_for, get_backend, select_backend
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, MLASpec
 from attn_backends.testing.cases.features import CROSS, ENCODER, FEATURES, FLOATS, Feature, plain_cache
+from attn_backends.testing.guards.snapshot import differences, snapshot
 from attn_backends.testing.harness import make_layer
 from attn_backends.testing.kit.base import KitBase
+
+
+OTHER_PAGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "more heads": lambda cached: torch.cat([cached, cached], dim=-2),
+    "fewer dims": lambda cached: cached[..., :-1],
+    "more slots": lambda cached: torch.cat([cached, cached], dim=1),
+    "fewer slots": lambda cached: cached[:, :-1],
+    "numbers of another dtype": lambda cached: cached.view(torch.int8),
+    "numbers as wide": lambda cached: cached.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[cached.itemsize]),
+    "no pages apart": lambda cached: cached.flatten(0, 1),
+}
 
 
 def refuses(call: Callable[[], object], code: str, what: str) -> None:
@@ -104,6 +116,22 @@ class Refusals(KitBase):
             layer = make_layer(self.backend, batch)
             step = layer.begin(batch)
             refuses(lambda: layer.forward(batch, step, want_lse=True), "lse", "lse")
+
+    @pytest.mark.parametrize("shape", ["mixed_small", "small_decode"])
+    def test_pages_of_other_layers(self, shape: str) -> None:
+        """Pages of more or fewer heads, dims or slots, or of another dtype, are refused before anything is written."""
+        batch = self.make_batch(self.make_spec(), shape)
+        layer = make_layer(self.backend, batch)
+        step, given = layer.begin(batch), (batch.query, batch.key, batch.value)
+        for name in ("key",) if self.can.mla else ("key", "value"):
+            for what, change in OTHER_PAGES.items():
+                pool = batch.fresh_pool()
+                assert pool is not None
+                pages = pool._replace(**{name: change(getattr(pool, name))})
+                before = snapshot(pages)
+                with pytest.raises(ValueError, match=f"kv_cache.{name} has pages of"):
+                    layer.impl.forward(*given, pages, step)
+                assert not differences(before, snapshot(pages)), f"{what} of {name} are refused, and written before"
 
     def test_graph_verbs(self) -> None:
         """Without graphs every verb refuses."""
