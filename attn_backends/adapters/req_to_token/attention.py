@@ -93,10 +93,9 @@ class ReqToTokenAttention(StepPlanner):
             share_workspace(plans.plans.state)
         super().__init__(plans, SharedBuffers(kv_indptr_buf, kv_last_page_len_buf), skip_prefill)
         self.kv_pool, self.kinds = kv_pool, kinds
-        self._checked: set[tuple[int, int]] = set()  # layers of `kv_pool` by their ids, and their kinds
         if kv_pool is not None:
             for layer in declared or []:
-                self._check(*kv_pool.get_kv_buffer(layer.layer_id), layer, kinds.group(layer))
+                plans.check_buffers(*kv_pool.get_kv_buffer(layer.layer_id), kinds.group(layer))
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer,
@@ -116,7 +115,7 @@ class ReqToTokenAttention(StepPlanner):
 
         Raises:
             RuntimeError: nothing is planned.
-            ValueError: a layer that was not declared, or shapes other than the plan's.
+            ValueError: a layer that was not declared, a pool that is not its own, or shapes other than the plan's.
         """
         planned = self.planned
         if planned is None:
@@ -134,7 +133,6 @@ class ReqToTokenAttention(StepPlanner):
         if save_kv_cache and (k is not None or v is not None):
             self._write(k, v, layer, forward_batch)
         key, value = self._pool(forward_batch).get_kv_buffer(layer.layer_id)
-        self._check(key, value, layer, group)
         return self.plans.attend(query, key, value, group, planned).flatten(1)
 
     def forward_extend(
@@ -160,13 +158,6 @@ class ReqToTokenAttention(StepPlanner):
                 f"the planned step is {self.planned.mode.name}, and this call is for {names}: call "
                 "init_forward_metadata for this batch, or forward, which serves every mode"
             )
-
-    def _check(self, key: torch.Tensor, value: torch.Tensor, layer: AttentionLayer, group: int) -> None:
-        """Refuse a pool that is not what the backend reads for a layer: where batches bring it, at every call."""
-        known = (layer.layer_id, group)
-        if self.kv_pool is None or known not in self._checked:
-            self.plans.check_buffers(key, value, group)
-            self._checked.add(known)
 
     def _write(
         self, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer, forward_batch: ForwardBatchLike

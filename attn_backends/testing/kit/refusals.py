@@ -24,7 +24,6 @@ from attn_backends.testing.guards.snapshot import differences, snapshot
 from attn_backends.testing.harness import make_layer
 from attn_backends.testing.kit.base import KitBase
 
-
 OTHER_PAGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "more heads": lambda cached: torch.cat([cached, cached], dim=-2),
     "fewer dims": lambda cached: cached[..., :-1],

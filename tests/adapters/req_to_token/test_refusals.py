@@ -210,7 +210,7 @@ def test_a_pool_that_is_not_the_layers(heads: int, dim: int, dtype: torch.dtype 
     step = engine.make(DECODE, [(0, 1), (1, 1)])
     made.init_forward_metadata(step.batch)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"get_kv_buffer gives .*make the pool with the layers' heads"):
+        with pytest.raises(ValueError, match=r"kv_cache.key has pages of .*this layer has pages of"):
             made.forward_decode(step.queries[0], None, None, FULL, step.batch)
 
 
