@@ -95,6 +95,16 @@ def is_hopper(device: torch.device) -> bool:
     return device.type != "cuda" or (not is_hip() and torch.cuda.get_device_capability(device)[0] == 9)
 
 
+def bytes_to_allocate(device: torch.device) -> int | None:
+    """Most bytes that may be asked for: all that a CPU has, or what a GPU has left; None where nothing says it."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    if device.type != "cpu" or not {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= {*os.sysconf_names}:
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def refuse_while_capturing(device: torch.device, backend_name: str) -> None:
     """Refuse to plan on the host inside a capture.
 

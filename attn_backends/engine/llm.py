@@ -22,6 +22,7 @@ from attn_backends.engine.request import Request, ScheduledBatch, salts_for
 from attn_backends.engine.resolve import (
     attention_specs,
     choose_backend,
+    longest_request,
     pool_for,
     possible_caches,
     resolve_device,
@@ -66,15 +67,15 @@ class LLM:
         self.stats = Stats()
         self._live = LiveRequests()
         specs = {layer: with_cache_dtype(probe.spec, config) for layer, probe in model.layers.items()}
-        self.selection = choose_backend(config, specs, model.max_model_len, device)
-        backend, cache = self.selection.backend, pool_for(config, specs, self.selection)
+        max_model_len = longest_request(config, model.max_model_len)
+        self.selection = choose_backend(config, specs, max_model_len, device)
+        backend, cache = self.selection.backend, pool_for(config, specs, self.selection, device)
         options = validate_options(self.selection.name, config.backend_options)
         self.kv_bytes_per_token = page_bytes(backend, specs, replace(cache, num_pages=1)) // cache.page_size
         # What keys and values of every head take: where latent rows are cached instead, more than that.
         self.expanded_kv_bytes_per_token = sum(
             s.num_kv_heads * (s.head_dim + s.head_dim_vo) * s.cache_dtype.itemsize for s in specs.values()
         )
-        max_model_len = min(model.max_model_len, config.scheduler.max_model_len or model.max_model_len)
         limits = Limits(config.scheduler.max_num_requests, config.scheduler.max_num_tokens, max_model_len)
         self.allocator = PageAllocator(cache.pages, cache.page_size, config.cache.prefix_caching)
         self.scheduler = Scheduler(config.scheduler, self.allocator, max_model_len)

@@ -78,9 +78,10 @@ def why_never(length: int, config: SchedulerConfig, pool: PageAllocator, max_mod
     if length == 0:
         return "the prompt is empty: give at least one token"
     if length >= max_model_len:
+        shorten = f"shorten the prompt to {max_model_len - 1}, or " if max_model_len > 1 else ""
         return (
-            f"the prompt has {length} tokens and a request may have {max_model_len}, new ones included: "
-            f"shorten the prompt to {max_model_len - 1}, or raise scheduler.max_model_len if the model can"
+            f"the prompt has {length} tokens and a request may have {max_model_len}, new ones included: {shorten}"
+            "raise scheduler.max_model_len if the model can"
         )
     if length >= pool_tokens:
         return (

@@ -10,6 +10,7 @@ import torch
 from attn_backends.cache.kv_cache import page_bytes
 from attn_backends.engine.config import EngineConfig
 from attn_backends.engine.models.load import layer_specs
+from attn_backends.machine import bytes_to_allocate
 from attn_backends.registry import Load, Selection, select_backend
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
@@ -54,20 +55,40 @@ def choose_backend(
     """The config's backend for these layers, and the page size that it serves them with.
 
     Args:
-        max_model_len: the model's own limit.
+        max_model_len: most tokens of one request.
 
     Raises:
         UnknownBackendError, BackendImportError, ConfigError, Unsupported: as `select_backend`.
     """
-    load = Load(config.scheduler.max_num_requests, config.scheduler.max_model_len or max_model_len)
+    load = Load(config.scheduler.max_num_requests, max_model_len)
     return select_backend(config.backend, specs, possible_caches(config), device, load, config.backend_options)
 
 
-def pool_for(config: EngineConfig, specs: Mapping[int, AttentionSpec], selection: Selection) -> KVCacheSpec:
+def longest_request(config: EngineConfig, of_model: int) -> int:
+    """Most tokens of one request, prompt and new ones.
+
+    Args:
+        of_model: what the model is made for.
+
+    Raises:
+        ValueError: the config asks for more than the model is made for.
+    """
+    asked = config.scheduler.max_model_len
+    if asked is not None and asked > of_model:
+        raise ValueError(
+            f"scheduler.max_model_len is {asked}, and the model is made for {of_model} tokens: lower it, or "
+            "leave it out for the model's own limit"
+        )
+    return asked or of_model
+
+
+def pool_for(
+    config: EngineConfig, specs: Mapping[int, AttentionSpec], selection: Selection, device: torch.device
+) -> KVCacheSpec:
     """The KV pool, as large as the config asks.
 
     Raises:
-        ValueError: its memory is less than a page.
+        ValueError: its memory is less than a page, or more than the device has.
     """
     one_page = page_bytes(selection.backend, specs, replace(selection.cache, num_pages=1))
     num_pages = config.cache.num_pages or config.cache.memory_bytes // one_page
@@ -75,5 +96,12 @@ def pool_for(config: EngineConfig, specs: Mapping[int, AttentionSpec], selection
         raise ValueError(
             f"cache.memory is {config.cache.memory_bytes} bytes, and one page of {selection.cache.page_size} tokens "
             f"takes {one_page}: raise cache.memory or lower cache.page_size"
+        )
+    room = bytes_to_allocate(device)
+    if room is not None and (asked := num_pages * one_page) > room:
+        name = "memory" if config.cache.num_pages is None else "num_pages"
+        raise ValueError(
+            f"the pool would take {asked} bytes, and {device} has {room}: lower cache.{name} to "
+            f"{room // one_page * (one_page if name == 'memory' else 1)} at most"
         )
     return replace(selection.cache, num_pages=num_pages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, Generic
 
 import torch
@@ -60,6 +60,7 @@ class AttentionImpl(ABC, Generic[StepT]):
         self.sinks = None if sinks is None else sinks.contiguous()
         self.k_scale = k_scale
         self.v_scale = v_scale
+        self._page_shapes = [(cache.page_size, *row) for row in cached_kv_shapes(spec)]
 
     def forward(
         self,
@@ -114,7 +115,7 @@ class AttentionImpl(ABC, Generic[StepT]):
             check_planned_for(step.spec, spec)
         check_call(spec, metadata.num_tokens, query, output, lse)
         if kv_cache is not None:
-            check_cache(spec, self.cache.page_size, kv_cache)
+            check_cache(kv_cache, self._page_shapes, spec.cache_dtype)
         check_new_kv(spec, metadata.num_new_kv, key, value)
         key, value = (None if new is None else _as_read(new, spec.dtype) for new in (key, value))
         if kv_cache is not None and key is not None and value is not None:
@@ -175,19 +176,22 @@ def check_call(
             raise ValueError(f"lse has strides {lse.stride()}; it must be contiguous: pass a tensor of its own")
 
 
-def check_cache(spec: AttentionSpec, page_size: int, kv_cache: KVCache) -> None:
+def check_cache(kv_cache: KVCache, page_shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
     """Pages are those of a layer: a kernel that took others would read, and write, beyond their slots.
+
+    Args:
+        page_shapes: of the layer's keys, and of its values; MLA has keys alone.
 
     Raises:
         ValueError: they have other slots, heads, dims or another dtype, or a head's numbers do not lie together.
     """
-    for name, cached, row in zip(kv_cache._fields, kv_cache, cached_kv_shapes(spec), strict=False):  # MLA has no values
-        if cached.shape[1:] != (page_size, *row) or cached.dtype is not spec.cache_dtype:
+    for name, cached, shape in zip(kv_cache._fields, kv_cache, page_shapes, strict=False):
+        if cached.shape[1:] != shape or cached.dtype is not dtype:
             raise ValueError(
                 f"kv_cache.{name} has pages of {tuple(cached.shape[1:])} in {cached.dtype}; this layer has pages of "
-                f"{(page_size, *row)} in {spec.cache_dtype}: pass its own pages, of allocate_kv_cache or alike"
+                f"{shape} in {dtype}: pass its own pages, of allocate_kv_cache or alike"
             )
-        if cached.stride(-1) != 1 and row[-1] > 1:
+        if cached.stride(-1) != 1 and shape[-1] > 1:
             raise ValueError(
                 f"kv_cache.{name} has strides {cached.stride()}; a slot's head_dim must lie together (a last stride of "
                 "1): make the pool with allocate_kv_cache"

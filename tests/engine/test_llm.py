@@ -215,6 +215,32 @@ def test_a_pool_without_room_for_one_page_is_refused(tiny_llama: Path) -> None:
         engine(tiny_llama, cache={"memory": 1000})
 
 
+@pytest.mark.parametrize(
+    ("cache", "to_lower"), [({"memory": "100TB"}, r"memory to \d{7,}"), ({"num_pages": 10**12}, r"num_pages to \d+")]
+)
+def test_a_pool_that_the_machine_has_no_memory_for_is_refused(
+    cache: dict[str, Any], to_lower: str, tiny_llama: Path
+) -> None:
+    with pytest.raises(
+        ValueError, match=rf"would take \d{{14,}} bytes, and cpu has \d+: lower cache\.{to_lower} at most"
+    ):
+        engine(tiny_llama, cache=cache)
+
+
+def test_requests_longer_than_the_model_s_are_refused(tiny_llama: Path) -> None:
+    own = engine(tiny_llama).model.max_model_len
+    assert engine(tiny_llama, scheduler={"max_model_len": own}).scheduler.max_model_len == own
+    with pytest.raises(
+        ValueError, match=rf"max_model_len is {own + 1}, and the model is made for {own} tokens: lower it"
+    ):
+        engine(tiny_llama, scheduler={"max_model_len": own + 1})
+
+
+def test_one_token_a_request_leaves_none_for_a_prompt(tiny_llama: Path) -> None:
+    (output,) = engine(tiny_llama, scheduler={"max_model_len": 1}).generate(["x"], LONG)
+    assert "new ones included: raise scheduler.max_model_len" in (output.error or "")
+
+
 def test_stream_adds_up_to_generate(tiny_llama: Path) -> None:
     llm = engine(tiny_llama)
     texts, outputs = [""] * len(PROMPTS), {}
