@@ -10,8 +10,7 @@ import torch
 from attn_backends.adapters.transformers.layers import LayerCall
 from attn_backends.adapters.transformers.refuse import decline
 from attn_backends.cache.kv_cache import KVCache
-
-FULL, SLIDING = "full_attention", "sliding_attention"
+from attn_backends.layer_kinds import FULL, SLIDING
 
 
 class KeysPlace(NamedTuple):

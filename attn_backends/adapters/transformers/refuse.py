@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 import torch
 
 from attn_backends.interface import Rejection, Unsupported
+from attn_backends.layer_kinds import SERVED_KINDS, layer_kind, reaches_attention
 
 PREFIX = "attn_backends:"
-SERVED_KINDS = {"full_attention", "sliding_attention", "attention"}
 SPARSE = ("indices", "block_indices")  # of keys that a layer chose
 
 
@@ -68,10 +68,8 @@ def check_kind(module: torch.nn.Module, sliding_window: int | None) -> None:
     if not isinstance(index, int):
         decline("layer_idx", f"{type(module).__name__} without layer_idx", "layers that say which they are",
                 "Load this model with sdpa.")  # fmt: skip
-    kinds = getattr(config, "layer_types", None)
-    in_config = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
-    kind = kinds[index] if kinds is not None and index < len(kinds) else in_config
-    if kind not in SERVED_KINDS or (kind == "sliding_attention" and sliding_window is None):
+    kind = layer_kind(config, index)
+    if not reaches_attention(kind, sliding_window is not None):
         decline("layer_type", f"layer {index} is {kind}, window {sliding_window}", ", ".join(sorted(SERVED_KINDS)),
                 "The mask of such layers does not reach a backend: load this model with sdpa.")  # fmt: skip
 

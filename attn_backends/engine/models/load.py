@@ -25,13 +25,13 @@ from attn_backends.engine.models.hf import (
 from attn_backends.engine.models.latent_layer import LatentAttention, use_latent_attention
 from attn_backends.engine.models.loaded_model import LayerProbe, LoadedModel
 from attn_backends.engine.outputs import Report, silent
+from attn_backends.layer_kinds import SERVED_KINDS, layer_kind, reaches_attention
 from attn_backends.machine import HAS_TRITON
 from attn_backends.spec import AttentionSpec
 from attn_backends.validation import ConfigError
 
 Stage = Literal["fuse", "merge", "pack"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
-SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 
 
 def check_acceleration(how: str, device: torch.device) -> None:
@@ -247,18 +247,17 @@ def probe_layers(model: Any) -> dict[int, LayerProbe]:
             f"{name} has {hf_config.num_hidden_layers} layers, but only {sorted(probe.layers)} came through the "
             "attention interface: the others would keep their own attention and ignore the cache"
         )
-    usual = "attention" if getattr(hf_config, "sliding_window", None) is None else "sliding_attention"
-    kinds = getattr(hf_config, "layer_types", None) or [usual] * len(probe.layers)
-    for layer, kind in enumerate(kinds):
-        windowed = probe.layers[layer].spec.window_left >= 0
-        if not probe.layers[layer].spec.causal:
+    layers = dict(sorted(probe.layers.items()))
+    for layer, probed in layers.items():
+        kind = layer_kind(hf_config, layer)
+        if not probed.spec.causal:
             raise ModelError(
                 f"layer {layer} of {name} lets tokens see those behind them, as an encoder's: the engine generates by "
                 "causal layers. Where the config has is_decoder, set it to true"
             )
-        if kind not in SERVED_LAYER_TYPES or (kind == "sliding_attention" and not windowed):
+        if not reaches_attention(kind, probed.spec.window_left >= 0):
             raise ModelError(
                 f"layer {layer} of {name} is {kind!r}, whose mask does not reach the attention function; "
-                f"served: {sorted(SERVED_LAYER_TYPES)}"
+                f"served: {sorted(SERVED_KINDS)}"
             )
-    return dict(sorted(probe.layers.items()))
+    return layers
