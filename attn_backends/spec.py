@@ -171,6 +171,19 @@ class Limits:
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
 
+    def check(self, num_reqs: int, num_tokens: int, num_keys: int) -> None:
+        """A batch is within these: its rows, its query tokens, and the keys of its longest row.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if num_reqs > self.max_num_requests or num_tokens > self.max_num_tokens or num_keys > self.max_model_len:
+            raise ValueError(
+                f"a batch of {num_reqs} rows, {num_tokens} tokens and up to {num_keys} keys a row; the limits are "
+                f"max_num_requests {self.max_num_requests}, max_num_tokens {self.max_num_tokens} and max_model_len "
+                f"{self.max_model_len}: split it, or make builder and state with higher ones"
+            )
+
 
 @dataclass(frozen=True)
 class PlanGroup(Generic[LayerT]):

@@ -68,8 +68,11 @@ class BatchTensors:
             shortest < 0 or longest < 1 or lens.starts[0] or int(lens.context_lens.min()) < 0 or most_keys > table_keys
             or not num_new <= tokens or not last <= actual <= num_rows
             or (self.slot_mapping is not None and len(self.slot_mapping) < num_new)
+            or (max_query_len is not None and max_query_len < longest)
+            or (max_seq_len is not None and max_seq_len < most_keys)
         ):  # fmt: skip
             self._refuse_counts(lens, tokens, actual)
+            self._refuse_bounds(max_query_len, longest, max_seq_len, most_keys)
             lens = lens._replace(context_lens=np.maximum(lens.context_lens, 0))
         shared = {
             "page_size": self.page_size,
@@ -167,7 +170,7 @@ class BatchTensors:
             and table.dim() == 2 and len(table) == num_rows and (table.stride(1) == 1 or table.shape[1] < 2)
             and self.query_start_loc_cpu.is_cpu and self.seq_lens_cpu.is_cpu
             and (contexts is None or (contexts.is_cpu and contexts.shape == (num_rows,)))
-            and (slots is None or (slots.dtype is torch.int64 and slots.is_contiguous()))
+            and (slots is None or (slots.dtype is torch.int64 and slots.is_contiguous() and slots.dim() == 1))
             and self.query_start_loc.is_contiguous() and self.seq_lens.is_contiguous()
             and num_rows > 0
         )  # fmt: skip
@@ -192,8 +195,9 @@ class BatchTensors:
                 )
             if name.endswith("_cpu") and not tensor.is_cpu:
                 raise ValueError(f"{name} is on {tensor.device}; it is read on the host: pass a tensor that lies there")
-        if self.slot_mapping is not None and self.slot_mapping.dtype is not torch.int64:
-            raise ValueError(f"slot_mapping is in {self.slot_mapping.dtype}; it must be torch.int64")
+        slots = self.slot_mapping
+        if slots is not None and (slots.dtype is not torch.int64 or slots.dim() != 1):
+            raise ValueError(f"slot_mapping is {[*slots.shape]} in {slots.dtype}; it must be [tokens] of torch.int64")
         for name in ("query_start_loc", "seq_lens", "slot_mapping"):
             tensor = getattr(self, name)
             if tensor is not None and not tensor.is_contiguous():
@@ -206,6 +210,12 @@ class BatchTensors:
             f"page_table has strides {self.page_table.stride()}; a row's pages must lie together (a last stride of "
             "1): pass page_table.contiguous()"
         )
+
+    def _refuse_bounds(self, max_query_len: int | None, longest: int, max_seq_len: int | None, most_keys: int) -> None:
+        """Raise for bounds that the lengths exceed."""
+        for name, bound, most in (("max_query_len", max_query_len, longest), ("max_seq_len", max_seq_len, most_keys)):
+            if bound is not None and bound < most:
+                raise ValueError(f"{name} is {bound}, and a row has {most}: raise it, or leave it out")
 
     def _refuse_counts(self, lens: LensOnHost, tokens: int, actual: int) -> None:
         """Raise for counts and lengths that do not go together. Rows without tokens may be anything."""

@@ -237,7 +237,7 @@ def swap_pages(sources: Sequence[KVCache], destinations: Sequence[KVCache], pair
     Returns once the destination holds the pages.
 
     Raises:
-        ValueError: see `copy_pages`.
+        ValueError: see `copy_pages`; or pages of both pools are not alike.
     """
     if not pairs or not sources:
         return
@@ -246,6 +246,11 @@ def swap_pages(sources: Sequence[KVCache], destinations: Sequence[KVCache], pair
     source, destination = torch.tensor(pairs).unbind(1)
     for from_cache, to_cache in zip(sources, destinations, strict=True):
         for from_tensor, to_tensor in zip(from_cache, to_cache, strict=True):
+            if from_tensor.shape[1:] != to_tensor.shape[1:] or from_tensor.dtype is not to_tensor.dtype:
+                both = (f"{tuple(each.shape[1:])} in {each.dtype}" for each in (from_tensor, to_tensor))
+                raise ValueError(
+                    f"pages of {' are copied to pages of '.join(both)}: give the same layers of both pools"
+                )
             moved = _bits(from_tensor)[source.to(from_tensor.device)].to(to_tensor.device)
             _bits(to_tensor)[destination.to(to_tensor.device)] = moved
 

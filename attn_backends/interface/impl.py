@@ -51,8 +51,8 @@ class AttentionImpl(ABC, Generic[StepT]):
             raise ValueError(
                 f"sinks: got {got} where spec.sinks is {spec.sinks}; pass [{spec.num_qo_heads}] exactly then"
             )
-        if not (k_scale > 0 and v_scale > 0):
-            raise ValueError(f"k_scale ({k_scale}) and v_scale ({v_scale}) must be positive")
+        if not (0 < k_scale < math.inf and 0 < v_scale < math.inf):
+            raise ValueError(f"k_scale ({k_scale}) and v_scale ({v_scale}) must be positive, and finite")
         self.spec = spec
         self.cache = cache
         self.device = torch.device(device)
@@ -115,7 +115,7 @@ class AttentionImpl(ABC, Generic[StepT]):
             check_planned_for(step.spec, spec)
         check_call(spec, metadata.num_tokens, query, output, lse)
         if kv_cache is not None:
-            check_cache(kv_cache, self._page_shapes, spec.cache_dtype)
+            check_cache(kv_cache, self._page_shapes, spec.cache_dtype, query.device)
         check_new_kv(spec, metadata.num_new_kv, key, value)
         key, value = (None if new is None else _as_read(new, spec.dtype) for new in (key, value))
         if kv_cache is not None and key is not None and value is not None:
@@ -163,8 +163,8 @@ def check_call(
 
     Raises:
         ValueError: the query's shape is not [num_tokens, num_qo_heads, head_dim], or the output's not [num_tokens,
-            num_qo_heads, head_dim_vo], or the LSE's not [num_tokens, num_qo_heads]; another dtype; the last dimension
-            of one does not lie together, or the LSE is not contiguous.
+            num_qo_heads, head_dim_vo], or the LSE's not [num_tokens, num_qo_heads]; another dtype; they are not on one
+            device; the last dimension of one does not lie together, or the LSE is not contiguous.
     """
     heads = (num_tokens, spec.num_qo_heads)
     _check_tensor("query", query, (*heads, spec.head_dim), spec.dtype)
@@ -174,28 +174,47 @@ def check_call(
         _check_tensor("lse", lse, heads, torch.float32)
         if not lse.is_contiguous():
             raise ValueError(f"lse has strides {lse.stride()}; it must be contiguous: pass a tensor of its own")
+    for name, given in (("output", output), ("lse", lse)):
+        if given is not None and given.device != query.device:
+            raise ValueError(f"{name} is on {given.device}, and the query on {query.device}: pass both on one device")
 
 
-def check_cache(kv_cache: KVCache, page_shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
+def check_cache(
+    kv_cache: KVCache, page_shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> None:
     """Pages are those of a layer: a kernel that took others would read, and write, beyond their slots.
 
     Args:
         page_shapes: of the layer's keys, and of its values; MLA has keys alone.
 
     Raises:
-        ValueError: they have other slots, heads, dims or another dtype, or a head's numbers do not lie together.
+        TypeError: it is no `KVCache`.
+        ValueError: they have other slots, heads, dims or another dtype, are elsewhere or not as many, or a head's
+            numbers do not lie together, nor all of MLA's.
     """
+    if not isinstance(kv_cache, KVCache):
+        raise TypeError(f"kv_cache is a {type(kv_cache).__name__}; it must be a KVCache, KVCache(key, value), or None")
     for name, cached, shape in zip(kv_cache._fields, kv_cache, page_shapes, strict=False):
-        if cached.shape[1:] != shape or cached.dtype is not dtype:
+        if cached.shape[1:] != shape or cached.dtype is not dtype or cached.device != device:
             raise ValueError(
-                f"kv_cache.{name} has pages of {tuple(cached.shape[1:])} in {cached.dtype}; this layer has pages of "
-                f"{shape} in {dtype}: pass its own pages, of allocate_kv_cache or alike"
+                f"kv_cache.{name} has pages of {tuple(cached.shape[1:])} in {cached.dtype} on {cached.device}; this "
+                f"layer has pages of {shape} in {dtype}, and its query is on {device}: pass its own pages, of "
+                "allocate_kv_cache or alike"
             )
         if cached.stride(-1) != 1 and shape[-1] > 1:
             raise ValueError(
                 f"kv_cache.{name} has strides {cached.stride()}; a slot's head_dim must lie together (a last stride of "
                 "1): make the pool with allocate_kv_cache"
             )
+    if len(page_shapes) == 1 and not kv_cache.key.is_contiguous():
+        raise ValueError(
+            f"kv_cache.key has strides {kv_cache.key.stride()}; latent rows must be contiguous: make the pool with "
+            "allocate_kv_cache"
+        )
+    if len(page_shapes) == 2 and len(kv_cache.key) != len(kv_cache.value):
+        raise ValueError(
+            f"kv_cache has {len(kv_cache.key)} pages of keys and {len(kv_cache.value)} of values: pass as many of both"
+        )
 
 
 def check_new_kv(spec: AttentionSpec, num_new_kv: int, key: torch.Tensor | None, value: torch.Tensor | None) -> None:

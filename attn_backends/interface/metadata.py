@@ -255,6 +255,23 @@ class AttentionMetadataBuilder(ABC, Generic[MetadataT]):
         bounds alone. By default that is the same for all batches."""
         return self.needs_exact_lengths
 
+    def check_batch(self, common_attn_metadata: CommonAttentionMetadata) -> None:
+        """Refuse what this builder's layers and their state were not made for. `build` calls it first.
+
+        Raises:
+            ValueError: pages of another size than the pool's; more rows, tokens or keys than the limits, where it is
+                known how many and they are a decoder's own; see also `check_lengths`.
+        """
+        common = common_attn_metadata
+        if common.page_size != self.cache.page_size:
+            raise ValueError(
+                f"the batch is made for pages of {common.page_size} slots, and the pool has pages of "
+                f"{self.cache.page_size}: make it with the pool's page_size"
+            )
+        is_known = self.group.spec.attention_type is AttentionType.DECODER and not common.seq_lens_are_upper_bounds
+        self.limits.check(common.num_reqs, common.num_tokens, common.max_seq_len if is_known else 0)
+        self.check_lengths(common)
+
     def check_lengths(self, common_attn_metadata: CommonAttentionMetadata) -> None:
         """Refuse upper bounds where exact lengths are needed.
 

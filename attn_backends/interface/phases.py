@@ -81,9 +81,9 @@ class PhasedMetadataBuilder(AttentionMetadataBuilder[PhasedMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PhasedMetadata:
         common, index = common_attn_metadata, self.group.index
+        self.check_batch(common)
         if common.for_graph:
             return _of_decodes(self.decode.build(common_prefix_len, common, fast_build))
-        self.check_lengths(common)
         actual, num_decodes = common.num_actual_reqs, leading_decodes(common, self.decode_threshold)
         prefill = decode = None
         if num_decodes:

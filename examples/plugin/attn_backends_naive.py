@@ -45,7 +45,7 @@ class NaiveMetadataBuilder(ab.AttentionMetadataBuilder[NaiveMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: ab.CommonAttentionMetadata, fast_build: bool = False
     ) -> NaiveMetadata:
-        self.check_lengths(common := common_attn_metadata)
+        self.check_batch(common := common_attn_metadata)
         starts, live = common.query_start_loc_cpu.tolist(), common.num_actual_reqs
         rows = tuple(map(Row, starts[:live], common.query_lens_cpu.tolist(), common.context_lens_cpu.tolist()))
         num_decodes = next((i for i, row in enumerate(rows) if row.query_len > self.decode_threshold), live)

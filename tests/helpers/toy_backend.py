@@ -41,6 +41,7 @@ class ToyMetadataBuilder(AttentionMetadataBuilder[ToyMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> ToyMetadata:
         common = common_attn_metadata
+        self.check_batch(common)
         longest = self.limits.max_model_len if common.for_graph else common.max_seq_len
         own = {
             "page_table": common.page_table,

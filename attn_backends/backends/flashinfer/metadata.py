@@ -78,7 +78,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FlashInferMetadata:
         common = common_attn_metadata
-        self.check_lengths(common)
+        self.check_batch(common)
         if common.for_graph:
             # All rows are decodes, padding included: a padded row has no keys.
             if not self.can_run_in_cudagraph(common):

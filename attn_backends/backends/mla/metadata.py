@@ -134,7 +134,7 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> MLAMetadata:
         common = common_attn_metadata
-        self.check_lengths(common)
+        self.check_batch(common)
         if common.for_graph:
             return self._build_for_graph(common)
         actual, num_decodes = common.num_actual_reqs, self._num_decodes(common)

@@ -106,9 +106,9 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> TorchMetadata:
         common, spec = common_attn_metadata, self.group.spec
+        self.check_batch(common)
         if common.for_graph:
             return self._build_static(common)
-        self.check_lengths(common)
         actual = common.num_actual_reqs
         seq_lens = common.seq_lens_cpu[:actual].numpy()
         num_decodes = leading_decodes(common)

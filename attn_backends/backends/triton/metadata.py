@@ -105,6 +105,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> TritonMetadata:
         common = common_attn_metadata
+        self.check_batch(common)
         attention_type = self.group.spec.attention_type
         use_cache = not common.is_profile_run and attention_type is not AttentionType.ENCODER
         key_start_loc = common.query_start_loc

@@ -45,6 +45,23 @@ class Building(KitBase):
             step = layer.state.begin_forward(metadata)
             assert_matches(layer.forward(batch, step), batch, "a reused builder")
 
+    @pytest.mark.parametrize("shape", ["mixed_small", "small_decode"])
+    def test_batches_that_it_was_not_made_for_are_refused(self, shape: str) -> None:
+        """More rows, tokens or keys than the limits, and pages of another size than the pool's: kernels would read and
+        write beyond tensors that a state has sized, or other tokens' slots."""
+        batch = self.make_batch(self.make_spec(), shape)
+        layer = make_layer(self.backend, batch)
+        layer.builder.build(0, batch.common())
+        limits = layer.builder.limits
+        for name, most in vars(limits).items():
+            layer.builder.limits = replace(limits, **{name: most - 1})
+            with pytest.raises(ValueError, match=f"{name} {most - 1}"):
+                layer.builder.build(0, batch.common())
+        layer.builder.limits = limits
+        other = replace(batch.common(), page_size=2 * batch.cache.page_size)
+        with pytest.raises(ValueError, match="made for pages of"):
+            layer.builder.build(0, other)
+
     def test_builder_serves_any_next_batch(self) -> None:
         """Shapes that grow and shrink through one builder and one state."""
         spec = self.make_spec()
@@ -123,7 +140,7 @@ class Building(KitBase):
             with pytest.raises(ValueError, match="upper bounds"):
                 layer.builder.build(0, bounds)
             bounds = replace(bounds, seq_lens_cpu=common.seq_lens_cpu, context_lens_cpu=common.context_lens_cpu,
-                             seq_lens_are_upper_bounds=False)  # fmt: skip
+                             seq_lens_are_upper_bounds=False, max_seq_len=common.max_seq_len)  # fmt: skip
         assert_matches(layer.forward(batch, layer.state.begin_forward(layer.builder.build(0, bounds))), batch)
 
     def test_metadata_and_step_are_frozen(self) -> None:

@@ -53,7 +53,7 @@ def batch(*seq_lens: int, **changes: Any) -> Any:
 
 
 def step_of(owner: EmulatedState, given: Any) -> FlashInferStep:
-    builder = FlashInferMetadataBuilder(owner.groups[0], CACHE, LIMITS, "cpu", options=owner.options)
+    builder = FlashInferMetadataBuilder(owner.groups[0], CACHE, owner.limits, "cpu", options=owner.options)
     return owner.begin_forward(builder.build(0, given.common()))
 
 

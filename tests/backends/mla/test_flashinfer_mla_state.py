@@ -196,10 +196,10 @@ def test_the_emulated_kernels_lose_it(heads: int, query_len: int, monkeypatch: p
     """Of rows that are planned whole, as the real ones do; one key more, and they do not."""
     monkeypatch.setattr(flashinfer_plan, "tokens_of_a_row", lambda query_len, heads: query_len)
     given = rows_of_whole_blocks(heads, query_len)
-    layer = make_layer(EmulatedFlashInferMLA, given)
+    longer = batch(*(row.data.seq_len + 1 for row in given.rows[:1]), query_len=query_len, num_qo_heads=heads)
+    layer = make_layer(EmulatedFlashInferMLA, given, longer)
     with pytest.raises(AssertionError, match="output is off"):
         assert_matches(layer.forward(given, layer.begin(given)), given)
-    longer = batch(*(row.data.seq_len + 1 for row in given.rows[:1]), query_len=query_len, num_qo_heads=heads)
     assert_matches(layer.forward(longer, layer.begin(longer)), longer)
 
 

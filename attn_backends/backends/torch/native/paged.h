@@ -99,7 +99,9 @@ struct step { // paged_rows.py fills the same
     const int32_t *seq_lens;             // 0 for padding
     const int32_t *query_starts;         // row i's tokens are query_starts[i] to [i + 1]; NULL: one each
     const float *sinks, *slopes;         // [head], or NULL
-    int64_t num_new, num_rows, num_kv_heads, page_size, first_key, window_left, chunk_size, causal;
+    int64_t num_new, num_rows, num_kv_heads, page_size;
+    int64_t num_pages, num_listed;       // of the cache; in `pages`
+    int64_t first_key, window_left, chunk_size, causal;
     double scale, soft_cap, k_scale, v_scale;
 };
 
@@ -131,4 +133,22 @@ static inline int64_t visible(const struct step *s, int64_t row, int64_t positio
     }
     first = first > s->first_key ? first : s->first_key;
     return first < *stop ? first : *stop;
+}
+
+enum { NO_MEMORY = 0, NO_SLOT = -1, NO_PAGE = -2 }; // what a kernel returns in place of its number of threads
+
+// Asked before anything is written: whether slots are the cache's, and all pages that some query sees. Those of keys
+// that have left a window may be anything.
+static int refused(const struct step *s) {
+    for (int64_t token = 0; token < s->num_new; token++)
+        if (s->slots[token] >= s->num_pages * s->page_size) return NO_SLOT;
+    for (int64_t row = 0; row < s->num_rows; row++) {
+        int64_t query_len = s->query_starts ? s->query_starts[row + 1] - s->query_starts[row] : 1, stop;
+        int64_t page = visible(s, row, s->seq_lens[row] - query_len, &stop) / s->page_size;
+        const int32_t *pages = s->pages + s->first_pages[row];
+        for (; page * s->page_size < s->seq_lens[row]; page++)
+            if (s->first_pages[row] + page >= s->num_listed || pages[page] < 0 || pages[page] >= s->num_pages)
+                return NO_PAGE;
+    }
+    return 0;
 }

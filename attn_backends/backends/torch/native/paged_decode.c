@@ -186,8 +186,10 @@ static void finish(const struct step *s, int64_t row, int64_t head, const struct
     }
 }
 
-// Write the new tokens, then attend. Returns the number of threads that it ran on, or 0 for want of memory.
+// Write the new tokens, then attend. Returns the number of threads that it ran on, or why it did nothing.
 int paged_decode(const struct step *s) {
+    int why = refused(s);
+    if (why) return why;
     int64_t num_keys = 0, stop, heads = s->num_kv_heads, first_slot[s->num_rows + 1], max_splits = 1, threads = 1;
     for (int64_t row = 0; row < s->num_rows; row++) num_keys -= visible(s, row, s->seq_lens[row] - 1, &stop) - stop;
     // Eight pieces a thread even out what rows differ in.
@@ -201,7 +203,7 @@ int paged_decode(const struct step *s) {
     }
     struct partial *partials = NULL;
     if (max_splits > 1) partials = aligned_alloc(sizeof(vec), first_slot[s->num_rows] * sizeof *partials);
-    if (max_splits > 1 && !partials) return 0;
+    if (max_splits > 1 && !partials) return NO_MEMORY;
     // Each loop ends in a wait for the slowest thread, which costs more than a few tokens take to write.
 #pragma omp parallel for if (s->num_new * heads * HEAD_DIM > MIN_WORK)
     for (int64_t token = 0; token < s->num_new; token++) write_new(s, token);
@@ -254,8 +256,8 @@ static void decode_into(uint64_t *stack, uint64_t inputs, uint64_t outputs) {
     struct step s = {
         view(query, 2), view(in[1], 2), view(in[2], 2), view(key_cache, 3), view(in[4], 3), data(output), NULL,
         data(slots), data(in[6]), data(in[7]), data(seq_lens), NULL, data(in[9]), data(in[10]), size(slots, 0),
-        size(seq_lens, 0), size(query, 1) / GROUP, size(key_cache, 1), 0, stack[11], stack[12], 1, number(stack[13]),
-        number(stack[14]), number(stack[15]), number(stack[16]),
+        size(seq_lens, 0), size(query, 1) / GROUP, size(key_cache, 1), size(key_cache, 0), size(in[6], 0), 0, stack[11],
+        stack[12], 1, number(stack[13]), number(stack[14]), number(stack[15]), number(stack[16]),
     };
     int64_t threads = paged_decode(&s);
     for (int i = 0; i < 18; i++)

@@ -440,15 +440,17 @@ static void make_plan(const struct step *s, struct plan *plan) {
     plan->max_splits = (longest + plan->piece - 1) / plan->piece;
 }
 
-// Write the new tokens, then attend. Returns the number of threads that it ran on, or 0 for want of memory.
+// Write the new tokens, then attend. Returns the number of threads that it ran on, or why it did nothing.
 int paged_prefill(const struct step *s) {
+    int why = refused(s);
+    if (why) return why;
     int64_t heads = s->num_kv_heads, first_block[s->num_rows + 1], threads = 1;
     struct plan plan = {.first_block = first_block};
     make_plan(s, &plan);
     int64_t tasks = plan.num_blocks * heads;
     struct partial *partials = NULL;
     if (plan.max_splits > 1) partials = aligned_alloc(sizeof(vec), tasks * plan.max_splits * STRIPS * sizeof *partials);
-    if (plan.max_splits > 1 && !partials) return 0;
+    if (plan.max_splits > 1 && !partials) return NO_MEMORY;
     // Each loop ends in a wait for the slowest thread, which costs more than a few tokens take to write.
 #pragma omp parallel for if (s->num_new * heads * HEAD_DIM > MIN_WORK)
     for (int64_t token = 0; token < s->num_new; token++) write_new(s, token);

@@ -23,7 +23,15 @@ LANES = 16  # head dims are multiples of it
 
 DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 # `struct step` of paged.h: five views of an address and three strides, addresses, integers, floats.
-_step = struct.Struct("P3q" * 5 + "9P8q4d")
+_step = struct.Struct("P3q" * 5 + "9P10q4d")
+_REFUSED = {  # by what kernels return in place of their number of threads
+    0: (MemoryError, "no memory for the pieces of long rows"),
+    -1: (IndexError, "slot_mapping has a slot behind the cache's last; nothing was written: give slots of its pages"),
+    -2: (
+        IndexError,
+        "page_table has a page that the cache does not, or fewer than seq_lens needs; nothing was written",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,11 @@ class PagedKernel(ABC):
         output: torch.Tensor,  # [num_tokens, num_qo_heads, head_dim_vo]
         lse: torch.Tensor | None = None,  # [num_tokens, num_qo_heads] f32, contiguous; natural log, sinks included
     ) -> int:
-        """Write the new tokens of a step and attend its rows; returns the number of threads that did."""
+        """Write the new tokens of a step and attend its rows; returns the number of threads that did.
+
+        Raises:
+            IndexError: a slot, or a page that some query sees, is not the cache's. Nothing is written.
+        """
         whole = lse is None and not rows.first_key and self.causal and output.is_contiguous()
         if key is None or value is None:
             whole, key, value, slots = False, query, query, slots[:0]
@@ -128,7 +140,8 @@ class PagedKernel(ABC):
             0 if lse is None else lse.data_ptr(), slots.data_ptr(), rows.pages.data_ptr(), rows.first_pages.data_ptr(),
             rows.seq_lens.data_ptr(), 0 if rows.query_starts is None else rows.query_starts.data_ptr(),
             sinks.data_ptr(), slopes.data_ptr(), len(slots), len(rows.seq_lens), kv_cache.key.shape[2],
-            kv_cache.key.shape[1], rows.first_key, window_left, chunk_size, self.causal, *floats,
+            kv_cache.key.shape[1], len(kv_cache.key), len(rows.pages), rows.first_key, window_left, chunk_size,
+            self.causal, *floats,
         )  # fmt: skip
         num_threads = _checked(self.run(packed))
         if out is not output:
@@ -154,8 +167,9 @@ def readable(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _checked(num_threads: int) -> int:
-    if not num_threads:
-        raise MemoryError("no memory for the pieces of long rows")
+    if num_threads < 1:
+        error, message = _REFUSED[num_threads]
+        raise error(message)
     return num_threads
 
 
