@@ -144,14 +144,16 @@ class CommonAttentionMetadata:
         device: torch.device | str = "cpu",
         num_padded_reqs: int = 0,
         padded_query_len: int = 1,
+        num_pages: int | None = None,
     ) -> CommonAttentionMetadata:
         """Compile a scheduler's groups; every sequence becomes one row, in order.
 
         Args:
             num_padded_reqs: rows added behind the batch for a CUDA graph, each of `padded_query_len` tokens.
+            num_pages: of the pool; None: not known, and page ids are not compared with it.
 
         Raises:
-            ValueError: the batch is empty, a row lacks pages, or only some rows have pages.
+            ValueError: the batch is empty, a row lacks pages, only some rows have pages, or the pool lacks one.
         """
         named = [(group.request_id, seq) for group in groups for seq in group.sequences]
         rows = [seq for _, seq in named]
@@ -170,6 +172,9 @@ class CommonAttentionMetadata:
             pages = [np.asarray(seq.pages, np.int32) for seq in rows]
             _check_pages(named, pages, seq_lens, page_size)
             compiled = compile_page_table(pages, seq_lens, new_kv_lens, page_size, num_padded_reqs, num_padded_tokens)
+            highest = int(compiled.paged_kv_indices.max(initial=-1))
+            if num_pages is not None and highest >= num_pages:
+                raise ValueError(f"page {highest} in the page lists, and the pool has pages 0 to {num_pages - 1}")
         num_reqs = len(rows) + num_padded_reqs
         padded = np.zeros(num_padded_reqs, np.int32)
         query_start_loc = starts_of(np.concatenate([query_lens, padded + padded_query_len]))

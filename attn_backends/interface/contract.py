@@ -36,8 +36,8 @@ RELEASES = (
             "`for_graph` and `is_mixed`. Others are asked for none of it.",
             "`AttentionImpl.forward` takes a cache as one tensor of keys and values too, and new keys and values of "
             "any dtype and last stride: `attend` gets them in the layer's dtype, their last dimension in one piece.",
-            "A builder's `build` calls `check_batch` first, which refuses batches above the limits and those of other page "
-            "sizes, and calls `check_lengths`; `AttentionImpl.forward` refuses pages that are not as its layer's.",
+            "A builder's `build` calls `check_batch` first, which refuses batches above the limits and those of other "
+            "page sizes, and calls `check_lengths`; `AttentionImpl.forward` refuses pages that are not as its layer's.",
         ),
     ),
     ContractRelease(

@@ -289,6 +289,6 @@ class AttentionMetadataBuilder(ABC, Generic[MetadataT]):
     ) -> MetadataT:
         """The scheduler's road: compile the groups, then `build`. Equal to compiling them yourself."""
         common = CommonAttentionMetadata.from_sequence_groups(
-            groups, self.cache.page_size, self.device, num_padded_reqs
+            groups, self.cache.page_size, self.device, num_padded_reqs, num_pages=self.cache.num_pages
         )
         return self.build(common_prefix_len, common)

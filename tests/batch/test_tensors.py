@@ -126,6 +126,8 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("rows behind the actual ones have none", {"num_actual_reqs": 1}),
     ("counts this step's tokens", {"seq_lens_cpu": torch.tensor([5, 2], dtype=torch.int32)}),
     ("rows of equal lengths", {"for_graph": True}),
+    ("max_query_len is 2, and a row has 3: raise it", {"max_query_len": 2}),
+    ("max_seq_len is 8, and a row has 9", {"max_seq_len": 8}),
 ]
 
 

@@ -211,6 +211,16 @@ def test_pages_that_one_of_the_caches_lacks_are_refused() -> None:
     swap_pages(many, few, [(4, 2)])
 
 
+@pytest.mark.parametrize("other", [torch.zeros(3, 2, 2, 4), torch.zeros(3, 2, 1, 1), torch.zeros(3, 2, 1, 4).half()])
+def test_pages_of_unlike_pools_are_not_swapped(other: torch.Tensor) -> None:
+    one = torch.ones(3, 2, 1, 4)
+    for pair in ((one, other), (other, one)):
+        with pytest.raises(ValueError, match=r"pages of .* are copied to pages of .*: give the same layers"):
+            swap_pages(*([KVCache(each, each)] for each in pair), [(0, 1)])
+    assert one.min() == 1
+    assert other.max() == 0
+
+
 @each_cache
 def test_swap_out_and_in_again(layout: Layout, dtype: torch.dtype) -> None:
     device, host = ([*make_pool(layout, dtype, 2).layers.values()] for _ in range(2))

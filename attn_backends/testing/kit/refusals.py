@@ -132,6 +132,21 @@ class Refusals(KitBase):
                     layer.impl.forward(*given, pages, step)
                 assert not differences(before, snapshot(pages)), f"{what} of {name} are refused, and written before"
 
+    def test_pages_that_are_no_cache(self) -> None:
+        """Another container, other numbers of pages for keys and values, pages elsewhere; latent rows in wider ones."""
+        batch = self.make_batch(self.make_spec(), "mixed_small")
+        layer, pool = make_layer(self.backend, batch), batch.fresh_pool()
+        assert pool is not None
+        step, given = layer.begin(batch), (batch.query, batch.key, batch.value)
+        wide = torch.cat([pool.key, pool.key], dim=-1)[..., : pool.key.shape[-1]]
+        fewer = pool._replace(key=wide) if self.can.mla else pool._replace(value=pool.value[:-1])
+        elsewhere = pool._replace(key=pool.key.to("meta"))
+        for wrong, error in ((tuple(pool), TypeError), (fewer, ValueError), (elsewhere, ValueError)):
+            before = snapshot(pool)
+            with pytest.raises(error, match="kv_cache"):
+                layer.impl.forward(*given, wrong, step)
+            assert not differences(before, snapshot(pool)), "pages are refused, and written before"
+
     def test_graph_verbs(self) -> None:
         """Without graphs every verb refuses."""
         if self.can.cuda_graph is CudaGraphSupport.NEVER:
