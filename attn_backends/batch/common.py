@@ -150,7 +150,7 @@ class CommonAttentionMetadata:
 
         Args:
             num_padded_reqs: rows added behind the batch for a CUDA graph, each of `padded_query_len` tokens.
-            num_pages: of the pool; None: not known, and page ids are not compared with it.
+            num_pages: of the pool, if known.
 
         Raises:
             ValueError: the batch is empty, a row lacks pages, only some rows have pages, or the pool lacks one.
@@ -170,19 +170,15 @@ class CommonAttentionMetadata:
             compiled = _no_pages(len(rows) + num_padded_reqs)
         else:
             pages = [np.asarray(seq.pages, np.int32) for seq in rows]
-            _check_pages(named, pages, seq_lens, page_size)
+            _check_pages(named, pages, seq_lens, page_size, num_pages)
             compiled = compile_page_table(pages, seq_lens, new_kv_lens, page_size, num_padded_reqs, num_padded_tokens)
-            highest = int(compiled.paged_kv_indices.max(initial=-1))
-            if num_pages is not None and highest >= num_pages:
-                raise ValueError(f"page {highest} in the page lists, and the pool has pages 0 to {num_pages - 1}")
-        num_reqs = len(rows) + num_padded_reqs
         padded = np.zeros(num_padded_reqs, np.int32)
         query_start_loc = starts_of(np.concatenate([query_lens, padded + padded_query_len]))
         seq_lens = np.concatenate([seq_lens, padded])
         host, on_device = _pack(compiled, query_start_loc, seq_lens, torch.device(device))
         return CommonAttentionMetadata(
             page_size=page_size,
-            num_reqs=num_reqs,
+            num_reqs=len(rows) + num_padded_reqs,
             num_actual_reqs=len(rows),
             num_tokens=int(query_start_loc[-1]),
             num_actual_tokens=int(query_start_loc[-1]) - num_padded_tokens,
@@ -253,14 +249,19 @@ class CommonAttentionMetadata:
 
 
 def _check_pages(
-    named: list[tuple[str, SequenceData]], pages: list[IntArray], seq_lens: IntArray, page_size: int
-) -> None:
-    """The compiler's own check knows rows; here the request has a name."""
+    named: list[tuple[str, SequenceData]], pages: list[IntArray], seq_lens: IntArray, page_size: int,
+    num_pages: int | None,
+) -> None:  # fmt: skip
+    """The compiler's own check knows rows, and no pool; here the request has a name."""
     for (request_id, _), row_pages, seq_len in zip(named, pages, seq_lens.tolist(), strict=True):
         if len(row_pages) * page_size < seq_len:
             raise ValueError(
                 f"request {request_id!r} has {len(row_pages)} pages of {page_size} slots, which hold "
                 f"{len(row_pages) * page_size} keys, but its length is {seq_len}: allocate pages before the step"
+            )
+        if num_pages is not None and row_pages.max(initial=-1) >= num_pages:
+            raise ValueError(
+                f"request {request_id!r} has page {row_pages.max()}, and the pool pages 0 to {num_pages - 1}"
             )
 
 

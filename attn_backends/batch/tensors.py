@@ -68,12 +68,10 @@ class BatchTensors:
             shortest < 0 or longest < 1 or lens.starts[0] or int(lens.context_lens.min()) < 0 or most_keys > table_keys
             or not num_new <= tokens or not last <= actual <= num_rows
             or (self.slot_mapping is not None and len(self.slot_mapping) < num_new)
-            or (max_query_len is not None and max_query_len < longest)
-            or (max_seq_len is not None and max_seq_len < most_keys)
         ):  # fmt: skip
             self._refuse_counts(lens, tokens, actual)
-            self._refuse_bounds(max_query_len, longest, max_seq_len, most_keys)
             lens = lens._replace(context_lens=np.maximum(lens.context_lens, 0))
+        _check_bounds(max_query_len, longest, max_seq_len, most_keys)
         shared = {
             "page_size": self.page_size,
             "num_tokens": tokens,
@@ -211,12 +209,6 @@ class BatchTensors:
             "1): pass page_table.contiguous()"
         )
 
-    def _refuse_bounds(self, max_query_len: int | None, longest: int, max_seq_len: int | None, most_keys: int) -> None:
-        """Raise for bounds that the lengths exceed."""
-        for name, bound, most in (("max_query_len", max_query_len, longest), ("max_seq_len", max_seq_len, most_keys)):
-            if bound is not None and bound < most:
-                raise ValueError(f"{name} is {bound}, and a row has {most}: raise it, or leave it out")
-
     def _refuse_counts(self, lens: LensOnHost, tokens: int, actual: int) -> None:
         """Raise for counts and lengths that do not go together. Rows without tokens may be anything."""
         starts, seq_lens, query_lens, contexts = lens
@@ -243,6 +235,17 @@ class BatchTensors:
                 f"row {row} has {query_lens[row]} query tokens and {seq_lens[row]} keys: seq_lens counts this step's "
                 "tokens too. For cross attention pass context_lens_cpu"
             )
+
+
+def _check_bounds(max_query_len: int | None, longest: int, max_seq_len: int | None, most_keys: int) -> None:
+    """Bounds that an engine gives are not below what its rows have.
+
+    Raises:
+        ValueError: one is.
+    """
+    for name, bound, most in (("max_query_len", max_query_len, longest), ("max_seq_len", max_seq_len, most_keys)):
+        if bound is not None and bound < most:
+            raise ValueError(f"{name} is {bound}, and a row has {most}: raise it, or leave it out")
 
 
 @lru_cache(maxsize=256)

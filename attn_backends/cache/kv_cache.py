@@ -232,9 +232,7 @@ def copy_pages(caches: Sequence[KVCache], pairs: Sequence[tuple[int, int]]) -> N
 
 
 def swap_pages(sources: Sequence[KVCache], destinations: Sequence[KVCache], pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy pages (source, destination) from one pool to another, such as device to host and back.
-
-    Returns once the destination holds the pages.
+    """Copy pages (source, destination) from one pool to another, such as device to host and back, and wait for them.
 
     Raises:
         ValueError: see `copy_pages`; or pages of both pools are not alike.

@@ -109,11 +109,12 @@ def explain(
         settings = load_config(config, {"backend": backend, "device": device})
         if settings.backend.upper() != AUTO:
             get_entry(settings.backend)  # an unknown name is said at once, before transformers and a model are read
-        from attn_backends.engine.resolve import attention_specs, possible_caches, resolve_device
+        from attn_backends.engine.models.load import model_limit
+        from attn_backends.engine.resolve import attention_specs, longest_request, possible_caches, resolve_device
 
-        where, options, scheduler = resolve_device(settings.device), settings.backend_options, settings.scheduler
+        where, options = resolve_device(settings.device), settings.backend_options
         specs, caches = attention_specs(settings, where), possible_caches(settings)
-        load = Load(scheduler.max_num_requests, scheduler.max_model_len or Load().num_keys)
+        load = Load(settings.scheduler.max_num_requests, longest_request(settings, model_limit(settings)))
         explanation = explained(settings.backend, specs, caches, where, load, options)
         if explanation.chosen:
             validate_options(explanation.chosen, options)

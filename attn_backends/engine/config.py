@@ -34,6 +34,8 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 Number = Annotated[float, BeforeValidator(_number)]
 Text = Annotated[str, Field(min_length=1, strict=True)]
 Positive = Annotated[Whole, Field(ge=1)]
+MostRows = Annotated[Positive, Field(le=1 << 16)]  # buffers are sized by these: far above what one device serves
+MostTokens = Annotated[Positive, Field(le=1 << 22)]
 Scale = Annotated[Number, Field(gt=0, allow_inf_nan=False)]
 
 _UNITS = {"b": 1} | {
@@ -98,9 +100,9 @@ class SamplingParams(_Settings):
 class SchedulerConfig(_Settings):
     """How requests are batched into steps."""
 
-    max_num_requests: Positive = 64
+    max_num_requests: MostRows = 64
     """Most requests that run in one step; the others wait."""
-    max_num_tokens: Positive = 2048
+    max_num_tokens: MostTokens = 2048
     """Most query tokens in one step, over all requests."""
     max_model_len: Positive | None = None
     """Longest request, prompt and new tokens together; None is the model's own limit."""

@@ -15,6 +15,9 @@ from attn_backends.engine.config import EngineConfig
 from attn_backends.validation import ConfigError, KeyPath, config_error, sections
 
 PREFIX = "ATTN_BACKENDS_"  # of environment variables
+OF_ADAPTERS = frozenset(  # which read these by themselves: they are no settings of the engine
+    PREFIX + name for name in ("ALLOW_UNTESTED", "FLASHINFER_TENSOR_CORES", "SGLANG_OPTIONS", "VLLM")
+)
 
 
 class Given(NamedTuple):
@@ -57,7 +60,7 @@ def load_config(
             raise ConfigError(f"config file {file} holds {content!r}; allowed: settings, such as 'backend: TORCH'")
         given |= _leaves((), (content or {}), f"file {path}")
     for name, text in sorted((os.environ if environ is None else environ).items()):
-        if name.startswith(PREFIX):
+        if name.startswith(PREFIX) and name not in OF_ADAPTERS:
             key = tuple(name.removeprefix(PREFIX).lower().split("__"))
             given |= _leaves(key, _read_value(name, text), f"environment variable {name}")
     for dotted, value in overrides.items():

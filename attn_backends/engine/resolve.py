@@ -100,8 +100,5 @@ def pool_for(
     room = bytes_to_allocate(device)
     if room is not None and (asked := num_pages * one_page) > room:
         name = "memory" if config.cache.num_pages is None else "num_pages"
-        raise ValueError(
-            f"the pool would take {asked} bytes, and {device} has {room}: lower cache.{name} to "
-            f"{room // one_page * (one_page if name == 'memory' else 1)} at most"
-        )
+        raise ValueError(f"the pool would take {asked} bytes, and {device} has {room}: lower cache.{name}")
     return replace(selection.cache, num_pages=num_pages)

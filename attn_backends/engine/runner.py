@@ -73,7 +73,13 @@ class ModelRunner:
         num_tokens = max(limits.max_num_tokens, model.min_tokens)
         self.limits = Limits(limits.max_num_requests + 1, num_tokens, limits.max_model_len)
         self.device = device
-        self.pool = allocate_kv_cache(backend, specs, cache, device)
+        try:
+            self.pool = allocate_kv_cache(backend, specs, cache, device)
+        except RuntimeError as error:  # torch's word for it
+            raise ValueError(
+                f"the pool of {cache.pages} pages cannot be allocated on {device} ({str(error).splitlines()[0]}): "
+                "lower cache.memory or cache.num_pages"
+            ) from error
         self.table = StepTable(self.limits, cache, device)
         plans = Plans(backend, specs, cache, self.limits, device, options)
         _bind(plans, model, scales or {})

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
+import attn_backends
 from attn_backends.engine.config import EngineConfig, SamplingParams, parse_bytes
-from attn_backends.engine.config_sources import load_config
+from attn_backends.engine.config_sources import OF_ADAPTERS, PREFIX, load_config
 from attn_backends.validation import ConfigError, sections
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -71,6 +73,22 @@ def test_environment_is_read_on_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_config().sampling.stop == ("a", "b")
     monkeypatch.setenv("ATTN_BACKENDS_SAMPLING__STOP", "end")
     assert load_config().sampling.stop == ("end",)
+
+
+def test_variables_that_adapters_read_are_no_settings() -> None:
+    """Every name with the prefix that the package's sources have."""
+    package = Path(attn_backends.__file__).parent
+    sources = "".join(file.read_text() for file in package.rglob("*.py"))
+    named = {name for name in re.findall(r'"(ATTN_BACKENDS_[A-Z_]*)"', sources) if name != PREFIX}
+    assert named == OF_ADAPTERS
+    assert load_config(environ=dict.fromkeys(named, "1")) == load_config(environ={})
+
+
+@pytest.mark.parametrize("name", ["max_num_requests", "max_num_tokens"])
+def test_sizes_that_no_device_has_are_refused(name: str) -> None:
+    assert f"scheduler.{name} (from option scheduler.{name}): got 10000000000; allowed: less than" in refused(
+        None, {f"scheduler.{name}": 10**10}
+    )
 
 
 def test_backend_options_merge_by_key_and_keep_their_values(tmp_path: Path) -> None:

@@ -215,16 +215,19 @@ def test_a_pool_without_room_for_one_page_is_refused(tiny_llama: Path) -> None:
         engine(tiny_llama, cache={"memory": 1000})
 
 
-@pytest.mark.parametrize(
-    ("cache", "to_lower"), [({"memory": "100TB"}, r"memory to \d{7,}"), ({"num_pages": 10**12}, r"num_pages to \d+")]
-)
-def test_a_pool_that_the_machine_has_no_memory_for_is_refused(
-    cache: dict[str, Any], to_lower: str, tiny_llama: Path
-) -> None:
-    with pytest.raises(
-        ValueError, match=rf"would take \d{{14,}} bytes, and cpu has \d+: lower cache\.{to_lower} at most"
-    ):
-        engine(tiny_llama, cache=cache)
+@pytest.mark.parametrize(("name", "value"), [("memory", "100TB"), ("num_pages", 10**12)])
+def test_a_pool_that_the_machine_has_no_memory_for_is_refused(name: str, value: Any, tiny_llama: Path) -> None:
+    with pytest.raises(ValueError, match=rf"would take \d{{14,}} bytes, and cpu has \d+: lower cache\.{name}"):
+        engine(tiny_llama, cache={name: value})
+
+
+def test_memory_that_is_not_to_be_had_is_told(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("you tried to allocate 16384 bytes\nand more")
+
+    monkeypatch.setattr("attn_backends.engine.runner.allocate_kv_cache", no_memory)
+    with pytest.raises(ValueError, match=r"pool of 64 pages.*on cpu.*16384 bytes\): lower cache\.memory or"):
+        engine(tiny_llama, cache={"num_pages": 64})
 
 
 def test_requests_longer_than_the_model_s_are_refused(tiny_llama: Path) -> None:

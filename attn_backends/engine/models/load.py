@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from attn_backends.engine.config import EngineConfig
-from attn_backends.engine.models.checkpoint import ModelError, find_model
+from attn_backends.engine.models.checkpoint import ModelError, find_model, in_our_words
 from attn_backends.engine.models.context import NewTokens
 from attn_backends.engine.models.fused.cpu import fuse_layers
 from attn_backends.engine.models.fused.linears import merge_projections, min_tokens, pack_linears
@@ -85,8 +85,7 @@ def layer_specs(config: EngineConfig, device: torch.device) -> dict[int, Attenti
 
 def model_limit(config: EngineConfig) -> int:
     """Tokens of the longest request that the config's model takes, from its config file alone."""
-    limit: int = _model_config(config)[1].get_text_config().max_position_embeddings
-    return limit
+    return most_positions(_model_config(config)[1].get_text_config())
 
 
 def _model_config(config: EngineConfig) -> tuple[Path, Any]:
@@ -136,7 +135,7 @@ def ready_model(
         module=model,
         tokenizer=tokenizer,
         layers=layers,
-        max_model_len=model.config.get_text_config().max_position_embeddings,
+        max_model_len=most_positions(model.config.get_text_config()),
         vocab_size=model.get_input_embeddings().num_embeddings,
         eos_token_ids=_eos_token_ids(model, tokenizer),
         min_tokens=min_tokens,
@@ -223,6 +222,22 @@ class _Probe:
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
 
+def most_positions(hf_config: Any) -> int:
+    """Most tokens of a request whose keys all turn by the same angles.
+
+    LongRoPE (arXiv 2402.13753) has two sets: transformers takes the one for long texts as soon as a forward reaches
+    beyond `original_max_position_embeddings`, so that a request's tokens would depend on those beside it, and on how
+    its prompt is cut. Shorter ones alone are served.
+    """
+    limit: int = hf_config.max_position_embeddings
+    own = getattr(hf_config, "original_max_position_embeddings", None) or limit
+    ropes = getattr(hf_config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):  # of all layers, or by their kinds
+        if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope":
+            limit = min(limit, rope.get("original_max_position_embeddings") or own)
+    return limit
+
+
 def probe_layers(model: Any) -> dict[int, LayerProbe]:
     """Run two tokens through the model and record what every attention layer asks for.
 
@@ -233,15 +248,17 @@ def probe_layers(model: Any) -> dict[int, LayerProbe]:
     hf_config = model.config.get_text_config()
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     name = type(model).__name__
-    with torch.inference_mode():
-        try:
+    try:
+        with torch.inference_mode(), in_our_words(f"{name} does not run as the engine runs it. {OTHER_MODELS}"):
             model(input_ids=tokens, position_ids=torch.arange(2, device=model.device)[None], use_cache=False,
                   attention_context=probe)  # fmt: skip
-        except NoContext as error:
-            raise ModelError(
-                f"{name} does not hand keyword arguments on to its attention, which would know nothing of the cache. "
-                f"{OTHER_MODELS}"
-            ) from error
+    except ModelError as error:
+        if not isinstance(error.__cause__, NoContext):
+            raise
+        raise ModelError(
+            f"{name} does not hand keyword arguments on to its attention, which would know nothing of the cache. "
+            f"{OTHER_MODELS}"
+        ) from error
     if sorted(probe.layers) != list(range(hf_config.num_hidden_layers)):
         raise ModelError(
             f"{name} has {hf_config.num_hidden_layers} layers, but only {sorted(probe.layers)} came through the "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -141,7 +142,12 @@ class Refusals(KitBase):
         wide = torch.cat([pool.key, pool.key], dim=-1)[..., : pool.key.shape[-1]]
         fewer = pool._replace(key=wide) if self.can.mla else pool._replace(value=pool.value[:-1])
         elsewhere = pool._replace(key=pool.key.to("meta"))
-        for wrong, error in ((tuple(pool), TypeError), (fewer, ValueError), (elsewhere, ValueError)):
+        cases: list[tuple[Any, type[Exception]]] = [
+            (tuple(pool), TypeError),
+            (fewer, ValueError),
+            (elsewhere, ValueError),
+        ]
+        for wrong, error in cases:
             before = snapshot(pool)
             with pytest.raises(error, match="kv_cache"):
                 layer.impl.forward(*given, wrong, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from attn_backends import KVCacheSpec, Limits, SamplingParams, get_backend
 from attn_backends.engine.models.checkpoint import ModelError
 from attn_backends.engine.models.hf import ATTENTION_NAME, check_config
 from attn_backends.engine.models.latent_layer import use_latent_attention
-from attn_backends.engine.models.load import probe_layers
+from attn_backends.engine.models.load import most_positions, probe_layers
 from attn_backends.engine.models.loaded_model import LoadedModel
 from attn_backends.engine.request import Request, ScheduledBatch
 from attn_backends.engine.runner import ModelRunner
@@ -123,3 +124,39 @@ def test_refuses_layers_that_are_not_causal() -> None:
 def test_refuses_models_that_drop_keyword_arguments() -> None:
     with pytest.raises(ModelError, match="NemotronForCausalLM does not hand keyword arguments on to its attention"):
         probe_layers(with_our_attention("NemotronConfig", "NemotronForCausalLM"))
+
+
+def test_refuses_models_that_do_not_run_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_our_attention("LlamaConfig", "LlamaForCausalLM")
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise TypeError("'NoneType' object is not subscriptable")
+
+    monkeypatch.setattr(model, "forward", broken)
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM does not run .* Use a model that does .*NoneType"):
+        probe_layers(model)
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("rope", "changes", "most"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, {}, 128),
+        (LONG, {"original_max_position_embeddings": 32}, 32),
+        (LONG | {"original_max_position_embeddings": 48}, {}, 48),
+        ({"full_attention": LONG | {"original_max_position_embeddings": 40}}, {}, 40),
+    ],
+)
+def test_one_set_of_angles_for_all_of_a_request(rope: dict[str, Any], changes: dict[str, Any], most: int) -> None:
+    config = SimpleNamespace(max_position_embeddings=128, rope_parameters=rope, **changes)
+    assert most_positions(config) == most
+
+
+def test_longrope_is_served_as_far_as_its_short_angles_reach() -> None:
+    """A request's tokens are its own, whatever runs beside it and however its prompt is cut."""
+    changes = {"max_position_embeddings": 128, "original_max_position_embeddings": 32, "rope_parameters": LONG}
+    config = transformers.Phi3Config(**(COMMON | changes))
+    assert most_positions(config) == 32
+    assert most_positions(transformers.Phi3Config(**COMMON)) == COMMON["max_position_embeddings"]

@@ -25,8 +25,7 @@ def drawn(numbers: random.Random, window_left: int = -1) -> Batch:
 
 
 def refuses(layer: Layer, batch: Batch, told: str, **changes: torch.Tensor) -> None:
-    """A step of a batch so changed is refused by name, whichever row it is of, and writes nothing, unless decodes, which
-    go first, have been written."""
+    """A step of a batch so changed is refused by name, and writes nothing, but for decodes before prefills."""
     pool = batch.fresh_pool()
     step = layer.state.begin_forward(layer.builder.build(0, replace(batch.common(), **changes)))
     with pytest.raises(IndexError, match=told):
