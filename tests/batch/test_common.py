@@ -128,6 +128,10 @@ def test_errors_name_the_request() -> None:
         from_groups([], 16)
     with pytest.raises(ValueError, match=r"request 'b' has 1 pages of 4 slots, which hold 4 keys, but its length is 5"):
         from_groups([SequenceGroup("b", (SequenceData(4, 1, [9]),))], 4)
+    last = [SequenceGroup("a", (SequenceData(0, 1, [0]),)), SequenceGroup("b", (SequenceData(4, 1, [2, 9]),))]
+    assert from_groups(last, 4, num_pages=10).page_table.tolist() == [[0, 0], [2, 9]]
+    with pytest.raises(ValueError, match="request 'b' has page 9, and the pool pages 0 to 8"):
+        from_groups(last, 4, num_pages=9)
     mixed = [SequenceGroup("a", (SequenceData(0, 1, None),)), SequenceGroup("b", (SequenceData(0, 1, [0]),))]
     with pytest.raises(ValueError, match=r"requests \['a'\] have no pages while others have"):
         from_groups(mixed, 4)

@@ -58,6 +58,10 @@ class Building(KitBase):
             with pytest.raises(ValueError, match=f"{name} {most - 1}"):
                 layer.builder.build(0, batch.common())
         layer.builder.limits = limits
+        layer.builder.cache = replace(batch.cache, num_pages=1)
+        with pytest.raises(ValueError, match="and the pool pages 0 to 0"):
+            layer.builder.build_from_groups(batch.groups)
+        layer.builder.cache = batch.cache
         other = replace(batch.common(), page_size=2 * batch.cache.page_size)
         with pytest.raises(ValueError, match="made for pages of"):
             layer.builder.build(0, other)
