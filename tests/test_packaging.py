@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "attn_backends"
 
 FLOORS = [  # a room imports from its own floor and those above it in this list
-    {"spec", "machine", "validation"},
+    {"spec", "machine", "validation", "layer_kinds"},
     {"batch", "kernels"},
     {"step", "cache"},
     {"graphs", "interface"},

@@ -49,7 +49,7 @@ def a_batch(device: str, seq_lens: list[int], query_lens: list[int], dim: int = 
 
 def a_layer(batch: Batch) -> Layer:
     options = tuning.TritonOptions(prefill_tile=TILE, prompt_tile=TILE)
-    return make_layer(get_backend("TRITON"), batch, options=options)
+    return make_layer(get_backend("TRITON"), batch, options=options, num_padded_reqs=3)
 
 
 def check(batch: Batch) -> None:

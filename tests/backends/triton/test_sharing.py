@@ -107,7 +107,7 @@ def test_whole_prefills_alone_have_another_tile(seed: int) -> None:
     groups = [SequenceGroup(str(i), (row,)) for i, row in enumerate(rows)]
     with listing(launching.Machine(132, 227 << 10, True, True, True)):
         builder = metadata.TritonMetadataBuilder(
-            plan_groups({0: spec})[0], KVCacheSpec(512, 16), Limits(100, 8192, 1 << 17), device
+            plan_groups({0: spec})[0], KVCacheSpec(512, 16), Limits(100, 1 << 16, 1 << 17), device
         )
         built = builder.build(0, CommonAttentionMetadata.from_sequence_groups(groups, 16, device))
         behind = rows[built.num_decode_rows :]
