@@ -14,14 +14,14 @@ from attn_backends.batch.page_table import PAD_SLOT
 from attn_backends.cache.kv_cache import KVCache
 from attn_backends.cache.warm_up import list_cache_writes
 from attn_backends.graphs.inputs import GraphTensors
-from attn_backends.interface import AttentionState, GraphState, PlannedStep
+from attn_backends.interface import AttentionState, AttentionStep, GraphState
 from attn_backends.kernels.warm_up import compile_listed
 from attn_backends.machine import Progress
 from attn_backends.spec import PlanGroup
 
 
 @dataclass(frozen=True)
-class TorchStep(PlannedStep[TorchMetadata]):
+class TorchStep(AttentionStep[TorchMetadata]):
     """A step with the state's scratch for gathered keys and values."""
 
     scratch: tuple[torch.Tensor, torch.Tensor] | None  # two of [bytes] u8; None: gather into fresh tensors
@@ -46,8 +46,7 @@ class TorchGraphState(GraphState[TorchMetadata, TorchStep]):
     def __init__(self, parent: TorchState, num_rows: int, query_len: int) -> None:
         super().__init__(parent, num_rows, query_len)
         self.steps = {
-            group.index: TorchStep(self._metadata(group, num_rows, query_len), group.spec, parent.scratch)
-            for group in self.groups
+            group.index: TorchStep(self._metadata(group, num_rows, query_len), parent.scratch) for group in self.groups
         }
 
     def _metadata(self, group: PlanGroup[Any], num_rows: int, query_len: int) -> TorchMetadata:
@@ -87,12 +86,11 @@ class TorchState(AttentionState[TorchMetadata]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.options = options = self.options or TorchOptions()
-        self._specs = {group.index: group.spec for group in self.groups}
         self.scratch: tuple[torch.Tensor, torch.Tensor] | None = None
         if self.device.type == "cpu":
             page_size = self.cache.page_size
             tokens = -(-self.limits.max_model_len // page_size) * page_size
-            specs = self._specs.values()
+            specs = [group.spec for group in self.groups]
             per_key = max(s.num_kv_heads * s.head_dim * s.cache_dtype.itemsize for s in specs)
             per_value = max(s.num_kv_heads * s.head_dim_vo * s.cache_dtype.itemsize for s in specs)
             at_once = max(options.gather_together_bytes, torch.get_num_threads() * options.piece_bytes)
@@ -102,7 +100,7 @@ class TorchState(AttentionState[TorchMetadata]):
             )
 
     def begin_forward(self, metadata: TorchMetadata) -> TorchStep:
-        return TorchStep(metadata, self._specs[metadata.group_index], self.scratch)
+        return TorchStep(metadata, self.scratch)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         specs = [group.spec for group in self.groups]

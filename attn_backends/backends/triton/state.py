@@ -34,7 +34,7 @@ from attn_backends.backends.triton.workspace import (
 )
 from attn_backends.graphs.inputs import GraphTensors
 from attn_backends.graphs.recorder import CudaRecorder, without_python
-from attn_backends.interface import AttentionState, GraphState, PlannedStep
+from attn_backends.interface import AttentionState, AttentionStep, GraphState
 from attn_backends.kernels.launch import machine_of, num_multiprocessors, shared_memory
 from attn_backends.kernels.prefill.launch import num_prefill_tiles, visible_range
 from attn_backends.kernels.prefill.split_launch import TileList
@@ -50,7 +50,7 @@ _SCHEDULES = 128  # of eager steps that are kept, of tens of kilobytes each
 
 
 @dataclass(frozen=True)
-class TritonStep(PlannedStep[TritonMetadata]):
+class TritonStep(AttentionStep[TritonMetadata]):
     """A step, and how its rows are split."""
 
     schedule: Schedule | None  # of decodes; None: nothing is decoded
@@ -123,11 +123,11 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
             starts = self._tensors[group.index]["query_start_loc"]
             metadata = self._metadata(group.index, starts, mixed_launches(group.spec, *given, self.num_tokens))
             schedule = parent.make_schedule(group.index, self.num_rows, metadata.max_decode_len, workspace)
-            return TritonStep(metadata, group.spec, schedule, workspace, parent.make_tile_list(metadata, workspace))
+            return TritonStep(metadata, schedule, workspace, parent.make_tile_list(metadata, workspace))
         if self.query_len <= decode_tokens(group.spec, *given):
             decodes = Launches(self.num_rows, self.num_rows, self.query_len, NO_PREFILL)
             schedule = parent.make_schedule(group.index, self.num_rows, self.query_len, workspace)
-            return TritonStep(self._metadata(group.index, starts, decodes), group.spec, schedule, workspace)
+            return TritonStep(self._metadata(group.index, starts, decodes), schedule, workspace)
         query_lens = np.full(self.num_rows, self.query_len, np.int32)
         lens = query_lens, np.full_like(query_lens, self.limits.max_model_len)
         short, splits = short_tile(group.spec, short_tiles(group.spec, *given), *lens, self.device), None
@@ -136,7 +136,7 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
             splits = prefill_splits(group.spec, tile, *lens, 0, self.device, for_graph=True)
         prefill = {**NO_PREFILL, "prefill_splits": splits, "short_tile": short}
         metadata = self._metadata(group.index, starts, Launches(0, 0, 0, prefill))
-        return TritonStep(metadata, group.spec, None, workspace, parent.make_tile_list(metadata, workspace))
+        return TritonStep(metadata, None, workspace, parent.make_tile_list(metadata, workspace))
 
     def _metadata(self, group_index: int, starts: torch.Tensor, launches: Launches) -> TritonMetadata:
         tensors = self._tensors[group_index]
@@ -214,7 +214,7 @@ class TritonState(AttentionState[TritonMetadata]):
         if num_decoded:
             schedule = self._schedule(metadata.group_index, num_decoded, metadata.max_decode_len, workspace).anew()
             schedule.work_list.fill(metadata.seq_lens, metadata.query_start_loc)
-        return TritonStep(metadata, self._specs[metadata.group_index], schedule, workspace, splits, sections)
+        return TritonStep(metadata, schedule, workspace, splits, sections)
 
     def make_tile_list(self, metadata: TritonMetadata, workspace: Workspace) -> TileList | None:
         """A list for the tiles of rows behind the decodes, if the keys of some are split; in a graph of mixed batches

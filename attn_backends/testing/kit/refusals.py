@@ -20,9 +20,9 @@ from attn_backends.interface import (
 from attn_backends.interface.capabilities import CudaGraphSupport, Unsupported
 from attn_backends.registry import explain_for, get_backend, select_backend
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, MLASpec
-from attn_backends.testing.cases.features import CROSS, ENCODER, FEATURES, FLOATS, Feature, feature, plain_cache
+from attn_backends.testing.cases.features import CROSS, ENCODER, FEATURES, FLOATS, Feature, plain_cache
 from attn_backends.testing.guards.snapshot import differences, snapshot
-from attn_backends.testing.harness import assert_matches, make_layer, make_layers
+from attn_backends.testing.harness import make_layer
 from attn_backends.testing.kit.base import KitBase
 
 OTHER_PAGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -152,24 +152,6 @@ class Refusals(KitBase):
             with pytest.raises(error, match="kv_cache"):
                 layer.impl.forward(*given, wrong, step)
             assert not differences(before, snapshot(pool)), "pages are refused, and written before"
-
-    @pytest.mark.parametrize("shape", ["mixed_small", "small_decode"])
-    @pytest.mark.parametrize("name", ["window_15", "chunks", "alibi", "soft_cap", "scale", "non_causal"])
-    def test_steps_of_other_layers(self, name: str, shape: str) -> None:
-        """A step that was planned for layers of other constants is refused, unless nothing of these is in it."""
-        plain = self.make_spec()
-        for _, spec in self.served([feature(name)]):
-            batches = [self.make_batch(each, shape, seed=3) for each in (plain, spec)]
-            layers = make_layers(self.backend, batches)
-            for layer, batch, other in zip(layers, batches, layers[::-1], strict=True):
-                step = other.begin(batches[1] if batch is batches[0] else batches[0])
-                try:
-                    result = layer.forward(batch, step)
-                except ValueError as error:
-                    if "planned for layers" not in str(error):
-                        raise
-                else:
-                    assert_matches(result, batch, f"a step of layers with other constants ({name})")
 
     def test_graph_verbs(self) -> None:
         """Without graphs every verb refuses."""

@@ -182,5 +182,5 @@ def test_options_that_differ() -> None:
     pool = KVCache(*(torch.zeros(8, 4, 2, 32) for _ in range(2)))
     with pytest.raises(ValueError, match="native_decode"):
         impl.forward(
-            torch.zeros(1, 4, 32), torch.zeros(1, 2, 32), torch.zeros(1, 2, 32), pool, TorchStep(metadata, spec, None)
+            torch.zeros(1, 4, 32), torch.zeros(1, 2, 32), torch.zeros(1, 2, 32), pool, TorchStep(metadata, None)
         )

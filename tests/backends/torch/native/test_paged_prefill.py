@@ -183,9 +183,9 @@ def test_options_that_differ() -> None:
     query, new = torch.zeros(2, 4, 32), torch.zeros(2, 2, 32)
     impl = TorchImpl(spec, cache, "cpu", options=TorchOptions(native_prefill=False))
     with pytest.raises(ValueError, match="native_prefill"):
-        impl.forward(query, new, new, pool, TorchStep(metadata, spec, None))
+        impl.forward(query, new, new, pool, TorchStep(metadata, None))
     with pytest.raises(ValueError, match="pass kv_cache"):
-        TorchImpl(spec, cache, "cpu").forward(query, new, new, None, TorchStep(metadata, spec, None))
+        TorchImpl(spec, cache, "cpu").forward(query, new, new, None, TorchStep(metadata, None))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
