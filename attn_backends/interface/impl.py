@@ -169,14 +169,11 @@ def check_call(
     heads = (num_tokens, spec.num_qo_heads)
     _check_tensor("query", query, (*heads, spec.head_dim), spec.dtype)
     if output is not None:
-        _check_tensor("output", output, (*heads, spec.head_dim_vo), spec.dtype)
+        _check_tensor("output", output, (*heads, spec.head_dim_vo), spec.dtype, query.device)
     if lse is not None:
-        _check_tensor("lse", lse, heads, torch.float32)
+        _check_tensor("lse", lse, heads, torch.float32, query.device)
         if not lse.is_contiguous():
             raise ValueError(f"lse has strides {lse.stride()}; it must be contiguous: pass a tensor of its own")
-    for name, given in (("output", output), ("lse", lse)):
-        if given is not None and given.device != query.device:
-            raise ValueError(f"{name} is on {given.device}, and the query on {query.device}: pass both on one device")
 
 
 def check_cache(
@@ -240,7 +237,12 @@ def _as_read(new: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return new if new.stride(-1) == 1 else new.contiguous()
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _check_tensor(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
+) -> None:
+    """A tensor is as a call needs it. `device`: the query's, for the others."""
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, and the query on {device}: pass both on one device")
     if tensor.shape != shape or tensor.dtype is not dtype:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} in {tensor.dtype}; this step and layer need {shape} in {dtype}"

@@ -248,17 +248,15 @@ def probe_layers(model: Any) -> dict[int, LayerProbe]:
     hf_config = model.config.get_text_config()
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     name = type(model).__name__
-    try:
-        with torch.inference_mode(), in_our_words(f"{name} does not run as the engine runs it. {OTHER_MODELS}"):
+    with torch.inference_mode(), in_our_words(f"{name} does not run as the engine runs it. {OTHER_MODELS}"):
+        try:
             model(input_ids=tokens, position_ids=torch.arange(2, device=model.device)[None], use_cache=False,
                   attention_context=probe)  # fmt: skip
-    except ModelError as error:
-        if not isinstance(error.__cause__, NoContext):
-            raise
-        raise ModelError(
-            f"{name} does not hand keyword arguments on to its attention, which would know nothing of the cache. "
-            f"{OTHER_MODELS}"
-        ) from error
+        except NoContext as error:
+            raise ModelError(
+                f"{name} does not hand keyword arguments on to its attention, which would know nothing of the cache. "
+                f"{OTHER_MODELS}"
+            ) from error
     if sorted(probe.layers) != list(range(hf_config.num_hidden_layers)):
         raise ModelError(
             f"{name} has {hf_config.num_hidden_layers} layers, but only {sorted(probe.layers)} came through the "
