@@ -239,7 +239,7 @@ def _driver_calls() -> tuple[Callable[[], int], Callable[[int], int]]:
 def launch(
     kernel: Any, grid: int | tuple[int, ...], tensors: Sequence[torch.Tensor], varying: tuple[float, ...],
     groups: tuple[tuple[Any, ...], ...] | Fixed, warps: int, *, descriptors: tuple[Any, ...] = (),
-    use_pdl: bool = False,
+    use_pdl: bool = False, most_registers: int | None = None,
 ) -> None:  # fmt: skip
     """Launch a Triton kernel. What Triton does to find the compiled one takes the host several times as long as to
     launch it: once for all launches that differ in addresses and in `varying` alone.
@@ -253,11 +253,14 @@ def launch(
         warps: of a program.
         descriptors: of some of the tensors, or None; what they are of follows from the others.
         use_pdl: the kernel starts before the one in front of it has ended, see `supports_pdl`.
+        most_registers: of a thread; None: as many as the kernel wants. It follows from `groups`.
     """
     grid = grid if isinstance(grid, tuple) else (grid,)
     numbers = groups.numbers if isinstance(groups, Fixed) else (*chain.from_iterable(groups),)
     # Not every version of Triton knows the word.
     options = {"num_warps": warps, "launch_pdl": True} if use_pdl else {"num_warps": warps}
+    if most_registers:
+        options["maxnreg"] = most_registers
     if INTERPRETED or LISTING.get() is not None:
         start_kernel(kernel, grid, *descriptors, *tensors, *varying, *numbers, **options)
         return

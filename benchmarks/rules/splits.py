@@ -2,12 +2,12 @@
 
     python -m benchmarks rules splits --seed S --count N [--kinds chunks mixed …] [--rounds 5] [--minutes M]
 
-Shapes are drawn as those of `attention random_shapes` are: seeds below 1000 are to tune by. "whole" is the time with no
-key split, "in order" the same with the longest rows first, "other tile" whole ones by the other tile of the kernel for
-Hopper, "portable N" by the portable kernel's tiles for few keys, "split N" that with N splits at most, "decoded" by
-the decode kernel where rows have few tokens, and "rule" the one that TRITON takes; "ratio" is the rule's time over the
-whole one's, and "vs other" over that of the best other kernel. Every way is checked against float64. Kernels are
-compiled first, by several processes at once.
+Shapes are drawn as those of `attention random_shapes` are: seeds below 1000 are to tune by. "whole" is the time with
+no key split, "in order" the same with the longest rows first, "G x N" whole ones by a tile of the kernel for Hopper
+of so many groups of warps and keys of a block, "portable N" by the portable kernel's tiles for few keys, "split N"
+that with N splits at most, "decoded" by the decode kernel where rows have few tokens, and "rule" the one that TRITON
+takes; "ratio" is the rule's time over the whole one's, and "vs other" over that of the best other kernel. Every way
+is checked against float64. Kernels are compiled first, by several processes at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from attn_backends.batch.views import without_new_keys
 from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.kernels.prefill.launch import suits_hopper_kernel
 from attn_backends.kernels.prefill.splits import PrefillSplits, most_tile_splits
-from attn_backends.kernels.prefill.tiles import hopper_tiles
+from attn_backends.kernels.prefill.tiles import tiles_of
 from benchmarks.attention.attention import all_made
 from benchmarks.attention.contest import CACHE_DTYPES, Made, checked, our_call, parts_of
 from benchmarks.attention.paged_problem import Problem, make_contender
@@ -44,8 +44,8 @@ from benchmarks.lib.harness import write
 
 TITLE = "prefills of random shapes by TRITON, with whole tiles and with keys split, in us"
 TURN_US = 2_500  # of a contender in a round
-OURS = WHOLE, IN_ORDER, OTHER, DECODED, RULE = "whole", "in order", "other tile", "decoded", "rule"
-TRIED = ("split ", "portable ")
+OURS = WHOLE, IN_ORDER, DECODED, RULE = "whole", "in order", "decoded", "rule"
+TRIED = ("split ", "portable ", "1 x ", "2 x ", "3 x ")
 
 
 def ways_of(problem: Problem, parts: Any) -> dict[str, Any]:
@@ -79,8 +79,7 @@ def _by_other_tiles(problem: Problem, whole: Any) -> dict[str, Any]:
     spec = problem.spec
     if whole.num_upcast_keys or not suits_hopper_kernel(spec, problem.device):
         return {}
-    _usual, other = hopper_tiles(spec.head_dim, spec.head_dim_vo)
-    ways = {} if other is None else {OTHER: replace(whole, hopper_tile=other)}
+    ways = {f"{tile.groups} x {tile.keys}": replace(whole, hopper_tile=tile) for tile in tiles_of(spec)[1:]}
     tiles = () if whole.num_decode_rows else short_tiles(spec, problem.cache, None, problem.device)
     return ways | {f"portable {tile.keys}": replace(whole, short_tile=tile) for tile in tiles}
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, AttentionType, MLASpec, get_backend
-from attn_backends.kernels.prefill.tiles import hopper_tiles
+from attn_backends.kernels.prefill.tiles import hopper_tiles, tiles_of
 from attn_backends.spec import FP8_DTYPES
 from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.random_batch import random_batch
@@ -153,33 +153,36 @@ def test_prefill_of_many_rows(heads: tuple[int, int], launches: list[int]) -> No
 
 
 @pytest.fixture
-def by_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole prefills by the other tile that such heads have."""
+def nth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole prefills by the nth tile that such heads have."""
     from attn_backends.backends.triton import metadata
 
-    monkeypatch.setattr(
-        metadata, "faster_hopper_tile", lambda spec, *_: hopper_tiles(spec.head_dim, spec.head_dim_vo)[1]
-    )
+    monkeypatch.setattr(metadata, "faster_hopper_tile", lambda spec, *_: tiles_of(spec)[request.param])
     monkeypatch.setattr(metadata, "prefill_splits", lambda *_: None)
 
 
 @only_interpreted
-@pytest.mark.usefixtures("by_the_other")
+@pytest.mark.usefixtures("nth")
 @pytest.mark.parametrize("page_size", [16, 48])
-@pytest.mark.parametrize("dims", [(64, 64), (96, 64), (128, 128), (192, 128)], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "nth"), [((64, 64), 1), ((64, 64), 2), ((96, 64), 1), ((128, 128), 1), ((192, 128), 1)], ids=str,
+    indirect=["nth"],
+)  # fmt: skip
 def test_prefill_by_the_other_tile(dims: tuple[int, int], page_size: int, launches: list[int]) -> None:
     check("TRITON", prefill(spec_of(dims), page_size, LENS), launches)
 
 
 @only_interpreted
-@pytest.mark.usefixtures("by_the_other")
+@pytest.mark.usefixtures("nth")
 @pytest.mark.parametrize(
     "changes",
     [{"window_left": 30}, {"window_left": 90}, {"window_left": 250}, {"chunk_size": 50}, {"chunk_size": 100},
      {"causal": False, "window_left": 130}, {"sinks": True}, {"heads": (9, 3)}, {"heads": (48, 2)}, {"heads": (9, 9)}],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=["of_64", "of_128"])
+@pytest.mark.parametrize(
+    ("dims", "nth"), [((64, 64), 2), ((128, 128), 1)], ids=["of_64", "of_128"], indirect=["nth"]
+)  # fmt: skip
 def test_what_a_query_sees_by_the_other_tile(
     dims: tuple[int, int], changes: dict[str, Any], launches: list[int]
 ) -> None:
@@ -194,8 +197,8 @@ def test_windows_and_chunks_around_a_block(seed: int, launches: list[int], monke
 
     numbers = Random(seed)
     dims, group_size = numbers.choice([(64, 64), (128, 128)]), numbers.choice([1, 2, 4, 8])
-    tile = hopper_tiles(*dims)[seed % 2]
-    assert tile is not None
+    tiles = hopper_tiles(*dims)
+    tile = tiles[seed % len(tiles)]
     width = tile.keys + numbers.choice([0, tile.tokens(group_size)]) + numbers.randint(-tile.keys // 2, 9)
     spec = spec_of(dims, (2 * group_size, 2), causal=numbers.random() < 0.8,
                    **{numbers.choice(["window_left", "window_left", "chunk_size"]): width})  # fmt: skip
@@ -206,7 +209,8 @@ def test_windows_and_chunks_around_a_block(seed: int, launches: list[int], monke
 
 
 @only_interpreted
-@pytest.mark.usefixtures("by_the_other")
+@pytest.mark.usefixtures("nth")
+@pytest.mark.parametrize("nth", [1, 2], indirect=True)
 def test_prompts_by_the_other_tile(launches: list[int]) -> None:
     """Behind a decode."""
     check("TRITON", prefill(spec_of((64, 64)), 16, ([70, 90, 133], [1, 90, 133])), launches)

@@ -725,7 +725,7 @@ class Emulated:
         (count,) = grid
 
         @torch.inference_mode()
-        def launch(*given: Any, num_warps: int) -> None:
+        def launch(*given: Any, num_warps: int, maxnreg: int | None = None) -> None:
             self.tell(count)
             arguments = [*map(_argument, given, self.is_constant)]
             for number in range(count):

@@ -14,7 +14,7 @@ from attn_backends.kernels.launch import runs_kernels, shared_memory
 from attn_backends.kernels.prefill.arguments import BlockDims
 from attn_backends.kernels.prefill.faster_tile import faster_hopper_tile
 from attn_backends.kernels.prefill.launch import PrefillKernels, Rows, suits_hopper_kernel
-from attn_backends.kernels.prefill.tiles import hopper_tiles, varlen_tile
+from attn_backends.kernels.prefill.tiles import tiles_of, varlen_tile
 from attn_backends.kernels.tiles import block_dims
 from attn_backends.spec import MLASpec
 
@@ -75,7 +75,7 @@ class VarlenPrefill:
         key = empty(2, spec.num_qo_heads, spec.head_dim, dtype=spec.dtype)
         expanded = empty(2, spec.num_qo_heads, spec.qk_nope_head_dim + spec.head_dim_vo, dtype=spec.dtype)
         output = empty(2, spec.num_qo_heads, spec.head_dim_vo, dtype=spec.dtype)
-        tiles = {None, hopper_tiles(spec.head_dim, spec.head_dim_vo)[1]}
+        tiles = (None, *tiles_of(spec)[1:])
         rows = [Rows(None, empty(1, **ints), empty(2, **ints), empty(2, **ints), 0, 1, 0, 1, hopper_tile=tile)
                 for tile in tiles]  # fmt: skip
         queries = [part for new in new_tokens(spec) for part in (new.query, new.query[-1:])]

@@ -162,7 +162,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             if are_faster_together(self.group.spec, splits, together, *lens, num_decode_rows, self.device):
                 num_decode_rows = max_decode_len = 0
                 are_prompts = False
-                splits = together
+                splits, other_tile = together, None if together else self._hopper_tile(common, lens, 0)
         prefill = {
             "num_upcast_keys": num_upcast_keys,
             "upcast_rows": upcast_rows,
@@ -241,7 +241,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         if not self._short_tiles:
             return None
         has_decodes = int(common.query_start_loc_cpu[num_decodes]) < _MANY_TOKENS * num_decodes
-        return short_tile(self.group.spec, self._short_tiles, *bounds, self.device, has_decodes)
+        return short_tile(self.group.spec, self._short_tiles, *bounds, self.device, has_decodes, common.for_graph)
 
     def _hopper_tile(self, common: CommonAttentionMetadata, lens: Lens, num_decodes: int) -> HopperTile | None:
         """The tile of whole prefills by the kernel for Hopper, where it is not the usual one."""

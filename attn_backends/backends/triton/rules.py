@@ -25,7 +25,7 @@ from attn_backends.kernels.prefill.launch import (
     suits_hopper_kernel,
 )
 from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, split_target, time_of
-from attn_backends.kernels.prefill.tiles import PrefillTile, heads_in_l2
+from attn_backends.kernels.prefill.tiles import PrefillTile, heads_in_l2, tiles_of
 from attn_backends.kernels.prefill.waves import is_faster_in_order, last_wave
 from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import AttentionSpec, KVCacheSpec
@@ -65,9 +65,11 @@ SHORT_TILES = (PrefillTile(64, 64, 4, 2), PrefillTile(64, 32, 4, 3))
 _TOGETHER = 3  # programs of such a tile that a multiprocessor holds, about
 _NARROW, _MIDDLE = 64, 128  # head dims up to which tiles of long blocks are the faster ones: of many tiles, and of few
 # Keys that tiles may see, by the widest head dim: the longest where all begin at once, and the mean of more tiles;
-# twice as many in the mean where no row has more queries than one of these, which is half of one for Hopper. As
-# measured at tuning seeds 24 to 26, 35 to 38, and 100 to 102.
+# twice as many in the mean where no row has more queries than one of these, which is half of one for Hopper. Beside
+# the kernel for Hopper with tiles of half the size more tiles never are faster. As measured at tuning seeds 24 to 26,
+# 35 to 38, and 100 to 102, and beside half the size at 150 to 156.
 _FEW_KEYS = {64: (512, 400), 128: (256, 72), 256: (128, 128)}
+_FEW_BESIDE_HALF = {64: (80, 0), 128: (64, 0)}
 
 
 def short_tiles(
@@ -84,7 +86,7 @@ def short_tiles(
 
 def short_tile(
     spec: AttentionSpec, tiles: tuple[PrefillTile, ...], query_lens: IntArray, seq_lens: IntArray, device: torch.device,
-    has_decodes: bool = False,
+    has_decodes: bool = False, for_graph: bool = False,
 ) -> PrefillTile | None:  # fmt: skip
     """The one of `short_tiles` for rows that see so few keys that it is faster than the kernel for Hopper, of which a
     multiprocessor works on one tile at a time, and waits for its first keys; None: it is not, as where one row would
@@ -94,11 +96,14 @@ def short_tile(
         query_lens, seq_lens: [rows], or upper bounds of the latter.
         has_decodes: some rows are of few tokens, and would else run beside the kernel for Hopper: only where all begin
             at once are they as fast in this one.
+        for_graph: else the kernel for Hopper has tiles of half the size too.
     """
     if not tiles:
         return None
     num_tiles = num_hopper_tiles(spec, query_lens).astype(np.int64)
-    longest, mean = next((few for head_dim, few in _FEW_KEYS.items() if spec.head_dim <= head_dim), (0, 0))
+    has_half = not for_graph and any(tile.groups == 1 for tile in tiles_of(spec))
+    few_keys = _FEW_BESIDE_HALF if has_half else _FEW_KEYS
+    longest, mean = next((few for head_dim, few in few_keys.items() if spec.head_dim <= head_dim), (0, 0))
     most = int(seen_by_tiles(spec, seq_lens).max(initial=0))
     if int(num_tiles.sum()) * spec.num_kv_heads <= num_multiprocessors(device):
         return tiles[0] if most <= longest else None

@@ -23,7 +23,7 @@ from attn_backends.kernels.pdl import Pdl
 from attn_backends.kernels.prefill.launch import Rows, visible_range
 from attn_backends.kernels.prefill.split_launch import TileList
 from attn_backends.kernels.prefill.splits import PrefillSplits, most_tile_splits
-from attn_backends.kernels.prefill.tiles import hopper_tiles
+from attn_backends.kernels.prefill.tiles import tiles_of
 from attn_backends.kernels.tiles import block_dims
 from attn_backends.kernels.variants import Variant, listing
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits
@@ -87,7 +87,7 @@ class _Layer:
         splits: TileList,
     ) -> Iterator[Pdl]:  # fmt: skip
         tiles, output = empty(2, dtype=torch.int32), self._output(query)
-        of_hopper = {None} if rows.num_upcast else {None, hopper_tiles(self.spec.head_dim, self.spec.head_dim_vo)[1]}
+        of_hopper = (None,) if rows.num_upcast else (None, *tiles_of(self.spec)[1:])
         for share, hopper_tile in product((None, 1.0), of_hopper):  # of the GPU, beside decodes
             whole = rows._replace(hopper_tile=hopper_tile)
             yield self.kernels.prefill(query, key, value, output, None, whole, tiles, upcast_kv, share)

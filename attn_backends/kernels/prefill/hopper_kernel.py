@@ -133,10 +133,11 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
         grid_wait()
     if LAUNCH_DEPENDENTS:
         launch_dependents()
-    gl.static_assert(GROUPS == 2 or SPLIT == 0)
+    gl.static_assert(GROUPS <= 2 or SPLIT == 0)
     of_dtype: gl.constexpr = query.dtype.element_ty
     q_0 = gl.allocate_shared_memory(of_dtype, [Q_STAGES * column_tiles(DIM), BLOCK_M, TMA_COLS], BLOCK_LAYOUT)
-    q_1 = gl.allocate_shared_memory(of_dtype, [Q_STAGES * column_tiles(DIM), BLOCK_M, TMA_COLS], BLOCK_LAYOUT)
+    if GROUPS > 1:
+        q_1 = gl.allocate_shared_memory(of_dtype, [Q_STAGES * column_tiles(DIM), BLOCK_M, TMA_COLS], BLOCK_LAYOUT)
     if GROUPS == 3:
         q_2 = gl.allocate_shared_memory(of_dtype, [Q_STAGES * column_tiles(DIM), BLOCK_M, TMA_COLS], BLOCK_LAYOUT)
     keys = gl.allocate_shared_memory(of_dtype, [STAGES * column_tiles(DIM), BLOCK_N, TMA_COLS], BLOCK_LAYOUT)
@@ -158,7 +159,20 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     spans, listed = (first_row, num_rows, section), (work_items, max_items)
     steps = (page_rows, head_rows, key_head, value_head, num_batches)
     SPLIT_HEADS: gl.constexpr = KV_HEADS if SPLIT else 0
-    if GROUPS == 2:
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, CHUNK, LOCAL,
+                           GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_load, (key_desc, value_desc, rows, steps, kv_pipeline, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N,
+                         DIM, DIM_VO, SPLIT_HEADS)),
+                (_take_tiles, (rows, spans, listed, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS,
+                               KV_HEADS, BLOCK_Q, BLOCK_N, SPLIT)),
+            ],
+            [1, 1],
+            [24, 24],
+        )  # fmt: skip
+    elif GROUPS == 2:
         gl.warp_specialize(
             [
                 (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, CHUNK, LOCAL,

@@ -60,7 +60,7 @@ def prefill_on_hopper(
                             key_start_loc, sinks, tiles, *lists)  # fmt: skip
     launch(hopper_kernel.prefill_hopper_kernel, min(num_items * shape.num_kv_heads, num_programs), tensors,
            HopperVarying(first_row, num_rows, section, stride, num_items), numbers, hopper_kernel.GROUP_WARPS,
-           descriptors=descriptors, use_pdl=shape.use_pdl > 0)  # fmt: skip
+           descriptors=descriptors, use_pdl=shape.use_pdl > 0, most_registers=shape.tile.most_registers)  # fmt: skip
 
 
 @lru_cache(maxsize=256)  # layers and steps are alike

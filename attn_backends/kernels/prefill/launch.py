@@ -100,7 +100,7 @@ def suits_hopper_kernel(spec: AttentionSpec, device: torch.device) -> bool:
 
 def hopper_tile(spec: AttentionSpec) -> SplitTile:
     """What the prefill kernel for Hopper reads at a time."""
-    usual, _other = hopper_tiles(spec.head_dim, spec.head_dim_vo)
+    usual = hopper_tiles(spec.head_dim, spec.head_dim_vo)[0]
     return SplitTile(usual.tokens(spec.group_size), usual.rows, usual.keys, keys_alike=_WIDE_BLOCK)
 
 
@@ -217,7 +217,7 @@ class PrefillKernels:
         shape: HopperShape, splits: TileList | None, share: float | None,
     ) -> Pdl:  # fmt: skip
         """Launch, and join what was split; `tensors` are as `prefill_on_hopper` takes them."""
-        next_pdl, num_programs = Pdl.OFF, self._num_sms
+        next_pdl, num_programs = Pdl.OFF, shape.tile.beside * self._num_sms
         splits = None if splits is None else _listed_for(hopper_tile(self.spec), splits)
         is_whole = splits is None or not splits.max_split_items
         if is_whole and share is not None and self._supports_pdl:

@@ -26,13 +26,14 @@ class PrefillTile:
     stages: int
 
 
+_HALF_OF_REGISTERS = 128  # of a multiprocessor, for each thread of a program of eight warps
 GROUP_QUERIES = 64  # of a group of warps of the kernel for Hopper
 
 
 class HopperTile(NamedTuple):
     """How prefill is tiled by the kernel for Hopper."""
 
-    groups: int  # of warps that attend, 2 or 3
+    groups: int  # of warps that attend, 1 to 3
     keys: int  # of a block
     stages: int  # blocks of keys, and of values, in shared memory
     q_stages: int = 2  # tiles of queries there: this one and the next, where both fit
@@ -42,21 +43,37 @@ class HopperTile(NamedTuple):
         """Query tokens times the query heads of a KV head."""
         return self.groups * GROUP_QUERIES
 
+    @property
+    def beside(self) -> int:
+        """Programs that a multiprocessor holds at a time."""
+        return 2 if self.groups == 1 else 1
+
+    @property
+    def most_registers(self) -> int | None:
+        """Registers of a thread, with which these have room side by side; None: as many as it wants."""
+        return _HALF_OF_REGISTERS if self.groups == 1 else None
+
     def tokens(self, group_size: int) -> int:
         """Query tokens."""
         return max(1, self.rows // group_size)
 
 
-def hopper_tiles(head_dim: int, head_dim_vo: int) -> tuple[HopperTile, HopperTile | None]:
-    """The one that serves wherever there are few tiles, and whose keys may be split; and what is faster for many of
-    narrow heads: a third group of warps, and of those that see few keys: blocks of half the size."""
+def hopper_tiles(head_dim: int, head_dim_vo: int) -> tuple[HopperTile, ...]:
+    """The usual one, whose keys may be split; then what is faster for tiles that see few keys: half the size, so that
+    a multiprocessor works on two at a time, or where these have no room, blocks of half the size; and last, for many
+    tiles of narrow heads, a third group of warps."""
     if head_dim <= 64:
-        return HopperTile(2, 128, 4), HopperTile(3, 64, 4)
+        return HopperTile(2, 128, 4), HopperTile(1, 64, 4), HopperTile(3, 64, 4)
     if head_dim <= 128:
-        return HopperTile(2, 128, 2), HopperTile(2, 64, 3)
+        return HopperTile(2, 128, 2), HopperTile(1, 64, 2)
     if head_dim <= 192 and head_dim_vo <= 128:
         return HopperTile(2, 128, 2, q_stages=1), HopperTile(2, 64, 2)
-    return HopperTile(2, 64, 2, q_stages=2 if head_dim <= 192 else 1), None
+    return (HopperTile(2, 64, 2, q_stages=2 if head_dim <= 192 else 1),)
+
+
+def tiles_of(spec: AttentionSpec) -> tuple[HopperTile, ...]:
+    """The tiles of `hopper_tiles` that hold a token's queries."""
+    return tuple(tile for tile in hopper_tiles(spec.head_dim, spec.head_dim_vo) if spec.group_size <= tile.rows)
 
 
 def varlen_tile(spec: AttentionSpec, smem_bytes: int) -> PrefillTile:

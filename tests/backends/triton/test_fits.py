@@ -28,12 +28,14 @@ tiles = pytest.importorskip("attn_backends.backends.mla.triton_mla.tuning")
 fitting = pytest.importorskip("attn_backends.kernels.tiles")
 launching = pytest.importorskip("attn_backends.kernels.launch")
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
+prefill_tiles = pytest.importorskip("attn_backends.kernels.prefill.tiles")
 Pdl = pytest.importorskip("attn_backends.kernels.pdl").Pdl
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 
 BACKENDS = Path(tuning.__file__).parents[1]
 HOPPER, AMPERE, SMALL = 227 << 10, 163 << 10, 99 << 10  # bytes of a program, of compute capability 9.0, 8.0 and 8.6
+HOPPER_SHARED, RESERVED, REGISTERS = 228 << 10, 1 << 10, 65536  # of a multiprocessor, of that for each program, and its
 TRITON_NAMES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -71,15 +73,23 @@ def swizzles(kernel: Any, types: dict[str, str], constants: dict[str, Any], warp
     return set(re.findall(r"swizzlingByteWidth = \d+", made.asm["ttgir"]))
 
 
-def check_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> str:
+def check_for_hopper(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, beside: int = 1, **options: Any
+) -> str:  # fmt: skip
     """A kernel in Gluon fits, and its products run beside one another: where the assembler cannot show that no register
     of one under way is written, it lets every product wait for the one before, and says so in a log that nobody sees.
+
+    Args:
+        beside: programs that a multiprocessor is to hold at a time.
 
     Returns its instructions."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    made = _compiled(GluonASTSource, kernel, types, constants, warps, 90)
-    assert made.metadata.shared <= HOPPER
+    made = _compiled(GluonASTSource, kernel, types, constants, warps, 90, **options)
+    assert made.metadata.shared <= HOPPER_SHARED // beside - RESERVED
+    threads = int(re.search(r"\.reqntid (\d+)", made.asm["ptx"])[1])  # type: ignore[index]
+    registers = int(re.search(r"\.maxnreg (\d+)", made.asm["ptx"])[1])  # type: ignore[index]
+    assert beside * threads * registers <= REGISTERS
     code = listing(made)
     assert 0 < 2 * code.count("WARPGROUP.DEPBAR") < code.count("HGMMA")
     return code
@@ -118,6 +128,7 @@ def _compiled(
     warps: int,
     capability: int,
     until: str = "cubin",
+    **options: Any,
 ) -> Any:
     """By all stages of the compiler, or none behind one that says what is asked for."""
     from triton.backends.compiler import GPUTarget
@@ -139,7 +150,8 @@ def _compiled(
 
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.add_stages_inspection_hook = stop
-        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+        options["num_warps"] = warps
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 class _AllLaidOut(Exception):
@@ -559,7 +571,7 @@ def test_prefill_of_latent_layers_as_compiled(
 def hopper_cases() -> Iterator[Any]:
     """Of a window the code has all loops that it has without one, so of most dims that is enough; a split list of tiles
     differs by what is read and written, not by dims. Dims of 96 lie between those of 80 and 112, in as many tiles. The
-    other tile is smaller, or of narrow heads."""
+    other tiles are smaller, or of narrow heads."""
     others = {((64, 64), 16), ((112, 112), 16), ((128, 128), 0)}
     pages, prompts = [(dims, 16) for dims in launch.HOPPER_DIMS], [((128, 128), 0), ((192, 128), 0)]
     more = {(((dim, dim), 16), how) for dim in (128, 256) for how in ("all_keys", "split")}
@@ -569,19 +581,18 @@ def hopper_cases() -> Iterator[Any]:
         long = not usual and (case, how) not in more
         name = f"{'-'.join(map(str, case))}-{how}"
         yield pytest.param(*case, how, 0, id=name, marks=[pytest.mark.long] * long)
-        if how != "split" and (case[0][0] <= 128 or case[0] == (192, 128)):
-            yield pytest.param(*case, how, 1, id=f"{name}-other", marks=[pytest.mark.long] * (case not in others))
+        for which in range(1, 1 if how == "split" else len(prefill_tiles.hopper_tiles(*case[0]))):
+            marks = [pytest.mark.long] * (case not in others or (which == 2 and how == "window"))
+            yield pytest.param(*case, how, which, id=f"{name}-other-{which}", marks=marks)
 
 
 @pytest.mark.parametrize(("dims", "page_size", "how", "which"), hopper_cases())
 def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_size: int, how: str, which: int) -> None:
     from attn_backends.kernels import hopper
     from attn_backends.kernels.prefill import hopper_kernel
-    from attn_backends.kernels.prefill.tiles import hopper_tiles
     from attn_backends.kernels.split_kv import FAR
 
-    tile = hopper_tiles(*dims)[which]
-    assert tile is not None
+    tile = prefill_tiles.hopper_tiles(*dims)[which]
     rows = hopper.tma_rows(page_size, tile.keys)
     constants = {"CHUNK": FAR.value, "LOCAL": 2 * (how == "window"), "PAGE_SIZE": page_size, "TMA_ROWS": rows,
                  "KV_HEADS": 2, "GROUP": 4, "BLOCK_Q": tile.tokens(4), "BLOCK_N": tile.keys, "DIM": dims[0],
@@ -590,7 +601,11 @@ def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_s
                  "SPLIT": int(how == "split")}  # fmt: skip
     types = dict.fromkeys(("query", "output"), "*bf16")
     types |= {"key_desc": tiles_of(dims[0], rows), "value_desc": tiles_of(dims[1], rows)}
-    code = check_for_hopper(hopper_kernel.prefill_hopper_kernel, types, constants, hopper_kernel.GROUP_WARPS)
+    code = check_for_hopper(
+        hopper_kernel.prefill_hopper_kernel, types, constants, hopper_kernel.GROUP_WARPS, tile.beside,
+        maxnreg=tile.most_registers,
+    )  # fmt: skip
+    assert tile.groups > 1 or "LDL" not in code
     checked = [body for body in loops(code) if any("HGMMA" in each for each in body)]
     assert checked
     for body in checked:  # weights are worked out while products with values are under way

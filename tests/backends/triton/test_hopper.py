@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from attn_backends.testing.harness import Result, assert_matches, assert_pool, m
 from tests.helpers.placed_caches import PLACES, placed
 
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch", reason="needs triton")
+hopper_tiles = pytest.importorskip("attn_backends.kernels.prefill.tiles").hopper_tiles
 metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 
@@ -250,3 +252,27 @@ def test_keys_that_are_not_widened(why: str, served: list[bool], monkeypatch: py
     layer = make_layer(get_backend("TRITON"), batch, options=tuning.TritonOptions(**options))
     assert_matches(layer.forward(batch, layer.begin(batch)), batch)
     assert not served
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_rows_by_each_tile(seed: int, served: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From pages and of prompts, by more tiles than programs and by fewer; every launch leaves the counters as it found
+    them."""
+    numbers = Random(seed)
+    dims = numbers.choice([dims for dims in launch.HOPPER_DIMS if len(hopper_tiles(*dims)) > 1])
+    changes = numbers.choice([{}, {}, {"window_left": numbers.randint(0, 400)}, {"causal": False}, {"sinks": True},
+                              {"chunk_size": numbers.randint(1, 400)}])  # fmt: skip
+    kv_heads = numbers.choice([1, 2, 5])
+    spec = spec_of(dims, (kv_heads * numbers.choice([1, 3, 7, 16, 60]), kv_heads), **changes)
+    nth = numbers.randrange(1, len(hopper_tiles(*dims)))
+    monkeypatch.setattr(metadata, "faster_hopper_tile", lambda *_: hopper_tiles(*dims)[nth])
+    monkeypatch.setattr(metadata, "prefill_splits", lambda *_: None)
+    monkeypatch.setattr(metadata, "are_faster_together", lambda *_: False)
+    query_lens = [numbers.randint(20, numbers.choice([40, 300])) for _ in range(numbers.choice([1, 5, 40]))]
+    contexts = [numbers.choice([0, numbers.randint(1, 500)]) if seed % 3 else 0 for _ in query_lens]
+    seq_lens = [new + old for new, old in zip(query_lens, contexts, strict=True)]
+    batch = a_batch(spec, seq_lens, query_lens, page_size=numbers.choice([16, 48, 64]), seed=seed)
+    layer, expected = make_layer(get_backend("TRITON"), batch), batch.expected()
+    for _ in range(2):
+        assert_matches(layer.forward(batch, layer.begin(batch), want_lse=True), batch, "each tile", expected)
+    assert served == [bool(any(contexts))] * 2

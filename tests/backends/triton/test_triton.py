@@ -150,9 +150,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
 
 
 def launch_step(query_lens: Sequence[int], writes: bool = True, **changes: Any) -> None:
-    """A step of rows of 100 keys."""
+    """A step of rows of 80 keys."""
     backend, spec = get_backend("TRITON"), AttentionSpec(4, 2, 64, **{"dtype": torch.float16, **changes})
-    batch = random_batch(backend, spec, [100] * len(query_lens), list(query_lens))
+    batch = random_batch(backend, spec, [80] * len(query_lens), list(query_lens))
     layer, common = make_layer(backend, batch), batch.common()
     step = layer.state.begin_forward(layer.builder.build(0, common if writes else without_new_keys(common)))
     new = (batch.key, batch.value) if writes else (None, None)
@@ -183,7 +183,7 @@ def test_decodes_and_prefills_run_side_by_side(
 ) -> None:
     """The latter first, with as many programs as they need to take as long, or half of the GPU's."""
     monkeypatch.setattr(metadata, "short_tile", lambda *_: None)
-    for num_decodes, programs in ((1, 6), (3, 4), (10, 3)):
+    for num_decodes, programs in ((1, 12), (3, 8), (10, 6)):  # two of half the size on each multiprocessor
         launches.clear()
         launch_step((*[1] * num_decodes, 40), writes)
         assert launches[:-2] == [("write", False)] * writes
@@ -226,7 +226,7 @@ def test_only_prefills_that_let_decodes_start_have_a_share(
 def test_prefills_alone_take_the_whole_gpu(launches: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "short_tile", lambda *_: None)
     launch_step((40, 20))
-    assert launches == [("write", False), ("prefill", (6, False))]
+    assert launches == [("write", False), ("prefill", (12, False))]  # two on each multiprocessor
 
 
 @only_interpreted
