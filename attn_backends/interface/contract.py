@@ -38,6 +38,7 @@ RELEASES = (
             "any dtype and last stride: `attend` gets them in the layer's dtype, their last dimension in one piece.",
             "A builder's `build` calls `check_batch` first, which refuses batches above the limits and those of other "
             "page sizes, and calls `check_lengths`; `AttentionImpl.forward` refuses pages that are not as its layer's.",
+            "Metadata may name the spec that a step is `planned_for`: `AttentionImpl.forward` refuses it to others.",
         ),
     ),
     ContractRelease(

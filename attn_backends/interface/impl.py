@@ -111,8 +111,9 @@ class AttentionImpl(ABC, Generic[StepT]):
                 "state's begin_forward before any layer runs"
             )
         spec, metadata = self.spec, step.metadata
-        if isinstance(step, PlannedStep):
-            check_planned_for(step.spec, spec)
+        planned = step.spec if isinstance(step, PlannedStep) else metadata.planned_for
+        if planned is not None:
+            check_planned_for(planned, spec)
         check_call(spec, metadata.num_tokens, query, output, lse)
         if kv_cache is not None:
             check_cache(kv_cache, self._page_shapes, spec.cache_dtype, query.device)

@@ -40,6 +40,7 @@ class AttentionMetadata:
     for_graph: bool  # all rows count as decodes, padding included: which it is, is known on the device alone
     multi_modal_placeholder_index_maps: PlaceholderMaps = field(default=NO_PLACEHOLDERS, kw_only=True)  # for the model
     is_mixed: bool = field(default=False, kw_only=True)  # of a graph's: rows have any query lengths
+    planned_for: AttentionSpec | None = field(default=None, kw_only=True)  # the group's; None: any layer takes it
 
     @classmethod
     def of_batch(

@@ -94,7 +94,7 @@ class PhasedMetadataBuilder(AttentionMetadataBuilder[PhasedMetadata]):
             common, index, num_decodes,
             num_decode_tokens=int(common.query_start_loc_cpu[num_decodes]),
             common_prefix_len=0 if decode is None else decode.common_prefix_len,
-            prefill=prefill, decode=decode,
+            prefill=prefill, decode=decode, planned_for=self.group.spec,
         )  # fmt: skip
 
     def needs_lengths_of(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
@@ -115,8 +115,8 @@ class PhasedMetadataBuilder(AttentionMetadataBuilder[PhasedMetadata]):
 
 def _of_decodes(decode: AttentionMetadata) -> PhasedMetadata:
     """The metadata of a graph, all of whose rows are decodes."""
-    size = decode.num_decodes, decode.num_tokens
-    return PhasedMetadata.of_graph(decode.group_index, decode.slot_mapping, *size, prefill=None, decode=decode)
+    given = decode.group_index, decode.slot_mapping, decode.num_decodes, decode.num_tokens
+    return PhasedMetadata.of_graph(*given, prefill=None, decode=decode, planned_for=decode.planned_for)
 
 
 def _rows(common: CommonAttentionMetadata, start: int, stop: int) -> CommonAttentionMetadata:

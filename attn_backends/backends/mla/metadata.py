@@ -145,6 +145,7 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             num_decode_tokens=int(common.query_start_loc_cpu[num_decodes]),
             decode=_decode_rows(common, num_decodes, None) if num_decodes else None,
             prefill=self._prefill_rows(common, num_decodes) if num_decodes < actual else None,
+            planned_for=self.group.spec,
         )
 
     def needs_lengths_of(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
@@ -178,8 +179,8 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
         query_len = common.num_tokens // common.num_reqs
         idle = (common.seq_lens == 0).repeat_interleave(query_len)
         rows = _decode_rows(common, common.num_reqs, idle)
-        size = rows.num_rows, rows.num_tokens
-        return self.metadata_cls.of_graph(self.group.index, common.slot_mapping, *size, decode=rows, prefill=None)
+        given = self.group.index, common.slot_mapping, rows.num_rows, rows.num_tokens
+        return self.metadata_cls.of_graph(*given, decode=rows, prefill=None, planned_for=self.group.spec)
 
     def _num_decodes(self, common: CommonAttentionMetadata) -> int:
         query_lens: IntArray = common.query_lens_cpu[: common.num_actual_reqs].numpy()

@@ -139,6 +139,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             decode_batch=batch,
             decode_rows=tuple(rows[:num_decode_rows]),
             prefill_rows=tuple(rows[num_decode_rows:]),
+            planned_for=spec,
         )
 
     def reorder_batch(self, batch: SwappableRows, query_lens: Sequence[int]) -> bool:
@@ -178,7 +179,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         live = (common.seq_lens > 0).repeat_interleave(query_len)
         batch = DecodeBatch(num_rows, slots.view(-1), bias, None, query_len, live)
         of_step = self.group.index, common.slot_mapping, num_rows, common.num_tokens
-        return TorchMetadata.of_graph(*of_step, decode_batch=batch, **NOTHING_ELSE)
+        return TorchMetadata.of_graph(*of_step, decode_batch=batch, planned_for=spec, **NOTHING_ELSE)
 
     def _first_visible(self, position: int) -> int:
         """Position of the oldest key that a query at `position` sees."""

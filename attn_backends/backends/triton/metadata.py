@@ -124,6 +124,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             "seq_lens": common.seq_lens,
             "page_table": common.page_table if use_cache else None,
             "key_start_loc": key_start_loc,
+            "planned_for": self.group.spec,
         }
         if common.for_graph:
             if not self.can_run_in_cudagraph(common):

@@ -20,9 +20,10 @@ from attn_backends.interface import (
 from attn_backends.interface.capabilities import CudaGraphSupport, Unsupported
 from attn_backends.registry import explain_for, get_backend, select_backend
 from attn_backends.spec import FP8_DTYPES, AttentionSpec, AttentionType, MLASpec
+from attn_backends.testing.cases.cases import BatchShape
 from attn_backends.testing.cases.features import CROSS, ENCODER, FEATURES, FLOATS, Feature, plain_cache
 from attn_backends.testing.guards.snapshot import differences, snapshot
-from attn_backends.testing.harness import make_layer
+from attn_backends.testing.harness import assert_matches, make_layer
 from attn_backends.testing.kit.base import KitBase
 
 OTHER_PAGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -152,6 +153,25 @@ class Refusals(KitBase):
             with pytest.raises(error, match="kv_cache"):
                 layer.impl.forward(*given, wrong, step)
             assert not differences(before, snapshot(pool)), "pages are refused, and written before"
+
+    @pytest.mark.parametrize("query_lens", [(1, 1), (1, 30)], ids=str)
+    def test_steps_of_other_layers(self, query_lens: tuple[int, ...]) -> None:
+        """A layer of another plan group refuses the step, or attends as its own spec says. Rows are longer than what a
+        kernel reads at a time."""
+        shape = BatchShape(seq_lens=(200, 90), query_lens=query_lens)
+        plain = self.make_batch(self.make_spec(), shape)
+        for changes in ({"scale": 2 * plain.spec.scale}, {"window_left": 3}):
+            spec = self.make_spec(**changes)
+            if not self.serves(spec, may_refuse=True):
+                continue
+            other = self.make_batch(spec, shape)
+            for batch, planned in ((other, plain), (plain, other)):
+                layer, step = make_layer(self.backend, batch), make_layer(self.backend, planned).begin(planned)
+                try:
+                    result = layer.forward(batch, step)
+                except ValueError:
+                    continue
+                assert_matches(result, batch, f"a layer whose step is of others, which differ in {changes}")
 
     def test_graph_verbs(self) -> None:
         """Without graphs every verb refuses."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,8 +36,9 @@ def mutant(impl: type = TorchMLAImpl, state: type = TorchMLAState, **methods: An
 class UnscaledRoPE(TorchMLAImpl):
     """Takes the scale of q_nope alone, as a model without shared keys has it."""
 
-    def __init__(self, spec: MLASpec, *args: Any, **kwargs: Any) -> None:
-        super().__init__(replace(spec, scale=spec.qk_nope_head_dim**-0.5), *args, **kwargs)
+    def attend(self, *args: Any) -> None:
+        with mock.patch.object(self, "spec", replace(self.spec, scale=self.spec.qk_nope_head_dim**-0.5)):
+            super().attend(*args)
 
 
 class HeadsExchanged(TorchMLAImpl):
@@ -63,10 +65,11 @@ class SplitsHeadsInHalves(TorchMLAImpl):
 class ScaleOfValues(TorchMLAImpl):
     """The scale of a head dim that is taken from values."""
 
-    def __init__(self, spec: MLASpec, *args: Any, **kwargs: Any) -> None:
-        wide = spec.head_dim_vo + spec.qk_rope_head_dim
+    def attend(self, *args: Any) -> None:
+        spec, wide = self.spec, self.spec.head_dim_vo + self.spec.qk_rope_head_dim
         scale = wide**-0.5 if spec.scale == spec.head_dim**-0.5 else spec.scale
-        super().__init__(replace(spec, scale=scale), *args, **kwargs)
+        with mock.patch.object(self, "spec", replace(spec, scale=scale)):
+            super().attend(*args)
 
 
 class NoSharedKey(TorchMLAImpl):
