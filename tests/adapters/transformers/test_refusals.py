@@ -169,6 +169,12 @@ class TestModels:
         with refused("linear_attention"):
             ab.PagedCache(config)
 
+    @pytest.mark.parametrize("window", [0, -1])
+    def test_windows_without_a_key(self, window: int) -> None:
+        """Not even the query's own: it would be taken for no window."""
+        with refused("window_left", f"layer 0 with sliding_window={window}", "None for no window"):
+            tiny("MistralConfig", sliding_window=window)(IDS, use_cache=False)
+
     def test_shared_keys(self) -> None:
         config = transformers.Gemma3nTextConfig(**COMMON | {"num_kv_shared_layers": 2, "head_dim": 16})
         with refused("kv_sharing"):
