@@ -69,8 +69,8 @@ def check_kind(module: torch.nn.Module, sliding_window: int | None) -> None:
         decline("layer_idx", f"{type(module).__name__} without layer_idx", "layers that say which they are",
                 "Load this model with sdpa.")  # fmt: skip
     if sliding_window is not None and sliding_window < 1:  # no key at all, not even its own
-        decline("window_left", f"layer {index} with sliding_window={sliding_window}", "1 and more, or None for no window",
-                "Set sliding_window in the model's config.")  # fmt: skip
+        decline("window_left", f"layer {index} with sliding_window={sliding_window}",
+                "1 and more, or None for no window", "Set sliding_window in the model's config.")  # fmt: skip
     kind = layer_kind(config, index)
     if not reaches_attention(kind, sliding_window is not None):
         decline("layer_type", f"layer {index} is {kind}, window {sliding_window}", ", ".join(sorted(SERVED_KINDS)),

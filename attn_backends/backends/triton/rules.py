@@ -67,7 +67,7 @@ _NARROW, _MIDDLE = 64, 128  # head dims up to which tiles of long blocks are the
 # Keys that tiles may see, by the widest head dim: the longest where all begin at once, and the mean of more tiles;
 # twice as many in the mean where no row has more queries than one of these, which is half of one for Hopper. Beside
 # the kernel for Hopper with tiles of half the size more tiles never are faster. As measured at tuning seeds 24 to 26,
-# 35 to 38, and 100 to 102, and beside half the size at 150 to 156.
+# 35 to 38, and 100 to 102, and beside half the size at 150 to 156, without decodes.
 _FEW_KEYS = {64: (512, 400), 128: (256, 72), 256: (128, 128)}
 _FEW_BESIDE_HALF = {64: (80, 0), 128: (64, 0)}
 
@@ -96,12 +96,12 @@ def short_tile(
         query_lens, seq_lens: [rows], or upper bounds of the latter.
         has_decodes: some rows are of few tokens, and would else run beside the kernel for Hopper: only where all begin
             at once are they as fast in this one.
-        for_graph: else the kernel for Hopper has tiles of half the size too.
+        for_graph: the kernel for Hopper has no tiles of half the size then.
     """
     if not tiles:
         return None
     num_tiles = num_hopper_tiles(spec, query_lens).astype(np.int64)
-    has_half = not for_graph and any(tile.groups == 1 for tile in tiles_of(spec))
+    has_half = not (for_graph or has_decodes) and any(tile.groups == 1 for tile in tiles_of(spec))
     few_keys = _FEW_BESIDE_HALF if has_half else _FEW_KEYS
     longest, mean = next((few for head_dim, few in few_keys.items() if spec.head_dim <= head_dim), (0, 0))
     most = int(seen_by_tiles(spec, seq_lens).max(initial=0))

@@ -130,10 +130,8 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
             return TritonStep(self._metadata(group.index, starts, decodes), schedule, workspace)
         query_lens = np.full(self.num_rows, self.query_len, np.int32)
         lens = query_lens, np.full_like(query_lens, self.limits.max_model_len)
-        short, splits = (
-            short_tile(group.spec, short_tiles(group.spec, *given), *lens, self.device, for_graph=True),
-            None,
-        )
+        tiles, splits = short_tiles(group.spec, *given), None
+        short = short_tile(group.spec, tiles, *lens, self.device, for_graph=True)
         if short is None:
             tile = split_tile(group.spec, *given, is_paged=True, is_upcast=False)
             splits = prefill_splits(group.spec, tile, *lens, 0, self.device, for_graph=True)

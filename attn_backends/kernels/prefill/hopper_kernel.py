@@ -1,11 +1,11 @@
 """Prefill on Hopper: loads, products and softmax where they are to be, by Triton's Gluon.
 
-Two groups of warps, or three, have 64 queries each and share the keys. A group asks for the next block's logits, then
+Two groups of warps, or one or three, have 64 queries each and share the keys. A group asks for the next block's logits, then
 for the values that the last block's weights give, and works out its weights while the latter are under way, as
 FlashAttention-3 does (Shah et al., 2024). A warp that does nothing else loads keys and values by the tensor memory
-accelerator, out of pages of any multiple of 16 slots. A program for each multiprocessor goes from tile to tile until
-none is left: one more warp takes them, and publishes to the others a tile ahead what they need, so that nobody waits
-for what is in memory.
+accelerator, out of pages of any multiple of 16 slots. A program for each multiprocessor, or two of one group, goes from
+tile to tile until none is left: one more warp takes them, and publishes to the others a tile ahead what they need, so
+that nobody waits for what is in memory.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: gl.constexpr,  # keys of a block
     DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
-    GROUPS: gl.constexpr,  # of warps that attend, 2 or 3
+    GROUPS: gl.constexpr,  # of warps that attend, 1 to 3
     STAGES: gl.constexpr,  # blocks of keys, and of values, in shared memory
     Q_STAGES: gl.constexpr,  # tiles of queries in shared memory, 1 or 2
     USE_PDL: gl.constexpr,  # 0 or 1: it starts before the kernel in front of it has ended, and waits for it
@@ -133,7 +133,7 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
         grid_wait()
     if LAUNCH_DEPENDENTS:
         launch_dependents()
-    gl.static_assert(GROUPS <= 2 or SPLIT == 0)
+    gl.static_assert(GROUPS == 2 or SPLIT == 0)
     of_dtype: gl.constexpr = query.dtype.element_ty
     q_0 = gl.allocate_shared_memory(of_dtype, [Q_STAGES * column_tiles(DIM), BLOCK_M, TMA_COLS], BLOCK_LAYOUT)
     if GROUPS > 1:

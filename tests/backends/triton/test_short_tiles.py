@@ -73,8 +73,9 @@ def test_the_longest_counts_of_few_rows_and_the_mean_of_many() -> None:
 def test_decodes_go_along_where_all_begin_at_once() -> None:
     spec, tiles = layer(128), rules.SHORT_TILES
     for count, wanted in ((30, tiles[0]), (40, None)):
-        lens = np.array([1] * count + [20], np.int32)
-        assert rules.short_tile(spec, tiles, lens, lens + 40, DEVICE, has_decodes=True) == wanted
+        lens = np.array([1] * count + [100], np.int32)
+        assert rules.short_tile(spec, tiles, lens, lens + 100, DEVICE, has_decodes=True) == wanted
+        assert rules.short_tile(spec, tiles, lens, lens + 100, DEVICE) is None
 
 
 def test_rows_that_half_fill_a_tile_for_hopper_may_see_twice_as_many_keys() -> None:
