@@ -1,11 +1,11 @@
 """Prefill on Hopper: loads, products and softmax where they are to be, by Triton's Gluon.
 
-Two groups of warps, or one or three, have 64 queries each and share the keys. A group asks for the next block's logits, then
-for the values that the last block's weights give, and works out its weights while the latter are under way, as
-FlashAttention-3 does (Shah et al., 2024). A warp that does nothing else loads keys and values by the tensor memory
-accelerator, out of pages of any multiple of 16 slots. A program for each multiprocessor, or two of one group, goes from
-tile to tile until none is left: one more warp takes them, and publishes to the others a tile ahead what they need, so
-that nobody waits for what is in memory.
+Two groups of warps, or one or three, have 64 queries each and share the keys. A group asks for the next block's
+logits, then for the values that the last block's weights give, and works out its weights while the latter are under
+way, as FlashAttention-3 does (Shah et al., 2024). A warp that does nothing else loads keys and values by the tensor
+memory accelerator, out of pages of any multiple of 16 slots. A program for each multiprocessor, or two of one group,
+goes from tile to tile until none is left: one more warp takes them, and publishes to the others a tile ahead what they
+need, so that nobody waits for what is in memory.
 """
 
 from __future__ import annotations
