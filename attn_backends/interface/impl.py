@@ -262,7 +262,8 @@ def check_planned_for(planned: AttentionSpec, spec: AttentionSpec) -> None:
         ValueError: it was not; says what differs.
     """
     if planned is not spec and planned != spec:
-        differs = [name for name, value in vars(spec).items() if getattr(planned, name) != value]
+        names = vars(planned) | vars(spec)  # MLA's layers have more
+        differs = [name for name in names if getattr(planned, name, None) != getattr(spec, name, None)]
         raise ValueError(
             f"this step was planned for layers that differ from this one in {', '.join(differs)}: give the layer "
             "the step of its own plan group"

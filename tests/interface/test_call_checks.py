@@ -12,6 +12,8 @@ import tests.helpers.flash_attn_mla_emulated
 import tests.helpers.flashinfer_emulated
 import tests.helpers.flashinfer_mla_emulated
 import tests.helpers.flashmla_emulated  # noqa: F401
+from attn_backends.interface.impl import check_planned_for
+from attn_backends.spec import AttentionSpec, MLASpec
 from attn_backends.testing.harness import make_layer
 from attn_backends.testing.kit.base import KitBase
 
@@ -56,3 +58,14 @@ def check_refused(name: str, call: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_other_tensors_are_refused_by_name(name: str, call: str) -> None:
     check_refused(name, call)
+
+
+def test_steps_of_layers_of_another_kind_are_refused_by_what_differs() -> None:
+    """As those of phases are, which share a class: MLA's layers have more than others."""
+    plain, latent = (
+        AttentionSpec(4, 4, 24, 16),
+        MLASpec(4, head_dim=24, head_dim_vo=16, kv_lora_rank=32, qk_rope_head_dim=8),
+    )
+    for planned, spec in ((plain, latent), (latent, plain)):
+        with pytest.raises(ValueError, match="differ from this one in kv_lora_rank, qk_rope_head_dim: give the layer"):
+            check_planned_for(planned, spec)

@@ -82,10 +82,10 @@ def upcast_sections(spec: AttentionSpec, seq_lens: IntArray, num_bytes: int) -> 
         return []
     starts, num_keys = [0], 0
     for row, seq_len in enumerate(seq_lens.tolist()):
-        num_keys += seq_len
-        if row > starts[-1] and upcast_heads(spec, num_keys, num_bytes) < spec.num_kv_heads:
+        if num_keys and upcast_heads(spec, num_keys + seq_len, num_bytes) < spec.num_kv_heads:
             starts.append(row)
-            num_keys = seq_len
+            num_keys = 0
+        num_keys += seq_len  # none of a row of cross attention that has no keys
     return [slice(*bounds) for bounds in pairwise([*starts, len(seq_lens)])]
 
 

@@ -18,6 +18,7 @@ from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits
 launching = pytest.importorskip("attn_backends.kernels.launch", reason="needs triton")
 examples = pytest.importorskip("attn_backends.kernels.examples")
 Pdl = pytest.importorskip("attn_backends.kernels.pdl").Pdl
+HopperConstants = pytest.importorskip("attn_backends.kernels.prefill.arguments").HopperConstants
 variants = pytest.importorskip("attn_backends.kernels.variants")
 triton_state = pytest.importorskip("attn_backends.backends.triton.state")
 triton_impl = pytest.importorskip("attn_backends.backends.triton.impl")
@@ -230,6 +231,10 @@ def test_traffic_for_the_kernel_for_hopper(cached: torch.dtype, monkeypatch: pyt
         found = {variant.key: variant for variant in keys_of_traffic(numbers, engine, machine, 40)}
         assert set(found) <= listed, f"{spec} over {engine.cache} within {engine.limits}"
         asked |= found
+    of_hopper = [variant for variant in asked.values() if variant.name == "prefill_hopper_kernel"]
+    groups = [HopperConstants._make(each.given[-len(HopperConstants._fields) :]).GROUPS for each in of_hopper]
+    assert [each.options.get("maxnreg") for each in of_hopper] == [128 if of == 1 else None for of in groups]
+    assert cached is not torch.bfloat16 or {1, 2} <= {*groups}
     last = {(variant.name, variant.given[-1]) for variant in asked.values()}  # how it starts, or lets the next one
     assert ("prefill_hopper_kernel", 0) in last
     if cached is torch.bfloat16:
