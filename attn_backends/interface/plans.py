@@ -46,9 +46,11 @@ class Plans(Generic[LayerT]):
         device: torch.device | str,
         options: Any = None,
     ) -> None:
-        self.backend, self.specs, self.cache, self.limits = backend, dict(specs), cache, limits
+        self.backend, self.cache, self.limits = backend, cache, limits
         self.device, self.options = torch.device(device), options
-        self.groups = plan_groups(self.specs)
+        self.groups = plan_groups(specs)
+        of_group = {group.spec: group.spec for group in self.groups}  # one object, so that a step is sooner compared
+        self.specs: dict[LayerT, AttentionSpec] = {layer: of_group[spec] for layer, spec in specs.items()}
         where = (cache, limits, self.device)
         self.state: AttentionState[Any] = backend.get_state_cls()(self.groups, *where, options=options)
         self.builders = tuple(backend.get_builder_cls()(group, *where, options=options) for group in self.groups)

@@ -12,8 +12,10 @@ import tests.helpers.flash_attn_mla_emulated
 import tests.helpers.flashinfer_emulated
 import tests.helpers.flashinfer_mla_emulated
 import tests.helpers.flashmla_emulated  # noqa: F401
+from attn_backends import get_backend
+from attn_backends.interface import Plans
 from attn_backends.interface.impl import check_planned_for
-from attn_backends.spec import AttentionSpec, MLASpec
+from attn_backends.spec import AttentionSpec, KVCacheSpec, Limits, MLASpec
 from attn_backends.testing.harness import make_layer
 from attn_backends.testing.kit.base import KitBase
 
@@ -69,3 +71,12 @@ def test_steps_of_layers_of_another_kind_are_refused_by_what_differs() -> None:
     for planned, spec in ((plain, latent), (latent, plain)):
         with pytest.raises(ValueError, match="differ from this one in kv_lora_rank, qk_rope_head_dim: give the layer"):
             check_planned_for(planned, spec)
+
+
+def test_layers_of_a_group_share_its_spec() -> None:
+    """One object, which is sooner compared with a step's, though an engine gives each layer a spec of its own."""
+    specs = {layer: AttentionSpec(4, 4, 16, window_left=window) for layer, window in enumerate((7, -1, 7, 7))}
+    plans = Plans(get_backend("TORCH"), specs, KVCacheSpec(4, 16), Limits(2, 8, 32), "cpu")
+    assert list(plans.specs) == [0, 1, 2, 3]
+    for group in plans.groups:
+        assert all(plans.bind(layer).spec is group.spec == specs[layer] for layer in group.layers)

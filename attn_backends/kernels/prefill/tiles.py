@@ -59,9 +59,9 @@ class HopperTile(NamedTuple):
 
 
 def hopper_tiles(head_dim: int, head_dim_vo: int) -> tuple[HopperTile, ...]:
-    """The usual one, whose keys may be split; then what is faster for tiles that see few keys: half the size, so that
-    a multiprocessor works on two at a time, or where these have no room, blocks of half the size; and last, for many
-    tiles of narrow heads, a third group of warps."""
+    """The tiles of a layer's heads. The first is the usual one, whose keys may be split. The second is faster where
+    tiles see few keys: it has half the size, so that a multiprocessor works on two at a time, or, where two have no
+    room, blocks of half the size. The third, of narrow heads, has one more group of warps, for many tiles."""
     if head_dim <= 64:
         return HopperTile(2, 128, 4), HopperTile(1, 64, 4), HopperTile(3, 64, 4)
     if head_dim <= 128:
