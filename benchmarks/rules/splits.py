@@ -2,12 +2,13 @@
 
     python -m benchmarks rules splits --seed S --count N [--kinds chunks mixed …] [--rounds 5] [--minutes M]
 
-Shapes are drawn as those of `attention random_shapes` are: seeds below 1000 are to tune by. "whole" is the time with
-no key split, "in order" the same with the longest rows first, "G x N" whole ones by a tile of the kernel for Hopper
-of so many groups of warps and keys of a block, "portable N" by the portable kernel's tiles for few keys, "split N"
-that with N splits at most, "decoded" by the decode kernel where rows have few tokens, and "rule" the one that TRITON
-takes; "ratio" is the rule's time over the whole one's, and "vs other" over that of the best other kernel. Every way
-is checked against float64. Kernels are compiled first, by several processes at once.
+Shapes are drawn as those of `attention random_shapes` are: seeds below 1000 are to tune by. "whole" is the time with no
+key split, "in order" the same with the longest rows first, "G x N" whole ones by a tile of the kernel for Hopper of so
+many groups of warps and keys of a block, and of half the size in order and split too, "portable N" by the portable
+kernel's tiles for few keys, "split N" that with N splits at most, "decoded" by the decode kernel where rows have few
+tokens, and "rule" the one that TRITON takes; "ratio" is the rule's time over the whole one's, and "vs other" over that
+of the best other kernel. Every way is checked against float64. Kernels are compiled first, by several processes at
+once.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from attn_backends.backends.triton.rules import prefill_share, short_tiles, spli
 from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.batch.views import without_new_keys
 from attn_backends.kernels.launch import num_multiprocessors
-from attn_backends.kernels.prefill.launch import suits_hopper_kernel
-from attn_backends.kernels.prefill.splits import PrefillSplits, most_tile_splits
-from attn_backends.kernels.prefill.tiles import tiles_of
+from attn_backends.kernels.prefill.launch import hopper_tile, suits_hopper_kernel
+from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, most_tile_splits
+from attn_backends.kernels.prefill.tiles import half_tile, tiles_of
 from benchmarks.attention.attention import all_made
 from benchmarks.attention.contest import CACHE_DTYPES, Made, checked, our_call, parts_of
 from benchmarks.attention.paged_problem import Problem, make_contender
@@ -65,13 +66,26 @@ def ways_of(problem: Problem, parts: Any) -> dict[str, Any]:
     programs = tile.num_programs(num_multiprocessors(problem.device))
     if first < built.num_rows and not built.upcast_rows:
         ways[IN_ORDER] = replace(whole, prefill_splits=PrefillSplits(0, tile))
-        for target in range(programs, most_tile_splits(programs) + 1, programs):
-            ways[f"split {target}"] = replace(whole, prefill_splits=PrefillSplits(target, tile), prefill_share=None)
+        ways |= _splits(whole, tile, programs, "split")
+        if (half := half_tile(spec)) and tile.beside and not built.num_upcast_keys:
+            listed, name = hopper_tile(spec, half), f"{half.groups} x {half.keys}"
+            by_half = replace(whole, hopper_tile=half)
+            ways[f"{name} {IN_ORDER}"] = replace(by_half, prefill_splits=PrefillSplits(0, listed))
+            num_programs = listed.num_programs(num_multiprocessors(problem.device))
+            ways |= _splits(by_half, listed, num_programs, f"{name} split")
     if first == 0 and problem.common.max_query_len <= DECODE_TOKENS:
         of_decode = {"num_decode_rows": built.num_rows, "num_decode_row_tokens": built.num_row_tokens}
         of_decode["max_decode_len"] = problem.common.max_query_len
         ways[DECODED] = replace(whole, prefill_share=None, **of_decode)
     return ways | {RULE: built}
+
+
+def _splits(whole: Any, tile: SplitTile, num_programs: int, name: str) -> dict[str, Any]:
+    targets = range(num_programs, most_tile_splits(num_programs) + 1, num_programs)
+    return {
+        f"{name} {target}": replace(whole, prefill_splits=PrefillSplits(target, tile), prefill_share=None)
+        for target in targets
+    }
 
 
 def _by_other_tiles(problem: Problem, whole: Any) -> dict[str, Any]:

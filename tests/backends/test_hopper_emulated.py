@@ -99,6 +99,13 @@ def check(name: str, batch: Batch, launches: list[int], options: Any = None) -> 
 LENS = ([250, 131, 70], [20, 131, 33])
 
 
+def as_they_come(*_: Any) -> Any:
+    """Whole tiles of the usual size, that programs look up."""
+    from attn_backends.backends.triton.plans import PrefillPlan
+
+    return PrefillPlan(None, None)
+
+
 def prefill(spec: AttentionSpec, page_size: int, lens: tuple[list[int], list[int]]) -> Batch:
     return random_batch(get_backend("TRITON"), spec, *lens, page_size=page_size, poison=float("nan"))
 
@@ -156,16 +163,17 @@ def test_prefill_of_many_rows(heads: tuple[int, int], launches: list[int]) -> No
 def nth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole prefills by the nth tile that such heads have."""
     from attn_backends.backends.triton import metadata
+    from attn_backends.backends.triton.plans import PrefillPlan
 
-    monkeypatch.setattr(metadata, "faster_hopper_tile", lambda spec, *_: tiles_of(spec)[request.param])
-    monkeypatch.setattr(metadata, "prefill_splits", lambda *_: None)
+    monkeypatch.setattr(metadata, "prefill_plan", lambda spec, *_: PrefillPlan(tiles_of(spec)[request.param], None))
 
 
 @only_interpreted
 @pytest.mark.usefixtures("nth")
 @pytest.mark.parametrize("page_size", [16, 48])
 @pytest.mark.parametrize(
-    ("dims", "nth"), [((64, 64), 1), ((64, 64), 2), ((96, 64), 1), ((128, 128), 1), ((192, 128), 1)], ids=str,
+    ("dims", "nth"), [((64, 64), 1), ((64, 64), 2), ((96, 64), 1), ((128, 128), 1), ((192, 128), 1), ((256, 256), 1)],
+    ids=str,
     indirect=["nth"],
 )  # fmt: skip
 def test_prefill_by_the_other_tile(dims: tuple[int, int], page_size: int, launches: list[int]) -> None:
@@ -194,6 +202,7 @@ def test_what_a_query_sees_by_the_other_tile(
 def test_windows_and_chunks_around_a_block(seed: int, launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of random widths: where a tile's queries all see some block whole, and where they just do not."""
     from attn_backends.backends.triton import metadata
+    from attn_backends.backends.triton.plans import PrefillPlan
 
     numbers = Random(seed)
     dims, group_size = numbers.choice([(64, 64), (128, 128)]), numbers.choice([1, 2, 4, 8])
@@ -202,8 +211,7 @@ def test_windows_and_chunks_around_a_block(seed: int, launches: list[int], monke
     width = tile.keys + numbers.choice([0, tile.tokens(group_size)]) + numbers.randint(-tile.keys // 2, 9)
     spec = spec_of(dims, (2 * group_size, 2), causal=numbers.random() < 0.8,
                    **{numbers.choice(["window_left", "window_left", "chunk_size"]): width})  # fmt: skip
-    monkeypatch.setattr(metadata, "faster_hopper_tile", lambda *_: tile)
-    monkeypatch.setattr(metadata, "prefill_splits", lambda *_: None)
+    monkeypatch.setattr(metadata, "prefill_plan", lambda *_: PrefillPlan(tile, None))
     query_lens = [numbers.randint(1, 150) for _ in range(3)]
     check("TRITON", prefill(spec, 16, ([new + numbers.randint(0, 500) for new in query_lens], query_lens)), launches)
 
@@ -217,8 +225,9 @@ def test_prompts_by_the_other_tile(launches: list[int]) -> None:
 
 
 @only_interpreted
-def test_rows_without_queries_end(launches: list[int]) -> None:
-    """And write nothing, whatever the host took them for."""
+def test_rows_without_queries_end(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And write nothing, whatever the host took them for, where no list was made of their tiles."""
+    monkeypatch.setattr("attn_backends.backends.triton.metadata.prefill_plan", as_they_come)
     batch = prefill(spec_of(), 16, ([70, 50], [20, 33]))
     layer = make_layer(get_backend("TRITON"), batch)
     step, output = layer.begin(batch), torch.full_like(batch.query, 7.0)
@@ -429,6 +438,7 @@ def test_faults_are_found(fault: str, launches: list[int], tmp_path: Path, monke
     wrong = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(wrong)
     monkeypatch.setattr(module, KERNELS[package], Emulated(getattr(wrong, KERNELS[package]), launches.append))
+    monkeypatch.setattr("attn_backends.backends.triton.metadata.prefill_plan", as_they_come)
     given: dict[str, tuple[str, Batch, Any]] = {
         "triton": ("TRITON", prefill(spec_of(), 16, LENS), None),
         "mla": ("TRITON_MLA", latent(40, 2, 16), None),

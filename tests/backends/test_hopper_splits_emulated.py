@@ -117,9 +117,15 @@ def check(batch: Batch, launches: list[int]) -> Any:
 @pytest.mark.parametrize("seed", [*SHOWN, *UNSEEN])
 def test_random_layers(seed: int, launches: list[int]) -> None:
     batch, num_sms = draw(seed)
-    with splitting(num_sms):
+    by_half = seed % 2 > 0
+    with splitting(num_sms, by_half=by_half):
         step = check(batch, launches)
     assert step.splits is not None
+    if not by_half or batch.spec.head_dim != batch.spec.head_dim_vo:  # MLA's heads have no such tile
+        assert step.metadata.hopper_tile is None
+    else:
+        assert step.metadata.hopper_tile.groups == 1
+        assert step.splits.tile.rows == 64
 
 
 @only_interpreted
@@ -128,7 +134,7 @@ def test_random_layers_with_whole_tiles(seed: int, launches: list[int]) -> None:
     """The longest rows' are, or all: none is split, and nothing joined."""
     batch, num_sms = draw(seed)
     part = Random(f"whole {seed}").choice((1.0, 0.3, 0.5, 0.7))
-    with splitting(num_sms, whole=part):
+    with splitting(num_sms, whole=part, by_half=seed % 2 > 0):
         step = check(batch, launches)
     several = (step.splits.work_items[:, 5] > 1) & (step.splits.work_items[:, 0] >= 0)
     assert not several[: step.splits.num_whole].any()

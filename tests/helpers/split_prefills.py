@@ -6,20 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from attn_backends.backends.triton import metadata, rules
+from attn_backends.backends.triton import metadata, plans, rules
 from attn_backends.kernels.prefill import splits
 from attn_backends.machine import pretend_multiprocessors
 
 
 @contextmanager
 def splitting(
-    num_sms: int, least_keys: int = 64, target: int | None = None, whole: float | None = None
+    num_sms: int, least_keys: int = 64, target: int | None = None, whole: float | None = None, by_half: bool = False
 ) -> Iterator[None]:
     """All prefills that can be are split for so many multiprocessors, of splits of `least_keys` keys or more.
 
     Args:
         target: None: as many splits as there can be.
         whole: the part of the tiles that come first and are whole: all of them, with 1. None: any may be split.
+        by_half: the kernel for Hopper takes tiles of half the size, where it has them, and never else.
     """
 
     def wanted(load: object, heads: int, num_programs: int, *_: object) -> int:
@@ -33,12 +34,13 @@ def splitting(
     if whole is not None:
         changes = {
             "split_target": lambda *_: 0, "last_wave": behind, "is_faster_in_order": lambda *_: True,
-            "_reads_alike": lambda *_: True,
+            "reads_alike": lambda *_: True,
         }  # fmt: skip
     with (
         pretend_multiprocessors(num_sms),
         mock.patch.object(splits, "LEAST_KEYS", least_keys),
         mock.patch.multiple(rules, **changes),
         mock.patch.object(metadata, "faster_hopper_tile", return_value=None),
+        mock.patch.object(plans, "_taken", lambda spec, plan, *_: float((plan.tile is None) is by_half)),
     ):
         yield

@@ -141,7 +141,7 @@ def test_which_of_several_tensors_is_not_aligned_matters() -> None:
           "chunk", "others_tokens", "num_tokens", "num_counters", "tile_tokens", "block_keys", "min_blocks"]),
         ("kernels.equal_cuts", "cut_kernel",
          ["num_rows", "max_cuts", "few_cuts", "long_cut", "heads", "num_sms", "resident", "row_keys", "much_alike",
-          "num_programs", "window_left", "chunk", "most_tokens", "num_counters"]),
+          "part_keys", "num_programs", "window_left", "chunk", "most_tokens", "num_counters"]),
         ("backends.mla.triton_mla.decode_kernel", "mla_decode_kernel", ["table_row"]),
         ("backends.mla.triton_mla.decode_hopper_kernel", "mla_hopper_kernel", ["table_row"]),
         ("cache.kernels", "write_kv_kernel", ["k_scale", "v_scale"]),

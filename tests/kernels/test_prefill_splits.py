@@ -26,6 +26,7 @@ tiles = pytest.importorskip("attn_backends.kernels.tiles")
 MULTIPROCESSORS = (1, 2, 16, 46, 78, 108, 114, 132, 142, 148, 160, 192)
 HEADS = (1, 2, 3, 5, 8, 32, 71)
 BF16 = torch.bfloat16
+TILE, WIDE = splits.SplitTile(32, 128, 32), splits.SplitTile(32, 128, 128)  # four blocks of a split at least, and one
 
 
 @some.composite
@@ -54,13 +55,13 @@ def test_no_more_splits_than_the_target(load: Any, heads: int, target: int, min_
 @given(loads(), some.sampled_from(HEADS), some.sampled_from(MULTIPROCESSORS), some.floats(0, 1000))
 def test_the_rule_takes_what_is_faster(load: Any, heads: int, num_sms: int, decodes: float) -> None:
     """By its own reckoning; and its target has room in a workspace."""
-    target = splits.split_target(load, heads, num_sms, 4, decodes)
+    target = splits.split_target(load, heads, num_sms, TILE, decodes)
     assert 0 <= target <= splits.most_tile_splits(num_sms)
     if target:
         counts = splits.num_splits(load, heads, target, 4)
         assert (counts > 1).any()
-        whole = splits.split_time(load, heads, num_sms, np.ones_like(load.blocks))
-        assert splits.split_time(load, heads, num_sms, counts) < whole
+        whole = splits.split_time(load, heads, num_sms, np.ones_like(load.blocks), TILE)
+        assert splits.split_time(load, heads, num_sms, counts, TILE) < whole
 
 
 def load_of(tile_counts: list[int], blocks: list[int]) -> Any:
@@ -73,17 +74,17 @@ def test_what_is_split() -> None:
     sms = 132
     for tile_count, heads, least in ((1, 1, 90), (1, 4, 30), (2, 8, 8)):
         load = load_of([tile_count], [400])
-        counts = splits.num_splits(load, heads, splits.split_target(load, heads, sms, 4), 4)
+        counts = splits.num_splits(load, heads, splits.split_target(load, heads, sms, TILE), 4)
         assert counts[0] >= least
     skewed = load_of([9] * 22, [362, *[9] * 21])
-    counts = splits.num_splits(skewed, 3, splits.split_target(skewed, 3, sms, 4), 4)
+    counts = splits.num_splits(skewed, 3, splits.split_target(skewed, 3, sms, TILE), 4)
     assert counts[0] >= 3
     assert (counts[1:] == 1).all()
     for load, heads in ((load_of([64], [400]), 32), (load_of([33], [30]), 4), (load_of([1], [5]), 1)):
-        assert splits.split_target(load, heads, sms, 4) == 0
+        assert splits.split_target(load, heads, sms, TILE) == 0
     chunk = load_of([1], [40])
-    assert splits.split_target(chunk, 8, sms, 4) > 0
-    assert splits.split_target(chunk, 8, sms, 4, decodes=400.0) == 0
+    assert splits.split_target(chunk, 8, sms, TILE) > 0
+    assert splits.split_target(chunk, 8, sms, TILE, decodes=400.0) == 0
 
 
 @pytest.mark.parametrize("num_sms", MULTIPROCESSORS)
@@ -162,7 +163,7 @@ def test_a_last_wave_is_split_where_that_is_faster() -> None:
         longest = dice.choice((40, 200, 600))
         tile_counts = [dice.randint(1, dice.choice((4, 40, 150))) for _ in range(num_rows)]
         load = load_of(tile_counts, [dice.randint(longest // 2, longest) for _ in tile_counts])
-        if not (num_whole_and_target := waves.last_wave(load, heads, 132, 1, step))[1]:
+        if not (num_whole_and_target := waves.last_wave(load, heads, 132, WIDE, step))[1]:
             continue
         num_tiles = int(load.tiles.sum())
         whole = work_of(load, heads, 132, step, num_tiles, 0)

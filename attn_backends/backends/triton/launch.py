@@ -42,6 +42,7 @@ _RESIDENT_WARPS = 8  # of a multiprocessor, whatever the tile: a thread of these
 # Blocks from which on a cut is long, by bytes of a cached number: of 8 bits programs compute more than they wait.
 _LONG_CUTS = {1: 16, 2: 96, 4: 96}
 _ROW_KEYS, _MUCH_ALIKE = 32, 32  # see `Filling`, as measured
+_PART_KEYS = 16  # of a block: a program of one warp takes longer for a few of them than parts take to be joined
 _REGISTERS = 65536  # of a multiprocessor
 _COMBINE_REGISTERS = (
     128  # of a thread, for the splits that it combines at a time; no more than half of what it can have
@@ -75,7 +76,7 @@ class SplitPlan(NamedTuple):
         return Filling(
             few_cuts=self._filling(spec, programs, num_sms), long_cut=_LONG_CUTS[spec.cache_dtype.itemsize],
             heads=spec.num_kv_heads * self.tiles, num_sms=num_sms, resident=_resident(tile), row_keys=_ROW_KEYS,
-            much_alike=_MUCH_ALIKE,
+            much_alike=_MUCH_ALIKE, part_keys=_PART_KEYS if self.block_m == _SMALL_TILE_ROWS else 0,
         )  # fmt: skip
 
     def num_partial_slots(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from attn_backends.backends.triton.launches import NO_PREFILL, Launches, Lens, mixed_launches
+from attn_backends.backends.triton.plans import PrefillPlan, are_faster_together, prefill_plan
 from attn_backends.backends.triton.rules import (
-    are_faster_together,
     can_upcast,
     decode_tokens,
     prefill_share,
-    prefill_splits,
     reads_pages_on_hopper,
     short_tile,
     short_tiles,
@@ -27,8 +26,9 @@ from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
 from attn_backends.interface import AttentionMetadata, AttentionMetadataBuilder
+from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.kernels.prefill.faster_tile import faster_hopper_tile
-from attn_backends.kernels.prefill.launch import hopper_tile, suits_hopper_kernel
+from attn_backends.kernels.prefill.launch import suits_hopper_kernel
 from attn_backends.kernels.prefill.splits import PrefillSplits
 from attn_backends.kernels.prefill.tiles import HopperTile, PrefillTile
 from attn_backends.spec import AttentionType, KVCacheSpec, Limits, PlanGroup
@@ -154,16 +154,13 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         is_paged = use_cache and not are_prompts
         is_upcast, splits, other_tile = num_upcast_keys > 0, None, None
         if tile is None and not upcast_rows:
-            other_tile = None if is_upcast else self._hopper_tile(common, lens, num_decode_rows)
-            has_other = other_tile is not None
-            splits = self._prefill_splits(common, bounds, num_decode_rows, is_paged, is_upcast, has_other)
-            other_tile = None if splits else other_tile
-        if splits is not None and self._can_take_decodes_along(common, num_decode_rows, splits):
-            together = self._prefill_splits(common, bounds, 0, is_paged=True, is_upcast=False)
-            if are_faster_together(self.group.spec, splits, together, *lens, num_decode_rows, self.device):
-                num_decode_rows = max_decode_len = 0
-                are_prompts = False
-                splits, other_tile = together, None if together else self._hopper_tile(common, lens, 0)
+            alone = self._plan(common, lens, bounds, num_decode_rows, is_paged, is_upcast)
+            if self._can_take_decodes_along(common, num_decode_rows, alone):
+                together = self._plan(common, lens, bounds, 0, is_paged=True, is_upcast=False)
+                if are_faster_together(self.group.spec, alone, together, *lens, num_decode_rows, self.device):
+                    num_decode_rows = max_decode_len = 0
+                    are_prompts, alone = False, together
+            other_tile, splits = alone
         prefill = {
             "num_upcast_keys": num_upcast_keys,
             "upcast_rows": upcast_rows,
@@ -214,24 +211,29 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     def _reads_pages_on_hopper(self) -> bool:
         return reads_pages_on_hopper(self.group.spec, self.cache, self.options, self.device)
 
-    def _can_take_decodes_along(self, common: CommonAttentionMetadata, num_decodes: int, splits: PrefillSplits) -> bool:
-        """Whether the kernel for Hopper can serve decodes too, with the prefills whose keys it splits."""
-        if common.for_graph or not (num_decodes and self._reads_pages_on_hopper):
+    def _can_take_decodes_along(self, common: CommonAttentionMetadata, num_decodes: int, alone: PrefillPlan) -> bool:
+        """Whether the kernel for Hopper, which serves prefills, can serve decodes too: where it splits the former, or
+        where these are few."""
+        has_other = self.options is not None and self.options.prompt_tile is not None
+        if common.for_graph or has_other or not (num_decodes and self._reads_pages_on_hopper):
             return False
-        return splits.is_of_all and splits.tile == hopper_tile(self.group.spec)
+        is_split = alone.splits is not None and alone.splits.is_of_all
+        return is_split or num_decodes * self.group.spec.num_kv_heads <= num_multiprocessors(self.device)
 
     def _prefill_share(self, lens: Lens, num_decodes: int) -> float | None:
         if not (num_decodes and self._can_run_beside):
             return None
         return prefill_share(self.group.spec, *lens, num_decodes)
 
-    def _prefill_splits(
-        self, common: CommonAttentionMetadata, bounds: Lens, num_decodes: int, is_paged: bool, is_upcast: bool,
-        has_other: bool = False,
-    ) -> PrefillSplits | None:  # fmt: skip
-        spec = self.group.spec
+    def _plan(
+        self, common: CommonAttentionMetadata, lens: Lens, bounds: Lens, num_decodes: int, is_paged: bool,
+        is_upcast: bool,
+    ) -> PrefillPlan:  # fmt: skip
+        spec, for_graph = self.group.spec, common.for_graph
         tile = split_tile(spec, self.cache, self.options, self.device, is_paged=is_paged, is_upcast=is_upcast)
-        return prefill_splits(spec, tile, *bounds, num_decodes, self.device, common.for_graph, has_other)
+        has_others = not (for_graph or is_upcast) and tile.beside > 0
+        other = faster_hopper_tile(spec, *lens.rows_from(num_decodes), self.device) if has_others else None
+        return prefill_plan(spec, tile, other, *bounds, num_decodes, self.device, for_graph, is_upcast, is_paged)
 
     @cached_property
     def _short_tiles(self) -> tuple[PrefillTile, ...]:
@@ -243,11 +245,6 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             return None
         has_decodes = int(common.query_start_loc_cpu[num_decodes]) < _MANY_TOKENS * num_decodes
         return short_tile(self.group.spec, self._short_tiles, *bounds, self.device, has_decodes, common.for_graph)
-
-    def _hopper_tile(self, common: CommonAttentionMetadata, lens: Lens, num_decodes: int) -> HopperTile | None:
-        """The tile of whole prefills by the kernel for Hopper, where it is not the usual one."""
-        given = self.group.spec, *lens.rows_from(num_decodes), self.device
-        return faster_hopper_tile(*given) if self._can_run_beside and not common.for_graph else None
 
     def _are_prompts(self, common: CommonAttentionMetadata, first: int) -> bool:
         """Whether rows from `first` on bring all of their keys, in the cache's dtype: pages have nothing to add."""

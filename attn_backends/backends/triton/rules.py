@@ -24,8 +24,8 @@ from attn_backends.kernels.prefill.launch import (
     portable_tile,
     suits_hopper_kernel,
 )
-from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, split_target, time_of
-from attn_backends.kernels.prefill.tiles import PrefillTile, heads_in_l2, tiles_of
+from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, split_target
+from attn_backends.kernels.prefill.tiles import PrefillTile, half_tile, heads_in_l2
 from attn_backends.kernels.prefill.waves import is_faster_in_order, last_wave
 from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import AttentionSpec, KVCacheSpec
@@ -41,10 +41,10 @@ def can_upcast(spec: AttentionSpec, options: TritonOptions, device: torch.device
 
 _PRODUCTS_A_BYTE = 30.0  # of numbers of a head: as many as are made for prefill while a byte is read for decode
 _KEYS_BESIDE = 128  # what a tile takes beside its keys, in keys
+_PRODUCTS_A_READ_BYTE = 60.0  # the same of decodes that have the GPU for themselves
 # As measured (benchmarks/rules/sharing.py). With half of the GPU prefills are so fast that decodes lose nothing by it,
 # as they have all of it afterwards. Where prefills take most of the time decodes get what those leave at their end.
 _LEAST, _MOST = 0.5, 0.75
-_DECODE_LAUNCH = 6.0  # what a launch of decodes takes at least, in blocks that a program of prefill reads
 
 
 def prefill_share(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, num_decodes: int) -> float:
@@ -69,7 +69,8 @@ _NARROW, _MIDDLE = 64, 128  # head dims up to which tiles of long blocks are the
 # the kernel for Hopper with tiles of half the size more tiles never are faster. As measured at tuning seeds 24 to 26,
 # 35 to 38, and 100 to 102, and beside half the size at 150 to 156, without decodes.
 _FEW_KEYS = {64: (512, 400), 128: (256, 72), 256: (128, 128)}
-_FEW_BESIDE_HALF = {64: (80, 0), 128: (64, 0)}
+_FEW_BESIDE_HALF = {64: (80, 0), 128: (64, 0), 256: (64, 32)}
+_FEWEST = 32  # keys, of one short block
 
 
 def short_tiles(
@@ -101,12 +102,12 @@ def short_tile(
     if not tiles:
         return None
     num_tiles = num_hopper_tiles(spec, query_lens).astype(np.int64)
-    has_half = not (for_graph or has_decodes) and any(tile.groups == 1 for tile in tiles_of(spec))
+    has_half = not (for_graph or has_decodes) and half_tile(spec) is not None
     few_keys = _FEW_BESIDE_HALF if has_half else _FEW_KEYS
     longest, mean = next((few for head_dim, few in few_keys.items() if spec.head_dim <= head_dim), (0, 0))
     most = int(seen_by_tiles(spec, seq_lens).max(initial=0))
     if int(num_tiles.sum()) * spec.num_kv_heads <= num_multiprocessors(device):
-        return tiles[0] if most <= longest else None
+        return tiles[most <= _FEWEST] if most <= longest else None
     if has_decodes:
         return None
     keys = int(num_tiles @ mean_keys(spec, HOPPER_ROWS // spec.group_size, query_lens, seq_lens))
@@ -156,15 +157,15 @@ def prefill_splits(
         has_other_tile: whole rows have another tile than this one, of which no list is made.
     """
     num_programs = tile.num_programs(num_multiprocessors(device))
-    decodes = _decode_time(spec, tile, seq_lens[:num_decodes], num_programs)
+    decodes = decode_time(spec, tile, seq_lens[:num_decodes], device)
     load = TileLoad.of(spec, tile, query_lens[num_decodes:], seq_lens[num_decodes:])
-    of_split = spec.num_kv_heads, num_programs, tile.min_blocks
+    of_split = spec.num_kv_heads, num_programs, tile
     target = split_target(load, *of_split, decodes)
     if not target and for_graph and len(query_lens) > 1 and num_programs >= 2 * spec.num_kv_heads:
         target = num_programs
     if target:
         return PrefillSplits(target, tile)
-    if for_graph or has_other_tile or not _reads_alike(spec, load, int(seq_lens.max(initial=0)), num_programs):
+    if for_graph or has_other_tile or not reads_alike(spec, load, int(seq_lens.max(initial=0)), num_programs):
         return None
     is_local = spec.window_left >= 0 or spec.chunk_size is not None
     step = tile.tokens / tile.keys if spec.causal and not is_local else 0.0
@@ -177,7 +178,7 @@ def prefill_splits(
 _TILES_BESIDE = 12  # that read a head's keys at a time, so that the L2 need not hold them
 
 
-def _reads_alike(spec: AttentionSpec, load: TileLoad, max_seq_len: int, num_programs: int) -> bool:
+def reads_alike(spec: AttentionSpec, load: TileLoad, max_seq_len: int, num_programs: int) -> bool:
     """Whether tiles of all KV heads in turn, as a list has them, read keys no more often from memory than those of one
     section of heads after the other."""
     beside = num_programs // spec.num_kv_heads
@@ -193,30 +194,12 @@ def mixed_splits(
     return PrefillSplits(tile.num_programs(num_multiprocessors(device)), tile)
 
 
-def are_faster_together(
-    spec: AttentionSpec, splits: PrefillSplits, together: PrefillSplits | None, query_lens: IntArray,
-    seq_lens: IntArray, num_decodes: int, device: torch.device,
-) -> bool:  # fmt: skip
-    """Whether prefills whose keys are split take the decodes along in less time than both, one behind the other.
-
-    Args:
-        splits, together: of the prefills alone, and of all rows by the same tile.
-        query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
-    """
-    tile, num_programs = splits.tile, splits.tile.num_programs(num_multiprocessors(device))
-
-    def taken(first: int, target: int) -> float:
-        load = TileLoad.of(spec, tile, query_lens[first:], seq_lens[first:])
-        return time_of(load, spec.num_kv_heads, num_programs, target, tile.min_blocks)
-
-    decodes = max(_decode_time(spec, tile, seq_lens[:num_decodes], num_programs), _DECODE_LAUNCH)
-    return taken(0, together.target if together else 0) < taken(num_decodes, splits.target) + decodes
-
-
-def _decode_time(spec: AttentionSpec, tile: SplitTile, seq_lens: IntArray, num_programs: int) -> float:
-    """What reading the decodes' keys takes, in blocks that a program of prefill reads."""
+def decode_time(spec: AttentionSpec, tile: SplitTile, seq_lens: IntArray, device: torch.device) -> float:
+    """What reading the decodes' keys takes, in blocks of the usual tile that a program of prefill reads."""
+    tile = hopper_tile(spec) if tile.beside else tile
     read = int(num_visible_keys(spec, seq_lens).sum(dtype=np.int64)) * spec.cache_dtype.itemsize
-    return _PRODUCTS_A_BYTE * read / (tile.rows * tile.keys) * spec.num_kv_heads / num_programs
+    num_programs = tile.num_programs(num_multiprocessors(device))
+    return _PRODUCTS_A_READ_BYTE * read / (tile.rows * tile.keys) * spec.num_kv_heads / num_programs
 
 
 def decode_tokens(

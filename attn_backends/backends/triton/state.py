@@ -13,10 +13,10 @@ import torch
 from attn_backends.backends.triton.launch import Schedule, SplitPlan
 from attn_backends.backends.triton.launches import NO_PREFILL, Launches, mixed_launches
 from attn_backends.backends.triton.metadata import TritonMetadata
+from attn_backends.backends.triton.plans import PrefillPlan, prefill_plan
 from attn_backends.backends.triton.rules import (
     can_upcast,
     decode_tokens,
-    prefill_splits,
     short_tile,
     short_tiles,
     split_tile,
@@ -130,12 +130,12 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
             return TritonStep(self._metadata(group.index, starts, decodes), schedule, workspace)
         query_lens = np.full(self.num_rows, self.query_len, np.int32)
         lens = query_lens, np.full_like(query_lens, self.limits.max_model_len)
-        tiles, splits = short_tiles(group.spec, *given), None
-        short = short_tile(group.spec, tiles, *lens, self.device, for_graph=True)
+        plan = PrefillPlan(None, None)
+        short = short_tile(group.spec, short_tiles(group.spec, *given), *lens, self.device, for_graph=True)
         if short is None:
             tile = split_tile(group.spec, *given, is_paged=True, is_upcast=False)
-            splits = prefill_splits(group.spec, tile, *lens, 0, self.device, for_graph=True)
-        prefill = {**NO_PREFILL, "prefill_splits": splits, "short_tile": short}
+            plan = prefill_plan(group.spec, tile, None, *lens, 0, self.device, for_graph=True)
+        prefill = {**NO_PREFILL, "prefill_splits": plan.splits, "short_tile": short, "hopper_tile": plan.tile}
         metadata = self._metadata(group.index, starts, Launches(0, 0, 0, prefill))
         return TritonStep(metadata, None, workspace, parent.make_tile_list(metadata, workspace))
 

@@ -20,10 +20,10 @@ from attn_backends.cache.warm_up import list_writes
 from attn_backends.kernels.examples import caches, distinct, empty, new_tokens, powers_of_two
 from attn_backends.kernels.launch import Machine, num_multiprocessors, power_of_two, shared_memory
 from attn_backends.kernels.pdl import Pdl
-from attn_backends.kernels.prefill.launch import Rows, visible_range
+from attn_backends.kernels.prefill.launch import Rows, hopper_tile, visible_range
 from attn_backends.kernels.prefill.split_launch import TileList
-from attn_backends.kernels.prefill.splits import PrefillSplits, most_tile_splits
-from attn_backends.kernels.prefill.tiles import tiles_of
+from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, most_tile_splits
+from attn_backends.kernels.prefill.tiles import HopperTile, half_tile, tiles_of
 from attn_backends.kernels.tiles import block_dims
 from attn_backends.kernels.variants import Variant, listing
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits
@@ -66,48 +66,56 @@ class _Layer:
 
     def _prefill_tokens(self) -> Iterator[Pdl]:
         """Rows that bring all of their keys."""
-        splits = self._splits(is_paged=False)
+        lists = self._lists(is_paged=False)
         for new in self.tokens:
             yield from self._prefill(
-                new.query, new.key, new.value, self._rows(None), empty(0, dtype=torch.uint8), splits
+                new.query, new.key, new.value, self._rows(None), empty(0, dtype=torch.uint8), lists
             )
 
     def _prefill_pages(self) -> Iterator[Pdl]:
         """Rows over the cache, as it is or made 16 bits."""
         upcast_kv = empty(self.options.upcast_bytes // 16 * 16, dtype=torch.uint8)
-        table, splits = empty(1, _WIDTH, dtype=torch.int32), self._splits(is_paged=True)
+        table, lists = empty(1, _WIDTH, dtype=torch.int32), self._lists(is_paged=True)
         for (query, *_), cached in product(distinct(self.tokens), distinct(caches(self.spec, self.cache))):
-            yield from self._prefill(query, *cached, self._rows(table), upcast_kv, splits)
+            yield from self._prefill(query, *cached, self._rows(table), upcast_kv, lists)
             for num_rows, num_keys in self._upcast_sizes():
                 rows = self._rows(table.expand(num_rows, -1), num_keys)
-                yield from self._prefill(query, *cached, rows, upcast_kv, self._splits(is_paged=True, is_upcast=True))
+                yield from self._prefill(query, *cached, rows, upcast_kv, self._lists(is_paged=True, is_upcast=True))
 
     def _prefill(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, upcast_kv: torch.Tensor,
-        splits: TileList,
+        lists: Sequence[tuple[HopperTile | None, TileList]],
     ) -> Iterator[Pdl]:  # fmt: skip
         tiles, output = empty(2, dtype=torch.int32), self._output(query)
         of_hopper = (None,) if rows.num_upcast else (None, *tiles_of(self.spec)[1:])
-        for share, hopper_tile in product((None, 1.0), of_hopper):  # of the GPU, beside decodes
-            whole = rows._replace(hopper_tile=hopper_tile)
+        for share, other in product((None, 1.0), of_hopper):  # of the GPU, beside decodes
+            whole = rows._replace(hopper_tile=other)
             yield self.kernels.prefill(query, key, value, output, None, whole, tiles, upcast_kv, share)
         for tile in self._short_tiles if not rows.num_upcast else ():
             short = rows._replace(short_tile=tile)
             yield self.kernels.prefill(query, key, value, output, None, short, tiles, upcast_kv, None)
-        rows = rows._replace(splits=splits)
-        yield self.kernels.prefill(query, key, value, output, None, rows, tiles, upcast_kv, None)
+        for other, splits in lists:
+            listed = rows._replace(splits=splits, hopper_tile=other)
+            yield self.kernels.prefill(query, key, value, output, None, listed, tiles, upcast_kv, None)
 
-    def _splits(self, *, is_paged: bool, is_upcast: bool = False) -> TileList:
-        """A list of tiles, of the kernel that serves such keys."""
+    def _lists(self, *, is_paged: bool, is_upcast: bool = False) -> list[tuple[HopperTile | None, TileList]]:
+        """Lists of the tiles of the kernel that serves such keys: of the usual one, and of half the size."""
+        given, spec = (self.cache, self.options, self.device), self.spec
+        tile = split_tile(spec, *given, is_paged=is_paged, is_upcast=is_upcast)
+        half = half_tile(spec) if tile.beside and not is_upcast else None
+        lists: list[tuple[HopperTile | None, TileList]] = [(None, self._list(tile, is_paged and not is_upcast))]
+        return lists if half is None else [*lists, (half, self._list(hopper_tile(spec, half), False))]
+
+    def _list(self, tile: SplitTile, may_be_mixed: bool) -> TileList:
+        """Args: may_be_mixed: a graph of mixed batches may have one of such tiles."""
         spec, ints, floats = self.spec, {"dtype": torch.int32}, {"dtype": torch.float32}
-        tile = split_tile(spec, self.cache, self.options, self.device, is_paged=is_paged, is_upcast=is_upcast)
         target = max(spec.num_kv_heads, most_tile_splits(tile.num_programs(num_multiprocessors(self.device))))
         workspace = (
             empty(target * tile.rows * block_dims(spec)[1], **floats),
             empty(2 * target * tile.rows, **floats),
             empty(2, **ints),
         )
-        of_mixed = (1, 0) if is_paged and not is_upcast else (0,)  # of graphs of mixed batches too
+        of_mixed = (1, 0) if may_be_mixed else (0,)
         for num_tokens, num_rows in product(of_mixed, sorted({1, self.limits.max_num_requests})):  # few and many
             made = TileList(PrefillSplits(target, tile), spec.num_kv_heads, visible_range(spec), 0, num_rows, 1,
                             block_dims(spec)[1], workspace, num_tokens=num_tokens)  # fmt: skip

@@ -14,9 +14,11 @@ from attn_backends.kernels.prefill.tiles import HopperTile, tiles_of
 from attn_backends.spec import AttentionSpec
 
 # Blocks that tiles read in the mean, up to which those of the second one of `hopper_tiles` are faster: of more tiles
-# than there are multiprocessors, and of fewer. By the widest head dim, as measured at tuning seeds 150 to 157, and of
-# 192 with benchmarks/attention/mla_prefill.py, where only half the size leaves room for the next queries.
-_MOST_BLOCKS = {64: (3, 3), 128: (5, 7), 192: (6, 6)}
+# than there are multiprocessors, and of fewer. By the widest head dim of values, as measured at tuning seeds 150 to
+# 157, and of MLA's heads with benchmarks/attention/mla_prefill.py, where only half the size leaves room for the next
+# queries.
+_MOST_BLOCKS = {64: (3, 3), 128: (5, 7)}
+_MOST_OF_MLA = 6
 # What a block takes with three groups of warps, to one with two; and what a tile takes beside its blocks, in blocks.
 _THREE_GROUPS, _BESIDE = 0.65, {2: 3.0, 3: 8.0}
 _LEAST_GAIN = 0.01
@@ -25,30 +27,32 @@ _LEAST_GAIN = 0.01
 def faster_hopper_tile(
     spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, device: torch.device
 ) -> HopperTile | None:
-    """The one of `hopper_tiles` with which rows whose keys are not split take less time than with the usual one; None:
-    there is none.
+    """The one of `hopper_tiles` with which rows whose keys are not split take less time than with the usual one, as the
+    keys that tiles see in the mean say; None: there is none.
 
     Args:
         query_lens, seq_lens: [rows], or upper bounds of the latter.
     """
     num_sms = num_multiprocessors(device)
     usual, *others = tiles_of(spec)
-    load = _mean_load(spec, usual, query_lens, seq_lens)
+    load = mean_load(spec, usual, query_lens, seq_lens)
+    num_tiles = int(load.tiles.sum())
+    at_once = num_tiles * spec.num_kv_heads <= num_sms
+    most_blocks = next((most[at_once] for head_dim, most in _MOST_BLOCKS.items() if spec.head_dim <= head_dim), 0)
     for tile in others:
         if tile.groups < 3:
-            num_tiles = int(load.tiles.sum())
-            most_of = next(most for head_dim, most in _MOST_BLOCKS.items() if spec.head_dim <= head_dim)
-            if int(load.tiles @ load.blocks) <= most_of[num_tiles * spec.num_kv_heads <= num_sms] * num_tiles:
+            most_blocks = _MOST_OF_MLA if tile.groups == 2 else most_blocks
+            if int(load.tiles @ load.blocks) <= most_blocks * num_tiles:
                 return tile
         elif spec.window_left < 0 and spec.chunk_size is None:  # where each tile has as many blocks at its ends
             by_two = whole_time(load, spec.num_kv_heads, num_sms, _BESIDE[2])
-            by_three = whole_time(_mean_load(spec, tile, query_lens, seq_lens), spec.num_kv_heads, num_sms, _BESIDE[3])
+            by_three = whole_time(mean_load(spec, tile, query_lens, seq_lens), spec.num_kv_heads, num_sms, _BESIDE[3])
             if _THREE_GROUPS * by_three < (1 - _LEAST_GAIN) * by_two:
                 return tile
     return None
 
 
-def _mean_load(spec: AttentionSpec, tile: HopperTile, query_lens: IntArray, seq_lens: IntArray) -> TileLoad:
+def mean_load(spec: AttentionSpec, tile: HopperTile, query_lens: IntArray, seq_lens: IntArray) -> TileLoad:
     """Tiles, and the blocks that one of a row's reads in the mean."""
     tokens = tile.tokens(spec.group_size)
     seen = mean_keys(spec, tokens, query_lens, seq_lens)

@@ -78,8 +78,8 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     sinks,  # [KV_HEADS * GROUP] f32 logits, if has_sinks
     counters,  # [2] i32, zeros between launches: tiles that were taken, and programs that are done
     work_items,  # [max_items, 8] i32, if SPLIT, see `list_kernel.list_kernel`
-    partial_acc,  # [partial slots, 2 * BLOCK_M, columns] f32, if SPLIT, see `_store_partial`
-    partial_ml,  # [partial slots, 2 * BLOCK_M, 2] f32, if SPLIT: m_i in base 2, l_i
+    partial_acc,  # [partial slots, GROUPS * BLOCK_M, columns] f32, if SPLIT, see `_store_partial`
+    partial_ml,  # [partial slots, GROUPS * BLOCK_M, 2] f32, if SPLIT: m_i in base 2, l_i
     first_row,  # rows before it are left alone
     num_rows,  # rows from there on
     section,  # KV heads whose keys and values fit the L2 cache
@@ -117,7 +117,7 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     Q_STAGES: gl.constexpr,  # tiles of queries in shared memory, 1 or 2
     USE_PDL: gl.constexpr,  # 0 or 1: it starts before the kernel in front of it has ended, and waits for it
     LAUNCH_DEPENDENTS: gl.constexpr,  # 0 or 1: the next kernel runs beside this one, see below
-    SPLIT: gl.constexpr,  # 0 or 1: tiles, of two groups, are listed, and keys of some are split
+    SPLIT: gl.constexpr,  # 0 or 1: tiles are listed, and keys of some are split
 ):
     """Persistent programs attend for tiles of GROUPS * BLOCK_M queries: the first by number, then whichever is next.
 
@@ -133,7 +133,6 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
         grid_wait()
     if LAUNCH_DEPENDENTS:
         launch_dependents()
-    gl.static_assert(GROUPS == 2 or SPLIT == 0)
     of_dtype: gl.constexpr = query.dtype.element_ty
     q_0 = gl.allocate_shared_memory(of_dtype, [Q_STAGES * column_tiles(DIM), BLOCK_M, TMA_COLS], BLOCK_LAYOUT)
     if GROUPS > 1:
@@ -162,8 +161,8 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, CHUNK, LOCAL,
-                           GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, GROUPS, CHUNK,
+                           LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
                 (_load, (key_desc, value_desc, rows, steps, kv_pipeline, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N,
                          DIM, DIM_VO, SPLIT_HEADS)),
                 (_take_tiles, (rows, spans, listed, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS,
@@ -175,10 +174,10 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, CHUNK, LOCAL,
-                           GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
-                (_attend, (tensors, strides, scales, window, flags, q_1, kv_pipeline, tile_channel, 1, CHUNK, LOCAL,
-                           GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, GROUPS, CHUNK,
+                           LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_attend, (tensors, strides, scales, window, flags, q_1, kv_pipeline, tile_channel, 1, GROUPS, CHUNK,
+                           LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
                 (_load, (key_desc, value_desc, rows, steps, kv_pipeline, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N,
                          DIM, DIM_VO, SPLIT_HEADS)),
                 (_take_tiles, (rows, spans, listed, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS,
@@ -190,12 +189,12 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     else:
         gl.warp_specialize(
             [
-                (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, CHUNK, LOCAL,
-                           GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
-                (_attend, (tensors, strides, scales, window, flags, q_1, kv_pipeline, tile_channel, 1, CHUNK, LOCAL,
-                           GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
-                (_attend, (tensors, strides, scales, window, flags, q_2, kv_pipeline, tile_channel, 2, CHUNK, LOCAL,
-                           GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, GROUPS, CHUNK,
+                           LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_attend, (tensors, strides, scales, window, flags, q_1, kv_pipeline, tile_channel, 1, GROUPS, CHUNK,
+                           LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_attend, (tensors, strides, scales, window, flags, q_2, kv_pipeline, tile_channel, 2, GROUPS, CHUNK,
+                           LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
                 (_load, (key_desc, value_desc, rows, steps, kv_pipeline, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N,
                          DIM, DIM_VO, SPLIT_HEADS)),
                 (_take_tiles, (rows, spans, listed, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS,
@@ -548,6 +547,7 @@ def _attend(  # type: ignore[no-untyped-def]
     kv_pipeline,
     tile_channel,
     warp_group: gl.constexpr,
+    GROUPS: gl.constexpr,
     CHUNK: gl.constexpr,
     LOCAL: gl.constexpr,
     GROUP: gl.constexpr,
@@ -573,7 +573,7 @@ def _attend(  # type: ignore[no-untyped-def]
                               SPLIT_HEADS)  # fmt: skip
         if tile_info[9] + warp_group * BLOCK_M // GROUP < tile_info[8]:
             _attend_tile(tile_info, q_stage, done, tensors, strides, scales, window, flags, q, kv_pipeline, warp_group,
-                         CHUNK, LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)  # fmt: skip
+                         GROUPS, CHUNK, LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)  # fmt: skip
         else:
             _let_pass(kv_pipeline, done, tile_info[3])
         if Q_STAGES == 1:
@@ -610,6 +610,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     q,
     kv_pipeline,
     warp_group: gl.constexpr,
+    GROUPS: gl.constexpr,
     CHUNK: gl.constexpr,
     LOCAL: gl.constexpr,
     GROUP: gl.constexpr,
@@ -674,7 +675,8 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     if SPLIT_HEADS:
         slot = tile_info[0] - SPLIT_HEADS
         if slot >= 0:
-            _store_partial(tile_info, slot, acc, m_i * scale, l_i, tensors, warp_group, GROUP, BLOCK_Q, DIM_VO)
+            _store_partial(tile_info, slot, acc, m_i * scale, l_i, tensors, warp_group, GROUPS, GROUP, BLOCK_Q,
+                           DIM_VO)  # fmt: skip
         else:
             _write_tile(tile_info, q_stage, acc, m_i, l_i, tensors, strides, scales, flags, q, warp_group, GROUP,
                         BLOCK_Q, DIM, DIM_VO, Q_STAGES)  # fmt: skip
@@ -700,19 +702,20 @@ def _store_partial(  # type: ignore[no-untyped-def]
     l_i,
     tensors,
     warp_group: gl.constexpr,
+    GROUPS: gl.constexpr,
     GROUP: gl.constexpr,
     BLOCK_Q: gl.constexpr,
     DIM_VO: gl.constexpr,
 ):
-    """Store what a split's keys gave for 64 of a tile's queries: sums [128, a power of two of columns] f32 in its
-    slot, behind them each query's highest logit in base 2 and its sum of weights."""
+    """Store what a split's keys gave for 64 of a tile's queries: sums [GROUPS * 64, a power of two of columns] f32 in
+    its slot, behind them each query's highest logit in base 2 and its sum of weights."""
     ROW: gl.constexpr = m_i.type.layout
     WIDE: gl.constexpr = acc_width(DIM_VO, 0)
     _query, _output, _lse, _sinks, partial_acc, partial_ml = tensors
     query_len, first = tile_info[8], tile_info[9]
     lane = warp_group * BLOCK_M + gl.arange(0, BLOCK_M, ROW)
     live = (first + lane // GROUP < query_len) & (lane < BLOCK_Q * GROUP)
-    at = slot.to(gl.int64) * (2 * BLOCK_M) + lane
+    at = slot.to(gl.int64) * (GROUPS * BLOCK_M) + lane
     gl.store(partial_ml + at * 2, m_i, mask=live)
     gl.store(partial_ml + at * 2 + 1, l_i, mask=live)
     for i in gl.static_range(num_accs(DIM_VO)):

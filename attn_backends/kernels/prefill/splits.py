@@ -20,9 +20,10 @@ SLOT_QUERIES = 128  # of the largest tile
 LEAST_KEYS = 128  # of a split: fewer are not worth joining
 SIZES = (8, 9, 10, 12, 16)  # of a split at most, in eighths of an even share
 _WAVES = 2  # splits for each multiprocessor at most
-# In blocks of keys.
-OF_A_TILE = 1.0  # what a tile, or a split of one, takes beside its blocks
+# In blocks of a kernel's usual tile.
+OF_A_TILE = 1.0  # what a tile, or a split of one, takes beside its blocks, where its kernel gives no other
 OF_THE_JOIN = 3.0  # what the join takes
+_OF_A_LAUNCH = 6.0  # what decodes take at least that run behind
 _LEAST_SAVED = 0.1  # part of the time, below which nothing is split
 
 
@@ -33,6 +34,9 @@ class SplitTile(NamedTuple):
     rows: int  # queries of a tile, padding included
     keys: int  # of a block
     keys_alike: int = 0  # of a block of narrower heads that takes as long; 0: as many as it has
+    beside: int = 0  # tiles that a multiprocessor works on at a time; 0: with as many queries as largest tiles have
+    of_a_tile: float = OF_A_TILE
+    of_a_block: float = 1.0  # what a block takes
 
     @property
     def min_blocks(self) -> int:
@@ -40,9 +44,8 @@ class SplitTile(NamedTuple):
         return max(1, LEAST_KEYS // (self.keys_alike or self.keys))
 
     def num_programs(self, num_sms: int) -> int:
-        """Number of tiles that a GPU works on at a time: on each multiprocessor as many queries as largest tiles
-        have."""
-        return max(1, num_sms * SLOT_QUERIES // self.rows)
+        """Number of tiles that a GPU works on at a time."""
+        return num_sms * self.beside if self.beside else max(1, num_sms * SLOT_QUERIES // self.rows)
 
 
 class PrefillSplits(NamedTuple):
@@ -100,42 +103,51 @@ def num_splits(load: TileLoad, num_kv_heads: int, target: int, min_blocks: int) 
     return splits
 
 
-def split_target(load: TileLoad, num_kv_heads: int, num_programs: int, min_blocks: int, decodes: float = 0.0) -> int:
+def split_target(load: TileLoad, num_kv_heads: int, num_programs: int, tile: SplitTile, decodes: float = 0.0) -> int:
     """The target with which rows take the least time; 0: nothing is split.
 
     Args:
-        decodes: what the step's decodes take, in blocks that a program reads. They run beside a prefill whose
-            tiles are whole, and behind one whose keys are split.
+        decodes: what the step's decodes take, as times here. They run beside a prefill whose tiles are whole, and
+            behind one whose keys are split.
     """
-    whole = whole_time(load, num_kv_heads, num_programs)
-    all_busy = int(load.tiles @ load.blocks) * num_kv_heads / num_programs + decodes
+    whole = whole_time(load, num_kv_heads, num_programs, tile.of_a_tile, tile.of_a_block)
+    all_busy = tile.of_a_block * int(load.tiles @ load.blocks) * num_kv_heads / num_programs + decodes
     best, least = 0, (1 - _LEAST_SAVED) * max(whole, all_busy)
     if all_busy + OF_THE_JOIN >= least:
         return best
     for target in range(num_programs, most_tile_splits(num_programs) + 1, num_programs):
-        splits = num_splits(load, num_kv_heads, target, min_blocks)
-        taken = split_time(load, num_kv_heads, num_programs, splits) + OF_THE_JOIN + decodes
+        splits = num_splits(load, num_kv_heads, target, tile.min_blocks)
+        taken = split_time(load, num_kv_heads, num_programs, splits, tile) + OF_THE_JOIN + behind(decodes)
         if taken < least and (splits > 1).any():
             best, least = target, taken
     return best
 
 
-def time_of(load: TileLoad, num_kv_heads: int, num_programs: int, target: int, min_blocks: int) -> float:
-    """What rows take with a target, in blocks that a program reads; 0 is that of whole rows."""
+def behind(decodes: float) -> float:
+    """What decodes take behind a prefill, where beside it they take so long."""
+    return max(decodes, _OF_A_LAUNCH) if decodes else 0.0
+
+
+def time_of(load: TileLoad, num_kv_heads: int, num_programs: int, target: int, tile: SplitTile) -> float:
+    """What rows take with a target, in blocks of the usual tile that a program reads; 0 is that of whole rows."""
     if not target:
-        return whole_time(load, num_kv_heads, num_programs)
-    splits = num_splits(load, num_kv_heads, target, min_blocks)
-    return split_time(load, num_kv_heads, num_programs, splits) + OF_THE_JOIN
+        return whole_time(load, num_kv_heads, num_programs, tile.of_a_tile, tile.of_a_block)
+    splits = num_splits(load, num_kv_heads, target, tile.min_blocks)
+    return split_time(load, num_kv_heads, num_programs, splits, tile) + OF_THE_JOIN
 
 
-def whole_time(load: TileLoad, num_kv_heads: int, num_programs: int, of_a_tile: float = OF_A_TILE) -> float:
-    """What rows take whose keys are not split, in blocks that a program reads, with what a tile takes beside them."""
-    return _longest(load.blocks + of_a_tile, load.tiles * num_kv_heads, num_programs)
+def whole_time(
+    load: TileLoad, num_kv_heads: int, num_programs: int, of_a_tile: float = OF_A_TILE, of_a_block: float = 1.0
+) -> float:
+    """What rows take whose keys are not split, with what a tile takes beside its blocks."""
+    return _longest(of_a_block * load.blocks + of_a_tile, load.tiles * num_kv_heads, num_programs)
 
 
-def split_time(load: TileLoad, num_kv_heads: int, num_programs: int, splits: NDArray[np.int64]) -> float:
-    """What rows take in so many splits each, in blocks."""
-    size = -(-load.blocks // splits) + OF_A_TILE
+def split_time(
+    load: TileLoad, num_kv_heads: int, num_programs: int, splits: NDArray[np.int64], tile: SplitTile
+) -> float:
+    """What rows take in so many splits each."""
+    size = tile.of_a_block * -(-load.blocks // splits) + tile.of_a_tile
     return _longest(size, load.tiles * splits * num_kv_heads, num_programs)
 
 

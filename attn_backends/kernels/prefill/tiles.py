@@ -37,6 +37,7 @@ class HopperTile(NamedTuple):
     keys: int  # of a block
     stages: int  # blocks of keys, and of values, in shared memory
     q_stages: int = 2  # tiles of queries there: this one and the next, where both fit
+    beside: int = 1  # programs that a multiprocessor holds at a time, 1 or 2
 
     @property
     def rows(self) -> int:
@@ -44,14 +45,9 @@ class HopperTile(NamedTuple):
         return self.groups * GROUP_QUERIES
 
     @property
-    def beside(self) -> int:
-        """Programs that a multiprocessor holds at a time."""
-        return 2 if self.groups == 1 else 1
-
-    @property
     def most_registers(self) -> int | None:
         """Registers of a thread, with which these have room side by side; None: as many as it wants."""
-        return _HALF_OF_REGISTERS if self.groups == 1 else None
+        return _HALF_OF_REGISTERS if self.beside == 2 else None
 
     def tokens(self, group_size: int) -> int:
         """Query tokens."""
@@ -59,21 +55,27 @@ class HopperTile(NamedTuple):
 
 
 def hopper_tiles(head_dim: int, head_dim_vo: int) -> tuple[HopperTile, ...]:
-    """The tiles of a layer's heads. The first is the usual one, whose keys may be split. The second is faster where
-    tiles see few keys: it has half the size, so that a multiprocessor works on two at a time, or, where two have no
-    room, blocks of half the size. The third, of narrow heads, has one more group of warps, for many tiles."""
+    """The tiles of a layer's heads. The first is the usual one. The second is faster where tiles see few keys, and
+    where rows have few queries: it has half the size, so that a multiprocessor works on two at a time, where these have
+    room; of MLA's heads it has blocks of half the size instead. The third, of narrow heads, has one more group of
+    warps, for many tiles, and splits no keys."""
     if head_dim <= 64:
-        return HopperTile(2, 128, 4), HopperTile(1, 64, 4), HopperTile(3, 64, 4)
+        return HopperTile(2, 128, 4), HopperTile(1, 64, 4, beside=2), HopperTile(3, 64, 4)
     if head_dim <= 128:
-        return HopperTile(2, 128, 2), HopperTile(1, 64, 2)
+        return HopperTile(2, 128, 2), HopperTile(1, 64, 2, beside=2)
     if head_dim <= 192 and head_dim_vo <= 128:
         return HopperTile(2, 128, 2, q_stages=1), HopperTile(2, 64, 2)
-    return (HopperTile(2, 64, 2, q_stages=2 if head_dim <= 192 else 1),)
+    return HopperTile(2, 64, 2, q_stages=2 if head_dim <= 192 else 1), HopperTile(1, 64, 2)
 
 
 def tiles_of(spec: AttentionSpec) -> tuple[HopperTile, ...]:
     """The tiles of `hopper_tiles` that hold a token's queries."""
     return tuple(tile for tile in hopper_tiles(spec.head_dim, spec.head_dim_vo) if spec.group_size <= tile.rows)
+
+
+def half_tile(spec: AttentionSpec) -> HopperTile | None:
+    """The one of half the size that holds a token's queries, if there is one."""
+    return next((tile for tile in tiles_of(spec) if tile.groups == 1), None)
 
 
 def varlen_tile(spec: AttentionSpec, smem_bytes: int) -> PrefillTile:

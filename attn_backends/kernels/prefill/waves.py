@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from attn_backends.kernels.prefill.splits import (
     OF_A_TILE,
     OF_THE_JOIN,
+    SplitTile,
     TileLoad,
+    behind,
     most_tile_splits,
     num_splits,
     split_time,
@@ -32,10 +34,10 @@ class _Waves:
         step: blocks that a row's tile has less than the next one's.
     """
 
-    def __init__(self, load: TileLoad, num_kv_heads: int, num_programs: int, step: float) -> None:
+    def __init__(self, load: TileLoad, num_kv_heads: int, num_programs: int, step: float, tile: SplitTile) -> None:
         order = np.argsort(-load.blocks, kind="stable")
         tiles, blocks = load.tiles[order], load.blocks[order]
-        self._of_each, self._step = num_kv_heads / num_programs, step
+        self._of_each, self._step, self._tile = num_kv_heads / num_programs, step, tile
         self._before, self._blocks = np.cumsum(tiles) - tiles, blocks
         count = int(tiles.sum())
         self.count = count * self._of_each  # of waves
@@ -48,12 +50,13 @@ class _Waves:
 
     def _taken(self, tiles: NDArray[np.int64], blocks: NDArray[np.floating[Any]]) -> float:
         """What all programs take that work as long as each other."""
-        return float(tiles @ (np.maximum(blocks, 1) + OF_A_TILE)) * self._of_each
+        return float(tiles @ (self._tile.of_a_block * np.maximum(blocks, 1) + self._tile.of_a_tile)) * self._of_each
 
     def tile(self, nth: int) -> float:
         """What the nth tile of a KV head takes."""
         row = int(np.searchsorted(self._before, nth, side="right")) - 1
-        return max(float(self._blocks[row]) - self._step * (nth - int(self._before[row])), 1.0) + OF_A_TILE
+        blocks = max(float(self._blocks[row]) - self._step * (nth - int(self._before[row])), 1.0)
+        return self._tile.of_a_block * blocks + self._tile.of_a_tile
 
     def whole_time(self) -> float:
         """What all take where none is split: each of the rest behind one of the shortest of those before."""
@@ -69,7 +72,7 @@ class _Waves:
 
 
 def last_wave(
-    load: TileLoad, num_kv_heads: int, num_programs: int, min_blocks: int, step: float, decodes: float = 0.0
+    load: TileLoad, num_kv_heads: int, num_programs: int, tile: SplitTile, step: float, decodes: float = 0.0
 ) -> tuple[int, int]:
     """How many tiles of a KV head are whole, and the target for the splits of those behind them, which would leave
     programs idle; two 0 where it takes no less time.
@@ -80,15 +83,15 @@ def last_wave(
     """
     if not num_programs <= int(load.tiles.sum()) * num_kv_heads < _MOST_WAVES * num_programs:
         return 0, 0
-    waves = _Waves(load, num_kv_heads, num_programs, step)
+    waves = _Waves(load, num_kv_heads, num_programs, step, tile)
     all_busy = waves.whole_taken + waves.rest_taken + decodes
     best, least = (0, 0), (1 - _LEAST_OF_A_WAVE) * max(waves.whole_time(), all_busy)
     if not waves.rest.tiles.any() or all_busy + OF_THE_JOIN >= least:
         return best
     for target in range(num_programs, most_tile_splits(num_programs) + 1, num_programs):
-        splits = num_splits(waves.rest, num_kv_heads, target, min_blocks)
-        taken = max(waves.tile(0), waves.whole_taken + split_time(waves.rest, num_kv_heads, num_programs, splits))
-        taken += OF_THE_JOIN + decodes
+        splits = num_splits(waves.rest, num_kv_heads, target, tile.min_blocks)
+        rest_taken = split_time(waves.rest, num_kv_heads, num_programs, splits, tile)
+        taken = max(waves.tile(0), waves.whole_taken + rest_taken) + OF_THE_JOIN + behind(decodes)
         if taken < least and (splits[waves.rest.tiles > 0] > 1).any():
             best, least = (waves.num_whole, target), taken
     return best

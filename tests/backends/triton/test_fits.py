@@ -581,7 +581,9 @@ def hopper_cases() -> Iterator[Any]:
         long = not usual and (case, how) not in more
         name = f"{'-'.join(map(str, case))}-{how}"
         yield pytest.param(*case, how, 0, id=name, marks=[pytest.mark.long] * long)
-        for which in range(1, 1 if how == "split" else len(prefill_tiles.hopper_tiles(*case[0]))):
+        for which, tile in [*enumerate(prefill_tiles.hopper_tiles(*case[0]))][1:]:
+            if how == "split" and tile.groups != 1:
+                continue
             marks = [pytest.mark.long] * (case not in others or (which == 2 and how == "window"))
             yield pytest.param(*case, how, which, id=f"{name}-other-{which}", marks=marks)
 
@@ -605,9 +607,10 @@ def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_s
         hopper_kernel.prefill_hopper_kernel, types, constants, hopper_kernel.GROUP_WARPS, tile.beside,
         maxnreg=tile.most_registers,
     )  # fmt: skip
-    assert tile.groups > 1 or "LDL" not in code
+    assert tile.beside == 1 or "LDL" not in code
     checked = [body for body in loops(code) if any("HGMMA" in each for each in body)]
     assert checked
+    assert tile.groups > 1 or not any("LDL" in each for body in checked for each in body)
     for body in checked:  # weights are worked out while products with values are under way
         waits, weights = ([at for at, each in enumerate(body) if what in each] for what in ("DEPBAR", "MUFU.EX2"))
         assert len(waits) == 2

@@ -18,6 +18,7 @@ from tests.helpers.placed_caches import PLACES, placed
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch", reason="needs triton")
 hopper_tiles = pytest.importorskip("attn_backends.kernels.prefill.tiles").hopper_tiles
 metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
+plans = pytest.importorskip("attn_backends.backends.triton.plans")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 
 pytestmark = pytest.mark.gpu
@@ -265,8 +266,7 @@ def test_random_rows_by_each_tile(seed: int, served: list[bool], monkeypatch: py
     kv_heads = numbers.choice([1, 2, 5])
     spec = spec_of(dims, (kv_heads * numbers.choice([1, 3, 7, 16, 60]), kv_heads), **changes)
     nth = numbers.randrange(1, len(hopper_tiles(*dims)))
-    monkeypatch.setattr(metadata, "faster_hopper_tile", lambda *_: hopper_tiles(*dims)[nth])
-    monkeypatch.setattr(metadata, "prefill_splits", lambda *_: None)
+    monkeypatch.setattr(metadata, "prefill_plan", lambda *_: plans.PrefillPlan(hopper_tiles(*dims)[nth], None))
     monkeypatch.setattr(metadata, "are_faster_together", lambda *_: False)
     query_lens = [numbers.randint(20, numbers.choice([40, 300])) for _ in range(numbers.choice([1, 5, 40]))]
     contexts = [numbers.choice([0, numbers.randint(1, 500)]) if seed % 3 else 0 for _ in query_lens]

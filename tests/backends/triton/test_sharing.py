@@ -18,6 +18,7 @@ from attn_backends.spec import KVCacheSpec, Limits, plan_groups
 
 sharing = pytest.importorskip("attn_backends.backends.triton.rules", reason="needs triton")
 metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
+plans = pytest.importorskip("attn_backends.backends.triton.plans")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 launching = pytest.importorskip("attn_backends.kernels.launch")
 listing = pytest.importorskip("attn_backends.kernels.variants").listing
@@ -58,16 +59,16 @@ def test_the_share_of_prefills() -> None:
 
 def test_decodes_that_split_prefills_take_along(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few, and of few keys: many keys are sooner read by the decode kernel, in shorter parts."""
-    monkeypatch.setattr(sharing, "num_multiprocessors", lambda device: 132)
+    for module in (sharing, plans):
+        monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
     spec, device = AttentionSpec(16, 2, 128, dtype=torch.bfloat16), torch.device("cpu")
     tile = sharing.hopper_tile(spec)
 
     def together(decodes: int, keys: int) -> bool:
         lens = np.array([1] * decodes + [64], np.int32), np.array([keys] * decodes + [8192], np.int32)
-        splits = sharing.prefill_splits(spec, tile, *lens, decodes, device)
-        assert splits is not None
-        of_all = sharing.prefill_splits(spec, tile, *lens, 0, device)
-        return bool(sharing.are_faster_together(spec, splits, of_all, *lens, decodes, device))
+        alone, of_all = (plans.prefill_plan(spec, tile, None, *lens, first, device) for first in (decodes, 0))
+        assert alone.splits is not None
+        return bool(plans.are_faster_together(spec, alone, of_all, *lens, decodes, device))
 
     assert together(1, 100)
     assert together(8, 1000)
@@ -83,7 +84,7 @@ def test_what_is_whole_with_decodes_has_the_faster_tile_of_all(monkeypatch: pyte
     def splits_alone(spec: Any, tile: Any, query_lens: Any, seq_lens: Any, num_decodes: int, *_: Any) -> Any:
         return sharing.PrefillSplits(132, tile) if num_decodes else None
 
-    monkeypatch.setattr(metadata, "prefill_splits", splits_alone)
+    monkeypatch.setattr(plans, "prefill_splits", splits_alone)
     monkeypatch.setattr(metadata, "are_faster_together", lambda *_: True)
     monkeypatch.setattr(metadata, "short_tile", lambda *_: None)
     with listing(launching.Machine(132, 227 << 10, True, True, True)):
@@ -92,7 +93,8 @@ def test_what_is_whole_with_decodes_has_the_faster_tile_of_all(monkeypatch: pyte
         built = builder.build(0, CommonAttentionMetadata.from_sequence_groups(groups, 16, device))
         lens = (np.array([getattr(row, name) for row in rows], np.int32) for name in ("query_len", "seq_len"))
         faster = faster_hopper_tile(spec, *lens, device)
-    assert (built.num_decode_rows, built.prefill_splits) == (0, None)
+    assert built.num_decode_rows == 0
+    assert built.prefill_splits == sharing.PrefillSplits(0, sharing.hopper_tile(spec, faster))
     assert built.hopper_tile == faster is not None
 
 
@@ -101,7 +103,7 @@ def test_no_decodes_go_along_where_a_given_tile_reads_pages(kind: str | None) ->
     """Prompts that the kernel for Hopper splits as they came: what is read from pages then takes another kernel."""
     tile = PrefillTile(64, 32, 4, 2)
     options = tuning.TritonOptions(**{kind: tile} if kind else {})
-    spec, cache, device = AttentionSpec(4, 1, 128, dtype=torch.bfloat16), KVCacheSpec(512, 16), torch.device("cpu")
+    spec, cache, device = AttentionSpec(2, 1, 128, dtype=torch.bfloat16), KVCacheSpec(512, 16), torch.device("cpu")
     rows = [SequenceData(300, 1, range(20)), SequenceData(300, 1, range(20)), SequenceData(0, 2000, range(125))]
     groups = [SequenceGroup(str(i), (row,)) for i, row in enumerate(rows)]
     with listing(launching.Machine(132, 227 << 10, True, True, True)):
@@ -136,6 +138,10 @@ def test_whole_prefills_alone_have_another_tile(seed: int) -> None:
         query_lens, seq_lens = (np.array([getattr(row, name) for row in behind], np.int32)
                                 for name in ("query_len", "seq_len"))  # fmt: skip
         faster = faster_hopper_tile(spec, query_lens, seq_lens, device)
-    others = built.prefill_splits, built.short_tile, built.num_upcast_keys or None
-    is_whole = others == (None, None, None) and cached.itemsize > 1
-    assert built.hopper_tile == (faster if is_whole else None)
+    splits = built.prefill_splits
+    if built.short_tile or built.num_upcast_keys or cached.itemsize == 1:
+        assert built.hopper_tile is None
+    elif built.hopper_tile is not None and built.hopper_tile.groups == 1:
+        assert splits is None or splits.tile == sharing.hopper_tile(spec, built.hopper_tile)
+    else:
+        assert built.hopper_tile == (faster if splits is None else None)

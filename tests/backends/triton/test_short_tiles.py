@@ -63,8 +63,9 @@ def test_the_longest_counts_of_few_rows_and_the_mean_of_many() -> None:
     assert tile(layer(64), [80], [80]) == rules.SHORT_TILES[0]
     assert tile(layer(64), [80] * 100, [80] * 100) is None
     assert tile(layer(256), [40], [40]) == rules.SHORT_TILES[1]
-    assert tile(layer(256), [100] * 100, [100] * 99 + [250]) == rules.SHORT_TILES[1]
-    assert tile(layer(256), [100] * 100, [150] * 100) is None
+    assert tile(layer(256), [33] * 100, [33] * 10 + [31] * 90) == rules.SHORT_TILES[1]
+    assert tile(layer(256), [33] * 100, [33] * 100) is None
+    assert tile(spec, [32], [32]) == rules.SHORT_TILES[1]  # one short block
     wide_group = AttentionSpec(71, 1, 64, dtype=torch.bfloat16)
     assert tile(wide_group, [1] * 200, [100] * 200) == rules.SHORT_TILES[0]
     assert tile(AttentionSpec(60, 1, 64, dtype=torch.bfloat16), [1] * 200, [100] * 200) is None
@@ -80,8 +81,8 @@ def test_decodes_go_along_where_all_begin_at_once() -> None:
 
 def test_rows_that_half_fill_a_tile_for_hopper_may_see_twice_as_many_keys() -> None:
     spec = layer(256)
-    assert tile(spec, [32] * 100, [250] * 100) == rules.SHORT_TILES[1]
-    assert tile(spec, [33] * 100, [250] * 100) is None
+    assert tile(spec, [32] * 100, [60] * 100) == rules.SHORT_TILES[1]
+    assert tile(spec, [33] * 100, [60] * 100) is None
 
 
 def test_no_token_has_more_queries_than_four_warps_hold() -> None:
@@ -95,7 +96,8 @@ def test_no_tile_takes_much_longer_than_all_together() -> None:
     """A long row among many short ones is split, or decoded, by other kernels."""
     for head_dim, long in ((64, 100_000), (128, 100_000), (128, 3000)):
         assert tile(layer(head_dim), [100] * 400 + [5], [100] * 400 + [long]) is None
-    assert tile(layer(256), [60] * 400 + [5], [60] * 400 + [250]) is not None
+    assert tile(layer(256), [30] * 400 + [5], [30] * 400 + [120]) is not None
+    assert tile(layer(256), [30] * 400 + [5], [30] * 400 + [3000]) is None
 
 
 def test_only_where_the_kernel_for_hopper_would_serve() -> None:
@@ -125,7 +127,7 @@ def other(spec: AttentionSpec, query_lens: list[int], seq_lens: list[int]) -> An
 
 def test_tiles_of_half_the_size_for_rows_that_see_few_keys() -> None:
     """In the mean of their tiles: of a prompt that is half of its keys. Where all begin at once they may be more."""
-    spec, half = layer(128), HopperTile(1, 64, 2)
+    spec, half = layer(128), HopperTile(1, 64, 2, beside=2)
     assert other(spec, [1100] * 4, [1100] * 4) == half
     assert other(spec, [1500] * 4, [1500] * 4) is None
     assert other(spec, [1500], [1500]) == half
@@ -134,7 +136,7 @@ def test_tiles_of_half_the_size_for_rows_that_see_few_keys() -> None:
     assert other(spec, [64] * 40, [900] * 40) is None
     assert other(spec, [64] * 30, [890] * 30) == half
     assert other(layer(128, window_left=127), [1] * 40 + [9000], [9000] * 41) == half
-    assert other(layer(64), [700] * 4, [700] * 4) == HopperTile(1, 64, 4)
+    assert other(layer(64), [700] * 4, [700] * 4) == HopperTile(1, 64, 4, beside=2)
     assert other(layer(64), [1000] * 4, [1000] * 4) is None
     assert other(AttentionSpec(64, 1, 128, dtype=torch.bfloat16), [9] * 4, [90] * 4) == half
     assert other(AttentionSpec(71, 1, 128, dtype=torch.bfloat16), [9] * 4, [90] * 4) is None

@@ -226,7 +226,7 @@ def test_only_prefills_that_let_decodes_start_have_a_share(
 def test_prefills_alone_take_the_whole_gpu(launches: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "short_tile", lambda *_: None)
     launch_step((40, 20))
-    assert launches == [("write", False), ("prefill", (12, False))]  # two on each multiprocessor
+    assert launches == [("write", False), ("prefill", (12, True))]  # two on each multiprocessor, of a list
 
 
 @only_interpreted

@@ -232,9 +232,10 @@ def test_traffic_for_the_kernel_for_hopper(cached: torch.dtype, monkeypatch: pyt
         assert set(found) <= listed, f"{spec} over {engine.cache} within {engine.limits}"
         asked |= found
     of_hopper = [variant for variant in asked.values() if variant.name == "prefill_hopper_kernel"]
-    groups = [HopperConstants._make(each.given[-len(HopperConstants._fields) :]).GROUPS for each in of_hopper]
-    assert [each.options.get("maxnreg") for each in of_hopper] == [128 if of == 1 else None for of in groups]
-    assert cached is not torch.bfloat16 or {1, 2} <= {*groups}
+    sizes = [HopperConstants._make(each.given[-len(HopperConstants._fields) :]) for each in of_hopper]
+    halves = [each.GROUPS == 1 and each.DIM <= 128 for each in sizes]  # of which a multiprocessor has two programs
+    assert [each.options.get("maxnreg") for each in of_hopper] == [128 if of else None for of in halves]
+    assert cached is not torch.bfloat16 or {(1, 1), (2, 0), (2, 1)} <= {(each.GROUPS, each.SPLIT) for each in sizes}
     last = {(variant.name, variant.given[-1]) for variant in asked.values()}  # how it starts, or lets the next one
     assert ("prefill_hopper_kernel", 0) in last
     if cached is torch.bfloat16:

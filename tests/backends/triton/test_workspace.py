@@ -82,7 +82,8 @@ def parts_of(
     assert (counts.sum(1) <= lens.shape[1] + max_cuts).all()  # the list has so many items
     found = np.where(counts > 1, counts, 0).sum(1)
     size = num_blocks // num_cuts
-    for least in (max(min_blocks, equal_cuts.LEAST_KEYS.value // block_n), 2 * min_blocks - 1):
+    least_sizes = (max(min_blocks, equal_cuts.LEAST_KEYS.value // block_n), 2 * min_blocks - 1)
+    for least in (*least_sizes, *(max(16 // block_n, 1) << doubled for doubled in range(equal_cuts.PART_SIZES.value))):
         apart = -(-np.maximum(lens, 1) // np.where(num_cuts < most, least, size + size // 16))
         num_apart, num_split = apart.sum(1), np.where(apart > 1, apart, 0).sum(1)
         has_room = num_apart <= cut_list.num_programs(lens.shape[1], max_cuts)
@@ -151,7 +152,7 @@ def test_kernel_cuts_have_every_key_once(seed: int) -> None:
     few_cuts, heads, resident = int(drawn.integers(1, max_cuts + 1)), *map(int, drawn.integers(1, 9, 2))
     filling = cut_list.Filling(
         few_cuts, int(drawn.integers(1, 99)), heads, max(1, max_cuts * heads // resident), resident,
-        int(drawn.choice([0, 32, 256])), int(drawn.choice([1, 32])),
+        int(drawn.choice([0, 32, 256])), int(drawn.choice([1, 32])), int(drawn.choice([0, 16, 64])),
     )  # fmt: skip
     cuts = cut_list.CutList(sizes, filling, torch.ones(num_rows * 3, dtype=torch.int32), most)
     held = [
@@ -206,6 +207,39 @@ def test_kernel_no_program_has_two_rows_where_there_are_enough(seed: int) -> Non
     if spare:
         assert all(len(cut) == 1 for cut in found)
         assert all(stop - start < 2 * min_blocks * block_n for cut in found for _, start, stop, *_ in cut)
+
+
+@only_interpreted
+@pytest.mark.parametrize("seed", range(16))
+def test_kernel_parts_are_short_where_programs_are_to_spare(seed: int) -> None:
+    """Random rows: parts of one size, a block or twice or four times as much, the shortest of which no more than half
+    of the programs that the GPU holds have one; rows of up to 48 keys are whole. Else, and where none is asked for, as
+    without."""
+    drawn = np.random.default_rng(1100 + seed)
+    num_rows, heads, resident = int(drawn.integers(1, 12)), int(drawn.integers(1, 5)), int(drawn.choice([4, 8]))
+    block_n, num_sms = int(drawn.choice([16, 32])), int(drawn.choice([20, 132]))
+    lens = np.exp(drawn.uniform(0, np.log(drawn.choice([300, 3000])), num_rows)).astype(np.int32)
+    max_cuts = num_sms * resident // heads
+    sizes = cut_list.SplitSizes(num_rows, max_cuts, triton_split.FAR.value, triton_split.FAR.value, block_n, 4)
+    filling = cut_list.Filling(max_cuts // 2, 96, heads, num_sms, resident, 32, 32)
+    found = []
+    for part_keys in (16, 0):
+        counters = torch.zeros(num_rows, dtype=torch.int32)
+        cuts = cut_list.CutList(sizes, filling._replace(part_keys=part_keys), counters, 1)
+        cuts.fill(torch.from_numpy(lens), torch.arange(num_rows + 1, dtype=torch.int32))
+        found.append([cut for cut in items_of(cuts) if cut])
+    blocks = -(-lens // block_n)
+    for part in (max(16 // block_n, 1) << doubled for doubled in range(equal_cuts.PART_SIZES.value)):
+        wanted = np.where(blocks > 48 // block_n, -(-blocks // part), 1)
+        if 2 * wanted.sum() * heads <= num_sms * resident:
+            break
+    else:
+        assert found[0] == found[1]
+        return
+    counts = [[item[0] for cut in found[0] for item in cut].count(row) for row in range(num_rows)]
+    assert counts == wanted.tolist()
+    assert all(len(cut) == 1 for cut in found[0])
+    assert all(stop - start <= max(part * block_n, 48) for cut in found[0] for _, start, stop, *_ in cut)
 
 
 @only_interpreted

@@ -1,0 +1,133 @@
+"""How a step's prefills are served: by which tile, how keys are split, and whether decodes are taken along.
+
+Times are reckoned in blocks of the usual tile that a program reads, see `kernels.prefill.splits`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from attn_backends.backends.triton.rules import decode_time, prefill_splits, reads_alike
+from attn_backends.batch.page_table import IntArray
+from attn_backends.kernels.launch import num_multiprocessors
+from attn_backends.kernels.prefill.faster_tile import mean_load
+from attn_backends.kernels.prefill.launch import hopper_tile, num_visible_keys
+from attn_backends.kernels.prefill.splits import OF_THE_JOIN, PrefillSplits, SplitTile, TileLoad, behind, time_of
+from attn_backends.kernels.prefill.tiles import HopperTile, half_tile, heads_in_l2, hopper_tiles
+from attn_backends.spec import AttentionSpec
+
+
+class PrefillPlan(NamedTuple):
+    """How a kernel serves prefills: of the one for Hopper by which tile, and how keys are split."""
+
+    tile: HopperTile | None  # of the kernel for Hopper; None: the usual one, or another kernel serves
+    splits: PrefillSplits | None  # None: rows are whole, and come as they are
+
+
+_LEAST_SAVED_BY_HALF = 0.05  # part of the time, below which tiles of half the size do not serve
+_LEAST_SAVED_TOGETHER = 0.1  # the same, below which decodes are not taken along
+_MORE_TILES = 1.25  # of half the size, to one of the usual size, with which splits read keys more often
+_SHORT = 32  # blocks of a tile in the mean, up to which a list saves what it takes to look tiles up
+
+
+def prefill_plan(
+    spec: AttentionSpec, tile: SplitTile, other: HopperTile | None, query_lens: IntArray, seq_lens: IntArray,
+    num_decodes: int, device: torch.device, for_graph: bool = False, is_upcast: bool = False, is_paged: bool = True,
+) -> PrefillPlan:  # fmt: skip
+    """How the rows behind the decodes are served in the least time. The kernel for Hopper has tiles of half the size,
+    but for keys that are made 16 bits.
+
+    Args:
+        tile: the usual one of the kernel that serves, see `split_tile`.
+        other: the one that `faster_hopper_tile` has for whole rows.
+        query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
+    """
+    given = query_lens, seq_lens, num_decodes, device
+    usual = PrefillPlan(None, prefill_splits(spec, tile, *given, for_graph, other is not None))
+    if not tile.beside or is_upcast:
+        return usual
+    half = half_tile(spec)
+    if half is not None:
+        by_half = PrefillPlan(half, prefill_splits(spec, hopper_tile(spec, half), *given, for_graph))
+        if (other == half and not usual.splits) or _is_faster_by_half(spec, by_half, usual, *given):
+            return by_half if by_half.splits else _in_order(spec, half, *given)
+    if usual.splits:
+        return usual
+    if other is not None or for_graph or num_decodes or not is_paged:
+        return PrefillPlan(other, None)
+    return _in_order(spec, None, *given, _SHORT)
+
+
+def _in_order(
+    spec: AttentionSpec, tile: HopperTile | None, query_lens: IntArray, seq_lens: IntArray, num_decodes: int,
+    device: torch.device, most_blocks: float = math.inf,
+) -> PrefillPlan:  # fmt: skip
+    """Whole tiles, of a list where that reads keys no more often, and tiles have no more blocks in the mean: programs
+    then look up none."""
+    listed = hopper_tile(spec, tile)
+    load = mean_load(spec, tile or hopper_tiles(spec.head_dim, spec.head_dim_vo)[0], query_lens[num_decodes:],
+                     seq_lens[num_decodes:])  # fmt: skip
+    num_programs = listed.num_programs(num_multiprocessors(device))
+    is_short = int(load.tiles @ load.blocks) <= most_blocks * int(load.tiles.sum())
+    are_alike = reads_alike(spec, load, int(seq_lens.max(initial=0)), num_programs)
+    return PrefillPlan(tile, PrefillSplits(0, listed) if is_short and are_alike else None)
+
+
+def _is_faster_by_half(
+    spec: AttentionSpec, by_half: PrefillPlan, usual: PrefillPlan, query_lens: IntArray, seq_lens: IntArray,
+    num_decodes: int, device: torch.device,
+) -> bool:  # fmt: skip
+    """Whether tiles of half the size take less time, which they do not where their splits read keys more often than
+    the L2 cache holds them."""
+    if by_half.splits and by_half.splits.target:
+        tokens, keys = query_lens[num_decodes:].astype(np.int64), num_visible_keys(spec, seq_lens[num_decodes:])
+        num_tiles, num_usual = (
+            int((-(-tokens // hopper_tile(spec, plan.tile).tokens)).sum()) for plan in (by_half, usual)
+        )
+        num_keys = int(keys.sum(dtype=np.int64))
+        if num_tiles > _MORE_TILES * num_usual and heads_in_l2(spec, num_keys, spec.dtype.itemsize) < spec.num_kv_heads:
+            return False
+    given = query_lens, seq_lens, num_decodes, device
+    return _taken(spec, by_half, *given) < (1 - _LEAST_SAVED_BY_HALF) * _taken(spec, usual, *given)
+
+
+def _taken(
+    spec: AttentionSpec, plan: PrefillPlan, query_lens: IntArray, seq_lens: IntArray, num_decodes: int,
+    device: torch.device,
+) -> float:  # fmt: skip
+    """What the rows behind the decodes, and these, take, in blocks of the usual tile that a program reads."""
+    tile = hopper_tile(spec, plan.tile)
+    num_programs = tile.num_programs(num_multiprocessors(device))
+    decodes = decode_time(spec, tile, seq_lens[:num_decodes], device)
+    lens = query_lens[num_decodes:], seq_lens[num_decodes:]
+    longest = TileLoad.of(spec, tile, *lens)
+    if plan.splits and plan.splits.is_of_all:
+        return time_of(longest, spec.num_kv_heads, num_programs, plan.splits.target, tile) + behind(decodes)
+    load = mean_load(spec, plan.tile or hopper_tiles(spec.head_dim, spec.head_dim_vo)[0], *lens)
+    whole = time_of(load, spec.num_kv_heads, num_programs, 0, tile)
+    alone = tile.of_a_block * int(longest.blocks.max(initial=0)) + tile.of_a_tile
+    all_busy = tile.of_a_block * int(load.tiles @ load.blocks) * spec.num_kv_heads / num_programs
+    return max(whole, alone, all_busy + decodes)
+
+
+def are_faster_together(
+    spec: AttentionSpec, alone: PrefillPlan, together: PrefillPlan, query_lens: IntArray, seq_lens: IntArray,
+    num_decodes: int, device: torch.device,
+) -> bool:  # fmt: skip
+    """Whether the kernel for Hopper serves all rows, with their keys split, in less time than prefills alone, with the
+    decodes beside them or, where keys are split, behind.
+
+    Args:
+        alone, together: of the prefills alone, and of all rows.
+        query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
+    """
+    if together.splits is None or not together.splits.is_of_all:
+        return False
+    of_alone = _taken(spec, alone, query_lens, seq_lens, num_decodes, device)
+    of_all = _taken(spec, together, query_lens, seq_lens, 0, device)
+    read = decode_time(spec, hopper_tile(spec), seq_lens, device) + OF_THE_JOIN
+    return max(of_all, read) < (1 - _LEAST_SAVED_TOGETHER) * of_alone
