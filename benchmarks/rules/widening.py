@@ -16,7 +16,7 @@ import torch
 
 from attn_backends.backends.triton.rules import can_upcast, prefill_splits, split_tile
 from attn_backends.backends.triton.tuning import TritonOptions
-from attn_backends.backends.triton.upcasting import rows_in_turn, upcast_sections
+from attn_backends.backends.triton.upcasting import rows_in_turn, upcast_sections, upcast_splits
 from attn_backends.spec import KVCacheSpec
 from benchmarks.attention.paged_problem import Shape, spec_of
 from benchmarks.attention.sampled_problem import Pool, sampled_problem
@@ -95,9 +95,15 @@ def way(spec: Any, cached: KVCacheSpec, lens: tuple[Any, Any], num_keys: int) ->
     """What differs in the metadata."""
     device = torch.device("cuda")
     tile = split_tile(spec, cached, None, device, is_paged=True, is_upcast=num_keys > 0)
-    sections = upcast_sections(spec, lens[1], TritonOptions().upcast_bytes) if num_keys else []
-    in_turn = rows_in_turn(spec, tile, *lens, sections, 0, device)
-    splits = None if in_turn else prefill_splits(spec, tile, *lens, 0, device)
+    room = TritonOptions().upcast_bytes
+    sections = upcast_sections(spec, lens[1], room) if num_keys else []
+    in_turn, splits = rows_in_turn(spec, tile, *lens, sections, 0, room, device), None
+    if not in_turn:
+        splits = (
+            upcast_splits(spec, tile, *lens, 0, room, device)
+            if num_keys
+            else prefill_splits(spec, tile, *lens, 0, device)
+        )
     return {"num_upcast_keys": num_keys, "upcast_rows": in_turn, "prefill_splits": splits, "num_decode_rows": 0,
             "num_decode_row_tokens": 0, "max_decode_len": 0}  # fmt: skip
 

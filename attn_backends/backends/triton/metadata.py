@@ -21,7 +21,13 @@ from attn_backends.backends.triton.rules import (
     split_tile,
 )
 from attn_backends.backends.triton.tuning import TritonOptions
-from attn_backends.backends.triton.upcasting import UpcastRows, is_faster_upcast, rows_in_turn, upcast_sections
+from attn_backends.backends.triton.upcasting import (
+    UpcastRows,
+    is_faster_upcast,
+    rows_in_turn,
+    upcast_sections,
+    upcast_splits,
+)
 from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.batch.common import CommonAttentionMetadata
 from attn_backends.batch.order import SwappableRows, reorder_batch_to_split_decodes_and_prefills
@@ -197,10 +203,10 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         query_lens, seq_lens = lens.rows_from(first)
         spec, room = self.group.spec, self._upcast_bytes
         sections = upcast_sections(spec, seq_lens, room)
-        if not is_faster_upcast(spec, self.cache, query_lens, seq_lens, sections, room, self.device):
+        if not is_faster_upcast(spec, self.cache, query_lens, seq_lens, sections, self.device):
             return 0, ()
         tile = split_tile(spec, self.cache, self.options, self.device, is_paged=True, is_upcast=True)
-        return int(seq_lens.sum()), rows_in_turn(spec, tile, query_lens, seq_lens, sections, first, self.device)
+        return int(seq_lens.sum()), rows_in_turn(spec, tile, query_lens, seq_lens, sections, first, room, self.device)
 
     @cached_property
     def _can_run_beside(self) -> bool:
@@ -231,9 +237,11 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     ) -> PrefillPlan:  # fmt: skip
         spec, for_graph = self.group.spec, common.for_graph
         tile = split_tile(spec, self.cache, self.options, self.device, is_paged=is_paged, is_upcast=is_upcast)
-        has_others = not (for_graph or is_upcast) and tile.beside > 0
+        if is_upcast:
+            return PrefillPlan(None, upcast_splits(spec, tile, *bounds, num_decodes, self._upcast_bytes, self.device))
+        has_others = not for_graph and tile.beside > 0
         other = faster_hopper_tile(spec, *lens.rows_from(num_decodes), self.device) if has_others else None
-        return prefill_plan(spec, tile, other, *bounds, num_decodes, self.device, for_graph, is_upcast, is_paged)
+        return prefill_plan(spec, tile, other, *bounds, num_decodes, self.device, for_graph, is_paged)
 
     @cached_property
     def _short_tiles(self) -> tuple[PrefillTile, ...]:

@@ -36,10 +36,10 @@ _SHORT = 32  # blocks of a tile in the mean, up to which a list saves what it ta
 
 def prefill_plan(
     spec: AttentionSpec, tile: SplitTile, other: HopperTile | None, query_lens: IntArray, seq_lens: IntArray,
-    num_decodes: int, device: torch.device, for_graph: bool = False, is_upcast: bool = False, is_paged: bool = True,
+    num_decodes: int, device: torch.device, for_graph: bool = False, is_paged: bool = True,
 ) -> PrefillPlan:  # fmt: skip
-    """How the rows behind the decodes are served in the least time. The kernel for Hopper has tiles of half the size,
-    but for keys that are made 16 bits.
+    """How the rows behind the decodes are served in the least time, but for those whose keys are made 16 bits. The
+    kernel for Hopper has tiles of half the size.
 
     Args:
         tile: the usual one of the kernel that serves, see `split_tile`.
@@ -48,7 +48,7 @@ def prefill_plan(
     """
     given = query_lens, seq_lens, num_decodes, device
     usual = PrefillPlan(None, prefill_splits(spec, tile, *given, for_graph, other is not None))
-    if not tile.beside or is_upcast:
+    if not tile.beside:
         return usual
     half = half_tile(spec)
     if half is not None:

@@ -241,7 +241,8 @@ class TritonState(AttentionState[TritonMetadata]):
         most_rows = min(num_rows, num_tokens // (others_tokens + 1)) + 1 if num_tokens else num_rows
         num_tiles = num_prefill_tiles(span.num_tokens, most_rows, tile.tokens)
         where = workspace.partial_acc, workspace.partial_ml, workspace.tiles
-        return TileList(splits, spec.num_kv_heads, visible_range(spec), span.first_row, num_rows, num_tiles,
+        num_kv_heads = splits.num_kv_heads or spec.num_kv_heads
+        return TileList(splits, num_kv_heads, visible_range(spec), span.first_row, num_rows, num_tiles,
                         block_dims(spec)[1], where, others_tokens, num_tokens)  # fmt: skip
 
     def make_schedule(self, group: int, num_rows: int, query_len: int, workspace: Workspace) -> Schedule:

@@ -6,6 +6,7 @@ The kernel for Hopper reads 16 bits alone. Where it does not pay, the portable k
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -39,33 +40,22 @@ class UpcastRows(NamedTuple):
 
 def is_faster_upcast(
     spec: AttentionSpec, cache: KVCacheSpec, query_lens: IntArray, seq_lens: IntArray, sections: Sequence[slice],
-    num_bytes: int, device: torch.device,
+    device: torch.device,
 ) -> bool:  # fmt: skip
     """Whether these rows take less time so: by all that tiles read, as splits leave no multiprocessor idle.
 
     Args:
         query_lens, seq_lens: of the rows, or upper bounds of the latter.
-        sections: which rows together, as `upcast_sections` has them.
-        num_bytes: room for keys and values of 16 bits.
+        sections: which rows together, as `upcast_sections` has them; none: there is no room.
     """
-    num_sms, taken = num_multiprocessors(device), 0.0
-    for section in sections:
-        taken += _upcast_time(spec, query_lens[section], seq_lens[section], num_bytes, num_sms)
+    if not sections:
+        return False
+    heads = spec.num_kv_heads / num_multiprocessors(device)  # of a multiprocessor
+    keys, num_keys = num_visible_keys(spec, seq_lens).astype(np.int64), int(seq_lens.sum(dtype=np.int64))
+    read = float(num_hopper_tiles(spec, query_lens) @ keys)
+    taken = len(sections) * _STARTING + (read + _UPCASTING * num_keys) * heads
     tile = split_tile(spec, cache, None, device, is_paged=True, is_upcast=False)
-    keys = num_visible_keys(spec, seq_lens).astype(np.int64)
-    portable = float(-(-query_lens // tile.tokens) @ keys) * spec.num_kv_heads / num_sms
-    return 0.0 < taken < _PORTABLE_READ * portable
-
-
-def _upcast_time(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, num_bytes: int, num_sms: int) -> float:
-    """What rows take of which some KV heads at least fit."""
-    num_keys = int(seq_lens.sum(dtype=np.int64))
-    at_once, hopper = upcast_heads(spec, num_keys, num_bytes), num_hopper_tiles(spec, query_lens)
-    keys, rounds = num_visible_keys(spec, seq_lens).astype(np.int64), spec.num_kv_heads // at_once
-    read = float(hopper @ keys) * at_once / num_sms  # in a round
-    if rounds > 1:  # each is split as all heads together would be: in halves at most, as they have many tiles
-        read = max(read, float(keys.max()) / 2)
-    return _STARTING + rounds * read + _UPCASTING * num_keys * spec.num_kv_heads / num_sms
+    return taken < _PORTABLE_READ * float(-(-query_lens // tile.tokens) @ keys) * heads
 
 
 def upcast_sections(spec: AttentionSpec, seq_lens: IntArray, num_bytes: int) -> list[slice]:
@@ -89,21 +79,37 @@ def upcast_sections(spec: AttentionSpec, seq_lens: IntArray, num_bytes: int) -> 
     return [slice(*bounds) for bounds in pairwise([*starts, len(seq_lens)])]
 
 
+def upcast_splits(
+    spec: AttentionSpec, tile: SplitTile, query_lens: IntArray, seq_lens: IntArray, num_decodes: int, num_bytes: int,
+    device: torch.device,
+) -> PrefillSplits | None:  # fmt: skip
+    """How keys that are made 16 bits are split, as `prefill_splits` says for the KV heads that a launch has.
+
+    Args:
+        num_bytes: room for keys and values of 16 bits.
+    """
+    at_once = upcast_heads(spec, int(seq_lens[num_decodes:].sum(dtype=np.int64)), num_bytes)
+    of_launch = replace(spec, num_qo_heads=at_once * spec.group_size, num_kv_heads=at_once)
+    splits = prefill_splits(of_launch, tile, query_lens, seq_lens, num_decodes, device)
+    return splits and splits._replace(num_kv_heads=at_once)
+
+
 def rows_in_turn(
     spec: AttentionSpec, tile: SplitTile, query_lens: IntArray, seq_lens: IntArray, sections: Sequence[slice],
-    first_row: int, device: torch.device,
+    first_row: int, num_bytes: int, device: torch.device,
 ) -> tuple[UpcastRows, ...]:  # fmt: skip
     """The sections, if they are several, of rows from `first_row` on.
 
     Args:
         tile: of the kernel that reads keys of 16 bits.
+        num_bytes: room for keys and values of 16 bits.
     """
     if len(sections) < 2:
         return ()
     lens = [(query_lens[section], seq_lens[section]) for section in sections]
     return tuple(
         UpcastRows(first_row + section.start, int(queries.sum()), int(keys.sum()),
-                   prefill_splits(spec, tile, queries, keys, 0, device))
+                   upcast_splits(spec, tile, queries, keys, 0, num_bytes, device))
         for section, (queries, keys) in zip(sections, lens, strict=True)
     )  # fmt: skip
 

@@ -200,7 +200,7 @@ class PrefillKernels:
                 use_pdl=int(self._supports_pdl), launch_dependents=0,
             )  # fmt: skip
             return self._attend_on_hopper((*tensors, sinks, tiles), layouts, scales, tiled, shape, rows.splits, share)
-        splits = None if rows.splits is None else _listed_for(portable_tile(spec, tile), rows.splits)
+        splits = None if rows.splits is None else _listed_for(portable_tile(spec, tile), num_kv_heads, rows.splits)
         lists = (None, None, None) if splits is None else (splits.work_items, splits.partial_acc, splits.partial_ml)
         constants = self._constants(key, value, page_size, tile, tile_tokens, splits)
         _prefill(*tensors, slopes, sinks, *lists, scales, visible, has_sinks, tiled, constants,
@@ -223,7 +223,7 @@ class PrefillKernels:
     ) -> Pdl:  # fmt: skip
         """Launch, and join what was split; `tensors` are as `prefill_on_hopper` takes them."""
         next_pdl, num_programs = Pdl.OFF, shape.tile.beside * self._num_sms
-        splits = None if splits is None else _listed_for(hopper_tile(self.spec, shape.tile), splits)
+        splits = None if splits is None else _listed_for(hopper_tile(self.spec, shape.tile), shape.num_kv_heads, splits)
         is_whole = splits is None or not splits.max_split_items
         if is_whole and share is not None and self._supports_pdl:
             next_pdl, num_programs = Pdl.WAIT_LAST, math.ceil(share * num_programs)
@@ -259,13 +259,13 @@ def _scales_of(spec: AttentionSpec, k_scale: float, v_scale: float) -> Scales:
     return Scales(spec.scale * k_scale * (math.log2(math.e) if cap is None else 1.0), v_scale, cap or 0.0)
 
 
-def _listed_for(tile: SplitTile, splits: TileList) -> TileList | None:
-    """A list of such tiles; one that was made for another kernel's is none, unless a launch without it has other rows
-    (ValueError)."""
+def _listed_for(tile: SplitTile, num_kv_heads: int, splits: TileList) -> TileList | None:
+    """A list of such tiles; one that was made for another kernel's, or for fewer KV heads, is none, unless a launch
+    without it has other rows (ValueError)."""
     if splits.tile != tile and splits.is_mixed:
         raise ValueError("queries, keys and values do not lie in multiples of 16 bytes, as the kernel for Hopper reads "
                          "them, for which graphs of mixed batches list tiles: align them, or run eager")  # fmt: skip
-    return splits if splits.tile == tile else None
+    return splits if splits.tile == tile and splits.num_kv_heads >= num_kv_heads else None
 
 
 def is_alike(key: torch.Tensor, value: torch.Tensor) -> int:

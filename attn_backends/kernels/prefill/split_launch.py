@@ -37,6 +37,7 @@ class TileList:
 
     Args:
         splits: the most that there are, and tiles in front that are whole; `splits.num_splits` has those of each row.
+        num_kv_heads: of a launch, or more.
         first_row, num_rows: rows from `first_row` on, of whose tensors others may be in front.
         num_tiles: of these rows for one KV head, or an upper bound.
         partial_acc, partial_ml: f32, of the workspace that its launches use.
@@ -53,8 +54,8 @@ class TileList:
         num_tiles: int, block_dim_vo: int, workspace: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         others_tokens: int = 0, num_tokens: int = 0,
     ) -> None:  # fmt: skip
-        target, self.tile, self.num_whole = splits
-        tile = self.tile
+        target, self.tile, self.num_whole, _ = splits
+        tile, self.num_kv_heads = self.tile, num_kv_heads
         self.partial_acc, self.partial_ml, self._counters = workspace
         needs = target * tile.rows * block_dim_vo, 2 * target * tile.rows
         has = self.partial_acc.numel(), self.partial_ml.numel()

@@ -54,6 +54,7 @@ class PrefillSplits(NamedTuple):
     target: int  # splits of all tiles and KV heads at most; 0: none is split
     tile: SplitTile  # of the kernel that this is for: another one splits nothing
     num_whole: int = 0  # tiles of a KV head that come first and are whole
+    num_kv_heads: int = 0  # of a launch, if a layer's take several; 0: all
 
     @property
     def is_of_all(self) -> bool:

@@ -17,6 +17,8 @@ from tests.helpers.placed_caches import PLACES, placed
 
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch", reason="needs triton")
 hopper_tiles = pytest.importorskip("attn_backends.kernels.prefill.tiles").hopper_tiles
+PrefillSplits = pytest.importorskip("attn_backends.kernels.prefill.splits").PrefillSplits
+most_tile_splits = pytest.importorskip("attn_backends.kernels.prefill.splits").most_tile_splits
 metadata = pytest.importorskip("attn_backends.backends.triton.metadata")
 plans = pytest.importorskip("attn_backends.backends.triton.plans")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
@@ -255,10 +257,10 @@ def test_keys_that_are_not_widened(why: str, served: list[bool], monkeypatch: py
     assert not served
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(48))
 def test_random_rows_by_each_tile(seed: int, served: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """From pages and of prompts, by more tiles than programs and by fewer; every launch leaves the counters as it found
-    them."""
+    """From pages and of prompts, by more tiles than programs and by fewer, of half the size listed and split too; every
+    launch leaves the counters as it found them."""
     numbers = Random(seed)
     dims = numbers.choice([dims for dims in launch.HOPPER_DIMS if len(hopper_tiles(*dims)) > 1])
     changes = numbers.choice([{}, {}, {"window_left": numbers.randint(0, 400)}, {"causal": False}, {"sinks": True},
@@ -266,7 +268,12 @@ def test_random_rows_by_each_tile(seed: int, served: list[bool], monkeypatch: py
     kv_heads = numbers.choice([1, 2, 5])
     spec = spec_of(dims, (kv_heads * numbers.choice([1, 3, 7, 16, 60]), kv_heads), **changes)
     nth = numbers.randrange(1, len(hopper_tiles(*dims)))
-    monkeypatch.setattr(metadata, "prefill_plan", lambda *_: plans.PrefillPlan(hopper_tiles(*dims)[nth], None))
+    tile, splits = hopper_tiles(*dims)[nth], None
+    if tile.groups == 1 and spec.group_size <= tile.rows and seed % 4:
+        listed = launch.hopper_tile(spec, tile)
+        most = most_tile_splits(listed.num_programs(launch.num_multiprocessors(torch.device("cuda"))))
+        splits = PrefillSplits((0, most // 2, most)[seed % 4 - 1], listed)
+    monkeypatch.setattr(metadata, "prefill_plan", lambda *_: plans.PrefillPlan(tile, splits))
     monkeypatch.setattr(metadata, "are_faster_together", lambda *_: False)
     query_lens = [numbers.randint(20, numbers.choice([40, 300])) for _ in range(numbers.choice([1, 5, 40]))]
     contexts = [numbers.choice([0, numbers.randint(1, 500)]) if seed % 3 else 0 for _ in query_lens]

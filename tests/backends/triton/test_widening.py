@@ -36,7 +36,7 @@ def _on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
 def is_faster(spec: AttentionSpec, query_lens: list[int], seq_lens: list[int], num_bytes: int = ROOM) -> bool:
     lens = [np.array(lens, np.int32) for lens in (query_lens, seq_lens)]
     sections = upcasting.upcast_sections(spec, lens[1], num_bytes)
-    return bool(upcasting.is_faster_upcast(spec, KVCacheSpec(1, 16), *lens, sections, num_bytes, torch.device("cuda")))
+    return bool(upcasting.is_faster_upcast(spec, KVCacheSpec(1, 16), *lens, sections, torch.device("cuda")))
 
 
 def layer(heads: tuple[int, int], head_dim: int = 128, **more: Any) -> AttentionSpec:
@@ -113,7 +113,7 @@ def test_few_long_rows_that_do_not_fit_together_are_split_each() -> None:
     spec, device = layer((18, 2)), torch.device("cuda")
     sections = upcasting.upcast_sections(spec, rows[1], ROOM)
     tile = rules.split_tile(spec, KVCacheSpec(1, 16), None, device, is_paged=True, is_upcast=True)
-    found = upcasting.rows_in_turn(spec, tile, *rows, sections, 3, device)
+    found = upcasting.rows_in_turn(spec, tile, *rows, sections, 3, ROOM, device)
     assert [(each.first_row, each.num_tokens, each.num_keys) for each in found] == [
         (3, 113, 77297), (4, 113, 83116), (5, 113, 86999), (6, 113, 99268)
     ]  # fmt: skip
@@ -125,6 +125,20 @@ def test_few_long_rows_that_do_not_fit_together_are_split_each() -> None:
         (6, 9, 121),
     ]  # and what is behind
     assert is_faster(spec, *(lens.tolist() for lens in rows))
+
+
+def test_a_launch_of_some_heads_is_split_as_they_want() -> None:
+    """A chunk behind a long context, whose keys are made 16 bits by two heads at a time: the tiles of all eight would
+    fill the GPU, those of two fill half of it."""
+    lens, device = (np.array([825], np.int32), np.array([71784], np.int32)), torch.device("cuda")
+    spec = layer((40, 8))
+    tile = rules.split_tile(spec, KVCacheSpec(1, 16), None, device, is_paged=True, is_upcast=True)
+    assert rules.prefill_splits(spec, tile, *lens, 0, device) is None
+    assert upcasting.upcast_splits(spec, tile, *lens, 0, 4 * ROOM, device) is None
+    for room, heads in ((ROOM, 2), (ROOM // 2, 1)):
+        found = upcasting.upcast_splits(spec, tile, *lens, 0, room, device)
+        assert found.num_kv_heads == heads
+        assert found.is_of_all
 
 
 def test_the_benchmark_makes_what_the_builder_does() -> None:
