@@ -56,9 +56,8 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     first = first_key(lens - query_lens, window_left, chunk) // BLOCK_N
     blocks = tl.where(exists, tl.maximum((lens + BLOCK_N - 1) // BLOCK_N - first, 0), 0)
     filling = (few_cuts, long_cut, heads, num_sms, resident, row_keys, much_alike, part_keys)
-    ends, num_blocks, num_cuts, first_cut, num_splits, is_apart = _cut(
-        exists, blocks, max_cuts, filling, num_programs, BLOCK_N, MIN_BLOCKS
-    )
+    cuts = _cut(exists, blocks, max_cuts, filling, num_programs, BLOCK_N, MIN_BLOCKS)
+    ends, num_blocks, num_cuts, first_cut, num_splits, is_apart = cuts
     item_ends = tl.cumsum(num_splits, 0)
     num_partials = tl.where(num_splits > 1, num_splits, 0)
     slots_before = tl.cumsum(num_partials, 0) - num_partials
@@ -137,8 +136,8 @@ def _cut(  # type: ignore[no-untyped-def]
     of_few = tl.where(tl.sum(shortest, 0) * heads <= num_sms * resident, least, tl.maximum(2 * MIN_BLOCKS - 1, least))
     longest = tl.where(num_cuts < most, of_few, size + size // 16)
     apart = tl.where(exists, (tl.maximum(blocks, 1) + longest - 1) // longest, 0)
-    part, parts = _short_parts(exists, blocks, part_keys, heads, num_sms * resident, BLOCK_N)
-    longest, apart = tl.where(part > 0, part, longest), tl.where(part > 0, parts, apart)
+    part, counts = _short_parts(exists, blocks, part_keys, heads, num_sms * resident, BLOCK_N)
+    longest, apart = tl.where(part > 0, part, longest), tl.where(part > 0, counts, apart)
     is_apart = (tl.sum(apart, 0) <= num_programs) & (tl.sum(tl.where(apart > 1, apart, 0), 0) <= 2 * max_cuts - 2)
     is_apart &= _are_faster_apart(blocks, apart, longest, num_blocks, filling, BLOCK_N)
     first_cut = _cut_of(tl.minimum(ends - blocks, ends - 1), num_blocks, num_cuts)
@@ -152,14 +151,14 @@ def _short_parts(exists, blocks, part_keys, heads, slots, BLOCK_N: tl.constexpr)
     """How many blocks short parts of rows have, the shortest of which no more than half of the programs that a GPU
     holds at once have one; 0: there are no such. And how many parts each row is in."""
     part, part_blocks = part_keys * 0, tl.maximum(part_keys // BLOCK_N, 1)
-    parts = tl.where(exists, 1, 0)
+    counts = tl.where(exists, 1, 0)
     for _ in tl.static_range(PART_SIZES):
         tried = tl.where(exists & (blocks > WHOLE_KEYS // BLOCK_N), (blocks + part_blocks - 1) // part_blocks, 1)
         tried = tl.where(exists, tried, 0)
         fits = (part == 0) & (part_keys > 0) & (2 * tl.sum(tried, 0) * heads <= slots)
-        part, parts = tl.where(fits, part_blocks, part), tl.where(fits, tried, parts)
+        part, counts = tl.where(fits, part_blocks, part), tl.where(fits, tried, counts)
         part_blocks *= 2
-    return part, parts
+    return part, counts
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -31,8 +31,8 @@ from attn_backends.backends.triton.rules import prefill_share, short_tiles, spli
 from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.batch.views import without_new_keys
 from attn_backends.kernels.launch import num_multiprocessors
-from attn_backends.kernels.prefill.launch import hopper_tile, suits_hopper_kernel
-from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, most_tile_splits
+from attn_backends.kernels.prefill.launch import suits_hopper_kernel
+from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, hopper_tile, most_tile_splits
 from attn_backends.kernels.prefill.tiles import half_tile, tiles_of
 from benchmarks.attention.attention import all_made
 from benchmarks.attention.contest import CACHE_DTYPES, Made, checked, our_call, parts_of

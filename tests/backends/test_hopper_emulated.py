@@ -101,9 +101,9 @@ LENS = ([250, 131, 70], [20, 131, 33])
 
 def as_they_come(*_: Any) -> Any:
     """Whole tiles of the usual size, that programs look up."""
-    from attn_backends.backends.triton.plans import PrefillPlan
+    from attn_backends.backends.triton.plans import TilePlan
 
-    return PrefillPlan(None, None)
+    return TilePlan(None, None)
 
 
 def prefill(spec: AttentionSpec, page_size: int, lens: tuple[list[int], list[int]]) -> Batch:
@@ -163,9 +163,9 @@ def test_prefill_of_many_rows(heads: tuple[int, int], launches: list[int]) -> No
 def nth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole prefills by the nth tile that such heads have."""
     from attn_backends.backends.triton import metadata
-    from attn_backends.backends.triton.plans import PrefillPlan
+    from attn_backends.backends.triton.plans import TilePlan
 
-    monkeypatch.setattr(metadata, "prefill_plan", lambda spec, *_: PrefillPlan(tiles_of(spec)[request.param], None))
+    monkeypatch.setattr(metadata, "prefill_plan", lambda spec, *_: TilePlan(tiles_of(spec)[request.param], None))
 
 
 @only_interpreted
@@ -202,7 +202,7 @@ def test_what_a_query_sees_by_the_other_tile(
 def test_windows_and_chunks_around_a_block(seed: int, launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of random widths: where a tile's queries all see some block whole, and where they just do not."""
     from attn_backends.backends.triton import metadata
-    from attn_backends.backends.triton.plans import PrefillPlan
+    from attn_backends.backends.triton.plans import TilePlan
 
     numbers = Random(seed)
     dims, group_size = numbers.choice([(64, 64), (128, 128)]), numbers.choice([1, 2, 4, 8])
@@ -211,7 +211,7 @@ def test_windows_and_chunks_around_a_block(seed: int, launches: list[int], monke
     width = tile.keys + numbers.choice([0, tile.tokens(group_size)]) + numbers.randint(-tile.keys // 2, 9)
     spec = spec_of(dims, (2 * group_size, 2), causal=numbers.random() < 0.8,
                    **{numbers.choice(["window_left", "window_left", "chunk_size"]): width})  # fmt: skip
-    monkeypatch.setattr(metadata, "prefill_plan", lambda *_: PrefillPlan(tile, None))
+    monkeypatch.setattr(metadata, "prefill_plan", lambda *_: TilePlan(tile, None))
     query_lens = [numbers.randint(1, 150) for _ in range(3)]
     check("TRITON", prefill(spec, 16, ([new + numbers.randint(0, 500) for new in query_lens], query_lens)), launches)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attn_backends.backends.triton.launches import NO_PREFILL, Launches, Lens, mixed_launches
-from attn_backends.backends.triton.plans import PrefillPlan, are_faster_together, prefill_plan
+from attn_backends.backends.triton.plans import TilePlan, are_faster_together, prefill_plan
 from attn_backends.backends.triton.rules import (
     can_upcast,
     decode_tokens,
@@ -217,7 +217,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     def _reads_pages_on_hopper(self) -> bool:
         return reads_pages_on_hopper(self.group.spec, self.cache, self.options, self.device)
 
-    def _can_take_decodes_along(self, common: CommonAttentionMetadata, num_decodes: int, alone: PrefillPlan) -> bool:
+    def _can_take_decodes_along(self, common: CommonAttentionMetadata, num_decodes: int, alone: TilePlan) -> bool:
         """Whether the kernel for Hopper, which serves prefills, can serve decodes too: where it splits the former, or
         where these are few."""
         has_other = self.options is not None and self.options.prompt_tile is not None
@@ -234,11 +234,11 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     def _plan(
         self, common: CommonAttentionMetadata, lens: Lens, bounds: Lens, num_decodes: int, is_paged: bool,
         is_upcast: bool,
-    ) -> PrefillPlan:  # fmt: skip
+    ) -> TilePlan:  # fmt: skip
         spec, for_graph = self.group.spec, common.for_graph
         tile = split_tile(spec, self.cache, self.options, self.device, is_paged=is_paged, is_upcast=is_upcast)
         if is_upcast:
-            return PrefillPlan(None, upcast_splits(spec, tile, *bounds, num_decodes, self._upcast_bytes, self.device))
+            return TilePlan(None, upcast_splits(spec, tile, *bounds, num_decodes, self._upcast_bytes, self.device))
         has_others = not for_graph and tile.beside > 0
         other = faster_hopper_tile(spec, *lens.rows_from(num_decodes), self.device) if has_others else None
         return prefill_plan(spec, tile, other, *bounds, num_decodes, self.device, for_graph, is_paged)

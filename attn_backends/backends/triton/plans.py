@@ -15,13 +15,21 @@ from attn_backends.backends.triton.rules import decode_time, prefill_splits, rea
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.kernels.prefill.faster_tile import mean_load
-from attn_backends.kernels.prefill.launch import hopper_tile, num_visible_keys
-from attn_backends.kernels.prefill.splits import OF_THE_JOIN, PrefillSplits, SplitTile, TileLoad, behind, time_of
+from attn_backends.kernels.prefill.launch import num_visible_keys
+from attn_backends.kernels.prefill.splits import (
+    OF_THE_JOIN,
+    PrefillSplits,
+    SplitTile,
+    TileLoad,
+    hopper_tile,
+    serial_time,
+    time_of,
+)
 from attn_backends.kernels.prefill.tiles import HopperTile, half_tile, heads_in_l2, hopper_tiles
 from attn_backends.spec import AttentionSpec
 
 
-class PrefillPlan(NamedTuple):
+class TilePlan(NamedTuple):
     """How a kernel serves prefills: of the one for Hopper by which tile, and how keys are split."""
 
     tile: HopperTile | None  # of the kernel for Hopper; None: the usual one, or another kernel serves
@@ -37,7 +45,7 @@ _SHORT = 32  # blocks of a tile in the mean, up to which a list saves what it ta
 def prefill_plan(
     spec: AttentionSpec, tile: SplitTile, other: HopperTile | None, query_lens: IntArray, seq_lens: IntArray,
     num_decodes: int, device: torch.device, for_graph: bool = False, is_paged: bool = True,
-) -> PrefillPlan:  # fmt: skip
+) -> TilePlan:  # fmt: skip
     """How the rows behind the decodes are served in the least time, but for those whose keys are made 16 bits. The
     kernel for Hopper has tiles of half the size.
 
@@ -47,25 +55,25 @@ def prefill_plan(
         query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
     """
     given = query_lens, seq_lens, num_decodes, device
-    usual = PrefillPlan(None, prefill_splits(spec, tile, *given, for_graph, other is not None))
+    usual = TilePlan(None, prefill_splits(spec, tile, *given, for_graph, other is not None))
     if not tile.beside:
         return usual
     half = half_tile(spec)
     if half is not None:
-        by_half = PrefillPlan(half, prefill_splits(spec, hopper_tile(spec, half), *given, for_graph))
+        by_half = TilePlan(half, prefill_splits(spec, hopper_tile(spec, half), *given, for_graph))
         if (other == half and not usual.splits) or _is_faster_by_half(spec, by_half, usual, *given):
             return by_half if by_half.splits else _in_order(spec, half, *given)
     if usual.splits:
         return usual
     if other is not None or for_graph or num_decodes or not is_paged:
-        return PrefillPlan(other, None)
+        return TilePlan(other, None)
     return _in_order(spec, None, *given, _SHORT)
 
 
 def _in_order(
     spec: AttentionSpec, tile: HopperTile | None, query_lens: IntArray, seq_lens: IntArray, num_decodes: int,
     device: torch.device, most_blocks: float = math.inf,
-) -> PrefillPlan:  # fmt: skip
+) -> TilePlan:  # fmt: skip
     """Whole tiles, of a list where that reads keys no more often, and tiles have no more blocks in the mean: programs
     then look up none."""
     listed = hopper_tile(spec, tile)
@@ -74,11 +82,11 @@ def _in_order(
     num_programs = listed.num_programs(num_multiprocessors(device))
     is_short = int(load.tiles @ load.blocks) <= most_blocks * int(load.tiles.sum())
     are_alike = reads_alike(spec, load, int(seq_lens.max(initial=0)), num_programs)
-    return PrefillPlan(tile, PrefillSplits(0, listed) if is_short and are_alike else None)
+    return TilePlan(tile, PrefillSplits(0, listed) if is_short and are_alike else None)
 
 
 def _is_faster_by_half(
-    spec: AttentionSpec, by_half: PrefillPlan, usual: PrefillPlan, query_lens: IntArray, seq_lens: IntArray,
+    spec: AttentionSpec, by_half: TilePlan, usual: TilePlan, query_lens: IntArray, seq_lens: IntArray,
     num_decodes: int, device: torch.device,
 ) -> bool:  # fmt: skip
     """Whether tiles of half the size take less time, which they do not where their splits read keys more often than
@@ -96,7 +104,7 @@ def _is_faster_by_half(
 
 
 def _taken(
-    spec: AttentionSpec, plan: PrefillPlan, query_lens: IntArray, seq_lens: IntArray, num_decodes: int,
+    spec: AttentionSpec, plan: TilePlan, query_lens: IntArray, seq_lens: IntArray, num_decodes: int,
     device: torch.device,
 ) -> float:  # fmt: skip
     """What the rows behind the decodes, and these, take, in blocks of the usual tile that a program reads."""
@@ -106,7 +114,7 @@ def _taken(
     lens = query_lens[num_decodes:], seq_lens[num_decodes:]
     longest = TileLoad.of(spec, tile, *lens)
     if plan.splits and plan.splits.is_of_all:
-        return time_of(longest, spec.num_kv_heads, num_programs, plan.splits.target, tile) + behind(decodes)
+        return time_of(longest, spec.num_kv_heads, num_programs, plan.splits.target, tile) + serial_time(decodes)
     load = mean_load(spec, plan.tile or hopper_tiles(spec.head_dim, spec.head_dim_vo)[0], *lens)
     whole = time_of(load, spec.num_kv_heads, num_programs, 0, tile)
     alone = tile.of_a_block * int(longest.blocks.max(initial=0)) + tile.of_a_tile
@@ -115,7 +123,7 @@ def _taken(
 
 
 def are_faster_together(
-    spec: AttentionSpec, alone: PrefillPlan, together: PrefillPlan, query_lens: IntArray, seq_lens: IntArray,
+    spec: AttentionSpec, alone: TilePlan, together: TilePlan, query_lens: IntArray, seq_lens: IntArray,
     num_decodes: int, device: torch.device,
 ) -> bool:  # fmt: skip
     """Whether the kernel for Hopper serves all rows, with their keys split, in less time than prefills alone, with the

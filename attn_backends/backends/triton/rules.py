@@ -18,13 +18,12 @@ from attn_backends.kernels.launch import num_multiprocessors, shared_memory
 from attn_backends.kernels.prefill.faster_tile import mean_keys, seen_by_tiles
 from attn_backends.kernels.prefill.launch import (
     HOPPER_ROWS,
-    hopper_tile,
     num_hopper_tiles,
     num_visible_keys,
     portable_tile,
     suits_hopper_kernel,
 )
-from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, split_target
+from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, hopper_tile, split_target
 from attn_backends.kernels.prefill.tiles import PrefillTile, half_tile, heads_in_l2
 from attn_backends.kernels.prefill.waves import is_faster_in_order, last_wave
 from attn_backends.kernels.split_kv import HOPPER_PAGE

@@ -13,7 +13,7 @@ import torch
 from attn_backends.backends.triton.launch import Schedule, SplitPlan
 from attn_backends.backends.triton.launches import NO_PREFILL, Launches, mixed_launches
 from attn_backends.backends.triton.metadata import TritonMetadata
-from attn_backends.backends.triton.plans import PrefillPlan, prefill_plan
+from attn_backends.backends.triton.plans import TilePlan, prefill_plan
 from attn_backends.backends.triton.rules import (
     can_upcast,
     decode_tokens,
@@ -130,7 +130,7 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
             return TritonStep(self._metadata(group.index, starts, decodes), schedule, workspace)
         query_lens = np.full(self.num_rows, self.query_len, np.int32)
         lens = query_lens, np.full_like(query_lens, self.limits.max_model_len)
-        plan = PrefillPlan(None, None)
+        plan = TilePlan(None, None)
         short = short_tile(group.spec, short_tiles(group.spec, *given), *lens, self.device, for_graph=True)
         if short is None:
             tile = split_tile(group.spec, *given, is_paged=True, is_upcast=False)

@@ -25,8 +25,8 @@ from attn_backends.spec import AttentionSpec, KVCacheSpec
 # In times in which a multiprocessor's tile reads a key by the kernel for Hopper: from what benchmarks/rules/widening.py
 # has measured.
 _PORTABLE_READ = 1.3  # by the portable kernel from 8 bits, of fewer queries
-_UPCASTING = 3.5  # a key of one head is made 16 bits, by one multiprocessor
-_STARTING = 60.0  # to make any 16 bits
+_UPCASTING = 2.5  # a key of one head is made 16 bits, by one multiprocessor
+_STARTING = 300.0  # to make any 16 bits
 
 
 class UpcastRows(NamedTuple):
@@ -89,6 +89,8 @@ def upcast_splits(
         num_bytes: room for keys and values of 16 bits.
     """
     at_once = upcast_heads(spec, int(seq_lens[num_decodes:].sum(dtype=np.int64)), num_bytes)
+    if not at_once:  # the portable kernel serves, and splits none
+        return None
     of_launch = replace(spec, num_qo_heads=at_once * spec.group_size, num_kv_heads=at_once)
     splits = prefill_splits(of_launch, tile, query_lens, seq_lens, num_decodes, device)
     return splits and splits._replace(num_kv_heads=at_once)

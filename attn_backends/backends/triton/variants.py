@@ -20,9 +20,9 @@ from attn_backends.cache.warm_up import list_writes
 from attn_backends.kernels.examples import caches, distinct, empty, new_tokens, powers_of_two
 from attn_backends.kernels.launch import Machine, num_multiprocessors, power_of_two, shared_memory
 from attn_backends.kernels.pdl import Pdl
-from attn_backends.kernels.prefill.launch import Rows, hopper_tile, visible_range
+from attn_backends.kernels.prefill.launch import Rows, visible_range
 from attn_backends.kernels.prefill.split_launch import TileList
-from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, most_tile_splits
+from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, hopper_tile, most_tile_splits
 from attn_backends.kernels.prefill.tiles import HopperTile, half_tile, tiles_of
 from attn_backends.kernels.tiles import block_dims
 from attn_backends.kernels.variants import Variant, listing

@@ -39,17 +39,13 @@ from attn_backends.kernels.prefill.hopper_launch import prefill_on_hopper
 from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
 from attn_backends.kernels.prefill.row_layout import RowLayout, has_aligned_rows, kv_descriptors, row_layouts
 from attn_backends.kernels.prefill.split_launch import TileList, join_splits
-from attn_backends.kernels.prefill.splits import SplitTile
+from attn_backends.kernels.prefill.splits import SplitTile, hopper_tile
 from attn_backends.kernels.prefill.tiles import HopperTile, heads_in_l2, hopper_tiles
 from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE
 from attn_backends.kernels.tiles import padded
 from attn_backends.spec import AttentionSpec
 
 HOPPER_ROWS = 128  # queries of a tile of the kernel for Hopper, but for narrow heads with many of them
-_WIDE_BLOCK = 128  # keys of its blocks up to head dim 128; wider heads have as many products in a block
-# What a tile, and a block of its keys, take, in blocks of the usual tile: of that one, and of half the size. Of narrow
-# heads, of up to 128, and of wider ones, as measured at tuning seeds 150 to 159.
-_TIMES = ((1.0, 1.0), (1.0, 0.9)), ((1.0, 1.0), (0.5, 0.6)), ((7.5, 1.0), (3.0, 0.64))
 HOPPER_DIMS = (
     (64, 64), (80, 80), (96, 64), (96, 96), (112, 112), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256),
 )  # fmt: skip
@@ -99,14 +95,6 @@ def suits_hopper_kernel(spec: AttentionSpec, device: torch.device) -> bool:
         and spec.scale > 0
         and spec.group_size <= HOPPER_ROWS
     )
-
-
-def hopper_tile(spec: AttentionSpec, tile: HopperTile | None = None) -> SplitTile:
-    """What the prefill kernel for Hopper reads at a time, by one of its tiles, the usual one if none is given."""
-    tile = tile or hopper_tiles(spec.head_dim, spec.head_dim_vo)[0]
-    of_a_tile, of_a_block = _TIMES[0 if spec.head_dim <= 64 else 1 if spec.head_dim_vo <= 128 else 2][tile.groups == 1]
-    return SplitTile(tile.tokens(spec.group_size), tile.rows, tile.keys, _WIDE_BLOCK, tile.beside, of_a_tile,
-                     of_a_block)  # fmt: skip
 
 
 def portable_tile(spec: AttentionSpec, tile: TileSizes) -> SplitTile:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attn_backends.batch.page_table import IntArray
+from attn_backends.kernels.prefill.tiles import HopperTile, hopper_tiles
 from attn_backends.spec import AttentionSpec
 
 SLOT_QUERIES = 128  # of the largest tile
@@ -46,6 +47,20 @@ class SplitTile(NamedTuple):
     def num_programs(self, num_sms: int) -> int:
         """Number of tiles that a GPU works on at a time."""
         return num_sms * self.beside if self.beside else max(1, num_sms * SLOT_QUERIES // self.rows)
+
+
+_WIDE_BLOCK = 128  # keys of its blocks up to head dim 128; wider heads have as many products in a block
+# What a tile, and a block of its keys, take, in blocks of the usual tile: of that one, and of half the size. Of narrow
+# heads, of up to 128, and of wider ones, as measured at tuning seeds 150 to 159.
+_TIMES = ((1.0, 1.0), (1.0, 0.9)), ((1.0, 1.0), (0.5, 0.6)), ((7.5, 1.0), (3.0, 0.64))
+
+
+def hopper_tile(spec: AttentionSpec, tile: HopperTile | None = None) -> SplitTile:
+    """What the prefill kernel for Hopper reads at a time, by one of its tiles, the usual one if none is given."""
+    tile = tile or hopper_tiles(spec.head_dim, spec.head_dim_vo)[0]
+    of_a_tile, of_a_block = _TIMES[0 if spec.head_dim <= 64 else 1 if spec.head_dim_vo <= 128 else 2][tile.groups == 1]
+    return SplitTile(tile.tokens(spec.group_size), tile.rows, tile.keys, _WIDE_BLOCK, tile.beside, of_a_tile,
+                     of_a_block)  # fmt: skip
 
 
 class PrefillSplits(NamedTuple):
@@ -118,13 +133,13 @@ def split_target(load: TileLoad, num_kv_heads: int, num_programs: int, tile: Spl
         return best
     for target in range(num_programs, most_tile_splits(num_programs) + 1, num_programs):
         splits = num_splits(load, num_kv_heads, target, tile.min_blocks)
-        taken = split_time(load, num_kv_heads, num_programs, splits, tile) + OF_THE_JOIN + behind(decodes)
+        taken = split_time(load, num_kv_heads, num_programs, splits, tile) + OF_THE_JOIN + serial_time(decodes)
         if taken < least and (splits > 1).any():
             best, least = target, taken
     return best
 
 
-def behind(decodes: float) -> float:
+def serial_time(decodes: float) -> float:
     """What decodes take behind a prefill, where beside it they take so long."""
     return max(decodes, _OF_A_LAUNCH) if decodes else 0.0
 

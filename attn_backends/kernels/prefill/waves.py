@@ -16,9 +16,9 @@ from attn_backends.kernels.prefill.splits import (
     OF_THE_JOIN,
     SplitTile,
     TileLoad,
-    behind,
     most_tile_splits,
     num_splits,
+    serial_time,
     split_time,
 )
 
@@ -91,7 +91,7 @@ def last_wave(
     for target in range(num_programs, most_tile_splits(num_programs) + 1, num_programs):
         splits = num_splits(waves.rest, num_kv_heads, target, tile.min_blocks)
         rest_taken = split_time(waves.rest, num_kv_heads, num_programs, splits, tile)
-        taken = max(waves.tile(0), waves.whole_taken + rest_taken) + OF_THE_JOIN + behind(decodes)
+        taken = max(waves.tile(0), waves.whole_taken + rest_taken) + OF_THE_JOIN + serial_time(decodes)
         if taken < least and (splits[waves.rest.tiles > 0] > 1).any():
             best, least = (waves.num_whole, target), taken
     return best

@@ -273,7 +273,7 @@ def test_random_rows_by_each_tile(seed: int, served: list[bool], monkeypatch: py
         listed = launch.hopper_tile(spec, tile)
         most = most_tile_splits(listed.num_programs(launch.num_multiprocessors(torch.device("cuda"))))
         splits = PrefillSplits((0, most // 2, most)[seed % 4 - 1], listed)
-    monkeypatch.setattr(metadata, "prefill_plan", lambda *_: plans.PrefillPlan(tile, splits))
+    monkeypatch.setattr(metadata, "prefill_plan", lambda *_: plans.TilePlan(tile, splits))
     monkeypatch.setattr(metadata, "are_faster_together", lambda *_: False)
     query_lens = [numbers.randint(20, numbers.choice([40, 300])) for _ in range(numbers.choice([1, 5, 40]))]
     contexts = [numbers.choice([0, numbers.randint(1, 500)]) if seed % 3 else 0 for _ in query_lens]
