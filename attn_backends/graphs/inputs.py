@@ -73,12 +73,11 @@ class GraphInputs:
         if shared is None:
             self.slot_mapping = torch.full((limits.max_num_tokens,), PAD_SLOT, dtype=torch.int64, device=device)
             return
-        on, rows, tokens = shared.page_table.device, len(shared.seq_lens), len(shared.slot_mapping)
-        rows = min(rows, len(shared.page_table))
-        if on.type != device.type or min(rows, tokens) < num_rows:
+        on, rows = shared.page_table.device, min(len(shared.seq_lens), len(shared.page_table))
+        if on.type != device.type or rows < num_rows:  # `slots` asks for tokens: rows of mixed batches may have none
             raise ValueError(
-                f"the tensors that graphs are to read have {rows} rows and {tokens} tokens on {on}; these graphs need "
-                f"{num_rows} of both on {device}: make them with the same limits and device"
+                f"the tensors that graphs are to read have {rows} rows on {on}; these graphs need {num_rows} on "
+                f"{device}: make them with the same limits and device"
             )
         self.slot_mapping = shared.slot_mapping
 

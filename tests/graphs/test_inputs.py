@@ -43,13 +43,12 @@ def test_a_table_is_read_where_it_is() -> None:
     ("limits", "device"),
     [
         (Limits(2, 8, 30), "cpu"),
-        (Limits(4, 2, 30), "cpu"),
         (LIMITS, "meta"),
     ],
 )
 def test_a_table_that_does_not_fit_is_refused(limits: Limits, device: str) -> None:
     table = step_table(limits, CACHE, CPU).side.buffers
-    with pytest.raises(ValueError, match=f"need 3 of both on {device}: make them with the same limits and device"):
+    with pytest.raises(ValueError, match=f"need 3 on {device}: make them with the same limits and device"):
         GraphInputs(CACHE, LIMITS, torch.device(device), 3, table)
 
 
@@ -58,6 +57,15 @@ def test_a_size_of_more_tokens_than_were_given_is_refused() -> None:
     assert len(inputs.slots(7)) == 7
     with pytest.raises(ValueError, match="has 7 tokens, and this size has 8"):
         inputs.of(4, 8)
+
+
+def test_rows_of_mixed_batches_may_be_more_than_tokens() -> None:
+    inputs = GraphInputs(CACHE, LIMITS, CPU, 3, step_table(Limits(4, 2, 30), CACHE, CPU).side.buffers)
+    assert {name: len(each) for name, each in inputs.of(3, 2, is_mixed=True).items()} == {
+        "slot_mapping": 2, "seq_lens": 3, "page_table": 3, "query_start_loc": 4
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="has 2 tokens, and this size has 3"):
+        inputs.of(3, 3)
 
 
 def test_query_starts_are_read_where_they_are() -> None:

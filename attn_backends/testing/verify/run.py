@@ -64,7 +64,9 @@ class _Run:
         self.data = [LayerData(backend, case, i, device) for i in range(len(case.form.specs))]
         wholes = [data.batch(number) for number in range(len(case.episodes)) for data in self.data[:1]]
         firsts = [data.batch(0) for data in self.data]
-        of_graph = case.mixed_tokens or case.graph_rows * max(case.episodes[0].steps[0])
+        of_graph = case.graph_rows * max(case.episodes[0].steps[0])
+        if case.mixed_tokens:  # of which rows may have none
+            of_graph = max(case.mixed_tokens, case.graph_rows)
         more = max([of_graph, *(episode.num_padded_reqs for episode in case.episodes)])
         self.layers = make_layers(backend, firsts, *wholes, num_padded_reqs=more, roomy=case.roomy)
         self.guards = self.layers[0].guards
