@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attn_backends.backends.triton.launches import NO_PREFILL, Launches, Lens, mixed_launches
-from attn_backends.backends.triton.plans import TilePlan, are_faster_together, prefill_plan
+from attn_backends.backends.triton.plans import TilePlan, are_faster_together, prefill_plan, split_plan
 from attn_backends.backends.triton.rules import (
     can_upcast,
     decode_tokens,
@@ -162,7 +162,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         if tile is None and not upcast_rows:
             alone = self._plan(common, lens, bounds, num_decode_rows, is_paged, is_upcast)
             if self._can_take_decodes_along(common, num_decode_rows, alone):
-                together = self._plan(common, lens, bounds, 0, is_paged=True, is_upcast=False)
+                together = split_plan(self.group.spec, *lens, self.device)
                 if are_faster_together(self.group.spec, alone, together, *lens, num_decode_rows, self.device):
                     num_decode_rows = max_decode_len = 0
                     are_prompts, alone = False, together

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from attn_backends.backends.triton.rules import decode_time, prefill_splits, reads_alike
+from attn_backends.backends.triton.rules import decode_time, reads_alike, splits_of_a_wave, splits_of_all
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.kernels.prefill.faster_tile import mean_load
@@ -55,18 +55,21 @@ def prefill_plan(
         query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
     """
     given = query_lens, seq_lens, num_decodes, device
-    usual = TilePlan(None, prefill_splits(spec, tile, *given, for_graph, other is not None))
-    if not tile.beside:
-        return usual
-    half = half_tile(spec)
+    usual = TilePlan(None, splits_of_all(spec, tile, *given, for_graph))
+    half = half_tile(spec) if tile.beside else None
     if half is not None:
-        by_half = TilePlan(half, prefill_splits(spec, hopper_tile(spec, half), *given, for_graph))
-        if (other == half and not usual.splits) or _is_faster_by_half(spec, by_half, usual, *given):
-            return by_half if by_half.splits else _in_order(spec, half, *given)
-    if usual.splits:
+        by_half = TilePlan(half, splits_of_all(spec, hopper_tile(spec, half), *given, for_graph))
+        is_few = other == half and not usual.splits
+        if is_few or _is_faster_by_half(spec, by_half, usual, *given):
+            splits = by_half.splits
+            if not (splits or is_few or for_graph):
+                splits = splits_of_a_wave(spec, hopper_tile(spec, half), *given)
+            return TilePlan(half, splits) if splits else _in_order(spec, half, *given)
+    if usual.splits or for_graph:
         return usual
-    if other is not None or for_graph or num_decodes or not is_paged:
-        return TilePlan(other, None)
+    splits = None if other is not None else splits_of_a_wave(spec, tile, *given)
+    if splits or other is not None or num_decodes or not (is_paged and tile.beside):
+        return TilePlan(None if splits else other, splits)
     return _in_order(spec, None, *given, _SHORT)
 
 
@@ -122,6 +125,20 @@ def _taken(
     return max(whole, alone, all_busy + decodes)
 
 
+def split_plan(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, device: torch.device) -> TilePlan:
+    """How the kernel for Hopper serves all rows with their keys split, by the tile that takes less time; without splits
+    where that is none.
+
+    Args:
+        query_lens, seq_lens: [rows], or upper bounds of the latter.
+    """
+    given = query_lens, seq_lens, 0, device
+    tiles = [None, half] if (half := half_tile(spec)) else [None]
+    found = [TilePlan(tile, splits_of_all(spec, hopper_tile(spec, tile), *given)) for tile in tiles]
+    split = [plan for plan in found if plan.splits]
+    return min(split, key=lambda plan: _taken(spec, plan, *given), default=TilePlan(None, None))
+
+
 def are_faster_together(
     spec: AttentionSpec, alone: TilePlan, together: TilePlan, query_lens: IntArray, seq_lens: IntArray,
     num_decodes: int, device: torch.device,
@@ -130,10 +147,10 @@ def are_faster_together(
     decodes beside them or, where keys are split, behind.
 
     Args:
-        alone, together: of the prefills alone, and of all rows.
+        alone, together: of the prefills alone, and of all rows, see `split_plan`.
         query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
     """
-    if together.splits is None or not together.splits.is_of_all:
+    if together.splits is None:
         return False
     of_alone = _taken(spec, alone, query_lens, seq_lens, num_decodes, device)
     of_all = _taken(spec, together, query_lens, seq_lens, 0, device)

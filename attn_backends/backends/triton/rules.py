@@ -66,7 +66,7 @@ _NARROW, _MIDDLE = 64, 128  # head dims up to which tiles of long blocks are the
 # Keys that tiles may see, by the widest head dim: the longest where all begin at once, and the mean of more tiles;
 # twice as many in the mean where no row has more queries than one of these, which is half of one for Hopper. Beside
 # the kernel for Hopper with tiles of half the size more tiles never are faster. As measured at tuning seeds 24 to 26,
-# 35 to 38, and 100 to 102, and beside half the size at 150 to 156, without decodes.
+# 35 to 38, and 100 to 102, and beside half the size at 150 to 161, without decodes.
 _FEW_KEYS = {64: (512, 400), 128: (256, 72), 256: (128, 128)}
 _FEW_BESIDE_HALF = {64: (80, 0), 128: (64, 0), 256: (64, 32)}
 _FEWEST = 32  # keys, of one short block
@@ -96,7 +96,7 @@ def short_tile(
         query_lens, seq_lens: [rows], or upper bounds of the latter.
         has_decodes: some rows are of few tokens, and would else run beside the kernel for Hopper: only where all begin
             at once are they as fast in this one.
-        for_graph: the kernel for Hopper has no tiles of half the size then.
+        for_graph: the kernel for Hopper has tiles of half the size for rows of few queries alone then.
     """
     if not tiles:
         return None
@@ -148,23 +148,27 @@ def prefill_splits(
     device: torch.device, for_graph: bool = False, has_other_tile: bool = False,
 ) -> PrefillSplits | None:  # fmt: skip
     """How the rows behind the decodes are split, and that the longest are first; None: they are not split, and come as
-    they are. A graph serves rows of unequal lengths too: where the longest ones fill the GPU, one of them among short
-    ones is split all the same.
+    they are.
 
     Args:
         query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
         has_other_tile: whole rows have another tile than this one, of which no list is made.
     """
+    given = spec, tile, query_lens, seq_lens, num_decodes, device
+    of_all = splits_of_all(*given, for_graph)
+    return of_all if of_all is not None or for_graph or has_other_tile else splits_of_a_wave(*given)
+
+
+def splits_of_a_wave(
+    spec: AttentionSpec, tile: SplitTile, query_lens: IntArray, seq_lens: IntArray, num_decodes: int,
+    device: torch.device,
+) -> PrefillSplits | None:  # fmt: skip
+    """The same where a last wave of tiles may be split, or none is and the longest rows are first."""
     num_programs = tile.num_programs(num_multiprocessors(device))
     decodes = decode_time(spec, tile, seq_lens[:num_decodes], device)
     load = TileLoad.of(spec, tile, query_lens[num_decodes:], seq_lens[num_decodes:])
     of_split = spec.num_kv_heads, num_programs, tile
-    target = split_target(load, *of_split, decodes)
-    if not target and for_graph and len(query_lens) > 1 and num_programs >= 2 * spec.num_kv_heads:
-        target = num_programs
-    if target:
-        return PrefillSplits(target, tile)
-    if for_graph or has_other_tile or not reads_alike(spec, load, int(seq_lens.max(initial=0)), num_programs):
+    if not reads_alike(spec, load, int(seq_lens.max(initial=0)), num_programs):
         return None
     is_local = spec.window_left >= 0 or spec.chunk_size is not None
     step = tile.tokens / tile.keys if spec.causal and not is_local else 0.0
@@ -172,6 +176,21 @@ def prefill_splits(
     if target or is_faster_in_order(load, *of_split[:2], step):
         return PrefillSplits(target, tile, num_whole)
     return None
+
+
+def splits_of_all(
+    spec: AttentionSpec, tile: SplitTile, query_lens: IntArray, seq_lens: IntArray, num_decodes: int,
+    device: torch.device, for_graph: bool = False,
+) -> PrefillSplits | None:  # fmt: skip
+    """The same where any tile may be split; None: that takes no less time. A graph serves rows of unequal lengths too:
+    where the longest ones fill the GPU, one of them among short ones is split all the same."""
+    num_programs = tile.num_programs(num_multiprocessors(device))
+    decodes = decode_time(spec, tile, seq_lens[:num_decodes], device)
+    load = TileLoad.of(spec, tile, query_lens[num_decodes:], seq_lens[num_decodes:])
+    target = split_target(load, spec.num_kv_heads, num_programs, tile, decodes)
+    if not target and for_graph and len(query_lens) > 1 and num_programs >= 2 * spec.num_kv_heads:
+        target = num_programs
+    return PrefillSplits(target, tile) if target else None
 
 
 _TILES_BESIDE = 12  # that read a head's keys at a time, so that the L2 need not hold them

@@ -8,6 +8,7 @@ launch that is captured once suits all lengths that come.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,16 +52,20 @@ class SplitTile(NamedTuple):
 
 _WIDE_BLOCK = 128  # keys of its blocks up to head dim 128; wider heads have as many products in a block
 # What a tile, and a block of its keys, take, in blocks of the usual tile: of that one, and of half the size. Of narrow
-# heads, of up to 128, and of wider ones, as measured at tuning seeds 150 to 159.
+# heads, of up to 128, and of wider ones, as measured at tuning seeds 150 to 161.
 _TIMES = ((1.0, 1.0), (1.0, 0.9)), ((1.0, 1.0), (0.5, 0.6)), ((7.5, 1.0), (3.0, 0.64))
 
 
 def hopper_tile(spec: AttentionSpec, tile: HopperTile | None = None) -> SplitTile:
     """What the prefill kernel for Hopper reads at a time, by one of its tiles, the usual one if none is given."""
-    tile = tile or hopper_tiles(spec.head_dim, spec.head_dim_vo)[0]
-    of_a_tile, of_a_block = _TIMES[0 if spec.head_dim <= 64 else 1 if spec.head_dim_vo <= 128 else 2][tile.groups == 1]
-    return SplitTile(tile.tokens(spec.group_size), tile.rows, tile.keys, _WIDE_BLOCK, tile.beside, of_a_tile,
-                     of_a_block)  # fmt: skip
+    return _hopper_tile(spec.head_dim, spec.head_dim_vo, spec.group_size, tile)
+
+
+@lru_cache(maxsize=256)
+def _hopper_tile(head_dim: int, head_dim_vo: int, group_size: int, tile: HopperTile | None) -> SplitTile:
+    tile = tile or hopper_tiles(head_dim, head_dim_vo)[0]
+    of_a_tile, of_a_block = _TIMES[0 if head_dim <= 64 else 1 if head_dim_vo <= 128 else 2][tile.groups == 1]
+    return SplitTile(tile.tokens(group_size), tile.rows, tile.keys, _WIDE_BLOCK, tile.beside, of_a_tile, of_a_block)
 
 
 class PrefillSplits(NamedTuple):

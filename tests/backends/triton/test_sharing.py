@@ -66,36 +66,16 @@ def test_decodes_that_split_prefills_take_along(monkeypatch: pytest.MonkeyPatch)
 
     def together(decodes: int, keys: int) -> bool:
         lens = np.array([1] * decodes + [64], np.int32), np.array([keys] * decodes + [8192], np.int32)
-        alone, of_all = (plans.prefill_plan(spec, tile, None, *lens, first, device) for first in (decodes, 0))
+        alone, of_all = (
+            plans.prefill_plan(spec, tile, None, *lens, decodes, device),
+            plans.split_plan(spec, *lens, device),
+        )
         assert alone.splits is not None
         return bool(plans.are_faster_together(spec, alone, of_all, *lens, decodes, device))
 
     assert together(1, 100)
     assert together(8, 1000)
     assert not together(64, 6000)
-
-
-def test_what_is_whole_with_decodes_has_the_faster_tile_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where prefills alone would have been split, and with the decodes are not."""
-    spec, device = AttentionSpec(4, 1, 128, dtype=torch.bfloat16), torch.device("cpu")
-    rows = [SequenceData(300, 1, range(20)), SequenceData(100, 60, range(10)), SequenceData(0, 200, range(13))]
-    groups = [SequenceGroup(str(i), (row,)) for i, row in enumerate(rows)]
-
-    def splits_alone(spec: Any, tile: Any, query_lens: Any, seq_lens: Any, num_decodes: int, *_: Any) -> Any:
-        return sharing.PrefillSplits(132, tile) if num_decodes else None
-
-    monkeypatch.setattr(plans, "prefill_splits", splits_alone)
-    monkeypatch.setattr(metadata, "are_faster_together", lambda *_: True)
-    monkeypatch.setattr(metadata, "short_tile", lambda *_: None)
-    with listing(launching.Machine(132, 227 << 10, True, True, True)):
-        group = plan_groups({0: spec})[0]
-        builder = metadata.TritonMetadataBuilder(group, KVCacheSpec(512, 16), Limits(8, 4096, 4096), device)
-        built = builder.build(0, CommonAttentionMetadata.from_sequence_groups(groups, 16, device))
-        lens = (np.array([getattr(row, name) for row in rows], np.int32) for name in ("query_len", "seq_len"))
-        faster = faster_hopper_tile(spec, *lens, device)
-    assert built.num_decode_rows == 0
-    assert built.prefill_splits == sharing.PrefillSplits(0, sharing.hopper_tile(spec, faster))
-    assert built.hopper_tile == faster is not None
 
 
 @pytest.mark.parametrize("kind", ["prefill_tile", "prompt_tile", None])
