@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "attn_backends"
 
 FLOORS = [  # a room imports from its own floor and those above it in this list
-    {"spec", "machine", "validation", "layer_kinds"},
+    {"spec", "machine", "validation", "layer_kinds", "yaml_values"},
     {"batch", "kernels"},
     {"step", "cache"},
     {"graphs", "interface"},

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from attn_backends.engine.config import EngineConfig
 from attn_backends.validation import ConfigError, KeyPath, config_error, sections
+from attn_backends.yaml_values import read_yaml
 
 PREFIX = "ATTN_BACKENDS_"  # of environment variables
 OF_ADAPTERS = frozenset(  # which read these by themselves: they are no settings of the engine
@@ -49,7 +50,7 @@ def load_config(
     if path is not None:
         file = Path(path)
         try:
-            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+            content = read_yaml(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             near = get_close_matches(file.name, [p.name for p in file.parent.glob("*.y*ml")], n=3)
             hint = f"near it: {', '.join(near)}" if near else "give the path of a YAML file, such as configs/cpu.yaml"
@@ -74,7 +75,7 @@ def load_config(
 
 def _read_value(name: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return read_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"environment variable {name}={text!r} is not a YAML value; quote it: {error}") from error
 

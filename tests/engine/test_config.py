@@ -139,6 +139,9 @@ def test_unreadable_files(tmp_path: Path) -> None:
     assert "Is a directory" in refused(tmp_path)
     assert "not valid YAML" in refused(write(tmp_path, "a: [1"))
     assert "line 1" in refused(write(tmp_path, "a: [1"))
+    twice = refused(write(tmp_path, "seed: 1\ncache:\n  page_size: 16\n  page_size: 32\n"))
+    assert "page_size is given twice, first in line 3: keep one of them" in twice
+    assert "seed is given twice" in refused(environ={"ATTN_BACKENDS_CACHE": "{seed: 1, seed: 2}"})
     assert "['a']; allowed: settings" in refused(write(tmp_path, "- a"))
     assert "ATTN_BACKENDS_SEED='{' is not a YAML value" in refused(environ={"ATTN_BACKENDS_SEED": "{"})
     (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\x00")

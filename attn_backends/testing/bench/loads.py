@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from attn_backends.registry import Load
 from attn_backends.spec import AttentionSpec, MLASpec, new_kv_shapes
 from attn_backends.validation import config_error
+from attn_backends.yaml_values import read_yaml
 
 Phase = Literal["prefill", "decode"]
 DECODES = tuple(product((64, 8, 1, 256), (1024, 8192, 256, 32768)))  # requests and keys, those that matter most first
@@ -112,7 +113,7 @@ def read_layers(path: Path) -> LayersFile:
         ValueError: it cannot be read.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"cannot read --layers {path}: {error}; write, for one, {EXAMPLE}") from error
     try:
