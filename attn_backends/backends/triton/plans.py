@@ -94,12 +94,12 @@ def _is_faster_by_half(
 ) -> bool:  # fmt: skip
     """Whether tiles of half the size take less time, which they do not where their splits read keys more often than
     the L2 cache holds them."""
-    if by_half.splits and by_half.splits.target:
-        tokens, keys = query_lens[num_decodes:].astype(np.int64), num_visible_keys(spec, seq_lens[num_decodes:])
+    if by_half.splits:
+        lens = query_lens[num_decodes:], seq_lens[num_decodes:]
         num_tiles, num_usual = (
-            int((-(-tokens // hopper_tile(spec, plan.tile).tokens)).sum()) for plan in (by_half, usual)
+            int(TileLoad.of(spec, hopper_tile(spec, plan.tile), *lens).tiles.sum()) for plan in (by_half, usual)
         )
-        num_keys = int(keys.sum(dtype=np.int64))
+        num_keys = int(num_visible_keys(spec, lens[1]).sum(dtype=np.int64))
         if num_tiles > _MORE_TILES * num_usual and heads_in_l2(spec, num_keys, spec.dtype.itemsize) < spec.num_kv_heads:
             return False
     given = query_lens, seq_lens, num_decodes, device

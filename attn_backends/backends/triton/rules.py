@@ -145,25 +145,24 @@ def split_tile(
 
 def prefill_splits(
     spec: AttentionSpec, tile: SplitTile, query_lens: IntArray, seq_lens: IntArray, num_decodes: int,
-    device: torch.device, for_graph: bool = False, has_other_tile: bool = False,
+    device: torch.device,
 ) -> PrefillSplits | None:  # fmt: skip
     """How the rows behind the decodes are split, and that the longest are first; None: they are not split, and come as
     they are.
 
     Args:
         query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
-        has_other_tile: whole rows have another tile than this one, of which no list is made.
     """
     given = spec, tile, query_lens, seq_lens, num_decodes, device
-    of_all = splits_of_all(*given, for_graph)
-    return of_all if of_all is not None or for_graph or has_other_tile else splits_of_a_wave(*given)
+    return splits_of_all(*given) or splits_of_a_wave(*given)
 
 
 def splits_of_a_wave(
     spec: AttentionSpec, tile: SplitTile, query_lens: IntArray, seq_lens: IntArray, num_decodes: int,
     device: torch.device,
 ) -> PrefillSplits | None:  # fmt: skip
-    """The same where a last wave of tiles may be split, or none is and the longest rows are first."""
+    """Splits of `prefill_splits`, of a last wave of tiles alone, or of none with the longest rows first; None: rows
+    come as they are."""
     num_programs = tile.num_programs(num_multiprocessors(device))
     decodes = decode_time(spec, tile, seq_lens[:num_decodes], device)
     load = TileLoad.of(spec, tile, query_lens[num_decodes:], seq_lens[num_decodes:])
@@ -182,8 +181,8 @@ def splits_of_all(
     spec: AttentionSpec, tile: SplitTile, query_lens: IntArray, seq_lens: IntArray, num_decodes: int,
     device: torch.device, for_graph: bool = False,
 ) -> PrefillSplits | None:  # fmt: skip
-    """The same where any tile may be split; None: that takes no less time. A graph serves rows of unequal lengths too:
-    where the longest ones fill the GPU, one of them among short ones is split all the same."""
+    """Splits of `prefill_splits`, of any tile; None: that takes no less time. A graph serves rows of unequal lengths
+    too: where the longest ones fill the GPU, one of them among short ones is split all the same."""
     num_programs = tile.num_programs(num_multiprocessors(device))
     decodes = decode_time(spec, tile, seq_lens[:num_decodes], device)
     load = TileLoad.of(spec, tile, query_lens[num_decodes:], seq_lens[num_decodes:])

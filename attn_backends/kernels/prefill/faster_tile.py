@@ -14,7 +14,7 @@ from attn_backends.kernels.prefill.tiles import HopperTile, tiles_of
 from attn_backends.spec import AttentionSpec
 
 # Blocks that tiles read in the mean, up to which those of the second one of `hopper_tiles` are faster: of more tiles
-# than there are multiprocessors, and of fewer. By the widest head dim of values, as measured at tuning seeds 150 to
+# than there are multiprocessors, and of fewer. By the widest head dim, as measured at tuning seeds 150 to
 # 157, and of MLA's heads with benchmarks/attention/mla_prefill.py, where only half the size leaves room for the next
 # queries.
 _MOST_BLOCKS = {64: (3, 3), 128: (5, 7)}

@@ -113,11 +113,11 @@ def test_a_graph_splits_a_long_row_among_short_ones() -> None:
     spec, query_lens, longest = layer(128), np.full(40, 40, np.int32), np.full(40, 4096, np.int32)
     given = spec, rules.hopper_tile(spec), query_lens, longest, 0, DEVICE
     assert not rules.prefill_splits(*given).is_of_all
-    assert rules.prefill_splits(*given, for_graph=True) == rules.PrefillSplits(132, given[1])
+    assert rules.splits_of_all(*given, for_graph=True) == rules.PrefillSplits(132, given[1])
     many = AttentionSpec(67, 67, 128, dtype=torch.bfloat16)  # heads, of which not each can have two splits
-    assert rules.prefill_splits(many, *given[1:], for_graph=True) is None
+    assert rules.splits_of_all(many, *given[1:], for_graph=True) is None
     one = query_lens[:1], np.full(1, 300, np.int32)
-    assert rules.prefill_splits(*given[:2], *one, 0, DEVICE, for_graph=True) is None
+    assert rules.splits_of_all(*given[:2], *one, 0, DEVICE, for_graph=True) is None
 
 
 def other(spec: AttentionSpec, query_lens: list[int], seq_lens: list[int]) -> Any:
