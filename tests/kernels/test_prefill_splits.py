@@ -22,11 +22,14 @@ launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
 workspace = pytest.importorskip("attn_backends.backends.triton.workspace")
 rules = pytest.importorskip("attn_backends.backends.triton.rules")
 tiles = pytest.importorskip("attn_backends.kernels.tiles")
+prefill_tiles = pytest.importorskip("attn_backends.kernels.prefill.tiles")
 
 MULTIPROCESSORS = (1, 2, 16, 46, 78, 108, 114, 132, 142, 148, 160, 192)
 HEADS = (1, 2, 3, 5, 8, 32, 71)
 BF16 = torch.bfloat16
 TILE, WIDE = splits.SplitTile(32, 128, 32), splits.SplitTile(32, 128, 128)  # four blocks of a split at least, and one
+HALF = splits.hopper_tile(AttentionSpec(8, 2, 128, dtype=BF16), prefill_tiles.HopperTile(1, 64, 2, beside=2))
+TILES = TILE, splits.hopper_tile(AttentionSpec(8, 2, 256, dtype=BF16)), HALF
 
 
 @some.composite
@@ -52,16 +55,22 @@ def test_no_more_splits_than_the_target(load: Any, heads: int, target: int, min_
 
 
 @settings(max_examples=400, deadline=None)
-@given(loads(), some.sampled_from(HEADS), some.sampled_from(MULTIPROCESSORS), some.floats(0, 1000))
-def test_the_rule_takes_what_is_faster(load: Any, heads: int, num_sms: int, decodes: float) -> None:
-    """By its own reckoning; and its target has room in a workspace."""
-    target = splits.split_target(load, heads, num_sms, TILE, decodes)
+@given(
+    loads(),
+    some.sampled_from(HEADS),
+    some.sampled_from(MULTIPROCESSORS),
+    some.floats(0, 1000),
+    some.sampled_from(TILES),
+)
+def test_the_rule_takes_what_is_faster(load: Any, heads: int, num_sms: int, decodes: float, tile: Any) -> None:
+    """By its own reckoning, of all targets that are tried; and its target has room in a workspace."""
+    target = splits.split_target(load, heads, num_sms, tile, decodes)
     assert 0 <= target <= splits.most_tile_splits(num_sms)
+    times = {each: splits.time_of(load, heads, num_sms, each, tile) for each in (0, *splits.tried_targets(num_sms))}
     if target:
-        counts = splits.num_splits(load, heads, target, 4)
-        assert (counts > 1).any()
-        whole = splits.split_time(load, heads, num_sms, np.ones_like(load.blocks), TILE)
-        assert splits.split_time(load, heads, num_sms, counts, TILE) < whole
+        assert (splits.num_splits(load, heads, target, tile.min_blocks) > 1).any()
+        assert times[target] < times[0] or times[target] < decodes
+        assert times[target] == min(time for each, time in times.items() if each)
 
 
 def load_of(tile_counts: list[int], blocks: list[int]) -> Any:

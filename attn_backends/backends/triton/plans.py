@@ -8,14 +8,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from attn_backends.backends.triton.rules import decode_time, reads_alike, splits_of_a_wave, splits_of_all
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.kernels.prefill.faster_tile import mean_load
-from attn_backends.kernels.prefill.launch import num_visible_keys
 from attn_backends.kernels.prefill.splits import (
     OF_THE_JOIN,
     PrefillSplits,
@@ -25,7 +23,7 @@ from attn_backends.kernels.prefill.splits import (
     serial_time,
     time_of,
 )
-from attn_backends.kernels.prefill.tiles import HopperTile, half_tile, heads_in_l2, hopper_tiles
+from attn_backends.kernels.prefill.tiles import HopperTile, half_tile, hopper_tiles
 from attn_backends.spec import AttentionSpec
 
 
@@ -38,7 +36,7 @@ class TilePlan(NamedTuple):
 
 _LEAST_SAVED_BY_HALF = 0.05  # part of the time, below which tiles of half the size do not serve
 _LEAST_SAVED_TOGETHER = 0.1  # the same, below which decodes are not taken along
-_MORE_TILES = 1.25  # of half the size, to one of the usual size, with which splits read keys more often
+_SLOWER_READ = 1.3  # times what decode's kernel takes for the same keys
 _SHORT = 32  # blocks of a tile in the mean, up to which a list saves what it takes to look tiles up
 
 
@@ -92,17 +90,11 @@ def _is_faster_by_half(
     spec: AttentionSpec, by_half: TilePlan, usual: TilePlan, query_lens: IntArray, seq_lens: IntArray,
     num_decodes: int, device: torch.device,
 ) -> bool:  # fmt: skip
-    """Whether tiles of half the size take less time, which they do not where their splits read keys more often than
-    the L2 cache holds them."""
-    if by_half.splits:
-        lens = query_lens[num_decodes:], seq_lens[num_decodes:]
-        num_tiles, num_usual = (
-            int(TileLoad.of(spec, hopper_tile(spec, plan.tile), *lens).tiles.sum()) for plan in (by_half, usual)
-        )
-        num_keys = int(num_visible_keys(spec, lens[1]).sum(dtype=np.int64))
-        if num_tiles > _MORE_TILES * num_usual and heads_in_l2(spec, num_keys, spec.dtype.itemsize) < spec.num_kv_heads:
-            return False
-    given = query_lens, seq_lens, num_decodes, device
+    """Whether tiles of half the size take less time."""
+    if by_half.splits or usual.splits:
+        given = query_lens, seq_lens, num_decodes, device
+    else:  # whole tiles, beside which decodes run
+        given = query_lens[num_decodes:], seq_lens[num_decodes:], 0, device
     return _taken(spec, by_half, *given) < (1 - _LEAST_SAVED_BY_HALF) * _taken(spec, usual, *given)
 
 
@@ -120,7 +112,8 @@ def _taken(
         return time_of(longest, spec.num_kv_heads, num_programs, plan.splits.target, tile) + serial_time(decodes)
     load = mean_load(spec, plan.tile or hopper_tiles(spec.head_dim, spec.head_dim_vo)[0], *lens)
     whole = time_of(load, spec.num_kv_heads, num_programs, 0, tile)
-    alone = tile.of_a_block * int(longest.blocks.max(initial=0)) + tile.of_a_tile
+    num_tiles = int(load.tiles.sum()) * spec.num_kv_heads
+    alone = tile.block_time(num_tiles, num_programs) * int(longest.blocks.max(initial=0)) + tile.of_a_tile
     all_busy = tile.of_a_block * int(load.tiles @ load.blocks) * spec.num_kv_heads / num_programs
     return max(whole, alone, all_busy + decodes)
 
@@ -154,5 +147,5 @@ def are_faster_together(
         return False
     of_alone = _taken(spec, alone, query_lens, seq_lens, num_decodes, device)
     of_all = _taken(spec, together, query_lens, seq_lens, 0, device)
-    read = decode_time(spec, hopper_tile(spec), seq_lens, device) + OF_THE_JOIN
+    read = _SLOWER_READ * decode_time(spec, hopper_tile(spec), seq_lens, device) + OF_THE_JOIN
     return max(of_all, read) < (1 - _LEAST_SAVED_TOGETHER) * of_alone

@@ -21,10 +21,12 @@ from attn_backends.spec import AttentionSpec
 SLOT_QUERIES = 128  # of the largest tile
 LEAST_KEYS = 128  # of a split: fewer are not worth joining
 SIZES = (8, 9, 10, 12, 16)  # of a split at most, in eighths of an even share
+_EIGHTHS = np.array(SIZES)
 _WAVES = 2  # splits for each multiprocessor at most
+_QUARTERS = (4 * _WAVES, 4, 3, 2, 1)  # of as many splits as programs, which are tried; of those alike, the fewest
 # In blocks of a kernel's usual tile.
 OF_A_TILE = 1.0  # what a tile, or a split of one, takes beside its blocks, where its kernel gives no other
-OF_THE_JOIN = 3.0  # what the join takes
+OF_THE_JOIN = 3.0  # what the join takes, where its kernel gives no other
 _OF_A_LAUNCH = 6.0  # what decodes take at least that run behind
 _LEAST_SAVED = 0.1  # part of the time, below which nothing is split
 
@@ -39,6 +41,9 @@ class SplitTile(NamedTuple):
     beside: int = 0  # tiles that a multiprocessor works on at a time; 0: with as many queries as largest tiles have
     of_a_tile: float = OF_A_TILE
     of_a_block: float = 1.0  # what a block takes
+    alone: float = 1.0  # the part of that where a tile has a multiprocessor to itself
+    of_the_join: float = OF_THE_JOIN
+    of_all_splits: float = 0.0  # what splits take more to be stored and joined, if whole tiles and as many as programs
 
     @property
     def min_blocks(self) -> int:
@@ -49,11 +54,19 @@ class SplitTile(NamedTuple):
         """Number of tiles that a GPU works on at a time."""
         return num_sms * self.beside if self.beside else max(1, num_sms * SLOT_QUERIES // self.rows)
 
+    def block_time(self, count: int, num_programs: int) -> float:
+        """What a block takes where there are so many tiles and splits."""
+        return self.of_a_block * (self.alone if count * self.beside <= num_programs else 1.0)
+
 
 _WIDE_BLOCK = 128  # keys of its blocks up to head dim 128; wider heads have as many products in a block
-# What a tile, and a block of its keys, take, in blocks of the usual tile: of that one, and of half the size. Of narrow
-# heads, of up to 128, and of wider ones, as measured at tuning seeds 150 to 161.
-_TIMES = ((1.0, 1.0), (1.0, 0.9)), ((1.0, 1.0), (0.5, 0.6)), ((7.5, 1.0), (3.0, 0.64))
+# What `SplitTile` says that tiles take, in blocks of the usual tile: of that one, and of half the size. Of heads of up
+# to 64, of up to 128, and of wider ones, as measured at tuning seeds 159 to 194.
+_TIMES = (
+    ((1.6, 1.0, 1.0, 1.3, 5.1), (0.7, 0.51, 1.0, 2.1, 4.0)),
+    ((1.6, 1.0, 1.0, 1.8, 5.4), (1.0, 0.53, 0.8, 1.4, 4.8)),
+    ((6.2, 1.0, 1.0, 3.0, 16.6), (2.1, 0.75, 1.0, 2.8, 7.1)),
+)
 
 
 def hopper_tile(spec: AttentionSpec, tile: HopperTile | None = None) -> SplitTile:
@@ -64,8 +77,8 @@ def hopper_tile(spec: AttentionSpec, tile: HopperTile | None = None) -> SplitTil
 @lru_cache(maxsize=256)
 def _hopper_tile(head_dim: int, head_dim_vo: int, group_size: int, tile: HopperTile | None) -> SplitTile:
     tile = tile or hopper_tiles(head_dim, head_dim_vo)[0]
-    of_a_tile, of_a_block = _TIMES[0 if head_dim <= 64 else 1 if head_dim_vo <= 128 else 2][tile.groups == 1]
-    return SplitTile(tile.tokens(group_size), tile.rows, tile.keys, _WIDE_BLOCK, tile.beside, of_a_tile, of_a_block)
+    times = _TIMES[0 if head_dim <= 64 else 1 if head_dim_vo <= 128 else 2]
+    return SplitTile(tile.tokens(group_size), tile.rows, tile.keys, _WIDE_BLOCK, tile.beside, *times[tile.groups == 1])
 
 
 class PrefillSplits(NamedTuple):
@@ -87,6 +100,7 @@ class TileLoad(NamedTuple):
 
     tiles: NDArray[np.int64]  # [rows]
     blocks: NDArray[np.int64]  # [rows], of the widest of a row's tiles, or a few more
+    used: NDArray[np.floating[Any]] | float = 1.0  # [rows], the part of a tile's queries that exist
 
     @staticmethod
     def of(spec: AttentionSpec, tile: SplitTile, query_lens: IntArray, seq_lens: IntArray) -> TileLoad:
@@ -95,7 +109,9 @@ class TileLoad(NamedTuple):
         left = keys if spec.window_left < 0 else np.minimum(keys, spec.window_left)
         left = left if spec.chunk_size is None else np.minimum(left, spec.chunk_size)
         reach = left + tile.tokens + (0 if spec.causal else queries)
-        return TileLoad(-(-queries // tile.tokens), -(-np.minimum(keys, reach) // tile.keys))
+        tiles = -(-queries // tile.tokens)
+        used = queries * spec.group_size / (np.maximum(tiles, 1) * tile.rows)
+        return TileLoad(tiles, -(-np.minimum(keys, reach) // tile.keys), used)
 
 
 def most_tile_splits(num_programs: int) -> int:
@@ -115,13 +131,19 @@ def num_splits(load: TileLoad, num_kv_heads: int, target: int, min_blocks: int) 
     cut anywhere, up to twice as much. With twice as much it does: a row that is longer has no more splits of that size,
     begun ones included, than of half of it.
     """
-    even = max(min_blocks, -(-int(load.tiles @ load.blocks) * num_kv_heads // target))
-    most = np.maximum(load.blocks // min_blocks, 1)
-    for eighths in SIZES:
-        splits = np.maximum(np.minimum(-(-load.blocks // -(-even * eighths // 8)), most), 1)
-        if int(load.tiles @ (splits * (splits > 1))) * num_kv_heads <= target:
-            break
+    splits: NDArray[np.int64] = _num_splits(load, num_kv_heads, np.array([target]), min_blocks)[0]
     return splits
+
+
+def _num_splits(load: TileLoad, num_kv_heads: int, targets: NDArray[np.int64], min_blocks: int) -> Any:
+    """`num_splits` of several targets at once, [targets, rows]."""
+    even = np.maximum(min_blocks, -(-int(load.tiles @ load.blocks) * num_kv_heads // targets))
+    sizes = -(-even[:, None] * _EIGHTHS // 8)
+    most = np.maximum(load.blocks // min_blocks, 1)
+    splits = np.maximum(np.minimum(-(-load.blocks // sizes[:, :, None]), most), 1)  # [targets, sizes, rows]
+    fits = (splits * (splits > 1)) @ load.tiles * num_kv_heads <= targets[:, None]
+    first = np.where(fits.any(1), fits.argmax(1), len(SIZES) - 1)
+    return splits[np.arange(len(targets)), first]
 
 
 def split_target(load: TileLoad, num_kv_heads: int, num_programs: int, tile: SplitTile, decodes: float = 0.0) -> int:
@@ -131,17 +153,27 @@ def split_target(load: TileLoad, num_kv_heads: int, num_programs: int, tile: Spl
         decodes: what the step's decodes take, as times here. They run beside a prefill whose tiles are whole, and
             behind one whose keys are split.
     """
-    whole = whole_time(load, num_kv_heads, num_programs, tile.of_a_tile, tile.of_a_block)
+    of_a_block = tile.block_time(int(load.tiles.sum()) * num_kv_heads, num_programs)
+    whole = whole_time(load, num_kv_heads, num_programs, tile.of_a_tile, of_a_block)
     all_busy = tile.of_a_block * int(load.tiles @ load.blocks) * num_kv_heads / num_programs + decodes
     best, least = 0, (1 - _LEAST_SAVED) * max(whole, all_busy)
-    if all_busy + OF_THE_JOIN >= least:
+    if all_busy + tile.of_the_join >= least:
         return best
-    for target in range(num_programs, most_tile_splits(num_programs) + 1, num_programs):
-        splits = num_splits(load, num_kv_heads, target, tile.min_blocks)
-        taken = split_time(load, num_kv_heads, num_programs, splits, tile) + OF_THE_JOIN + serial_time(decodes)
-        if taken < least and (splits > 1).any():
-            best, least = target, taken
+    targets = tried_targets(num_programs)
+    of_each = _num_splits(load, num_kv_heads, np.array(targets), tile.min_blocks)
+    beside = tile.of_a_tile + tile.of_the_join + serial_time(decodes)
+    shortest = tile.of_a_block * tile.alone * (-(-load.blocks // of_each)).max(1, initial=0) + beside
+    for target, splits, bound in zip(targets, of_each, shortest.tolist(), strict=True):
+        if bound <= least and (splits > 1).any():
+            taken = split_time(load, num_kv_heads, num_programs, splits, tile) + serial_time(decodes)
+            if taken <= least:
+                best, least = target, taken
     return best
+
+
+def tried_targets(num_programs: int) -> list[int]:
+    """Numbers of splits of all tiles and KV heads, of which the one serves with which rows take the least time."""
+    return [max(1, num_programs * quarters // 4) for quarters in _QUARTERS]
 
 
 def serial_time(decodes: float) -> float:
@@ -152,9 +184,10 @@ def serial_time(decodes: float) -> float:
 def time_of(load: TileLoad, num_kv_heads: int, num_programs: int, target: int, tile: SplitTile) -> float:
     """What rows take with a target, in blocks of the usual tile that a program reads; 0 is that of whole rows."""
     if not target:
-        return whole_time(load, num_kv_heads, num_programs, tile.of_a_tile, tile.of_a_block)
+        of_a_block = tile.block_time(int(load.tiles.sum()) * num_kv_heads, num_programs)
+        return whole_time(load, num_kv_heads, num_programs, tile.of_a_tile, of_a_block)
     splits = num_splits(load, num_kv_heads, target, tile.min_blocks)
-    return split_time(load, num_kv_heads, num_programs, splits, tile) + OF_THE_JOIN
+    return split_time(load, num_kv_heads, num_programs, splits, tile)
 
 
 def whole_time(
@@ -168,8 +201,10 @@ def split_time(
     load: TileLoad, num_kv_heads: int, num_programs: int, splits: NDArray[np.int64], tile: SplitTile
 ) -> float:
     """What rows take in so many splits each."""
-    size = tile.of_a_block * -(-load.blocks // splits) + tile.of_a_tile
-    return _longest(size, load.tiles * splits * num_kv_heads, num_programs)
+    counts = load.tiles * splits * num_kv_heads
+    size = tile.block_time(int(counts.sum()), num_programs) * -(-load.blocks // splits) + tile.of_a_tile
+    joined = float((counts * load.used) @ (splits > 1))
+    return _longest(size, counts, num_programs) + tile.of_the_join + tile.of_all_splits * joined / num_programs
 
 
 def _longest(size: NDArray[np.floating[Any]], count: NDArray[np.int64], num_programs: int) -> float:

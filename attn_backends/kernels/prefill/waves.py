@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from attn_backends.kernels.prefill.splits import (
     OF_A_TILE,
-    OF_THE_JOIN,
     SplitTile,
     TileLoad,
     most_tile_splits,
@@ -86,12 +85,12 @@ def last_wave(
     waves = _Waves(load, num_kv_heads, num_programs, step, tile)
     all_busy = waves.whole_taken + waves.rest_taken + decodes
     best, least = (0, 0), (1 - _LEAST_OF_A_WAVE) * max(waves.whole_time(), all_busy)
-    if not waves.rest.tiles.any() or all_busy + OF_THE_JOIN >= least:
+    if not waves.rest.tiles.any() or all_busy + tile.of_the_join >= least:
         return best
     for target in range(num_programs, most_tile_splits(num_programs) + 1, num_programs):
         splits = num_splits(waves.rest, num_kv_heads, target, tile.min_blocks)
         rest_taken = split_time(waves.rest, num_kv_heads, num_programs, splits, tile)
-        taken = max(waves.tile(0), waves.whole_taken + rest_taken) + OF_THE_JOIN + serial_time(decodes)
+        taken = max(waves.tile(0), waves.whole_taken + rest_taken) + serial_time(decodes)
         if taken < least and (splits[waves.rest.tiles > 0] > 1).any():
             best, least = (waves.num_whole, target), taken
     return best

@@ -84,7 +84,7 @@ def test_no_decodes_go_along_where_a_given_tile_reads_pages(kind: str | None) ->
     tile = PrefillTile(64, 32, 4, 2)
     options = tuning.TritonOptions(**{kind: tile} if kind else {})
     spec, cache, device = AttentionSpec(2, 1, 128, dtype=torch.bfloat16), KVCacheSpec(512, 16), torch.device("cpu")
-    rows = [SequenceData(300, 1, range(20)), SequenceData(300, 1, range(20)), SequenceData(0, 2000, range(125))]
+    rows = [SequenceData(300, 1, range(20)), SequenceData(300, 1, range(20)), SequenceData(0, 4000, range(250))]
     groups = [SequenceGroup(str(i), (row,)) for i, row in enumerate(rows)]
     with listing(launching.Machine(132, 227 << 10, True, True, True)):
         builder = metadata.TritonMetadataBuilder(
@@ -93,7 +93,7 @@ def test_no_decodes_go_along_where_a_given_tile_reads_pages(kind: str | None) ->
         built = builder.build(0, CommonAttentionMetadata.from_sequence_groups(groups, 16, device))
     assert built.prefill_splits is not None
     assert built.num_decode_rows == (2 if kind else 0)
-    assert (built.prefill_splits.tile == sharing.hopper_tile(spec)) == (kind != "prompt_tile")
+    assert (built.prefill_splits.tile.beside > 0) == (kind != "prompt_tile")  # of the kernel for Hopper
 
 
 @pytest.mark.parametrize("seed", range(60))
