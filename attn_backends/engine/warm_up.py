@@ -161,7 +161,10 @@ class ProductRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in PRODUCTS:
             self._keep(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, list):  # a library's operator may return tensors that are not defined: no mode takes them
+            return [torch.empty(0) if part is None else part for part in result]
+        return result
 
     def _keep(self, operator: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         tensors = [given for given in [*arguments, *named.values()] if isinstance(given, torch.Tensor)]

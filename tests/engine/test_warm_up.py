@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,6 +119,20 @@ def test_a_product_keeps_its_layout_at_another_size() -> None:
     assert product.arguments[0].empty(11).stride() == (8, 24, 1)
     assert product.arguments[1] is weight
     product.run(1)
+
+
+def test_tensors_that_an_operator_does_not_define_are_defined() -> None:
+    """torch takes a list with an undefined tensor from no mode. vLLM's FlashAttention 3 returns two, and an engine with
+    it failed as it started."""
+
+    def attention(*given: Any) -> list[torch.Tensor | None]:
+        return [*given, None]
+
+    attention.overloadpacket = SimpleNamespace(__name__="fwd")  # type: ignore[attr-defined]
+    output = torch.zeros(2)
+    first, second = ProductRecorder({7: 20}).__torch_dispatch__(attention, (), (output,))
+    assert first is output
+    assert second.numel() == 0
 
 
 def test_sizes_of_products() -> None:
