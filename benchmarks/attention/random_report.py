@@ -33,6 +33,7 @@ FAMILIES: Mapping[str, Callable[[Row], Any]] = {
 }
 AUTO_LIMIT = 1.03
 MOST_WHY = 110  # letters
+OF_ONE_BATCH = ("fixed lengths", "scheduled once")  # contenders of decodes whose graphs serve no other lengths
 
 
 class _Bucket(str):
@@ -77,6 +78,7 @@ def _counted(of: str, counted: Sequence[Row]) -> Iterator[str]:
         yield "No shape was served by enough of them."
         return
     yield headline(of, counted)
+    yield from _one_graph(of, counted)
     for name, key in {"": lambda row: "all", **FAMILIES}.items():
         yield by_family(name, grouped(counted, key))
     yield "Who was the best of all others, and how often:"
@@ -92,6 +94,23 @@ def headline(of: str, counted: Sequence[Row]) -> str:
         f"{found.shapes} shapes; median {found.median:.3f}, 99 % up to {found.quantile_99:.3f}, worst "
         f"{found.worst:.3f}; the faster one at {found.won:.0%})."
     )
+
+
+def _one_graph(of: str, counted: Sequence[Row]) -> Iterator[str]:
+    """Decodes, beside the contenders alone that an engine can capture once."""
+    ratios = []
+    for row in counted:
+        others = [us for name, us in row["us"].items() if name != of and not name.endswith(OF_ONE_BATCH)]
+        if row["kind"] == "decode" and others:
+            ratios.append(row["us"][of] / min(others))
+    if ratios:
+        found, above = summary(ratios), sum(ratio > LIMIT for ratio in ratios)
+        yield (
+            f"Graphs of {of}'s decodes serve all lengths, and those of some contenders only the ones that they were "
+            f"captured with ({', '.join(OF_ONE_BATCH)}). Beside the others alone it takes {found.geometric_mean:.3f} "
+            f"times as long at {found.shapes} shapes of decodes (99 % up to {found.quantile_99:.3f}, worst "
+            f"{found.worst:.3f}; {above} above {LIMIT})."
+        )
 
 
 def by_family(name: str, groups: Mapping[Any, Sequence[Row]]) -> str:

@@ -378,6 +378,13 @@ class TestReport:
         assert [line.split(" | ")[0] for line in above] == ["| 1000/3", "| 1000/1"]
         assert "| TRITON | X: y | 1 |" in text
 
+    def test_decodes_beside_those_that_serve_other_lengths_from_one_graph(self) -> None:
+        us = {"TRITON": 10.0, "FlashInfer tensor-core, fixed lengths": 4.0, "FA3, scheduled once": 5.0, "FA3": 20.0}
+        rows = [row(i, 2.5, us=us, kind=kind) for i, kind in enumerate(("decode", "decode", "verify"))]
+        text = report_of(RESULT | {"rows": [*rows, row(3, 1.2, us={"TRITON": 12.0, "FA3": 10.0}, kind="decode")]})
+        assert "it takes 0.669 times as long at 3 shapes of decodes" in text
+        assert "worst 1.200; 1 above 1.05)" in text
+
     def test_shares_of_reading_and_autos_choices(self) -> None:
         auto = {"AUTO": "TRITON", "AUTO vs others": 0.9}
         rows = [
