@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,6 +35,8 @@ from attn_backends.engine.warm_up import run_products, run_steps
 from attn_backends.graphs.recorder import GraphRecorder
 from attn_backends.registry import AUTO, get_entry, select_backend, validate_options
 from attn_backends.spec import Limits
+
+_Given = tuple[Prompt, SamplingParams, str | None]  # the last is a salt
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class LLM:
             TypeError: `prompts` is no list, a prompt no text or list of token ids, or `sampling` no `SamplingParams`.
             ValueError: there are not as many sampling parameters as prompts.
         """
-        chunks = self._chunks(prompts, sampling, cache_salt, in_pieces=False)
+        chunks = self._chunks(self._checked(prompts, sampling, cache_salt), in_pieces=False)
         return sorted((chunk.output for chunk in chunks if chunk.output), key=lambda output: output.index)
 
     def stream(
@@ -169,29 +171,29 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         cache_salt: str | Sequence[str | None] | None = None,
     ) -> Iterator[TextChunk]:
-        """The same, piece by piece as tokens are made. Closing the iterator early aborts what still runs."""
-        return self._chunks(prompts, sampling, cache_salt, in_pieces=True)
+        """The same, piece by piece as tokens are made, and errors at once. Closing the iterator early aborts what runs."""
+        return self._chunks(self._checked(prompts, sampling, cache_salt), in_pieces=True)
 
-    def _chunks(
+    def _checked(
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         cache_salt: str | Sequence[str | None] | None,
-        *,
-        in_pieces: bool,
-    ) -> Iterator[TextChunk]:
+    ) -> list[_Given]:
+        prompts = check_prompts(prompts)
+        params = check_sampling(sampling, self.config.sampling, len(prompts))
+        return [*zip(prompts, params, salts_for(cache_salt, len(prompts)), strict=True)]
+
+    def _chunks(self, given: Sequence[_Given], *, in_pieces: bool) -> Iterator[TextChunk]:
         """`stream`; if not `in_pieces`, whole texts where nothing needs to be found in them on the way."""
         if self._live:
             raise RuntimeError("this LLM is already streaming: exhaust or close that iterator first")
         started = time.perf_counter()
-        prompts = check_prompts(prompts)
-        sampling = check_sampling(sampling, self.config.sampling, len(prompts))
-        salts = salts_for(cache_salt, len(prompts))
-        self.stats = Stats(num_prompts=len(prompts), num_pages=self.allocator.num_pages)
+        self.stats = Stats(num_prompts=len(given), num_pages=self.allocator.num_pages)
         before = self._counters()
         self.allocator.reset_peak()
         try:
-            self._admit(zip(prompts, sampling, salts, strict=True), in_pieces)
+            self._admit(given, in_pieces)
             yield from self._live.take_finished()
             launch: _Launch | None = None
             while self._live:  # at the end, what still runs ahead is for nobody
@@ -226,7 +228,7 @@ class LLM:
             if item.index == index:
                 self.scheduler.abort(item.request.request_id)
 
-    def _admit(self, given: Iterable[tuple[Prompt, SamplingParams, str | None]], in_pieces: bool) -> None:
+    def _admit(self, given: Sequence[_Given], in_pieces: bool) -> None:
         for index, (prompt, params, salt) in enumerate(given):
             error = why_not_text(prompt) if isinstance(prompt, str) else None
             token_ids: list[int] = []

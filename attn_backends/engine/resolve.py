@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -28,7 +29,8 @@ def resolve_device(device: str) -> torch.device:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device!r} cannot be used here: {error}. Use auto, cpu or cuda") from error
+        why = re.split(r"\.\s", f"{error} ", maxsplit=1)[0].strip()  # torch may go on to list its kernels
+        raise ValueError(f"device {device!r} cannot be used here: {why}. Use auto, cpu or cuda") from error
     return torch.device(device)
 
 

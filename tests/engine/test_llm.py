@@ -333,6 +333,9 @@ def test_a_named_backend_is_used_or_refused(tmp_path: Path, tiny_llama: Path) ->
         engine(tmp_path / "no model, and never looked for", backend="TORHC")
     with pytest.raises(ValueError, match="cannot be used here"):
         engine(tiny_llama, device="meteor")
+    for device in ("mps", "xla", "fpga"):  # of some torch says at length which kernels it has
+        with pytest.raises(ValueError, match=r"^device '\w+' cannot be used here: .{9,120}\. Use auto, cpu or cuda$"):
+            engine(tiny_llama, device=device)
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="Use auto, cpu or cuda"):
             engine(tiny_llama, device="cuda")

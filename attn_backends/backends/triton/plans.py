@@ -15,7 +15,6 @@ from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.kernels.prefill.faster_tile import mean_load
 from attn_backends.kernels.prefill.splits import (
-    OF_THE_JOIN,
     PrefillSplits,
     SplitTile,
     TileLoad,
@@ -147,5 +146,6 @@ def are_faster_together(
         return False
     of_alone = _taken(spec, alone, query_lens, seq_lens, num_decodes, device)
     of_all = _taken(spec, together, query_lens, seq_lens, 0, device)
-    read = _SLOWER_READ * decode_time(spec, hopper_tile(spec), seq_lens, device) + OF_THE_JOIN
+    tile = hopper_tile(spec)
+    read = _SLOWER_READ * decode_time(spec, tile, seq_lens, device) + tile.of_the_join
     return max(of_all, read) < (1 - _LEAST_SAVED_TOGETHER) * of_alone

@@ -42,7 +42,7 @@ class SplitTile(NamedTuple):
     of_a_tile: float = OF_A_TILE
     of_a_block: float = 1.0  # what a block takes
     alone: float = 1.0  # the part of that where a tile has a multiprocessor to itself
-    of_the_join: float = OF_THE_JOIN
+    of_the_join: float = OF_THE_JOIN  # what the join takes at least
     of_all_splits: float = 0.0  # what splits take more to be stored and joined, if whole tiles and as many as programs
 
     @property
