@@ -171,7 +171,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         cache_salt: str | Sequence[str | None] | None = None,
     ) -> Iterator[TextChunk]:
-        """The same, piece by piece as tokens are made, and errors at once. Closing the iterator early aborts what runs."""
+        """The same, by pieces as tokens are made; errors come at once. Closing the iterator early aborts what runs."""
         return self._chunks(self._checked(prompts, sampling, cache_salt), in_pieces=True)
 
     def _checked(
