@@ -32,7 +32,7 @@ from attn_backends.backends.triton.workspace import DECODE_TOKENS
 from attn_backends.batch.views import without_new_keys
 from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.kernels.prefill.launch import suits_hopper_kernel
-from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, hopper_tile, most_tile_splits
+from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, hopper_tile, tried_targets
 from attn_backends.kernels.prefill.tiles import half_tile, tiles_of
 from benchmarks.attention.attention import all_made
 from benchmarks.attention.contest import CACHE_DTYPES, Made, checked, our_call, parts_of
@@ -81,10 +81,9 @@ def ways_of(problem: Problem, parts: Any) -> dict[str, Any]:
 
 
 def _splits(whole: Any, tile: SplitTile, num_programs: int, name: str) -> dict[str, Any]:
-    targets = range(num_programs, most_tile_splits(num_programs) + 1, num_programs)
     return {
         f"{name} {target}": replace(whole, prefill_splits=PrefillSplits(target, tile), prefill_share=None)
-        for target in targets
+        for target in tried_targets(num_programs)
     }
 
 

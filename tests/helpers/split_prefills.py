@@ -30,10 +30,10 @@ def splitting(
         assert whole is not None
         return int(whole * int(load.tiles.sum())), wanted(load, heads, num_programs) if whole < 1 else 0
 
-    changes: dict[str, object] = {"split_target": wanted}
+    changes: dict[str, object] = {"split_target": lambda *given: (wanted(*given), 0.0)}
     if whole is not None:
         changes = {
-            "split_target": lambda *_: 0, "last_wave": behind, "is_faster_in_order": lambda *_: True,
+            "split_target": lambda *_: (0, 0.0), "last_wave": behind, "is_faster_in_order": lambda *_: True,
             "reads_alike": lambda *_: True,
         }  # fmt: skip
     with (

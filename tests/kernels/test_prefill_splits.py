@@ -39,7 +39,7 @@ def loads(draw: Any) -> Any:
     most_blocks = draw(some.sampled_from((2, 30, 2000, 9000)))
     tile_counts, blocks = np.ones(count, dtype=np.int64), np.ones(count, dtype=np.int64)
     for row in range(min(count, 4)):
-        tile_counts[row], blocks[row] = draw(some.integers(1, most_tiles)), draw(some.integers(1, most_blocks))
+        tile_counts[row], blocks[row] = draw(some.integers(0, most_tiles)), draw(some.integers(1, most_blocks))
     return splits.TileLoad(tile_counts, blocks)
 
 
@@ -64,12 +64,13 @@ def test_no_more_splits_than_the_target(load: Any, heads: int, target: int, min_
 )
 def test_the_rule_takes_what_is_faster(load: Any, heads: int, num_sms: int, decodes: float, tile: Any) -> None:
     """By its own reckoning, of all targets that are tried; and its target has room in a workspace."""
-    target = splits.split_target(load, heads, num_sms, tile, decodes)
+    target, taken = splits.split_target(load, heads, num_sms, tile, decodes)
     assert 0 <= target <= splits.most_tile_splits(num_sms)
     times = {each: splits.time_of(load, heads, num_sms, each, tile) for each in (0, *splits.tried_targets(num_sms))}
     if target:
         assert (splits.num_splits(load, heads, target, tile.min_blocks) > 1).any()
         assert times[target] < times[0] or times[target] < decodes
+        assert taken == times[target] + splits.serial_time(decodes)
         assert times[target] == min(time for each, time in times.items() if each)
 
 
@@ -83,17 +84,17 @@ def test_what_is_split() -> None:
     sms = 132
     for tile_count, heads, least in ((1, 1, 90), (1, 4, 30), (2, 8, 8)):
         load = load_of([tile_count], [400])
-        counts = splits.num_splits(load, heads, splits.split_target(load, heads, sms, TILE), 4)
+        counts = splits.num_splits(load, heads, splits.split_target(load, heads, sms, TILE)[0], 4)
         assert counts[0] >= least
     skewed = load_of([9] * 22, [362, *[9] * 21])
-    counts = splits.num_splits(skewed, 3, splits.split_target(skewed, 3, sms, TILE), 4)
+    counts = splits.num_splits(skewed, 3, splits.split_target(skewed, 3, sms, TILE)[0], 4)
     assert counts[0] >= 3
     assert (counts[1:] == 1).all()
     for load, heads in ((load_of([64], [400]), 32), (load_of([33], [30]), 4), (load_of([1], [5]), 1)):
-        assert splits.split_target(load, heads, sms, TILE) == 0
+        assert splits.split_target(load, heads, sms, TILE)[0] == 0
     chunk = load_of([1], [40])
-    assert splits.split_target(chunk, 8, sms, TILE) > 0
-    assert splits.split_target(chunk, 8, sms, TILE, decodes=400.0) == 0
+    assert splits.split_target(chunk, 8, sms, TILE)[0] > 0
+    assert splits.split_target(chunk, 8, sms, TILE, decodes=400.0)[0] == 0
 
 
 @pytest.mark.parametrize("num_sms", MULTIPROCESSORS)

@@ -166,7 +166,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
                 if are_faster_together(self.group.spec, alone, together, *lens, num_decode_rows, self.device):
                     num_decode_rows = max_decode_len = 0
                     are_prompts, alone = False, together
-            other_tile, splits = alone
+            other_tile, splits = alone.tile, alone.splits
         prefill = {
             "num_upcast_keys": num_upcast_keys,
             "upcast_rows": upcast_rows,

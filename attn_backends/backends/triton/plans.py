@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from attn_backends.backends.triton.rules import decode_time, reads_alike, splits_of_a_wave, splits_of_all
+from attn_backends.backends.triton.rules import decode_time, reads_alike, splits_of_a_wave, timed_splits
 from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.launch import num_multiprocessors
 from attn_backends.kernels.prefill.faster_tile import mean_load
@@ -31,11 +31,12 @@ class TilePlan(NamedTuple):
 
     tile: HopperTile | None  # of the kernel for Hopper; None: the usual one, or another kernel serves
     splits: PrefillSplits | None  # None: rows are whole, and come as they are
+    taken: float | None = None  # what that takes, in blocks of the usual tile, decodes included; None: it was not asked
 
 
 _LEAST_SAVED_BY_HALF = 0.05  # part of the time, below which tiles of half the size do not serve
 _LEAST_SAVED_TOGETHER = 0.1  # the same, below which decodes are not taken along
-_SLOWER_READ = 1.3  # times what decode's kernel takes for the same keys
+_SLOWER_READ = 1.3  # times the time in which decode's kernel reads decodes' keys, that prefill's takes
 _SHORT = 32  # blocks of a tile in the mean, up to which a list saves what it takes to look tiles up
 
 
@@ -52,15 +53,15 @@ def prefill_plan(
         query_lens, seq_lens: [rows], or upper bounds of the latter; the first `num_decodes` are decodes.
     """
     given = query_lens, seq_lens, num_decodes, device
-    usual = TilePlan(None, splits_of_all(spec, tile, *given, for_graph))
+    usual = TilePlan(None, *timed_splits(spec, tile, *given, for_graph))
     half = half_tile(spec) if tile.beside else None
     if half is not None:
-        by_half = TilePlan(half, splits_of_all(spec, hopper_tile(spec, half), *given, for_graph))
+        by_half = TilePlan(half, *timed_splits(spec, hopper_tile(spec, half), *given, for_graph))
         is_few = other == half and not usual.splits
         if is_few or _is_faster_by_half(spec, by_half, usual, *given):
-            splits = by_half.splits
-            if not (splits or is_few or for_graph):
-                splits = splits_of_a_wave(spec, hopper_tile(spec, half), *given)
+            if by_half.splits:
+                return by_half
+            splits = None if is_few or for_graph else splits_of_a_wave(spec, hopper_tile(spec, half), *given)
             return TilePlan(half, splits) if splits else _in_order(spec, half, *given)
     if usual.splits or for_graph:
         return usual
@@ -102,6 +103,8 @@ def _taken(
     device: torch.device,
 ) -> float:  # fmt: skip
     """What the rows behind the decodes, and these, take, in blocks of the usual tile that a program reads."""
+    if plan.taken is not None:
+        return plan.taken
     tile = hopper_tile(spec, plan.tile)
     num_programs = tile.num_programs(num_multiprocessors(device))
     decodes = decode_time(spec, tile, seq_lens[:num_decodes], device)
@@ -126,7 +129,7 @@ def split_plan(spec: AttentionSpec, query_lens: IntArray, seq_lens: IntArray, de
     """
     given = query_lens, seq_lens, 0, device
     tiles = [None, half] if (half := half_tile(spec)) else [None]
-    found = [TilePlan(tile, splits_of_all(spec, hopper_tile(spec, tile), *given)) for tile in tiles]
+    found = [TilePlan(tile, *timed_splits(spec, hopper_tile(spec, tile), *given)) for tile in tiles]
     split = [plan for plan in found if plan.splits]
     return min(split, key=lambda plan: _taken(spec, plan, *given), default=TilePlan(None, None))
 

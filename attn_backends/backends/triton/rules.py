@@ -183,13 +183,24 @@ def splits_of_all(
 ) -> PrefillSplits | None:  # fmt: skip
     """Splits of `prefill_splits`, of any tile; None: that takes no less time. A graph serves rows of unequal lengths
     too: where the longest ones fill the GPU, one of them among short ones is split all the same."""
+    return timed_splits(spec, tile, query_lens, seq_lens, num_decodes, device, for_graph)[0]
+
+
+def timed_splits(
+    spec: AttentionSpec, tile: SplitTile, query_lens: IntArray, seq_lens: IntArray, num_decodes: int,
+    device: torch.device, for_graph: bool = False,
+) -> tuple[PrefillSplits | None, float | None]:  # fmt: skip
+    """`splits_of_all`, and what the rows take with them, decodes included, in blocks of the usual tile; None: that is
+    not known."""
     num_programs = tile.num_programs(num_multiprocessors(device))
     decodes = decode_time(spec, tile, seq_lens[:num_decodes], device)
     load = TileLoad.of(spec, tile, query_lens[num_decodes:], seq_lens[num_decodes:])
-    target = split_target(load, spec.num_kv_heads, num_programs, tile, decodes)
-    if not target and for_graph and len(query_lens) > 1 and num_programs >= 2 * spec.num_kv_heads:
-        target = num_programs
-    return PrefillSplits(target, tile) if target else None
+    target, taken = split_target(load, spec.num_kv_heads, num_programs, tile, decodes)
+    if target:
+        return PrefillSplits(target, tile), taken
+    if for_graph and len(query_lens) > 1 and num_programs >= 2 * spec.num_kv_heads:
+        return PrefillSplits(num_programs, tile), None
+    return None, None
 
 
 _TILES_BESIDE = 12  # that read a head's keys at a time, so that the L2 need not hold them

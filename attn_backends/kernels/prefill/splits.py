@@ -22,8 +22,14 @@ SLOT_QUERIES = 128  # of the largest tile
 LEAST_KEYS = 128  # of a split: fewer are not worth joining
 SIZES = (8, 9, 10, 12, 16)  # of a split at most, in eighths of an even share
 _EIGHTHS = np.array(SIZES)
-_WAVES = 2  # splits for each multiprocessor at most
-_QUARTERS = (4 * _WAVES, 4, 3, 2, 1)  # of as many splits as programs, which are tried; of those alike, the fewest
+_WAVES = 2  # splits for each program at most
+_QUARTERS = (
+    4 * _WAVES,
+    4,
+    3,
+    2,
+    1,
+)  # of the number of programs: so many splits are tried, and of ways alike the last wins
 # In blocks of a kernel's usual tile.
 OF_A_TILE = 1.0  # what a tile, or a split of one, takes beside its blocks, where its kernel gives no other
 OF_THE_JOIN = 3.0  # what the join takes, where its kernel gives no other
@@ -43,7 +49,7 @@ class SplitTile(NamedTuple):
     of_a_block: float = 1.0  # what a block takes
     alone: float = 1.0  # the part of that where a tile has a multiprocessor to itself
     of_the_join: float = OF_THE_JOIN  # what the join takes at least
-    of_all_splits: float = 0.0  # what splits take more to be stored and joined, if whole tiles and as many as programs
+    of_all_splits: float = 0.0  # what it and storing splits take more, where each program has one of a full tile
 
     @property
     def min_blocks(self) -> int:
@@ -60,8 +66,8 @@ class SplitTile(NamedTuple):
 
 
 _WIDE_BLOCK = 128  # keys of its blocks up to head dim 128; wider heads have as many products in a block
-# What `SplitTile` says that tiles take, in blocks of the usual tile: of that one, and of half the size. Of heads of up
-# to 64, of up to 128, and of wider ones, as measured at tuning seeds 159 to 195.
+# `SplitTile` from `of_a_tile` on, in blocks of the usual tile: of that one, and of half the size. Of heads of up to 64,
+# of up to 128, and of wider ones, as measured at tuning seeds 159 to 195.
 _TIMES = (
     ((1.6, 1.0, 1.0, 2.0, 5.1), (0.7, 0.6, 0.85, 2.1, 4.0)),
     ((1.6, 1.0, 1.0, 1.8, 5.4), (1.0, 0.53, 0.8, 1.4, 4.8)),
@@ -146,8 +152,10 @@ def _num_splits(load: TileLoad, num_kv_heads: int, targets: NDArray[np.int64], m
     return splits[np.arange(len(targets)), first]
 
 
-def split_target(load: TileLoad, num_kv_heads: int, num_programs: int, tile: SplitTile, decodes: float = 0.0) -> int:
-    """The target with which rows take the least time; 0: nothing is split.
+def split_target(
+    load: TileLoad, num_kv_heads: int, num_programs: int, tile: SplitTile, decodes: float = 0.0
+) -> tuple[int, float]:
+    """The target with which rows take the least time, and that time, with the decodes'; 0: nothing is split.
 
     Args:
         decodes: what the step's decodes take, as times here. They run beside a prefill whose tiles are whole, and
@@ -158,17 +166,15 @@ def split_target(load: TileLoad, num_kv_heads: int, num_programs: int, tile: Spl
     all_busy = tile.of_a_block * int(load.tiles @ load.blocks) * num_kv_heads / num_programs + decodes
     best, least = 0, (1 - _LEAST_SAVED) * max(whole, all_busy)
     if all_busy + tile.of_the_join >= least:
-        return best
+        return best, 0.0
     targets = tried_targets(num_programs)
     of_each = _num_splits(load, num_kv_heads, np.array(targets), tile.min_blocks)
-    beside = tile.of_a_tile + tile.of_the_join + serial_time(decodes)
-    shortest = tile.of_a_block * tile.alone * (-(-load.blocks // of_each)).max(1, initial=0) + beside
-    for target, splits, bound in zip(targets, of_each, shortest.tolist(), strict=True):
-        if bound <= least and (splits > 1).any():
-            taken = split_time(load, num_kv_heads, num_programs, splits, tile) + serial_time(decodes)
-            if taken <= least:
-                best, least = target, taken
-    return best
+    times = _split_times(load, num_kv_heads, num_programs, of_each, tile) + serial_time(decodes)
+    has_splits = ((of_each > 1) & (load.tiles > 0)).any(1)
+    for target, taken, is_split in zip(targets, times.tolist(), has_splits.tolist(), strict=True):
+        if is_split and taken <= least:
+            best, least = target, taken
+    return best, least if best else 0.0
 
 
 def tried_targets(num_programs: int) -> list[int]:
@@ -200,11 +206,24 @@ def whole_time(
 def split_time(
     load: TileLoad, num_kv_heads: int, num_programs: int, splits: NDArray[np.int64], tile: SplitTile
 ) -> float:
-    """What rows take in so many splits each."""
-    counts = load.tiles * splits * num_kv_heads
-    size = tile.block_time(int(counts.sum()), num_programs) * -(-load.blocks // splits) + tile.of_a_tile
-    joined = float((counts * load.used) @ (splits > 1))
-    return _longest(size, counts, num_programs) + tile.of_the_join + tile.of_all_splits * joined / num_programs
+    """What rows take in so many splits each, with their join."""
+    return float(_split_times(load, num_kv_heads, num_programs, splits[None], tile)[0])
+
+
+def _split_times(load: TileLoad, num_kv_heads: int, num_programs: int, splits: Any, tile: SplitTile) -> Any:
+    """`split_time` of several [ways, rows] at once."""
+    counts = load.tiles * num_kv_heads * splits
+    num_items = counts.sum(1)
+    of_a_block = np.where(num_items * tile.beside <= num_programs, tile.alone, 1.0) * tile.of_a_block
+    size = of_a_block[:, None] * -(-load.blocks // splits) + tile.of_a_tile
+    if size.shape[1] > 1:  # the longest are taken first
+        order = np.arange(len(size))[:, None], np.argsort(-size, 1)
+        longest = (-(-counts[order].cumsum(1) // num_programs) * size[order]).max(1)
+    else:
+        longest = (-(-counts // num_programs) * size).sum(1)
+    all_busy = (size * counts).sum(1) / num_programs
+    joined = (counts * load.used * (splits > 1)).sum(1) / num_programs
+    return np.maximum(longest, all_busy) + tile.of_the_join + tile.of_all_splits * joined
 
 
 def _longest(size: NDArray[np.floating[Any]], count: NDArray[np.int64], num_programs: int) -> float:

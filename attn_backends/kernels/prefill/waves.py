@@ -42,7 +42,8 @@ class _Waves:
         self.count = count * self._of_each  # of waves
         self.num_whole = count * num_kv_heads // num_programs * num_programs // num_kv_heads  # tiles of a KV head
         whole = np.clip(self.num_whole - self._before, 0, tiles)
-        self.rest = TileLoad(tiles - whole, blocks)
+        used = np.broadcast_to(load.used, tiles.shape)[order]
+        self.rest = TileLoad(tiles - whole, blocks, used)
         self.whole_taken = self._taken(whole, blocks - step * np.maximum(whole - 1, 0) / 2)
         self.rest_taken = self._taken(self.rest.tiles, blocks - step * (whole + np.maximum(tiles - whole - 1, 0) / 2))
         self._num_rest = count - self.num_whole
