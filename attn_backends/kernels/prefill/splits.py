@@ -161,8 +161,7 @@ def split_target(
         decodes: what the step's decodes take, as times here. They run beside a prefill whose tiles are whole, and
             behind one whose keys are split.
     """
-    of_a_block = tile.block_time(int(load.tiles.sum()) * num_kv_heads, num_programs)
-    whole = whole_time(load, num_kv_heads, num_programs, tile.of_a_tile, of_a_block)
+    whole = time_of(load, num_kv_heads, num_programs, 0, tile)
     all_busy = tile.of_a_block * int(load.tiles @ load.blocks) * num_kv_heads / num_programs + decodes
     best, least = 0, (1 - _LEAST_SAVED) * max(whole, all_busy)
     if all_busy + tile.of_the_join >= least:
@@ -216,7 +215,7 @@ def _split_times(load: TileLoad, num_kv_heads: int, num_programs: int, splits: A
     num_items = counts.sum(1)
     of_a_block = np.where(num_items * tile.beside <= num_programs, tile.alone, 1.0) * tile.of_a_block
     size = of_a_block[:, None] * -(-load.blocks // splits) + tile.of_a_tile
-    if size.shape[1] > 1:  # the longest are taken first
+    if size.shape[1] > 1:  # the longest are taken first, as `_longest` has it, which is sooner done for one way
         order = np.arange(len(size))[:, None], np.argsort(-size, 1)
         longest = (-(-counts[order].cumsum(1) // num_programs) * size[order]).max(1)
     else:
