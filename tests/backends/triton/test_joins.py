@@ -177,7 +177,7 @@ def _meet_and_check() -> None:
 
 def attend(
     spec: AttentionSpec, seq_lens: list[int], num_sms: int, seed: int, kernel: Any = None, wide: int = 128,
-    registers: int = 64, query_len: int = 1, patience_s: float = side_by_side.PATIENCE_S,
+    registers: int = 64, query_len: int = 1, patience_s: float = side_by_side.PATIENCE_S, warps: int = 1,
 ) -> tuple[int, int]:  # fmt: skip
     """Three launches over one plan, compared with the reference. Returns the most splits of a row, and the most
     programs that combined one.
@@ -187,7 +187,7 @@ def attend(
     """
     query_lens, placed = [query_len] * len(seq_lens), side_by_side.SideBySide
     batch = random_batch(get_backend("TRITON"), spec, seq_lens, query_lens, seed=seed, poison=float("nan"))
-    options = tuning.TritonOptions(decode_tile=tuning.DecodeTile(16, 1, 2, 2, 16, 2))
+    options = tuning.TritonOptions(decode_tile=tuning.DecodeTile(16, warps, 2, 2, 16, 2))
     launch._decode_constants.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state, "num_multiprocessors", lambda _: num_sms)
@@ -225,6 +225,21 @@ def test_programs_at_the_same_time() -> None:
         found.append(attend(spec, seq_lens, dice.choice((4, 6, 9)), seed, **sizes))
     assert sum(num_parts > 2 for _, num_parts in found) >= 3, found
     assert all(num_parts <= num_splits for num_splits, num_parts in found)
+
+
+ITEMS = "    while row >= 0:\n"
+LATE = (ITEMS, f"{ITEMS}        for _ in range(tl.where(next_item < end_item, 20000, 0)):\n            row += 0\n")
+UNSEEN = ("if last_info // MAX_SPLITS > JOINED:", "if last_info < 0:"), ("| (has_others == 0)", "| (row >= 0)")
+
+
+@only_interpreted
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_who_has_other_rows_first_is_waited_for(is_seen: bool, tmp_path: Path) -> None:
+    """The first of a long row's splits begins when the others have ended: it waits for nobody, so that they may wait
+    for it, and need not leave all to it."""
+    kernel = copied_module(decode, tmp_path, LATE, *(() if is_seen else UNSEEN)).decode_kernel
+    spec = AttentionSpec(2, 1, 32, dtype=torch.float16)
+    assert attend(spec, [40, 40, 40, 900], 3, 0, kernel, warps=4) == (5, 5 if is_seen else 1)
 
 
 @only_interpreted

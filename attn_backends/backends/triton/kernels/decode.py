@@ -112,10 +112,16 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     key, value = key_cache + head.to(tl.int64) * key_head, value_cache + head.to(tl.int64) * value_head
     if PAIRS:
         value, value_page, value_slot = as_pairs(value), value_page // 2, value_slot // 2
+    has_others = next_item < end_item
+    if has_others:  # it waits for nobody before its last item: who waits for that need not see it begin
+        last_slot, last_info = tl.load(work_items + end_item * 8 - 5), tl.load(work_items + end_item * 8 - 4)
+        if last_info // MAX_SPLITS > JOINED:
+            last_words = counters + ((last_slot * KV_HEADS + head) * TILES + tile) * JOIN_WORDS
+            tl.atomic_add(last_words + HAVE_BEGUN, 1, sem="relaxed")
     while row >= 0:
         num_splits, split = split_info // MAX_SPLITS, split_info % MAX_SPLITS
         words = counters + ((first_slot * KV_HEADS + head) * TILES + tile) * JOIN_WORDS
-        if num_splits > JOINED:
+        if (num_splits > JOINED) & ((next_item < end_item) | (has_others == 0)):
             tl.atomic_add(words + HAVE_BEGUN, 1, sem="relaxed")
         lane = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         token = lane // GROUP
