@@ -20,6 +20,7 @@ TMA_COLS = gl.constexpr(64)  # columns of a TMA tile: what a swizzle of 128 byte
 BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 # The same of one head among others: columns behind its last one are zeros, whatever lies there.
 HEAD_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+BYTE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)  # of twice as many columns
 WARP_SIZE = gl.constexpr(32)
 LANE_LAYOUT = gl.BlockedLayout([1], [32], [1], [0])  # a number a lane, for one warp
 WORD_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)  # the same, two by two

@@ -8,20 +8,22 @@ Both are timed as ways.py says, each with its own splits: shapes that were chose
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
 import torch
 
-from attn_backends.backends.triton.rules import can_upcast, prefill_splits, split_tile
+from attn_backends.backends.triton.plans import TilePlan, prefill_plan
+from attn_backends.backends.triton.rules import can_upcast, split_tile
 from attn_backends.backends.triton.tuning import TritonOptions
 from attn_backends.backends.triton.upcasting import rows_in_turn, upcast_sections, upcast_splits
 from attn_backends.spec import KVCacheSpec
-from benchmarks.attention.paged_problem import Shape, spec_of
+from benchmarks.attention.paged_problem import Problem, Shape, spec_of
 from benchmarks.attention.sampled_problem import Pool, sampled_problem
 from benchmarks.attention.shape_draws import drawn
-from benchmarks.rules.ways import PAGE_SIZE, run, time_ways
+from benchmarks.lib.gpu_harness import free_memory
+from benchmarks.rules.ways import PAGE_SIZE, made_ways, run, time_ways
 
 CHOSEN = [  # heads, rows, keys of each, and query tokens of each
     ((32, 8), 1, 8192, 32),
@@ -67,16 +69,23 @@ def pool() -> Pool:
     return Pool(POOL_BYTES, torch.device("cuda"))
 
 
+def ways_of(problem: Problem, _metadata: Any) -> dict[str, dict[str, Any]]:
+    num_keys = {"16 bits": sum(problem.shape.seq_lens), "8 bits": 0}
+    lens = (problem.common.query_lens_cpu.numpy(), problem.common.seq_lens_cpu.numpy())
+    return {name: way(problem.spec, problem.cache, lens, keys) for name, keys in num_keys.items()}
+
+
+def compile_case(shape: Shape) -> None:
+    of_one = Pool(MOST_BYTES + POOL_BYTES // 4, torch.device("cuda"), fill=False)
+    problem = sampled_problem(shape, CACHE_DTYPE, PAGE_SIZE, of_one, shape.name, num_copies=1)
+    made_ways(problem, partial(ways_of, problem))
+    free_memory(torch.device("cuda"))
+
+
 def measure(shape: Shape, rounds: int) -> tuple[dict[str, Any], list[str]]:
     """A row of one shape, and what was wrong with it."""
     problem = sampled_problem(shape, CACHE_DTYPE, PAGE_SIZE, pool(), shape.name)
-
-    def ways(metadata: Any) -> dict[str, dict[str, Any]]:
-        num_keys = {"16 bits": sum(shape.seq_lens), "8 bits": 0}
-        lens = (problem.common.query_lens_cpu.numpy(), problem.common.seq_lens_cpu.numpy())
-        return {name: way(problem.spec, problem.cache, lens, keys) for name, keys in num_keys.items()}
-
-    timed = time_ways(problem, rounds, ways)
+    timed = time_ways(problem, rounds, partial(ways_of, problem))
     us, chosen = timed.us, "16 bits" if timed.metadata.num_upcast_keys else "8 bits"
     row = {
         "shape": shape.name,
@@ -97,16 +106,17 @@ def way(spec: Any, cached: KVCacheSpec, lens: tuple[Any, Any], num_keys: int) ->
     tile = split_tile(spec, cached, None, device, is_paged=True, is_upcast=num_keys > 0)
     room = TritonOptions().upcast_bytes
     sections = upcast_sections(spec, lens[1], room) if num_keys else []
-    in_turn, splits = rows_in_turn(spec, tile, *lens, sections, 0, room, device), None
-    if not in_turn:
-        splits = (
-            upcast_splits(spec, tile, *lens, 0, room, device)
-            if num_keys
-            else prefill_splits(spec, tile, *lens, 0, device)
-        )
-    return {"num_upcast_keys": num_keys, "upcast_rows": in_turn, "prefill_splits": splits, "num_decode_rows": 0,
-            "num_decode_row_tokens": 0, "max_decode_len": 0}  # fmt: skip
+    in_turn = rows_in_turn(spec, tile, *lens, sections, 0, room, device)
+    plan = TilePlan(None, None)
+    if not num_keys:
+        plan = prefill_plan(spec, tile, None, *lens, 0, device)
+    elif not in_turn:
+        plan = TilePlan(None, upcast_splits(spec, tile, *lens, 0, room, device))
+    return {"num_upcast_keys": num_keys, "upcast_rows": in_turn, "prefill_splits": plan.splits,
+            "hopper_tile": plan.tile, "short_tile": None, "num_decode_rows": 0, "num_decode_row_tokens": 0,
+            "max_decode_len": 0}  # fmt: skip
 
 
 if __name__ == "__main__":
-    run(__doc__, "widening", "prefills of chunks over an fp8 cache", [(shape,) for shape in shapes()], measure)
+    run(__doc__, "widening", "prefills of chunks over an fp8 cache", [(shape,) for shape in shapes()], measure,
+        compile_case)  # fmt: skip

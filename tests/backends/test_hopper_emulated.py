@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, AttentionType, MLASpec, get_backend
+from attn_backends.kernels.prefill.launch import HOPPER_DIMS
 from attn_backends.kernels.prefill.tiles import hopper_tiles, tiles_of
 from attn_backends.spec import FP8_DTYPES
 from attn_backends.testing.cases.batches import Batch
@@ -111,7 +112,7 @@ def prefill(spec: AttentionSpec, page_size: int, lens: tuple[list[int], list[int
 
 
 def spec_of(dims: tuple[int, int] = (64, 64), heads: tuple[int, int] = (4, 2), **more: Any) -> AttentionSpec:
-    return AttentionSpec(*heads, dims[0], head_dim_vo=dims[1], dtype=torch.float16, **more)
+    return AttentionSpec(*heads, dims[0], head_dim_vo=dims[1], **{"dtype": torch.float16, **more})
 
 
 @only_interpreted
@@ -235,6 +236,54 @@ def test_rows_without_queries_end(launches: list[int], monkeypatch: pytest.Monke
     layer.impl.forward(batch.query, None, None, batch.fresh_pool(), step, output)
     assert len(launches) == 1
     assert torch.equal(output, torch.full_like(output, 7.0))
+
+
+def from_8_bits(
+    dims: tuple[int, int], page_size: int, cache_dtype: torch.dtype, lens: tuple[list[int], list[int]] = LENS,
+    **changes: Any,
+) -> Batch:  # fmt: skip
+    spec = spec_of(dims, cache_dtype=cache_dtype, **changes)
+    given = {"page_size": page_size, "poison": float("nan"), "k_scale": 0.5, "v_scale": 2.0}
+    return random_batch(get_backend("TRITON"), spec, *lens, **given)
+
+
+@pytest.fixture
+def as_it_is(monkeypatch: pytest.MonkeyPatch, launches: list[int]) -> None:
+    """A cache of 8 bits is read as it is."""
+    monkeypatch.setattr("attn_backends.backends.triton.metadata.is_faster_upcast", lambda *_: False)
+
+
+@only_interpreted
+@pytest.mark.usefixtures("as_it_is")
+@pytest.mark.parametrize("page_size", [16, 48, 64])
+@pytest.mark.parametrize("dims", HOPPER_DIMS, ids=str)
+def test_prefill_from_pages_of_8_bits(dims: tuple[int, int], page_size: int, launches: list[int]) -> None:
+    check("TRITON", from_8_bits(dims, page_size, FP8_DTYPES[page_size % 3 == 0]), launches)
+
+
+@only_interpreted
+@pytest.mark.usefixtures("as_it_is")
+@pytest.mark.parametrize("cache_dtype", FP8_DTYPES, ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_bfloat16_over_8_bits(dims: tuple[int, int], cache_dtype: torch.dtype, launches: list[int]) -> None:
+    """Queries of any size become float16 as keys do: each is divided by its largest element."""
+    batch = from_8_bits(dims, 16, cache_dtype, dtype=torch.bfloat16)
+    sizes = torch.tensor([1e-6, 1e-3, 1.0, 8.0]).repeat(len(batch.query))[: len(batch.query)]
+    batch.query.mul_(sizes[:, None, None])
+    check("TRITON", batch, launches)
+
+
+@only_interpreted
+@pytest.mark.usefixtures("as_it_is")
+@pytest.mark.parametrize(
+    "changes",
+    [{"window_left": 30}, {"window_left": 250}, {"chunk_size": 100}, {"causal": False}, {"sinks": True},
+     {"heads": (9, 3)}, {"heads": (48, 2)}],
+    ids=str,
+)  # fmt: skip
+def test_what_a_query_sees_of_8_bits(changes: dict[str, Any], launches: list[int]) -> None:
+    lens = [860, 131, 70], [60, 131, 33]
+    check("TRITON", from_8_bits((128, 128), 16, FP8_DTYPES[0], lens, **changes), launches)
 
 
 @only_interpreted

@@ -643,6 +643,7 @@ def _wait_for_copies(pending: int) -> None:
 
 LANGUAGE = SimpleNamespace(
     int32=torch.int32, int64=torch.int64, float16=torch.float16, float32=torch.float32,
+    float8e4nv=torch.float8_e4m3fn, float8e5=torch.float8_e5m2,
     NVMMADistributedLayout=Layout, SliceLayout=Layout, BlockedLayout=Layout, DotOperandLayout=Layout,
     SwizzledSharedLayout=Layout,
     program_id=lambda axis: Scalar(_program().number),

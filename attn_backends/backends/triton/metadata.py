@@ -14,6 +14,7 @@ from attn_backends.backends.triton.plans import TilePlan, are_faster_together, p
 from attn_backends.backends.triton.rules import (
     can_upcast,
     decode_tokens,
+    of_fresh_keys,
     prefill_share,
     reads_pages_on_hopper,
     short_tile,
@@ -161,7 +162,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         is_upcast, splits, other_tile = num_upcast_keys > 0, None, None
         if tile is None and not upcast_rows:
             alone = self._plan(common, lens, bounds, num_decode_rows, is_paged, is_upcast)
-            if self._can_take_decodes_along(common, num_decode_rows, alone):
+            if not is_upcast and self._can_take_decodes_along(common, num_decode_rows, alone):
                 together = split_plan(self.group.spec, *lens, self.device)
                 if are_faster_together(self.group.spec, alone, together, *lens, num_decode_rows, self.device):
                     num_decode_rows = max_decode_len = 0
@@ -235,7 +236,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         self, common: CommonAttentionMetadata, lens: Lens, bounds: Lens, num_decodes: int, is_paged: bool,
         is_upcast: bool,
     ) -> TilePlan:  # fmt: skip
-        spec, for_graph = self.group.spec, common.for_graph
+        for_graph = common.for_graph
+        spec = self.group.spec if is_paged else of_fresh_keys(self.group.spec)
         tile = split_tile(spec, self.cache, self.options, self.device, is_paged=is_paged, is_upcast=is_upcast)
         if is_upcast:
             return TilePlan(None, upcast_splits(spec, tile, *bounds, num_decodes, self._upcast_bytes, self.device))

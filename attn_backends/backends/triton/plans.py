@@ -22,7 +22,7 @@ from attn_backends.kernels.prefill.splits import (
     serial_time,
     time_of,
 )
-from attn_backends.kernels.prefill.tiles import HopperTile, half_tile, hopper_tiles
+from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles, half_tile
 from attn_backends.spec import AttentionSpec
 
 
@@ -36,7 +36,8 @@ class TilePlan(NamedTuple):
 
 _LEAST_SAVED_BY_HALF = 0.05  # part of the time, below which tiles of half the size do not serve
 _LEAST_SAVED_TOGETHER = 0.1  # the same, below which decodes are not taken along
-_SLOWER_READ = 1.3  # times the time in which decode's kernel reads decodes' keys, that prefill's takes
+# Times the time in which decode's kernel reads decodes' keys, that prefill's takes; of 8 bits it makes 16.
+_SLOWER_READ, _SLOWER_READ_OF_8_BITS = 1.3, 2.0
 _SHORT = 32  # blocks of a tile in the mean, up to which a list saves what it takes to look tiles up
 
 
@@ -78,8 +79,7 @@ def _in_order(
     """Whole tiles, of a list where that reads keys no more often, and tiles have no more blocks in the mean: programs
     then look up none."""
     listed = hopper_tile(spec, tile)
-    load = mean_load(spec, tile or hopper_tiles(spec.head_dim, spec.head_dim_vo)[0], query_lens[num_decodes:],
-                     seq_lens[num_decodes:])  # fmt: skip
+    load = mean_load(spec, tile or all_tiles(spec)[0], query_lens[num_decodes:], seq_lens[num_decodes:])
     num_programs = listed.num_programs(num_multiprocessors(device))
     is_short = int(load.tiles @ load.blocks) <= most_blocks * int(load.tiles.sum())
     are_alike = reads_alike(spec, load, int(seq_lens.max(initial=0)), num_programs)
@@ -112,7 +112,7 @@ def _taken(
     longest = TileLoad.of(spec, tile, *lens)
     if plan.splits and plan.splits.is_of_all:
         return time_of(longest, spec.num_kv_heads, num_programs, plan.splits.target, tile) + serial_time(decodes)
-    load = mean_load(spec, plan.tile or hopper_tiles(spec.head_dim, spec.head_dim_vo)[0], *lens)
+    load = mean_load(spec, plan.tile or all_tiles(spec)[0], *lens)
     whole = time_of(load, spec.num_kv_heads, num_programs, 0, tile)
     num_tiles = int(load.tiles.sum()) * spec.num_kv_heads
     alone = tile.block_time(num_tiles, num_programs) * int(longest.blocks.max(initial=0)) + tile.of_a_tile
@@ -150,5 +150,6 @@ def are_faster_together(
     of_alone = _taken(spec, alone, query_lens, seq_lens, num_decodes, device)
     of_all = _taken(spec, together, query_lens, seq_lens, 0, device)
     tile = hopper_tile(spec)
-    read = _SLOWER_READ * decode_time(spec, tile, seq_lens, device) + tile.of_the_join
+    slower = _SLOWER_READ if spec.cache_dtype is spec.dtype else _SLOWER_READ_OF_8_BITS
+    read = slower * decode_time(spec, tile, seq_lens, device) + tile.of_the_join
     return max(of_all, read) < (1 - _LEAST_SAVED_TOGETHER) * of_alone

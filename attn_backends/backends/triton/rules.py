@@ -30,12 +30,17 @@ from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
 
+def of_fresh_keys(spec: AttentionSpec) -> AttentionSpec:
+    """The layer over keys of its queries' dtype: as a step brings them, or as a cache's are made."""
+    return spec if spec.cache_dtype is spec.dtype else replace(spec, cache_dtype=spec.dtype)
+
+
 def can_upcast(spec: AttentionSpec, options: TritonOptions, device: torch.device) -> bool:
     """Whether prefills over the cache may have its keys made 16 bits, for the kernel for Hopper."""
     has_tile = options.prefill_tile is not None or options.prompt_tile is not None
     if spec.cache_dtype.itemsize > 1 or has_tile:
         return False
-    return suits_hopper_kernel(replace(spec, cache_dtype=spec.dtype), device)
+    return suits_hopper_kernel(of_fresh_keys(spec), device)
 
 
 _PRODUCTS_A_BYTE = 30.0  # of numbers of a head: as many as are made for prefill while a byte is read for decode
@@ -69,6 +74,7 @@ _NARROW, _MIDDLE = 64, 128  # head dims up to which tiles of long blocks are the
 # 35 to 38, and 100 to 102, and beside half the size at 150 to 161, without decodes.
 _FEW_KEYS = {64: (512, 400), 128: (256, 72), 256: (128, 128)}
 _FEW_BESIDE_HALF = {64: (80, 0), 128: (64, 0), 256: (64, 32)}
+_FEW_OF_8_BITS = {64: (512, 400), 128: (640, 72), 256: (256, 128)}  # which that one reads more slowly: at 197 and 198
 _FEWEST = 32  # keys, of one short block
 
 
@@ -103,6 +109,7 @@ def short_tile(
     num_tiles = num_hopper_tiles(spec, query_lens).astype(np.int64)
     has_half = not (for_graph or has_decodes) and half_tile(spec) is not None
     few_keys = _FEW_BESIDE_HALF if has_half else _FEW_KEYS
+    few_keys = few_keys if spec.cache_dtype is spec.dtype else _FEW_OF_8_BITS
     longest, mean = next((few for head_dim, few in few_keys.items() if spec.head_dim <= head_dim), (0, 0))
     most = int(seen_by_tiles(spec, seq_lens).max(initial=0))
     if int(num_tiles.sum()) * spec.num_kv_heads <= num_multiprocessors(device):
@@ -133,6 +140,8 @@ def split_tile(
         is_paged: keys are read from pages, or else as the step brings them.
         is_upcast: keys in pages are made 16 bits first.
     """
+    if is_upcast or not is_paged:
+        spec = of_fresh_keys(spec)
     if is_upcast:
         return hopper_tile(spec)
     given = options or TritonOptions()
@@ -224,10 +233,17 @@ def mixed_splits(
 
 def decode_time(spec: AttentionSpec, tile: SplitTile, seq_lens: IntArray, device: torch.device) -> float:
     """What reading the decodes' keys takes, in blocks of the usual tile that a program of prefill reads."""
-    tile = hopper_tile(spec) if tile.beside else tile
+    tile = _usual_tile(spec, tile)
     read = int(num_visible_keys(spec, seq_lens).sum(dtype=np.int64)) * spec.cache_dtype.itemsize
     num_programs = tile.num_programs(num_multiprocessors(device))
     return _PRODUCTS_A_READ_BYTE * read / (tile.rows * tile.keys) * spec.num_kv_heads / num_programs
+
+
+def _usual_tile(spec: AttentionSpec, tile: SplitTile) -> SplitTile:
+    """The usual one of the kernel that a tile is of; keys of 8 bits may be made 16 first."""
+    if not tile.beside or (spec.cache_dtype is not spec.dtype and tile == hopper_tile(of_fresh_keys(spec))):
+        return tile
+    return hopper_tile(spec)
 
 
 def decode_tokens(

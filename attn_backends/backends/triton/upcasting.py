@@ -1,6 +1,7 @@
 """When TRITON's prefills have a cache's keys of 8 bits made 16 bits first, and of which rows together.
 
-The kernel for Hopper reads 16 bits alone. Where it does not pay, the portable kernel makes 16 bits of each key again.
+The kernel for Hopper reads 16 bits sooner than 8: of the latter it makes 16 for each of its tiles. Where pages are no
+multiples of 16 slots the portable kernel does, which takes longer.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from attn_backends.spec import AttentionSpec, KVCacheSpec
 # In times in which a multiprocessor's tile reads a key by the kernel for Hopper: from what benchmarks/rules/widening.py
 # has measured.
 _PORTABLE_READ = 1.3  # by the portable kernel from 8 bits, of fewer queries
+_READ_OF_8_BITS = {128: 1.5, 64: 1.1}  # by that for Hopper from 8 bits, by the queries of its tiles
 _UPCASTING = 2.5  # a key of one head is made 16 bits, by one multiprocessor
 _STARTING = 300.0  # to make any 16 bits
 
@@ -52,10 +54,11 @@ def is_faster_upcast(
         return False
     heads = spec.num_kv_heads / num_multiprocessors(device)  # of a multiprocessor
     keys, num_keys = num_visible_keys(spec, seq_lens).astype(np.int64), int(seq_lens.sum(dtype=np.int64))
-    read = float(num_hopper_tiles(spec, query_lens) @ keys)
-    taken = len(sections) * _STARTING + (read + _UPCASTING * num_keys) * heads
+    in_all = float(num_hopper_tiles(spec, query_lens) @ keys)
+    taken = len(sections) * _STARTING + (in_all + _UPCASTING * num_keys) * heads
     tile = split_tile(spec, cache, None, device, is_paged=True, is_upcast=False)
-    return taken < _PORTABLE_READ * float(-(-query_lens // tile.tokens) @ keys) * heads
+    read = _READ_OF_8_BITS[tile.rows] if tile.beside else _PORTABLE_READ
+    return taken < read * float(-(-query_lens // tile.tokens) @ keys) * heads
 
 
 def upcast_sections(spec: AttentionSpec, seq_lens: IntArray, num_bytes: int) -> list[slice]:

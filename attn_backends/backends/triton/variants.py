@@ -14,7 +14,7 @@ import torch
 
 from attn_backends.backends.triton.launch import Kernels, Schedule, SplitPlan
 from attn_backends.backends.triton.layer import make_kernels
-from attn_backends.backends.triton.rules import can_upcast, decode_tokens, short_tiles, split_tile
+from attn_backends.backends.triton.rules import can_upcast, decode_tokens, of_fresh_keys, short_tiles, split_tile
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile, upcast_heads
 from attn_backends.cache.warm_up import list_writes
 from attn_backends.kernels.examples import caches, distinct, empty, new_tokens, powers_of_two
@@ -87,7 +87,8 @@ class _Layer:
         lists: Sequence[tuple[HopperTile | None, TileList]],
     ) -> Iterator[Pdl]:  # fmt: skip
         tiles, output = empty(2, dtype=torch.int32), self._output(query)
-        of_hopper = (None,) if rows.num_upcast else (None, *tiles_of(self.spec)[1:])
+        spec = self.spec if rows.page_table is not None else of_fresh_keys(self.spec)
+        of_hopper = (None,) if rows.num_upcast else (None, *tiles_of(spec)[1:])
         for share, other in product((None, 1.0), of_hopper):  # of the GPU, beside decodes
             whole = rows._replace(hopper_tile=other)
             yield self.kernels.prefill(query, key, value, output, None, whole, tiles, upcast_kv, share)
@@ -100,7 +101,8 @@ class _Layer:
 
     def _lists(self, *, is_paged: bool, is_upcast: bool = False) -> list[tuple[HopperTile | None, TileList]]:
         """Lists of the tiles of the kernel that serves such keys: of the usual one, and of half the size."""
-        given, spec = (self.cache, self.options, self.device), self.spec
+        given = (self.cache, self.options, self.device)
+        spec = self.spec if is_paged else of_fresh_keys(self.spec)
         tile = split_tile(spec, *given, is_paged=is_paged, is_upcast=is_upcast)
         half = half_tile(spec) if tile.beside and not is_upcast else None
         lists: list[tuple[HopperTile | None, TileList]] = [(None, self._list(tile, is_paged and not is_upcast))]

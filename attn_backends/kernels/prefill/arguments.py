@@ -195,6 +195,8 @@ class HopperConstants(NamedTuple):
     USE_PDL: int
     LAUNCH_DEPENDENTS: int
     SPLIT: int
+    RAW_STAGES: int
+    E5M2: int
 
 
 class BlockDims(NamedTuple):

@@ -3,9 +3,9 @@
 Two groups of warps, or one or three, have 64 queries each and share the keys. A group asks for the next block's
 logits, then for the values that the last block's weights give, and works out its weights while the latter are under
 way, as FlashAttention-3 does (Shah et al., 2024). A warp that does nothing else loads keys and values by the tensor
-memory accelerator, out of pages of any multiple of 16 slots. A program for each multiprocessor, or two of one group,
-goes from tile to tile until none is left: one more warp takes them, and publishes to the others a tile ahead what they
-need, so that nobody waits for what is in memory.
+memory accelerator, out of pages of any multiple of 16 slots. Of 8 bits four more warps make 16 of what it loads. A
+program for each multiprocessor, or two of one group, goes from tile to tile until none is left: one more warp takes
+them, and publishes to the others a tile ahead what they need, so that nobody waits for what is in memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attn_backends.kernels.fp8 import row_amax, scale_to_fp16
 from attn_backends.kernels.hopper import (
     BLOCK_LAYOUT,
+    BYTE_LAYOUT,
     HEAD_LAYOUT,
     LANE_LAYOUT,
     TMA_COLS,
@@ -66,7 +68,8 @@ _ANYWHERE = ["lse", "page_table", "seq_lens", "query_start_loc", "key_start_loc"
 
 @gluon.jit(do_not_specialize=_NOT_CONSTANT, do_not_specialize_on_alignment=_ANYWHERE)  # type: ignore[untyped-decorator]
 def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
-    key_desc,  # TMA descriptor of keys as rows, tiles of [TMA_ROWS, TMA_COLS]; see `_load_block` for other head dims
+    key_desc,  # TMA descriptor of keys as rows, tiles of [TMA_ROWS, TMA_COLS]; see `_load_block` for other head dims;
+    # of a cache of 8 bits two by two
     value_desc,  # TMA descriptor of values, the same
     query,  # [num_tokens, KV_HEADS * GROUP, DIM], aligned to 16 bytes
     output,  # [num_tokens, KV_HEADS * GROUP, DIM_VO]
@@ -118,6 +121,8 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     USE_PDL: gl.constexpr,  # 0 or 1: it starts before the kernel in front of it has ended, and waits for it
     LAUNCH_DEPENDENTS: gl.constexpr,  # 0 or 1: the next kernel runs beside this one, see below
     SPLIT: gl.constexpr,  # 0 or 1: tiles are listed, and keys of some are split
+    RAW_STAGES: gl.constexpr,  # blocks of 8 bits in shared memory, which are made 16 bits there; 0: the cache has 16
+    E5M2: gl.constexpr,  # 0 or 1: those are e5m2, not e4m3
 ):
     """Persistent programs attend for tiles of GROUPS * BLOCK_M queries: the first by number, then whichever is next.
 
@@ -139,16 +144,28 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
         q_1 = gl.allocate_shared_memory(of_dtype, [Q_STAGES * column_tiles(DIM), BLOCK_M, TMA_COLS], BLOCK_LAYOUT)
     if GROUPS == 3:
         q_2 = gl.allocate_shared_memory(of_dtype, [Q_STAGES * column_tiles(DIM), BLOCK_M, TMA_COLS], BLOCK_LAYOUT)
-    keys = gl.allocate_shared_memory(of_dtype, [STAGES * column_tiles(DIM), BLOCK_N, TMA_COLS], BLOCK_LAYOUT)
-    values = gl.allocate_shared_memory(of_dtype, [STAGES * column_tiles(DIM_VO), BLOCK_N, TMA_COLS], BLOCK_LAYOUT)
+    kv_dtype: gl.constexpr = gl.float16 if RAW_STAGES else of_dtype  # which 8 bits are sooner made than bfloat16
+    keys = gl.allocate_shared_memory(kv_dtype, [STAGES * column_tiles(DIM), BLOCK_N, TMA_COLS], BLOCK_LAYOUT)
+    values = gl.allocate_shared_memory(kv_dtype, [STAGES * column_tiles(DIM_VO), BLOCK_N, TMA_COLS], BLOCK_LAYOUT)
     info_smem = gl.allocate_shared_memory(gl.int32, [NUM_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ids_smem = gl.allocate_shared_memory(gl.int32, [1, WARP_SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = (barriers(STAGES, 1), barriers(STAGES, 1))  # of keys, of values
     empty = (barriers(STAGES, GROUPS), barriers(STAGES, GROUPS))  # by all groups
-    info_full, info_empty = barriers(1, 1), barriers(1, GROUPS + 1)
+    info_full, info_empty = barriers(1, 1), barriers(1, GROUPS + 1 + (RAW_STAGES > 0))
+    kv_pipeline = (keys, values, full, empty)
+    loaded = kv_pipeline  # by the tensor memory accelerator
+    if RAW_STAGES:
+        raw_keys = gl.allocate_shared_memory(
+            of_dtype, [RAW_STAGES * column_tiles(DIM // 2), BLOCK_N, TMA_COLS], BLOCK_LAYOUT
+        )
+        raw_values = gl.allocate_shared_memory(
+            of_dtype, [RAW_STAGES * column_tiles(DIM_VO // 2), BLOCK_N, TMA_COLS], BLOCK_LAYOUT
+        )
+        raw_full = (barriers(RAW_STAGES, 1), barriers(RAW_STAGES, 1))
+        raw_empty = (barriers(RAW_STAGES, 1), barriers(RAW_STAGES, 1))
+        loaded = (raw_keys, raw_values, raw_full, raw_empty)
     fence_async_shared()
 
-    kv_pipeline = (keys, values, full, empty)
     tile_channel = (info_smem, ids_smem, info_full, info_empty)
     tensors = (query, output, lse, sinks, partial_acc, partial_ml)
     strides = (query_token, query_head, out_token, out_head, lse_token)
@@ -158,18 +175,48 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     spans, listed = (first_row, num_rows, section), (work_items, max_items)
     steps = (page_rows, head_rows, key_head, value_head, num_batches)
     SPLIT_HEADS: gl.constexpr = KV_HEADS if SPLIT else 0
-    if GROUPS == 1:
+    if GROUPS == 1 and RAW_STAGES > 0:
         gl.warp_specialize(
             [
                 (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, GROUPS, CHUNK,
                            LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
-                (_load, (key_desc, value_desc, rows, steps, kv_pipeline, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N,
-                         DIM, DIM_VO, SPLIT_HEADS)),
+                (_make_16_bits, (loaded, kv_pipeline, tile_channel, BLOCK_N, DIM, DIM_VO, E5M2)),
+                (_load, (key_desc, value_desc, rows, steps, loaded, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM,
+                         DIM_VO, SPLIT_HEADS, RAW_STAGES)),
+                (_take_tiles, (rows, spans, listed, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS,
+                               KV_HEADS, BLOCK_Q, BLOCK_N, SPLIT)),
+            ],
+            [4, 1, 1],
+            [232, 24, 24],
+        )  # fmt: skip
+    elif GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, GROUPS, CHUNK,
+                           LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_load, (key_desc, value_desc, rows, steps, loaded, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM,
+                         DIM_VO, SPLIT_HEADS, RAW_STAGES)),
                 (_take_tiles, (rows, spans, listed, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS,
                                KV_HEADS, BLOCK_Q, BLOCK_N, SPLIT)),
             ],
             [1, 1],
             [24, 24],
+        )  # fmt: skip
+    elif RAW_STAGES:
+        gl.warp_specialize(
+            [
+                (_attend, (tensors, strides, scales, window, flags, q_0, kv_pipeline, tile_channel, 0, GROUPS, CHUNK,
+                           LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_attend, (tensors, strides, scales, window, flags, q_1, kv_pipeline, tile_channel, 1, GROUPS, CHUNK,
+                           LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
+                (_make_16_bits, (loaded, kv_pipeline, tile_channel, BLOCK_N, DIM, DIM_VO, E5M2)),
+                (_load, (key_desc, value_desc, rows, steps, loaded, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM,
+                         DIM_VO, SPLIT_HEADS, RAW_STAGES)),
+                (_take_tiles, (rows, spans, listed, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS,
+                               KV_HEADS, BLOCK_Q, BLOCK_N, SPLIT)),
+            ],
+            [4, 4, 1, 1],
+            [216, 56, 24, 24],
         )  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize(
@@ -178,8 +225,8 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
                            LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
                 (_attend, (tensors, strides, scales, window, flags, q_1, kv_pipeline, tile_channel, 1, GROUPS, CHUNK,
                            LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
-                (_load, (key_desc, value_desc, rows, steps, kv_pipeline, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N,
-                         DIM, DIM_VO, SPLIT_HEADS)),
+                (_load, (key_desc, value_desc, rows, steps, loaded, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM,
+                         DIM_VO, SPLIT_HEADS, RAW_STAGES)),
                 (_take_tiles, (rows, spans, listed, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS,
                                KV_HEADS, BLOCK_Q, BLOCK_N, SPLIT)),
             ],
@@ -195,8 +242,8 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
                            LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
                 (_attend, (tensors, strides, scales, window, flags, q_2, kv_pipeline, tile_channel, 2, GROUPS, CHUNK,
                            LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)),
-                (_load, (key_desc, value_desc, rows, steps, kv_pipeline, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N,
-                         DIM, DIM_VO, SPLIT_HEADS)),
+                (_load, (key_desc, value_desc, rows, steps, loaded, tile_channel, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM,
+                         DIM_VO, SPLIT_HEADS, RAW_STAGES)),
                 (_take_tiles, (rows, spans, listed, window, counters, tile_channel, CHUNK, LOCAL, PAGE_SIZE, TMA_ROWS,
                                KV_HEADS, BLOCK_Q, BLOCK_N, SPLIT)),
             ],
@@ -306,13 +353,16 @@ def _load(  # type: ignore[no-untyped-def]
     DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
     SPLIT_HEADS: gl.constexpr,
+    RAW_STAGES: gl.constexpr,
 ):
     """One warp asks for every block's keys and values once their stage is empty."""
     tile_info, ids = _consume(tile_channel, 0, PAGE_SIZE)
     num_tiles, done = 0, 0
+    COLUMNS: gl.constexpr = 2 if RAW_STAGES else 1  # of the head that one of the descriptor has
+    APART: gl.constexpr = 0 if RAW_STAGES else num_accs(DIM_VO) - 1
     while tile_info[0] >= 0:
         _load_blocks(tile_info, ids, done, key_desc, value_desc, rows, steps, kv_pipeline, PAGE_SIZE, TMA_ROWS, BLOCK_N,
-                     DIM, DIM_VO, SPLIT_HEADS)  # fmt: skip
+                     DIM // COLUMNS, DIM_VO // COLUMNS, APART, SPLIT_HEADS)  # fmt: skip
         done += tile_info[3]
         num_tiles += 1
         tile_info, ids = _consume(tile_channel, num_tiles, PAGE_SIZE)
@@ -447,6 +497,7 @@ def _load_blocks(  # type: ignore[no-untyped-def]
     BLOCK_N: gl.constexpr,
     DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
+    APART: gl.constexpr,
     SPLIT_HEADS: gl.constexpr,
 ):
     """Load a tile's blocks, the last one first, whose pages are `ids`; `done` blocks of other tiles came before."""
@@ -469,7 +520,7 @@ def _load_blocks(  # type: ignore[no-untyped-def]
         next_ids = _page_ids(rows, row, first - BLOCK_N, seq_len, PAGE_SIZE, TMA_ROWS)
         mbarrier.wait(empty[1].index(stage), phase ^ 1)
         _load_block(value_desc, head * value_head, of_block, full[1].index(stage), values, PAGE_SIZE, TMA_ROWS, BLOCK_N,
-                    DIM_VO, num_accs(DIM_VO) - 1)  # fmt: skip
+                    DIM_VO, APART)  # fmt: skip
         ids = next_ids
 
 
@@ -527,13 +578,80 @@ def _load_block(  # type: ignore[no-untyped-def]
             if PAGE_SIZE != 0:
                 row = at_row + nth_of(ids, nth) * page_rows + (first + nth * TMA_ROWS) % PAGE_SIZE
             for column_tile in gl.static_range(COLUMN_TILES):
-                block = stage * TOGETHER + column_tile if column_tile < TOGETHER else STAGES * TOGETHER + stage
-                to_tile = tiles.index(block * TMA_TILES + nth)
+                to_tile = tiles.index(_place_of(stage, column_tile, STAGES, TOGETHER) * TMA_TILES + nth)
                 if WIDTH % TMA_COLS == 0:
                     at = [row, at_head + column_tile * TMA_COLS]
                 else:
                     at = [row, at_head, column_tile * TMA_COLS]
                 tma.async_copy_global_to_shared(desc, at, full_barrier, to_tile)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _place_of(  # type: ignore[no-untyped-def]
+    stage, column_tile: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr
+):
+    """Where a stage's columns lie: the first so many tiles of them together, one more behind those of all stages."""
+    return stage * TOGETHER + column_tile if column_tile < TOGETHER else STAGES * TOGETHER + stage
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _make_16_bits(  # type: ignore[no-untyped-def]
+    loaded,
+    kv_pipeline,
+    tile_channel,
+    BLOCK_N: gl.constexpr,
+    DIM: gl.constexpr,
+    DIM_VO: gl.constexpr,
+    E5M2: gl.constexpr,
+):
+    """Four warps make 16 bits of every block's keys and values of 8, which have come, once their stage is empty."""
+    raw_keys, raw_values, raw_full, raw_empty = loaded
+    keys, values, full, empty = kv_pipeline
+    tile_info, _ids = _consume(tile_channel, 0, 0)
+    num_tiles, done = 0, 0
+    while tile_info[0] >= 0:
+        for block in range(done, done + tile_info[3]):
+            _make_block(raw_keys, keys, raw_full[0], raw_empty[0], full[0], empty[0], block, BLOCK_N, DIM, 0, E5M2)
+            _make_block(raw_values, values, raw_full[1], raw_empty[1], full[1], empty[1], block, BLOCK_N, DIM_VO,
+                        num_accs(DIM_VO) - 1, E5M2)  # fmt: skip
+        num_tiles += 1
+        done += tile_info[3]
+        tile_info, _ids = _consume(tile_channel, num_tiles, 0)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _make_block(  # type: ignore[no-untyped-def]
+    raw,
+    to,
+    raw_full,
+    raw_empty,
+    full,
+    empty,
+    block,
+    BLOCK_N: gl.constexpr,
+    WIDTH: gl.constexpr,
+    APART: gl.constexpr,
+    E5M2: gl.constexpr,
+):
+    """Make 16 bits of a block's keys or values, TMA_COLS columns at a time, which are half of what a TMA tile has."""
+    COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    OF_DTYPE: gl.constexpr = gl.float8e5 if E5M2 else gl.float8e4nv
+    RAW_STAGES: gl.constexpr = raw_full.shape[0]
+    STAGES: gl.constexpr = full.shape[0]
+    RAW_TILES: gl.constexpr = column_tiles(WIDTH // 2)
+    raw_stage, stage = block % RAW_STAGES, block % STAGES
+    mbarrier.wait(raw_full.index(raw_stage), block // RAW_STAGES & 1)
+    mbarrier.wait(empty.index(stage), block // STAGES & 1 ^ 1)
+    raw_bytes = raw._reinterpret(OF_DTYPE, [RAW_STAGES * RAW_TILES, BLOCK_N, 2 * TMA_COLS], BYTE_LAYOUT)
+    for column_tile in gl.static_range(column_tiles(WIDTH)):
+        of_tile = raw_bytes.index(raw_stage * RAW_TILES + column_tile // 2)
+        some = of_tile.slice(column_tile % 2 * TMA_COLS, TMA_COLS, 1).load(COALESCED)
+        to_tile = to.index(_place_of(stage, column_tile, STAGES, column_tiles(WIDTH) - APART))
+        to_tile.store(some.to(to.dtype))
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(raw_empty.index(raw_stage))
+    mbarrier.arrive(full.index(stage))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -564,6 +682,7 @@ def _attend(  # type: ignore[no-untyped-def]
     num_tiles, done = 0, 0
     while tile_info[0] >= 0:
         async_copy.wait_group(0)
+        q_scales = _scale_queries(q, num_tiles % Q_STAGES, kv_pipeline[0].dtype, BLOCK_N, DIM)
         fence_async_shared()
         barrier()
         next_tile_info, _ids = _consume(tile_channel, num_tiles + 1, 0)
@@ -572,8 +691,9 @@ def _attend(  # type: ignore[no-untyped-def]
             _prefetch_queries(q, next_q_stage, next_tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM,
                               SPLIT_HEADS)  # fmt: skip
         if tile_info[9] + warp_group * BLOCK_M // GROUP < tile_info[8]:
-            _attend_tile(tile_info, q_stage, done, tensors, strides, scales, window, flags, q, kv_pipeline, warp_group,
-                         GROUPS, CHUNK, LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES, SPLIT_HEADS)  # fmt: skip
+            _attend_tile(tile_info, q_stage, done, tensors, strides, scales, window, flags, q, q_scales, kv_pipeline,
+                         warp_group, GROUPS, CHUNK, LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES,
+                         SPLIT_HEADS)  # fmt: skip
         else:
             _let_pass(kv_pipeline, done, tile_info[3])
         if Q_STAGES == 1:
@@ -583,6 +703,28 @@ def _attend(  # type: ignore[no-untyped-def]
         num_tiles += 1
         done += tile_info[3]
         tile_info = next_tile_info
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _scale_queries(  # type: ignore[no-untyped-def]
+    q, q_stage, as_dtype: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr
+):
+    """Make a stage's bfloat16 queries float16 in their place, if keys are, each thread those that it has copied: each
+    query divided by its largest element, which products of it are to be multiplied by. Returns these, [BLOCK_M] f32, in
+    a tuple, or an empty one."""
+    q_scales = ()
+    if q.dtype != as_dtype:
+        LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+        COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+        as_fp16 = q._reinterpret(as_dtype, q.shape, BLOCK_LAYOUT)
+        at = q_stage * column_tiles(DIM)
+        q_scale = row_amax(q.index(at).load(COALESCED))
+        for i in gl.static_range(1, column_tiles(DIM)):
+            q_scale = gl.maximum(q_scale, row_amax(q.index(at + i).load(COALESCED)))
+        for i in gl.static_range(column_tiles(DIM)):
+            as_fp16.index(at + i).store(scale_to_fp16(q.index(at + i).load(COALESCED), q_scale))
+        q_scales = q_scales + (gl.convert_layout(q_scale, gl.SliceLayout(1, LOGITS)),)  # type: ignore[assignment]  # noqa: RUF005
+    return q_scales
 
 
 @gluon.jit
@@ -608,6 +750,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     window,
     flags,
     q,
+    q_scales,
     kv_pipeline,
     warp_group: gl.constexpr,
     GROUPS: gl.constexpr,
@@ -651,13 +794,15 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         BOTH: gl.constexpr = BEHIND + BEFORE
         FIRST: gl.constexpr = BOTH if LOCAL else BEHIND  # of a split it may be any
         NEWEST: gl.constexpr = BOTH if LOCAL == 1 or CHUNK < FAR else BEHIND
-        logits = _logits(q, q_stage, keys, full[0], done, LOGITS, BLOCK_N, DIM)
+        q_read = q._reinterpret(keys.dtype, q.shape, BLOCK_LAYOUT)
+        logits = _logits(q_read, q_stage, keys, full[0], done, LOGITS, BLOCK_N, DIM)
         logits = warpgroup_mma_wait(0, deps=(logits,))
         barrier()
         mbarrier.arrive(empty[0].index(done % STAGES))
+        logits = _times_scales(logits, q_scales)
         p, m_i, l_i, _alpha = online_softmax(_masked(logits, last, low, high, FIRST, DIM_VO), m_i, l_i, scale)
         state = (p, acc, m_i, l_i)
-        at = (q, q_stage, kv_pipeline, values, done)
+        at = (q_read, q_stage, q_scales, kv_pipeline, values, done)
         upper, lower = gl.maximum(upper, 1), gl.maximum(lower, 1)
         state = _blocks(state, at, 1, upper, last, low, high, scale, NEWEST, BLOCK_N, DIM, DIM_VO)
         state = _blocks(state, at, upper, lower, last, low, high, scale, 0, BLOCK_N, DIM, DIM_VO)
@@ -799,7 +944,7 @@ def _blocks(  # type: ignore[no-untyped-def]
 ):
     """Work out the weights of blocks `begin` to `end`, and add the values of those from `begin` - 1 to `end` - 1."""
     p, acc, m_i, l_i = state
-    q, q_stage, kv_pipeline, values, done = at
+    q, q_stage, q_scales, kv_pipeline, values, done = at
     LOGITS: gl.constexpr = m_i.type.layout.parent
     keys, _, full, empty = kv_pipeline
     STAGES: gl.constexpr = full[0].shape[0]
@@ -812,6 +957,7 @@ def _blocks(  # type: ignore[no-untyped-def]
         logits = warpgroup_mma_wait(num_accs(DIM_VO), deps=(pending,))
         barrier()
         mbarrier.arrive(empty[0].index((before + 1) % STAGES))
+        logits = _times_scales(logits, q_scales)
         if MASK:
             logits = _masked(logits, last - block * BLOCK_N, low, high, MASK, DIM_VO)
         p, m_i, l_i, alpha = online_softmax(logits, m_i, l_i, scale)
@@ -906,6 +1052,14 @@ def _logits(  # type: ignore[no-untyped-def]
     for i in gl.static_range(num_pieces(DIM)):
         some_keys = _piece_of(keys, stage, i, DIM).permute((1, 0))
         logits = warpgroup_mma(_piece_of(q, q_stage, i, DIM), some_keys, logits, use_acc=i > 0, is_async=True)
+    return logits
+
+
+@gluon.jit
+def _times_scales(logits, q_scales):  # type: ignore[no-untyped-def]
+    """Logits of queries that may have been divided by their scales."""
+    for i in gl.static_range(len(q_scales)):
+        logits = times_rows(logits, q_scales[i])
     return logits
 
 

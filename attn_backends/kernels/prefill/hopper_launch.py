@@ -23,7 +23,7 @@ from attn_backends.kernels.prefill.arguments import (
     VisibleRange,
     Window,
 )
-from attn_backends.kernels.prefill.row_layout import RowLayout, TiledRows
+from attn_backends.kernels.prefill.row_layout import RowLayout, TiledRows, row_layouts
 from attn_backends.kernels.prefill.split_launch import TileList
 from attn_backends.kernels.split_kv import FAR
 
@@ -45,11 +45,15 @@ def prefill_on_hopper(
 ) -> None:  # fmt: skip
     """Args: num_programs: that suffice, however many tiles there are; splits: the list of tiles, where there is one."""
     hopper, hopper_kernel = _for_hopper()
+    cache_dtype = key.dtype
+    if shape.tile.raw_stages:  # two columns as one
+        key, value = key.view(query.dtype), value.view(query.dtype)
+        layouts = row_layouts(key, value) or layouts
     first_row, num_rows, num_tiles, section = tiled
     strides, lse_stride = (*query.stride()[:2], *output.stride()[:2]), None if lse is None else lse.stride(0)
     numbers, (keys, values), rows = _numbers(
         layouts, (key.shape[-1], value.shape[-1]), scales, visible, has_sinks, strides, lse_stride, shape,
-        splits is not None,
+        splits is not None, cache_dtype,
     )  # fmt: skip
     descriptors = Descriptors(hopper.tma_descriptor(keys.shape, keys.strides, key, rows),
                               hopper.tma_descriptor(values.shape, values.strides, value, rows))  # fmt: skip
@@ -67,6 +71,7 @@ def prefill_on_hopper(
 def _numbers(
     layouts: tuple[RowLayout, RowLayout], dims: tuple[int, int], scales: Scales, visible: VisibleRange, has_sinks: int,
     strides: tuple[int, ...], lse_stride: int | None, shape: HopperShape, is_split: bool,
+    cache_dtype: torch.dtype,
 ) -> tuple[Fixed, list[TiledRows], int]:  # fmt: skip
     """What follows from shapes and strides: the numbers of a launch, how keys and values lie in TMA tiles, and a tile's
     rows."""
@@ -91,7 +96,8 @@ def _numbers(
             GROUP=shape.group_size, BLOCK_Q=shape.tile_tokens, BLOCK_N=keys, DIM=shape.head_dim,
             DIM_VO=shape.head_dim_vo, GROUPS=shape.tile.groups, STAGES=shape.tile.stages,
             Q_STAGES=shape.tile.q_stages, USE_PDL=shape.use_pdl,
-            LAUNCH_DEPENDENTS=shape.launch_dependents, SPLIT=int(is_split),
+            LAUNCH_DEPENDENTS=shape.launch_dependents, SPLIT=int(is_split), RAW_STAGES=shape.tile.raw_stages,
+            E5M2=int(cache_dtype is torch.float8_e5m2),
         ),
     )  # fmt: skip
     return numbers, in_tiles, rows

@@ -40,10 +40,10 @@ from attn_backends.kernels.prefill.portable_kernel import prefill_kernel
 from attn_backends.kernels.prefill.row_layout import RowLayout, has_aligned_rows, kv_descriptors, row_layouts
 from attn_backends.kernels.prefill.split_launch import TileList, join_splits
 from attn_backends.kernels.prefill.splits import SplitTile, hopper_tile
-from attn_backends.kernels.prefill.tiles import HopperTile, heads_in_l2, hopper_tiles
+from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles, heads_in_l2, hopper_tiles
 from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE
 from attn_backends.kernels.tiles import padded
-from attn_backends.spec import AttentionSpec
+from attn_backends.spec import FP8_DTYPES, AttentionSpec
 
 HOPPER_ROWS = 128  # queries of a tile of the kernel for Hopper, but for narrow heads with many of them
 HOPPER_DIMS = (
@@ -85,15 +85,17 @@ def num_hopper_tiles(spec: AttentionSpec, query_lens: IntArray) -> IntArray:
 
 
 def suits_hopper_kernel(spec: AttentionSpec, device: torch.device) -> bool:
-    """Whether the prefill kernel that is written for Hopper can serve a layer: logits as they are, in 16 bits."""
+    """Whether the prefill kernel that is written for Hopper can serve a layer: logits as they are, in 16 bits, of keys
+    in 16 or 8."""
     return (
         has_hopper_kernels(device)
         and (spec.head_dim, spec.head_dim_vo) in HOPPER_DIMS
-        and spec.cache_dtype is spec.dtype is not torch.float32
+        and spec.dtype is not torch.float32
+        and (spec.cache_dtype is spec.dtype or spec.cache_dtype in FP8_DTYPES)
         and spec.logits_soft_cap is None
         and spec.alibi_slopes is None
         and spec.scale > 0
-        and spec.group_size <= HOPPER_ROWS
+        and spec.group_size <= all_tiles(spec)[0].rows
     )
 
 
@@ -165,12 +167,12 @@ class PrefillKernels:
         are split they take all of it.
         """
         spec, is_paged, num_kv_heads = self.spec, rows.page_table is not None, key.shape[-2]
-        tile, of_hopper = self._served_by(is_paged, rows)
+        tile, of_hopper = self._served_by(is_paged, rows, key.itemsize == 1)
         page_size = key.shape[1] if is_paged else 0
         on_hopper = of_hopper is not None and page_size % HOPPER_PAGE == 0 and has_aligned_rows(query)
-        in_blocks = self._dims[:2] == self._dims[2:] and page_size % tile.keys == 0
+        in_blocks = query.dtype is key.dtype and self._dims[:2] == self._dims[2:] and page_size % tile.keys == 0
         layouts = None
-        if (on_hopper or in_blocks) and query.dtype is key.dtype and self._has_tensor_engine:
+        if (on_hopper or in_blocks) and self._has_tensor_engine:
             layouts = row_layouts(key, value)
         on_hopper, in_blocks = on_hopper and layouts is not None, in_blocks and layouts is not None
         tile_tokens = max(1, (of_hopper if on_hopper and of_hopper else tile).rows // spec.group_size)
@@ -197,13 +199,14 @@ class PrefillKernels:
             self._join((*tensors, sinks, tiles), scales, num_kv_heads, splits, use_pdl=self._supports_pdl)
         return Pdl.OFF
 
-    def _served_by(self, is_paged: bool, rows: Rows) -> tuple[TileSizes, HopperTile | None]:
+    def _served_by(self, is_paged: bool, rows: Rows, is_8_bit: bool) -> tuple[TileSizes, HopperTile | None]:
         """The portable kernel's tile, and that of the kernel for Hopper, if it may serve."""
         if not self._by_hopper[is_paged]:
             return self._tiles[is_paged], None
         if rows.short_tile is not None:
             return rows.short_tile, None
-        return self._tiles[is_paged], rows.hopper_tile or hopper_tiles(self.spec.head_dim, self.spec.head_dim_vo)[0]
+        usual = hopper_tiles(self.spec.head_dim, self.spec.head_dim_vo, is_8_bit)[0]
+        return self._tiles[is_paged], rows.hopper_tile or usual
 
     def _attend_on_hopper(
         self, tensors: _Tensors, layouts: tuple[RowLayout, RowLayout], scales: Scales, tiled: PrefillRows,

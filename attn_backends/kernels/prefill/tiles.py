@@ -38,6 +38,7 @@ class HopperTile(NamedTuple):
     stages: int  # blocks of keys, and of values, in shared memory
     q_stages: int = 2  # tiles of queries there: this one and the next, where both fit
     beside: int = 1  # programs that a multiprocessor holds at a time, 1 or 2
+    raw_stages: int = 0  # blocks of 8 bits in shared memory, of which 16 are made there; 0: the cache has 16
 
     @property
     def rows(self) -> int:
@@ -54,11 +55,20 @@ class HopperTile(NamedTuple):
         return max(1, self.rows // group_size)
 
 
-def hopper_tiles(head_dim: int, head_dim_vo: int) -> tuple[HopperTile, ...]:
+def hopper_tiles(head_dim: int, head_dim_vo: int, is_8_bit: bool = False) -> tuple[HopperTile, ...]:
     """The tiles of a layer's heads. The first is the usual one. The second is faster where tiles see few keys, and
     where rows have few queries: it has half the size, so that a multiprocessor works on two at a time, where these have
     room; of MLA's heads it has blocks of half the size instead. The third, of narrow heads, has one more group of
-    warps, for many tiles, and splits no keys."""
+    warps, for many tiles, and splits no keys. Over 8 bits the second has the largest blocks that have room, and two
+    groups of the widest heads would have too few registers."""
+    if is_8_bit:
+        if head_dim <= 64:
+            return HopperTile(2, 64, 2, raw_stages=4), HopperTile(1, 128, 2, raw_stages=3)
+        if head_dim <= 128:
+            return HopperTile(2, 64, 2, raw_stages=4), HopperTile(1, 128, 2, raw_stages=2)
+        if head_dim_vo <= 192:
+            return HopperTile(2, 64, 2, q_stages=1, raw_stages=2), HopperTile(1, 64, 2, raw_stages=2)
+        return (HopperTile(1, 64, 2, q_stages=1, raw_stages=2),)
     if head_dim <= 64:
         return HopperTile(2, 128, 4), HopperTile(1, 64, 4, beside=2), HopperTile(3, 64, 4)
     if head_dim <= 128:
@@ -68,14 +78,19 @@ def hopper_tiles(head_dim: int, head_dim_vo: int) -> tuple[HopperTile, ...]:
     return HopperTile(2, 64, 2, q_stages=2 if head_dim <= 192 else 1), HopperTile(1, 64, 2)
 
 
+def all_tiles(spec: AttentionSpec) -> tuple[HopperTile, ...]:
+    """The tiles of a layer's heads over its cache."""
+    return hopper_tiles(spec.head_dim, spec.head_dim_vo, spec.cache_dtype.itemsize < spec.dtype.itemsize)
+
+
 def tiles_of(spec: AttentionSpec) -> tuple[HopperTile, ...]:
     """The tiles of `hopper_tiles` that hold a token's queries."""
-    return tuple(tile for tile in hopper_tiles(spec.head_dim, spec.head_dim_vo) if spec.group_size <= tile.rows)
+    return tuple(tile for tile in all_tiles(spec) if spec.group_size <= tile.rows)
 
 
 def half_tile(spec: AttentionSpec) -> HopperTile | None:
     """The one of half the size that holds a token's queries, if there is one."""
-    return next((tile for tile in tiles_of(spec) if tile.groups == 1), None)
+    return next((tile for tile in tiles_of(spec)[1:] if tile.groups == 1), None)
 
 
 def varlen_tile(spec: AttentionSpec, smem_bytes: int) -> PrefillTile:

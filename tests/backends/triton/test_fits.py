@@ -590,32 +590,63 @@ def hopper_cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("dims", "page_size", "how", "which"), hopper_cases())
 def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_size: int, how: str, which: int) -> None:
+    tile = prefill_tiles.hopper_tiles(*dims)[which]
+    code = code_for_hopper(dims, page_size, how, tile)
+    assert tile.beside == 1 or "LDL" not in code
+    checked = products_of(code)
+    assert tile.groups > 1 or not any("LDL" in each for body in checked for each in body)
+
+
+def hopper_cases_of_8_bits() -> Iterator[Any]:
+    """Some tile of each head class, of all keys or split, and the others where time does not matter."""
+    usual = {((64, 64), "all_keys", 0, 0), ((128, 128), "all_keys", 0, 0), ((128, 128), "split", 1, 0),
+             ((192, 192), "all_keys", 0, 1), ((256, 256), "all_keys", 0, 0)}  # fmt: skip
+    for dims, how, e5m2 in product(launch.HOPPER_DIMS, ("all_keys", "window", "split"), (0, 1)):
+        for which in range(len(prefill_tiles.hopper_tiles(*dims, True))):
+            marks = [pytest.mark.long] * ((dims, how, which, e5m2) not in usual)
+            name = f"{dims[0]}-{dims[1]}-{how}-{which}-{'e5m2' if e5m2 else 'e4m3'}"
+            yield pytest.param(dims, how, which, e5m2, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("dims", "how", "which", "e5m2"), hopper_cases_of_8_bits())
+def test_the_prefill_kernel_for_hopper_over_8_bits_as_compiled(
+    dims: tuple[int, int], how: str, which: int, e5m2: int
+) -> None:
+    """Four warps make float16 of both kinds, by instructions that take no longer than others."""
+    code = code_for_hopper(dims, 16, how, prefill_tiles.hopper_tiles(*dims, True)[which], e5m2)
+    assert "F2F." not in code
+    assert not any("LDL" in each for body in products_of(code) for each in body)
+
+
+def code_for_hopper(dims: tuple[int, int], page_size: int, how: str, tile: Any, e5m2: int = 0) -> str:
     from attn_backends.kernels import hopper
     from attn_backends.kernels.prefill import hopper_kernel
     from attn_backends.kernels.split_kv import FAR
 
-    tile = prefill_tiles.hopper_tiles(*dims)[which]
     rows = hopper.tma_rows(page_size, tile.keys)
     constants = {"CHUNK": FAR.value, "LOCAL": 2 * (how == "window"), "PAGE_SIZE": page_size, "TMA_ROWS": rows,
                  "KV_HEADS": 2, "GROUP": 4, "BLOCK_Q": tile.tokens(4), "BLOCK_N": tile.keys, "DIM": dims[0],
                  "DIM_VO": dims[1], "GROUPS": tile.groups, "STAGES": tile.stages,
                  "Q_STAGES": tile.q_stages, "USE_PDL": 1, "LAUNCH_DEPENDENTS": 1,
-                 "SPLIT": int(how == "split")}  # fmt: skip
-    types = dict.fromkeys(("query", "output"), "*bf16")
-    types |= {"key_desc": tiles_of(dims[0], rows), "value_desc": tiles_of(dims[1], rows)}
-    code = check_for_hopper(
+                 "SPLIT": int(how == "split"), "RAW_STAGES": tile.raw_stages, "E5M2": e5m2}  # fmt: skip
+    types, columns = dict.fromkeys(("query", "output"), "*bf16"), 2 if tile.raw_stages else 1
+    types |= {f"{name}_desc": tiles_of(dim // columns, rows) for name, dim in zip(("key", "value"), dims, strict=True)}
+    return check_for_hopper(
         hopper_kernel.prefill_hopper_kernel, types, constants, hopper_kernel.GROUP_WARPS, tile.beside,
         maxnreg=tile.most_registers,
     )  # fmt: skip
-    assert tile.beside == 1 or "LDL" not in code
+
+
+def products_of(code: str) -> list[list[str]]:
+    """The loops with products, each checked."""
     checked = [body for body in loops(code) if any("HGMMA" in each for each in body)]
     assert checked
-    assert tile.groups > 1 or not any("LDL" in each for body in checked for each in body)
     for body in checked:  # weights are worked out while products with values are under way
         waits, weights = ([at for at, each in enumerate(body) if what in each] for what in ("DEPBAR", "MUFU.EX2"))
         assert len(waits) == 2
         assert waits[0] < weights[0]
         assert weights[-1] < waits[1]
+    return checked
 
 
 def loops(code: str) -> Iterator[list[str]]:
@@ -768,7 +799,11 @@ def test_a_tile_for_hopper_where_its_kernel_cannot_serve() -> None:
         ({"head_dim": 80}, True),
         ({"head_dim": 72}, False),
         ({"dtype": torch.float32}, False),
-        ({"cache_dtype": torch.float8_e4m3fn}, False),
+        ({"cache_dtype": torch.float8_e4m3fn}, True),
+        ({"cache_dtype": torch.float16}, False),
+        ({"cache_dtype": torch.float8_e5m2, "dtype": torch.float32}, False),
+        ({"cache_dtype": torch.float8_e5m2, "head_dim": 256, "num_qo_heads": 64, "num_kv_heads": 1}, True),
+        ({"cache_dtype": torch.float8_e5m2, "head_dim": 256, "num_qo_heads": 65, "num_kv_heads": 1}, False),
         ({"logits_soft_cap": 20.0}, False),
         ({"alibi_slopes": (0.5,) * 8}, False),
         ({"scale": -1.0}, False),
@@ -780,7 +815,8 @@ def test_a_tile_for_hopper_where_its_kernel_cannot_serve() -> None:
 def test_whom_the_prefill_kernel_for_hopper_serves(
     changed: dict[str, Any], serves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = AttentionSpec(8, 2, **{"head_dim": 128, **on_machine(changed, monkeypatch)})
+    heads = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 128}
+    spec = AttentionSpec(**{**heads, **on_machine(changed, monkeypatch)})
     assert launch.suits_hopper_kernel(spec, torch.device("cuda")) is serves
     assert not launch.suits_hopper_kernel(spec, torch.device("cpu"))
 

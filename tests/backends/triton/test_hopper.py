@@ -103,7 +103,10 @@ def test_what_a_query_sees(feature: dict[str, Any], dims: tuple[int, int], serve
     assert served == [True]
 
 
-@pytest.mark.parametrize("changes", [{}, {"window_left": 5000}, {"sinks": True}, {"causal": False}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"window_left": 5000}, {"sinks": True}, {"causal": False}, {"cache_dtype": torch.float8_e4m3fn}],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("dims", launch.HOPPER_DIMS, ids=str)
 def test_short_chunks_behind_long_prefixes(dims: tuple[int, int], changes: dict[str, Any], served: list[bool]) -> None:
     """Keys are split, those of one row in many parts and those of another in few, beside a row that is whole and behind
@@ -117,10 +120,12 @@ def test_short_chunks_behind_long_prefixes(dims: tuple[int, int], changes: dict[
     assert served == [True] * 3
 
 
+@pytest.mark.parametrize("cached", [{}, {"cache_dtype": torch.float8_e4m3fn}], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
-def test_graphs_of_verified_tokens(dims: tuple[int, int], served: list[bool]) -> None:
+def test_graphs_of_verified_tokens(dims: tuple[int, int], cached: dict[str, Any], served: list[bool]) -> None:
     """14 tokens of 5 heads for each KV head are prefilled: one capture, and replays of other lengths."""
-    lens, spec, backend = ((9000, 17, 330, 90), (30,), (14, 20_000)), spec_of(dims, (10, 2)), get_backend("TRITON")
+    lens, backend = ((9000, 17, 330, 90), (30,), (14, 20_000)), get_backend("TRITON")
+    spec = spec_of(dims, (10, 2), **cached)
     batches = [a_batch(spec, list(each), [14] * len(each), num_pages=2000, seed=i) for i, each in enumerate(lens)]
     layer = make_layer(backend, *batches, num_padded_reqs=4 * 14)
     with layer.state.graph_capture(4):
@@ -254,21 +259,52 @@ def test_keys_that_are_not_widened(why: str, served: list[bool], monkeypatch: py
     batch = a_batch(spec_of(**CACHED), **SCALES)
     layer = make_layer(get_backend("TRITON"), batch, options=tuning.TritonOptions(**options))
     assert_matches(layer.forward(batch, layer.begin(batch)), batch)
-    assert not served
+    assert served == [True]
 
 
-@pytest.mark.parametrize("seed", range(48))
+@pytest.fixture
+def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of 8 bits is read as it is."""
+    monkeypatch.setattr(metadata, "is_faster_upcast", lambda *_: False)
+
+
+@pytest.mark.usefixtures("as_it_is")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("dims", launch.HOPPER_DIMS, ids=str)
+@pytest.mark.parametrize("page_size", [16, 48, 128])
+def test_pages_of_8_bits(
+    page_size: int, dims: tuple[int, int], cache_dtype: torch.dtype, dtype: torch.dtype, served: list[bool]
+) -> None:
+    check(a_batch(spec_of(dims, dtype=dtype, cache_dtype=cache_dtype), page_size=page_size, **SCALES))
+    assert served == [True]
+
+
+@pytest.mark.usefixtures("as_it_is")
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dim", [80, 112, 128, 192])
+def test_where_a_cache_of_8_bits_lies(dim: int, place: str, layout: Any, served: list[bool]) -> None:
+    batch = a_batch(spec_of((dim, dim), (9, 3), **CACHED), layout=layout, **SCALES)
+    layer = make_layer(get_backend("TRITON"), batch)
+    cache = placed(batch.fresh_pool(), place)
+    assert_matches(layer.forward(batch, layer.begin(batch), kv_cache=cache), batch)
+
+
+@pytest.mark.parametrize("seed", range(72))
 def test_random_rows_by_each_tile(seed: int, served: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """From pages and of prompts, by more tiles than programs and by fewer, of half the size listed and split too; every
-    launch leaves the counters as it found them."""
-    numbers = Random(seed)
-    dims = numbers.choice([dims for dims in launch.HOPPER_DIMS if len(hopper_tiles(*dims)) > 1])
+    launch leaves the counters as it found them. From seed 48 on over 8 bits, which are read as they are."""
+    numbers, is_8_bit = Random(seed), seed >= 48
+    monkeypatch.setattr(metadata, "is_faster_upcast", lambda *_: False)
+    dims = numbers.choice([dims for dims in launch.HOPPER_DIMS if len(hopper_tiles(*dims, is_8_bit)) > 1])
     changes = numbers.choice([{}, {}, {"window_left": numbers.randint(0, 400)}, {"causal": False}, {"sinks": True},
                               {"chunk_size": numbers.randint(1, 400)}])  # fmt: skip
     kv_heads = numbers.choice([1, 2, 5])
-    spec = spec_of(dims, (kv_heads * numbers.choice([1, 3, 7, 16, 60]), kv_heads), **changes)
-    nth = numbers.randrange(1, len(hopper_tiles(*dims)))
-    tile, splits = hopper_tiles(*dims)[nth], None
+    cached = {"cache_dtype": (torch.float8_e4m3fn, torch.float8_e5m2)[seed % 2]} if is_8_bit else {}
+    spec = spec_of(dims, (kv_heads * numbers.choice([1, 3, 7, 16, 60]), kv_heads), **changes, **cached)
+    nth = numbers.randrange(1, len(hopper_tiles(*dims, is_8_bit)))
+    tile, splits = hopper_tiles(*dims, is_8_bit)[nth], None
     if tile.groups == 1 and spec.group_size <= tile.rows and seed % 4:
         listed = launch.hopper_tile(spec, tile)
         most = most_tile_splits(listed.num_programs(launch.num_multiprocessors(torch.device("cuda"))))
@@ -282,4 +318,4 @@ def test_random_rows_by_each_tile(seed: int, served: list[bool], monkeypatch: py
     layer, expected = make_layer(get_backend("TRITON"), batch), batch.expected()
     for _ in range(2):
         assert_matches(layer.forward(batch, layer.begin(batch), want_lse=True), batch, "each tile", expected)
-    assert served == [bool(any(contexts))] * 2
+    assert served == [is_8_bit or any(contexts)] * 2

@@ -209,7 +209,7 @@ def test_decodes_wait_for_other_prefills(
 @only_interpreted
 @pytest.mark.parametrize(
     ("changes", "shares"),
-    [({}, True), ({"logits_soft_cap": 30.0}, False), ({"cache_dtype": torch.float8_e4m3fn}, False)],
+    [({}, True), ({"logits_soft_cap": 30.0}, False), ({"cache_dtype": torch.float8_e4m3fn}, True)],
     ids=str,
 )
 def test_only_prefills_that_let_decodes_start_have_a_share(

@@ -217,10 +217,14 @@ def test_traffic_asks_for_what_was_listed(seed: int, machine: Any) -> None:
     assert not missing, f"{engine.groups[0].spec} over {engine.cache} within {engine.limits}: {missing[0]}"
 
 
-@pytest.mark.parametrize("cached", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_traffic_for_the_kernel_for_hopper(cached: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that it serves: decodes run beside it, and keys of 8 bits are made 16 bits, by some heads at a time."""
-    monkeypatch.setattr(triton_metadata, "is_faster_upcast", lambda *_: True)
+@pytest.mark.parametrize("is_upcast", [False, True])
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_traffic_for_the_kernel_for_hopper(
+    cached: torch.dtype, is_upcast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that it serves: decodes run beside it, and keys of 8 bits are read so, or are made 16 bits, by some heads
+    at a time."""
+    monkeypatch.setattr(triton_metadata, "is_faster_upcast", lambda *_: is_upcast)
     numbers, machine, asked = Random(0), MACHINES["H200"], {}
     for _ in range(12):
         heads = numbers.choice([given for given in HEADS if given[2] in (64, 128, 256)])
@@ -233,13 +237,14 @@ def test_traffic_for_the_kernel_for_hopper(cached: torch.dtype, monkeypatch: pyt
         asked |= found
     of_hopper = [variant for variant in asked.values() if variant.name == "prefill_hopper_kernel"]
     sizes = [HopperConstants._make(each.given[-len(HopperConstants._fields) :]) for each in of_hopper]
-    halves = [each.GROUPS == 1 and each.DIM <= 128 for each in sizes]  # of which a multiprocessor has two programs
+    halves = [each.GROUPS == 1 and each.DIM <= 128 and not each.RAW_STAGES for each in sizes]  # of two beside another
     assert [each.options.get("maxnreg") for each in of_hopper] == [128 if of else None for of in halves]
     assert cached is not torch.bfloat16 or {(1, 1), (2, 0), (2, 1)} <= {(each.GROUPS, each.SPLIT) for each in sizes}
-    last = {(variant.name, variant.given[-1]) for variant in asked.values()}  # how it starts, or lets the next one
-    assert ("prefill_hopper_kernel", 0) in last
-    if cached is torch.bfloat16:
-        assert {("prefill_hopper_kernel", 1), ("decode_kernel", int(Pdl.WAIT_LAST))} <= last
+    starts = {variant.given[-1] for variant in asked.values() if variant.name == "decode_kernel"}
+    assert {each.LAUNCH_DEPENDENTS for each in sizes} == {0, 1}
+    assert {each.RAW_STAGES > 0 for each in sizes} == {cached is not torch.bfloat16, False}
+    if cached is torch.bfloat16 or not is_upcast:
+        assert int(Pdl.WAIT_LAST) in starts
     else:
         assert len({variant.given[-7] for variant in asked.values() if variant.name == "upcast_kernel"}) > 1  # heads
 
