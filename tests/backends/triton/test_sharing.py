@@ -119,7 +119,8 @@ def test_whole_prefills_alone_have_another_tile(seed: int) -> None:
                                 for name in ("query_len", "seq_len"))  # fmt: skip
         faster = faster_hopper_tile(spec, query_lens, seq_lens, device)
     splits = built.prefill_splits
-    if built.short_tile or built.num_upcast_keys or cached.itemsize == 1:
+    assert built.hopper_tile is None or (built.hopper_tile.raw_stages > 0) == (cached.itemsize == 1)
+    if built.short_tile or built.num_upcast_keys:
         assert built.hopper_tile is None
     elif built.hopper_tile is not None and built.hopper_tile.groups == 1:
         assert splits is None or splits.tile == sharing.hopper_tile(spec, built.hopper_tile)
