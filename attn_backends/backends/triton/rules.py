@@ -7,6 +7,7 @@ Side by side prefills make products while decodes read.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
 
+@lru_cache(maxsize=64)
 def of_fresh_keys(spec: AttentionSpec) -> AttentionSpec:
     """The layer over keys of its queries' dtype: as a step brings them, or as a cache's are made."""
     return spec if spec.cache_dtype is spec.dtype else replace(spec, cache_dtype=spec.dtype)
@@ -250,8 +252,8 @@ def decode_tokens(
     spec: AttentionSpec, cache: KVCacheSpec, options: TritonOptions | None, device: torch.device
 ) -> int:  # fmt: skip
     """Most query tokens of a row that the decode kernel serves. With more queries for each KV head than one of its
-    small tiles takes, prefill's kernel for Hopper reads keys faster; with more than three take, over 8 bits, the
-    portable one."""
+    small tiles takes, prefill's kernel for Hopper reads keys faster; over 8 bits, of which it makes 16, with more than
+    three take."""
     reads = reads_pages_on_hopper(spec, cache, options, device)
     by_prefill = reads or can_upcast(spec, options or TritonOptions(), device)
     return least_decode_tokens(spec) if by_prefill else DECODE_TOKENS

@@ -64,7 +64,7 @@ class TritonOptions(BaseModel):
     upcast_bytes: Annotated[int, Field(ge=0)] = 128 << 20
     """Room in the state for keys and values that are made 16 bits, for prefills over a cache of 8 bits on Hopper: of as
     many KV heads at a time as fit in, or of some rows where those of all rows do not fit in for one head. Where not one
-    row's do, the portable kernel serves."""
+    row's do, and where that is no slower, they are read as they are."""
 
 
 def decode_tile(

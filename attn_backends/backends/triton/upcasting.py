@@ -92,7 +92,7 @@ def upcast_splits(
         num_bytes: room for keys and values of 16 bits.
     """
     at_once = upcast_heads(spec, int(seq_lens[num_decodes:].sum(dtype=np.int64)), num_bytes)
-    if not at_once:  # the portable kernel serves, and splits none
+    if not at_once:  # they are read as they are, whole
         return None
     of_launch = replace(spec, num_qo_heads=at_once * spec.group_size, num_kv_heads=at_once)
     splits = prefill_splits(of_launch, tile, query_lens, seq_lens, num_decodes, device)

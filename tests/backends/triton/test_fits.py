@@ -588,7 +588,7 @@ def hopper_cases() -> Iterator[Any]:
             yield pytest.param(*case, how, which, id=f"{name}-other-{which}", marks=marks)
 
 
-@pytest.mark.parametrize(("dims", "page_size", "how", "which"), hopper_cases())
+@pytest.mark.parametrize(("dims", "page_size", "how", "which"), list(hopper_cases()))
 def test_the_prefill_kernel_for_hopper_as_compiled(dims: tuple[int, int], page_size: int, how: str, which: int) -> None:
     tile = prefill_tiles.hopper_tiles(*dims)[which]
     code = code_for_hopper(dims, page_size, how, tile)
@@ -607,7 +607,7 @@ def hopper_cases_of_8_bits() -> Iterator[Any]:
             yield pytest.param(dims, how, which, e5m2, id=name, marks=marks)
 
 
-@pytest.mark.parametrize(("dims", "how", "which", "e5m2"), hopper_cases_of_8_bits())
+@pytest.mark.parametrize(("dims", "how", "which", "e5m2"), list(hopper_cases_of_8_bits()))
 def test_the_prefill_kernel_for_hopper_over_8_bits_as_compiled(
     dims: tuple[int, int], how: str, which: int, e5m2: int
 ) -> None:
