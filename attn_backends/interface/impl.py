@@ -165,12 +165,17 @@ def check_call(
     Raises:
         ValueError: the query's shape is not [num_tokens, num_qo_heads, head_dim], or the output's not [num_tokens,
             num_qo_heads, head_dim_vo], or the LSE's not [num_tokens, num_qo_heads]; another dtype; they are not on one
-            device; the last dimension of one does not lie together, or the LSE is not contiguous.
+            device; the last dimension of one does not lie together, rows of the output are the same memory, or the LSE
+            is not contiguous.
     """
     heads = (num_tokens, spec.num_qo_heads)
     _check_tensor("query", query, (*heads, spec.head_dim), spec.dtype)
     if output is not None:
         _check_tensor("output", output, (*heads, spec.head_dim_vo), spec.dtype, query.device)
+        if _repeats(output):
+            raise ValueError(
+                f"output has strides {output.stride()}; several rows are the same memory: pass a tensor of its own"
+            )
     if lse is not None:
         _check_tensor("lse", lse, heads, torch.float32, query.device)
         if not lse.is_contiguous():
@@ -188,7 +193,7 @@ def check_cache(
     Raises:
         TypeError: it is no `KVCache`.
         ValueError: they have other slots, heads, dims or another dtype, are elsewhere or not as many, or a head's
-            numbers do not lie together, nor all of MLA's.
+            numbers do not lie together, nor all of MLA's, or several slots are the same memory.
     """
     if not isinstance(kv_cache, KVCache):
         raise TypeError(f"kv_cache is a {type(kv_cache).__name__}; it must be a KVCache, KVCache(key, value), or None")
@@ -203,6 +208,11 @@ def check_cache(
             raise ValueError(
                 f"kv_cache.{name} has strides {cached.stride()}; a slot's head_dim must lie together (a last stride of "
                 "1): make the pool with allocate_kv_cache"
+            )
+        if _repeats(cached):
+            raise ValueError(
+                f"kv_cache.{name} has strides {cached.stride()}; several of its slots are the same memory, where new "
+                "tokens would overwrite each other: make the pool with allocate_kv_cache"
             )
     if len(page_shapes) == 1 and not kv_cache.key.is_contiguous():
         raise ValueError(
@@ -253,6 +263,12 @@ def _check_tensor(
             f"{name} has strides {tensor.stride()}; its last dimension must lie together (a last stride of 1): pass "
             f"{name}.contiguous()"
         )
+
+
+def _repeats(tensor: torch.Tensor) -> bool:
+    """Whether numbers of a tensor are the same memory, as `expand` makes them."""
+    strides = tensor.stride()
+    return 0 in strides and any(size > 1 for size, stride in zip(tensor.shape, strides, strict=True) if stride == 0)
 
 
 def check_planned_for(planned: AttentionSpec, spec: AttentionSpec) -> None:

@@ -27,6 +27,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "too few queries": ({"query": lambda t: t[:-1]}, r"query has shape .* need \("),
     "another dtype": ({"query": lambda t: t.double()}, r"query has shape .* in torch.float64"),
     "output with a head too few": ({"output": lambda t: t[:, :-1]}, "output has shape"),
+    "output of one row": ({"output": lambda t: t[:1].expand_as(t)}, "output has strides .* same memory: pass a tensor"),
     "LSE of heads first": ({"lse": lambda t: t.T}, "lse has shape"),
     "LSE in bfloat16": ({"lse": lambda t: t.bfloat16()}, "lse has shape .* in torch.bfloat16"),
     "a key too few": ({"key": lambda t: t[:-1]}, r"key is of shape .* tokens of \(.* a row for every one"),
@@ -60,6 +61,17 @@ def check_refused(name: str, call: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_other_tensors_are_refused_by_name(name: str, call: str) -> None:
     check_refused(name, call)
+
+
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_caches_of_one_page_for_all_are_refused(name: str) -> None:
+    kit = type("Kit", (KitBase,), {"backend_name": "TORCH"})()
+    batch = kit.make_batch(kit.make_spec(), "mixed_small")
+    layer, pool = make_layer(kit.backend, batch), batch.fresh_pool()
+    assert pool is not None
+    one_page = pool._replace(**{name: getattr(pool, name)[:1].expand_as(getattr(pool, name))})
+    with pytest.raises(ValueError, match=rf"kv_cache.{name} has strides .* same memory, .* allocate_kv_cache"):
+        layer.impl.forward(batch.query, batch.key, batch.value, one_page, layer.begin(batch))
 
 
 def test_steps_of_layers_of_another_kind_are_refused_by_what_differs() -> None:
