@@ -239,6 +239,14 @@ def test_rows_without_queries_end(launches: list[int], monkeypatch: pytest.Monke
     assert torch.equal(output, torch.full_like(output, 7.0))
 
 
+def with_outliers(batch: Batch) -> Batch:
+    """Queries of several sizes, of which a few columns are most."""
+    for row, size in zip(batch.rows, (1e-6, 1e-3, 8.0), strict=True):
+        row.query.mul_(size)
+        row.query[..., :-8] *= 1e-6
+    return batch
+
+
 def from_8_bits(
     dims: tuple[int, int], page_size: int, cache_dtype: torch.dtype, lens: tuple[list[int], list[int]] = LENS,
     **changes: Any,
@@ -268,10 +276,7 @@ def test_prefill_from_pages_of_8_bits(dims: tuple[int, int], page_size: int, lau
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_bfloat16_over_8_bits(dims: tuple[int, int], cache_dtype: torch.dtype, launches: list[int]) -> None:
     """Queries of any size become float16 as keys do: each is divided by its largest element."""
-    batch = from_8_bits(dims, 16, cache_dtype, dtype=torch.bfloat16)
-    sizes = torch.tensor([1e-6, 1e-3, 1.0, 8.0]).repeat(len(batch.query))[: len(batch.query)]
-    batch.query.mul_(sizes[:, None, None])
-    check("TRITON", batch, launches)
+    check("TRITON", with_outliers(from_8_bits(dims, 16, cache_dtype, dtype=torch.bfloat16)), launches)
 
 
 @only_interpreted
@@ -405,6 +410,24 @@ FAULTS = {
         "",
         WRONG,
     ),
+    "8 bits that are never let go": (
+        "triton of 8 bits",
+        "    mbarrier.arrive(raw_empty.index(raw_stage))\n",
+        "",
+        STUCK,
+    ),
+    "the other half of 8 bits": (
+        "triton of 8 bits",
+        "of_tile.slice(column_tile % 2 * TMA_COLS, TMA_COLS, 1)",
+        "of_tile.slice(0, TMA_COLS, 1)",
+        WRONG,
+    ),
+    "the largest of some columns": (
+        "triton of 8 bits",
+        "for i in gl.static_range(1, column_tiles(DIM)):\n            q_scale",
+        "for i in gl.static_range(1, 1):\n            q_scale",
+        WRONG,
+    ),
     "queries that nobody waits for": ("triton", "        async_copy.wait_group(0)\n", "", WRONG),
     "keys that are overwritten": ("triton", "        mbarrier.wait(empty[0].index(stage), phase ^ 1)\n", "", WRONG),
     "values that are let go too early": (
@@ -489,8 +512,14 @@ def test_faults_are_found(fault: str, launches: list[int], tmp_path: Path, monke
     spec.loader.exec_module(wrong)
     monkeypatch.setattr(module, KERNELS[package], Emulated(getattr(wrong, KERNELS[package]), launches.append))
     monkeypatch.setattr("attn_backends.backends.triton.metadata.prefill_plan", as_they_come)
+    monkeypatch.setattr("attn_backends.backends.triton.metadata.is_faster_upcast", lambda *_: False)
     given: dict[str, tuple[str, Batch, Any]] = {
         "triton": ("TRITON", prefill(spec_of(), 16, LENS), None),
+        "triton of 8 bits": (
+            "TRITON",
+            with_outliers(from_8_bits((128, 128), 16, FP8_DTYPES[0], dtype=torch.bfloat16)),
+            None,
+        ),
         "mla": ("TRITON_MLA", latent(40, 2, 16), None),
         "mla of 8 bits": ("TRITON_MLA", latent(40, 2, 16, cache_dtype=torch.float8_e4m3fn), for_hopper()),
     }

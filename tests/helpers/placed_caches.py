@@ -9,7 +9,7 @@ import torch
 from attn_backends.cache.kv_cache import KVCache
 
 PLACES = ("together", "apart", "interleaved", "interleaved apart")
-_BETWEEN = 24  # columns of NaN behind every head's: rows stay multiples of 16 bytes
+_BETWEEN = 32  # columns of NaN behind every head's: rows stay multiples of 16 bytes, of 8 bits too
 
 
 def placed(cache: KVCache, place: str) -> KVCache:

@@ -154,7 +154,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         lens = Lens.of(common)
         bounds = lens.longest(self.limits.max_model_len) if common.for_graph else lens
         num_upcast_keys, upcast_rows = self._keys_to_upcast(common, lens, num_decode_rows) if use_cache else (0, ())
-        tile = None if num_upcast_keys else self._short_tile(common, bounds, num_decode_rows)
+        tile = None if num_upcast_keys else self._short_tile(common, bounds, num_decode_rows, use_cache)
         if tile is not None:
             num_decode_rows = max_decode_len = 0
         are_prompts = use_cache and not common.for_graph and self._are_prompts(common, num_decode_rows)
@@ -249,12 +249,15 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     def _short_tiles(self) -> tuple[PrefillTile, ...]:
         return short_tiles(self.group.spec, self.cache, self.options, self.device)
 
-    def _short_tile(self, common: CommonAttentionMetadata, bounds: Lens, num_decodes: int) -> PrefillTile | None:
+    def _short_tile(
+        self, common: CommonAttentionMetadata, bounds: Lens, num_decodes: int, use_cache: bool
+    ) -> PrefillTile | None:
         """The portable kernel's tile where it serves all rows."""
         if not self._short_tiles:
             return None
         has_decodes = int(common.query_start_loc_cpu[num_decodes]) < _MANY_TOKENS * num_decodes
-        return short_tile(self.group.spec, self._short_tiles, *bounds, self.device, has_decodes, common.for_graph)
+        spec = self.group.spec if use_cache else of_fresh_keys(self.group.spec)
+        return short_tile(spec, self._short_tiles, *bounds, self.device, has_decodes, common.for_graph)
 
     def _are_prompts(self, common: CommonAttentionMetadata, first: int) -> bool:
         """Whether rows from `first` on bring all of their keys, in the cache's dtype: pages have nothing to add."""

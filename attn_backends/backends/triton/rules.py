@@ -111,7 +111,8 @@ def short_tile(
     num_tiles = num_hopper_tiles(spec, query_lens).astype(np.int64)
     has_half = not (for_graph or has_decodes) and half_tile(spec) is not None
     few_keys = _FEW_BESIDE_HALF if has_half else _FEW_KEYS
-    few_keys = few_keys if spec.cache_dtype is spec.dtype else _FEW_OF_8_BITS
+    if spec.cache_dtype is not spec.dtype:
+        few_keys = _FEW_OF_8_BITS
     longest, mean = next((few for head_dim, few in few_keys.items() if spec.head_dim <= head_dim), (0, 0))
     most = int(seen_by_tiles(spec, seq_lens).max(initial=0))
     if int(num_tiles.sum()) * spec.num_kv_heads <= num_multiprocessors(device):

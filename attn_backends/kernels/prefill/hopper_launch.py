@@ -48,7 +48,9 @@ def prefill_on_hopper(
     cache_dtype = key.dtype
     if shape.tile.raw_stages:  # two columns as one
         key, value = key.view(query.dtype), value.view(query.dtype)
-        layouts = row_layouts(key, value) or layouts
+        of_pairs = row_layouts(key, value)
+        assert of_pairs is not None
+        layouts = of_pairs
     first_row, num_rows, num_tiles, section = tiled
     strides, lse_stride = (*query.stride()[:2], *output.stride()[:2]), None if lse is None else lse.stride(0)
     numbers, (keys, values), rows = _numbers(

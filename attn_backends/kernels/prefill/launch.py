@@ -45,7 +45,7 @@ from attn_backends.kernels.split_kv import FAR, HOPPER_PAGE
 from attn_backends.kernels.tiles import padded
 from attn_backends.spec import FP8_DTYPES, AttentionSpec
 
-HOPPER_ROWS = 128  # queries of a tile of the kernel for Hopper, but for narrow heads with many of them
+HOPPER_ROWS = 128  # queries of a tile of the kernel for Hopper, but for narrow heads with many, and wide ones of 8 bits
 HOPPER_DIMS = (
     (64, 64), (80, 80), (96, 64), (96, 96), (112, 112), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256),
 )  # fmt: skip

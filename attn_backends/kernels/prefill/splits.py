@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attn_backends.batch.page_table import IntArray
-from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles
+from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles, hopper_tiles
 from attn_backends.spec import AttentionSpec
 
 SLOT_QUERIES = 128  # of the largest tile
@@ -85,6 +85,8 @@ _TIMES_OF_8_BITS = (
 def hopper_tile(spec: AttentionSpec, tile: HopperTile | None = None) -> SplitTile:
     """What the prefill kernel for Hopper reads at a time, by one of its tiles, the usual one if none is given."""
     usual = all_tiles(spec)[0]
+    if tile is not None:  # of the layer over keys of 16 bits, say, which are made of its cache's
+        usual = hopper_tiles(spec.head_dim, spec.head_dim_vo, tile.raw_stages > 0)[0]
     return _hopper_tile(spec.head_dim, spec.head_dim_vo, spec.group_size, tile or usual, usual)
 
 

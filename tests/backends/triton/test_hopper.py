@@ -289,6 +289,7 @@ def test_where_a_cache_of_8_bits_lies(dim: int, place: str, layout: Any, served:
     layer = make_layer(get_backend("TRITON"), batch)
     cache = placed(batch.fresh_pool(), place)
     assert_matches(layer.forward(batch, layer.begin(batch), kv_cache=cache), batch)
+    assert served == [True]
 
 
 @pytest.mark.parametrize("seed", range(72))
