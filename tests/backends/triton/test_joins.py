@@ -57,8 +57,8 @@ COMBINING_FAULTS = {
                                "lse_token, has_sinks, 0, GROUP,\n                   DIM_VO - column)"),
 }  # fmt: skip
 KERNEL_FAULTS = {
-    "tiles share words": ("* KV_HEADS + head) * TILES + tile) * JOIN_WORDS",
-                          "* KV_HEADS + head) * TILES) * JOIN_WORDS"),
+    "tiles share words": ("(first_slot * KV_HEADS + head) * TILES + tile) * JOIN_WORDS",
+                          "(first_slot * KV_HEADS + head) * TILES) * JOIN_WORDS"),
     "heads share words": ("((first_slot * KV_HEADS + head) * TILES + tile) * JOIN_WORDS",
                           "(first_slot * KV_HEADS * TILES + tile) * JOIN_WORDS"),
     "a launch arrives where the last one did": ("launches = tl.load(words + LAUNCHES, volatile=True)", "launches = 0"),
