@@ -25,12 +25,17 @@ MOST_PROCESSES = 14
 SMALLEST_POOL = 64 << 20
 
 
+def processes_to_compile() -> int:
+    """How many processes compile at the same time on this machine."""
+    return max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) - 2))
+
+
 def compile_all(
     shapes: Sequence[Drawn], names: Sequence[str], num_processes: int | None, until: float, device: str
 ) -> None:
     """Compile what the backends need for these shapes, the first ones first, until a time by `time.monotonic`."""
     started = time.monotonic()
-    num_processes = num_processes or max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) - 2))
+    num_processes = num_processes or processes_to_compile()
     seconds = max(0.0, until - started)
     parts = [(shapes[i::num_processes], tuple(names), time.time() + seconds, device) for i in range(num_processes)]
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:

@@ -37,7 +37,7 @@ from attn_backends.kernels.prefill.tiles import half_tile, tiles_of
 from benchmarks.attention.attention import all_made
 from benchmarks.attention.contest import CACHE_DTYPES, Made, checked, our_call, parts_of
 from benchmarks.attention.paged_problem import Problem, make_contender
-from benchmarks.attention.random_ahead import MOST_PROCESSES, pool_bytes
+from benchmarks.attention.random_ahead import pool_bytes, processes_to_compile
 from benchmarks.attention.sampled_problem import Pool, sampled_problem
 from benchmarks.attention.shape_draws import KINDS, ON_CPU, ON_GPU, Drawn, drawn
 from benchmarks.lib.gpu_harness import PACKAGES, free_memory, installed, reason, rounds_us
@@ -196,7 +196,7 @@ def main(given: Sequence[str] | None = None) -> None:
         shapes = [replace(each, dtype="fp16") for each in shapes]
     deadline = started + 60 * arguments.minutes
     if device.type == "cuda":
-        count = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) - 2, len(shapes)))
+        count = min(processes_to_compile(), max(1, len(shapes)))
         with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
             until = started + 0.5 * (deadline - started)
             list(pool.map(compile_part, [shapes[i::count] for i in range(count)], [until] * count, ["cuda"] * count))

@@ -7,7 +7,6 @@ attention.py).
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -18,7 +17,7 @@ import torch
 
 from benchmarks.attention.contest import Made, checked, our_call, parts_of
 from benchmarks.attention.paged_problem import Problem, make_contender
-from benchmarks.attention.random_ahead import MOST_PROCESSES
+from benchmarks.attention.random_ahead import processes_to_compile
 from benchmarks.lib.gpu_harness import PACKAGES, free_memory, in_turns_us, installed
 from benchmarks.lib.harness import report
 
@@ -67,8 +66,7 @@ def run(
     rows: list[dict[str, Any]] = []
     wrong: list[str] = []
     if compile_case is not None:
-        num_processes = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) - 2))
-        with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as processes:
+        with ProcessPoolExecutor(processes_to_compile(), mp_context=get_context("spawn")) as processes:
             for compiled in [processes.submit(compile_case, *case) for case in cases]:
                 compiled.result()
     for case in cases:

@@ -17,8 +17,7 @@ def make_kernels(
     sinks: torch.Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> Kernels:  # fmt: skip
     """The launches of a layer with `sinks` [num_qo_heads], where its spec has them."""
-    smem_bytes = shared_memory(device)
-    given, slopes = options or TritonOptions(), spec.alibi_slopes
+    slopes, smem_bytes, given = spec.alibi_slopes, shared_memory(device), options or TritonOptions()
     by_hopper = (
         given.prefill_tile is None and suits_hopper_kernel(spec, device),
         given.prompt_tile is None and suits_hopper_kernel(of_fresh_keys(spec), device),

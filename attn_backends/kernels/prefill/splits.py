@@ -23,13 +23,7 @@ LEAST_KEYS = 128  # of a split: fewer are not worth joining
 SIZES = (8, 9, 10, 12, 16)  # of a split at most, in eighths of an even share
 _EIGHTHS = np.array(SIZES)
 _WAVES = 2  # splits for each program at most
-_QUARTERS = (
-    4 * _WAVES,
-    4,
-    3,
-    2,
-    1,
-)  # of the number of programs: so many splits are tried, and of ways alike the last wins
+_QUARTERS = (4 * _WAVES, 4, 3, 2, 1)  # of the number of programs, that are tried: of ways alike the last wins
 # In blocks of a kernel's usual tile.
 OF_A_TILE = 1.0  # what a tile, or a split of one, takes beside its blocks, where its kernel gives no other
 OF_THE_JOIN = 3.0  # what the join takes, where its kernel gives no other
@@ -84,9 +78,9 @@ _TIMES_OF_8_BITS = (
 
 def hopper_tile(spec: AttentionSpec, tile: HopperTile | None = None) -> SplitTile:
     """What the prefill kernel for Hopper reads at a time, by one of its tiles, the usual one if none is given."""
-    usual = all_tiles(spec)[0]
-    if tile is not None:  # of the layer over keys of 16 bits, say, which are made of its cache's
-        usual = hopper_tiles(spec.head_dim, spec.head_dim_vo, tile.raw_stages > 0)[0]
+    # A tile may be of the layer over keys of 16 bits, which are made of its cache's.
+    of_kind = all_tiles(spec) if tile is None else hopper_tiles(spec.head_dim, spec.head_dim_vo, tile.raw_stages > 0)
+    usual = of_kind[0]
     return _hopper_tile(spec.head_dim, spec.head_dim_vo, spec.group_size, tile or usual, usual)
 
 
