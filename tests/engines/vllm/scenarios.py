@@ -14,10 +14,11 @@ FOLDER = "{folder}"  # in a setting: where the models are
 DRAFT = {"method": "draft_model", "model": f"{FOLDER}/{SMOLLM2}", "num_speculative_tokens": 3, "max_model_len": 512}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
-LATENT = {  # vLLM cuts no prompt of these on a CPU
+ANY_CPU = {"attention_config": {"backend": "CPU_MLA"}}  # where a CPU has AMX vLLM takes AMX_MLA, for bfloat16 alone
+LATENT = ANY_CPU | {  # vLLM cuts no prompt of these
     "random": True, "block_size": 16, "enable_prefix_caching": False, "max_num_batched_tokens": 512,
 }  # fmt: skip
-CHUNKS = {  # unless its platform does not forbid it: where a CPU has AMX it does not
+CHUNKS = ANY_CPU | {  # unless its platform does not forbid it, as with AMX_MLA
     "random": True, "block_size": 16, "kept": {
         "scheduler_config.enable_chunked_prefill": True, "cache_config.enable_prefix_caching": True,
         "scheduler_config.max_num_batched_tokens": 64,
@@ -43,6 +44,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "shared": {"model": "gemma3n", "random": True},  # its last layers read what earlier ones have cached
     "deepseek": {"model": "deepseek", **LATENT},
     "deepseek in chunks": {"model": "deepseek", **CHUNKS},
+    "amx": {"model": "deepseek", "random": True, "dtype": "bfloat16"},  # pages of 32, chunks, and cached prefixes
     # Every draft is taken, as SmolLM2 drafts for itself.
     "draft": {"speculative_config": DRAFT},
     # Hardly any draft is taken: the layer that drafts has random weights. Its own attention is of the MLA family too.

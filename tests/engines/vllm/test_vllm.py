@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engines.vllm.processes import COMMAND, ENVIRONMENT, Serve, environment
 from tests.engines.vllm.scenarios import SERVED, SMOLLM2
@@ -66,12 +67,31 @@ def test_tokens_are_vllms_own(serve: Serve, version: str, name: str) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", LATENT)
 def test_latent_attention_is_vllms_own(serve: Serve, version: str, name: str) -> None:
-    """vLLM serves prompts in chunks, and behind prefixes from the cache, where a CPU has AMX."""
+    """Without AMX it serves no prompts in chunks, and none behind prefixes from the cache, unless it is made to."""
     ours = serve(version, *LATENT, ATTN_BACKENDS_VLLM="TORCH_MLA")["served"][name]
     theirs = by_itself(serve, version)["served"][name]
     assert (ours["impls"], theirs["impls"]) == (["CPU_MLA__TORCH_MLA_Impl"], ["CPUMLAImpl"])
     assert ours["tokens"] == theirs["tokens"]
     assert apart(ours, theirs) < 1e-5
+
+
+@long
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM's AMX_MLA wants a CPU with AMX")
+def test_latent_attention_where_a_cpu_has_amx(serve: Serve) -> None:
+    """vLLM chooses a backend of its own there, in bfloat16: tokens agree until rounding has a row take another."""
+    ours, theirs = (
+        serve(NEWEST, "amx", **asked)["served"]["amx"] for asked in ({"ATTN_BACKENDS_VLLM": "TORCH_MLA"}, {})
+    )
+    assert (ours["impls"], theirs["impls"]) == (["AMX_MLA__TORCH_MLA_Impl"], ["AMXMLAImpl"])
+    alike = [_alike(*pair) for pair in zip(ours["tokens"], theirs["tokens"], strict=True)]
+    assert min(alike) >= 3
+    for number, a, b in zip(alike, ours["logprobs"], theirs["logprobs"], strict=True):
+        assert a[:number] == pytest.approx(b[:number], abs=0.1)
+
+
+def _alike(one: list[int], other: list[int]) -> int:
+    """How many tokens two rows begin with alike."""
+    return next((at for at, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))
 
 
 def test_installed_alone_it_changes_nothing(serve: Serve) -> None:
