@@ -8,7 +8,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#define BLOCK 64    // tokens that go through all products together
+#define BLOCK 64    // tokens that go through all products together,
+#define LONG 256    // and by AMX
+#define MANY 4      // tokens, from which on that is faster
 #define SMALL 65536 // weights, below which a second thread costs more than it saves
 #define ALIGNED 64  // bytes
 
@@ -56,6 +58,53 @@ static cell *room(int64_t cells) {
 
 struct norm { const float *weight; float epsilon; };
 
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Whether products of tokens of such sizes, with that many rows at least, are those of amx.h.
+static int in_pairs(int64_t tokens, int64_t size, int64_t rows) {
+#if AMX
+    return tiles_allowed && tokens >= MANY && size % DEPTH == 0 && rows >= RUN;
+#else
+    return 0;
+#endif
+}
+
+// Tokens that take room in a block of so many.
+static int64_t padded(int64_t tokens, int paired) {
+#if AMX
+    if (paired) return (tokens + RUN - 1) / RUN * RUN;
+#endif
+    return tokens;
+}
+
+// What `over` needs, for a block.
+static int64_t own_cells(int64_t tokens, int64_t size, int paired) {
+#if AMX
+    if (paired) return (padded(tokens, paired) + RUN) * size;
+#endif
+    return tokens * size;
+}
+
+// A job over tokens [tokens, size], normalised if there is a norm, as its products read them, in a thread's own memory.
+static struct job over(const cell *x, const struct norm *norm, int64_t tokens, int64_t size, int paired, cell *own) {
+    struct job job = {.x = x, .tokens = tokens, .size = size};
+#if AMX
+    if (paired) {
+        cell *rows = own + padded(tokens, paired) * size;
+        for (int64_t t = 0; t < tokens; t += RUN) {
+            int64_t some = least(RUN, tokens - t);
+            if (norm) normalise(x + t * size, norm->weight, norm->epsilon, some, size, rows);
+            pair(norm ? rows : x + t * size, some, size, own + t * size);
+        }
+        job.pairs = own;
+        return job;
+    }
+#endif
+    if (norm) normalise(x, norm->weight, norm->epsilon, tokens, size, own), job.x = own;
+    return job;
+}
+
 struct before { // attention
     const cell *hidden;                 // [tokens, size]
     struct norm norm;
@@ -66,18 +115,18 @@ struct before { // attention
 };
 
 static void before(const struct before *s) {
-    int64_t threads = omp_get_max_threads(), block = s->tokens < BLOCK ? s->tokens : BLOCK, dim = s->head_dim;
-    int64_t queries = s->queries * dim, keys = s->keys * dim, own = block * s->size;
-    cell *normed = room(threads * own);
+    int64_t dim = s->head_dim, queries = s->queries * dim, keys = s->keys * dim;
+    int paired = in_pairs(s->tokens, s->size, dim);
+    int64_t block = least(s->tokens, paired ? LONG : BLOCK), own = own_cells(block, s->size, paired);
+    cell *rows = room(omp_get_max_threads() * own);
 #pragma omp parallel if ((queries + 2 * keys) * s->size > SMALL)
     {
         int64_t thread = omp_get_thread_num(), of = omp_get_num_threads();
-        cell *x = normed + thread * own; // every thread's own: so none waits for another
-        for (int64_t t = 0; t < s->tokens; t += block) {
-            int64_t tokens = s->tokens - t < block ? s->tokens - t : block;
-            normalise(s->hidden + t * s->size, s->norm.weight, s->norm.epsilon, tokens, s->size, x);
-            struct job job = {x, s->weight, NULL, tokens, s->size, queries, dim / 2, s->query + t * queries, queries,
-                              s->cos + t * dim, s->sin + t * dim, dim};
+        for (int64_t t = 0; t < s->tokens; t += block) { // every thread normalises all: so none waits for another
+            struct job job = over(s->hidden + t * s->size, &s->norm, least(block, s->tokens - t), s->size, paired,
+                                  rows + thread * own);
+            job.w = s->weight, job.rows = job.out_row = queries, job.half = dim / 2, job.out = s->query + t * queries;
+            job.other = s->cos + t * dim, job.sin = s->sin + t * dim, job.other_row = dim;
             turned(&job, thread, of);
             job.w += queries * s->size, job.rows = job.out_row = keys, job.out = s->key + t * keys;
             turned(&job, thread, of);
@@ -96,27 +145,31 @@ struct behind { // attention
 };
 
 static void behind(const struct behind *s) {
-    int64_t threads = omp_get_max_threads(), block = s->tokens < BLOCK ? s->tokens : BLOCK, size = s->size;
-    int64_t own = block * size;
-    cell *rows = room((threads + 2) * own + block * s->inner), *inner = rows + (threads + 2) * own;
+    int64_t size = s->size;
+    int paired = in_pairs(s->tokens, size, size) && in_pairs(s->tokens, s->width, size) && in_pairs(s->tokens, s->inner, size);
+    int64_t block = least(s->tokens, paired ? LONG : BLOCK), own = own_cells(block, most(size, s->width), paired);
+    cell *hiddens = room(omp_get_max_threads() * own + 2 * block * size + padded(block, paired) * s->inner);
+    cell *inner = hiddens + 2 * block * size, *rows = inner + padded(block, paired) * s->inner;
 #pragma omp parallel if (s->inner * size > SMALL)
     {
         int64_t thread = omp_get_thread_num(), of = omp_get_num_threads();
-        cell *x = rows + (thread + 2) * own;
+        cell *mine = rows + thread * own;
         for (int64_t t = 0; t < s->tokens; t += block) {
-            int64_t tokens = s->tokens - t < block ? s->tokens - t : block;
-            cell *hidden = rows + t / block % 2 * own; // by turns: some thread may still read the last block's
-            struct job out = {s->attended + t * s->width, s->out, NULL, tokens, s->width, size, 0, hidden, size,
-                              s->hidden + t * size, NULL, size};
-            plain(&out, thread, of);
+            int64_t tokens = least(block, s->tokens - t);
+            cell *hidden = hiddens + t / block % 2 * block * size; // by turns: some thread may still read the last block's
+            struct job job = over(s->attended + t * s->width, NULL, tokens, s->width, paired, mine);
+            job.w = s->out, job.rows = job.out_row = job.other_row = size, job.out = hidden;
+            job.other = s->hidden + t * size;
+            plain(&job, thread, of);
 #pragma omp barrier
-            normalise(hidden, s->norm.weight, s->norm.epsilon, tokens, size, x);
-            struct job both = {x, s->gate, s->up, tokens, size, s->inner, 0, inner, s->inner};
-            gated(&both, thread, of);
+            job = over(hidden, &s->norm, tokens, size, paired, mine);
+            job.w = s->gate, job.up = s->up, job.rows = job.out_row = s->inner, job.out = inner;
+            gated(&job, thread, of);
 #pragma omp barrier
-            struct job down = {inner, s->down, NULL, tokens, s->inner, size, 0, s->result + t * size, size,
-                               hidden, NULL, size};
-            plain(&down, thread, of);
+            job = (struct job){.x = inner, .pairs = paired ? inner : NULL, .tokens = tokens, .size = s->inner};
+            job.w = s->down, job.rows = job.out_row = job.other_row = size, job.out = s->result + t * size;
+            job.other = hidden;
+            plain(&job, thread, of);
         }
     }
 }
@@ -192,13 +245,17 @@ static void call_product(uint64_t *stack, uint64_t inputs, uint64_t outputs) {
     int64_t rows = size(weight, 0), inner = size(weight, 1);
     tensor made = make_wide(in[0], rows);
     int64_t all = numel(made) / rows;
-    const cell *x = data(in[0]);
-    cell *out = data(made);
+    int paired = in_pairs(all, inner, rows);
+    int64_t block = least(all, paired ? LONG : BLOCK), own = own_cells(block, inner, paired);
+    cell *mine = paired ? room(omp_get_max_threads() * own) : NULL;
 #pragma omp parallel if (rows * inner > SMALL)
-    for (int64_t t = 0; t < all; t += BLOCK) {
-        struct job job = {x + t * inner, data(weight), NULL, all - t < BLOCK ? all - t : BLOCK, inner, rows, 0,
-                          out + t * rows, rows, numel(bias) ? data(bias) : NULL};
-        plain(&job, omp_get_thread_num(), omp_get_num_threads());
+    for (int64_t t = 0; t < all; t += block) {
+        int64_t thread = omp_get_thread_num();
+        struct job job = over((cell *)data(in[0]) + t * inner, NULL, least(block, all - t), inner, paired,
+                              mine + thread * own);
+        job.w = data(weight), job.rows = job.out_row = rows, job.out = (cell *)data(made) + t * rows;
+        job.other = numel(bias) ? data(bias) : NULL;
+        plain(&job, thread, omp_get_num_threads());
     }
     put_back(stack, 3, &made, 1);
 }
@@ -209,6 +266,9 @@ static void call_product(uint64_t *stack, uint64_t inputs, uint64_t outputs) {
 // Gives torch the operators that Python has defined; 0 if it took them.
 int32_t implement(void) {
     library here;
+#if AMX
+    tiles_allowed = TILES_ALLOWED();
+#endif
     return aoti_torch_library_init_impl("attn_backends", "CPU", __FILE__, __LINE__, &here) ||
            aoti_torch_library_impl(here, "llama_before_" TEXT(DTYPE), call_before) ||
            aoti_torch_library_impl(here, "llama_behind_" TEXT(DTYPE), call_behind) ||

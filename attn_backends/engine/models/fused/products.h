@@ -11,7 +11,7 @@
 #define TOKENS 4
 #define ROWS 3
 #define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL _Pragma("GCC unroll 16")
 
 typedef __m512 vec;
 
@@ -45,6 +45,11 @@ INLINE __m128 read3(const cell *at) {
 INLINE void write3(cell *at, __m128 v) { _mm_mask_storeu_epi16(at, 7, (__m128i)_mm_cvtneps_pbh(v)); }
 #endif
 #define WHOLE ((mask)-1)
+
+#define AMX (BFLOAT16 && (defined(TILES) || defined(__AMX_BF16__)))
+#if AMX
+#include "amx.h"
+#endif
 
 // Lane 4 t + r is the sum of v[t][r].
 INLINE vec sums_of(vec v[TOKENS][4]) {
@@ -135,6 +140,7 @@ enum kind {
 
 struct job {
     const cell *x, *w, *up;  // [tokens, size], [rows, size], and of GATED a second one for `up`
+    const cell *pairs;       // x in pairs, or NULL: for the products of amx.h, of which GATED gives `out` so, too
     int64_t tokens, size, rows, half; // of TURNED: of a head
     cell *out;               // [tokens, rows], out_row apart
     int64_t out_row;
@@ -143,24 +149,29 @@ struct job {
     int64_t other_row;
 };
 
+// Sums a and b of two runs of rows: of up to TOKENS tokens, or `wide`, some of one token's.
 INLINE void finish(const enum kind kind, const struct job *j, int64_t t, int tokens, int64_t row, int64_t apart,
-                   vec a, vec b) {
+                   const int wide, __mmask16 some, vec a, vec b) {
+#define READ(at) (wide ? read(at, some) : read_rows(at, j->other_row, tokens))
+#define WRITE(at, v) (wide ? write(at, v, some) : write_rows(at, j->out_row, tokens, v))
     cell *out = j->out + t * j->out_row + row;
     const cell *other = j->other + t * j->other_row;
     if (kind == GATED) a = silu(a) * b;
     if (kind == PLAIN && j->other) {
-        a += read_rows(other + row, j->other_row, tokens);
-        b += read_rows(other + row + apart, j->other_row, tokens);
+        a += READ(other + row);
+        b += READ(other + row + apart);
     }
     if (kind == TURNED) {
         int64_t at = row % (2 * j->half);
         const cell *cos = other + at, *sin = j->sin + t * j->other_row + at;
         vec x = a, y = b;
-        a = x * read_rows(cos, j->other_row, tokens) - y * read_rows(sin, j->other_row, tokens);
-        b = y * read_rows(cos + apart, j->other_row, tokens) + x * read_rows(sin + apart, j->other_row, tokens);
+        a = x * READ(cos) - y * READ(sin);
+        b = y * READ(cos + apart) + x * READ(sin + apart);
     }
-    write_rows(out, j->out_row, tokens, a);
-    if (kind != GATED) write_rows(out + apart, j->out_row, tokens, b);
+    WRITE(out, a);
+    if (kind != GATED) WRITE(out + apart, b);
+#undef READ
+#undef WRITE
 }
 
 // A tile's two runs for all tokens, TOKENS at a time, which share the fetching of the next tile's rows.
@@ -171,21 +182,63 @@ INLINE void column(const enum kind kind, const struct job *j, int64_t row, int64
         int64_t tokens = j->tokens - t < TOKENS ? j->tokens - t : TOKENS;
         vec out[2];
         tiles[lines - 1][tokens - 1](j->x + t * j->size, w, j->size, fetched < ROWS ? next + fetched * j->size : 0, out);
-        finish(kind, j, t, tokens, row, apart, out[0], out[1]);
+        finish(kind, j, t, tokens, row, apart, 0, 0, out[0], out[1]);
     }
 }
 
+#if AMX
+// The same by amx.h, two times RUN tokens at a time.
+INLINE void tall_column(const enum kind kind, const struct job *j, int64_t height, int64_t row, int64_t apart,
+                        const cell *const w[2], int64_t next) {
+    float sums[2][2][RUN][RUN] __attribute__((aligned(64)));
+    for (int64_t t = 0; t < j->tokens; t += RUN) {
+        int64_t group = t / RUN % 2, tokens = j->tokens - t < RUN ? j->tokens - t : RUN;
+        int alone = !group && j->tokens - t <= RUN;
+        if (!group) sum_tiles(2 - alone, w, j->pairs + t * j->size, j->size, height, t ? 0 : next, sums);
+        vec a[RUN], b[RUN];
+        memcpy(a, sums[group][0], sizeof a), memcpy(b, sums[group][1], sizeof b);
+        if (alone) UNROLL for (int i = 0; i < RUN; i++)
+            a[i] += _mm512_load_ps(sums[1][0][i]), b[i] += _mm512_load_ps(sums[1][1][i]);
+        if (kind == GATED) {
+            cell *pairs = j->out + t * j->rows + row * RUN;
+            for (int64_t r = 0; r < height; r += 2)
+                write_pair(pairs + r * RUN, silu(a[r]) * b[r], silu(a[r + 1]) * b[r + 1]);
+            continue;
+        }
+        transpose((__m512i *)a), transpose((__m512i *)b);
+        for (int64_t i = 0; i < tokens; i++)
+            finish(kind, j, t + i, 1, row, apart, 1, (1 << height) - 1, a[i], b[i]);
+    }
+}
+
+#endif
+
 // The share of one thread of several. Where rows are no multiple of a tile's, the last one goes back over some.
 INLINE void share(const enum kind kind, const struct job *j, int64_t thread, int64_t threads) {
-    int64_t each = kind == PLAIN ? 2 * ROWS : ROWS, runs = kind == TURNED ? j->half : j->rows;
+    int64_t height = ROWS, runs = kind == TURNED ? j->half : j->rows;
+#if AMX
+    struct tile_shapes before;
+    if (j->pairs) {
+        height = runs < RUN || j->rows < 8 * RUN * threads ? RUN / 2 : RUN;
+        shape_tiles(height, &before);
+    }
+#endif
+    int64_t each = kind == PLAIN ? 2 * height : height;
     int64_t in_run = (runs + each - 1) / each, tiles = kind == TURNED ? j->rows / (2 * j->half) * in_run : in_run;
     for (int64_t i = tiles * thread / threads; i < tiles * (thread + 1) / threads; i++) {
-        int64_t at = i % in_run * each, apart = kind == TURNED ? j->half : ROWS;
+        int64_t at = i % in_run * each, apart = kind == TURNED ? j->half : height;
         int64_t row = (at + each <= runs ? at : runs - each) + i / in_run * 2 * j->half;
         const cell *first = j->w + row * j->size;
         const cell *w[2] = {first, kind == GATED ? j->up + row * j->size : first + apart * j->size};
+#if AMX
+        if (j->pairs) tall_column(kind, j, height, row, apart, w, each * j->size);
+        else
+#endif
         column(kind, j, row, apart, w, each * j->size);
     }
+#if AMX
+    if (j->pairs) _tile_loadconfig(&before);
+#endif
 }
 
 static void plain(const struct job *j, int64_t thread, int64_t threads) { share(PLAIN, j, thread, threads); }

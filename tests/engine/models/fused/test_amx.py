@@ -1,0 +1,123 @@
+"""Products of bfloat16 by AMX: its instructions in plain C on any CPU, and its own where there are."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attn_backends.engine.models.fused import native
+from attn_backends.engine.models.fused.linears import PackedLinear
+from attn_backends.engine.models.fused.native import SOURCE, NativeLayer, NativeLinear, Operators
+from attn_backends.kernels.c_compiler import load
+from tests.helpers.native_layers import DTYPES, Mix, drawn, far, layer_and_angles, needs_operators
+
+BF16 = torch.bfloat16
+INSTRUCTIONS = Path(__file__).with_name("emulated_tiles.h")
+TILE = 32  # numbers of a row that one has
+needs_amx = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs a CPU with AMX")
+
+
+@pytest.fixture(params=["emulated", pytest.param("own", marks=needs_amx)])
+def of_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Layers and products that are made now are by such instructions."""
+    needs_operators(BF16)
+    if request.param == "emulated":
+        monkeypatch.setattr(native, "operators", lambda dtype: emulated())
+    return str(request.param)
+
+
+def emulated() -> Operators:
+    text = INSTRUCTIONS.read_text(encoding="utf-8")
+    defines = {
+        "BFLOAT16": 1,
+        "DTYPE": "emulated",
+        "TILES": f'"{INSTRUCTIONS}"',
+        "TEXT_OF_TILES": zlib.crc32(text.encode()),
+    }
+    return Operators(*native._defined("emulated", load(SOURCE, defines)))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_layers(of_tiles: str, seed: int) -> None:
+    """Of any number of tokens: of less than a tile, of one or two, and of more than go through a layer together."""
+    numbers = Random(seed)
+    kv_heads = numbers.randint(1, 3)
+    heads = kv_heads * numbers.randint(1, 4)
+    sizes = {
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": TILE * heads * numbers.randint(1, 3),
+        "intermediate_size": TILE * numbers.randint(1, 12),
+        # The output's product, and so what follows it, is by tiles where heads together are a multiple of one.
+        "head_dim": numbers.choice([16, 18, 32, 48, 64, 80]),
+    }  # fmt: skip
+    layer, rotary = layer_and_angles(numbers, BF16, **sizes)
+    wide, fused = copy.deepcopy(layer).double(), NativeLayer(layer)
+    for num_tokens in (numbers.randint(4, 40), numbers.choice([4, 16, 17, 32, 33, 64, 255, 256, 257, 272, 300, 530])):
+        hidden = drawn(numbers, 1, num_tokens, layer.hidden_size).to(BF16)
+        cos, sin = rotary(hidden, torch.arange(3, 3 + num_tokens)[None])
+        got = fused(hidden, position_embeddings=(cos, sin), attention_context=Mix())
+        angles = (cos.double(), sin.double())
+        expected = wide(hidden.double(), position_embeddings=angles, attention_context=Mix())
+        assert far(got, expected) < DTYPES[BF16]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_products(of_tiles: str, seed: int) -> None:
+    """Of any number of rows from a tile's on, with a bias or without; NaN stays in its row."""
+    numbers = Random(seed)
+    rows, size = numbers.choice([16, 17, 31, 32, 33, 100, 131, 700]), TILE * numbers.randint(1, 16)
+    num_tokens = numbers.choice([4, numbers.randint(4, 40), numbers.randint(200, 600)])
+    weight = torch.nn.Parameter((drawn(numbers, rows, size) * size**-0.5).to(BF16), requires_grad=False)
+    bias = numbers.choice([None, drawn(numbers, rows).to(BF16)])
+    tokens = drawn(numbers, num_tokens, size).to(BF16)
+    broken = numbers.randrange(num_tokens)
+    tokens[broken, numbers.randrange(size)] = torch.nan
+    got = NativeLinear(weight, bias)(tokens)
+    expected = F.linear(tokens.double(), weight.double(), None if bias is None else bias.double())
+    limit = DTYPES[BF16] * (expected.abs() + F.linear(tokens.double().abs(), weight.double().abs()))
+    right = (got.double() - expected).abs() <= limit + 1e-6
+    assert got[broken].isnan().all()
+    right[broken] = True
+    assert right.all()
+
+
+def test_any_number_of_threads_gives_the_same(of_tiles: str) -> None:
+    """Tiles of eight rows where there are few for each thread, and of sixteen, are the same sums."""
+    numbers, before = Random(0), torch.get_num_threads()
+    weight, tokens = drawn(numbers, 650, 320).to(BF16), drawn(numbers, 1, 37, 320).to(BF16)
+    linear = NativeLinear(torch.nn.Parameter(weight, requires_grad=False))
+    results = []
+    try:
+        for num_threads in (1, 2, 3, 7):
+            torch.set_num_threads(num_threads)
+            results.append(linear(tokens))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@needs_amx
+def test_instructions_are_those_of_the_cpu() -> None:
+    """What the emulation gives is what AMX gives, but for the order of sums."""
+    numbers = Random(1)
+    weight, tokens = drawn(numbers, 96, 256).to(BF16), drawn(numbers, 40, 256).to(BF16)
+    none = torch.empty(0, dtype=BF16)
+    by_cpu = needs_operators(BF16).product(tokens, weight, none)
+    torch.testing.assert_close(emulated().product(tokens, weight, none), by_cpu, atol=2e-2, rtol=1e-2)
+
+
+@needs_amx
+def test_products_of_libraries_go_on() -> None:
+    """A thread's tiles are shaped for a library's kernels too, which may not ask again how."""
+    numbers = Random(2)
+    weight, tokens = drawn(numbers, 512, 256).to(BF16), drawn(numbers, 64, 256).to(BF16)
+    ours, theirs = NativeLinear(torch.nn.Parameter(weight.clone(), requires_grad=False)), PackedLinear(weight)
+    expected = theirs(tokens)
+    for _ in range(3):
+        torch.testing.assert_close(ours(tokens), expected, atol=2e-1, rtol=2e-2)
+        assert torch.equal(theirs(tokens), expected)
