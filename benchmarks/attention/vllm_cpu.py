@@ -222,6 +222,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()  # Linux's permission, which vLLM's kernels take for granted
     title = "speed of TORCH by that of vLLM's CPU attention (1: alike; more: ours is faster)"
     name = "vllm_cpu" if arguments.threads == 1 else f"vllm_cpu_{arguments.threads}_threads"
     rows: list[dict[str, Any]] = []
