@@ -23,6 +23,7 @@ from attn_backends.machine import cache_folder
 from attn_backends.validation import CacheFolderError
 
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
+SHARED = Path(__file__).parent  # headers for sources in any folder
 TIMEOUT_S = 120
 DIGEST_BYTES = 32  # of a kept library, behind it: one cut short could end the process when it is loaded
 
@@ -43,8 +44,9 @@ def load(source: Path, defines: Mapping[str, int | str]) -> ctypes.CDLL:
         wanted = f"$CC ({wish[0]})" if wish else "cc or gcc"
         raise CompileError(f"there is no C compiler, {wanted}; install one (on Debian: apt install gcc)")
     compiler = [found, *wish[1:]]
-    flags = [*FLAGS, *(f"-D{name}={value}" for name, value in defines.items())]
-    texts = [path.read_text(encoding="utf-8") for path in (source, *sorted(source.parent.glob("*.h")))]
+    flags = [*FLAGS, f"-I{SHARED}", *(f"-D{name}={value}" for name, value in defines.items())]
+    headers = [header for folder in (source.parent, SHARED) for header in sorted(folder.glob("*.h"))]
+    texts = [path.read_text(encoding="utf-8") for path in (source, *headers)]
     ingredients = [*texts, *compiler, *flags, _run([*compiler, "--version"]), _cpu(), torch.__file__]
     name = hashlib.sha256("\0".join(ingredients).encode()).hexdigest()[:24]
     try:

@@ -4,12 +4,22 @@
 //
 // A row's queries are its tokens times the GROUP query heads of a KV head, in this order. A task is one row, a KV head
 // and a block of STRIPS strips of queries; or some keys of it, a piece, where there are few blocks and many threads.
+//
+// In bfloat16 on a CPU with AMX, products are of tiles: a tile of logits is [key, query], one of outputs [dimension of
+// values, query], so both are the vectors that the rest works with, and queries and weights are B as they are.
 
 #include "paged.h"
+#if BFLOAT16 && defined(__AVX512BF16__)
+#include "amx.h"
+#endif
 
 #define TILE 64         // keys between two updates of the softmax
 #define AT_ONCE 8       // keys, or dimensions of values, that a microkernel holds in registers
+#if AMX
+#define STRIPS 4 // which share the turning of values
+#else
 #define STRIPS 2
+#endif
 #define MIN_PIECE 256   // keys
 #define MIN_WORK 65536  // multiplications that are worth waking the other threads
 #define TASKS 4         // of a thread, to even out what they differ in
@@ -41,7 +51,16 @@ typedef float word_of_key;
 static inline vec product(words a, word_of_key b, vec acc) { return acc + a * b; }
 #endif
 #define KEY_WORDS (HEAD_DIM / PER_WORD)
-#if PER_WORD == 2
+#if AMX
+#define DEPTH 32                                               // numbers of a row of a tile
+#define PADDED_WORDS ((KEY_WORDS + LANES - 1) / LANES * LANES) // whole tiles; zeros where keys have no more dimensions
+#define ROOM_BYTES (TILE * (HEAD_DIM_VO + 2 * PADDED_WORDS) * 2)
+static int tiles_allowed = -1; // or whether Linux lets this process use them
+#else
+#define PADDED_WORDS KEY_WORDS
+#endif
+#if AMX
+#elif PER_WORD == 2
 #define ROOM_BYTES (TILE * HEAD_DIM_VO * 2)
 #elif FLOAT32
 #define ROOM_BYTES 64
@@ -53,7 +72,7 @@ static inline vec product(words a, word_of_key b, vec acc) { return acc + a * b;
 struct partial { vec out[HEAD_DIM_VO][WIDTH], m[WIDTH], l[WIDTH]; };
 
 struct strip { // queries side by side, one in a lane
-    words query[KEY_WORDS][WIDTH];
+    words query[PADDED_WORDS][WIDTH];
     struct partial part;
     ints first[WIDTH], stop[WIDTH], position[WIDTH]; // what each sees, and where it stands
     vec slope[WIDTH];
@@ -66,6 +85,11 @@ struct tile { // keys
     int64_t start, n;
     const cell *lines[2][TILE];                   // where keys and values lie
     const word_of_key *keys[TILE], *values[TILE]; // as products read them: values by pairs where products are
+#if AMX
+    const cell *rows[TILE / TILE_ROWS]; // keys as A
+    int64_t apart[TILE / TILE_ROWS];    // bytes
+    const cell *turned;                 // values as A, [dimension, TILE keys]; zeros where there are fewer
+#endif
 };
 
 // Rows to columns: each round moves one bit of an element's place from its row to its column.
@@ -133,6 +157,7 @@ static void load_queries(const struct step *s, int64_t row, int64_t head, struct
         strip->part.m[w] = (vec){0} + LOWEST;
         strip->part.l[w] = (vec){0};
     }
+    for (int d = KEY_WORDS; d < PADDED_WORDS; d++) for (int w = 0; w < WIDTH; w++) strip->query[d][w] = (words){0};
     for (int d = 0; d < HEAD_DIM_VO; d++) for (int w = 0; w < WIDTH; w++) strip->part.out[d][w] = (vec){0};
     int last = strip->num - 1;
     strip->any_first = strip->first[0][0], strip->all_first = strip->first[last / LANES][last % LANES];
@@ -154,8 +179,52 @@ static void locate(const struct step *s, int64_t row, int64_t head, int64_t star
         for (int kind = 0; kind < 2; kind++) t->lines[kind][i] = t->lines[kind][i - 1];
 }
 
+#if AMX
+// Keys of a tile of logits, from the `first` on: as they lie, where that is evenly and in whole tiles.
+static void prepare_keys(struct tile *t, int64_t first, cell *room) {
+    const cell *const *lines = t->lines[0] + first;
+    int64_t apart = lines[1] - lines[0];
+    int evenly = HEAD_DIM % DEPTH == 0 && first + TILE_ROWS <= t->n;
+    for (int i = 1; evenly && i < TILE_ROWS; i++) evenly = lines[i] - lines[i - 1] == apart;
+    t->rows[first / TILE_ROWS] = evenly ? lines[0] : room;
+    t->apart[first / TILE_ROWS] = (evenly ? apart : 2 * PADDED_WORDS) * (int64_t)sizeof(cell);
+    if (evenly) return;
+    memset(room, 0, TILE_ROWS * 2 * PADDED_WORDS * sizeof(cell));
+    for (int64_t i = 0; i < TILE_ROWS && first + i < t->n; i++)
+        memcpy(room + i * 2 * PADDED_WORDS, lines[i], HEAD_DIM * sizeof(cell));
+}
+
+static bits wide(const cell *at) {
+    halves h;
+    memcpy(&h, at, sizeof h);
+    return __builtin_convertvector(h, bits);
+}
+
+static void prepare_tiles(struct tile *t, cell *room) {
+    cell *turned = room + TILE * 2 * PADDED_WORDS;
+    t->turned = turned;
+    for (int64_t first = 0; first < t->n; first += DEPTH) {
+        for (int64_t at = first; at < first + DEPTH; at += TILE_ROWS) prepare_keys(t, at, room + at * 2 * PADDED_WORDS);
+        for (int d = 0; d < HEAD_DIM_VO; d += LANES) {
+            ints pairs[LANES];
+            for (int64_t i = 0; i < LANES; i++) {
+                int64_t key = first + 2 * i;
+                bits even = key < t->n ? wide(t->lines[1][key] + d) : (bits){0};
+                bits odd = key + 1 < t->n ? wide(t->lines[1][key + 1] + d) : (bits){0};
+                pairs[i] = (ints)(even | odd << 16);
+            }
+            transpose(pairs);
+            for (int i = 0; i < LANES; i++) memcpy(turned + (d + i) * TILE + first, &pairs[i], sizeof pairs[i]);
+        }
+    }
+}
+#endif
+
 // Keys and values as products read them, in `room` where that is not how they lie.
 static void prepare(struct tile *t, void *room) {
+#if AMX
+    if (tiles_allowed) return prepare_tiles(t, room);
+#endif
 #if FLOAT32
     memcpy(t->keys, t->lines[0], sizeof t->keys);
     memcpy(t->values, t->lines[1], sizeof t->values);
@@ -187,23 +256,10 @@ static void prepare(struct tile *t, void *room) {
 #endif
 }
 
-// Logits, in powers of 2, of AT_ONCE keys; `high` is the highest so far.
-static inline __attribute__((always_inline)) void dot(const struct step *s, const struct strip *strip,
-                                                      const struct tile *t, const struct tile *next, int at, int width,
-                                                      vec logits[][WIDTH], vec *high) {
-    vec acc[AT_ONCE][WIDTH];
-    UNROLL for (int i = 0; i < AT_ONCE; i++) UNROLL for (int w = 0; w < width; w++) acc[i][w] = (vec){0};
-    const word_of_key *const *keys = t->keys + at;
-    for (int d = 0; d < KEY_WORDS; d += 8) {
-        // Half a line a step: at its first half a line of keys, at its second one of values.
-        int bytes = d * PER_WORD * sizeof(cell), kind = bytes % 64 != 0;
-        if (next && bytes % 32 == 0 && bytes < (kind ? HEAD_DIM_VO : HEAD_DIM) * (int)sizeof(cell))
-            for (int i = 0; i < AT_ONCE; i++) __builtin_prefetch((const char *)next->lines[kind][at + i] + bytes, 0, 2);
-        UNROLL for (int e = 0; e < 8; e++)
-            UNROLL for (int i = 0; i < AT_ONCE; i++)
-                UNROLL for (int w = 0; w < width; w++)
-                    acc[i][w] = product(strip->query[d + e][w], keys[i][d + e], acc[i][w]);
-    }
+// Products of AT_ONCE keys to logits, in powers of 2; `high` is the highest so far.
+static inline __attribute__((always_inline)) void mask(const struct step *s, const struct strip *strip,
+                                                       const struct tile *t, int at, int width, vec acc[][WIDTH],
+                                                       vec logits[][WIDTH], vec *high) {
     int64_t first = t->start + at;
     float factor = PER_WORD == 2 ? s->scale * s->k_scale / (s->soft_cap ? s->soft_cap : LN_2) : 1;
     int whole = first >= strip->all_first && first + AT_ONCE <= strip->all_stop && first + AT_ONCE <= t->start + t->n;
@@ -224,6 +280,26 @@ static inline __attribute__((always_inline)) void dot(const struct step *s, cons
             high[w] = higher(high[w], x);
             logits[at + i][w] = x;
         }
+}
+
+// Logits of AT_ONCE keys.
+static inline __attribute__((always_inline)) void dot(const struct step *s, const struct strip *strip,
+                                                      const struct tile *t, const struct tile *next, int at, int width,
+                                                      vec logits[][WIDTH], vec *high) {
+    vec acc[AT_ONCE][WIDTH];
+    UNROLL for (int i = 0; i < AT_ONCE; i++) UNROLL for (int w = 0; w < width; w++) acc[i][w] = (vec){0};
+    const word_of_key *const *keys = t->keys + at;
+    for (int d = 0; d < KEY_WORDS; d += 8) {
+        // Half a line a step: at its first half a line of keys, at its second one of values.
+        int bytes = d * PER_WORD * sizeof(cell), kind = bytes % 64 != 0;
+        if (next && bytes % 32 == 0 && bytes < (kind ? HEAD_DIM_VO : HEAD_DIM) * (int)sizeof(cell))
+            for (int i = 0; i < AT_ONCE; i++) __builtin_prefetch((const char *)next->lines[kind][at + i] + bytes, 0, 2);
+        UNROLL for (int e = 0; e < 8; e++)
+            UNROLL for (int i = 0; i < AT_ONCE; i++)
+                UNROLL for (int w = 0; w < width; w++)
+                    acc[i][w] = product(strip->query[d + e][w], keys[i][d + e], acc[i][w]);
+    }
+    mask(s, strip, t, at, width, acc, logits, high);
 }
 
 // Logits [from, to) to weights, in pairs where products are; what comes before is to shrink.
@@ -269,11 +345,93 @@ static inline __attribute__((always_inline)) void add(struct strip *strip, const
     }
 }
 
+#if AMX
+// Six tiles of sums, by two rows of tiles and a strip's width, over DEPTH numbers: of A in tile 6, of B in tile 7.
+#define EACH_SUM(of)                                                                                                   \
+    of(0, 0, 0);                                                                                                       \
+    if (width > 1) of(1, 0, 1);                                                                                        \
+    if (width > 2) of(2, 0, 2);                                                                                        \
+    if (rows > 1) of(3, 1, 0);                                                                                         \
+    if (rows > 1 && width > 1) of(4, 1, 1);                                                                            \
+    if (rows > 1 && width > 2) of(5, 1, 2)
+#define ADD_OF(sum, w, b)                                                                                              \
+    _tile_loadd(7, b + w, WIDTH * TILE_BYTES);                                                                         \
+    _tile_dpbf16ps(sum, 6, 7)
+#define ADD_TILES(at, also, apart, also_apart, b)                                                                      \
+    _tile_loadd(6, at, apart);                                                                                         \
+    ADD_OF(0, 0, b);                                                                                                   \
+    if (width > 1) { ADD_OF(1, 1, b); }                                                                                \
+    if (width > 2) { ADD_OF(2, 2, b); }                                                                                \
+    if (rows > 1) {                                                                                                    \
+        _tile_loadd(6, also, also_apart);                                                                              \
+        ADD_OF(3, 0, b);                                                                                               \
+        if (width > 1) { ADD_OF(4, 1, b); }                                                                            \
+        if (width > 2) { ADD_OF(5, 2, b); }                                                                            \
+    }
+
+// Products of DEPTH keys.
+static inline __attribute__((always_inline)) void dot_tiles(const struct strip *strip, const struct tile *t, int at,
+                                                            int width, vec logits[][WIDTH]) {
+    const int rows = 2, tile = at / TILE_ROWS;
+#define ZERO(sum, row, w) _tile_zero(sum)
+#define STORE(sum, row, w) _tile_stored(sum, &logits[at + row * TILE_ROWS][w], WIDTH * TILE_BYTES)
+    WRITTEN(strip);
+    EACH_SUM(ZERO);
+    for (int k = 0; k < PADDED_WORDS; k += TILE_ROWS) {
+        ADD_TILES(t->rows[tile] + 2 * k, t->rows[tile + 1] + 2 * k, t->apart[tile], t->apart[tile + 1], strip->query[k]);
+    }
+    EACH_SUM(STORE);
+#undef STORE
+}
+
+// `add` for two tiles of dimensions, or one.
+static inline __attribute__((always_inline)) void add_rows(struct strip *strip, const struct tile *t, int d,
+                                                           const int rows, vec logits[][WIDTH], int from, int to,
+                                                           int width) {
+#define LOAD(sum, row, w) _tile_loadd(sum, &strip->part.out[d + row * TILE_ROWS][w], WIDTH * TILE_BYTES)
+#define STORE(sum, row, w) _tile_stored(sum, &strip->part.out[d + row * TILE_ROWS][w], WIDTH * TILE_BYTES)
+    WRITTEN(logits);
+    EACH_SUM(LOAD);
+    for (int k = from; k < to; k += DEPTH) {
+        const cell *at = t->turned + d * TILE + k;
+        ADD_TILES(at, at + TILE_ROWS * TILE, TILE * sizeof(cell), TILE * sizeof(cell), logits[k / 2]);
+    }
+    EACH_SUM(STORE);
+}
+
+static inline __attribute__((always_inline)) void attend_tiles(const struct step *s, struct strip *strip,
+                                                               const struct tile *t, const struct tile *next,
+                                                               int64_t from, int64_t to, int width) {
+    vec logits[TILE][WIDTH], high[WIDTH], shrink[WIDTH];
+    from = from / DEPTH * DEPTH, to = (to + DEPTH - 1) / DEPTH * DEPTH;
+    UNROLL for (int w = 0; w < width; w++) high[w] = strip->part.m[w];
+    for (int at = from; at < to; at += DEPTH) {
+        for (int i = at; next && i < at + DEPTH && i < next->n; i++)
+            for (int kind = 0; kind < 2; kind++)
+                for (int bytes = 0; bytes < (kind ? HEAD_DIM_VO : HEAD_DIM) * 2; bytes += 64)
+                    __builtin_prefetch((const char *)next->lines[kind][i] + bytes, 0, 2);
+        dot_tiles(strip, t, at, width, logits);
+        for (int i = at; i < at + DEPTH; i += AT_ONCE) mask(s, strip, t, i, width, logits + i, logits, high);
+    }
+    soften(strip, logits, from, to, width, high, shrink);
+    int less = 0;
+    UNROLL for (int w = 0; w < width; w++) less |= _mm512_cmpneq_ps_mask((__m512)shrink[w], _mm512_set1_ps(1.f));
+    for (int d = 0; less && d < HEAD_DIM_VO; d++)
+        UNROLL for (int w = 0; w < width; w++) strip->part.out[d][w] *= shrink[w];
+    int d = 0;
+    for (; d + TILE_ROWS < HEAD_DIM_VO; d += 2 * TILE_ROWS) add_rows(strip, t, d, 2, logits, from, to, width);
+    if (d < HEAD_DIM_VO) add_rows(strip, t, d, 1, logits, from, to, width);
+}
+#endif
+
 static inline __attribute__((always_inline)) void attend_by(const struct step *s, struct strip *strip,
                                                             const struct tile *t, const struct tile *next, int width) {
     int64_t from = strip->any_first > t->start ? strip->any_first - t->start : 0;
     int64_t to = strip->any_stop < t->start + t->n ? strip->any_stop - t->start : t->n;
     if (from >= to) return;
+#if AMX
+    if (tiles_allowed) return attend_tiles(s, strip, t, next, from, to, width);
+#endif
     from = from / AT_ONCE * AT_ONCE, to = (to + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
     vec logits[TILE][WIDTH], high[WIDTH], shrink[WIDTH];
     UNROLL for (int w = 0; w < width; w++) high[w] = strip->part.m[w];
@@ -301,6 +459,10 @@ static void attend(const struct step *s, int64_t row, int64_t head, int64_t star
                    int num_strips) {
     char room[ROOM_BYTES] __attribute__((aligned(64)));
     struct tile tiles[2];
+#if AMX
+    struct tile_shapes before;
+    if (tiles_allowed) shape_tiles(TILE_ROWS, TILE_ROWS, &before);
+#endif
     locate(s, row, head, start, stop, &tiles[0]);
     for (int nth = 0; start < stop; start += TILE, nth ^= 1) {
         struct tile *t = &tiles[nth], *next = NULL;
@@ -315,6 +477,9 @@ static void attend(const struct step *s, int64_t row, int64_t head, int64_t star
                 attend_1(s, &strips[i], t, next);
         }
     }
+#if AMX
+    if (tiles_allowed) restore_tiles(&before);
+#endif
 }
 
 // Join what two strips of the same queries attended of different keys.
@@ -444,6 +609,9 @@ static void make_plan(const struct step *s, struct plan *plan) {
 int paged_prefill(const struct step *s) {
     int why = refused(s);
     if (why) return why;
+#if AMX
+    if (tiles_allowed < 0) tiles_allowed = TILES_ALLOWED();
+#endif
     int64_t heads = s->num_kv_heads, first_block[s->num_rows + 1], threads = 1;
     struct plan plan = {.first_block = first_block};
     make_plan(s, &plan);

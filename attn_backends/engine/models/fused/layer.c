@@ -61,7 +61,7 @@ struct norm { const float *weight; float epsilon; };
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Whether products of tokens of such sizes, with that many rows at least, are those of amx.h.
+// Whether products of tokens of such sizes, with that many rows at least, are those of tile_products.h.
 static int in_pairs(int64_t tokens, int64_t size, int64_t rows) {
 #if AMX
     return tiles_allowed && tokens >= MANY && size % DEPTH == 0 && rows >= RUN;

@@ -46,9 +46,11 @@ INLINE void write3(cell *at, __m128 v) { _mm_mask_storeu_epi16(at, 7, (__m128i)_
 #endif
 #define WHOLE ((mask)-1)
 
-#define AMX (BFLOAT16 && (defined(TILES) || defined(__AMX_BF16__)))
-#if AMX
+#if BFLOAT16
 #include "amx.h"
+#endif
+#if AMX
+#include "tile_products.h"
 #endif
 
 // Lane 4 t + r is the sum of v[t][r].
@@ -140,7 +142,7 @@ enum kind {
 
 struct job {
     const cell *x, *w, *up;  // [tokens, size], [rows, size], and of GATED a second one for `up`
-    const cell *pairs;       // x in pairs, or NULL: for the products of amx.h, of which GATED gives `out` so, too
+    const cell *pairs;       // x in pairs, or NULL: for tile_products.h, of which GATED gives `out` so, too
     int64_t tokens, size, rows, half; // of TURNED: of a head
     cell *out;               // [tokens, rows], out_row apart
     int64_t out_row;
@@ -187,7 +189,7 @@ INLINE void column(const enum kind kind, const struct job *j, int64_t row, int64
 }
 
 #if AMX
-// The same by amx.h, two times RUN tokens at a time.
+// The same by tile_products.h, two times RUN tokens at a time.
 INLINE void tall_column(const enum kind kind, const struct job *j, int64_t height, int64_t row, int64_t apart,
                         const cell *const w[2], int64_t next) {
     float sums[2][2][RUN][RUN] __attribute__((aligned(64)));
@@ -220,7 +222,7 @@ INLINE void share(const enum kind kind, const struct job *j, int64_t thread, int
     struct tile_shapes before;
     if (j->pairs) {
         height = runs < RUN || j->rows < 8 * RUN * threads ? RUN / 2 : RUN;
-        shape_tiles(height, &before);
+        shape_tiles(height, RUN, &before);
     }
 #endif
     int64_t each = kind == PLAIN ? 2 * height : height;
@@ -237,7 +239,7 @@ INLINE void share(const enum kind kind, const struct job *j, int64_t thread, int
         column(kind, j, row, apart, w, each * j->size);
     }
 #if AMX
-    if (j->pairs) _tile_loadconfig(&before);
+    if (j->pairs) restore_tiles(&before);
 #endif
 }
 

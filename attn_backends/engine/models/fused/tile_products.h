@@ -1,17 +1,9 @@
-// Products of several tokens by AMX (TDPBF16PS of Intel's instruction set), over bfloat16 weights as they lie.
+// Products of several tokens by AMX, over bfloat16 weights as they lie.
 //
 // A tile register holds up to RUN weight rows of DEPTH numbers. The other operand are RUN tokens and as many of their
-// numbers, in pairs: [pair of numbers, token], in one kilobyte. A tile's sums are float32, [weight row, token].
+// numbers, in pairs: [pair of numbers, token], in one kilobyte. A tile's sums are [weight row, token].
 
-#ifdef TILES // a header with these instructions, and what stands for Linux's permission to use them
-#include TILES
-#else
-#include <sys/syscall.h>
-long syscall(long, ...);
-#define TILES_ALLOWED() (!syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */))
-#endif
-
-#define RUN 16
+#define RUN TILE_ROWS
 #define DEPTH 32
 
 static int tiles_allowed; // asked for once, when torch gets the operators
@@ -53,16 +45,6 @@ INLINE void write_pair(cell *pairs, vec even, vec odd) {
     _mm512_storeu_si512(pairs, low | _mm512_slli_epi32(high, 16));
 }
 
-struct tile_shapes { uint8_t palette, start, none[14]; uint16_t bytes[RUN]; uint8_t rows[RUN]; };
-
-// Tiles of so many weight rows; what the thread had before is put in `before`.
-static void shape_tiles(int64_t height, struct tile_shapes *before) {
-    struct tile_shapes shapes = {.palette = 1};
-    for (int i = 0; i < 8; i++) shapes.bytes[i] = sizeof(float) * RUN, shapes.rows[i] = i < 6 ? height : RUN;
-    _tile_storeconfig(before);
-    _tile_loadconfig(&shapes);
-}
-
 // Steps of `sum_tiles`, over numbers k to k + DEPTH. Of one group, sums of even steps and of odd ones are apart: a sum
 // waits for the one before.
 #define LOAD_WEIGHTS(k)                                                                                                \
@@ -84,6 +66,7 @@ INLINE void fetch_rows(const cell *const w[2], int64_t at, int64_t height) {
 // are fetched to the second cache, unless that is 0.
 static void sum_tiles(int groups, const cell *const w[2], const cell *pairs, int64_t size, int64_t height,
                       int64_t ahead, float sums[2][2][RUN][RUN]) {
+    WRITTEN(pairs);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
