@@ -13,20 +13,23 @@
 #include "amx.h"
 #endif
 
-#define TILE 64         // keys between two updates of the softmax
-#define AT_ONCE 8       // keys, or dimensions of values, that a microkernel holds in registers
 #if AMX
-#define STRIPS 4 // which share the turning of values
+#define TILE 128 // keys between two updates of the softmax
+#define STRIPS 8 // which share the turning of values
 #else
+#define TILE 64
 #define STRIPS 2
 #endif
+#define AT_ONCE 8       // keys, or dimensions of values, that a microkernel holds in registers
 #define MIN_PIECE 256   // keys
 #define MIN_WORK 65536  // multiplications that are worth waking the other threads
 #define TASKS 4         // of a thread, to even out what they differ in
 #define LN_2 0.693147181f
 #define LOWEST -1e30f   // below all logits, and finite: the difference of two is a number
-#ifdef __AVX512F__
-#define WIDTH 3 // vectors of a strip: with AT_ONCE, what 32 registers hold
+#if AMX
+#define WIDTH 2 // vectors of a strip, and columns of tiles
+#elif defined(__AVX512F__)
+#define WIDTH 3 // with AT_ONCE, what 32 registers hold
 #else
 #define WIDTH 1
 #undef AT_ONCE
@@ -53,6 +56,7 @@ static inline vec product(words a, word_of_key b, vec acc) { return acc + a * b;
 #define KEY_WORDS (HEAD_DIM / PER_WORD)
 #if AMX
 #define DEPTH 32                                               // numbers of a row of a tile
+#define SLACK 8.f                                              // in powers of 2
 #define PADDED_WORDS ((KEY_WORDS + LANES - 1) / LANES * LANES) // whole tiles; zeros where keys have no more dimensions
 #define ROOM_BYTES (TILE * (HEAD_DIM_VO + 2 * PADDED_WORDS) * 2)
 static int tiles_allowed = -1; // or whether Linux lets this process use them
@@ -86,9 +90,7 @@ struct tile { // keys
     const cell *lines[2][TILE];                   // where keys and values lie
     const word_of_key *keys[TILE], *values[TILE]; // as products read them: values by pairs where products are
 #if AMX
-    const cell *rows[TILE / TILE_ROWS]; // keys as A
-    int64_t apart[TILE / TILE_ROWS];    // bytes
-    const cell *turned;                 // values as A, [dimension, TILE keys]; zeros where there are fewer
+    const cell *rows, *turned; // keys as A, 2 PADDED_WORDS apart; values, [dimension, key], TILE apart; zeros behind
 #endif
 };
 
@@ -180,31 +182,22 @@ static void locate(const struct step *s, int64_t row, int64_t head, int64_t star
 }
 
 #if AMX
-// Keys of a tile of logits, from the `first` on: as they lie, where that is evenly and in whole tiles.
-static void prepare_keys(struct tile *t, int64_t first, cell *room) {
-    const cell *const *lines = t->lines[0] + first;
-    int64_t apart = lines[1] - lines[0];
-    int evenly = HEAD_DIM % DEPTH == 0 && first + TILE_ROWS <= t->n;
-    for (int i = 1; evenly && i < TILE_ROWS; i++) evenly = lines[i] - lines[i - 1] == apart;
-    t->rows[first / TILE_ROWS] = evenly ? lines[0] : room;
-    t->apart[first / TILE_ROWS] = (evenly ? apart : 2 * PADDED_WORDS) * (int64_t)sizeof(cell);
-    if (evenly) return;
-    memset(room, 0, TILE_ROWS * 2 * PADDED_WORDS * sizeof(cell));
-    for (int64_t i = 0; i < TILE_ROWS && first + i < t->n; i++)
-        memcpy(room + i * 2 * PADDED_WORDS, lines[i], HEAD_DIM * sizeof(cell));
-}
-
 static bits wide(const cell *at) {
     halves h;
     memcpy(&h, at, sizeof h);
     return __builtin_convertvector(h, bits);
 }
 
+// Keys and values in whole tiles. Keys are copied even where they lie evenly: rows of several heads would take the same
+// few sets of the first cache.
 static void prepare_tiles(struct tile *t, cell *room) {
     cell *turned = room + TILE * 2 * PADDED_WORDS;
-    t->turned = turned;
+    t->rows = room, t->turned = turned;
     for (int64_t first = 0; first < t->n; first += DEPTH) {
-        for (int64_t at = first; at < first + DEPTH; at += TILE_ROWS) prepare_keys(t, at, room + at * 2 * PADDED_WORDS);
+        for (int64_t i = first; i < first + DEPTH; i++, room += 2 * PADDED_WORDS) {
+            if (i >= t->n || KEY_WORDS < PADDED_WORDS) memset(room, 0, 2 * PADDED_WORDS * sizeof(cell));
+            if (i < t->n) memcpy(room, t->lines[0][i], HEAD_DIM * sizeof(cell));
+        }
         for (int d = 0; d < HEAD_DIM_VO; d += LANES) {
             ints pairs[LANES];
             for (int64_t i = 0; i < LANES; i++) {
@@ -302,9 +295,9 @@ static inline __attribute__((always_inline)) void dot(const struct step *s, cons
     mask(s, strip, t, at, width, acc, logits, high);
 }
 
-// Logits [from, to) to weights, in pairs where products are; what comes before is to shrink.
-static inline __attribute__((always_inline)) void soften(struct strip *strip, vec logits[][WIDTH], int from, int to,
-                                                         int width, const vec *high, vec *shrink) {
+// Logits [from, to), times a factor, to weights, in pairs where products are; what comes before is to shrink.
+static inline __attribute__((always_inline)) void soften(struct strip *strip, vec logits[][WIDTH], float factor,
+                                                         int from, int to, int width, const vec *high, vec *shrink) {
     vec sum[WIDTH];
     UNROLL for (int w = 0; w < width; w++) {
         shrink[w] = exp2_of(strip->part.m[w] - high[w]);
@@ -313,7 +306,7 @@ static inline __attribute__((always_inline)) void soften(struct strip *strip, ve
     }
     for (int i = from; i < to; i += 2)
         UNROLL for (int w = 0; w < width; w++) {
-            vec a = exp2_of(logits[i][w] - high[w]), b = exp2_of(logits[i + 1][w] - high[w]);
+            vec a = exp2_of(logits[i][w] * factor - high[w]), b = exp2_of(logits[i + 1][w] * factor - high[w]);
             sum[w] += a + b;
 #if PER_WORD == 2
             __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
@@ -346,57 +339,78 @@ static inline __attribute__((always_inline)) void add(struct strip *strip, const
 }
 
 #if AMX
-// Six tiles of sums, by two rows of tiles and a strip's width, over DEPTH numbers: of A in tile 6, of B in tile 7.
+// Four tiles of sums, of two rows of tiles and two columns, or one of each; tiles 4 and 5 are of A, 6 and 7 of B.
 #define EACH_SUM(of)                                                                                                   \
     of(0, 0, 0);                                                                                                       \
     if (width > 1) of(1, 0, 1);                                                                                        \
-    if (width > 2) of(2, 0, 2);                                                                                        \
-    if (rows > 1) of(3, 1, 0);                                                                                         \
-    if (rows > 1 && width > 1) of(4, 1, 1);                                                                            \
-    if (rows > 1 && width > 2) of(5, 1, 2)
-#define ADD_OF(sum, w, b)                                                                                              \
-    _tile_loadd(7, b + w, WIDTH * TILE_BYTES);                                                                         \
-    _tile_dpbf16ps(sum, 6, 7)
-#define ADD_TILES(at, also, apart, also_apart, b)                                                                      \
-    _tile_loadd(6, at, apart);                                                                                         \
-    ADD_OF(0, 0, b);                                                                                                   \
-    if (width > 1) { ADD_OF(1, 1, b); }                                                                                \
-    if (width > 2) { ADD_OF(2, 2, b); }                                                                                \
+    if (rows > 1) of(2, 1, 0);                                                                                         \
+    if (rows > 1 && width > 1) of(3, 1, 1)
+#define ADD_TILES(a, next_a, apart, b)                                                                                 \
+    _tile_loadd(4, a, apart);                                                                                          \
+    _tile_loadd(6, b, WIDTH * TILE_BYTES);                                                                             \
+    _tile_dpbf16ps(0, 4, 6);                                                                                           \
+    if (width > 1) {                                                                                                   \
+        _tile_loadd(7, b + 1, WIDTH * TILE_BYTES);                                                                     \
+        _tile_dpbf16ps(1, 4, 7);                                                                                       \
+    }                                                                                                                  \
     if (rows > 1) {                                                                                                    \
-        _tile_loadd(6, also, also_apart);                                                                              \
-        ADD_OF(3, 0, b);                                                                                               \
-        if (width > 1) { ADD_OF(4, 1, b); }                                                                            \
-        if (width > 2) { ADD_OF(5, 2, b); }                                                                            \
+        _tile_loadd(5, next_a, apart);                                                                                 \
+        _tile_dpbf16ps(2, 5, 6);                                                                                       \
+        if (width > 1) _tile_dpbf16ps(3, 5, 7);                                                                        \
     }
 
 // Products of DEPTH keys.
 static inline __attribute__((always_inline)) void dot_tiles(const struct strip *strip, const struct tile *t, int at,
                                                             int width, vec logits[][WIDTH]) {
-    const int rows = 2, tile = at / TILE_ROWS;
+    const int rows = 2, size = 2 * PADDED_WORDS;
 #define ZERO(sum, row, w) _tile_zero(sum)
 #define STORE(sum, row, w) _tile_stored(sum, &logits[at + row * TILE_ROWS][w], WIDTH * TILE_BYTES)
     WRITTEN(strip);
     EACH_SUM(ZERO);
     for (int k = 0; k < PADDED_WORDS; k += TILE_ROWS) {
-        ADD_TILES(t->rows[tile] + 2 * k, t->rows[tile + 1] + 2 * k, t->apart[tile], t->apart[tile + 1], strip->query[k]);
+        const cell *a = t->rows + at * size + 2 * k;
+        ADD_TILES(a, a + TILE_ROWS * size, size * sizeof(cell), strip->query[k]);
     }
     EACH_SUM(STORE);
 #undef STORE
 }
 
 // `add` for two tiles of dimensions, or one.
-static inline __attribute__((always_inline)) void add_rows(struct strip *strip, const struct tile *t, int d,
-                                                           const int rows, vec logits[][WIDTH], int from, int to,
-                                                           int width) {
+static inline __attribute__((always_inline)) void add_tiles(struct strip *strip, const struct tile *t, int d,
+                                                            const int rows, vec logits[][WIDTH], int from, int to,
+                                                            int width) {
 #define LOAD(sum, row, w) _tile_loadd(sum, &strip->part.out[d + row * TILE_ROWS][w], WIDTH * TILE_BYTES)
 #define STORE(sum, row, w) _tile_stored(sum, &strip->part.out[d + row * TILE_ROWS][w], WIDTH * TILE_BYTES)
     WRITTEN(logits);
     EACH_SUM(LOAD);
     for (int k = from; k < to; k += DEPTH) {
-        const cell *at = t->turned + d * TILE + k;
-        ADD_TILES(at, at + TILE_ROWS * TILE, TILE * sizeof(cell), TILE * sizeof(cell), logits[k / 2]);
+        const cell *a = t->turned + d * TILE + k;
+        ADD_TILES(a, a + TILE_ROWS * TILE, TILE * sizeof(cell), logits[k / 2]);
     }
     EACH_SUM(STORE);
+}
+
+// The highest product of AT_ONCE keys; those that a query does not see are -infinity.
+static inline __attribute__((always_inline)) void hide(const struct strip *strip, const struct tile *t, int at,
+                                                       int width, vec products[][WIDTH], vec *high) {
+    int64_t first = t->start + at;
+    int whole = first >= strip->all_first && first + AT_ONCE <= strip->all_stop && first + AT_ONCE <= t->start + t->n;
+    for (int i = 0; !whole && i < AT_ONCE; i++)
+        UNROLL for (int w = 0; w < width; w++) {
+            ints key = (ints){0} + (int32_t)(first + i), hidden = (key < strip->first[w]) | (key >= strip->stop[w]);
+            vec x = products[at + i][w];
+            products[at + i][w] = (vec)(((ints)x & ~hidden) | ((ints)((vec){0} - INFINITY) & hidden));
+        }
+    UNROLL for (int i = 0; i < AT_ONCE; i++)
+        UNROLL for (int w = 0; w < width; w++) high[w] = higher(high[w], products[at + i][w]);
+}
+
+// Whether none of a strip's maxima has grown so much that what was before must shrink: weights are up to 2^SLACK else.
+static inline __attribute__((always_inline)) int keeps(const struct strip *strip, const vec *high, int width) {
+    int grown = 0;
+    UNROLL for (int w = 0; w < width; w++)
+        grown |= _mm512_cmp_ps_mask((__m512)high[w], (__m512)(strip->part.m[w] + SLACK), _CMP_NLE_UQ);
+    return !grown;
 }
 
 static inline __attribute__((always_inline)) void attend_tiles(const struct step *s, struct strip *strip,
@@ -404,23 +418,29 @@ static inline __attribute__((always_inline)) void attend_tiles(const struct step
                                                                int64_t from, int64_t to, int width) {
     vec logits[TILE][WIDTH], high[WIDTH], shrink[WIDTH];
     from = from / DEPTH * DEPTH, to = (to + DEPTH - 1) / DEPTH * DEPTH;
-    UNROLL for (int w = 0; w < width; w++) high[w] = strip->part.m[w];
+    float factor = s->scale * s->k_scale;
+    int plain = !s->soft_cap && !s->slopes && factor > 0; // then a maximum of products is one of logits
+    factor = plain ? factor / LN_2 : 1;
+    UNROLL for (int w = 0; w < width; w++) high[w] = plain ? (vec){0} - INFINITY : strip->part.m[w];
     for (int at = from; at < to; at += DEPTH) {
         for (int i = at; next && i < at + DEPTH && i < next->n; i++)
             for (int kind = 0; kind < 2; kind++)
                 for (int bytes = 0; bytes < (kind ? HEAD_DIM_VO : HEAD_DIM) * 2; bytes += 64)
                     __builtin_prefetch((const char *)next->lines[kind][i] + bytes, 0, 2);
         dot_tiles(strip, t, at, width, logits);
-        for (int i = at; i < at + DEPTH; i += AT_ONCE) mask(s, strip, t, i, width, logits + i, logits, high);
+        for (int i = at; i < at + DEPTH; i += AT_ONCE)
+            if (plain) hide(strip, t, i, width, logits, high);
+            else mask(s, strip, t, i, width, logits + i, logits, high);
     }
-    soften(strip, logits, from, to, width, high, shrink);
-    int less = 0;
-    UNROLL for (int w = 0; w < width; w++) less |= _mm512_cmpneq_ps_mask((__m512)shrink[w], _mm512_set1_ps(1.f));
-    for (int d = 0; less && d < HEAD_DIM_VO; d++)
+    if (plain) UNROLL for (int w = 0; w < width; w++) high[w] = higher(strip->part.m[w], high[w] * factor);
+    int kept = keeps(strip, high, width);
+    if (kept) UNROLL for (int w = 0; w < width; w++) high[w] = strip->part.m[w];
+    soften(strip, logits, factor, from, to, width, high, shrink);
+    for (int d = 0; !kept && d < HEAD_DIM_VO; d++)
         UNROLL for (int w = 0; w < width; w++) strip->part.out[d][w] *= shrink[w];
     int d = 0;
-    for (; d + TILE_ROWS < HEAD_DIM_VO; d += 2 * TILE_ROWS) add_rows(strip, t, d, 2, logits, from, to, width);
-    if (d < HEAD_DIM_VO) add_rows(strip, t, d, 1, logits, from, to, width);
+    for (; d + TILE_ROWS < HEAD_DIM_VO; d += 2 * TILE_ROWS) add_tiles(strip, t, d, 2, logits, from, to, width);
+    if (d < HEAD_DIM_VO) add_tiles(strip, t, d, 1, logits, from, to, width);
 }
 #endif
 
@@ -437,7 +457,7 @@ static inline __attribute__((always_inline)) void attend_by(const struct step *s
     UNROLL for (int w = 0; w < width; w++) high[w] = strip->part.m[w];
     for (int at = from; at < to; at += AT_ONCE) 
         dot(s, strip, t, next && at < next->n ? next : NULL, at, width, logits, high);
-    soften(strip, logits, from, to, width, high, shrink);
+    soften(strip, logits, 1.f, from, to, width, high, shrink);
     // Behind the last key there are weights of 0 and no values.
     to = to < t->n ? to : (t->n + PER_WORD - 1) / PER_WORD * PER_WORD;
     add(strip, t, logits, from, to, width, shrink);
@@ -451,6 +471,8 @@ static inline __attribute__((always_inline)) void attend_by(const struct step *s
 ATTEND(1)
 #if WIDTH > 1
 ATTEND(2)
+#endif
+#if WIDTH > 2
 ATTEND(3)
 #endif
 
@@ -469,12 +491,15 @@ static void attend(const struct step *s, int64_t row, int64_t head, int64_t star
         if (start + TILE < stop) locate(s, row, head, start + TILE, stop, next = &tiles[!nth]);
         prepare(t, room);
         for (int i = 0; i < num_strips; i++, next = NULL) { // fetched once
+            switch (strips[i].width) {
+            case 1: attend_1(s, &strips[i], t, next); break;
 #if WIDTH > 1
-            if (strips[i].width == 3) attend_3(s, &strips[i], t, next);
-            else if (strips[i].width == 2) attend_2(s, &strips[i], t, next);
-            else
+            case 2: attend_2(s, &strips[i], t, next); break;
 #endif
-                attend_1(s, &strips[i], t, next);
+#if WIDTH > 2
+            case 3: attend_3(s, &strips[i], t, next); break;
+#endif
+            }
         }
     }
 #if AMX
