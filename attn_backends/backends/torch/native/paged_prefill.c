@@ -83,6 +83,7 @@ struct strip { // queries side by side, one in a lane
     int64_t any_first, any_stop, all_first, all_stop; // keys that some query sees, and that all do
     int64_t start;                                    // the first of them in the row
     int num, width;                                   // queries, and vectors that hold them
+    int fresh;                                        // nothing is attended, and nothing in part.out
 };
 
 struct tile { // keys
@@ -109,7 +110,8 @@ static inline void transpose(ints rows[LANES]) {
 // 2^x for x <= 0, to a unit in the last place, or as exact as bfloat16 needs; 0 far below.
 static inline vec exp2_of(vec x) {
 #ifdef __AVX512F__
-    x = (vec)_mm512_max_ps(_mm512_set1_ps(-160.f), (__m512)x); // not a number stays one
+    // Results that are no normal numbers would take a hundred cycles each. Not a number stays one.
+    __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.f), _CMP_NLT_UQ);
     vec n = (vec)_mm512_roundscale_ps((__m512)x, 0), r = x - n;
 #else
     ints whole = __builtin_convertvector(x - 0.5f, ints);
@@ -123,7 +125,7 @@ static inline vec exp2_of(vec x) {
 #endif
     p = p * r + 1.f;
 #ifdef __AVX512F__
-    return (vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+    return (vec)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)n);
 #else
     return (vec)(((ints)p + (whole << 23)) & ~(x < -126.f));
 #endif
@@ -160,10 +162,16 @@ static void load_queries(const struct step *s, int64_t row, int64_t head, struct
         strip->part.l[w] = (vec){0};
     }
     for (int d = KEY_WORDS; d < PADDED_WORDS; d++) for (int w = 0; w < WIDTH; w++) strip->query[d][w] = (words){0};
-    for (int d = 0; d < HEAD_DIM_VO; d++) for (int w = 0; w < WIDTH; w++) strip->part.out[d][w] = (vec){0};
+    strip->fresh = 1;
     int last = strip->num - 1;
     strip->any_first = strip->first[0][0], strip->all_first = strip->first[last / LANES][last % LANES];
     strip->all_stop = strip->stop[0][0], strip->any_stop = strip->stop[last / LANES][last % LANES];
+}
+
+static void begin(struct strip *strip) {
+    for (int d = 0; strip->fresh && d < HEAD_DIM_VO; d++)
+        for (int w = 0; w < WIDTH; w++) strip->part.out[d][w] = (vec){0};
+    strip->fresh = 0;
 }
 
 // Where the keys [start, stop) lie, or the first of them; what is too many of AT_ONCE, which no query sees, repeats the
@@ -382,7 +390,8 @@ static inline __attribute__((always_inline)) void add_tiles(struct strip *strip,
 #define LOAD(sum, row, w) _tile_loadd(sum, &strip->part.out[d + row * TILE_ROWS][w], WIDTH * TILE_BYTES)
 #define STORE(sum, row, w) _tile_stored(sum, &strip->part.out[d + row * TILE_ROWS][w], WIDTH * TILE_BYTES)
     WRITTEN(logits);
-    EACH_SUM(LOAD);
+    if (strip->fresh) { EACH_SUM(ZERO); }
+    else { EACH_SUM(LOAD); }
     for (int k = from; k < to; k += DEPTH) {
         const cell *a = t->turned + d * TILE + k;
         ADD_TILES(a, a + TILE_ROWS * TILE, TILE * sizeof(cell), logits[k / 2]);
@@ -436,11 +445,12 @@ static inline __attribute__((always_inline)) void attend_tiles(const struct step
     int kept = keeps(strip, high, width);
     if (kept) UNROLL for (int w = 0; w < width; w++) high[w] = strip->part.m[w];
     soften(strip, logits, factor, from, to, width, high, shrink);
-    for (int d = 0; !kept && d < HEAD_DIM_VO; d++)
+    for (int d = 0; !kept && !strip->fresh && d < HEAD_DIM_VO; d++)
         UNROLL for (int w = 0; w < width; w++) strip->part.out[d][w] *= shrink[w];
     int d = 0;
     for (; d + TILE_ROWS < HEAD_DIM_VO; d += 2 * TILE_ROWS) add_tiles(strip, t, d, 2, logits, from, to, width);
     if (d < HEAD_DIM_VO) add_tiles(strip, t, d, 1, logits, from, to, width);
+    strip->fresh = 0;
 }
 #endif
 
@@ -452,6 +462,7 @@ static inline __attribute__((always_inline)) void attend_by(const struct step *s
 #if AMX
     if (tiles_allowed) return attend_tiles(s, strip, t, next, from, to, width);
 #endif
+    begin(strip);
     from = from / AT_ONCE * AT_ONCE, to = (to + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
     vec logits[TILE][WIDTH], high[WIDTH], shrink[WIDTH];
     UNROLL for (int w = 0; w < width; w++) high[w] = strip->part.m[w];
@@ -505,6 +516,7 @@ static void attend(const struct step *s, int64_t row, int64_t head, int64_t star
 #if AMX
     if (tiles_allowed) restore_tiles(&before);
 #endif
+    for (int i = 0; i < num_strips; i++) begin(&strips[i]); // of which no query sees a key of these
 }
 
 // Join what two strips of the same queries attended of different keys.
@@ -529,7 +541,7 @@ static void store_outputs(const struct step *s, int64_t row, int64_t head, const
             float m = strip->part.m[w][i], l = strip->part.l[w][i], by = 1;
             float sink = s->sinks ? s->sinks[g] / LN_2 : -INFINITY;
             if (sink > m) by = exp2f(m - sink), l = l * by + 1, m = sink;
-            else l += exp2f(sink - m);
+            else if (s->sinks) l += exp2f(sink - m);
             to[i] = (s->query_starts[row] + at / GROUP) * heads + g;
             factor[i] = by * (float)s->v_scale / l;
             if (s->lse) s->lse[to[i]] = (m + log2f(l)) * LN_2;
