@@ -27,11 +27,16 @@ static inline void store(cell *at, vec v) { memcpy(at, &v, sizeof v); }
 typedef uint16_t cell;
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
-static inline vec load(const cell *at) {
+static inline bits widen(const cell *at) {
+#ifdef __AVX512F__ // compilers split the conversion
+    return (bits)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)at));
+#else
     halves h;
     memcpy(&h, at, sizeof h);
-    return (vec)(__builtin_convertvector(h, bits) << 16);
+    return __builtin_convertvector(h, bits);
+#endif
 }
+static inline vec load(const cell *at) { return (vec)(widen(at) << 16); }
 static inline void store(cell *at, vec v) { // to nearest, ties to even
     bits b = (bits)v, is_nan = (bits)(v != v);
     b = (((b + 0x7fff + (b >> 16 & 1)) & ~is_nan) | (0x7fc00000 & is_nan)) >> 16;

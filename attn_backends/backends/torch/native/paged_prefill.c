@@ -190,12 +190,6 @@ static void locate(const struct step *s, int64_t row, int64_t head, int64_t star
 }
 
 #if AMX
-static bits wide(const cell *at) {
-    halves h;
-    memcpy(&h, at, sizeof h);
-    return __builtin_convertvector(h, bits);
-}
-
 // Keys and values in whole tiles. Keys are copied even where they lie evenly: rows of several heads would take the same
 // few sets of the first cache.
 static void prepare_tiles(struct tile *t, cell *room) {
@@ -210,8 +204,8 @@ static void prepare_tiles(struct tile *t, cell *room) {
             ints pairs[LANES];
             for (int64_t i = 0; i < LANES; i++) {
                 int64_t key = first + 2 * i;
-                bits even = key < t->n ? wide(t->lines[1][key] + d) : (bits){0};
-                bits odd = key + 1 < t->n ? wide(t->lines[1][key + 1] + d) : (bits){0};
+                bits even = key < t->n ? widen(t->lines[1][key] + d) : (bits){0};
+                bits odd = key + 1 < t->n ? widen(t->lines[1][key + 1] + d) : (bits){0};
                 pairs[i] = (ints)(even | odd << 16);
             }
             transpose(pairs);
@@ -235,10 +229,8 @@ static void prepare(struct tile *t, void *room) {
     memcpy(t->keys, t->lines[0], sizeof t->keys);
     for (int64_t i = 0; i < t->n; i += 2, pairs += HEAD_DIM_VO) {
         for (int d = 0; d < HEAD_DIM_VO; d += LANES) {
-            halves a, b = {0};
-            memcpy(&a, t->lines[1][i] + d, sizeof a);
-            if (i + 1 < t->n) memcpy(&b, t->lines[1][i + 1] + d, sizeof b);
-            bits pair = __builtin_convertvector(a, bits) | __builtin_convertvector(b, bits) << 16;
+            bits pair = widen(t->lines[1][i] + d);
+            if (i + 1 < t->n) pair |= widen(t->lines[1][i + 1] + d) << 16;
             memcpy(pairs + d, &pair, sizeof pair);
         }
         t->values[i / 2] = (const void *)pairs;
