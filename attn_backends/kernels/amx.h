@@ -6,9 +6,10 @@
 #define AMX 1
 #include <immintrin.h>
 #include <stdint.h>
-#ifdef TILES // a header with these instructions in other words, and what stands for Linux's permission to use them
+#ifdef TILES // a header with these instructions in other words
 #include TILES
-#else
+#endif
+#ifndef TILES_ALLOWED
 #include <sys/syscall.h>
 long syscall(long, ...);
 #define TILES_ALLOWED() (!syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from attn_backends.backends.torch.native import paged_decode, paged_prefill
+from attn_backends.backends.torch.native import paged_decode, paged_prefill, paged_rows
 from attn_backends.kernels import c_compiler
 
 
@@ -19,8 +19,8 @@ def forget() -> None:
 
 
 @contextmanager
-def quick_native() -> Iterator[None]:
-    """Within it kernels are compiled without optimisation; those of before and behind it are others.
+def quick_native(**defines: str | int) -> Iterator[None]:
+    """Within it kernels are compiled without optimisation, and with more macros. Those of before and behind are others.
 
     Its operators end with it.
     """
@@ -28,6 +28,7 @@ def quick_native() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, operators as library:
         patch.setattr(c_compiler, "FLAGS", ("-O0", *c_compiler.FLAGS[1:]))
         patch.setattr(paged_decode, "_library", library)
+        patch.setattr(paged_rows, "load", lambda source, given: c_compiler.load(source, {**given, **defines}))
         forget()
         try:
             yield

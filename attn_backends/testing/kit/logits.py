@@ -90,6 +90,16 @@ class Logits(Graphs):
                         result = run_backend(self.backend, batch, want_lse=want_lse)
                         self.check_level(batch, result, level, f"{asked.name}, logits of {level}, {shape}")
 
+    @pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
+    def test_maxima_of_other_tiles(self, late: bool, dtype: torch.dtype) -> None:
+        """What a kernel has of earlier keys weighs nothing beside a later one, and later keys nothing beside those."""
+        shape = BatchShape(seq_lens=(1000, 700, 600), query_lens=(1, 130, 600))
+        for _, spec in self.served([feature("plain")], dtype=dtype):
+            for level in (level for level in self.levels(spec) if level > 0):
+                batch = levelled(self.make_batch(spec, shape), level, lambda positions: (positions >= 450) == late)
+                result = run_backend(self.backend, with_pool(batch, self.backend, float("nan")))
+                self.check_level(batch, result, level, f"{'late' if late else 'early'} logits of {2 * level}")
+
     @pytest.mark.parametrize("where", ["every second key", "the prefix", "behind the prefix"])
     @pytest.mark.parametrize("name", ["plain", "sinks"])
     def test_merges_of_logits_far_from_zero(self, name: str, where: str) -> None:

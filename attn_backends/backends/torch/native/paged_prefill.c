@@ -249,6 +249,12 @@ static void prepare(struct tile *t, void *room) {
 #endif
 }
 
+// Logits of a key, or -infinity where a query does not see it.
+static inline vec seen(const struct strip *strip, ints key, int w, vec x) {
+    ints hidden = (key < strip->first[w]) | (key >= strip->stop[w]);
+    return (vec)(((ints)x & ~hidden) | ((ints)((vec){0} - INFINITY) & hidden));
+}
+
 // Products of AT_ONCE keys to logits, in powers of 2; `high` is the highest so far.
 static inline __attribute__((always_inline)) void mask(const struct step *s, const struct strip *strip,
                                                        const struct tile *t, int at, int width, vec acc[][WIDTH],
@@ -268,8 +274,7 @@ static inline __attribute__((always_inline)) void mask(const struct step *s, con
             ints key = (ints){0} + (int32_t)(first + i);
             if (s->soft_cap) x = tanh_of(x) * (float)(s->soft_cap / LN_2);
             if (s->slopes) x += strip->slope[w] * __builtin_convertvector(key - strip->position[w], vec);
-            ints hidden = (key < strip->first[w]) | (key >= strip->stop[w]);
-            x = (vec)(((ints)x & ~hidden) | ((ints)((vec){0} - INFINITY) & hidden));
+            x = seen(strip, key, w, x);
             high[w] = higher(high[w], x);
             logits[at + i][w] = x;
         }
@@ -397,11 +402,8 @@ static inline __attribute__((always_inline)) void hide(const struct strip *strip
     int64_t first = t->start + at;
     int whole = first >= strip->all_first && first + AT_ONCE <= strip->all_stop && first + AT_ONCE <= t->start + t->n;
     for (int i = 0; !whole && i < AT_ONCE; i++)
-        UNROLL for (int w = 0; w < width; w++) {
-            ints key = (ints){0} + (int32_t)(first + i), hidden = (key < strip->first[w]) | (key >= strip->stop[w]);
-            vec x = products[at + i][w];
-            products[at + i][w] = (vec)(((ints)x & ~hidden) | ((ints)((vec){0} - INFINITY) & hidden));
-        }
+        UNROLL for (int w = 0; w < width; w++)
+            products[at + i][w] = seen(strip, (ints){0} + (int32_t)(first + i), w, products[at + i][w]);
     UNROLL for (int i = 0; i < AT_ONCE; i++)
         UNROLL for (int w = 0; w < width; w++) high[w] = higher(high[w], products[at + i][w]);
 }
@@ -420,7 +422,7 @@ static inline __attribute__((always_inline)) void attend_tiles(const struct step
     vec logits[TILE][WIDTH], high[WIDTH], shrink[WIDTH];
     from = from / DEPTH * DEPTH, to = (to + DEPTH - 1) / DEPTH * DEPTH;
     float factor = s->scale * s->k_scale;
-    int plain = !s->soft_cap && !s->slopes && factor > 0; // then a maximum of products is one of logits
+    int plain = !(s->soft_cap || s->slopes) && factor > 0; // then a maximum of products is one of logits
     factor = plain ? factor / LN_2 : 1;
     UNROLL for (int w = 0; w < width; w++) high[w] = plain ? (vec){0} - INFINITY : strip->part.m[w];
     for (int at = from; at < to; at += DEPTH) {

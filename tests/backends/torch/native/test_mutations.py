@@ -12,9 +12,10 @@ import torch
 from attn_backends.backends.torch.backend import TorchBackend
 from attn_backends.backends.torch.native import paged_decode, paged_prefill
 from attn_backends.testing.conformance import BackendConformance
+from tests.helpers.emulated_tiles import REFUSED, emulating
 from tests.helpers.quick_native import forget, quick_native
 
-F32 = torch.float32
+F32, BF16 = torch.float32, torch.bfloat16
 DECODE, PREFILL, BOTH = "paged_decode.c", "paged_prefill.c", "paged.h"
 MUTATIONS: dict[str, tuple[str, str, str, Callable[[Any], object]]] = {  # where, what is there, what takes its place
     "window off by one": (BOTH, "position - s->window_left", "position - s->window_left + 1",
@@ -57,7 +58,7 @@ MUTATIONS: dict[str, tuple[str, str, str, Callable[[Any], object]]] = {  # where
                                       lambda k: k.test_features("soft_cap", F32)),
     "soft cap dropped where all is seen": (PREFILL, "&& !s->soft_cap", "", lambda k: k.test_features("soft_cap", F32)),
     "ALiBi dropped where all is seen": (PREFILL, "&& !s->slopes", "", lambda k: k.test_features("alibi", F32)),
-    "sinks below the maximum dropped": (PREFILL, "else l += exp2f(sink - m)", "else l += 0",
+    "sinks below the maximum dropped": (PREFILL, "else if (s->sinks) l += exp2f(sink - m)", "else l += 0",
                                         lambda k: k.test_features("sinks", F32)),
     "sinks above the maximum dropped": (PREFILL, "by = exp2f(m - sink), l = l * by + 1, m = sink", "by = 1",
                                         lambda k: k.test_features("sinks", F32)),
@@ -78,6 +79,25 @@ MUTATIONS: dict[str, tuple[str, str, str, Callable[[Any], object]]] = {  # where
     "nothing hidden": (PREFILL, "(key < strip->first[w]) | (key >= strip->stop[w])", "(ints){0}",
                        lambda k: k.test_window_edges(16)),
 }  # fmt: skip
+OF_TILES: dict[str, tuple[str, str, str, Callable[[Any], object]]] = {  # of AMX, in plain C
+    "tiles without their scale": (PREFILL, "plain ? factor / LN_2", "plain ? 0.5",
+                                  lambda k: k.test_features("scale", BF16)),
+    "a maximum of tiles that stays": (PREFILL, "kept = keeps(strip, high, width)", "kept = 1",
+                                      lambda k: k.test_matches_the_reference("mixed_small", BF16)),
+    "what tiles had before as it was": (PREFILL, "!kept && !strip->fresh", "0",
+                                        lambda k: k.test_maxima_of_other_tiles(True, BF16)),
+    "tiles begun anew": (PREFILL, "if (strip->fresh) { EACH", "if (1) { EACH",
+                         lambda k: k.test_windows_over_several_tiles(None, BF16)),
+    "keys of the other tile": (PREFILL, "a + TILE_ROWS * size", "a",
+                               lambda k: k.test_matches_the_reference("mixed_small", BF16)),
+    "dimensions of the other tile": (PREFILL, "a + TILE_ROWS * TILE", "a",
+                                     lambda k: k.test_matches_the_reference("mixed_small", BF16)),
+    "queries of the other column": (PREFILL, "b + 1, WIDTH", "b, WIDTH",
+                                    lambda k: k.test_windows_over_several_tiles(None, BF16)),
+    "values of the other key": (PREFILL, "lines[1][key + 1]", "lines[1][key]",
+                                lambda k: k.test_matches_the_reference("mixed_small", BF16)),
+}  # fmt: skip
+MUTATIONS |= OF_TILES
 
 
 @pytest.fixture
@@ -86,8 +106,8 @@ def kit() -> BackendConformance:
 
 
 @pytest.fixture(autouse=True)
-def _compiled_anew() -> Iterator[None]:
-    with quick_native():  # wrong in less time
+def _compiled_anew(name: str) -> Iterator[None]:
+    with quick_native(**emulating() if name in OF_TILES else REFUSED):  # wrong in less time
         yield
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ import torch
 from attn_backends.backends.torch.backend import TorchBackend
 from attn_backends.backends.torch.impl import TorchImpl
 from attn_backends.backends.torch.metadata import TorchMetadataBuilder
+from attn_backends.backends.torch.native import paged_prefill
 from attn_backends.backends.torch.native.paged_prefill import PagedPrefill
+from attn_backends.backends.torch.native.paged_rows import compile_kernel
 from attn_backends.backends.torch.options import TorchOptions
 from attn_backends.backends.torch.state import TorchStep
 from attn_backends.batch.common import SequenceData, SequenceGroup
@@ -22,6 +26,8 @@ from attn_backends.testing.cases.batches import Batch
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import assert_matches, assert_pool, make_layer, run_backend
 from attn_backends.testing.kit.numerics import interleaved
+from tests.helpers.emulated_tiles import emulating
+from tests.helpers.quick_native import forget
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -73,8 +79,38 @@ def test_any_number_of_query_heads(group: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 6))])
 def test_random_layers_and_batches(seed: int, dtype: torch.dtype) -> None:
+    check_layer(random.Random(f"{seed} {dtype}"), dtype)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_tiles_of_amx(layer: str, emulated_tiles: None) -> None:
+    spec = AttentionSpec(6, 2, 48, dtype=torch.bfloat16, **LAYERS[layer])
+    lengths, queries = (500, 129, 64, 700, 3, 333), (1, 129, 63, 20, 3, 200)
+    check(random_batch(TorchBackend, spec, lengths, queries, poison=float("nan")))
+
+
+@pytest.mark.parametrize("seed", [10, 11, 12, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(13, 25))])
+def test_tiles_of_amx_in_random_layers(seed: int, emulated_tiles: None) -> None:
+    check_layer(random.Random(seed), torch.bfloat16)
+
+
+@pytest.fixture
+def emulated_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels for prompts are compiled for a CPU with AMX, whose instructions are in plain C."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("needs products of bfloat16 by AVX-512 beside them")
+
+    def compiled(source: Path, defines: dict[str, Any], instead: str) -> Any:
+        return compile_kernel(source, defines | emulating(), instead)
+
+    monkeypatch.setattr(paged_prefill, "compile_kernel", compiled)
+    forget()
+    yield
+    forget()
+
+
+def check_layer(draw: random.Random, dtype: torch.dtype) -> None:
     """Shapes and features that nobody chose, over caches of all strides, in pages beside NaN."""
-    draw = random.Random(f"{seed} {dtype}")
     heads, group = draw.randint(1, 3), draw.choice([1, 2, 3, 4, 5, 7, 8])
     head_dim = draw.choice([16, 48, 64, 80, 128])
     features: dict[str, Any] = {
@@ -92,7 +128,7 @@ def test_random_layers_and_batches(seed: int, dtype: torch.dtype) -> None:
     layout = draw.choice(["NHD", "HND"])
     batch = random_batch(
         TorchBackend, AttentionSpec(heads * group, heads, head_dim, dtype=dtype, **features), lengths, queries,
-        page_size=draw.choice([1, 7, 16, 32]), layout=layout, poison=float("nan"), seed=seed,
+        page_size=draw.choice([1, 7, 16, 32]), layout=layout, poison=float("nan"), seed=draw.getrandbits(30),
         k_scale=draw.choice([1.0, 0.5]), v_scale=draw.choice([1.0, 2.0]),
     )  # fmt: skip
     pool = batch.fresh_pool()

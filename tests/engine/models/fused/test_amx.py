@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import zlib
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -15,12 +13,11 @@ from attn_backends.engine.models.fused import native
 from attn_backends.engine.models.fused.linears import PackedLinear
 from attn_backends.engine.models.fused.native import SOURCE, NativeLayer, NativeLinear, Operators
 from attn_backends.kernels.c_compiler import load
+from tests.helpers.emulated_tiles import emulating, needs_amx
 from tests.helpers.native_layers import DTYPES, Mix, drawn, far, layer_and_angles, needs_operators
 
 BF16 = torch.bfloat16
-INSTRUCTIONS = Path(__file__).with_name("emulated_tiles.h")
 TILE = 32  # numbers of a row that one has
-needs_amx = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs a CPU with AMX")
 
 
 @pytest.fixture(params=["emulated", pytest.param("own", marks=needs_amx)])
@@ -33,14 +30,8 @@ def of_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def emulated() -> Operators:
-    text = INSTRUCTIONS.read_text(encoding="utf-8")
-    defines = {
-        "BFLOAT16": 1,
-        "DTYPE": "emulated",
-        "TILES": f'"{INSTRUCTIONS}"',
-        "TEXT_OF_TILES": zlib.crc32(text.encode()),
-    }
-    return Operators(*native._defined("emulated", load(SOURCE, defines)))
+    library = load(SOURCE, {"BFLOAT16": 1, "DTYPE": "emulated"} | emulating())
+    return Operators(*native._defined("emulated", library))
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -50,7 +41,8 @@ def test_layers(of_tiles: str, seed: int) -> None:
     kv_heads = numbers.randint(1, 3)
     heads = kv_heads * numbers.randint(1, 4)
     sizes = {
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": TILE * heads * numbers.randint(1, 3),
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "hidden_size": TILE * heads * numbers.randint(1, 3),
         "intermediate_size": TILE * numbers.randint(1, 12),
         # The output's product, and so what follows it, is by tiles where heads together are a multiple of one.
         "head_dim": numbers.choice([16, 18, 32, 48, 64, 80]),
