@@ -13,26 +13,27 @@
 #include "amx.h"
 #endif
 
-#if AMX
-#define TILE 128 // keys between two updates of the softmax
-#define STRIPS 8 // which share the turning of values
-#else
-#define TILE 64
-#define STRIPS 2
-#endif
-#define AT_ONCE 8       // keys, or dimensions of values, that a microkernel holds in registers
 #define MIN_PIECE 256   // keys
 #define MIN_WORK 65536  // multiplications that are worth waking the other threads
 #define TASKS 4         // of a thread, to even out what they differ in
 #define LN_2 0.693147181f
 #define LOWEST -1e30f   // below all logits, and finite: the difference of two is a number
+// TILE: keys between two updates of the softmax. WIDTH: vectors of a strip. AT_ONCE: keys, or dimensions of values, that
+// a microkernel holds in registers, with WIDTH what there are.
 #if AMX
-#define WIDTH 2 // vectors of a strip, and columns of tiles
+#define TILE 128
+#define STRIPS 8 // which share the turning of values
+#define WIDTH 2  // columns of tiles
+#define AT_ONCE 8
 #elif defined(__AVX512F__)
-#define WIDTH 3 // with AT_ONCE, what 32 registers hold
+#define TILE 64
+#define STRIPS 2
+#define WIDTH 3
+#define AT_ONCE 8
 #else
+#define TILE 64
+#define STRIPS 2
 #define WIDTH 1
-#undef AT_ONCE
 #define AT_ONCE 4
 #endif
 #define QUERIES (WIDTH * LANES)
@@ -55,21 +56,20 @@ static inline vec product(words a, word_of_key b, vec acc) { return acc + a * b;
 #endif
 #define KEY_WORDS (HEAD_DIM / PER_WORD)
 #if AMX
-#define DEPTH 32                                               // numbers of a row of a tile
-#define SLACK 8.f                                              // in powers of 2
 #define PADDED_WORDS ((KEY_WORDS + LANES - 1) / LANES * LANES) // whole tiles; zeros where keys have no more dimensions
 #define ROOM_BYTES (TILE * (HEAD_DIM_VO + 2 * PADDED_WORDS) * 2)
+#define DEPTH 32                                               // numbers of a row of a tile
+#define SLACK 8.f                                              // in powers of 2
 static int tiles_allowed = -1; // or whether Linux lets this process use them
 #else
 #define PADDED_WORDS KEY_WORDS
-#endif
-#if AMX
-#elif PER_WORD == 2
+#if PER_WORD == 2
 #define ROOM_BYTES (TILE * HEAD_DIM_VO * 2)
 #elif FLOAT32
 #define ROOM_BYTES 64
 #else
 #define ROOM_BYTES (TILE * (HEAD_DIM + HEAD_DIM_VO) * 4)
+#endif
 #endif
 
 // Softmax of some keys is out / l, in powers of 2; m is their highest logit.

@@ -146,7 +146,8 @@ struct behind { // attention
 
 static void behind(const struct behind *s) {
     int64_t size = s->size;
-    int paired = in_pairs(s->tokens, size, size) && in_pairs(s->tokens, s->width, size) && in_pairs(s->tokens, s->inner, size);
+    int paired = in_pairs(s->tokens, s->width, size) && in_pairs(s->tokens, size, s->inner) &&
+                 in_pairs(s->tokens, s->inner, size);
     int64_t block = least(s->tokens, paired ? LONG : BLOCK), own = own_cells(block, most(size, s->width), paired);
     cell *hiddens = room(omp_get_max_threads() * own + 2 * block * size + padded(block, paired) * s->inner);
     cell *inner = hiddens + 2 * block * size, *rows = inner + padded(block, paired) * s->inner;
@@ -156,7 +157,8 @@ static void behind(const struct behind *s) {
         cell *mine = rows + thread * own;
         for (int64_t t = 0; t < s->tokens; t += block) {
             int64_t tokens = least(block, s->tokens - t);
-            cell *hidden = hiddens + t / block % 2 * block * size; // by turns: some thread may still read the last block's
+            // By turns: some thread may still read the last block's.
+            cell *hidden = hiddens + t / block % 2 * block * size;
             struct job job = over(s->attended + t * s->width, NULL, tokens, s->width, paired, mine);
             job.w = s->out, job.rows = job.out_row = job.other_row = size, job.out = hidden;
             job.other = s->hidden + t * size;

@@ -50,7 +50,7 @@ INLINE void write_pair(cell *pairs, vec even, vec odd) {
 #define LOAD_WEIGHTS(k)                                                                                                \
     _tile_loadd(4, w[0] + (k), size * sizeof(cell));                                                                   \
     _tile_loadd(5, w[1] + (k), size * sizeof(cell))
-#define ADD(to, also, token_tile, pairs_at)                                                                                \
+#define ADD(to, also, token_tile, pairs_at)                                                                            \
     _tile_loadd(token_tile, pairs_at, sizeof(cell) * DEPTH);                                                           \
     _tile_dpbf16ps(to, 4, token_tile);                                                                                 \
     _tile_dpbf16ps(also, 5, token_tile)
