@@ -15,7 +15,8 @@ def problems(names: set[str]) -> list[str]:
         if top != PACKAGE and not top.endswith(".dist-info")
     ]
     found += [f"{name} is for tests alone; it belongs in tests/" for name in sorted(names) if "emulated" in name]
-    data = {str(path) for kind in ("py.typed", "*.json", "*.c", "*.h", "*.py", "*.pyi") for path in Path(PACKAGE).rglob(kind)}
+    kinds = ("py.typed", "*.json", "*.c", "*.h", "*.py", "*.pyi")
+    data = {str(path) for kind in kinds for path in Path(PACKAGE).rglob(kind)}
     found += [f"{path} is missing; see [options.package_data] in setup.cfg" for path in sorted(data - names)]
     return found
 
