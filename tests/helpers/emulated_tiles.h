@@ -13,6 +13,9 @@ static void emulate_config(void *before, const void *now) {
     if (now) memcpy(&set, now, sizeof set);
 }
 
+// For tests: the rows that a tile of this thread has now.
+int rows_of_tile(int tile) { return set.rows[tile]; }
+
 static void emulate_load(int to, const uint8_t *from, int64_t stride) {
     memset(held[to], 0, sizeof held[to]);
     for (int r = 0; r < set.rows[to]; r++) memcpy(held[to][r], from + r * stride, set.bytes[to]);

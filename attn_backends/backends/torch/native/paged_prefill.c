@@ -300,6 +300,15 @@ static inline __attribute__((always_inline)) void dot(const struct step *s, cons
     mask(s, strip, t, at, width, acc, logits, high);
 }
 
+// Rounded before anything is subtracted: the highest of all must come to 0, and huge ones are whole numbers far apart.
+static inline vec times(vec x, float factor) {
+    x *= factor;
+#if AMX
+    __asm__("" : "+v"(x));
+#endif
+    return x;
+}
+
 // Logits [from, to), times a factor, to weights, in pairs where products are; what comes before is to shrink.
 static inline __attribute__((always_inline)) void soften(struct strip *strip, vec logits[][WIDTH], float factor,
                                                          int from, int to, int width, const vec *high, vec *shrink) {
@@ -311,7 +320,7 @@ static inline __attribute__((always_inline)) void soften(struct strip *strip, ve
     }
     for (int i = from; i < to; i += 2)
         UNROLL for (int w = 0; w < width; w++) {
-            vec a = exp2_of(logits[i][w] * factor - high[w]), b = exp2_of(logits[i + 1][w] * factor - high[w]);
+            vec a = exp2_of(times(logits[i][w], factor) - high[w]), b = exp2_of(times(logits[i + 1][w], factor) - high[w]);
             sum[w] += a + b;
 #if PER_WORD == 2
             __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);

@@ -23,8 +23,9 @@ from attn_backends.batch.common import SequenceData, SequenceGroup
 from attn_backends.cache.kv_cache import KVCache
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits, plan_groups
 from attn_backends.testing.cases.batches import Batch
-from attn_backends.testing.cases.random_batch import random_batch
+from attn_backends.testing.cases.random_batch import random_batch, with_pool
 from attn_backends.testing.harness import assert_matches, assert_pool, make_layer, run_backend
+from attn_backends.testing.kit.logits import every_second, levelled
 from attn_backends.testing.kit.numerics import interleaved
 from tests.helpers.emulated_tiles import emulating
 from tests.helpers.quick_native import forget
@@ -119,7 +120,7 @@ def check_layer(draw: random.Random, dtype: torch.dtype) -> None:
         "logits_soft_cap": draw.choice([None, None, draw.uniform(1, 50)]),
         "alibi_slopes": draw.choice([None, None, tuple(draw.random() for _ in range(heads * group))]),
         "sinks": draw.random() < 0.3,
-        "scale": draw.choice([head_dim**-0.5, draw.uniform(0.05, 0.5)]),
+        "scale": draw.choice([head_dim**-0.5, draw.uniform(0.05, 0.5), draw.uniform(-0.2, 0.0), 0.0]),
     }
     if features["window_left"] < 0 and draw.random() < 0.3:
         features["chunk_size"] = draw.randint(1, 200)
@@ -199,8 +200,17 @@ def test_strided_outputs_and_queries() -> None:
     assert torch.equal(output, expected)
 
 
-def test_not_a_number_is_not_hidden() -> None:
-    batch = random_batch(TorchBackend, AttentionSpec(4, 2, 32), (90, 70), (90, 70))
+@pytest.mark.parametrize("level", [3e9, -3e9])
+def test_logits_whose_neighbours_are_hundreds_apart(level: float, emulated_tiles: None) -> None:
+    """In bfloat16, whose products a factor makes logits: the highest stays the highest, to the last bit."""
+    spec = AttentionSpec(4, 2, 64, dtype=torch.bfloat16, scale=0.11)
+    batch = levelled(random_batch(TorchBackend, spec, (300, 290), (30, 40)), level, every_second)
+    assert_matches(run_backend(TorchBackend, with_pool(batch, TorchBackend, float("nan"))), batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_not_a_number_is_not_hidden(dtype: torch.dtype) -> None:
+    batch = random_batch(TorchBackend, AttentionSpec(4, 2, 32, dtype=dtype), (90, 70), (90, 70))
     layer = make_layer(TorchBackend, batch)
     step = layer.begin(batch)
     for name in ("query", "key", "value"):

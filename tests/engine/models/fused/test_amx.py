@@ -30,8 +30,11 @@ def of_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def emulated() -> Operators:
-    library = load(SOURCE, {"BFLOAT16": 1, "DTYPE": "emulated"} | emulating())
-    return Operators(*native._defined("emulated", library))
+    return Operators(*native._defined("emulated", load(SOURCE, emulated_defines())))
+
+
+def emulated_defines() -> dict[str, str | int]:
+    return {"BFLOAT16": 1, "DTYPE": "emulated"} | emulating()
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -91,6 +94,39 @@ def test_any_number_of_threads_gives_the_same(of_tiles: str) -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("inner", [32, 96, 256])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_heads_and_gates_of_less_than_a_tile(of_tiles: str, inner: int, num_threads: int) -> None:
+    """Halves of heads have eight rows, and a gate few tiles for each thread."""
+    layer, rotary = layer_and_angles(
+        Random(inner), BF16, num_attention_heads=8, num_key_value_heads=8, head_dim=16, hidden_size=128,
+        intermediate_size=inner,
+    )  # fmt: skip
+    wide, fused, hidden = copy.deepcopy(layer).double(), NativeLayer(layer), drawn(Random(3), 1, 40, 128).to(BF16)
+    cos, sin = rotary(hidden, torch.arange(40)[None])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(num_threads)
+        got = fused(hidden, position_embeddings=(cos, sin), attention_context=Mix())
+    finally:
+        torch.set_num_threads(before)
+    angles = (cos.double(), sin.double())
+    assert far(got, wide(hidden.double(), position_embeddings=angles, attention_context=Mix())) < DTYPES[BF16]
+
+
+def test_a_threads_tiles_are_shaped_as_before() -> None:
+    """A library may have shaped them, and not ask again."""
+    needs_operators(BF16)
+    library, before = load(SOURCE, emulated_defines()), torch.get_num_threads()
+    tokens, weight = torch.ones(4, 32, dtype=BF16), torch.ones(16, 32, dtype=BF16)
+    try:
+        torch.set_num_threads(1)
+        emulated().product(tokens, weight, tokens.new_empty(0))
+    finally:
+        torch.set_num_threads(before)
+    assert [library.rows_of_tile(tile) for tile in range(8)] == [0] * 8
 
 
 @needs_amx
