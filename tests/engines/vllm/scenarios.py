@@ -13,7 +13,7 @@ LORA, LORA_RANK = "lora", 8
 FOLDER = "{folder}"  # in a setting: where the models are
 DRAFT = {"method": "draft_model", "model": f"{FOLDER}/{SMOLLM2}", "num_speculative_tokens": 3, "max_model_len": 512}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-MTP = {"method": "mtp", "num_speculative_tokens": 2}
+MTP = {"method": "mtp", "num_speculative_tokens": 2, "attention_backend": "CPU_MLA"}
 ANY_CPU = {"attention_config": {"backend": "CPU_MLA"}}  # where a CPU has AMX vLLM takes AMX_MLA, for bfloat16 alone
 LATENT = ANY_CPU | {  # vLLM cuts no prompt of these
     "random": True, "block_size": 16, "enable_prefix_caching": False, "max_num_batched_tokens": 512,
