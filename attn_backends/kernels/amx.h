@@ -15,6 +15,11 @@ long syscall(long, ...);
 #define TILES_ALLOWED() (!syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */))
 #endif
 
+static int tiles_allowed = -1; // or whether Linux lets this process use them
+static void ask_for_tiles(void) {
+    if (tiles_allowed < 0) tiles_allowed = TILES_ALLOWED();
+}
+
 #define TILE_ROWS 16
 #define TILE_BYTES 64
 

@@ -233,6 +233,7 @@ PAGES = (
         Section("generate_vllm", "vLLM's CPU build"),
         Section("generate_contest", "In turns with vLLM's CPU build, on an EPYC"),
         Section("generate_contest_amx", "In turns with vLLM's CPU build, on a Xeon with AMX"),
+        Section("generate_contest_amx_before", "The same, hours earlier, before bfloat16 was by AMX"),
         Section("torch_decode", "TORCH's decode beside SDPA on contiguous keys"),
         Section("vllm_cpu", "TORCH's attention beside that of vLLM's CPU build"),
         Section("vllm_cpu_amx", "The same on a Xeon with AMX"),

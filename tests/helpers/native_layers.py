@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from attn_backends.engine.models.fused.native import Operators, operators
 from attn_backends.engine.models.hf import ATTENTION_NAME
+from tests.helpers.threads import threads
 
 DTYPES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # and what the norm of a token's result may be off by
 
@@ -56,3 +58,12 @@ def far(got: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest distance of a token's row, relative."""
     got, expected = got.double().flatten(0, -2), expected.double().flatten(0, -2)
     return float(((got - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+
+
+def assert_same_by_threads(linear: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor) -> None:
+    """A product is the same to the last bit, however many threads share it."""
+    results = []
+    for num in (1, 2, 3, 7):
+        with threads(num):
+            results.append(linear(tokens))
+    assert all(torch.equal(result, results[0]) for result in results)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import pytest
@@ -18,6 +18,12 @@ def forget() -> None:
         module._compiled.cache_clear()
 
 
+def compile_with(patch: pytest.MonkeyPatch, defines: Mapping[str, str | int]) -> None:
+    """Have kernels compiled with more macros from now on."""
+    patch.setattr(paged_rows, "load", lambda source, given: c_compiler.load(source, {**given, **defines}))
+    forget()
+
+
 @contextmanager
 def quick_native(**defines: str | int) -> Iterator[None]:
     """Within it kernels are compiled without optimisation, and with more macros. Those of before and behind are others.
@@ -28,8 +34,7 @@ def quick_native(**defines: str | int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, operators as library:
         patch.setattr(c_compiler, "FLAGS", ("-O0", *c_compiler.FLAGS[1:]))
         patch.setattr(paged_decode, "_library", library)
-        patch.setattr(paged_rows, "load", lambda source, given: c_compiler.load(source, {**given, **defines}))
-        forget()
+        compile_with(patch, defines)
         try:
             yield
         finally:

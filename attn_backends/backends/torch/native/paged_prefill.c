@@ -60,7 +60,6 @@ static inline vec product(words a, word_of_key b, vec acc) { return acc + a * b;
 #define ROOM_BYTES (TILE * (HEAD_DIM_VO + 2 * PADDED_WORDS) * 2)
 #define DEPTH 32                                               // numbers of a row of a tile
 #define SLACK 8.f                                              // in powers of 2
-static int tiles_allowed = -1; // or whether Linux lets this process use them
 #else
 #define PADDED_WORDS KEY_WORDS
 #if PER_WORD == 2
@@ -255,13 +254,19 @@ static inline vec seen(const struct strip *strip, ints key, int w, vec x) {
     return (vec)(((ints)x & ~hidden) | ((ints)((vec){0} - INFINITY) & hidden));
 }
 
+// Whether every query sees AT_ONCE keys.
+static inline int all_seen(const struct strip *strip, const struct tile *t, int at) {
+    int64_t first = t->start + at;
+    return first >= strip->all_first && first + AT_ONCE <= strip->all_stop && first + AT_ONCE <= t->start + t->n;
+}
+
 // Products of AT_ONCE keys to logits, in powers of 2; `high` is the highest so far.
 static inline __attribute__((always_inline)) void mask(const struct step *s, const struct strip *strip,
                                                        const struct tile *t, int at, int width, vec acc[][WIDTH],
                                                        vec logits[][WIDTH], vec *high) {
     int64_t first = t->start + at;
     float factor = PER_WORD == 2 ? s->scale * s->k_scale / (s->soft_cap ? s->soft_cap : LN_2) : 1;
-    int whole = first >= strip->all_first && first + AT_ONCE <= strip->all_stop && first + AT_ONCE <= t->start + t->n;
+    int whole = all_seen(strip, t, at);
     if (whole && !s->soft_cap && !s->slopes)
         UNROLL for (int i = 0; i < AT_ONCE; i++) UNROLL for (int w = 0; w < width; w++) {
             vec x = PER_WORD == 2 ? acc[i][w] * factor : acc[i][w];
@@ -409,7 +414,7 @@ static inline __attribute__((always_inline)) void add_tiles(struct strip *strip,
 static inline __attribute__((always_inline)) void hide(const struct strip *strip, const struct tile *t, int at,
                                                        int width, vec products[][WIDTH], vec *high) {
     int64_t first = t->start + at;
-    int whole = first >= strip->all_first && first + AT_ONCE <= strip->all_stop && first + AT_ONCE <= t->start + t->n;
+    int whole = all_seen(strip, t, at);
     for (int i = 0; !whole && i < AT_ONCE; i++)
         UNROLL for (int w = 0; w < width; w++)
             products[at + i][w] = seen(strip, (ints){0} + (int32_t)(first + i), w, products[at + i][w]);
@@ -650,7 +655,7 @@ int paged_prefill(const struct step *s) {
     int why = refused(s);
     if (why) return why;
 #if AMX
-    if (tiles_allowed < 0) tiles_allowed = TILES_ALLOWED();
+    ask_for_tiles();
 #endif
     int64_t heads = s->num_kv_heads, first_block[s->num_rows + 1], threads = 1;
     struct plan plan = {.first_block = first_block};

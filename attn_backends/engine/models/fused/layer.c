@@ -269,7 +269,7 @@ static void call_product(uint64_t *stack, uint64_t inputs, uint64_t outputs) {
 int32_t implement(void) {
     library here;
 #if AMX
-    tiles_allowed = TILES_ALLOWED();
+    ask_for_tiles();
 #endif
     return aoti_torch_library_init_impl("attn_backends", "CPU", __FILE__, __LINE__, &here) ||
            aoti_torch_library_impl(here, "llama_before_" TEXT(DTYPE), call_before) ||

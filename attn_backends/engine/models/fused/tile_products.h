@@ -6,8 +6,6 @@
 #define RUN TILE_ROWS
 #define DEPTH 32
 
-static int tiles_allowed; // asked for once, when torch gets the operators
-
 // 16 vectors of 16 numbers of 32 bits, turned.
 INLINE void transpose(__m512i v[RUN]) {
     __m512i a[RUN];

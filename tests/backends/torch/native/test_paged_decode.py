@@ -20,6 +20,7 @@ from attn_backends.cache.kv_cache import KVCache, write_slots
 from attn_backends.spec import AttentionSpec, AttentionType, KVCacheSpec, Limits, plan_groups
 from attn_backends.testing.cases.random_batch import random_batch
 from attn_backends.testing.harness import assert_matches, assert_pool, make_layer, run_backend
+from tests.helpers.threads import threads
 
 CPU = torch.device("cpu")
 LAYERS: dict[str, dict[str, Any]] = {
@@ -111,14 +112,10 @@ def attend(given: dict[str, Any]) -> tuple[torch.Tensor, int]:
 
 
 def test_as_many_threads_as_torch_has() -> None:
-    before = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
+    for count in (1, 2, 3):
+        with threads(count):
             assert attend(made(AttentionSpec(8, 4, 64), (900, 900)))[1] == count
             assert attend(made(AttentionSpec(8, 4, 64), (3, 2)))[1] == 1  # not worth it
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_only_torchs_openmp_is_loaded() -> None:

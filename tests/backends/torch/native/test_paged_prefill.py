@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,7 @@ import torch
 from attn_backends.backends.torch.backend import TorchBackend
 from attn_backends.backends.torch.impl import TorchImpl
 from attn_backends.backends.torch.metadata import TorchMetadataBuilder
-from attn_backends.backends.torch.native import paged_prefill
 from attn_backends.backends.torch.native.paged_prefill import PagedPrefill
-from attn_backends.backends.torch.native.paged_rows import compile_kernel
 from attn_backends.backends.torch.options import TorchOptions
 from attn_backends.backends.torch.state import TorchStep
 from attn_backends.batch.common import SequenceData, SequenceGroup
@@ -28,7 +25,8 @@ from attn_backends.testing.harness import assert_matches, assert_pool, make_laye
 from attn_backends.testing.kit.logits import every_second, levelled
 from attn_backends.testing.kit.numerics import interleaved
 from tests.helpers.emulated_tiles import emulating
-from tests.helpers.quick_native import forget
+from tests.helpers.quick_native import compile_with, forget
+from tests.helpers.threads import threads
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -100,12 +98,7 @@ def emulated_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels for prompts are compiled for a CPU with AMX, whose instructions are in plain C."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.cpu._is_avx512_bf16_supported():
         pytest.skip("needs products of bfloat16 by AVX-512 beside them")
-
-    def compiled(source: Path, defines: dict[str, Any], instead: str) -> Any:
-        return compile_kernel(source, defines | emulating(), instead)
-
-    monkeypatch.setattr(paged_prefill, "compile_kernel", compiled)
-    forget()
+    compile_with(monkeypatch, emulating())
     yield
     forget()
 
@@ -178,14 +171,10 @@ def test_as_many_threads_as_torch_has() -> None:
     pool, output = batch.fresh_pool(), torch.empty_like(batch.query)
     assert kernel is not None
     assert pool is not None
-    before = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            rows, slots = metadata.paged_prefills, metadata.slot_mapping
+    rows, slots = metadata.paged_prefills, metadata.slot_mapping
+    for count in (1, 2, 3):
+        with threads(count):
             assert kernel.attend(batch.query, batch.key, batch.value, pool, slots, rows, output) == count
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_strided_outputs_and_queries() -> None:
@@ -239,10 +228,6 @@ def test_options_that_differ() -> None:
 def test_few_blocks_in_pieces(layer: str, dtype: torch.dtype) -> None:
     """More threads than blocks: each block's keys are attended by several, and joined."""
     spec = AttentionSpec(6, 2, 32, dtype=dtype, **{**LAYERS[layer], "window_left": -1 if layer == "plain" else 1200})
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(5)
+    with threads(5):
         check(random_batch(TorchBackend, spec, (1900, 40), (18, 2), poison=float("nan")))
         check(random_batch(TorchBackend, spec, (1400,), (40,), poison=float("nan")))
-    finally:
-        torch.set_num_threads(before)

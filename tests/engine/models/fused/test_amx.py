@@ -14,7 +14,16 @@ from attn_backends.engine.models.fused.linears import PackedLinear
 from attn_backends.engine.models.fused.native import SOURCE, NativeLayer, NativeLinear, Operators
 from attn_backends.kernels.c_compiler import load
 from tests.helpers.emulated_tiles import emulating, needs_amx
-from tests.helpers.native_layers import DTYPES, Mix, drawn, far, layer_and_angles, needs_operators
+from tests.helpers.native_layers import (
+    DTYPES,
+    Mix,
+    assert_same_by_threads,
+    drawn,
+    far,
+    layer_and_angles,
+    needs_operators,
+)
+from tests.helpers.threads import threads
 
 BF16 = torch.bfloat16
 TILE = 32  # numbers of a row that one has
@@ -83,17 +92,9 @@ def test_products(of_tiles: str, seed: int) -> None:
 
 def test_any_number_of_threads_gives_the_same(of_tiles: str) -> None:
     """Tiles of eight rows where there are few for each thread, and of sixteen, are the same sums."""
-    numbers, before = Random(0), torch.get_num_threads()
+    numbers = Random(0)
     weight, tokens = drawn(numbers, 650, 320).to(BF16), drawn(numbers, 1, 37, 320).to(BF16)
-    linear = NativeLinear(torch.nn.Parameter(weight, requires_grad=False))
-    results = []
-    try:
-        for num_threads in (1, 2, 3, 7):
-            torch.set_num_threads(num_threads)
-            results.append(linear(tokens))
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(result, results[0]) for result in results)
+    assert_same_by_threads(NativeLinear(torch.nn.Parameter(weight, requires_grad=False)), tokens)
 
 
 @pytest.mark.parametrize("inner", [32, 96, 256])
@@ -106,12 +107,8 @@ def test_heads_and_gates_of_less_than_a_tile(of_tiles: str, inner: int, num_thre
     )  # fmt: skip
     wide, fused, hidden = copy.deepcopy(layer).double(), NativeLayer(layer), drawn(Random(3), 1, 40, 128).to(BF16)
     cos, sin = rotary(hidden, torch.arange(40)[None])
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(num_threads)
+    with threads(num_threads):
         got = fused(hidden, position_embeddings=(cos, sin), attention_context=Mix())
-    finally:
-        torch.set_num_threads(before)
     angles = (cos.double(), sin.double())
     assert far(got, wide(hidden.double(), position_embeddings=angles, attention_context=Mix())) < DTYPES[BF16]
 
@@ -119,13 +116,10 @@ def test_heads_and_gates_of_less_than_a_tile(of_tiles: str, inner: int, num_thre
 def test_a_threads_tiles_are_shaped_as_before() -> None:
     """A library may have shaped them, and not ask again."""
     needs_operators(BF16)
-    library, before = load(SOURCE, emulated_defines()), torch.get_num_threads()
+    library, product = load(SOURCE, emulated_defines()), emulated().product
     tokens, weight = torch.ones(4, 32, dtype=BF16), torch.ones(16, 32, dtype=BF16)
-    try:
-        torch.set_num_threads(1)
-        emulated().product(tokens, weight, tokens.new_empty(0))
-    finally:
-        torch.set_num_threads(before)
+    with threads(1):
+        product(tokens, weight, tokens.new_empty(0))
     assert [library.rows_of_tile(tile) for tile in range(8)] == [0] * 8
 
 

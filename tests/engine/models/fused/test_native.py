@@ -21,7 +21,15 @@ from attn_backends.engine.models.fused.huge_pages import HUGE_BYTES, settle
 from attn_backends.engine.models.fused.native import NativeLayer, NativeLinear, operators, serves
 from attn_backends.engine.models.hf import ATTENTION_NAME
 from attn_backends.testing.graphs.simulator import GraphSimulator
-from tests.helpers.native_layers import DTYPES, Mix, drawn, far, layer_and_angles, needs_operators
+from tests.helpers.native_layers import (
+    DTYPES,
+    Mix,
+    assert_same_by_threads,
+    drawn,
+    far,
+    layer_and_angles,
+    needs_operators,
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -137,17 +145,9 @@ def test_threads_that_end_keep_nothing() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_number_of_threads_gives_the_same(dtype: torch.dtype) -> None:
     needs_operators(dtype)
-    numbers, before = Random(0), torch.get_num_threads()
+    numbers = Random(0)
     weight, tokens = drawn(numbers, 640, 320).to(dtype), drawn(numbers, 1, 37, 320).to(dtype)
-    linear = NativeLinear(torch.nn.Parameter(weight, requires_grad=False))
-    results = []
-    try:
-        for num_threads in (1, 2, 3, 7):
-            torch.set_num_threads(num_threads)
-            results.append(linear(tokens))
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(result, results[0]) for result in results)
+    assert_same_by_threads(NativeLinear(torch.nn.Parameter(weight, requires_grad=False)), tokens)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
