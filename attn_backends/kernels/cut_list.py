@@ -45,6 +45,7 @@ class CutNumbers(NamedTuple):
     row_keys: int
     much_alike: int
     part_keys: int
+    whole_keys: int
     num_programs: int
     window_left: int
     chunk: int
@@ -70,6 +71,7 @@ class Filling(NamedTuple):
     row_keys: int  # that are read in the time that a row takes beside its own
     much_alike: int  # blocks, by which a multiprocessor may have more than others where rows are apart
     part_keys: int = 0  # of the shortest parts of rows, where programs are to spare; 0: as many as of others
+    whole_keys: int = 0  # of a row, up to which it is no such parts
 
 
 def max_split_items(max_cuts: int) -> int:

@@ -13,11 +13,10 @@ from attn_backends.kernels.split_kv import MAX_SPLITS, clear_counters, first_key
 
 SHORT_KEYS = tl.constexpr(128)  # of a row in the mean, up to which no program walks on to another row
 LEAST_KEYS = tl.constexpr(128)  # of a part of a row of few: fewer are sooner read than joined
-WHOLE_KEYS = tl.constexpr(48)  # of a row, up to which it is no parts where those are short
 PART_SIZES = tl.constexpr(3)  # that short parts may have, each twice the one before
 MUCH_IDLE = tl.constexpr(2)  # blocks of a row, times the part of a GPU beyond half that its last round leaves idle
 _VARY = ["num_rows", "max_cuts", "few_cuts", "long_cut", "heads", "num_sms", "resident", "row_keys", "much_alike",
-         "part_keys", "num_programs", "window_left", "chunk", "most_tokens", "num_counters"]  # fmt: skip
+         "part_keys", "whole_keys", "num_programs", "window_left", "chunk", "most_tokens", "num_counters"]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_VARY)  # type: ignore[untyped-decorator]
@@ -29,7 +28,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     counters,  # [num_counters] i32, become 0
     num_rows,
     max_cuts,
-    few_cuts,  # for this and the next seven see `cut_list.Filling`
+    few_cuts,  # for this and the next eight see `cut_list.Filling`
     long_cut,
     heads,
     num_sms,
@@ -37,6 +36,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     row_keys,
     much_alike,
     part_keys,
+    whole_keys,
     num_programs,  # of the launch, see `cut_list.num_programs`
     window_left,  # positions before its own that a query sees
     chunk,  # positions in a chunk; a query sees its own chunk alone
@@ -55,7 +55,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     exists = (query_lens > 0) & (query_lens <= most_tokens)  # others have none
     first = first_key(lens - query_lens, window_left, chunk) // BLOCK_N
     blocks = tl.where(exists, tl.maximum((lens + BLOCK_N - 1) // BLOCK_N - first, 0), 0)
-    filling = (few_cuts, long_cut, heads, num_sms, resident, row_keys, much_alike, part_keys)
+    filling = (few_cuts, long_cut, heads, num_sms, resident, row_keys, much_alike, part_keys, whole_keys)
     cuts = _cut(exists, blocks, max_cuts, filling, num_programs, BLOCK_N, MIN_BLOCKS)
     ends, num_blocks, num_cuts, first_cut, num_splits, is_apart = cuts
     item_ends = tl.cumsum(num_splits, 0)
@@ -124,7 +124,7 @@ def _cut(  # type: ignore[no-untyped-def]
 
     Returns each row's end, all blocks, the number of cuts, each row's first cut, how many it is in, and whether rows
     are apart."""
-    few_cuts, long_cut, heads, num_sms, resident, row_keys, _much_alike, part_keys = filling
+    few_cuts, long_cut, heads, num_sms, resident, row_keys, _much_alike, part_keys, whole_keys = filling
     widths = tl.where(exists, tl.maximum(blocks + row_keys // BLOCK_N, 1), 0)
     ends, num_blocks = tl.cumsum(widths, 0), tl.sum(widths, 0)
     are_few = (num_blocks < max_cuts * long_cut) & (tl.sum((blocks > 0).to(tl.int32), 0) < max_cuts)
@@ -136,7 +136,7 @@ def _cut(  # type: ignore[no-untyped-def]
     of_few = tl.where(tl.sum(shortest, 0) * heads <= num_sms * resident, least, tl.maximum(2 * MIN_BLOCKS - 1, least))
     longest = tl.where(num_cuts < most, of_few, size + size // 16)
     apart = tl.where(exists, (tl.maximum(blocks, 1) + longest - 1) // longest, 0)
-    part, counts = _short_parts(exists, blocks, part_keys, heads, num_sms * resident, BLOCK_N)
+    part, counts = _short_parts(exists, blocks, part_keys, whole_keys, heads, num_sms * resident, BLOCK_N)
     longest, apart = tl.where(part > 0, part, longest), tl.where(part > 0, counts, apart)
     is_apart = (tl.sum(apart, 0) <= num_programs) & (tl.sum(tl.where(apart > 1, apart, 0), 0) <= 2 * max_cuts - 2)
     is_apart &= _are_faster_apart(blocks, apart, longest, num_blocks, filling, BLOCK_N)
@@ -147,13 +147,15 @@ def _cut(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _short_parts(exists, blocks, part_keys, heads, slots, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _short_parts(  # type: ignore[no-untyped-def]
+    exists, blocks, part_keys, whole_keys, heads, slots, BLOCK_N: tl.constexpr
+):
     """How many blocks short parts of rows have, the shortest of which no more than half of the programs that a GPU
     holds at once have one; 0: there are no such. And how many parts each row is in."""
     part, part_blocks = part_keys * 0, tl.maximum(part_keys // BLOCK_N, 1)
     counts = tl.where(exists, 1, 0)
     for _ in tl.static_range(PART_SIZES):
-        tried = tl.where(exists & (blocks > WHOLE_KEYS // BLOCK_N), (blocks + part_blocks - 1) // part_blocks, 1)
+        tried = tl.where(exists & (blocks > whole_keys // BLOCK_N), (blocks + part_blocks - 1) // part_blocks, 1)
         tried = tl.where(exists, tried, 0)
         fits = (part == 0) & (part_keys > 0) & (2 * tl.sum(tried, 0) * heads <= slots)
         part, counts = tl.where(fits, part_blocks, part), tl.where(fits, tried, counts)
@@ -173,7 +175,7 @@ def _are_faster_apart(  # type: ignore[no-untyped-def]
     """Whether parts of rows take less time than equal cuts: where none is joined, and half of the last round is there
     or rows are short; where all run side by side and no multiprocessor has much more than others, by the longer ones;
     and where they are short in the mean and not many."""
-    _few_cuts, _long_cut, heads, num_sms, resident, _row_keys, much_alike, _part_keys = filling
+    _few_cuts, _long_cut, heads, num_sms, resident, _row_keys, much_alike, _part_keys, _whole_keys = filling
     num_parts, slots = tl.sum(apart, 0), num_sms * resident
     is_big = 2 * blocks > longest * apart
     big_parts, big_blocks = tl.sum(tl.where(is_big, apart, 0), 0), tl.sum(tl.where(is_big, blocks, 0), 0)

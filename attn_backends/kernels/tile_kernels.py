@@ -119,11 +119,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
         logits = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
         if q_scale is not None:
             logits *= q_scale[:, None]
-        if SOFT_CAP:  # cap * tanh(logit / cap), where tanh(x) = 1 - 2 / (exp(2x) + 1)
-            e = tl.exp2(logits * (scale * 2 * LOG2_E / soft_cap))
-            logits = (soft_cap * LOG2_E) * (1 - 2 / (e + 1))
-        elif SCALE_FIRST:
-            logits *= scale
+        logits = scale_logits(logits, scale, soft_cap, SOFT_CAP, SCALE_FIRST)
         if ALIBI:
             logits += slopes[:, None] * LOG2_E * (keys[None] - positions[:, None]).to(tl.float32)
         if MASKED:
@@ -147,6 +143,19 @@ def attend_keys(  # type: ignore[no-untyped-def]
         acc = accumulate(acc, p.to(queries.dtype), alpha, v, PRECISION)
         m_i = m_new
     return acc, m_i, l_i
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scale_logits(  # type: ignore[no-untyped-def]
+    logits, scale, soft_cap, SOFT_CAP: tl.constexpr, SCALE_FIRST: tl.constexpr
+):
+    """Logits of products, in base 2; the products themselves where neither constant is set."""
+    if SOFT_CAP:  # cap * tanh(logit / cap), where tanh(x) = 1 - 2 / (exp(2x) + 1)
+        e = tl.exp2(logits * (scale * 2 * LOG2_E / soft_cap))
+        logits = (soft_cap * LOG2_E) * (1 - 2 / (e + 1))
+    elif SCALE_FIRST:
+        logits *= scale
+    return logits
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -168,7 +168,7 @@ class Walk:
         of, name = (node.func.value, node.func.attr) if isinstance(node.func, ast.Attribute) else (None, "")
         is_method = of is not None and ast.unparse(of) not in MODULES
         owner = NOTHING if of is None else self._value(of)
-        given = [self._value(each) for each in node.args]
+        given = [value for each in node.args for value in self._given(each)]
         named = {each.arg or "": self._value(each.value) for each in node.keywords}
         if function := self._function(node.func):
             return self._enter(function, given, named)
@@ -187,6 +187,11 @@ class Walk:
         else:
             return _flat((owner, *given))
         return NOTHING
+
+    def _given(self, node: ast.expr) -> tuple[Value, ...]:
+        """What an argument is, or those of a tuple that is unpacked."""
+        value = self._value(node.value if isinstance(node, ast.Starred) else node)
+        return value if isinstance(node, ast.Starred) and isinstance(value, tuple) else (value,)
 
     def _enter_each(self, parts: Any, given: Any) -> None:
         start, ends = self.pending, set()

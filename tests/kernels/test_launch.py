@@ -131,7 +131,7 @@ def test_which_of_several_tensors_is_not_aligned_matters() -> None:
 @pytest.mark.parametrize(
     ("module", "name", "varying"),
     [
-        ("backends.triton.kernels.decode", "decode_kernel", ["table_row"]),
+        ("backends.triton.kernels.decode", "decode_kernel", ["table_row", "most_short"]),
         ("kernels.prefill.portable_kernel", "prefill_kernel",
          ["first_row", "num_rows", "num_tiles", "section", "table_row"]),
         ("kernels.prefill.hopper_kernel", "prefill_hopper_kernel",
@@ -141,7 +141,7 @@ def test_which_of_several_tensors_is_not_aligned_matters() -> None:
           "chunk", "others_tokens", "num_tokens", "num_counters", "tile_tokens", "block_keys", "min_blocks"]),
         ("kernels.equal_cuts", "cut_kernel",
          ["num_rows", "max_cuts", "few_cuts", "long_cut", "heads", "num_sms", "resident", "row_keys", "much_alike",
-          "part_keys", "num_programs", "window_left", "chunk", "most_tokens", "num_counters"]),
+          "part_keys", "whole_keys", "num_programs", "window_left", "chunk", "most_tokens", "num_counters"]),
         ("backends.mla.triton_mla.decode_kernel", "mla_decode_kernel", ["table_row"]),
         ("backends.mla.triton_mla.decode_hopper_kernel", "mla_hopper_kernel", ["table_row"]),
         ("cache.kernels", "write_kv_kernel", ["k_scale", "v_scale"]),

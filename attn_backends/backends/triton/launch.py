@@ -15,7 +15,7 @@ from attn_backends.backends.triton.kernels.arguments import (
     CacheStrides,
     DecodeConstants,
     DecodeTensors,
-    TableRow,
+    DecodeVarying,
     UpcastConstants,
     UpcastFrom,
     UpcastTensors,
@@ -37,6 +37,10 @@ from attn_backends.spec import AttentionSpec
 
 _SMALL_TILE_ROWS, _TILE_ROWS = 16, 64  # of decode: queries of a tile; more queries of a row take several
 _MOST_IN_SMALL_TILES = 48  # queries of a row: so often are its keys read again, from the L2, in less time
+_SHORT_NUMBERS = 128  # of keys, and as many of values, that a thread holds for a row that is attended for at once
+_LONGEST_SHORT = 64  # keys of such a row at most: some are held in memory then, so that it takes few pairs
+_SHORT_PAIRS = 2  # pairs of a row and a KV head, for each multiprocessor, that are few
+_WHOLE_KEYS = 48  # of a row, up to which it is no parts where those are short
 _SHORT_BLOCK = 16  # keys: one page's, so that three such blocks are under way where a mask is; of longer ones two
 _RESIDENT_WARPS = 8  # of a multiprocessor, whatever the tile: a thread of these kernels takes nearly 256 registers
 # Blocks from which on a cut is long, by bytes of a cached number: of 8 bits programs compute more than they wait.
@@ -70,13 +74,14 @@ class SplitPlan(NamedTuple):
         """Number of programs that a GPU holds at once, for every KV head and tile."""
         return self._filling(spec, _resident(tile), num_sms)
 
-    def filling(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> Filling:
+    def filling(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int, most_short: int) -> Filling:
         """So many programs as the tile aims at; of several tiles of queries, which read the same keys, all that fit."""
         programs = tile.programs if self.tiles == 1 else _resident(tile)
         return Filling(
             few_cuts=self._filling(spec, programs, num_sms), long_cut=_LONG_CUTS[spec.cache_dtype.itemsize],
             heads=spec.num_kv_heads * self.tiles, num_sms=num_sms, resident=_resident(tile), row_keys=_ROW_KEYS,
             much_alike=_MUCH_ALIKE, part_keys=_PART_KEYS if self.block_m == _SMALL_TILE_ROWS else 0,
+            whole_keys=max(most_short, _WHOLE_KEYS),
         )  # fmt: skip
 
     def num_partial_slots(self, spec: AttentionSpec, tile: DecodeTile, num_sms: int) -> int:
@@ -117,8 +122,12 @@ class Schedule:
         min_blocks = max(1, tile.min_keys // tile.keys)
         _, window_left, chunk = visible_range(spec)
         sizes = SplitSizes(num_rows, max_cuts, window_left, chunk, tile.keys, min_blocks)
+        are_few = num_rows * spec.num_kv_heads <= _SHORT_PAIRS * num_sms
+        self.has_one_loop = has_one_loop(spec, self.plan)
+        self.short_blocks = short_blocks(spec, tile, self.plan)
+        self.most_short = self.short_blocks[are_few]  # keys of a row that is attended for at once
         counted = counters[: self.plan.num_counters(spec, tile, num_sms)]
-        self.work_list = CutList(sizes, self.plan.filling(spec, tile, num_sms), counted, query_len)
+        self.work_list = CutList(sizes, self.plan.filling(spec, tile, num_sms, self.most_short), counted, query_len)
 
     def anew(self) -> Schedule:
         """The same for another step, with a list of its own."""
@@ -174,12 +183,14 @@ class Kernels(PrefillKernels):
         tile, plan = schedule.tile, schedule.plan
         constants = _decode_constants(
             self._logits, is_alike(key, value), _can_be_pairs(value), key.shape[1], self.spec.num_kv_heads,
-            self.spec.group_size, plan, tile, self._dims, self._is_local, query.dtype is torch.float32, pdl,
+            self.spec.group_size, plan, tile, self._dims, self._is_local, self.spec.dtype is torch.float32,
+            schedule.has_one_loop, schedule.short_blocks, pdl,
         )  # fmt: skip
         listed = schedule.work_list
         grid = listed.num_programs * self.spec.num_kv_heads * plan.tiles
+        varying = DecodeVarying(page_table.stride(0), schedule.most_short)
         _decode(query, key, value, output, lse, page_table, listed.work_items, listed.more_items, *workspace,
-                *self._extras, self._scales[True], self._visible, self._has_sinks, constants, grid,
+                *self._extras, varying, self._scales[True], self._visible, self._has_sinks, constants, grid,
                 tile.warps)  # fmt: skip
 
     def prefill(
@@ -213,24 +224,44 @@ class Kernels(PrefillKernels):
         return Pdl.OFF
 
 
+def has_one_loop(spec: AttentionSpec, plan: SplitPlan) -> bool:
+    """Whether one loop takes all blocks, with masks, and not one without them those that all queries see whole: where
+    every block may need one, and for few queries of 16 bits, whose programs wait for longer than they compute, and at a
+    second loop would wait once more, and for its code."""
+    is_local = spec.window_left >= 0 or spec.chunk_size is not None
+    return is_local or (plan.block_m == _SMALL_TILE_ROWS and spec.cache_dtype.itemsize == 2)
+
+
+@lru_cache(maxsize=256)
+def short_blocks(spec: AttentionSpec, tile: DecodeTile, plan: SplitPlan) -> tuple[int, int]:
+    """Keys of a row that a program attends for at once, at most, and where pairs of a row and a KV head are few; 0: it
+    does for none."""
+    has_function = plan.tiles == 1 and plan.block_m == _SMALL_TILE_ROWS and spec.alibi_slopes is None
+    if not has_function or spec.dtype.itemsize > 2 or spec.cache_dtype.itemsize != 2:
+        return 0, 0
+    keys = min(_SHORT_NUMBERS * 32 * tile.warps // max(block_dims(spec)), _LONGEST_SHORT)
+    return (keys, min(2 * keys, _LONGEST_SHORT)) if keys >= _SMALL_TILE_ROWS else (0, 0)
+
+
 @lru_cache(maxsize=256)  # layers and steps are alike
 def _decode_constants(
     logits: tuple[int, int, int], alike: int, pairs: int, page_size: int, num_kv_heads: int,
-    group_size: int, plan: SplitPlan, tile: DecodeTile, dims: BlockDims, is_local: bool, exact: bool, pdl: Pdl,
+    group_size: int, plan: SplitPlan, tile: DecodeTile, dims: BlockDims, is_local: bool, exact: bool,
+    one_loop: bool, short: tuple[int, int], pdl: Pdl,
 ) -> DecodeConstants:  # fmt: skip
     threads = 32 * tile.warps
     registers = min(_COMBINE_REGISTERS, _REGISTERS // (tile.programs * threads) // 2) * threads
     block_splits = 1 << max(1, registers // (plan.used_m * dims[-1])).bit_length() - 1  # a power of two
     joined = min(tile.joined, max(2, _COMBINED_ROWS // plan.used_m))
-    masked_stages = tile.stages if is_local else min(tile.stages, 3 if tile.keys <= _SHORT_BLOCK else 2)
+    masked_stages = tile.stages if one_loop else min(tile.stages, 3 if tile.keys <= _SHORT_BLOCK else 2)
     return DecodeConstants(
         *logits, alike, pairs, PAGE_SIZE=page_size, KV_HEADS=num_kv_heads, GROUP=group_size,
         TILES=plan.tiles, BLOCK_M=plan.block_m, BLOCK_N=tile.keys, DIM=dims.DIM, DIM_VO=dims.DIM_VO,
-        BLOCK_DIM=dims.BLOCK_DIM, BLOCK_DIM_VO=dims.BLOCK_DIM_VO, LOCAL=int(is_local), STAGES=tile.stages,
-        MASKED_STAGES=masked_stages, EXACT=int(exact),
+        BLOCK_DIM=dims.BLOCK_DIM, BLOCK_DIM_VO=dims.BLOCK_DIM_VO, LOCAL=int(is_local), MASKED=int(one_loop),
+        STAGES=tile.stages, MASKED_STAGES=masked_stages, EXACT=int(exact),
         USED_M=plan.used_m, JOINED=joined, BLOCK_SPLITS=min(block_splits, joined),
         JOIN_SIZE=_JOIN_REGISTERS * threads, WIDE=min(dims[-1], _WIDE), NARROW=min(dims[-1], _NARROW), THREADS=threads,
-        PDL=int(pdl),
+        SHORT=short[0], LONGER=short[1], PDL=int(pdl),
     )  # fmt: skip
 
 
@@ -243,14 +274,14 @@ def _can_be_pairs(value: torch.Tensor) -> int:
 def _decode(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor, work_items: torch.Tensor, more_items: torch.Tensor, partial_acc: torch.Tensor,
-    partial_ml: torch.Tensor, counters: torch.Tensor, slopes: torch.Tensor, sinks: torch.Tensor, scales: Scales,
-    visible: VisibleRange, has_sinks: int, constants: DecodeConstants, grid: int, warps: int,
+    partial_ml: torch.Tensor, counters: torch.Tensor, slopes: torch.Tensor, sinks: torch.Tensor, varying: DecodeVarying,
+    scales: Scales, visible: VisibleRange, has_sinks: int, constants: DecodeConstants, grid: int, warps: int,
 ) -> None:  # fmt: skip
     tensors = DecodeTensors(query, key, value, output, partial_ml if lse is None else lse, page_table, work_items,
                             more_items, partial_acc, partial_ml, counters, slopes, sinks)  # fmt: skip
     groups = (scales, visible, Flags(has_sinks, int(lse is not None)), strides_of(query, key, value, output, lse),
               constants)  # fmt: skip
-    launch(decode_kernel, grid, tensors, TableRow(page_table.stride(0)), groups, warps, use_pdl=constants.PDL > 0)
+    launch(decode_kernel, grid, tensors, varying, groups, warps, use_pdl=constants.PDL > 0)
 
 
 @operator(("keys", "values", "starts"))

@@ -210,7 +210,8 @@ def decode_of(
     has_pairs = int(spec.cache_dtype.itemsize == 1)
     pdl = Pdl.WAIT_AT_ONCE if room == HOPPER else Pdl.OFF
     constants = launch._decode_constants((0, 0, 0), 0, has_pairs, 16, spec.num_kv_heads, spec.group_size, plan, tile,
-                                         dims, False, is_exact, pdl)  # fmt: skip
+                                         dims, False, is_exact, launch.has_one_loop(spec, plan),
+                                         launch.short_blocks(spec, tile, plan), pdl)  # fmt: skip
     return tile, constants._asdict()
 
 
@@ -386,6 +387,7 @@ def test_decode_waits_as_it_starts(start: Any) -> None:
     else:
         assert waits
         assert "LDG" not in code.partition("CCTL.IVALL")[0]
+        behind = behind.partition("EXIT")[0]  # functions come then
         assert not any(access in behind for access in ("LDG", "STG", "LDS", "STS"))
 
 

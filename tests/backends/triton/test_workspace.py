@@ -213,7 +213,7 @@ def test_kernel_no_program_has_two_rows_where_there_are_enough(seed: int) -> Non
 @pytest.mark.parametrize("seed", range(16))
 def test_kernel_parts_are_short_where_programs_are_to_spare(seed: int) -> None:
     """Random rows: parts of one size, a block or twice or four times as much, the shortest of which no more than half
-    of the programs that the GPU holds have one; rows of up to 48 keys are whole. Else, and where none is asked for, as
+    of the programs that the GPU holds have one; rows of few keys are whole. Else, and where none is asked for, as
     without."""
     drawn = np.random.default_rng(1100 + seed)
     num_rows, heads, resident = int(drawn.integers(1, 12)), int(drawn.integers(1, 5)), int(drawn.choice([4, 8]))
@@ -221,16 +221,17 @@ def test_kernel_parts_are_short_where_programs_are_to_spare(seed: int) -> None:
     lens = np.exp(drawn.uniform(0, np.log(drawn.choice([300, 3000])), num_rows)).astype(np.int32)
     max_cuts = num_sms * resident // heads
     sizes = cut_list.SplitSizes(num_rows, max_cuts, triton_split.FAR.value, triton_split.FAR.value, block_n, 4)
-    filling = cut_list.Filling(max_cuts // 2, 96, heads, num_sms, resident, 32, 32)
+    filling, whole = cut_list.Filling(max_cuts // 2, 96, heads, num_sms, resident, 32, 32), int(drawn.choice([48, 64]))
     found = []
     for part_keys in (16, 0):
         counters = torch.zeros(num_rows, dtype=torch.int32)
-        cuts = cut_list.CutList(sizes, filling._replace(part_keys=part_keys), counters, 1)
+        given = filling._replace(part_keys=part_keys, whole_keys=whole)
+        cuts = cut_list.CutList(sizes, given, counters, 1)
         cuts.fill(torch.from_numpy(lens), torch.arange(num_rows + 1, dtype=torch.int32))
         found.append([cut for cut in items_of(cuts) if cut])
     blocks = -(-lens // block_n)
     for part in (max(16 // block_n, 1) << doubled for doubled in range(equal_cuts.PART_SIZES.value)):
-        wanted = np.where(blocks > 48 // block_n, -(-blocks // part), 1)
+        wanted = np.where(blocks > whole // block_n, -(-blocks // part), 1)
         if 2 * wanted.sum() * heads <= num_sms * resident:
             break
     else:
@@ -239,7 +240,7 @@ def test_kernel_parts_are_short_where_programs_are_to_spare(seed: int) -> None:
     counts = [[item[0] for cut in found[0] for item in cut].count(row) for row in range(num_rows)]
     assert counts == wanted.tolist()
     assert all(len(cut) == 1 for cut in found[0])
-    assert all(stop - start <= max(part * block_n, 48) for cut in found[0] for _, start, stop, *_ in cut)
+    assert all(stop - start <= max(part * block_n, whole) for cut in found[0] for _, start, stop, *_ in cut)
 
 
 @only_interpreted

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 
 
-class TableRow(NamedTuple):
+class DecodeVarying(NamedTuple):
     table_row: int  # elements from row to row of the page table
+    most_short: int  # keys of a row that is attended for at once, at most
 
 
 class DecodeTensors(NamedTuple):
@@ -47,6 +48,7 @@ class DecodeConstants(NamedTuple):
     BLOCK_DIM: int
     BLOCK_DIM_VO: int
     LOCAL: int
+    MASKED: int
     STAGES: int
     MASKED_STAGES: int
     EXACT: int
@@ -57,6 +59,8 @@ class DecodeConstants(NamedTuple):
     WIDE: int
     NARROW: int
     THREADS: int
+    SHORT: int
+    LONGER: int
     PDL: int
 
 

@@ -13,15 +13,16 @@ import triton.language as tl
 
 from attn_backends.kernels.fp8 import as_pairs, interleave_columns, row_amax, scale_to_fp16, zero_acc
 from attn_backends.kernels.pdl import WAIT_AT_ONCE, WAIT_FIRST, WAIT_LAST, acquire_fence, grid_wait
-from attn_backends.kernels.split_kv import MAX_SPLITS, combine_splits, store_partial
-from attn_backends.kernels.tile_kernels import attend_keys, logit_scale, prefetch_keys, write_rows
+from attn_backends.kernels.split_kv import MAX_SPLITS, combine_splits, first_key, store_partial
+from attn_backends.kernels.tile_kernels import attend_keys, logit_scale, prefetch_keys, scale_logits, write_rows
 
 JOIN_WORDS = tl.constexpr(4)  # of a row's splits, a KV head and a tile: the next two, and ARRIVED of two launches
 HAVE_BEGUN, LAUNCHES, ARRIVED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _STAYING = tl.constexpr(1 << 16)  # times as many as stay, above as many as have arrived
 _PREFETCHED_KEYS = tl.constexpr(16)  # the first of a work item: a block of the smallest tile
 _FEW_ROUNDS = tl.constexpr(2)  # in which a program combines few splits
-_NOT_CONSTANT = ["table_row", "window_right", "window_left", "chunk", "has_sinks", "want_lse", "lse_token"]
+_NOT_CONSTANT = ["table_row", "most_short", "window_right", "window_left", "chunk", "has_sinks", "want_lse",
+                 "lse_token"]  # fmt: skip
 _ANYWHERE = ["lse", "page_table", "sinks"]  # no code depends on whether these are aligned
 
 
@@ -44,6 +45,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     slopes,  # [KV_HEADS * GROUP] f32, if ALIBI
     sinks,  # [KV_HEADS * GROUP] f32 logits, if has_sinks
     table_row,  # elements from row to row of the page table
+    most_short,  # keys of a row that `_attend_short` attends for, at most
     scale,  # f32, of logits, in base 2 unless SOFT_CAP
     value_scale,  # f32, of cached values
     soft_cap,  # f32, if SOFT_CAP
@@ -78,7 +80,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     DIM_VO: tl.constexpr,
     BLOCK_DIM: tl.constexpr,  # DIM, padded
     BLOCK_DIM_VO: tl.constexpr,  # DIM_VO, padded
-    LOCAL: tl.constexpr,  # 0 or 1: there is a window or chunks, and every block may need a mask
+    LOCAL: tl.constexpr,  # 0 or 1: there is a window or chunks
+    MASKED: tl.constexpr,  # 0 or 1: all blocks are in the loop with masks; 1 where LOCAL
     STAGES: tl.constexpr,  # blocks under way in the loop without masks
     MASKED_STAGES: tl.constexpr,  # blocks under way in the loop with masks
     EXACT: tl.constexpr,  # 0 or 1, see `attend_keys`
@@ -89,6 +92,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr,  # of a query's columns that it combines at a time where these are still few
     NARROW: tl.constexpr,  # the same where they are many
     THREADS: tl.constexpr,  # of a program
+    SHORT: tl.constexpr,  # keys of a block of `_attend_short`; 0: no row is attended for by it
+    LONGER: tl.constexpr,  # of its block for rows of more keys; SHORT: there is no such
     PDL: tl.constexpr,  # when this kernel starts, see `kernels.pdl.Pdl`
 ):
     """One program attends for a cut of all rows' keys, a KV head and a tile of BLOCK_M of a row's queries.
@@ -118,6 +123,21 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         if last_info // MAX_SPLITS > JOINED:
             last_words = counters + ((last_slot * KV_HEADS + head) * TILES + tile) * JOIN_WORDS
             tl.atomic_add(last_words + HAVE_BEGUN, 1, sem="relaxed")
+    if SHORT > 0:
+        num_keys, pages = stop - start, page_table + row.to(tl.int64) * table_row
+        if (split_info == MAX_SPLITS) & (has_others == 0) & (num_keys > 0) & (num_keys <= most_short):
+            given = (
+                query, key, value, output, lse, pages, sinks, start, stop, seq_len, first_token, query_len, head, scale,
+                value_scale, soft_cap, window_right, window_left, chunk, has_sinks, want_lse, query_token, query_head,
+                key_page, key_slot, value_page, value_slot, out_token, out_head, lse_token,
+            )  # fmt: skip
+            if (num_keys <= SHORT) | (LONGER == SHORT):
+                _attend_short(*given, SOFT_CAP, SCALE_FIRST, ALIKE, LOCAL, PAGE_SIZE, GROUP, USED_M, SHORT, DIM,
+                              DIM_VO, BLOCK_DIM, BLOCK_DIM_VO)  # fmt: skip
+            else:
+                _attend_short(*given, SOFT_CAP, SCALE_FIRST, ALIKE, LOCAL, PAGE_SIZE, GROUP, USED_M, LONGER, DIM,
+                              DIM_VO, BLOCK_DIM, BLOCK_DIM_VO)  # fmt: skip
+            row = row * 0 - 1  # it has nothing more to do
     while row >= 0:
         num_splits, split = split_info // MAX_SPLITS, split_info % MAX_SPLITS
         words = counters + ((first_slot * KV_HEADS + head) * TILES + tile) * JOIN_WORDS
@@ -145,7 +165,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         acc, m_i = zero_acc(BLOCK_M, BLOCK_DIM_VO, PAIRS), tl.full([BLOCK_M], float("-inf"), tl.float32)
         l_i = tl.zeros([BLOCK_M], tl.float32)
         masked = start
-        if not LOCAL:  # blocks that all queries see whole need no mask
+        if not MASKED:  # blocks that all queries see whole need no mask
             whole = tl.minimum(stop, seq_len - query_len + 1 + window_right)
             masked = tl.maximum(whole // BLOCK_N * BLOCK_N, start)
             acc, m_i, l_i = attend_keys(
@@ -208,6 +228,56 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     if PDL == WAIT_LAST:  # noqa: SIM102 (a constant on its own leaves out what some GPUs do not have)
         if program == tl.num_programs(0) - 1:
             grid_wait()
+
+
+@triton.jit(noinline=True)  # type: ignore[untyped-decorator]
+def _attend_short(  # type: ignore[no-untyped-def]
+    query, key, value, output, lse, pages, sinks, start, stop, seq_len, first_token, query_len, head, scale,
+    value_scale, soft_cap, window_right, window_left, chunk, has_sinks, want_lse, query_token, query_head, key_page,
+    key_slot, value_page, value_slot, out_token, out_head, lse_token, SOFT_CAP: tl.constexpr,
+    SCALE_FIRST: tl.constexpr, ALIKE: tl.constexpr, LOCAL: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    GROUP: tl.constexpr, USED_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr,
+):  # fmt: skip
+    """Attend to all of a row's keys `start` to `stop`, no more than a block of BLOCK_N, and write what `decode_kernel`
+    does, which has these arguments; `key` and `value` point to the KV head's first element, `pages` to the row's first
+    page id.
+
+    A program that reads so little takes most of its time to fetch its code, and to wait. So nothing loops here, keys
+    and values are asked for at once, and a function of its own takes no registers of the rest. Products are
+    [keys, queries], where 8 queries take no more than they need.
+    """
+    if ALIKE:
+        value_page, value_slot = key_page, key_slot
+    QUERIES: tl.constexpr = USED_M if USED_M > 8 else 8
+    lane = tl.arange(0, QUERIES)
+    token = lane // GROUP
+    dims, dims_vo = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_DIM_VO)
+    first_query = query + (first_token.to(tl.int64) * query_token + head * GROUP * query_head)
+    offsets = token.to(tl.int64)[:, None] * query_token + (lane % GROUP)[:, None] * query_head + dims[None]
+    queries = tl.load(first_query + offsets, mask=(token < query_len)[:, None] & (dims[None] < DIM), other=0.0)
+    keys = start + tl.arange(0, BLOCK_N)
+    there = tl.minimum(keys, stop - 1)  # which is as good as a mask: no query sees what is read twice
+    page, slot = tl.load(pages + there // PAGE_SIZE).to(tl.int64), there % PAGE_SIZE
+    k_at = key + (page * key_page + slot * key_slot)[:, None] + dims[None]
+    v_at = value + (page * value_page + slot * value_slot)[:, None] + dims_vo[None]
+    k = tl.load(k_at) if DIM == BLOCK_DIM else tl.load(k_at, mask=dims[None] < DIM, other=0.0)
+    v = tl.load(v_at) if DIM_VO == BLOCK_DIM_VO else tl.load(v_at, mask=dims_vo[None] < DIM_VO, other=0.0)
+    positions = seq_len - query_len + token
+    high = tl.minimum(positions + window_right, stop - 1)
+    logits = tl.dot(k.to(queries.dtype), tl.trans(queries))
+    logits = scale_logits(logits, scale, soft_cap, SOFT_CAP, SCALE_FIRST)
+    if LOCAL:
+        high = tl.minimum(high, tl.maximum(positions, 0) // chunk * chunk + (chunk - 1))
+        low = first_key(positions, window_left, chunk)
+        logits = tl.where(keys[:, None] >= low[None], logits, float("-inf"))
+    logits = tl.where(keys[:, None] <= high[None], logits, float("-inf"))
+    logits *= logit_scale(scale, SCALE_FIRST)
+    m_i = tl.max(logits, 0)
+    p = tl.exp2(logits - tl.where(m_i == float("-inf"), 0.0, m_i)[None])
+    acc = tl.dot(tl.trans(v.to(queries.dtype)), p.to(queries.dtype))
+    write_rows(output, lse, sinks, tl.trans(acc), m_i, tl.sum(p, 0), lane, head, first_token, query_len, value_scale,
+               out_token, out_head, lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
 
 
 @triton.jit

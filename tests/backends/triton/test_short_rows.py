@@ -1,0 +1,153 @@
+"""Rows so short that one program attends to all of their keys at once: interpreted, and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends import AttentionSpec, get_backend
+from attn_backends.testing.cases.random_batch import random_batch
+from attn_backends.testing.harness import assert_matches, make_layer
+from tests.helpers.interpreted import INTERPRETED, in_own_process, only_interpreted, run_interpreted
+from tests.helpers.mutate import copied_module
+from tests.helpers.placed_caches import PLACES, placed
+
+pytest.importorskip("triton", reason="needs triton")
+decode = pytest.importorskip("attn_backends.backends.triton.kernels.decode")
+launch = pytest.importorskip("attn_backends.backends.triton.launch")
+cut_list = pytest.importorskip("attn_backends.kernels.cut_list")
+
+HEADS = ((1, 1), (4, 1), (6, 2), (7, 7), (16, 2), (15, 1))
+DIMS = ((64, 64), (128, 128), (80, 80), (192, 128), (256, 256), (32, 48))
+SEEN: tuple[dict[str, Any], ...] = (
+    {}, {}, {"window_left": 5}, {"window_left": 30}, {"chunk_size": 24}, {"logits_soft_cap": 20.0}, {"sinks": True},
+    {"scale": -0.1}, {"causal": False},
+)  # fmt: skip
+SEEDS = 60
+FAULTS = {
+    "keys behind the last are read": ("there = tl.minimum(keys, stop - 1)", "there = keys"),
+    "the last key counts once more": ("positions + window_right, stop - 1)", "positions + window_right, stop)"),
+    "the last key is not seen": ("positions + window_right, stop - 1)", "positions + window_right, stop - 2)"),
+    "keys before a window are seen": ("keys[:, None] >= low[None]", "keys[:, None] >= 0 * low[None]"),
+    "a chunk is not one's own": ("tl.maximum(positions, 0) // chunk * chunk + (chunk - 1))\n        low = first_key(pos"
+                                 "itions, window_left, chunk)", "high)\n        low = positions - window_left"),
+    "later queries are seen": ("high = tl.minimum(positions + window_right, stop - 1)\n    logits",
+                               "high = stop - 1 + positions * 0\n    logits"),
+    "all keys are of the first page": ("tl.load(pages + there // PAGE_SIZE)", "tl.load(pages + there * 0)"),
+    "values lie as keys do": ("    if ALIKE:\n        value_page, value_slot = key_page",
+                              "    if True:\n        value_page, value_slot = key_page"),
+    "queries of the first KV head": ("head * GROUP * query_head)\n    offsets", "head * 0)\n    offsets"),
+    "the last token's queries": ("mask=(token < query_len)[:, None] & (dims[None] < DIM), other=0.0)\n    keys",
+                                 "mask=(token < query_len - 1)[:, None] & (dims[None] < DIM), other=0.0)\n    keys"),
+    "it is not capped": ("logits = scale_logits(logits, scale, soft_cap, SOFT_CAP,",
+                         "logits = scale_logits(logits, scale, soft_cap, 0,"),
+    "weights are not scaled": ("logits *= logit_scale(scale, SCALE_FIRST)\n    m_i", "m_i"),
+    "rows that are split": ("(split_info == MAX_SPLITS) & (has_others", "(split_info >= 0) & (has_others"),
+    "rows of several items": ("& (has_others == 0) & (num_keys > 0)", "& (num_keys > 0)"),
+    "longer rows": ("& (num_keys <= most_short):", "& (num_keys <= 4 * most_short):"),
+}  # fmt: skip
+
+
+@in_own_process
+def test_interpreted() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many keys the blocks have of rows that were attended for at once, where kernels are interpreted."""
+    seen: list[int] = []
+    if INTERPRETED:
+        attend = decode._attend_short
+
+        def noting(*given: Any) -> None:
+            seen.append(int(getattr(given[-5], "value", given[-5])))
+            attend(*given)
+
+        monkeypatch.setattr(decode, "_attend_short", noting)
+    yield seen
+    launch._decode_constants.cache_clear()
+
+
+def check(spec: AttentionSpec, seq_lens: list[int], query_lens: list[int], place: str = PLACES[0], **more: Any) -> None:
+    device = "cpu" if INTERPRETED else "cuda"
+    batch = random_batch(get_backend("TRITON"), spec, seq_lens, query_lens, poison=float("nan"), device=device, **more)
+    layer, expected = make_layer(get_backend("TRITON"), batch), batch.expected()
+    for want_lse in (True, False):
+        found = layer.forward(
+            batch, layer.begin(batch), want_lse=want_lse, kv_cache=placed(batch.fresh_pool(), place)
+        )  # fmt: skip
+        assert_matches(found, batch, str(spec), expected)
+
+
+def random_case(seed: int, **changes: Any) -> tuple[AttentionSpec, list[int], list[int], dict[str, Any]]:
+    """A layer and rows about as long as the blocks are."""
+    dice = Random(f"short rows {seed}")
+    (heads, kv_heads), (dim, dim_vo) = dice.choice(HEADS), dice.choice(DIMS)
+    spec = AttentionSpec(heads, kv_heads, dim, head_dim_vo=dim_vo, dtype=torch.float16, **dice.choice(SEEN) | changes)
+    query_len = dice.choice((1, 1, 1, min(4, max(1, 16 * kv_heads // heads))))
+    query_lens = [dice.randint(1, query_len) for _ in range(dice.choice((1, 2, 3, 5)))]
+    seq_lens = [max(tokens, dice.choice((1, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, dice.randint(1, 90))))
+                for tokens in query_lens]  # fmt: skip
+    more = {"page_size": dice.choice((3, 16, 32, 48)), "layout": dice.choice(("NHD", "HND")), "seed": seed,
+            "place": dice.choice(PLACES)}  # fmt: skip
+    return spec, seq_lens, query_lens, more
+
+
+@only_interpreted
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_rows(seed: int) -> None:
+    spec, seq_lens, query_lens, more = random_case(seed)
+    check(spec, seq_lens, query_lens, **more)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(SEEDS, 2 * SEEDS))
+def test_random_rows_on_a_gpu(seed: int) -> None:
+    spec, seq_lens, query_lens, more = random_case(seed)
+    times = Random(seed).choice((1, 1, 300 // len(seq_lens)))  # so many pairs that they are not few
+    check(spec, seq_lens * times, query_lens * times, **more)
+
+
+@only_interpreted
+@pytest.mark.parametrize(
+    ("dims", "kv_heads", "expected"),
+    [((128, 128), 1, {1: 32, 32: 32, 33: 64, 64: 64, 65: None}), ((128, 128), 5, {32: 32, 33: None}),
+     ((64, 64), 1, {33: 64, 64: 64, 65: None}), ((256, 256), 2, {32: 32, 64: 64, 65: None}),
+     ((256, 256), 5, {32: 32, 33: None})],
+)  # fmt: skip
+def test_which_rows_are_short(
+    dims: tuple[int, int], kv_heads: int, expected: dict[int, int | None], blocks: list[int]
+) -> None:
+    """The interpreter counts two multiprocessors, of which four pairs of a row and a KV head are few."""
+    spec = AttentionSpec(kv_heads, kv_heads, dims[0], head_dim_vo=dims[1], dtype=torch.float16)
+    for seq_len, block in expected.items():
+        blocks.clear()
+        check(spec, [seq_len], [1])
+        assert set(blocks) == ({block} if block else set()), seq_len
+
+
+@only_interpreted
+@pytest.mark.parametrize("changes", [{"dtype": torch.float32}, {"cache_dtype": torch.float8_e4m3fn},
+                                     {"alibi_slopes": (0.5, 0.25)}], ids=str)  # fmt: skip
+def test_layers_without_short_rows(changes: dict[str, Any], blocks: list[int]) -> None:
+    check(AttentionSpec(2, 1, 64, **{"dtype": torch.float16, **changes}), [5, 20], [1, 1])
+    assert blocks == []
+
+
+@only_interpreted
+@pytest.mark.parametrize("fault", ["none", *FAULTS])
+def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edits = [FAULTS[fault]] if fault in FAULTS else []
+    monkeypatch.setattr(launch, "decode_kernel", copied_module(decode, tmp_path, *edits).decode_kernel)
+    with nullcontext() if fault == "none" else pytest.raises((AssertionError, IndexError, RuntimeError)):
+        check(AttentionSpec(1, 1, 64, dtype=torch.float16), [20, 700] * 8, [1] * 16)  # several rows of each program
+        for seed in range(30):
+            spec, seq_lens, query_lens, more = random_case(seed)
+            check(spec, seq_lens, query_lens, **more)
