@@ -86,7 +86,7 @@ def begin_kernel(words):  # type: ignore[no-untyped-def]
 @triton.jit
 def arrive_kernel(words, parts, num_splits, may_stay):  # type: ignore[no-untyped-def]
     """What a program of `decode_kernel` does when it has a partial result."""
-    have_begun = decode._same_for_all(words + decode.HAVE_BEGUN, 32)
+    have_begun = decode._same_for_all(words + decode.HAVE_BEGUN, num_splits > 0, 32)
     stays = ((have_begun == num_splits) & (may_stay != 0)).to(tl.int32)
     part, num_parts = decode._arrive(words, num_splits, tl.load(words + decode.LAUNCHES), stays)
     tl.store(parts, part)

@@ -188,10 +188,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             used = query_len * GROUP - tile * BLOCK_M  # unused queries would take registers where splits are combined
             first = (first_slot * KV_HEADS + head) * TILES + tile
             step = KV_HEADS * TILES
-            have_begun, launches = 0, 0
-            if num_splits > JOINED:  # before the store, which takes longer than to find out
-                have_begun = _same_for_all(words + HAVE_BEGUN, THREADS)
-                launches = tl.load(words + LAUNCHES, volatile=True)
+            # Before the store, which takes longer than to find out.
+            have_begun = _same_for_all(words + HAVE_BEGUN, num_splits > JOINED, THREADS)
+            launches = tl.load(words + LAUNCHES, mask=num_splits > JOINED, other=0, volatile=True)
             store_partial(partial_acc, partial_ml, first + split * step, acc, m_i, l_i, used, USED_M)
             tl.debug_barrier()  # all of the program's stores come before its count
             if num_splits > JOINED:
@@ -292,10 +291,15 @@ def _load_item(work_items, work_item, exists):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _same_for_all(word, THREADS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A number that changes while it is read: all warps of a program go by what any of them has read, as they would
-    never meet again where they went apart."""
-    return tl.max(tl.load(word + tl.arange(0, THREADS) * 0, volatile=True), 0)
+def _same_for_all(word, is_read, THREADS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A number that changes while it is read, or 0: all warps of a program go by what any of them has read, as they
+    would never meet again where they went apart.
+
+    Whether it is read is a mask and no branch: CUDA 12.8's ptxas makes a predicate of that, and puts another number
+    there in its place before the warp's maximum is taken.
+    """
+    same = tl.arange(0, THREADS) * 0
+    return tl.max(tl.load(word + same, mask=(same == 0) & is_read, other=0, volatile=True), 0)
 
 
 @triton.jit
