@@ -190,7 +190,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             step = KV_HEADS * TILES
             # Before the store, which takes longer than to find out.
             have_begun = _same_for_all(words + HAVE_BEGUN, num_splits > JOINED, THREADS)
-            launches = tl.load(words + LAUNCHES, mask=num_splits > JOINED, other=0, volatile=True)
+            launches = tl.load(words + LAUNCHES, volatile=True)
             store_partial(partial_acc, partial_ml, first + split * step, acc, m_i, l_i, used, USED_M)
             tl.debug_barrier()  # all of the program's stores come before its count
             if num_splits > JOINED:
