@@ -256,7 +256,7 @@ def _attend_short(  # type: ignore[no-untyped-def]
     offsets = token.to(tl.int64)[:, None] * query_token + (lane % GROUP)[:, None] * query_head + dims[None]
     queries = tl.load(first_query + offsets, mask=(token < query_len)[:, None] & (dims[None] < DIM), other=0.0)
     keys = start + tl.arange(0, BLOCK_N)
-    there = tl.minimum(keys, stop - 1)  # which is as good as a mask: no query sees what is read twice
+    there = tl.minimum(keys, stop - 1)  # no query sees what is read twice: for finite values as good as a mask
     page, slot = tl.load(pages + there // PAGE_SIZE).to(tl.int64), there % PAGE_SIZE
     k_at = key + (page * key_page + slot * key_slot)[:, None] + dims[None]
     v_at = value + (page * value_page + slot * value_slot)[:, None] + dims_vo[None]
