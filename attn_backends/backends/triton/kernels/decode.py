@@ -299,7 +299,7 @@ def _same_for_all(word, is_read, THREADS: tl.constexpr):  # type: ignore[no-unty
     there in its place before the warp's maximum is taken.
     """
     same = tl.arange(0, THREADS) * 0
-    return tl.max(tl.load(word + same, mask=(same == 0) & is_read, other=0, volatile=True), 0)
+    return tl.max(tl.load(word + same, mask=same < is_read.to(tl.int32), other=0, volatile=True), 0)
 
 
 @triton.jit
