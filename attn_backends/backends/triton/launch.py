@@ -225,11 +225,10 @@ class Kernels(PrefillKernels):
 
 
 def has_one_loop(spec: AttentionSpec, plan: SplitPlan) -> bool:
-    """Whether one loop takes all blocks, with masks, and not one without them those that all queries see whole: where
-    every block may need one, and for few queries of 16 bits, whose programs wait for longer than they compute, and at a
-    second loop would wait once more, and for its code."""
-    is_local = spec.window_left >= 0 or spec.chunk_size is not None
-    return is_local or (plan.block_m == _SMALL_TILE_ROWS and spec.cache_dtype.itemsize == 2)
+    """Whether one loop takes all blocks, with masks, and not one without them those that all queries see whole, though
+    no window asks for it: for few queries of 16 bits, whose programs wait for longer than they compute, and at a second
+    loop would wait once more, and for its code."""
+    return plan.block_m == _SMALL_TILE_ROWS and spec.cache_dtype.itemsize == 2
 
 
 @lru_cache(maxsize=256)
@@ -253,6 +252,7 @@ def _decode_constants(
     registers = min(_COMBINE_REGISTERS, _REGISTERS // (tile.programs * threads) // 2) * threads
     block_splits = 1 << max(1, registers // (plan.used_m * dims[-1])).bit_length() - 1  # a power of two
     joined = min(tile.joined, max(2, _COMBINED_ROWS // plan.used_m))
+    one_loop |= is_local
     masked_stages = tile.stages if one_loop else min(tile.stages, 3 if tile.keys <= _SHORT_BLOCK else 2)
     return DecodeConstants(
         *logits, alike, pairs, PAGE_SIZE=page_size, KV_HEADS=num_kv_heads, GROUP=group_size,

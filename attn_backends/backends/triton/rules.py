@@ -19,6 +19,7 @@ from attn_backends.kernels.launch import num_multiprocessors, shared_memory
 from attn_backends.kernels.prefill.faster_tile import mean_keys, seen_by_tiles
 from attn_backends.kernels.prefill.launch import (
     HOPPER_ROWS,
+    is_local,
     num_hopper_tiles,
     num_visible_keys,
     portable_tile,
@@ -181,9 +182,8 @@ def splits_of_a_wave(
     of_split = spec.num_kv_heads, num_programs, tile
     if not reads_alike(spec, load, int(seq_lens.max(initial=0)), num_programs):
         return None
-    is_local = spec.window_left >= 0 or spec.chunk_size is not None
-    step = tile.tokens / tile.keys if spec.causal and not is_local else 0.0
-    num_whole, target = (0, 0) if is_local else last_wave(load, *of_split, step, decodes)
+    step = tile.tokens / tile.keys if spec.causal and not is_local(spec) else 0.0
+    num_whole, target = (0, 0) if is_local(spec) else last_wave(load, *of_split, step, decodes)
     if target or is_faster_in_order(load, *of_split[:2], step):
         return PrefillSplits(target, tile, num_whole)
     return None

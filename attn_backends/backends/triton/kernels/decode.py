@@ -131,7 +131,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
                 value_scale, soft_cap, window_right, window_left, chunk, has_sinks, want_lse, query_token, query_head,
                 key_page, key_slot, value_page, value_slot, out_token, out_head, lse_token,
             )  # fmt: skip
-            if (num_keys <= SHORT) | (LONGER == SHORT):
+            if (num_keys <= SHORT) | (LONGER == SHORT):  # a constant, where there is no other block to compile
                 _attend_short(*given, SOFT_CAP, SCALE_FIRST, ALIKE, LOCAL, PAGE_SIZE, GROUP, USED_M, SHORT, DIM,
                               DIM_VO, BLOCK_DIM, BLOCK_DIM_VO)  # fmt: skip
             else:
@@ -148,10 +148,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         q_head = head * GROUP + lane % GROUP
         live = token < query_len
         positions = seq_len - query_len + token
-        dims = tl.arange(0, BLOCK_DIM)
-        first_query = query + (first_token.to(tl.int64) * query_token + head * GROUP * query_head)
-        offsets = token.to(tl.int64)[:, None] * query_token + (lane % GROUP)[:, None] * query_head + dims[None]
-        queries = tl.load(first_query + offsets, mask=live[:, None] & (dims[None] < DIM), other=0.0)
+        queries = _load_queries(query, lane, live, head, first_token, query_token, query_head, GROUP, DIM, BLOCK_DIM)
         pages = page_table + row.to(tl.int64) * table_row
         if PDL:  # a GPU on which it is faster; the loop below asks for keys once it has the queries
             prefetch_keys(key, value, pages, start, stop, key_page, key_slot, value_page, value_slot, PAGE_SIZE,
@@ -252,9 +249,8 @@ def _attend_short(  # type: ignore[no-untyped-def]
     lane = tl.arange(0, QUERIES)
     token = lane // GROUP
     dims, dims_vo = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_DIM_VO)
-    first_query = query + (first_token.to(tl.int64) * query_token + head * GROUP * query_head)
-    offsets = token.to(tl.int64)[:, None] * query_token + (lane % GROUP)[:, None] * query_head + dims[None]
-    queries = tl.load(first_query + offsets, mask=(token < query_len)[:, None] & (dims[None] < DIM), other=0.0)
+    live = token < query_len
+    queries = _load_queries(query, lane, live, head, first_token, query_token, query_head, GROUP, DIM, BLOCK_DIM)
     keys = start + tl.arange(0, BLOCK_N)
     there = tl.minimum(keys, stop - 1)  # no query sees what is read twice: for finite values as good as a mask
     page, slot = tl.load(pages + there // PAGE_SIZE).to(tl.int64), there % PAGE_SIZE
@@ -277,6 +273,18 @@ def _attend_short(  # type: ignore[no-untyped-def]
     acc = tl.dot(tl.trans(v.to(queries.dtype)), p.to(queries.dtype))
     write_rows(output, lse, sinks, tl.trans(acc), m_i, tl.sum(p, 0), lane, head, first_token, query_len, value_scale,
                out_token, out_head, lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_queries(  # type: ignore[no-untyped-def]
+    query, lane, live, head, first_token, query_token, query_head, GROUP: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """A row's queries of a KV head [lanes, BLOCK_DIM], where they are `live`; zeros elsewhere."""
+    dims = tl.arange(0, BLOCK_DIM)
+    first_query = query + (first_token.to(tl.int64) * query_token + head * GROUP * query_head)
+    offsets = (lane // GROUP).to(tl.int64)[:, None] * query_token + (lane % GROUP)[:, None] * query_head + dims[None]
+    return tl.load(first_query + offsets, mask=live[:, None] & (dims[None] < DIM), other=0.0)
 
 
 @triton.jit
