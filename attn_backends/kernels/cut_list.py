@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from attn_backends.kernels.equal_cuts import cut_kernel
+from attn_backends.kernels.equal_cuts import LISTED_PAGES, cut_kernel
 from attn_backends.kernels.launch import launch
 from attn_backends.kernels.operators import operator
 
@@ -32,6 +32,8 @@ class CutTensors(NamedTuple):
     work_items: torch.Tensor
     more_items: torch.Tensor
     counters: torch.Tensor
+    page_table: torch.Tensor
+    item_pages: torch.Tensor
 
 
 class CutNumbers(NamedTuple):
@@ -51,6 +53,7 @@ class CutNumbers(NamedTuple):
     chunk: int
     most_tokens: int
     num_counters: int
+    table_row: int = 0
 
 
 class CutConstants(NamedTuple):
@@ -58,6 +61,7 @@ class CutConstants(NamedTuple):
     MIN_BLOCKS: int
     MAX_ROWS: int
     BLOCK_ITEMS: int
+    PAGE_SIZE: int
 
 
 class Filling(NamedTuple):
@@ -85,13 +89,14 @@ def num_programs(num_rows: int, max_cuts: int) -> int:
     return max(max_cuts, num_rows + max_cuts // 4)
 
 
-@operator(("work_items", "more_items", "counters"))
+@operator(("work_items", "more_items", "counters", "item_pages"))
 def cut_work(
     seq_lens: torch.Tensor, query_start_loc: torch.Tensor, work_items: torch.Tensor, more_items: torch.Tensor,
-    counters: torch.Tensor, numbers: CutNumbers, constants: CutConstants,
+    counters: torch.Tensor, page_table: torch.Tensor, item_pages: torch.Tensor, numbers: CutNumbers,
+    constants: CutConstants,
 ) -> None:  # fmt: skip
     """List the work items for lengths [num_rows] and query starts [num_rows + 1], i32, in one launch."""
-    tensors = CutTensors(seq_lens, query_start_loc, work_items, more_items, counters)
+    tensors = CutTensors(seq_lens, query_start_loc, work_items, more_items, counters, page_table, item_pages)
     launch(cut_kernel, -(-(numbers.num_rows + numbers.max_cuts) // _ITEMS), tensors, numbers, (constants,), _WARPS)
 
 
@@ -100,36 +105,48 @@ class CutList:
 
     A work item is all that a program has to know: the row (-1: none), its first key, the end of its keys, the row's
     first partial slot, the row's number of splits times MAX_SPLITS plus the number of this one, the row's length, its
-    first query token, and its number of query tokens.
+    first query token, and its number of query tokens. With a page size there is a list of the first pages' ids beside
+    it, which come as soon as the item does: of a page table they would come after it.
 
     Args:
         sizes: `target` is how many cuts there are at most, and `min_blocks` what one has at least.
         counters: [num_counters] i32, which every listing sets to 0: what a launch that was cut short left there must
             not be found by the next step.
         most_tokens: as `cut_kernel` has them.
+        page_size: slots of a page, if page ids are to be listed; 0: none are.
     """
 
-    def __init__(self, sizes: SplitSizes, filling: Filling, counters: torch.Tensor, most_tokens: int) -> None:
+    def __init__(
+        self, sizes: SplitSizes, filling: Filling, counters: torch.Tensor, most_tokens: int, page_size: int = 0
+    ) -> None:
         self.num_programs = num_programs(sizes.num_rows, sizes.target)
         self.counters = counters
-        self._sizes = (self.num_programs + sizes.num_rows + sizes.target, 8), (self.num_programs, 2)
-        self.work_items, self.more_items = map(counters.new_empty, self._sizes)
+        num_items = self.num_programs + sizes.num_rows + sizes.target
+        num_pages = num_items if page_size else 0, int(LISTED_PAGES.value)
+        self._sizes = (num_items, 8), (self.num_programs, 2), num_pages
+        self.work_items, self.more_items, self.item_pages = map(counters.new_empty, self._sizes)
         self._numbers = CutNumbers(
             num_rows=sizes.num_rows, max_cuts=sizes.target, **filling._asdict(), num_programs=self.num_programs,
             window_left=sizes.window_left, chunk=sizes.chunk, most_tokens=most_tokens, num_counters=len(counters),
         )  # fmt: skip
         self._constants = CutConstants(
             BLOCK_N=sizes.block_n, MIN_BLOCKS=sizes.min_blocks, MAX_ROWS=triton.next_power_of_2(sizes.num_rows),
-            BLOCK_ITEMS=_ITEMS,
+            BLOCK_ITEMS=_ITEMS, PAGE_SIZE=page_size,
         )  # fmt: skip
 
     def anew(self) -> CutList:
         """The same for another step, with work items of its own."""
         made = copy(self)
-        made.work_items, made.more_items = map(self.counters.new_empty, self._sizes)
+        made.work_items, made.more_items, made.item_pages = map(self.counters.new_empty, self._sizes)
         return made
 
-    def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
-        """List the work items for lengths [num_rows] and query starts [num_rows + 1], i32, in one launch."""
-        cut_work(seq_lens, query_start_loc, self.work_items, self.more_items, self.counters, self._numbers,
-                 self._constants)  # fmt: skip
+    def fill(
+        self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor, page_table: torch.Tensor | None = None
+    ) -> None:
+        """List the work items for lengths [num_rows], query starts [num_rows + 1] and, where page ids are listed, a
+        page table [num_rows, max_pages], i32, in one launch."""
+        table, numbers = seq_lens, self._numbers
+        if page_table is not None:
+            table, numbers = page_table, numbers._replace(table_row=page_table.stride(0))
+        cut_work(seq_lens, query_start_loc, self.work_items, self.more_items, self.counters, table, self.item_pages,
+                 numbers, self._constants)  # fmt: skip

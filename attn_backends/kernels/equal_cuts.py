@@ -14,18 +14,22 @@ from attn_backends.kernels.split_kv import MAX_SPLITS, clear_counters, first_key
 SHORT_KEYS = tl.constexpr(128)  # of a row in the mean, up to which no program walks on to another row
 LEAST_KEYS = tl.constexpr(128)  # of a part of a row of few: fewer are sooner read than joined
 PART_SIZES = tl.constexpr(3)  # that short parts may have, each twice the one before
+LISTED_PAGES = tl.constexpr(4)  # page ids that are listed with a work item, of its first keys
 MUCH_IDLE = tl.constexpr(2)  # blocks of a row, times the part of a GPU beyond half that its last round leaves idle
 _VARY = ["num_rows", "max_cuts", "few_cuts", "long_cut", "heads", "num_sms", "resident", "row_keys", "much_alike",
-         "part_keys", "whole_keys", "num_programs", "window_left", "chunk", "most_tokens", "num_counters"]  # fmt: skip
+         "part_keys", "whole_keys", "num_programs", "window_left", "chunk", "most_tokens", "num_counters",
+         "table_row"]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_VARY)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_VARY, do_not_specialize_on_alignment=["page_table"])  # type: ignore[untyped-decorator]
 def cut_kernel(  # type: ignore[no-untyped-def]
     seq_lens,  # [num_rows] i32
     query_start_loc,  # [num_rows + 1] i32
     work_items,  # [num_programs + num_rows + max_cuts, 8] i32, see below
     more_items,  # [num_programs, 2] i32: begin and end of each program's items but the first
     counters,  # [num_counters] i32, become 0
+    page_table,  # [num_rows, max_pages] i32, if PAGE_SIZE
+    item_pages,  # [as many as work items, LISTED_PAGES] i32, if PAGE_SIZE: the ids of an item's first pages, see below
     num_rows,
     max_cuts,
     few_cuts,  # for this and the next eight see `cut_list.Filling`
@@ -42,13 +46,18 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     chunk,  # positions in a chunk; a query sees its own chunk alone
     most_tokens,  # rows of more query tokens are left alone, and those without any
     num_counters,
+    table_row,  # elements from row to row of the page table
     BLOCK_N: tl.constexpr,  # keys of a block
     MIN_BLOCKS: tl.constexpr,  # blocks of a cut at least
     MAX_ROWS: tl.constexpr,  # a power of two, at least num_rows
     BLOCK_ITEMS: tl.constexpr,  # work items, and cuts, of a program
+    PAGE_SIZE: tl.constexpr,  # slots; 0: no page ids are listed
 ):
     """List what each cut has of each row: a program's first item, or a row of -1, where it finds it without looking, at
-    its own number, and all others behind these. `cut_list.max_split_items` are splits at most."""
+    its own number, and all others behind these. `cut_list.max_split_items` are splits at most.
+
+    Page ids of an item that has fewer pages end with its last one's, again and again: so who reads keys behind the last
+    one's place reads that key's page."""
     clear_counters(counters, num_counters)
     rows = tl.arange(0, MAX_ROWS)
     lens, starts, query_lens = load_rows(seq_lens, query_start_loc, rows, rows < num_rows)
@@ -70,11 +79,17 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     cut = of_row(mine, first_cut) + split
     start, stop = _part_of(split, row_splits, row_num_blocks, cut, row_begin, num_blocks, num_cuts, is_apart)
     at = tl.where(_items_before(cut, first_cut, num_splits) == work_item, cut, num_programs + work_item)
+    begin, end = (row_first + start) * BLOCK_N, tl.minimum((row_first + stop) * BLOCK_N, row_len)
     store_items(
-        work_items + at * 8, row < num_rows, (row, (row_first + start) * BLOCK_N,
-        tl.minimum((row_first + stop) * BLOCK_N, row_len), of_row(mine, slots_before),
+        work_items + at * 8, row < num_rows, (row, begin, end, of_row(mine, slots_before),
         row_splits * MAX_SPLITS + split, row_len, of_row(mine, starts), of_row(mine, query_lens)),
     )  # fmt: skip
+    if PAGE_SIZE:
+        pages = page_table + row.to(tl.int64) * table_row
+        for i in tl.static_range(LISTED_PAGES):
+            page = tl.minimum(begin // PAGE_SIZE + i, (end - 1) // PAGE_SIZE)
+            page_id = tl.load(pages + page, mask=(row < num_rows) & (begin < end), other=0)
+            tl.store(item_pages + at * LISTED_PAGES + i, page_id, mask=row < num_rows)
     _list_programs(work_items, more_items, work_item, num_programs, first_cut, num_splits)
 
 

@@ -29,6 +29,9 @@ _E4M3 = gl.constexpr(
     "{.reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high;}"
 )
 _E5M2 = gl.constexpr("prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;")  # float16 without its last byte
+# Of two f32 one register of 16 bits each, the first the lower; and of such a register its two numbers.
+_TO_BF16_PAIR, _TO_FP16_PAIR = (gl.constexpr(f"cvt.rn.{kind}x2.f32 $0, $2, $1;") for kind in ("bf16", "f16"))
+_TAKE_APART = gl.constexpr("mov.b32 {$0, $1}, $2;")
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # as older versions call it
 
@@ -199,6 +202,26 @@ def as_operand(p, of_dtype: gl.constexpr, acc):  # type: ignore[no-untyped-def]
     """Weights in registers as a product that adds to `acc` wants them, which is where they are."""
     layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     return gl.convert_layout(p.to(of_dtype), layout)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def as_words(p, of_dtype: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Weights [rows, keys] f32 as float16 or bfloat16, two in an i32 [rows, keys / 2].
+
+    So a loop hands them on, and their float32 is gone by then: compilers take values of 16 bits apart between one round
+    and the next, and make them of float32 late, while the next logits want the same registers.
+    """
+    HOW: gl.constexpr = _TO_BF16_PAIR if of_dtype == gl.bfloat16 else _TO_FP16_PAIR
+    first, second = p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()
+    return gl.inline_asm_elementwise(HOW, "=r,f,f", [first, second], gl.int32, True, 1)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def of_words(words, of_dtype: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The weights [rows, keys] of `as_words`."""
+    first, second = gl.inline_asm_elementwise(_TAKE_APART, "=h,=h,r", [words], (gl.int16, gl.int16), True, 1)
+    both = gl.join(first, second).reshape([words.shape[0], 2 * words.shape[1]])
+    return both.to(of_dtype, bitcast=True)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

@@ -178,6 +178,8 @@ def prefetch_keys(  # type: ignore[no-untyped-def]
 ):
     """Let the L2 fetch the first keys and values, while a program waits for its queries."""
     page, slot = first_slots(pages, start, stop, PAGE_SIZE, NUM_KEYS)
+    # As they come from here on, queries are asked for before: compilers wait for a page id in front of that else.
+    page = tl.inline_asm_elementwise("// $0", "=l,0", [page], tl.int64, is_pure=False, pack=1)
     _prefetch(lines_of(key, page, slot, key_page, key_slot, DIM, BLOCK_DIM))
     _prefetch(lines_of(value, page, slot, value_page, value_slot, DIM_VO, BLOCK_DIM_VO))
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from attn_backends import AttentionSpec, KVCacheSpec
-from attn_backends.backends.triton.launch import SplitPlan
+from attn_backends.backends.triton.schedule import SplitPlan
 from attn_backends.backends.triton.tuning import DecodeTile, decode_tile, goes_by_rule
 from benchmarks.attention.attention import ours
 from benchmarks.attention.contest import CACHE_DTYPES

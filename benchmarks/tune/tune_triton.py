@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from attn_backends import AttentionSpec
-from attn_backends.backends.triton.launch import SplitPlan
+from attn_backends.backends.triton.schedule import SplitPlan
 from attn_backends.backends.triton.tuning import DecodeTile, goes_by_rule, in_registers
 from benchmarks.attention.attention import SHAPES, ours
 from benchmarks.attention.contest import CACHE_DTYPES, WITH_WRITE

@@ -33,6 +33,7 @@ class Listed(NamedTuple):
     num_whole: int
     others_tokens: int = 0  # of a graph of mixed batches, if it has tokens
     num_tokens: int = 0
+    by_length: bool = False
 
     def rows(self) -> tuple[list[int], list[int]]:
         """Query tokens and lengths of all rows, and of the tokens behind them; none of rows that are left alone."""
@@ -75,8 +76,12 @@ def check_list(case: Listed) -> int:
         assert slot == number - num_whole - split
         assert 0 <= split < several
     row_at = {start: row for row, start in enumerate(starts) if row == num_rows or case.query_lens[row]}
-    whole = [(-load.blocks[row_at[start]], row_at[start], -first)
-             for _, start, _, first, _, several, *_ in work_items if several < 2]  # fmt: skip
+    if case.by_length and num_rows - case.first_row <= split_launch.FEW_ROWS:
+        whole = [(-min(seq_len, seq_len - query_len + first + tile.tokens), row)
+                 for row, _, query_len, first, seq_len, *_ in work_items]  # fmt: skip
+    else:
+        whole = [(-load.blocks[row_at[start]], row_at[start], -first)
+                 for _, start, _, first, _, several, *_ in work_items if several < 2]  # fmt: skip
     assert whole == sorted(whole)
     return num_split
 
@@ -86,7 +91,7 @@ def list_of(case: Listed, num_tiles: int) -> tuple[Any, list[list[int]]]:
     target, num_rows = case.target, len(case.query_lens) - case.first_row
     where = torch.empty(target * 128 * 64), torch.empty(2 * target * 128), torch.ones(700, dtype=torch.int32)
     made = split_launch.TileList(
-        splits.PrefillSplits(target, case.tile, case.num_whole), case.spec.num_kv_heads,
+        splits.PrefillSplits(target, case.tile, case.num_whole, 0, case.by_length), case.spec.num_kv_heads,
         launch.visible_range(case.spec), case.first_row, num_rows, num_tiles, 64, where, case.others_tokens,
         case.num_tokens,
     )  # fmt: skip
@@ -110,6 +115,15 @@ def test_kernel_lists_every_split_once(seed: int) -> None:
     *case, part = draw(seed)
     listed = Listed(*case, 0)
     check_list(listed._replace(num_whole=int(part * listed.load().tiles.sum())))
+
+
+@only_interpreted
+@pytest.mark.parametrize("seed", range(2000, 2060))
+def test_kernel_lists_tiles_by_their_own_lengths(seed: int) -> None:
+    """Where none is split, of few rows; of more by their rows' lengths."""
+    spec, tile, query_lens, seq_lens, first_row, *_ = draw(seed)
+    lists = Random(seed).choice((draw(seed)[2:4], (query_lens[:64], seq_lens[:64])))
+    check_list(Listed(spec, tile, *lists, min(first_row, len(lists[0]) - 1), 0, 0, by_length=True))
 
 
 def draw_alike(seed: int) -> Listed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from itertools import product
 from random import Random
 from typing import Any
@@ -181,6 +182,45 @@ def test_a_last_wave_is_split_where_that_is_faster() -> None:
     assert len(ratios) > 40
     assert max(ratios) < 1.05
     assert np.exp(np.log(ratios).mean()) < 0.93
+
+
+def random_tiles(seed: int) -> tuple[Any, int, float]:
+    """A causal load, KV heads, and blocks that a row's tile has less than the next one's."""
+    dice = Random(f"by length {seed}")
+    heads, num_rows, step = (
+        dice.choice((1, 2, 4, 8)),
+        dice.choice((1, 2, 5, 20, 64)),
+        dice.choice((0.25, 0.5, 1.0, 2.0)),
+    )
+    counts = [dice.randint(1, dice.choice((4, 40, 150))) for _ in range(num_rows)]
+    longest = dice.choice((1, 20, 400))  # blocks in front of the first query
+    return load_of(counts, [math.ceil(count * step) + dice.randrange(longest) for count in counts]), heads, step
+
+
+def test_tiles_by_their_own_lengths_where_that_is_faster() -> None:
+    """Over random loads, by working through the lists: what it takes is known roughly, it is never chosen where it
+    takes longer than rows as they come, and where it takes much less it is, but for short tiles."""
+    known, chosen, left = [], [], []
+    for seed in range(400):
+        load, heads, step = random_tiles(seed)
+        times = np.repeat(waves.tile_times(load, step, WIDE), heads).tolist()
+        backwards = splits.TileLoad(load.tiles[::-1], load.blocks[::-1])
+        as_they_come = taken(np.repeat(waves.tile_times(backwards, step, WIDE), heads).tolist(), 132)
+        by_length = taken(sorted(times, reverse=True), 132)
+        known.append(waves.by_length_time(waves.tile_times(load, step, WIDE), heads, 132) / by_length)
+        gain = by_length / as_they_come
+        if waves.is_faster_by_length(load, heads, 132, WIDE, step):
+            chosen.append(gain)
+        elif 132 <= len(times) < 32 * 132 and np.mean(times) > 9:
+            left.append(gain)
+    assert min(known) > 0.87
+    assert max(known) < 1.13
+    assert len(chosen) > 100
+    assert max(chosen) < 1.03
+    assert np.exp(np.log(chosen).mean()) < 0.96
+    assert min(left) > 0.95
+    assert not waves.has_order(load_of([1] * 65, [9] * 65), 1.0)
+    assert not waves.has_order(load_of([1] * 64, [9] * 64), 0.0)
 
 
 def test_rows_are_in_order_where_the_last_programs_would_have_long_tiles() -> None:

@@ -234,9 +234,10 @@ def test_each_kernel_of_a_layer_compiles_for_hopper(compiled: list[tuple[str, bo
     assert {name for name, _ in compiled} == names
 
 
-@pytest.mark.parametrize(("num_requests", "forms"), [(1, 2), (63, 2), (64, 3), (65, 4), (500, 4)])
+@pytest.mark.parametrize(("num_requests", "forms"), [(1, 3), (63, 3), (64, 4), (65, 5), (500, 5)])
 def test_lists_of_tiles_are_of_few_rows_and_of_many_if_there_can_be_as_many(num_requests: int, forms: int) -> None:
-    """Each of whole batches and of mixed ones, which have tokens behind all rows as one more."""
+    """Each of whole batches and of mixed ones, which have tokens behind all rows as one more; and of few rows one whose
+    tiles are by their own lengths."""
     from attn_backends.spec import plan_groups
 
     state = pytest.importorskip("attn_backends.backends.triton.state")
@@ -246,6 +247,6 @@ def test_lists_of_tiles_are_of_few_rows_and_of_many_if_there_can_be_as_many(num_
         listed = state.TritonState(plan_groups({0: spec}), KVCacheSpec(64), limits, CPU).variants()
     found = [variant for variant in listed if variant.name == "list_kernel"]
     assert len(found) == forms
-    wanted = {split_launch.list_form(num_rows, is_mixed=bool(mixed))
-              for num_rows in range(1, num_requests + 1) for mixed in (0, 1)}  # fmt: skip
-    assert {(variant.given[-4:], variant.options["num_warps"]) for variant in found} == wanted
+    wanted = {split_launch.list_form(num_rows, is_mixed=bool(mixed), by_length=bool(by_length))
+              for num_rows in range(1, num_requests + 1) for mixed in (0, 1) for by_length in (0, 1)}  # fmt: skip
+    assert {(variant.given[-5:], variant.options["num_warps"]) for variant in found} == wanted

@@ -19,7 +19,6 @@ from attn_backends.kernels.launch import num_multiprocessors, shared_memory
 from attn_backends.kernels.prefill.faster_tile import mean_keys, seen_by_tiles
 from attn_backends.kernels.prefill.launch import (
     HOPPER_ROWS,
-    is_local,
     num_hopper_tiles,
     num_visible_keys,
     portable_tile,
@@ -27,7 +26,7 @@ from attn_backends.kernels.prefill.launch import (
 )
 from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, hopper_tile, split_target
 from attn_backends.kernels.prefill.tiles import PrefillTile, half_tile, heads_in_l2
-from attn_backends.kernels.prefill.waves import is_faster_in_order, last_wave
+from attn_backends.kernels.prefill.waves import is_faster_by_length, is_faster_in_order, last_wave
 from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
@@ -182,11 +181,25 @@ def splits_of_a_wave(
     of_split = spec.num_kv_heads, num_programs, tile
     if not reads_alike(spec, load, int(seq_lens.max(initial=0)), num_programs):
         return None
-    step = tile.tokens / tile.keys if spec.causal and not is_local(spec) else 0.0
-    num_whole, target = (0, 0) if is_local(spec) else last_wave(load, *of_split, step, decodes)
-    if target or is_faster_in_order(load, *of_split[:2], step):
+    is_hidden, step = hides_keys_before(spec, seq_lens), step_of(spec, tile, seq_lens)
+    num_whole, target = (0, 0) if is_hidden else last_wave(load, *of_split, step, decodes)
+    if target:
         return PrefillSplits(target, tile, num_whole)
+    by_length = is_faster_by_length(load, *of_split, step)
+    if by_length or is_faster_in_order(load, *of_split[:2], step):
+        return PrefillSplits(0, tile, by_length=by_length)
     return None
+
+
+def step_of(spec: AttentionSpec, tile: SplitTile, seq_lens: IntArray) -> float:
+    """Blocks that a row's tile has less than the next one's, of rows of such lengths, or upper bounds of them."""
+    return tile.tokens / tile.keys if spec.causal and not hides_keys_before(spec, seq_lens) else 0.0
+
+
+def hides_keys_before(spec: AttentionSpec, seq_lens: IntArray) -> bool:
+    """Whether a window or chunks hide any keys before a query, of rows of such lengths, or upper bounds of them."""
+    longest = int(seq_lens.max(initial=0))
+    return 0 <= spec.window_left < longest - 1 or (spec.chunk_size is not None and spec.chunk_size < longest)
 
 
 def splits_of_all(

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn_backends.backends.triton.launch import Schedule, SplitPlan
 from attn_backends.backends.triton.launches import NO_PREFILL, Launches, mixed_launches
 from attn_backends.backends.triton.metadata import TritonMetadata
 from attn_backends.backends.triton.plans import TilePlan, prefill_plan
@@ -21,6 +20,7 @@ from attn_backends.backends.triton.rules import (
     short_tiles,
     split_tile,
 )
+from attn_backends.backends.triton.schedule import Schedule, SplitPlan
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile
 from attn_backends.backends.triton.upcasting import Span, section_spans
 from attn_backends.backends.triton.variants import variants
@@ -63,7 +63,8 @@ class TritonStep(AttentionStep[TritonMetadata]):
         yield from (each for part in (self.metadata, self.workspace) for each in vars(part).values()
                     if isinstance(each, torch.Tensor))  # fmt: skip
         if self.schedule is not None:
-            yield from (self.schedule.work_list.work_items, self.schedule.work_list.more_items)
+            listed = self.schedule.work_list
+            yield from (listed.work_items, listed.more_items, listed.item_pages)
         if self.splits is not None:
             yield self.splits.work_items
 
@@ -163,17 +164,19 @@ class TritonGraphState(GraphState[TritonMetadata, TritonStep]):
 def _relister(step: TritonStep, recorder: CudaRecorder | None) -> Callable[[], object]:
     """What lists a group's work anew, in place. Triton's launch of a kernel takes the host longer than a graph."""
     lens, starts, tiles = step.metadata.seq_lens, step.metadata.query_start_loc, step.workspace.tiles
-    lists = [None if step.schedule is None else step.schedule.work_list, step.splits]
+    table = step.metadata.page_table
+    cuts, splits = None if step.schedule is None else step.schedule.work_list, step.splits
 
     def again() -> torch.Tensor:
-        if lists == [None, None]:  # whole tiles of a prefill
+        if cuts is None and splits is None:  # whole tiles of a prefill
             return tiles.zero_()
-        for each in lists:
-            if each is not None:
-                each.fill(lens, starts)
+        if cuts is not None:
+            cuts.fill(lens, starts, table)
+        if splits is not None:
+            splits.fill(lens, starts)
         return lens
 
-    return without_python(again, [*lists, lens, starts, tiles], recorder)
+    return without_python(again, [cuts, splits, lens, starts, table, tiles], recorder)
 
 
 class TritonState(AttentionState[TritonMetadata]):
@@ -214,7 +217,7 @@ class TritonState(AttentionState[TritonMetadata]):
         num_decoded = metadata.num_rows if metadata.is_mixed else metadata.num_decode_rows
         if num_decoded:
             schedule = self._schedule(metadata.group_index, num_decoded, metadata.max_decode_len, workspace).anew()
-            schedule.work_list.fill(metadata.seq_lens, metadata.query_start_loc)
+            schedule.work_list.fill(metadata.seq_lens, metadata.query_start_loc, metadata.page_table)
         return TritonStep(metadata, schedule, workspace, splits, sections)
 
     def make_tile_list(self, metadata: TritonMetadata, workspace: Workspace) -> TileList | None:
@@ -249,7 +252,8 @@ class TritonState(AttentionState[TritonMetadata]):
         spec = self._specs[group]
         tile = self._tile(spec, num_rows, query_len)
         workspace.check(decode_need(spec, tile, query_len, self._num_sms), num_rows, query_len)
-        return Schedule(spec, tile, num_rows, query_len, self._num_sms, workspace.counters)
+        page_size = self.cache.page_size
+        return Schedule(spec, tile, num_rows, query_len, self._num_sms, page_size, workspace.counters)
 
     def _tile(self, spec: AttentionSpec, num_rows: int, query_len: int) -> DecodeTile:
         query_rows = SplitPlan.of(spec, query_len).block_m

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from attn_backends.backends.triton.launch import Kernels, Schedule, SplitPlan
+from attn_backends.backends.triton.launch import Kernels
 from attn_backends.backends.triton.layer import make_kernels
 from attn_backends.backends.triton.rules import can_upcast, decode_tokens, of_fresh_keys, short_tiles, split_tile
+from attn_backends.backends.triton.schedule import Schedule, SplitPlan
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tile, upcast_heads
 from attn_backends.cache.warm_up import list_writes
 from attn_backends.kernels.examples import caches, distinct, empty, new_tokens, powers_of_two
@@ -118,9 +119,11 @@ class _Layer:
             empty(2, **ints),
         )
         of_mixed = (1, 0) if may_be_mixed else (0,)
-        for num_tokens, num_rows in product(of_mixed, sorted({1, self.limits.max_num_requests})):  # few and many
-            made = TileList(PrefillSplits(target, tile), spec.num_kv_heads, visible_range(spec), 0, num_rows, 1,
-                            block_dims(spec)[1], workspace, num_tokens=num_tokens)  # fmt: skip
+        few_and_many = sorted({1, self.limits.max_num_requests})
+        for by_length, num_tokens, num_rows in product((True, False), of_mixed, few_and_many):
+            splits = PrefillSplits(0 if by_length else target, tile, by_length=by_length)
+            made = TileList(splits, spec.num_kv_heads, visible_range(spec), 0, num_rows, 1, block_dims(spec)[1],
+                            workspace, num_tokens=num_tokens)  # fmt: skip
             made.fill(empty(num_rows, **ints), empty(num_rows + 1, **ints))
         return made
 
@@ -148,9 +151,10 @@ class _Layer:
         workspace = (empty(0, dtype=torch.float32), empty(0, dtype=torch.float32), empty(0, dtype=torch.int32))
         given = [*product(distinct([(new.query,) for new in self.tokens]), distinct(caches(spec, self.cache)))]
         for num_rows, query_len, tile in self._plans():
-            schedule = Schedule(spec, tile, num_rows, query_len, num_multiprocessors(self.device), workspace[-1])
-            schedule.work_list.fill(empty(num_rows, **ints), empty(num_rows + 1, **ints))
+            given_sizes = num_rows, query_len, num_multiprocessors(self.device), self.cache.page_size
+            schedule = Schedule(spec, tile, *given_sizes, workspace[-1])
             table = empty(num_rows, _WIDTH, **ints)
+            schedule.work_list.fill(empty(num_rows, **ints), empty(num_rows + 1, **ints), table)
             for ((query,), (key, value)), pdl in product(given, starts):
                 output = self._output(query)
                 self.kernels.decode(query, key, value, output, None, table, schedule, workspace, pdl)

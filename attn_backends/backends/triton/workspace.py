@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from attn_backends.backends.triton.launch import SplitPlan
+from attn_backends.backends.triton.schedule import SplitPlan
 from attn_backends.backends.triton.tuning import DecodeTile, TritonOptions, decode_tiles
 from attn_backends.kernels.prefill.splits import most_queries
 from attn_backends.kernels.tiles import block_dims

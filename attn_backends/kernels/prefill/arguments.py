@@ -240,6 +240,7 @@ class ListConstants(NamedTuple):
     OWN_ROWS: int
     BLOCK_ITEMS: int
     MIXED: int
+    BY_LENGTH: int
 
 
 class JoinTensors(NamedTuple):

@@ -19,8 +19,10 @@ from attn_backends.spec import AttentionSpec
 # queries.
 _MOST_BLOCKS = {64: (3, 3), 128: (5, 7)}
 _MOST_OF_MLA = 6
-# What a block takes with three groups of warps, to one with two; and what a tile takes beside its blocks, in blocks.
-_THREE_GROUPS, _BESIDE = 0.65, {2: 3.0, 3: 8.0}
+# What a block takes with three groups of warps, to one with two; what a tile takes beside its blocks, in blocks; what
+# two groups take more where they split keys, so that all programs are as long busy; and waves of tiles from which on
+# three come near it without. As measured at tuning seeds 200 and 201.
+_THREE_GROUPS, _BESIDE, _SPLITS, _LEAST_WAVES = 1.38, {2: 3.0, 3: 5.0}, 5.0, 4
 _LEAST_GAIN = 0.01
 
 
@@ -47,9 +49,11 @@ def faster_hopper_tile(
             if int(load.tiles @ load.blocks) <= most_blocks * num_tiles:
                 return tile
         elif spec.window_left < 0 and spec.chunk_size is None:  # where each tile has as many blocks at its ends
-            by_two = whole_time(load, spec.num_kv_heads, num_sms, _BESIDE[2])
-            by_three = whole_time(mean_load(spec, tile, query_lens, seq_lens), spec.num_kv_heads, num_sms, _BESIDE[3])
-            if _THREE_GROUPS * by_three < (1 - _LEAST_GAIN) * by_two:
+            by_two = float(load.tiles @ (load.blocks + _BESIDE[2])) * spec.num_kv_heads / num_sms + _SPLITS
+            of_three = mean_load(spec, tile, query_lens, seq_lens)
+            by_three = _THREE_GROUPS * whole_time(of_three, spec.num_kv_heads, num_sms, _BESIDE[3])
+            has_waves = int(of_three.tiles.sum()) * spec.num_kv_heads >= _LEAST_WAVES * num_sms
+            if has_waves and by_three < (1 - _LEAST_GAIN) * by_two:
                 return tile
     return None
 

@@ -31,6 +31,7 @@ from attn_backends.kernels.hopper import (
     WARP_SIZE,
     acc_width,
     as_operand,
+    as_words,
     barrier,
     barriers,
     clear_rows,
@@ -39,6 +40,7 @@ from attn_backends.kernels.hopper import (
     nth_of,
     num_accs,
     num_pieces,
+    of_words,
     online_softmax,
     page_ids,
     piece_start,
@@ -801,13 +803,14 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         mbarrier.arrive(empty[0].index(done % STAGES))
         logits = _times_scales(logits, q_scales)
         p, m_i, l_i, _alpha = online_softmax(_masked(logits, last, low, high, FIRST, DIM_VO), m_i, l_i, scale)
-        state = (p, acc, m_i, l_i)
+        state = (_handed_on(p, values.dtype, GROUPS), acc, m_i, l_i)
         at = (q_read, q_stage, q_scales, kv_pipeline, values, done)
         upper, lower = gl.maximum(upper, 1), gl.maximum(lower, 1)
-        state = _blocks(state, at, 1, upper, last, low, high, scale, NEWEST, BLOCK_N, DIM, DIM_VO)
-        state = _blocks(state, at, upper, lower, last, low, high, scale, 0, BLOCK_N, DIM, DIM_VO)
+        state = _blocks(state, at, 1, upper, last, low, high, scale, NEWEST, GROUPS, BLOCK_N, DIM, DIM_VO)
+        state = _blocks(state, at, upper, lower, last, low, high, scale, 0, GROUPS, BLOCK_N, DIM, DIM_VO)
         if LOCAL == 2:
-            state = _blocks(state, at, lower, num_blocks, last, low, high, scale, BEFORE, BLOCK_N, DIM, DIM_VO)
+            state = _blocks(state, at, lower, num_blocks, last, low, high, scale, BEFORE, GROUPS, BLOCK_N, DIM,
+                            DIM_VO)  # fmt: skip
         p, acc, m_i, l_i = state
         stage, phase = (done + num_blocks - 1) % STAGES, (done + num_blocks - 1) // STAGES & 1
         mbarrier.wait(full[1].index(stage), phase)
@@ -938,6 +941,7 @@ def _blocks(  # type: ignore[no-untyped-def]
     high,
     scale,
     MASK: gl.constexpr,
+    GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
@@ -967,6 +971,7 @@ def _blocks(  # type: ignore[no-untyped-def]
         barrier()
         mbarrier.arrive(empty[1].index(before % STAGES))
         acc = _times_rows(acc, alpha, DIM_VO)
+        p = _handed_on(p, values.dtype, GROUPS)
     return p, acc, m_i, l_i
 
 
@@ -1003,9 +1008,20 @@ def _values_of(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
+def _handed_on(p, of_dtype: gl.constexpr, GROUPS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A block's weights for the next round: those of three groups of warps, whose threads have the fewest registers,
+    in words, for which two groups would move more between registers."""
+    if GROUPS == 3:
+        p = as_words(p, of_dtype)
+    return p
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
 def _operands(p, of_dtype: gl.constexpr, acc, DIM_VO: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Weights as each part's product wants them."""
+    """Weights that were handed on, as each part's product wants them."""
     operands = ()
+    if p.dtype == gl.int32:
+        p = of_words(p, of_dtype)
     for i in gl.static_range(num_accs(DIM_VO)):
         operands = operands + (as_operand(p, of_dtype, acc[i]),)  # type: ignore[assignment]  # noqa: RUF005
     return operands

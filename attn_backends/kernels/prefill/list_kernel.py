@@ -41,6 +41,8 @@ def list_kernel(  # type: ignore[no-untyped-def]
     OWN_ROWS: tl.constexpr,  # rows whose work items a program lists, with the others of a column of the grid
     BLOCK_ITEMS: tl.constexpr,  # work items of each that it lists at a time
     MIXED: tl.constexpr,  # 0 or 1: of a graph of mixed batches
+    BY_LENGTH: tl.constexpr,  # 0 or 1: all tiles are whole and in the order of their own lengths; OWN_ROWS is 1 then,
+    # and no row is behind the first BLOCK_ROWS
 ):
     """List a step's tiles, and the splits of those that have several, as `splits.num_splits` says.
 
@@ -50,12 +52,14 @@ def list_kernel(  # type: ignore[no-untyped-def]
     First come `num_whole` tiles of the longest rows, then splits, those of a tile side by side, whose slots are their
     numbers behind those; then tiles that are whole as they are short. Of whole tiles the longest rows' are in front,
     and of a row the last ones, which see the most keys where attention is causal: so what is left for the end is short.
+    With BY_LENGTH it is shorter: tiles that see more keys are in front of all rows' that see less.
     """
     window, mixed, tile = (window_right, window_left, chunk), (others_tokens, num_tokens), (tile_tokens, block_keys)
     rows = (seq_lens, query_start_loc, first_row, num_rows, num_whole, window, mixed, tile)
     own = tl.program_id(0) * OWN_ROWS + tl.arange(0, OWN_ROWS)
     tiles, blocks, lens, starts, query_lens = _load_of(rows, own, MIXED)
-    held = _load_of(rows, tl.arange(0, BLOCK_ROWS), MIXED)[:2]
+    all_rows = _load_of(rows, tl.arange(0, BLOCK_ROWS), MIXED)
+    held = all_rows[:2]
     edge = _edge_of(rows, held, BLOCK_ROWS, MIXED)
     size = _split_size(rows, held, edge, target, num_kv_heads, min_blocks, BLOCK_ROWS, MIXED)
     counts = _counts_of(rows, held, edge, own, blocks, size, min_blocks, BLOCK_ROWS, MIXED)
@@ -76,6 +80,8 @@ def list_kernel(  # type: ignore[no-untyped-def]
         split_tile = nth_split // splits[:, None]
         from_last = tl.where(is_whole, nth, whole[:, None] + split_tile)  # tiles of the row behind it
         split = tl.where(is_whole, 0, nth_split - split_tile * splits[:, None])
+        if BY_LENGTH:
+            work_item = _by_length(all_rows, own, (tiles, lens, query_lens), nth, tile_tokens, BLOCK_ROWS)
         store_items(
             work_items + work_item * 8, (nth < num_items[:, None]) & (work_item < max_items), (row[:, None],
             starts[:, None], query_lens[:, None], (tiles[:, None] - 1 - from_last) * tile_tokens, lens[:, None],
@@ -94,6 +100,22 @@ def list_kernel(  # type: ignore[no-untyped-def]
     for begin in range(program * NUMBERS, num_counters, num_programs * NUMBERS):
         counter = begin + tl.arange(0, NUMBERS)
         tl.store(counters + counter, counter * 0, mask=counter < num_counters)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _by_length(  # type: ignore[no-untyped-def]
+    all_rows, own, own_row, nth, tile_tokens, BLOCK_ROWS: tl.constexpr
+):
+    """[1, BLOCK_ITEMS] i32: how many tiles see more keys than each of a row's, which has `nth` tiles behind it; or as
+    many, and are of a row in front. Of a tile that sees all keys before its end."""
+    tiles, _blocks, lens, _starts, query_lens = all_rows
+    own_tiles, own_len, own_query_len = own_row
+    keys = tl.minimum(own_len[:, None], (own_len - own_query_len)[:, None] + (own_tiles[:, None] - nth) * tile_tokens)
+    fewer = keys[:, :, None] - (tl.arange(0, BLOCK_ROWS)[None] < own[:, None]).to(tl.int32)[:, None]
+    context = (lens - query_lens)[None, None]
+    no_more = tl.maximum(fewer - context, 0) // tile_tokens  # tiles of a row that see no more
+    longer = tl.where(fewer < lens[None, None], tiles[None, None] - no_more, 0)
+    return tl.sum(longer, 2)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

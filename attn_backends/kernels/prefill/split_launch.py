@@ -20,9 +20,9 @@ from attn_backends.kernels.prefill.arguments import (
 )
 from attn_backends.kernels.prefill.list_kernel import list_kernel
 from attn_backends.kernels.prefill.split_kernels import join_kernel
-from attn_backends.kernels.prefill.splits import PrefillSplits
+from attn_backends.kernels.prefill.splits import FEW_ROWS, PrefillSplits
 
-FEW_ROWS, MANY_ROWS = 64, 512  # that a program of the list looks at at a time, of few rows and of more
+MANY_ROWS = 512  # that a program of the list looks at at a time, where there are more than FEW_ROWS
 LIST_PROGRAMS = 256  # of a list, if it has no more rows
 JOIN_WARPS = 1
 JOIN_QUERIES, JOIN_COLUMNS = 4, 64  # of a program at a time, where a tile has few splits, and where it has many
@@ -37,6 +37,7 @@ class TileList:
 
     Args:
         splits: the most that there are, and tiles in front that are whole; `splits.num_splits` has those of each row.
+            Without any, tiles may be by their own lengths.
         num_kv_heads: of a launch, or more.
         first_row, num_rows: rows from `first_row` on, of whose tensors others may be in front.
         num_tiles: of these rows for one KV head, or an upper bound.
@@ -54,7 +55,7 @@ class TileList:
         num_tiles: int, block_dim_vo: int, workspace: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         others_tokens: int = 0, num_tokens: int = 0,
     ) -> None:  # fmt: skip
-        target, self.tile, self.num_whole, _ = splits
+        target, self.tile, self.num_whole, _, by_length = splits
         tile, self.num_kv_heads = self.tile, num_kv_heads
         self.partial_acc, self.partial_ml, self._counters = workspace
         needs = target * tile.rows * block_dim_vo, 2 * target * tile.rows
@@ -65,6 +66,7 @@ class TileList:
                 f"{has}: make the state with Limits that hold the batch"
             )
         self.is_mixed = num_tokens > 0
+        self._form = list_form(num_rows, is_mixed=self.is_mixed, by_length=by_length)
         self.max_split_items = target // num_kv_heads
         max_items = max(1, num_tiles + self.max_split_items)
         self.work_items = self._counters.new_empty(max_items, 8)
@@ -75,15 +77,14 @@ class TileList:
 
     def fill(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
         """List the tiles for lengths [rows] and query starts [rows + 1], i32, in one launch."""
-        _list_tiles(seq_lens, query_start_loc, self.work_items, self._counters, self._numbers)
+        _list_tiles(seq_lens, query_start_loc, self.work_items, self._counters, self._numbers, *self._form)
 
 
 @operator(("work_items", "counters"))
 def _list_tiles(
     seq_lens: torch.Tensor, query_start_loc: torch.Tensor, work_items: torch.Tensor, counters: torch.Tensor,
-    numbers: ListNumbers,
+    numbers: ListNumbers, constants: ListConstants, warps: int,
 ) -> None:  # fmt: skip
-    constants, warps = list_form(numbers.num_rows, is_mixed=numbers.num_tokens > 0)
     columns = -(-(numbers.num_rows + constants.MIXED) // constants.OWN_ROWS)
     turns = -(-numbers.max_items // constants.BLOCK_ITEMS)  # of a column, if all items are one row's
     grid = max(1, columns), max(1, min(LIST_PROGRAMS // max(1, columns), turns))
@@ -92,12 +93,13 @@ def _list_tiles(
     )
 
 
-def list_form(num_rows: int, *, is_mixed: bool) -> tuple[ListConstants, int]:
+def list_form(num_rows: int, *, is_mixed: bool, by_length: bool = False) -> tuple[ListConstants, int]:
     """How so many rows are listed, and by how many warps a program: few of them by one, without what several of them
-    would wait for, and a program for each."""
+    would wait for, and a program for each. Of many rows the tiles are by their rows' lengths, whatever was asked."""
     if num_rows + is_mixed <= FEW_ROWS:
-        return ListConstants(BLOCK_ROWS=FEW_ROWS, OWN_ROWS=1, BLOCK_ITEMS=32, MIXED=int(is_mixed)), 1
-    return ListConstants(BLOCK_ROWS=MANY_ROWS, OWN_ROWS=8, BLOCK_ITEMS=32, MIXED=int(is_mixed)), 4
+        return ListConstants(BLOCK_ROWS=FEW_ROWS, OWN_ROWS=1, BLOCK_ITEMS=32, MIXED=int(is_mixed),
+                             BY_LENGTH=int(by_length and not is_mixed)), 1  # fmt: skip
+    return ListConstants(BLOCK_ROWS=MANY_ROWS, OWN_ROWS=8, BLOCK_ITEMS=32, MIXED=int(is_mixed), BY_LENGTH=0), 4
 
 
 def splits_at_a_time(block_dim_vo: int) -> int:

@@ -18,6 +18,7 @@ from attn_backends.batch.page_table import IntArray
 from attn_backends.kernels.prefill.tiles import HopperTile, all_tiles, hopper_tiles
 from attn_backends.spec import AttentionSpec
 
+FEW_ROWS = 64  # whose tiles a list may have in the order of their own lengths: one program looks at all at once
 SLOT_QUERIES = 128  # of the largest tile
 LEAST_KEYS = 128  # of a split: fewer are not worth joining
 SIZES = (8, 9, 10, 12, 16)  # of a split at most, in eighths of an even share
@@ -101,6 +102,7 @@ class PrefillSplits(NamedTuple):
     tile: SplitTile  # of the kernel that this is for: another one splits nothing
     num_whole: int = 0  # tiles of a KV head that come first and are whole
     num_kv_heads: int = 0  # of a launch, if a layer's take several; 0: all
+    by_length: bool = False  # no tile is split, and tiles of all rows are in the order of the keys that they see
 
     @property
     def is_of_all(self) -> bool:

@@ -59,8 +59,8 @@ def hopper_tiles(head_dim: int, head_dim_vo: int, is_8_bit: bool = False) -> tup
     """The tiles of a layer's heads. The first is the usual one. The second is faster where tiles see few keys, and
     where rows have few queries: it has half the size, so that a multiprocessor works on two at a time, where these have
     room; of MLA's heads it has blocks of half the size instead. The third, of narrow heads, has one more group of
-    warps, for many tiles, and splits no keys. Over 8 bits the second has the largest blocks that have room, and two
-    groups of the widest heads would have too few registers."""
+    warps, for many tiles that see many keys, and splits none. Over 8 bits the second has the largest blocks that have
+    room, and two groups of the widest heads would have too few registers."""
     if is_8_bit:
         if head_dim <= 64:
             return HopperTile(2, 64, 2, raw_stages=4), HopperTile(1, 128, 2, raw_stages=3)
@@ -70,7 +70,7 @@ def hopper_tiles(head_dim: int, head_dim_vo: int, is_8_bit: bool = False) -> tup
             return HopperTile(2, 64, 2, q_stages=1, raw_stages=2), HopperTile(1, 64, 2, raw_stages=2)
         return (HopperTile(1, 64, 2, q_stages=1, raw_stages=2),)
     if head_dim <= 64:
-        return HopperTile(2, 128, 4), HopperTile(1, 64, 4, beside=2), HopperTile(3, 64, 4)
+        return HopperTile(2, 128, 4), HopperTile(1, 64, 4, beside=2), HopperTile(3, 128, 4)
     if head_dim <= 128:
         return HopperTile(2, 128, 2), HopperTile(1, 64, 2, beside=2)
     if head_dim <= 192 and head_dim_vo <= 128:

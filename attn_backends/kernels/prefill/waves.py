@@ -1,7 +1,7 @@
 """Prefill's tiles in waves, as many as a GPU works on at a time: when a last one that leaves programs idle has its keys
-split, and when the longest rows are to come first.
+split, and when the longest rows, or the longest tiles of all rows, are to come first.
 
-Both are by the list of tiles that `list_kernel.list_kernel` makes. As measured at tuning seeds 123 to 132.
+All are by the list of tiles that `list_kernel.list_kernel` makes. As measured at tuning seeds 123 to 132.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attn_backends.kernels.prefill.splits import (
+    FEW_ROWS,
     OF_A_TILE,
     SplitTile,
     TileLoad,
@@ -85,7 +86,10 @@ def last_wave(
         return 0, 0
     waves = _Waves(load, num_kv_heads, num_programs, step, tile)
     all_busy = waves.whole_taken + waves.rest_taken + decodes
-    best, least = (0, 0), (1 - _LEAST_OF_A_WAVE) * max(waves.whole_time(), all_busy)
+    whole = waves.whole_time()
+    if has_order(load, step):
+        whole = min(whole, by_length_time(tile_times(load, step, tile), num_kv_heads, num_programs))
+    best, least = (0, 0), (1 - _LEAST_OF_A_WAVE) * max(whole, all_busy)
     if not waves.rest.tiles.any() or all_busy + tile.of_the_join >= least:
         return best
     for target in range(num_programs, most_tile_splits(num_programs) + 1, num_programs):
@@ -95,6 +99,51 @@ def last_wave(
         if taken < least and (splits[waves.rest.tiles > 0] > 1).any():
             best, least = (waves.num_whole, target), taken
     return best
+
+
+def has_order(load: TileLoad, step: float) -> bool:
+    """Whether a list has tiles in the order of their own lengths, where a row's tile has `step` blocks less than the
+    next one."""
+    return step > 0 and len(load.tiles) <= FEW_ROWS
+
+
+def tile_times(load: TileLoad, step: float, tile: SplitTile) -> NDArray[np.floating[Any]]:
+    """What each tile takes, row by row, of a row the last one first."""
+    before = np.cumsum(load.tiles) - load.tiles
+    nth = np.arange(int(load.tiles.sum())) - np.repeat(before, load.tiles)
+    blocks: NDArray[np.floating[Any]] = np.maximum(np.repeat(load.blocks, load.tiles) - step * nth, 1.0)
+    return tile.of_a_block * blocks + tile.of_a_tile
+
+
+def by_length_time(times: NDArray[np.floating[Any]], num_kv_heads: int, num_programs: int) -> float:
+    """What tiles of a KV head that take such times take for all heads, the longest first."""
+    times = np.sort(times)[::-1]
+    wave = max(1, num_programs // num_kv_heads)
+    even, behind = float(times.sum()) * num_kv_heads / num_programs, times[wave:]
+    if not len(behind):
+        return max(float(times[0]), even)
+    if len(behind) <= wave:  # each behind one of the shortest of those before
+        return max(float(times[0]), even, float((behind + times[wave - 1 :: -1][: len(behind)]).max()))
+    return max(float(times[0]), even + float(times[-1]) / 2)
+
+
+def is_faster_by_length(load: TileLoad, num_kv_heads: int, num_programs: int, tile: SplitTile, step: float) -> bool:
+    """Whether tiles that are whole take less time in the order of their own lengths than with the last rows first, as
+    they come else: not short ones, which gain more where those of a row, which read the same keys, are side by side.
+
+    Args:
+        step: as of `last_wave`.
+    """
+    is_some_waves = num_programs <= int(load.tiles.sum()) * num_kv_heads < 4 * _MOST_WAVES * num_programs
+    if not (is_some_waves and has_order(load, step)) or int((load.tiles > 0).sum()) < 2:
+        return False
+    load = TileLoad(load.tiles[::-1], load.blocks[::-1])
+    times = tile_times(load, step, tile)
+    # One begins once all programs have worked off what is in front of it.
+    as_they_come = float(((np.cumsum(times) - times) * num_kv_heads / num_programs + times).max())
+    is_short = float(times.mean()) <= tile.of_a_block * _SHORT + tile.of_a_tile
+    by_length = by_length_time(times, num_kv_heads, num_programs)
+    return not is_short and by_length < (1 - _LEAST_OF_A_WAVE) * as_they_come
 
 
 def is_faster_in_order(load: TileLoad, num_kv_heads: int, num_programs: int, step: float) -> bool:

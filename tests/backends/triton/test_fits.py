@@ -44,9 +44,8 @@ TRITON_NAMES = {
 }
 POINTERS = {
     **dict.fromkeys(("lse", "partial_acc", "partial_ml", "slopes", "sinks"), "*fp32"),
-    **dict.fromkeys(
-        ("page_table", "seq_lens", "query_start_loc", "key_start_loc", "work_items", "more_items", "counters"), "*i32"
-    ),
+    **dict.fromkeys(("page_table", "seq_lens", "query_start_loc", "key_start_loc", "counters"), "*i32"),
+    **dict.fromkeys(("work_items", "more_items", "item_pages"), "*i32"),
     **dict.fromkeys(("scale", "value_scale", "soft_cap"), "fp32"),
 }
 WITHOUT_DESCRIPTORS = {"key_desc": None, "value_desc": None}
@@ -204,14 +203,15 @@ def decode_of(
 ) -> tuple[Any, dict[str, Any]]:
     """The tile, `given` or the one that is chosen, and the kernel's constants, for one tile of queries."""
     launch = pytest.importorskip("attn_backends.backends.triton.launch")
+    schedule = pytest.importorskip("attn_backends.backends.triton.schedule")
     tile = given or tuning.decode_tile(spec, KVCacheSpec(16, 16), num_rows, query_rows, None, room)
     dims = launch.BlockDims(spec.head_dim, spec.head_dim_vo, *tuning.block_dims(spec))
-    plan, is_exact = launch.SplitPlan(1, query_rows, query_rows), spec.dtype is torch.float32
+    plan, is_exact = schedule.SplitPlan(1, query_rows, query_rows), spec.dtype is torch.float32
     has_pairs = int(spec.cache_dtype.itemsize == 1)
     pdl = Pdl.WAIT_AT_ONCE if room == HOPPER else Pdl.OFF
     constants = launch._decode_constants((0, 0, 0), 0, has_pairs, 16, spec.num_kv_heads, spec.group_size, plan, tile,
-                                         dims, False, is_exact, launch.has_one_loop(spec, plan),
-                                         launch.short_blocks(spec, tile, plan), pdl)  # fmt: skip
+                                         dims, False, is_exact, schedule.has_one_loop(spec, plan),
+                                         schedule.short_blocks(spec, tile, plan), pdl)  # fmt: skip
     return tile, constants._asdict()
 
 
@@ -487,7 +487,8 @@ def test_warps_agree_on_who_has_begun(warps: int) -> None:
     spec = spec_of(128, 128, torch.bfloat16)
     tile, constants = decode_of(spec, 1, 16, HOPPER, tuning.DecodeTile(32, warps, 6, 1, 128))
     made = _compiled(ASTSource, decode_kernel, tensors_of(spec), constants, tile.warps, 90)
-    loads = [line for line in made.asm["ttgir"].splitlines() if "tt.load" in line and "isVolatile = true" in line]
+    volatile = [line for line in made.asm["ttgir"].splitlines() if "tt.load" in line and "isVolatile = true" in line]
+    loads = [line for line in volatile if "ptr<i32>" in line]
     assert [f"tensor<{32 * warps}x!tt.ptr<i32>" in line for line in loads] == [True, False], loads
 
 

@@ -63,7 +63,7 @@ KERNEL_FAULTS = {
                           "(first_slot * KV_HEADS * TILES + tile) * JOIN_WORDS"),
     "a launch arrives where the last one did": ("launches = tl.load(words + LAUNCHES, volatile=True)", "launches = 0"),
     "who has not begun is waited for": ("(have_begun == num_splits)", "(have_begun > 0)"),
-    "few splits are counted for good": ("                tl.store(words, 0)  # for the next launch\n", ""),
+    "few splits are counted for good": ("            tl.store(words, 0)  # for the next launch\n", ""),
 }  # fmt: skip
 
 
@@ -229,7 +229,7 @@ def test_programs_at_the_same_time() -> None:
 
 ITEMS = "    while row >= 0:\n"
 LATE = (ITEMS, f"{ITEMS}        for _ in range(tl.where(next_item < end_item, 20000, 0)):\n            row += 0\n")
-UNSEEN = ("if last_info // MAX_SPLITS > JOINED:", "if last_info < 0:"), ("| (has_others == 0)", "| (row >= 0)")
+UNSEEN = ("if last_info // MAX_SPLITS > JOINED:", "if last_info < 0:"), ("| (has_others == 0)", "| (num_splits > 0)")
 
 
 @only_interpreted

@@ -38,11 +38,19 @@ FAULTS = {
     "later queries are seen": ("high = tl.minimum(positions + window_right, stop - 1)\n    logits",
                                "high = stop - 1 + positions * 0\n    logits"),
     "all keys are of the first page": ("tl.load(pages + there // PAGE_SIZE)", "tl.load(pages + there * 0)"),
+    "listed pages are the first one": ("page = tl.where(nth >= i, page_ids[i], page)", "page = page + 0"),
+    "a window begins with its page": ("first = start % PAGE_SIZE if LOCAL else 0", "first = 0"),
     "values lie as keys do": ("    if ALIKE:\n        value_page, value_slot = key_page",
                               "    if True:\n        value_page, value_slot = key_page"),
-    "queries of the first KV head": ("head * GROUP * query_head)\n    offsets", "head * 0)\n    offsets"),
-    "the last token's queries": ("    live = token < query_len\n    queries",
-                                 "    live = token < query_len - 1\n    queries"),
+    "queries of the first KV head": ("q_rows = _query_rows(query, lane, head,", "q_rows = _query_rows(query, lane, 0,"),
+    "the last token's queries": ("_load_parts(q_rows, token < query_len, 0", "_load_parts(q_rows, token < 1, 0"),
+    "columns of the first part": ("at = rows + columns + i * COLUMNS", "at = rows + columns"),
+    "columns behind a head": ("part = tl.load(at, mask=columns < NUM_COLS - i * COLUMNS, other=0.0)",
+                              "part = tl.load(at)"),
+    "late values are early ones": ("v = v + _load_parts(v_rows, None, EARLY, DIM_VO,",
+                                   "v = v + _load_parts(v_rows, None, 0, DIM_VO - EARLY,"),
+    "parts in another order": ("upper, lower = parts[2 * i], parts[2 * i + 1]",
+                               "lower, upper = parts[2 * i], parts[2 * i + 1]"),
     "it is not capped": ("logits = scale_logits(logits, scale, soft_cap, SOFT_CAP,",
                          "logits = scale_logits(logits, scale, soft_cap, 0,"),
     "weights are not scaled": ("logits *= logit_scale(scale, SCALE_FIRST)\n    m_i", "m_i"),
@@ -65,7 +73,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         attend = decode._attend_short
 
         def noting(*given: Any) -> None:
-            seen.append(int(getattr(given[-5], "value", given[-5])))
+            seen.append(int(getattr(given[-7], "value", given[-7])))
             attend(*given)
 
         monkeypatch.setattr(decode, "_attend_short", noting)
@@ -115,14 +123,14 @@ def test_random_rows_on_a_gpu(seed: int) -> None:
 @only_interpreted
 @pytest.mark.parametrize(
     ("dims", "kv_heads", "expected"),
-    [((128, 128), 1, {1: 32, 32: 32, 33: 64, 64: 64, 65: None}), ((128, 128), 5, {32: 32, 33: None}),
+    [((128, 128), 1, {1: 32, 32: 32, 33: 64, 64: 64, 65: None}), ((128, 128), 13, {32: 32, 33: None}),
      ((64, 64), 1, {33: 64, 64: 64, 65: None}), ((256, 256), 2, {32: 32, 64: 64, 65: None}),
-     ((256, 256), 5, {32: 32, 33: None})],
+     ((256, 256), 13, {32: 32, 33: None})],
 )  # fmt: skip
 def test_which_rows_are_short(
     dims: tuple[int, int], kv_heads: int, expected: dict[int, int | None], blocks: list[int]
 ) -> None:
-    """The interpreter counts two multiprocessors, of which four pairs of a row and a KV head are few."""
+    """The interpreter counts two multiprocessors, of which twelve pairs of a row and a KV head are few."""
     spec = AttentionSpec(kv_heads, kv_heads, dims[0], head_dim_vo=dims[1], dtype=torch.float16)
     for seq_len, block in expected.items():
         blocks.clear()
@@ -145,6 +153,7 @@ def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(launch, "decode_kernel", copied_module(decode, tmp_path, *edits).decode_kernel)
     with nullcontext() if fault == "none" else pytest.raises((AssertionError, IndexError, RuntimeError)):
         check(AttentionSpec(1, 1, 64, dtype=torch.float16), [20, 700] * 8, [1] * 16)  # several rows of each program
+        check(AttentionSpec(1, 1, 64, dtype=torch.float16, window_left=30), [70, 90], [1, 1], page_size=48)
         for seed in range(30):
             spec, seq_lens, query_lens, more = random_case(seed)
             check(spec, seq_lens, query_lens, **more)

@@ -149,11 +149,14 @@ def test_tiles_of_half_the_size_for_rows_that_see_few_keys() -> None:
 
 
 def test_a_third_group_of_warps_where_tiles_are_full() -> None:
-    """Of 192 queries, and where they leave fewer of them empty than tiles of 128 do."""
-    group_of_8, three = AttentionSpec(64, 8, 64, dtype=torch.bfloat16), HopperTile(3, 64, 4)
-    assert other(group_of_8, [24] * 40, [9000] * 40) == three
-    assert other(group_of_8, [16] * 40, [9000] * 40) is None
-    assert other(group_of_8, [2000] * 40, [2000] * 40) == three
+    """Of 192 queries, and where they leave fewer of them empty than tiles of 128 do, and see many keys."""
+    group_of_8, three = AttentionSpec(64, 8, 64, dtype=torch.bfloat16), HopperTile(3, 128, 4)
+    assert other(group_of_8, [24] * 80, [9000] * 80) == three
+    assert other(group_of_8, [24] * 40, [9000] * 40) is None
+    assert other(group_of_8, [16] * 80, [9000] * 80) is None
+    assert other(group_of_8, [8000] * 40, [8000] * 40) == three
+    assert other(group_of_8, [2000] * 40, [2000] * 40) is None
+    assert other(group_of_8, [118] * 9, [9000] * 9) is None  # which two groups split
     assert other(layer(64), [40] * 40, [9000] * 40) is None
     for changes in ({"window_left": 1000}, {"chunk_size": 1000}):
         assert other(layer(64, **changes), [2000] * 40, [2000] * 40) is None

@@ -24,7 +24,7 @@ from tests.helpers.interpreted import in_own_process, only_interpreted, run_inte
 triton_split = pytest.importorskip("attn_backends.kernels.split_kv", reason="needs triton")
 cut_list = pytest.importorskip("attn_backends.kernels.cut_list")
 equal_cuts = pytest.importorskip("attn_backends.kernels.equal_cuts")
-launch = pytest.importorskip("attn_backends.backends.triton.launch")
+schedule = pytest.importorskip("attn_backends.backends.triton.schedule")
 state = pytest.importorskip("attn_backends.backends.triton.state")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 workspace = pytest.importorskip("attn_backends.backends.triton.workspace")
@@ -110,7 +110,7 @@ def test_parts_of_any_batch_have_their_slots() -> None:
     found = {}
     for (heads, kv_heads, dim, dim_vo), query_len, cached in product(head_shapes(), range(1, 17), (BF16, FP8)):
         spec = AttentionSpec(heads, kv_heads, dim, dim_vo, dtype=BF16, cache_dtype=cached)
-        plan = launch.SplitPlan.of(spec, query_len)
+        plan = schedule.SplitPlan.of(spec, query_len)
         tiles = {tuning.decode_tile(spec, CACHE, rows, plan.block_m, None, SHARED_MEMORY) for rows in (1, 8, 64, 512)}
         for tile, sms in product(tiles, MULTIPROCESSORS):
             found[plan.num_programs(spec, tile, sms), tile.keys] = plan.num_partial_slots(spec, tile, sms)
@@ -131,6 +131,15 @@ def items_of(listed: Any) -> list[list[list[int]]]:
     items = listed.work_items.tolist()
     return [[items[program], *items[slice(*more)]] if items[program][0] >= 0 else []
             for program, more in enumerate(listed.more_items.tolist())]  # fmt: skip
+
+
+def check_pages(cuts: Any, table: torch.Tensor, page_size: int) -> None:
+    """Ids of each item's first pages are listed beside it, and the last one's again where it has no more."""
+    for item, ids in zip(cuts.work_items.tolist(), cuts.item_pages.tolist(), strict=True):
+        row, start, stop = item[:3]
+        if row >= 0 and start < stop:  # else there is no item, or no key
+            pages = range(start // page_size, (stop - 1) // page_size + 1)
+            assert ids == [int(table[row, pages[min(i, len(pages) - 1)]]) for i in range(len(ids))]
 
 
 @only_interpreted
@@ -154,13 +163,17 @@ def test_kernel_cuts_have_every_key_once(seed: int) -> None:
         few_cuts, int(drawn.integers(1, 99)), heads, max(1, max_cuts * heads // resident), resident,
         int(drawn.choice([0, 32, 256])), int(drawn.choice([1, 32])), int(drawn.choice([0, 16, 64])),
     )  # fmt: skip
-    cuts = cut_list.CutList(sizes, filling, torch.ones(num_rows * 3, dtype=torch.int32), most)
-    held = [
-        torch.full((len(each) + 3, each.shape[1]), -7, dtype=torch.int32) for each in (cuts.work_items, cuts.more_items)
-    ]
-    cuts.work_items, cuts.more_items = (each[:-3] for each in held)
-    cuts.fill(*(torch.from_numpy(each.astype(np.int32)) for each in (lens, starts)))
+    page_size = int(drawn.choice([0, 16, 48, 128]))
+    cuts = cut_list.CutList(sizes, filling, torch.ones(num_rows * 3, dtype=torch.int32), most, page_size)
+    made = cuts.work_items, cuts.more_items, cuts.item_pages
+    held = [torch.full((len(each) + 3, each.shape[1]), -7, dtype=torch.int32) for each in made]
+    cuts.work_items, cuts.more_items, cuts.item_pages = (each[:-3] for each in held)
+    table = torch.arange(num_rows * 1100, dtype=torch.int32).view(num_rows, 1100)
+    given = (*(torch.from_numpy(each.astype(np.int32)) for each in (lens, starts)), table[:, :1090])
+    cuts.fill(*given[: 3 if page_size else 2])
     assert all((each[-3:] == -7).all() for each in held)
+    if page_size:
+        check_pages(cuts, table, page_size)
     assert not cuts.counters.any()
     busy = sum(map(bool, items_of(cuts)))
     joined = [item for cut in items_of(cuts) for item in cut if item[4] // triton_split.MAX_SPLITS.value > 1]
@@ -268,7 +281,7 @@ def test_kernel_rows_that_are_no_longer_than_a_cut_are_whole(seed: int) -> None:
 
 def written(spec: AttentionSpec, tile: Any, query_len: int, sms: int) -> tuple[int, int, int]:
     """How far a launch writes into `partial_acc`, `partial_ml` and `counters`, by the addresses in `decode_kernel`."""
-    plan = launch.SplitPlan.of(spec, query_len)
+    plan = schedule.SplitPlan.of(spec, query_len)
     place, head, tile_index, lane = (
         plan.num_partial_slots(spec, tile, sms) - 1,
         spec.num_kv_heads - 1,
@@ -278,20 +291,20 @@ def written(spec: AttentionSpec, tile: Any, query_len: int, sms: int) -> tuple[i
     mine = ((place * spec.num_kv_heads + head) * plan.tiles + tile_index) * plan.used_m + lane
     words = (place * spec.num_kv_heads + head) * plan.tiles + tile_index
     block = tuning.block_dims(spec)[1]
-    return mine * block + block, mine * 2 + 2, (words + 1) * int(launch.JOIN_WORDS.value)
+    return mine * block + block, mine * 2 + 2, (words + 1) * int(schedule.JOIN_WORDS.value)
 
 
 def overruns(sized: Callable[..., tuple[int, int, int]], specs: list[AttentionSpec]) -> Iterator[str]:
     """Launches that write beyond a workspace of the given size, over all rows, tokens and multiprocessors."""
     for spec in specs:
         tiles: dict[int, dict[Any, int]] = {}  # by queries of a tile: each tile, and the most rows that take it
-        for rows in {launch.SplitPlan.of(spec, query_len).block_m for query_len in range(1, 17)}:
+        for rows in {schedule.SplitPlan.of(spec, query_len).block_m for query_len in range(1, 17)}:
             nearest = [tuning.decode_tile(spec, CACHE, n, rows, None, SHARED_MEMORY) for n in range(1, 513)]
             tiles[rows] = {tile: n for n, tile in enumerate(nearest, 1)}
         for sms in MULTIPROCESSORS:
             has = sized([spec], CACHE, LIMITS, None, sms, SHARED_MEMORY)
             for query_len in range(1, 17):
-                for tile, num_rows in tiles[launch.SplitPlan.of(spec, query_len).block_m].items():
+                for tile, num_rows in tiles[schedule.SplitPlan.of(spec, query_len).block_m].items():
                     needs = written(spec, tile, query_len, sms)
                     if any(need > size for need, size in zip(needs, has, strict=True)):
                         yield f"{spec} rows {num_rows} tokens {query_len} multiprocessors {sms}: {needs} of {has}"
@@ -322,7 +335,7 @@ def _sized_for(spec_tokens: Callable[[int], list[int]]) -> Callable[..., Any]:
     def sized(specs: Any, cache: Any, limits: Limits, options: Any, sms: int, shared: int) -> Any:
         need = workspace.NOTHING
         for spec, query_len in product(specs, spec_tokens(min(16, limits.max_num_tokens))):
-            rows = launch.SplitPlan.of(spec, query_len).block_m
+            rows = schedule.SplitPlan.of(spec, query_len).block_m
             for tile in tuning.decode_tiles(spec, cache, limits.max_num_requests, rows, options, shared):
                 need = need.or_more(workspace.decode_need(spec, tile, query_len, sms))
         return need

@@ -155,7 +155,7 @@ def test_a_need_that_peaks_between_the_ends(sized: str, monkeypatch: pytest.Monk
 
 def sized_at_the_ends(specs: Any, cache: Any, limits: Any, options: Any, num_sms: int, shared_memory: int) -> Any:
     """The need of the shortest and of the longest queries alone."""
-    from attn_backends.backends.triton.launch import SplitPlan
+    from attn_backends.backends.triton.schedule import SplitPlan
     from attn_backends.backends.triton.tuning import decode_tile
     from attn_backends.backends.triton.workspace import LaunchNeed, decode_need
 

@@ -24,6 +24,7 @@ class DecodeTensors(NamedTuple):
     page_table: torch.Tensor
     work_items: torch.Tensor
     more_items: torch.Tensor
+    item_pages: torch.Tensor
     partial_acc: torch.Tensor
     partial_ml: torch.Tensor
     counters: torch.Tensor
@@ -38,6 +39,7 @@ class DecodeConstants(NamedTuple):
     ALIKE: int
     PAIRS: int
     PAGE_SIZE: int
+    LISTED: int
     KV_HEADS: int
     GROUP: int
     TILES: int

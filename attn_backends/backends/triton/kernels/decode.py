@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_backends.kernels.equal_cuts import LISTED_PAGES
 from attn_backends.kernels.fp8 import as_pairs, interleave_columns, row_amax, scale_to_fp16, zero_acc
 from attn_backends.kernels.pdl import WAIT_AT_ONCE, WAIT_FIRST, WAIT_LAST, acquire_fence, grid_wait
 from attn_backends.kernels.split_kv import MAX_SPLITS, combine_splits, first_key, store_partial
@@ -39,6 +40,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     page_table,  # [num_rows, max_pages] i32
     work_items,  # [max_work_items, 8] i32, see `equal_cuts.cut_kernel`
     more_items,  # [programs of a head, 2] i32, see `cut_kernel`; zeros where each has one work item
+    item_pages,  # [max_work_items, LISTED_PAGES] i32, if LISTED: ids of an item's first pages
     partial_acc,  # [partial slots, KV_HEADS, TILES, USED_M, BLOCK_DIM_VO] f32
     partial_ml,  # [partial slots, KV_HEADS, TILES, USED_M, 2] f32: m_i in base 2, l_i
     counters,  # [partial slots, KV_HEADS, TILES, JOIN_WORDS] i32, see `_arrive`; of the splits' first slot
@@ -71,6 +73,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     ALIKE: tl.constexpr,  # 0 or 1: keys and values have the same strides
     PAIRS: tl.constexpr,  # 0 or 1: values of 8 bits are read two by two
     PAGE_SIZE: tl.constexpr,  # slots
+    LISTED: tl.constexpr,  # 0 or 1: page ids are listed with work items, for `_attend_short`; pages are of a multiple
+    # of 16 slots
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
     TILES: tl.constexpr,  # tiles of a row's queries
@@ -111,6 +115,11 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     head = program // TILES % KV_HEADS
     cut = program // TILES // KV_HEADS
     row, start, stop, first_slot, split_info, seq_len, first_token, query_len = _load_item(work_items, cut, True)
+    page_ids = ()
+    if LISTED:  # they come with the item; of the page table they would come after it
+        for i in tl.static_range(LISTED_PAGES):
+            page_id = tl.load(item_pages + cut * LISTED_PAGES + i)
+            page_ids = page_ids + (page_id,)  # type: ignore[assignment]  # noqa: RUF005
     next_item, end_item = tl.load(more_items + cut * 2), tl.load(more_items + cut * 2 + 1)
     if PDL == WAIT_FIRST:  # its items were there before that one was launched, or lets this one start
         grid_wait()
@@ -127,96 +136,27 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         num_keys, pages = stop - start, page_table + row.to(tl.int64) * table_row
         if (split_info == MAX_SPLITS) & (has_others == 0) & (num_keys > 0) & (num_keys <= most_short):
             given = (
-                query, key, value, output, lse, pages, sinks, start, stop, seq_len, first_token, query_len, head, scale,
-                value_scale, soft_cap, window_right, window_left, chunk, has_sinks, want_lse, query_token, query_head,
-                key_page, key_slot, value_page, value_slot, out_token, out_head, lse_token,
+                query, key, value, output, lse, pages, page_ids, sinks, start, stop, seq_len, first_token, query_len,
+                head, scale, value_scale, soft_cap, window_right, window_left, chunk, has_sinks, want_lse, query_token,
+                query_head, key_page, key_slot, value_page, value_slot, out_token, out_head, lse_token,
             )  # fmt: skip
             if (num_keys <= SHORT) | (LONGER == SHORT):  # a constant, where there is no other block to compile
-                _attend_short(*given, SOFT_CAP, SCALE_FIRST, ALIKE, LOCAL, PAGE_SIZE, GROUP, USED_M, SHORT, DIM,
-                              DIM_VO, BLOCK_DIM, BLOCK_DIM_VO)  # fmt: skip
+                _attend_short(*given, SOFT_CAP, SCALE_FIRST, ALIKE, LOCAL, PAGE_SIZE, LISTED, GROUP, USED_M, SHORT,
+                              DIM, DIM_VO, BLOCK_DIM, BLOCK_DIM_VO, THREADS, PDL)  # fmt: skip
             else:
-                _attend_short(*given, SOFT_CAP, SCALE_FIRST, ALIKE, LOCAL, PAGE_SIZE, GROUP, USED_M, LONGER, DIM,
-                              DIM_VO, BLOCK_DIM, BLOCK_DIM_VO)  # fmt: skip
+                _attend_short(*given, SOFT_CAP, SCALE_FIRST, ALIKE, LOCAL, PAGE_SIZE, LISTED, GROUP, USED_M, LONGER,
+                              DIM, DIM_VO, BLOCK_DIM, BLOCK_DIM_VO, THREADS, PDL)  # fmt: skip
             row = row * 0 - 1  # it has nothing more to do
     while row >= 0:
-        num_splits, split = split_info // MAX_SPLITS, split_info % MAX_SPLITS
-        words = counters + ((first_slot * KV_HEADS + head) * TILES + tile) * JOIN_WORDS
-        if (num_splits > JOINED) & ((next_item < end_item) | (has_others == 0)):
-            tl.atomic_add(words + HAVE_BEGUN, 1, sem="relaxed")
-        lane = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        token = lane // GROUP
-        q_head = head * GROUP + lane % GROUP
-        live = token < query_len
-        positions = seq_len - query_len + token
-        queries = _load_queries(query, lane, live, head, first_token, query_token, query_head, GROUP, DIM, BLOCK_DIM)
-        pages = page_table + row.to(tl.int64) * table_row
-        if PDL:  # a GPU on which it is faster; the loop below asks for keys once it has the queries
-            prefetch_keys(key, value, pages, start, stop, key_page, key_slot, value_page, value_slot, PAGE_SIZE,
-                          _PREFETCHED_KEYS, DIM, DIM_VO // (1 + PAIRS), BLOCK_DIM,
-                          BLOCK_DIM_VO // (1 + PAIRS))  # fmt: skip
-        q_scale = None
-        if key_cache.dtype.element_ty.primitive_bitwidth == 8 and query.dtype.element_ty == tl.bfloat16:
-            q_scale = row_amax(queries)
-            queries = scale_to_fp16(queries, q_scale)
-        slope = tl.load(slopes + q_head, mask=live, other=0.0) if ALIBI else tl.zeros([BLOCK_M], tl.float32)
-        acc, m_i = zero_acc(BLOCK_M, BLOCK_DIM_VO, PAIRS), tl.full([BLOCK_M], float("-inf"), tl.float32)
-        l_i = tl.zeros([BLOCK_M], tl.float32)
-        masked = start
-        if not MASKED:  # blocks that all queries see whole need no mask
-            whole = tl.minimum(stop, seq_len - query_len + 1 + window_right)
-            masked = tl.maximum(whole // BLOCK_N * BLOCK_N, start)
-            acc, m_i, l_i = attend_keys(
-                queries, q_scale, acc, m_i, l_i, start, masked, seq_len, positions, slope, key, value, pages, None,
-                scale, soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
-                False, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, STAGES, EXACT,
-            )  # fmt: skip
-        acc, m_i, l_i = attend_keys(
-            queries, q_scale, acc, m_i, l_i, masked, stop, seq_len, positions, slope, key, value, pages, None, scale,
-            soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
-            True, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, MASKED_STAGES, EXACT,
+        _attend_item(
+            query, key, value, output, lse, page_table + row.to(tl.int64) * table_row, partial_acc, partial_ml,
+            counters, slopes, sinks, scale, value_scale, soft_cap, window_right, window_left, chunk, has_sinks,
+            want_lse, query_token, query_head, key_page, key_slot, value_page, value_slot, out_token, out_head,
+            lse_token, start, stop, first_slot, split_info, seq_len, first_token, query_len, next_item, end_item,
+            has_others, head, tile, SOFT_CAP, ALIBI, SCALE_FIRST, ALIKE, PAIRS, PAGE_SIZE, KV_HEADS, GROUP, TILES,
+            BLOCK_M, BLOCK_N, DIM, DIM_VO, BLOCK_DIM, BLOCK_DIM_VO, MASKED, STAGES, MASKED_STAGES, EXACT, USED_M,
+            JOINED, BLOCK_SPLITS, JOIN_SIZE, WIDE, NARROW, THREADS, PDL,
         )  # fmt: skip
-        acc = interleave_columns(acc)
-        m_i *= logit_scale(scale, SCALE_FIRST)
-        if num_splits == 1:
-            write_rows(output, lse, sinks, acc, m_i, l_i, lane, head, first_token, query_len, value_scale,
-                       out_token, out_head, lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
-        else:
-            # Partial results are [partial slots, KV_HEADS, TILES, USED_M, ...]
-            used = query_len * GROUP - tile * BLOCK_M  # unused queries would take registers where splits are combined
-            first = (first_slot * KV_HEADS + head) * TILES + tile
-            step = KV_HEADS * TILES
-            # Before the store, which takes longer than to find out.
-            have_begun = _same_for_all(words + HAVE_BEGUN, num_splits > JOINED, THREADS)
-            launches = tl.load(words + LAUNCHES, volatile=True)
-            store_partial(partial_acc, partial_ml, first + split * step, acc, m_i, l_i, used, USED_M)
-            tl.debug_barrier()  # all of the program's stores come before its count
-            if num_splits > JOINED:
-                stays = (have_begun == num_splits) & (next_item >= end_item)
-                part, num_parts = _arrive(words, num_splits, launches, stays.to(tl.int32))
-                if num_parts > 0:
-                    tl.debug_barrier()
-                    if num_splits <= _FEW_ROUNDS * (JOIN_SIZE // WIDE):  # of few splits whole rows are sooner read
-                        _combine_part(
-                            partial_acc, partial_ml, first, step, num_splits, part, num_parts, used, output, lse,
-                            sinks, tile, head, first_token, query_len, value_scale, out_token, out_head, lse_token,
-                            has_sinks, want_lse, GROUP, BLOCK_M, USED_M, DIM_VO, BLOCK_DIM_VO, JOIN_SIZE, WIDE,
-                        )  # fmt: skip
-                    else:  # of many splits more programs share a query's columns
-                        _combine_part(
-                            partial_acc, partial_ml, first, step, num_splits, part, num_parts, used, output, lse,
-                            sinks, tile, head, first_token, query_len, value_scale, out_token, out_head, lse_token,
-                            has_sinks, want_lse, GROUP, BLOCK_M, USED_M, DIM_VO, BLOCK_DIM_VO, JOIN_SIZE, NARROW,
-                        )  # fmt: skip
-            elif tl.atomic_add(words, 1, sem="acq_rel") == num_splits - 1:
-                tl.debug_barrier()
-                tl.store(words, 0)  # for the next launch
-                row_acc, row_m, row_l = combine_splits(
-                    partial_acc, partial_ml, first, step, num_splits, used, USED_M, BLOCK_DIM_VO, BLOCK_SPLITS,
-                    BLOCK_DIM_VO,
-                )  # fmt: skip
-                write_rows(output, lse, sinks, row_acc, row_m, row_l, tile * BLOCK_M + tl.arange(0, USED_M), head,
-                           first_token, query_len, value_scale, out_token, out_head, lse_token, has_sinks, want_lse,
-                           GROUP, DIM_VO)  # fmt: skip
         row, start, stop, first_slot, split_info, seq_len, first_token, query_len = _load_item(
             work_items, next_item, next_item < end_item
         )
@@ -227,17 +167,122 @@ def decode_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(noinline=True)  # type: ignore[untyped-decorator]
+def _attend_item(  # type: ignore[no-untyped-def]
+    query, key, value, output, lse, pages, partial_acc, partial_ml, counters, slopes, sinks, scale, value_scale,
+    soft_cap, window_right, window_left, chunk, has_sinks, want_lse, query_token, query_head, key_page, key_slot,
+    value_page, value_slot, out_token, out_head, lse_token, start, stop, first_slot, split_info, seq_len, first_token,
+    query_len, next_item, end_item, has_others, head, tile, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    SCALE_FIRST: tl.constexpr, ALIKE: tl.constexpr, PAIRS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DIM: tl.constexpr, DIM_VO: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr,
+    MASKED: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr, EXACT: tl.constexpr,
+    USED_M: tl.constexpr, JOINED: tl.constexpr, BLOCK_SPLITS: tl.constexpr, JOIN_SIZE: tl.constexpr,
+    WIDE: tl.constexpr, NARROW: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Attend for a work item, and write what `decode_kernel` does, which has these arguments, or combine the row's
+    splits; `key` and `value` point to the KV head's first element, values to pairs with PAIRS, `pages` to the row's
+    first page id.
+
+    A function of its own: where compilers see a loop around it, they work out all that stays the same from item to item
+    before they ask for the first one's queries, some hundreds of instructions, and few programs have a second item.
+    """
+    if ALIKE and not PAIRS:
+        value_page, value_slot = key_page, key_slot
+    num_splits, split = split_info // MAX_SPLITS, split_info % MAX_SPLITS
+    words = counters + ((first_slot * KV_HEADS + head) * TILES + tile) * JOIN_WORDS
+    if (num_splits > JOINED) & ((next_item < end_item) | (has_others == 0)):
+        tl.atomic_add(words + HAVE_BEGUN, 1, sem="relaxed")
+    lane = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = lane // GROUP
+    q_head = head * GROUP + lane % GROUP
+    live = token < query_len
+    positions = seq_len - query_len + token
+    dims = tl.arange(0, BLOCK_DIM)[None]
+    q_at = _query_rows(query, lane, head, first_token, query_token, query_head, GROUP) + dims
+    # Volatile, so that they are asked for before what follows waits for page ids.
+    queries = tl.load(q_at, mask=live[:, None] & (dims < DIM), other=0.0, volatile=True)
+    if PDL:  # a GPU on which it is faster; the loop below asks for keys once it has the queries
+        prefetch_keys(key, value, pages, start, stop, key_page, key_slot, value_page, value_slot, PAGE_SIZE,
+                      _PREFETCHED_KEYS, DIM, DIM_VO // (1 + PAIRS), BLOCK_DIM,
+                      BLOCK_DIM_VO // (1 + PAIRS))  # fmt: skip
+    q_scale = None
+    if key.dtype.element_ty.primitive_bitwidth == 8 and query.dtype.element_ty == tl.bfloat16:
+        q_scale = row_amax(queries)
+        queries = scale_to_fp16(queries, q_scale)
+    slope = tl.load(slopes + q_head, mask=live, other=0.0) if ALIBI else tl.zeros([BLOCK_M], tl.float32)
+    acc, m_i = zero_acc(BLOCK_M, BLOCK_DIM_VO, PAIRS), tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    masked = start
+    if not MASKED:  # blocks that all queries see whole need no mask
+        whole = tl.minimum(stop, seq_len - query_len + 1 + window_right)
+        masked = tl.maximum(whole // BLOCK_N * BLOCK_N, start)
+        acc, m_i, l_i = attend_keys(
+            queries, q_scale, acc, m_i, l_i, start, masked, seq_len, positions, slope, key, value, pages, None,
+            scale, soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
+            False, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, STAGES, EXACT,
+        )  # fmt: skip
+    acc, m_i, l_i = attend_keys(
+        queries, q_scale, acc, m_i, l_i, masked, stop, seq_len, positions, slope, key, value, pages, None, scale,
+        soft_cap, window_right, window_left, chunk, key_page, key_slot, value_page, value_slot,
+        True, SOFT_CAP, ALIBI, SCALE_FIRST, PAGE_SIZE, BLOCK_N, DIM, DIM_VO, MASKED_STAGES, EXACT,
+    )  # fmt: skip
+    acc = interleave_columns(acc)
+    m_i *= logit_scale(scale, SCALE_FIRST)
+    if num_splits == 1:
+        write_rows(output, lse, sinks, acc, m_i, l_i, lane, head, first_token, query_len, value_scale,
+                   out_token, out_head, lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
+    else:
+        # Partial results are [partial slots, KV_HEADS, TILES, USED_M, ...]
+        used = query_len * GROUP - tile * BLOCK_M  # unused queries would take registers where splits are combined
+        first = (first_slot * KV_HEADS + head) * TILES + tile
+        step = KV_HEADS * TILES
+        # Before the store, which takes longer than to find out.
+        have_begun = _same_for_all(words + HAVE_BEGUN, num_splits > JOINED, THREADS)
+        launches = tl.load(words + LAUNCHES, volatile=True)
+        store_partial(partial_acc, partial_ml, first + split * step, acc, m_i, l_i, used, USED_M)
+        tl.debug_barrier()  # all of the program's stores come before its count
+        if num_splits > JOINED:
+            stays = (have_begun == num_splits) & (next_item >= end_item)
+            part, num_parts = _arrive(words, num_splits, launches, stays.to(tl.int32))
+            if num_parts > 0:
+                tl.debug_barrier()
+                if num_splits <= _FEW_ROUNDS * (JOIN_SIZE // WIDE):  # of few splits whole rows are sooner read
+                    _combine_part(
+                        partial_acc, partial_ml, first, step, num_splits, part, num_parts, used, output, lse,
+                        sinks, tile, head, first_token, query_len, value_scale, out_token, out_head, lse_token,
+                        has_sinks, want_lse, GROUP, BLOCK_M, USED_M, DIM_VO, BLOCK_DIM_VO, JOIN_SIZE, WIDE,
+                    )  # fmt: skip
+                else:  # of many splits more programs share a query's columns
+                    _combine_part(
+                        partial_acc, partial_ml, first, step, num_splits, part, num_parts, used, output, lse,
+                        sinks, tile, head, first_token, query_len, value_scale, out_token, out_head, lse_token,
+                        has_sinks, want_lse, GROUP, BLOCK_M, USED_M, DIM_VO, BLOCK_DIM_VO, JOIN_SIZE, NARROW,
+                    )  # fmt: skip
+        elif tl.atomic_add(words, 1, sem="acq_rel") == num_splits - 1:
+            tl.debug_barrier()
+            tl.store(words, 0)  # for the next launch
+            row_acc, row_m, row_l = combine_splits(
+                partial_acc, partial_ml, first, step, num_splits, used, USED_M, BLOCK_DIM_VO, BLOCK_SPLITS,
+                BLOCK_DIM_VO,
+            )  # fmt: skip
+            write_rows(output, lse, sinks, row_acc, row_m, row_l, tile * BLOCK_M + tl.arange(0, USED_M), head,
+                       first_token, query_len, value_scale, out_token, out_head, lse_token, has_sinks, want_lse,
+                       GROUP, DIM_VO)  # fmt: skip
+
+
+@triton.jit(noinline=True)  # type: ignore[untyped-decorator]
 def _attend_short(  # type: ignore[no-untyped-def]
-    query, key, value, output, lse, pages, sinks, start, stop, seq_len, first_token, query_len, head, scale,
+    query, key, value, output, lse, pages, page_ids, sinks, start, stop, seq_len, first_token, query_len, head, scale,
     value_scale, soft_cap, window_right, window_left, chunk, has_sinks, want_lse, query_token, query_head, key_page,
     key_slot, value_page, value_slot, out_token, out_head, lse_token, SOFT_CAP: tl.constexpr,
     SCALE_FIRST: tl.constexpr, ALIKE: tl.constexpr, LOCAL: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    GROUP: tl.constexpr, USED_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, DIM_VO: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr,
+    LISTED: tl.constexpr, GROUP: tl.constexpr, USED_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr,
+    DIM_VO: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_DIM_VO: tl.constexpr, THREADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend to all of a row's keys `start` to `stop`, no more than a block of BLOCK_N, and write what `decode_kernel`
     does, which has these arguments; `key` and `value` point to the KV head's first element, `pages` to the row's first
-    page id.
+    page id, and `page_ids` are those of its first pages with keys, if LISTED.
 
     A program that reads so little takes most of its time to fetch its code, and to wait. So nothing loops here, keys
     and values are asked for at once, and a function of its own takes no registers of the rest. Products are
@@ -246,21 +291,40 @@ def _attend_short(  # type: ignore[no-untyped-def]
     if ALIKE:
         value_page, value_slot = key_page, key_slot
     QUERIES: tl.constexpr = USED_M if USED_M > 8 else 8
+    COLUMNS: tl.constexpr = 64 if BLOCK_DIM > 64 else BLOCK_DIM  # of a part
+    COLUMNS_VO: tl.constexpr = 64 if BLOCK_DIM_VO > 64 else BLOCK_DIM_VO
+    NUM_PARTS: tl.constexpr = DIM_VO // COLUMNS_VO + (DIM_VO % COLUMNS_VO > 0)
+    # Columns of values that are asked for with the keys; of the largest blocks others are once these left registers.
+    IS_LARGE: tl.constexpr = BLOCK_N * (BLOCK_DIM + BLOCK_DIM_VO) > 384 * THREADS
+    EARLY: tl.constexpr = NUM_PARTS // 2 * COLUMNS_VO if IS_LARGE else DIM_VO
+    of_dtype: tl.constexpr = query.dtype.element_ty
     lane = tl.arange(0, QUERIES)
     token = lane // GROUP
-    dims, dims_vo = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_DIM_VO)
-    live = token < query_len
-    queries = _load_queries(query, lane, live, head, first_token, query_token, query_head, GROUP, DIM, BLOCK_DIM)
     keys = start + tl.arange(0, BLOCK_N)
     there = tl.minimum(keys, stop - 1)  # no query sees what is read twice: for finite values as good as a mask
-    page, slot = tl.load(pages + there // PAGE_SIZE).to(tl.int64), there % PAGE_SIZE
-    k_at = key + (page * key_page + slot * key_slot)[:, None] + dims[None]
-    v_at = value + (page * value_page + slot * value_slot)[:, None] + dims_vo[None]
-    k = tl.load(k_at) if DIM == BLOCK_DIM else tl.load(k_at, mask=dims[None] < DIM, other=0.0)
-    v = tl.load(v_at) if DIM_VO == BLOCK_DIM_VO else tl.load(v_at, mask=dims_vo[None] < DIM_VO, other=0.0)
+    there = there.to(tl.uint32)  # which is divided by fewer instructions
+    if LISTED:
+        first = start % PAGE_SIZE if LOCAL else 0  # all keys of a row without a window are its item's
+        MOST_PAGES: tl.constexpr = (BLOCK_N - 1 + (PAGE_SIZE - 16 if LOCAL else 0)) // PAGE_SIZE + 1
+        nth = (first + tl.arange(0, BLOCK_N)) // PAGE_SIZE
+        page = nth * 0 + page_ids[0]
+        for i in tl.static_range(1, MOST_PAGES):
+            page = tl.where(nth >= i, page_ids[i], page)
+    else:
+        page = tl.load(pages + there // PAGE_SIZE)
+    page, slot = page.to(tl.int64), (there % PAGE_SIZE).to(tl.int32)
+    k = _load_parts(key + (page * key_page + slot * key_slot)[:, None], None, 0, DIM, COLUMNS)
+    v_rows = value + (page * value_page + slot * value_slot)[:, None]
+    v = _load_parts(v_rows, None, 0, EARLY, COLUMNS_VO)
+    q_rows = _query_rows(query, lane, head, first_token, query_token, query_head, GROUP)
+    queries = _load_parts(q_rows, token < query_len, 0, DIM, COLUMNS)
+    logits = tl.zeros([BLOCK_N, QUERIES], tl.float32)
+    for i in tl.static_range(DIM // COLUMNS + (DIM % COLUMNS > 0)):
+        some_queries = tl.trans(_once_loaded(queries[i], PDL))
+        logits = tl.dot(_once_loaded(k[i], PDL).to(of_dtype), some_queries, logits)
+    v = v + _load_parts(v_rows, None, EARLY, DIM_VO, COLUMNS_VO)
     positions = seq_len - query_len + token
     high = tl.minimum(positions + window_right, stop - 1)
-    logits = tl.dot(k.to(queries.dtype), tl.trans(queries))
     logits = scale_logits(logits, scale, soft_cap, SOFT_CAP, SCALE_FIRST)
     if LOCAL:
         high = tl.minimum(high, tl.maximum(positions, 0) // chunk * chunk + (chunk - 1))
@@ -270,21 +334,67 @@ def _attend_short(  # type: ignore[no-untyped-def]
     logits *= logit_scale(scale, SCALE_FIRST)
     m_i = tl.max(logits, 0)
     p = tl.exp2(logits - tl.where(m_i == float("-inf"), 0.0, m_i)[None])
-    acc = tl.dot(tl.trans(v.to(queries.dtype)), p.to(queries.dtype))
-    write_rows(output, lse, sinks, tl.trans(acc), m_i, tl.sum(p, 0), lane, head, first_token, query_len, value_scale,
+    parts = ()
+    for i in tl.static_range(NUM_PARTS):
+        some_values = tl.trans(_once_loaded(v[i], PDL).to(of_dtype))
+        parts = parts + (tl.dot(some_values, p.to(of_dtype)),)  # type: ignore[assignment]  # noqa: RUF005
+    acc = tl.trans(_below_one_another(parts, NUM_PARTS))
+    write_rows(output, lse, sinks, acc, m_i, tl.sum(p, 0), lane, head, first_token, query_len, value_scale,
                out_token, out_head, lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _load_queries(  # type: ignore[no-untyped-def]
-    query, lane, live, head, first_token, query_token, query_head, GROUP: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    """A row's queries of a KV head [lanes, BLOCK_DIM], where they are `live`; zeros elsewhere."""
-    dims = tl.arange(0, BLOCK_DIM)
+def _load_parts(  # type: ignore[no-untyped-def]
+    rows, live, FIRST: tl.constexpr, NUM_COLS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Columns FIRST to NUM_COLS of where `rows` [rows, 1] point, in parts [rows, COLUMNS], whose addresses differ by a
+    constant; zeros behind the last column, and where `live` [rows], if there is such, is not."""
+    columns = tl.arange(0, COLUMNS)[None]
+    parts = ()
+    for i in tl.static_range(FIRST // COLUMNS, NUM_COLS // COLUMNS + (NUM_COLS % COLUMNS > 0)):
+        at = rows + columns + i * COLUMNS
+        if live is not None:
+            part = tl.load(at, mask=live[:, None] & (columns < NUM_COLS - i * COLUMNS), other=0.0)
+        elif (i + 1) * COLUMNS <= NUM_COLS:
+            part = tl.load(at)
+        else:
+            part = tl.load(at, mask=columns < NUM_COLS - i * COLUMNS, other=0.0)
+        parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005
+    return parts
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _once_loaded(part, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What was loaded, as products want it only from here on: compilers make it so right behind its load else, and wait
+    for it before they ask for what is loaded next. Only on a GPU where kernels start early, as elsewhere is no time."""
+    if PDL:
+        part = tl.inline_asm_elementwise("// $0", "=r,0", [part], part.dtype, is_pure=False, pack=2)
+    return part
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _below_one_another(parts, NUM_PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Parts [rows, columns] as one, [rows of all, columns], in a power of two of parts: the last ones may be zeros."""
+    LEVELS: tl.constexpr = 0 if NUM_PARTS == 1 else 1 if NUM_PARTS == 2 else 2 if NUM_PARTS <= 4 else 3
+    for _ in tl.static_range(NUM_PARTS, 1 << LEVELS):
+        parts = parts + (tl.zeros_like(parts[0]),)  # noqa: RUF005
+    for level in tl.static_range(LEVELS):
+        pairs = ()
+        for i in tl.static_range(1 << (LEVELS - 1 - level)):
+            upper, lower = parts[2 * i], parts[2 * i + 1]
+            both = tl.permute(tl.join(upper, lower), (2, 0, 1))
+            pairs = pairs + (tl.reshape(both, (2 * upper.shape[0], upper.shape[1])),)  # type: ignore[assignment]  # noqa: RUF005
+        parts = pairs
+    return parts[0]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _query_rows(  # type: ignore[no-untyped-def]
+    query, lane, head, first_token, query_token, query_head, GROUP: tl.constexpr
+):
+    """[lanes, 1]: where a KV head's queries of a row begin, `lane` is token times GROUP plus query head."""
     first_query = query + (first_token.to(tl.int64) * query_token + head * GROUP * query_head)
-    offsets = (lane // GROUP).to(tl.int64)[:, None] * query_token + (lane % GROUP)[:, None] * query_head + dims[None]
-    return tl.load(first_query + offsets, mask=live[:, None] & (dims[None] < DIM), other=0.0)
+    return first_query + ((lane // GROUP).to(tl.int64) * query_token + (lane % GROUP) * query_head)[:, None]
 
 
 @triton.jit
