@@ -219,8 +219,11 @@ def test_tiles_by_their_own_lengths_where_that_is_faster() -> None:
     assert max(chosen) < 1.03
     assert np.exp(np.log(chosen).mean()) < 0.96
     assert min(left) > 0.95
-    assert not waves.has_order(load_of([1] * 65, [9] * 65), 1.0)
-    assert not waves.has_order(load_of([1] * 64, [9] * 64), 0.0)
+    unequal = [*range(9, 51), *range(9, 31)]
+    assert waves.is_faster_by_length(load_of([4] * 64, unequal), 1, 132, WIDE, 1.0)
+    assert not waves.is_faster_by_length(load_of([4] * 64, unequal), 1, 132, WIDE, 0.0)
+    assert not waves.is_faster_by_length(load_of([4] * 65, [*unequal, 9]), 1, 132, WIDE, 1.0)
+    assert not waves.is_faster_by_length(load_of([0, 190], [9, 250]), 1, 132, WIDE, 1.0)
 
 
 def test_rows_are_in_order_where_the_last_programs_would_have_long_tiles() -> None:

@@ -181,19 +181,15 @@ def splits_of_a_wave(
     of_split = spec.num_kv_heads, num_programs, tile
     if not reads_alike(spec, load, int(seq_lens.max(initial=0)), num_programs):
         return None
-    is_hidden, step = hides_keys_before(spec, seq_lens), step_of(spec, tile, seq_lens)
-    num_whole, target = (0, 0) if is_hidden else last_wave(load, *of_split, step, decodes)
+    is_hidden = hides_keys_before(spec, seq_lens)
+    step = tile.tokens / tile.keys if spec.causal and not is_hidden else 0.0
+    by_length = is_faster_by_length(load, *of_split, step)
+    num_whole, target = (0, 0) if is_hidden else last_wave(load, *of_split, step, decodes, by_length)
     if target:
         return PrefillSplits(target, tile, num_whole)
-    by_length = is_faster_by_length(load, *of_split, step)
     if by_length or is_faster_in_order(load, *of_split[:2], step):
         return PrefillSplits(0, tile, by_length=by_length)
     return None
-
-
-def step_of(spec: AttentionSpec, tile: SplitTile, seq_lens: IntArray) -> float:
-    """Blocks that a row's tile has less than the next one's, of rows of such lengths, or upper bounds of them."""
-    return tile.tokens / tile.keys if spec.causal and not hides_keys_before(spec, seq_lens) else 0.0
 
 
 def hides_keys_before(spec: AttentionSpec, seq_lens: IntArray) -> bool:

@@ -1,7 +1,7 @@
 """Prefill's tiles in waves, as many as a GPU works on at a time: when a last one that leaves programs idle has its keys
 split, and when the longest rows, or the longest tiles of all rows, are to come first.
 
-All are by the list of tiles that `list_kernel.list_kernel` makes. As measured at tuning seeds 123 to 132.
+All are by the list of tiles that `list_kernel.list_kernel` makes. As measured at tuning seeds 123 to 132 and 200 to 207.
 """
 
 from __future__ import annotations
@@ -73,21 +73,23 @@ class _Waves:
 
 
 def last_wave(
-    load: TileLoad, num_kv_heads: int, num_programs: int, tile: SplitTile, step: float, decodes: float = 0.0
-) -> tuple[int, int]:
+    load: TileLoad, num_kv_heads: int, num_programs: int, tile: SplitTile, step: float, decodes: float = 0.0,
+    by_length: bool = False,
+) -> tuple[int, int]:  # fmt: skip
     """How many tiles of a KV head are whole, and the target for the splits of those behind them, which would leave
     programs idle; two 0 where it takes no less time.
 
     Args:
         step: blocks that a row's tile has less than the next one's.
         decodes: as of `split_target`.
+        by_length: whole tiles are in the order of their own lengths, or else by rows.
     """
     if not num_programs <= int(load.tiles.sum()) * num_kv_heads < _MOST_WAVES * num_programs:
         return 0, 0
     waves = _Waves(load, num_kv_heads, num_programs, step, tile)
     all_busy = waves.whole_taken + waves.rest_taken + decodes
     whole = waves.whole_time()
-    if has_order(load, step):
+    if by_length:
         whole = min(whole, by_length_time(tile_times(load, step, tile), num_kv_heads, num_programs))
     best, least = (0, 0), (1 - _LEAST_OF_A_WAVE) * max(whole, all_busy)
     if not waves.rest.tiles.any() or all_busy + tile.of_the_join >= least:
@@ -99,12 +101,6 @@ def last_wave(
         if taken < least and (splits[waves.rest.tiles > 0] > 1).any():
             best, least = (waves.num_whole, target), taken
     return best
-
-
-def has_order(load: TileLoad, step: float) -> bool:
-    """Whether a list has tiles in the order of their own lengths, where a row's tile has `step` blocks less than the
-    next one."""
-    return step > 0 and len(load.tiles) <= FEW_ROWS
 
 
 def tile_times(load: TileLoad, step: float, tile: SplitTile) -> NDArray[np.floating[Any]]:
@@ -135,7 +131,8 @@ def is_faster_by_length(load: TileLoad, num_kv_heads: int, num_programs: int, ti
         step: as of `last_wave`.
     """
     is_some_waves = num_programs <= int(load.tiles.sum()) * num_kv_heads < 4 * _MOST_WAVES * num_programs
-    if not (is_some_waves and has_order(load, step)) or int((load.tiles > 0).sum()) < 2:
+    may_be_ordered = step > 0 and len(load.tiles) <= FEW_ROWS and int((load.tiles > 0).sum()) > 1
+    if not (is_some_waves and may_be_ordered):
         return False
     load = TileLoad(load.tiles[::-1], load.blocks[::-1])
     times = tile_times(load, step, tile)
