@@ -29,7 +29,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     more_items,  # [num_programs, 2] i32: begin and end of each program's items but the first
     counters,  # [num_counters] i32, become 0
     page_table,  # [num_rows, max_pages] i32, if PAGE_SIZE
-    item_pages,  # [as many as work items, LISTED_PAGES] i32, if PAGE_SIZE: the ids of an item's first pages, see below
+    item_pages,  # [as many as work items, LISTED_PAGES] i32, if PAGE_SIZE: the ids of an item's first pages
     num_rows,
     max_cuts,
     few_cuts,  # for this and the next eight see `cut_list.Filling`
@@ -54,10 +54,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     PAGE_SIZE: tl.constexpr,  # slots; 0: no page ids are listed
 ):
     """List what each cut has of each row: a program's first item, or a row of -1, where it finds it without looking, at
-    its own number, and all others behind these. `cut_list.max_split_items` are splits at most.
-
-    Page ids of an item that has fewer pages end with its last one's, again and again: so who reads keys behind the last
-    one's place reads that key's page."""
+    its own number, and all others behind these. `cut_list.max_split_items` are splits at most."""
     clear_counters(counters, num_counters)
     rows = tl.arange(0, MAX_ROWS)
     lens, starts, query_lens = load_rows(seq_lens, query_start_loc, rows, rows < num_rows)
@@ -66,11 +63,23 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     blocks = tl.where(exists, tl.maximum((lens + BLOCK_N - 1) // BLOCK_N - first, 0), 0)
     filling = (few_cuts, long_cut, heads, num_sms, resident, row_keys, much_alike, part_keys, whole_keys)
     cuts = _cut(exists, blocks, max_cuts, filling, num_programs, BLOCK_N, MIN_BLOCKS)
+    work_item = tl.program_id(0) * BLOCK_ITEMS + tl.arange(0, BLOCK_ITEMS)
+    of_rows = (rows, num_rows, lens, starts, query_lens, first, blocks)
+    at, row, begin, end = _list_items(work_items, work_item, num_programs, of_rows, cuts, BLOCK_N)
+    if PAGE_SIZE:
+        _list_pages(item_pages, page_table + row.to(tl.int64) * table_row, at, row < num_rows, begin, end, PAGE_SIZE)
+    _list_programs(work_items, more_items, work_item, num_programs, cuts[3], cuts[4])
+
+
+@triton.jit
+def _list_items(work_items, work_item, num_programs, of_rows, cuts, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """List some work items [BLOCK_ITEMS] of all rows. Returns where each is, its row, its first key, and the end of its
+    keys."""
+    rows, num_rows, lens, starts, query_lens, first, blocks = of_rows
     ends, num_blocks, num_cuts, first_cut, num_splits, is_apart = cuts
     item_ends = tl.cumsum(num_splits, 0)
     num_partials = tl.where(num_splits > 1, num_splits, 0)
     slots_before = tl.cumsum(num_partials, 0) - num_partials
-    work_item = tl.program_id(0) * BLOCK_ITEMS + tl.arange(0, BLOCK_ITEMS)
     row = tl.sum((item_ends[None] <= work_item[:, None]).to(tl.int32), 1)
     mine = rows[None] == row[:, None]
     row_splits, row_num_blocks = tl.maximum(of_row(mine, num_splits), 1), of_row(mine, blocks)
@@ -84,13 +93,17 @@ def cut_kernel(  # type: ignore[no-untyped-def]
         work_items + at * 8, row < num_rows, (row, begin, end, of_row(mine, slots_before),
         row_splits * MAX_SPLITS + split, row_len, of_row(mine, starts), of_row(mine, query_lens)),
     )  # fmt: skip
-    if PAGE_SIZE:
-        pages = page_table + row.to(tl.int64) * table_row
-        for i in tl.static_range(LISTED_PAGES):
-            page = tl.minimum(begin // PAGE_SIZE + i, (end - 1) // PAGE_SIZE)
-            page_id = tl.load(pages + page, mask=(row < num_rows) & (begin < end), other=0)
-            tl.store(item_pages + at * LISTED_PAGES + i, page_id, mask=row < num_rows)
-    _list_programs(work_items, more_items, work_item, num_programs, first_cut, num_splits)
+    return at, row, begin, end
+
+
+@triton.jit
+def _list_pages(item_pages, pages, at, exists, begin, end, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """List the ids of each item's first pages; `pages` point to its row's first page id. Where it has fewer pages they
+    end with its last one's, again and again: so keys behind its last one are read in that one's page."""
+    for i in tl.static_range(LISTED_PAGES):
+        page = tl.minimum(begin // PAGE_SIZE + i, (end - 1) // PAGE_SIZE)
+        page_id = tl.load(pages + page, mask=exists & (begin < end), other=0)
+        tl.store(item_pages + at * LISTED_PAGES + i, page_id, mask=exists)
 
 
 @triton.jit

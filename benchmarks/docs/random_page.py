@@ -13,7 +13,6 @@ from benchmarks.attention.random_report import report_of
 # By the name of the file, the page and the chart; the first is of all kinds of batches, with the newest kernels.
 TITLES = {
     "random_h200_newest": "Shapes that nobody chose, H200, with the newest kernels",
-    "random_h200_short_rows": "Shapes that nobody chose, H200, once rows of few keys have a function of their own",
     "random_h100_newest": "Shapes that nobody chose, H100, before prefill had tiles of half the size",
     "random": "Shapes that nobody chose, H200",
     "random_h200": "Shapes that nobody chose, H200, with newer kernels",

@@ -683,6 +683,8 @@ _STAND_INS: dict[int, Any] = {
     id(hopper.warpgroup_mma_wait): _wait_for_products,
     id(hopper.fence_async_shared): lambda: None,
     id(triton_hopper.to_fp16_pairs): _to_fp16_pairs,
+    id(triton_hopper.as_words): lambda p, of_dtype: Tensor(p.data.to(of_dtype).view(torch.int32)),
+    id(triton_hopper.of_words): lambda words, of_dtype: Tensor(words.data.view(of_dtype)),
     id(getattr(gl, "barrier", None) or gl.thread_barrier): lambda: None,
 }
 

@@ -1,7 +1,7 @@
 """Prefill's tiles in waves, as many as a GPU works on at a time: when a last one that leaves programs idle has its keys
 split, and when the longest rows, or the longest tiles of all rows, are to come first.
 
-All are by the list of tiles that `list_kernel.list_kernel` makes. As measured at tuning seeds 123 to 132 and 200 to 207.
+All are by the list that `list_kernel.list_kernel` makes. As measured at tuning seeds 123 to 132 and 200 to 207.
 """
 
 from __future__ import annotations
@@ -115,11 +115,11 @@ def by_length_time(times: NDArray[np.floating[Any]], num_kv_heads: int, num_prog
     """What tiles of a KV head that take such times take for all heads, the longest first."""
     times = np.sort(times)[::-1]
     wave = max(1, num_programs // num_kv_heads)
-    even, behind = float(times.sum()) * num_kv_heads / num_programs, times[wave:]
-    if not len(behind):
+    even, later = float(times.sum()) * num_kv_heads / num_programs, times[wave:]
+    if not len(later):
         return max(float(times[0]), even)
-    if len(behind) <= wave:  # each behind one of the shortest of those before
-        return max(float(times[0]), even, float((behind + times[wave - 1 :: -1][: len(behind)]).max()))
+    if len(later) <= wave:  # each behind one of the shortest of those before
+        return max(float(times[0]), even, float((later + times[wave - 1 :: -1][: len(later)]).max()))
     return max(float(times[0]), even + float(times[-1]) / 2)
 
 

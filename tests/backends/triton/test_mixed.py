@@ -26,7 +26,7 @@ from tests.helpers.mutate import copied_module
 
 state = pytest.importorskip("attn_backends.backends.triton.state", reason="needs triton")
 launch = pytest.importorskip("attn_backends.kernels.prefill.launch")
-triton_launch = pytest.importorskip("attn_backends.backends.triton.launch")
+schedule = pytest.importorskip("attn_backends.backends.triton.schedule")
 list_kernel = pytest.importorskip("attn_backends.kernels.prefill.list_kernel")
 split_launch = pytest.importorskip("attn_backends.kernels.prefill.split_launch")
 
@@ -58,8 +58,8 @@ def test_the_kit_finds_lists_that_leave_tokens_out(fault: str, tmp_path: Path, m
 
 @only_interpreted
 def test_the_kit_finds_decodes_that_neither_list_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = triton_launch.CutList
-    monkeypatch.setattr(triton_launch, "CutList", lambda *given: made(*given[:-1], given[-1] - 1))
+    made = schedule.CutList
+    monkeypatch.setattr(schedule, "CutList", lambda *given: made(*given[:3], given[3] - 1, *given[4:]))
     with pytest.raises(AssertionError):
         kit().test_mixed_replays_equal_the_reference("plain")
 

@@ -291,12 +291,12 @@ def _attend_short(  # type: ignore[no-untyped-def]
     if ALIKE:
         value_page, value_slot = key_page, key_slot
     QUERIES: tl.constexpr = USED_M if USED_M > 8 else 8
-    COLUMNS: tl.constexpr = 64 if BLOCK_DIM > 64 else BLOCK_DIM  # of a part
+    COLUMNS: tl.constexpr = 64 if BLOCK_DIM > 64 else BLOCK_DIM  # of a piece
     COLUMNS_VO: tl.constexpr = 64 if BLOCK_DIM_VO > 64 else BLOCK_DIM_VO
-    NUM_PARTS: tl.constexpr = DIM_VO // COLUMNS_VO + (DIM_VO % COLUMNS_VO > 0)
+    NUM_PIECES: tl.constexpr = DIM_VO // COLUMNS_VO + (DIM_VO % COLUMNS_VO > 0)
     # Columns of values that are asked for with the keys; of the largest blocks others are once these left registers.
     IS_LARGE: tl.constexpr = BLOCK_N * (BLOCK_DIM + BLOCK_DIM_VO) > 384 * THREADS
-    EARLY: tl.constexpr = NUM_PARTS // 2 * COLUMNS_VO if IS_LARGE else DIM_VO
+    FIRST_VO: tl.constexpr = NUM_PIECES // 2 * COLUMNS_VO if IS_LARGE else DIM_VO
     of_dtype: tl.constexpr = query.dtype.element_ty
     lane = tl.arange(0, QUERIES)
     token = lane // GROUP
@@ -313,16 +313,16 @@ def _attend_short(  # type: ignore[no-untyped-def]
     else:
         page = tl.load(pages + there // PAGE_SIZE)
     page, slot = page.to(tl.int64), (there % PAGE_SIZE).to(tl.int32)
-    k = _load_parts(key + (page * key_page + slot * key_slot)[:, None], None, 0, DIM, COLUMNS)
+    k = _load_pieces(key + (page * key_page + slot * key_slot)[:, None], None, 0, DIM, COLUMNS)
     v_rows = value + (page * value_page + slot * value_slot)[:, None]
-    v = _load_parts(v_rows, None, 0, EARLY, COLUMNS_VO)
+    v = _load_pieces(v_rows, None, 0, FIRST_VO, COLUMNS_VO)
     q_rows = _query_rows(query, lane, head, first_token, query_token, query_head, GROUP)
-    queries = _load_parts(q_rows, token < query_len, 0, DIM, COLUMNS)
+    queries = _load_pieces(q_rows, token < query_len, 0, DIM, COLUMNS)
     logits = tl.zeros([BLOCK_N, QUERIES], tl.float32)
     for i in tl.static_range(DIM // COLUMNS + (DIM % COLUMNS > 0)):
         some_queries = tl.trans(_once_loaded(queries[i], PDL))
         logits = tl.dot(_once_loaded(k[i], PDL).to(of_dtype), some_queries, logits)
-    v = v + _load_parts(v_rows, None, EARLY, DIM_VO, COLUMNS_VO)
+    v = v + _load_pieces(v_rows, None, FIRST_VO, DIM_VO, COLUMNS_VO)
     positions = seq_len - query_len + token
     high = tl.minimum(positions + window_right, stop - 1)
     logits = scale_logits(logits, scale, soft_cap, SOFT_CAP, SCALE_FIRST)
@@ -334,58 +334,59 @@ def _attend_short(  # type: ignore[no-untyped-def]
     logits *= logit_scale(scale, SCALE_FIRST)
     m_i = tl.max(logits, 0)
     p = tl.exp2(logits - tl.where(m_i == float("-inf"), 0.0, m_i)[None])
-    parts = ()
-    for i in tl.static_range(NUM_PARTS):
+    pieces = ()
+    for i in tl.static_range(NUM_PIECES):
         some_values = tl.trans(_once_loaded(v[i], PDL).to(of_dtype))
-        parts = parts + (tl.dot(some_values, p.to(of_dtype)),)  # type: ignore[assignment]  # noqa: RUF005
-    acc = tl.trans(_below_one_another(parts, NUM_PARTS))
+        pieces = pieces + (tl.dot(some_values, p.to(of_dtype)),)  # type: ignore[assignment]  # noqa: RUF005
+    acc = tl.trans(_below_one_another(pieces, NUM_PIECES))
     write_rows(output, lse, sinks, acc, m_i, tl.sum(p, 0), lane, head, first_token, query_len, value_scale,
                out_token, out_head, lse_token, has_sinks, want_lse, GROUP, DIM_VO)  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _load_parts(  # type: ignore[no-untyped-def]
+def _load_pieces(  # type: ignore[no-untyped-def]
     rows, live, FIRST: tl.constexpr, NUM_COLS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Columns FIRST to NUM_COLS of where `rows` [rows, 1] point, in parts [rows, COLUMNS], whose addresses differ by a
-    constant; zeros behind the last column, and where `live` [rows], if there is such, is not."""
+    """Columns FIRST to NUM_COLS of where `rows` [rows, 1] point, in pieces [rows, COLUMNS], whose addresses differ by
+    a constant; zeros behind the last column, and where `live` [rows], if there is such, is not."""
     columns = tl.arange(0, COLUMNS)[None]
-    parts = ()
+    pieces = ()
     for i in tl.static_range(FIRST // COLUMNS, NUM_COLS // COLUMNS + (NUM_COLS % COLUMNS > 0)):
         at = rows + columns + i * COLUMNS
         if live is not None:
-            part = tl.load(at, mask=live[:, None] & (columns < NUM_COLS - i * COLUMNS), other=0.0)
+            piece = tl.load(at, mask=live[:, None] & (columns < NUM_COLS - i * COLUMNS), other=0.0)
         elif (i + 1) * COLUMNS <= NUM_COLS:
-            part = tl.load(at)
+            piece = tl.load(at)
         else:
-            part = tl.load(at, mask=columns < NUM_COLS - i * COLUMNS, other=0.0)
-        parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005
-    return parts
+            piece = tl.load(at, mask=columns < NUM_COLS - i * COLUMNS, other=0.0)
+        pieces = pieces + (piece,)  # type: ignore[assignment]  # noqa: RUF005
+    return pieces
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _once_loaded(part, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _once_loaded(piece, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     """What was loaded, as products want it only from here on: compilers make it so right behind its load else, and wait
-    for it before they ask for what is loaded next. Only on a GPU where kernels start early, as elsewhere is no time."""
+    for it before they ask for what is loaded next. On GPUs where kernels start early, which is where that was measured:
+    an interpreter has no such instruction."""
     if PDL:
-        part = tl.inline_asm_elementwise("// $0", "=r,0", [part], part.dtype, is_pure=False, pack=2)
-    return part
+        piece = tl.inline_asm_elementwise("// $0", "=r,0", [piece], piece.dtype, is_pure=False, pack=2)
+    return piece
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _below_one_another(parts, NUM_PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Parts [rows, columns] as one, [rows of all, columns], in a power of two of parts: the last ones may be zeros."""
-    LEVELS: tl.constexpr = 0 if NUM_PARTS == 1 else 1 if NUM_PARTS == 2 else 2 if NUM_PARTS <= 4 else 3
-    for _ in tl.static_range(NUM_PARTS, 1 << LEVELS):
-        parts = parts + (tl.zeros_like(parts[0]),)  # noqa: RUF005
+def _below_one_another(pieces, NUM_PIECES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Pieces [rows, columns] as one, [rows of all, columns], in a power of two of them: the last ones may be zeros."""
+    LEVELS: tl.constexpr = 0 if NUM_PIECES == 1 else 1 if NUM_PIECES == 2 else 2 if NUM_PIECES <= 4 else 3
+    for _ in tl.static_range(NUM_PIECES, 1 << LEVELS):
+        pieces = pieces + (tl.zeros_like(pieces[0]),)  # noqa: RUF005
     for level in tl.static_range(LEVELS):
         pairs = ()
         for i in tl.static_range(1 << (LEVELS - 1 - level)):
-            upper, lower = parts[2 * i], parts[2 * i + 1]
+            upper, lower = pieces[2 * i], pieces[2 * i + 1]
             both = tl.permute(tl.join(upper, lower), (2, 0, 1))
             pairs = pairs + (tl.reshape(both, (2 * upper.shape[0], upper.shape[1])),)  # type: ignore[assignment]  # noqa: RUF005
-        parts = pairs
-    return parts[0]
+        pieces = pairs
+    return pieces[0]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
