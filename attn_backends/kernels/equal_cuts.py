@@ -71,7 +71,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     _list_programs(work_items, more_items, work_item, num_programs, cuts[3], cuts[4])
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _list_items(work_items, work_item, num_programs, of_rows, cuts, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
     """List some work items [BLOCK_ITEMS] of all rows. Returns where each is, its row, its first key, and the end of its
     keys."""
@@ -96,7 +96,7 @@ def _list_items(work_items, work_item, num_programs, of_rows, cuts, BLOCK_N: tl.
     return at, row, begin, end
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _list_pages(item_pages, pages, at, exists, begin, end, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """List the ids of each item's first pages; `pages` point to its row's first page id. Where it has fewer pages they
     end with its last one's, again and again: so keys behind its last one are read in that one's page."""
