@@ -289,6 +289,7 @@ ELSEWHERE = {
     "verify_splits",
     "verify_joins",
     "verify_order",
+    "verify_items",
     "decode_trials_7",
     "decode_trials_8",
 }
