@@ -293,7 +293,7 @@ def _attend_short(  # type: ignore[no-untyped-def]
     QUERIES: tl.constexpr = USED_M if USED_M > 8 else 8
     COLUMNS: tl.constexpr = 64 if BLOCK_DIM > 64 else BLOCK_DIM  # of a piece
     COLUMNS_VO: tl.constexpr = 64 if BLOCK_DIM_VO > 64 else BLOCK_DIM_VO
-    NUM_PIECES: tl.constexpr = DIM_VO // COLUMNS_VO + (DIM_VO % COLUMNS_VO > 0)
+    NUM_PIECES: tl.constexpr = (DIM_VO + COLUMNS_VO - 1) // COLUMNS_VO
     # Columns of values that are asked for with the keys; of the largest blocks others are once these left registers.
     IS_LARGE: tl.constexpr = BLOCK_N * (BLOCK_DIM + BLOCK_DIM_VO) > 384 * THREADS
     FIRST_VO: tl.constexpr = NUM_PIECES // 2 * COLUMNS_VO if IS_LARGE else DIM_VO
@@ -319,7 +319,7 @@ def _attend_short(  # type: ignore[no-untyped-def]
     q_rows = _query_rows(query, lane, head, first_token, query_token, query_head, GROUP)
     queries = _load_pieces(q_rows, token < query_len, 0, DIM, COLUMNS)
     logits = tl.zeros([BLOCK_N, QUERIES], tl.float32)
-    for i in tl.static_range(DIM // COLUMNS + (DIM % COLUMNS > 0)):
+    for i in tl.static_range((DIM + COLUMNS - 1) // COLUMNS):
         some_queries = tl.trans(_once_loaded(queries[i], PDL))
         logits = tl.dot(_once_loaded(k[i], PDL).to(of_dtype), some_queries, logits)
     v = v + _load_pieces(v_rows, None, FIRST_VO, DIM_VO, COLUMNS_VO)
@@ -351,7 +351,7 @@ def _load_pieces(  # type: ignore[no-untyped-def]
     a constant; zeros behind the last column, and where `live` [rows], if there is such, is not."""
     columns = tl.arange(0, COLUMNS)[None]
     pieces = ()
-    for i in tl.static_range(FIRST // COLUMNS, NUM_COLS // COLUMNS + (NUM_COLS % COLUMNS > 0)):
+    for i in tl.static_range((FIRST + COLUMNS - 1) // COLUMNS, (NUM_COLS + COLUMNS - 1) // COLUMNS):
         at = rows + columns + i * COLUMNS
         if live is not None:
             piece = tl.load(at, mask=live[:, None] & (columns < NUM_COLS - i * COLUMNS), other=0.0)
