@@ -34,7 +34,7 @@ def splitting(
     if whole is not None:
         changes = {
             "split_target": lambda *_: (0, 0.0), "last_wave": behind, "is_faster_in_order": lambda *_: True,
-            "is_faster_by_length": lambda *_: True, "reads_alike": lambda *_: True,
+            "faster_by_length": lambda *_: 1.0, "reads_alike": lambda *_: True,
         }  # fmt: skip
     with (
         pretend_multiprocessors(num_sms),

@@ -209,7 +209,7 @@ def test_tiles_by_their_own_lengths_where_that_is_faster() -> None:
         by_length = taken(sorted(times, reverse=True), 132)
         known.append(waves.by_length_time(waves.tile_times(load, step, WIDE), heads, 132) / by_length)
         gain = by_length / as_they_come
-        if waves.is_faster_by_length(load, heads, 132, WIDE, step):
+        if waves.faster_by_length(load, heads, 132, WIDE, step) is not None:
             chosen.append(gain)
         elif 132 <= len(times) < 32 * 132 and np.mean(times) > 9:
             left.append(gain)
@@ -220,10 +220,10 @@ def test_tiles_by_their_own_lengths_where_that_is_faster() -> None:
     assert np.exp(np.log(chosen).mean()) < 0.96
     assert min(left) > 0.95
     unequal = [*range(9, 51), *range(9, 31)]
-    assert waves.is_faster_by_length(load_of([4] * 64, unequal), 1, 132, WIDE, 1.0)
-    assert not waves.is_faster_by_length(load_of([4] * 64, unequal), 1, 132, WIDE, 0.0)
-    assert not waves.is_faster_by_length(load_of([4] * 65, [*unequal, 9]), 1, 132, WIDE, 1.0)
-    assert not waves.is_faster_by_length(load_of([0, 190], [9, 250]), 1, 132, WIDE, 1.0)
+    assert waves.faster_by_length(load_of([4] * 64, unequal), 1, 132, WIDE, 1.0) is not None
+    assert waves.faster_by_length(load_of([4] * 64, unequal), 1, 132, WIDE, 0.0) is None
+    assert waves.faster_by_length(load_of([4] * 65, [*unequal, 9]), 1, 132, WIDE, 1.0) is None
+    assert waves.faster_by_length(load_of([0, 190], [9, 250]), 1, 132, WIDE, 1.0) is None
 
 
 def test_rows_are_in_order_where_the_last_programs_would_have_long_tiles() -> None:

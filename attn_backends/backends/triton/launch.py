@@ -94,9 +94,8 @@ class Kernels(PrefillKernels):
         listed = schedule.work_list
         grid = listed.num_programs * self.spec.num_kv_heads * plan.tiles
         varying = DecodeVarying(page_table.stride(0), schedule.most_short)
-        _decode(query, key, value, output, lse, page_table, listed.work_items, listed.more_items,
-                listed.item_pages, *workspace,
-                *self._extras, varying, self._scales[True], self._visible, self._has_sinks, constants, grid,
+        _decode(query, key, value, output, lse, page_table, listed.work_items, listed.more_items, listed.item_pages,
+                *workspace, *self._extras, varying, self._scales[True], self._visible, self._has_sinks, constants, grid,
                 tile.warps)  # fmt: skip
 
     def prefill(

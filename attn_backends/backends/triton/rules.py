@@ -26,7 +26,7 @@ from attn_backends.kernels.prefill.launch import (
 )
 from attn_backends.kernels.prefill.splits import PrefillSplits, SplitTile, TileLoad, hopper_tile, split_target
 from attn_backends.kernels.prefill.tiles import PrefillTile, half_tile, heads_in_l2
-from attn_backends.kernels.prefill.waves import is_faster_by_length, is_faster_in_order, last_wave
+from attn_backends.kernels.prefill.waves import faster_by_length, is_faster_in_order, last_wave
 from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import AttentionSpec, KVCacheSpec
 
@@ -183,12 +183,12 @@ def splits_of_a_wave(
         return None
     is_hidden = hides_keys_before(spec, seq_lens)
     step = tile.tokens / tile.keys if spec.causal and not is_hidden else 0.0
-    by_length = is_faster_by_length(load, *of_split, step)
+    by_length = faster_by_length(load, *of_split, step)
     num_whole, target = (0, 0) if is_hidden else last_wave(load, *of_split, step, decodes, by_length)
     if target:
         return PrefillSplits(target, tile, num_whole)
-    if by_length or is_faster_in_order(load, *of_split[:2], step):
-        return PrefillSplits(0, tile, by_length=by_length)
+    if by_length is not None or is_faster_in_order(load, *of_split[:2], step):
+        return PrefillSplits(0, tile, by_length=by_length is not None)
     return None
 
 

@@ -84,6 +84,7 @@ class Schedule:
         num_rows: of the batch, padding included.
         query_len: most query tokens of a row; longer ones are served by another launch.
         num_sms: multiprocessors, which work items are to fill.
+        page_size: slots of a page of the cache.
         counters: [num_counters] i32 or more, of the workspace that its launches use.
     """
 

@@ -74,7 +74,7 @@ class _Waves:
 
 def last_wave(
     load: TileLoad, num_kv_heads: int, num_programs: int, tile: SplitTile, step: float, decodes: float = 0.0,
-    by_length: bool = False,
+    by_length: float | None = None,
 ) -> tuple[int, int]:  # fmt: skip
     """How many tiles of a KV head are whole, and the target for the splits of those behind them, which would leave
     programs idle; two 0 where it takes no less time.
@@ -82,15 +82,13 @@ def last_wave(
     Args:
         step: blocks that a row's tile has less than the next one's.
         decodes: as of `split_target`.
-        by_length: whole tiles are in the order of their own lengths, or else by rows.
+        by_length: what whole tiles take in the order of their own lengths, if that is theirs; None: they are by rows.
     """
     if not num_programs <= int(load.tiles.sum()) * num_kv_heads < _MOST_WAVES * num_programs:
         return 0, 0
     waves = _Waves(load, num_kv_heads, num_programs, step, tile)
     all_busy = waves.whole_taken + waves.rest_taken + decodes
-    whole = waves.whole_time()
-    if by_length:
-        whole = min(whole, by_length_time(tile_times(load, step, tile), num_kv_heads, num_programs))
+    whole = waves.whole_time() if by_length is None else min(waves.whole_time(), by_length)
     best, least = (0, 0), (1 - _LEAST_OF_A_WAVE) * max(whole, all_busy)
     if not waves.rest.tiles.any() or all_busy + tile.of_the_join >= least:
         return best
@@ -123,9 +121,12 @@ def by_length_time(times: NDArray[np.floating[Any]], num_kv_heads: int, num_prog
     return max(float(times[0]), even + float(times[-1]) / 2)
 
 
-def is_faster_by_length(load: TileLoad, num_kv_heads: int, num_programs: int, tile: SplitTile, step: float) -> bool:
-    """Whether tiles that are whole take less time in the order of their own lengths than with the last rows first, as
-    they come else: not short ones, which gain more where those of a row, which read the same keys, are side by side.
+def faster_by_length(
+    load: TileLoad, num_kv_heads: int, num_programs: int, tile: SplitTile, step: float
+) -> float | None:
+    """What tiles that are whole take in the order of their own lengths, if that is less than with the last rows first,
+    as they come else; None: it is not. Nor is it for short ones, which gain more where those of a row, which read the
+    same keys, are side by side.
 
     Args:
         step: as of `last_wave`.
@@ -133,14 +134,14 @@ def is_faster_by_length(load: TileLoad, num_kv_heads: int, num_programs: int, ti
     is_some_waves = num_programs <= int(load.tiles.sum()) * num_kv_heads < 4 * _MOST_WAVES * num_programs
     may_be_ordered = step > 0 and len(load.tiles) <= FEW_ROWS and int((load.tiles > 0).sum()) > 1
     if not (is_some_waves and may_be_ordered):
-        return False
+        return None
     load = TileLoad(load.tiles[::-1], load.blocks[::-1])
     times = tile_times(load, step, tile)
     # One begins once all programs have worked off what is in front of it.
     as_they_come = float(((np.cumsum(times) - times) * num_kv_heads / num_programs + times).max())
     is_short = float(times.mean()) <= tile.of_a_block * _SHORT + tile.of_a_tile
     by_length = by_length_time(times, num_kv_heads, num_programs)
-    return not is_short and by_length < (1 - _LEAST_OF_A_WAVE) * as_they_come
+    return None if is_short or by_length >= (1 - _LEAST_OF_A_WAVE) * as_they_come else by_length
 
 
 def is_faster_in_order(load: TileLoad, num_kv_heads: int, num_programs: int, step: float) -> bool:
