@@ -146,6 +146,13 @@ def load_tma_tiles(desc, rows, column, full, to, TMA_ROWS: gl.constexpr):  # typ
         tma.async_copy_global_to_shared(desc, [rows[part], column], full, to.slice(part * TMA_ROWS, TMA_ROWS))
 
 
+@gluon.jit
+def anew(number):  # type: ignore[no-untyped-def]
+    """An i32 that compilers know nothing of: what follows from it is worked out where it is wanted, and not before a
+    loop, to be kept in a register that there may not be."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit  # type: ignore[untyped-decorator]
 def barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):  # type: ignore[no-untyped-def]
     """Barriers [STAGES] that COUNT threads arrive at. An allocation of their own: Triton synchronises uses of one

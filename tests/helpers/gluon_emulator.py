@@ -682,6 +682,7 @@ _STAND_INS: dict[int, Any] = {
     id(hopper.warpgroup_mma): _multiply,
     id(hopper.warpgroup_mma_wait): _wait_for_products,
     id(hopper.fence_async_shared): lambda: None,
+    id(triton_hopper.anew): lambda number: number if isinstance(number, Scalar) else Scalar(number),
     id(triton_hopper.to_fp16_pairs): _to_fp16_pairs,
     id(triton_hopper.as_words): lambda p, of_dtype: Tensor(p.data.to(of_dtype).view(torch.int32)),
     id(triton_hopper.of_words): lambda words, of_dtype: Tensor(words.data.view(of_dtype)),
@@ -746,7 +747,7 @@ def _argument(value: Any, is_constant: bool) -> Any:
         return Pointer.to_first(value)
     if isinstance(value, TensorDescriptor):
         return Descriptor(value)
-    if is_constant:
+    if is_constant or value is None:
         return value
     if type(value) is int and -_TOO_LARGE <= value < _TOO_LARGE:
         return Scalar(value)

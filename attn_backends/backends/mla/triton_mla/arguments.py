@@ -7,6 +7,11 @@ from typing import Any, NamedTuple
 import torch
 
 
+COMBINE_WARPS = 1
+_COMBINED = 64 * 32 * COMBINE_WARPS  # numbers, 64 of a thread
+_COLUMNS = 512, 128, 32
+
+
 class Scales(NamedTuple):
     """What a layer scales."""
 
@@ -51,10 +56,13 @@ class DecodeConstants(NamedTuple):
     BLOCK_ROPE: int
     STAGES: int
     EXACT: int
-    LAUNCH_DEPENDENTS: bool
+    USE_PDL: bool
 
 
-class HopperDescriptor(NamedTuple):
+class HopperDescriptors(NamedTuple):
+    """Descriptors of the tensor memory accelerator; over a cache of 8 bits there is no other than this None."""
+
+    queries: Any
     cached: Any
 
 
@@ -70,7 +78,7 @@ class HopperTensors(NamedTuple):
 
 
 class HopperUpcastTensors(NamedTuple):
-    """The tensors over a cache of 8 bits, which no descriptor loads."""
+    """The tensors over a cache of 8 bits, which no descriptor loads, nor its queries."""
 
     cached: torch.Tensor
     query: torch.Tensor
@@ -96,7 +104,7 @@ class HopperConstants(NamedTuple):
     TILES: int
     UPCAST: bool
     E5M2: bool
-    LAUNCH_DEPENDENTS: bool
+    USE_PDL: bool
 
 
 class CombineTensors(NamedTuple):
@@ -119,6 +127,21 @@ class CombineConstants(NamedTuple):
     SLOT_QUERIES: int
     RANK: int
     BLOCK_RANK: int
-    COLUMNS: int
-    BLOCK_SPLITS: int
     USE_PDL: bool
+
+
+class CombineColumns(NamedTuple):
+    """What a program that combines splits has of them at a time."""
+
+    NUMBERS: int  # of all that it combines
+    WIDEST: int  # columns of a query, of the fewest splits
+    WIDE: int  # the same of more splits
+    NARROW: int  # the same of many splits
+
+    @staticmethod
+    def of(block_rank: int) -> CombineColumns:
+        return CombineColumns(_COMBINED, *(min(columns, block_rank) for columns in _COLUMNS))
+
+    def columns(self, num_splits: int) -> int:
+        """Columns of a query that are combined at a time, of so many splits."""
+        return next((each for each in self[1:] if num_splits * each <= self.NUMBERS), self.NARROW)

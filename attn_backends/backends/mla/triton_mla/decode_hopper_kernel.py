@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -23,8 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attn_backends.kernels.fp8 import row_amax, scale_to_fp16
 from attn_backends.kernels.hopper import (
     BLOCK_LAYOUT,
+    HEAD_LAYOUT,
     TMA_COLS,
     WORD_LAYOUT,
+    anew,
     as_operand,
     barrier,
     barriers,
@@ -38,10 +41,11 @@ from attn_backends.kernels.hopper import (
     to_fp16_pairs,
     write_rows,
 )
-from attn_backends.kernels.pdl import launch_dependents
+from attn_backends.kernels.pdl import grid_wait_and_launch_dependents
 from attn_backends.kernels.split_kv import LN_2, MAX_SPLITS
 
 BLOCK_M, RANK, ROPE = gl.constexpr(64), gl.constexpr(512), gl.constexpr(64)
+QUERY_TILES = gl.constexpr(9)  # TMA tiles of a tile's queries: latent columns, and rope keys' behind them
 BLOCK_N = gl.constexpr(64)  # of a block
 PIECES, WIDTH = gl.constexpr(4), gl.constexpr(128)  # of a block's columns, in which it arrives
 HALF = gl.constexpr(256)  # columns, that a group has weighted sums of
@@ -50,6 +54,7 @@ GROUP_WARPS = 4
 
 @gluon.jit(do_not_specialize=["table_row"])  # type: ignore[untyped-decorator]
 def mla_hopper_kernel(  # type: ignore[no-untyped-def]
+    queries,  # TMA descriptor of [QUERY_LEN * HEADS, num_rows, RANK + ROPE]; None if UPCAST
     cached,  # TMA descriptor of [num_slots, RANK + ROPE]; if UPCAST, [num_slots, (RANK + ROPE) / 4] i32
     query,  # [num_rows, QUERY_LEN * HEADS, RANK + ROPE], contiguous
     output,  # [num_rows, QUERY_LEN * HEADS, RANK]
@@ -71,37 +76,37 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     TILES: gl.constexpr,  # tiles of a row's queries
     UPCAST: gl.constexpr,  # the cache has 8 bits
     E5M2: gl.constexpr,  # its dtype is e5m2, not e4m3
-    LAUNCH_DEPENDENTS: gl.constexpr,  # `mla_combine_kernel` starts early, see `kernels.pdl.Pdl`
+    USE_PDL: gl.constexpr,  # this kernel starts early, and `mla_combine_kernel` does, see `kernels.pdl.Pdl`
 ):
     """One program attends for a cut of all rows' keys and a tile of 64 of a row's queries, as `mla_decode_kernel`
     does."""
-    if LAUNCH_DEPENDENTS:
-        launch_dependents()
     of_dtype: gl.constexpr = gl.float16 if UPCAST else query.dtype.element_ty
     tile, program = gl.program_id(0) % TILES, gl.program_id(0) // TILES
-    items = (work_items, more_items, program)
-
-    q = gl.allocate_shared_memory(of_dtype, [PIECES, BLOCK_M, WIDTH], BLOCK_LAYOUT)
-    q_rope = gl.allocate_shared_memory(of_dtype, [BLOCK_M, ROPE], BLOCK_LAYOUT)
+    q_tiles = gl.allocate_shared_memory(of_dtype, [QUERY_TILES, BLOCK_M, TMA_COLS], BLOCK_LAYOUT)
     kv_tiles = gl.allocate_shared_memory(of_dtype, [2 * (RANK // TMA_COLS), BLOCK_N, TMA_COLS], BLOCK_LAYOUT)
     rope = gl.allocate_shared_memory(of_dtype, [2, BLOCK_N, ROPE], BLOCK_LAYOUT)
     p = gl.allocate_shared_memory(of_dtype, [BLOCK_M, BLOCK_N], BLOCK_LAYOUT)  # from group to group
     stats = gl.allocate_shared_memory(gl.float32, [6, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = (barriers(2, 1), barriers(2, 1), barriers(2, 1), barriers(2, 1), barriers(2, 1))  # pieces, rope keys
     empty = (barriers(2, 1), barriers(2, 1), barriers(2, 1))  # halves, rope keys
-    p_full, met = barriers(2, 1), barriers(1, 2)
+    p_full, met, q_full = barriers(2, 1), barriers(1, 2), barriers(1, 1)
     fence_async_shared()
-    kv_pipeline = (kv_tiles, rope, full, empty)
+    if USE_PDL:
+        grid_wait_and_launch_dependents()
+    first_item = _load_item(work_items, program, True)
+    next_item, end_item = gl.load(more_items + program * 2), gl.load(more_items + program * 2 + 1)
+    items = (first_item, work_items, next_item, end_item)
+    q_pipeline, kv_pipeline = (q_tiles, q_full), (kv_tiles, rope, full, empty)
     exchange = (p, stats, p_full, met)
     results = (output, lse, partial_acc, partial_ml)
-    pages = (page_table, table_row)
-    of_tile = (query, results, scale, value_scale, tile, q, q_rope, kv_pipeline, exchange)
+    of_tile = (query, results, scale, value_scale, tile, q_pipeline, kv_pipeline, exchange)
+    to_load = (queries, tile, cached, slot_step, page_table, table_row, q_pipeline, kv_pipeline)
     if UPCAST:
         gl.warp_specialize(
             [
                 (_attend, (of_tile, items, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
                 (_attend, (of_tile, items, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
-                (_load, (cached, slot_step, pages, items, kv_pipeline, PAGE_SIZE, TMA_ROWS, UPCAST, E5M2)),
+                (_load, (to_load, items, PAGE_SIZE, TMA_ROWS, UPCAST, E5M2)),
             ],
             [4, 4],
             [208, 88],
@@ -111,7 +116,7 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
             [
                 (_attend, (of_tile, items, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
                 (_attend, (of_tile, items, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
-                (_load, (cached, slot_step, pages, items, kv_pipeline, PAGE_SIZE, TMA_ROWS, UPCAST, E5M2)),
+                (_load, (to_load, items, PAGE_SIZE, TMA_ROWS, UPCAST, E5M2)),
             ],
             [4, 1],
             [240, 24],
@@ -119,58 +124,69 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _first_item(items):  # type: ignore[no-untyped-def]
-    """Where a program's first work item is, and its row; the numbers of the next one and of the last one's next."""
-    work_items, more_items, program = items
-    work_item = work_items + program * 8
-    return work_item, gl.load(work_item), gl.load(more_items + program * 2), gl.load(more_items + program * 2 + 1)
+def _load_item(work_items, work_item, exists):  # type: ignore[no-untyped-def]
+    """A work item's row, its first key, the end of its keys, its first partial slot, its split and its row's length, see
+    `CutList`; a row of -1 where there is none."""
+    at = work_items + work_item * 8
+    row = gl.load(at, mask=exists, other=-1)
+    start, stop = gl.load(at + 1, mask=exists, other=0), gl.load(at + 2, mask=exists, other=0)
+    first_slot, split_info = gl.load(at + 3, mask=exists, other=0), gl.load(at + 4, mask=exists, other=0)
+    return row, start, stop, first_slot, split_info, gl.load(at + 5, mask=exists, other=0)
 
 
 @gluon.jit
-def _next_item(items, next_item, end_item):  # type: ignore[no-untyped-def]
-    """Where another work item is, and its row; -1: there is none."""
-    work_item = items[0] + next_item * 8
-    row = next_item * 0 - 1
-    if next_item < end_item:
-        row = gl.load(work_item)
-    return work_item, row
-
-
-@gluon.jit
-def _keys_of(work_item):  # type: ignore[no-untyped-def]
-    """A work item's first key, the end of its keys, and pairs of blocks."""
-    start, stop = gl.load(work_item + 1), gl.load(work_item + 2)
-    return start, stop, (stop - start + 2 * BLOCK_N - 1) // (2 * BLOCK_N)
+def _num_pairs(start, stop):  # type: ignore[no-untyped-def]
+    """Pairs of blocks of a work item's keys."""
+    return (stop - start + 2 * BLOCK_N - 1) // (2 * BLOCK_N)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _load(  # type: ignore[no-untyped-def]
-    cached, slot_step, pages, items, kv_pipeline,
-    PAGE_SIZE: gl.constexpr, TMA_ROWS: gl.constexpr, UPCAST: gl.constexpr, E5M2: gl.constexpr,
-):  # fmt: skip
-    """One warp loads what all work items of a program read; of 8 bits four warps do."""
-    page_table, table_row = pages
-    work_item, row, next_item, end_item = _first_item(items)
+    to_load, items, PAGE_SIZE: gl.constexpr, TMA_ROWS: gl.constexpr, UPCAST: gl.constexpr, E5M2: gl.constexpr
+):
+    """One warp loads what all work items of a program read: queries first, for which keys would have to wait. Keys of 8
+    bits four warps load, and others the queries."""
+    queries, tile, cached, slot_step, page_table, table_row, q_pipeline, kv_pipeline = to_load
+    first_item, work_items, next_item, end_item = items
+    row, start, stop, _slot, _split, _len = first_item
     done = 0
     while row >= 0:
-        start, stop, num_pairs = _keys_of(work_item)
+        num_pairs = _num_pairs(start, stop)
         of_row = page_table + row.to(gl.int64) * table_row
         if UPCAST == 0:
-            _load_pairs(cached, of_row, start, stop, done, num_pairs, kv_pipeline, PAGE_SIZE, TMA_ROWS)
+            ids = page_ids(of_row, start, stop, PAGE_SIZE, TMA_ROWS)
+            if num_pairs > 0:
+                _load_queries(queries, row, tile, done, q_pipeline, kv_pipeline)
+            _load_pairs(cached, of_row, ids, start, stop, done, num_pairs, kv_pipeline, PAGE_SIZE, TMA_ROWS)
         elif num_pairs > 0:
             _load_pairs_as_fp16(cached, slot_step, of_row, start, stop, done, num_pairs, kv_pipeline, PAGE_SIZE, E5M2)
         done += num_pairs
-        work_item, row = _next_item(items, next_item, end_item)
+        row, start, stop, _slot, _split, _len = _load_item(work_items, next_item, next_item < end_item)
         next_item += 1
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
+def _load_queries(queries, row, tile, done, q_pipeline, kv_pipeline):  # type: ignore[no-untyped-def]
+    """Ask for a row's queries of a tile, zeros behind the last one, once those of the item before are done with, which
+    is when both blocks' rope keys of its last pair are; `done` pairs came before."""
+    q_tiles, q_full = q_pipeline
+    rope_empty = kv_pipeline[3][2]
+    to = q_tiles._reinterpret(q_tiles.dtype, [QUERY_TILES, BLOCK_M, 1, TMA_COLS], HEAD_LAYOUT)
+    for block in gl.static_range(2):
+        mbarrier.wait(rope_empty.index(block), (done & 1) ^ 1)
+    mbarrier.expect(q_full.index(0), QUERY_TILES * queries.block_type.nbytes)
+    for i in gl.static_range(QUERY_TILES):
+        at = [tile * BLOCK_M, row, i * TMA_COLS]
+        tma.async_copy_global_to_shared(queries, at, q_full.index(0), to.index(i))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
 def _load_pairs(  # type: ignore[no-untyped-def]
-    cached, pages, start, stop, done, num_pairs, kv_pipeline, PAGE_SIZE: gl.constexpr, TMA_ROWS: gl.constexpr
+    cached, pages, ids, start, stop, done, num_pairs, kv_pipeline, PAGE_SIZE: gl.constexpr, TMA_ROWS: gl.constexpr
 ):
-    """Ask for the rope keys and every piece of every block once their place is empty; `done` pairs came before."""
+    """Ask for the rope keys and every piece of every block once their place is empty; `ids` are page ids of the first
+    pair, and `done` pairs came before."""
     kv_tiles, rope, full, empty = kv_pipeline
-    ids = page_ids(pages, start, stop, PAGE_SIZE, TMA_ROWS)
     for pair in range(num_pairs):
         phase = (done + pair) & 1
         next_ids = page_ids(pages, start + (2 * pair + 2) * BLOCK_N, stop, PAGE_SIZE, TMA_ROWS)
@@ -263,38 +279,42 @@ def _attend(  # type: ignore[no-untyped-def]
     WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr, UPCAST: gl.constexpr,
 ):  # fmt: skip
     """A warp group attends for all work items of a program."""
-    work_item, row, next_item, end_item = _first_item(items)
-    done = 0
+    first_item, work_items, next_item, end_item = items
+    row, start, stop, first_slot, split_info, seq_len = first_item
+    nth, done = 0, 0
     while row >= 0:
-        start, stop, num_pairs = _keys_of(work_item)
-        _attend_item(of_tile, work_item, row, start, stop, done, num_pairs, warp_group, WANT_LSE, QUERY_LEN, HEADS,
-                     TILES, UPCAST)  # fmt: skip
+        num_pairs = _num_pairs(start, stop)
+        _attend_item(of_tile, (row, start, stop, first_slot, split_info, seq_len), nth, done, num_pairs, warp_group,
+                     WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)  # fmt: skip
+        if num_pairs > 0:
+            nth += 1
         done += num_pairs
-        work_item, row = _next_item(items, next_item, end_item)
+        row, start, stop, first_slot, split_info, seq_len = _load_item(work_items, next_item, next_item < end_item)
         next_item += 1
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend_item(  # type: ignore[no-untyped-def]
-    of_tile, work_item, row, start, stop, done, num_pairs, warp_group: gl.constexpr,
+    of_tile, item, nth, done, num_pairs, warp_group: gl.constexpr,
     WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr, UPCAST: gl.constexpr,
 ):  # fmt: skip
     """Work out the weights of one block of each pair, and half of the columns of the result."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    query, results, scale, value_scale, tile, q, q_rope, kv_pipeline, exchange = of_tile
+    query, results, scale, value_scale, tile, q_pipeline, kv_pipeline, exchange = of_tile
+    row, start, stop, first_slot, split_info, seq_len = item
     output, lse, partial_acc, partial_ml = results
     kv_tiles, _rope, _full, empty = kv_pipeline
     p_smem, stats, _p_full, met = exchange
-    first_slot, split_info, seq_len = gl.load(work_item + 3), gl.load(work_item + 4), gl.load(work_item + 5)
+    q_tiles, q_full = q_pipeline
     num_splits, split = split_info // MAX_SPLITS, split_info % MAX_SPLITS
     if UPCAST:
-        _store_scaled_queries(query, q, q_rope, stats.index(4 + warp_group), row, tile, warp_group,
+        _store_scaled_queries(query, q_tiles, stats.index(4 + warp_group), row, tile, warp_group,
                               QUERY_LEN * HEADS)  # fmt: skip
-    else:
-        _store_queries(query, q, q_rope, row, tile, warp_group, QUERY_LEN * HEADS)
-    _meet(met, 0)
+        _meet(met, 0)
+    elif num_pairs > 0:
+        mbarrier.wait(q_full.index(0), nth & 1)
     q_scale, exp_scale = scale, scale
     if UPCAST:  # logits are scaled before they are compared: each row by another number
         q_scale, exp_scale = stats.index(4 + warp_group).load(ROW) * scale, 1.0
@@ -310,7 +330,8 @@ def _attend_item(  # type: ignore[no-untyped-def]
         phase = (done + pair) & 1
         first = start + 2 * pair * BLOCK_N
         own = first + warp_group * BLOCK_N
-        logits = _logits(q, q_rope, kv_pipeline, warp_group, phase, LOGITS)
+        zero = anew(0)  # so that a loop that has few registers to spare does not keep where all lies
+        logits = _logits(q_tiles, kv_pipeline, warp_group + zero, zero, phase, LOGITS)
         barrier()
         mbarrier.arrive(empty[2].index(warp_group))
         if UPCAST:
@@ -323,17 +344,17 @@ def _attend_item(  # type: ignore[no-untyped-def]
             _publish_p(p, m_i, exchange, 0)
             _clear(kv_tiles, 0, warp_group, seq_len - first)
             p = as_operand(p, kv_tiles.dtype, acc)
-            acc = warpgroup_mma(p, values.index(warp_group), times_rows(acc, alpha), is_async=True)
+            acc = warpgroup_mma(p, values.index(warp_group + zero), times_rows(acc, alpha), is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             barrier()
             mbarrier.arrive(empty[warp_group].index(0))
             m_i, l_i, alpha = _consume_p(m_i, l_i, exchange, 1, phase, exp_scale)
             _clear(kv_tiles, 1, warp_group, seq_len - first - BLOCK_N)
-            acc = warpgroup_mma(p_smem, values.index(2 + warp_group), times_rows(acc, alpha), is_async=True)
+            acc = warpgroup_mma(p_smem, values.index(2 + warp_group + zero), times_rows(acc, alpha), is_async=True)
         else:
             m_i, l_i, alpha = _consume_p(m_i, l_i, exchange, 0, phase, exp_scale)
             _clear(kv_tiles, 0, warp_group, seq_len - first)
-            acc = warpgroup_mma(p_smem, values.index(warp_group), times_rows(acc, alpha), is_async=True)
+            acc = warpgroup_mma(p_smem, values.index(warp_group + zero), times_rows(acc, alpha), is_async=True)
             p, m_i, l_i, alpha = online_softmax(logits, m_i, l_i, exp_scale)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             barrier()
@@ -341,15 +362,16 @@ def _attend_item(  # type: ignore[no-untyped-def]
             _publish_p(p, m_i, exchange, 1)
             _clear(kv_tiles, 1, warp_group, seq_len - first - BLOCK_N)
             p = as_operand(p, kv_tiles.dtype, acc)
-            acc = warpgroup_mma(p, values.index(2 + warp_group), times_rows(acc, alpha), is_async=True)
+            acc = warpgroup_mma(p, values.index(2 + warp_group + zero), times_rows(acc, alpha), is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         barrier()
         mbarrier.arrive(empty[warp_group].index(1))
 
-    l_i = row_sums(l_i, ROW)
-    stats.index(2 + warp_group).store(l_i)  # of the weights that this group worked out
-    _meet(met, 1)
-    l_i += stats.index(3 - warp_group).load(ROW)
+    l_i = row_sums(l_i, ROW)  # of the weights that this group worked out
+    if UPCAST:
+        l_i += _of_other(l_i, stats, 2, warp_group, met, 1)
+    elif num_pairs > 0:  # two places in turn: one group may be an item ahead of the other
+        l_i += _of_other(l_i, stats, 2 + 2 * (nth & 1), warp_group, met, nth & 1)
     live = lane < QUERY_LEN * HEADS
     m_i *= exp_scale
     saw = l_i > 0
@@ -370,7 +392,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _meet(met, phase: gl.constexpr):  # type: ignore[no-untyped-def]
+def _meet(met, phase):  # type: ignore[no-untyped-def]
     """Wait until both warp groups see what each has written to shared memory."""
     fence_async_shared()
     barrier()
@@ -379,8 +401,18 @@ def _meet(met, phase: gl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _logits(q, q_rope, kv_pipeline, block: gl.constexpr, phase, LOGITS: gl.constexpr):  # type: ignore[no-untyped-def]
+def _of_other(sums, stats, at, warp_group: gl.constexpr, met, phase):  # type: ignore[no-untyped-def]
+    """The other group's sums of rows, for this one's."""
+    stats.index(at + warp_group).store(sums)
+    _meet(met, phase)
+    return stats.index(at + 1 - warp_group).load(sums.type.layout)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _logits(q_tiles, kv_pipeline, block, zero, phase, LOGITS: gl.constexpr):  # type: ignore[no-untyped-def]
     """[BLOCK_M, BLOCK_N] of a block."""
+    q = q_tiles._reinterpret(q_tiles.dtype, [PIECES, BLOCK_M, WIDTH], BLOCK_LAYOUT)
+    q_rope = q_tiles.index(QUERY_TILES - 1 + zero)
     kv_tiles, rope, full, _empty = kv_pipeline
     pieces = kv_tiles._reinterpret(kv_tiles.dtype, [2 * PIECES, BLOCK_N, WIDTH], BLOCK_LAYOUT)
     logits = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LOGITS)
@@ -389,7 +421,7 @@ def _logits(q, q_rope, kv_pipeline, block: gl.constexpr, phase, LOGITS: gl.const
     for piece in gl.static_range(PIECES):
         mbarrier.wait(full[piece].index(block), phase)
         keys = pieces.index(block * PIECES + piece).permute((1, 0))
-        logits = warpgroup_mma(q.index(piece), keys, logits, is_async=True)
+        logits = warpgroup_mma(q.index(piece + zero), keys, logits, is_async=True)
     return warpgroup_mma_wait(0, deps=(logits,))
 
 
@@ -437,33 +469,13 @@ def _clear(kv_tiles, block: gl.constexpr, warp_group: gl.constexpr, num_live):  
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _store_queries(  # type: ignore[no-untyped-def]
-    query, q, q_rope, row, tile, warp_group: gl.constexpr, QUERIES: gl.constexpr
-):
-    """Store a group's half of the tile's queries in shared memory for good: all loads are under way before the first
-    store."""
-    COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    lane = tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, COALESCED))
-    from_row = query + (row.to(gl.int64) * QUERIES + lane)[:, None] * (RANK + ROPE)
-    live = (lane < QUERIES)[:, None]
-    at = from_row + gl.arange(0, WIDTH, gl.SliceLayout(0, COALESCED))[None]
-    loaded = ()
-    for part in gl.static_range(PIECES // 2):
-        piece = warp_group * (PIECES // 2) + part
-        loaded = loaded + (gl.load(at + piece * WIDTH, mask=live, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
-    if warp_group == 0:
-        at = from_row + RANK + gl.arange(0, ROPE, gl.SliceLayout(0, COALESCED))[None]
-        q_rope.store(gl.load(at, mask=live, other=0.0))
-    for part in gl.static_range(PIECES // 2):
-        q.index(warp_group * (PIECES // 2) + part).store(loaded[part])
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
 def _store_scaled_queries(  # type: ignore[no-untyped-def]
-    query, q, q_rope, q_scale_at, row, tile, warp_group: gl.constexpr, QUERIES: gl.constexpr
+    query, q_tiles, q_scale_at, row, tile, warp_group: gl.constexpr, QUERIES: gl.constexpr
 ):
-    """Store the same scaled to float16, and each query's scale [BLOCK_M] f32 for this group."""
+    """Store a group's half of the tile's queries in shared memory for good, scaled to float16, and each query's scale
+    [BLOCK_M] f32 for this group: all loads are under way before the first store."""
     COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    q = q_tiles._reinterpret(q_tiles.dtype, [PIECES, BLOCK_M, WIDTH], BLOCK_LAYOUT)
     lane = tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, COALESCED))
     from_row = query + (row.to(gl.int64) * QUERIES + lane)[:, None] * (RANK + ROPE)
     live = (lane < QUERIES)[:, None]
@@ -476,7 +488,7 @@ def _store_scaled_queries(  # type: ignore[no-untyped-def]
     for piece in gl.static_range(PIECES):
         q_scale = gl.maximum(q_scale, row_amax(loaded[piece]))
     if warp_group == 0:
-        q_rope.store(scale_to_fp16(rope, q_scale))
+        q_tiles.index(QUERY_TILES - 1).store(scale_to_fp16(rope, q_scale))
     for part in gl.static_range(PIECES // 2):
         q.index(warp_group * (PIECES // 2) + part).store(
             scale_to_fp16(loaded[warp_group * (PIECES // 2) + part], q_scale)

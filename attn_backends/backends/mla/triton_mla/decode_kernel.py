@@ -18,7 +18,7 @@ from attn_backends.kernels.fp8 import (
     unpack_columns,
     zero_acc,
 )
-from attn_backends.kernels.pdl import grid_wait, launch_dependents
+from attn_backends.kernels.pdl import grid_wait_and_launch_dependents
 from attn_backends.kernels.split_kv import LN_2, MAX_SPLITS, combine_splits, load_block
 
 
@@ -51,11 +51,11 @@ def mla_decode_kernel(  # type: ignore[no-untyped-def]
     BLOCK_ROPE: tl.constexpr,  # ROPE, padded
     STAGES: tl.constexpr,  # blocks under way
     EXACT: tl.constexpr,  # 0 or 1: a product of float32 is three of tf32
-    LAUNCH_DEPENDENTS: tl.constexpr,  # 0 or 1: `mla_combine_kernel` starts early, see `kernels.pdl.Pdl`
+    USE_PDL: tl.constexpr,  # 0 or 1: it starts early, and `mla_combine_kernel` does, see `kernels.pdl.Pdl`
 ):
     """One program attends for a cut of all rows' keys and a tile of BLOCK_M of a row's queries."""
-    if LAUNCH_DEPENDENTS:
-        launch_dependents()
+    if USE_PDL:
+        grid_wait_and_launch_dependents()
     tile, program = tl.program_id(0) % TILES, tl.program_id(0) // TILES
     next_item, end_item = tl.load(more_items + program * 2), tl.load(more_items + program * 2 + 1)
     row, start, stop, first_slot, split_info, seq_len = _load_item(work_items, program, True)
@@ -128,11 +128,14 @@ def mla_combine_kernel(  # type: ignore[no-untyped-def]
     SLOT_QUERIES: tl.constexpr,  # queries that a partial slot holds
     RANK: tl.constexpr,  # latent columns
     BLOCK_RANK: tl.constexpr,  # RANK, padded
-    COLUMNS: tl.constexpr,  # of a query that are combined at a time
-    BLOCK_SPLITS: tl.constexpr,  # splits that are combined at a time
     USE_PDL: tl.constexpr,  # 0 or 1: it starts before the decode has ended, whose work items were there before
+    NUMBERS: tl.constexpr,  # of partial results that are combined at a time, as all these a power of two
+    WIDEST: tl.constexpr,  # columns of a query that are combined at a time, of the fewest splits
+    WIDE: tl.constexpr,  # the same of more splits
+    NARROW: tl.constexpr,  # the same of many splits
 ):
-    """Combine the splits of rows: `spread` programs a split take the row's queries in turn, COLUMNS at a time.
+    """Combine the splits of rows: `spread` programs a split take the row's queries in turn, the more columns at a time
+    the fewer splits there are.
 
     So a row has `spread` times as many programs as splits. The launch is one of its own: with 128 heads a row's partial
     results are megabytes, which the last program of the row to end would combine alone. Of a cut's items the first and
@@ -143,22 +146,37 @@ def mla_combine_kernel(  # type: ignore[no-untyped-def]
     first = _load_item(work_items, program, True)
     last = _load_item(work_items, end_item - 1, next_item < end_item)
     if USE_PDL:
-        grid_wait()
+        grid_wait_and_launch_dependents()
     for nth in range(2):
         row = tl.where(nth == 0, first[0], last[0])
         first_slot, split_info = tl.where(nth == 0, first[3], last[3]), tl.where(nth == 0, first[4], last[4])
         num_splits = split_info // MAX_SPLITS
         if (row >= 0) & (num_splits > 1):
-            split, programs = split_info % MAX_SPLITS * spread + part, num_splits * spread
-            PARTS: tl.constexpr = BLOCK_RANK // COLUMNS
-            for each in range(split * QUERIES * PARTS // programs, (split + 1) * QUERIES * PARTS // programs):
-                query, column = each // PARTS, each % PARTS * COLUMNS
-                acc, m_i, l_i = combine_splits(
-                    partial_acc + column, partial_ml, first_slot * SLOT_QUERIES + query, SLOT_QUERIES, num_splits, 1, 1,
-                    BLOCK_RANK, BLOCK_SPLITS, COLUMNS,
-                )  # fmt: skip
-                _write(output + column, lse, acc, m_i, l_i, row, query + tl.arange(0, 1), value_scale, WANT_LSE,
-                       QUERIES, RANK, RANK - column)  # fmt: skip
+            given = (output, lse, partial_acc, partial_ml, row, first_slot * SLOT_QUERIES, num_splits,
+                     split_info % MAX_SPLITS * spread + part, num_splits * spread, value_scale)  # fmt: skip
+            if num_splits <= NUMBERS // WIDEST:
+                _combine_share(*given, WANT_LSE, QUERIES, SLOT_QUERIES, RANK, BLOCK_RANK, NUMBERS, WIDEST)
+            elif num_splits <= NUMBERS // WIDE:
+                _combine_share(*given, WANT_LSE, QUERIES, SLOT_QUERIES, RANK, BLOCK_RANK, NUMBERS, WIDE)
+            else:
+                _combine_share(*given, WANT_LSE, QUERIES, SLOT_QUERIES, RANK, BLOCK_RANK, NUMBERS, NARROW)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _combine_share(  # type: ignore[no-untyped-def]
+    output, lse, partial_acc, partial_ml, row, first, num_splits, nth, programs, value_scale,
+    WANT_LSE: tl.constexpr, QUERIES: tl.constexpr, SLOT_QUERIES: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr, NUMBERS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Combine and write what the `nth` of a row's programs has of its queries, COLUMNS at a time; `first` is the row's
+    first partial result."""
+    RUNS: tl.constexpr = BLOCK_RANK // COLUMNS
+    for each in range(nth * QUERIES * RUNS // programs, (nth + 1) * QUERIES * RUNS // programs):
+        query, column = each // RUNS, each % RUNS * COLUMNS
+        acc, m_i, l_i = combine_splits(partial_acc + column, partial_ml, first + query, SLOT_QUERIES, num_splits, 1, 1,
+                                       BLOCK_RANK, NUMBERS // COLUMNS, COLUMNS)  # fmt: skip
+        _write(output + column, lse, acc, m_i, l_i, row, query + tl.arange(0, 1), value_scale, WANT_LSE, QUERIES, RANK,
+               RANK - column)  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -11,13 +11,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attn_backends.backends.mla.impl import LatentTensors
 from attn_backends.backends.mla.triton_mla.arguments import (
+    COMBINE_WARPS,
+    CombineColumns,
     CombineConstants,
     CombineTensors,
     DecodeConstants,
     DecodeTensors,
     Descriptors,
     HopperConstants,
-    HopperDescriptor,
+    HopperDescriptors,
     HopperTensors,
     HopperUpcastTensors,
     Scales,
@@ -32,9 +34,6 @@ from attn_backends.kernels.launch import has_hopper_kernels, has_tensor_engine, 
 from attn_backends.kernels.operators import operator
 from attn_backends.kernels.split_kv import HOPPER_PAGE
 from attn_backends.spec import KVCacheSpec, MLASpec
-
-_COMBINE_REGISTERS = 64  # of a thread, for the parts that it joins at a time
-_COMBINE_WARPS, _COMBINE_COLUMNS = 1, 64  # of a query, at a time
 
 
 def suits_hopper_kernel(spec: MLASpec, cache: KVCacheSpec, device: torch.device) -> bool:
@@ -93,11 +92,11 @@ def launch_decode(spec: MLASpec, k_scale: float, given: LatentTensors, page_tabl
         WANT_LSE=int(lse is not None), PAGE_SIZE=latent_cache.shape[1], QUERY_LEN=query.shape[1],
         HEADS=spec.num_qo_heads, TILES=plan.tiles, BLOCK_M=plan.tile_rows, BLOCK_N=tile.keys, RANK=spec.kv_lora_rank,
         ROPE=spec.qk_rope_head_dim, BLOCK_RANK=block_rank, BLOCK_ROPE=block_rope, STAGES=tile.stages,
-        EXACT=int(query.dtype is torch.float32), LAUNCH_DEPENDENTS=supports_pdl(query.device),
+        EXACT=int(query.dtype is torch.float32), USE_PDL=supports_pdl(query.device),
     )  # fmt: skip
     scales, listed = Scales(spec.scale * k_scale * math.log2(math.e), k_scale), split.work_list
     mla_decode(query, latent_cache, output, lse, page_table, listed.work_items, listed.more_items, *split.workspace,
-               scales, constants, tile.warps, tile.hopper, plan.combine_spread)  # fmt: skip
+               scales, constants, tile.warps, tile.hopper, plan.combine_spread(block_rank))  # fmt: skip
 
 
 @operator(("output", "lse", "partial_acc", "partial_ml"))
@@ -107,7 +106,7 @@ def mla_decode(
     partial_ml: torch.Tensor, scales: Scales, constants: DecodeConstants, warps: int, for_hopper: bool, spread: int,
 ) -> None:  # fmt: skip
     form, lse_or_dummy = constants, partial_ml if lse is None else lse
-    use_pdl, table_row = bool(form.LAUNCH_DEPENDENTS), TableRow(page_table.stride(0))
+    table_row = TableRow(page_table.stride(0))
     lists, grid = (work_items, more_items), len(more_items) * form.TILES
     if for_hopper:
         tensors = HopperTensors(query, output, lse_or_dummy, page_table, *lists, partial_acc, partial_ml)
@@ -115,17 +114,15 @@ def mla_decode(
     else:
         launch(mla_decode_kernel, grid, DecodeTensors(query, latent_cache, output, lse_or_dummy, page_table, *lists,
                partial_acc, partial_ml), table_row, (scales, form), warps,
-               descriptors=_descriptors(query, latent_cache, form))  # fmt: skip
+               descriptors=_descriptors(query, latent_cache, form), use_pdl=form.USE_PDL)  # fmt: skip
     combine = CombineConstants(
         value_scale=scales.value_scale, WANT_LSE=form.WANT_LSE, QUERIES=form.QUERY_LEN * form.HEADS,
         SLOT_QUERIES=form.TILES * form.BLOCK_M, RANK=form.RANK, BLOCK_RANK=form.BLOCK_RANK,
-        COLUMNS=(columns := min(_COMBINE_COLUMNS, form.BLOCK_RANK)),
-        BLOCK_SPLITS=_COMBINE_REGISTERS * 32 * _COMBINE_WARPS // columns,  # a power of two, as all are
-        USE_PDL=use_pdl,
+        USE_PDL=form.USE_PDL,
     )  # fmt: skip
     launch(mla_combine_kernel, len(more_items) * spread,
-           CombineTensors(output, lse_or_dummy, *lists, partial_acc, partial_ml), Spread(spread), (combine,),
-           _COMBINE_WARPS, use_pdl=use_pdl)  # fmt: skip
+           CombineTensors(output, lse_or_dummy, *lists, partial_acc, partial_ml), Spread(spread), (combine, CombineColumns.of(form.BLOCK_RANK)),
+           COMBINE_WARPS, use_pdl=form.USE_PDL)  # fmt: skip
 
 
 def _on_hopper(
@@ -137,20 +134,23 @@ def _on_hopper(
 
     slots, rows = latent_cache.flatten(0, 1), hopper.tma_rows(form.PAGE_SIZE, decode_hopper_kernel.BLOCK_N.value)
     given: HopperTensors | HopperUpcastTensors = tensors
-    descriptors: tuple[Any, ...] = ()
+    descriptors: tuple[Any, ...] = (None,)
     slot_step = 0
     if slots.itemsize == 1:
         words = slots.view(torch.int32)
         slot_step, given = words.stride(0), HopperUpcastTensors(words, *tensors)
     else:
-        descriptors = HopperDescriptor(hopper.tma_descriptor([*slots.shape], [*slots.stride()], slots, rows))
+        num_rows, queries, width = (query := tensors.query.flatten(1, 2)).shape
+        of_rows = hopper.tma_descriptor([queries, num_rows, width], [width, queries * width, 1], query,
+                                        decode_hopper_kernel.BLOCK_M.value)  # fmt: skip
+        descriptors = HopperDescriptors(of_rows, hopper.tma_descriptor([*slots.shape], [*slots.stride()], slots, rows))
     constants = HopperConstants(
         WANT_LSE=form.WANT_LSE, PAGE_SIZE=form.PAGE_SIZE, TMA_ROWS=rows, QUERY_LEN=form.QUERY_LEN, HEADS=form.HEADS,
         TILES=form.TILES, UPCAST=slots.itemsize == 1, E5M2=slots.dtype is torch.float8_e5m2,
-        LAUNCH_DEPENDENTS=form.LAUNCH_DEPENDENTS,
+        USE_PDL=form.USE_PDL,
     )  # fmt: skip
     launch(decode_hopper_kernel.mla_hopper_kernel, grid, given, table_row, (SlotStep(slot_step), scales, constants),
-           decode_hopper_kernel.GROUP_WARPS, descriptors=descriptors)  # fmt: skip
+           decode_hopper_kernel.GROUP_WARPS, descriptors=descriptors, use_pdl=form.USE_PDL)  # fmt: skip
 
 
 def _descriptors(query: torch.Tensor, latent_cache: torch.Tensor, form: DecodeConstants) -> Descriptors:

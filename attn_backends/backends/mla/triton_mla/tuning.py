@@ -13,13 +13,16 @@ from importlib import resources
 from typing import Any
 
 from attn_backends.backends.mla.options import MLAOptions
-from attn_backends.kernels.cut_list import Filling, max_split_items
+from attn_backends.backends.mla.triton_mla.arguments import CombineColumns
+from attn_backends.kernels.cut_list import Filling, max_split_items, num_programs
 from attn_backends.kernels.split_kv import MAX_SPLITS
 from attn_backends.kernels.tiles import block_bytes, fitted, padded
 from attn_backends.spec import KVCacheSpec, MLASpec
 
 # See `cut_list.Filling`: of the kernel for Hopper as measured on an H100; the other loads few queries at a time.
 _ROW_KEYS, _MUCH_ALIKE = {True: 512, False: 64}, 1
+_LEAST_SPREAD = 4  # programs of a split that combine its row's queries
+_MOST_COMBINING = 32  # programs that combine, for each multiprocessor
 HOPPER_TILE = (64, 128, 8, 1)  # rows, keys, warps and stages of hopper_kernel.py, which has no other
 
 
@@ -157,15 +160,18 @@ class SplitPlan:
             row_keys=_ROW_KEYS[self.tile.hopper], much_alike=_MUCH_ALIKE,
         )  # fmt: skip
 
-    @property
-    def combine_spread(self) -> int:
-        """Number of programs of a split that combine its row's queries, of one warp each.
+    def combine_spread(self, block_rank: int) -> int:
+        """Number of programs of a split that combine its row's queries, in a launch of their own: so many that none has
+        more than some columns of one, where rows of one length are split, and where a long row among short ones is; but
+        no more than start soon."""
+        columns = CombineColumns.of(block_rank)
 
-        Two take a query where rows of one length are split. There are four for 32 queries at least: a long row among
-        short ones is split where rows of one length are not.
-        """
-        num_splits = self.target // self.num_rows
-        return 4 * max(1, self.queries // 32, self.queries // (2 * num_splits) if num_splits > 1 else 0)
+        def programs(num_splits: int) -> int:
+            return -(-self.queries * block_rank // columns.columns(num_splits) // num_splits)
+
+        alike = self.target // self.num_rows
+        most = _MOST_COMBINING * self.num_sms // num_programs(self.num_rows, self.target)
+        return max(_LEAST_SPREAD, min(most, max(programs(alike) if alike > 1 else 1, programs(self.target))))
 
     @property
     def num_partial_slots(self) -> int:
