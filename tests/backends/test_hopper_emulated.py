@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from types import ModuleType
@@ -23,7 +24,8 @@ from tests.backends.mla.test_triton_mla import SHARED
 from tests.backends.triton.test_triton import SMALL
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
 
-pytest.importorskip("attn_backends.kernels.split_kv", reason="needs triton")
+joins = pytest.importorskip("tests.helpers.joins", reason="needs triton")
+split_kv = pytest.importorskip("attn_backends.kernels.split_kv", reason="needs triton")
 
 KERNELS = {"triton": "prefill_hopper_kernel", "mla": "mla_hopper_kernel"}  # by their packages
 MODULES = {"triton": "kernels.prefill.hopper_kernel", "mla": "backends.mla.triton_mla.decode_hopper_kernel"}
@@ -344,11 +346,20 @@ def test_an_encoder(launches: list[int]) -> None:
     check("TRITON", prefill(spec, 16, ([130, 17], [130, 17])), launches)
 
 
-def latent(heads: int, query_len: int, page_size: int, k_scale: float = 1.0, **more: Any) -> Batch:
-    """Rows that are split, and one that is not."""
+def latent(
+    heads: int, query_len: int, page_size: int, k_scale: float = 1.0, lens: Sequence[int] = (700, 5, 130), **more: Any
+) -> Batch:  # fmt: skip
     spec = MLASpec(heads, **{"dtype": torch.float16, **more})
-    backend, lens = get_backend("TRITON_MLA"), ([700, 5, 130], [query_len] * 3)
-    return random_batch(backend, spec, *lens, page_size=page_size, poison=float("nan"), k_scale=k_scale)
+    backend, query_lens = get_backend("TRITON_MLA"), [query_len] * len(lens)
+    return random_batch(backend, spec, [*lens], query_lens, page_size=page_size, poison=float("nan"), k_scale=k_scale)
+
+
+SEVERAL_ROWS = (1700, 300, 700, 200)  # of four programs a tile two have a part of one row, and another
+
+
+def on_multiprocessors(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRITON_MLA's decodes are cut for so many."""
+    monkeypatch.setattr("attn_backends.backends.mla.triton_mla.state.num_multiprocessors", lambda device: count)
 
 
 @only_interpreted
@@ -367,6 +378,47 @@ def test_latent_rows_of_8_bits(
 ) -> None:
     batch = latent(heads, query_len, page_size, 0.5, cache_dtype=cache_dtype, dtype=torch.bfloat16)
     check("TRITON_MLA", batch, launches, for_hopper())
+
+
+@only_interpreted
+@pytest.mark.parametrize("cache_dtype", [torch.float16, FP8_DTYPES[0]], ids=str)
+def test_latent_programs_of_several_rows(
+    cache_dtype: torch.dtype, launches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_multiprocessors(8, monkeypatch)
+    batch = latent(40, 2, 16, lens=SEVERAL_ROWS, cache_dtype=cache_dtype)
+    layer, expected = make_layer(get_backend("TRITON_MLA"), batch, options=for_hopper()), batch.expected()
+    step = layer.begin(batch)
+    more = step.plan.work_list.more_items
+    assert (more[:, 1] - more[:, 0]).tolist() == [0, 0, 1, 1, -1]
+    for _ in range(2):
+        assert_matches(layer.forward(batch, step), batch, "TRITON_MLA", expected)
+    assert len(launches) == 2
+
+
+@only_interpreted
+@pytest.mark.parametrize(("heads", "query_len"), [(3, 1), (40, 2)])
+@pytest.mark.parametrize(
+    ("num_sms", "keys", "num_splits"), [(2, 1020, 2), (4, 1020, 3), (16, 2043, 16), (70, 8955, 70)]
+)
+@pytest.mark.parametrize("is_joined", [True, False], ids=["joined", "combined"])
+def test_latent_rows_of_many_splits(
+    is_joined: bool, num_sms: int, keys: int, num_splits: int, heads: int, query_len: int, launches: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Each way to combine them; of two tiles there are as many splits as of one."""
+    tiles = -(-heads * query_len // 64)
+    on_multiprocessors(tiles * num_sms, monkeypatch)
+    monkeypatch.setattr("attn_backends.backends.mla.triton_mla.tuning._JOINED_SPLITS", num_sms if is_joined else 0)
+    batch = latent(heads, query_len, 16, lens=[keys])
+    layer, expected = make_layer(get_backend("TRITON_MLA"), batch, options=for_hopper()), batch.expected()
+    step = layer.begin(batch)
+    work_list = step.plan.work_list
+    assert int(work_list.work_items[0, 4]) // int(split_kv.MAX_SPLITS.value) == num_splits
+    for _ in range(2):
+        assert_matches(layer.forward(batch, step, want_lse=True), batch, "TRITON_MLA", expected)
+    assert joins.are_at_rest(work_list.counters)
+    assert len(launches) == 2
 
 
 def for_hopper() -> Any:
@@ -469,6 +521,18 @@ FAULTS = {
         "",
         WRONG,
     ),
+    "queries of latents that nobody waits for": (
+        "mla",
+        "        mbarrier.wait(q_full.index(0), nth & 1)\n",
+        "        pass\n",
+        WRONG,
+    ),
+    "queries of latents that are overwritten": (
+        "mla of several rows",
+        "        mbarrier.wait(rope_empty.index(block), (done & 1) ^ 1)\n",
+        "        pass\n",
+        WRONG,
+    ),
     "weights that nobody waits for": ("mla", "    mbarrier.wait(p_full.index(block), phase)\n", "", WRONG),
     "halves that are overwritten": (
         "mla",
@@ -521,8 +585,11 @@ def test_faults_are_found(fault: str, launches: list[int], tmp_path: Path, monke
             None,
         ),
         "mla": ("TRITON_MLA", latent(40, 2, 16), None),
+        "mla of several rows": ("TRITON_MLA", latent(40, 2, 16, lens=SEVERAL_ROWS), for_hopper()),
         "mla of 8 bits": ("TRITON_MLA", latent(40, 2, 16, cache_dtype=torch.float8_e4m3fn), for_hopper()),
     }
+    if of == "mla of several rows":
+        on_multiprocessors(8, monkeypatch)
     name, batch, options = given[of]
     with pytest.raises((AssertionError, RuntimeError, IndexError), match=told):
         check(name, batch, launches, options)

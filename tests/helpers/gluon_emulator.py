@@ -246,7 +246,10 @@ class Pointer:
         return at, None if mask is None else mask.expand(at.shape)
 
     def loaded(self, mask: Any, other: Any) -> torch.Tensor:
-        """What is there, and `other` where the mask says so."""
+        """What is there, and `other` where the mask says so: of all, whatever the pointer is."""
+        if mask is not None and not _tensor(mask).any():
+            shape = torch.broadcast_shapes(self.at.shape, _tensor(mask).shape)
+            return torch.full(shape, _data(other)).to(self.storage.dtype)
         at, mask = self.chosen(mask)
         there = self.storage[at]
         return there if mask is None else torch.where(mask, there, torch.as_tensor(other).to(there.dtype))

@@ -1,10 +1,10 @@
-"""What TRITON's decode leaves where programs count."""
+"""What launches whose programs meet leave where these count."""
 
 from __future__ import annotations
 
 import torch
 
-from attn_backends.backends.triton.kernels.decode import ARRIVED, HAVE_BEGUN, JOIN_WORDS, LAUNCHES
+from attn_backends.kernels.split_joins import ARRIVED, HAVE_BEGUN, JOIN_WORDS, LAUNCHES
 
 
 def are_at_rest(counters: torch.Tensor) -> bool:

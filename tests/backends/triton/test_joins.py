@@ -31,6 +31,7 @@ state = pytest.importorskip("attn_backends.backends.triton.state")
 tuning = pytest.importorskip("attn_backends.backends.triton.tuning")
 joins = pytest.importorskip("tests.helpers.joins")
 side_by_side = pytest.importorskip("tests.helpers.side_by_side")
+split_joins = pytest.importorskip("attn_backends.kernels.split_joins")
 
 LAUNCHES = 5  # one behind the other, over the same words
 SLOTS = 6  # programs that run at a time
@@ -80,15 +81,15 @@ def test_more_interpreted() -> None:
 
 @triton.jit
 def begin_kernel(words):  # type: ignore[no-untyped-def]
-    tl.atomic_add(words + decode.HAVE_BEGUN, 1, sem="relaxed")
+    tl.atomic_add(words + split_joins.HAVE_BEGUN, 1, sem="relaxed")
 
 
 @triton.jit
 def arrive_kernel(words, parts, num_splits, may_stay):  # type: ignore[no-untyped-def]
     """What a program of `decode_kernel` does when it has a partial result."""
-    have_begun = decode._same_for_all(words + decode.HAVE_BEGUN, num_splits > 0, 32)
+    have_begun = decode._same_for_all(words + split_joins.HAVE_BEGUN, num_splits > 0, 32)
     stays = ((have_begun == num_splits) & (may_stay != 0)).to(tl.int32)
-    part, num_parts = decode._arrive(words, num_splits, tl.load(words + decode.LAUNCHES), stays)
+    part, num_parts = split_joins.arrive(words, num_splits, tl.load(words + split_joins.LAUNCHES), stays)
     tl.store(parts, part)
     tl.store(parts + 1, num_parts)
     tl.store(parts + 2, stays)
@@ -107,7 +108,7 @@ def meet(
     """
     num_splits, forked = len(may_stay), multiprocessing.get_context("fork")
     all_begun, ended = forked.Barrier(num_splits), forked.Semaphore(0)
-    words = torch.zeros(int(decode.JOIN_WORDS.value), dtype=torch.int32).share_memory_()
+    words = torch.zeros(int(split_joins.JOIN_WORDS.value), dtype=torch.int32).share_memory_()
     parts = torch.full((LAUNCHES, num_splits, 3), -1, dtype=torch.int32).share_memory_()
 
     def program(launch: int, split: int) -> None:
@@ -164,8 +165,8 @@ def test_nobody_waits_for_one_that_has_not_begun() -> None:
 @only_interpreted
 @pytest.mark.parametrize("fault", WAITING_FAULTS)
 def test_faults_in_waiting_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = copied_module(decode, tmp_path, WAITING_FAULTS[fault])
-    monkeypatch.setattr(sys.modules[__name__], "decode", wrong)
+    wrong = copied_module(split_joins, tmp_path, WAITING_FAULTS[fault])
+    monkeypatch.setattr(sys.modules[__name__], "split_joins", wrong)
     with pytest.raises(AssertionError):
         _meet_and_check()
 
@@ -202,8 +203,8 @@ def attend(
             assert_matches(layer.forward(batch, step, want_lse=want_lse), batch, f"seed {seed}", expected)
             assert joins.are_at_rest(step.workspace.counters), "words are not at rest"
     launch._decode_constants.cache_clear()
-    words = step.workspace.counters.view(-1, int(decode.JOIN_WORDS.value))
-    num_parts = int((words[:, decode.ARRIVED.value :] // decode._STAYING.value).max())
+    words = step.workspace.counters.view(-1, int(split_joins.JOIN_WORDS.value))
+    num_parts = int((words[:, split_joins.ARRIVED.value :] // split_joins._STAYING.value).max())
     return int((step.schedule.work_list.work_items[:, 4] >> 15).max()), num_parts
 
 

@@ -385,8 +385,7 @@ def test_the_latent_workspace_holds_every_launch(monkeypatch: pytest.MonkeyPatch
             has = tuple(map(torch.Tensor.numel, made.split_workspace))
             for (query_len, tile), rows in taken.items():
                 plan = triton_tiles.SplitPlan(tile, rows, query_len * spec.num_qo_heads, sms)
-                queries = cut_list.max_split_items(plan.target) * plan.tiles * plan.tile_rows  # of all slots
-                needs = (queries * triton_tiles.block_dims(spec)[0], queries * 2)
+                needs = latent_needs(plan, spec)
                 assert all(need <= size for need, size in zip(needs, has, strict=True)), (spec, tile, rows, sms)
 
 
@@ -400,8 +399,7 @@ def test_one_latent_workspace_holds_layers_of_every_kind(monkeypatch: pytest.Mon
         has = tuple(map(torch.Tensor.numel, made.split_workspace))
         for spec, rows, query_len in product(specs, range(1, 9), range(1, MLAMetadataBuilder.decode_threshold + 1)):
             plan = made._make_plan(spec, rows, query_len)
-            queries = cut_list.max_split_items(plan.target) * plan.tiles * plan.tile_rows
-            needs = (queries * triton_tiles.block_dims(spec)[0], queries * 2)
+            needs = latent_needs(plan, spec)
             assert all(need <= size for need, size in zip(needs, has, strict=True)), (spec, rows, query_len)
 
 
@@ -410,6 +408,13 @@ def test_a_latent_workspace_of_one_token(monkeypatch: pytest.MonkeyPatch) -> Non
     spec = MLASpec(16, dtype=BF16)
     made = triton_mla.TritonMLAState(plan_groups({0: spec}), CACHE, Limits(1, 1, 4096), "meta")
     made.split_workspace.check(made._make_plan(spec, 1, 1), spec)
+
+
+def latent_needs(plan: Any, spec: MLASpec) -> tuple[int, int, int]:
+    """What a launch writes, by the addresses in the kernels."""
+    tiles = cut_list.max_split_items(plan.target) * plan.tiles  # of all slots
+    queries, words = tiles * plan.tile_rows, tiles * 2 * int(schedule.JOIN_WORDS.value)
+    return queries * triton_tiles.block_dims(spec)[0], queries * 2, words if plan.is_joined else 0
 
 
 def _latent_tile(spec: MLASpec, rows: int, query_len: int, hopper: bool) -> Any:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-
 COMBINE_WARPS = 1
 _COMBINED = 64 * 32 * COMBINE_WARPS  # numbers, 64 of a thread
 _COLUMNS = 512, 128, 32
@@ -75,6 +74,7 @@ class HopperTensors(NamedTuple):
     more_items: torch.Tensor
     partial_acc: torch.Tensor
     partial_ml: torch.Tensor
+    counters: torch.Tensor
 
 
 class HopperUpcastTensors(NamedTuple):
@@ -89,6 +89,7 @@ class HopperUpcastTensors(NamedTuple):
     more_items: torch.Tensor
     partial_acc: torch.Tensor
     partial_ml: torch.Tensor
+    counters: torch.Tensor
 
 
 class SlotStep(NamedTuple):
@@ -104,6 +105,7 @@ class HopperConstants(NamedTuple):
     TILES: int
     UPCAST: bool
     E5M2: bool
+    JOINED: bool
     USE_PDL: bool
 
 

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attn_backends.backends.mla.triton_mla.hopper_joins import count_begun, join_words, load_begun, meet_and_combine
 from attn_backends.kernels.fp8 import row_amax, scale_to_fp16
 from attn_backends.kernels.hopper import (
     BLOCK_LAYOUT,
@@ -64,6 +65,7 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     more_items,  # [programs of a tile, 2] i32, the same
     partial_acc,  # [partial slots, TILES * BLOCK_M, RANK] f32
     partial_ml,  # [partial slots, TILES * BLOCK_M, 2] f32: m_i in base 2, l_i
+    counters,  # [partial slots, TILES, GROUPS, JOIN_WORDS] i32, see `split_joins.arrive`; of the splits' first slot
     table_row,  # elements from row to row of the page table
     slot_step,  # i32 words from slot to slot, if UPCAST
     scale,  # f32, of logits in base 2, positive
@@ -76,7 +78,8 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     TILES: gl.constexpr,  # tiles of a row's queries
     UPCAST: gl.constexpr,  # the cache has 8 bits
     E5M2: gl.constexpr,  # its dtype is e5m2, not e4m3
-    USE_PDL: gl.constexpr,  # this kernel starts early, and `mla_combine_kernel` does, see `kernels.pdl.Pdl`
+    JOINED: gl.constexpr,  # 0 or 1: those who have a row's splits combine them; else `mla_combine_kernel` does
+    USE_PDL: gl.constexpr,  # this kernel starts early, and lets the next one, see `kernels.pdl.Pdl`
 ):
     """One program attends for a cut of all rows' keys and a tile of 64 of a row's queries, as `mla_decode_kernel`
     does."""
@@ -98,14 +101,14 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     items = (first_item, work_items, next_item, end_item)
     q_pipeline, kv_pipeline = (q_tiles, q_full), (kv_tiles, rope, full, empty)
     exchange = (p, stats, p_full, met)
-    results = (output, lse, partial_acc, partial_ml)
+    results = (output, lse, partial_acc, partial_ml, counters)
     of_tile = (query, results, scale, value_scale, tile, q_pipeline, kv_pipeline, exchange)
     to_load = (queries, tile, cached, slot_step, page_table, table_row, q_pipeline, kv_pipeline)
     if UPCAST:
         gl.warp_specialize(
             [
-                (_attend, (of_tile, items, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
-                (_attend, (of_tile, items, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
+                (_attend, (of_tile, items, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST, JOINED)),
+                (_attend, (of_tile, items, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST, JOINED)),
                 (_load, (to_load, items, PAGE_SIZE, TMA_ROWS, UPCAST, E5M2)),
             ],
             [4, 4],
@@ -114,8 +117,8 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     else:
         gl.warp_specialize(
             [
-                (_attend, (of_tile, items, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
-                (_attend, (of_tile, items, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
+                (_attend, (of_tile, items, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST, JOINED)),
+                (_attend, (of_tile, items, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST, JOINED)),
                 (_load, (to_load, items, PAGE_SIZE, TMA_ROWS, UPCAST, E5M2)),
             ],
             [4, 1],
@@ -125,8 +128,8 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _load_item(work_items, work_item, exists):  # type: ignore[no-untyped-def]
-    """A work item's row, its first key, the end of its keys, its first partial slot, its split and its row's length, see
-    `CutList`; a row of -1 where there is none."""
+    """What a group has to know of a work item: its row, -1 where there is none; its first key and the end of its keys;
+    the row's first partial slot, its splits, and its length (see `CutList`)."""
     at = work_items + work_item * 8
     row = gl.load(at, mask=exists, other=-1)
     start, stop = gl.load(at + 1, mask=exists, other=0), gl.load(at + 2, mask=exists, other=0)
@@ -165,7 +168,7 @@ def _load(  # type: ignore[no-untyped-def]
         next_item += 1
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
+@gluon.jit
 def _load_queries(queries, row, tile, done, q_pipeline, kv_pipeline):  # type: ignore[no-untyped-def]
     """Ask for a row's queries of a tile, zeros behind the last one, once those of the item before are done with, which
     is when both blocks' rope keys of its last pair are; `done` pairs came before."""
@@ -277,15 +280,21 @@ def _put(words, to, full_barrier, E5M2: gl.constexpr):  # type: ignore[no-untype
 def _attend(  # type: ignore[no-untyped-def]
     of_tile, items, warp_group: gl.constexpr,
     WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr, UPCAST: gl.constexpr,
+    JOINED: gl.constexpr,
 ):  # fmt: skip
     """A warp group attends for all work items of a program."""
     first_item, work_items, next_item, end_item = items
     row, start, stop, first_slot, split_info, seq_len = first_item
+    counters, tile = of_tile[1][4], of_tile[4]
     nth, done = 0, 0
+    if JOINED:  # noqa: SIM102 (a constant)
+        if row >= 0:
+            count_begun(counters, first_slot, split_info, work_items, next_item, end_item, tile, warp_group, TILES)
     while row >= 0:
         num_pairs = _num_pairs(start, stop)
-        _attend_item(of_tile, (row, start, stop, first_slot, split_info, seq_len), nth, done, num_pairs, warp_group,
-                     WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)  # fmt: skip
+        is_last = next_item >= end_item
+        _attend_item(of_tile, (row, start, stop, first_slot, split_info, seq_len), is_last, nth, done, num_pairs,
+                     warp_group, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST, JOINED)  # fmt: skip
         if num_pairs > 0:
             nth += 1
         done += num_pairs
@@ -295,8 +304,9 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend_item(  # type: ignore[no-untyped-def]
-    of_tile, item, nth, done, num_pairs, warp_group: gl.constexpr,
+    of_tile, item, is_last, nth, done, num_pairs, warp_group: gl.constexpr,
     WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr, UPCAST: gl.constexpr,
+    JOINED: gl.constexpr,
 ):  # fmt: skip
     """Work out the weights of one block of each pair, and half of the columns of the result."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -304,7 +314,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
     query, results, scale, value_scale, tile, q_pipeline, kv_pipeline, exchange = of_tile
     row, start, stop, first_slot, split_info, seq_len = item
-    output, lse, partial_acc, partial_ml = results
+    output, lse, partial_acc, partial_ml, counters = results
     kv_tiles, _rope, _full, empty = kv_pipeline
     p_smem, stats, _p_full, met = exchange
     q_tiles, q_full = q_pipeline
@@ -367,6 +377,9 @@ def _attend_item(  # type: ignore[no-untyped-def]
         barrier()
         mbarrier.arrive(empty[warp_group].index(1))
 
+    if JOINED:  # it comes while what follows is worked out, and stored
+        words = join_words(counters, first_slot, tile, warp_group, TILES)
+        begun, launches = load_begun(words, num_splits > 1)
     l_i = row_sums(l_i, ROW)  # of the weights that this group worked out
     if UPCAST:
         l_i += _of_other(l_i, stats, 2, warp_group, met, 1)
@@ -386,12 +399,16 @@ def _attend_item(  # type: ignore[no-untyped-def]
         at = (first_slot + split).to(gl.int64) * (TILES * BLOCK_M) + lane
         share = gl.full([BLOCK_M], 1.0, gl.float32, ROW)
         write_rows(partial_acc + at * RANK + warp_group * HALF, acc, share, live)
-        if warp_group == 0:
-            gl.store(partial_ml + at * 2, m_i, mask=live)
-            gl.store(partial_ml + at * 2 + 1, l_i, mask=live)
+        gl.store(partial_ml + at * 2, m_i, mask=live)  # both groups store the same, and each waits for its own alone
+        gl.store(partial_ml + at * 2 + 1, l_i, mask=live)
+        if JOINED:
+            stays = (is_last & (gl.max(begun, 0) == num_splits)).to(gl.int32)
+            of_row = (results, row, first_slot, num_splits, tile, value_scale)
+            meet_and_combine(of_row, words, launches, stays, warp_group, WANT_LSE, QUERY_LEN * HEADS, TILES, BLOCK_M,
+                             RANK)  # fmt: skip
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
+@gluon.jit
 def _meet(met, phase):  # type: ignore[no-untyped-def]
     """Wait until both warp groups see what each has written to shared memory."""
     fence_async_shared()

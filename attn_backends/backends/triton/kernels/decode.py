@@ -14,12 +14,10 @@ import triton.language as tl
 from attn_backends.kernels.equal_cuts import LISTED_PAGES
 from attn_backends.kernels.fp8 import as_pairs, interleave_columns, row_amax, scale_to_fp16, zero_acc
 from attn_backends.kernels.pdl import WAIT_AT_ONCE, WAIT_FIRST, WAIT_LAST, acquire_fence, grid_wait
+from attn_backends.kernels.split_joins import HAVE_BEGUN, JOIN_WORDS, LAUNCHES, arrive
 from attn_backends.kernels.split_kv import MAX_SPLITS, combine_splits, first_key, store_partial
 from attn_backends.kernels.tile_kernels import attend_keys, logit_scale, prefetch_keys, scale_logits, write_rows
 
-JOIN_WORDS = tl.constexpr(4)  # of a row's splits, a KV head and a tile: the next two, and ARRIVED of two launches
-HAVE_BEGUN, LAUNCHES, ARRIVED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_STAYING = tl.constexpr(1 << 16)  # times as many as stay, above as many as have arrived
 _PREFETCHED_KEYS = tl.constexpr(16)  # the first of a work item: a block of the smallest tile
 _FEW_ROUNDS = tl.constexpr(2)  # in which a program combines few splits
 _NOT_CONSTANT = ["table_row", "most_short", "window_right", "window_left", "chunk", "has_sinks", "want_lse",
@@ -43,7 +41,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     item_pages,  # [max_work_items, LISTED_PAGES] i32, if LISTED: ids of an item's first pages
     partial_acc,  # [partial slots, KV_HEADS, TILES, USED_M, BLOCK_DIM_VO] f32
     partial_ml,  # [partial slots, KV_HEADS, TILES, USED_M, 2] f32: m_i in base 2, l_i
-    counters,  # [partial slots, KV_HEADS, TILES, JOIN_WORDS] i32, see `_arrive`; of the splits' first slot
+    counters,  # [partial slots, KV_HEADS, TILES, JOIN_WORDS] i32, see `arrive`; of the splits' first slot
     slopes,  # [KV_HEADS * GROUP] f32, if ALIBI
     sinks,  # [KV_HEADS * GROUP] f32 logits, if has_sinks
     table_row,  # elements from row to row of the page table
@@ -243,7 +241,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
         tl.debug_barrier()  # all of the program's stores come before its count
         if num_splits > JOINED:
             stays = (have_begun == num_splits) & (next_item >= end_item)
-            part, num_parts = _arrive(words, num_splits, launches, stays.to(tl.int32))
+            part, num_parts = arrive(words, num_splits, launches, stays.to(tl.int32))
             if num_parts > 0:
                 tl.debug_barrier()
                 if num_splits <= _FEW_ROUNDS * (JOIN_SIZE // WIDE):  # of few splits whole rows are sooner read
@@ -419,36 +417,6 @@ def _same_for_all(word, is_read, THREADS: tl.constexpr):  # type: ignore[no-unty
     """
     same = tl.arange(0, THREADS) * 0
     return tl.max(tl.load(word + same, mask=same < is_read.to(tl.int32), other=0, volatile=True), 0)
-
-
-@triton.jit
-def _arrive(words, num_splits, launches, stays):  # type: ignore[no-untyped-def]
-    """Count the program among those that have their partial result of a row stored, and let it wait for the others if
-    it stays.
-
-    It may only stay if all others have begun: these end whether or not any other program runs, as none of them waits
-    before it has arrived. The last one goes on for all of them if nobody stays.
-
-    `words` are HAVE_BEGUN, 0 between launches; LAUNCHES, which only has to change; and two of ARRIVED, of this launch
-    and of the one before, as those who stay may read theirs until the launch ends. The one that LAUNCHES points to is 0
-    between launches.
-
-    Returns:
-        which part of the columns this program combines, and of how many; 0 parts: it combines none.
-    """
-    arrived = words + ARRIVED + launches % 2
-    now = tl.atomic_add(arrived, 1 + stays * _STAYING, sem="acq_rel")
-    part = now // _STAYING
-    now += 1 + stays * _STAYING
-    is_last = now % _STAYING == num_splits
-    if is_last:
-        tl.store(words + HAVE_BEGUN, 0)
-        tl.store(words + ARRIVED + (launches + 1) % 2, 0)
-        tl.store(words + LAUNCHES, launches + 1)
-    while (stays > 0) & (now % _STAYING < num_splits):
-        now = tl.atomic_add(arrived, 0, sem="acquire")
-    num_parts = tl.where(stays > 0, now // _STAYING, 0)
-    return part, tl.where(is_last & (now < _STAYING), 1, num_parts)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
