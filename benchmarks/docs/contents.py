@@ -28,9 +28,7 @@ IN_VLLM = Pivot(
      "FLASHINFER": "vLLM's FLASHINFER"},
     index="what", contender="backend", bare=False,
 )  # fmt: skip
-MLA = Pivot(
-    "decode us", {name: name for name in ("FLASHINFER_MLA", "FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA", "TORCH_MLA")}
-)
+MLA = Pivot("decode us", {name: name for name in ("FLASHINFER_MLA", "FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA")})
 
 
 class Section(NamedTuple):
@@ -174,9 +172,8 @@ PAGES = (
     Page("mla", "MLA",
          "the MLA family's decodes over latent rows in bf16 and fp8, and its prompts",
          "Latent rows have 512 + 64 columns. Shapes are `requests x keys, query heads`.", (
-        Section("mla_attention", "Decode", MLA, None,
-                dotted(MLA._replace(columns={k: v for k, v in MLA.columns.items() if k != "TORCH_MLA"}),
-                       "MLA decode of one layer, bf16, H200"), "mla_decode", full=True),
+        Section("mla_attention", "Decode", MLA, None, dotted(MLA, "MLA decode of one layer, bf16, H200"), "mla_decode",
+                full=True),
         Section("mla_attention_h100", "Decode on an H100, rows of unequal lengths too", MLA, full=True),
         Section("mla_attention_fp8", "Decode over fp8 latents", MLA._replace(bare=False), full=True),
         Section("mla_attention_flashmla_verify", "FLASHMLA with several tokens to verify", MLA, full=True),

@@ -304,7 +304,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend_item(  # type: ignore[no-untyped-def]
-    of_tile, item, is_last, nth, done, num_pairs, warp_group: gl.constexpr,
+    of_tile, work_item, is_last, nth, done, num_pairs, warp_group: gl.constexpr,
     WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr, UPCAST: gl.constexpr,
     JOINED: gl.constexpr,
 ):  # fmt: skip
@@ -313,7 +313,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
     query, results, scale, value_scale, tile, q_pipeline, kv_pipeline, exchange = of_tile
-    row, start, stop, first_slot, split_info, seq_len = item
+    row, start, stop, first_slot, split_info, seq_len = work_item
     output, lse, partial_acc, partial_ml, counters = results
     kv_tiles, _rope, _full, empty = kv_pipeline
     p_smem, stats, _p_full, met = exchange
@@ -418,11 +418,11 @@ def _meet(met, phase):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _of_other(sums, stats, at, warp_group: gl.constexpr, met, phase):  # type: ignore[no-untyped-def]
-    """The other group's sums of rows, for this one's."""
-    stats.index(at + warp_group).store(sums)
+def _of_other(l_i, stats, at, warp_group: gl.constexpr, met, phase):  # type: ignore[no-untyped-def]
+    """The other group's sums of weights, for this one's."""
+    stats.index(at + warp_group).store(l_i)
     _meet(met, phase)
-    return stats.index(at + 1 - warp_group).load(sums.type.layout)
+    return stats.index(at + 1 - warp_group).load(l_i.type.layout)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

@@ -84,8 +84,8 @@ def _combine(  # type: ignore[no-untyped-def]
     OF_SPLITS: gl.constexpr = gl.SliceLayout(2, LOADED)  # [TOGETHER, SPLITS]
     OUT: gl.constexpr = gl.SliceLayout(1, LOADED)  # [TOGETHER, COLUMNS]
     of_row, part, num_parts = share
-    results, row, first_slot, num_splits, tile, value_scale = of_row
-    output, lse, partial_acc, partial_ml, _counters = results
+    results, _row, first_slot, num_splits, tile, _value_scale = of_row
+    _output, _lse, partial_acc, partial_ml, _counters = results
     used = gl.minimum(QUERIES - tile * BLOCK_M, BLOCK_M)
     RUNS: gl.constexpr = RANK // GROUPS // COLUMNS
     for block in range(part, (used + TOGETHER - 1) // TOGETHER * RUNS, num_parts):
@@ -111,15 +111,27 @@ def _combine(  # type: ignore[no-untyped-def]
             l_i = l_i * alpha + gl.sum(l_splits * p, 1)
             acc = acc * _down(alpha, OUT) + gl.sum(acc_splits * p[:, :, None], 1)
             m_i = m_new
-        saw = l_i > 0
-        divisor = gl.where(saw, l_i, 1.0)
-        at_query = row.to(gl.int64) * QUERIES + tile * BLOCK_M + query
-        out = acc * _down(gl.where(saw, value_scale / divisor, 0.0), OUT)
-        to = _down(output + at_query * RANK, OUT) + columns[None]
-        gl.store(to, out.to(output.dtype.element_ty), mask=_down(query < used, OUT))
-        if WANT_LSE:
-            is_first = (query < used) & (column == 0)
-            gl.store(lse + at_query, gl.where(saw, (m_i + gl.log2(divisor)) * LN_2, float("-inf")), mask=is_first)
+        _write(of_row, acc, m_i, l_i, query, columns, used, column == 0, WANT_LSE, QUERIES, BLOCK_M, RANK, OUT)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _write(  # type: ignore[no-untyped-def]
+    of_row, acc, m_i, l_i, query, columns, used, is_first, WANT_LSE: gl.constexpr, QUERIES: gl.constexpr,
+    BLOCK_M: gl.constexpr, RANK: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """Some columns of some queries of a tile, and with the first ones their LSEs; zeros and -inf of a query that saw no
+    key."""
+    results, row, _first_slot, _num_splits, tile, value_scale = of_row
+    output, lse, _partial_acc, _partial_ml, _counters = results
+    saw = l_i > 0
+    divisor = gl.where(saw, l_i, 1.0)
+    at_query = row.to(gl.int64) * QUERIES + tile * BLOCK_M + query
+    out = acc * _down(gl.where(saw, value_scale / divisor, 0.0), OUT)
+    to = _down(output + at_query * RANK, OUT) + columns[None]
+    gl.store(to, out.to(output.dtype.element_ty), mask=_down(query < used, OUT))
+    if WANT_LSE:
+        row_lse = gl.where(saw, (m_i + gl.log2(divisor)) * LN_2, float("-inf"))
+        gl.store(lse + at_query, row_lse, mask=(query < used) & is_first)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
