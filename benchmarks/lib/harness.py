@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parents[1] / "results"
+_FILE_COLUMNS = 400
 
 
 def median_ms(run: Callable[[], object], repeats: int = 15, warmup: int = 3) -> float:
@@ -85,12 +86,13 @@ def write(
 
 
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:
+    """A table of the rows; where it is too wide numbers go on in the next line, and in a file it is as wide as it is."""
     table = Table(title=title)
     for column in rows[0]:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     for row in rows:
         table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else _FILE_COLUMNS).print(table)
 
 
 def report(

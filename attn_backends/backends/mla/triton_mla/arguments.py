@@ -59,7 +59,7 @@ class DecodeConstants(NamedTuple):
 
 
 class HopperDescriptors(NamedTuple):
-    """Descriptors of the tensor memory accelerator; over a cache of 8 bits there is no other than this None."""
+    """Descriptors of the tensor memory accelerator. Of 8 bits there is none, and None in the first one's place."""
 
     queries: Any
     cached: Any
@@ -78,7 +78,7 @@ class HopperTensors(NamedTuple):
 
 
 class HopperUpcastTensors(NamedTuple):
-    """The tensors over a cache of 8 bits, which no descriptor loads, nor its queries."""
+    """The tensors over a cache of 8 bits, which no descriptor loads."""
 
     cached: torch.Tensor
     query: torch.Tensor

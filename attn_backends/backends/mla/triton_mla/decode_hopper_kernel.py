@@ -147,8 +147,8 @@ def _num_pairs(start, stop):  # type: ignore[no-untyped-def]
 def _load(  # type: ignore[no-untyped-def]
     to_load, items, PAGE_SIZE: gl.constexpr, TMA_ROWS: gl.constexpr, UPCAST: gl.constexpr, E5M2: gl.constexpr
 ):
-    """One warp loads what all work items of a program read: queries first, for which keys would have to wait. Keys of 8
-    bits four warps load, and others the queries."""
+    """One warp loads what all work items of a program read, queries in front of keys: behind them they would come late.
+    Keys of 8 bits are loaded by four warps, and queries by those that multiply."""
     queries, tile, cached, slot_step, page_table, table_row, q_pipeline, kv_pipeline = to_load
     first_item, work_items, next_item, end_item = items
     row, start, stop, _slot, _split, _len = first_item
@@ -340,7 +340,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
         phase = (done + pair) & 1
         first = start + 2 * pair * BLOCK_N
         own = first + warp_group * BLOCK_N
-        zero = anew(0)  # so that a loop that has few registers to spare does not keep where all lies
+        zero = anew(0)  # with which all places are worked out here: in front of the loop they would take registers
         logits = _logits(q_tiles, kv_pipeline, warp_group + zero, zero, phase, LOGITS)
         barrier()
         mbarrier.arrive(empty[2].index(warp_group))
