@@ -176,11 +176,12 @@ def test_the_table_is_what_the_results_say() -> None:
 
 
 def test_auto_takes_no_backend_that_is_much_slower_than_the_fastest() -> None:
-    """From pages of 16, which FLASHMLA does not serve, and of 64, which FLASH_ATTN_MLA does not."""
+    """From pages of 16, which FLASHMLA does not serve, and of 64, which FLASH_ATTN_MLA does not. Neither is the fastest
+    anywhere."""
     from benchmarks.tune import rank_backends
 
     taken = rank_backends.choices()
-    assert {row["AUTO"] for row in taken} >= {"TRITON", "FLASHINFER_MLA", "FLASH_ATTN_MLA", "TRITON_MLA"}
+    assert {row["AUTO"] for row in taken} >= {"TRITON", "FLASHINFER_MLA", "TRITON_MLA"}
     assert max(row["vs fastest there"] for row in taken) <= 1.03
     assert max(row["vs fastest"] for row in taken if row["page size"] != 64) <= 1.03
     assert max(row["vs fastest"] for row in taken) <= 1.04

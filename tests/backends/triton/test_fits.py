@@ -443,10 +443,11 @@ def test_parts_of_latent_rows_are_read_behind_the_wait() -> None:
     decode done."""
     from triton.compiler import ASTSource
 
+    from attn_backends.backends.mla.triton_mla.arguments import CombineColumns
     from attn_backends.backends.mla.triton_mla.decode_kernel import mla_combine_kernel
 
-    constants = {"WANT_LSE": 0, "QUERIES": 128, "SLOT_QUERIES": 128, "RANK": 512, "BLOCK_RANK": 512, "COLUMNS": 128,
-                 "BLOCK_SPLITS": 16, "USE_PDL": 1}  # fmt: skip
+    constants = {"WANT_LSE": 0, "QUERIES": 128, "SLOT_QUERIES": 128, "RANK": 512, "BLOCK_RANK": 512, "USE_PDL": 1,
+                 **CombineColumns.of(512)._asdict()}  # fmt: skip
     code = listing(_compiled(ASTSource, mla_combine_kernel, {"output": "*bf16"}, constants, 1, 90))
     before, waits, _ = code.partition("ACQBULK")
     assert waits
