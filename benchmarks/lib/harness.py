@@ -86,7 +86,7 @@ def write(
 
 
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:
-    """A table of the rows; where it is too wide numbers go on in the next line, and in a file it is as wide as it is."""
+    """A table of the rows. Where it is too wide numbers go on in the next line; in a file it is as wide as it is."""
     table = Table(title=title)
     for column in rows[0]:
         table.add_column(column, justify="right", overflow="fold")
