@@ -24,7 +24,6 @@ from tests.backends.mla.test_triton_mla import SHARED
 from tests.backends.triton.test_triton import SMALL
 from tests.helpers.interpreted import in_own_process, only_interpreted, run_interpreted
 
-joins = pytest.importorskip("tests.helpers.joins", reason="needs triton")
 split_kv = pytest.importorskip("attn_backends.kernels.split_kv", reason="needs triton")
 
 KERNELS = {"triton": "prefill_hopper_kernel", "mla": "mla_hopper_kernel"}  # by their packages
@@ -401,15 +400,13 @@ def test_latent_programs_of_several_rows(
 @pytest.mark.parametrize(
     ("num_sms", "keys", "num_splits"), [(2, 1020, 2), (4, 1020, 3), (16, 2043, 16), (70, 8955, 70)]
 )
-@pytest.mark.parametrize("is_joined", [True, False], ids=["joined", "combined"])
 def test_latent_rows_of_many_splits(
-    is_joined: bool, num_sms: int, keys: int, num_splits: int, heads: int, query_len: int, launches: list[int],
+    num_sms: int, keys: int, num_splits: int, heads: int, query_len: int, launches: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Each way to combine them; of two tiles there are as many splits as of one."""
+    """Of two tiles there are as many splits as of one."""
     tiles = -(-heads * query_len // 64)
     on_multiprocessors(tiles * num_sms, monkeypatch)
-    monkeypatch.setattr("attn_backends.backends.mla.triton_mla.tuning._JOINED_SPLITS", num_sms if is_joined else 0)
     batch = latent(heads, query_len, 16, lens=[keys])
     layer, expected = make_layer(get_backend("TRITON_MLA"), batch, options=for_hopper()), batch.expected()
     step = layer.begin(batch)
@@ -417,7 +414,6 @@ def test_latent_rows_of_many_splits(
     assert int(work_list.work_items[0, 4]) // int(split_kv.MAX_SPLITS.value) == num_splits
     for _ in range(2):
         assert_matches(layer.forward(batch, step, want_lse=True), batch, "TRITON_MLA", expected)
-    assert joins.are_at_rest(work_list.counters)
     assert len(launches) == 2
 
 

@@ -34,9 +34,6 @@ IN_PLACE = {
     ("decode_kernel", "partial_acc"): "a slot is its program's until that has arrived; nobody writes it after that",
     ("decode_kernel", "partial_ml"): "likewise",
     ("decode_kernel", "counters"): "only the last that arrives sets any, and none that others read from there on",
-    ("mla_hopper_kernel", "partial_acc"): "as decode_kernel's, where each group of warps has columns of its own",
-    ("mla_hopper_kernel", "partial_ml"): "likewise, and both groups of warps store the same",
-    ("mla_hopper_kernel", "counters"): "as decode_kernel's",
     ("prefill_hopper_kernel", "counters"): "likewise",
 }
 # What a kernel loads and stores without a barrier between, in what loop if one leads from here to there, and why.
@@ -44,9 +41,6 @@ WITHOUT_BARRIER = {
     ("decode_kernel", "counters", ""): "words are set that nobody reads once all have arrived",
     ("decode_kernel", "partial_acc", "while row >= 0"): "the next row's splits have slots of their own",
     ("decode_kernel", "partial_ml", "while row >= 0"): "likewise",
-    ("mla_hopper_kernel", "counters", ""): "as decode_kernel's",
-    ("mla_hopper_kernel", "partial_acc", "while row >= 0"): "as decode_kernel's",
-    ("mla_hopper_kernel", "partial_ml", "while row >= 0"): "as decode_kernel's",
     ("copy_pages_kernel", "addresses", ""): "a page is loaded or stored, see `copy_pages`",
     ("derive_step_kernel", "page_table", ""): "columns are loaded that lie in front of those that are stored",
     ("prefill_hopper_kernel", "counters", ""): "one warp counts and sets them, when all others have counted",
@@ -89,15 +83,6 @@ def test_no_barrier_can_be_left_out(module: str, nth: int) -> None:
     place = list(BARRIER.finditer(TEXTS[module]))[nth]
     text = TEXTS[module][: place.start()] + TEXTS[module][place.end() :]
     assert conflicts(kernels({module: text})) - set(WITHOUT_BARRIER)
-
-
-def test_without_its_barrier_arriving_is_found() -> None:
-    """Of the groups of warps that join, each by itself."""
-    joins = "attn_backends.backends.mla.triton_mla.hopper_joins"
-    text, count = re.subn(r"^ *barrier\(\)  # all of .*\n", "", TEXTS[joins], flags=re.MULTILINE)
-    assert count == 1
-    found = conflicts(kernels({joins: text})) - set(WITHOUT_BARRIER)
-    assert {pointer for _, pointer, _ in found} >= {"partial_acc", "partial_ml"}
 
 
 @pytest.mark.parametrize(

@@ -528,14 +528,13 @@ def test_latent_decode_fits_as_compiled(capability: int, room: int, heads: int) 
 
 
 @pytest.mark.parametrize(
-    ("query_len", "heads", "want_lse", "dtype", "page_size", "cached", "joined"),
-    [(1, 128, 0, "bf16", 64, "of queries", 1), (4, 40, 1, "fp16", 16, "of queries", 1),
-     (4, 16, 0, "bf16", 16, "of queries", 1), (1, 16, 0, "bf16", 64, "of queries", 0),
-     pytest.param(1, 128, 0, "bf16", 64, "e4m3", 0, marks=pytest.mark.long), (4, 40, 1, "fp16", 16, "e4m3", 1),
-     (1, 128, 0, "bf16", 64, "e5m2", 1), pytest.param(4, 40, 1, "fp16", 16, "e5m2", 0, marks=pytest.mark.long)],
+    ("query_len", "heads", "want_lse", "dtype", "page_size", "cached"),
+    [(1, 128, 0, "bf16", 64, "of queries"), (4, 40, 1, "fp16", 16, "of queries"), (4, 16, 0, "bf16", 16, "of queries"),
+     pytest.param(1, 128, 0, "bf16", 64, "e4m3", marks=pytest.mark.long), (4, 40, 1, "fp16", 16, "e4m3"),
+     (1, 128, 0, "bf16", 64, "e5m2"), pytest.param(4, 40, 1, "fp16", 16, "e5m2", marks=pytest.mark.long)],
 )  # fmt: skip
 def test_the_latent_kernel_for_hopper_as_compiled(
-    query_len: int, heads: int, want_lse: int, dtype: str, page_size: int, cached: str, joined: int
+    query_len: int, heads: int, want_lse: int, dtype: str, page_size: int, cached: str
 ) -> None:
     """Blocks of rows beside the queries."""
     from attn_backends.backends.mla.triton_mla import decode_hopper_kernel
@@ -550,7 +549,7 @@ def test_the_latent_kernel_for_hopper_as_compiled(
     load = hopper.tma_rows(page_size, decode_hopper_kernel.BLOCK_N.value)
     constants = {"WANT_LSE": want_lse, "PAGE_SIZE": page_size, "TMA_ROWS": load, "QUERY_LEN": query_len, "HEADS": heads,
                  "TILES": -(-query_len * heads // 64), "UPCAST": int(cached != "of queries"),
-                 "E5M2": int(cached == "e5m2"), "JOINED": joined, "USE_PDL": 1}  # fmt: skip
+                 "E5M2": int(cached == "e5m2"), "USE_PDL": 1}  # fmt: skip
     types = dict.fromkeys(("query", "output"), f"*{dtype}")
     types["cached"] = f"tensordesc<{dtype}[{load}, 64],{hopper.BLOCK_LAYOUT!r}>"
     if cached == "of queries":

@@ -410,11 +410,10 @@ def test_a_latent_workspace_of_one_token(monkeypatch: pytest.MonkeyPatch) -> Non
     made.split_workspace.check(made._make_plan(spec, 1, 1), spec)
 
 
-def latent_needs(plan: Any, spec: MLASpec) -> tuple[int, int, int]:
+def latent_needs(plan: Any, spec: MLASpec) -> tuple[int, int]:
     """What a launch writes, by the addresses in the kernels."""
-    tiles = cut_list.max_split_items(plan.target) * plan.tiles  # of all slots
-    queries, words = tiles * plan.tile_rows, tiles * 2 * int(schedule.JOIN_WORDS.value)
-    return queries * triton_tiles.block_dims(spec)[0], queries * 2, words if plan.is_joined else 0
+    queries = cut_list.max_split_items(plan.target) * plan.tiles * plan.tile_rows  # of all slots
+    return queries * triton_tiles.block_dims(spec)[0], queries * 2
 
 
 def _latent_tile(spec: MLASpec, rows: int, query_len: int, hopper: bool) -> Any:

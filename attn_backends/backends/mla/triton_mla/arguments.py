@@ -74,7 +74,6 @@ class HopperTensors(NamedTuple):
     more_items: torch.Tensor
     partial_acc: torch.Tensor
     partial_ml: torch.Tensor
-    counters: torch.Tensor
 
 
 class HopperUpcastTensors(NamedTuple):
@@ -89,7 +88,6 @@ class HopperUpcastTensors(NamedTuple):
     more_items: torch.Tensor
     partial_acc: torch.Tensor
     partial_ml: torch.Tensor
-    counters: torch.Tensor
 
 
 class SlotStep(NamedTuple):
@@ -105,7 +103,6 @@ class HopperConstants(NamedTuple):
     TILES: int
     UPCAST: bool
     E5M2: bool
-    JOINED: bool
     USE_PDL: bool
 
 

@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn_backends.backends.mla.triton_mla.hopper_joins import count_begun, join_words, load_begun, meet_and_combine
 from attn_backends.kernels.fp8 import row_amax, scale_to_fp16
 from attn_backends.kernels.hopper import (
     BLOCK_LAYOUT,
@@ -65,7 +64,6 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     more_items,  # [programs of a tile, 2] i32, the same
     partial_acc,  # [partial slots, TILES * BLOCK_M, RANK] f32
     partial_ml,  # [partial slots, TILES * BLOCK_M, 2] f32: m_i in base 2, l_i
-    counters,  # [partial slots, TILES, GROUPS, JOIN_WORDS] i32, see `split_joins.arrive`; of the splits' first slot
     table_row,  # elements from row to row of the page table
     slot_step,  # i32 words from slot to slot, if UPCAST
     scale,  # f32, of logits in base 2, positive
@@ -78,7 +76,6 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     TILES: gl.constexpr,  # tiles of a row's queries
     UPCAST: gl.constexpr,  # the cache has 8 bits
     E5M2: gl.constexpr,  # its dtype is e5m2, not e4m3
-    JOINED: gl.constexpr,  # 0 or 1: those who have a row's splits combine them; else `mla_combine_kernel` does
     USE_PDL: gl.constexpr,  # this kernel starts early, and lets the next one, see `kernels.pdl.Pdl`
 ):
     """One program attends for a cut of all rows' keys and a tile of 64 of a row's queries, as `mla_decode_kernel`
@@ -101,14 +98,14 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     items = (first_item, work_items, next_item, end_item)
     q_pipeline, kv_pipeline = (q_tiles, q_full), (kv_tiles, rope, full, empty)
     exchange = (p, stats, p_full, met)
-    results = (output, lse, partial_acc, partial_ml, counters)
+    results = (output, lse, partial_acc, partial_ml)
     of_tile = (query, results, scale, value_scale, tile, q_pipeline, kv_pipeline, exchange)
     to_load = (queries, tile, cached, slot_step, page_table, table_row, q_pipeline, kv_pipeline)
     if UPCAST:
         gl.warp_specialize(
             [
-                (_attend, (of_tile, items, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST, JOINED)),
-                (_attend, (of_tile, items, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST, JOINED)),
+                (_attend, (of_tile, items, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
+                (_attend, (of_tile, items, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
                 (_load, (to_load, items, PAGE_SIZE, TMA_ROWS, UPCAST, E5M2)),
             ],
             [4, 4],
@@ -117,8 +114,8 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     else:
         gl.warp_specialize(
             [
-                (_attend, (of_tile, items, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST, JOINED)),
-                (_attend, (of_tile, items, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST, JOINED)),
+                (_attend, (of_tile, items, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
+                (_attend, (of_tile, items, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
                 (_load, (to_load, items, PAGE_SIZE, TMA_ROWS, UPCAST, E5M2)),
             ],
             [4, 1],
@@ -280,21 +277,15 @@ def _put(words, to, full_barrier, E5M2: gl.constexpr):  # type: ignore[no-untype
 def _attend(  # type: ignore[no-untyped-def]
     of_tile, items, warp_group: gl.constexpr,
     WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr, UPCAST: gl.constexpr,
-    JOINED: gl.constexpr,
 ):  # fmt: skip
     """A warp group attends for all work items of a program."""
     first_item, work_items, next_item, end_item = items
     row, start, stop, first_slot, split_info, seq_len = first_item
-    counters, tile = of_tile[1][4], of_tile[4]
     nth, done = 0, 0
-    if JOINED:  # noqa: SIM102 (a constant)
-        if row >= 0:
-            count_begun(counters, first_slot, split_info, work_items, next_item, end_item, tile, warp_group, TILES)
     while row >= 0:
         num_pairs = _num_pairs(start, stop)
-        is_last = next_item >= end_item
-        _attend_item(of_tile, (row, start, stop, first_slot, split_info, seq_len), is_last, nth, done, num_pairs,
-                     warp_group, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST, JOINED)  # fmt: skip
+        _attend_item(of_tile, (row, start, stop, first_slot, split_info, seq_len), nth, done, num_pairs, warp_group,
+                     WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)  # fmt: skip
         if num_pairs > 0:
             nth += 1
         done += num_pairs
@@ -304,9 +295,8 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend_item(  # type: ignore[no-untyped-def]
-    of_tile, work_item, is_last, nth, done, num_pairs, warp_group: gl.constexpr,
+    of_tile, work_item, nth, done, num_pairs, warp_group: gl.constexpr,
     WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr, UPCAST: gl.constexpr,
-    JOINED: gl.constexpr,
 ):  # fmt: skip
     """Work out the weights of one block of each pair, and half of the columns of the result."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -314,7 +304,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
     query, results, scale, value_scale, tile, q_pipeline, kv_pipeline, exchange = of_tile
     row, start, stop, first_slot, split_info, seq_len = work_item
-    output, lse, partial_acc, partial_ml, counters = results
+    output, lse, partial_acc, partial_ml = results
     kv_tiles, _rope, _full, empty = kv_pipeline
     p_smem, stats, _p_full, met = exchange
     q_tiles, q_full = q_pipeline
@@ -377,9 +367,6 @@ def _attend_item(  # type: ignore[no-untyped-def]
         barrier()
         mbarrier.arrive(empty[warp_group].index(1))
 
-    if JOINED:  # it comes while what follows is worked out, and stored
-        words = join_words(counters, first_slot, tile, warp_group, TILES)
-        begun, launches = load_begun(words, num_splits > 1)
     l_i = row_sums(l_i, ROW)  # of the weights that this group worked out
     if UPCAST:
         l_i += _of_other(l_i, stats, 2, warp_group, met, 1)
@@ -399,13 +386,9 @@ def _attend_item(  # type: ignore[no-untyped-def]
         at = (first_slot + split).to(gl.int64) * (TILES * BLOCK_M) + lane
         share = gl.full([BLOCK_M], 1.0, gl.float32, ROW)
         write_rows(partial_acc + at * RANK + warp_group * HALF, acc, share, live)
-        gl.store(partial_ml + at * 2, m_i, mask=live)  # both groups store the same, and each waits for its own alone
-        gl.store(partial_ml + at * 2 + 1, l_i, mask=live)
-        if JOINED:
-            stays = (is_last & (gl.max(begun, 0) == num_splits)).to(gl.int32)
-            of_row = (results, row, first_slot, num_splits, tile, value_scale)
-            meet_and_combine(of_row, words, launches, stays, warp_group, WANT_LSE, QUERY_LEN * HEADS, TILES, BLOCK_M,
-                             RANK)  # fmt: skip
+        if warp_group == 0:
+            gl.store(partial_ml + at * 2, m_i, mask=live)
+            gl.store(partial_ml + at * 2 + 1, l_i, mask=live)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Launches of TRITON_MLA: a decode over rows that are split, and what combines the splits where that does not."""
+"""Launches of TRITON_MLA: a decode over rows that are split, and what combines the splits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ class Workspace(NamedTuple):
 
     partial_acc: torch.Tensor  # [partial slots * rank] f32
     partial_ml: torch.Tensor  # [partial slots * 2] f32: highest logit, sum of weights
-    counters: torch.Tensor  # i32, of the kernel for Hopper alone, whose programs meet
 
     def check(self, plan: SplitPlan, spec: MLASpec) -> None:
         """Refuse a launch that would write beyond the end.
@@ -65,7 +64,7 @@ class Workspace(NamedTuple):
         needs, has = plan.need(spec), tuple(map(torch.Tensor.numel, self))
         if any(need > size for need, size in zip(needs, has, strict=True)):
             raise ValueError(
-                f"a step of {plan.num_rows} rows of {plan.queries} queries needs {needs} numbers of TRITON_MLA's "
+                f"a step of {plan.num_rows} rows of {plan.queries} queries needs {needs} floats of TRITON_MLA's "
                 f"workspace, which has {has}: make the state with Limits that hold the batch"
             )
 
@@ -85,7 +84,7 @@ class Split:
 
 
 def launch_decode(spec: MLASpec, k_scale: float, given: LatentTensors, page_table: torch.Tensor, split: Split) -> None:
-    """Launch a layer's decode over rows that are split, and what combines the splits, if it is another kernel."""
+    """Launch a layer's decode over rows that are split, and what combines the splits."""
     query, latent_cache, output, lse = given
     plan, tile = split.plan, split.plan.tile
     block_rank, block_rope = block_dims(spec)
@@ -96,30 +95,26 @@ def launch_decode(spec: MLASpec, k_scale: float, given: LatentTensors, page_tabl
         EXACT=int(query.dtype is torch.float32), USE_PDL=supports_pdl(query.device),
     )  # fmt: skip
     scales, listed = Scales(spec.scale * k_scale * math.log2(math.e), k_scale), split.work_list
-    spread = 0 if plan.is_joined else plan.combine_spread(block_rank)
     mla_decode(query, latent_cache, output, lse, page_table, listed.work_items, listed.more_items, *split.workspace,
-               scales, constants, tile.warps, tile.hopper, spread)  # fmt: skip
+               scales, constants, tile.warps, tile.hopper, plan.combine_spread(block_rank))  # fmt: skip
 
 
-@operator(("output", "lse", "partial_acc", "partial_ml", "counters"))
+@operator(("output", "lse", "partial_acc", "partial_ml"))
 def mla_decode(
     query: torch.Tensor, latent_cache: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None,
     page_table: torch.Tensor, work_items: torch.Tensor, more_items: torch.Tensor, partial_acc: torch.Tensor,
-    partial_ml: torch.Tensor, counters: torch.Tensor, scales: Scales, constants: DecodeConstants, warps: int,
-    for_hopper: bool, spread: int,
+    partial_ml: torch.Tensor, scales: Scales, constants: DecodeConstants, warps: int, for_hopper: bool, spread: int,
 ) -> None:  # fmt: skip
     form, lse_or_dummy = constants, partial_ml if lse is None else lse
     table_row = TableRow(page_table.stride(0))
     lists, grid = (work_items, more_items), len(more_items) * form.TILES
     if for_hopper:
-        tensors = HopperTensors(query, output, lse_or_dummy, page_table, *lists, partial_acc, partial_ml, counters)
-        _on_hopper(grid, tensors, latent_cache, table_row, scales, form, is_joined=not spread)
+        tensors = HopperTensors(query, output, lse_or_dummy, page_table, *lists, partial_acc, partial_ml)
+        _on_hopper(grid, tensors, latent_cache, table_row, scales, form)
     else:
         launch(mla_decode_kernel, grid, DecodeTensors(query, latent_cache, output, lse_or_dummy, page_table, *lists,
                partial_acc, partial_ml), table_row, (scales, form), warps,
                descriptors=_descriptors(query, latent_cache, form), use_pdl=form.USE_PDL)  # fmt: skip
-    if not spread:
-        return
     combine = CombineConstants(
         value_scale=scales.value_scale, WANT_LSE=form.WANT_LSE, QUERIES=form.QUERY_LEN * form.HEADS,
         SLOT_QUERIES=form.TILES * form.BLOCK_M, RANK=form.RANK, BLOCK_RANK=form.BLOCK_RANK, USE_PDL=form.USE_PDL,
@@ -131,7 +126,7 @@ def mla_decode(
 
 def _on_hopper(
     grid: int, tensors: HopperTensors, latent_cache: torch.Tensor, table_row: TableRow, scales: Scales,
-    form: DecodeConstants, *, is_joined: bool,
+    form: DecodeConstants,
 ) -> None:  # fmt: skip
     from attn_backends.backends.mla.triton_mla import decode_hopper_kernel
     from attn_backends.kernels import hopper  # not every Triton has what these import
@@ -150,7 +145,7 @@ def _on_hopper(
         descriptors = HopperDescriptors(of_rows, hopper.tma_descriptor([*slots.shape], [*slots.stride()], slots, rows))
     constants = HopperConstants(
         WANT_LSE=form.WANT_LSE, PAGE_SIZE=form.PAGE_SIZE, TMA_ROWS=rows, QUERY_LEN=form.QUERY_LEN, HEADS=form.HEADS,
-        TILES=form.TILES, UPCAST=slots.itemsize == 1, E5M2=slots.dtype is torch.float8_e5m2, JOINED=is_joined,
+        TILES=form.TILES, UPCAST=slots.itemsize == 1, E5M2=slots.dtype is torch.float8_e5m2,
         USE_PDL=form.USE_PDL,
     )  # fmt: skip
     launch(decode_hopper_kernel.mla_hopper_kernel, grid, given, table_row, (SlotStep(slot_step), scales, constants),

@@ -37,7 +37,6 @@ class TritonMLAState(MLAState):
         self._shared_memory = shared_memory(self.device)
         self._split = lru_cache(maxsize=_SPLITS)(self._make_split)  # eager steps repeat their shapes
         # Room for every launch within the limits: the need peaks between the ends of rows' numbers and query lengths.
-        # Plans of the most rows have all counters that those of fewer have, with the same tile.
         most_rows = self.limits.max_num_requests
         longest = min(MLAMetadataBuilder.decode_threshold, self.limits.max_num_tokens)
         needs = [
@@ -46,11 +45,9 @@ class TritonMLAState(MLAState):
             for query_len in range(1, longest + 1)
             for tile in decode_tiles(*self._asked(spec, most_rows, query_len))
         ]
-        acc, ml, counters = (max(sizes) for sizes in zip(*needs, strict=True))
+        sizes = (max(sizes) for sizes in zip(*needs, strict=True))
         self.split_workspace = Workspace(
-            torch.empty(acc, dtype=torch.float32, device=self.device),
-            torch.empty(ml, dtype=torch.float32, device=self.device),
-            torch.zeros(counters, dtype=torch.int32, device=self.device),
+            *(torch.empty(size, dtype=torch.float32, device=self.device) for size in sizes)
         )
 
     def plan_decode(self, spec: MLASpec, rows: DecodeRows, held: Split | None) -> Split:
@@ -79,16 +76,15 @@ class TritonMLAState(MLAState):
         for query_len in range(1, min(MLAMetadataBuilder.decode_threshold, self.limits.max_num_tokens) + 1):
             for num_rows in range(1, self.limits.max_num_requests + 1):
                 plan = self._make_plan(spec, num_rows, query_len)
-                form = query_len, plan.tile, plan.tile_rows, power_of_two(num_rows), plan.is_joined
-                found.setdefault(form, (query_len, plan))
+                found.setdefault((query_len, plan.tile, plan.tile_rows, power_of_two(num_rows)), (query_len, plan))
         yield from found.values()
 
     def _list_decode(self, spec: MLASpec, plan: SplitPlan, query_len: int, want_lse: bool) -> None:
         query = empty(plan.num_rows, query_len, spec.num_qo_heads, spec.latent_dim, dtype=spec.dtype)
         latents = empty(2, self.cache.page_size, spec.latent_dim, dtype=spec.cache_dtype)
         floats, starts = empty(0, dtype=torch.float32), empty(plan.num_rows + 1, dtype=torch.int32)
-        counters = empty(plan.num_counters, dtype=torch.int32)
-        split = Split(plan, starts, _work_list(plan, query_len, counters), Workspace(floats, floats, counters))
+        counters = empty(0, dtype=torch.int32)
+        split = Split(plan, starts, _work_list(plan, query_len, counters), Workspace(floats, floats))
         split.work_list.fill(empty(plan.num_rows, dtype=torch.int32), split.query_starts)
         lse = empty(plan.num_rows, query_len, spec.num_qo_heads, dtype=torch.float32) if want_lse else None
         table = empty(plan.num_rows, _WIDTH, dtype=torch.int32)
@@ -98,8 +94,7 @@ class TritonMLAState(MLAState):
         plan = self._make_plan(spec, num_rows, query_len)
         self.split_workspace.check(plan, spec)
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device) * query_len
-        counters = self.split_workspace.counters[: plan.num_counters]
-        return Split(plan, starts, _work_list(plan, query_len, counters), self.split_workspace)
+        return Split(plan, starts, _work_list(plan, query_len, starts.new_empty(0)), self.split_workspace)
 
     def _make_plan(self, spec: MLASpec, num_rows: int, query_len: int) -> SplitPlan:
         asked = self._asked(spec, num_rows, query_len)
@@ -113,7 +108,7 @@ class TritonMLAState(MLAState):
 
 
 def _work_list(plan: SplitPlan, query_len: int, counters: torch.Tensor) -> CutList:
-    """The list of a batch's work, which sets `counters` [num_counters] i32 to 0."""
+    """The list of a batch's work; `counters` [0] i32: nothing is counted."""
     min_blocks = max(1, plan.tile.min_keys // plan.tile.keys)
     sizes = SplitSizes(plan.num_rows, plan.target, FAR.value, FAR.value, plan.tile.keys, min_blocks)
     return CutList(sizes, plan.filling, counters, query_len)

@@ -15,18 +15,15 @@ from typing import Any
 from attn_backends.backends.mla.options import MLAOptions
 from attn_backends.backends.mla.triton_mla.arguments import CombineColumns
 from attn_backends.kernels.cut_list import Filling, max_split_items, num_programs
-from attn_backends.kernels.split_joins import JOIN_WORDS
 from attn_backends.kernels.split_kv import MAX_SPLITS
 from attn_backends.kernels.tiles import block_bytes, fitted, padded
 from attn_backends.spec import KVCacheSpec, MLASpec
 
 # See `cut_list.Filling`: of the kernel for Hopper as measured on an H100; the other loads few queries at a time.
 _ROW_KEYS, _MUCH_ALIKE = {True: 512, False: 64}, 1
-_JOINED_SPLITS = 2  # of rows of one length, up to which those who have them combine them; as measured on an H200
 _LEAST_SPREAD = 4  # programs of a split that combine its row's queries
 _MOST_COMBINING = 32  # programs that combine, for each multiprocessor
 HOPPER_TILE = (64, 128, 8, 1)  # rows, keys, warps and stages of decode_hopper_kernel.py, which has no other
-HOPPER_GROUPS = 2  # of warps in its programs: each joins the splits of half of the columns
 
 
 @dataclass(frozen=True)
@@ -181,20 +178,6 @@ class SplitPlan:
         """Number of partial slots that rows can be split into, times the queries of each."""
         return max_split_items(self.target) * self.tiles * self.tile_rows
 
-    @property
-    def is_joined(self) -> bool:
-        """Whether splits of rows are combined by those that have them. Of one length, rows are whole then, or in two:
-        the join takes longer than a launch where there are more, and a launch finds nothing to do where rows are
-        whole."""
-        return self.tile.hopper and self.target // self.num_rows <= _JOINED_SPLITS
-
-    @property
-    def num_counters(self) -> int:
-        """What programs count in, where the splits of a row meet."""
-        places = max_split_items(self.target) * self.tiles * HOPPER_GROUPS
-        return places * int(JOIN_WORDS.value) if self.is_joined else 0
-
-    def need(self, spec: MLASpec) -> tuple[int, int, int]:
-        """Floats of accumulators, and of maxima and sums, that a launch writes at most, whatever the lengths; and its
-        counters."""
-        return self.num_partial_slots * block_dims(spec)[0], self.num_partial_slots * 2, self.num_counters
+    def need(self, spec: MLASpec) -> tuple[int, int]:
+        """Floats of accumulators, and of maxima and sums, that a launch writes at most, whatever the lengths."""
+        return self.num_partial_slots * block_dims(spec)[0], self.num_partial_slots * 2
