@@ -210,6 +210,7 @@ class Bare:
     page_size: int | None = None  # that it needs; None takes the problem's
     fp8_queries: bool = False  # over a cache in fp8
     head_dims: frozenset[int] | None = None  # that it runs; None: it says so itself
+    takes_ropes: bool = False  # `make` takes `ropes`, of MLA: the rope part of queries where the model has it
 
     def contender(self, problem: Problem) -> Contender:
         head_dim = problem.spec.head_dim

@@ -1,8 +1,11 @@
-"""The MLA kernels by hand, without us: each function plans for one latent problem and returns what attends a copy."""
+"""The MLA kernels by hand, without us: each function plans for one latent problem and returns what attends a copy.
+
+Kernels that take the rope part of queries apart find it in a layer where the model has it, and nothing is copied.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +14,8 @@ import torch
 from benchmarks.attention.bare_kernels import Bare, workspace
 from benchmarks.attention.mla_problem import MLAProblem
 from benchmarks.attention.paged_problem import Call
+
+Ropes = Sequence[torch.Tensor] | None  # the rope part of each copy's queries
 
 
 def flashmla(problem: MLAProblem) -> Call:
@@ -32,7 +37,7 @@ def flashmla(problem: MLAProblem) -> Call:
     return call
 
 
-def flashinfer_mla(problem: MLAProblem, kernel: str) -> Call:
+def flashinfer_mla(problem: MLAProblem, kernel: str, ropes: Ropes = None) -> Call:
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
     common, spec, rank = problem.common, problem.spec, problem.shape.rank
@@ -44,13 +49,13 @@ def flashinfer_mla(problem: MLAProblem, kernel: str) -> Call:
     )  # fmt: skip
 
     def call(i: int) -> torch.Tensor:
-        query, rows, out = problem.queries[i], problem.caches[i].key, problem.outputs[i]
-        return wrapper.run(query[..., :rank], query[..., rank:], rows[..., :rank], rows[..., rank:], out=out)
+        (nope, rope), rows, out = query_parts(problem, i, ropes), problem.caches[i].key, problem.outputs[i]
+        return wrapper.run(nope, rope, rows[..., :rank], rows[..., rank:], out=out)
 
     return call
 
 
-def fa3_qv(problem: MLAProblem) -> Call:
+def fa3_qv(problem: MLAProblem, ropes: Ropes = None) -> Call:
     """As vLLM ships it; its schedule is made once."""
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
 
@@ -63,12 +68,11 @@ def fa3_qv(problem: MLAProblem) -> Call:
     )  # fmt: skip
 
     def call(i: int) -> torch.Tensor:
-        query, rows, out = problem.queries[i], problem.caches[i].key[:, :, None], problem.outputs[i]
+        (nope, rope), rows, out = query_parts(problem, i, ropes), problem.caches[i].key[:, :, None], problem.outputs[i]
         made: torch.Tensor = flash_attn_varlen_func(
-            query[..., rank:], rows[..., rank:], rows[..., :rank], common.max_query_len, common.query_start_loc,
-            common.max_seq_len, seqused_k=common.seq_lens, q_v=query[..., :rank], softmax_scale=spec.scale,
-            causal=True, block_table=common.page_table, out=out, scheduler_metadata=schedule, num_splits=SPLITS,
-            fa_version=3,
+            rope, rows[..., rank:], rows[..., :rank], common.max_query_len, common.query_start_loc,
+            common.max_seq_len, seqused_k=common.seq_lens, q_v=nope, softmax_scale=spec.scale, causal=True,
+            block_table=common.page_table, out=out, scheduler_metadata=schedule, num_splits=SPLITS, fa_version=3,
         )  # fmt: skip
         return made
 
@@ -78,18 +82,27 @@ def fa3_qv(problem: MLAProblem) -> Call:
 SPLITS = 32  # that FA3 may cut a row into: without a bound it allocates for as many as there are multiprocessors
 
 
-def absorbing(layer: MLAProblem, latent: MLAProblem, make: Callable[[MLAProblem], Call]) -> Call:
+def query_parts(problem: MLAProblem, i: int, ropes: Ropes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Absorbed queries of a copy, and their rope part: of `ropes`, or behind them."""
+    nope, rope = problem.queries[i].tensor_split([problem.shape.rank], dim=-1)
+    return nope, rope if ropes is None else ropes[i]
+
+
+def absorbing(layer: MLAProblem, latent: MLAProblem, kernel: Bare) -> Call:
     """The same kernel with the two products of a layer around it, on the layer's queries."""
     spec: Any = layer.spec
     assert layer.kv_b_proj is not None
     nope, rank = spec.qk_nope_head_dim, spec.kv_lora_rank
     w_uk, w_uv = layer.kv_b_proj.view(spec.num_qo_heads, -1, rank).split([nope, spec.head_dim_vo], dim=1)
-    call = make(latent)
+    make: Any = kernel.make
+    ropes = [query[..., nope:] for query in layer.queries]
+    call = make(latent, ropes=ropes) if kernel.takes_ropes else make(latent)
 
     def run(i: int) -> torch.Tensor:
         query, absorbed = layer.queries[i], latent.queries[i]
         torch.bmm(query[..., :nope].transpose(0, 1), w_uk, out=absorbed[..., :rank].transpose(0, 1))
-        absorbed[..., rank:] = query[..., nope:]
+        if not kernel.takes_ropes:
+            absorbed[..., rank:] = ropes[i]
         torch.bmm(call(i).transpose(0, 1), w_uv.mT, out=layer.outputs[i].transpose(0, 1))
         return layer.outputs[i]
 
@@ -98,8 +111,8 @@ def absorbing(layer: MLAProblem, latent: MLAProblem, make: Callable[[MLAProblem]
 
 KERNELS: dict[str, Bare] = {
     "FlashMLA, page 64": Bare(flashmla, 64),  # type: ignore[arg-type]
-    "FlashInfer MLA fa2": Bare(partial(flashinfer_mla, kernel="fa2")),  # type: ignore[arg-type]
-    "FlashInfer MLA fa3": Bare(partial(flashinfer_mla, kernel="fa3")),  # type: ignore[arg-type]
-    "FA3 qv": Bare(fa3_qv),  # type: ignore[arg-type]
-    "FA3 qv, page 32": Bare(fa3_qv, 32),  # type: ignore[arg-type]
+    "FlashInfer MLA fa2": Bare(partial(flashinfer_mla, kernel="fa2"), takes_ropes=True),  # type: ignore[arg-type]
+    "FlashInfer MLA fa3": Bare(partial(flashinfer_mla, kernel="fa3"), takes_ropes=True),  # type: ignore[arg-type]
+    "FA3 qv": Bare(fa3_qv, takes_ropes=True),  # type: ignore[arg-type]
+    "FA3 qv, page 32": Bare(fa3_qv, 32, takes_ropes=True),  # type: ignore[arg-type]
 }

@@ -5,11 +5,11 @@
 
 Every contender is one CUDA graph over several copies of the latent cache, more than the L2 holds, and its output is
 first checked against float64. Ours goes builder → state → impl. "decode us" is the attention on latent rows alone, ours
-as the impl's part of that name; "layer us" has the two absorbing products around it, for bare kernels the same ones by
-hand, for ours `forward` without new rows. Ratios are against the kernel that a backend calls, whose turns are next to
-the backend's (the median of all rounds' ratios), and against the fastest bare one, of the same column. "of copy" is the
-bandwidth of the decode (latent rows once a request, queries, outputs) as a share of what a copy within the device reads
-and writes.
+as the impl's part of that name; "layer us" has the two absorbing products around it, for bare kernels torch's, with
+nothing copied where a kernel takes the rope part of queries apart, for ours `forward` without new rows. Ratios are
+against the kernel that a backend calls, whose turns are next to the backend's (the median of all rounds' ratios), and
+against the fastest bare one, of the same column. "of copy" is the bandwidth of the decode (latent rows once a request,
+queries, outputs) as a share of what a copy within the device reads and writes.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def bare(name: str, forms: Forms) -> Made:
     layer = replace(layer, common=latent.common)
     made = {name: make_contender(latent, kernel.make(latent))}  # type: ignore[arg-type]
     spare = replace(latent, queries=[torch.empty_like(query) for query in latent.queries])  # absorbed ones land there
-    call = absorbing(layer, spare, kernel.make)  # type: ignore[arg-type]
+    call = absorbing(layer, spare, kernel)
     return made | {name + LAYER: make_contender(layer, call, spare)}
 
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from attn_backends.backends.mla.absorption import absorb, suits_kernels, up_project
 from attn_backends.backends.mla.attend import attend as attend_in_torch
 from attn_backends.backends.mla.metadata import DecodeRows, ExpandedTensors, PrefillRows, RaggedRows
 from attn_backends.backends.mla.state import MLAStep
@@ -78,6 +79,7 @@ class MLAImpl(AttentionImpl[MLAStep]):
         by_head = self.kv_b_proj.view(heads, nope + spec.head_dim_vo, spec.kv_lora_rank)
         self.w_uk = by_head[:, :nope]  # [num_qo_heads, qk_nope_head_dim, kv_lora_rank]
         self.w_uv = by_head[:, nope:].mT  # [num_qo_heads, kv_lora_rank, head_dim_vo]
+        self._by_kernel = suits_kernels(spec, self.kv_b_proj, self.device)
 
     # What a backend has of its own.
 
@@ -148,17 +150,15 @@ class MLAImpl(AttentionImpl[MLAStep]):
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        """Absorb, attend among latent rows, and come back by W_UV."""
+        """Absorb, attend among latent rows, and project up by W_UV."""
         spec, shape = self.spec, (rows.num_rows, rows.query_len, self.spec.num_qo_heads)
         absorbed = query.new_empty(*query.shape[:2], spec.latent_dim)
-        by_head = query[..., : spec.qk_nope_head_dim].transpose(0, 1)
-        torch.bmm(by_head, self.w_uk, out=absorbed[..., : spec.kv_lora_rank].transpose(0, 1))
-        absorbed[..., spec.kv_lora_rank :] = query[..., spec.qk_nope_head_dim :]
+        absorb(query, self.w_uk, absorbed, by_kernel=self._by_kernel)
         attended = query.new_empty(*query.shape[:2], spec.kv_lora_rank)
         row_lse = None if lse is None else torch.empty(shape, dtype=torch.float32, device=query.device)
         given = LatentTensors(absorbed.view(*shape, -1), latent_cache, attended.view(*shape, -1), row_lse)
         self._decode(given, step)
-        torch.bmm(attended.transpose(0, 1), self.w_uv, out=output.transpose(0, 1))
+        up_project(attended, self.w_uv, output, by_kernel=self._by_kernel)
         if lse is not None and row_lse is not None:
             lse.copy_(row_lse.flatten(0, 1))
         if rows.idle is not None and not self.zeroes_idle_rows:

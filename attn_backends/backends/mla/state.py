@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata, RaggedRows
+from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadata, MLAMetadataBuilder, RaggedRows
 from attn_backends.backends.mla.options import workspace_tokens
 from attn_backends.cache.warm_up import list_cache_writes
 from attn_backends.graphs.inputs import GraphInputs
@@ -140,11 +140,15 @@ class MLAState(AttentionState[MLAMetadata]):
         return self.step_cls(metadata, plan, prefill_plans, workspace)
 
     def list_launches(self) -> None:
-        """Launch, in a listing, what of ours steps can launch: rows written, prefills, and parts of a context
-        joined."""
+        """Launch, in a listing, what of ours steps can launch: rows written, products around decodes, prefills, and
+        parts of a context joined."""
+        from attn_backends.backends.mla.absorption_triton import list_launches as list_products
+
         list_cache_writes(self.specs.values(), self.cache)
         list_merges(self.specs.values(), torch.float32)
-        for prefill in self.prefills.values():
+        longest = self.limits.max_num_requests * MLAMetadataBuilder.decode_threshold
+        for spec, prefill in self.prefills.items():
+            list_products(spec, min(longest, self.limits.max_num_tokens), self.device)
             if prefill is not None:
                 prefill.list_launches()
 

@@ -104,6 +104,9 @@ def test_traffic_asks_for_what_was_listed(seed: int, machine: Any) -> None:
     names = {variant.name for variant in asked.variants.values()}
     assert names & {"mla_hopper_kernel", "mla_decode_kernel"}
     assert names > {"mla_combine_kernel", "cut_kernel", "write_kv_kernel"}
+    products = names & {"absorb_kernel", "up_project_kernel"}
+    wants_products = machine.supports_pdl and spec.dtype is not torch.float32 and spec.qk_nope_head_dim != 24
+    assert len(products) == 2 * (wants_products and spec.qk_rope_head_dim > 8)
     if limits.max_num_tokens > 8:  # more than decodes
         assert bool(names & {"prefill_hopper_kernel", "prefill_kernel"}) == any(state.prefills.values())
     missing = [key for key in asked.variants if key not in listed]

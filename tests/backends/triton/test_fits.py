@@ -50,7 +50,8 @@ POINTERS = {
 }
 WITHOUT_DESCRIPTORS = {"key_desc": None, "value_desc": None}
 ALIGNED = {"query_token", "query_head", "key_page", "key_slot", "key_head", "value_page", "value_slot", "value_head",
-           "out_token", "out_head", "slot_step"}  # fmt: skip
+           "out_token", "out_head", "output_token", "output_head", "weight_head", "weight_row",
+           "slot_step"}  # fmt: skip
 
 
 def spec_of(dim: int, dim_vo: int, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> AttentionSpec:
@@ -408,6 +409,8 @@ def test_the_portable_prefill_waits_before_it_reads() -> None:
 ONE_TOKEN = {"NORM": 1, "RESIDUAL": 1, "GATED": 1, "BLOCK_N": 4, "BLOCK_K": 1024}
 WRITE = {"PAGE_SIZE": 16, "HEADS": 8, "KEY_DIM": 128, "VALUE_DIM": 128, "KEY_BLOCK": 1024, "VALUE_BLOCK": 1024,
          "LIMIT": 0.0, "SCALED": 0, "LAUNCH_DEPENDENTS": 1}  # fmt: skip
+ABSORB = {"NOPE": 128, "ROPE": 64, "RANK": 512, "BLOCK_T": 64, "BLOCK_NOPE": 128, "BLOCK_RANK": 128}
+PROJECT = {"RANK": 512, "BLOCK_T": 64, "BLOCK_RANK": 128, "BLOCK_V": 64}
 
 
 @pytest.mark.parametrize(
@@ -418,6 +421,8 @@ WRITE = {"PAGE_SIZE": 16, "HEADS": 8, "KEY_DIM": 128, "VALUE_DIM": 128, "KEY_BLO
         ("engine.models.fused.kernels", "gate_kernel", {"BLOCK": 1024}, False),
         ("engine.models.fused.kernels", "one_token_kernel", ONE_TOKEN, True),
         ("cache.kernels", "write_kv_kernel", WRITE, False),
+        ("backends.mla.absorption_triton", "absorb_kernel", ABSORB, True),
+        ("backends.mla.absorption_triton", "up_project_kernel", PROJECT, False),
     ],
 )
 def test_kernels_that_start_early_wait_first(module: str, name: str, constants: dict[str, Any], reads: bool) -> None:
@@ -425,7 +430,7 @@ def test_kernels_that_start_early_wait_first(module: str, name: str, constants: 
     from triton.compiler import ASTSource
 
     kernel = getattr(importlib.import_module(f"attn_backends.{module}"), name)
-    numbers = {"size", "epsilon", "stride", "num_rows", "num_columns", "k_scale", "v_scale"} | ALIGNED
+    numbers = {"size", "epsilon", "stride", "num_rows", "num_columns", "num_tokens", "k_scale", "v_scale"} | ALIGNED
     tensors = [n for n in kernel.arg_names if n.islower() and n not in numbers and not n.startswith(("key_", "value_"))]
     types = dict.fromkeys([*tensors, "key_cache", "value_cache"], "*bf16")
     types |= {"slot_mapping": "*i64"} | dict.fromkeys(("epsilon", "k_scale", "v_scale"), "fp32")
