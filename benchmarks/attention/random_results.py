@@ -15,6 +15,7 @@ from benchmarks.lib.harness import write
 
 SAME = ("purpose", "of", "gpu", "versions", "source", "bounds")  # in all parts of one result
 MOST_TRIES = 2  # of a shape that ends the process
+TITLE = "attention at shapes drawn at random, each backend's time over that of the best of all others"
 
 
 def source() -> str:
@@ -28,7 +29,9 @@ def source() -> str:
 class Results:
     """Rows by the number of their shape, in a file that is written after each."""
 
-    def __init__(self, path: Path, seed: int, of: str, bounds: str, again: bool = False) -> None:
+    def __init__(
+        self, path: Path, seed: int, of: str, bounds: str, again: bool = False, title: str = TITLE
+    ) -> None:  # fmt: skip
         """
         Args:
             of: the backend that the report is of.
@@ -38,7 +41,7 @@ class Results:
         Raises:
             SystemExit: the file that is there is another seed's, or of other code.
         """
-        self.path, self.rows = path, {}
+        self.path, self.rows, self.title = path, {}, title
         self.about = {"seed": [seed], "purpose": purpose(seed), "of": of, "bounds": bounds, "source": source()}
         if path.exists() and not again:
             self._continue(json.loads(path.read_text()))
@@ -73,9 +76,8 @@ class Results:
         self._begun.unlink(missing_ok=True)
 
     def write(self) -> Path:
-        title = "attention at shapes drawn at random, each backend's time over that of the best of all others"
         return write(
-            self.path.stem, title, list(self.rows.values()), installed(*PACKAGES), self.path.parent, **self.about
+            self.path.stem, self.title, list(self.rows.values()), installed(*PACKAGES), self.path.parent, **self.about
         )
 
 

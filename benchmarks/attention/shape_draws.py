@@ -166,7 +166,7 @@ def _fits(shape: Shape, dtype: str, bounds: Bounds) -> bool:
     return max(shape.seq_lens) <= bounds.keys and num_bytes <= bounds.num_bytes and shape.flops <= bounds.flops
 
 
-def _lens(dice: Dice, lengths: str, count: int, longest: int, bounds: Bounds) -> tuple[int, ...]:
+def lengths_of(dice: Dice, lengths: str, count: int, longest: int, bounds: Bounds) -> tuple[int, ...]:
     """How many keys each request has."""
     mean = dice.between(bounds.shortest, longest)
     if lengths == "equal":
@@ -186,25 +186,25 @@ def _lens(dice: Dice, lengths: str, count: int, longest: int, bounds: Bounds) ->
 
 
 def _decode(dice: Dice, heads: tuple[int, int, int], lengths: str, bounds: Bounds) -> Shape:
-    return Shape(_lens(dice, lengths, dice.between(1, bounds.requests), bounds.keys, bounds), heads)
+    return Shape(lengths_of(dice, lengths, dice.between(1, bounds.requests), bounds.keys, bounds), heads)
 
 
 def _verify(dice: Dice, heads: tuple[int, int, int], lengths: str, bounds: Bounds) -> Shape:
     query_len = 2 + int(dice.random() * 15)
-    lens = _lens(dice, lengths, dice.between(1, bounds.requests), bounds.keys - query_len, bounds)
+    lens = lengths_of(dice, lengths, dice.between(1, bounds.requests), bounds.keys - query_len, bounds)
     return Shape(tuple(seq_len + query_len for seq_len in lens), heads, query_len=query_len)
 
 
 def _prompts(dice: Dice, heads: tuple[int, int, int], lengths: str, bounds: Bounds) -> Shape:
     count = dice.between(1, min(256, bounds.requests))
-    return Shape(_lens(dice, lengths, count, min(65536, bounds.keys), bounds), heads, is_prefill=True)
+    return Shape(lengths_of(dice, lengths, count, min(65536, bounds.keys), bounds), heads, is_prefill=True)
 
 
 def _chunks(dice: Dice, heads: tuple[int, int, int], lengths: str, bounds: Bounds) -> Shape:
     """The next tokens of prompts whose beginning is cached."""
     count, most = dice.between(1, min(64, bounds.requests)), max(bounds.shortest, min(8192, bounds.keys // 2))
-    prefixes = _lens(dice, lengths, count, bounds.keys - most, bounds)
-    chunks = _lens(dice, dice.of(LENGTHS), count, most, bounds)
+    prefixes = lengths_of(dice, lengths, count, bounds.keys - most, bounds)
+    chunks = lengths_of(dice, dice.of(LENGTHS), count, most, bounds)
     seq_lens = tuple(prefix + new for prefix, new in zip(prefixes, chunks, strict=True))
     return Shape(seq_lens, heads, is_prefill=True, chunk_lens=chunks)
 

@@ -525,7 +525,7 @@ FAULTS = {
     ),
     "queries of latents that are overwritten": (
         "mla of several rows",
-        "        mbarrier.wait(rope_empty.index(block), (done & 1) ^ 1)\n",
+        "        mbarrier.wait(rope_empty.index(block), (done[block] & 1) ^ 1)\n",
         "        pass\n",
         WRONG,
     ),

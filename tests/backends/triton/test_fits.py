@@ -559,9 +559,10 @@ def test_the_latent_kernel_for_hopper_as_compiled(
     types["cached"] = f"tensordesc<{dtype}[{load}, 64],{hopper.BLOCK_LAYOUT!r}>"
     if cached == "of queries":
         types["queries"] = f"tensordesc<{dtype}[{rows}, 1, 64],{hopper.HEAD_LAYOUT!r}>"
+        types["last_rows"] = f"tensordesc<{dtype}[16, 64],{hopper.BLOCK_LAYOUT!r}>"
     else:
         types["cached"] = "*i32"
-        constants["queries"] = None
+        constants |= {"queries": None, "last_rows": None}
     code = check_for_hopper(decode_hopper_kernel.mla_hopper_kernel, types, constants, group)
     found = [body for body in loops(code) if any("HGMMA" in line or "UTMALDG" in line for line in body)]
     assert len(found) >= 2

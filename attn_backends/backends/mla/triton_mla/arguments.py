@@ -59,9 +59,10 @@ class DecodeConstants(NamedTuple):
 
 
 class HopperDescriptors(NamedTuple):
-    """Descriptors of the tensor memory accelerator. Of 8 bits there is none, and None in the first one's place."""
+    """Descriptors of the tensor memory accelerator. Of 8 bits there is none, and None in place of the first two."""
 
     queries: Any
+    last_rows: Any
     cached: Any
 
 

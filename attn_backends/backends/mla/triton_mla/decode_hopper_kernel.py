@@ -4,6 +4,7 @@ A block of 64 latent rows is 72 KiB, and so are the queries of a tile: shared me
 blocks. Two groups of four warps take turns, as in FlashMLA (DeepSeek, 2025): each makes logits and weights of one block
 of a pair, and each adds the weighted rows of both blocks to its half of the columns. While one group works out weights
 the other multiplies, and a block is asked for again, by a warp that does nothing else, half by half as both are done.
+The last block of a row may have none beside it, and no more of its rows are loaded than there are, by sixteen.
 
 Four warps load rows of 8 bits and write them to shared memory as float16, piece by piece in the places that the others
 would be loaded into. All else is the same, with queries scaled to float16 (see `fp8`).
@@ -41,21 +42,23 @@ from attn_backends.kernels.hopper import (
     to_fp16_pairs,
     write_rows,
 )
-from attn_backends.kernels.pdl import grid_wait_and_launch_dependents
-from attn_backends.kernels.split_kv import LN_2, MAX_SPLITS
+from attn_backends.kernels.pdl import grid_wait, grid_wait_and_launch_dependents
+from attn_backends.kernels.split_kv import HOPPER_PAGE, LN_2, MAX_SPLITS
 
 BLOCK_M, RANK, ROPE = gl.constexpr(64), gl.constexpr(512), gl.constexpr(64)
 QUERY_TILES = gl.constexpr(9)  # TMA tiles of a tile's queries: latent columns, and rope keys' behind them
 BLOCK_N = gl.constexpr(64)  # of a block
 PIECES, WIDTH = gl.constexpr(4), gl.constexpr(128)  # of a block's columns, in which it arrives
 HALF = gl.constexpr(256)  # columns, that a group has weighted sums of
+LAST_ROWS = gl.constexpr(HOPPER_PAGE)  # that are loaded at a time of a row's last block
 GROUP_WARPS = 4
 
 
 @gluon.jit(do_not_specialize=["table_row"])  # type: ignore[untyped-decorator]
 def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     queries,  # TMA descriptor of [QUERY_LEN * HEADS, num_rows, RANK + ROPE]; None if UPCAST
-    cached,  # TMA descriptor of [num_slots, RANK + ROPE]; if UPCAST, [num_slots, (RANK + ROPE) / 4] i32
+    last_rows,  # TMA descriptor of [num_slots, RANK + ROPE], by LAST_ROWS rows; None if UPCAST
+    cached,  # the same by TMA_ROWS rows; if UPCAST, [num_slots, (RANK + ROPE) / 4] i32
     query,  # [num_rows, QUERY_LEN * HEADS, RANK + ROPE], contiguous
     output,  # [num_rows, QUERY_LEN * HEADS, RANK]
     lse,  # [num_rows, QUERY_LEN * HEADS] f32, natural log, if WANT_LSE
@@ -91,8 +94,6 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     empty = (barriers(2, 1), barriers(2, 1), barriers(2, 1))  # halves, rope keys
     p_full, met, q_full = barriers(2, 1), barriers(1, 2), barriers(1, 1)
     fence_async_shared()
-    if USE_PDL:
-        grid_wait_and_launch_dependents()
     first_item = _load_item(work_items, program, True)
     next_item, end_item = gl.load(more_items + program * 2), gl.load(more_items + program * 2 + 1)
     items = (first_item, work_items, next_item, end_item)
@@ -100,13 +101,13 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     exchange = (p, stats, p_full, met)
     results = (output, lse, partial_acc, partial_ml)
     of_tile = (query, results, scale, value_scale, tile, q_pipeline, kv_pipeline, exchange)
-    to_load = (queries, tile, cached, slot_step, page_table, table_row, q_pipeline, kv_pipeline)
+    to_load = (queries, tile, last_rows, cached, slot_step, page_table, table_row, q_pipeline, kv_pipeline)
     if UPCAST:
         gl.warp_specialize(
             [
-                (_attend, (of_tile, items, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
-                (_attend, (of_tile, items, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
-                (_load, (to_load, items, PAGE_SIZE, TMA_ROWS, UPCAST, E5M2)),
+                (_attend, (of_tile, items, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST, USE_PDL)),
+                (_attend, (of_tile, items, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST, USE_PDL)),
+                (_load, (to_load, items, PAGE_SIZE, TMA_ROWS, UPCAST, E5M2, USE_PDL)),
             ],
             [4, 4],
             [208, 88],
@@ -114,9 +115,9 @@ def mla_hopper_kernel(  # type: ignore[no-untyped-def]
     else:
         gl.warp_specialize(
             [
-                (_attend, (of_tile, items, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
-                (_attend, (of_tile, items, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)),
-                (_load, (to_load, items, PAGE_SIZE, TMA_ROWS, UPCAST, E5M2)),
+                (_attend, (of_tile, items, 0, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST, USE_PDL)),
+                (_attend, (of_tile, items, 1, WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST, USE_PDL)),
+                (_load, (to_load, items, PAGE_SIZE, TMA_ROWS, UPCAST, E5M2, USE_PDL)),
             ],
             [4, 1],
             [240, 24],
@@ -135,45 +136,57 @@ def _load_item(work_items, work_item, exists):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _num_pairs(start, stop):  # type: ignore[no-untyped-def]
-    """Pairs of blocks of a work item's keys."""
-    return (stop - start + 2 * BLOCK_N - 1) // (2 * BLOCK_N)
+def _uses(num_blocks, done):  # type: ignore[no-untyped-def]
+    """How often each of both blocks' places was used, after so many blocks of another work item: one that is the last
+    of an odd number lies in the first place."""
+    done_0, done_1 = done
+    return done_0 + (num_blocks + 1) // 2, done_1 + num_blocks // 2
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _load(  # type: ignore[no-untyped-def]
-    to_load, items, PAGE_SIZE: gl.constexpr, TMA_ROWS: gl.constexpr, UPCAST: gl.constexpr, E5M2: gl.constexpr
-):
+    to_load, items, PAGE_SIZE: gl.constexpr, TMA_ROWS: gl.constexpr, UPCAST: gl.constexpr, E5M2: gl.constexpr,
+    USE_PDL: gl.constexpr,
+):  # fmt: skip
     """One warp loads what all work items of a program read, queries in front of keys: behind them they would come late.
-    Keys of 8 bits are loaded by four warps, and queries by those that multiply."""
-    queries, tile, cached, slot_step, page_table, table_row, q_pipeline, kv_pipeline = to_load
+    Keys of 8 bits are loaded by four warps, and queries by those that multiply.
+
+    Work items and page ids were there before the kernel in front was launched, or lets this one start."""
+    queries, tile, last_rows, cached, slot_step, page_table, table_row, q_pipeline, kv_pipeline = to_load
     first_item, work_items, next_item, end_item = items
     row, start, stop, _slot, _split, _len = first_item
-    done = 0
+    of_row = page_table + gl.maximum(row, 0).to(gl.int64) * table_row
+    if UPCAST == 0:
+        ids = page_ids(of_row, start, stop, PAGE_SIZE, TMA_ROWS)
+    if USE_PDL:
+        grid_wait_and_launch_dependents()
+    done = (0, 0)
     while row >= 0:
-        num_pairs = _num_pairs(start, stop)
-        of_row = page_table + row.to(gl.int64) * table_row
+        num_blocks = (stop - start + BLOCK_N - 1) // BLOCK_N
         if UPCAST == 0:
-            ids = page_ids(of_row, start, stop, PAGE_SIZE, TMA_ROWS)
-            if num_pairs > 0:
+            if num_blocks > 0:
                 _load_queries(queries, row, tile, done, q_pipeline, kv_pipeline)
-            _load_pairs(cached, of_row, ids, start, stop, done, num_pairs, kv_pipeline, PAGE_SIZE, TMA_ROWS)
-        elif num_pairs > 0:
-            _load_pairs_as_fp16(cached, slot_step, of_row, start, stop, done, num_pairs, kv_pipeline, PAGE_SIZE, E5M2)
-        done += num_pairs
+            _load_blocks(last_rows, cached, of_row, ids, start, stop, done, num_blocks, kv_pipeline, PAGE_SIZE,
+                         TMA_ROWS)  # fmt: skip
+        elif num_blocks > 0:
+            _load_blocks_as_fp16(cached, slot_step, of_row, start, stop, done, num_blocks, kv_pipeline, PAGE_SIZE, E5M2)
+        done = _uses(num_blocks, done)
         row, start, stop, _slot, _split, _len = _load_item(work_items, next_item, next_item < end_item)
         next_item += 1
+        of_row = page_table + gl.maximum(row, 0).to(gl.int64) * table_row
+        if UPCAST == 0:
+            ids = page_ids(of_row, start, stop, PAGE_SIZE, TMA_ROWS)
 
 
 @gluon.jit
 def _load_queries(queries, row, tile, done, q_pipeline, kv_pipeline):  # type: ignore[no-untyped-def]
     """Ask for a row's queries of a tile, zeros behind the last one, once those of the item before are done with, which
-    is when both blocks' rope keys of its last pair are; `done` pairs came before."""
+    is when both blocks' last rope keys are; `done` says how often each place was used."""
     q_tiles, q_full = q_pipeline
     rope_empty = kv_pipeline[3][2]
     to = q_tiles._reinterpret(q_tiles.dtype, [QUERY_TILES, BLOCK_M, 1, TMA_COLS], HEAD_LAYOUT)
     for block in gl.static_range(2):
-        mbarrier.wait(rope_empty.index(block), (done & 1) ^ 1)
+        mbarrier.wait(rope_empty.index(block), (done[block] & 1) ^ 1)
     mbarrier.expect(q_full.index(0), QUERY_TILES * queries.block_type.nbytes)
     for i in gl.static_range(QUERY_TILES):
         at = [tile * BLOCK_M, row, i * TMA_COLS]
@@ -181,21 +194,23 @@ def _load_queries(queries, row, tile, done, q_pipeline, kv_pipeline):  # type: i
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _load_pairs(  # type: ignore[no-untyped-def]
-    cached, pages, ids, start, stop, done, num_pairs, kv_pipeline, PAGE_SIZE: gl.constexpr, TMA_ROWS: gl.constexpr
-):
+def _load_blocks(  # type: ignore[no-untyped-def]
+    last_rows, cached, pages, ids, start, stop, done, num_blocks, kv_pipeline, PAGE_SIZE: gl.constexpr,
+    TMA_ROWS: gl.constexpr,
+):  # fmt: skip
     """Ask for the rope keys and every piece of every block once their place is empty; `ids` are page ids of the first
-    pair, and `done` pairs came before."""
+    one, and `done` says how often each place was used."""
     kv_tiles, rope, full, empty = kv_pipeline
-    for pair in range(num_pairs):
-        phase = (done + pair) & 1
-        next_ids = page_ids(pages, start + (2 * pair + 2) * BLOCK_N, stop, PAGE_SIZE, TMA_ROWS)
-        for block in gl.static_range(2):
+    done_0, done_1 = done
+    for nth in range(num_blocks):
+        block = nth % 2
+        phase = (gl.where(block == 0, done_0, done_1) + nth // 2) & 1
+        first = start + nth * BLOCK_N
+        next_ids = page_ids(pages, first + BLOCK_N, stop, PAGE_SIZE, TMA_ROWS)
+        if stop - first > BLOCK_N - LAST_ROWS:
             rows = ()
             for part in gl.static_range(BLOCK_N // TMA_ROWS):
-                key = start + (2 * pair + block) * BLOCK_N + part * TMA_ROWS
-                page = nth_of(ids, block * (BLOCK_N // TMA_ROWS) + part)
-                rows = rows + (page * PAGE_SIZE + key % PAGE_SIZE,)  # type: ignore[assignment]  # noqa: RUF005
+                rows = rows + (nth_of(ids, part) * PAGE_SIZE + (first + part * TMA_ROWS) % PAGE_SIZE,)  # type: ignore[assignment]  # noqa: RUF005
             mbarrier.wait(empty[2].index(block), phase ^ 1)
             full_barrier = full[PIECES].index(block)
             mbarrier.expect(full_barrier, BLOCK_N // TMA_ROWS * cached.block_type.nbytes)
@@ -205,19 +220,49 @@ def _load_pairs(  # type: ignore[no-untyped-def]
                     mbarrier.wait(empty[piece * WIDTH // HALF].index(block), phase ^ 1)
                 full_barrier = full[piece].index(block)
                 mbarrier.expect(full_barrier, WIDTH // TMA_COLS * (BLOCK_N // TMA_ROWS) * cached.block_type.nbytes)
-                for nth in gl.static_range(WIDTH // TMA_COLS):
-                    column_tile = piece * (WIDTH // TMA_COLS) + nth
+                for i in gl.static_range(WIDTH // TMA_COLS):
+                    column_tile = piece * (WIDTH // TMA_COLS) + i
                     to = kv_tiles.index(block * (RANK // TMA_COLS) + column_tile)
                     load_tma_tiles(cached, rows, column_tile * TMA_COLS, full_barrier, to, TMA_ROWS)
+        else:
+            _load_last_rows(last_rows, ids, first, stop, block, phase, kv_pipeline, PAGE_SIZE, TMA_ROWS)
         ids = next_ids
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _load_pairs_as_fp16(  # type: ignore[no-untyped-def]
-    cached, slot_step, pages, start, stop, done, num_pairs, kv_pipeline, PAGE_SIZE: gl.constexpr, E5M2: gl.constexpr
+def _load_last_rows(  # type: ignore[no-untyped-def]
+    last_rows, ids, first, stop, block, phase, kv_pipeline, PAGE_SIZE: gl.constexpr, TMA_ROWS: gl.constexpr
 ):
-    """Write the rope keys and every piece of every block as float16, while the next ones are loaded; `done` pairs came
-    before."""
+    """Ask for a block that is not full, from key `first` on, LAST_ROWS at a time; what lies behind is of no key."""
+    PARTS: gl.constexpr = BLOCK_N // LAST_ROWS
+    kv_tiles, rope, full, empty = kv_pipeline
+    of_tiles = kv_tiles._reinterpret(kv_tiles.dtype, [2 * RANK // TMA_COLS * PARTS, LAST_ROWS, TMA_COLS], BLOCK_LAYOUT)
+    of_rope = rope._reinterpret(rope.dtype, [2 * PARTS, LAST_ROWS, ROPE], BLOCK_LAYOUT)
+    num_parts = (stop - first + LAST_ROWS - 1) // LAST_ROWS
+    for i in gl.static_range(3):
+        mbarrier.wait(empty[i].index(block), phase ^ 1)
+    for count in gl.static_range(1, PARTS):  # bytes that are expected are a constant
+        if count == num_parts:
+            mbarrier.expect(full[PIECES].index(block), count * last_rows.block_type.nbytes)
+            for piece in gl.static_range(PIECES):
+                mbarrier.expect(full[piece].index(block), count * (WIDTH // TMA_COLS) * last_rows.block_type.nbytes)
+    for part in range(num_parts):
+        key = first + part * LAST_ROWS
+        row = nth_of(ids, part * LAST_ROWS // TMA_ROWS) * PAGE_SIZE + key % PAGE_SIZE
+        tma.async_copy_global_to_shared(last_rows, [row, RANK], full[PIECES].index(block),
+                                        of_rope.index(block * PARTS + part))  # fmt: skip
+        for i in gl.static_range(RANK // TMA_COLS):
+            to = of_tiles.index((block * (RANK // TMA_COLS) + i) * PARTS + part)
+            tma.async_copy_global_to_shared(last_rows, [row, i * TMA_COLS], full[i * TMA_COLS // WIDTH].index(block),
+                                            to)  # fmt: skip
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _load_blocks_as_fp16(  # type: ignore[no-untyped-def]
+    cached, slot_step, pages, start, stop, done, num_blocks, kv_pipeline, PAGE_SIZE: gl.constexpr, E5M2: gl.constexpr
+):
+    """Write the rope keys and every piece of every block as float16, while the next ones are loaded; `done` says how
+    often each place was used."""
     COALESCED: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
     COALESCED_ROPE: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
     kv_tiles, rope_at, full, empty = kv_pipeline
@@ -227,8 +272,10 @@ def _load_pairs_as_fp16(  # type: ignore[no-untyped-def]
     rows = _rows(cached, slot_step, pages, start, stop, PAGE_SIZE, COALESCED)
     rope = _columns(rope_rows, RANK, ROPE, COALESCED_ROPE)
     first, second = _columns(rows, 0, WIDTH, COALESCED), _columns(rows, WIDTH, WIDTH, COALESCED)
-    for nth in range(2 * num_pairs):
-        block, phase = nth % 2, (done + nth // 2) & 1
+    done_0, done_1 = done
+    for nth in range(num_blocks):
+        block = nth % 2
+        phase = (gl.where(block == 0, done_0, done_1) + nth // 2) & 1
         next_start = start + (nth + 1) * BLOCK_N
         next_rope_rows = _rows(cached, slot_step, pages, next_start, stop, PAGE_SIZE, COALESCED_ROPE)
         next_rows = _rows(cached, slot_step, pages, next_start, stop, PAGE_SIZE, COALESCED)
@@ -277,25 +324,28 @@ def _put(words, to, full_barrier, E5M2: gl.constexpr):  # type: ignore[no-untype
 def _attend(  # type: ignore[no-untyped-def]
     of_tile, items, warp_group: gl.constexpr,
     WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr, UPCAST: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """A warp group attends for all work items of a program."""
     first_item, work_items, next_item, end_item = items
     row, start, stop, first_slot, split_info, seq_len = first_item
-    nth, done = 0, 0
+    if USE_PDL:
+        grid_wait()
+    nth, done = 0, (0, 0)
     while row >= 0:
-        num_pairs = _num_pairs(start, stop)
-        _attend_item(of_tile, (row, start, stop, first_slot, split_info, seq_len), nth, done, num_pairs, warp_group,
+        num_blocks = (stop - start + BLOCK_N - 1) // BLOCK_N
+        _attend_item(of_tile, (row, start, stop, first_slot, split_info, seq_len), nth, done, num_blocks, warp_group,
                      WANT_LSE, QUERY_LEN, HEADS, TILES, UPCAST)  # fmt: skip
-        if num_pairs > 0:
+        if num_blocks > 0:
             nth += 1
-        done += num_pairs
+        done = _uses(num_blocks, done)
         row, start, stop, first_slot, split_info, seq_len = _load_item(work_items, next_item, next_item < end_item)
         next_item += 1
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend_item(  # type: ignore[no-untyped-def]
-    of_tile, work_item, nth, done, num_pairs, warp_group: gl.constexpr,
+    of_tile, work_item, nth, done, num_blocks, warp_group: gl.constexpr,
     WANT_LSE: gl.constexpr, QUERY_LEN: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr, UPCAST: gl.constexpr,
 ):  # fmt: skip
     """Work out the weights of one block of each pair, and half of the columns of the result."""
@@ -313,7 +363,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
         _store_scaled_queries(query, q_tiles, stats.index(4 + warp_group), row, tile, warp_group,
                               QUERY_LEN * HEADS)  # fmt: skip
         _meet(met, 0)
-    elif num_pairs > 0:
+    elif num_blocks > 0:
         mbarrier.wait(q_full.index(0), nth & 1)
     q_scale, exp_scale = scale, scale
     if UPCAST:  # logits are scaled before they are compared: each row by another number
@@ -326,51 +376,63 @@ def _attend_item(  # type: ignore[no-untyped-def]
     lane = tile * BLOCK_M + gl.arange(0, BLOCK_M, ROW)
     last_seen = gl.minimum(seq_len - QUERY_LEN + lane // HEADS, seq_len - 1)
     all_see = gl.minimum(seq_len - QUERY_LEN + 1, stop)  # keys before it need no mask
-    for pair in range(num_pairs):
-        phase = (done + pair) & 1
+    done_0, done_1 = done
+    for pair in range((num_blocks + 1) // 2):
+        phase_0, phase_1 = (done_0 + pair) & 1, (done_1 + pair) & 1
         first = start + 2 * pair * BLOCK_N
-        own = first + warp_group * BLOCK_N
+        has_second = 2 * pair + 1 < num_blocks  # the last block may have none beside it
         zero = anew(0)  # with which all places are worked out here: in front of the loop they would take registers
-        logits = _logits(q_tiles, kv_pipeline, warp_group + zero, zero, phase, LOGITS)
-        barrier()
-        mbarrier.arrive(empty[2].index(warp_group))
-        if UPCAST:
-            logits *= q_scale[:, None]
-        if own + BLOCK_N > all_see:
-            seen = own + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LOGITS))[None] <= last_seen[:, None]
-            logits = gl.where(seen, logits, float("-inf"))
         if warp_group == 0:
+            logits = _logits(q_tiles, kv_pipeline, zero, zero, phase_0, LOGITS)
+            barrier()
+            mbarrier.arrive(empty[2].index(0))
+            logits = _masked(logits, first, all_see, last_seen, q_scale, UPCAST, LOGITS)
             p, m_i, l_i, alpha = online_softmax(logits, m_i, l_i, exp_scale)
             _publish_p(p, m_i, exchange, 0)
-            _clear(kv_tiles, 0, warp_group, seq_len - first)
+            _clear(kv_tiles, 0, 0, seq_len - first)
             p = as_operand(p, kv_tiles.dtype, acc)
-            acc = warpgroup_mma(p, values.index(warp_group + zero), times_rows(acc, alpha), is_async=True)
+            acc = warpgroup_mma(p, values.index(zero), times_rows(acc, alpha), is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             barrier()
-            mbarrier.arrive(empty[warp_group].index(0))
-            m_i, l_i, alpha = _consume_p(m_i, l_i, exchange, 1, phase, exp_scale)
-            _clear(kv_tiles, 1, warp_group, seq_len - first - BLOCK_N)
-            acc = warpgroup_mma(p_smem, values.index(2 + warp_group + zero), times_rows(acc, alpha), is_async=True)
-        else:
-            m_i, l_i, alpha = _consume_p(m_i, l_i, exchange, 0, phase, exp_scale)
-            _clear(kv_tiles, 0, warp_group, seq_len - first)
-            acc = warpgroup_mma(p_smem, values.index(warp_group + zero), times_rows(acc, alpha), is_async=True)
+            mbarrier.arrive(empty[0].index(0))
+            if has_second:
+                m_i, l_i, alpha = _consume_p(m_i, l_i, exchange, 1, phase_1, exp_scale)
+                _clear(kv_tiles, 1, 0, seq_len - first - BLOCK_N)
+                acc = warpgroup_mma(p_smem, values.index(2 + zero), times_rows(acc, alpha), is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                barrier()
+                mbarrier.arrive(empty[0].index(1))
+        elif has_second:
+            logits = _logits(q_tiles, kv_pipeline, 1 + zero, zero, phase_1, LOGITS)
+            barrier()
+            mbarrier.arrive(empty[2].index(1))
+            logits = _masked(logits, first + BLOCK_N, all_see, last_seen, q_scale, UPCAST, LOGITS)
+            m_i, l_i, alpha = _consume_p(m_i, l_i, exchange, 0, phase_0, exp_scale)
+            _clear(kv_tiles, 0, 1, seq_len - first)
+            acc = warpgroup_mma(p_smem, values.index(1 + zero), times_rows(acc, alpha), is_async=True)
             p, m_i, l_i, alpha = online_softmax(logits, m_i, l_i, exp_scale)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             barrier()
-            mbarrier.arrive(empty[warp_group].index(0))
+            mbarrier.arrive(empty[1].index(0))
             _publish_p(p, m_i, exchange, 1)
-            _clear(kv_tiles, 1, warp_group, seq_len - first - BLOCK_N)
+            _clear(kv_tiles, 1, 1, seq_len - first - BLOCK_N)
             p = as_operand(p, kv_tiles.dtype, acc)
-            acc = warpgroup_mma(p, values.index(2 + warp_group + zero), times_rows(acc, alpha), is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        barrier()
-        mbarrier.arrive(empty[warp_group].index(1))
+            acc = warpgroup_mma(p, values.index(3 + zero), times_rows(acc, alpha), is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            barrier()
+            mbarrier.arrive(empty[1].index(1))
+        else:
+            m_i, l_i, alpha = _consume_p(m_i, l_i, exchange, 0, phase_0, exp_scale)
+            _clear(kv_tiles, 0, 1, seq_len - first)
+            acc = warpgroup_mma(p_smem, values.index(1 + zero), times_rows(acc, alpha), is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            barrier()
+            mbarrier.arrive(empty[1].index(0))
 
     l_i = row_sums(l_i, ROW)  # of the weights that this group worked out
     if UPCAST:
         l_i += _of_other(l_i, stats, 2, warp_group, met, 1)
-    elif num_pairs > 0:  # two places in turn: one group may be an item ahead of the other
+    elif num_blocks > 0:  # two places in turn: one group may be an item ahead of the other
         l_i += _of_other(l_i, stats, 2 + 2 * (nth & 1), warp_group, met, nth & 1)
     live = lane < QUERY_LEN * HEADS
     m_i *= exp_scale
@@ -423,6 +485,20 @@ def _logits(q_tiles, kv_pipeline, block, zero, phase, LOGITS: gl.constexpr):  # 
         keys = pieces.index(block * PIECES + piece).permute((1, 0))
         logits = warpgroup_mma(q.index(piece + zero), keys, logits, is_async=True)
     return warpgroup_mma_wait(0, deps=(logits,))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _masked(  # type: ignore[no-untyped-def]
+    logits, first, all_see, last_seen, q_scale, UPCAST: gl.constexpr, LOGITS: gl.constexpr
+):
+    """Logits of a block from key `first` on, -inf where a query does not see the key; queries of 8-bit keys are scaled
+    first."""
+    if UPCAST:
+        logits *= q_scale[:, None]
+    if first + BLOCK_N > all_see:
+        seen = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LOGITS))[None] <= last_seen[:, None]
+        logits = gl.where(seen, logits, float("-inf"))
+    return logits
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

@@ -133,7 +133,7 @@ def _on_hopper(
 
     slots, rows = latent_cache.flatten(0, 1), hopper.tma_rows(form.PAGE_SIZE, decode_hopper_kernel.BLOCK_N.value)
     given: HopperTensors | HopperUpcastTensors = tensors
-    descriptors: tuple[Any, ...] = (None,)
+    descriptors: tuple[Any, ...] = (None, None)
     slot_step = 0
     if slots.itemsize == 1:
         words = slots.view(torch.int32)
@@ -142,7 +142,10 @@ def _on_hopper(
         num_rows, queries, width = (query := tensors.query.flatten(1, 2)).shape
         of_rows = hopper.tma_descriptor([queries, num_rows, width], [width, queries * width, 1], query,
                                         decode_hopper_kernel.BLOCK_M.value)  # fmt: skip
-        descriptors = HopperDescriptors(of_rows, hopper.tma_descriptor([*slots.shape], [*slots.stride()], slots, rows))
+        by_rows = (
+            hopper.tma_descriptor([*slots.shape], [*slots.stride()], slots, each) for each in (HOPPER_PAGE, rows)
+        )
+        descriptors = HopperDescriptors(of_rows, *by_rows)
     constants = HopperConstants(
         WANT_LSE=form.WANT_LSE, PAGE_SIZE=form.PAGE_SIZE, TMA_ROWS=rows, QUERY_LEN=form.QUERY_LEN, HEADS=form.HEADS,
         TILES=form.TILES, UPCAST=slots.itemsize == 1, E5M2=slots.dtype is torch.float8_e5m2,
