@@ -689,6 +689,9 @@ _STAND_INS: dict[int, Any] = {
     id(triton_hopper.to_fp16_pairs): _to_fp16_pairs,
     id(triton_hopper.as_words): lambda p, of_dtype: Tensor(p.data.to(of_dtype).view(torch.int32)),
     id(triton_hopper.of_words): lambda words, of_dtype: Tensor(words.data.view(of_dtype)),
+    id(triton_hopper.words_together): lambda words: words,
+    id(triton_hopper.floats_together): lambda acc: acc,
+    id(triton_hopper._as_written): lambda num_columns, itemsize: Layout(),
     id(getattr(gl, "barrier", None) or gl.thread_barrier): lambda: None,
 }
 

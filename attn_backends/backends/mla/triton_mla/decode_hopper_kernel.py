@@ -40,7 +40,7 @@ from attn_backends.kernels.hopper import (
     row_sums,
     times_rows,
     to_fp16_pairs,
-    write_rows,
+    write_rows_by_shuffles,
 )
 from attn_backends.kernels.pdl import grid_wait, grid_wait_and_launch_dependents
 from attn_backends.kernels.split_kv import HOPPER_PAGE, LN_2, MAX_SPLITS
@@ -441,13 +441,13 @@ def _attend_item(  # type: ignore[no-untyped-def]
         at = row.to(gl.int64) * (QUERY_LEN * HEADS) + lane
         divisor = gl.where(saw, l_i, 1.0)
         share = gl.where(saw, value_scale / divisor, 0.0)
-        write_rows(output + at * RANK + warp_group * HALF, acc, share, live)
+        write_rows_by_shuffles(output + at * RANK + warp_group * HALF, acc, share, live)
         if WANT_LSE and warp_group == 0:
             gl.store(lse + at, gl.where(saw, (m_i + gl.log2(divisor)) * LN_2, float("-inf")), mask=live)
     else:
         at = (first_slot + split).to(gl.int64) * (TILES * BLOCK_M) + lane
         share = gl.full([BLOCK_M], 1.0, gl.float32, ROW)
-        write_rows(partial_acc + at * RANK + warp_group * HALF, acc, share, live)
+        write_rows_by_shuffles(partial_acc + at * RANK + warp_group * HALF, acc, share, live)
         if warp_group == 0:
             gl.store(partial_ml + at * 2, m_i, mask=live)
             gl.store(partial_ml + at * 2 + 1, l_i, mask=live)
