@@ -21,6 +21,7 @@ BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16,
 # The same of one head among others: columns behind its last one are zeros, whatever lies there.
 HEAD_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 BYTE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)  # of twice as many columns
+NOWHERE = gl.constexpr(1 << 30)  # a row that no tensor has: the tensor memory accelerator gives zeros for it
 WARP_SIZE = gl.constexpr(32)
 LANE_LAYOUT = gl.BlockedLayout([1], [32], [1], [0])  # a number a lane, for one warp
 WORD_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)  # the same, two by two

@@ -529,7 +529,12 @@ FAULTS = {
         "        pass\n",
         WRONG,
     ),
-    "weights that nobody waits for": ("mla", "    mbarrier.wait(p_full.index(block), phase)\n", "", WRONG),
+    "weights that nobody waits for": (
+        "mla",
+        "    mbarrier.wait(p_full.index(block), phase)\n",
+        "",
+        rf"{WRONG}|{STUCK}",
+    ),
     "halves that are overwritten": (
         "mla",
         "                    mbarrier.wait(empty[piece * WIDTH // HALF].index(block), phase ^ 1)\n",
@@ -548,7 +553,15 @@ FAULTS = {
         "",
         WRONG,
     ),
-    "NaN behind the last key": ("mla", "    if num_live < BLOCK_N:\n", "    if num_live < 0:\n", WRONG),
+    "NaN behind the last key": ("mla", "(num_live % LAST_ROWS > 0)", "(num_live < 0)", WRONG),
+    "NaN behind the last rows": ("mla", "        row = gl.where(key < stop, row, NOWHERE)\n", "", WRONG),
+    "a block beside the last": ("mla", "2 * pair + 1 < num_blocks ", "2 * pair + 1 <= num_blocks ", STUCK),
+    "places that a last block was not in": (
+        "mla of several rows",
+        "    return done_0 + (num_blocks + 1) // 2, done_1 + num_blocks // 2\n",
+        "    return done_0 + (num_blocks + 1) // 2, done_1 + (num_blocks + 1) // 2\n",
+        STUCK,
+    ),
 }
 
 

@@ -608,12 +608,14 @@ class Descriptor:
         self.block_type = SimpleNamespace(nbytes=self.rows * self.width * given.base.itemsize)
 
     def copy(self, coordinates: Sequence[Any], barrier: Barrier, to: Shared) -> None:
-        """Of a matrix, all columns of a block are there; of one head of several, what is not is zero."""
+        """Of a matrix, all columns of a block are there, and zeros where its rows are nowhere; of one head of several,
+        what is not there is zero."""
         row, *head, column = map(int, coordinates)
         matrix = self.tensor[:, head[0]] if head else self.tensor
         assert to.shape == [self.rows, self.width]
         last = matrix.shape[1] - (1 if head else self.width)
-        if not 0 <= row < len(matrix) or not 0 <= column <= last:
+        is_nowhere = row == triton_hopper.NOWHERE.value
+        if not (is_nowhere or 0 <= row < len(matrix)) or not 0 <= column <= last:
             raise IndexError(f"a block at {row}, {column} of {list(matrix.shape)}")
         to.tiles.fill_(math.nan)
 

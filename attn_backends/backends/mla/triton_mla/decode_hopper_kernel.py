@@ -26,6 +26,7 @@ from attn_backends.kernels.fp8 import row_amax, scale_to_fp16
 from attn_backends.kernels.hopper import (
     BLOCK_LAYOUT,
     HEAD_LAYOUT,
+    NOWHERE,
     TMA_COLS,
     WORD_LAYOUT,
     anew,
@@ -199,18 +200,20 @@ def _load_blocks(  # type: ignore[no-untyped-def]
     TMA_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Ask for the rope keys and every piece of every block once their place is empty; `ids` are page ids of the first
-    one, and `done` says how often each place was used."""
+    pair, and `done` says how often each place was used."""
     kv_tiles, rope, full, empty = kv_pipeline
     done_0, done_1 = done
     for nth in range(num_blocks):
         block = nth % 2
         phase = (gl.where(block == 0, done_0, done_1) + nth // 2) & 1
         first = start + nth * BLOCK_N
-        next_ids = page_ids(pages, first + BLOCK_N, stop, PAGE_SIZE, TMA_ROWS)
+        next_ids = page_ids(pages, start + (nth // 2 + 1) * (2 * BLOCK_N), stop, PAGE_SIZE, TMA_ROWS)
+        first_id = block * (BLOCK_N // TMA_ROWS)
         if stop - first > BLOCK_N - LAST_ROWS:
             rows = ()
             for part in gl.static_range(BLOCK_N // TMA_ROWS):
-                rows = rows + (nth_of(ids, part) * PAGE_SIZE + (first + part * TMA_ROWS) % PAGE_SIZE,)  # type: ignore[assignment]  # noqa: RUF005
+                page = nth_of(ids, first_id + part)
+                rows = rows + (page * PAGE_SIZE + (first + part * TMA_ROWS) % PAGE_SIZE,)  # type: ignore[assignment]  # noqa: RUF005
             mbarrier.wait(empty[2].index(block), phase ^ 1)
             full_barrier = full[PIECES].index(block)
             mbarrier.expect(full_barrier, BLOCK_N // TMA_ROWS * cached.block_type.nbytes)
@@ -225,30 +228,28 @@ def _load_blocks(  # type: ignore[no-untyped-def]
                     to = kv_tiles.index(block * (RANK // TMA_COLS) + column_tile)
                     load_tma_tiles(cached, rows, column_tile * TMA_COLS, full_barrier, to, TMA_ROWS)
         else:
-            _load_last_rows(last_rows, ids, first, stop, block, phase, kv_pipeline, PAGE_SIZE, TMA_ROWS)
-        ids = next_ids
+            _load_last_rows(last_rows, ids, first_id, first, stop, block, phase, kv_pipeline, PAGE_SIZE, TMA_ROWS)
+        ids = gl.where(block == 1, next_ids, ids)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _load_last_rows(  # type: ignore[no-untyped-def]
-    last_rows, ids, first, stop, block, phase, kv_pipeline, PAGE_SIZE: gl.constexpr, TMA_ROWS: gl.constexpr
+    last_rows, ids, first_id, first, stop, block, phase, kv_pipeline, PAGE_SIZE: gl.constexpr, TMA_ROWS: gl.constexpr
 ):
-    """Ask for a block that is not full, from key `first` on, LAST_ROWS at a time; what lies behind is of no key."""
+    """Ask for a block that is not full, from key `first` on, LAST_ROWS at a time, and for zeros behind them."""
     PARTS: gl.constexpr = BLOCK_N // LAST_ROWS
     kv_tiles, rope, full, empty = kv_pipeline
     of_tiles = kv_tiles._reinterpret(kv_tiles.dtype, [2 * RANK // TMA_COLS * PARTS, LAST_ROWS, TMA_COLS], BLOCK_LAYOUT)
     of_rope = rope._reinterpret(rope.dtype, [2 * PARTS, LAST_ROWS, ROPE], BLOCK_LAYOUT)
-    num_parts = (stop - first + LAST_ROWS - 1) // LAST_ROWS
     for i in gl.static_range(3):
         mbarrier.wait(empty[i].index(block), phase ^ 1)
-    for count in gl.static_range(1, PARTS):  # bytes that are expected are a constant
-        if count == num_parts:
-            mbarrier.expect(full[PIECES].index(block), count * last_rows.block_type.nbytes)
-            for piece in gl.static_range(PIECES):
-                mbarrier.expect(full[piece].index(block), count * (WIDTH // TMA_COLS) * last_rows.block_type.nbytes)
-    for part in range(num_parts):
+    mbarrier.expect(full[PIECES].index(block), PARTS * last_rows.block_type.nbytes)
+    for piece in gl.static_range(PIECES):
+        mbarrier.expect(full[piece].index(block), PARTS * (WIDTH // TMA_COLS) * last_rows.block_type.nbytes)
+    for part in range(PARTS):
         key = first + part * LAST_ROWS
-        row = nth_of(ids, part * LAST_ROWS // TMA_ROWS) * PAGE_SIZE + key % PAGE_SIZE
+        row = nth_of(ids, first_id + part * LAST_ROWS // TMA_ROWS) * PAGE_SIZE + key % PAGE_SIZE
+        row = gl.where(key < stop, row, NOWHERE)
         tma.async_copy_global_to_shared(last_rows, [row, RANK], full[PIECES].index(block),
                                         of_rope.index(block * PARTS + part))  # fmt: skip
         for i in gl.static_range(RANK // TMA_COLS):
@@ -389,7 +390,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
             logits = _masked(logits, first, all_see, last_seen, q_scale, UPCAST, LOGITS)
             p, m_i, l_i, alpha = online_softmax(logits, m_i, l_i, exp_scale)
             _publish_p(p, m_i, exchange, 0)
-            _clear(kv_tiles, 0, 0, seq_len - first)
+            _clear(kv_tiles, 0, 0, seq_len - first, UPCAST)
             p = as_operand(p, kv_tiles.dtype, acc)
             acc = warpgroup_mma(p, values.index(zero), times_rows(acc, alpha), is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -397,7 +398,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
             mbarrier.arrive(empty[0].index(0))
             if has_second:
                 m_i, l_i, alpha = _consume_p(m_i, l_i, exchange, 1, phase_1, exp_scale)
-                _clear(kv_tiles, 1, 0, seq_len - first - BLOCK_N)
+                _clear(kv_tiles, 1, 0, seq_len - first - BLOCK_N, UPCAST)
                 acc = warpgroup_mma(p_smem, values.index(2 + zero), times_rows(acc, alpha), is_async=True)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 barrier()
@@ -408,14 +409,13 @@ def _attend_item(  # type: ignore[no-untyped-def]
             mbarrier.arrive(empty[2].index(1))
             logits = _masked(logits, first + BLOCK_N, all_see, last_seen, q_scale, UPCAST, LOGITS)
             m_i, l_i, alpha = _consume_p(m_i, l_i, exchange, 0, phase_0, exp_scale)
-            _clear(kv_tiles, 0, 1, seq_len - first)
             acc = warpgroup_mma(p_smem, values.index(1 + zero), times_rows(acc, alpha), is_async=True)
             p, m_i, l_i, alpha = online_softmax(logits, m_i, l_i, exp_scale)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             barrier()
             mbarrier.arrive(empty[1].index(0))
             _publish_p(p, m_i, exchange, 1)
-            _clear(kv_tiles, 1, 1, seq_len - first - BLOCK_N)
+            _clear(kv_tiles, 1, 1, seq_len - first - BLOCK_N, UPCAST)
             p = as_operand(p, kv_tiles.dtype, acc)
             acc = warpgroup_mma(p, values.index(3 + zero), times_rows(acc, alpha), is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -423,7 +423,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
             mbarrier.arrive(empty[1].index(1))
         else:
             m_i, l_i, alpha = _consume_p(m_i, l_i, exchange, 0, phase_0, exp_scale)
-            _clear(kv_tiles, 0, 1, seq_len - first)
+            _clear(kv_tiles, 0, 1, seq_len - first, UPCAST)
             acc = warpgroup_mma(p_smem, values.index(1 + zero), times_rows(acc, alpha), is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             barrier()
@@ -529,17 +529,23 @@ def _consume_p(m_i, l_i, exchange, block: gl.constexpr, phase, scale):  # type: 
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _clear(kv_tiles, block: gl.constexpr, warp_group: gl.constexpr, num_live):  # type: ignore[no-untyped-def]
-    """Zero a block's rows from `num_live` on, in a group's columns. Its logits are worked out by then.
-
-    Not by `clear_rows`, whose branches take registers of a loop that has none to spare."""
+def _clear(  # type: ignore[no-untyped-def]
+    kv_tiles, block: gl.constexpr, warp_group: gl.constexpr, num_live, UPCAST: gl.constexpr
+):
+    """Zero what was loaded behind a block's last key with it, in a group's columns: anything may lie there. The block's
+    logits are worked out by then. Of 8 bits it is the last key again."""
     COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    if num_live < BLOCK_N:
-        live = (gl.arange(0, BLOCK_N, gl.SliceLayout(1, COALESCED)) < num_live)[:, None]
-        for part in gl.static_range(HALF // TMA_COLS):
-            tile = kv_tiles.index((2 * block + warp_group) * (HALF // TMA_COLS) + part)
-            held = tile.load(COALESCED)
-            tile.store(gl.where(live, held, gl.zeros_like(held)))
+    PARTS: gl.constexpr = BLOCK_N // LAST_ROWS
+    if (UPCAST == 0) & (num_live < BLOCK_N) & (num_live % LAST_ROWS > 0):
+        of_tiles = kv_tiles._reinterpret(
+            kv_tiles.dtype, [2 * RANK // TMA_COLS * PARTS, LAST_ROWS, TMA_COLS], BLOCK_LAYOUT
+        )
+        live = (gl.arange(0, LAST_ROWS, gl.SliceLayout(1, COALESCED)) < num_live % LAST_ROWS)[:, None]
+        for i in gl.static_range(HALF // TMA_COLS):
+            column_tile = (2 * block + warp_group) * (HALF // TMA_COLS) + i
+            rows = of_tiles.index(column_tile * PARTS + num_live // LAST_ROWS)
+            held = rows.load(COALESCED)
+            rows.store(gl.where(live, held, gl.zeros_like(held)))
         fence_async_shared()
         barrier()
 

@@ -22,7 +22,7 @@ from attn_backends.spec import KVCacheSpec, MLASpec
 # See `cut_list.Filling`: of the kernel for Hopper as measured on an H100; the other loads few queries at a time.
 _ROW_KEYS, _MUCH_ALIKE = {True: 512, False: 64}, 1
 _LEAST_SPREAD = 4  # programs of a split that combine its row's queries
-_MOST_COMBINING = 32  # programs that combine, for each multiprocessor
+_MOST_COMBINING = 16, 8  # programs that combine, for each multiprocessor: where rows are few, and where they are not
 HOPPER_TILE = (64, 128, 8, 1)  # rows, keys, warps and stages of decode_hopper_kernel.py, which has no other
 
 
@@ -170,7 +170,9 @@ class SplitPlan:
             return -(-self.queries * block_rank // columns.columns(num_splits) // num_splits)
 
         alike = self.target // self.num_rows
-        most = _MOST_COMBINING * self.num_sms // num_programs(self.num_rows, self.target)
+        most = (
+            _MOST_COMBINING[4 * self.num_rows > self.target] * self.num_sms // num_programs(self.num_rows, self.target)
+        )
         return max(_LEAST_SPREAD, min(most, max(programs(alike) if alike > 1 else 1, programs(self.target))))
 
     @property
