@@ -1,7 +1,7 @@
 """`attn_backends.backends.mla.absorption` by kernels of ours: for few tokens, whose weights take the time.
 
-Both start early and let the next kernel start. A library's products do neither, and what is copied behind absorbed
-queries would be a launch of its own.
+Where decode's kernels do so too, both start early and let the next kernel start. A library's products do neither, and
+what is copied behind absorbed queries would be a launch of its own.
 """
 
 from __future__ import annotations
@@ -159,12 +159,12 @@ def suits_kernels(spec: MLASpec, kv_b_proj: torch.Tensor, device: torch.device) 
 
 
 @operator(("absorbed",))
-def absorb(query: torch.Tensor, w_uk: torch.Tensor, absorbed: torch.Tensor) -> None:
+def absorb(query: torch.Tensor, w_uk: torch.Tensor, absorbed: torch.Tensor, starts_early: bool) -> None:
     """`absorption.absorb` in one launch."""
     (num_tokens, num_heads, width), (nope, rank) = query.shape, w_uk.shape[1:]
     constants = AbsorbConstants(
         NOPE=nope, ROPE=width - nope, RANK=rank, BLOCK_T=_block_tokens(num_tokens), BLOCK_NOPE=_block(nope, _NOPE),
-        BLOCK_RANK=_block(rank, _ABSORBED), USE_PDL=supports_pdl(query.device),
+        BLOCK_RANK=_block(rank, _ABSORBED), USE_PDL=starts_early and supports_pdl(query.device),
     )  # fmt: skip
     grid = rank // constants.BLOCK_RANK, num_heads, -(-num_tokens // constants.BLOCK_T)
     strides = Strides._make((*query.stride()[:2], *w_uk.stride()[:2]))
@@ -173,12 +173,12 @@ def absorb(query: torch.Tensor, w_uk: torch.Tensor, absorbed: torch.Tensor) -> N
 
 
 @operator(("output",))
-def up_project(attended: torch.Tensor, w_uv: torch.Tensor, output: torch.Tensor) -> None:
+def up_project(attended: torch.Tensor, w_uv: torch.Tensor, output: torch.Tensor, starts_early: bool) -> None:
     """`absorption.up_project` in one launch."""
     (num_tokens, num_heads, rank), values = attended.shape, w_uv.shape[2]
     constants = ProjectConstants(
         RANK=rank, BLOCK_T=_block_tokens(num_tokens), BLOCK_RANK=_block(rank, _RANK),
-        BLOCK_V=_block(values, _VALUES), USE_PDL=supports_pdl(attended.device),
+        BLOCK_V=_block(values, _VALUES), USE_PDL=starts_early and supports_pdl(attended.device),
     )  # fmt: skip
     grid = values // constants.BLOCK_V, num_heads, -(-num_tokens // constants.BLOCK_T)
     strides = Strides._make((*output.stride()[:2], w_uv.stride(0), w_uv.stride(2)))
@@ -195,7 +195,7 @@ def _block(dim: int, most: int) -> int:
     return min(dim & -dim, most)
 
 
-def list_launches(spec: MLASpec, most_tokens: int, device: torch.device) -> None:
+def list_launches(spec: MLASpec, most_tokens: int, device: torch.device, *, starts_early: bool) -> None:
     """Launch, in a listing, what decodes of up to `most_tokens` tokens can: with blocks of each size."""
     heads, nope = spec.num_qo_heads, spec.qk_nope_head_dim
     kv_b_proj = empty(heads, nope + spec.head_dim_vo, spec.kv_lora_rank, dtype=spec.dtype)
@@ -206,5 +206,5 @@ def list_launches(spec: MLASpec, most_tokens: int, device: torch.device) -> None
         if num_tokens <= most_tokens:
             dims = spec.head_dim, spec.latent_dim, spec.kv_lora_rank, spec.head_dim_vo
             query, absorbed, attended, output = (empty(num_tokens, heads, dim, dtype=spec.dtype) for dim in dims)
-            absorb(query, w_uk, absorbed)
-            up_project(attended, w_uv, output)
+            absorb(query, w_uk, absorbed, starts_early)
+            up_project(attended, w_uv, output, starts_early)

@@ -52,6 +52,9 @@ class MLAImpl(AttentionImpl[MLAStep]):
 
     step_cls = MLAStep
     zeroes_idle_rows: ClassVar[bool] = False  # `_decode` gives zeros, and an LSE of -inf, where seq_len is 0
+    # Decode's kernels start before the one in front has ended, where a GPU can, and all their programs wait for that:
+    # the kernels around decode may do so too.
+    starts_early: ClassVar[bool] = False
     spec: MLASpec
 
     def __init__(
@@ -153,12 +156,13 @@ class MLAImpl(AttentionImpl[MLAStep]):
         """Absorb, attend among latent rows, and project up by W_UV."""
         spec, shape = self.spec, (rows.num_rows, rows.query_len, self.spec.num_qo_heads)
         absorbed = query.new_empty(*query.shape[:2], spec.latent_dim)
-        absorb(query, self.w_uk, absorbed, by_kernel=self._by_kernel)
+        how = {"by_kernel": self._by_kernel, "starts_early": self.starts_early}
+        absorb(query, self.w_uk, absorbed, **how)
         attended = query.new_empty(*query.shape[:2], spec.kv_lora_rank)
         row_lse = None if lse is None else torch.empty(shape, dtype=torch.float32, device=query.device)
         given = LatentTensors(absorbed.view(*shape, -1), latent_cache, attended.view(*shape, -1), row_lse)
         self._decode(given, step)
-        up_project(attended, self.w_uv, output, by_kernel=self._by_kernel)
+        up_project(attended, self.w_uv, output, **how)
         if lse is not None and row_lse is not None:
             lse.copy_(row_lse.flatten(0, 1))
         if rows.idle is not None and not self.zeroes_idle_rows:

@@ -85,6 +85,7 @@ class MLAState(AttentionState[MLAMetadata]):
     graph_cls = MLAGraphState
     metadata_cls: ClassVar[type[MLAMetadata]] = MLAMetadata
     step_cls: ClassVar[type[MLAStep]] = MLAStep  # what `begin_forward` returns
+    starts_early: ClassVar[bool] = False  # the impl's
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -148,7 +149,8 @@ class MLAState(AttentionState[MLAMetadata]):
         list_merges(self.specs.values(), torch.float32)
         longest = self.limits.max_num_requests * MLAMetadataBuilder.decode_threshold
         for spec, prefill in self.prefills.items():
-            list_products(spec, min(longest, self.limits.max_num_tokens), self.device)
+            most_tokens = min(longest, self.limits.max_num_tokens)
+            list_products(spec, most_tokens, self.device, starts_early=self.starts_early)
             if prefill is not None:
                 prefill.list_launches()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -88,8 +89,8 @@ def check(seed: int, device: str, dtype: torch.dtype, launches: ModuleType) -> N
     absorbed = torch.einsum("thd,hdr->thr", given.query[..., :nope].double(), given.w_uk.double())
     expected = torch.cat([absorbed, given.query[..., nope:].double()], dim=-1)
     projected = torch.einsum("thr,hrd->thd", given.attended.double(), given.w_uv.double())
-    launches.absorb(given.query, given.w_uk, given.absorbed)
-    launches.up_project(given.attended, given.w_uv, given.output)
+    launches.absorb(given.query, given.w_uk, given.absorbed, starts_early=True)
+    launches.up_project(given.attended, given.w_uv, given.output, starts_early=True)
     for got, wanted, whole in zip((given.absorbed, given.output), (expected, projected), given.written, strict=True):
         assert (got - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
         assert int((~whole.isnan()).sum()) == got.numel()
@@ -136,7 +137,8 @@ def test_layers(query_len: int, cache_dtype: torch.dtype, monkeypatch: pytest.Mo
     for name in counts:
         real = getattr(kernels, name)
 
-        def counted(*given: torch.Tensor, name: str = name, real: Any = real) -> None:
+        def counted(*given: Any, name: str = name, real: Any = real) -> None:
+            assert given[-1] is True  # these and TRITON_MLA's kernels start early
             counts[name] += 1
             real(*given)
 
@@ -150,6 +152,23 @@ def test_layers(query_len: int, cache_dtype: torch.dtype, monkeypatch: pytest.Mo
         monkeypatch.setattr(absorption, "_MOST_PROJECTED", most_projected)
         assert_matches(layer.forward(batch, layer.begin(batch)), batch, "TRITON_MLA", expected)
     assert counts == {"absorb": 2, "up_project": 1}
+
+
+FAMILY = {
+    "torch_mla": "TorchMLA",
+    "triton_mla": "TritonMLA",
+    "flashmla": "FlashMLA",
+    "flashinfer_mla": "FlashInferMLA",
+    "flash_attn_mla": "FlashAttnMLA",
+}
+
+
+@pytest.mark.parametrize("folder", FAMILY)
+def test_only_kernels_of_ours_start_early(folder: str) -> None:
+    """Layers came out wrong with FlashMLA's between kernels that started early."""
+    for part in ("Impl", "State"):
+        module = importlib.import_module(f"attn_backends.backends.mla.{folder}.{part.lower()}")
+        assert getattr(module, FAMILY[folder] + part).starts_early == (folder == "triton_mla")
 
 
 HOPPER, BLACKWELL = (132, 227 << 10, True, True, True), (148, 227 << 10, True, False, True)

@@ -9,6 +9,7 @@ from attn_backends.backends.mla.triton_mla.launch import launch_decode
 
 class TritonMLAImpl(MLAImpl):
     zeroes_idle_rows = True
+    starts_early = True
 
     def _decode(self, given: LatentTensors, step: MLAStep) -> None:
         assert step.metadata.decode is not None  # as there are rows to decode

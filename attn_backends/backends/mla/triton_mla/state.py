@@ -11,6 +11,7 @@ import torch
 from attn_backends.backends.mla.impl import LatentTensors
 from attn_backends.backends.mla.metadata import DecodeRows, MLAMetadataBuilder
 from attn_backends.backends.mla.state import MLAState
+from attn_backends.backends.mla.triton_mla.impl import TritonMLAImpl
 from attn_backends.backends.mla.triton_mla.launch import Split, Workspace, launch_decode, suits_hopper_kernel
 from attn_backends.backends.mla.triton_mla.tuning import SplitPlan, decode_tile, decode_tiles
 from attn_backends.kernels.cut_list import CutList, SplitSizes
@@ -30,6 +31,7 @@ class TritonMLAState(MLAState):
     """
 
     backend_name = "TRITON_MLA"
+    starts_early = TritonMLAImpl.starts_early
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
