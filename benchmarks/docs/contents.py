@@ -29,6 +29,7 @@ IN_VLLM = Pivot(
     index="what", contender="backend", bare=False,
 )  # fmt: skip
 MLA = Pivot("decode us", {name: name for name in ("FLASHINFER_MLA", "FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA")})
+MLA_LAYER = MLA._replace(value="layer us")
 
 
 class Section(NamedTuple):
@@ -129,6 +130,9 @@ HOST = ("requests", "contender", "plan us", "p90 us", "with table us", "mean wit
 WARM = ("model", "caches", "backend", "compiling s", "kernels", "ready s", "first load s", "second load s",
         "first/second", "compiled in loads")  # fmt: skip
 CHECKED = ("tests", "passed", "graphs", "failed", "skipped", "seconds")
+RANDOM_MLA = ("id", "heads", "tokens", "requests", "keys", "longest", "decode us", "decode best other",
+              "decode best us", "decode ratio", "layer us", "layer best other", "layer best us",
+              "layer ratio")  # fmt: skip
 KERNEL = ("backend", "mode", "requests", "kernel", "us a step", "calls")
 
 PAGES = (
@@ -171,9 +175,13 @@ PAGES = (
     )),
     Page("mla", "MLA",
          "the MLA family's decodes over latent rows in bf16 and fp8, and its prompts",
-         "Latent rows have 512 + 64 columns. Shapes are `requests x keys, query heads`.", (
-        Section("mla_attention", "Decode", MLA, None, dotted(MLA, "MLA decode of one layer, bf16, H200"), "mla_decode",
-                full=True),
+         "Latent rows have 512 + 64 columns. Shapes are `requests x keys, query heads`. A decode is the attention on "
+         "latent rows alone; a layer has the products with W_UK and W_UV around it.", (
+        Section("mla_attention", "Decode", MLA, None, dotted(MLA, "MLA decode of one layer, bf16, H200"), "mla_decode"),
+        Section("mla_attention", "Whole layers", MLA_LAYER, None,
+                dotted(MLA_LAYER, "MLA decode with the products around it, bf16, H200"), "mla_layer", full=True),
+        Section("mla_random_1020", "Shapes drawn at random", RANDOM_MLA),
+        Section("mla_random_208", "Others, of a seed for tuning, hours before", RANDOM_MLA),
         Section("mla_attention_h100", "Decode on an H100, rows of unequal lengths too", MLA, full=True),
         Section("mla_attention_fp8", "Decode over fp8 latents", MLA._replace(bare=False), full=True),
         Section("mla_attention_flashmla_verify", "FLASHMLA with several tokens to verify", MLA, full=True),
@@ -287,6 +295,7 @@ ELSEWHERE = {
     "verify_joins",
     "verify_order",
     "verify_items",
+    "verify_latents",
     "decode_trials_7",
     "decode_trials_8",
 }

@@ -4,7 +4,8 @@ The programs of a launch run one after the other; the partitions of a program ar
 until it has to wait. What is asynchronous happens as late as it may: a copy leaves NaN in its place until all others
 wait, and a product is worked out when it is waited for, with what its operands hold then. So a wait that is missing, or
 a place that is free too early, gives NaN or an error; so do loads and stores outside of a tensor, and partitions that
-wait for each other.
+wait for each other. In a kernel's further launches copies land at any time, and partitions run in any order: so is
+found what may be overtaken.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, KernelInterface
 
-from attn_backends.kernels import hopper as triton_hopper
+from attn_backends.kernels import hopper as triton_hopper, hopper_writes
 
 Dtype = torch.dtype
 
@@ -442,13 +443,14 @@ class Partition:
 class Program:
     """One program of a launch."""
 
-    def __init__(self, number: int, count: int) -> None:
-        self.number, self.count = number, count
+    def __init__(self, number: int, count: int, launch: int) -> None:
+        self.number, self.count, self.launch = number, count, launch
         self.copies: list[Callable[[], None]] = []  # by the tensor memory accelerator, not landed
         self.partitions: list[Partition] = []
         self.current = -1  # which of them runs
         self.error: BaseException | None = None
-        self.order = random.Random(number)  # in which copies land
+        self.order = random.Random(f"{launch}/{number}")  # in which copies land, and who comes first
+        self.ranks: list[int] = []
 
     @property
     def partition(self) -> Partition:
@@ -490,31 +492,47 @@ class Program:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Choose who runs, of those that can. In every third program whoever comes after the one that ran; in others
-        the last, which loads or takes tiles, as far ahead as it may, then the others, from behind or from the front."""
+        """Choose who runs, of those that can, or let a copy land."""
         if self.error is not None:
             for part in self.partitions:
                 part.may_run.set()
             return
-        count = len(self.partitions)
-        first, *others = reversed(range(count))
-        order = [
-            [(self.current + i) % count for i in range(1, count + 1)],
-            [first, *others],
-            [first, *reversed(others)],
-        ][self.number % 3]
         while any(part.is_ready is not None for part in self.partitions):
-            for number in order:
+            for number in self._ranked():
+                if number == len(self.partitions):
+                    if self.copies:
+                        self.copies.pop(self.order.randrange(len(self.copies)))()
+                        break
+                    continue
                 part = self.partitions[number]
                 if part.is_ready is not None and part.is_ready():
                     self.current = number
                     part.may_run.set()
                     return
-            if not self.copies:
+            else:
                 self.error = RuntimeError(f"program {self.number}: all partitions wait, and nothing is under way")
                 self._go_on()
                 return
-            self.copies.pop(self.order.randrange(len(self.copies)))()
+
+    def _ranked(self) -> list[int]:
+        """Partitions, and copies by the number behind theirs, in the order in which they are asked.
+
+        In a kernel's first launch copies come last: in every third program behind whoever comes after the one that ran;
+        in others behind the last, which loads or takes tiles, as far ahead as it may, then the others, from behind or
+        from the front. In further launches all come in any order, another one now and then, or always.
+        """
+        count = len(self.partitions)
+        if self.launch > 0:
+            if not self.ranks or self.order.random() < (0.0, 0.05, 1.0)[(self.launch + self.number) % 3]:
+                self.ranks = self.order.sample(range(count + 1), count + 1)
+            return self.ranks
+        first, *others = reversed(range(count))
+        ways = [
+            [(self.current + i) % count for i in range(1, count + 1)],
+            [first, *others],
+            [first, *reversed(others)],
+        ]
+        return [*ways[self.number % 3], count]
 
 
 _running: list[Program] = []
@@ -691,9 +709,9 @@ _STAND_INS: dict[int, Any] = {
     id(triton_hopper.to_fp16_pairs): _to_fp16_pairs,
     id(triton_hopper.as_words): lambda p, of_dtype: Tensor(p.data.to(of_dtype).view(torch.int32)),
     id(triton_hopper.of_words): lambda words, of_dtype: Tensor(words.data.view(of_dtype)),
-    id(triton_hopper.words_together): lambda words: words,
-    id(triton_hopper.floats_together): lambda acc: acc,
-    id(triton_hopper._as_written): lambda num_columns, itemsize: Layout(),
+    id(hopper_writes.words_together): lambda words: words,
+    id(hopper_writes.floats_together): lambda acc: acc,
+    id(hopper_writes._as_written): lambda num_columns, itemsize: Layout(),
     id(getattr(gl, "barrier", None) or gl.thread_barrier): lambda: None,
 }
 
@@ -729,7 +747,7 @@ class Emulated:
     """Stands for a kernel: `kernel[grid](…)` runs all of its programs, and tells how many there are."""
 
     def __init__(self, kernel: Any, tell: Callable[[int], None]) -> None:
-        self.function, self.tell = _function(kernel.fn), tell
+        self.function, self.tell, self.launches = _function(kernel.fn), tell, 0
         types = kernel.fn.__annotations__
         self.is_constant = ["constexpr" in types.get(name, "") for name in kernel.arg_names]
 
@@ -741,11 +759,12 @@ class Emulated:
             self.tell(count)
             arguments = [*map(_argument, given, self.is_constant)]
             for number in range(count):
-                _running.append(Program(number, count))
+                _running.append(Program(number, count, self.launches))
                 try:
                     self.function(*arguments)
                 finally:
                     _running.pop()
+            self.launches += 1
 
         return launch
 

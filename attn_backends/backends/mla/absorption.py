@@ -22,9 +22,9 @@ def suits_kernels(spec: MLASpec, kv_b_proj: torch.Tensor, device: torch.device) 
     """Whether the launches of ours serve a layer on a device."""
     if not HAS_TRITON:
         return False
-    from attn_backends.backends.mla.absorption_triton import suits_kernels
+    from attn_backends.backends.mla.absorption_triton import are_served
 
-    return suits_kernels(spec, kv_b_proj, device)
+    return are_served(spec, kv_b_proj, device)
 
 
 def absorb(
@@ -41,9 +41,9 @@ def absorb(
     """
     (num_tokens, num_heads, _), (nope, rank) = query.shape, w_uk.shape[1:]
     if by_kernel and num_tokens * num_heads <= _MOST_ABSORBED:
-        from attn_backends.backends.mla.absorption_triton import absorb as absorb_in_one_launch
+        from attn_backends.backends.mla.absorption_triton import launch_absorb
 
-        absorb_in_one_launch(query, w_uk, absorbed, starts_early)
+        launch_absorb(query, w_uk, absorbed, starts_early)
         return
     torch.bmm(query[..., :nope].transpose(0, 1), w_uk, out=absorbed[..., :rank].transpose(0, 1))
     absorbed[..., rank:] = query[..., nope:]
@@ -62,8 +62,8 @@ def up_project(
     """
     num_tokens, num_heads, _ = attended.shape
     if by_kernel and num_tokens * num_heads <= _MOST_PROJECTED:
-        from attn_backends.backends.mla.absorption_triton import up_project as up_project_by_kernel
+        from attn_backends.backends.mla.absorption_triton import launch_up_project
 
-        up_project_by_kernel(attended, w_uv, output, starts_early)
+        launch_up_project(attended, w_uv, output, starts_early)
         return
     torch.bmm(attended.transpose(0, 1), w_uv, out=output.transpose(0, 1))

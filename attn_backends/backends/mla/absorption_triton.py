@@ -43,7 +43,7 @@ class Tokens(NamedTuple):
     num_tokens: int
 
 
-class Strides(NamedTuple):
+class ProductStrides(NamedTuple):
     token: int  # of the model's tensor
     head: int
     weight_head: int
@@ -145,7 +145,7 @@ def up_project_kernel(  # type: ignore[no-untyped-def]
     tl.store(to, acc.to(output.dtype.element_ty), mask=live)
 
 
-def suits_kernels(spec: MLASpec, kv_b_proj: torch.Tensor, device: torch.device) -> bool:
+def are_served(spec: MLASpec, kv_b_proj: torch.Tensor, device: torch.device) -> bool:
     """Whether the kernels serve a layer on a device: 16 bits, dims that whole blocks divide, and a GPU where they were
     measured to take less time, which lets kernels start early."""
     dims = spec.qk_nope_head_dim, spec.kv_lora_rank, spec.head_dim_vo
@@ -159,7 +159,7 @@ def suits_kernels(spec: MLASpec, kv_b_proj: torch.Tensor, device: torch.device) 
 
 
 @operator(("absorbed",))
-def absorb(query: torch.Tensor, w_uk: torch.Tensor, absorbed: torch.Tensor, starts_early: bool) -> None:
+def launch_absorb(query: torch.Tensor, w_uk: torch.Tensor, absorbed: torch.Tensor, starts_early: bool) -> None:
     """`absorption.absorb` in one launch."""
     (num_tokens, num_heads, width), (nope, rank) = query.shape, w_uk.shape[1:]
     constants = AbsorbConstants(
@@ -167,13 +167,13 @@ def absorb(query: torch.Tensor, w_uk: torch.Tensor, absorbed: torch.Tensor, star
         BLOCK_RANK=_block(rank, _ABSORBED), USE_PDL=starts_early and supports_pdl(query.device),
     )  # fmt: skip
     grid = rank // constants.BLOCK_RANK, num_heads, -(-num_tokens // constants.BLOCK_T)
-    strides = Strides._make((*query.stride()[:2], *w_uk.stride()[:2]))
+    strides = ProductStrides._make((*query.stride()[:2], *w_uk.stride()[:2]))
     launch(absorb_kernel, grid, AbsorbTensors(query, w_uk, absorbed), Tokens(num_tokens), (strides, constants),
            _ABSORB_WARPS, use_pdl=constants.USE_PDL)  # fmt: skip
 
 
 @operator(("output",))
-def up_project(attended: torch.Tensor, w_uv: torch.Tensor, output: torch.Tensor, starts_early: bool) -> None:
+def launch_up_project(attended: torch.Tensor, w_uv: torch.Tensor, output: torch.Tensor, starts_early: bool) -> None:
     """`absorption.up_project` in one launch."""
     (num_tokens, num_heads, rank), values = attended.shape, w_uv.shape[2]
     constants = ProjectConstants(
@@ -181,7 +181,7 @@ def up_project(attended: torch.Tensor, w_uv: torch.Tensor, output: torch.Tensor,
         BLOCK_V=_block(values, _VALUES), USE_PDL=starts_early and supports_pdl(attended.device),
     )  # fmt: skip
     grid = values // constants.BLOCK_V, num_heads, -(-num_tokens // constants.BLOCK_T)
-    strides = Strides._make((*output.stride()[:2], w_uv.stride(0), w_uv.stride(2)))
+    strides = ProductStrides._make((*output.stride()[:2], w_uv.stride(0), w_uv.stride(2)))
     launch(up_project_kernel, grid, ProjectTensors(attended, w_uv, output), Tokens(num_tokens), (strides, constants),
            _PROJECT_WARPS, use_pdl=constants.USE_PDL)  # fmt: skip
 
@@ -195,16 +195,16 @@ def _block(dim: int, most: int) -> int:
     return min(dim & -dim, most)
 
 
-def list_launches(spec: MLASpec, most_tokens: int, device: torch.device, *, starts_early: bool) -> None:
+def list_products(spec: MLASpec, most_tokens: int, device: torch.device, *, starts_early: bool) -> None:
     """Launch, in a listing, what decodes of up to `most_tokens` tokens can: with blocks of each size."""
     heads, nope = spec.num_qo_heads, spec.qk_nope_head_dim
     kv_b_proj = empty(heads, nope + spec.head_dim_vo, spec.kv_lora_rank, dtype=spec.dtype)
-    if not suits_kernels(spec, kv_b_proj, device):
+    if not are_served(spec, kv_b_proj, device):
         return
     w_uk, w_uv = kv_b_proj[:, :nope], kv_b_proj[:, nope:].mT
     for num_tokens in (1, _LEAST_BLOCK + 1, 2 * _LEAST_BLOCK + 1):
         if num_tokens <= most_tokens:
             dims = spec.head_dim, spec.latent_dim, spec.kv_lora_rank, spec.head_dim_vo
             query, absorbed, attended, output = (empty(num_tokens, heads, dim, dtype=spec.dtype) for dim in dims)
-            absorb(query, w_uk, absorbed, starts_early)
-            up_project(attended, w_uv, output, starts_early)
+            launch_absorb(query, w_uk, absorbed, starts_early)
+            launch_up_project(attended, w_uv, output, starts_early)

@@ -143,7 +143,7 @@ class MLAState(AttentionState[MLAMetadata]):
     def list_launches(self) -> None:
         """Launch, in a listing, what of ours steps can launch: rows written, products around decodes, prefills, and
         parts of a context joined."""
-        from attn_backends.backends.mla.absorption_triton import list_launches as list_products
+        from attn_backends.backends.mla.absorption_triton import list_products
 
         list_cache_writes(self.specs.values(), self.cache)
         list_merges(self.specs.values(), torch.float32)

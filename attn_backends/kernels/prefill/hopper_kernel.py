@@ -47,9 +47,8 @@ from attn_backends.kernels.hopper import (
     piece_width,
     row_sums,
     times_rows,
-    write_rows,
-    write_rows_by_smem,
 )
+from attn_backends.kernels.hopper_writes import write_rows, write_rows_by_smem
 from attn_backends.kernels.pdl import grid_wait, launch_dependents
 from attn_backends.kernels.split_kv import FAR, LN_2, LOG2_E, first_key, seen_by_all
 from attn_backends.kernels.tile_kernels import tile_of

@@ -89,8 +89,8 @@ def check(seed: int, device: str, dtype: torch.dtype, launches: ModuleType) -> N
     absorbed = torch.einsum("thd,hdr->thr", given.query[..., :nope].double(), given.w_uk.double())
     expected = torch.cat([absorbed, given.query[..., nope:].double()], dim=-1)
     projected = torch.einsum("thr,hrd->thd", given.attended.double(), given.w_uv.double())
-    launches.absorb(given.query, given.w_uk, given.absorbed, starts_early=True)
-    launches.up_project(given.attended, given.w_uv, given.output, starts_early=True)
+    launches.launch_absorb(given.query, given.w_uk, given.absorbed, starts_early=True)
+    launches.launch_up_project(given.attended, given.w_uv, given.output, starts_early=True)
     for got, wanted, whole in zip((given.absorbed, given.output), (expected, projected), given.written, strict=True):
         assert (got - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
         assert int((~whole.isnan()).sum()) == got.numel()
@@ -133,7 +133,7 @@ def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_layers(query_len: int, cache_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer with launches of ours around its decode, and with torch's where there are many tokens."""
-    counts = dict.fromkeys(("absorb", "up_project"), 0)
+    counts = dict.fromkeys(("launch_absorb", "launch_up_project"), 0)
     for name in counts:
         real = getattr(kernels, name)
 
@@ -151,7 +151,7 @@ def test_layers(query_len: int, cache_dtype: torch.dtype, monkeypatch: pytest.Mo
         monkeypatch.setattr(absorption, "_MOST_ABSORBED", most_absorbed)
         monkeypatch.setattr(absorption, "_MOST_PROJECTED", most_projected)
         assert_matches(layer.forward(batch, layer.begin(batch)), batch, "TRITON_MLA", expected)
-    assert counts == {"absorb": 2, "up_project": 1}
+    assert counts == {"launch_absorb": 2, "launch_up_project": 1}
 
 
 FAMILY = {

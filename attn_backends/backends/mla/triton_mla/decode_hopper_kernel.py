@@ -41,8 +41,8 @@ from attn_backends.kernels.hopper import (
     row_sums,
     times_rows,
     to_fp16_pairs,
-    write_rows_by_shuffles,
 )
+from attn_backends.kernels.hopper_writes import write_rows_by_shuffles
 from attn_backends.kernels.pdl import grid_wait, grid_wait_and_launch_dependents
 from attn_backends.kernels.split_kv import HOPPER_PAGE, LN_2, MAX_SPLITS
 
@@ -364,7 +364,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
         _store_scaled_queries(query, q_tiles, stats.index(4 + warp_group), row, tile, warp_group,
                               QUERY_LEN * HEADS)  # fmt: skip
         _meet(met, 0)
-    elif num_blocks > 0:
+    elif num_blocks > warp_group:  # who has no logits does not wait: queries of the next item may have come by then
         mbarrier.wait(q_full.index(0), nth & 1)
     q_scale, exp_scale = scale, scale
     if UPCAST:  # logits are scaled before they are compared: each row by another number
