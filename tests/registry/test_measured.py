@@ -176,8 +176,8 @@ def test_the_table_is_what_the_results_say() -> None:
 
 
 def test_auto_takes_no_backend_that_is_much_slower_than_the_fastest() -> None:
-    """From pages of 16, which FLASHMLA does not serve, and of 64, which FLASH_ATTN_MLA does not. TRITON_MLA is the fastest
-    of its family everywhere."""
+    """From pages of 16, which FLASHMLA does not serve, and of 64, which FLASH_ATTN_MLA does not. TRITON_MLA is the
+    fastest of its family everywhere."""
     from benchmarks.tune import rank_backends
 
     taken = rank_backends.choices()
