@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.attention.bare_mla import KERNELS
-from benchmarks.attention.mla_attention import LAYER, Made, bare, ours
+from benchmarks.attention.mla_attention import LAYER, Made, all_made
 from benchmarks.attention.mla_draws import BOUNDS, MLADrawn, draw
 from benchmarks.attention.mla_problem import make_forms
 from benchmarks.attention.random_ahead import processes_to_compile
 from benchmarks.attention.random_results import Results
-from benchmarks.attention.random_statistics import interval, paired, summary
+from benchmarks.attention.random_shapes import against
+from benchmarks.attention.random_statistics import summary
 from benchmarks.attention.shape_draws import purpose
 from benchmarks.lib.gpu_harness import free_memory, reason, rounds_us
 from benchmarks.lib.harness import RESULTS, print_table
@@ -48,26 +48,16 @@ def describe(each: MLADrawn) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def all_made(each: MLADrawn, of: str, with_bare: bool, device: torch.device) -> tuple[Made, list[str]]:
+def made_for(each: MLADrawn, of: str, with_bare: bool, device: torch.device) -> tuple[Made, list[str]]:
     """The contenders that are right, each captured; and who dropped out why."""
-    forms = make_forms(each.shape, DTYPE, PAGE_SIZE, device)
-    made: Made = {}
-    dropped = []
-    for name in [of, *(KERNELS if with_bare else ())]:
-        try:
-            found = bare(name, forms) if name in KERNELS else ours(name, forms, {})
-            for contender in found.values():
-                contender.check()
-            made |= found
-        except Exception as error:  # whatever a kernel library raises, and wrong answers
-            dropped.append(f"{name}: {reason(error)}")
-    return made, dropped
+    made, dropped = all_made(make_forms(each.shape, DTYPE, PAGE_SIZE, device), [of], {}, with_bare)
+    return made, [line.removeprefix(f"{each.shape.name}: ") for line in dropped]
 
 
 @torch.inference_mode()
 def measure(each: MLADrawn, of: str, rounds: int, with_bare: bool, device: torch.device) -> dict[str, Any]:
     """One shape's row."""
-    made, dropped = all_made(each, of, with_bare, device)
+    made, dropped = made_for(each, of, with_bare, device)
     replays = {name: contender.replay for name, contender in made.items()}
     taken = rounds_us(replays, rounds, device, {}, TURN_US) if replays else {}
     times = {name: [made[name].us(us) for us in each_round] for name, each_round in taken.items()}
@@ -81,14 +71,9 @@ def measure(each: MLADrawn, of: str, rounds: int, with_bare: bool, device: torch
 def against_best(of: str, times: dict[str, list[float]]) -> dict[str, Any]:
     """A backend's time, the best of the others', and the ratio with its interval, by rounds."""
     us = {name: statistics.median(each) for name, each in times.items()}
-    others = {name: time for name, time in us.items() if name != of}
-    if of not in us or not others:
-        return {"us": us.get(of), "ratio": None}
-    best = min(others, key=lambda name: others[name])
-    ratios = paired(times[of], times[best])
-    low, high = interval(ratios)
-    return {"us": us[of], "best other": best, "best us": others[best], "ratio": statistics.median(ratios),
-            "low": low, "high": high}  # fmt: skip
+    found = against(times, us, of)
+    del found["others"]  # of how many libraries these are
+    return {"us": us.get(of), "best us": us.get(found.get("best other", "")), **found}
 
 
 def compile_ahead(shapes: Sequence[MLADrawn], of: str, device: str) -> None:
@@ -106,7 +91,7 @@ def compile_ahead(shapes: Sequence[MLADrawn], of: str, device: str) -> None:
 @torch.inference_mode()
 def _compile(shapes: Sequence[MLADrawn], of: str, device: str) -> None:
     for each in shapes:
-        _, dropped = all_made(each, of, False, torch.device(device))
+        _, dropped = made_for(each, of, False, torch.device(device))
         free_memory(torch.device(device))
         if dropped:
             print(f"not compiled ahead: {each.id}: {dropped[0][:100]}", flush=True)

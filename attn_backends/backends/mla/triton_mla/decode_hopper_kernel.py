@@ -144,6 +144,14 @@ def _uses(num_blocks, done):  # type: ignore[no-untyped-def]
     return done_0 + (num_blocks + 1) // 2, done_1 + num_blocks // 2
 
 
+@gluon.jit
+def _place(nth, done):  # type: ignore[no-untyped-def]
+    """The place of a work item's `nth` block, and the phase in which it is full there."""
+    done_0, done_1 = done
+    block = nth % 2
+    return block, (gl.where(block == 0, done_0, done_1) + nth // 2) & 1
+
+
 @gluon.jit  # type: ignore[untyped-decorator]
 def _load(  # type: ignore[no-untyped-def]
     to_load, items, PAGE_SIZE: gl.constexpr, TMA_ROWS: gl.constexpr, UPCAST: gl.constexpr, E5M2: gl.constexpr,
@@ -202,10 +210,8 @@ def _load_blocks(  # type: ignore[no-untyped-def]
     """Ask for the rope keys and every piece of every block once their place is empty; `ids` are page ids of the first
     pair, and `done` says how often each place was used."""
     kv_tiles, rope, full, empty = kv_pipeline
-    done_0, done_1 = done
     for nth in range(num_blocks):
-        block = nth % 2
-        phase = (gl.where(block == 0, done_0, done_1) + nth // 2) & 1
+        block, phase = _place(nth, done)
         first = start + nth * BLOCK_N
         next_ids = page_ids(pages, start + (nth // 2 + 1) * (2 * BLOCK_N), stop, PAGE_SIZE, TMA_ROWS)
         first_id = block * (BLOCK_N // TMA_ROWS)
@@ -273,10 +279,8 @@ def _load_blocks_as_fp16(  # type: ignore[no-untyped-def]
     rows = _rows(cached, slot_step, pages, start, stop, PAGE_SIZE, COALESCED)
     rope = _columns(rope_rows, RANK, ROPE, COALESCED_ROPE)
     first, second = _columns(rows, 0, WIDTH, COALESCED), _columns(rows, WIDTH, WIDTH, COALESCED)
-    done_0, done_1 = done
     for nth in range(num_blocks):
-        block = nth % 2
-        phase = (gl.where(block == 0, done_0, done_1) + nth // 2) & 1
+        block, phase = _place(nth, done)
         next_start = start + (nth + 1) * BLOCK_N
         next_rope_rows = _rows(cached, slot_step, pages, next_start, stop, PAGE_SIZE, COALESCED_ROPE)
         next_rows = _rows(cached, slot_step, pages, next_start, stop, PAGE_SIZE, COALESCED)
