@@ -14,6 +14,7 @@ from attn_backends.kernels.split_kv import MAX_SPLITS, clear_counters, first_key
 SHORT_KEYS = tl.constexpr(128)  # of a row in the mean, up to which no program walks on to another row
 LEAST_KEYS = tl.constexpr(128)  # of a part of a row of few: fewer are sooner read than joined
 PART_SIZES = tl.constexpr(3)  # that short parts may have, each twice the one before
+MANY_PARTS = tl.constexpr(128)  # of a row: they take longer to be joined than half as many do to be read
 LISTED_PAGES = tl.constexpr(4)  # page ids that are listed with a work item, of its first keys
 MUCH_IDLE = tl.constexpr(2)  # blocks of a row, times the part of a GPU beyond half that its last round leaves idle
 _VARY = ["num_rows", "max_cuts", "few_cuts", "long_cut", "heads", "num_sms", "resident", "row_keys", "much_alike",
@@ -144,7 +145,8 @@ def _cut(  # type: ignore[no-untyped-def]
 ):
     """Where cuts lie. A row takes a little longer than its blocks: it counts as some more, in front of them, which are
     no one's. There are as many cuts as a GPU holds at once if they are long or fewer than rows, and else so many that
-    they are joined soon.
+    they are joined soon; of a row that would be in many of the shortest, so many of twice their length as take all
+    multiprocessors the same time.
 
     A program that goes from one row to another waits for each, and so rows may be cut apart instead, each for itself
     (see `_are_faster_apart`); where there is little to do, and programs to spare, parts may be up to twice as long as
@@ -157,6 +159,9 @@ def _cut(  # type: ignore[no-untyped-def]
     ends, num_blocks = tl.cumsum(widths, 0), tl.sum(widths, 0)
     are_few = (num_blocks < max_cuts * long_cut) & (tl.sum((blocks > 0).to(tl.int32), 0) < max_cuts)
     most = tl.where(are_few, few_cuts, max_cuts)
+    rounds = (num_blocks * heads // (2 * MIN_BLOCKS) + num_sms - 1) // num_sms  # of parts twice as long as the shortest
+    has_many = tl.max(blocks, 0) > MANY_PARTS * MIN_BLOCKS
+    most = tl.where(has_many, tl.minimum(most, tl.maximum(rounds * num_sms // heads, 1)), most)
     num_cuts = tl.maximum(tl.minimum(most, num_blocks // MIN_BLOCKS), 1)
     size = tl.maximum(num_blocks // num_cuts, 1)  # where no row exists
     least: tl.constexpr = LEAST_KEYS // BLOCK_N if LEAST_KEYS > MIN_BLOCKS * BLOCK_N else MIN_BLOCKS

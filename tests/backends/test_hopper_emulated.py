@@ -491,12 +491,29 @@ FAULTS = {
         WRONG,
     ),
     "queries that nobody waits for": ("triton", "        async_copy.wait_group(0)\n", "", WRONG),
-    "keys that are overwritten": ("triton", "        mbarrier.wait(empty[0].index(stage), phase ^ 1)\n", "", WRONG),
+    "keys that are overwritten": (
+        "triton",
+        "        mbarrier.wait(empty[0].index(k_stage), block // K_STAGES & 1 ^ 1)\n",
+        "",
+        WRONG,
+    ),
+    "values in the keys' stages": (
+        "triton of 128 dims",
+        "k_stage, v_stage = block % K_STAGES, block % V_STAGES",
+        "k_stage, v_stage = block % K_STAGES, block % K_STAGES",
+        WRONG + "|" + STUCK,
+    ),
+    "values that wait as keys do": (
+        "triton of 128 dims",
+        "mbarrier.wait(empty[1].index(v_stage), block // V_STAGES & 1 ^ 1)",
+        "mbarrier.wait(empty[1].index(v_stage), block // K_STAGES & 1 ^ 1)",
+        WRONG + "|" + STUCK,
+    ),
     "values that are let go too early": (
         "triton",
         "        acc = _wait_for_values(acc_pending, DIM_VO)\n        barrier()\n"
-        "        mbarrier.arrive(empty[1].index(before % STAGES))\n",
-        "        mbarrier.arrive(empty[1].index(before % STAGES))\n"
+        "        mbarrier.arrive(empty[1].index(before % V_STAGES))\n",
+        "        mbarrier.arrive(empty[1].index(before % V_STAGES))\n"
         "        acc = _wait_for_values(acc_pending, DIM_VO)\n",
         WRONG,
     ),
@@ -608,6 +625,7 @@ def test_faults_are_found(fault: str, launches: list[int], tmp_path: Path, monke
     monkeypatch.setattr("attn_backends.backends.triton.metadata.is_faster_upcast", lambda *_: False)
     given: dict[str, tuple[str, Batch, Any]] = {
         "triton": ("TRITON", prefill(spec_of(), 16, LENS), None),
+        "triton of 128 dims": ("TRITON", prefill(spec_of((128, 128)), 16, LENS), None),
         "triton of 8 bits": (
             "TRITON",
             with_outliers(from_8_bits((128, 128), 16, FP8_DTYPES[0], dtype=torch.bfloat16)),

@@ -22,6 +22,9 @@ _SMALL_TILE_ROWS, _TILE_ROWS = 16, 64  # queries of a tile; more queries of a ro
 _MOST_IN_SMALL_TILES = 48  # queries of a row: so often are its keys read again, from the L2, in less time
 _SHORT_NUMBERS = 128  # of keys, and as many of values, that a thread holds for a row that is attended for at once
 _LONGEST_SHORT = 64  # keys of such a row at most: a thread asks for some values once it holds fewer keys then
+# Warps of a program at most: Hopper's matrix units, which four have, may read weights in shared memory before these are
+# there, as Triton 3.6 lays out such products.
+_SHORT_WARPS = 2
 _SHORT_PAIRS = 6  # pairs of a row and a KV head, for each multiprocessor, that are few
 _LISTED_PAGE = 16  # slots, of which pages are multiples whose ids come with work items
 _WHOLE_KEYS = 48  # of a row, up to which it is no parts where those are short
@@ -131,7 +134,7 @@ def short_blocks(spec: AttentionSpec, tile: DecodeTile, plan: SplitPlan) -> tupl
     """Keys of a row that a program attends for at once, at most, and where pairs of a row and a KV head are few; 0: it
     does for none."""
     has_function = plan.tiles == 1 and plan.block_m == _SMALL_TILE_ROWS and spec.alibi_slopes is None
-    if not has_function or spec.dtype.itemsize > 2 or spec.cache_dtype.itemsize != 2:
+    if not has_function or spec.dtype.itemsize > 2 or tile.warps > _SHORT_WARPS:
         return 0, 0
     keys = min(_SHORT_NUMBERS * 32 * tile.warps // max(block_dims(spec)), _LONGEST_SHORT)
     return (keys, min(2 * keys, _LONGEST_SHORT)) if keys >= _SMALL_TILE_ROWS else (0, 0)

@@ -190,7 +190,8 @@ class HopperConstants(NamedTuple):
     DIM: int
     DIM_VO: int
     GROUPS: int
-    STAGES: int
+    K_STAGES: int
+    V_STAGES: int
     Q_STAGES: int
     USE_PDL: int
     LAUNCH_DEPENDENTS: int

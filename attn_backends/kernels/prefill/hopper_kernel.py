@@ -117,7 +117,8 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     DIM: gl.constexpr,
     DIM_VO: gl.constexpr,
     GROUPS: gl.constexpr,  # of warps that attend, 1 to 3
-    STAGES: gl.constexpr,  # blocks of keys, and of values, in shared memory
+    K_STAGES: gl.constexpr,  # blocks of keys in shared memory
+    V_STAGES: gl.constexpr,  # blocks of values there
     Q_STAGES: gl.constexpr,  # tiles of queries in shared memory, 1 or 2
     USE_PDL: gl.constexpr,  # 0 or 1: it starts before the kernel in front of it has ended, and waits for it
     LAUNCH_DEPENDENTS: gl.constexpr,  # 0 or 1: the next kernel runs beside this one, see below
@@ -146,12 +147,12 @@ def prefill_hopper_kernel(  # type: ignore[no-untyped-def]
     if GROUPS == 3:
         q_2 = gl.allocate_shared_memory(of_dtype, [Q_STAGES * column_tiles(DIM), BLOCK_M, TMA_COLS], BLOCK_LAYOUT)
     kv_dtype: gl.constexpr = gl.float16 if RAW_STAGES else of_dtype  # which 8 bits are sooner made than bfloat16
-    keys = gl.allocate_shared_memory(kv_dtype, [STAGES * column_tiles(DIM), BLOCK_N, TMA_COLS], BLOCK_LAYOUT)
-    values = gl.allocate_shared_memory(kv_dtype, [STAGES * column_tiles(DIM_VO), BLOCK_N, TMA_COLS], BLOCK_LAYOUT)
+    keys = gl.allocate_shared_memory(kv_dtype, [K_STAGES * column_tiles(DIM), BLOCK_N, TMA_COLS], BLOCK_LAYOUT)
+    values = gl.allocate_shared_memory(kv_dtype, [V_STAGES * column_tiles(DIM_VO), BLOCK_N, TMA_COLS], BLOCK_LAYOUT)
     info_smem = gl.allocate_shared_memory(gl.int32, [NUM_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ids_smem = gl.allocate_shared_memory(gl.int32, [1, WARP_SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = (barriers(STAGES, 1), barriers(STAGES, 1))  # of keys, of values
-    empty = (barriers(STAGES, GROUPS), barriers(STAGES, GROUPS))  # by all groups
+    full = (barriers(K_STAGES, 1), barriers(V_STAGES, 1))  # of keys, of values
+    empty = (barriers(K_STAGES, GROUPS), barriers(V_STAGES, GROUPS))  # by all groups
     info_full, info_empty = barriers(1, 1), barriers(1, GROUPS + 1 + (RAW_STAGES > 0))
     kv_pipeline = (keys, values, full, empty)
     loaded = kv_pipeline  # by the tensor memory accelerator
@@ -503,25 +504,26 @@ def _load_blocks(  # type: ignore[no-untyped-def]
 ):
     """Load a tile's blocks, the last one first, whose pages are `ids`; `done` blocks of other tiles came before."""
     keys, values, full, empty = kv_pipeline
-    STAGES: gl.constexpr = full[0].shape[0]
+    K_STAGES: gl.constexpr = full[0].shape[0]
+    V_STAGES: gl.constexpr = full[1].shape[0]
     head, row, start, num_blocks, seq_len = tile_info[:5]
     head = _head_of(head, SPLIT_HEADS)
     page_rows, head_rows, key_head, value_head, num_batches = steps
     at_row = head * head_rows
     if PAGE_SIZE == 0:
         at_row += row
-    for block in range(num_blocks):
-        stage, phase = (done + block) % STAGES, (done + block) // STAGES & 1
-        first = start + (num_blocks - 1 - block) * BLOCK_N
-        of_block = (stage, at_row, first, ids, page_rows, num_batches)
-        mbarrier.wait(empty[0].index(stage), phase ^ 1)
-        _load_block(key_desc, head * key_head, of_block, full[0].index(stage), keys, PAGE_SIZE, TMA_ROWS, BLOCK_N, DIM,
-                    0)  # fmt: skip
+    for block in range(done, done + num_blocks):
+        k_stage, v_stage = block % K_STAGES, block % V_STAGES
+        first = start + (num_blocks - 1 - (block - done)) * BLOCK_N
+        of_block = (at_row, first, ids, page_rows, num_batches)
+        mbarrier.wait(empty[0].index(k_stage), block // K_STAGES & 1 ^ 1)
+        _load_block(key_desc, head * key_head, k_stage, of_block, full[0].index(k_stage), keys, PAGE_SIZE, TMA_ROWS,
+                    BLOCK_N, DIM, 0)  # fmt: skip
         # These come while this block waits.
         next_ids = _page_ids(rows, row, first - BLOCK_N, seq_len, PAGE_SIZE, TMA_ROWS)
-        mbarrier.wait(empty[1].index(stage), phase ^ 1)
-        _load_block(value_desc, head * value_head, of_block, full[1].index(stage), values, PAGE_SIZE, TMA_ROWS, BLOCK_N,
-                    DIM_VO, APART)  # fmt: skip
+        mbarrier.wait(empty[1].index(v_stage), block // V_STAGES & 1 ^ 1)
+        _load_block(value_desc, head * value_head, v_stage, of_block, full[1].index(v_stage), values, PAGE_SIZE,
+                    TMA_ROWS, BLOCK_N, DIM_VO, APART)  # fmt: skip
         ids = next_ids
 
 
@@ -546,6 +548,7 @@ def _page_ids(  # type: ignore[no-untyped-def]
 def _load_block(  # type: ignore[no-untyped-def]
     desc,
     at_head,
+    stage,
     of_block,
     full_barrier,
     to,
@@ -560,7 +563,7 @@ def _load_block(  # type: ignore[no-untyped-def]
     The last TMA tile of a WIDTH that is no multiple of its columns holds zeros behind the head's, whatever lies there:
     such a descriptor has heads of its own. With APART the last columns of all stages lie behind the others of all.
     """
-    stage, at_row, first, ids, page_rows, num_batches = of_block
+    at_row, first, ids, page_rows, num_batches = of_block
     TMA_TILES: gl.constexpr = BLOCK_N // TMA_ROWS
     AT_ONCE: gl.constexpr = TMA_TILES if TMA_TILES < BATCH else BATCH
     mbarrier.expect(full_barrier, TMA_TILES * column_tiles(WIDTH) * desc.block_type.nbytes)
@@ -732,12 +735,12 @@ def _scale_queries(  # type: ignore[no-untyped-def]
 def _let_pass(kv_pipeline, done, num_blocks):  # type: ignore[no-untyped-def]
     """Give back a tile's blocks, which a warp group without queries has no use for, as soon as each has come."""
     _keys, _values, full, empty = kv_pipeline
-    STAGES: gl.constexpr = full[0].shape[0]
     for block in range(done, done + num_blocks):
         for i in gl.static_range(2):
-            mbarrier.wait(full[i].index(block % STAGES), block // STAGES & 1)
+            stage, round_ = block % full[i].shape[0], block // full[i].shape[0]
+            mbarrier.wait(full[i].index(stage), round_ & 1)
             barrier()
-            mbarrier.arrive(empty[i].index(block % STAGES))
+            mbarrier.arrive(empty[i].index(stage))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -781,15 +784,15 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     last = start + (num_blocks - 1) * BLOCK_N
 
     keys, values, full, empty = kv_pipeline
-    STAGES: gl.constexpr = full[0].shape[0]
+    V_STAGES: gl.constexpr = full[1].shape[0]
     acc = _zero_acc(DIM_VO)
     m_i = gl.full([BLOCK_M], float("-inf"), gl.float32, ROW)
     l_i = lane_sums(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LOGITS))
     if num_blocks > 0:
         if last + BLOCK_N > seq_len:  # both groups write the same
-            mbarrier.wait(full[1].index(done % STAGES), done // STAGES & 1)
+            mbarrier.wait(full[1].index(done % V_STAGES), done // V_STAGES & 1)
             for i in gl.static_range(num_accs(DIM_VO)):
-                clear_rows(_values_of(values, done % STAGES, i, BLOCK_N, DIM_VO), seq_len - last)
+                clear_rows(_values_of(values, done % V_STAGES, i, BLOCK_N, DIM_VO), seq_len - last)
             fence_async_shared()
             barrier()
         BOTH: gl.constexpr = BEHIND + BEFORE
@@ -799,7 +802,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         logits = _logits(q_read, q_stage, keys, full[0], done, LOGITS, BLOCK_N, DIM)
         logits = warpgroup_mma_wait(0, deps=(logits,))
         barrier()
-        mbarrier.arrive(empty[0].index(done % STAGES))
+        mbarrier.arrive(empty[0].index(done % full[0].shape[0]))
         logits = _times_scales(logits, q_scales)
         p, m_i, l_i, _alpha = online_softmax(_masked(logits, last, low, high, FIRST, DIM_VO), m_i, l_i, scale)
         state = (_handed_on(p, values.dtype, GROUPS), acc, m_i, l_i)
@@ -811,7 +814,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
             state = _blocks(state, at, lower, num_blocks, last, low, high, scale, BEFORE, GROUPS, BLOCK_N, DIM,
                             DIM_VO)  # fmt: skip
         p, acc, m_i, l_i = state
-        stage, phase = (done + num_blocks - 1) % STAGES, (done + num_blocks - 1) // STAGES & 1
+        stage, phase = (done + num_blocks - 1) % V_STAGES, (done + num_blocks - 1) // V_STAGES & 1
         mbarrier.wait(full[1].index(stage), phase)
         acc = _add_values(_operands(p, values.dtype, acc, DIM_VO), values, stage, acc, BLOCK_N, DIM_VO)
         acc = _wait_for_values(acc, DIM_VO)
@@ -950,25 +953,26 @@ def _blocks(  # type: ignore[no-untyped-def]
     q, q_stage, q_scales, kv_pipeline, values, done = at
     LOGITS: gl.constexpr = m_i.type.layout.parent
     keys, _, full, empty = kv_pipeline
-    STAGES: gl.constexpr = full[0].shape[0]
+    K_STAGES: gl.constexpr = full[0].shape[0]
+    V_STAGES: gl.constexpr = full[1].shape[0]
     for block in range(begin, end):
         before = done + block - 1
         operands = _operands(p, values.dtype, acc, DIM_VO)  # values of 16 bits that a loop hands on are taken apart
         pending = _logits(q, q_stage, keys, full[0], before + 1, LOGITS, BLOCK_N, DIM)
-        mbarrier.wait(full[1].index(before % STAGES), before // STAGES & 1)
-        acc_pending = _add_values(operands, values, before % STAGES, acc, BLOCK_N, DIM_VO)
+        mbarrier.wait(full[1].index(before % V_STAGES), before // V_STAGES & 1)
+        acc_pending = _add_values(operands, values, before % V_STAGES, acc, BLOCK_N, DIM_VO)
         logits = warpgroup_mma_wait(num_accs(DIM_VO), deps=(pending,))
         barrier()
-        mbarrier.arrive(empty[0].index((before + 1) % STAGES))
+        mbarrier.arrive(empty[0].index((before + 1) % K_STAGES))
         logits = _times_scales(logits, q_scales)
         if MASK:
             logits = _masked(logits, last - block * BLOCK_N, low, high, MASK, DIM_VO)
         p, m_i, l_i, alpha = online_softmax(logits, m_i, l_i, scale)
         # These values have come. But where ptxas sees no branch, it waits for their product in front of the weights.
-        mbarrier.wait(full[1].index(before % STAGES), before // STAGES & 1)
+        mbarrier.wait(full[1].index(before % V_STAGES), before // V_STAGES & 1)
         acc = _wait_for_values(acc_pending, DIM_VO)
         barrier()
-        mbarrier.arrive(empty[1].index(before % STAGES))
+        mbarrier.arrive(empty[1].index(before % V_STAGES))
         acc = _times_rows(acc, alpha, DIM_VO)
         p = _handed_on(p, values.dtype, GROUPS)
     return p, acc, m_i, l_i

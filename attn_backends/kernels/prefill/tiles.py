@@ -35,10 +35,11 @@ class HopperTile(NamedTuple):
 
     groups: int  # of warps that attend, 1 to 3
     keys: int  # of a block
-    stages: int  # blocks of keys, and of values, in shared memory
+    stages: int  # blocks of keys in shared memory, and of values if there are no more of these
     q_stages: int = 2  # tiles of queries there: this one and the next, where both fit
     beside: int = 1  # programs that a multiprocessor holds at a time, 1 or 2
     raw_stages: int = 0  # blocks of 8 bits in shared memory, of which 16 are made there; 0: the cache has 16
+    value_stages: int = 0  # blocks of values in shared memory; 0: as many as of keys
 
     @property
     def rows(self) -> int:
@@ -63,16 +64,16 @@ def hopper_tiles(head_dim: int, head_dim_vo: int, is_8_bit: bool = False) -> tup
     room, and two groups of the widest heads would have too few registers."""
     if is_8_bit:
         if head_dim <= 64:
-            return HopperTile(2, 64, 2, raw_stages=4), HopperTile(1, 128, 2, raw_stages=3)
+            return HopperTile(2, 128, 2, raw_stages=4), HopperTile(1, 128, 2, raw_stages=3)
         if head_dim <= 128:
-            return HopperTile(2, 64, 2, raw_stages=4), HopperTile(1, 128, 2, raw_stages=2)
+            return HopperTile(2, 64, 3, raw_stages=4), HopperTile(1, 128, 2, raw_stages=2)
         if head_dim_vo <= 192:
             return HopperTile(2, 64, 2, q_stages=1, raw_stages=2), HopperTile(1, 64, 2, raw_stages=2)
         return (HopperTile(1, 64, 2, q_stages=1, raw_stages=2),)
     if head_dim <= 64:
         return HopperTile(2, 128, 4), HopperTile(1, 64, 4, beside=2), HopperTile(3, 128, 4)
     if head_dim <= 128:
-        return HopperTile(2, 128, 2), HopperTile(1, 64, 2, beside=2)
+        return HopperTile(2, 128, 2, value_stages=3), HopperTile(1, 64, 2, beside=2)
     if head_dim <= 192 and head_dim_vo <= 128:
         return HopperTile(2, 128, 2, q_stages=1), HopperTile(2, 64, 2)
     return HopperTile(2, 64, 2, q_stages=2 if head_dim <= 192 else 1), HopperTile(1, 64, 2)

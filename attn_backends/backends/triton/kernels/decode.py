@@ -122,8 +122,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     if PDL == WAIT_FIRST:  # its items were there before that one was launched, or lets this one start
         grid_wait()
     key, value = key_cache + head.to(tl.int64) * key_head, value_cache + head.to(tl.int64) * value_head
+    values, values_page, values_slot = value, value_page, value_slot
     if PAIRS:
-        value, value_page, value_slot = as_pairs(value), value_page // 2, value_slot // 2
+        values, values_page, values_slot = as_pairs(value), value_page // 2, value_slot // 2
     has_others = next_item < end_item
     if has_others:  # it waits for nobody before its last item: who waits for that need not see it begin
         last_slot, last_info = tl.load(work_items + end_item * 8 - 5), tl.load(work_items + end_item * 8 - 4)
@@ -147,9 +148,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             row = row * 0 - 1  # it has nothing more to do
     while row >= 0:
         _attend_item(
-            query, key, value, output, lse, page_table + row.to(tl.int64) * table_row, partial_acc, partial_ml,
+            query, key, values, output, lse, page_table + row.to(tl.int64) * table_row, partial_acc, partial_ml,
             counters, slopes, sinks, scale, value_scale, soft_cap, window_right, window_left, chunk, has_sinks,
-            want_lse, query_token, query_head, key_page, key_slot, value_page, value_slot, out_token, out_head,
+            want_lse, query_token, query_head, key_page, key_slot, values_page, values_slot, out_token, out_head,
             lse_token, start, stop, first_slot, split_info, seq_len, first_token, query_len, next_item, end_item,
             has_others, head, tile, SOFT_CAP, ALIBI, SCALE_FIRST, ALIKE, PAIRS, PAGE_SIZE, KV_HEADS, GROUP, TILES,
             BLOCK_M, BLOCK_N, DIM, DIM_VO, BLOCK_DIM, BLOCK_DIM_VO, MASKED, STAGES, MASKED_STAGES, EXACT, USED_M,
@@ -295,7 +296,8 @@ def _attend_short(  # type: ignore[no-untyped-def]
     # Columns of values that are asked for with the keys; of the largest blocks others are once these left registers.
     IS_LARGE: tl.constexpr = BLOCK_N * (BLOCK_DIM + BLOCK_DIM_VO) > 384 * THREADS
     FIRST_VO: tl.constexpr = NUM_PIECES // 2 * COLUMNS_VO if IS_LARGE else DIM_VO
-    of_dtype: tl.constexpr = query.dtype.element_ty
+    IS_SCALED: tl.constexpr = key.dtype.element_ty.primitive_bitwidth == 8 and query.dtype.element_ty == tl.bfloat16
+    of_dtype: tl.constexpr = tl.float16 if IS_SCALED else query.dtype.element_ty  # of products
     lane = tl.arange(0, QUERIES)
     token = lane // GROUP
     keys = start + tl.arange(0, BLOCK_N)
@@ -316,10 +318,14 @@ def _attend_short(  # type: ignore[no-untyped-def]
     v = _load_pieces(v_rows, None, 0, FIRST_VO, COLUMNS_VO)
     q_rows = _query_rows(query, lane, head, first_token, query_token, query_head, GROUP)
     queries = _load_pieces(q_rows, token < query_len, 0, DIM, COLUMNS)
+    if IS_SCALED:
+        queries, q_scale = _pieces_to_fp16(queries)
     logits = tl.zeros([BLOCK_N, QUERIES], tl.float32)
     for i in tl.static_range((DIM + COLUMNS - 1) // COLUMNS):
         some_queries = tl.trans(_once_loaded(queries[i], PDL))
         logits = tl.dot(_once_loaded(k[i], PDL).to(of_dtype), some_queries, logits)
+    if IS_SCALED:
+        logits *= q_scale[None]
     v = v + _load_pieces(v_rows, None, FIRST_VO, DIM_VO, COLUMNS_VO)
     positions = seq_len - query_len + token
     high = tl.minimum(positions + window_right, stop - 1)
@@ -366,9 +372,27 @@ def _once_loaded(piece, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     """What was loaded, as products want it only from here on: compilers make it so right behind its load else, and wait
     for it before they ask for what is loaded next. On GPUs where kernels start early, which is where that was measured:
     an interpreter has no such instruction."""
-    if PDL:
-        piece = tl.inline_asm_elementwise("// $0", "=r,0", [piece], piece.dtype, is_pure=False, pack=2)
-    return piece
+    if PDL and piece.dtype.primitive_bitwidth == 8:
+        words = piece.to(tl.int8, bitcast=True)
+        words = tl.inline_asm_elementwise("// $0", "=r,0", [words], tl.int8, is_pure=False, pack=4)
+        return words.to(piece.dtype, bitcast=True)
+    elif PDL:
+        return tl.inline_asm_elementwise("// $0", "=r,0", [piece], piece.dtype, is_pure=False, pack=2)
+    else:
+        return piece
+
+
+@triton.jit
+def _pieces_to_fp16(queries):  # type: ignore[no-untyped-def]
+    """Pieces [rows, columns] of bfloat16 queries as float16, each row divided by its scale, and the scales [rows] f32;
+    see `fp8.scale_to_fp16`."""
+    q_scale = row_amax(queries[0])
+    for i in tl.static_range(1, len(queries)):
+        q_scale = tl.maximum(q_scale, row_amax(queries[i]))
+    scaled = ()
+    for i in tl.static_range(len(queries)):
+        scaled = scaled + (scale_to_fp16(queries[i], q_scale),)  # type: ignore[assignment]  # noqa: RUF005
+    return scaled, q_scale
 
 
 @triton.jit  # type: ignore[untyped-decorator]
