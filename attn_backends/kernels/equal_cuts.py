@@ -159,9 +159,10 @@ def _cut(  # type: ignore[no-untyped-def]
     ends, num_blocks = tl.cumsum(widths, 0), tl.sum(widths, 0)
     are_few = (num_blocks < max_cuts * long_cut) & (tl.sum((blocks > 0).to(tl.int32), 0) < max_cuts)
     most = tl.where(are_few, few_cuts, max_cuts)
-    rounds = (num_blocks * heads // (2 * MIN_BLOCKS) + num_sms - 1) // num_sms  # of parts twice as long as the shortest
+    longer_parts = num_blocks.to(tl.int64) * heads // (2 * MIN_BLOCKS)  # twice as long as the shortest
+    even = tl.maximum((longer_parts + num_sms - 1) // num_sms * num_sms // heads, 1)
     has_many = tl.max(blocks, 0) > MANY_PARTS * MIN_BLOCKS
-    most = tl.where(has_many, tl.minimum(most, tl.maximum(rounds * num_sms // heads, 1)), most)
+    most = tl.where(has_many, tl.minimum(most, even).to(tl.int32), most)
     num_cuts = tl.maximum(tl.minimum(most, num_blocks // MIN_BLOCKS), 1)
     size = tl.maximum(num_blocks // num_cuts, 1)  # where no row exists
     least: tl.constexpr = LEAST_KEYS // BLOCK_N if LEAST_KEYS > MIN_BLOCKS * BLOCK_N else MIN_BLOCKS

@@ -24,6 +24,7 @@ from attn_backends.kernels.prefill.splits import (
 
 _LEAST_OF_A_WAVE = 0.045  # part of the time, below which a last wave is not split, and rows come as they are
 _MOST_WAVES = 22  # of whole tiles, behind which a last one that leaves multiprocessors idle costs little
+_MOST_IN_ORDER = 32  # of waves that are ordered: what that gains is less than the host takes to work it out for more
 _SHORT = 8  # blocks of a tile in the mean, up to which one is sooner counted than looked up in a list
 
 
@@ -131,7 +132,7 @@ def faster_by_length(
     Args:
         step: as of `last_wave`.
     """
-    is_some_waves = num_programs <= int(load.tiles.sum()) * num_kv_heads < 4 * _MOST_WAVES * num_programs
+    is_some_waves = num_programs <= int(load.tiles.sum()) * num_kv_heads < _MOST_IN_ORDER * num_programs
     may_be_ordered = step > 0 and len(load.tiles) <= FEW_ROWS and int((load.tiles > 0).sum()) > 1
     if not (is_some_waves and may_be_ordered):
         return None
@@ -155,7 +156,7 @@ def is_faster_in_order(load: TileLoad, num_kv_heads: int, num_programs: int, ste
     has_tiles = load.tiles > 0
     load = TileLoad(load.tiles[has_tiles], load.blocks[has_tiles])
     num_tiles, wave = int(load.tiles.sum()), num_programs / num_kv_heads
-    if len(load.blocks) < 2 or not wave <= num_tiles < 4 * _MOST_WAVES * wave:
+    if len(load.blocks) < 2 or not wave <= num_tiles < _MOST_IN_ORDER * wave:
         return False
     shortest = np.maximum(load.blocks - step * load.tiles, 0)
     mean, least = float(load.tiles @ (load.blocks + shortest)) / 2 / num_tiles, float(shortest.min())

@@ -58,6 +58,10 @@ FAULTS = {
     "weights are not scaled": ("logits *= logit_scale(scale, SCALE_FIRST)\n    m_i", "m_i"),
     "rows that are split": ("(split_info == MAX_SPLITS) & (has_others", "(split_info >= 0) & (has_others"),
     "rows of several items": ("& (has_others == 0) & (num_keys > 0)", "& (num_keys > 0)"),
+    "the largest of some columns": ("for i in tl.static_range(1, len(queries)):", "for i in tl.static_range(1, 1):"),
+    "queries that keep their scale": ("logits *= q_scale[None]", "logits *= 1.0"),
+    "values are read two by two": ("            given = (\n",
+                                   "            value = as_pairs(value) if PAIRS else value\n            given = (\n"),
     "longer rows": ("& (num_keys <= most_short):", "& (num_keys <= 4 * most_short):"),
 }  # fmt: skip
 
@@ -82,9 +86,16 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def check(spec: AttentionSpec, seq_lens: list[int], query_lens: list[int], place: str = PLACES[0], **more: Any) -> None:
+def check(
+    spec: AttentionSpec, seq_lens: list[int], query_lens: list[int], place: str = PLACES[0], unlike: bool = False,
+    **more: Any,
+) -> None:  # fmt: skip
+    """Args: unlike: all but the last columns of queries are a million times as small, and rows of unlike sizes."""
     device = "cpu" if INTERPRETED else "cuda"
     batch = random_batch(get_backend("TRITON"), spec, seq_lens, query_lens, poison=float("nan"), device=device, **more)
+    for i, row in enumerate(batch.rows if unlike else ()):
+        row.query.mul_((1e-3, 8.0, 1e-25)[i % 3])
+        row.query[..., :-8] *= 1e-6
     layer, expected = make_layer(get_backend("TRITON"), batch), batch.expected()
     for want_lse in (True, False):
         found = layer.forward(
@@ -116,6 +127,20 @@ def random_case(
 def test_random_rows(seed: int) -> None:
     spec, seq_lens, query_lens, more = random_case(seed)
     check(spec, seq_lens, query_lens, **more)
+
+
+OVER_8_BITS = [
+    (dims, cached) for dims in ((128, 128), (192, 128), (80, 80)) for cached in (torch.float8_e4m3fn, torch.float8_e5m2)
+]
+
+
+@pytest.mark.parametrize(("dims", "cached"), OVER_8_BITS, ids=str)
+@pytest.mark.parametrize("where", [pytest.param("interpreted", marks=only_interpreted),
+                                   pytest.param("gpu", marks=pytest.mark.gpu)])  # fmt: skip
+def test_queries_of_unlike_columns(dims: tuple[int, int], cached: torch.dtype, where: str) -> None:
+    """Queries of bfloat16 are divided by the largest of all of their columns for products of float16."""
+    spec = AttentionSpec(4, 2, dims[0], head_dim_vo=dims[1], dtype=torch.bfloat16, cache_dtype=cached)
+    check(spec, [20, 33, 64], [1, 2, 3], unlike=True, k_scale=0.5)
 
 
 @pytest.mark.gpu
@@ -168,6 +193,8 @@ def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.Monkey
     with nullcontext() if fault == "none" else pytest.raises((AssertionError, IndexError, RuntimeError)):
         check(AttentionSpec(1, 1, 64, dtype=torch.float16), [20, 700] * 8, [1] * 16)  # several rows of each program
         check(AttentionSpec(1, 1, 64, dtype=torch.float16, window_left=30), [70, 90], [1, 1], page_size=48)
+        of_8_bits = AttentionSpec(4, 2, 128, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
+        check(of_8_bits, [20, 33, 64], [1, 2, 3], unlike=True)
         for seed in range(30):
             spec, seq_lens, query_lens, more = random_case(seed)
             check(spec, seq_lens, query_lens, **more)
