@@ -26,8 +26,7 @@ from attn_backends.spec import AttentionSpec, KVCacheSpec
 # In times in which a multiprocessor's tile reads a key by the kernel for Hopper: from what benchmarks/rules/widening.py
 # has measured.
 _PORTABLE_READ = 1.3  # by the portable kernel from 8 bits, of fewer queries
-# By that for Hopper from 8 bits, by the queries of its tiles and the keys of its blocks.
-_READ_OF_8_BITS = {(128, 64): 1.5, (128, 128): 1.25, (64, 64): 1.1, (64, 128): 1.1}
+_READ_OF_8_BITS = {128: 1.5, 64: 1.1}  # by that for Hopper from 8 bits, by the queries of its tiles
 _UPCASTING = 2.5  # a key of one head is made 16 bits, by one multiprocessor
 _STARTING = 300.0  # to make any 16 bits
 
@@ -58,7 +57,7 @@ def is_faster_upcast(
     in_all = float(num_hopper_tiles(spec, query_lens) @ keys)
     taken = len(sections) * _STARTING + (in_all + _UPCASTING * num_keys) * heads
     tile = split_tile(spec, cache, None, device, is_paged=True, is_upcast=False)
-    read = _READ_OF_8_BITS[tile.rows, tile.keys] if tile.beside else _PORTABLE_READ
+    read = _READ_OF_8_BITS[tile.rows] if tile.beside else _PORTABLE_READ
     return taken < read * float(-(-query_lens // tile.tokens) @ keys) * heads
 
 
