@@ -280,6 +280,8 @@ PAGES = (
                 "steps", "new", "explained", "mismatches", "cut off")),
         Section("sanitizers_prefill", "TRITON since prefills have other tiles, on an H100", ("backend", "tool", "eager",
                 "graphs", "steps", "new", "explained", "mismatches", "cut off")),
+        Section("sanitizers_mla", "memcheck over TRITON_MLA since its products start early, on an H200", ("backend",
+                "tool", "eager", "graphs", "steps", "new", "explained", "mismatches", "cut off")),
         Section("sanitizers_triton", "TRITON before these", ("tool", "cases", "num_cases", "num_steps", "errors",
                 "mismatches", "ended")),
     )),
