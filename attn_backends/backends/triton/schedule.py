@@ -22,8 +22,8 @@ _SMALL_TILE_ROWS, _TILE_ROWS = 16, 64  # queries of a tile; more queries of a ro
 _MOST_IN_SMALL_TILES = 48  # queries of a row: so often are its keys read again, from the L2, in less time
 _SHORT_NUMBERS = 128  # of keys, and as many of values, that a thread holds for a row that is attended for at once
 _LONGEST_SHORT = 64  # keys of such a row at most: a thread asks for some values once it holds fewer keys then
-# Warps of a program at most: Hopper's matrix units, which four have, may read weights in shared memory before these are
-# there, as Triton 3.6 lays out such products.
+# Warps of a program at most. Four multiply by Hopper's matrix units, and an H200 gave wrong outputs of 16 queries so:
+# in Triton 3.6's code the fence behind which those read weights in shared memory comes after the warps have met.
 _SHORT_WARPS = 2
 _SHORT_PAIRS = 6  # pairs of a row and a KV head, for each multiprocessor, that are few
 _LISTED_PAGE = 16  # slots, of which pages are multiples whose ids come with work items

@@ -61,8 +61,8 @@ def hopper_tiles(head_dim: int, head_dim_vo: int, is_8_bit: bool = False) -> tup
     where rows have few queries: it has half the size, so that a multiprocessor works on two at a time, where these have
     room; of MLA's heads it has blocks of half the size instead. The third, of narrow heads, has one more group of
     warps, for many tiles that see many keys, and splits none. The first one of heads of 65 to 128 columns has room for
-    one more block of values, which are the last to come. Over 8 bits the second has the largest blocks that have room,
-    and two groups of the widest heads would have too few registers."""
+    one more block of values, which are asked for behind keys. Over 8 bits the second has the largest blocks that have
+    room, and two groups of the widest heads would have too few registers."""
     if is_8_bit:
         if head_dim <= 64:
             return HopperTile(2, 128, 2, raw_stages=4), HopperTile(1, 128, 2, raw_stages=3)

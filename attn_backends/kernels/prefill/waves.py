@@ -24,7 +24,7 @@ from attn_backends.kernels.prefill.splits import (
 
 _LEAST_OF_A_WAVE = 0.045  # part of the time, below which a last wave is not split, and rows come as they are
 _MOST_WAVES = 22  # of whole tiles, behind which a last one that leaves multiprocessors idle costs little
-_MOST_IN_ORDER = 32  # of waves that are ordered: what that gains is less than the host takes to work it out for more
+_MOST_IN_ORDER = 32  # waves of tiles that are ordered: of more the host works it out for long, and little is gained
 _SHORT = 8  # blocks of a tile in the mean, up to which one is sooner counted than looked up in a list
 
 

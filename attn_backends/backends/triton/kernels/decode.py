@@ -122,7 +122,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     if PDL == WAIT_FIRST:  # its items were there before that one was launched, or lets this one start
         grid_wait()
     key, value = key_cache + head.to(tl.int64) * key_head, value_cache + head.to(tl.int64) * value_head
-    values, values_page, values_slot = value, value_page, value_slot
+    values, values_page, values_slot = value, value_page, value_slot  # as `_attend_item` reads them
     if PAIRS:
         values, values_page, values_slot = as_pairs(value), value_page // 2, value_slot // 2
     has_others = next_item < end_item
