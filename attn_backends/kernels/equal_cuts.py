@@ -185,13 +185,14 @@ def _short_parts(  # type: ignore[no-untyped-def]
     exists, blocks, part_keys, whole_keys, heads, slots, BLOCK_N: tl.constexpr
 ):
     """How many blocks short parts of rows have, the shortest of which no more than half of the programs that a GPU
-    holds at once have one; 0: there are no such. And how many parts each row is in."""
+    holds at once have one, and no row is in many; 0: there are no such. And how many parts each row is in."""
     part, part_blocks = part_keys * 0, tl.maximum(part_keys // BLOCK_N, 1)
     counts = tl.where(exists, 1, 0)
     for _ in tl.static_range(PART_SIZES):
         tried = tl.where(exists & (blocks > whole_keys // BLOCK_N), (blocks + part_blocks - 1) // part_blocks, 1)
         tried = tl.where(exists, tried, 0)
         fits = (part == 0) & (part_keys > 0) & (2 * tl.sum(tried, 0) * heads <= slots)
+        fits &= tl.max(tried, 0) <= MANY_PARTS
         part, counts = tl.where(fits, part_blocks, part), tl.where(fits, tried, counts)
         part_blocks *= 2
     return part, counts

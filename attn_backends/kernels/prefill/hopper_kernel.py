@@ -48,7 +48,7 @@ from attn_backends.kernels.hopper import (
     row_sums,
     times_rows,
 )
-from attn_backends.kernels.hopper_writes import write_rows, write_rows_by_smem
+from attn_backends.kernels.hopper_writes import write_rows, write_rows_by_shuffles, write_rows_by_smem
 from attn_backends.kernels.pdl import grid_wait, launch_dependents
 from attn_backends.kernels.split_kv import FAR, LN_2, LOG2_E, first_key, seen_by_all
 from attn_backends.kernels.tile_kernels import tile_of
@@ -695,15 +695,13 @@ def _attend(  # type: ignore[no-untyped-def]
             _prefetch_queries(q, next_q_stage, next_tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM,
                               SPLIT_HEADS)  # fmt: skip
         if tile_info[9] + warp_group * BLOCK_M // GROUP < tile_info[8]:
-            _attend_tile(tile_info, q_stage, done, tensors, strides, scales, window, flags, q, q_scales, kv_pipeline,
-                         warp_group, GROUPS, CHUNK, LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES,
+            _attend_tile(tile_info, next_tile_info, q_stage, done, tensors, strides, scales, window, flags, q, q_scales,
+                         kv_pipeline, warp_group, GROUPS, CHUNK, LOCAL, GROUP, BLOCK_Q, BLOCK_N, DIM, DIM_VO, Q_STAGES,
                          SPLIT_HEADS)  # fmt: skip
         else:
             _let_pass(kv_pipeline, done, tile_info[3])
-        if Q_STAGES == 1:
-            barrier()
-            _prefetch_queries(q, next_q_stage, next_tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM,
-                              SPLIT_HEADS)  # fmt: skip
+            if Q_STAGES == 1:
+                _prefetch_queries(q, 0, next_tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM, SPLIT_HEADS)
         num_tiles += 1
         done += tile_info[3]
         tile_info = next_tile_info
@@ -746,6 +744,7 @@ def _let_pass(kv_pipeline, done, num_blocks):  # type: ignore[no-untyped-def]
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend_tile(  # type: ignore[no-untyped-def]
     tile_info,
+    next_tile_info,
     q_stage,
     done,
     tensors,
@@ -768,7 +767,8 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     Q_STAGES: gl.constexpr,
     SPLIT_HEADS: gl.constexpr,
 ):
-    """Attend for 64 of a tile's queries, which lie in `q` at `q_stage`."""
+    """Attend for 64 of a tile's queries, which lie in `q` at `q_stage`. With one stage those of the next tile take
+    their place as soon as the last logits are there."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
     window_right, window_left = window
@@ -813,6 +813,8 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         if LOCAL == 2:
             state = _blocks(state, at, lower, num_blocks, last, low, high, scale, BEFORE, GROUPS, BLOCK_N, DIM,
                             DIM_VO)  # fmt: skip
+        if Q_STAGES == 1:  # all threads have seen the last logits
+            _prefetch_queries(q, 0, next_tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM, SPLIT_HEADS)
         p, acc, m_i, l_i = state
         stage, phase = (done + num_blocks - 1) % V_STAGES, (done + num_blocks - 1) // V_STAGES & 1
         mbarrier.wait(full[1].index(stage), phase)
@@ -820,6 +822,8 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         acc = _wait_for_values(acc, DIM_VO)
         barrier()
         mbarrier.arrive(empty[1].index(stage))
+    elif Q_STAGES == 1:
+        _prefetch_queries(q, 0, next_tile_info, tensors, strides, warp_group, GROUP, BLOCK_Q, DIM, SPLIT_HEADS)
 
     l_i = row_sums(l_i, ROW)
     if SPLIT_HEADS:
@@ -891,7 +895,8 @@ def _write_tile(  # type: ignore[no-untyped-def]
     DIM_VO: gl.constexpr,
     Q_STAGES: gl.constexpr,
 ):
-    """Write outputs and LSEs of 64 of a tile's queries, whose place in `q` nobody wants any more."""
+    """Write outputs and LSEs of 64 of a tile's queries. Nobody wants their place in `q` any more, but of one stage the
+    next ones are on their way to it."""
     ROW: gl.constexpr = m_i.type.layout
     _query, output, lse, sinks, _partial_acc, _partial_ml = tensors
     _query_token, _query_head, out_token, out_head, lse_token = strides
@@ -910,7 +915,9 @@ def _write_tile(  # type: ignore[no-untyped-def]
     alpha = gl.exp2(m_i - higher)
     l_i = l_i * alpha + gl.exp2(sink - higher)
     share = gl.where(saw, value_scale * alpha / gl.where(saw, l_i, 1.0), 0.0)
-    if column_tiles(DIM) * TMA_COLS == acc_width(DIM_VO, 0):  # the tile's queries, which nobody wants, are as wide
+    if Q_STAGES == 1 and acc_width(DIM_VO, 0) == DIM_VO:
+        write_rows_by_shuffles(output + at * out_token + q_head * out_head, acc[0], share, live)
+    elif Q_STAGES > 1 and column_tiles(DIM) * TMA_COLS == acc_width(DIM_VO, 0):  # as wide as the tile's queries
         WIDE: gl.constexpr = acc_width(DIM_VO, 0)
         COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [gl.num_warps(), 1], [1, 0])
         tile_row = warp_group * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, COALESCED))
